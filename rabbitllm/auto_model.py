@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm import prepare
@@ -97,8 +99,9 @@ class AutoModel:
         Arguments up to `offload_small_layers_use_cpu_cache` may be given by position, in the order of RabbitLLM 1.1.
 
         Args:
-            path_or_repo_id: a folder with a checkpoint (safetensors, files of torch.save, or Llama as published by
-                Meta), a split directory, or a repository on the hub.
+            path_or_repo_id: a folder with a checkpoint (safetensors, files of torch.save, GGUF, or Llama as published
+                by Meta), a file of weights, a split directory, or a repository on the hub. "organisation/name:Q4_K_M"
+                names one GGUF model of several in a repository.
             device: "cuda:N", "cpu", or "auto" for all GPUs. The default is the first GPU, else the CPU.
             dtype: a floating torch dtype or its name. The default is the config's; float16 in place of bfloat16 on a
                 GPU without bfloat16.
@@ -125,7 +128,7 @@ class AutoModel:
             local_files_only: send no requests to the hub.
             max_memory: maximum bytes of weights for each device, e.g. `{0: "14GiB", "cpu": "24GiB"}`. The default is
                 the free memory. With a GPU, "cpu" limits the weights that do not fit on it.
-            max_disk: maximum bytes of layer files and fetched shards together, e.g. "57GiB".
+            max_disk: maximum bytes of layer files and fetched shards together, e.g. "50GiB".
             min_free_disk: bytes of the disk that must stay free. A split that needs them is refused, or stops.
             shard_transfer: how the shards of a repository arrive if `sequential_shard_processing` is True: "file" (each
                 is a file), "stream" (none is a file on this disk), or "auto" (the first of these that fits).
@@ -157,29 +160,37 @@ class AutoModel:
             RabbitLLMError: any other error of this package.
             TypeError: an unknown argument.
         """
-        reject_unknown(unknown, _known_arguments(), "from_pretrained")
+        parameters = inspect.signature(AutoModel.from_pretrained).parameters.values()
+        known = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+        reject_unknown(unknown, known, "from_pretrained")
         given = locals()
         for name, (default, instead) in WITHOUT_EFFECT.items():
             if given[name] != default:
                 logger.warning("%s has no effect: %s.", name, instead)
-        shards = ShardPolicy.of(sequential=sequential_shard_processing, delete_original=delete_original)
-        split_options = prepare.split_options(
+        request = LoadRequest.of(
+            str(path_or_repo_id),
             compression,
-            shards,
-            max_disk=max_disk,
-            min_free_disk=min_free_disk,
-            shard_transfer=shard_transfer,
-            profiling=profiling_mode,
-            fit_scales=fit_scales,
-            verify_source=verify_source,
-        )
-        run_options = RunOptions(
+            layer_shards_saving_path or None,
+            revision=revision,
+            token=token if token is not None else hf_token,
+            cache_dir=cache_dir or None,
+            local_files_only=local_files_only,
+            shards=ShardPolicy.of(sequential=sequential_shard_processing, delete_original=delete_original),
+            of_split={
+                "max_disk": max_disk,
+                "min_free_disk": min_free_disk,
+                "shard_transfer": shard_transfer,
+                "profiling": profiling_mode,
+                "fit_scales": fit_scales,
+                "verify_source": verify_source,
+            },
+            hosts=hosts,
             device=None if device is None or device is FIRST_GPU else str(device),
-            dtype=parse_dtype(dtype),
+            dtype=dtype,
             attn_implementation=attn_implementation,
             prefetching=prefetching,
             pin_memory=prefetch_pin_memory,
-            max_memory=parse_max_memory(max_memory),
+            max_memory=max_memory,
             cache_layers=cache_layers,
             small_layers_resident=not offload_small_layers,
             profiling=profiling_mode,
@@ -189,13 +200,7 @@ class AutoModel:
             fast_bfloat16=fast_bfloat16,
             verify_checksums=verify_checksums,
         )
-        cache = expand(cache_dir) if cache_dir else None
-        access = HubAccess(revision, token if token is not None else hf_token, cache, local_files_only)
-        folder = expand(layer_shards_saving_path) if layer_shards_saving_path else None
-        spec = prepare.ModelSpec(str(path_or_repo_id), compression, folder, access)
-        if not split:
-            check_unsplit(split_options)
-        return load(LoadRequest(spec, split_options if split else None, run_options, hosts))
+        return load(request if split else request.unsplit())
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +219,53 @@ class LoadRequest:
     run: RunOptions = field(default_factory=RunOptions)
     hosts: Hosts | None = None
 
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        compression: str | None = None,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        shards: ShardPolicy = ShardPolicy.KEEP,
+        of_split: Mapping[str, Any] = MappingProxyType({}),
+        hosts: Hosts | None = None,
+        dtype: Any = None,
+        max_memory: Mapping[int | str, int | str] | None = None,
+        **of_run: Any,
+    ) -> LoadRequest:
+        """Parse and check options as users give them.
+
+        Args:
+            name, compression, folder: see `ModelSpec`.
+            revision, token, cache_dir, local_files_only: see `HubAccess`.
+            shards: what becomes of the shards.
+            of_split, of_run: further options of `prepare.split_options` and of `RunOptions`.
+            hosts: processes that compute it together.
+            dtype: a dtype, its name, or "auto".
+            max_memory: device -> bytes, in accelerate's form.
+
+        Raises:
+            OptionError: an option is invalid, or two contradict each other.
+        """
+        access = HubAccess(revision, token, None if cache_dir is None else expand(cache_dir), local_files_only)
+        spec = prepare.ModelSpec(name, compression, None if folder is None else expand(Path(folder)), access)
+        run = RunOptions(dtype=parse_dtype(dtype), max_memory=parse_max_memory(max_memory), **of_run)
+        return cls(spec, prepare.split_options(compression, shards, **of_split), run, hosts)
+
+    def unsplit(self) -> LoadRequest:
+        """The same without a split.
+
+        Raises:
+            OptionError: it has options that work only while splitting.
+        """
+        if self.split is not None:
+            check_unsplit(self.split)
+        return replace(self, split=None)
+
 
 @system_errors_by_name()
 def load(request: LoadRequest) -> Any:
@@ -222,7 +274,10 @@ def load(request: LoadRequest) -> Any:
     Raises:
         RabbitLLMError: as `AutoModel.from_pretrained`.
     """
-    options, devices = request.run, _devices(request.run)
+    from rabbitllm.engine.devices import resolve_devices
+
+    options = request.run
+    devices = resolve_devices(options.device, options.max_memory, options.pin_memory)
     source = prepare.find(request.spec, only_look=request.split is None)
     if request.split is None and not source.finished:
         return _load_unsplit(request, source, devices)
@@ -295,14 +350,3 @@ def _model(
     from rabbitllm.pipeline.spread import load_spread
 
     return load_spread(hosts, options, lambda share: load.load_model(files, options, config_folder, devices, share))
-
-
-def _devices(options: RunOptions) -> list[Device]:
-    from rabbitllm.engine.devices import resolve_devices
-
-    return resolve_devices(options.device, options.max_memory, options.pin_memory)
-
-
-def _known_arguments() -> list[str]:
-    _, *parameters = inspect.signature(AutoModel.from_pretrained).parameters.values()
-    return [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]

@@ -23,6 +23,7 @@ from rich.text import Text
 from rabbitllm.auto_model import LoadRequest, load
 from rabbitllm.base.terminal import counted, harmless, put, put_fact, size
 from rabbitllm.telemetry.passes import (
+    BETWEEN_LAYERS,
     COMPUTE,
     DEQUANTIZE,
     FURTHER,
@@ -287,8 +288,8 @@ def _placement(placement: Any) -> list[dict[str, Any]]:
 
 BAR = 36
 """Columns of a full bar."""
-_STYLES = {READ_WAIT: "blue", UPLOAD_WAIT: "cyan", DEQUANTIZE: "magenta", COMPUTE: "yellow"}
-_LABELS = {READ_WAIT: "wait for weights", UPLOAD_WAIT: UPLOAD_WAIT, DEQUANTIZE: "dequantize", COMPUTE: "compute"}
+_STYLES = {READ_WAIT: "blue", UPLOAD_WAIT: "cyan", DEQUANTIZE: "magenta", COMPUTE: "yellow", BETWEEN_LAYERS: "white"}
+_LABELS = {stage: stage for stage in _STYLES} | {READ_WAIT: "wait for weights", DEQUANTIZE: "dequantize"}
 
 
 def show(measured: Measured, console: Console) -> None:
@@ -324,14 +325,8 @@ def summary(measured: Measured) -> str:
 
 def shares(further: PassSums) -> Iterator[tuple[str, float, float, str]]:
     """Yield (label, mean seconds per pass, share of it, colour) of the calling thread's stages; the rest comes last."""
-    mean, left = further.wall / further.passes, further.wall
-    for stage, label in _LABELS.items():
-        total = further.stages.get(stage, NOTHING)
-        if total.count:
-            left -= total.busy_seconds
-            yield label, total.busy_seconds / further.passes, total.busy_seconds / further.wall, _STYLES[stage]
-    left = max(left, 0.0) / further.passes
-    yield "between layers", left, left / mean, "white"
+    for stage, seconds in further.caller_seconds.items():
+        yield _LABELS[stage], seconds, seconds * further.passes / further.wall, _STYLES[stage]
 
 
 def _rows(measured: Measured) -> Iterator[tuple[str, str]]:

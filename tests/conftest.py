@@ -58,7 +58,7 @@ BITS = frozenset(
         "generation/test_batch.py",
         "generation/test_kv_cache.py",
         "generation/test_packed_batch.py",
-        "generation/test_joint_pass.py",
+        "generation/test_model_runner.py",
         "batch_jobs/test_answers.py",
         "evaluation/test_compare.py",
         "evaluation/test_every_family.py",

@@ -5,9 +5,11 @@ The result is a `Row`. This runs in a process of its own, since some models make
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,6 +69,7 @@ class Row:
         inputs: kinds of input whose outputs were compared.
         blocks: number of numbered blocks, by the names of the tensors.
         files: number of layer files.
+        scattered: blocks that have no layer file of their own.
         warnings: those of the package, except about a missing tokenizer.
         seconds: duration.
     """
@@ -78,6 +81,7 @@ class Row:
     inputs: tuple[str, ...] = ()
     blocks: int = 0
     files: int = 0
+    scattered: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     seconds: float = 0.0
 
@@ -98,6 +102,7 @@ class _Findings:
     inputs: tuple[str, ...] = ()
     blocks: int = 0
     files: int = 0
+    scattered: tuple[str, ...] = ()
     warnings: list[str] = field(default_factory=list)
 
 
@@ -121,6 +126,7 @@ def examine(case: Case, folder: Path) -> Row:
         found.inputs,
         found.blocks,
         found.files,
+        found.scattered,
         tuple(dict.fromkeys(found.warnings)),
     )
 
@@ -129,7 +135,7 @@ def _examined(case: Case, folder: Path, found: _Findings) -> tuple[str, str]:
     original = folder / "original"
     inputs, model_class = _saved(case, original)
     found.inputs = inputs.kinds
-    found.blocks = len(set(_blocks(original)))
+    found.blocks = len({block for block, _ in _blocks(original) if block})
     plain = _loaded_plainly(model_class, original)
     expected = tiny_inputs.results(plain, inputs.arguments)
     if not _are_finite(expected):
@@ -149,24 +155,30 @@ def _examined(case: Case, folder: Path, found: _Findings) -> tuple[str, str]:
                     return WRONG, f"{way}: nothing was deleted, and a raw error is raised: {_said(error)}"
                 refused[way] = _said(error)
                 continue
-        found.files = max(found.files, len(list((copy / "splitted_model").glob("*.safetensors"))))
+        found.files = max(found.files, len(_shards(copy / "splitted_model")))
+        found.scattered = _scattered(copy / "splitted_model")
         wrong = _difference(model, plain, inputs, expected, tokens)
         if wrong:
             return WRONG, f"{way}: {wrong}"
         del model
     if len(refused) == len(BUDGETS):
         return REFUSED, refused["resident"]
-    return OK, "; ".join(f"only {' and '.join(BUDGETS.keys() - refused.keys())}: {why}" for why in refused.values())
+    limits = [f"only {' and '.join(BUDGETS.keys() - refused.keys())}: {why}" for why in refused.values()]
+    if type(plain).__name__ != case.name and "Thinker" in type(plain).__name__:
+        limits.append(f"as {type(plain).__name__}: text, no speech")
+    return OK, "; ".join(limits)
 
 
 def _saved(case: Case, folder: Path) -> tuple[Inputs, Any]:
     """Save a small random model in shards; return inputs for it, and its class."""
     errors: list[Exception] = []
-    for model in tiny_configs.models(getattr(transformers, case.auto), case.model_type, errors):
+    kinds = [kind for name in (case.auto, case.name) if (kind := getattr(transformers, name, None)) is not None]
+    for model in itertools.chain.from_iterable(tiny_configs.models(kind, case.model_type, errors) for kind in kinds):
         _shake(model)
         try:
-            inputs = tiny_inputs.inputs_of(model)
-            if not _are_finite(tiny_inputs.results(model, inputs.arguments)):
+            part = getattr(model, "thinker", model)  # of a model that speaks, the part that makes text
+            inputs = tiny_inputs.inputs_of(part)
+            if not _are_finite(tiny_inputs.results(part, inputs.arguments)):
                 raise _Unbuilt("it has no finite outputs")
             size = sum(tensor.nbytes for tensor in model.state_dict().values())
             model.save_pretrained(folder, max_shard_size=max(size // SHARDS, 1))
@@ -174,7 +186,7 @@ def _saved(case: Case, folder: Path) -> tuple[Inputs, Any]:
             errors.append(error)
             shutil.rmtree(folder, ignore_errors=True)
             continue
-        return inputs, type(model)
+        return inputs, type(part)
     raise _Unbuilt(_said(errors[0]))
 
 
@@ -263,15 +275,24 @@ def _shards(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*.safetensors"))
 
 
-def _blocks(folder: Path) -> Iterator[str]:
-    """The block of each tensor that is in one: its name up to the first number that follows a word."""
+def _blocks(folder: Path) -> Iterator[tuple[str, str]]:
+    """The block and the file of each tensor. A block is a name up to the first number after a word; else it is ""."""
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118  it is no mapping
                 words = name.split(".")
-                number = next((at for at, word in enumerate(words) if at and word.isdigit()), None)
-                if number is not None and number + 1 < len(words):
-                    yield ".".join(words[: number + 1])
+                number = next((at for at, word in enumerate(words) if at and word.isdigit()), len(words))
+                yield ".".join(words[: number + 1]) if number + 1 < len(words) else "", path.name
+
+
+def _scattered(folder: Path) -> tuple[str, ...]:
+    """Blocks that are in several files, or share theirs."""
+    files, blocks = defaultdict(set), defaultdict(set)
+    for block, file in _blocks(folder):
+        files[block].add(file)
+        blocks[file].add(block)
+    own = {block for block in files if len(files[block]) == 1 and len(blocks[min(files[block])]) == 1}
+    return tuple(sorted(files.keys() - own - {""}))
 
 
 class _Listener(logging.Handler):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import re
@@ -132,14 +133,14 @@ def _row(content: Mapping[str, Any]) -> Row:
 
 
 MEANINGS = {
-    OK: "the outputs are equal. Blocks is the number of layers that are streamed, files the number of layer files.",
+    OK: "the outputs are equal.",
     UNBUILT: "the class was not examined. It may work.",
     REFUSED: "RabbitLLM does not load this class.",
 }
 
 
 def page(rows: Iterable[Row]) -> str:
-    """The rows as docs/reference/supported-models.md."""
+    """The rows as docs/reference/supported-models.md: a line for each type."""
     import torch
     import transformers
 
@@ -153,21 +154,27 @@ def page(rows: Iterable[Row]) -> str:
         "",
         "Each model class is built small with random weights, saved in shards, and split with",
         "`sequential_shard_processing=True`. It is loaded twice: with memory for all weights and with memory for none.",
-        "Its outputs are compared with those of transformers, bit for bit.",
+        "Its outputs are compared with those of transformers, bit for bit. Classes by result:",
         "",
         *(f"- **{result}** ({number}): {MEANINGS.get(result, 'a defect.')}" for result, number in counts.most_common()),
         "",
-        "| type | class | result | inputs | blocks | files |",
-        "| --- | --- | --- | --- | --- | --- |",
-        *(_line(row) for row in rows),
+        "| type | classes | inputs | remarks |",
+        "| --- | --- | --- | --- |",
+        *(_line(model_type, tuple(own)) for model_type, own in itertools.groupby(rows, lambda row: row.model_type)),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _line(row: Row) -> str:
-    why = f" ({row.why})" if row.why else ""
-    numbers = [str(number) if number else "" for number in (row.blocks, row.files)]
-    cells = [row.model_type, row.name, row.result + why, ", ".join(row.inputs), *numbers]
+def _line(model_type: str, rows: Sequence[Row]) -> str:
+    """A line of the table. A remark on some of the classes names them."""
+    said: dict[str, list[str]] = {}
+    for row in rows:
+        result = "" if row.result == OK else row.result
+        said.setdefault(" ".join(filter(None, (result, row.why and f"({row.why})"))), []).append(row.name)
+    everything = len(said) == 1
+    results = [text if everything else f"{', '.join(names)}: {text}" for text, names in said.items() if text]
+    inputs = dict.fromkeys(kind for row in rows for kind in row.inputs)
+    cells = [model_type, ", ".join(row.name for row in rows), ", ".join(inputs), "; ".join(results)]
     return "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |"
 
 

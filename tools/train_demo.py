@@ -38,7 +38,7 @@ from bitsandbytes import functional as bnb
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from rabbitllm.demo.answering import answers
+from rabbitllm.demo.models import BundledModel
 from rabbitllm.demo.tasks import KINDS, Problem, exact_match, held_out, training_facts, training_stream
 from tools.demo_prose import held_out_prose, training_prose
 
@@ -346,7 +346,7 @@ def evaluate(
     model.eval()
     total, tokens = 0.0, 0
     with rounded_weights(model, precision):
-        given = answers(model, tokenizer, problems)
+        given = BundledModel().answers(model, tokenizer, problems)
         for problem in problems:
             question = tokenizer(problem.prompt)["input_ids"]
             answer = [*tokenizer(f" {problem.answer}")["input_ids"], tokenizer.eos_token_id]

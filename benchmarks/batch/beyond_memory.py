@@ -69,9 +69,9 @@ def run(model: Any, row: Row, prompts: Sequence[Sequence[int]], tokens: int) -> 
     told: list[Any] = []
     load, begun = os.getloadavg()[0], time.perf_counter()
     found = {one.index: one.line for group in answered(model, "m", iter(items), limits, told.append) for one in group}
-    seconds, facts = time.perf_counter() - begun, told[0]()
+    seconds, stats = time.perf_counter() - begun, told[0]()
     texts = tuple(found[number]["text"] for number in range(len(prompts)))
-    counts = (facts.new_tokens, facts.passes, facts.streamed_bytes, facts.file_read_bytes)
+    counts = (stats.new_tokens, stats.passes, stats.streamed_bytes, stats.file_read_bytes)
     return BeyondRun(row.name, seconds, *counts, texts, load)
 
 

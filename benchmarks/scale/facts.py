@@ -77,7 +77,7 @@ _4090_SHEET = "https://waredb.com/processor/nvidia-geforce-rtx-4090"
 _H200_SHEET = "https://geektopia.es/es/technology/2023/11/13/noticias/nvidia-anuncia-la-aceleradora-h200"
 _H200_FLOPS = "989 TFLOPS, half of the 1,979 that NVIDIA states with sparsity"
 _LAUNCHES = "some 25 kernels at 20 microseconds of Python and launching"
-_ROUTED = "8 ms a layer on the processor of results/plan-coder-next.json, halved"
+_ROUTED = "8 ms a layer on an Intel Xeon (plan_coder_next in benchmarks/NOTES.md), halved"
 
 
 def _reached(value: float, share: float, source: str) -> Figure:

@@ -1,7 +1,7 @@
 """Answers to items of all kinds: shared by the command line, the API and the workers of a cluster.
 
-Items that ask for text run through one batch: as many at a time as it admits, with the next ones ready. They are taken
-from an iterator as requests finish, so that only a few hundred lines are in memory, however long the input is.
+Items that ask for text run through one batch; some more than it admits are prepared and wait. Items are taken from an
+iterator as requests finish, so that only a few hundred lines are in memory.
 
 Items that ask for likelihoods or embeddings go through `rabbitllm.generation.scoring`, many in one pass:
 
@@ -24,15 +24,6 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from rabbitllm.batch_jobs.asking import (
-    Answered,
-    PreparedItem,
-    RequestBuilder,
-    call_line,
-    missing_pydantic,
-    refused_answer,
-    unreadable_answer,
-)
 from rabbitllm.batch_jobs.inputs import ERRORS, GENERATIONS, kind_of, ordered
 from rabbitllm.batch_jobs.items import (
     MAX_ANSWERS,
@@ -45,16 +36,34 @@ from rabbitllm.batch_jobs.items import (
     Key,
     ScoreItem,
 )
+from rabbitllm.batch_jobs.requests import (
+    PreparedItem,
+    RequestBuilder,
+    call_line,
+    missing_pydantic,
+    refused_answer,
+    unreadable_answer,
+)
 from rabbitllm.engine.devices import OutOfDeviceMemory
 from rabbitllm.errors import BatchError, OptionError, RabbitLLMError
 from rabbitllm.generation.batch import Batch
-from rabbitllm.generation.request import MEDIA_BYTES, BatchStats, Delta, Event, Failed, FinishReason
+from rabbitllm.generation.request import (
+    MEDIA_BYTES,
+    BatchStats,
+    Delta,
+    Event,
+    Failed,
+    FinishReason,
+    Result,
+    TokenLogprob,
+)
 from rabbitllm.generation.request import Limits as BatchLimits
 from rabbitllm.generation.scoring import Room, Scored, ScoredText, score
 from rabbitllm.server.api_error import BROKEN, APIError, bad
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
+    from rabbitllm.server.embeddings import CheckedEmbedding
 
 LIMITS = JobLimits()
 
@@ -79,7 +88,7 @@ def answers(
 
 
 def answered(
-    model: StreamedModel, name: str, items: Iterable[Item], limits: JobLimits, watch: Watch = lambda facts: None
+    model: StreamedModel, name: str, items: Iterable[Item], limits: JobLimits, watch: Watch = lambda stats: None
 ) -> Generator[list[BatchAnswer]]:
     """Answers, in groups that are complete at the same time.
 
@@ -98,13 +107,13 @@ def answered(
 
 
 READY = 2
-"""Factor of submitted to running requests: if all end at once, all can be replaced at once."""
+"""Ratio of submitted to running requests: if all end at once, all can be replaced at once."""
 WHOLE_PROMPT = 1 << 30
 """Tokens of a prompt in one pass. No client waits for a first token, so prompts are chunked only for lack of memory."""
 MAX_REFUSED = 256
 """Limit of error lines that are collected before they are returned."""
-_ENDS_ALL = (OSError, MemoryError, BatchError)
-"""Errors that are not the fault of the request in which they occur."""
+_FATAL = (OSError, MemoryError, BatchError)
+"""Errors that any request would cause."""
 
 Watch = Callable[[Callable[[], BatchStats]], object]
 
@@ -113,55 +122,121 @@ class _OpenGeneration:
     """An item whose requests have been submitted.
 
     Args:
-        wanted: the prepared item.
+        prepared: the prepared item.
         done: receives this object when all requests have ended.
 
     Attributes:
-        answers: of each request.
-        is_refused: whether one of them was refused; then the others are not waited for.
+        prepared: see above.
+        results: of each request; None while it runs.
+        is_refused: whether one of them was refused; then the others are cancelled.
         error: error of one of them.
     """
 
-    def __init__(self, wanted: PreparedItem, done: queue.SimpleQueue[_OpenGeneration]) -> None:
-        self.wanted = wanted
-        self.answers = [Answered() for _ in wanted.requests]
+    def __init__(self, prepared: PreparedItem, done: queue.SimpleQueue[_OpenGeneration]) -> None:
+        count = len(prepared.requests)
+        self.prepared = prepared
+        self.results: list[Result | None] = [None] * count
         self.error: Exception | None = None
         self.is_refused = False
-        self._left = len(self.answers)
+        self._texts = [""] * count
+        self._tokens: list[list[TokenLogprob]] = [[] for _ in range(count)]
+        self._running = count
         self._done = done
 
-    def told(self, number: int, event: Event) -> None:
+    def put(self, number: int, event: Event) -> None:
         """Handle an event of one request; runs in the batch's thread."""
-        answer = self.answers[number]
         if isinstance(event, Delta):
-            answer.text += self.wanted.text_of(event)
-            if self.wanted.keeps_tokens:
-                answer.tokens += event.tokens
+            self._texts[number] += self.prepared.text_of(event)
+            if self.prepared.keeps_tokens:
+                self._tokens[number] += event.tokens
             return
         if isinstance(event, Failed):
             self.error = event.error
         else:
-            answer.end = event
-        self._left -= 1
-        if not self._left and not self.is_refused:
+            self.results[number] = event
+        self._running -= 1
+        if not self._running and not self.is_refused:
             self._done.put(self)
 
     @property
-    def is_cut(self) -> bool:
+    def is_unanswered(self) -> bool:
         """Whether the batch ended before the item was answered."""
-        ends = (one.end for one in self.answers)
-        return any(end is not None and end.ended not in (FinishReason.STOP, FinishReason.LENGTH) for end in ends)
+        ends = (FinishReason.STOP, FinishReason.LENGTH)
+        return any(result is not None and result.finish not in ends for result in self.results)
 
     def answer(self) -> BatchAnswer:
         """The answer to the item."""
-        item, ends = self.wanted.item, [one.finished for one in self.answers]
-        line = self.wanted.answer(self.answers)
-        new_tokens = sum(one.new_tokens for one in ends)
-        return BatchAnswer(item.index, item.key, line, False, ends[0].prompt_tokens, new_tokens)
+        item, results = self.prepared.item, [result for result in self.results if result is not None]
+        deltas = [Delta(text, tuple(tokens)) for text, tokens in zip(self._texts, self._tokens, strict=True)]
+        line = self.prepared.line_of(deltas, results)
+        new_tokens = sum(len(result.tokens) for result in results)
+        return BatchAnswer(item.index, item.key, line, False, results[0].prompt_tokens, new_tokens)
+
+
+class _Feed:
+    """Prepares items as there is room for their requests.
+
+    Args:
+        builder: prepares an item.
+        items: the items, taken from the iterator as there is room.
+        limit: maximum number of open requests; a single item may have more.
+
+    Attributes:
+        open_requests, open_bytes: requests that are open, and bytes of their pictures and sounds.
+        is_empty: whether all items have been taken.
+    """
+
+    def __init__(self, builder: RequestBuilder, items: Iterator[Item], limit: int) -> None:
+        self._builder = builder
+        self._items = items
+        self._limit = limit
+        self.open_requests = self.open_bytes = 0
+        self._next = self._prepared()
+
+    @property
+    def is_empty(self) -> bool:
+        return self._next is None
+
+    def _prepared(self) -> PreparedItem | BatchAnswer | None:
+        """The next item, or the answer to one that is refused; None after the last one."""
+        item = next(self._items, None)
+        try:
+            return None if item is None else self._builder.prepared(item)
+        except APIError as error:
+            assert item is not None
+            return refused_answer(item, error)
+
+    def take(self) -> tuple[list[PreparedItem], list[BatchAnswer]]:
+        """The items to submit now, and the answers to refused ones."""
+        ready: list[PreparedItem] = []
+        refused: list[BatchAnswer] = []
+        while self._next is not None and len(refused) < MAX_REFUSED:
+            if isinstance(self._next, BatchAnswer):
+                refused.append(self._next)
+            elif not self.open_requests or self._fits(self._next):
+                ready.append(self._next)
+                self._count(self._next, 1)
+            else:
+                break
+            self._next = self._prepared()
+        return ready, refused
+
+    def _fits(self, item: PreparedItem) -> bool:
+        bytes_fit = self.open_bytes + item.media_bytes <= MEDIA_BYTES
+        return self.open_requests + len(item.requests) <= self._limit and bytes_fit
+
+    def release(self, items: Iterable[_OpenGeneration]) -> None:
+        """Count items as ended."""
+        for one in items:
+            self._count(one.prepared, -1)
+
+    def _count(self, item: PreparedItem, sign: int) -> None:
+        self.open_requests += sign * len(item.requests)
+        self.open_bytes += sign * item.media_bytes
 
 
 def generated(
-    model: StreamedModel, name: str, items: Iterator[Item], limits: JobLimits, watch: Watch = lambda facts: None
+    model: StreamedModel, name: str, items: Iterator[Item], limits: JobLimits, watch: Watch = lambda stats: None
 ) -> Iterator[list[BatchAnswer]]:
     """Answers in the order of their completion, in groups that are complete at the same time.
 
@@ -178,48 +253,30 @@ def generated(
     """
     builder = RequestBuilder(model, name)
     done: queue.SimpleQueue[_OpenGeneration] = queue.SimpleQueue()
-    most = READY * limits.sequences
+    max_open = READY * limits.sequences
     batch_limits = BatchLimits(
-        *(limits.sequences, most + MAX_ANSWERS, limits.cache_bytes, WHOLE_PROMPT, limits.exact),
-        in_bulk=True,
+        *(limits.sequences, max_open + MAX_ANSWERS, limits.cache_bytes, WHOLE_PROMPT, limits.exact),
+        throughput=True,
         file_bytes=limits.cache_disk,
     )
     batch = Batch(model, batch_limits)
-    watch(lambda: batch.facts)
-    following = _prepared(builder, items)
-    one = next(following, None)
-    open_requests = open_bytes = 0
+    watch(lambda: batch.stats)
     try:
-        while True:
-            begin: list[_OpenGeneration] = []
-            refused: list[BatchAnswer] = []
-            while one is not None and len(refused) < MAX_REFUSED:
-                if isinstance(one, BatchAnswer):
-                    refused.append(one)
-                elif not open_requests or (
-                    open_requests + len(one.requests) <= most and open_bytes + one.media_bytes <= MEDIA_BYTES
-                ):
-                    begin.append(_OpenGeneration(one, done))
-                    open_requests += len(one.requests)
-                    open_bytes += one.media_bytes
-                else:
-                    break
-                one = next(following, None)
-            refused += _submit(batch, begin)
+        feed = _Feed(builder, items, max_open)
+        while not feed.is_empty or feed.open_requests:
+            ready, refused = feed.take()
+            begun = [_OpenGeneration(item, done) for item in ready]
+            refused += _submit(batch, begun)
             if refused:
                 yield refused
-            open_requests -= sum(len(each.answers) for each in begin if each.is_refused)
-            open_bytes -= sum(each.wanted.media_bytes for each in begin if each.is_refused)
-            if not open_requests:
-                if one is None:
-                    return
+            feed.release(one for one in begun if one.is_refused)
+            if not feed.open_requests:
                 continue
-            over = [done.get()]
+            ended = [done.get()]
             while not done.empty():
-                over.append(done.get())
-            open_requests -= sum(len(each.answers) for each in over)
-            open_bytes -= sum(each.wanted.media_bytes for each in over)
-            made, failed = _answered(over, batch)
+                ended.append(done.get())
+            feed.release(ended)
+            made, failed = _answered(ended, batch)
             if made:
                 yield made
             if failed is not None:
@@ -228,58 +285,49 @@ def generated(
         batch.close(0)
 
 
-def _prepared(builder: RequestBuilder, items: Iterator[Item]) -> Iterator[PreparedItem | BatchAnswer]:
-    """The requests of each item, or the answer to one that is refused."""
-    for item in items:
-        try:
-            yield builder.wanted(item)
-        except APIError as error:
-            yield refused_answer(item, error)
-
-
-def _submit(batch: Batch, begin: list[_OpenGeneration]) -> list[BatchAnswer]:
+def _submit(batch: Batch, begun: list[_OpenGeneration]) -> list[BatchAnswer]:
     """Submit all at once, so that they share the first pass; returns the answers to refused ones."""
     refused = []
-    with batch.held():
-        for one in begin:
-            handles = []
+    with batch.paused():
+        for one in begun:
+            sequences = []
             try:
-                for number, request in enumerate(one.wanted.requests):
-                    handles.append(batch.submit(request, partial(one.told, number)))
+                for number, request in enumerate(one.prepared.requests):
+                    sequences.append(batch.submit(request, partial(one.put, number)))
             except OptionError as error:
-                for handle in handles:
-                    handle.cancel()
+                for sequence in sequences:
+                    sequence.cancel()
                 one.is_refused = True
-                refused.append(refused_answer(one.wanted.item, bad(error.problem)))
+                refused.append(refused_answer(one.prepared.item, bad(error.problem)))
     return refused
 
 
-def _answered(over: list[_OpenGeneration], batch: Batch) -> tuple[list[BatchAnswer], BaseException | None]:
+def _answered(ended: list[_OpenGeneration], batch: Batch) -> tuple[list[BatchAnswer], BaseException | None]:
     """Answers, and the error that ends the whole run, if any."""
     made: list[BatchAnswer] = []
     failed: BaseException | None = None
-    for one in over:
-        if one.error is not None and not (batch.error or _ends_all(one.error)):
+    for one in ended:
+        if one.error is not None and not (batch.error or _is_fatal(one.error)):
             broken = APIError(BROKEN, f"{type(one.error).__name__}: {one.error}")
-            refusal = bad(one.error.problem) if isinstance(one.error, OptionError) else broken
-            made.append(refused_answer(one.wanted.item, refusal))
+            api_error = bad(one.error.problem) if isinstance(one.error, OptionError) else broken
+            made.append(refused_answer(one.prepared.item, api_error))
         elif one.error is not None:
             failed = batch.error or one.error
-        elif one.is_cut:
+        elif one.is_unanswered:
             failed = batch.error or BatchError("The batch was closed before all lines were answered.")
         else:
             made.append(one.answer())
     return made, failed
 
 
-def _ends_all(error: Exception) -> bool:
+def _is_fatal(error: Exception) -> bool:
     """Whether an error would occur in any request: the weights cannot be read, or memory is exhausted.
 
     Not if a GPU has no memory for one request alone: others may be shorter.
     """
     if isinstance(error, OutOfDeviceMemory):
         return False
-    if isinstance(error, _ENDS_ALL):
+    if isinstance(error, _FATAL):
         return True
     if isinstance(error, RabbitLLMError):
         return not isinstance(error, OptionError)
@@ -379,22 +427,25 @@ def _open_scores(builder: RequestBuilder, item: Item, first: int) -> _OpenScores
             scored = [ScoredText(first + at, *pair) for at, pair in enumerate(pairs)]
             return _OpenScores(item, scored, partial(_likelihoods, item.key, item.asked))
         case Embed(texts, _, pooling):
-            inputs = [builder.ids_of(text) for text in texts]
-            line_of: Callable[[Sequence[Scored]], Line] = partial(_embeddings, item.key, item.asked)
+            inputs = tuple(builder.ids_of(text) for text in texts)
+            is_listed, normalise = item.asked.is_listed, item.asked.normalise
+
+            def line_of(found: Sequence[Scored]) -> Line:
+                vectors = [_vector(each, normalise=normalise) for each in found]
+                return {"id": item.key} | ({"embeddings": vectors} if is_listed else {"embedding": vectors[0]})
+
         case BatchCall(_, _, defaults) as asked:
             checked, pooling = _embedding_call(asked, builder), defaults.pooling
             inputs = checked.inputs
 
-            def in_openai_form(found: Sequence[Scored]) -> Line:
+            def line_of(found: Sequence[Scored]) -> Line:
                 from rabbitllm.server.embeddings import embedding_object
 
                 vectors = [_vector(each, normalise=defaults.normalise) for each in found]
                 return call_line(item, 200, embedding_object(checked, vectors, builder.name))
 
-            line_of = in_openai_form
-
         case _:
-            raise AssertionError(f"{item.asked} asks for no likelihoods and no embeddings")
+            raise AssertionError(f"{item.asked} is not an item to score")
     return _OpenScores(item, [ScoredText(first + at, one, (), pooling) for at, one in enumerate(inputs)], line_of)
 
 
@@ -407,31 +458,24 @@ def _pair(builder: RequestBuilder, context: str, continuation: str) -> tuple[tup
         first = builder.tokenizer.eos_token_id if first is None else first
         if first is None:
             raise bad("The context is empty, and the model has no beginning-of-sequence token.")
-        behind = whole[1:] if whole[:1] == (first,) else whole
+        after = whole[1:] if whole[:1] == (first,) else whole
         before: tuple[int, ...] = (int(first),)
     else:
         before = builder.ids_of(bare)
-        behind = builder.ids_of(bare + continuation)[len(before) :]
-    if not behind:
+        after = builder.ids_of(bare + continuation)[len(before) :]
+    if not after:
         raise bad("The continuation adds no token to the context.")
-    return before, behind
+    return before, after
 
 
-def _embedding_call(asked: BatchCall, builder: RequestBuilder) -> Any:
+def _embedding_call(asked: BatchCall, builder: RequestBuilder) -> CheckedEmbedding:
     try:
-        from rabbitllm.server.embeddings import CheckedEmbedding
-        from rabbitllm.server.requests import listed
+        from rabbitllm.server.embeddings import checked_embedding
         from rabbitllm.server.schemas import Embedding, parsed
     except ImportError as error:
         raise missing_pydantic(error) from None
     body = parsed(Embedding, {name: value for name, value in asked.body.items() if value is not None})
-    given = listed(body.input)
-    if not given:
-        raise bad("The input is empty.", "input")
-    inputs = tuple(builder.ids_of(one if isinstance(one, str) else tuple(one)) for one in given)
-    if body.dimensions is not None and body.dimensions > builder.width:
-        raise bad(f"dimensions is {body.dimensions:,}; this model's vectors have {builder.width:,}.", "dimensions")
-    return CheckedEmbedding(inputs, body.encoding_format == "base64", body.dimensions)
+    return checked_embedding(body, builder.tokenizer, builder.limits, builder.width, max_inputs=None)
 
 
 def _likelihoods(key: Key, asked: ScoreItem | Choose, found: Sequence[Scored]) -> Line:
@@ -447,11 +491,6 @@ def _likelihoods(key: Key, asked: ScoreItem | Choose, found: Sequence[Scored]) -
         "logprobs": logprobs,
         "tokens": [each.tokens for each in found],
     }
-
-
-def _embeddings(key: Key, asked: Embed, found: Sequence[Scored]) -> Line:
-    vectors = [_vector(each, normalise=asked.normalise) for each in found]
-    return {"id": key, "embeddings": vectors} if asked.is_listed else {"id": key, "embedding": vectors[0]}
 
 
 def _vector(found: Scored, *, normalise: bool) -> list[float]:

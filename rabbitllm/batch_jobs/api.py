@@ -10,10 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rabbitllm.base.options import RunOptions, expand, parse_dtype, parse_max_memory, parse_size
+from rabbitllm.base.options import expand, parse_size
 from rabbitllm.batch_jobs.inputs import STDIN
 from rabbitllm.batch_jobs.items import Defaults, JobLimits, Pooling, pooling_of
-from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import missing_package, system_errors_by_name
 
 if TYPE_CHECKING:
@@ -104,22 +103,21 @@ def batch(
     defaults = Defaults(max_new_tokens, temperature, top_p, seed, texts, pooling_of(pooling), normalise)
     disk_bytes = None if cache_disk is None else parse_size(cache_disk, "cache_disk")
     limits = JobLimits(sequences, cache_bytes, exact, disk_bytes)
+    to_run: StreamedModel | LoadRequest
     if isinstance(model, str | os.PathLike):
-        from rabbitllm import prepare
         from rabbitllm.auto_model import LoadRequest
         from rabbitllm.models.library import compression_to_run
         from rabbitllm.models.pull import shard_policy
 
-        name = str(model)
-        run = RunOptions(
+        to_run = LoadRequest.of(
+            str(model),
+            compression_to_run(str(model), compression),
+            revision=revision,
+            shards=shard_policy(),
             device=device,
-            dtype=parse_dtype(dtype),
-            max_memory=parse_max_memory(max_memory),
+            dtype=dtype,
+            max_memory=max_memory,
             trust_remote_code=trust_remote_code,
-        )
-        spec = prepare.ModelSpec(name, compression_to_run(name, compression), access=HubAccess(revision))
-        to_run: StreamedModel | LoadRequest = LoadRequest(
-            spec, prepare.split_options(spec.compression, shard_policy()), run
         )
     else:
         to_run = model

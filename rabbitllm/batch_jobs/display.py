@@ -12,12 +12,8 @@ from typing import Any
 
 from rich.console import Console
 
-from rabbitllm.base.terminal import LinePiece, Row, bar, counted, duration, fitting, put_fact, shortened, text_of
+from rabbitllm.base.terminal import LinePiece, Row, counted, duration, plain_line, progress_row, put_fact, shortened
 from rabbitllm.generation.request import BatchStats
-
-BAR = 24
-"""Width in columns."""
-LEAST_BAR_COLUMNS = 70
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,64 +45,53 @@ class JobDisplay:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._progress: Progress | None = None
-        self._facts: Callable[[], BatchStats] | None = None
+        self._stats: Callable[[], BatchStats] | None = None
 
-    def told(self, progress: Progress) -> None:
+    def update(self, progress: Progress) -> None:
         """Update the durable progress."""
         with self._lock:
             self._progress = progress
 
-    def watch(self, facts: Callable[[], BatchStats]) -> None:
+    def watch(self, stats: Callable[[], BatchStats]) -> None:
         """Set the source of the batch's statistics."""
         with self._lock:
-            self._facts = facts
+            self._stats = stats
 
     def rows(self, width: int) -> Sequence[Row]:
-        """One row, with a bar if it fits."""
+        """One row with a bar."""
         with self._lock:
             progress = self._progress
         if progress is None:
             return [(("reading the input …", "dim"),)]
-        drawn: Row = (("answering ", "bold"),)
-        if width >= LEAST_BAR_COLUMNS:
-            drawn = (*drawn, *bar(progress.done / progress.lines, BAR), (" ", ""))
-        pieces = [LinePiece(text, rank) for text, rank in self._pieces(progress)]
-        return [(*drawn, *fitting(pieces, width - len(text_of(drawn))))]
+        return [progress_row("answering", progress.done / progress.lines, self._pieces(progress), width)]
 
     def line(self) -> str:
         """The same text without the bar."""
         with self._lock:
             progress = self._progress
-        if progress is None:
-            return "reading the input"
-        return "answering " + ", ".join(text for text, _ in self._pieces(progress) if text)
+        return "reading the input" if progress is None else plain_line("answering", self._pieces(progress))
 
-    def _pieces(self, progress: Progress) -> list[tuple[str, int]]:
-        """The pieces of the row, each with its importance."""
-        facts = self._facts() if self._facts is not None else None
-        here = progress.done - progress.resumed
-        left = ""
+    def _pieces(self, progress: Progress) -> list[LinePiece]:
+        """The pieces of the row, the most important first."""
+        stats = self._stats() if self._stats is not None else None
+        left = running = passes = ""
         if progress.prompt_tokens and progress.seconds:  # errors alone give no estimate
+            here = progress.done - progress.resumed
             left = f"{duration((progress.lines - progress.done) * progress.seconds / here)} left"
-        running = passes = ""
-        if facts is not None and facts.passes:
-            running = f"{facts.running:,} at a time"
-            passes = f"{facts.pass_seconds / facts.passes:.1f} s a pass"
-        return [
-            (f"{progress.done:,} of {counted(progress.lines, 'line')}", 0),
-            (rate_of(progress, facts), 1),
-            (left, 2),
-            (counted(progress.errors, "error") if progress.errors else "", 3),
-            (running, 4),
-            (passes, 5),
-        ]
+        if stats is not None and stats.passes:
+            running = f"{stats.running:,} at a time"
+            passes = f"{stats.pass_seconds / stats.passes:.1f} s a pass"
+        errors = counted(progress.errors, "error") if progress.errors else ""
+        lines = f"{progress.done:,} of {counted(progress.lines, 'line')}"
+        texts = (lines, rate_of(progress, stats), left, errors, running, passes)
+        return [LinePiece(text, rank) for rank, text in enumerate(texts)]
 
 
 @contextlib.contextmanager
-def said_when_interrupted(console: Console) -> Iterator[None]:
+def reporting_interrupts(console: Console) -> Iterator[None]:
     """Report an interrupt at once: the current pass, which may take a minute, is finished first."""
 
-    def say(number: int, frame: object) -> None:
+    def report(number: int, frame: object) -> None:
         signal.signal(signal.SIGINT, before)
         console.print("stopping after this pass; press Ctrl-C again to stop now", style="yellow")
         raise KeyboardInterrupt
@@ -115,17 +100,17 @@ def said_when_interrupted(console: Console) -> Iterator[None]:
     if before is not signal.default_int_handler:  # the program has its own handler
         yield
         return
-    signal.signal(signal.SIGINT, say)
+    signal.signal(signal.SIGINT, report)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def rate_of(progress: Progress, facts: BatchStats | None) -> str:
+def rate_of(progress: Progress, stats: BatchStats | None) -> str:
     """Tokens per second: generated ones, or where there are none, prompt tokens."""
-    made = max(progress.new_tokens, facts.new_tokens if facts is not None else 0)
-    seconds = facts.pass_seconds if facts is not None else progress.seconds
+    made = max(progress.new_tokens, stats.new_tokens if stats is not None else 0)
+    seconds = stats.pass_seconds if stats is not None else progress.seconds
     tokens, what = (made, "tokens/s") if made else (progress.prompt_tokens, "tokens/s read")
     if not tokens or not seconds:
         return ""

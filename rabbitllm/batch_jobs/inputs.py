@@ -1,11 +1,11 @@
-"""The input of a batch: as a file of lines that can be read twice, scanned once, and put into an efficient order.
+"""The input of a batch: a file of lines that is scanned once, ordered for efficiency, and read again line by line.
 
 A file of JSON lines is read in place. Anything else (a Parquet file, a `datasets.Dataset`, a list, a generator, a pipe)
 is read once, part by part, into an unnamed file that disappears with this process. So the rest of the code sees one
 kind of input, and a million records need no memory: of a line the scan keeps some tens of bytes, and reads it again
 when it is answered.
 
-Lines of one kind come together, since they share passes; among these, lines with the same beginning, since it is
+Lines of one kind come together, since they share passes; among these, lines with the same prefix, which is
 computed once; otherwise the longest come first, so that the slowest do not come last.
 """
 
@@ -42,7 +42,7 @@ from rabbitllm.batch_jobs.items import (
     ScoreItem,
     asked_of,
     key_of,
-    spoken,
+    text_of_messages,
 )
 from rabbitllm.errors import InputError, OptionError, missing_package
 from rabbitllm.formats.bounded import decode_message
@@ -64,7 +64,7 @@ class InputScan:
         offsets, numbers: of each line, in bytes and from 1.
         kinds: see `kind_of`.
         lengths: estimated tokens of each line, generated ones included.
-        beginnings, keys: hashes of each line's beginning and of its key.
+        prefixes, keys: hashes of each line's prefix and of its key.
     """
 
     file: BinaryIO
@@ -74,7 +74,7 @@ class InputScan:
     numbers: Any
     kinds: Any
     lengths: Any
-    beginnings: Any
+    prefixes: Any
     keys: Any
 
     def __len__(self) -> int:
@@ -98,7 +98,7 @@ class InputScan:
             wanted: indices of lines.
         """
         chosen = np.fromiter(wanted, dtype=np.int64)
-        order = in_order(self.kinds[chosen], self.lengths[chosen], self.beginnings[chosen])
+        order = in_order(self.kinds[chosen], self.lengths[chosen], self.prefixes[chosen])
         return [int(index) for index in chosen[order]]
 
 
@@ -106,7 +106,7 @@ def scanned(file: BinaryIO, defaults: Defaults) -> InputScan:
     """Scan an input.
 
     Args:
-        file: the input, at its beginning; it stays open.
+        file: the input, at its start; it stays open.
         defaults: for values that lines omit.
 
     Raises:
@@ -125,7 +125,7 @@ def scanned(file: BinaryIO, defaults: Defaults) -> InputScan:
             continue
         item = _item(raw, number, count, defaults)
         text, tokens = sized(item.asked)
-        rows.extend((offset, number, kind_of(item.asked), tokens, hashed(text[:BEGINNING]), hashed(item.key)))
+        rows.extend((offset, number, kind_of(item.asked), tokens, hashed(text[:PREFIX_CHARACTERS]), hashed(item.key)))
         count += 1
     if not count:
         raise InputError("The input has no lines.", 'Example of a line: {"id": 1, "prompt": "What is a rabbit?"}.')
@@ -184,10 +184,10 @@ def _refuse_duplicates(scan: InputScan) -> None:
             )
 
 
-BEGINNING = 256
-"""Lines whose first characters, this many, are equal count as having the same beginning."""
+PREFIX_CHARACTERS = 256
+"""Characters of a line's prefix; lines with the same prefix are answered together."""
 CHARACTERS_OF_A_TOKEN = 3
-"""Less than the average of most languages, so that the estimate of tokens tends to be high."""
+"""Below the average of most languages, so that the estimate of tokens tends to be high."""
 MEDIA_TOKENS = 1024
 """Estimate of the tokens of a picture or a sound."""
 ERRORS, GENERATIONS, LIKELIHOODS, EMBEDDINGS = range(4)
@@ -196,25 +196,25 @@ ERRORS, GENERATIONS, LIKELIHOODS, EMBEDDINGS = range(4)
 
 def ordered(items: Sequence[Item]) -> list[Item]:
     """Items in an efficient order."""
-    said = [sized(item.asked) for item in items]
+    sizes = [sized(item.asked) for item in items]
     order = in_order(
         np.array([kind_of(item.asked) for item in items], dtype=np.int64),
-        np.array([tokens for _, tokens in said], dtype=np.int64),
-        np.array([hashed(text[:BEGINNING]) for text, _ in said], dtype=np.int64),
+        np.array([tokens for _, tokens in sizes], dtype=np.int64),
+        np.array([hashed(text[:PREFIX_CHARACTERS]) for text, _ in sizes], dtype=np.int64),
     )
     return [items[index] for index in order]
 
 
-def in_order(kinds: Any, lengths: Any, beginnings: Any) -> Any:
+def in_order(kinds: Any, lengths: Any, prefixes: Any) -> Any:
     """Indices of lines in an efficient order.
 
     Args:
-        kinds, lengths, beginnings: of each line: see `kind_of` and `sized`, the last one hashed; arrays of (lines,).
+        kinds, lengths, prefixes: of each line: see `kind_of` and `sized`, the last one hashed; arrays of (lines,).
     """
     if not len(kinds):
         return np.zeros(0, dtype=np.int64)
-    _, groups, counts = np.unique(beginnings, return_inverse=True, return_counts=True)
-    groups = np.where(counts[groups] > 1, groups, -1)  # a beginning that occurs once forms no group
+    _, groups, counts = np.unique(prefixes, return_inverse=True, return_counts=True)
+    groups = np.where(counts[groups] > 1, groups, -1)  # a prefix that occurs once forms no group
     return np.lexsort((-lengths, groups, kinds))
 
 
@@ -228,14 +228,14 @@ def kind_of(asked: Asked) -> int:
 
 
 def sized(asked: Asked) -> tuple[str, int]:
-    """The beginning of a line, and its estimated number of tokens."""
+    """The text of a line, and its estimated number of tokens."""
     if isinstance(asked, Generate):
         if isinstance(asked.given, str):
             return asked.given, len(asked.given) // CHARACTERS_OF_A_TOKEN + asked.max_new_tokens
         if asked.given and isinstance(asked.given[0], int):
-            return str(asked.given[:BEGINNING]), len(asked.given) + asked.max_new_tokens
-        said, media = spoken(asked.given)
-        return said, len(said) // CHARACTERS_OF_A_TOKEN + media * MEDIA_TOKENS + asked.max_new_tokens
+            return str(asked.given[:PREFIX_CHARACTERS]), len(asked.given) + asked.max_new_tokens
+        text, media = text_of_messages(asked.given)
+        return text, len(text) // CHARACTERS_OF_A_TOKEN + media * MEDIA_TOKENS + asked.max_new_tokens
     if isinstance(asked, ScoreItem | Choose):
         texts = asked.continuations if isinstance(asked, ScoreItem) else asked.choices
         return asked.context, (len(asked.context) + max(map(len, texts))) // CHARACTERS_OF_A_TOKEN
@@ -243,18 +243,18 @@ def sized(asked: Asked) -> tuple[str, int]:
         longest = max(asked.texts, key=len)
         return "", len(longest) // (CHARACTERS_OF_A_TOKEN if isinstance(longest, str) else 1)
     if isinstance(asked, BatchCall):
-        said, media = spoken(asked.body.get("messages") or ())
-        said = said or str(asked.body.get("prompt") or asked.body.get("input") or "")
+        text, media = text_of_messages(asked.body.get("messages") or ())
+        text = text or str(asked.body.get("prompt") or asked.body.get("input") or "")
         most = asked.body.get("max_completion_tokens") or asked.body.get("max_tokens") or asked.defaults.max_new_tokens
-        tokens = len(said) // CHARACTERS_OF_A_TOKEN + media * MEDIA_TOKENS
-        return said, tokens + (most if isinstance(most, int) else 0)
+        tokens = len(text) // CHARACTERS_OF_A_TOKEN + media * MEDIA_TOKENS
+        return text, tokens + (most if isinstance(most, int) else 0)
     return "", 0
 
 
 def hashed(value: Key) -> int:
     """A 64-bit hash of a text or number, the same in every process."""
-    said = f"{type(value).__name__} {value}".encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little", signed=True)
+    text = f"{type(value).__name__} {value}".encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
 
 PARQUET = ".parquet"
@@ -284,7 +284,7 @@ def columns_of(given: Iterable[str]) -> dict[str, str] | None:
 
 @contextlib.contextmanager
 def opened(source: Any, columns: Mapping[str, str] | None = None) -> Iterator[BinaryIO]:
-    """An input as a file of lines, from its beginning.
+    """An input as a file of lines, at its start.
 
     Args:
         source: path of a file of JSON lines or of a Parquet file, "-" for standard input, or an iterable of mappings.
@@ -301,7 +301,7 @@ def opened(source: Any, columns: Mapping[str, str] | None = None) -> Iterator[Bi
         elif path.suffix == PARQUET:
             blocks = _joined(_records_of_parquet(path), columns)
         else:
-            with _plain(path) as file:
+            with _open_binary(path) as file:
                 if not columns and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                     yield file
                     return
@@ -320,7 +320,7 @@ def opened(source: Any, columns: Mapping[str, str] | None = None) -> Iterator[Bi
         yield spool
 
 
-def _plain(path: Path) -> BinaryIO:
+def _open_binary(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
     except OSError as error:
@@ -384,13 +384,11 @@ def _line_of(record: Any, columns: Mapping[str, str], number: int) -> bytes:
                 "Use columns that every record has.",
             )
         named[wanted] = record[name]
-    return json.dumps(named, ensure_ascii=False, default=_plain_value).encode("utf-8", "surrogatepass") + b"\n"
 
+    def plain(value: Any) -> Any:
+        return value.tolist() if hasattr(value, "tolist") else str(value)  # of arrays and their numbers
 
-def _plain_value(value: Any) -> Any:
-    if hasattr(value, "tolist"):  # arrays and their numbers
-        return value.tolist()
-    return str(value)
+    return json.dumps(named, ensure_ascii=False, default=plain).encode("utf-8", "surrogatepass") + b"\n"
 
 
 def _records_of_lines(file: BinaryIO, path: Path) -> Iterator[Any]:
@@ -411,7 +409,7 @@ def _records_of_parquet(path: Path) -> Iterator[Mapping[str, Any]]:
         from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped,unused-ignore]
     except ImportError:
         raise missing_package("A Parquet file needs", "pyarrow", "batch") from None
-    with _plain(path):  # raises our own error if it is missing
+    with _open_binary(path):  # raises InputError if it is missing
         pass
     try:
         with ParquetFile(path) as file:

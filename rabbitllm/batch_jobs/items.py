@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rabbitllm.errors import OptionError
+from rabbitllm.generation.request import SEEDS, Sampling
 
 Key = str | int
 """The identity of a line in the output: its `id`, its `custom_id`, else its number in the input, from 1."""
@@ -47,6 +48,18 @@ class Defaults:
     stop: tuple[str, ...] = ()
     pooling: Pooling = "last"
     normalise: bool = False
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            OptionError: a temperature or top_p out of its range.
+        """
+        _ = self.sampling
+
+    @property
+    def sampling(self) -> Sampling:
+        """The default sampling."""
+        return Sampling(self.temperature, self.top_p, self.seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +101,7 @@ class ScoreItem:
 
 @dataclass(frozen=True, slots=True)
 class Choose:
-    """The likeliest of some texts after a context.
+    """The most likely of some texts after a context.
 
     Attributes:
         context: may be empty.
@@ -192,7 +205,7 @@ class JobLimits:
         cache_disk: limit of the file for KV caches that memory has no room for; None for a quarter of the free space
             in the folder of temporary files, 0 for none.
         exact: compute each sequence's rows separately: its tokens are then those that it gets alone in any dtype, at
-            the price of speed.
+            the cost of speed.
     """
 
     sequences: int = 256
@@ -222,7 +235,6 @@ _KINDS = ("prompt", "messages", "tokens", "continuation", "choices", "input")
 _OPTIONS = ("max_tokens", "max_new_tokens", "temperature", "top_p", "seed", "stop", "n", "pooling", "normalise")
 KEYS = frozenset({"id", "custom_id", "method", "url", "body", "context", *_KINDS, *_OPTIONS})
 """All keys that are read."""
-_SEEDS = (1 << 63) - 1
 _NAMES = {bool: "true or false", str: "a text", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
 
@@ -327,7 +339,7 @@ def _generation(value: Mapping[str, Any], kind: str, index: int, defaults: Defau
     most = _number(value, limit, defaults.max_new_tokens)
     temperature = _number(value, "temperature", defaults.temperature)
     top_p = _number(value, "top_p", defaults.top_p)
-    seed = _number(value, "seed", None if defaults.seed is None else (defaults.seed + index) & _SEEDS)
+    seed = _number(value, "seed", defaults.sampling.nth(index).seed)
     return Generate(what, most, temperature, top_p, seed, _stops(value, defaults), _number(value, "n", 1))
 
 
@@ -349,10 +361,10 @@ def _check_parts(parts: Sequence[Any], where: str) -> None:
     for number, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in PARTS or (kind == "text" and not isinstance(part.get("text"), str)):
-            raise LineError(f"{where}.{number} is no part of a message; expected the type {' or '.join(PARTS)}")
+            raise LineError(f"{where}.{number} is not a message part; expected the type {' or '.join(PARTS)}")
 
 
-def spoken(messages: Any) -> tuple[str, int]:
+def text_of_messages(messages: Any) -> tuple[str, int]:
     """The texts of messages of any form, and the number of their pictures and sounds."""
     if not isinstance(messages, list | tuple):
         return str(messages), 0
@@ -420,7 +432,7 @@ _NUMBERS: Mapping[str, tuple[type, Callable[[Any], bool], str]] = {
     "max_new_tokens": (int, lambda n: n >= 1, "1 or more"),
     "temperature": (float, lambda n: 0 <= n <= 100, "0 or more"),
     "top_p": (float, lambda n: 0 < n <= 1, "more than 0 and at most 1"),
-    "seed": (int, lambda n: -_SEEDS <= n <= _SEEDS, "one of 64 bits"),
+    "seed": (int, lambda n: -SEEDS <= n <= SEEDS, "one of 64 bits"),
     "n": (int, lambda n: 1 <= n <= MAX_ANSWERS, f"1 to {MAX_ANSWERS}"),
 }
 """Key -> its kind, whether a value is allowed, and what is expected."""

@@ -39,10 +39,8 @@ from rabbitllm.display.region import THE_REGION
 from rabbitllm.engine.devices import resolve_devices
 from rabbitllm.engine.skeleton import read_config
 from rabbitllm.generation.kv_cache import cost_by_config
-from rabbitllm.generation.memory import cost_of_a_pass, free_memory
-from rabbitllm.generation.request import Sampling
+from rabbitllm.generation.memory import cost_of_a_pass, free_memory, weight_limits
 from rabbitllm.models.pull import load, pulled
-from rabbitllm.server.service import with_room
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -92,16 +90,14 @@ class BatchJob:
 
 
 def work(batch: BatchJob) -> Progress:
-    """Run the job; a finished output of the same input, model and settings is kept as it is.
+    """Run the job; a finished output of the same input, model and settings is kept.
 
     Everything that can be refused is refused before the model is loaded.
 
     Raises:
-        OptionError: a temperature or top_p out of its range.
         RabbitLLMError: the input cannot be read, the output exists already or belongs to another input, the model
             cannot be loaded, or the disk is full; earlier answers are kept.
     """
-    Sampling(batch.defaults.temperature, batch.defaults.top_p)
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(opened_input(batch.source, batch.columns))
         scan = scanned(file, batch.defaults)
@@ -118,10 +114,10 @@ def work(batch: BatchJob) -> Progress:
 
 
 def _answer(batch: BatchJob, scan: InputScan, journal: BatchJournal) -> Progress:
-    shown = JobDisplay()
+    display = JobDisplay()
     if batch.elsewhere is not None:
-        with _displayed(shown):
-            return keep(batch.elsewhere(scan, journal), journal, shown.told)
+        with _displayed(display):
+            return keep(batch.elsewhere(scan, journal), journal, display.update)
     if isinstance(batch.model, LoadRequest):
         ready = loaded(batch.model, scan.longest(batch.limits.sequences), batch.limits)
     else:
@@ -134,15 +130,15 @@ def _answer(batch: BatchJob, scan: InputScan, journal: BatchJournal) -> Progress
     items = map(scan.item, scan.ordered(journal.missing()))
     line, ready.model.pass_line = ready.model.pass_line, None  # one row for all passes
     try:
-        with _displayed(shown):
-            return keep(answered(ready.model, batch.name, items, limits, shown.watch), journal, shown.told)
+        with _displayed(display):
+            return keep(answered(ready.model, batch.name, items, limits, display.watch), journal, display.update)
     finally:
         ready.model.pass_line = line
 
 
 @contextlib.contextmanager
-def _displayed(shown: JobDisplay) -> Iterator[None]:
-    claim = THE_REGION.claim(shown)
+def _displayed(display: JobDisplay) -> Iterator[None]:
+    claim = THE_REGION.claim(display)
     try:
         yield
     finally:
@@ -203,12 +199,12 @@ def keep(groups: Groups, journal: BatchJournal, tell: Callable[[Progress], objec
 
 
 SPARE_TOKENS = 256
-"""Allowance for the chat template of a line, and more."""
+"""Allowance for the chat template of a line."""
 CACHE_SHARE = 2
-"""The KV cache gets at most one part in this many of the free memory, if no size is given. Lines that need more do
-not raise this limit, and the memory of a pass does not lower it."""
+"""The KV cache gets at most 1 / `CACHE_SHARE` of the free memory, if no size is given. Lines that need more do not
+raise this limit, and the memory of a pass does not lower it."""
 MAX_PASS_SHARE = 4
-"""A pass computes in at most one part in this many of the free memory."""
+"""The activations of a pass get at most 1 / `MAX_PASS_SHARE` of the free memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,8 +246,8 @@ def loaded(request: LoadRequest, lengths: Sequence[int], limits: JobLimits) -> B
                 needed = needed_bytes(config, lengths, limits.sequences, run.dtype)
                 cache_bytes = min(needed, free // CACHE_SHARE) or None
             texts = min(len(lengths), limits.sequences)
-            pass_bytes = min(good_pass_bytes(config, texts, run.dtype), free // MAX_PASS_SHARE)
-        run = replace(run, max_memory=with_room(run, cache_bytes, pass_bytes), show_progress=False)
+            pass_bytes = min(worthwhile_pass_bytes(config, texts, run.dtype), free // MAX_PASS_SHARE)
+        run = replace(run, max_memory=weight_limits(run, cache_bytes, pass_bytes), show_progress=False)
         model = load(replace(request, run=run), found, Console(stderr=True, highlight=False))
     transformers.logging.set_verbosity_error()  # no warnings about missing kernels amid progress
     if cache_bytes is not None and limits.cache_bytes is None:  # less may be free now than was predicted
@@ -276,8 +272,8 @@ def digest_of(source: SourceIdentity | None) -> str | None:
     """A digest that identifies weights: of the fingerprints of their source shards."""
     if source is None:
         return None
-    said = json.dumps(sorted(source.fingerprints.items()))
-    return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+    fingerprints = json.dumps(sorted(source.fingerprints.items()))
+    return hashlib.blake2b(fingerprints.encode(), digest_size=16).hexdigest()
 
 
 def needed_bytes(config: PretrainedConfig, lengths: Sequence[int], sequences: int, dtype: str | None = None) -> int:
@@ -300,7 +296,7 @@ def needed_bytes(config: PretrainedConfig, lengths: Sequence[int], sequences: in
     return sum(cost.bytes_for(min(length, most) if isinstance(most, int) else length) for length in longest)
 
 
-def good_pass_bytes(config: PretrainedConfig, texts: int, dtype: str | None = None) -> int:
+def worthwhile_pass_bytes(config: PretrainedConfig, texts: int, dtype: str | None = None) -> int:
     """Bytes, without the KV cache, for a pass with enough tokens to be worth reading the weights.
 
     Args:
@@ -308,7 +304,7 @@ def good_pass_bytes(config: PretrainedConfig, texts: int, dtype: str | None = No
         texts: limit of lines answered at a time.
         dtype: the dtype to compute in; None for the config's.
     """
-    return cost_of_a_pass(config.get_text_config(decoder=True), _dtype_of(config, dtype).itemsize).good(texts)
+    return cost_of_a_pass(config.get_text_config(decoder=True), _dtype_of(config, dtype).itemsize).worthwhile(texts)
 
 
 def _dtype_of(config: PretrainedConfig, dtype: str | None) -> Any:

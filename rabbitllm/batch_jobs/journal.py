@@ -6,10 +6,9 @@
     OUT           line 0, line 1, …                          in the order of the input; written whole, then renamed
     OUT.done      {"head": as above, "bytes", "crc32", …}    of a finished output, so that a repeated call finds it
 
-An answer counts once the journal is synced. Answers that arrive during a sync are written together with the next,
-so that an fsync is shared by several of them. After kill -9, every readable line of the journal counts; a truncated
-line does not match its checksum and is ignored. The head identifies the output; a journal with another head is
-refused. Independent of models.
+An answer counts once the journal is synced. Answers that arrive during a sync are written together, with one fsync.
+After kill -9, every readable line of the journal counts; a truncated line does not match its checksum and is ignored.
+The head identifies the output; a journal with another head is refused. Independent of models.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class BatchJournal:
         """
         if self._weights is None:
             self._weights = digest
-            self._append([_summed({"weights": digest})])
+            self._append([_with_checksum({"weights": digest})])
         elif self._weights != digest:
             raise ResultsError(
                 f"{self.path} was started with other weights of the same name.",
@@ -101,7 +100,8 @@ class BatchJournal:
             ResultsError: the disk is full; earlier answers are kept.
         """
         new = [one for one in answers if self._offsets[one.index] == _ABSENT]
-        for one, offset in zip(new, self._append([_entry(one) for one in new]), strict=True):
+        entries = [{"index": one.index, "is_error": one.is_error, "line": one.line} for one in new]
+        for one, offset in zip(new, self._append([_with_checksum(entry) for entry in entries]), strict=True):
             self._offsets[one.index] = offset
             self.done += 1
             self.errors += one.is_error
@@ -142,8 +142,8 @@ class BatchJournal:
             finally:
                 file.close()
             durable.publish(part, out)
-            told = {"head": self._head, "bytes": at, "crc32": checksum, "errors": self.errors}
-            durable.write_whole(out.with_name(out.name + DONE_SUFFIX), (_dumped(told) + "\n").encode())
+            record = {"head": self._head, "bytes": at, "crc32": checksum, "errors": self.errors}
+            durable.write_whole(out.with_name(out.name + DONE_SUFFIX), (_dumped(record) + "\n").encode())
             durable.remove(self.path)
             durable.sync_folder(self.path.parent)
         except OSError as error:
@@ -211,7 +211,7 @@ def opened(out: Path, lines: int, head: Mapping[str, Any], *, overwrite: bool = 
     with contextlib.ExitStack() as stack:
         try:
             durable.make_folder(out.parent)
-            stack.enter_context(_held(path.with_name(path.name + LOCK_SUFFIX), path))
+            stack.enter_context(_locked(path.with_name(path.name + LOCK_SUFFIX), path))
             if not path.exists():
                 if out.exists() and not overwrite:
                     raise ResultsError(
@@ -255,17 +255,17 @@ def _check_head(line: bytes, head: Mapping[str, Any], path: Path) -> None:
             "Use the version that started it, or --overwrite (overwrite=True) to start again.",
         )
     asked = json.loads(_dumped(head))
-    differing = [name for name in {**before, **asked} if before.get(name) != asked.get(name)]
-    if differing:
-        told = "; ".join(f"{name} was {_short(before.get(name))}, now {_short(asked.get(name))}" for name in differing)
+    pairs = {name: (before.get(name), asked.get(name)) for name in {**before, **asked}}
+    differences = [f"{name} was {_short(was)}, now {_short(now)}" for name, (was, now) in pairs.items() if was != now]
+    if differences:
         raise ResultsError(
-            f"{path} was started with other inputs or options: {told}.",
+            f"{path} was started with other inputs or options: {'; '.join(differences)}.",
             "Use the same ones to resume, another output, or --overwrite (overwrite=True) to start again.",
         )
 
 
 def _as_parsed(head: Mapping[str, Any]) -> dict[str, Any]:
-    """A recorded head as it is written now: earlier ones have the dtype as it was typed, "auto" included."""
+    """A recorded head in today's form; earlier versions recorded the dtype as the user typed it, "auto" included."""
     return {**head, "dtype": parse_dtype(head["dtype"])} if "dtype" in head else dict(head)
 
 
@@ -274,19 +274,15 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:80] + "…"
 
 
-def _entry(answer: BatchAnswer) -> str:
-    return _summed({"index": answer.index, "is_error": answer.is_error, "line": answer.line})
-
-
-def _summed(value: Mapping[str, Any]) -> str:
+def _with_checksum(value: Mapping[str, Any]) -> str:
     body = _dumped(value)
     return f"{zlib.crc32(body.encode()):08x} {body}"
 
 
 def _answer_in(line: bytes) -> dict[str, Any] | None:
     """The content of a journal line; None for a truncated or empty one."""
-    said, _, body = line.rstrip(b"\n").partition(b" ")
-    if len(said) != 8 or not body or said != b"%08x" % zlib.crc32(body):
+    checksum, _, body = line.rstrip(b"\n").partition(b" ")
+    if len(checksum) != 8 or not body or checksum != b"%08x" % zlib.crc32(body):
         return None
     found: dict[str, Any] = json.loads(body)
     return found
@@ -309,7 +305,7 @@ def _unwritten(error: OSError, path: Path) -> ResultsError:
 
 
 @contextlib.contextmanager
-def _held(lock: Path, path: Path) -> Iterator[None]:
+def _locked(lock: Path, path: Path) -> Iterator[None]:
     """Hold a journal exclusively, by a lock of the operating system that ends with this process.
 
     Args:

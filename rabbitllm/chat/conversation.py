@@ -19,8 +19,6 @@ Other keys of the file are ignored.
 from __future__ import annotations
 
 import json
-import os
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,9 +26,12 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import ChatFileError
-from rabbitllm.formats.bounded import decode_json
+from rabbitllm.formats.bounded import decode_json, read_regular
 from rabbitllm.generation.template import ASSISTANT, SYSTEM, USER
 from rabbitllm.storage import durable
+
+if TYPE_CHECKING:
+    from rabbitllm.generation.media import MediaFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +88,8 @@ class Conversation:
         """
         found: list[dict[str, Any]] = [{"role": SYSTEM, "content": self.system}] if self.system is not None else []
         for exchange in self.exchanges:
-            asked = _with_pictures(exchange.question, exchange.pictures)
-            found += [{"role": USER, "content": asked}, {"role": ASSISTANT, "content": exchange.answer}]
+            content = _with_pictures(exchange.question, exchange.pictures)
+            found += [{"role": USER, "content": content}, {"role": ASSISTANT, "content": exchange.answer}]
         return found if question is None else [*found, {"role": USER, "content": _with_pictures(question, pictures)}]
 
 
@@ -99,14 +100,11 @@ def _with_pictures(question: str, pictures: Sequence[MediaFile]) -> str | list[d
     return [*({"type": "image", "file": picture} for picture in pictures), {"type": "text", "text": question}]
 
 
-if TYPE_CHECKING:
-    from rabbitllm.generation.media import MediaFile
-
 FORMAT = "rabbitllm chat"
 VERSION = 1
 MAX_BYTES = 32 << 20
 """Maximum size of a file; a conversation that fills a context of a million tokens has about 5 MB."""
-_SOUND = "Use a file that /save wrote; nothing was changed."
+_REMEDY = "Use a file that /save wrote; nothing was changed."
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,16 +144,16 @@ def decode(raw: bytes, name: str) -> SavedChat:
         name: name of the file, for messages.
 
     Raises:
-        ChatFileError: they are no valid conversation.
+        ChatFileError: they are not a valid conversation.
     """
     try:
         table = decode_json(raw)
     except ValueError as error:  # includes UnicodeDecodeError and JSONDecodeError
-        raise ChatFileError(f"{name} is not valid JSON: {harmless(str(error))}.", _SOUND) from None
+        raise ChatFileError(f"{name} is not valid JSON: {harmless(str(error))}.", _REMEDY) from None
     if not isinstance(table, dict) or table.get("format") != FORMAT:
-        raise ChatFileError(f'{name} is not a saved conversation: it lacks "format": "{FORMAT}".', _SOUND)
+        raise ChatFileError(f'{name} is not a saved conversation: it lacks "format": "{FORMAT}".', _REMEDY)
     if type(table.get("version")) is not int or table["version"] < 1:
-        raise ChatFileError(f"{name} has no version; expected 1 or more.", _SOUND)
+        raise ChatFileError(f"{name} has no version; expected 1 or more.", _REMEDY)
     if table["version"] > VERSION:
         raise ChatFileError(
             f"{name} has version {table['version']}; this RabbitLLM reads up to {VERSION}.",
@@ -163,23 +161,23 @@ def decode(raw: bytes, name: str) -> SavedChat:
         )
     model = table.get("model", "")
     if not isinstance(model, str):
-        raise ChatFileError(f"The model in {name} is of type {type(model).__name__}; expected text.", _SOUND)
+        raise ChatFileError(f"The model in {name} is of type {type(model).__name__}; expected text.", _REMEDY)
     return SavedChat(model, _conversation(table.get("messages"), name))
 
 
 def _conversation(messages: Any, name: str) -> Conversation:
     if not isinstance(messages, list):
-        raise ChatFileError(f'{name} has no list of "messages".', _SOUND)
+        raise ChatFileError(f'{name} has no list of "messages".', _REMEDY)
     checked = [_message(message, f"message {number} of {name}") for number, message in enumerate(messages, 1)]
     has_system = bool(checked) and checked[0][0] == SYSTEM
     talk = checked[1:] if has_system else checked
     for at, (role, _, _) in enumerate(talk):
         if role != (wanted := (USER, ASSISTANT)[at % 2]):
             raise ChatFileError(
-                f"Message {at + 1 + has_system} of {name} has the role {role}; expected {wanted}.", _SOUND
+                f"Message {at + 1 + has_system} of {name} has the role {role}; expected {wanted}.", _REMEDY
             )
     if len(talk) % 2:
-        raise ChatFileError(f"{name} ends with a question; expected an answer to it.", _SOUND)
+        raise ChatFileError(f"{name} ends with a question; expected an answer to it.", _REMEDY)
     exchanges = tuple(
         Exchange(question, answer, stopped)
         for (_, question, _), (_, answer, stopped) in zip(talk[::2], talk[1::2], strict=True)
@@ -191,21 +189,23 @@ def _message(message: Any, where: str) -> tuple[str, str, bool]:
     """Check a message; returns its role, its content, and whether it was stopped."""
     if not isinstance(message, dict):
         raise ChatFileError(
-            f"{where[0].upper()}{where[1:]} is of type {type(message).__name__}; expected an object.", _SOUND
+            f"{where[0].upper()}{where[1:]} is of type {type(message).__name__}; expected an object.", _REMEDY
         )
     role, content, stopped = message.get("role"), message.get("content"), message.get("stopped", False)
     if role not in (SYSTEM, USER, ASSISTANT):
-        raise ChatFileError(f"The role in {where} is {harmless(repr(role), 40)}; expected user or assistant.", _SOUND)
+        raise ChatFileError(f"The role in {where} is {harmless(repr(role), 40)}; expected user or assistant.", _REMEDY)
     if not isinstance(content, str):
-        raise ChatFileError(f"The content in {where} is of type {type(content).__name__}; expected text.", _SOUND)
+        raise ChatFileError(f"The content in {where} is of type {type(content).__name__}; expected text.", _REMEDY)
     if not isinstance(stopped, bool):
         raise ChatFileError(
-            f'"stopped" in {where} is of type {type(stopped).__name__}; expected true or false.', _SOUND
+            f'"stopped" in {where} is of type {type(stopped).__name__}; expected true or false.', _REMEDY
         )
     try:
         content.encode("utf-8")
-    except UnicodeEncodeError:  # "\ud800" is JSON, and no text that a tokenizer takes
-        raise ChatFileError(f"The content in {where} has a lone surrogate, which is not a character.", _SOUND) from None
+    except UnicodeEncodeError:  # "\ud800" is valid JSON, but tokenizers refuse it
+        raise ChatFileError(
+            f"The content in {where} has a lone surrogate, which is not a character.", _REMEDY
+        ) from None
     return role, content, stopped
 
 
@@ -213,24 +213,15 @@ def read_chat(path: Path) -> SavedChat:
     """The conversation in a file.
 
     Raises:
-        ChatFileError: the file cannot be read, or is no conversation.
+        ChatFileError: the file cannot be read, or is not a conversation.
     """
     shown = harmless(str(path))
     try:
-        # without waiting: opening a pipe would block until a writer opens it too
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        raw = read_regular(
+            path, MAX_BYTES, lambda problem: ChatFileError(f"{shown} cannot be used: it {problem}.", _REMEDY)
+        )
     except OSError as error:
-        raise ChatFileError(f"{shown} cannot be read: {error.strerror}.", "Use a file that /save wrote.") from None
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise ChatFileError(f"{shown} is not a regular file; expected one that /save wrote.", _SOUND)
-        if found.st_size > MAX_BYTES:
-            raise ChatFileError(f"{shown} has {found.st_size:,} bytes; at most {MAX_BYTES:,} are read.", _SOUND)
-        with open(descriptor, "rb", closefd=False) as file:
-            raw = file.read(MAX_BYTES)
-    finally:
-        os.close(descriptor)
+        raise ChatFileError(f"{shown} cannot be read: {error.strerror}.", _REMEDY) from None
     return decode(raw, shown)
 
 

@@ -26,7 +26,7 @@ from rabbitllm.chat.conversation import Conversation, Exchange, SavedChat, read_
 from rabbitllm.errors import ChatError, RabbitLLMError
 from rabbitllm.formats.media_file import read_picture
 from rabbitllm.generation.media import MediaFile, media_file
-from rabbitllm.generation.request import Answer, AnswerWork, FinishReason
+from rabbitllm.generation.request import FinishReason, Result, Work
 from rabbitllm.generation.session import Session
 from rabbitllm.generation.streams import print_text
 from rabbitllm.telemetry.passes import PINNED_UPLOAD, READ, UPLOAD
@@ -88,7 +88,7 @@ def count_of(argument: str) -> int:
     """The number in the argument of /drop; 1 by default.
 
     Raises:
-        ChatError: the argument is no number, or below 1.
+        ChatError: the argument is not a number, or below 1.
     """
     if not argument:
         return 1
@@ -100,7 +100,7 @@ def count_of(argument: str) -> int:
 # The output of /stats.
 
 
-def show_stats(console: Console, answers: Sequence[Answer], session: Session, in_place: Mapping[str, int]) -> None:
+def show_stats(console: Console, answers: Sequence[Result], session: Session, in_place: Mapping[str, int]) -> None:
     """Print the output of /stats.
 
     Args:
@@ -125,17 +125,17 @@ def show_stats(console: Console, answers: Sequence[Answer], session: Session, in
         put_fact(console, "in place", f"{size(nbytes)} {place}, used in place by each pass")
     of = f" of {session.context:,}" if session.context is not None else ""
     held = f"{session.cached_tokens:,}{of} tokens, {size(session.cache_bytes)}"
-    is_kept = session.kept is not None
+    is_kept = session.cache is not None
     put_fact(console, "KV cache", held if is_kept else "not kept: for this type of model it would not be exact")
 
 
-def _show(console: Console, answers: Sequence[Answer]) -> None:
+def _show(console: Console, answers: Sequence[Result]) -> None:
     tokens = sum(len(answer.tokens) for answer in answers)
     prompt, kept = (sum(map(attrgetter(name), answers)) for name in ("prompt_tokens", "kept_tokens"))
     further = sum(max(len(answer.tokens) - 1, 0) for answer in answers)
     seconds = sum(answer.seconds - answer.first_seconds for answer in answers if answer.first_seconds is not None)
     rate = f", {further / seconds:,.2f} a second" if further and seconds else ""
-    work = reduce(AnswerWork.plus, (answer.work for answer in answers))
+    work = reduce(Work.plus, (answer.work for answer in answers))
     put_fact(console, "  generated", counted(tokens, "token") + rate)
     put_fact(console, "  prompt", f"{counted(prompt, 'token')}: {kept:,} kept in the cache, {prompt - kept:,} computed")
     put_fact(console, "  passes", f"{work.passes:,}, with {counted(work.tokens, 'token')} altogether")
@@ -192,7 +192,7 @@ _FIRST_LINE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Surface:
+class ChatStreams:
     """The input and output of a conversation.
 
     Attributes:
@@ -208,16 +208,16 @@ class Surface:
     interactive: bool
 
 
-def standard_surface() -> Surface:
-    """The surface on this process's stdin and stdout."""
+def standard_streams() -> ChatStreams:
+    """This process's stdin and stdout."""
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if interactive:
         with contextlib.suppress(ImportError):  # gives `input` history and editing, where available
             import readline  # noqa: F401
     else:
-        with contextlib.suppress(AttributeError, ValueError):  # stdin is no text file
+        with contextlib.suppress(AttributeError, ValueError):  # stdin is not a text file
             cast(Any, sys.stdin).reconfigure(errors="replace")
-    return Surface(
+    return ChatStreams(
         lambda prompt: input(prompt if interactive else ""),
         sys.stdout,
         Console(highlight=False, stderr=not interactive),
@@ -230,16 +230,16 @@ class ChatLoop:
 
     Args:
         session: session that generates the answers.
-        surface: input and output.
+        streams: input and output.
         model: name of the model, for files.
         conversation: conversation to continue.
     """
 
-    def __init__(self, session: Session, surface: Surface, model: str, conversation: Conversation) -> None:
+    def __init__(self, session: Session, streams: ChatStreams, model: str, conversation: Conversation) -> None:
         self._session = session
-        self._surface = surface
+        self._streams = streams
         self._model = model
-        self._answers: list[Answer] = []
+        self._answers: list[Result] = []
         self._failed = False
         self._pictures: tuple[MediaFile, ...] = ()
         self.conversation = conversation
@@ -251,19 +251,19 @@ class ChatLoop:
             in_place: see `show_stats`.
         """
         self._in_place = in_place or {}
-        if self._surface.interactive:
+        if self._streams.interactive:
             self._note(_FIRST_LINE)
         for remark in self._session.remarks:
             self._note(remark)
         while True:
             try:
-                message = read_message(self._surface.read_line)
+                message = read_message(self._streams.read_line)
             except EOFError:
-                if self._surface.interactive:
+                if self._streams.interactive:
                     self._put("\n")
                 break
             except KeyboardInterrupt:
-                if not self._surface.interactive:
+                if not self._streams.interactive:
                     raise
                 self._put("\n")
                 self._note(HOW_TO_LEAVE)
@@ -307,37 +307,34 @@ class ChatLoop:
             pictures, self._pictures = self._pictures, ()
             messages = self.conversation.messages(question, pictures)
             answer = self._session.answer(messages, write, stopped=stopped, at_unit=at_unit)
-        self._put("\n" if answer.text or not self._surface.interactive else "")
+        self._put("\n" if answer.text or not self._streams.interactive else "")
         self._answers.append(answer)
         is_stopped = answer.finish is FinishReason.CANCELLED
+        context = self._session.context
+        is_full = context is not None and answer.prompt_tokens + len(answer.tokens) >= context
         if is_stopped and not answer.text:
             self._note("stopped before the first token; the question was removed")
             return
         self.conversation = self.conversation.with_exchange(Exchange(question, answer.text, is_stopped, pictures))
         if is_stopped:
             self._note("stopped; the partial answer stays in the conversation")
-        elif answer.finish is FinishReason.LENGTH and self._is_full(answer):
+        elif answer.finish is FinishReason.LENGTH and is_full:
             self._note(
-                f"the context of {self._session.context:,} tokens is full: /drop removes the oldest exchange, "
-                "/reset all exchanges"
+                f"the context of {context:,} tokens is full: /drop removes the oldest exchange, /reset all exchanges"
             )
         elif answer.finish is FinishReason.LENGTH:
             self._note(f"ended after {counted(len(answer.tokens), 'token')}, the limit of --max-new-tokens")
         elif not answer.text:
             self._note("the model gave an empty answer")
-        if self._surface.interactive:
+        if self._streams.interactive:
             self._put("\n")
-
-    def _is_full(self, answer: Answer) -> bool:
-        context = self._session.context
-        return context is not None and answer.prompt_tokens + len(answer.tokens) >= context
 
     def _carry_out(self, command: Command) -> None:
         match command.name:
             case "/help":
                 self._help()
             case "/stats":
-                show_stats(self._surface.notes, self._answers, self._session, self._in_place)
+                show_stats(self._streams.notes, self._answers, self._session, self._in_place)
             case "/reset":
                 self.conversation = self.conversation.emptied()
                 self._session.forget()
@@ -364,9 +361,9 @@ class ChatLoop:
 
     def _help(self) -> None:
         for name, (argument, does) in COMMANDS.items():
-            put_fact(self._surface.notes, f"{name} {argument.strip('[]')}", does)
-        put_fact(self._surface.notes, QUOTES, f"starts a message of several lines; it ends with {QUOTES}")
-        put_fact(self._surface.notes, "Ctrl-C", "stops an answer; its text stays in the conversation")
+            put_fact(self._streams.notes, f"{name} {argument.strip('[]')}", does)
+        put_fact(self._streams.notes, QUOTES, f"starts a message of several lines; it ends with {QUOTES}")
+        put_fact(self._streams.notes, "Ctrl-C", "stops an answer; its text stays in the conversation")
 
     def _system(self, text: str) -> None:
         if text:
@@ -389,10 +386,10 @@ class ChatLoop:
         self._note(f"loaded {count}{other} from {harmless(str(path))}")
 
     def _put(self, text: str) -> None:
-        print_text(text, self._surface.answers)
+        print_text(text, self._streams.answers)
 
     def _note(self, text: str, style: str = "dim") -> None:
-        notes = self._surface.notes
+        notes = self._streams.notes
         notes.print(Text(text, style), soft_wrap=not notes.is_terminal)
 
     def _refuse(self, text: str) -> None:
@@ -402,13 +399,13 @@ class ChatLoop:
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[tuple[Callable[[int, int], None], Callable[[], None]]]:
         """Show the progress of the first pass; yields callbacks for each of its units and for the first text."""
-        status = self._surface.notes.status("")
+        status = self._streams.notes.status("")
         began = time.monotonic()
         showing = False
 
         def at_unit(done: int, units: int) -> None:
             nonlocal showing
-            if self._surface.interactive and time.monotonic() - began > PATIENCE:
+            if self._streams.interactive and time.monotonic() - began > PATIENCE:
                 status.update(f"[dim]reading the question: {done} of {units} layers[/]")
                 if not showing:
                     showing = True

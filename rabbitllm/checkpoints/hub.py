@@ -171,7 +171,8 @@ def translated(repo_id: str) -> Iterator[None]:
 def _no_answer(repo_id: str, error: Exception) -> HubError:
     return HubError(
         f"The hub did not answer for {repo_id}: {type(error).__name__}: {error}.",
-        "Make the same call again when the connection works; finished downloads are kept.",
+        f"Make the same call again when the connection works; finished downloads are kept. If {repo_id} is a folder, "
+        "check its path.",
     )
 
 

@@ -6,13 +6,15 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+
+from rabbitllm.cli.help import ANSWER_PANEL, HOSTS_PANEL, MODEL_PANEL, RARE_PANEL, SAMPLING_PANEL
 
 if TYPE_CHECKING:
     from rabbitllm.auto_model import LoadRequest
@@ -35,46 +37,55 @@ def complete_model(incomplete: str) -> list[str]:
     return [*known, *(one for one in shown if one.startswith(incomplete))]
 
 
-MODEL_PANEL, SAMPLING_PANEL, HOSTS_PANEL = "Model and split", "Sampling", "Several machines"
-
 ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A repository, a folder, a file of weights, or a split directory.",
+        help="A repository, a folder, a file of weights, or a split directory. Gated repositories need HF_TOKEN.",
         autocompletion=complete_model,
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")]
 FolderOption = Annotated[
-    Path | None, typer.Option("--dir", rich_help_panel=MODEL_PANEL, help="Folder that holds the split directory.")
+    Path | None,
+    typer.Option(
+        "--dir",
+        metavar="FOLDER",
+        rich_help_panel=MODEL_PANEL,
+        help="Where the split directory is; by default the checkpoint's folder, for a repository RABBITLLM_HOME.",
+    ),
 ]
 MemoryOption = Annotated[
     list[str] | None,
     typer.Option(
-        rich_help_panel=MODEL_PANEL, help="Memory for weights on a device, e.g. cpu=24GiB or 0=14GiB; repeatable."
+        metavar="DEVICE=SIZE",
+        rich_help_panel=MODEL_PANEL,
+        help="Memory for weights, e.g. cpu=24GiB or 0=14GiB; repeatable; by default the free memory.",
     ),
 ]
 DeviceOption = Annotated[
     str | None,
     typer.Option(
-        rich_help_panel=MODEL_PANEL, help="cuda:N, cpu, or auto for all GPUs; by default the first GPU, else the CPU."
+        metavar="DEVICE",
+        rich_help_panel=MODEL_PANEL,
+        help="cuda:N, cpu, or auto for all GPUs; by default the first GPU, else the CPU.",
     ),
 ]
 RevisionOption = Annotated[
-    str | None, typer.Option(rich_help_panel=MODEL_PANEL, help="Branch, tag or commit of a repository.")
+    str | None,
+    typer.Option(metavar="NAME", rich_help_panel=MODEL_PANEL, help="Branch, tag or commit of a repository."),
 ]
 TrustOption = Annotated[
     bool,
     typer.Option(
-        "--trust-remote-code", rich_help_panel=MODEL_PANEL, help="Run Python code that the repository contains."
+        "--trust-remote-code", rich_help_panel=RARE_PANEL, help="Run Python code that the repository contains."
     ),
 ]
 FastOption = Annotated[
     bool,
     typer.Option(
         "--fast-bfloat16",
-        rich_help_panel=MODEL_PANEL,
+        rich_help_panel=RARE_PANEL,
         help="Use a faster bfloat16 kernel on CPUs without native bfloat16; results differ in the last bits.",
     ),
 ]
@@ -82,13 +93,17 @@ NoVerifyOption = Annotated[
     bool,
     typer.Option(
         "--no-verify-checksums",
-        rich_help_panel=MODEL_PANEL,
-        help="Do not check checksums of layer files while reading them.",
+        rich_help_panel=RARE_PANEL,
+        help="Do not compare layer files with their checksums.",
     ),
 ]
 DtypeOption = Annotated[
     str | None,
-    typer.Option(rich_help_panel=MODEL_PANEL, help="float32, bfloat16 or float16; by default the checkpoint's."),
+    typer.Option(
+        metavar="DTYPE",
+        rich_help_panel=MODEL_PANEL,
+        help="float32, bfloat16 or float16; by default the checkpoint's.",
+    ),
 ]
 
 DequantizeOption = Annotated[
@@ -97,7 +112,12 @@ DequantizeOption = Annotated[
 
 # sharing of passes
 ExactOption = Annotated[
-    bool, typer.Option("--exact", help="Compute each request separately: bits as if it ran alone; slower.")
+    bool,
+    typer.Option(
+        "--exact",
+        rich_help_panel=RARE_PANEL,
+        help="Compute each request separately, bit-identical to running alone; slower.",
+    ),
 ]
 
 # processes that compute a model together
@@ -105,7 +125,7 @@ WorkersOption = Annotated[
     int,
     typer.Option(
         rich_help_panel=HOSTS_PANEL,
-        help="Number of `rabbitllm worker` processes that compute a span of layers each; 0 computes all here.",
+        help="Number of `rabbitllm worker` processes that compute a part of the layers each.",
         min=0,
     ),
 ]
@@ -114,27 +134,26 @@ AddressOption = Annotated[
     typer.Option(
         metavar="HOST:PORT",
         rich_help_panel=HOSTS_PANEL,
-        help="With --workers: address of this process that workers join.",
+        help="With --workers: address of this process, which workers join.",
     ),
 ]
 
 # splitting
+_CHOICES = "none, 8bit, 4bit, 4bit-double, or auto"
 CompressionOption = Annotated[
     str,
-    typer.Option(
-        rich_help_panel=MODEL_PANEL, help="none, 8bit, 4bit, 4bit-double, or auto (bits chosen for each tensor)."
-    ),
+    typer.Option(metavar="NAME", rich_help_panel=MODEL_PANEL, help=f"{_CHOICES} (chooses bits for each tensor)."),
 ]
 CompressionHereOption = Annotated[
     str | None,
     typer.Option(
+        metavar="NAME",
         rich_help_panel=MODEL_PANEL,
-        help="none, 8bit, 4bit, 4bit-double or auto; by default that of an existing split, else none.",
+        help=f"{_CHOICES}; by default that of an existing split, else none.",
     ),
 ]
 WhichSplitOption = Annotated[
-    str | None,
-    typer.Option(help="Compression of the split: none, 8bit, 4bit, 4bit-double or auto.", show_default=False),
+    str | None, typer.Option(metavar="NAME", help=f"Compression of the split: {_CHOICES}.", show_default=False)
 ]
 SequentialOption = Annotated[
     bool,
@@ -152,18 +171,32 @@ VerifySourceOption = Annotated[
     bool,
     typer.Option(
         "--verify-source",
-        rich_help_panel=MODEL_PANEL,
+        rich_help_panel=RARE_PANEL,
         help="Read the shards and compare them with their recorded checksums.",
     ),
 ]
 FitScalesOption = Annotated[
-    bool, typer.Option("--fit-scales", help="With 4bit: search for the scales with the least error; slower to split.")
+    bool,
+    typer.Option(
+        "--fit-scales",
+        rich_help_panel=RARE_PANEL,
+        help="With 4bit or 4bit-double: search for the scales with the least error; slower to split.",
+    ),
 ]
 MaxDiskOption = Annotated[
-    str | None, typer.Option(rich_help_panel=MODEL_PANEL, help="Maximum disk use of the split, e.g. 57GiB.")
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        rich_help_panel=MODEL_PANEL,
+        help="Maximum size of layer files and downloads, e.g. 50GiB; by default the free disk.",
+    ),
 ]
-MinFreeDiskOption = Annotated[str, typer.Option(help="Disk space that must stay free, e.g. 1GB.")]
-DiskPlotOption = Annotated[Path | None, typer.Option(help="Plot disk use over time to this file (.png, .svg or .pdf).")]
+MinFreeDiskOption = Annotated[
+    str, typer.Option(metavar="SIZE", rich_help_panel=MODEL_PANEL, help="Disk space that must stay free.")
+]
+DiskPlotOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Plot disk use over time to this file (.png, .svg or .pdf).")
+]
 
 # the machines that do the work
 RayOption = Annotated[
@@ -177,14 +210,26 @@ RayOption = Annotated[
 ]
 
 # generation
-SystemOption = Annotated[str | None, typer.Option(help="System prompt.")]
+SystemOption = Annotated[str | None, typer.Option(rich_help_panel=ANSWER_PANEL, help="System prompt.")]
 ImageOption = Annotated[
     list[Path] | None,
-    typer.Option("--image", help="Picture that comes before the prompt; repeatable.", show_default=False),
+    typer.Option(
+        "--image",
+        metavar="FILE",
+        rich_help_panel=ANSWER_PANEL,
+        help="Picture that comes before the prompt; repeatable.",
+        show_default=False,
+    ),
 ]
 AudioOption = Annotated[
     list[Path] | None,
-    typer.Option("--audio", help="WAV file that comes before the prompt; repeatable.", show_default=False),
+    typer.Option(
+        "--audio",
+        metavar="FILE",
+        rich_help_panel=ANSWER_PANEL,
+        help="WAV file that comes before the prompt; repeatable.",
+        show_default=False,
+    ),
 ]
 TemperatureOption = Annotated[
     float | None, typer.Option(rich_help_panel=SAMPLING_PANEL, help="Sampling temperature; 0, the default, is greedy.")
@@ -192,7 +237,7 @@ TemperatureOption = Annotated[
 TopPOption = Annotated[
     float | None, typer.Option(rich_help_panel=SAMPLING_PANEL, help="Nucleus sampling threshold, above 0 and up to 1.")
 ]
-SeedOption = Annotated[int | None, typer.Option(rich_help_panel=SAMPLING_PANEL, help="Random seed of sampling.")]
+SeedOption = Annotated[int | None, typer.Option(rich_help_panel=SAMPLING_PANEL, help="Random seed.")]
 
 
 def limits_of(given: list[str] | None) -> dict[int | str, int | str] | None:
@@ -256,34 +301,34 @@ class ModelOptions:
         Raises:
             OptionError: a limit that names no device, or options that are invalid or contradict each other.
         """
-        from rabbitllm import prepare
         from rabbitllm.auto_model import LoadRequest, check_unsplit
-        from rabbitllm.base.options import RunOptions, SplitOptions, expand, parse_dtype, parse_max_memory
-        from rabbitllm.checkpoints.hub import HubAccess
+        from rabbitllm.base.options import SplitOptions, expand
         from rabbitllm.models.library import compression_to_run
         from rabbitllm.models.pull import shard_policy
 
         folder = expand(self.folder) if self.folder is not None else None
         word = "none" if self.no_split and self.compression is None else self.compression
-        spec = prepare.ModelSpec(
-            model, compression_to_run(model, word, folder), folder, HubAccess(self.revision, token)
-        )
-        policy = shard_policy(sequential=self.sequential) if shards is None else shards
-        split = prepare.split_options(
-            spec.compression, policy, max_disk=self.max_disk, verify_source=self.verify_source, **of_split
-        )
-        if self.no_split:
-            check_unsplit(SplitOptions(spec.compression))
-        run = RunOptions(
+        compression = compression_to_run(model, word, folder)
+        request = LoadRequest.of(
+            model,
+            compression,
+            folder,
+            revision=self.revision,
+            token=token,
+            shards=shard_policy(sequential=self.sequential) if shards is None else shards,
+            of_split={"max_disk": self.max_disk, "verify_source": self.verify_source, **of_split},
+            hosts=hosts,
             device=self.device,
-            dtype=parse_dtype(self.dtype),
-            max_memory=parse_max_memory(limits_of(self.max_memory)),
+            dtype=self.dtype,
+            max_memory=limits_of(self.max_memory),
             trust_remote_code=self.trust_remote_code,
             fast_bfloat16=self.fast_bfloat16,
             verify_checksums=not self.no_verify_checksums,
             **of_run,
         )
-        return LoadRequest(spec, None if self.no_split else split, run, hosts)
+        if self.no_split:
+            check_unsplit(SplitOptions(compression))
+        return replace(request, split=None) if self.no_split else request
 
 
 NO_OPTIONS = ModelOptions()

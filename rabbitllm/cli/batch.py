@@ -24,6 +24,7 @@ from rabbitllm.cli.arguments import (
     put_json,
     with_model_options,
 )
+from rabbitllm.cli.help import ANSWER_PANEL, HOSTS_PANEL, LIMITS_PANEL
 
 
 @with_model_options("fast_bfloat16")
@@ -31,33 +32,65 @@ def batch_command(
     model: ModelArgument,
     source: Annotated[str, typer.Argument(metavar="INPUT", help="File of JSON lines, Parquet file, or - for stdin.")],
     out: Annotated[
-        Path, typer.Option("--output", "-o", help="File for the answers, one JSON line for each line of the input.")
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            rich_help_panel=ANSWER_PANEL,
+            help="File for the answers, one JSON line for each line of the input.",
+        ),
     ],
     max_new_tokens: Annotated[
-        int, typer.Option(help="Maximum tokens per answer, unless the line sets its own.", min=1)
+        int,
+        typer.Option(
+            rich_help_panel=ANSWER_PANEL, help="Maximum tokens per answer, unless the line sets its own.", min=1
+        ),
     ] = 512,
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
     seed: SeedOption = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop text; an answer ends before it; repeatable.")] = None,
-    pooling: Annotated[
-        str, typer.Option(help="Pooling of embeddings: last (hidden state of the last token) or mean.")
-    ] = "last",
-    normalise: Annotated[bool, typer.Option("--normalise", help="Scale embeddings to length 1.")] = False,
-    column: Annotated[
-        list[str] | None, typer.Option(help="Map an input column, e.g. prompt=question; repeatable.")
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(rich_help_panel=ANSWER_PANEL, help="Stop text; an answer ends before it; repeatable."),
     ] = None,
-    sequences: Annotated[int, typer.Option(help="Maximum lines in one pass.", min=1)] = 256,
+    pooling: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            rich_help_panel=ANSWER_PANEL,
+            help="Pooling of embeddings: last (hidden state of the last token) or mean.",
+        ),
+    ] = "last",
+    normalise: Annotated[
+        bool, typer.Option("--normalise", rich_help_panel=ANSWER_PANEL, help="Scale embeddings to length 1.")
+    ] = False,
+    column: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=COLUMN",
+            rich_help_panel=ANSWER_PANEL,
+            help="Read a field from another column, e.g. prompt=question; repeatable.",
+        ),
+    ] = None,
+    sequences: Annotated[
+        int, typer.Option(rich_help_panel=LIMITS_PANEL, help="Maximum lines in one pass.", min=1)
+    ] = 256,
     cache_memory: Annotated[
         str | None,
         typer.Option(
-            help="Memory for the KV cache, e.g. 8GiB; by default as much as needed, up to half of free memory."
+            metavar="SIZE",
+            rich_help_panel=LIMITS_PANEL,
+            help="Memory for the KV cache, e.g. 8GiB; by default as much as needed, up to half of free memory.",
         ),
     ] = None,
     cache_disk: Annotated[
         str | None,
         typer.Option(
-            help="Disk for swapped-out KV caches, e.g. 40GiB; 0 for none; by default up to a quarter of free disk."
+            metavar="SIZE",
+            rich_help_panel=LIMITS_PANEL,
+            help="Disk for KV caches of running lines that do not fit in memory, e.g. 40GiB; 0 for none; by default "
+            "up to a quarter of free disk.",
         ),
     ] = None,
     exact: ExactOption = False,
@@ -68,7 +101,11 @@ def batch_command(
     ray: RayOption = None,
     ray_workers: Annotated[
         int | None,
-        typer.Option("--ray-workers", help="With --ray: number of workers; by default one per GPU, else per machine."),
+        typer.Option(
+            "--ray-workers",
+            rich_help_panel=HOSTS_PANEL,
+            help="With --ray: number of workers; by default one per GPU, else one per machine.",
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -80,7 +117,7 @@ def batch_command(
 
     Examples:
       rabbitllm batch my-checkpoint questions.jsonl -o answers.jsonl
-      rabbitllm batch my-checkpoint questions.jsonl -o answers.jsonl --json
+      rabbitllm batch my-checkpoint in.jsonl -o out.jsonl --sequences 64 --exact
     """
     from rabbitllm.batch_jobs.api import check_installed
 
@@ -90,7 +127,7 @@ def batch_command(
     from rich.console import Console
 
     from rabbitllm.base.options import expand, parse_size
-    from rabbitllm.batch_jobs.display import put_end, record, said_when_interrupted
+    from rabbitllm.batch_jobs.display import put_end, record, reporting_interrupts
     from rabbitllm.batch_jobs.inputs import STDIN, columns_of
     from rabbitllm.batch_jobs.items import Defaults, JobLimits, pooling_of
     from rabbitllm.batch_jobs.job import BatchJob, work
@@ -116,7 +153,7 @@ def batch_command(
     disable_progress_bars()  # shards have our own bar, and other files are small
     console = Console(stderr=True, highlight=False)
     try:
-        with said_when_interrupted(console):
+        with reporting_interrupts(console):
             progress = work(task)
     except KeyboardInterrupt:
         console.print("interrupted; finished answers are kept; run the same command to resume", style="yellow")

@@ -31,13 +31,13 @@ def bench_command(
     exact: DequantizeOption = False,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Plot where a token's time goes to this file: .png, .svg or .pdf (needs matplotlib)."),
+        typer.Option(metavar="FILE", help="Plot where a token's time goes to this file (.png, .svg or .pdf)."),
     ] = None,
     plot_tiers: Annotated[
-        Path | None, typer.Option(help="Plot the placement of layers to this file, in the same formats.")
+        Path | None, typer.Option(metavar="FILE", help="Plot the placement of layers to this file.")
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Write a trace of all events to this file (JSON, for Perfetto).")
+        Path | None, typer.Option(metavar="FILE", help="Write a trace of all events to this file (JSON, for Perfetto).")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -21,14 +21,18 @@ from rabbitllm.cli.arguments import (
     WorkersOption,
     with_model_options,
 )
+from rabbitllm.cli.help import ANSWER_PANEL
 
 
-@with_model_options("no_split", "verify_source", "revision", "trust_remote_code")
+@with_model_options()
 def chat_command(
     model: ModelArgument,
     system: SystemOption = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(help="Maximum tokens per answer; by default no limit but the context.", min=1)
+        int | None,
+        typer.Option(
+            rich_help_panel=ANSWER_PANEL, help="Maximum tokens per answer; by default no limit but the context.", min=1
+        ),
     ] = None,
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
@@ -52,12 +56,12 @@ def chat_command(
 
     from rabbitllm.generation.request import Sampling
     from rabbitllm.models.pull import loaded_model
-    from rabbitllm.run.together import called_together
+    from rabbitllm.run import hosts_for
 
     sampling = Sampling(temperature, top_p, seed)
     errors = Console(stderr=True, highlight=False)
     disable_progress_bars()  # shards have our own bar, and other files are small
-    request = options.request(model, called_together(workers, address, model, errors))
+    request = options.request(model, hosts_for(workers, address, model, errors))
     with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the answer
         loaded = loaded_model(request, errors)
     loaded.profiler.enabled = True  # only now: no profile of a split, no timers at resident layers
@@ -65,13 +69,13 @@ def chat_command(
     from transformers import logging
 
     from rabbitllm.chat.conversation import Conversation
-    from rabbitllm.chat.loop import ChatLoop, standard_surface
+    from rabbitllm.chat.loop import ChatLoop, standard_streams
     from rabbitllm.generation.session import Session
 
     logging.set_verbosity_error()  # no warnings about missing kernels amid an answer
     chat = ChatLoop(
         Session(loaded, max_new_tokens, sampling),
-        standard_surface(),
+        standard_streams(),
         model,
         Conversation().with_system(system),
     )

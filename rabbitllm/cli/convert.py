@@ -22,11 +22,18 @@ from rabbitllm.cli.arguments import (
 def convert_command(
     source: ModelArgument,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder to write, empty or not existing; with --to gguf the file.")
+        Path,
+        typer.Option(
+            "--output", "-o", metavar="PATH", help="Folder to write, empty or not existing; with --to gguf the file."
+        ),
     ],
-    to: Annotated[str, typer.Option(help="Format: safetensors or gguf.")] = "safetensors",
+    to: Annotated[str, typer.Option(metavar="FORMAT", help="safetensors or gguf.")] = "safetensors",
     outtype: Annotated[
-        str, typer.Option(help="Type of a GGUF file: auto (as in the source), f32, f16, bf16, q8_0, q4_0 and others.")
+        str,
+        typer.Option(
+            metavar="TYPE",
+            help="Type of a GGUF file: auto (as in the source), f32, f16, bf16, q8_0, q4_0 and others.",
+        ),
     ] = "auto",
     sequential: Annotated[
         bool, typer.Option("--sequential", help="Convert one shard at a time, and delete each used shard.")
@@ -35,7 +42,10 @@ def convert_command(
         bool, typer.Option("--delete-original", help="Delete the original when the new folder is complete.")
     ] = False,
     revision: RevisionOption = None,
-    max_disk: Annotated[str | None, typer.Option(help="Maximum disk use of the conversion, e.g. 57GiB.")] = None,
+    max_disk: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Maximum disk use, e.g. 50GiB; by default the free disk."),
+    ] = None,
     min_free_disk: MinFreeDiskOption = "1GB",
     plot: DiskPlotOption = None,
     as_json: JsonOption = False,

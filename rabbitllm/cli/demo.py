@@ -14,7 +14,8 @@ from rabbitllm.cli.arguments import DiskPlotOption, JsonOption, put_json
 
 def demo(
     folder: Annotated[
-        Path | None, typer.Option("--dir", help="Folder to work in, kept afterwards; by default a temporary one.")
+        Path | None,
+        typer.Option("--dir", metavar="FOLDER", help="Folder to work in, kept afterwards; by default a temporary one."),
     ] = None,
     problems: Annotated[int, typer.Option(help="Number of held-out problems to score, a multiple of 4.", min=4)] = 200,
     smollm2: Annotated[

@@ -12,9 +12,13 @@ INTERRUPTED = 130
 BROKEN_PIPE = 141
 """The reader of the output has ended (`| head`), by the convention of shells."""
 
-EPILOG = (
-    "MODEL is a repository (organisation/name or hf://organisation/name), a folder, a file of weights or a split "
-    "directory. `rabbitllm COMMAND --help` shows options and examples.\n\n"
-    "Exit codes: 0 success, 1 error or negative result, 2 wrong arguments, 130 interrupted (Ctrl-C), 141 output "
-    "closed (`| head`)."
-)
+EPILOG = """\
+MODEL is a repository (organisation/name or hf://organisation/name), a folder, a file of weights or a split directory. \
+`rabbitllm COMMAND --help` shows options and examples.
+
+Exit codes:
+  0    success
+  1    error, or a negative result
+  2    wrong arguments
+  130  interrupted (Ctrl-C)
+  141  output closed (`| head`)"""

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from rabbitllm.cli import exit_codes
 from rabbitllm.cli.batch import batch_command
@@ -19,6 +18,7 @@ from rabbitllm.cli.chat import chat_command
 from rabbitllm.cli.convert import convert_command
 from rabbitllm.cli.demo import demo
 from rabbitllm.cli.doctor import doctor_command
+from rabbitllm.cli.help import CommandInWords, GroupInWords
 from rabbitllm.cli.inspect import inspect_command
 from rabbitllm.cli.plan import plan_command
 from rabbitllm.cli.pull import pull_command
@@ -31,7 +31,7 @@ from rabbitllm.errors import OptionError, RabbitLLMError, system_errors_by_name
 from rabbitllm.version import __version__
 
 
-class _Commands(TyperGroup):
+class _Commands(GroupInWords):
     """The commands, with the same treatment of interrupts and broken pipes for every version of typer."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -77,7 +77,7 @@ def _add(name: str, panel: str, function: Callable[..., None]) -> None:
     """Add a command. Each paragraph of its help is one line, which the terminal wraps; examples keep their lines."""
     paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
     shown = "\n\n".join(one if one.startswith("Examples:") else " ".join(one.split()) for one in paragraphs)
-    app.command(name=name, rich_help_panel=panel, help=shown)(function)
+    app.command(name=name, cls=CommandInWords, rich_help_panel=panel, help=shown)(function)
 
 
 MAIN, MANY = "Main commands", "Many prompts, several machines"

@@ -29,12 +29,13 @@ def plan_command(
     options: ModelOptions = NO_OPTIONS,
     min_free_disk: MinFreeDiskOption = "1GB",
     bandwidth: Annotated[
-        str | None, typer.Option(help="Download speed in bytes per second, e.g. 12MB; by default measured.")
+        str | None,
+        typer.Option(metavar="SIZE", help="Download speed in bytes per second, e.g. 12MB; by default measured."),
     ] = None,
     fit_scales: FitScalesOption = False,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Plot the placement of layers to this file: .png, .svg or .pdf (needs matplotlib)."),
+        typer.Option(metavar="FILE", help="Plot the placement of layers to this file (.png, .svg or .pdf)."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -45,7 +46,7 @@ def plan_command(
 
     Examples:
       rabbitllm plan Qwen/Qwen2.5-72B-Instruct --compression 4bit
-      rabbitllm plan my-checkpoint --max-disk 57GiB --max-memory cpu=8GiB
+      rabbitllm plan my-checkpoint --max-disk 50GiB --max-memory cpu=8GiB
     """
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console

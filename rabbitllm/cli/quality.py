@@ -23,9 +23,9 @@ from rabbitllm.cli.arguments import (
 def quality_command(
     model: ModelArgument,
     against: Annotated[
-        str | None, typer.Option(help="Model to compare with; by default the uncompressed original.")
+        str | None, typer.Option(metavar="MODEL", help="Model to compare with; by default the uncompressed original.")
     ] = None,
-    text: Annotated[Path | None, typer.Option(help="UTF-8 text file; by default a bundled text.")] = None,
+    text: Annotated[Path | None, typer.Option(metavar="FILE", help="UTF-8 text; by default a bundled one.")] = None,
     options: ModelOptions = NO_OPTIONS,
     window: Annotated[
         int | None, typer.Option(help="Tokens per window; by default 512, or the context length if shorter.", min=2)
@@ -38,7 +38,9 @@ def quality_command(
             min=0,
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Dtype of the computation; auto takes the config's.")] = "float32",
+    dtype: Annotated[
+        str, typer.Option(metavar="DTYPE", help="Dtype of the computation; auto takes the config's.")
+    ] = "float32",
     exact: DequantizeOption = False,
     as_json: JsonOption = False,
 ) -> None:

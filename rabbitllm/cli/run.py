@@ -27,6 +27,7 @@ from rabbitllm.cli.arguments import (
     put_json,
     with_model_options,
 )
+from rabbitllm.cli.help import ANSWER_PANEL
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
@@ -40,12 +41,18 @@ def run_command(
     ] = None,
     system: SystemOption = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(help="Maximum tokens to generate; by default 512, within the context.", min=1)
+        int | None,
+        typer.Option(
+            rich_help_panel=ANSWER_PANEL, help="Maximum tokens to generate; by default 512, within the context.", min=1
+        ),
     ] = None,
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
     seed: SeedOption = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt without the chat template.")] = False,
+    raw: Annotated[
+        bool,
+        typer.Option("--raw", rich_help_panel=ANSWER_PANEL, help="Continue the prompt without the chat template."),
+    ] = False,
     image: ImageOption = None,
     audio: AudioOption = None,
     options: ModelOptions = NO_OPTIONS,
@@ -64,31 +71,28 @@ def run_command(
       rabbitllm run Qwen/Qwen2.5-7B-Instruct "What is a rabbit?"
       cat report.txt | rabbitllm run my-checkpoint "Sum up" --max-new-tokens 200
     """
-    from rabbitllm.run.prompt import joined, piped_text
+    from rabbitllm.run import joined, piped_text
 
     try:
         text = joined(prompt, piped_text())
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="PROMPT") from None
 
-    import torch
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
     from transformers import logging
 
     from rabbitllm.generation.media import media_files
-    from rabbitllm.generation.request import FinishReason, Sampling, context_of, most_new_tokens, tokenizer_of
+    from rabbitllm.generation.request import FinishReason, ModelLimits, Request, Sampling, tokenizer_of
     from rabbitllm.generation.session import answer
     from rabbitllm.generation.streams import print_text
-    from rabbitllm.generation.template import has_template
     from rabbitllm.models.pull import loaded_model
-    from rabbitllm.run.prompt import answer_record, how_it_ended, prompt_ids, prompt_with_media, put_statistics
-    from rabbitllm.run.together import called_together, own_device, work
+    from rabbitllm.run import answer_record, hosts_for, how_it_ended, own_device, prompt_of, put_statistics, work
 
     sampling = Sampling(temperature, top_p, seed)
     files = media_files(image or (), audio or ())  # now, not after an hour of splitting
     errors = Console(stderr=True, highlight=False)
-    hosts = called_together(workers, address, model, errors)
+    hosts = hosts_for(workers, address, model, errors)
     disable_progress_bars()  # shards have our own bar, and other files are small
     request = replace(options, device=own_device(options.device, hosts)).request(model, hosts, profiling=verbose)
     if hosts is not None and not hosts.is_first:
@@ -98,22 +102,19 @@ def run_command(
     with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the answer
         loaded = loaded_model(request, errors)
     load_seconds = time.perf_counter() - start
-    media = None
-    if files:
-        made = prompt_with_media(loaded, text, system, files, raw=raw)
-        ids, media = torch.tensor([made.ids]), made.media
-    else:
-        ids = prompt_ids(tokenizer_of(loaded), text, system, raw=raw)
-    most = most_new_tokens(context_of(loaded), ids.shape[-1], max_new_tokens)
+    made = prompt_of(loaded, text, system, files, raw=raw)
+    most = ModelLimits.of(loaded).new_tokens(len(made.ids), max_new_tokens)
+    generation = Request(made.ids, most, sampling, media=made.media)
     logging.set_verbosity_error()  # no warnings about missing kernels amid an answer
     write = (lambda piece: None) if as_json else print_text
     with errors.status("reading the prompt …") as status:
-        found = answer(loaded, ids, most, sampling, write, status.stop, media)
+        found = answer(loaded, generation, write, status.stop)
     if as_json:
         put_json(answer_record(model, found, load_seconds, _where(loaded, request.spec.compression)))
     elif found.text and not found.text.endswith("\n"):
         print_text("\n")
-    if (ended := how_it_ended(found, most, raw=raw and has_template(tokenizer_of(loaded)))) is not None and not as_json:
+    ended = how_it_ended(found, most, raw=raw and bool(tokenizer_of(loaded).chat_template))
+    if ended is not None and not as_json:
         errors.print(ended)
     if verbose:
         put_statistics(errors, found, load_seconds, loaded.profiler.sums)

@@ -18,69 +18,143 @@ from rabbitllm.cli.arguments import (
     ModelOptions,
     with_model_options,
 )
+from rabbitllm.cli.help import CACHE_PANEL, LIMITS_PANEL, NETWORK_PANEL
 
 
 @with_model_options("verify_source", "fast_bfloat16")
 def serve_command(
     model: ModelArgument,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 for all addresses of this machine.")
+        str,
+        typer.Option(
+            metavar="HOST",
+            rich_help_panel=NETWORK_PANEL,
+            help="Address to listen on; 0.0.0.0 for all addresses of this machine.",
+        ),
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 picks a free one.", min=0, max=65535)] = 8000,
+    port: Annotated[
+        int, typer.Option(rich_help_panel=NETWORK_PANEL, help="Port; 0 picks a free one.", min=0, max=65535)
+    ] = 8000,
     api_key: Annotated[
         str | None,
         typer.Option(
+            metavar="KEY",
+            rich_help_panel=NETWORK_PANEL,
             help="Required API key; prefer the environment variable, which process lists do not show.",
             envvar="RABBITLLM_API_KEY",
             show_default=False,
         ),
     ] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Allow requests from other machines without a key.", show_default=False)
+        bool,
+        typer.Option(
+            "--insecure",
+            rich_help_panel=NETWORK_PANEL,
+            help="Allow requests from other machines without a key.",
+            show_default=False,
+        ),
     ] = False,
-    served_name: Annotated[str | None, typer.Option(help="Model name in requests and responses.")] = None,
+    served_name: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", rich_help_panel=NETWORK_PANEL, help="Model name in requests and responses."),
+    ] = None,
     allow_origin: Annotated[
         list[str] | None,
-        typer.Option(help="Allowed origin of web pages, e.g. https://example.org; * for all; repeatable."),
+        typer.Option(
+            metavar="ORIGIN",
+            rich_help_panel=NETWORK_PANEL,
+            help="Allowed origin of web pages, e.g. https://example.org; * for all; repeatable.",
+        ),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(help="Allowed Host header, e.g. llm.example.org; * for all; repeatable."),
+        typer.Option(
+            metavar="HOST",
+            rich_help_panel=NETWORK_PANEL,
+            help="Allowed Host header, e.g. llm.example.org; * for all; repeatable.",
+        ),
     ] = None,
-    max_running: Annotated[int, typer.Option(help="Maximum requests in one pass.", min=1)] = 64,
+    max_running: Annotated[
+        int, typer.Option(rich_help_panel=LIMITS_PANEL, help="Maximum requests in one pass.", min=1)
+    ] = 64,
     max_waiting: Annotated[
-        int, typer.Option(help="Maximum waiting requests; further ones get status 429.", min=1)
+        int,
+        typer.Option(
+            rich_help_panel=LIMITS_PANEL, help="Maximum waiting requests; further ones get status 429.", min=1
+        ),
     ] = 256,
     max_new_tokens: Annotated[
         int,
-        typer.Option(help="Maximum tokens per answer, unless the request sets its own; within the context.", min=1),
+        typer.Option(
+            rich_help_panel=LIMITS_PANEL,
+            help="Maximum tokens per answer, unless the request sets its own; within the context.",
+            min=1,
+        ),
     ] = 4096,
     cache_memory: Annotated[
         str | None,
-        typer.Option(help="Memory for the KV cache, e.g. 4GiB; by default half of what the weights leave."),
+        typer.Option(
+            metavar="SIZE",
+            rich_help_panel=CACHE_PANEL,
+            help="Memory for the KV cache, e.g. 4GiB; by default half of what the weights leave.",
+        ),
     ] = None,
     aside: Annotated[
         str | None,
-        typer.Option(help="Swap space for KV caches of preempted requests, e.g. 8GiB; 0 recomputes them."),
+        typer.Option(
+            metavar="SIZE",
+            rich_help_panel=CACHE_PANEL,
+            help="Swap space for KV caches of preempted requests, e.g. 8GiB; 0 recomputes them; by default four times "
+            "--cache-memory.",
+        ),
     ] = None,
     aside_dir: Annotated[
         Path | None,
-        typer.Option(help="Folder of the swap file; by default that of temporary files.", show_default=False),
+        typer.Option(
+            metavar="FOLDER",
+            rich_help_panel=CACHE_PANEL,
+            help="Folder of the swap file; by default that of temporary files.",
+            show_default=False,
+        ),
     ] = None,
     chunk: Annotated[
-        int, typer.Option(help="Maximum prompt tokens of a request in one pass (chunked prefill).", min=1)
+        int,
+        typer.Option(
+            rich_help_panel=LIMITS_PANEL,
+            help="Maximum prompt tokens of a request in one pass (chunked prefill).",
+            min=1,
+        ),
     ] = 512,
     exact: ExactOption = False,
     timeout: Annotated[
-        float | None, typer.Option(help="Maximum seconds per request; by default no limit.", min=0.001)
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            rich_help_panel=LIMITS_PANEL,
+            help="Maximum time of a request; by default no limit.",
+            min=0.001,
+        ),
     ] = None,
     grace: Annotated[
-        float, typer.Option(help="Seconds that running requests get to finish at shutdown.", min=0)
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            rich_help_panel=LIMITS_PANEL,
+            help="Time that running requests get to finish at shutdown.",
+            min=0,
+        ),
     ] = 30.0,
-    max_body: Annotated[str, typer.Option(help="Maximum size of a request body.")] = "4MiB",
+    max_body: Annotated[
+        str, typer.Option(metavar="SIZE", rich_help_panel=LIMITS_PANEL, help="Maximum size of a request body.")
+    ] = "4MiB",
     media_dir: Annotated[
         Path | None,
-        typer.Option(help="Folder whose pictures file: URLs may name; by default none.", show_default=False),
+        typer.Option(
+            metavar="FOLDER",
+            rich_help_panel=NETWORK_PANEL,
+            help="Folder that file: URLs may read; by default none.",
+            show_default=False,
+        ),
     ] = None,
     options: ModelOptions = NO_OPTIONS,
 ) -> None:
@@ -112,7 +186,7 @@ def serve_command(
     body_bytes = parse_size(max_body, "--max-body")
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "--cache-memory")
     aside_bytes = None if aside is None else parse_size(aside, "--aside")
-    aside_folder = None if aside_dir is None else expand(str(aside_dir))
+    swap_folder = None if aside_dir is None else expand(str(aside_dir))
     request = options.request(model)
     disable_progress_bars()  # shards have our own bar, and other files are small
     logs.show("rabbitllm.server")
@@ -123,7 +197,7 @@ def serve_command(
     from rabbitllm.server.service import served_name as name_of
     from rabbitllm.server.settings import Settings
 
-    limits = Limits(max_running, max_waiting, cache_bytes, chunk, exact, aside_bytes, aside_folder)
+    limits = Limits(max_running, max_waiting, cache_bytes, chunk, exact, aside_bytes, swap_folder)
     settings = Settings(
         name=served_name or name_of(model),
         api_key=api_key or None,

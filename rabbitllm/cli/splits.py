@@ -24,7 +24,7 @@ from rabbitllm.store.layer_store import Verification, verify
 def ls_command(
     folders: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[FOLDER]...", help="Further folders to search, with their subfolders."),
+        typer.Argument(metavar="FOLDER", help="Further folders to search, with their subfolders."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -59,7 +59,7 @@ def show_command(
 ) -> None:
     """Show a model's architecture, size and splits.
 
-    Reads configs and headers only, of a model without a split those on the hub.
+    Reads configs and headers only. For a model that is not split, reads them from the checkpoint or the hub.
 
     Examples:
       rabbitllm show my-checkpoint
@@ -89,7 +89,10 @@ def verify_command(
     ] = False,
     original: Annotated[
         Path | None,
-        typer.Option(help="With --repair: folder of the original checkpoint; by default the parent of the split."),
+        typer.Option(
+            metavar="FOLDER",
+            help="With --repair: folder of the original checkpoint; by default the parent of the split.",
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -102,6 +105,7 @@ def verify_command(
       rabbitllm verify my-checkpoint --repair
     """
     from rabbitllm.base.options import expand
+    from rabbitllm.base.terminal import counted
     from rabbitllm.models.library import of_model, one_of_model
     from rabbitllm.models.library_report import repair_advice, verification_record, verification_text
     from rabbitllm.prepare import read_lock, repair_split
@@ -126,7 +130,8 @@ def verify_command(
     repair_split(folder, found.manifest, {damage.layer for damage in found.damaged}, original)
     left = _verify_and_show(folder).damaged
     if not as_json:
-        print(f"repaired: {len(found.damaged)} layers" if not left else f"{len(left)} layers are still damaged")
+        repaired = f"repaired: {counted(len(found.damaged), 'layer file')}"
+        print(f"{counted(len(left), 'layer file')} still damaged" if left else repaired)
     raise typer.Exit(1 if left else 0)
 
 

@@ -15,12 +15,18 @@ from rabbitllm.cli.arguments import (
     ModelOptions,
     with_model_options,
 )
+from rabbitllm.cli.help import HOSTS_PANEL
 
 
 @with_model_options("dtype", "max_disk", "sequential", "verify_source", "fast_bfloat16")
 def worker_command(
     model: ModelArgument,
-    join: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address of the first process.", show_default=False)],
+    join: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT", rich_help_panel=HOSTS_PANEL, help="Address of the first process.", show_default=False
+        ),
+    ],
     options: ModelOptions = NO_OPTIONS,
 ) -> None:
     """Compute a span of layers for a run or chat on another host.
@@ -37,7 +43,7 @@ def worker_command(
     from rich.console import Console
 
     from rabbitllm.base.options import Hosts
-    from rabbitllm.run.together import own_device, work
+    from rabbitllm.run import own_device, work
 
     hosts = Hosts(join)
     disable_progress_bars()  # shards have our own bar, and other files are small

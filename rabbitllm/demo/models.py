@@ -24,6 +24,11 @@ from rabbitllm.errors import CheckpointNotFoundError, CorruptShardError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from rabbitllm.engine.streamed_model import StreamedModel
+
+BATCH = 50
+"""Problems that are answered in one batch."""
+
 
 class DemoModel(ABC):
     """A model with problems of which the right answers are known.
@@ -65,6 +70,36 @@ class DemoModel(ABC):
     @abstractmethod
     def recorded_score(self) -> float:
         """The share of right answers when the model was recorded."""
+
+    def answers(
+        self, model: StreamedModel, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]
+    ) -> list[str]:
+        """Greedy answers to problems, in one batch, as text without surrounding white space.
+
+        Args:
+            model: a causal language model of transformers.
+            tokenizer: its tokenizer.
+            problems: the problems.
+        """
+        import torch
+
+        prompts = self.prompts(tokenizer, problems)
+        batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(model.device)
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        with torch.inference_mode():
+            output = model.generate(
+                input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=self.longest_answer
+            )
+        made = output[:, ids.shape[1] :]
+        return [text.strip() for text in tokenizer.batch_decode(made, skip_special_tokens=True)]
+
+    def right_answers(
+        self, model: StreamedModel, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]
+    ) -> int:
+        """The number of problems that a model answers correctly."""
+        batches = [problems[at : at + BATCH] for at in range(0, len(problems), BATCH)]
+        texts = [text for batch in batches for text in self.answers(model, tokenizer, batch)]
+        return sum(map(self.is_right, texts, problems))
 
 
 class BundledModel(DemoModel):

@@ -174,7 +174,6 @@ def run(
         of: the model to demonstrate; the bundled one by default.
     """
     from rabbitllm import AutoModel
-    from rabbitllm.demo.answering import right_answers
     from rabbitllm.generation.request import tokenizer_of
 
     console = Console() if console is None else console
@@ -196,7 +195,7 @@ def run(
     chosen = of.problems(problems)
     console.print(f"\nReady after {ready:.1f} s. {of.introduction}\n")
     asked, rate = _ask(console, model, chosen[:QUESTIONS_SHOWN], of)
-    right = right_answers(model, tokenizer_of(model), chosen, of)
+    right = of.right_answers(model, tokenizer_of(model), chosen)
     outcome = Outcome(
         compression=of.compression,
         source_bytes=size,
@@ -232,13 +231,12 @@ def _ask(
     console: Console, model: StreamedModel, problems: list[Problem], of: DemoModel
 ) -> tuple[tuple[DemoAnswer, ...], float]:
     """Print questions with the model's answers, one at a time; return them, and tokens per second."""
-    from rabbitllm.demo.answering import answers
     from rabbitllm.generation.request import tokenizer_of
 
     asked, tokens, seconds, tokenizer = [], 0, 0.0, tokenizer_of(model)
     for problem in problems:
         start = time.perf_counter()
-        answer = answers(model, tokenizer, [problem], of)[0]
+        answer = of.answers(model, tokenizer, [problem])[0]
         seconds += time.perf_counter() - start
         tokens += len(tokenizer(answer)["input_ids"]) + 1
         question = problem.prompt.removeprefix("Q: ").removesuffix("\nA:")

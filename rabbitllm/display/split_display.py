@@ -105,7 +105,7 @@ def done_line(event: progress.SplitDone) -> str:
     """The final line of a finished split."""
     took = f"{event.seconds:.1f} s" if event.seconds < 10 else duration(event.seconds)
     return (
-        f"split into {event.layers} layers, {amount(event.output_bytes)}, in {took}; "
+        f"split into {event.layers} layer files, {amount(event.output_bytes)}, in {took}; "
         f"peak disk {amount(event.peak_disk_bytes)}"
     )
 

@@ -16,7 +16,6 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, cast
 from weakref import WeakValueDictionary
@@ -24,7 +23,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from rabbitllm.base.options import RunOptions
-from rabbitllm.engine.free_memory import available_ram, untouched_bytes
+from rabbitllm.engine.free_memory import available_ram, has_nvidia_driver, untouched_bytes
 from rabbitllm.errors import DeviceError, NotEnoughMemoryError
 from rabbitllm.storage.files import page_aligned
 
@@ -217,7 +216,10 @@ class CudaDevice:
             torch.ones(1, device=self.torch_device)
 
     def device_buffer(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        # allocated on the stream of the computation: once it is freed, it is not reused before queued copies are done
+        buffer.record_stream(self._copies)
+        return buffer
 
     def upload(self, host: torch.Tensor, device: torch.Tensor, after: Any) -> Any:
         with torch.cuda.stream(self._copies):
@@ -271,24 +273,30 @@ class OutOfDeviceMemory(NotEnoughMemoryError, torch.OutOfMemoryError):
     """`NotEnoughMemoryError` of a GPU in a pass; also torch's own error, which callers catch to try a smaller batch."""
 
 
+_LACKS_MEMORY = re.compile(r"\bCUDA\b.*\bout of memory\b|_STATUS_ALLOC_FAILED\b")
+"""In the errors of CUDA and its libraries that are not of torch's class for a lack of memory."""
+
+
 @contextlib.contextmanager
-def memory_explained(devices: Iterable[Device], budgets: Mapping[str, int]) -> Iterator[None]:
-    """Raise torch's out-of-memory error as ours, after the tensors of the interrupted pass are freed.
+def memory_explained(devices: Iterable[Device], budgets: Mapping[str, int], doing: str = "this pass") -> Iterator[None]:
+    """Raise the error of a GPU without memory as ours, after the tensors of the interrupted work are freed.
 
     Args:
         devices: those that compute.
         budgets: device -> bytes for weights, for the message.
+        doing: the work, for the message.
 
     Raises:
-        OutOfDeviceMemory: instead of torch.OutOfMemoryError.
+        OutOfDeviceMemory: instead of torch.OutOfMemoryError, or an error of CUDA that says the same.
     """
     try:
         yield
         return
-    except OutOfDeviceMemory:
-        raise
-    except torch.OutOfMemoryError as error:
-        said = ". ".join(str(error).split(". ")[:2]).rstrip(".")
+    except RuntimeError as error:
+        lacks_memory = isinstance(error, torch.OutOfMemoryError) or _LACKS_MEMORY.search(str(error))
+        if isinstance(error, OutOfDeviceMemory) or not lacks_memory:
+            raise
+        said = ". ".join(str(error).splitlines()[0].split(". ")[:2]).rstrip(".")
         cause: BaseException | None = error
         while cause is not None:
             _drop_frames(cause.__traceback__)
@@ -298,9 +306,9 @@ def memory_explained(devices: Iterable[Device], budgets: Mapping[str, int]) -> I
         device.empty_cache()
     limits = ", ".join(f"{name!r}: {nbytes:,}" for name, nbytes in budgets.items())
     explained = NotEnoughMemoryError(
-        f"A GPU has too little memory for this pass: {said}. Weights may take max_memory={{{limits}}} bytes.",
+        f"A GPU has too little memory for {doing}: {said}. Weights may take max_memory={{{limits}}} bytes.",
         "Load the model with a smaller max_memory, so that more is left for activations and the KV cache; or use fewer "
-        "or shorter sequences, or fewer beams. The model is unchanged, and the next call works.",
+        "or shorter sequences, or fewer beams. A loaded model is unchanged, and the next call works.",
     )
     raise OutOfDeviceMemory(*explained.args) from None
 
@@ -331,16 +339,12 @@ def resolve_devices(device: str | None, max_memory: Mapping[str, int] | None, pi
     if device == "cpu":
         return [CpuDevice()]
     if count == 0 and device in (None, "auto", "cuda", "cuda:0"):
-        if device is not None or _DRIVER.exists():
+        if device is not None or has_nvidia_driver():
             _warn_of_no_cuda()
         return [CpuDevice()]
     if device == "auto":
         return [_gpu(f"cuda:{i}", count, pin_memory) for i in range(count)]
     return [_gpu("cuda:0" if device in (None, "cuda") else device, count, pin_memory)]
-
-
-_DRIVER = Path("/dev/nvidia0")
-"""Exists if there is an NVIDIA GPU with a driver."""
 
 
 @functools.cache

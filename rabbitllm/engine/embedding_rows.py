@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
-from rabbitllm.engine.units import UnitSource
+from rabbitllm.engine.units import UnitJob, UnitSource
+from rabbitllm.engine.weights import Recipe
 from rabbitllm.formats.tensor_spec import TensorSpec, torch_dtype
 from rabbitllm.quant.quantize import dequantize, scales_at
 from rabbitllm.quant.schemes import NESTED_BLOCK, STORED, Quantized
@@ -32,10 +32,10 @@ _ELEMENTS = 1 << 22
 def can_bring_rows(source: UnitSource, tables: Sequence[nn.Module]) -> bool:
     """Whether a unit is one of the model's tables and its rows can be read one by one."""
     module = source.unit.module
-    if not isinstance(module, nn.Embedding) or not any(module is table for table in tables) or len(source.jobs) != 1:
+    if not isinstance(module, nn.Embedding) or not any(module is table for table in tables):
         return False
-    job = source.jobs[0]
-    if len(job.places) != 1 or job.packed:
+    job = _table_job(source)
+    if job is None or len(job.places) != 1 or job.packed:
         return False
     stored = [source.stored[name] for _, name in job.recipe.sources]
     width = module.weight.shape[1]
@@ -43,14 +43,24 @@ def can_bring_rows(source: UnitSource, tables: Sequence[nn.Module]) -> bool:
         return False
     if any(tensor.quantized is not None and width % _codes_a_byte(tensor.quantized) for tensor in stored):
         return False
-    return job.recipe.converter is None or _only_adds_rows(job.recipe.converter)
+    return _only_adds_rows(job.recipe)
 
 
-def _only_adds_rows(converter: Any) -> bool:
-    """Whether a conversion stacks the rows of its sources and does nothing else."""
-    return len(converter.source_patterns) == 1 and all(
-        type(operation).__name__ == "Concatenate" and operation.dim == 0 for operation in converter.operations
-    )
+def _table_job(source: UnitSource) -> UnitJob | None:
+    """The job of an embedding's matrix; others make small parameters, such as a scale for all rows."""
+    name = f"{source.unit.name}.weight"
+    return next((job for job in source.jobs if any(place.target == name for _, place in job.places)), None)
+
+
+def _only_adds_rows(recipe: Recipe) -> bool:
+    """Whether the conversion, if there is one, stacks the rows of its sources and does nothing else."""
+    if recipe.converter is None:
+        return True
+    patterns = {pattern for pattern, _ in recipe.sources}
+    operations = [*recipe.converter.operations]
+    if type(operations[0]).__name__ == "QuickFp8":  # it leaves codes without scales of their own as they are
+        del operations[0]
+    return len(patterns) == 1 and all(type(one).__name__ == "Concatenate" and one.dim == 0 for one in operations)
 
 
 def _codes_a_byte(form: Quantized) -> int:
@@ -108,14 +118,19 @@ class TableRows:
         device: of the result.
 
     Attributes:
+        beside: the part of the unit that is not the table, to be bound for good; None if there is nothing else.
         rows_brought: the number of rows that were read so far.
     """
 
     def __init__(self, source: UnitSource, store: WeightFiles, device: torch.device) -> None:
-        recipe = source.jobs[0].recipe
+        job = _table_job(source)
+        assert job is not None
+        others = [other for other in source.jobs if other is not job]
+        self.beside = source.of_jobs(others) if others else None
+        recipe = job.recipe
         self._stored = [source.stored[name] for _, name in recipe.sources]
         self._begins = [0, *itertools.accumulate(tensor.shape[0] for tensor in self._stored)]
-        self._dtype = recipe.dtype or source.jobs[0].places[0][1].dtype
+        self._dtype = recipe.dtype or job.places[0][1].dtype
         self._store = store
         self._device = device
         self.rows_brought = 0

@@ -243,10 +243,10 @@ class ExpertPool:
         self._profiler = profiler
         self._disk = disk
         self._nbytes = slot_bytes(sources)
-        on_host = host.take_anyhow(host_slots * self._nbytes) if host is not None and host_slots else None
-        self._host = [] if on_host is None else [ExpertSlot(part, None) for part in self._cut(on_host, host_slots)]
-        staging = () if host is None else (host.take_anyhow(self._nbytes) for _ in range(EXPERT_STAGING))
-        self._staging = deque(staging)
+        # staging first: every expert from the disk is copied from there
+        self._staging = deque(host.take_slots(EXPERT_STAGING, self._nbytes) if host is not None else ())
+        on_host = host.take_slots(host_slots, self._nbytes) if host is not None else ()
+        self._host = [ExpertSlot(memory, None) for memory in on_host]
         self._keeper = host  # kept, since its buffers are unpinned when it is freed
         self._threads = Workers(EXPERT_STAGING, f"experts-{device.name}")
         made = [ExpertSlot(part, device.leave()) for part in self._allocated(slots + transit_slots(sources))]
@@ -438,11 +438,8 @@ class ExpertPool:
     def _allocated(self, count: int) -> list[torch.Tensor]:
         """Memory for new slots on the device."""
         if self._device.shares_host_memory:  # one allocation, for huge pages
-            return self._cut(self._device.host_buffer(count * self._nbytes), count)
+            return list(self._device.host_buffer(count * self._nbytes).view(count, -1))
         return [self._device.device_buffer(self._nbytes) for _ in range(count)]
-
-    def _cut(self, memory: torch.Tensor, count: int) -> list[torch.Tensor]:
-        return [memory[at * self._nbytes : (at + 1) * self._nbytes] for at in range(count)]
 
     def _fill(self, module: int, expert: int, slot: ExpertSlot, shelf: Shelf, leaf: str | None) -> Any:
         source, ticket = self.sources[module], None

@@ -70,6 +70,8 @@ def route_llama4(model: nn.Module) -> None:
     since the number of rows of a product decides how it is rounded. Its experts then have the attributes and the
     arguments of a module that the registry serves.
     """
+    if type(model).__name__ == "Llama4ForConditionalGeneration":
+        model.get_submodule("language_model").register_forward_hook(_with_image_outputs)
     for moe in model.modules():
         layer: Any = moe
         if type(moe).__name__ != "Llama4TextMoe" or layer.top_k > 2:  # published models use one
@@ -78,6 +80,12 @@ def route_llama4(model: nn.Module) -> None:
         experts.config, experts.has_gate, experts.is_transposed = layer.shared_expert.config, True, True
         experts.forward = partial(experts_forward, experts)
         layer.forward = partial(moe_forward, layer)
+
+
+def _with_image_outputs(module: nn.Module, args: Any, output: Any) -> None:
+    """In transformers 5.24.0 the forward around the text model reads a field that the text model's output lacks."""
+    if not isinstance(output, tuple) and not hasattr(output, "image_outputs"):
+        output.image_outputs = None
 
 
 def moe_forward(moe: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,7 @@
-"""How much memory this process may still allocate, and how freed memory returns to the system (glibc's allocator).
+"""Memory that this process may still allocate, the return of freed memory to the system, and a sign of a GPU.
 
 The limit of a container or a notebook is that of a control group, which the free memory of the machine does not show.
-Groups are nested, and each may have a limit. Independent of models.
+Groups are nested, and each may have a limit. Independent of models and of torch.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -161,6 +162,14 @@ def _status_bytes(root: Path, field: str) -> int:
         pass
     return 0
 
+
+def has_nvidia_driver(root: Path = Path("/")) -> bool:
+    """Whether NVIDIA's driver is installed; WSL and Windows have its program `nvidia-smi` alone."""
+    known = (root / "proc/driver/nvidia/version", root / "dev/nvidiactl")
+    return any(path.exists() for path in known) or shutil.which("nvidia-smi") is not None
+
+
+# The allocator of glibc
 
 LARGE_BYTES = 1 << 20
 """Minimum size of a block that gets a mapping of its own: the system provides its zeroed pages in a small part of the

@@ -14,7 +14,7 @@ from torch import nn
 
 from rabbitllm.base.options import RunOptions
 from rabbitllm.engine import published, skeleton
-from rabbitllm.engine.devices import Device, resolve_devices
+from rabbitllm.engine.devices import Device, budget_of, memory_explained, resolve_devices
 from rabbitllm.engine.embedding_rows import can_bring_rows
 from rabbitllm.engine.expert_source import ExpertSource, packed_by
 from rabbitllm.engine.experts import bind_experts
@@ -22,6 +22,7 @@ from rabbitllm.engine.first_use import ReadAhead, check_rows_before, wait_before
 from rabbitllm.engine.forwards import RowProducts, keep_finite, repeat_keys_on
 from rabbitllm.engine.load_plan import (
     SCALES_IN_PLACE,
+    LoadPlan,
     PartChooser,
     cache_room,
     held_bytes,
@@ -76,7 +77,8 @@ def load_model(
         IncompleteSplitError: a tensor is missing or damaged; each is named.
         UnknownArchitectureError: transformers does not support the model.
         DeviceError: the device does not exist.
-        NotEnoughMemoryError: not even one layer at a time fits the memory that this process may use.
+        NotEnoughMemoryError: not even one layer at a time fits the memory that this process may use; or a GPU has too
+            little (`OutOfDeviceMemory`).
         MissingPackageError: the layers are compressed and bitsandbytes is not installed, or they are published
             quantized in a format whose package is not installed.
     """
@@ -88,12 +90,27 @@ def load_model(
         check_compression(scheme)  # fails now rather than in the first pass
     home = folder if (folder / "config.json").exists() or config_folder is None else config_folder
     chosen = list(devices or resolve_devices(options.device, options.max_memory, options.pin_memory))
-    plan = make_load_plan(store, options, home, chosen)
+    limits = {device.name: budget_of(device, options) for device in chosen}
+    with memory_explained(chosen, limits, "loading"):  # no variable here keeps what is to be freed after an error
+        return _bound(_planned(store, options, home, chosen, share), store, home, chosen, options)
+
+
+def _planned(
+    store: WeightFiles, options: RunOptions, home: Path, devices: Sequence[Device], share: PartChooser | None
+) -> LoadPlan:
+    plan = make_load_plan(store, options, home, devices)
     if share is not None:
-        plan = only_a_part(plan, share, store, chosen, options)
-    refuse_too_little_memory(plan, chosen)
+        plan = only_a_part(plan, share, store, devices, options)
+    refuse_too_little_memory(plan, devices)
+    return plan
+
+
+def _bound(
+    plan: LoadPlan, store: WeightFiles, home: Path, devices: Sequence[Device], options: RunOptions
+) -> StreamedModel:
+    """The model of a plan, with its weights resident or streamed; see `load_model`."""
     model, weights, sources, placement = plan.model, plan.weights, plan.sources, plan.placement
-    by_name = {device.name: device for device in chosen}
+    by_name = {device.name: device for device in devices}
     skeleton.materialise_buffers(model, _device_finder(placement, by_name), weights.absent)
     profiler = Profiler(options.profiling, "Passes, by stage")
     way = _way(sources, placement, by_name, store)
@@ -114,7 +131,7 @@ def load_model(
         streamer = Streamer(model, sources, placement, executors, store, profiler, pools, options.prefetching)
     _compare_before_use(mapped, read, ahead, store.checks)
     home_device = by_name[placement.home].torch_device
-    if len(chosen) > 1:  # callers expect the output on the device of their inputs
+    if len(devices) > 1:  # callers expect the output on the device of their inputs
         model.register_forward_hook(lambda module, args, output: send_to_device(output, home_device))
     if weights.unused:
         logger.info("%d stored tensors are not used by %s.", len(weights.unused), type(model).__name__)
@@ -122,13 +139,13 @@ def load_model(
             check_unused(model, weights, store)
         except IncompleteSplitError as error:
             logger.warning("%s The config and the weights may belong to different models.", error.problem)
-    for device in chosen:
+    for device in devices:
         if not device.has_bf16:
             repeat_keys_on(device.torch_device)
     if plan.is_narrowed:
         keep_finite(source.unit.module for source in sources.values() if source.unit.is_layer)
     published.finish(model, plan.quantizer)
-    published.say_how(plan.quantizer, folder, model.dtype, chosen)
+    published.say_how(plan.quantizer, store.folder, model.dtype, devices)
     if options.fast_bfloat16:
         RowProducts(model)
     streamed = adopt(model, home_device, placement)

@@ -210,14 +210,22 @@ class Placement:
             unit: its path in the model, such as "model.layers.0".
 
         Raises:
-            StopIteration: there is no such unit.
+            KeyError: there is no such unit.
         """
-        return next(placed for placed in self.units if placed.unit == unit)
+        for placed in self.units:
+            if placed.unit == unit:
+                return placed
+        raise KeyError(f"The model has no unit {unit!r}; its first is {self.units[0].unit!r}.")
 
     @property
     def home(self) -> str:
         """The device of the first unit, of the inputs, and of tensors outside all units."""
         return self.units[0].device
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """Device -> bytes for weights on it."""
+        return {budget.device: budget.nbytes for budget in self.budgets}
 
     @property
     def is_resident(self) -> bool:
@@ -429,7 +437,8 @@ def _pinned_layers(placement: Placement, layers: set[str], host_bytes: int, cach
         room -= sum(STAGING * max((p.stored for p in streamed if p.device == name), default=0) for name in apart)
     chosen = [p.unit for p in _spread(streamed, room)]
     missing = max(cached_layers - len(layers.intersection(chosen)), 0)
-    return chosen + [p.unit for p in streamed if p.unit in layers and p.unit not in chosen][:missing]
+    in_order = (p.unit for p in placement.units if p in streamed and p.unit in layers and p.unit not in chosen)
+    return [*chosen, *itertools.islice(in_order, missing)]
 
 
 def _runs(costs: Sequence[UnitCost], budgets: Sequence[Budget]) -> list[list[UnitCost]]:

@@ -245,6 +245,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 REFUSALS = (RuntimeError, MemoryError, OSError)
 """Errors of a system or a driver that cannot pin more memory."""
+PIECE_BYTES = 256 << 20
+"""Bytes that are pinned at a time for many slots: a driver's limit then costs one piece, not all of them."""
 
 
 class HostBuffers:
@@ -273,11 +275,30 @@ class HostBuffers:
 
     def take_anyhow(self, nbytes: int) -> torch.Tensor:
         """Pinned memory, or ordinary memory if that is refused: copies from it are slow, but correct."""
-        try:
-            return self.take(nbytes)
-        except REFUSALS as error:
-            logger.warning("%s of host memory could not be pinned (%s): copies are slower.", size(nbytes), error)
-            return aligned_host(nbytes)
+        return self.take_slots(1, nbytes)[0]
+
+    def take_slots(self, count: int, nbytes: int) -> list[torch.Tensor]:
+        """Memory for slots of one size: pinned in pieces until one is refused, and ordinary from then on.
+
+        Args:
+            count: the number of slots.
+            nbytes: of a slot; a multiple of a page if there are several.
+        """
+        slots: list[torch.Tensor] = []
+        in_piece, take = max(PIECE_BYTES // max(nbytes, 1), 1), self.take
+        while (left := count - len(slots)) > 0:
+            few = min(in_piece, left)
+            try:
+                piece = take(few * nbytes)
+            except REFUSALS as error:
+                if take is aligned_host:
+                    raise
+                message = "%s of host memory could not be pinned (%s): copies from it are slower."
+                logger.warning(message, size(left * nbytes), error)
+                take = aligned_host
+                continue
+            slots += [piece[at * nbytes : (at + 1) * nbytes] for at in range(few)]
+        return slots
 
 
 def _release(device: Device, buffers: list[torch.Tensor], guard: ForkGuard) -> None:

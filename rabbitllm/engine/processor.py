@@ -14,6 +14,7 @@ from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import MissingPackageError, ProcessorError
 from rabbitllm.formats.bounded import read_json
 
+CONFIG = "config.json"
 WHOLE = "processor_config.json"
 """May hold the settings of every part."""
 PARTS = {
@@ -41,9 +42,13 @@ def read_processor(folder: Path, config: Any, trust_remote_code: bool = False) -
         MissingPackageError: a package is missing that the processor needs.
     """
     from transformers import PreTrainedTokenizerBase
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     kind = PROCESSOR_MAPPING.get(type(config), None)
+    if kind is None and (folder / CONFIG).is_file():  # the model may be a part of what the folder has
+        model_type = read_json(folder / CONFIG).get("model_type")
+        kind = PROCESSOR_MAPPING.get(CONFIG_MAPPING[model_type], None) if model_type in CONFIG_MAPPING else None
     if kind is None and not any((folder / name).is_file() for name in FILES):
         return None
     if kind is not None:

@@ -169,6 +169,8 @@ def change_modules(model: PreTrainedModel, quantizer: HfQuantizer, dtype: torch.
             module.register_forward_hook(_give_back_8bit)
         elif type(module).__name__ == "Linear4bit":
             module.register_forward_hook(_give_back_4bit)
+        elif type(module).__name__ == "FP8Embedding":  # transformers loads its scale in the model's dtype
+            module.weight_scale = torch.nn.Parameter(module.weight_scale.to(dtype), requires_grad=False)
 
 
 def _quantize_activations(model: PreTrainedModel, quantizer: HfQuantizer) -> None:
@@ -294,6 +296,8 @@ def check_alone(target: torch.Tensor, stored: StoredTensor, key: str) -> None:
         IncompleteSplitError: the stored tensor holds codes, or it is plain and the target is not.
     """
     found = torch_dtype(stored.parts[0].dtype)
+    if found == target.dtype:  # codes that a module looks up as they are
+        return
     if found.is_floating_point and found.itemsize > 1:
         if target.dtype.is_floating_point:
             return

@@ -158,8 +158,6 @@ class Dequantize(ConversionOps):  # type: ignore[misc]
 class IntoPlain(HfQuantizer):  # type: ignore[misc]
     """A quantizer for transformers that loads the stored parts of each matrix into a plain Linear or experts."""
 
-    casts_plain = True
-    """Tensors that are stored unquantized are cast to the model's dtype, as in any model."""
     unread: tuple[str, ...] = ()
     """Endings of the names of parts that a matrix is made without."""
 
@@ -456,10 +454,15 @@ class ExpertMatrices(ConversionOps):  # type: ignore[misc]
 def _decompressed(
     parts: Mapping[str, torch.Tensor], scheme: Any, settings: Any, dtype: torch.dtype, *, wide: bool = False
 ) -> torch.Tensor:
-    """A matrix of its parts; if `wide`, FP8 with a scale for each row or matrix is multiplied in float32."""
+    """A matrix of its parts; if `wide`, FP8 with a scale for each row or matrix is multiplied in float32.
+
+    Other scales keep their dtype if `wide`, and else are cast first, as transformers does.
+    """
     if "weight_scale" not in parts:
         return parts["weight"].to(dtype)
     codes, scales = parts.get("weight"), parts["weight_scale"]
+    if not wide and scales.is_floating_point() and scales.dtype.itemsize > 1:  # transformers loads them in that dtype
+        parts = {**parts, "weight_scale": scales.to(dtype)}
     if wide and codes is not None and codes.is_floating_point() and scales.numel() in (1, len(codes)):
         return (codes.float() * scales.float()).to(dtype)
     from compressed_tensors.compressors import BaseCompressor

@@ -52,7 +52,7 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConf
             "Use the model's folder; for a split in another folder set layer_shards_saving_path.",
         )
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = _that_makes_text(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
         model_class(config)
     except RabbitLLMError:
         raise
@@ -78,6 +78,28 @@ def _unknown(folder: Path, error: Exception) -> UnknownArchitectureError:
     return UnknownArchitectureError(
         problem, f"{remedy} If the model has its own code and you trust it, pass trust_remote_code=True."
     )
+
+
+_THINKERS = {
+    "qwen2_5_omni": "Qwen2_5OmniThinkerForConditionalGeneration",
+    "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
+}
+"""Model types of which one part makes text and others speak it -> the class of the first part."""
+
+
+def _that_makes_text(config: PretrainedConfig) -> PretrainedConfig:
+    """The config of a model's part that makes text, where others only speak it; else the config itself.
+
+    The whole model can be called with the voices of a file only, and has no forward.
+    """
+    if config.model_type not in _THINKERS:
+        return config
+    part = config.thinker_config
+    part.architectures = [_THINKERS[config.model_type]]
+    for name in ("dtype", "quantization_config"):
+        if getattr(part, name, None) is None and getattr(config, name, None) is not None:
+            setattr(part, name, getattr(config, name))
+    return part
 
 
 _CAUSAL_NAMES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")

@@ -36,12 +36,12 @@ _HOOKS_OF_ACCELERATE = ("_old_forward", "_hf_hook")
 
 
 class SharedPasses(Protocol):
-    """Callers that share the passes of a model."""
+    """Coroutines that share the passes of a model; see `generation.coroutines`."""
 
-    def is_member(self) -> bool:
+    def is_coroutine(self) -> bool:
         """Whether the current caller of the model is one of them."""
 
-    def come_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def wait_for_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Wait for the other callers, until this call may compute or has been computed.
 
         Returns:
@@ -127,8 +127,8 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
         Then threads also take turns: a streamed layer's weights are there only for the pass that computes it.
         """
         shared = self.shared_passes
-        if shared is not None and shared.is_member():
-            computed = shared.come_in(args, kwargs)
+        if shared is not None and shared.is_coroutine():
+            computed = shared.wait_for_pass(args, kwargs)
             if computed is not None:
                 return self._finite(computed)
             with self.streamer.passing(), torch.no_grad():

@@ -35,7 +35,7 @@ from rabbitllm.engine.embedding_rows import TableRows
 from rabbitllm.engine.expert_pool import ExpertPool
 from rabbitllm.engine.placement import READY, SLOTS, Placement, Tier
 from rabbitllm.engine.prefetch import FilledSlot, HostBuffers, Loader, Uploader, bytes_of, largest
-from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, SpanReader
+from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, SpanReader, compare
 from rabbitllm.engine.units import Memo, PartReader, Place, UnitSource, mapped_part
 from rabbitllm.engine.weight_tensors import called_by, untrainable
 from rabbitllm.errors import AbsentWeightError
@@ -96,6 +96,13 @@ class Boundary:
 
 _calling: ContextVar[object] = ContextVar("whose model is being called", default=None)
 """For each thread and greenlet: the calls of the members of a joint pass are interleaved."""
+
+
+class _CurrentDevices(threading.local):
+    """The contexts that a thread is in, each of which makes a device current: resident models compute in several."""
+
+    def __init__(self) -> None:
+        self.contexts: list[AbstractContextManager[Any]] = []
 
 
 @dataclass
@@ -180,7 +187,7 @@ class Streamer:
         self._model = model
         self._store = store
         self._profiler = profiler
-        self._budgets = {budget.device: budget.nbytes for budget in placement.budgets}
+        self._limits = placement.limits
         self._prefetching = prefetching
         self.pools = pools
         self.executors = executors
@@ -195,7 +202,7 @@ class Streamer:
         self._brought_memos: dict[str, Memo] = {name: {} for name in executors}
         self.tables: dict[str, TableRows] = {}
         self._letting_go: dict[str, Callable[[], None]] = {}
-        self._current: list[AbstractContextManager[Any]] = []
+        self._current = _CurrentDevices()
         for placed in placement.units:
             self._install(sources[placed.unit], placed.tier, self.executors[placed.device])
         self._watch_calls(sources, placement)
@@ -242,7 +249,7 @@ class Streamer:
 
     def memory_explained(self) -> AbstractContextManager[None]:
         """A context in which a GPU's lack of memory is explained; see `devices.memory_explained`."""
-        return memory_explained([executor.device for executor in self.executors.values()], self._budgets)
+        return memory_explained([executor.device for executor in self.executors.values()], self._limits)
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
@@ -263,7 +270,7 @@ class Streamer:
     @contextlib.contextmanager
     def _in_turn(self) -> Iterator[None]:
         shared = getattr(self._model, "shared_passes", None)
-        if shared is not None and shared.is_member():
+        if shared is not None and shared.is_coroutine():
             token = _calling.set(self)
             try:
                 yield
@@ -321,15 +328,15 @@ class Streamer:
     def _make_current(self, device: Device) -> None:
         context = device.as_current()
         context.__enter__()
-        self._current.append(context)
+        self._current.contexts.append(context)
 
     def _unmake_current(self) -> None:
-        if self._current:
-            self._current.pop().__exit__(None, None, None)
+        if self._current.contexts:
+            self._current.contexts.pop().__exit__(None, None, None)
 
     def _let_go(self) -> None:
         """Free all bound weights, and those that were made because they were read."""
-        while self._current:  # after a KeyboardInterrupt
+        while self._current.contexts:  # after a KeyboardInterrupt
             self._unmake_current()
         for name in list(self._letting_go):
             self._letting_go[name]()  # kept until it is over: it may be interrupted too
@@ -366,6 +373,11 @@ class Streamer:
             rows = TableRows(source, self._store, device.torch_device)
             self.tables[unit.name] = rows
             self._unbinding(source, device, look_up=rows)()
+            if rows.beside is not None:
+                if self._store.checks is not None:
+                    compare(self._store.checks, rows.beside.spans)
+                for place, tensor in self._made_for_good(rows.beside, device, self._memos[device.name]):
+                    place.bind(tensor)
             return
         unbind = self._unbinding(source, device)
         unbind()

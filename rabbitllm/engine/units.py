@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import operator
-from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -266,6 +266,10 @@ class UnitSource:
         made = 0 if job.recipe.wraps else sum(place.shape.numel() * place.dtype.itemsize for _, place in job.places)
         return stored, made + (stored if job.packed or job.recipe.wraps else 0)
 
+    def of_jobs(self, jobs: Iterable[UnitJob]) -> UnitSource:
+        """The part of it that some of its jobs make."""
+        return _of_jobs(self.unit, tuple(jobs), self.stored)
+
     @property
     def stored_bytes(self) -> int:
         """Bytes of its tensors on disk."""
@@ -391,7 +395,11 @@ def source_of(unit: Unit, weights: WeightMap, store: WeightFiles, packs: Packs |
         else:
             made.append((made_as, place))
     jobs = tuple(UnitJob(recipe, tuple(made), tuple(packed)) for recipe, made, packed in by_key.values())
-    stored = {name: store.tensors[name] for job in jobs for _, name in job.recipe.sources}
+    return _of_jobs(unit, jobs, store.tensors)
+
+
+def _of_jobs(unit: Unit, jobs: tuple[UnitJob, ...], tensors: Mapping[str, StoredTensor]) -> UnitSource:
+    stored = {name: tensors[name] for job in jobs for _, name in job.recipe.sources}
     spans = _spans(stored)
     size = spans[-1].end if spans else 0
     is_view = all(_is_view(job.recipe, stored) for job in jobs if job.places)

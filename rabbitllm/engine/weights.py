@@ -278,8 +278,7 @@ def _recipe(
     if len(sources) == 1 and sources[0][0] in quantizer.serialized_names:
         alone = stored[sources[0][1]]
         published.check_alone(expected[key], alone, key)
-        as_stored = not getattr(quantizer, "casts_plain", False)
-        dtype = torch_dtype(alone.parts[0].dtype) if as_stored else expected[key].dtype
+        dtype = expected[key].dtype if published.is_dequantized(quantizer) else torch_dtype(alone.parts[0].dtype)
         return Recipe(key, (key,), sources, None, dtype)
     needed, converter = published.needed(sources, quantizer), published.for_many_passes(converter)
     return Recipe(key, (key,), needed, converter, None, published.wraps(converter))

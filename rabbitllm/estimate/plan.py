@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm import prepare
-from rabbitllm.base.options import RunOptions, ShardPolicy, SplitOptions, expand, parse_max_memory, parse_size
+from rabbitllm.auto_model import LoadRequest
+from rabbitllm.base.options import ShardPolicy, SplitOptions, parse_size
 from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity
 from rabbitllm.checkpoints.config import experts_a_token, quantized_as, read_config
-from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import InvalidIndexError, NotEnoughSpaceException, OptionError, system_errors_by_name
 from rabbitllm.estimate.cost_model import PROMPT_TOKENS, GenerationEstimate
 from rabbitllm.quant.schemes import COMPRESSIONS, SCHEMES
@@ -317,7 +317,7 @@ def plan(
         revision: branch, tag or commit of the repository.
         token: access token for the hub.
         cache_dir: folder of the hub cache.
-        max_disk: maximum bytes of the split, e.g. "57GiB".
+        max_disk: maximum bytes of the split, e.g. "50GiB".
         min_free_disk: bytes of the disk that must stay free.
         bandwidth: bytes per second at which shards are fetched (or read, from a folder), e.g. "12MB", instead of a
             measurement.
@@ -331,15 +331,22 @@ def plan(
     Raises:
         RabbitLLMError: an invalid argument, no such source, or a malformed one.
     """
-    options = prepare.split_options(compression, max_disk=max_disk, min_free_disk=min_free_disk, fit_scales=fit_scales)
-    run_options = RunOptions(device=device, max_memory=parse_max_memory(max_memory))
-    options = prepare.with_memory(options, run_options)
+    request = LoadRequest.of(
+        str(path_or_repo_id),
+        compression,
+        layer_shards_saving_path or None,
+        revision=revision,
+        token=token,
+        cache_dir=cache_dir or None,
+        of_split={"max_disk": max_disk, "min_free_disk": min_free_disk, "fit_scales": fit_scales},
+        device=device,
+        max_memory=max_memory,
+    )
+    assert request.split is not None
+    options, run_options = prepare.with_memory(request.split, request.run), request.run
     said = None if bandwidth is None else _said_rate(bandwidth)
-    saving_path = expand(layer_shards_saving_path) if layer_shards_saving_path else None
-    access = HubAccess(revision, token, expand(cache_dir) if cache_dir else None)
-    spec = prepare.ModelSpec(str(path_or_repo_id), compression, saving_path, access)
-    source = prepare.find(spec, only_look=True)
-    scan = SourceScan(source, spec, options)
+    source = prepare.find(request.spec, only_look=True)
+    scan = SourceScan(source, request.spec, options)
 
     from rabbitllm.estimate.predict import generations  # imports transformers, which takes seconds
 
@@ -350,7 +357,7 @@ def plan(
     too_heavy = {one.compression for one in predicted if one.too_little_memory is not None}
     anatomy = anatomy_of(scan.base, scan.config) if scan.base is not None else None
     arguments = {
-        "layer_shards_saving_path": str(layer_shards_saving_path) if saving_path is not None else None,
+        "layer_shards_saving_path": str(layer_shards_saving_path) if layer_shards_saving_path else None,
         "revision": revision,
         "token": "hf_…" if isinstance(token, str) else token,  # never the token itself
         "cache_dir": str(cache_dir) if cache_dir else None,

@@ -279,7 +279,7 @@ class PassEstimator:
     def timed(self, found: GenerationEstimate) -> GenerationEstimate:
         """Measure, and return the estimate with times; without some that could not be measured."""
         try:
-            with memory_explained(self._machine.devices, {}):
+            with memory_explained(self._machine.devices, self._plan.placement.limits, "measuring"):
                 return self._measured(found)
         except OutOfDeviceMemory as error:
             problem = error.problem

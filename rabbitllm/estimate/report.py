@@ -86,7 +86,7 @@ _HEADS: Mapping[bool | None, str] = {
     None: "no output head, and the config does not tie it to the embedding",
 }
 
-_LEGEND = "on the disk: growth of disk use at its peak; it creates: what max_disk limits"
+_LEGEND = "on the disk: growth of used space at its peak; written: what max_disk limits"
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -99,7 +99,7 @@ def show(plan: Plan, console: Console) -> None:
         put_fact(console, name, value)
     console.print()
     if any(estimate.routes for estimate in plan.outlooks):
-        put(console, Text(_columns("", "on the disk", "it creates") + f"{'time':>31}", "dim"))
+        put(console, Text(_columns("", "on the disk", "written") + f"{'time':>31}", "dim"))
     for estimate in plan.outlooks:
         _show_estimate(console, plan, estimate)
     if any(estimate.routes for estimate in plan.outlooks):
@@ -154,7 +154,7 @@ def _of_anatomy(anatomy: Anatomy) -> Iterator[tuple[str, str]]:
     yield "parameters", f"{large(anatomy.parameters)} in {counted(anatomy.tensors, 'tensor')}"
     largest = f"the largest {anatomy.largest_layer} with {size(anatomy.largest_layer_bytes)}"
     spread = f"{anatomy.layers_over_shards} in several shards (at most {anatomy.most_shards_of_a_layer})"
-    yield "layers", f"{anatomy.layers:,}, {largest}" + (f"; {spread}" if anatomy.layers_over_shards else "")
+    yield "layer files", f"{anatomy.layers:,}, {largest}" + (f"; {spread}" if anatomy.layers_over_shards else "")
     yield "embeddings", _HEADS[anatomy.tied_embeddings]
     if anatomy.quantized is not None:
         yield "quantized", f"{anatomy.quantized}, as published; kept in this form"
@@ -327,7 +327,7 @@ def show_generations(console: Console, plan: Plan) -> None:
         if len(title) >= NAME_WIDTH:
             put(console, Text(title, "dim"))
             title = ""
-        put(console, Text(_generation_columns(title, "stays there", "read a token", "first token", "a token"), "dim"))
+        put(console, Text(_generation_columns(title, "in memory", "read/token", "first token", "a token"), "dim"))
         for found in known:
             _show(console, plan, found)
         for problem in dict.fromkeys(one.too_little_memory for one in known if one.too_little_memory is not None):

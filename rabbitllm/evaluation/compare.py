@@ -1,8 +1,8 @@
 """Compares two loaded models: one pass over the weights of each, then their heads alternately.
 
 Logits of all positions would be larger than most weights: 2,048 positions of a vocabulary of 150,000 take 1.2 GB in
-float32. So the passes keep hidden states in a file (2,048 * 4,096 * 2 bytes are 17 MB), of which logits are made by
-slices. For the distributions of the reference, P, and of the compared model, Q, at each position
+float32. So the passes keep hidden states in a file (2,048 * 4,096 * 2 bytes are 17 MB), from which logits are computed
+slice by slice. For the distributions of the reference, P, and of the compared model, Q, at each position
 
     divergence  sum over the vocabulary of p * ln(p / q), in nats (Kullback and Leibler, "On Information and
                 Sufficiency", 1951); 0 if both are the same, never negative
@@ -168,7 +168,7 @@ class States:
         return self._begins[-1]
 
     def fill(self, room: Room, say: Callable[[str], None]) -> None:
-        """Take the texts through the model.
+        """Compute the hidden states of all texts.
 
         Raises:
             RabbitLLMError: as `score` does, or the error of the first text that has one.
@@ -211,7 +211,7 @@ def compare(
     room: Room | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Summary:
-    """How far a model's next-token distributions are from those of a reference.
+    """Compare a model's next-token distributions with those of a reference.
 
     Args:
         model: a causal model as `AutoModel.from_pretrained` returns it.

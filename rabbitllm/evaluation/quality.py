@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from rabbitllm.auto_model import LoadRequest, check_unsplit, load
-from rabbitllm.base.options import RunOptions, expand, parse_max_memory
+from rabbitllm.auto_model import LoadRequest, load
+from rabbitllm.base.options import expand
 from rabbitllm.base.terminal import Column, counted, harmless, put, put_fact, put_table, size
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.local import entry_in
-from rabbitllm.demo.answering import right_answers
+from rabbitllm.demo.models import BundledModel
 from rabbitllm.demo.tasks import Problem, held_out
 from rabbitllm.engine.devices import resolve_devices
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.errors import CheckpointError, OptionError, QualityError, system_errors_by_name
 from rabbitllm.evaluation.compare import Summary, compare
-from rabbitllm.generation.request import context_of
+from rabbitllm.generation.request import ModelLimits
 from rabbitllm.generation.scoring import ScoredText
 from rabbitllm.models.library import compression_here
 from rabbitllm.prepare import ModelSpec, split_options
@@ -92,28 +92,21 @@ def reference_spec(spec: ModelSpec) -> ModelSpec:
     )
 
 
-def loaded(spec: ModelSpec, run: RunOptions, *, split: bool) -> Any:
+def loaded(request: LoadRequest, spec: ModelSpec, *, split: bool) -> Any:
     """Load a model.
 
     Args:
+        request: how it runs.
         spec: the model.
-        run: how it runs.
         split: whether it may be split first.
 
     Raises:
         RabbitLLMError: as `AutoModel.from_pretrained` does.
     """
-    options = split_options(spec.compression)
-    if not split:
-        check_unsplit(options)
+    run = replace(request.run, show_progress=split)
+    request = replace(request, spec=spec, split=split_options(spec.compression), run=run)
     with contextlib.redirect_stdout(sys.stderr):  # output while loading must not mix with the result
-        return load(LoadRequest(spec, options if split else None, replace(run, show_progress=split)))
-
-
-def _shares(device: str | None) -> dict[str, int]:
-    """Device -> bytes that the weights of one model may take."""
-    gpus = {one.name: one.free_bytes() // SHARE for one in resolve_devices(device, None) if one.name != "cpu"}
-    return {"cpu": available_ram() // SHARE, **gpus}
+        return load(request if split else request.unsplit())
 
 
 def _is_checkpoint(folder: Path) -> bool:
@@ -150,7 +143,7 @@ def text_of(path: Path) -> str:
 
 
 def windows(tokenizer: PreTrainedTokenizerBase, text: str, *, window: int, tokens: int) -> list[ScoredText]:
-    """Consecutive windows of a text, from its beginning.
+    """Consecutive windows of a text, from its start.
 
     Args:
         tokenizer: tokenizer of the models.
@@ -317,24 +310,27 @@ def quality(
         QualityError: the two cannot be compared, the text is too short, or the uncompressed model cannot be found.
         RabbitLLMError: as `AutoModel.from_pretrained` and scoring do.
     """
-    folder = expand(Path(layer_shards_saving_path)) if layer_shards_saving_path is not None else None
-    run = RunOptions(
+    is_named = isinstance(model, str | os.PathLike)
+    gpus = (one for one in resolve_devices(device, None) if one.name != "cpu")
+    shares: dict[int | str, int | str] = {one.name: one.free_bytes() // SHARE for one in gpus}
+    shares["cpu"] = available_ram() // SHARE
+    request = LoadRequest.of(
+        str(model) if is_named else "",
+        folder=layer_shards_saving_path or None,
+        revision=revision,
         device=device,
-        dtype=None if dtype in (None, "auto") else dtype.removeprefix("torch."),
-        max_memory=parse_max_memory(max_memory) or _shares(device),
+        dtype=dtype,
+        max_memory=max_memory or shares,
         trust_remote_code=trust_remote_code,
         exact=exact,
         verify_checksums=verify_checksums,
     )
     say("loading")
-    own = None
-    if isinstance(model, str | os.PathLike):
-        spec = ModelSpec(str(model), compression, folder, HubAccess(revision))
-        own = compared_spec(spec, alone=against is None)
+    own = compared_spec(replace(request.spec, compression=compression), alone=against is None) if is_named else None
     if isinstance(against, str | os.PathLike):
-        against = ModelSpec(str(against), folder=folder, access=HubAccess(revision))
-    other, reference = _reference(own, against, run)
-    compared: Any = loaded(own, run, split=True) if own is not None else model
+        against = replace(request.spec, name=str(against))
+    other, reference = _reference(request, own, against)
+    compared: Any = loaded(request, own, split=True) if own is not None else model
     tokenizer = _tokenizer_of(reference, compared)
     wanted = problems if problems is not None else PROBLEMS if text is None else 0
     asked = _problems(wanted) if is_trained_here(tokenizer) else []
@@ -342,7 +338,7 @@ def quality(
         shown, texts = PROBLEMS_TEXT, answers_of(tokenizer, asked)
     else:
         shown, written = (BUNDLED_TEXT, bundled_text()) if text is None else (str(text), text_of(expand(Path(text))))
-        chosen = min(WINDOW, context_of(reference) or WINDOW) if window is None else window
+        chosen = min(WINDOW, ModelLimits.of(reference).context or WINDOW) if window is None else window
         texts = windows(tokenizer, written, window=chosen, tokens=tokens)
     summary = compare(compared, reference, texts, say=say)
     sides = []
@@ -350,16 +346,16 @@ def quality(
         side = _side_of(one, named)
         if asked:
             say("answering problems")
-            side = replace(side, right=right_answers(one, tokenizer, asked))
+            side = replace(side, right=BundledModel().right_answers(one, tokenizer, asked))
         sides.append(side)
     dtype_name = str(compared.dtype).removeprefix("torch.")
     return Quality(sides[0], sides[1], shown, len(texts), dtype_name, summary, len(asked))
 
 
-def _reference(own: ModelSpec | None, against: Any, run: RunOptions) -> tuple[ModelSpec | None, Any]:
+def _reference(request: LoadRequest, own: ModelSpec | None, against: Any) -> tuple[ModelSpec | None, Any]:
     """The reference: its name if it was given by name, and the loaded model."""
     if isinstance(against, ModelSpec):
-        return against, loaded(against, run, split=False)
+        return against, loaded(request, against, split=False)
     if against is not None:
         return None, against
     if own is None:
@@ -368,7 +364,7 @@ def _reference(own: ModelSpec | None, against: Any, run: RunOptions) -> tuple[Mo
         )
     other = reference_spec(own)
     try:
-        return other, loaded(other, run, split=False)
+        return other, loaded(request, other, split=False)
     except CheckpointError as error:
         raise QualityError(
             f"The uncompressed model cannot be read. {error.problem}",
@@ -408,12 +404,9 @@ def _side_of(model: StreamedModel, named: ModelSpec | None) -> Side:
     compression = named.compression if named is not None else None
     folder = Path(model.name_or_path)
     used = (tensor for own, tensor in model._origin.store.tensors.items() if own not in model.unused_tensors)
-    return Side(name, compression or _said(folder), sum(tensor.nbytes for tensor in used))
-
-
-def _said(folder: Path) -> str | None:
     manifest = read_manifest(folder) if folder.is_dir() else None
-    return manifest.compression if manifest is not None else None
+    recorded = manifest.compression if manifest is not None else None
+    return Side(name, compression or recorded, sum(tensor.nbytes for tensor in used))
 
 
 def _side(side: Side, perplexity: float) -> dict[str, Any]:

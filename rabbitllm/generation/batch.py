@@ -24,9 +24,9 @@ from rabbitllm.generation.request import (
     Event,
     FinishReason,
     Limits,
+    ModelLimits,
     Request,
     check_generates,
-    context_of,
     end_tokens,
 )
 from rabbitllm.generation.scheduler import Scheduler
@@ -99,9 +99,9 @@ class Batch:
         self._scheduler.submit(sequence)
         return sequence
 
-    def held(self) -> AbstractContextManager[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Start no pass while the context is open: requests submitted in it share a pass."""
-        return self._scheduler.held()
+        return self._scheduler.paused()
 
     def close(self, seconds: float | None = None) -> None:
         """Accept no more requests, finish the running and waiting ones, and end the thread; blocks until done.
@@ -113,7 +113,7 @@ class Batch:
         self._thread.join()
 
     @property
-    def facts(self) -> BatchStats:
+    def stats(self) -> BatchStats:
         """Totals so far and the current state."""
         disk, copies = self._model.streamer.waited()
         disk_before, copies_before = self._waited_before
@@ -134,12 +134,12 @@ class Batch:
                 resumed=caches.resumed,
                 aside_bytes=caches.swap.nbytes,
                 aside_limit_bytes=caches.swap.limit,
-                file_bytes=caches.file.images.nbytes,
-                file_read_bytes=caches.file.images.read,
+                file_bytes=caches.file.buffers.nbytes,
+                file_read_bytes=caches.file.buffers.read,
             )
 
     def _work(self) -> None:
-        # members leave their own no_grad in another order than they entered it, which would enable gradients again
+        # coroutines leave their own no_grad in another order than they entered it, which would enable gradients again
         torch.set_grad_enabled(False)
         try:
             while self._scheduler.wait():
@@ -164,23 +164,12 @@ def check_answerable(request: Request, model: StreamedModel, memory: CacheMemory
             context; the prompt has a token that is not in the vocabulary; or its KV cache needs more memory than
             there is.
     """
-    tokens = len(request.prompt)
-    if not tokens or request.max_new_tokens < 1:
-        raise OptionError(
-            "The prompt is empty, or the number of tokens to generate is 0.",
-            "Use at least one prompt token and one new token.",
-        )
-    known = model.get_input_embeddings().num_embeddings
-    if not all(0 <= token < known for token in request.prompt):
-        raise OptionError(f"The prompt has a token outside the vocabulary of {known:,}.")
-    context = context_of(model)
-    if context is not None and tokens + request.max_new_tokens > context:
-        raise OptionError(
-            f"The prompt has {tokens:,} tokens and {request.max_new_tokens:,} new tokens were requested; the model's "
-            f"context is {context:,}.",
-            "Shorten the prompt, or ask for fewer tokens.",
-        )
-    needed = memory.bytes_for(tokens + 1)
+    if request.max_new_tokens < 1:
+        raise OptionError("The number of tokens to generate is 0.", "Use at least one new token.")
+    limits = ModelLimits.of(model)
+    limits.check_ids(request.prompt)
+    limits.new_tokens(len(request.prompt), request.max_new_tokens)
+    needed = memory.bytes_for(len(request.prompt) + 1)
     if needed > memory.limit:
         raise OptionError(
             f"The prompt's KV cache needs {size(needed)}; {size(memory.limit)} are available.",

@@ -10,7 +10,7 @@ the file; sliding windows are small.
 
 If a layer cannot be written (a full disk), its sequence is lost and has to be recomputed. The current pass remains
 correct, since its attention has used the data already. The file has no name, so that no other user of the machine can
-read the text of users from it. Called in the batch's thread; other threads read ahead.
+read the text of users from it. Called in the batch's thread; other threads prefetch.
 
     through the page cache    as long as the whole file and the weights that a pass reads remain cached
     past it (direct I/O)      from then on: data that is read once a pass would evict other pages
@@ -23,10 +23,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,10 +34,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from rabbitllm.base.rounding import round_up
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.span_reader import stays_cached
 from rabbitllm.generation.kv_cache import append, keeps_every_token, without_room
-from rabbitllm.storage import durable
+from rabbitllm.generation.slot_file import Slot, SlotFile
 from rabbitllm.storage.files import DIRECT_ALIGNMENT
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TAIL_TOKENS = 32
-"""The most tokens of a sequence in memory and not in the file; images have room for so many more, written as zeros."""
-LEAST_BLOCKS = 16
-"""Smaller images are not padded to whole blocks, which could add more than a sixteenth."""
+"""Maximum tokens of a sequence in memory and not in the file; buffers have room for as many, written as zeros."""
+MIN_BLOCKS = 16
+"""Smaller buffers are not padded to whole blocks, which could add more than a sixteenth."""
 READERS = 2
 """Number of reading threads: a disk is slower with a single read in flight."""
 
@@ -59,7 +59,7 @@ Form = tuple[torch.Size, torch.Size, torch.dtype]
 
 
 @dataclass(slots=True)
-class Image:
+class KVBuffer:
     """The KV cache of one layer of one sequence, in one piece of memory, with room for more tokens.
 
     Attributes:
@@ -72,37 +72,37 @@ class Image:
     whole: torch.Tensor
 
     @staticmethod
-    def over(whole: torch.Tensor, form: Form) -> Image:
-        """An image of this form over existing bytes."""
+    def over(whole: torch.Tensor, form: Form) -> KVBuffer:
+        """A buffer of this form over existing bytes."""
         keys, values, dtype = form
         parts, middle = whole.view(dtype), keys.numel()
-        return Image(parts[:middle].view(keys), parts[middle : middle + values.numel()].view(values), whole)
+        return KVBuffer(parts[:middle].view(keys), parts[middle : middle + values.numel()].view(values), whole)
 
     @staticmethod
-    def new(form: Form, device: torch.device | None = None) -> Image:
-        """An uninitialized image of this form; on the host unless a device is given.
+    def new(form: Form, device: torch.device | None = None) -> KVBuffer:
+        """An uninitialized buffer of this form; on the host unless a device is given.
 
         Unless it is small, its memory is aligned to blocks and made of whole blocks: its I/O can bypass the page cache.
         """
         keys, values, dtype = form
         nbytes = (keys.numel() + values.numel()) * dtype.itemsize
-        if nbytes < LEAST_BLOCKS * DIRECT_ALIGNMENT:
-            return Image.over(torch.empty(nbytes, dtype=torch.uint8, device=device), form)
-        nbytes = -(-nbytes // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
+        if nbytes < MIN_BLOCKS * DIRECT_ALIGNMENT:
+            return KVBuffer.over(torch.empty(nbytes, dtype=torch.uint8, device=device), form)
+        nbytes = round_up(nbytes, DIRECT_ALIGNMENT)
         room = torch.empty(nbytes + DIRECT_ALIGNMENT, dtype=torch.uint8, device=device)
         begin = -room.data_ptr() % DIRECT_ALIGNMENT
-        return Image.over(room[begin : begin + nbytes], form)
+        return KVBuffer.over(room[begin : begin + nbytes], form)
 
     @staticmethod
-    def of(keys: torch.Tensor, values: torch.Tensor, more: int, device: torch.device | None = None) -> Image:
-        """A copy of keys and values with room for `more` tokens, all zeros; on the host unless a device is given."""
+    def of(keys: torch.Tensor, values: torch.Tensor, more: int, device: torch.device | None = None) -> KVBuffer:
+        """A copy of a key and a value tensor with room for `more` tokens, all zeros; on the host by default."""
         tokens = keys.shape[2]
         shapes = [torch.Size((*one.shape[:2], tokens + more, one.shape[3])) for one in (keys, values)]
-        image = Image.new((shapes[0], shapes[1], keys.dtype), device)
-        for target, source in ((image.keys, keys), (image.values, values)):
+        buffer = KVBuffer.new((shapes[0], shapes[1], keys.dtype), device)
+        for target, source in ((buffer.keys, keys), (buffer.values, values)):
             target[:, :, :tokens] = source
             target[:, :, tokens:] = 0
-        return image
+        return buffer
 
     @property
     def form(self) -> Form:
@@ -115,212 +115,146 @@ class Image:
         return self.whole.data_ptr() % DIRECT_ALIGNMENT == 0 and len(self.whole) % DIRECT_ALIGNMENT == 0
 
 
-class FileSlots:
-    """The slots of a file. The first free one that is large enough is used, and adjacent free ones are merged.
-
-    Args:
-        limit: maximum size of the file in bytes.
-
-    Attributes:
-        taken: bytes of the slots in use.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.taken = 0
-        self._free = [(0, limit)]  # (begin, bytes), sorted; not adjacent to each other
-
-    def take(self, nbytes: int) -> int | None:
-        """Reserve a slot and return its offset; None if there is no room.
-
-        Args:
-            nbytes: size of the slot, at least one.
-        """
-        for number, (begin, room) in enumerate(self._free):
-            if room >= nbytes:
-                self._free[number : number + 1] = [(begin + nbytes, room - nbytes)] if room > nbytes else []
-                self.taken += nbytes
-                return begin
-        return None
-
-    def give_back(self, begin: int, nbytes: int) -> None:
-        """Free a slot.
-
-        Args:
-            begin: as `take` returned it.
-            nbytes: as passed to `take`.
-        """
-        self.taken -= nbytes
-        insort(self._free, (begin, nbytes))
-        joined = self._free[:1]
-        for begin, nbytes in self._free[1:]:
-            last, room = joined[-1]
-            if last + room == begin:
-                joined[-1] = last, room + nbytes
-            else:
-                joined.append((begin, nbytes))
-        self._free = joined
-
-
 @dataclass(frozen=True, eq=False, slots=True)
-class StoredImage:
-    """An image that is in the file; another one that gets its slot later is not equal to it.
+class StoredBuffer(Slot):
+    """The slot of a buffer.
 
     Attributes:
-        offset: offset of its slot in the file.
-        nbytes: bytes of its slot.
-        form: form of the image.
+        form: form of the buffer.
     """
 
-    offset: int
-    nbytes: int
     form: Form
 
 
-class ImageFile:
-    """A nameless file of images, which reads those of a pass ahead of their use.
+class BufferFile:
+    """A nameless file of buffers, which reads those of a pass ahead of their use.
 
     Args:
         folder: folder of the file; None only with a limit of 0.
         limit: maximum size of the file in bytes.
-        most_ahead: bytes that may be in memory ahead of their use; the next image is always allowed.
-        weight_bytes: bytes of weights that are read between two reads of an image.
+        max_ahead: bytes that may be in memory ahead of their use; the next buffer is always allowed.
+        weight_bytes: bytes of weights that are read between two reads of a buffer.
 
     Attributes:
-        read: bytes of the images taken so far.
-        ahead: bytes that are read ahead now.
-        is_past_the_cache: whether images that are not small bypass the page cache.
+        read: bytes of the buffers taken so far.
+        ahead: bytes that are prefetched now.
+        is_past_the_cache: whether buffers that are not small bypass the page cache.
     """
 
-    def __init__(self, folder: Path | None, limit: int, most_ahead: int = 0, weight_bytes: int = 0) -> None:
+    def __init__(self, folder: Path | None, limit: int, max_ahead: int = 0, weight_bytes: int = 0) -> None:
         self.read = 0
         self.ahead = 0
         self.is_past_the_cache = False
-        self._slots = FileSlots(limit)
+        self._file = SlotFile(folder, limit, READERS)
         self._limit = limit
-        self._most_ahead = most_ahead
+        self._max_ahead = max_ahead
         self._folder = folder
         self._weight_bytes = weight_bytes
         self._free_ram = available_ram()
-        self._error: OSError | None = None  # after it nothing is written any more
-        self._file: durable.NamelessFile | None = None
-        self._readers: ThreadPoolExecutor | None = None
-        self._next: deque[StoredImage] = deque()
-        self._coming: dict[StoredImage, tuple[Image, Future[None]]] = {}
+        self._has_failed = False  # after an error nothing is written any more
+        self._next: deque[StoredBuffer] = deque()
+        self._prefetched: dict[StoredBuffer, tuple[KVBuffer, Future[None]]] = {}
 
     @property
     def limit(self) -> int:
-        """Estimate of the bytes that images may take in the file; 0 if it cannot be written to."""
-        return self._limit if self._error is None else 0
+        """Estimate of the bytes that buffers may take in the file; 0 if it cannot be written to."""
+        return 0 if self._has_failed else self._limit
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the images in the file."""
-        return self._slots.taken
+        """Bytes of the buffers in the file."""
+        return self._file.nbytes
 
     def close(self) -> None:
         """Close the file, which deletes it, and end the threads."""
         self.forget()
-        if self._readers is not None:
-            self._readers.shutdown(wait=True, cancel_futures=True)
-            self._readers = None
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._file.close()
 
-    def put(self, image: Image) -> StoredImage | None:
-        """Write an image; None if that is not possible.
+    def put(self, buffer: KVBuffer) -> StoredBuffer | None:
+        """Write a buffer; None if that is not possible.
 
         Args:
-            image: an image on the host.
+            buffer: a buffer on the host.
         """
-        if self._error is not None:
+        if self._has_failed:
             return None
-        nbytes = len(image.whole)
-        offset = self._slots.take(nbytes)
-        if offset is None:
-            self._limit -= self._limit // 8  # holes between slots take more than estimated
-            return None
-        if not self.is_past_the_cache and not stays_cached(self.nbytes + self._weight_bytes, self._free_ram):
-            self.is_past_the_cache = True  # and remains so; cached images are dropped when they are read
+        nbytes = len(buffer.whole)
+        if not self.is_past_the_cache and not stays_cached(self.nbytes + nbytes + self._weight_bytes, self._free_ram):
+            self.is_past_the_cache = True  # and remains so; cached buffers are dropped when they are read
         try:
-            if self._file is None:
-                self._file = durable.NamelessFile(self._folder)
-            self._file.write_at(image.whole.numpy().data, offset, aligned=self._goes_past(image, offset))
+            slot = self._file.write(buffer.whole.numpy().data, nbytes, aligned=self._is_direct(buffer))
         except OSError as error:
             logger.warning("KV caches cannot be written to a file in %s any more: %s.", self._folder, error)
-            self._error = error
-            self._slots.give_back(offset, nbytes)
+            self._has_failed = True
             return None
-        return StoredImage(offset, nbytes, image.form)
+        if slot is None:
+            self._limit -= self._limit // 8  # holes between slots take more than estimated
+            return None
+        return StoredBuffer(slot.offset, slot.nbytes, buffer.form)
 
-    def give_back(self, stored: StoredImage) -> None:
-        """Free the slot of an image.
+    def release(self, stored: StoredBuffer) -> None:
+        """Free the slot of a buffer.
 
         Args:
             stored: as `put` returned it.
         """
-        self._slots.give_back(stored.offset, stored.nbytes)
+        self._file.release(stored)
 
-    def expect(self, images: Iterable[StoredImage]) -> None:
-        """Begin to read for a pass, in which none of the images is given back before it is taken.
+    def prefetch(self, buffers: Iterable[StoredBuffer]) -> None:
+        """Begin to read for a pass, in which none of the buffers is released before it is taken.
 
         Args:
-            images: images that the pass takes, in this order.
+            buffers: buffers that the pass takes, in this order.
         """
         self.forget()
         if not self.is_past_the_cache:
             self._free_ram = available_ram()
-        self._next = deque(images)
-        self._read_ahead()
+        self._next = deque(buffers)
+        self._prefetch_next()
 
-    def take(self, stored: StoredImage) -> Image:
-        """An image, after waiting for its read; one that is not being read ahead is read now.
+    def take(self, stored: StoredBuffer) -> KVBuffer:
+        """A buffer, once its read has finished; one that is not prefetched is read now.
 
         Args:
-            stored: the image in the file.
+            stored: the buffer in the file.
 
         Raises:
             OSError: it cannot be read.
         """
-        found = self._coming.pop(stored, None)
+        found = self._prefetched.pop(stored, None)
         if found is None:
             with contextlib.suppress(ValueError):
                 self._next.remove(stored)
-            image = Image.new(stored.form)
-            self._fill(image, stored)
+            buffer = KVBuffer.new(stored.form)
+            self._file.fill(stored, buffer.whole.numpy().data, aligned=self._is_direct(buffer))
         else:
-            image, future = found
+            buffer, future = found
             future.result()
-            self.ahead -= len(image.whole)
-            self._read_ahead()
-        self.read += len(image.whole)
-        return image
+            self.ahead -= len(buffer.whole)
+            self._prefetch_next()
+        self.read += len(buffer.whole)
+        return buffer
 
     def forget(self) -> None:
-        """Drop all images that are read ahead; a failed pass leaves some."""
+        """Drop all prefetched buffers; a failed pass leaves some."""
         self._next.clear()
-        for _, future in self._coming.values():
+        for _, future in self._prefetched.values():
             if not future.cancel():
                 with contextlib.suppress(OSError):
                     future.result()
-        self._coming.clear()
+        self._prefetched.clear()
         self.ahead = 0
 
-    def _read_ahead(self) -> None:
-        while self._next and not (self.ahead and self.ahead + self._next[0].nbytes > self._most_ahead):
+    def _prefetch_next(self) -> None:
+        while self._next and not (self.ahead and self.ahead + self._next[0].nbytes > self._max_ahead):
             stored = self._next.popleft()
-            image = Image.new(stored.form)
-            if self._readers is None:
-                self._readers = ThreadPoolExecutor(READERS, "rabbitllm-cache-file")
+            buffer = KVBuffer.new(stored.form)
             self.ahead += stored.nbytes
-            self._coming[stored] = image, self._readers.submit(self._fill, image, stored)
+            future = self._file.prefetch(stored, buffer.whole.numpy().data, aligned=self._is_direct(buffer))
+            self._prefetched[stored] = buffer, future
 
-    def _fill(self, image: Image, stored: StoredImage) -> None:
-        assert self._file is not None
-        self._file.read_at(image.whole.numpy().data, stored.offset, aligned=self._goes_past(image, stored.offset))
-
-    def _goes_past(self, image: Image, offset: int) -> bool:
-        return self.is_past_the_cache and image.is_aligned and offset % DIRECT_ALIGNMENT == 0
+    def _is_direct(self, buffer: KVBuffer) -> bool:
+        return self.is_past_the_cache and buffer.is_aligned
 
 
 @dataclass(slots=True)
@@ -328,14 +262,14 @@ class _FiledLayer:
     """A layer of one sequence that is in the file.
 
     Attributes:
-        stored: its image in the file.
+        stored: its buffer in the file.
         device: device that computes the layer.
         tokens: number of tokens in the file.
         tail_keys, tail_values: (1, heads, `TAIL_TOKENS`, width), the tokens after those; None before the first.
         tail: number of tokens in them.
     """
 
-    stored: StoredImage
+    stored: StoredBuffer
     device: torch.device
     tokens: int
     tail_keys: torch.Tensor | None = None
@@ -351,13 +285,13 @@ class _FiledSequence:
         layers: its layers in the file, by layer number.
         returns: whether its layers return to memory in the next pass.
         is_lost: whether a layer could not be written.
-        now: the image that attention is using.
+        now: the buffer that attention is using.
     """
 
     layers: dict[int, _FiledLayer] = field(default_factory=dict)
     returns: bool = False
     is_lost: bool = False
-    now: Image | None = None
+    now: KVBuffer | None = None
 
 
 class CacheFile:
@@ -370,31 +304,31 @@ class CacheFile:
         weight_bytes: bytes of weights that a pass reads.
 
     Attributes:
-        images: the file itself.
+        buffers: the file itself.
     """
 
     def __init__(self, folder: Path | None, limit: int, ahead: int, weight_bytes: int = 0) -> None:
-        self.images = ImageFile(folder, limit, ahead, weight_bytes)
+        self.buffers = BufferFile(folder, limit, ahead, weight_bytes)
         self._sequences: WeakKeyDictionary[Any, _FiledSequence] = WeakKeyDictionary()
 
     def close(self) -> None:
         """Drop all sequences and delete the file."""
         self._sequences.clear()
-        self.images.close()
+        self.buffers.close()
 
     # between passes --------------------------------------------------------------------------------------------------
 
-    def holds(self, cache: Cache) -> bool:
+    def __contains__(self, cache: object) -> bool:
         """Whether layers of a cache are in the file, now or after its next pass."""
         return cache is not None and cache in self._sequences
 
-    def keeps(self, cache: Cache) -> bool:
+    def stays_in_file(self, cache: Cache) -> bool:
         """Whether a cache is in the file and remains there after the next pass."""
-        return self.holds(cache) and not self._sequences[cache].returns
+        return cache in self and not self._sequences[cache].returns
 
     def is_lost(self, cache: Cache) -> bool:
         """Whether a cache is incomplete because a layer could not be written."""
-        return self.holds(cache) and self._sequences[cache].is_lost
+        return cache in self and self._sequences[cache].is_lost
 
     def add(self, cache: Cache) -> None:
         """Keep a cache in the file from its next pass on.
@@ -415,7 +349,7 @@ class CacheFile:
             if keeps_every_token(layer) and layer.is_initialized:
                 self._write(self._sequences[cache], layer, number, layer.keys, layer.values)
 
-    def let_return(self, cache: Cache) -> None:
+    def return_to_memory(self, cache: Cache) -> None:
         """Return a cache to memory in its next pass."""
         filed = self._sequences[cache]
         filed.returns = True
@@ -426,22 +360,22 @@ class CacheFile:
         """Drop a cache, which cannot be used afterwards."""
         filed = self._sequences.pop(cache, None) if cache is not None else None
         for layer in filed.layers.values() if filed is not None else ():
-            self.images.give_back(layer.stored)
+            self.buffers.release(layer.stored)
 
-    def whole_copy(self, cache: Cache) -> Any:
+    def in_memory(self, cache: Cache) -> Any:
         """A cache, or a copy of it that is whole in memory; layers that were not in the file are shared with the cache.
 
         Raises:
             OSError: it cannot be read.
         """
-        if not self.holds(cache):
+        if cache not in self:
             return cache
         made = copy(cache)
         made.layers = list(cache.layers)
         for number in self._sequences[cache].layers:
-            image, end = self._whole(cache, number, 0)
+            buffer, end = self._whole(cache, number, 0)
             layer = made.layers[number] = copy(made.layers[number])
-            layer.keys, layer.values = image.keys[:, :, :end], image.values[:, :, :end]
+            layer.keys, layer.values = buffer.keys[:, :, :end], buffer.values[:, :, :end]
         return made
 
     # in a pass -------------------------------------------------------------------------------------------------------
@@ -456,20 +390,20 @@ class CacheFile:
         Raises:
             OSError: a cache of `others` cannot be read.
         """
-        self.images.forget()
-        if not self._sequences and not self.images.limit:
+        self.buffers.forget()
+        if not self._sequences and not self.buffers.limit:
             return
         for cache in others:
-            if self.holds(cache):
-                for layer, whole in zip(cache.layers, self.whole_copy(cache).layers, strict=True):
+            if cache in self:
+                for layer, whole in zip(cache.layers, self.in_memory(cache).layers, strict=True):
                     if keeps_every_token(layer):
                         layer.keys, layer.values = whole.keys, whole.values
                 self.drop(cache)
         held = [self._sequences[cache].layers for cache in caches if cache in self._sequences]
         numbers = sorted({number for layers in held for number in layers})
-        self.images.expect(layers[number].stored for number in numbers for layers in held if number in layers)
+        self.buffers.prefetch(layers[number].stored for number in numbers for layers in held if number in layers)
 
-    def brings(self, cache: Cache, number: int) -> bool:
+    def covers(self, cache: Cache, number: int) -> bool:
         """Whether the KV cache of a layer goes through this file.
 
         Args:
@@ -478,13 +412,13 @@ class CacheFile:
         """
         return cache in self._sequences and keeps_every_token(cache.layers[number])
 
-    def joined(
+    def load(
         self, cache: Cache, number: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The whole KV cache of a layer for its attention, after which `put_back` must be called.
+        """The whole KV cache of a layer for its attention, after which `store` must be called.
 
         Args:
-            cache, number: see `brings`.
+            cache, number: see `covers`.
             keys, values: of the new tokens, (1, heads, tokens, width).
 
         Raises:
@@ -499,30 +433,30 @@ class CacheFile:
         filed.now.values[:, :, begin:end] = values
         return filed.now.keys[:, :, :end], filed.now.values[:, :, :end]
 
-    def put_back(self, cache: Cache, number: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def store(self, cache: Cache, number: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Move a layer out of memory after its attention, writing it if its tail is full; or return it to memory.
 
         Args:
-            cache, number: see `brings`.
-            keys, values: the same as in `joined`.
+            cache, number: see `covers`.
+            keys, values: the same as in `load`.
         """
         filed, layer = self._sequences[cache], cache.layers[number]
-        kept, image, filed.now = filed.layers.get(number), filed.now, None
+        kept, buffer, filed.now = filed.layers.get(number), filed.now, None
         if kept is None:
             if not filed.returns:
                 self._write(filed, layer, number, layer.keys, layer.values)
             return
-        assert image is not None
+        assert buffer is not None
         rows = keys.shape[2]
         end = kept.tokens + kept.tail + rows
         if filed.returns:
-            layer.keys, layer.values = image.keys[:, :, :end], image.values[:, :, :end]
-            self.images.give_back(kept.stored)
+            layer.keys, layer.values = buffer.keys[:, :, :end], buffer.values[:, :, :end]
+            self.buffers.release(kept.stored)
             del filed.layers[number]
             if not filed.layers:
                 del self._sequences[cache]
         elif kept.tail + rows > TAIL_TOKENS:
-            self._write(filed, layer, number, image.keys[:, :, :end], image.values[:, :, :end])
+            self._write(filed, layer, number, buffer.keys[:, :, :end], buffer.values[:, :, :end])
         else:
             if kept.tail_keys is None or kept.tail_values is None:
                 kept.tail_keys = keys.new_empty((*keys.shape[:2], TAIL_TOKENS, keys.shape[3]))
@@ -536,34 +470,34 @@ class CacheFile:
         self, filed: _FiledSequence, layer: CacheLayerMixin, number: int, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
         """Write a layer whole, and empty it; if it cannot be written, the sequence is lost."""
-        image = Image.of(keys, values, TAIL_TOKENS)
+        buffer = KVBuffer.of(keys, values, TAIL_TOKENS)
         before = filed.layers.pop(number, None)
         if before is not None:
-            self.images.give_back(before.stored)
+            self.buffers.release(before.stored)
         _empty(layer, keys, values, keys.shape[2])
-        stored = self.images.put(image) if not filed.is_lost else None
+        stored = self.buffers.put(buffer) if not filed.is_lost else None
         if stored is None:
             filed.is_lost = True
         else:
             filed.layers[number] = _FiledLayer(stored, keys.device, keys.shape[2])
 
-    def _whole(self, cache: Cache, number: int, more: int) -> tuple[Image, int]:
+    def _whole(self, cache: Cache, number: int, more: int) -> tuple[KVBuffer, int]:
         """A layer with all its tokens on its device and room for `more`, and the number of its tokens."""
         kept = self._sequences[cache].layers[number]
-        image = self.images.take(kept.stored)
-        if kept.device != image.whole.device:
-            image = Image.over(image.whole.to(kept.device), kept.stored.form)
+        buffer = self.buffers.take(kept.stored)
+        if kept.device != buffer.whole.device:
+            buffer = KVBuffer.over(buffer.whole.to(kept.device), kept.stored.form)
         end = kept.tokens + kept.tail
         if kept.tail_keys is not None and kept.tail_values is not None:
-            image.keys[:, :, kept.tokens : end] = kept.tail_keys[:, :, : kept.tail]
-            image.values[:, :, kept.tokens : end] = kept.tail_values[:, :, : kept.tail]
-        if end + more > image.keys.shape[2]:
-            image = Image.of(image.keys[:, :, :end], image.values[:, :, :end], more + TAIL_TOKENS, kept.device)
-        return image, end
+            buffer.keys[:, :, kept.tokens : end] = kept.tail_keys[:, :, : kept.tail]
+            buffer.values[:, :, kept.tokens : end] = kept.tail_values[:, :, : kept.tail]
+        if end + more > buffer.keys.shape[2]:
+            buffer = KVBuffer.of(buffer.keys[:, :, :end], buffer.values[:, :, :end], more + TAIL_TOKENS, kept.device)
+        return buffer, end
 
 
 def _empty(layer: CacheLayerMixin, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
-    """Replace a layer's keys and values by NaN of the same shape, which takes no memory and makes any use visible."""
+    """Replace a layer's tensors by NaN of the same shape, which takes no memory and makes any use visible."""
     without_room(layer)
     for name, like in (("keys", keys), ("values", values)):
         nothing = like.new_full((1, 1, 1, 1), float("nan"))

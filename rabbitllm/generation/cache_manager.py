@@ -18,7 +18,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections import abc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from operator import itemgetter
@@ -32,7 +32,7 @@ from rabbitllm.engine.free_memory import keep_large_apart, trimming
 from rabbitllm.engine.placement import Placement
 from rabbitllm.generation.cache_file import TAIL_TOKENS, CacheFile
 from rabbitllm.generation.kv_cache import (
-    WORTH_TOKENS,
+    MIN_PREFIX_TOKENS,
     PrefixCache,
     common_prefix,
     copied,
@@ -44,7 +44,7 @@ from rabbitllm.generation.memory import CacheMemory
 from rabbitllm.generation.packed_batch import can_be_packed, shares_keys
 from rabbitllm.generation.request import Limits
 from rabbitllm.generation.sequence import Sequence, SequenceLength
-from rabbitllm.generation.swap import SwapSpace, usual_folder
+from rabbitllm.generation.swap import SwapSpace, default_folder
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -53,15 +53,15 @@ if TYPE_CHECKING:
 
 FILE_SHARE = 4
 """By default the file may take 1 / `FILE_SHARE` of the free space on the disk."""
-WORTH = 2
-"""A sequence goes to the file only if its memory is more than so many times the memory of a sequence in the file."""
-WORTH_WAITING = 64
-"""A request waits for a shared prefix of at least so many tokens that another request is computing."""
-ASIDE_SHARE = 4
-"""By default KV caches of so many times the memory limit may be swapped out. This suffices for up to 80 sequences that
+MIN_SAVING = 2
+"""Minimum saving factor: a sequence goes to the file only if it takes more than this times as much memory otherwise."""
+MIN_SHARED_TOKENS = 64
+"""Minimum length of a shared prefix for which a request waits until another one has computed it."""
+SWAP_SHARE = 4
+"""Default limit of swapped-out KV caches, in multiples of the memory limit. This suffices for up to 80 sequences that
 grow at the same rate and are preempted until one of them is left."""
-GIVING_BACK_SECONDS = 1.0
-"""In bulk, the minimum time between two returns of free memory to the system."""
+TRIM_SECONDS = 1.0
+"""In batch jobs, the minimum time between two returns of free memory to the system."""
 
 
 def read_in_a_pass(placement: Placement) -> int:
@@ -69,7 +69,7 @@ def read_in_a_pass(placement: Placement) -> int:
     return placement.streamed_bytes + sum(max(pool.stored - pool.kept, 0) for pool in placement.pools)
 
 
-def usual_bytes(folder: Path | None) -> int:
+def default_file_bytes(folder: Path | None) -> int:
     """The default size limit of the file, in bytes.
 
     Args:
@@ -78,12 +78,12 @@ def usual_bytes(folder: Path | None) -> int:
     return shutil.disk_usage(folder).free // FILE_SHARE if folder is not None else 0
 
 
-class CachePlace(Enum):
-    """The place of the KV cache of a sequence that begins; nowhere if it has to wait."""
+class CacheAllocation(Enum):
+    """Where the KV cache of a sequence is allocated when it begins; LATER if it has to wait."""
 
     MEMORY = "in memory"
     FILE = "in a file"
-    NOWHERE = "nowhere yet"
+    LATER = "later"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,31 +91,31 @@ class RunningLengths:
     """The lengths of the running sequences.
 
     Attributes:
-        near: of sequences with their KV cache in memory.
-        filed: of sequences with their KV cache in the file.
-        most: maximum size of the file in bytes.
+        in_memory: of sequences with their KV cache in memory.
+        in_file: of sequences with their KV cache in the file.
+        max_file_bytes: maximum size of the file.
     """
 
-    near: abc.Sequence[SequenceLength]
-    filed: abc.Sequence[SequenceLength]
-    most: int
+    in_memory: abc.Sequence[SequenceLength]
+    in_file: abc.Sequence[SequenceLength]
+    max_file_bytes: int
 
-    def soon(self, memory: CacheMemory) -> int:
-        """Bytes of memory that they take after the next tokens; see `SequenceLength.soon`."""
-        in_file = len(self.filed) * memory.filed_bytes() + memory.ahead() if self.filed else 0
-        return memory.soon(self.near) + in_file
+    def reserved(self, memory: CacheMemory) -> int:
+        """Bytes of memory that they take after the next tokens; see `SequenceLength.reserved`."""
+        in_file = len(self.in_file) * memory.tail_bytes() + memory.prefetch_bytes() if self.in_file else 0
+        return memory.reserved(self.in_memory) + in_file
 
     def file_has_room(self, length: SequenceLength, memory: CacheMemory) -> bool:
-        """Whether the file has room for one more sequence, and saves enough memory by it; see `WORTH`."""
-        in_file = sum(memory.bytes_for(one.tokens + one.room + TAIL_TOKENS) for one in (*self.filed, length))
-        return in_file <= self.most and memory.soon([length]) > WORTH * memory.filed_bytes()
+        """Whether the file has room for one more sequence, and saves enough memory by it; see `MIN_SAVING`."""
+        in_file = sum(memory.bytes_for(one.tokens + one.room + TAIL_TOKENS) for one in (*self.in_file, length))
+        return in_file <= self.max_file_bytes and memory.reserved([length]) > MIN_SAVING * memory.tail_bytes()
 
     def fits(self, length: SequenceLength, memory: CacheMemory) -> bool:
         """Whether memory has room for the KV cache of one more sequence; a single one always may begin."""
-        only = not self.near and not self.filed
-        return only or replace(self, near=[*self.near, length]).soon(memory) <= memory.limit
+        is_single = not self.in_memory and not self.in_file
+        return is_single or replace(self, in_memory=[*self.in_memory, length]).reserved(memory) <= memory.limit
 
-    def place(self, length: SequenceLength, others: int, memory: CacheMemory) -> CachePlace:
+    def allocation(self, length: SequenceLength, others: int, memory: CacheMemory) -> CacheAllocation:
         """Whether a sequence may begin, and where its KV cache is.
 
         Args:
@@ -123,18 +123,33 @@ class RunningLengths:
             others: number of sequences that wait behind it and should run with it.
             memory: the memory limit of KV caches.
         """
-        near = [*self.near, length]
+        in_memory = [*self.in_memory, length]
         if not self.file_has_room(length, memory):
-            return CachePlace.MEMORY if self.fits(length, memory) else CachePlace.NOWHERE
-        if not self.filed and memory.soon([*near, *[length] * others]) <= memory.limit:
-            return CachePlace.MEMORY
+            return CacheAllocation.MEMORY if self.fits(length, memory) else CacheAllocation.LATER
+        if not self.in_file and memory.reserved([*in_memory, *[length] * others]) <= memory.limit:
+            return CacheAllocation.MEMORY
         # the sequences behind it need some memory too
-        reserved = (len(self.filed) + others) * memory.filed_bytes() + memory.ahead()
-        if memory.soon(near) + reserved <= memory.limit:
-            return CachePlace.MEMORY
-        if replace(self, filed=[*self.filed, length]).soon(memory) <= memory.limit:
-            return CachePlace.FILE
-        return CachePlace.MEMORY if not self.near and not self.filed else CachePlace.NOWHERE
+        in_file = (len(self.in_file) + others) * memory.tail_bytes() + memory.prefetch_bytes()
+        if memory.reserved(in_memory) + in_file <= memory.limit:
+            return CacheAllocation.MEMORY
+        if replace(self, in_file=[*self.in_file, length]).reserved(memory) <= memory.limit:
+            return CacheAllocation.FILE
+        return CacheAllocation.LATER if self.in_memory or self.in_file else CacheAllocation.MEMORY
+
+
+def excess(running: abc.Sequence[SequenceLength], cost: Callable[[int], int], limit: int) -> int:
+    """Number of running sequences, counted from the last, that exceed the limit after the next pass.
+
+    Args:
+        running: sequences in the order in which they were admitted.
+        cost: function from tokens to bytes of the KV cache.
+        limit: limit in bytes.
+    """
+    needed = [cost(one.tokens + 1) for one in running]
+    count = 0
+    while count < len(running) - 1 and sum(needed[: len(needed) - count]) > limit:
+        count += 1
+    return count
 
 
 class CacheManager:
@@ -154,27 +169,27 @@ class CacheManager:
         swap: KV caches of preempted sequences, swapped out.
 
     Raises:
-        OptionError: there is no memory left.
+        OptionError: no memory is left.
     """
 
     def __init__(self, model: StreamedModel, limits: Limits, running: abc.Sequence[Sequence]) -> None:
         if not limits.exact:
             make_kernels(model)
-        self.memory = CacheMemory(model, limits.cache_bytes, in_bulk=limits.in_bulk, running=limits.running)
+        self.memory = CacheMemory(model, limits.cache_bytes, throughput=limits.throughput, running=limits.running)
         if self.memory.is_tight:
             keep_large_apart()
         self.chunk = min(limits.chunk, self.memory.part or self.memory.max_tokens)
         self.resumed = 0
         self._running = running
-        self._gives_back = trimming() if limits.in_bulk else None
-        self._gave_back = time.monotonic()
+        self._trim = trimming() if limits.throughput else None
+        self._trimmed = time.monotonic()
         self._config = model.config.get_text_config(decoder=True)
         self._keeps = keeps(model)
         self._shares = self._keeps and not limits.exact
         self.prompt_chunk = self.chunk if self._shares else None
-        self._kept = PrefixCache()
-        swap_bytes = limits.aside_bytes if limits.aside_bytes is not None else ASIDE_SHARE * self.memory.limit
-        folder = limits.aside_folder or usual_folder()
+        self._finished = PrefixCache()
+        swap_bytes = limits.swap_bytes if limits.swap_bytes is not None else SWAP_SHARE * self.memory.limit
+        folder = limits.swap_folder or default_folder()
         if folder is None and all(executor.device.shares_host_memory for executor in model.streamer.executors.values()):
             swap_bytes = 0  # neither other memory nor a disk to swap out to
         self.swap = SwapSpace(swap_bytes, folder)
@@ -187,7 +202,8 @@ class CacheManager:
         can = any(map(keeps_every_token, DynamicCache(config=self._config).layers)) and not shares_keys(model)
         if folder is None or not pays or not can or not can_be_packed(model):
             return CacheFile(folder, 0, 0)
-        return CacheFile(folder, usual_bytes(folder) if limit is None else limit, self.memory.ahead(), weight_bytes)
+        max_bytes = default_file_bytes(folder) if limit is None else limit
+        return CacheFile(folder, max_bytes, self.memory.prefetch_bytes(), weight_bytes)
 
     def close(self) -> None:
         """Close the file."""
@@ -195,19 +211,19 @@ class CacheManager:
 
     def nbytes(self) -> int:
         """Bytes of KV caches in memory; may be called from any thread."""
-        return self._kept.nbytes + self._running_bytes()
+        return self._finished.nbytes + self._running_bytes()
 
-    # places ----------------------------------------------------------------------------------------------------------
+    # memory and file -------------------------------------------------------------------------------------------------
 
-    def parted(self) -> tuple[list[Sequence], list[Sequence]]:
+    def by_location(self) -> tuple[list[Sequence], list[Sequence]]:
         """The running sequences with their KV cache in memory, and those with it in the file."""
-        near: list[Sequence] = []
-        filed: list[Sequence] = []
+        in_memory: list[Sequence] = []
+        in_file: list[Sequence] = []
         for one in self._running:
-            (filed if self.file.keeps(one.cache) else near).append(one)
-        return near, filed
+            (in_file if self.file.stays_in_file(one.cache) else in_memory).append(one)
+        return in_memory, in_file
 
-    def place(self, sequence: Sequence, others: int) -> CachePlace:
+    def allocation(self, sequence: Sequence, others: int) -> CacheAllocation:
         """Whether a sequence may begin, and where its KV cache is then.
 
         Args:
@@ -215,12 +231,22 @@ class CacheManager:
             others: number of sequences that wait behind it and should run with it.
         """
         if sequence.request.media is not None:  # its first pass is not packed, as sequences in the file are
-            return CachePlace.MEMORY if self._lengths().fits(sequence.length, self.memory) else CachePlace.NOWHERE
-        return self._lengths().place(sequence.length, others, self.memory)
+            fits = self._lengths().fits(sequence.length, self.memory)
+            return CacheAllocation.MEMORY if fits else CacheAllocation.LATER
+        return self._lengths().allocation(sequence.length, others, self.memory)
 
-    def left_to_near(self, filed: abc.Sequence[Sequence]) -> int:
+    def over_limit(self) -> list[Sequence]:
+        """The sequences whose KV cache exceeds the memory limit in the next pass, those admitted last first.
+
+        At least one sequence with its KV cache in memory is not among them.
+        """
+        in_memory, in_file = self.by_location()
+        count = excess([one.length for one in in_memory], self.memory.bytes_for, self._left_by(in_file))
+        return in_memory[len(in_memory) - count :][::-1]
+
+    def _left_by(self, in_file: abc.Sequence[Sequence]) -> int:
         """Bytes that sequences with their KV cache in a file leave to those with it in memory."""
-        return self.memory.limit - RunningLengths([], [one.length for one in filed], 0).soon(self.memory)
+        return self.memory.limit - RunningLengths([], [one.length for one in in_file], 0).reserved(self.memory)
 
     def to_file(self, sequence: Sequence) -> bool:
         """Move the KV cache of a running sequence to the file in the next pass; False if that is not possible."""
@@ -231,20 +257,20 @@ class CacheManager:
 
     def from_file(self) -> None:
         """Move KV caches from the file to memory as far as there is room; called when the request queue is empty."""
-        for sequence in self.parted()[1]:
+        for sequence in self.by_location()[1]:
             if not self._lengths(without=sequence).fits(sequence.length, self.memory):
                 break  # the rest are about as long, and may be hundreds
-            self.file.let_return(sequence.cache)
-        self._kept.shrink(self.memory.limit - self._lengths().soon(self.memory))
+            self.file.return_to_memory(sequence.cache)
+        self._finished.shrink(self.memory.limit - self._lengths().reserved(self.memory))
 
     def evict(self) -> None:
         """Evict finished sequences as far as the running ones need their memory in the next pass."""
-        near, filed = self.parted()
-        self._kept.shrink(self.left_to_near(filed) - self.memory.now(one.length for one in near))
+        in_memory, in_file = self.by_location()
+        self._finished.shrink(self._left_by(in_file) - self.memory.next_bytes(one.length for one in in_memory))
 
-    def forget_finished(self) -> None:
+    def evict_all(self) -> None:
         """Evict all finished sequences."""
-        self._kept.shrink(0)
+        self._finished.shrink(0)
 
     def lost(self) -> list[Sequence]:
         """The sequences whose KV cache could not be written to the file."""
@@ -253,13 +279,13 @@ class CacheManager:
     def measure(self) -> None:
         """Measure the bytes of a token after a pass; for unusual kinds of caches the config's estimate is kept.
 
-        In bulk, free memory is returned to the system, at most once in `GIVING_BACK_SECONDS`.
+        In batch jobs, free memory is returned to the system, at most once in `TRIM_SECONDS`.
         """
         if self._keeps:
             self.memory.measure(one.resumable_cache(continues=True) for one in self._running)
-        if self._gives_back is not None and time.monotonic() - self._gave_back > GIVING_BACK_SECONDS:
-            self._gives_back()
-            self._gave_back = time.monotonic()
+        if self._trim is not None and time.monotonic() - self._trimmed > TRIM_SECONDS:
+            self._trim()
+            self._trimmed = time.monotonic()
 
     # the life of a sequence ------------------------------------------------------------------------------------------
 
@@ -270,39 +296,40 @@ class CacheManager:
             sequence: the sequence that begins.
             in_file: whether its KV cache goes into the file.
         """
-        left = self.memory.limit - self._lengths().soon(self.memory)
-        left -= self.memory.filed_bytes() if in_file else self.memory.soon([sequence.length])
+        left = self.memory.limit - self._lengths().reserved(self.memory)
+        left -= self.memory.tail_bytes() if in_file else self.memory.reserved([sequence.length])
         if sequence.swapped_out is not None:
-            self._kept.shrink(left)
+            self._finished.shrink(left)
             sequence.cache = self.swap.take(sequence.swapped_out)
             sequence.swapped_out = None
             if sequence.cache is not None:
                 self.resumed += 1
                 if in_file:
-                    self._put(sequence)
+                    self._write(sequence)
                 return True
         if not self._shares or sequence.request.media is not None:
             return True  # other pictures may have the same ids, so their caches are never shared
         ids = sequence.ids
-        candidates = ((usable(ids, known, cache), known, cache) for known, cache in self._sources())
+        candidates = ((usable(ids, known, cache), known, cache) for known, cache in self._prefixes())
         tokens, known, cache = max(candidates, key=itemgetter(0), default=(0, (), None))
-        worth = max(tokens + WORTH_TOKENS, WORTH_WAITING)
-        if any(common_prefix(ids, prompt) >= worth for prompt in self._prefilling()):
+        worth = max(tokens + MIN_PREFIX_TOKENS, MIN_SHARED_TOKENS)
+        prefilling = (one.prefilling for one in self._running)
+        if any(prompt is not None and common_prefix(ids, prompt) >= worth for prompt in prefilling):
             return False
         if tokens:
-            sequence.cache = copied(self.file.whole_copy(cache), tokens)
-            self._kept.used(known)
+            sequence.cache = copied(self.file.in_memory(cache), tokens)
+            self._finished.used(known)
         else:
             sequence.cache = DynamicCache(config=self._config)
-        if in_file and not self._put(sequence):
+        if in_file and not self._write(sequence):
             tokens = 0
         sequence.kept_tokens = max(sequence.kept_tokens, min(tokens, len(sequence.request.prompt)))
-        self._kept.shrink(left)
+        self._finished.shrink(left)
         return True
 
     def resumable(self, sequence: Sequence) -> Any:
         """The KV cache to continue a sequence from, see `Sequence.resumable_cache`; None if it is in the file."""
-        return None if self.file.holds(sequence.cache) else sequence.resumable_cache(continues=self._shares)
+        return None if sequence.cache in self.file else sequence.resumable_cache(continues=self._shares)
 
     def swap_out(self, sequence: Sequence, cache: Cache) -> None:
         """Swap out the KV cache of a preempted sequence.
@@ -320,30 +347,27 @@ class CacheManager:
         """Put the KV cache of a finished sequence into the prefix cache."""
         cache, sequence.cache = sequence.cache, None
         if self._shares and cache is not None and (tokens := cache.get_seq_length()):
-            self._kept.put(sequence.ids[:tokens], cache)
-            self._kept.shrink(self.memory.limit - self._running_bytes())
+            self._finished.put(sequence.ids[:tokens], cache)
+            self._finished.shrink(self.memory.limit - self._running_bytes())
 
     def drop(self, sequence: Sequence) -> None:
         """Drop the KV cache, swapped out or in the file, of a sequence that has ended or is preempted."""
-        if self.file.holds(sequence.cache):
+        if sequence.cache in self.file:
             self.file.drop(sequence.cache)
             sequence.cache = None
         if sequence.swapped_out is not None:
             self.swap.drop(sequence.swapped_out)
             sequence.swapped_out = None
 
-    def _sources(self) -> Iterator[tuple[abc.Sequence[int], Any]]:
+    def _prefixes(self) -> Iterator[tuple[abc.Sequence[int], Any]]:
         """Ids and KV cache of each sequence whose prefix can be reused."""
-        yield from self._kept.entries()
+        yield from self._finished.entries()
         for one in self._running:
             if tokens := one.cached_tokens:
                 yield one.ids[:tokens], one.cache
 
-    def _prefilling(self) -> Iterable[abc.Sequence[int]]:
-        return (prompt for one in self._running if (prompt := one.prefilling) is not None)
-
-    def _put(self, sequence: Sequence) -> bool:
-        """Put the cache of a sequence that begins into the file; if that fails, give it an empty one in memory."""
+    def _write(self, sequence: Sequence) -> bool:
+        """Write the cache of a sequence that begins to the file; if that fails, give it an empty one in memory."""
         self.file.put(sequence.cache)
         if not self.file.is_lost(sequence.cache):
             return True
@@ -352,11 +376,11 @@ class CacheManager:
         return False
 
     def _lengths(self, without: Sequence | None = None) -> RunningLengths:
-        near, filed = ([one.length for one in part if one is not without] for part in self.parted())
-        return RunningLengths(near, filed, self.file.images.limit)
+        in_memory, in_file = ([one.length for one in part if one is not without] for part in self.by_location())
+        return RunningLengths(in_memory, in_file, self.file.buffers.limit)
 
     def _running_bytes(self) -> int:
-        near, filed = self.parted()
+        in_memory, in_file = self.by_location()
         # computed from token counts, since the batch's thread may change the tensors meanwhile
-        counts = [one.cached_tokens if one.cache is not None else one.length.tokens for one in near]
-        return sum(map(self.memory.bytes_for, counts)) + len(filed) * self.memory.filed_bytes()
+        counts = [one.cached_tokens if one.cache is not None else one.length.tokens for one in in_memory]
+        return sum(map(self.memory.bytes_for, counts)) + len(in_file) * self.memory.tail_bytes()

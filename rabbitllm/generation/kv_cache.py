@@ -6,7 +6,7 @@ What a cache can do depends on its kinds of layers (transformers 5, `cache_utils
     a sliding window                      cut as long as it has not slid; after that older tokens are gone
     a state (linear attention, Mamba, …)  cannot be cut: it sums up all tokens
 
-Two caches outlive an answer: `KeptCache`, of one conversation, and `PrefixCache`, of many finished sequences.
+Two caches outlive an answer: `ConversationCache`, of one conversation, and `PrefixCache`, of many finished sequences.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _cloned(value: Any) -> Any:
-    """A copy with tensors of its own; of a view only the viewed part."""
+    """A copy of a value and its tensors; of a view only the viewed part."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     return {name: _cloned(one) for name, one in value.items()} if isinstance(value, dict) else value
@@ -79,13 +79,13 @@ def _cloned(value: Any) -> Any:
 
 # growing in place ----------------------------------------------------------------------------------------------------
 
-WORTH_BYTES = 1 << 18
-"""Bytes of keys; below this a copy is faster than making two views of larger tensors."""
+MIN_ROOM_BYTES = 1 << 18
+"""Minimum bytes of keys for spare room; below it a copy is faster than two views of larger tensors."""
 SPARE_SHARE, SPARE_TOKENS = 8, 32
 
 
 class _CacheRoom:
-    """The larger tensors; a layer's keys and values are views of their first tokens.
+    """Key and value tensors with spare room; those of a layer are views of their first tokens.
 
     Attributes:
         keys, values: (1, heads, tokens, width).
@@ -99,8 +99,8 @@ class _CacheRoom:
         self.keys = _longer(keys, tokens)
         self.values = _longer(values, tokens)
 
-    def holds(self, layer: CacheLayerMixin) -> bool:
-        """Whether the layer's tensors are views of these, up to the end of what is used."""
+    def belongs_to(self, layer: CacheLayerMixin) -> bool:
+        """Whether the layer's tensors are views of these, with all used tokens."""
         return bool(
             layer.keys.shape[2] == self.used
             and layer.keys.data_ptr() == self.keys.data_ptr()
@@ -124,13 +124,13 @@ def append(layer: CacheLayerMixin, keys: torch.Tensor, values: torch.Tensor) -> 
         The layer's whole key and value tensor.
     """
     before = layer.keys
-    if not keeps_every_token(layer) or before is None or before.nbytes < WORTH_BYTES:
+    if not keeps_every_token(layer) or before is None or before.nbytes < MIN_ROOM_BYTES:
         found: tuple[torch.Tensor, torch.Tensor] = layer.update(keys, values)
         return found
     begin = before.shape[2]
     end = begin + keys.shape[2]
     room = vars(layer).get("_room")
-    if room is None or not room.holds(layer) or room.keys.shape[2] < end:
+    if room is None or not room.belongs_to(layer) or room.keys.shape[2] < end:
         room = layer._room = _CacheRoom(before, layer.values, end + end // SPARE_SHARE + SPARE_TOKENS)
     room.keys[:, :, begin:end] = keys
     room.values[:, :, begin:end] = values
@@ -140,7 +140,7 @@ def append(layer: CacheLayerMixin, keys: torch.Tensor, values: torch.Tensor) -> 
 
 
 def without_room(layer: CacheLayerMixin) -> Any:
-    """The layer, with its tensors no longer views of room for more tokens; only for a copy, or before they go."""
+    """The layer without its spare room; only for a copy of the layer, or before its tensors are replaced."""
     vars(layer).pop("_room", None)
     return layer
 
@@ -173,14 +173,15 @@ class CacheCost:
     fixed: int = 0
 
     def bytes_for(self, tokens: int) -> int:
-        """Bytes of the KV cache of a sequence with so many tokens."""
-        has_room = tokens * self.every_token >= 2 * self.layers * WORTH_BYTES
-        held = tokens + (tokens // SPARE_SHARE + SPARE_TOKENS if has_room else 0)
-        return self.fixed + held * self.every_token + sum(min(tokens, most) * each for most, each in self.windows)
+        """Bytes of the KV cache of a sequence of this length."""
+        has_room = tokens * self.every_token >= 2 * self.layers * MIN_ROOM_BYTES
+        allocated = tokens + (tokens // SPARE_SHARE + SPARE_TOKENS if has_room else 0)
+        windows = sum(min(tokens, window) * each for window, each in self.windows)
+        return self.fixed + allocated * self.every_token + windows
 
-    def filed_bytes(self, tokens: int) -> int:
+    def tail_bytes(self, tokens: int) -> int:
         """Bytes in memory of a sequence in a file: its last tokens, with sliding windows and states."""
-        return self.fixed + tokens * self.every_token + sum(most * each for most, each in self.windows)
+        return self.fixed + tokens * self.every_token + sum(window * each for window, each in self.windows)
 
 
 def layer_configs(config: PretrainedConfig) -> Sequence[Any]:
@@ -201,7 +202,7 @@ def cost_by_config(config: PretrainedConfig, dtype: torch.dtype) -> CacheCost:
 
 
 def _values_of_a_token(config: PretrainedConfig) -> int:
-    """How many numbers a layer keeps for a token."""
+    """Number of values that a layer keeps for a token."""
     heads = config.num_attention_heads
     keyed = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -241,10 +242,10 @@ def bytes_of(cache: Cache) -> int:
 
 # prefixes ------------------------------------------------------------------------------------------------------------
 
-WORTH_TOKENS = 16
+MIN_PREFIX_TOKENS = 16
 """Shorter prefixes are recomputed."""
 MAX_SEQUENCES = 256
-"""The most finished sequences in the cache. A new request is compared with each of them, in about 40 microseconds
+"""Maximum finished sequences in the cache. A new request is compared with each of them, in about 40 microseconds
 (1,000 tokens, 80 layers)."""
 
 
@@ -262,7 +263,7 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def usable(wanted: Sequence[int], ids: Sequence[int], cache: Cache) -> int:
-    """How many tokens of a cache can be reused for a sequence.
+    """Number of tokens of a cache that can be reused for a sequence.
 
     At least one token is left to compute, since it yields the first generated one.
 
@@ -272,7 +273,7 @@ def usable(wanted: Sequence[int], ids: Sequence[int], cache: Cache) -> int:
         cache: the KV cache.
     """
     common = min(common_prefix(wanted, ids), len(wanted) - 1)
-    if common < WORTH_TOKENS:
+    if common < MIN_PREFIX_TOKENS:
         return 0
     return common if common == len(ids) or all(can_be_cut(layer) for layer in cache.layers) else 0
 
@@ -281,7 +282,7 @@ def copied(cache: Cache, tokens: int) -> Any:
     """An independent copy of the first tokens of a cache.
 
     Args:
-        cache: KV cache with at least so many tokens.
+        cache: KV cache with at least that number of tokens.
         tokens: number of tokens, as `usable` returned it.
     """
     made = copy(cache)
@@ -298,7 +299,7 @@ def _copied_layer(layer: CacheLayerMixin, tokens: int) -> Any:
 
 
 def _cut_layer(layer: CacheLayerMixin, length: int) -> None:
-    """Cut a layer's key and value tensor, (batch, heads, tokens, width), to so many tokens."""
+    """Cut a layer's key and value tensor, (batch, heads, tokens, width), to a number of tokens."""
     if not is_nothing(layer) and layer.is_initialized and layer.keys is not None:
         layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
         if is_window(layer):
@@ -341,7 +342,7 @@ class PrefixCache:
             self._entries.move_to_end(tuple(ids))
 
     def shrink(self, nbytes: int) -> None:
-        """Evict the least recently used entries until at most so many bytes are held."""
+        """Evict the least recently used entries until at most `nbytes` are left."""
         while self._entries and self.nbytes > max(nbytes, 0):
             self._drop(next(iter(self._entries)))
 
@@ -364,8 +365,8 @@ CONTINUING = frozenset(
 )
 """Model types whose states continue with further prompts (transformers 5.23 and 5.24), tested in
 `tests/generation/test_kv_cache.py`."""
-MAX_MARKS = 2
-"""The most marks kept: the beginning of a turn and the end of its prompt."""
+MAX_SNAPSHOTS = 2
+"""Maximum snapshots: at the beginning of a turn and at the end of its prompt."""
 
 
 def keeps(model: StreamedModel) -> bool:
@@ -385,22 +386,22 @@ def keeps(model: StreamedModel) -> bool:
     if not any(isinstance(layer, DynamicLayer) for layer in layers):
         return False  # the number of its tokens would be unknown
     if getattr(model, "hosts", None) is not None and not all(map(keeps_every_token, layers)):
-        return False  # a mark restores the layers of this host only
+        return False  # a snapshot has the layers of this host only
     states = [layer for layer in layers if hasattr(layer, "conv_states")]
     return len(plain) == len(layers) or (config.model_type in CONTINUING and len(states) + len(plain) == len(layers))
 
 
-class KeptCache:
-    """The KV cache of one conversation, kept from one answer to the next.
+class ConversationCache:
+    """The KV cache of one conversation, from one answer to the next.
 
     The next prompt is seldom an exact continuation of the last one: a template strips the model's reasoning, and a
-    tokenizer may split the text of the answer differently from the model. So the cache goes back to their common
-    prefix. Windows and states are copied at the beginning of a turn and at the end of its prompt, and the cache goes
-    back to the longest copy that is short enough. A copy is as large as the window or the state, whatever the length of
-    the sequence.
+    tokenizer may split the text of the answer differently from the model. So the cache is cut to their common prefix.
+    Windows and states cannot be cut. Snapshots of them are made at the beginning of a turn and at the end of its
+    prompt, and the cache is cut to the longest snapshot that is short enough. A snapshot is as large as the windows and
+    states, whatever the length of the sequence.
 
     Args:
-        model: one for which `keeps` holds.
+        model: a model for which `keeps` holds.
 
     Attributes:
         ids: ids of the tokens in the cache.
@@ -412,45 +413,41 @@ class KeptCache:
         self.clear()
 
     def clear(self) -> None:
-        """Empty the cache and drop its marks."""
+        """Empty the cache and drop its snapshots."""
         self.ids: list[int] = []
         self.cache = DynamicCache(config=self._config)
-        # length to which the cache can go back -> number of a layer -> its attributes to restore; ascending
-        self._marks: dict[int, Mapping[int, Mapping[str, Any]]] = {}
+        # length of the cache -> number of a layer -> its attributes to restore; ascending
+        self._snapshots: dict[int, Mapping[int, Mapping[str, Any]]] = {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors of the cache and its marks."""
-        held = [vars(layer) for layer in self.cache.layers]
-        held += [dict(one) for layers in self._marks.values() for one in layers.values()]
-        return sum(tensor.nbytes for one in held for tensor in _tensors(one))
+        """Bytes of the tensors of the cache and its snapshots."""
+        owners = [vars(layer) for layer in self.cache.layers]
+        owners += [dict(one) for layers in self._snapshots.values() for one in layers.values()]
+        return sum(tensor.nbytes for one in owners for tensor in _tensors(one))
 
-    def go_back(self, length: int) -> int:
-        """Shorten the cache to at most so many tokens, and return its new length.
+    def crop(self, length: int) -> int:
+        """Cut the cache, and return its new length.
 
         Args:
-            length: number of tokens; no change if the cache has no more than that.
+            length: maximum number of tokens; a shorter cache does not change.
         """
-        return len(self.ids) if length >= len(self.ids) else self._shorten(length)
+        return len(self.ids) if length >= len(self.ids) else self._crop(length)
 
-    def mark(self, ids: list[int]) -> None:
-        """Record that the cache holds exactly these tokens now, and keep a mark to go back here."""
+    def snapshot(self, ids: list[int]) -> None:
+        """Record that the cache has exactly these tokens now, and copy its windows and states."""
         self.ids = list(ids)
         layers = {
-            number: _cloned(_what_cutting_spoils(layer))
+            number: _cloned(_uncroppable(layer))
             for number, layer in enumerate(self.cache.layers)
             if not keeps_every_token(layer) and not is_nothing(layer)
         }
         if layers and ids:
-            before = [mark for mark in self._marks.items() if mark[0] < len(ids)][1 - MAX_MARKS :]
-            self._marks = dict([*before, (len(ids), layers)])
-
-    def hold(self, ids: list[int]) -> None:
-        """Record that the cache holds exactly these tokens now."""
-        self.ids = list(ids)
+            before = [one for one in self._snapshots.items() if one[0] < len(ids)][1 - MAX_SNAPSHOTS :]
+            self._snapshots = dict([*before, (len(ids), layers)])
 
     def recover(self, length: int, ids: list[int]) -> int:
-        """Make the cache consistent after an interrupted pass, in which some layers got further than others.
+        """Make the cache consistent after an interrupted pass, which some layers have computed and others have not.
 
         Args:
             length: number of tokens in every layer before that pass.
@@ -460,18 +457,18 @@ class KeptCache:
             The new length of the cache.
         """
         self.ids = ids[:length]
-        return self._shorten(length)
+        return self._crop(length)
 
-    def _shorten(self, length: int) -> int:
+    def _crop(self, length: int) -> int:
         layers = self.cache.layers
-        self._marks = {own: kept for own, kept in self._marks.items() if own <= length}
+        self._snapshots = {at: one for at, one in self._snapshots.items() if at <= length}
         restored: Mapping[int, Mapping[str, Any]] = {}
         if not length or not all(can_be_cut(layer) for layer in layers):
-            if not self._marks:
+            if not self._snapshots:
                 self.clear()
                 return 0
-            length = max(self._marks)
-            restored = self._marks[length]
+            length = max(self._snapshots)
+            restored = self._snapshots[length]
         for number, layer in enumerate(layers):
             if number not in restored or _grows(layer):
                 _cut_layer(layer, length)
@@ -480,7 +477,8 @@ class KeptCache:
         return length
 
 
-def _what_cutting_spoils(layer: CacheLayerMixin) -> dict[str, Any]:
+def _uncroppable(layer: CacheLayerMixin) -> dict[str, Any]:
+    """The attributes of a layer that cutting does not restore."""
     own: dict[str, Any] = dict(vars(layer))
     if _grows(layer):
         del own["keys"], own["values"]

@@ -1,4 +1,4 @@
-"""How much memory a pass and its KV caches may take, estimated from the sizes of a model.
+"""Estimates the memory that a pass and its KV caches take, from the sizes of a model.
 
     free before loading    weights | left to requests: KV caches and the activations of a pass
     free after loading     by default half for KV caches; the rest bounds the tokens of a pass
@@ -16,12 +16,14 @@ quarter of it. Measured on the CPU, see docs/PERFORMANCE.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
+from rabbitllm.base.options import RunOptions
 from rabbitllm.base.terminal import size
 from rabbitllm.checkpoints.config import picked_by
+from rabbitllm.engine.devices import default_budget, resolve_devices
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.cache_file import TAIL_TOKENS
 from rabbitllm.generation.kv_cache import CacheCost, cost_by_cache, cost_by_config, layer_configs
@@ -33,10 +35,10 @@ if TYPE_CHECKING:
 
     from rabbitllm.engine.streamed_model import StreamedModel
 
-LEAST_TOKENS = 16
-"""Minimum prompt tokens in a pass, however little memory there is."""
-MANY_TOKENS = 512
-"""Lower bound of `PassCost.max_tokens`, however large blocks are: products of more tokens are hardly faster."""
+MIN_TOKENS = 16
+"""Minimum prompt tokens in a pass, even with little memory."""
+MIN_MAX_TOKENS = 512
+"""Lower bound of `PassCost.max_tokens`, even for large blocks: products of more tokens are hardly faster."""
 GOOD_TOKENS, GOOD_PARTS = 256, 8
 """Tokens of a part that uses the processor well, and the number of parts that make a pass worth reading the weights."""
 CARRIED = 6
@@ -45,7 +47,7 @@ HEAP_BLOCK_BYTES = 32 << 20
 """The allocator gets larger blocks from the system each time, page by page, which took a sixth of one processor's time
 with parts that needed such blocks (glibc's DEFAULT_MMAP_THRESHOLD_MAX)."""
 TIGHT = 3
-"""Holes between long-lived blocks take up to so many times the memory of a part."""
+"""Holes between long-lived blocks take up to this many times the memory of a part."""
 _SPARE = 5, 4
 """Ratio by which the estimate is multiplied: allocators round up, and the interpreter keeps recent objects alive."""
 
@@ -59,7 +61,7 @@ class PassCost:
         pair: bytes of a query-key pair in the attention matrix; 0 if attention makes no such matrix.
         carried: bytes of a token between two layers.
         fixed: bytes independent of the number of tokens.
-        answered: bytes of a sequence whose next token is sampled.
+        sampled: bytes of a sequence whose next token is sampled.
         block: bytes of a token in the largest tensor of a layer.
     """
 
@@ -67,7 +69,7 @@ class PassCost:
     pair: int
     carried: int
     fixed: int
-    answered: int
+    sampled: int
     block: int
 
     def of(self, tokens: int, part: int, sequences: int) -> int:
@@ -78,40 +80,40 @@ class PassCost:
             part: tokens that go through a layer at a time, assumed to be of one sequence and so attend to each other.
             sequences: number of sequences whose next token is sampled.
         """
-        return self.fixed + sequences * self.answered + tokens * self.carried + part * (self.each + part * self.pair)
+        return self.fixed + sequences * self.sampled + tokens * self.carried + part * (self.each + part * self.pair)
 
-    def good(self, sequences: int) -> int:
+    def worthwhile(self, sequences: int) -> int:
         """Bytes of a pass that is worth reading the weights."""
         return self.of(GOOD_PARTS * GOOD_TOKENS, GOOD_TOKENS, sequences)
 
     def least(self) -> int:
         """Bytes of the smallest pass."""
-        return self.of(LEAST_TOKENS, LEAST_TOKENS, 1)
+        return self.of(MIN_TOKENS, MIN_TOKENS, 1)
 
     def tokens_in(self, nbytes: int) -> int:
-        """How many tokens can go through a layer at a time in so many bytes; at least `LEAST_TOKENS`."""
+        """Number of tokens that can go through a layer at a time in `nbytes`; at least `MIN_TOKENS`."""
         if self.pair:
             half = self.each / (2 * self.pair)
             found = int(math.sqrt(half * half + max(nbytes, 0) / self.pair) - half)
         else:
             found = nbytes // self.each
-        return max(found, LEAST_TOKENS)
+        return max(found, MIN_TOKENS)
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens that are worth taking through a layer together."""
-        return max(HEAP_BLOCK_BYTES // self.block, MANY_TOKENS)
+        """Maximum number of tokens that are worth taking through a layer at a time."""
+        return max(HEAP_BLOCK_BYTES // self.block, MIN_MAX_TOKENS)
 
     def is_tight(self, part: int, nbytes: int) -> bool:
-        """Whether so many bytes are too few for parts of this size with the holes between blocks."""
+        """Whether `nbytes` are too few for parts of this size with the holes between blocks."""
         return nbytes < TIGHT * self.of(0, part, 0)
 
     def sequences_in(self, nbytes: int) -> int:
-        """How many sequences a pass may have if logits get a quarter of so many bytes; at least one."""
-        return max(nbytes // (4 * self.answered), 1)
+        """Maximum number of sequences in a pass if logits get a quarter of `nbytes`; at least one."""
+        return max(nbytes // (4 * self.sampled), 1)
 
     def parts_in(self, nbytes: int, sequences: int) -> tuple[int, int]:
-        """The most prompt tokens in a pass that goes through each layer in parts, and in one part.
+        """Maximum prompt tokens in a pass that goes through each layer in parts, and in one part.
 
         Half of the memory is for the activations of a part in a layer, half for the hidden states of all tokens.
 
@@ -122,7 +124,7 @@ class PassCost:
         Returns:
             Tokens of the pass, and tokens of a part.
         """
-        left = max(nbytes - self.fixed - sequences * self.answered, 0)
+        left = max(nbytes - self.fixed - sequences * self.sampled, 0)
         part = self.tokens_in(left // 2)
         return max((left - left // 2) // self.carried, part), part
 
@@ -162,9 +164,9 @@ def _cost_by(config: PretrainedConfig, itemsize: int) -> PassCost:
     matrix = hidden * max(wide, queries)
     fixed = max(2 * 4 * min(CHUNK_ELEMENTS, matrix) if widened else 0, itemsize * matrix)
     vocabulary: int = getattr(config, "vocab_size", None) or 0
-    answered = max((4 + itemsize) * vocabulary, 1)
+    sampled = max((4 + itemsize) * vocabulary, 1)
     return PassCost(
-        each, pair, CARRIED * itemsize * hidden, fixed, answered, max(widened, itemsize) * max(wide, queries)
+        each, pair, CARRIED * itemsize * hidden, fixed, sampled, max(widened, itemsize) * max(wide, queries)
     )
 
 
@@ -176,31 +178,31 @@ def _wide(config: PretrainedConfig, hidden: int) -> int:
     return max(wide, expert * picked) if isinstance(expert, int) and picked else wide
 
 
-AHEAD_SHARE = 8
-"""1 / `AHEAD_SHARE` of the limit is for KV caches that are read from a file ahead of their attention."""
+PREFETCH_SHARE = 8
+"""1 / `PREFETCH_SHARE` of the limit is for KV caches that are prefetched from a file."""
 UNUSED_SHARE = 4
-"""In bulk, where passes are as large as memory allows, 1 / `UNUSED_SHARE` of their memory is kept free for input lines
-in the queue, answers, and caches that are being written to a file."""
-LEAST_CACHE_TOKENS = 64
-"""With room for fewer tokens in KV caches a server would reject nearly every request."""
+"""In batch jobs, where passes are as large as memory allows, 1 / `UNUSED_SHARE` of their memory is kept free for input
+lines in the queue, answers, and caches that are being written to a file."""
+MIN_CACHE_TOKENS = 64
+"""With room for fewer tokens a server would reject nearly every request."""
 
 
 class CacheMemory:
-    """How much memory KV caches may take, and how much they take.
+    """The memory limit of KV caches, and their sizes.
 
     Args:
         model: as `AutoModel.from_pretrained` returns it.
         cache_bytes: limit of all KV caches; None for half of the memory that is free once the weights are loaded, on
             the devices that compute.
-        in_bulk: see `Limits`.
+        throughput: see `Limits`.
         running: maximum number of sequences in one pass.
 
     Attributes:
         limit: bytes that KV caches may take.
         max_tokens: prompt tokens that one pass can compute in the remaining memory.
         part: how many of these can go through a layer at a time; None for all.
-        rows: most rows of several sequences that are worth packing into one forward; None for no limit.
-        max_sequences: most sequences in one pass: `running`, or fewer if memory for their logits is short.
+        rows: maximum rows of several sequences in a packed forward; None for no limit.
+        max_sequences: maximum sequences in one pass: `running`, or fewer if memory for their logits is short.
         is_tight: whether memory freed after a pass must be returned to the system at once.
 
     Raises:
@@ -208,14 +210,14 @@ class CacheMemory:
     """
 
     def __init__(
-        self, model: StreamedModel, cache_bytes: int | None, *, in_bulk: bool = False, running: int = 1
+        self, model: StreamedModel, cache_bytes: int | None, *, throughput: bool = False, running: int = 1
     ) -> None:
         config = model.config.get_text_config(decoder=True)
         self._cost: CacheCost = cost_by_config(config, model.dtype)
         self._is_measured = False
         free = free_memory(model)
         self.limit = cache_bytes if cache_bytes is not None else free // 2
-        if cache_bytes is None and self.limit < self.bytes_for(LEAST_CACHE_TOKENS):
+        if cache_bytes is None and self.limit < self.bytes_for(MIN_CACHE_TOKENS):
             raise OptionError(
                 f"The weights leave {size(free)} free, which is too little to answer any request.",
                 "Lower --max-memory, or end other programs.",
@@ -226,13 +228,13 @@ class CacheMemory:
         self.part: int | None = None
         self.rows: int | None = None
         self.is_tight = False
-        if not in_bulk:
+        if not throughput:
             self.max_tokens = cost.tokens_in(left - cost.of(0, 0, running))
             return
         if cache_bytes is not None and left < cost.least():
             raise OptionError(
-                f"The KV cache is limited to {size(cache_bytes)}, and a pass needs {size(cost.least())} more; "
-                f"the weights leave {size(free)} free.",
+                f"A pass needs {size(cost.least())} in addition to the KV cache ({size(cache_bytes)}); "
+                f"{size(free)} are free with the weights loaded.",
                 "Lower --cache-memory or --max-memory.",
             )
         left -= left // UNUSED_SHARE
@@ -242,24 +244,24 @@ class CacheMemory:
         self.is_tight = cost.is_tight(self.rows, left // 2)
 
     def bytes_for(self, tokens: int) -> int:
-        """The size in bytes of the KV cache of one sequence with so many tokens."""
+        """Bytes of the KV cache of one sequence of this length."""
         return self._cost.bytes_for(tokens)
 
-    def filed_bytes(self) -> int:
+    def tail_bytes(self) -> int:
         """Bytes of memory of a sequence whose KV cache is in a file."""
-        return self._cost.filed_bytes(TAIL_TOKENS)
+        return self._cost.tail_bytes(TAIL_TOKENS)
 
-    def ahead(self) -> int:
+    def prefetch_bytes(self) -> int:
         """Bytes that may be read from a file ahead of their use."""
-        return self.limit // AHEAD_SHARE
+        return self.limit // PREFETCH_SHARE
 
-    def now(self, lengths: Iterable[SequenceLength]) -> int:
+    def next_bytes(self, lengths: Iterable[SequenceLength]) -> int:
         """Bytes of the KV caches of these sequences after the next pass."""
         return sum(self.bytes_for(length.tokens + 1) for length in lengths)
 
-    def soon(self, lengths: Iterable[SequenceLength]) -> int:
-        """Bytes of the KV caches of these sequences after the next tokens; see `SequenceLength.soon`."""
-        return sum(self.bytes_for(length.soon) for length in lengths)
+    def reserved(self, lengths: Iterable[SequenceLength]) -> int:
+        """Bytes of the KV caches of these sequences after the next tokens; see `SequenceLength.reserved`."""
+        return sum(self.bytes_for(length.reserved) for length in lengths)
 
     def measure(self, caches: Iterable[Any]) -> None:
         """Measure the bytes of a token on the first cache that allows it; does nothing after that.
@@ -283,8 +285,8 @@ def free_memory(model: StreamedModel) -> int:
 
 REQUESTS_SHARE = 5
 """By default 1 / `REQUESTS_SHARE` of the free memory is left to requests."""
-LEAST_PASS_SHARE = 10
-"""If the size of the KV cache is given, at least 1 / `LEAST_PASS_SHARE` of the free memory is left to activations."""
+MIN_PASS_SHARE = 10
+"""If the size of the KV cache is given, at least 1 / `MIN_PASS_SHARE` of the free memory is left to activations."""
 
 
 def left_to_requests(free: int, cache_bytes: int | None, pass_bytes: int = 0) -> int:
@@ -297,4 +299,28 @@ def left_to_requests(free: int, cache_bytes: int | None, pass_bytes: int = 0) ->
     """
     if cache_bytes is None:
         return free // REQUESTS_SHARE
-    return min(cache_bytes + max(free // LEAST_PASS_SHARE, pass_bytes), free)
+    return min(cache_bytes + max(free // MIN_PASS_SHARE, pass_bytes), free)
+
+
+def weight_limits(run: RunOptions, cache_bytes: int | None, pass_bytes: int = 0) -> Mapping[str, int] | None:
+    """Memory limits of the weights that leave room for requests: the caller's own, else lower defaults.
+
+    On GPUs a margin is always left, so the limits are lower only where the size of the KV cache is given.
+
+    Args:
+        run: options for running the model.
+        cache_bytes: limit of the KV caches; divided equally among several GPUs, as layers are. None for the default.
+        pass_bytes: see `left_to_requests`.
+    """
+    if run.max_memory is not None:
+        return run.max_memory
+    devices = resolve_devices(run.device, None)
+    on_host = all(device.shares_host_memory for device in devices)
+    if cache_bytes is None and not on_host:
+        return None
+    share = None if cache_bytes is None else cache_bytes // len(devices)
+    left = {
+        one.name: left_to_requests(one.free_bytes(), share, pass_bytes) if on_host or share is None else share
+        for one in devices
+    }
+    return {one.name: max(default_budget(one) - left[one.name], 0) for one in devices}

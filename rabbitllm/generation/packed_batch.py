@@ -5,8 +5,8 @@
 Only attention combines rows, and there each sequence has its own keys and its own mask. While a packed pass runs, the
 model's configs name the attention implementation of this module, which calls the model's own attention for each
 sequence; no product between two sequences is computed. Other calls of the model at the same time (another thread, a
-generation that goes through its layers by itself) get the model's own attention. The forward is given a cache that
-appends each sequence's rows to its own one, and by whose tensors attention finds the whole keys and values.
+generation that goes through its layers by itself) get the model's own attention. The forward gets a `PackedCache`. It
+appends each sequence's rows to the sequence's cache, and by its tensors attention finds the whole KV caches.
 
 Which models can run packed batches is decided conservatively: those that a test covers. Whether a call can be packed is
 decided from its arguments; with an unknown argument it is not packed.
@@ -35,6 +35,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rabbitllm.generation.cache_file import CacheFile
 from rabbitllm.generation.kv_cache import CACHE_ARGUMENT, append, is_nothing, is_window, keeps_every_token
+from rabbitllm.generation.request import ModelLimits
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -43,15 +44,15 @@ if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""Keys and values."""
+"""A key and a value tensor."""
 
 
-def grouped(sizes: Sequence[int], most: int | None) -> list[slice]:
+def grouped(sizes: Sequence[int], limit: int | None) -> list[slice]:
     """Group neighbours greedily up to a maximum size; each group has at least one.
 
     Args:
         sizes: size of each item.
-        most: maximum size of a group; None for no limit.
+        limit: maximum size of a group; None for no limit.
 
     Returns:
         The indices of each group as a slice.
@@ -59,7 +60,7 @@ def grouped(sizes: Sequence[int], most: int | None) -> list[slice]:
     groups: list[slice] = []
     begin, taken = 0, 0
     for at, size in enumerate(sizes):
-        if at > begin and most is not None and taken + size > most:
+        if at > begin and limit is not None and taken + size > limit:
             groups.append(slice(begin, at))
             begin, taken = at, 0
         taken += size
@@ -100,10 +101,10 @@ class PackedCache(Cache):  # type: ignore[misc]
         self.lengths = list(lengths)
         self._caches = list(caches)
         self._shares = shares
-        self._file = file if file is not None and any(map(file.holds, caches)) else None
-        self._asked = 0
-        # layer -> new keys and values of all sequences, and the whole ones of each; None of a sequence in the file
-        self._given: dict[int, tuple[torch.Tensor, torch.Tensor, list[Pair | None]]] = {}
+        self._file = file if file is not None and any(cache in file for cache in caches) else None
+        self._mask_layer = 0
+        # layer -> new key and value tensor of all sequences, and the whole pair of each; None for one in the file
+        self._new: dict[int, tuple[torch.Tensor, torch.Tensor, list[Pair | None]]] = {}
         self._unused = 0
 
     def update(
@@ -116,13 +117,13 @@ class PackedCache(Cache):  # type: ignore[misc]
             layer_idx: number of the layer.
 
         Returns:
-            The same keys and values.
+            The same tensors.
         """
         pairs: list[Pair | None] = []
         for cache, (key, value) in zip(self._caches, self._by_sequence(key_states, value_states), strict=True):
-            is_in_file = self._file is not None and self._file.brings(cache, layer_idx)
+            is_in_file = self._file is not None and self._file.covers(cache, layer_idx)
             pairs.append(None if is_in_file else append(cache.layers[layer_idx], key, value))
-        self._given[layer_idx] = key_states, value_states, pairs
+        self._new[layer_idx] = key_states, value_states, pairs
         self._unused += 1
         return key_states, value_states
 
@@ -130,7 +131,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         """The KV cache of each sequence, as two tensors (1, heads, tokens, width).
 
         Args:
-            key_states, value_states: the keys and values passed to attention: those that `update` returned.
+            key_states, value_states: the tensors passed to attention: those that `update` returned.
             module: the attention module. With latent attention (DeepSeek's), the cached values of each sequence are
                 expanded by its `expand_kv` when they are iterated over.
 
@@ -138,14 +139,14 @@ class PackedCache(Cache):  # type: ignore[misc]
             NotPackable: attention was given other keys.
         """
         self._unused -= 1
-        found = [layer for layer, (keys, _, _) in self._given.items() if keys is key_states]
+        found = [layer for layer, (keys, _, _) in self._new.items() if keys is key_states]
         expand = getattr(module, "expand_kv", None) if not found else None
         layer = found[0] if found else module.layer_idx if expand is not None else -1
-        if layer not in self._given or (found and self._given[layer][1] is not value_states):
-            raise NotPackable("attention was given other keys than the cache returned")
-        pairs = self._pairs(layer, *self._given[layer])
+        if layer not in self._new or (found and self._new[layer][1] is not value_states):
+            raise NotPackable("attention received other keys than the cache returned")
+        pairs = self._pairs(layer, *self._new[layer])
         if not self._shares:
-            self._given.clear()
+            self._new.clear()
         return pairs if expand is None else starmap(expand, pairs)
 
     def _by_sequence(self, keys: torch.Tensor, values: torch.Tensor) -> Iterable[Pair]:
@@ -154,7 +155,7 @@ class PackedCache(Cache):  # type: ignore[misc]
     def _pairs(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, pairs: Sequence[Pair | None]
     ) -> Iterator[Pair]:
-        """Keys and values of each sequence; those in a file are read when yielded, and freed before the next."""
+        """The KV cache of each sequence; one in the file is read when it is yielded, and freed before the next."""
         if self._file is None:
             yield from (pair for pair in pairs if pair is not None)
             return
@@ -162,15 +163,15 @@ class PackedCache(Cache):  # type: ignore[misc]
             if pair is not None:
                 yield pair
                 continue
-            yield self._file.joined(cache, layer, key, value)
-            self._file.put_back(cache, layer, key, value)
+            yield self._file.load(cache, layer, key, value)
+            self._file.store(cache, layer, key, value)
 
     def spans(self) -> list[MaskSpan]:
         """The sizes of each sequence's mask in the layer of the latest `get_mask_sizes` or `get_query_offset`."""
         found = []
         for cache, length in zip(self._caches, self.lengths, strict=True):
-            keys, first = cache.get_mask_sizes(length, self._asked)
-            found.append(MaskSpan(length, cache.get_query_offset(self._asked), keys, first))
+            keys, first = cache.get_mask_sizes(length, self._mask_layer)
+            found.append(MaskSpan(length, cache.get_query_offset(self._mask_layer), keys, first))
         return found
 
     def finish(self) -> None:
@@ -186,12 +187,12 @@ class PackedCache(Cache):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Record the layer of the mask; its sizes are in `spans`."""
-        self._asked = layer_idx
+        self._mask_layer = layer_idx
         return query_length, 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """See `get_mask_sizes`."""
-        self._asked = layer_idx
+        self._mask_layer = layer_idx
         return 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -241,8 +242,8 @@ _active: ContextVar[PackedCache | None] = ContextVar("packed pass", default=None
 
 
 @contextlib.contextmanager
-def attention_by_text(configs: Iterable[Any]) -> Iterator[None]:
-    """Make a model attend by sequence inside the context, for the sequences set by `texts_of`.
+def attention_by_sequence(configs: Iterable[Any]) -> Iterator[None]:
+    """Make a model attend by sequence inside the context, for the sequences set by `sequences_of`.
 
     Contexts may be nested; contexts that are closed in another order need one around all of them.
 
@@ -260,7 +261,7 @@ def attention_by_text(configs: Iterable[Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def texts_of(cache: PackedCache) -> Iterator[None]:
+def sequences_of(cache: PackedCache) -> Iterator[None]:
     """Set the sequences of this greenlet's packed batch inside the context.
 
     Args:
@@ -296,7 +297,7 @@ def _attention(
         if name in _BY_ROW:
             del kwargs[name]
         elif name not in _BY_HEAD:
-            raise NotPackable(f"attention was given the unknown argument {name}")
+            raise NotPackable(f"attention received the unknown argument {name}")
     masks = attention_mask if attention_mask is not None else [None] * len(cache.lengths)
     if attend is sdpa_attention_forward and kwargs.keys() <= _PLAIN and not kwargs.get("dropout"):
         return _by_rows(module, query, pairs, masks, cache.lengths, kwargs), None
@@ -441,7 +442,7 @@ def _is_known(layer: CacheLayerMixin) -> bool:
     return keeps_every_token(layer) or is_window(layer) or is_nothing(layer)
 
 
-def _is_one_text(layer: CacheLayerMixin) -> bool:
+def _is_one_sequence(layer: CacheLayerMixin) -> bool:
     keys = getattr(layer, "keys", None)
     return keys is None or keys.dim() < 2 or len(keys) == 1
 
@@ -469,13 +470,13 @@ class PackedSequence:
         ids: (1, rows).
         positions: (1, rows); (kinds, 1, rows) if the model has several kinds.
         cache: its KV cache.
-        kept: number of last rows whose logits are computed.
+        logits: number of last rows whose logits are computed.
     """
 
     ids: torch.Tensor
     positions: torch.Tensor
     cache: Cache
-    kept: int
+    logits: int
 
 
 class PackedForward:
@@ -494,7 +495,7 @@ class PackedForward:
         self._layers = [type(layer) for layer in DynamicCache(config=config).layers]
         self._windows = [number for number, kind in enumerate(self._layers) if kind is DynamicSlidingWindowLayer]
         self._shares = shares_keys(model)
-        self._vocabulary = model.get_input_embeddings().num_embeddings
+        self._vocabulary = ModelLimits.of(model).vocabulary
         self._positions = getattr(config, "max_position_embeddings", None) or 1 << 62
 
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PackedSequence | None:
@@ -505,8 +506,8 @@ class PackedForward:
         """
         if args or not all(name in _READ or _says_nothing(name, value) for name, value in kwargs.items()):
             return None
-        ids, cache, kept = kwargs.get("input_ids"), kwargs.get(CACHE_ARGUMENT), kwargs.get("logits_to_keep", 0)
-        if not _is_row(ids) or type(kept) is not int or kept < 0 or not self._knows(cache):
+        ids, cache, last = kwargs.get("input_ids"), kwargs.get(CACHE_ARGUMENT), kwargs.get("logits_to_keep", 0)
+        if not _is_row(ids) or type(last) is not int or last < 0 or not self._knows(cache):
             return None
         before, rows = cache.get_seq_length(), ids.shape[1]
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
@@ -516,7 +517,7 @@ class PackedForward:
             return None
         if mask is not None and (mask.shape != (1, before + rows) or not bool(mask.all())):
             return None
-        return PackedSequence(ids, positions, cache, min(kept, rows) or rows)
+        return PackedSequence(ids, positions, cache, min(last, rows) or rows)
 
     def fitting(self, sequences: Sequence[PackedSequence]) -> list[bool]:
         """Whether each sequence matches the first one and has valid ids and positions.
@@ -536,7 +537,7 @@ class PackedForward:
 
     def attending(self) -> AbstractContextManager[None]:
         """The context for several forwards that take turns."""
-        return attention_by_text(self._configs)
+        return attention_by_sequence(self._configs)
 
     def __call__(self, sequences: Sequence[PackedSequence]) -> list[Any]:
         """Run one pass; returns for each sequence the output that the model's forward would return for it alone.
@@ -546,13 +547,13 @@ class PackedForward:
         """
         lengths = [sequence.ids.shape[1] for sequence in sequences]
         cache = PackedCache([sequence.cache for sequence in sequences], lengths, self._shares, self._file)
-        with self._model.streamer.memory_explained(), self.attending(), texts_of(cache):
+        with self._model.streamer.memory_explained(), self.attending(), sequences_of(cache):
             # bypasses the model's own call, which would wait for this very pass
             output = nn.Module.__call__(
                 self._model,
                 input_ids=torch.cat([sequence.ids for sequence in sequences], 1),
                 position_ids=torch.cat([sequence.positions for sequence in sequences], -1),
-                logits_to_keep=_kept_rows(sequences, lengths),
+                logits_to_keep=_logit_rows(sequences, lengths),
                 **{CACHE_ARGUMENT: cache, **_EXPECTED},
             )
         cache.finish()
@@ -560,7 +561,7 @@ class PackedForward:
         unknown = output.keys() - {"logits", CACHE_ARGUMENT}
         if unknown:
             raise NotPackable(f"the model returned unknown values: {', '.join(sorted(unknown))}")
-        parts = logits.split([sequence.kept for sequence in sequences], 1)
+        parts = logits.split([sequence.logits for sequence in sequences], 1)
         return [
             kind(logits=part, **{CACHE_ARGUMENT: sequence.cache})
             for sequence, part in zip(sequences, parts, strict=True)
@@ -571,7 +572,7 @@ class PackedForward:
         if type(cache) is not DynamicCache or cache.offloading or list(map(type, cache.layers)) != self._layers:
             return False
         records = any(getattr(cache.layers[number], "record_past", False) for number in self._windows)
-        return not records and all(map(_is_one_text, cache.layers))
+        return not records and all(map(_is_one_sequence, cache.layers))
 
 
 def _is_row(value: Any) -> TypeGuard[torch.Tensor]:
@@ -585,11 +586,11 @@ def _says_nothing(name: str, value: Any) -> bool:
     return value is None or (name in _EXPECTED and value is _EXPECTED[name]) or (name in _NOTHING and value == {})
 
 
-def _kept_rows(sequences: Sequence[PackedSequence], lengths: Sequence[int]) -> torch.Tensor:
+def _logit_rows(sequences: Sequence[PackedSequence], lengths: Sequence[int]) -> torch.Tensor:
     """Indices of the rows whose logits are computed."""
     rows: list[int] = []
     end = 0
     for sequence, length in zip(sequences, lengths, strict=True):
         end += length
-        rows += range(end - sequence.kept, end)
+        rows += range(end - sequence.logits, end)
     return torch.tensor(rows)

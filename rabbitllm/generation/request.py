@@ -1,13 +1,14 @@
-"""Requests, their options, events and results, and what of a model bounds them.
+"""Requests and their results, and the bounds that a model sets to them.
 
-A request is answered by events, in this order: any number of `Delta`, then one of `Finished` and `Failed`.
+Both executors take a `Request` and give a `Result`: `session` runs one sequence in the caller's thread, `batch` runs
+many. A batch reports a request by events: any number of `Delta`, then a `Result`, or `Failed` after an error.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 512
 """Default number of tokens to generate."""
-
-
+SEEDS = (1 << 63) - 1
+"""The largest seed; larger ones and negative ones are cut to these bits."""
 MEDIA_BYTES = 1 << 30
 """Limit of the tensors of pictures and sounds of all requests that wait or run; a single request may have more."""
 
@@ -48,7 +49,7 @@ class Sampling:
 
     Attributes:
         temperature: 0 for greedy decoding; None is greedy too, unless `top_p` is given.
-        top_p: choose among the likeliest tokens whose probabilities add up to this.
+        top_p: choose among the most likely tokens whose probabilities add up to this.
         seed: seed of the random numbers.
     """
 
@@ -64,12 +65,16 @@ class Sampling:
         if self.temperature is not None and self.temperature < 0:
             raise OptionError(f"temperature={self.temperature} is negative.", "Use 0 for greedy decoding, or more.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise OptionError(f"top_p={self.top_p} is not a probability.", "Use a value above 0 and up to 1.")
+            raise OptionError(f"top_p={self.top_p} is out of range.", "It must be above 0 and at most 1.")
 
     @property
     def samples(self) -> bool:
         """Whether tokens are sampled, not chosen greedily."""
         return self.temperature != 0 and (self.temperature is not None or self.top_p is not None)
+
+    def nth(self, number: int) -> Sampling:
+        """The sampling of one of several requests with the same options: each has its own seed, counted from 0."""
+        return self if self.seed is None else replace(self, seed=(self.seed + number) & SEEDS)
 
     def arguments(self) -> dict[str, Any]:
         """Arguments for `generate`."""
@@ -84,7 +89,7 @@ class PromptMedia:
     """Pictures or sounds of a prompt, as its processor made them; equal to itself only.
 
     Attributes:
-        tensors: arguments of `generate` besides the token ids; floating-point ones in the model's dtype.
+        tensors: arguments of `generate` in addition to the token ids; floating-point ones in the model's dtype.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -117,7 +122,7 @@ class Prompt:
     """A prompt as a model reads it.
 
     Attributes:
-        ids: token ids, with the places of pictures and sounds.
+        ids: token ids, including the placeholders of pictures and sounds.
         media: pictures and sounds; None for text alone.
     """
 
@@ -134,9 +139,9 @@ class Request:
         max_new_tokens: maximum number of tokens to generate.
         sampling: how tokens are chosen; greedily if its temperature is 0.
         stop: stop strings, at which the answer ends; they are not part of it.
-        likeliest: number of likeliest tokens whose log probabilities are reported with the chosen token's; None for
-            no probabilities at all.
-        seconds: time limit from submission to the end; None for no limit.
+        top_logprobs: number of most likely tokens whose log probabilities are reported with that of the chosen token;
+            None for no probabilities at all. Only in a batch.
+        seconds: time limit from submission to the end; None for no limit. Only in a batch.
         media: pictures and sounds of the prompt; None for text alone.
     """
 
@@ -144,32 +149,25 @@ class Request:
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
-    likeliest: int | None = None
+    top_logprobs: int | None = None
     seconds: float | None = None
     media: PromptMedia | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Likelihood:
-    """A token and the natural logarithm of its probability, before temperature and the like."""
-
-    token: int
-    logprob: float
-
-
-@dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A generated token.
+    """A token and its probability.
 
     Attributes:
         token: its id.
-        logprob: natural logarithm of its probability, before temperature and the like; None if not requested.
-        likeliest: the likeliest tokens at its position, in descending order; see `Request.likeliest`.
+        logprob: natural logarithm of its probability, before temperature and top_p; None if not requested.
+        top_logprobs: of a generated token, the most likely tokens at its position in descending order; see
+            `Request.top_logprobs`.
     """
 
     token: int
     logprob: float | None = None
-    likeliest: tuple[Likelihood, ...] = ()
+    top_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,44 +184,7 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """The end of an answer.
-
-    Attributes:
-        ended: the finish reason.
-        stop: the stop string that was generated, or None.
-        prompt_tokens: number of tokens of the prompt.
-        kept_tokens: how many of these were taken from the prefix cache.
-        new_tokens: number of generated tokens, the last one included.
-        seconds: time from submission to the end.
-        first: seconds from submission to the first token; None if none was generated.
-    """
-
-    ended: FinishReason
-    stop: str | None
-    prompt_tokens: int
-    kept_tokens: int
-    new_tokens: int
-    seconds: float
-    first: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The end of an answer by an error.
-
-    Attributes:
-        error: the error; it concerns only this request, unless the weights could not be read.
-    """
-
-    error: Exception
-
-
-Event = Delta | Finished | Failed
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerWork:
+class Work:
     """The work of an answer.
 
     Attributes:
@@ -238,9 +199,9 @@ class AnswerWork:
     moved: Mapping[str, int] = field(default_factory=dict)
     experts: Mapping[str, int] = field(default_factory=dict)
 
-    def plus(self, other: AnswerWork) -> AnswerWork:
+    def plus(self, other: Work) -> Work:
         """The sum of both."""
-        return AnswerWork(
+        return Work(
             self.passes + other.passes,
             self.tokens + other.tokens,
             dict(Counter(self.moved) + Counter(other.moved)),
@@ -249,18 +210,19 @@ class AnswerWork:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """The whole answer to a prompt.
+class Result:
+    """The whole answer to a request.
 
     Attributes:
-        text: the generated text, without special tokens.
+        text: the generated text, without special tokens and without the stop string.
         tokens: ids that were generated, special ones included.
         prompt_tokens: number of tokens of the prompt.
         finish: why it ended.
         first_seconds: time to the first token; None if none was generated.
-        seconds: time to the last token.
+        seconds: time to the last token; in a batch, to the end.
         kept_tokens: how many tokens of the prompt were in the KV cache already.
-        work: passes and bytes; all zero for a model without a profiler.
+        stop: the stop string that was generated, or None.
+        work: passes and bytes; all zero for a model without a profiler, and in a batch.
     """
 
     text: str
@@ -270,7 +232,8 @@ class Answer:
     first_seconds: float | None
     seconds: float
     kept_tokens: int = 0
-    work: AnswerWork = field(default_factory=AnswerWork)
+    stop: str | None = None
+    work: Work = field(default_factory=Work)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -278,6 +241,20 @@ class Answer:
         if self.first_seconds is None or len(self.tokens) < 2 or self.seconds <= self.first_seconds:
             return None
         return (len(self.tokens) - 1) / (self.seconds - self.first_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The end of an answer by an error.
+
+    Attributes:
+        error: the error; it concerns only this request, unless the weights could not be read.
+    """
+
+    error: Exception
+
+
+Event = Delta | Result | Failed
 
 
 @dataclass(slots=True)
@@ -291,7 +268,7 @@ class BatchStats:
         cache_bytes: size of all KV caches in memory now, the prefix cache included.
         cache_limit_bytes: limit of `cache_bytes`.
         passes: number of passes.
-        prompt_tokens, kept_tokens, new_tokens: totals of all requests; see `Finished`.
+        prompt_tokens, kept_tokens, new_tokens: totals of all requests.
         pass_seconds: total time of passes.
         disk_seconds, copy_seconds: part of it spent waiting for the disk, and for copies from host memory.
         streamed_bytes: bytes of weights streamed for passes.
@@ -339,13 +316,13 @@ class Limits:
         chunk: tokens of one prompt in a pass, so that a long prompt does not block other requests; several prompts
             together may have more, see `scheduler.TokenBudget`.
         exact: compute each request's rows separately: in any dtype it gets the same tokens as alone, but slower.
-        aside_bytes: limit of KV caches of preempted requests, swapped out to RAM or a file until there is room again;
+        swap_bytes: limit of KV caches of preempted requests, swapped out to RAM or a file until there is room again;
             None for four times `cache_bytes`, 0 to recompute them each time. See `swap.py`.
-        aside_folder: folder of such files; None for a folder of temporary files that is not in memory.
-        file_bytes: limit of KV caches of running requests in a file in `aside_folder`, used if a pass reads more bytes
+        swap_folder: folder of such files; None for a folder of temporary files that is not in memory.
+        file_bytes: limit of KV caches of running requests in a file in `swap_folder`, used if a pass reads more bytes
             of weights than memory has for KV caches; None for a quarter of the free space there, 0 for none. See
             `cache_file.py`.
-        in_bulk: optimize throughput, not the latency of single answers: a pass takes as many prompt tokens as memory
+        throughput: optimize throughput, not the latency of single answers: a pass takes as many prompt tokens as memory
             allows, and its sequences go through each layer in parts.
     """
 
@@ -354,9 +331,9 @@ class Limits:
     cache_bytes: int | None = None
     chunk: int = 512
     exact: bool = False
-    aside_bytes: int | None = None
-    aside_folder: Path | None = None
-    in_bulk: bool = False
+    swap_bytes: int | None = None
+    swap_folder: Path | None = None
+    throughput: bool = False
     file_bytes: int | None = 0
 
     def __post_init__(self) -> None:
@@ -368,13 +345,13 @@ class Limits:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise OptionError(f"{name}={value}; expected at least 1.", "Use 1 or more.")
-        for name in ("aside_bytes", "file_bytes"):
+        for name in ("swap_bytes", "file_bytes"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise OptionError(f"{name}={value}; expected 0 or more.", "Use 0 for none.")
-        if self.aside_folder is not None and not (self.aside_folder.is_dir() and is_writable(self.aside_folder)):
+        if self.swap_folder is not None and not (self.swap_folder.is_dir() and is_writable(self.swap_folder)):
             raise OptionError(
-                f"No swap file for KV caches can be created in {self.aside_folder}.",
+                f"No swap file for KV caches can be created in {self.swap_folder}.",
                 "Use an existing folder that is writable.",
             )
 
@@ -419,45 +396,92 @@ def end_tokens(model: StreamedModel) -> list[int]:
 
 
 def generate_arguments(
-    model: StreamedModel, ends: list[int], sampling: Sampling, max_new_tokens: int
+    model: StreamedModel, request: Request, tokens: Sequence[int] = (), cache: Any = None
 ) -> dict[str, Any]:
-    """Arguments for `generate`, for one answer with the model's tokenizer.
+    """Arguments for transformers' `generate`, as both executors call it for one sequence.
 
     Args:
         model: a model with its `tokenizer`.
-        ends: see `end_tokens`.
-        sampling: how tokens are chosen.
-        max_new_tokens: maximum number of tokens to generate.
+        request: the request.
+        tokens: tokens that were generated before this call.
+        cache: KV cache to continue; None leaves it to `generate`.
     """
-    pad = tokenizer_of(model).pad_token_id
+    import torch
+
+    from rabbitllm.generation.kv_cache import CACHE_ARGUMENT
+
+    ids = torch.tensor([[*request.prompt, *tokens]], device=model.device)
+    ends, pad = end_tokens(model), tokenizer_of(model).pad_token_id
     return {
-        "max_new_tokens": max_new_tokens,
+        "inputs": ids,
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": request.max_new_tokens - len(tokens),
         "num_beams": 1,  # a checkpoint may recommend more, which cannot be streamed
+        "num_return_sequences": 1,
+        "return_dict_in_generate": False,
+        "use_cache": True,
         "eos_token_id": ends or None,
         "pad_token_id": pad if pad is not None else next(iter(ends), 0),
-        **sampling.arguments(),
+        **({} if cache is None else {CACHE_ARGUMENT: cache, "cache_implementation": None}),
+        **({} if request.media is None else request.media.arguments(ids.shape[1], ids.device)),
+        **request.sampling.arguments(),
     }
 
 
-def context_of(model: StreamedModel) -> int | None:
-    """Tokens that a prompt and its answer may have together; None if the model sets no limit."""
-    found = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return found if isinstance(found, int) and found > 0 else None
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """Bounds that a model sets to prompts.
 
-
-def most_new_tokens(context: int | None, prompt_tokens: int, asked: int | None, usual: int = MAX_TOKENS) -> int:
-    """How many tokens may follow a prompt: `asked`, by default `usual` limited by the rest of the context.
-
-    Raises:
-        OptionError: prompt and answer exceed the model's context.
+    Attributes:
+        context: maximum tokens of a prompt and its answer together; None if the model sets no limit.
+        vocabulary: number of token ids.
     """
-    if context is None:
-        return asked if asked is not None else usual
-    left = context - prompt_tokens
-    if left < (asked or 1):
-        new = f" and {asked:,} new tokens were requested" if asked is not None else ""
-        raise OptionError(
-            f"The prompt has {prompt_tokens:,} tokens{new}; the model's context has {context:,}.",
-            "Shorten the prompt." if left < 1 else f"Shorten the prompt, or request at most {left:,} new tokens.",
-        )
-    return asked if asked is not None else min(usual, left)
+
+    context: int | None
+    vocabulary: int
+
+    @classmethod
+    def of(cls, model: StreamedModel) -> ModelLimits:
+        """The bounds of a model."""
+        context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        is_set = isinstance(context, int) and context > 0
+        return cls(context if is_set else None, model.get_input_embeddings().num_embeddings)
+
+    def check_ids(self, ids: Sequence[int], name: str = "The prompt") -> None:
+        """Check token ids.
+
+        Args:
+            ids: the ids.
+            name: name of the text in messages.
+
+        Raises:
+            OptionError: there are none, or one is not in the vocabulary.
+        """
+        if not ids:
+            raise OptionError(f"{name} has no tokens.", "Use a longer text.")
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        if not 0 <= wrong < self.vocabulary:
+            raise OptionError(f"{name} has the token {wrong}; the model's vocabulary has {self.vocabulary:,} tokens.")
+
+    def new_tokens(self, prompt_tokens: int, wanted: int | None, usual: int = MAX_TOKENS, *, cut: bool = False) -> int:
+        """How many tokens may follow a prompt: `wanted`, by default `usual` limited by the rest of the context.
+
+        Args:
+            prompt_tokens: number of tokens of the prompt.
+            wanted: number of tokens that the request wants; None for the default.
+            usual: the default.
+            cut: whether a larger `wanted` is cut to the rest of the context, and not refused.
+
+        Raises:
+            OptionError: prompt and answer exceed the model's context.
+        """
+        if self.context is None:
+            return usual if wanted is None else wanted
+        left = self.context - prompt_tokens
+        if left < (1 if cut or wanted is None else wanted):
+            new = f" and {wanted:,} new tokens were requested" if wanted is not None and not cut else ""
+            raise OptionError(
+                f"The prompt has {prompt_tokens:,} tokens{new}; the model's context has {self.context:,}.",
+                "Shorten the prompt." if left < 1 else f"Shorten the prompt, or request at most {left:,} new tokens.",
+            )
+        return min(usual if wanted is None else wanted, left)

@@ -1,4 +1,4 @@
-"""Decides which sequences take part in the next pass, are admitted, or are preempted, and keeps them in two queues.
+"""Decides which sequences compute in the next pass, are admitted, or are preempted, and keeps them in two queues.
 
     order      first come, first served; preempted sequences come first
     a pass     every sequence in decode, and as many prompt tokens as keep the pass short (chunked prefill)
@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from collections import abc, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,10 +26,10 @@ from rabbitllm.base.forks import own_lock
 from rabbitllm.base.terminal import size
 from rabbitllm.engine.devices import OutOfDeviceMemory
 from rabbitllm.errors import BatchError, BusyError, ClosedError
-from rabbitllm.generation.cache_manager import CacheManager, CachePlace
-from rabbitllm.generation.joint_pass import JointPasses
+from rabbitllm.generation.cache_manager import CacheAllocation, CacheManager
+from rabbitllm.generation.model_runner import ModelRunner
 from rabbitllm.generation.request import MEDIA_BYTES, BatchStats, FinishReason, Limits
-from rabbitllm.generation.sequence import Sequence, SequenceLength
+from rabbitllm.generation.sequence import Sequence
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
@@ -81,12 +81,12 @@ class TokenBudget:
         return min(max(chunk, int(self.least / max(self.each, 1e-9))), MAX_TOKENS)
 
 
-def take_part(tokens: abc.Sequence[int], budget: int) -> list[int]:
-    """Indices of the sequences that take part in the next pass, in ascending order.
+def within_budget(tokens: abc.Sequence[int], budget: int) -> list[int]:
+    """Indices of the sequences that compute in the next pass, in ascending order.
 
     Args:
         tokens: number of tokens that each sequence brings; one for a sequence in decode.
-        budget: maximum prompt tokens in a pass; the first prompt takes part in any case.
+        budget: maximum prompt tokens in a pass; the first prompt is computed in any case.
     """
     found = []
     left = budget
@@ -99,30 +99,15 @@ def take_part(tokens: abc.Sequence[int], budget: int) -> list[int]:
     return found
 
 
-def excess(running: abc.Sequence[SequenceLength], cost: Callable[[int], int], limit: int) -> int:
-    """How many running sequences, counted from the last, are preempted before the next pass.
-
-    Args:
-        running: sequences in the order in which they were admitted.
-        cost: function from tokens to bytes of the KV cache.
-        limit: limit in bytes.
-    """
-    needed = [cost(one.tokens + 1) for one in running]
-    count = 0
-    while count < len(running) - 1 and sum(needed[: len(needed) - count]) > limit:
-        count += 1
-    return count
-
-
-def retry_after(waiting: int, most_running: int, seconds: float) -> float:
+def retry_after(waiting: int, max_running: int, seconds: float) -> float:
     """Estimated seconds until a new request can be accepted, from 1 to 600.
 
     Args:
         waiting: number of waiting requests.
-        most_running: maximum number of running requests.
+        max_running: maximum number of running requests.
         seconds: recent duration of a request.
     """
-    return min(max(1.0, seconds * max(waiting, 1) / max(most_running, 1)), 600.0)
+    return min(max(1.0, seconds * max(waiting, 1) / max(max_running, 1)), 600.0)
 
 
 class Scheduler:
@@ -142,14 +127,14 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.caches = CacheManager(model, limits, self.running)
         self.totals = BatchStats()
-        self._passes = JointPasses(model, exact=limits.exact, max_rows=self.caches.memory.rows, file=self.caches.file)
+        self._runner = ModelRunner(model, exact=limits.exact, max_rows=self.caches.memory.rows, file=self.caches.file)
         self._limits = limits
         self._waiting: deque[Sequence] = deque()
         self._budget = TokenBudget()
-        self._most = float(limits.running)  # sequences for which devices had enough memory lately
+        self._max_running = float(limits.running)  # sequences for which devices had enough memory lately
         self._lately = 1.0  # moving average of the seconds that a request took
         self._closing: float | None = None  # time at which unfinished requests are cancelled
-        self._holders = 0
+        self._pauses = 0
         self._change = own_lock(threading.Condition())
 
     # in any thread ---------------------------------------------------------------------------------------------------
@@ -194,15 +179,15 @@ class Scheduler:
             self._change.notify_all()
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Start no pass while the context is open; new requests wait."""
         with self._change:
-            self._holders += 1
+            self._pauses += 1
         try:
             yield
         finally:
             with self._change:
-                self._holders -= 1
+                self._pauses -= 1
                 self._change.notify_all()
 
     @contextlib.contextmanager
@@ -231,10 +216,10 @@ class Scheduler:
     # in the batch's thread -------------------------------------------------------------------------------------------
 
     def wait(self) -> bool:
-        """Wait while there are no requests or the queue is held; False once it is closed and empty."""
+        """Wait while there are no requests or the queue is paused; False once it is closed and empty."""
         with self._change:
-            while self._holders or not (self.running or self._waiting):
-                if self._closing is not None and not self._holders:
+            while self._pauses or not (self.running or self._waiting):
+                if self._closing is not None and not self._pauses:
                     return False
                 self._change.wait()
         return True
@@ -244,10 +229,9 @@ class Scheduler:
         chosen = self.schedule()
         if chosen:
             made = sum(len(sequence.tokens) for sequence in self.running)
-            members = [sequence.member for sequence in chosen if sequence.member is not None]
-            tokens = sum(member.tokens for member in members)
+            tokens = sum(sequence.next_tokens for sequence in chosen)
             start = time.perf_counter()
-            self._passes.run(members)
+            self._runner.run([one.coroutine for one in chosen if one.coroutine is not None])
             seconds = time.perf_counter() - start
             self._budget = self._budget.after(tokens, seconds)
             self.totals.passes += 1
@@ -255,38 +239,37 @@ class Scheduler:
             self.totals.new_tokens += sum(len(sequence.tokens) for sequence in self.running) - made
             self.caches.measure()
             for sequence in reversed(self.caches.lost()):
-                if sequence.member is not None and not sequence.member.dead:
+                if not sequence.has_ended:
                     self.preempt(sequence)
             self._fit_memory(chosen)
-        for sequence in [one for one in self.running if one.member is None or one.member.dead]:
-            error = sequence.member.error if sequence.member is not None else None
-            self.finish(sequence, error or sequence.finish_reason or FinishReason.LENGTH)
+        for sequence in [one for one in self.running if one.has_ended]:
+            self.finish(sequence, sequence.error or sequence.finish_reason or FinishReason.LENGTH)
 
     def _fit_memory(self, chosen: abc.Sequence[Sequence]) -> None:
         """After a pass that needed more memory than a device has left, compute its sequences again, half at a time."""
-        failed = [one for one in chosen if one.member is not None and isinstance(one.member.error, OutOfDeviceMemory)]
+        failed = [one for one in chosen if isinstance(one.error, OutOfDeviceMemory)]
         if not failed:
-            self._most = min(self._most + 1 / PASSES_FOR_ONE_MORE, self._limits.running)
+            self._max_running = min(self._max_running + 1 / PASSES_FOR_ONE_MORE, self._limits.running)
         elif len(self.running) > 1:
-            self._most = max(len(chosen) // 2, 1)
+            self._max_running = max(len(chosen) // 2, 1)
             logger.warning(
-                "A pass over %d sequences needed too much memory; at most %d from now on.", len(chosen), self._most
+                "A pass with %d sequences ran out of memory; the limit is now %d.", len(chosen), self._max_running
             )
             for sequence in reversed(failed):
                 self.preempt(sequence)
-            self.caches.forget_finished()
+            self.caches.evict_all()
 
     def schedule(self) -> list[Sequence]:
-        """Finish unwanted sequences, preempt and admit others, and choose those that take part in the next pass."""
+        """Finish unwanted sequences, preempt and admit others, and choose those that compute in the next pass."""
         for sequence, why in self.unwanted():
             self.finish(sequence, why)
         self._preempt_excess()
         self._admit()
-        ready = [(one, one.member.tokens) for one in self.running if one.member is not None and one.member.is_outside]
+        ready = [one for one in self.running if one.next_tokens]
         budget = self.caches.memory.max_tokens
-        if not self._limits.in_bulk:
+        if not self._limits.throughput:
             budget = min(self._budget.prompt_tokens(self.caches.chunk), budget)
-        return [ready[index][0] for index in take_part([tokens for _, tokens in ready], budget)]
+        return [ready[index] for index in within_budget([one.next_tokens for one in ready], budget)]
 
     def unwanted(self) -> list[tuple[Sequence, FinishReason]]:
         """Sequences that are cancelled or past their deadline, each with its finish reason."""
@@ -301,15 +284,13 @@ class Scheduler:
 
     def _preempt_excess(self) -> None:
         """Preempt sequences whose KV caches exceed the memory limit."""
-        memory = self.caches.memory
         self.caches.evict()
-        near, filed = self.caches.parted()
-        count = excess([one.length for one in near], memory.bytes_for, self.caches.left_to_near(filed))
-        for sequence in reversed(near[len(near) - count :]):
+        for sequence in self.caches.over_limit():
             if not self.caches.to_file(sequence):
                 self.preempt(sequence)
-        near, _ = self.caches.parted()
-        if len(self.running) == 1 and near and memory.now([near[0].length]) > memory.limit:
+        in_memory, _ = self.caches.by_location()
+        memory = self.caches.memory
+        if len(self.running) == 1 and in_memory and memory.next_bytes([in_memory[0].length]) > memory.limit:
             self.finish(self.running[0], FinishReason.LENGTH)  # no other request is left to preempt
 
     def _admit(self) -> None:
@@ -318,18 +299,18 @@ class Scheduler:
         if not waiting:
             self.caches.from_file()
         for number, sequence in enumerate(waiting):
-            free = min(self.caches.memory.max_sequences, int(self._most)) - len(self.running)
+            free = min(self.caches.memory.max_sequences, int(self._max_running)) - len(self.running)
             if free <= 0:
                 return
-            place = self.caches.place(sequence, min(free, len(waiting) - number) - 1)
-            if place is CachePlace.NOWHERE:
+            allocation = self.caches.allocation(sequence, min(free, len(waiting) - number) - 1)
+            if allocation is CacheAllocation.LATER:
                 return  # admitting smaller requests behind it would keep it waiting for ever
-            if self.caches.allocate(sequence, in_file=place is CachePlace.FILE):
+            if self.caches.allocate(sequence, in_file=allocation is CacheAllocation.FILE):
                 self.resume(sequence)
 
     def resume(self, sequence: Sequence) -> None:
         """Move a waiting sequence, which may have been preempted, to the running ones."""
-        sequence.start(self._passes, self.caches.prompt_chunk if sequence.request.media is None else None)
+        sequence.start(self._runner.coroutines, self.caches.prompt_chunk if sequence.request.media is None else None)
         with self._change:
             self._waiting.remove(sequence)
             self.running.append(sequence)
@@ -337,7 +318,7 @@ class Scheduler:
     def preempt(self, sequence: Sequence) -> None:
         """Move a running sequence to the front of the queue, and swap out its KV cache."""
         cache = self.caches.resumable(sequence)
-        sequence.stop(self._passes)
+        sequence.stop(self._runner.coroutines)
         self.caches.swap_out(sequence, cache)
         self.totals.preempted += 1
         with self._change:
@@ -346,7 +327,7 @@ class Scheduler:
 
     def finish(self, sequence: Sequence, how: BaseException | FinishReason) -> None:
         """Remove a sequence, report its end, and keep its KV cache as a prefix cache."""
-        sequence.stop(self._passes)
+        sequence.stop(self._runner.coroutines)
         with self._change:
             (self.running if sequence in self.running else self._waiting).remove(sequence)
         self.caches.drop(sequence)
@@ -369,5 +350,5 @@ class Scheduler:
         self.close(0.0)
         for sequence in (*self.running, *self.waiting):
             self.finish(sequence, how)
-        self._passes.close()
+        self._runner.coroutines.close()
         self.caches.close()

@@ -1,6 +1,6 @@
 """A request that is being generated: its tokens, its KV cache, its random numbers and its events.
 
-Runs in the batch's thread. A stopping criterion of `generate` receives every token as soon as it is chosen. A sequence
+Runs in the batch's thread. A stopping criterion of `generate` receives every token once it is chosen. A sequence
 ends at the model's end tokens, at a stop string or at its maximum length. It leaves `generate` by an exception, which
 saves the pass for a token that is not needed. Preempted, it keeps its tokens and continues behind them.
 """
@@ -18,16 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from rabbitllm.generation.joint_pass import JointPasses, Member
-from rabbitllm.generation.kv_cache import CACHE_ARGUMENT
+from rabbitllm.generation.coroutines import Coroutine, Coroutines
 from rabbitllm.generation.request import (
     Delta,
     Event,
     Failed,
-    Finished,
     FinishReason,
-    Likelihood,
     Request,
+    Result,
     TokenLogprob,
     end_tokens,
     generate_arguments,
@@ -41,8 +39,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-AHEAD_TOKENS = 64
-"""Number of future tokens of every sequence for which room is reserved, so that it is not preempted at once."""
+RESERVED_TOKENS = 64
+"""Number of future tokens for which each sequence reserves memory, so that it is not preempted at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +56,9 @@ class SequenceLength:
     room: int
 
     @property
-    def soon(self) -> int:
-        """Number of tokens after the next `AHEAD_TOKENS`, limited by `room`."""
-        return self.tokens + min(self.room, AHEAD_TOKENS)
+    def reserved(self) -> int:
+        """Number of tokens after the next `RESERVED_TOKENS`, limited by `room`."""
+        return self.tokens + min(self.room, RESERVED_TOKENS)
 
 
 class _Over(Exception):
@@ -82,7 +80,7 @@ class Sequence:
         kept_tokens: number of prompt tokens taken from the prefix cache.
         cache: its KV cache, a `DynamicCache`; None leaves it to `generate`.
         swapped_out: its KV cache, if it was preempted and the cache is swapped out.
-        member: its member of the joint passes, while it runs.
+        coroutine: its suspended call of `generate`, while it runs.
         is_cancelled: whether it was cancelled.
         deadline: deadline in `time.monotonic()`; None for no limit.
         finish_reason: None until it has ended.
@@ -96,7 +94,7 @@ class Sequence:
         self.kept_tokens = 0
         self.cache: Any = None
         self.swapped_out: SwappedOutCache | None = None
-        self.member: Member | None = None
+        self.coroutine: Coroutine | None = None
         self.is_cancelled = False
         self._submitted = time.monotonic()
         self.deadline = self._submitted + request.seconds if request.seconds is not None else None
@@ -108,7 +106,7 @@ class Sequence:
         self._ends = end_tokens(model)
         self._pieces: list[str] = []
         self._stream = TextStream(tokenizer_of(model), self._pieces.append, stops=request.stop)
-        self._logprobs = _Logprobs() if request.likeliest is not None else None
+        self._logprobs = _Logprobs() if request.top_logprobs is not None else None
         self._random = _seeded(request.sampling.seed, model.device) if request.sampling.samples else None
 
     def cancel(self) -> None:
@@ -129,7 +127,7 @@ class Sequence:
 
     @property
     def cached_tokens(self) -> int:
-        """How many tokens its cache has; 0 without one."""
+        """Number of tokens in its cache; 0 without one."""
         return self.cache.get_seq_length() if self.cache is not None else 0
 
     @property
@@ -137,6 +135,21 @@ class Sequence:
         """Its prompt, if that is not completely in its cache yet."""
         prompt = self.request.prompt
         return prompt if self.cache is not None and self.cached_tokens < len(prompt) else None
+
+    @property
+    def next_tokens(self) -> int:
+        """Number of tokens that it brings into the next pass; 0 if it does not wait for one."""
+        return self.coroutine.tokens if self.coroutine is not None and self.coroutine.is_outside else 0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has left `generate`."""
+        return self.coroutine is None or bool(self.coroutine.dead)
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error by which it has left `generate`, if any."""
+        return self.coroutine.error if self.coroutine is not None else None
 
     def resumable_cache(self, *, continues: bool) -> Any | None:
         """The KV cache from which `generate` can continue: of all tokens except those of the next pass.
@@ -147,90 +160,79 @@ class Sequence:
             continues: whether the model can continue the cache with several tokens at once; otherwise the next pass
                 must have one token.
         """
-        if self.request.media is not None or self.member is None or not self.member.is_outside:
+        if self.request.media is not None or self.coroutine is None or not self.coroutine.is_outside:
             return None  # its positions depend on the pictures, so it begins again with them
-        entry, cache = self.member.brings
+        entry, cache = self.coroutine.inputs
         if not entry.past or entry.past >= self.length.tokens or not (continues or entry.length == 1):
             return None
         return cache
 
-    def start(self, passes: JointPasses, chunk: int | None) -> None:
+    def start(self, coroutines: Coroutines, chunk: int | None) -> None:
         """Begin to generate, or continue behind the tokens of an earlier run; it stops before its first pass.
 
         Args:
-            passes: the passes to take part in.
+            coroutines: the coroutines of its batch.
             chunk: tokens of the prompt to prefill in one pass; None for all.
         """
         reads_media = self.request.media is not None
-        self.member = passes.add(lambda: self._generate(chunk), self._swap_random_state, reads_media=reads_media)
+        self.coroutine = coroutines.add(lambda: self._generate(chunk), self._swap_random_state, reads_media=reads_media)
 
-    def stop(self, passes: JointPasses) -> None:
-        """Leave the passes, between two of them."""
-        if self.member is not None and not self.member.dead:
-            passes.take_out(self.member)
-        self.member = None  # its stack holds much memory, and the caller may keep the sequence
+    def stop(self, coroutines: Coroutines) -> None:
+        """Stop generating, between two passes."""
+        if self.coroutine is not None and not self.has_ended:
+            coroutines.cancel(self.coroutine)
+        self.coroutine = None  # its stack holds much memory, and the caller may keep the sequence
 
-    def finish(self, reason: FinishReason) -> Finished:
-        """Report the text that was held back, and the result."""
+    def finish(self, reason: FinishReason) -> Result:
+        """Report the text that was withheld, and the result."""
         if self.finish_reason is None:
             self.finish_reason = reason
             self._stream.end()
             if self._pieces:
-                self._tell(Delta("".join(self._pieces), ()))
-        finished = Finished(
-            self.finish_reason,
-            self._stream.stop,
+                self._report(Delta("".join(self._pieces), ()))
+        result = Result(
+            self._stream.text,
+            tuple(self.tokens),
             len(self.request.prompt),
-            self.kept_tokens,
-            len(self.tokens),
-            time.monotonic() - self._submitted,
+            self.finish_reason,
             None if self._first is None else self._first - self._submitted,
+            time.monotonic() - self._submitted,
+            self.kept_tokens,
+            self._stream.stop,
         )
-        self._tell(finished)
+        self._report(result)
         self._notify = None  # breaks the reference cycle with the caller
-        return finished
+        return result
 
     def fail(self, error: Exception) -> None:
         """Report that it has failed."""
-        self._tell(Failed(error))
+        self._report(Failed(error))
         self._notify = None
 
-    def _tell(self, event: Event) -> None:
+    def _report(self, event: Event) -> None:
         try:
             if self._notify is not None:
                 self._notify(event)
         except Exception:
-            logger.debug("the client is gone", exc_info=True)
+            logger.debug("The client has disconnected.", exc_info=True)
             self.is_cancelled = True
 
     def _generate(self, chunk: int | None) -> None:
-        room = self.length.room + 1  # `_take` ends it, not `generate`
-        given = generate_arguments(self._model, self._ends, self.request.sampling, room)
-        if self.cache is not None:
-            given |= {CACHE_ARGUMENT: self.cache, "cache_implementation": None}
+        arguments = generate_arguments(self._model, self.request, self.tokens, self.cache)
+        arguments["max_new_tokens"] += 1  # `_take` ends it, not `generate`
+        arguments["stopping_criteria"] = StoppingCriteriaList([_EachToken(self._take)])
         if self._logprobs is not None:
-            given["logits_processor"] = LogitsProcessorList([self._logprobs])
-        given["stopping_criteria"] = StoppingCriteriaList([_EachToken(self._take)])
-        ids = torch.tensor([self.ids], device=self._model.device)
-        if self.request.media is not None:
-            given |= self.request.media.arguments(ids.shape[1], ids.device)
+            arguments["logits_processor"] = LogitsProcessorList([self._logprobs])
         with contextlib.suppress(_Over):
-            self._model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                num_return_sequences=1,
-                use_cache=True,
-                return_dict_in_generate=False,
-                prefill_chunk_size=chunk,
-                **given,
-            )
+            self._model.generate(prefill_chunk_size=chunk, **arguments)
 
     def _take(self, token: int) -> None:
         """Take a token, report the text that it completes, and leave `generate` if it was the last one."""
         if self._first is None:
             self._first = time.monotonic()
-        likeliest = self.request.likeliest
-        chosen = self._logprobs.of(token, likeliest or 0) if self._logprobs is not None else TokenLogprob(token)
+        chosen = TokenLogprob(token)
+        if self._logprobs is not None:
+            chosen = self._logprobs.of(token, self.request.top_logprobs or 0)
         self.tokens.append(token)  # not earlier: without memory for the line above, the token is chosen again
         self._stream.add([token])
         if self._stream.stop is not None or token in self._ends:
@@ -241,12 +243,12 @@ class Sequence:
             self._stream.end()
         text = "".join(self._pieces)
         self._pieces.clear()
-        self._tell(Delta(text, (chosen,)))
+        self._report(Delta(text, (chosen,)))
         if self.finish_reason is not None:
             raise _Over
 
     def _swap_random_state(self, begins: bool) -> None:
-        """Swap in the request's own random state around the choice of a token: called before it and after."""
+        """Swap in the random state of the request around the choice of a token: called before it and after."""
         if self._random is not None:
             other = _random_state(self._model.device)
             _set_random_state(self._random, self._model.device)
@@ -274,14 +276,12 @@ class _Logprobs(LogitsProcessor):  # type: ignore[misc]
         self._logprobs = torch.log_softmax(scores[0].float(), dim=-1)
         return scores
 
-    def of(self, token: int, likeliest: int) -> TokenLogprob:
+    def of(self, token: int, count: int) -> TokenLogprob:
+        """The probability of a token, and those of the `count` most likely ones."""
         assert self._logprobs is not None
-        best = self._logprobs.topk(min(likeliest, len(self._logprobs)))
-        return TokenLogprob(
-            token,
-            float(self._logprobs[token]),
-            tuple(Likelihood(*pair) for pair in zip(best.indices.tolist(), best.values.tolist(), strict=True)),
-        )
+        best = self._logprobs.topk(min(count, len(self._logprobs)))
+        top = map(TokenLogprob, best.indices.tolist(), best.values.tolist())
+        return TokenLogprob(token, float(self._logprobs[token]), tuple(top))
 
 
 def _seeded(seed: int | None, device: torch.device) -> torch.Tensor:

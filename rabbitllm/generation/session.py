@@ -1,7 +1,7 @@
-"""Generation in the caller's thread, one sequence at a time: a single answer, or a chat session.
+"""The direct executor: one sequence at a time, in the caller's thread. A single answer, or a chat.
 
 A session keeps the KV cache from one answer to the next. The prompt of each answer is the whole conversation as ids.
-The cache goes back to the longest prefix that it shares with the prompt, and `generate` continues from there. For a
+The cache is cut to the longest prefix that it shares with the prompt, and `generate` continues from there. For a
 streamed model that is one pass over the new tokens alone. The answer is the same as with an empty cache, except for
 rounding. An answer can be stopped between two layers. The cache keeps all tokens before the pass that was stopped.
 """
@@ -12,30 +12,30 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from rabbitllm.base.terminal import harmless
-from rabbitllm.errors import ChatError
-from rabbitllm.generation.kv_cache import CACHE_ARGUMENT, KeptCache, common_prefix, keeps
-from rabbitllm.generation.media import has_media, media_prompt
+from rabbitllm.errors import ChatError, OptionError
+from rabbitllm.generation.kv_cache import ConversationCache, common_prefix, keeps
 from rabbitllm.generation.request import (
-    Answer,
-    AnswerWork,
     FinishReason,
+    ModelLimits,
     Prompt,
-    PromptMedia,
+    Request,
+    Result,
     Sampling,
+    Work,
     check_generates,
-    context_of,
     end_tokens,
     generate_arguments,
     tokenizer_of,
 )
 from rabbitllm.generation.streams import TextStream
-from rabbitllm.generation.template import PLAIN_END, has_template, prompt_ids
+from rabbitllm.generation.template import SYSTEM, ChatTemplate, PromptRefused
 from rabbitllm.telemetry.passes import EXPERT_TIERS, PINNED_UPLOAD, READ, UPLOAD, PassSums
 
 if TYPE_CHECKING:
@@ -47,13 +47,15 @@ _GREEDY = Sampling()
 WITHOUT_LIMIT = 32_768
 """The most tokens of an answer if neither the caller nor the model's context sets a limit."""
 
+Write = Callable[[str], object]
 
-class _Stopped(Exception):
+
+class Stopped(Exception):
     """Raised between two layers to end the pass of an answer that was stopped."""
 
 
-class _EndOfText(StoppingCriteria):  # type: ignore[misc]
-    """Stops a generation whose text was cut at a stop string."""
+class _AtStopString(StoppingCriteria):  # type: ignore[misc]
+    """Stops a generation whose text has reached a stop string."""
 
     def __init__(self, stream: TextStream) -> None:
         self._stream = stream
@@ -64,87 +66,69 @@ class _EndOfText(StoppingCriteria):  # type: ignore[misc]
         return torch.full((input_ids.shape[0],), is_over, device=input_ids.device, dtype=torch.bool)
 
 
-def answer(
+def generate(
     model: StreamedModel,
-    ids: Any,
-    max_tokens: int,
-    sampling: Sampling,
-    write: Callable[[str], object],
-    first: Callable[[], object] = lambda: None,
-    media: PromptMedia | None = None,
-) -> Answer:
-    """Generate an answer to a prompt. On an interrupt the answer is the text generated until then.
+    request: Request,
+    write: Write,
+    *,
+    cache: Any = None,
+    prompt_done: Callable[[], object] = lambda: None,
+) -> Result:
+    """Generate the answer to a request. On an interrupt or `Stopped` the answer is the text generated until then.
 
     Args:
         model: a model with its `tokenizer`.
-        ids: the prompt, int64 of shape (1, tokens).
-        max_tokens: maximum number of tokens to generate.
-        sampling: how tokens are chosen.
+        request: the request. Random numbers continue the thread's, whatever its seed is.
         write: called with each piece of the text; its exceptions are passed on.
-        first: called once, before the first piece.
-        media: pictures and sounds of the prompt.
+        cache: KV cache to continue; None leaves it to `generate`.
+        prompt_done: called once, before the first piece.
 
     Raises:
-        OptionError: the model generates no text.
         OSError: `write` raised it.
     """
-    check_generates(model)
-    if sampling.seed is not None:
-        torch.manual_seed(sampling.seed)
-    ends = end_tokens(model)
-    stream = TextStream(tokenizer_of(model), write, prompt_done=first)
+    stream = TextStream(tokenizer_of(model), write, stops=request.stop, prompt_done=prompt_done)
+    arguments = generate_arguments(model, request, cache=cache)
+    if request.stop:
+        arguments["stopping_criteria"] = StoppingCriteriaList([_AtStopString(stream)])
+    before = model.profiler.sums
     start = time.perf_counter()
-    is_stopped = False
+    finish = None
     try:
-        _generate(model, ids, stream, generate_arguments(model, ends, sampling, max_tokens), media)
-    except KeyboardInterrupt:
-        is_stopped = True
+        # the tokenizer is for stop strings in the checkpoint's generation config
+        model.generate(streamer=stream, tokenizer=model.tokenizer, **arguments)
+    except (Stopped, KeyboardInterrupt):
+        finish = FinishReason.CANCELLED
         stream.end()
-    return _answer(stream, ids.shape[-1], start, _finish_reason(stream, ends, is_stopped=is_stopped))
-
-
-def _generate(
-    model: StreamedModel,
-    ids: torch.Tensor,
-    stream: TextStream,
-    arguments: Mapping[str, Any],
-    media: PromptMedia | None = None,
-) -> None:
-    ids = ids.to(model.device)
-    more = media.arguments(ids.shape[-1], model.device) if media is not None else {}
-    mask = torch.ones_like(ids)
-    # the tokenizer is for stop strings in the checkpoint's generation config
-    model.generate(ids, attention_mask=mask, streamer=stream, tokenizer=model.tokenizer, **more, **arguments)
-
-
-def _finish_reason(stream: TextStream, ends: list[int], *, is_stopped: bool) -> FinishReason:
-    if is_stopped:
-        return FinishReason.CANCELLED
-    is_over = not stream.tokens or stream.tokens[-1] in ends or stream.stop is not None
-    return FinishReason.STOP if is_over else FinishReason.LENGTH
-
-
-def _answer(
-    stream: TextStream,
-    prompt_tokens: int,
-    start: float,
-    finish: FinishReason,
-    kept: int = 0,
-    work: AnswerWork | None = None,
-) -> Answer:
-    return Answer(
+    if finish is None:
+        is_over = not stream.tokens or stream.tokens[-1] in end_tokens(model) or stream.stop is not None
+        finish = FinishReason.STOP if is_over else FinishReason.LENGTH
+    return Result(
         stream.text,
         tuple(stream.tokens),
-        prompt_tokens,
+        len(request.prompt),
         finish,
         stream.times[0] - start if stream.times else None,
         (stream.times[-1] if stream.times else time.perf_counter()) - start,
-        kept,
-        work or AnswerWork(),
+        stop=stream.stop,
+        work=work_between(before, model.profiler.sums),
     )
 
 
-def work_between(before: Mapping[str, PassSums], after: Mapping[str, PassSums]) -> AnswerWork:
+def answer(
+    model: StreamedModel, request: Request, write: Write, prompt_done: Callable[[], object] = lambda: None
+) -> Result:
+    """Generate a single answer; see `generate`. Random numbers begin at the request's seed.
+
+    Raises:
+        OptionError: the model generates no text.
+    """
+    check_generates(model)
+    if request.sampling.seed is not None:
+        torch.manual_seed(request.sampling.seed)
+    return generate(model, request, write, prompt_done=prompt_done)
+
+
+def work_between(before: Mapping[str, PassSums], after: Mapping[str, PassSums]) -> Work:
     """The work between two states of a profiler.
 
     Args:
@@ -158,7 +142,7 @@ def work_between(before: Mapping[str, PassSums], after: Mapping[str, PassSums]) 
             tokens += sign * total.tokens
             moved.update({stage: sign * total.stages[stage].nbytes for stage in MOVED if stage in total.stages})
             experts.update({stage: sign * total.stages[stage].count for stage in EXPERT_TIERS if stage in total.stages})
-    return AnswerWork(passes, tokens, dict(+moved), dict(+experts))
+    return Work(passes, tokens, dict(+moved), dict(+experts))
 
 
 class Session:
@@ -170,7 +154,7 @@ class Session:
         sampling: how tokens are chosen; its seed is set once, at the start of the session.
 
     Attributes:
-        kept: the cache; None if the kind of model does not allow it, and each prompt is computed whole.
+        cache: the KV cache; None if this type of model cannot reuse it, so that each prompt is computed whole.
 
     Raises:
         ChatError: the model has no tokenizer, or is not a causal language model.
@@ -189,53 +173,53 @@ class Session:
                 "Use model.generate from Python.",
             )
         self._model = model
-        self._tokenizer = model.tokenizer
+        self._template = ChatTemplate(model)
+        self._limits = ModelLimits.of(model)
         self._max_new_tokens = max_new_tokens
         self._sampling = sampling
-        self.kept = KeptCache(model) if keeps(model) else None
-        self._sound = True
-        self._ends = end_tokens(model)
+        self.cache = ConversationCache(model) if keeps(model) else None
+        self._is_consistent = True
         if sampling.seed is not None:
             torch.manual_seed(sampling.seed)
 
     @property
     def context(self) -> int | None:
         """Maximum tokens of prompt and answer together; None if the model sets no limit."""
-        return context_of(self._model)
+        return self._limits.context
 
     @property
     def remarks(self) -> tuple[str, ...]:
         """Remarks on this model for the user; usually none."""
         found = []
-        if not has_template(self._tokenizer):
+        if not self._template.is_there:
             found.append("the model has no chat template; the prompt is made of User: and Assistant: lines")
-        if self.kept is None:
-            found.append("of this kind of model no cache is kept: each answer reads the whole conversation again")
+        if self.cache is None:
+            found.append("this model type has no reusable KV cache; each answer reads the full conversation")
         return tuple(found)
 
     @property
     def cached_tokens(self) -> int:
         """Number of tokens in the cache."""
-        return len(self.kept.ids) if self.kept is not None else 0
+        return len(self.cache.ids) if self.cache is not None else 0
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of the cache, including copies of windows and states."""
-        return self.kept.nbytes if self.kept is not None else 0
+        return self.cache.nbytes if self.cache is not None else 0
 
     def forget(self) -> None:
         """Empty the cache."""
-        if self.kept is not None:
-            self.kept.clear()
+        if self.cache is not None:
+            self.cache.clear()
 
     def answer(
         self,
         messages: list[dict[str, Any]],
-        write: Callable[[str], object],
+        write: Write,
         *,
         stopped: Callable[[], bool] = lambda: False,
         at_unit: Callable[[int, int], object] = lambda done, units: None,
-    ) -> Answer:
+    ) -> Result:
         """Generate an answer.
 
         Args:
@@ -250,94 +234,85 @@ class Session:
         """
         prompt = self._prompt(messages)
         ids, media = list(prompt.ids), prompt.media
-        kept = self.kept if media is None else None  # other pictures may have the same ids
-        arguments = generate_arguments(self._model, self._ends, self._sampling, self._room(len(ids)))
-        arguments |= {"use_cache": True, "return_dict_in_generate": False}
-        if not self._sound or media is not None:
+        request = Request(prompt.ids, self._new_tokens(len(ids)), self._sampling, self._template.stops, media=media)
+        if not self._is_consistent or media is not None:
             self.forget()
-        held = self._go_back(ids) if kept is not None else 0
-        stops = () if has_template(self._tokenizer) else (PLAIN_END,)
-        stream = TextStream(
-            self._tokenizer, write, stops=stops, prompt_done=lambda: self._mark(ids) if kept is not None else None
-        )
-        if kept is not None:
-            arguments |= {CACHE_ARGUMENT: kept.cache, "cache_implementation": None}
-        if stops:
-            arguments["stopping_criteria"] = StoppingCriteriaList([_EndOfText(stream)])
-        before = self._model.profiler.sums
-        start = time.perf_counter()
-        is_stopped = False
-        self._sound = False
-        try:
-            with self._watched(stream, stopped, at_unit):
-                _generate(self._model, torch.tensor([ids]), stream, arguments, media)
-            if kept is not None:  # all tokens but the last, which was not fed to the model
-                kept.hold([*ids, *stream.tokens][: kept.cache.get_seq_length()])
-        except (_Stopped, KeyboardInterrupt):
-            is_stopped = True
-            stream.end()
-            if kept is not None:
-                done = len(ids) + len(stream.tokens) - 1 if stream.tokens else held
-                kept.recover(done, [*ids, *stream.tokens])
-        self._sound = True
-        finish = _finish_reason(stream, self._ends, is_stopped=is_stopped)
-        return _answer(stream, len(ids), start, finish, held, work_between(before, self._model.profiler.sums))
+        cache = self.cache if media is None else None  # other pictures may have the same ids
+        if cache is None:
+            with self._watched(stopped, at_unit) as prompt_done:
+                return generate(self._model, request, write, prompt_done=prompt_done)
+        # at least one token is computed, since it yields the first one of the answer
+        kept = cache.crop(min(common_prefix(ids, cache.ids), len(ids) - 1))
+        cache.snapshot(ids[:kept])
+        self._is_consistent = False
+        with self._watched(stopped, at_unit) as prompt_done:
+
+            def snapshot() -> None:
+                prompt_done()
+                cache.snapshot(ids)
+
+            result = generate(self._model, request, write, cache=cache.cache, prompt_done=snapshot)
+        known = [*ids, *result.tokens]
+        if result.finish is FinishReason.CANCELLED:
+            cache.recover(len(known) - 1 if result.tokens else kept, known)
+        else:  # all tokens but the last, which was not fed to the model
+            cache.ids = known[: cache.cache.get_seq_length()]
+        self._is_consistent = True
+        return replace(result, kept_tokens=kept)
 
     def _prompt(self, messages: list[dict[str, Any]]) -> Prompt:
-        if not has_media(messages):
-            return Prompt(tuple(prompt_ids(self._tokenizer, messages)))
+        """The whole conversation, up to the beginning of the model's answer.
 
-        def refused(error: Exception) -> ChatError:
+        Raises:
+            ChatError: the template refuses these messages.
+        """
+        try:
+            return self._template.prompt(messages)
+        except PromptRefused as error:
+            reset = "/reset starts a new conversation."
+            if messages[0]["role"] == SYSTEM and not error.by_processor:
+                reset = "Try without a system prompt (/system -), or /reset."
             said = harmless(str(error), 300)
-            return ChatError(
-                f"The model's processor refuses this conversation: {said}.", "/reset removes all exchanges."
-            )
+            raise ChatError(f"The model's {error.program} refuses this conversation: {said}.", reset) from error
 
-        return media_prompt(self._model, messages, refused)
-
-    def _room(self, prompt: int) -> int:
+    def _new_tokens(self, prompt: int) -> int:
         """Maximum tokens of the answer."""
-        own = self._max_new_tokens or self._model.generation_config.max_new_tokens
-        left = self.context - prompt if self.context is not None else None
-        if left is not None and left < 1:
+        wanted = self._max_new_tokens or self._model.generation_config.max_new_tokens
+        try:
+            return self._limits.new_tokens(prompt, wanted, self.context or WITHOUT_LIMIT, cut=True)
+        except OptionError:
             raise ChatError(
                 f"The conversation has {prompt:,} tokens with this question, and the model's context {self.context:,}.",
                 "/drop removes the oldest exchange, /drop 3 the oldest three, and /reset all exchanges.",
-            )
-        return min(limit for limit in (own, left, None if own or left else WITHOUT_LIMIT) if limit)
-
-    def _go_back(self, ids: list[int]) -> int:
-        """Cut the cache to the longest possible prefix of the prompt, and return its length."""
-        if self.kept is None:
-            return 0
-        # at least one token is computed, since it yields the first one of the answer
-        length = self.kept.go_back(min(common_prefix(ids, self.kept.ids), len(ids) - 1))
-        self.kept.mark(ids[:length])
-        return length
-
-    def _mark(self, ids: list[int]) -> None:
-        if self.kept is not None:
-            self.kept.mark(ids)
+            ) from None
 
     @contextlib.contextmanager
     def _watched(
-        self, stream: TextStream, stopped: Callable[[], bool], at_unit: Callable[[int, int], object]
-    ) -> Iterator[None]:
-        """Call `stopped` and `at_unit` before each unit, before any of its weights are loaded."""
+        self, stopped: Callable[[], bool], at_unit: Callable[[int, int], object]
+    ) -> Iterator[Callable[[], None]]:
+        """Call `stopped` and `at_unit` before each unit, before any of its weights are loaded.
+
+        Yields:
+            What is to be called after the first pass.
+        """
         names = [placed.unit for placed in self._model.placement.units]
-        done = 0
+        done: int | None = 0
 
         def before(module: Any, args: Any) -> None:
             nonlocal done
             if stopped():
-                raise _Stopped
-            if not stream.tokens:
+                raise Stopped
+            if done is not None:
                 at_unit(done, len(names))
                 done += 1
 
+        def prompt_done() -> None:
+            nonlocal done
+            done = None
+
         hooks = [self._model.get_submodule(name).register_forward_pre_hook(before, prepend=True) for name in names]
         try:
-            yield
+            yield prompt_done
         finally:
             for hook in hooks:
                 hook.remove()

@@ -1,7 +1,7 @@
-"""Text of tokens as they are generated: a streamer for `generate`, which can end its text before a stop string.
+"""The text of generated tokens: a streamer for `generate`, which can end its text before a stop string.
 
 Text is written with the token that completes it, never half a character of UTF-8. Written text is never changed
-afterwards, and all pieces together equal the tokenizer's decoding of all tokens, up to the stop string.
+afterwards, and all pieces joined equal the tokenizer's decoding of all tokens, up to the stop string.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ UNFINISHED = "\ufffd"
 
 
 def begun(text: str, words: Iterable[str]) -> int:
-    """How many characters at the end of a text may be the beginning of one of the words."""
+    """Length of the longest suffix of a text that begins one of the words."""
     return max((n for word in words for n in range(1, len(word)) if text.endswith(word[:n])), default=0)
 
 
 class StoppedText:
-    """Holds back text that may become a stop string, until more text decides it.
+    """Withholds text that may become a stop string, until more text decides it.
 
     Args:
         stops: stop strings, none of them empty.
@@ -38,7 +38,7 @@ class StoppedText:
     def __init__(self, stops: tuple[str, ...]) -> None:
         self.stop: str | None = None
         self._stops = stops
-        self._held = ""
+        self._pending = ""
 
     def add(self, text: str, *, last: bool = False) -> str:
         """Append text, and return the text that became certain; after a stop string there is none.
@@ -49,22 +49,22 @@ class StoppedText:
         """
         if self.stop is not None:
             return ""
-        text = self._held + text
+        text = self._pending + text
         # the stop string that is complete first, as if text were added by the character; of several the longest
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             _, at, self.stop = min(found)
             return text[:at]
         certain = len(text) - (0 if last else begun(text, self._stops))
-        self._held = text[certain:]
+        self._pending = text[certain:]
         return text[:certain]
 
 
 class TextStream:
     """A streamer for `generate`, of one sequence; special tokens such as the end of the text are left out.
 
-    `generate` passes the prompt first, which is skipped, then each token as it is generated; with prompt lookup and
-    assistants several at a time.
+    `generate` passes the prompt first, which is skipped, then each generated token; with prompt lookup and assistants
+    several at a time.
 
     Args:
         tokenizer: tokenizer of the model.
@@ -75,7 +75,7 @@ class TextStream:
     Attributes:
         tokens: ids generated so far.
         text: the text written so far.
-        times: `time.perf_counter()` at the arrival of each token; tokens that arrive together have one time.
+        times: `time.perf_counter()` at the arrival of each token.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class TextStream:
         self._stops = StoppedText(stops)
         self._prompt_done = prompt_done
         self._prompt_is_next = True
-        # Tokens from `_from` on are decoded together, since the text of a token depends on those before it (a leading
+        # Tokens from `_from` on are decoded at once, since the text of a token depends on those before it (a leading
         # space, bytes of one character); the text of those before `_to` has been written.
         self._from = 0
         self._to = 0
@@ -114,7 +114,7 @@ class TextStream:
             ValueError: several sequences.
         """
         if value.dim() > 1 and value.shape[0] > 1:
-            raise ValueError(f"A streamer supports one sequence; {value.shape[0]} came.")
+            raise ValueError(f"A streamer supports one sequence; got {value.shape[0]}.")
         if self._prompt_is_next:
             self._prompt_is_next = False
             return
@@ -126,13 +126,13 @@ class TextStream:
             self._prompt_done()
         self.tokens += ids
         self.times += [time.perf_counter()] * len(ids)
-        self._hand_on(finished=False)
+        self._emit(finished=False)
 
     def end(self) -> None:
         """Write the rest, even if it ends in half a character."""
-        self._hand_on(finished=True)
+        self._emit(finished=True)
 
-    def _hand_on(self, *, finished: bool) -> None:
+    def _emit(self, *, finished: bool) -> None:
         known = self._decode(self.tokens[self._from : self._to])
         both = self._decode(self.tokens[self._from :])
         text = both[len(known) :]

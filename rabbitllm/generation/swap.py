@@ -221,7 +221,7 @@ class SwapSpace:
             self._has_failed = True
 
 
-def usual_folder() -> Path | None:
+def default_folder() -> Path | None:
     """The default folder of the files: a writable one for temporary files, not in memory; None if there is none."""
     for path in (Path(tempfile.gettempdir()), Path("/var/tmp")):
         if path.is_dir() and (folder := folder_at(path)).writable and not folder.in_memory:

@@ -1,4 +1,4 @@
-"""Renders a conversation as token ids: by the tokenizer's chat template, or in a plain format.
+"""From a conversation to a prompt: by the model's chat template, in a plain format, or by its processor of pictures.
 
 A chat template is a program by the model's authors that may fail in any way. A model without one was not trained to
 chat. Its prompt is
@@ -11,25 +11,65 @@ chat. Its prompt is
     Assistant:
 
 and since it would continue with the user's next question, its answer ends before a line that begins with `User:`.
+
+A conversation with pictures or sounds goes through the model's processor. It renders the chat template, puts the
+model's placeholders in the place of each picture, and makes tensors of the pictures. A text that contains a placeholder
+is refused: the model would read it as a picture.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+
 from rabbitllm.base.terminal import harmless
-from rabbitllm.errors import ChatError
+from rabbitllm.errors import MediaError
+from rabbitllm.formats.media_file import MAX_PIXELS, read_picture, read_sound
+from rabbitllm.generation import template_limits
+from rabbitllm.generation.media import MAX_FILES, WORDS, MediaFile, files_in
+from rabbitllm.generation.request import Prompt, PromptMedia, tokenizer_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from rabbitllm.engine.streamed_model import StreamedModel
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
+PLAIN_NAMES = {USER: "User:", ASSISTANT: "Assistant:"}
 TEMPLATE_SECONDS = 30.0
 """Time limit of a template; conversations that fill a context take a second."""
 TEMPLATE_LETTERS = 64 << 20
 """The most letters that one operation of a template may make; a context of a million tokens has 4 million."""
+_PLACEHOLDERS = (
+    *("image_token", "boi_token", "eoi_token", "fake_image_token", "start_image_token", "end_image_token"),
+    *("start_of_img_token", "end_of_img_token", "img_patch_token", "image_break_token", "image_end_token"),
+    *("vision_start_token", "vision_end_token", "video_token", "audio_token", "boa_token", "eoa_token"),
+    *("audio_bos_token", "audio_eos_token"),
+)
+"""Attributes of processors and tokenizers with texts that stand for pictures and sounds."""
+_PARTS = {"image": "image_processor", "audio": "feature_extractor"}
+_NOT_INPUTS = ("input_ids", "attention_mask")
+
+
+class PromptRefused(Exception):
+    """The model's chat template or processor refuses a conversation, or fails on it; the text is that of its error.
+
+    Args:
+        error: its error, of any type.
+        by_processor: whether it is the processor of pictures and sounds.
+    """
+
+    def __init__(self, error: Exception, *, by_processor: bool = False) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.by_processor = by_processor
+        self.program = "processor" if by_processor else "chat template"
 
 
 @contextlib.contextmanager
@@ -39,87 +79,220 @@ def bounded_template() -> Iterator[None]:
     Raises:
         ValueError: a template took too long, made too much, or calls itself without end.
     """
-    from rabbitllm.generation import template_limits  # imports jinja
-
     template_limits.install()
     mine = template_limits.MINE
     before, mine.budget = mine.budget, template_limits.TemplateBudget(TEMPLATE_LETTERS, TEMPLATE_SECONDS)
     try:
         yield
     except RecursionError as error:
-        raise ValueError("its recursion does not end") from error
+        raise ValueError("infinite recursion") from error
     except MemoryError as error:
         raise ValueError("it uses too much memory") from error
     finally:
         mine.budget = before
 
 
-def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer has a chat template."""
-    return bool(getattr(tokenizer, "chat_template", None))
-
-
-def template_ids(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    refused: Callable[[Exception], Exception],
-    **more: Any,
-) -> list[int]:
-    """Messages as ids, up to the beginning of the model's answer.
+class ChatTemplate:
+    """The chat template of a model, or the plain format for a model without one.
 
     Args:
-        tokenizer: tokenizer with a chat template.
-        messages: each with its `role` and its `content`.
-        refused: makes the error to raise from the template's own: it rejects these messages, or fails on them.
-        more: further variables of the template.
+        model: a model with its `tokenizer`, and its `processor` for pictures and sounds.
+
+    Attributes:
+        tokenizer: the model's tokenizer.
+        is_there: whether there is a template.
+        stops: stop strings of every answer.
+
+    Raises:
+        OptionError: the model has no tokenizer.
     """
-    try:
-        with bounded_template():
-            made = tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-                **more,
-            )
-    except Exception as error:  # a template may raise anything
-        raise refused(error) from error
-    return [int(token) for token in made["input_ids"]]
+
+    def __init__(self, model: StreamedModel) -> None:
+        self._model = model
+        self.tokenizer = tokenizer_of(model)
+        self.is_there = bool(getattr(self.tokenizer, "chat_template", None))
+        self.stops = () if self.is_there else ("\n" + PLAIN_NAMES[USER],)
+
+    def reads(self, name: str, *, with_tools: bool = False) -> bool:
+        """Whether the template reads a variable of this name; a template ignores all others.
+
+        Args:
+            name: name of the variable.
+            with_tools: whether the prompt has tools; some models have a separate template for these.
+        """
+        return name in self._names[with_tools]
+
+    @cached_property
+    def _names(self) -> tuple[frozenset[str], frozenset[str]]:
+        given = self.tokenizer.chat_template if self.is_there else ""
+        named = {"default": given} if isinstance(given, str) else dict(given)
+        default = named.get("default", "")
+        return names_in(str(default)), names_in(str(named.get("tool_use", default)))
+
+    def prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **variables: Any
+    ) -> Prompt:
+        """The conversation up to the beginning of the model's answer.
+
+        Args:
+            messages: each with its `role` and its `content`: a text, or a list of parts; see `media`.
+            tools: tools as templates expect them.
+            variables: further variables of the template.
+
+        Raises:
+            PromptRefused: the template or the processor refuses these messages.
+            MediaError: the model takes no such files, or one of them cannot be used.
+            ProcessorError, MissingPackageError: the processor cannot be made.
+        """
+        if files := files_in(messages):
+            loader = _MediaLoader(self._model, files)
+            program: Any = loader.processor
+            given = [loader.loaded(message) for message in messages]
+            if not getattr(program, "chat_template", None):
+                raise MediaError(
+                    "The processor of this model has no chat template, so pictures and sounds have no place in a "
+                    "message.",
+                    "Use --raw with the model's placeholders in the prompt, or add chat_template.jinja to the "
+                    "checkpoint.",
+                )
+            variables["return_tensors"] = "pt"
+        elif self.is_there:
+            program, given = self.tokenizer, [dict(message) for message in messages]
+        else:
+            return self.raw(_plain(messages))
+        variables |= {"tools": [dict(tool) for tool in tools] or None}
+        try:
+            with bounded_template():
+                made = program.apply_chat_template(
+                    given, add_generation_prompt=True, tokenize=True, return_dict=True, **variables
+                )
+        except Exception as error:  # templates and processors may raise anything
+            raise PromptRefused(error, by_processor=bool(files)) from error
+        return self._media_prompt(made) if files else Prompt(tuple(map(int, made["input_ids"])))
+
+    def raw(self, text: str, files: Sequence[MediaFile] = ()) -> Prompt:
+        """A text as it is. With pictures and sounds it has the model's placeholders, in the order of the files.
+
+        Raises:
+            PromptRefused: there are more or fewer placeholders than files.
+            MediaError, ProcessorError, MissingPackageError: see `prompt`.
+        """
+        if not files:
+            return Prompt(tuple(map(int, self.tokenizer(text)["input_ids"])))
+        loader = _MediaLoader(self._model, files)
+        pictures = [loader.picture(file) for file in files if file.kind == "image"]
+        sounds = [loader.sound(file) for file in files if file.kind == "audio"]
+        named: dict[str, Any] = {"images": pictures} if pictures else {}
+        if sounds:
+            named |= {"audio": sounds, "sampling_rate": loader.rate}
+        try:
+            made = loader.processor(text=text, return_tensors="pt", **named)
+        except Exception as error:  # processors may raise anything
+            raise PromptRefused(error, by_processor=True) from error
+        return self._media_prompt(made)
+
+    def _media_prompt(self, made: Mapping[str, Any]) -> Prompt:
+        import torch
+
+        tensors = {
+            name: value.to(self._model.dtype) if value.is_floating_point() else value
+            for name, value in made.items()
+            if name not in _NOT_INPUTS and isinstance(value, torch.Tensor)
+        }
+        return Prompt(tuple(map(int, made["input_ids"][0])), PromptMedia(tensors))
 
 
-PLAIN_NAMES = {USER: "User:", ASSISTANT: "Assistant:"}
-PLAIN_END = "\n" + PLAIN_NAMES[USER]
-"""Stop string of an answer in the plain format."""
-
-
-def plain_text(messages: list[dict[str, str]]) -> str:
+def _plain(messages: Sequence[Mapping[str, Any]]) -> str:
     """Messages in the plain format, ready for an answer."""
     parts = []
     for message in messages:
-        role, content = message["role"], message["content"].strip()
+        role, content = message["role"], (message["content"] or "").strip()
+        if role not in (SYSTEM, *PLAIN_NAMES):
+            raise PromptRefused(
+                jinja2.TemplateError(f"messages of the role {harmless(role, 40)} need a template, and there is none")
+            )
         parts.append(f"{content}\n" if role == SYSTEM else f"{PLAIN_NAMES[role]} {content}")
     return "\n".join([*parts, PLAIN_NAMES[ASSISTANT]])
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
-    """The whole conversation as ids, up to the beginning of the model's answer.
+class _GenerationTag(Extension):
+    """The tag `{% generation %}`, by which templates mark an answer for training; it is parsed as its content."""
 
-    Args:
-        tokenizer: tokenizer of the model.
-        messages: as `Conversation.messages` returns them; the last one is a question.
+    tags = {"generation"}  # noqa: RUF012  jinja2's own way
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def names_in(source: str) -> frozenset[str]:
+    """Names of the variables, attributes and keys in a template's source."""
+    environment = jinja2.Environment(extensions=[loopcontrols, _GenerationTag])
+    try:
+        tree = environment.parse(source)
+    except jinja2.TemplateError:  # an unknown extension
+        return frozenset(re.findall(r"[A-Za-z_]\w*", source))
+    found = {node.name for node in tree.find_all(nodes.Name)}
+    found |= {node.attr for node in tree.find_all(nodes.Getattr)}
+    found |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str) and len(node.value) < 64}
+    return frozenset(found)
+
+
+class _MediaLoader:
+    """Decodes the pictures and sounds of a prompt, its pictures within one limit of pixels.
+
+    Attributes:
+        processor: the model's processor.
+        rate: samples of a sound per second that it expects.
 
     Raises:
-        ChatError: the template refuses these messages.
+        MediaError: too many files, or the model takes none of their kind.
     """
-    if not has_template(tokenizer):
-        return [int(token) for token in tokenizer(plain_text(messages))["input_ids"]]
 
-    def refused(error: Exception) -> ChatError:
-        return ChatError(
-            f"The model's chat template refuses this conversation: {harmless(str(error))}.",
-            "Try without a system prompt (/system -), or /reset."
-            if messages[0]["role"] == SYSTEM
-            else "/reset starts a new conversation.",
-        )
+    def __init__(self, model: StreamedModel, files: Sequence[MediaFile]) -> None:
+        if len(files) > MAX_FILES:
+            raise MediaError(
+                f"The prompt has {len(files):,} pictures and sounds; at most {MAX_FILES} are possible.", "Use fewer."
+            )
+        processor: Any = model.processor
+        self.processor = processor
+        for kind in sorted({file.kind for file in files}):
+            if getattr(processor, _PARTS[kind], None) is None or getattr(processor, "tokenizer", None) is None:
+                raise MediaError(
+                    f"This model takes no {WORDS[kind]}.", "Leave them out, or use a model that takes them."
+                )
+        self.rate = int(getattr(getattr(processor, "feature_extractor", None), "sampling_rate", 16_000))
+        holders = (getattr(owner, name, None) for name in _PLACEHOLDERS for owner in (processor, processor.tokenizer))
+        self._placeholders = [holder for holder in holders if isinstance(holder, str) and holder]
+        self._pixels = MAX_PIXELS
 
-    return template_ids(tokenizer, messages, refused)
+    def picture(self, file: MediaFile) -> Any:
+        found = read_picture(file.data, file.name, self._pixels)
+        self._pixels -= found.width * found.height
+        return found
+
+    def sound(self, file: MediaFile) -> Any:
+        return read_sound(file.data, file.name, self.rate)
+
+    def loaded(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message as processors expect it; every content is a list, which all templates for pictures read.
+
+        Raises:
+            MediaError: a text contains a placeholder, or a file cannot be used.
+        """
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+        return {**message, "content": [self._part(part) for part in parts]}
+
+    def _part(self, part: Mapping[str, Any]) -> dict[str, Any]:
+        if part["type"] == "image":
+            return {"type": "image", "image": self.picture(part["file"])}
+        if part["type"] == "audio":
+            return {"type": "audio", "audio": self.sound(part["file"])}
+        for holder in self._placeholders:
+            if holder in part["text"]:
+                raise MediaError(
+                    f"The text contains the placeholder {harmless(holder)}, which marks pictures or sounds.",
+                    "Remove it from the text.",
+                )
+        return {"type": "text", "text": part["text"]}

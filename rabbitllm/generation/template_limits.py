@@ -25,8 +25,8 @@ from jinja2.utils import Namespace
 
 ELEMENT = 16
 """The cost of a list element, and of a step of a loop, in letters."""
-TOGETHER = 16
-"""All operations of a template together may make so many times the limit of one; joining texts one by one is usual."""
+MAX_OPERATIONS = 16
+"""Limit of all operations of a template, in multiples of the limit of one; joining texts one by one is usual."""
 INTEGER_BITS = 1 << 20
 
 _CONTAINERS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
@@ -53,7 +53,7 @@ class TemplateBudget:
     """
 
     def __init__(self, letters: float, seconds: float) -> None:
-        self.letters, self._left = letters, letters * TOGETHER
+        self.letters, self._left = letters, letters * MAX_OPERATIONS
         self._seconds, self._deadline = seconds, time.monotonic() + seconds
 
     def spend(self, letters: float) -> None:
@@ -101,8 +101,8 @@ def _weight(value: Any) -> int:
     """
     if isinstance(value, str):
         return len(value)
-    most, total, left = MINE.budget.letters, 0, [value]
-    while left and total <= most:
+    limit, total, left = MINE.budget.letters, 0, [value]
+    while left and total <= limit:
         one = left.pop()
         if isinstance(one, str | bytes):
             total += len(one)
@@ -114,7 +114,7 @@ def _weight(value: Any) -> int:
             total += one.bit_length() // 3
         elif isinstance(one, (dict, *_CONTAINERS)):
             total += ELEMENT * len(one)
-            if total <= most:
+            if total <= limit:
                 left.extend(one)
                 left.extend(one.values() if isinstance(one, dict) else ())
     return total
@@ -153,8 +153,8 @@ def _estimate(name: str, value: Any, given: Sequence[Any]) -> int:
         if name in _PER_LETTER:
             return len(value) * (1 + _weight([one for one in given if not isinstance(one, int)]))
         if name == "replace" and len(given) > 1:
-            places = value.count(str(given[0])) if isinstance(value, str) else len(value) + 1
-            return places * _weight(given[1])
+            count = value.count(str(given[0])) if isinstance(value, str) else len(value) + 1
+            return count * _weight(given[1])
         if name == "format" and isinstance(value, str):
             return _formatted(value, tuple(given))
     if name == "join" and isinstance(value, list | str):

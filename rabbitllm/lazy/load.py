@@ -359,8 +359,8 @@ def lazy_load(path: str | os.PathLike[str], *, mapped: bool = True, verify_check
         model.load_state_dict(weights, assign=True)
 
     Args:
-        path: a file (of safetensors or `torch.save`, by its first bytes), or the folder of a checkpoint (also of Meta's
-            own format, under transformers' names) or of an uncompressed split by RabbitLLM.
+        path: a file (safetensors, GGUF or `torch.save`, by its first bytes), or the folder of a checkpoint (also of
+            Meta's own format, under transformers' names) or of an uncompressed split by RabbitLLM.
         mapped: make tensors views of the mapped files, without a copy; writing to them never changes the file. False
             reads them into memory, so that a disk error or a truncated file raises an error; with a mapping it would
             end the process.

@@ -291,7 +291,7 @@ def _of_tensors(tensors: Tensors) -> Iterator[tuple[str, str]]:
     kinds = ", ".join(f"{count:,} {dtype}" for dtype, count in tensors.dtypes.items())
     yield "tensors", f"{len(tensors.tensors):,}, {size(tensors.nbytes)}: {kinds}" if kinds else "0"
     yield "parameters", large(tensors.parameters)
-    yield "layers", f"{len(tensors.layers):,}: {_some(runs(tensors.layers))}" if tensors.layers else "0"
+    yield "layer files", f"{len(tensors.layers):,}: {_some(runs(tensors.layers))}" if tensors.layers else "0"
     if tensors.sharing:
         yield "shared", f"{counted(tensors.sharing, 'tensor')} in the bytes of others"
     if tensors.strided:

@@ -34,7 +34,7 @@ _COLUMNS = (
     Column("name"),
     Column("compression", rank=2),
     Column("size", right=True, rank=1),
-    Column("layers", right=True, rank=3),
+    Column("layer files", right=True, rank=3),
     Column("state", rank=1),
     Column("commit", rank=5),
     Column("changed", rank=4),
@@ -167,16 +167,16 @@ def verification_text(found: Verification, seconds: float) -> str:
     """What a verification found, in lines."""
     rate = f"{size(found.nbytes)} read in {seconds:.1f} s"
     if found.manifest is None:
-        head = f"{found.folder}: {found.files} layers of RabbitLLM 1.1, which wrote no checksums"
+        head = f"{found.folder}: {found.files} layer files of RabbitLLM 1.1, which wrote no checksums"
         sound = "sound as far as headers and shapes tell"
     else:
         how = found.manifest.compression or "uncompressed"
-        head = f"{found.folder}: {found.files} layers, {how}, of {_source_of(found.manifest)}"
+        head = f"{found.folder}: {found.files} layer files, {how}, of {_source_of(found.manifest)}"
         sound = "sound: every checksum, shape and tensor is as written"
     if not found.damaged:
         return f"{head}\n{sound} ({rate})"
     lines = [f"  {damage.file}: {damage.problem}" for damage in found.damaged]
-    return "\n".join([head, f"{len(found.damaged)} of {found.files} layers are damaged ({rate}):", *lines])
+    return "\n".join([head, f"{len(found.damaged)} of {found.files} layer files are damaged ({rate}):", *lines])
 
 
 def repair_advice(found: Verification) -> str:

@@ -301,7 +301,7 @@ def show_pulled(pulled: Pulled, request: LoadRequest, console: Console) -> None:
     how = entry.compression or "uncompressed"
     state = "is ready; it was complete already" if pulled.before else "is ready"
     put(console, Text(f"{pulled.name}, {how}, {state}", "bold green"))
-    put_fact(console, "layers", f"{entry.layers}, {size(entry.nbytes)} in {entry.folder}")
+    put_fact(console, "layer files", f"{entry.layers}, {size(entry.nbytes)} in {entry.folder}")
     if (said := _of_the_original(pulled)) is not None:
         put_fact(console, "original", said)
     if not pulled.before:
@@ -341,7 +341,7 @@ def show_dry_run(found: DryRun, request: LoadRequest, console: Console) -> None:
     estimate, how = found.estimate, found.estimate.compression or "uncompressed"
     put(console, Text(f"{found.name}, {how}", "bold"))
     if estimate.output_bytes is not None:
-        put_fact(console, "layers", f"{size(estimate.output_bytes)} in {estimate.folder}")
+        put_fact(console, "layer files", f"{size(estimate.output_bytes)} in {estimate.folder}")
     if estimate.state == "unfinished":
         used = f"{estimate.shards_used} of {counted(estimate.shards, 'shard')} used up"
         put_fact(console, "begun", f"{used}; pull resumes it")
@@ -349,7 +349,7 @@ def show_dry_run(found: DryRun, request: LoadRequest, console: Console) -> None:
     if route is not None:
         put_fact(console, "on the disk", f"at most {size_rounded_up(route.disk_bytes)} more than now")
         created = f"{size_rounded_up(route.created_bytes)} ({route.created_bytes:,} bytes)"
-        put_fact(console, "it creates", f"at most {created}; --max-disk limits this")
+        put_fact(console, "written", f"at most {created}; --max-disk limits this")
         put_fact(console, "shards", _of_the_shards(found, request))
     put(console, _verdict(found))
 

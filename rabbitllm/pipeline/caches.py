@@ -1,6 +1,6 @@
-"""KV caches of which each process holds the layers that it computes.
+"""KV caches that are distributed: each process has the layers that it computes.
 
-The first process has the caller's own cache object. For the layers on other hosts it holds stand-ins, one byte for each
+The first process has the caller's own cache object. For the layers on other hosts it has stand-ins, one byte for each
 token of each sequence, so that the cache reports its lengths and can be cut, reordered and repeated as usual. These
 operations are recorded, and the workers apply them to their caches before the next pass.
 """
@@ -36,13 +36,13 @@ Event = list[Any]
 """An operation on a cache, as JSON: its name, the cache's number, and its arguments."""
 
 
-class _Noted:
-    """Mixin before a cache's own class that records the operations on it, which `_noting` adds."""
+class _RecordedCache:
+    """Mixin before a cache's own class that records the operations on it, which `_recording` adds."""
 
     _ledger: Ledger
     _number: int
 
-    def _note(self, what: str, *given: Any) -> None:
+    def _record(self, what: str, *given: Any) -> None:
         self._ledger.events.append([what, self._number, *given])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -51,7 +51,7 @@ class _Noted:
         own = {name: value for name, value in vars(self).items() if name not in ("_ledger", "_number")}
         made.__dict__.update(copy.deepcopy(own, memo))
         self._ledger.enter(made)
-        made._note("copy", self._number)
+        made._record("copy", self._number)
         return made
 
 
@@ -66,31 +66,31 @@ _OPERATIONS = (
 """Methods of a cache, and of its layers, whose arguments are integers and tensors of integers."""
 
 
-def _noting(name: str) -> Callable[..., None]:
-    def method(self: _Noted, *given: Any, **named: Any) -> None:
-        getattr(super(_Noted, self), name)(*given, **named)
+def _recording(name: str) -> Callable[..., None]:
+    def method(self: _RecordedCache, *given: Any, **named: Any) -> None:
+        getattr(super(_RecordedCache, self), name)(*given, **named)
         values = (*given, *named.values())
-        self._note(name, *(value.tolist() if isinstance(value, torch.Tensor) else int(value) for value in values))
+        self._record(name, *(value.tolist() if isinstance(value, torch.Tensor) else int(value) for value in values))
 
     return method
 
 
 for _name in _OPERATIONS:
-    setattr(_Noted, _name, _noting(_name))
+    setattr(_RecordedCache, _name, _recording(_name))
 
 
 class Ledger:
     """Numbers the caches of passes, and records the operations on them since the last pass.
 
     Args:
-        away: cache indices of the layers on other hosts.
+        remote: cache indices of the layers on other hosts.
 
     Attributes:
         events: operations that were not sent to the workers yet.
     """
 
-    def __init__(self, away: Iterable[int]) -> None:
-        self._away = frozenset(away)
+    def __init__(self, remote: Iterable[int]) -> None:
+        self._remote = frozenset(remote)
         self._last = 0
         self.events: list[Event] = []
 
@@ -111,11 +111,11 @@ class Ledger:
         if known is not None and getattr(cache, "_ledger", None) is self:
             return int(known)
         recipe = recipe_of(cache)
-        if any(_is_filled(cache.layers[index]) for index in self._away if index < len(cache.layers)):
+        if any(_is_filled(cache.layers[index]) for index in self._remote if index < len(cache.layers)):
             raise HostsError("This KV cache was not filled by these hosts.", "Use a new cache.")
-        cache.__class__ = type(type(cache).__name__, (_Noted, type(cache)), {})
+        cache.__class__ = type(type(cache).__name__, (_RecordedCache, type(cache)), {})
         self.enter(cache)
-        cache._note("new", recipe)
+        cache._record("new", recipe)
         return int(cache._number)
 
     def enter(self, cache: Cache) -> None:
@@ -244,19 +244,19 @@ class MirroredCaches:
             HostsError: a layer has fewer tokens, or its sliding window has already dropped older tokens.
         """
         cache = self._caches[number]
-        for index, told in lengths:
+        for index, expected in lengths:
             layer = cache.layers[index] if index in self._here and index < len(cache.layers) else None
             own = 0 if layer is None else int(layer.get_seq_length())
-            if layer is None or own == told:
+            if layer is None or own == expected:
                 continue
-            if own < told or own >= getattr(layer, "sliding_window", math.inf):
+            if own < expected or own >= getattr(layer, "sliding_window", math.inf):
                 raise HostsError(
-                    f"Layer {index} of a KV cache has {own} tokens here and {told} in the first process.",
+                    f"Layer {index} of a KV cache has {own} tokens here and {expected} in the first process.",
                     "Use a new cache after an error. To shorten a cache, call its crop().",
                 )
-            layer.keys, layer.values = layer.keys[..., :told, :], layer.values[..., :told, :]
+            layer.keys, layer.values = layer.keys[..., :expected, :], layer.values[..., :expected, :]
             if hasattr(layer, "cumulative_length"):
-                layer.cumulative_length = told
+                layer.cumulative_length = expected
 
     def _on_layers(self, cache: Cache, what: str, given: Sequence[Any]) -> None:
         for index in self._here:

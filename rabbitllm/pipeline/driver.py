@@ -3,9 +3,9 @@
 In the first process, a stand-in for each layer of another host records the arguments of its call. The last one sends
 these to the workers, and the hidden states to the first worker. The hidden states go from worker to worker and back to
 the first process, where the model's forward continues with them. So everything except those layers is computed there by
-the model's own code: masks, positions, norm, head, and `generate`. A thread of its own sends and receives, and
+the model's own code: masks, positions, norm, head, and `generate`. A separate thread sends and receives, and
 completes a pass even if the caller is interrupted, so that the workers' caches never miss a part of it. Between passes
-it sends the workers a sign of life.
+it sends heartbeats to the workers.
 
 A worker calls the model's own layers with these arguments, pass after pass, and holds the KV caches of these layers. It
 runs no other part of the model, and no code that it receives.
@@ -41,9 +41,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-ALIVE_SECONDS = 2.0
-"""Time between two signs of life, which bounds the time until a worker or this process notices that the other ended."""
-_NOT_HERE = ("output_hidden_states", "output_attentions", "output_router_logits")
+HEARTBEAT_SECONDS = 2.0
+"""Heartbeat interval, which bounds the time until a worker or this process notices that the other ended."""
+_FROM_ALL_LAYERS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
 class _DriverPass:
@@ -83,7 +83,7 @@ class Driver:
         for number, unit in enumerate(stack.units):
             if number >= self._first:
                 unit.module.forward = self._standing_for(number)
-        model.register_forward_pre_hook(_refuse_what_is_not_here, with_kwargs=True)
+        model.register_forward_pre_hook(_refuse_outputs_of_layers, with_kwargs=True)
         weakref.finalize(model, self._channel.close)  # not a method of this object, which refers to the model
 
     @property
@@ -92,7 +92,7 @@ class Driver:
         return self._channel.error
 
     def close(self) -> None:
-        """End the workers; later calls do nothing."""
+        """End the workers; further calls do nothing."""
         self._channel.close()
 
     def _standing_for(self, number: int) -> Callable[..., Any]:
@@ -106,30 +106,30 @@ class Driver:
         named.pop("tokenizer", None)  # `generate` passes its own down to the layers, none of which reads it
         if number == self._first:
             self._pass = _DriverPass(self._ledger, hidden)
-        noted = self._pass
-        if noted is None or hidden is not noted.flowing:
+        records = self._pass
+        if records is None or hidden is not records.flowing:
             raise HostsError(
                 "The model changes hidden states between two layers that are on other hosts.", "Run it on one host."
             )
-        noted.calls[number] = noted.packer.call(others, named)
-        self._stand_in_caches(number, noted, (*others, *named.values()))
+        records.calls[number] = records.packer.call(others, named)
+        self._stand_in_caches(number, records, (*others, *named.values()))
         if number < len(self._stack.units) - 1:
-            noted.flowing = torch.full((), float("nan"), dtype=hidden.dtype, device=hidden.device).expand(hidden.shape)
-            return noted.flowing
+            records.flowing = hidden.new_full((), float("nan")).expand(hidden.shape)
+            return records.flowing
         self._pass = None
-        return self._channel.run(noted).to(noted.hidden.device)
+        return self._channel.run(records).to(records.hidden.device)
 
-    def _stand_in_caches(self, number: int, noted: _DriverPass, given: tuple[Any, ...]) -> None:
-        batch, tokens = noted.hidden.shape[-3], noted.hidden.shape[-2]
+    def _stand_in_caches(self, number: int, records: _DriverPass, given: tuple[Any, ...]) -> None:
+        batch, tokens = records.hidden.shape[-3], records.hidden.shape[-2]
         for cache in (value for value in given if isinstance(value, Cache)):
             own = self._stack.cached[number]
-            noted.lengths.append([self._ledger.number_of(cache), lengths_of(cache, own)])
+            records.lengths.append([self._ledger.number_of(cache), lengths_of(cache, own)])
             for index in own:
-                stand_in(cache, index, batch, tokens, noted.hidden.device)
+                stand_in(cache, index, batch, tokens, records.hidden.device)
 
 
 class _HostChannel:
-    """The channel to the workers, served by a thread of its own. Does not refer to the model."""
+    """The channel to the workers, served by a separate thread. Does not refer to the model."""
 
     def __init__(self, spans: tuple[Span, ...], link: Link, ledger: Ledger) -> None:
         self._spans = spans
@@ -144,47 +144,47 @@ class _HostChannel:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """End the workers; later calls do nothing."""
+        """End the workers; further calls do nothing."""
         atexit.unregister(self.close)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._passes.put(None)
-            self._thread.join(ALIVE_SECONDS * 2)
+            self._thread.join(HEARTBEAT_SECONDS * 2)
 
-    def run(self, noted: _DriverPass) -> torch.Tensor:
+    def run(self, records: _DriverPass) -> torch.Tensor:
         """The hidden states that the last worker computes.
 
         Raises:
-            HostGoneError: a worker is gone.
+            HostGoneError: a worker has ended.
             HostsError: a worker could not compute its layers.
         """
         self._home.refuse("A model whose layers are on several hosts", "Call it in that process.")
         if self.error is not None:
             raise HostGoneError(self.error.problem, self.error.remedy)
         done: Future[torch.Tensor] = Future()
-        self._passes.put((noted, done))
+        self._passes.put((records, done))
         return done.result()
 
     def _work(self) -> None:
         while True:
             try:
-                job = self._passes.get(timeout=ALIVE_SECONDS)
+                job = self._passes.get(timeout=HEARTBEAT_SECONDS)
             except queue.Empty:
                 if self.error is None:
                     with contextlib.suppress(HostsError):
-                        self._guarded(self._say_alive)
+                        self._guarded(self._send_heartbeats)
                 continue
             if job is None:
                 self._stop()
                 return
-            noted, done = job
+            records, done = job
             try:
-                done.set_result(self._guarded(partial(self._go_through, noted)))
+                done.set_result(self._guarded(partial(self._go_through, records)))
             except BaseException as error:
                 done.set_exception(error)
-            del job, noted, done  # the next job may come much later
+            del job, records, done  # the next job may come much later
 
     def _guarded(self, do: Callable[[], T]) -> T:
-        """The result of an exchange with the workers; if one of them is gone, stop all."""
+        """The result of an exchange with the workers; if one of them has ended, stop all."""
         if self.error is not None:
             raise HostGoneError(self.error.problem, self.error.remedy)
         try:
@@ -195,22 +195,22 @@ class _HostChannel:
             self._stop()
             raise
 
-    def _go_through(self, noted: _DriverPass) -> torch.Tensor:
+    def _go_through(self, records: _DriverPass) -> torch.Tensor:
         """Send a pass through the workers; returns the hidden states from the last one."""
         self._number += 1
         events = self._ledger.take()
         for rank, span in enumerate(self._spans[1:], 1):
-            calls = {number: noted.calls[number] for number in range(span.begin, span.end)}
-            content = {"events": events, "calls": calls, "lengths": noted.lengths}
-            self._link.send(rank, Frame(Word.PASS, self._number, content, tuple(noted.packer.tensors)))
-        self._link.send(1, Frame(Word.HIDDEN, self._number, None, (noted.hidden,)))
+            calls = {number: records.calls[number] for number in range(span.begin, span.end)}
+            content = {"events": events, "calls": calls, "lengths": records.lengths}
+            self._link.send(rank, Frame(Word.PASS, self._number, content, tuple(records.packer.tensors)))
+        self._link.send(1, Frame(Word.HIDDEN, self._number, None, (records.hidden,)))
         answer = self._link.receive(self._link.ranks - 1)
         if answer.word is Word.FAILED:
             kind = HostGoneError if answer.content["gone"] else HostsError
             raise kind(answer.content["problem"], answer.content["remedy"])
         return answer.tensors[0]
 
-    def _say_alive(self) -> None:
+    def _send_heartbeats(self) -> None:
         events = self._ledger.take()
         for rank in range(1, self._link.ranks):
             self._link.send(rank, Frame(Word.ALIVE, self._number, {"events": events}))
@@ -221,8 +221,8 @@ class _HostChannel:
                 self._link.send(rank, Frame(Word.STOP, self._number))
 
 
-def _refuse_what_is_not_here(model: StreamedModel, args: Any, kwargs: dict[str, Any]) -> None:
-    for name in _NOT_HERE:
+def _refuse_outputs_of_layers(model: StreamedModel, args: Any, kwargs: dict[str, Any]) -> None:
+    for name in _FROM_ALL_LAYERS:
         asked = kwargs.get(name)
         if asked or (asked is None and getattr(model.config, name, None)):
             raise HostsError(
@@ -269,19 +269,19 @@ class Worker:
             while (frame := self._link.receive(0)).word is not Word.STOP:
                 self.caches.follow(frame.content["events"])
                 if frame.word is Word.PASS:
-                    self._take_part(frame)
+                    self._run_pass(frame)
 
-    def _take_part(self, frame: Frame) -> None:
+    def _run_pass(self, frame: Frame) -> None:
         try:
-            came = self._hidden(frame.number)
+            hidden = self._hidden(frame.number)
         except HostGoneError as error:
             self._fail(frame.number, error, gone=True)
             raise
-        if came.word is Word.FAILED:
-            self._link.send(self._next, came)
+        if hidden.word is Word.FAILED:
+            self._link.send(self._next, hidden)
             return
         try:
-            answer = Frame(Word.HIDDEN, frame.number, None, (self._compute(frame, came.tensors[0]),))
+            answer = Frame(Word.HIDDEN, frame.number, None, (self._compute(frame, hidden.tensors[0]),))
         except Exception as error:
             logger.warning("A pass failed on this host: %s", error, exc_info=True)
             self._fail(frame.number, error, gone=False)
@@ -291,9 +291,9 @@ class Worker:
 
     def _hidden(self, number: int) -> Frame:
         """The frame with the hidden states of this pass; frames left from an aborted pass are skipped."""
-        while (came := self._link.receive(self._link.rank - 1)).number != number:
+        while (frame := self._link.receive(self._link.rank - 1)).number != number:
             pass
-        return came
+        return frame
 
     def _compute(self, frame: Frame, hidden: torch.Tensor) -> torch.Tensor:
         device = self.model.device
@@ -312,5 +312,5 @@ class Worker:
 
     def _fail(self, number: int, error: BaseException, *, gone: bool) -> None:
         problem, remedy = getattr(error, "problem", f"{type(error).__name__}: {error}"), getattr(error, "remedy", "")
-        told = problem if gone else f"{self.names[self._link.rank]} could not compute its layers: {problem}"
-        self._link.send(self._next, Frame(Word.FAILED, number, {"problem": told, "remedy": remedy, "gone": gone}))
+        reason = problem if gone else f"{self.names[self._link.rank]} could not compute its layers: {problem}"
+        self._link.send(self._next, Frame(Word.FAILED, number, {"problem": reason, "remedy": remedy, "gone": gone}))

@@ -1,11 +1,11 @@
-"""Messages between processes: a word, a number, plain JSON, and tensors, as one run of bytes; and the arguments of a
-layer's call as JSON and a list of tensors.
+"""Messages between processes: a kind, a number, plain JSON, and tensors, in one buffer; and the arguments of a layer's
+call as JSON and a list of tensors.
 
 Received data is never unpickled. Format, little-endian: 8 bytes with the length of the head; the head, JSON; each
 tensor at a multiple of 64 bytes, because kernels give different last bits on inputs that are aligned to less than 16.
 
-A mask that all layers share is sent once. Only tensors, KV caches, plain values and tuples of these can be sent: a
-layer may write into a dict for the layers after it, which may be on another host.
+A mask that all layers share is sent once. Only tensors, KV caches, plain values and tuples of these can be sent, not
+dicts: a layer may write into a dict for later layers, which may be on another host.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from rabbitllm.base.rounding import round_up
 from rabbitllm.errors import HostsError
 
 ALIGNMENT = 64
@@ -40,7 +41,7 @@ class Word(enum.Enum):
     FAILED = "failed"
     """In place of hidden states: the error of a pass."""
     ALIVE = "alive"
-    """A sign of life, with events of caches."""
+    """A heartbeat, with events of caches."""
     STOP = "stop"
     """No more passes follow."""
 
@@ -67,14 +68,14 @@ def to_bytes(frame: Frame) -> torch.Tensor:
     flat = [tensor.detach().to("cpu").contiguous() for tensor in frame.tensors]
     described = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in flat]
     head = json.dumps([frame.word.value, frame.number, frame.content, described], allow_nan=True).encode()
-    places = _places(_LENGTH + len(head), [tensor.nbytes for tensor in flat])
-    total = places[-1] + flat[-1].nbytes if flat else _LENGTH + len(head)
+    offsets = _offsets(_LENGTH + len(head), [tensor.nbytes for tensor in flat])
+    total = offsets[-1] + flat[-1].nbytes if flat else _LENGTH + len(head)
     buffer = torch.zeros(total, dtype=torch.uint8)
     lead = len(head).to_bytes(_LENGTH, "little") + head
     buffer[: len(lead)] = torch.frombuffer(bytearray(lead), dtype=torch.uint8)
-    for place, tensor in zip(places, flat, strict=True):
+    for offset, tensor in zip(offsets, flat, strict=True):
         if tensor.nbytes:
-            buffer[place : place + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8)
+            buffer[offset : offset + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8)
     return buffer
 
 
@@ -82,7 +83,7 @@ def from_bytes(buffer: torch.Tensor) -> Frame:
     """The frame that `to_bytes` wrote; its tensors are views of the buffer.
 
     Raises:
-        HostsError: the bytes are no frame.
+        HostsError: the bytes are not a frame.
     """
     try:
         length = int.from_bytes(buffer[:_LENGTH].numpy().tobytes(), "little")
@@ -94,12 +95,12 @@ def from_bytes(buffer: torch.Tensor) -> Frame:
         if any(size < 0 for shape in shapes for size in shape):
             raise ValueError("a shape is negative")
         sizes = [math.prod(shape) * kind.itemsize for kind, shape in zip(kinds, shapes, strict=True)]
-        places = _places(_LENGTH + length, sizes)
-        if sizes and places[-1] + sizes[-1] > len(buffer):
+        offsets = _offsets(_LENGTH + length, sizes)
+        if sizes and offsets[-1] + sizes[-1] > len(buffer):
             raise ValueError("its tensors are longer than the message")
         tensors = tuple(
-            buffer[place : place + size].view(kind).view(shape) if size else torch.empty(shape, dtype=kind)
-            for place, size, kind, shape in zip(places, sizes, kinds, shapes, strict=True)
+            buffer[offset : offset + size].view(kind).view(shape) if size else torch.empty(shape, dtype=kind)
+            for offset, size, kind, shape in zip(offsets, sizes, kinds, shapes, strict=True)
         )
         return Frame(Word(word), int(number), content, tensors)
     except (ValueError, TypeError, RecursionError) as error:
@@ -109,13 +110,13 @@ def from_bytes(buffer: torch.Tensor) -> Frame:
         ) from None
 
 
-def _places(begin: int, sizes: Sequence[int]) -> list[int]:
-    places = []
+def _offsets(begin: int, sizes: Sequence[int]) -> list[int]:
+    offsets = []
     for size in sizes:
-        begin = -(-begin // ALIGNMENT) * ALIGNMENT
-        places.append(begin)
+        begin = round_up(begin, ALIGNMENT)
+        offsets.append(begin)
         begin += size
-    return places
+    return offsets
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -160,7 +161,7 @@ class Packer:
         if type(value) is tuple:
             return {"tuple": [self.pack(part) for part in value]}
         raise HostsError(
-            f"Its layers receive a {type(value).__name__}, which cannot be sent to another host.",
+            f"Layers take a {type(value).__name__}, which cannot be sent to another host.",
             "Run this model on one host.",
         )
 

@@ -1,7 +1,7 @@
 """Rendezvous and communication of processes, by torch's store and gloo.
 
-Each process writes its facts to the store, and all compare them before they connect. Then they exchange frames. gloo
-detects at once that a process has ended, and after `timeout` that a machine does not answer.
+Each process writes its description to the store, and all compare them before they connect. Then they exchange frames.
+gloo detects at once that a process has ended, and after `timeout` that a machine does not answer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Rendezvous:
 
     Raises:
         HostGoneError: the first process is not reached in time.
-        HostsError: all expected workers have joined already.
+        HostsError: all expected workers have already joined.
     """
 
     def __init__(self, hosts: Hosts) -> None:
@@ -77,20 +77,20 @@ class Rendezvous:
             self.rank = self._store.add("joined", 1) if hosts.rank is None else hosts.rank
         if self.rank >= self.ranks:
             raise HostsError(
-                f"{hosts.address} waits for {self.ranks - 1} workers, and all of them have joined already.",
+                f"{hosts.address} waits for {self.ranks - 1} workers; all of them have already joined.",
                 "Start the first process with more workers.",
             )
 
-    def exchange(self, facts: Any) -> list[Any]:
-        """Publish this process's facts; returns those of every process, in the order of their ranks.
+    def exchange(self, description: Any) -> list[Any]:
+        """Publish this process's description; returns those of all processes, by rank.
 
         Args:
-            facts: plain JSON.
+            description: plain JSON.
 
         Raises:
-            HostGoneError: a process has not published its facts in time.
+            HostGoneError: a process has not published its description in time.
         """
-        self._store.set(f"facts/{self.rank}", json.dumps(facts))
+        self._store.set(f"facts/{self.rank}", json.dumps(description))
         return [json.loads(self._wait_for(f"facts/{rank}", f"process {rank}")) for rank in range(self.ranks)]
 
     def connect(self, names: list[str]) -> Link:
@@ -129,8 +129,9 @@ class Rendezvous:
         try:
             while not self._store.check([key]):
                 if time.monotonic() > self._until:
+                    patience = f"{self._hosts.patience:.0f} s"
                     raise HostGoneError(
-                        f"After {self._hosts.patience:.0f} s {who} has not come to {self._hosts.address}.",
+                        f"{who[0].upper()}{who[1:]} did not connect to {self._hosts.address} within {patience}.",
                         "Start it with the same address; if a host has ended, start all processes again.",
                     )
                 time.sleep(_POLL_SECONDS)
@@ -139,7 +140,7 @@ class Rendezvous:
             if isinstance(error, HostGoneError):
                 raise
             raise HostGoneError(
-                f"The first process at {self._hosts.address} is gone: {_first_line(error)}",
+                f"The first process at {self._hosts.address} has ended: {_first_line(error)}",
                 "Start all processes again.",
             ) from error
 
@@ -169,7 +170,7 @@ class Link:
         """Send a frame.
 
         Raises:
-            HostGoneError: the receiver is gone.
+            HostGoneError: the receiver has ended.
         """
         body = to_bytes(frame)
         self._with(rank, lambda: self._group.send([torch.tensor([len(body)])], rank, 0).wait())
@@ -179,8 +180,8 @@ class Link:
         """Wait for the next frame of a process.
 
         Raises:
-            HostGoneError: it is gone, or does not answer in time.
-            HostsError: it sent something that is no frame.
+            HostGoneError: it has ended, or does not answer in time.
+            HostsError: its message is not a frame.
         """
         length = torch.zeros(1, dtype=torch.long)
         self._with(rank, lambda: self._group.recv([length], rank, 0).wait())

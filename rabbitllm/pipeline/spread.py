@@ -1,7 +1,7 @@
-"""Loads this process's part of a model, and waits until all processes have theirs.
+"""Loads this process's part of a model, and waits until all processes have loaded theirs.
 
-Before that it compares the hosts and plans the spans. Every process computes this from the same facts, so all get the
-same plan or the same error.
+Before that it compares the hosts and plans the spans. Every process computes the plan from the same descriptions of all
+hosts, so all get the same plan or the same error.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Sharing:
         self._options = options
 
     @property
-    def has_met(self) -> bool:
+    def is_connected(self) -> bool:
         """Whether the processes are connected, so that the others wait for this one."""
         return hasattr(self, "link")
 
@@ -67,28 +67,28 @@ class Sharing:
     ) -> ModelPart:
         """See `engine.load_plan.PartChooser`."""
         self.stack = find_stack(model, sources)
-        meeting = Rendezvous(self._hosts)
+        rendezvous = Rendezvous(self._hosts)
         limited = set(self._options.max_memory or {})
-        own = {
+        description = {
             "host": f"{socket.gethostname()} {_machine()}",
             "identity": identity_of(model, store, self._options),
             "budgets": {device: [nbytes, device in limited] for device, nbytes in budgets.items()},
         }
-        facts = meeting.exchange(own)
-        refuse_others([fact["identity"] for fact in facts])
-        shares = [_budgets(fact, facts) for fact in facts]
+        hosts = rendezvous.exchange(description)
+        check_identities([host["identity"] for host in hosts])
+        shares = [_budgets(host, hosts) for host in hosts]
         names = {unit.name for unit in self.stack.units}
         layers = [cost.ready + cost.routed for cost in costs if cost.name in names]
         # of a mapped embedding only the rows of the current tokens are read, which is negligible
         others = ready_once(cost for cost in costs if cost.name not in names and not (cost.by_rows and cost.is_view))
         self.spans = plan_spans(layers, others, [sum(share.values()) for share in shares])
-        called = [f"process {rank} ({fact['host'].split()[0]})" for rank, fact in enumerate(facts)]
-        self.link = meeting.connect(called)
-        span = self.spans[meeting.rank]
+        names_of_hosts = [f"process {rank} ({host['host'].split()[0]})" for rank, host in enumerate(hosts)]
+        self.link = rendezvous.connect(names_of_hosts)
+        span = self.spans[rendezvous.rank]
         mine = {unit.name for unit in self.stack.units[span.begin : span.end]}
         others_of = {name: enclosing(name, names) for name in set(sources) - names}  # a table is in a layer
-        mine |= {name for name, layer in others_of.items() if layer in mine or (layer is None and meeting.rank == 0)}
-        return ModelPart(frozenset(mine), shares[meeting.rank])
+        mine |= {name for name, layer in others_of.items() if layer in mine or (layer is None and rendezvous.rank == 0)}
+        return ModelPart(frozenset(mine), shares[rendezvous.rank])
 
 
 def identity_of(model: StreamedModel, store: WeightFiles, options: RunOptions) -> dict[str, str]:
@@ -119,7 +119,7 @@ def identity_of(model: StreamedModel, store: WeightFiles, options: RunOptions) -
     }
 
 
-def refuse_others(identities: Sequence[Mapping[str, str]]) -> None:
+def check_identities(identities: Sequence[Mapping[str, str]]) -> None:
     """Check that all identities are equal.
 
     Raises:
@@ -136,11 +136,11 @@ def refuse_others(identities: Sequence[Mapping[str, str]]) -> None:
             )
 
 
-def _budgets(fact: Any, facts: Sequence[Any]) -> dict[str, int]:
+def _budgets(host: Any, hosts: Sequence[Any]) -> dict[str, int]:
     """Device -> bytes; without a limit by the user, processes on the same device get equal parts of its free memory."""
     found = {}
-    for device, (nbytes, given) in fact["budgets"].items():
-        others = sum(1 for one in facts if one["host"] == fact["host"] and device in one["budgets"])
+    for device, (nbytes, given) in host["budgets"].items():
+        others = sum(1 for one in hosts if one["host"] == host["host"] and device in one["budgets"])
         found[device] = int(nbytes) if given else int(nbytes) // others
     return found
 
@@ -150,7 +150,7 @@ def _digest(content: Any) -> str:
 
 
 def _samples(store: WeightFiles) -> list[str]:
-    """Digests of the beginnings of some tensors, used if no manifest has checksums."""
+    """Digests of the first bytes of some tensors, used if no manifest has checksums."""
     names = sorted(store.tensors)
     parts = [store.tensors[name].parts[0] for name in names[:: len(names) // _SAMPLES + 1]]
     return [hashlib.sha256(store.mapped(part.file).bytes_of(part)[:_SAMPLE_BYTES]).hexdigest() for part in parts]
@@ -184,7 +184,7 @@ def load_spread(hosts: Hosts, options: RunOptions, load: Callable[[Sharing], Str
     try:
         model = load(sharing)
     except BaseException as error:
-        if sharing.has_met:
+        if sharing.is_connected:
             with contextlib.suppress(HostsError):
                 _agree(sharing.link, f"{sharing.link.names[sharing.link.rank]} could not load its part: {error}")
         raise
@@ -197,14 +197,14 @@ def load_spread(hosts: Hosts, options: RunOptions, load: Callable[[Sharing], Str
     return model
 
 
-def _agree(link: Link, trouble: str | None) -> str | None:
-    """Report whether this process is ready; returns the reason if any process is not, else None."""
+def _agree(link: Link, failure: str | None) -> str | None:
+    """Report the failure of this process, if any; returns the first failure of all processes, or None."""
     if link.rank:
-        link.send(0, Frame(Word.READY, content=trouble))
-        told = link.receive(0).content
-        return None if told is None else str(told)
-    troubles = [trouble, *(link.receive(rank).content for rank in range(1, link.ranks))]
-    first = next((str(one) for one in troubles if one is not None), None)
+        link.send(0, Frame(Word.READY, content=failure))
+        reason = link.receive(0).content
+        return None if reason is None else str(reason)
+    failures = [failure, *(link.receive(rank).content for rank in range(1, link.ranks))]
+    first = next((str(one) for one in failures if one is not None), None)
     for rank in range(1, link.ranks):
         link.send(rank, Frame(Word.BEGIN, content=first))
     return first

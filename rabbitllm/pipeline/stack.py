@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
 
 FORMS = (None, 0, 1, 2)
-"""The outputs that a layer may have: hidden states (None), or a tuple of them and so many other values."""
+"""The outputs that a layer may have: hidden states (None), or a tuple of them and this number of other values."""
 NAME = "hidden_states"
 
 
@@ -40,7 +40,7 @@ class Stack:
     Attributes:
         units: the layers, in the order of a pass.
         cached: indices of each layer in a KV cache.
-        form: form of each layer's output, see `FORMS`; values besides the hidden states are not used.
+        form: form of each layer's output, see `FORMS`; the other values are not used.
     """
 
     units: tuple[Unit, ...]
@@ -96,7 +96,7 @@ def find_stack(model: StreamedModel, sources: Mapping[str, UnitSource]) -> Stack
         for place in source.places:
             element = torch.full((), float("nan") if place.dtype.is_floating_point else 0).to(place.dtype)
             place.bind(element.expand(place.shape))  # which takes no memory
-    form = _rehearsed(model, [unit.module for unit in units])
+    form = _form_of(model, [unit.module for unit in units])
     return Stack(units, tuple(_cached(unit.module, number) for number, unit in enumerate(units)), form)
 
 
@@ -122,13 +122,13 @@ def _cached(layer: nn.Module, number: int) -> tuple[int, ...]:
     return tuple(sorted(index for index in own if isinstance(index, int) and index >= 0)) or (number,)
 
 
-def _rehearsed(model: StreamedModel, layers: Sequence[nn.Module]) -> int | None:
+def _form_of(model: StreamedModel, layers: Sequence[nn.Module]) -> int | None:
     """The form in which layers return hidden states."""
     why = ""
     for form in FORMS:
         try:
-            first = _rehearse(model, layers, form, 0.0, None)
-            second = _rehearse(model, layers, form, 1.0, torch.ones(1))
+            first = _trial_run(model, layers, form, 0.0, None)
+            second = _trial_run(model, layers, form, 1.0, torch.ones(1))
         except HostsError as error:
             raise _cannot(model, error.problem.rstrip(".")) from None
         except _NotAStack as error:
@@ -144,7 +144,7 @@ class _NotAStack(Exception):
     """The layers are not called as a stack."""
 
 
-def _rehearse(model: StreamedModel, layers: Sequence[nn.Module], form: int | None, fill: float, other: Any) -> _Trial:
+def _trial_run(model: StreamedModel, layers: Sequence[nn.Module], form: int | None, fill: float, other: Any) -> _Trial:
     trial = _Trial([], [])
 
     def stand_for(number: int) -> Callable[..., Any]:
@@ -181,7 +181,7 @@ def _rehearse(model: StreamedModel, layers: Sequence[nn.Module], form: int | Non
         raise
     except Exception as error:
         if len(trial.calls) == len(layers):
-            return trial  # the error is from code behind the layers, which has no weights here
+            return trial  # the error is from code after the layers, which has no weights here
         text = str(error).partition("\n")[0]
         raise _NotAStack(f"its forward expects more of a layer ({type(error).__name__}: {text})") from error
     finally:
@@ -252,5 +252,5 @@ def plan_spans(layers: Sequence[int], others: int, budgets: Sequence[int]) -> tu
 
 
 def _streamed(load: int, largest: int, budget: int) -> int:
-    """Bytes that a process streams in each pass: weights that do not fit beside the streaming buffers."""
+    """Bytes that a process streams in each pass: weights that do not fit next to the streaming buffers."""
     return 0 if load <= budget else min(load, load - budget + SLOTS * largest)

@@ -136,7 +136,7 @@ def split_options(
 
     Args:
         compression, shards, shard_transfer, fit_scales, verify_source, profiling: as in `SplitOptions`.
-        max_disk, min_free_disk: bytes, or text such as "57GiB".
+        max_disk, min_free_disk: bytes, or text such as "50GiB".
 
     Raises:
         OptionError: an option is invalid, or two contradict each other.
@@ -563,7 +563,7 @@ def _offline_source(spec: ModelSpec, *, only_look: bool, quantization: str | Non
         raise HubError(
             f"There is no folder {spec.name!r}. {spec.name} has no split here and is not in the hub cache, and access "
             "to the hub is off.",
-            "Allow access (local_files_only=False, and HF_HUB_OFFLINE unset), or use a local folder.",
+            "Allow access (local_files_only=False, and HF_HUB_OFFLINE unset), or check the path if it is a folder.",
         )
     entry = gguf_entry(cached_files(snapshot), quantization, f"{spec.name} in the hub cache")
     return _find_local(snapshot, spec, only_look=only_look, entry=entry)

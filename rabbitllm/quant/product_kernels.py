@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from llvmlite import ir
@@ -93,6 +94,15 @@ def pieces(data):  # type: ignore[no-untyped-def]
 
 
 @inlined
+def arguments(given, at):  # type: ignore[no-untyped-def]
+    """The piece of work at an index, as `kernels.ARGUMENTS`."""
+    return (
+        given[at], given[at + 1], given[at + 2], given[at + 3], given[at + 4], given[at + 5],
+        given[at + 6], given[at + 7], given[at + 8], given[at + 9], given[at + 10],
+    )  # fmt: skip
+
+
+@inlined
 def own_rows(given, rows):  # type: ignore[no-untyped-def]
     """The first row of this thread and the one after its last; see `kernels.BEFORE_WORK`."""
     thread, share, is_last = given[1], given[2], False
@@ -114,12 +124,6 @@ def _store_sums(emit: Emitter, sums: list[list[Any]], out: Any, all_rows: Any, r
 
 
 # By codes.
-
-
-def _code_dots(scheme: str, width: int) -> tuple[Any, ...]:
-    """Intrinsics for one row and one input, for `ROWS` rows, for `TOKENS` inputs, and for both."""
-    shapes = (1, 1), (ROWS, 1), (1, TOKENS), (ROWS, TOKENS)
-    return tuple(_code_dot(scheme, width, rows, tokens) for rows, tokens in shapes)
 
 
 def _code_dot(scheme: str, width: int, rows: int, tokens: int) -> Any:
@@ -174,41 +178,31 @@ def _code_tiles(dots, data):  # type: ignore[no-untyped-def]
     one, tall, wide, square = dots
     given = pieces(data)
     for at in range(BEFORE_WORK, len(given), GIVEN):
-        codes, scales, even, odd, table, out = (
-            given[at], given[at + 1], given[at + 2], given[at + 3], given[at + 4], given[at + 5],
-        )  # fmt: skip
-        row_bytes, segments, shift, tokens, rows = (
-            given[at + 6], given[at + 7], given[at + 8], given[at + 9], given[at + 10],
-        )  # fmt: skip
+        codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows = arguments(given, at)
         first, last = own_rows(given, rows)
-        token = 0
-        input_bytes = segments * HALF_BYTES
+        token, input_bytes = 0, segments * HALF_BYTES
         while token < tokens:
             e, o, to = even + token * input_bytes, odd + token * input_bytes, out + token * rows * 4
-            row = first
-            if tokens - token >= TOKENS:
-                while row + ROWS <= last:
-                    square(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
-                    row += ROWS
-                while row < last:
-                    wide(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
-                    row += 1
-                token += TOKENS
-                continue
-            while row + ROWS <= last:
-                tall(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
-                row += ROWS
+            row, is_wide = first, token + TOKENS <= tokens
             while row < last:
-                one(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
-                row += 1
-            token += 1
+                is_tall = row + ROWS <= last
+                if is_wide and is_tall:
+                    square(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
+                elif is_wide:
+                    wide(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
+                elif is_tall:
+                    tall(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
+                else:
+                    one(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
+                row += ROWS if is_tall else 1
+            token += TOKENS if is_wide else 1
 
 
 # By panels.
 
 
 @intrinsic
-def _on_the_stack(context):  # type: ignore[no-untyped-def]
+def _stack_panel(context):  # type: ignore[no-untyped-def]
     """The address of a panel on the stack, valid until the calling function returns."""
 
     def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -220,7 +214,7 @@ def _on_the_stack(context):  # type: ignore[no-untyped-def]
     return types.int64(), emit_code
 
 
-scratch: Any = _on_the_stack
+stack_panel: Any = _stack_panel
 
 
 def _fill(scheme: str, width: int) -> Any:
@@ -252,11 +246,6 @@ def _fill(scheme: str, width: int) -> Any:
         return signature, emit_code
 
     return fill
-
-
-def panel_dots(width: int) -> tuple[Any, ...]:
-    """Intrinsics for one row and one input, for `ROWS` rows, and for these and `PANEL_TOKENS` inputs."""
-    return tuple(_panel_dot(width, *shape) for shape in ((1, 1), (ROWS, 1), (ROWS, PANEL_TOKENS[width])))
 
 
 def _panel_dot(width: int, rows: int, tokens: int) -> Any:
@@ -294,18 +283,15 @@ def _panel_dot(width: int, rows: int, tokens: int) -> Any:
 
 
 @inlined
-def panel_tiles(fill, dots, at_once, vector_bytes, data):  # type: ignore[no-untyped-def]
+def _panel_tiles(fill, dots, at_once, vector_bytes, data):  # type: ignore[no-untyped-def]
     """The loops over panels, over inputs that fit the cache, and over tiles of rows and inputs."""
     one, tall, square = dots
-    panel = scratch()
+    panel = stack_panel()
     step_bytes = 2 * vector_bytes
     max_steps = PANEL_COLUMNS * 4 // step_bytes
     given = pieces(data)
     for at in range(BEFORE_WORK, len(given), GIVEN):
-        codes, scales, inputs, table, out = given[at], given[at + 1], given[at + 2], given[at + 4], given[at + 5]
-        row_bytes, steps, shift, tokens, rows = (
-            given[at + 6], given[at + 7], given[at + 8], given[at + 9], given[at + 10],
-        )  # fmt: skip
+        codes, scales, inputs, _, table, out, row_bytes, steps, shift, tokens, rows = arguments(given, at)
         first, last = own_rows(given, rows)
         input_bytes = steps * step_bytes
         for top in range(first, last, PANEL_ROWS):
@@ -339,11 +325,6 @@ def panel_tiles(fill, dots, at_once, vector_bytes, data):  # type: ignore[no-unt
 
 
 # bfloat16.
-
-
-def _bfloat_dots(width: int) -> tuple[Any, ...]:
-    """Intrinsics for one row and one input, for `ROWS` rows, and for these and `TOKENS` inputs."""
-    return tuple(_bfloat_dot(width, *shape) for shape in ((1, 1), (ROWS, 1), (ROWS, TOKENS)))
 
 
 def _bfloat_dot(width: int, rows: int, tokens: int) -> Any:
@@ -390,8 +371,7 @@ def _bfloat_tiles(dots, vector_bytes, data):  # type: ignore[no-untyped-def]
     one, tall, square = dots
     given = pieces(data)
     for at in range(BEFORE_WORK, len(given), GIVEN):
-        matrix, inputs, out = given[at], given[at + 2], given[at + 5]
-        row_bytes, steps, tokens, rows = given[at + 6], given[at + 7], given[at + 9], given[at + 10]
+        matrix, _, inputs, _, _, out, row_bytes, steps, _, tokens, rows = arguments(given, at)
         first, last = own_rows(given, rows)
         input_bytes = steps * 2 * vector_bytes
         many_inputs = max(INPUT_BYTES // input_bytes // TOKENS, 1) * TOKENS
@@ -402,96 +382,69 @@ def _bfloat_tiles(dots, vector_bytes, data):  # type: ignore[no-untyped-def]
                 end = min(begin + many_inputs, tokens)
                 row = top
                 while row < bottom:
-                    token = begin
-                    tall_enough = row + ROWS <= bottom
+                    token, is_tall = begin, row + ROWS <= bottom
                     while token < end:
                         of_token, to = inputs + token * input_bytes, out + token * rows * 4
-                        if tall_enough and token + TOKENS <= end:
+                        if is_tall and token + TOKENS <= end:
                             square(matrix, of_token, to, row_bytes, steps, rows, row)
                             token += TOKENS
-                        elif tall_enough:
+                        elif is_tall:
                             tall(matrix, of_token, to, row_bytes, steps, rows, row)
                             token += 1
                         else:
                             one(matrix, of_token, to, row_bytes, steps, rows, row)
                             token += 1
-                    row += ROWS if tall_enough else 1
+                    row += ROWS if is_tall else 1
 
 
-# Functions with a name in the module, and intrinsics with one: numba caches no others for the next process.
+# The kernels. numba keeps a compiled function for the next process only if it has a name in a module and all that it
+# uses is global. So each kernel is a template with a name and globals of its own.
 
-_N16_ONE, _N16_TALL, _N16_WIDE, _N16_SQUARE = _code_dots("4bit", 16)
-_N8_ONE, _N8_TALL, _N8_WIDE, _N8_SQUARE = _code_dots("4bit", 8)
-_B16_ONE, _B16_TALL, _B16_WIDE, _B16_SQUARE = _code_dots("8bit", 16)
-_B8_ONE, _B8_TALL, _B8_WIDE, _B8_SQUARE = _code_dots("8bit", 8)
-_NP_ONE, _NP_TALL, _NP_WIDE, _NP_SQUARE = _code_dots("4bit", PAIRS)
-_BP_ONE, _BP_TALL, _BP_WIDE, _BP_SQUARE = _code_dots("8bit", PAIRS)
-_P16_ONE, _P16_TALL, _P16_SQUARE = panel_dots(16)
-_P8_ONE, _P8_TALL, _P8_SQUARE = panel_dots(8)
-_N16_FILL, _B16_FILL, _N8_FILL, _B8_FILL = (_fill(scheme, width) for width in (16, 8) for scheme in ("4bit", "8bit"))
-_F16_ONE, _F16_TALL, _F16_SQUARE = _bfloat_dots(16)
-_F8_ONE, _F8_TALL, _F8_SQUARE = _bfloat_dots(8)
+ONE: Any = None
+TALL = WIDE = SQUARE = FILL = AT_ONCE = VECTOR = ONE
 
 
-def _codes_4bit_16(data):  # type: ignore[no-untyped-def]
-    _code_tiles((_N16_ONE, _N16_TALL, _N16_WIDE, _N16_SQUARE), data)
+def _by_codes(data):  # type: ignore[no-untyped-def]
+    _code_tiles((ONE, TALL, WIDE, SQUARE), data)
 
 
-def _codes_4bit_8(data):  # type: ignore[no-untyped-def]
-    _code_tiles((_N8_ONE, _N8_TALL, _N8_WIDE, _N8_SQUARE), data)
+def _by_panels(data):  # type: ignore[no-untyped-def]
+    _panel_tiles(FILL, (ONE, TALL, SQUARE), AT_ONCE, VECTOR, data)
 
 
-def _codes_4bit_in_pairs(data):  # type: ignore[no-untyped-def]
-    _code_tiles((_NP_ONE, _NP_TALL, _NP_WIDE, _NP_SQUARE), data)
+def _of_bfloat16(data):  # type: ignore[no-untyped-def]
+    _bfloat_tiles((ONE, TALL, SQUARE), VECTOR, data)
 
 
-def _codes_8bit_16(data):  # type: ignore[no-untyped-def]
-    _code_tiles((_B16_ONE, _B16_TALL, _B16_WIDE, _B16_SQUARE), data)
+def named(template: Any, name: str, **own: Any) -> Callable[[Any], None]:
+    """A kernel of this name from a template, which uses the globals of its module and these instead of some."""
+    made = FunctionType(template.__code__, {**template.__globals__, **own}, name)
+    made.__qualname__, made.__module__ = name, template.__module__
+    return made
 
 
-def _codes_8bit_8(data):  # type: ignore[no-untyped-def]
-    _code_tiles((_B8_ONE, _B8_TALL, _B8_WIDE, _B8_SQUARE), data)
+def panel_kernel(scheme: str, width: int, fill: Any) -> Callable[[Any], None]:
+    """The kernel by panels that `fill` decodes, an intrinsic like that of `_fill`."""
+    one, tall, square = (_panel_dot(width, *shape) for shape in ((1, 1), (ROWS, 1), (ROWS, PANEL_TOKENS[width])))
+    own = {"ONE": one, "TALL": tall, "SQUARE": square, "AT_ONCE": PANEL_TOKENS[width], "VECTOR": 4 * width}
+    return named(_by_panels, f"{PANELS}_{scheme}_{width}", FILL=fill, **own)
 
 
-def _codes_8bit_in_pairs(data):  # type: ignore[no-untyped-def]
-    _code_tiles((_BP_ONE, _BP_TALL, _BP_WIDE, _BP_SQUARE), data)
+def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
+    if method == PANELS:
+        return panel_kernel(scheme, width, _fill(scheme, width))
+    name = f"{method}_{scheme}_{width}"
+    if scheme == BFLOAT16:
+        one, tall, square = (_bfloat_dot(width, *shape) for shape in ((1, 1), (ROWS, 1), (ROWS, TOKENS)))
+        return named(_of_bfloat16, name, ONE=one, TALL=tall, SQUARE=square, VECTOR=4 * width)
+    shapes = (1, 1), (ROWS, 1), (1, TOKENS), (ROWS, TOKENS)
+    one, tall, wide, square = (_code_dot(scheme, width, *shape) for shape in shapes)
+    return named(_by_codes, name, ONE=one, TALL=tall, WIDE=wide, SQUARE=square)
 
 
-def _panels_4bit_16(data):  # type: ignore[no-untyped-def]
-    panel_tiles(_N16_FILL, (_P16_ONE, _P16_TALL, _P16_SQUARE), 6, 64, data)
-
-
-def _panels_4bit_8(data):  # type: ignore[no-untyped-def]
-    panel_tiles(_N8_FILL, (_P8_ONE, _P8_TALL, _P8_SQUARE), 2, 32, data)
-
-
-def _panels_8bit_16(data):  # type: ignore[no-untyped-def]
-    panel_tiles(_B16_FILL, (_P16_ONE, _P16_TALL, _P16_SQUARE), 6, 64, data)
-
-
-def _panels_8bit_8(data):  # type: ignore[no-untyped-def]
-    panel_tiles(_B8_FILL, (_P8_ONE, _P8_TALL, _P8_SQUARE), 2, 32, data)
-
-
-def _bfloat16_16(data):  # type: ignore[no-untyped-def]
-    _bfloat_tiles((_F16_ONE, _F16_TALL, _F16_SQUARE), 64, data)
-
-
-def _bfloat16_8(data):  # type: ignore[no-untyped-def]
-    _bfloat_tiles((_F8_ONE, _F8_TALL, _F8_SQUARE), 32, data)
-
-
+_KEYS = [(CODES, scheme, width) for scheme in ("4bit", "8bit") for width in (16, 8, PAIRS)]
+_KEYS += [(PANELS, scheme, width) for scheme in ("4bit", "8bit") for width in (16, 8)]
 KERNELS: dict[tuple[str, str, int], Callable[[Any], None]] = {
-    (CODES, "4bit", 16): _codes_4bit_16,
-    (CODES, "4bit", 8): _codes_4bit_8,
-    (CODES, "4bit", PAIRS): _codes_4bit_in_pairs,
-    (CODES, "8bit", 16): _codes_8bit_16,
-    (CODES, "8bit", 8): _codes_8bit_8,
-    (CODES, "8bit", PAIRS): _codes_8bit_in_pairs,
-    (PANELS, "4bit", 16): _panels_4bit_16,
-    (PANELS, "4bit", 8): _panels_4bit_8,
-    (PANELS, "8bit", 16): _panels_8bit_16,
-    (PANELS, "8bit", 8): _panels_8bit_8,
-    (CODES, BFLOAT16, 16): _bfloat16_16,
-    (CODES, BFLOAT16, 8): _bfloat16_8,
+    key: _kernel(*key) for key in (*_KEYS, (CODES, BFLOAT16, 16), (CODES, BFLOAT16, 8))
 }
+"""Method, scheme and width of a kernel (see `address`) -> the kernel."""

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant import bfloat_products, block_pairs, gguf_blocks, kernels
 from rabbitllm.quant.kernels import CODES, DEQUANTIZED, PANELS, SUMMED
-from rabbitllm.quant.quantize import dequantize, multiply_4bit
+from rabbitllm.quant.quantize import MAX_ELEMENTS, dequantize, multiply_4bit
 from rabbitllm.quant.schemes import NF4_BLOCK, SCHEMES, STORED, Quantized
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class FusedMatrix(QuantizedMatrix):
         """`x @ W.T + bias`: (..., K) of a floating dtype -> (..., N) of the same."""
         rows, columns = self.form.shape
         flat = x.reshape(-1, columns).contiguous()
-        step = rows if len(flat) <= FEW_INPUTS else max(FUSED_ELEMENTS // columns, 1)
+        step = max((MAX_ELEMENTS if len(flat) <= FEW_INPUTS else FUSED_ELEMENTS) // columns, 1)
         if step >= rows:
             out = multiply_4bit(self.form, self.payload, self.absmax, self.table, flat, bias)
         else:

@@ -291,7 +291,9 @@ def scales_at(
 # Dequantization, and products by bitsandbytes.
 
 RUN_ELEMENTS = 1 << 24
-"""Elements that are cast at a time: a multiple of the block."""
+"""Elements of a run: a multiple of the block."""
+MAX_ELEMENTS = 1 << 30
+"""Maximum elements of a matrix for bitsandbytes' kernels, which count them in 32 bits; some heads have more."""
 
 
 def operands(
@@ -337,22 +339,30 @@ def dequantize(
     assert form.offset is None
     if form.scheme in BLOCK_TYPES:
         return gguf_blocks.dequantize(form.scheme, payload, form.shape, dtype)
+    elements, is_cast = math.prod(form.shape), form.dtype not in (None, str(dtype).removeprefix("torch."))
+    if elements > (RUN_ELEMENTS if is_cast else MAX_ELEMENTS):
+        return _in_runs(form, payload, absmax, table, dtype)
     if form.scheme == "4bit":
-        elements = math.prod(form.shape)
-        if form.dtype == str(dtype).removeprefix("torch.") or elements <= RUN_ELEMENTS:
-            whole = replace(form, shape=_in_whole_blocks(form.shape))
-            result: torch.Tensor = functional().dequantize_4bit(payload, _nf4_quant_state(whole, absmax, table))
-        else:  # in runs: the matrix would be in memory in both dtypes
-            result = absmax.new_empty(elements, dtype=dtype)
-            codes, scales = payload.view(-1), absmax.view(-1)
-            for begin in range(0, elements, RUN_ELEMENTS):
-                end = min(begin + RUN_ELEMENTS, elements)
-                run = codes[begin // 2 : -(-end // 2)], scales[begin // NF4_BLOCK : -(-end // NF4_BLOCK)]
-                result[begin:end] = dequantize(replace(form, shape=(end - begin,)), *run, table, dtype)
+        whole = replace(form, shape=_in_whole_blocks(form.shape))
+        result: torch.Tensor = functional().dequantize_4bit(payload, _nf4_quant_state(whole, absmax, table))
     else:
         state = functional().QuantState(absmax=absmax, code=table, blocksize=INT8_BLOCK, dtype=dtype)
         result = functional().dequantize_blockwise(payload, state)
     return result.to(dtype).view(form.shape)
+
+
+def _in_runs(
+    form: Quantized, payload: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """The same by runs: a tensor that is cast would be in memory in both dtypes."""
+    elements, entry = math.prod(form.shape), SCHEMES[form.scheme]
+    result, codes, scales = absmax.new_empty(elements, dtype=dtype), payload.view(-1), absmax.view(-1)
+    for begin in range(0, elements, RUN_ELEMENTS):
+        end = min(begin + RUN_ELEMENTS, elements)
+        run, some = (slice(begin // of, math.ceil(end / of)) for of in (entry.codes_a_byte, entry.block))
+        few = replace(form, shape=(end - begin,))
+        result[begin:end] = dequantize(few, codes[run], scales[some], table, dtype)
+    return result.view(form.shape)
 
 
 def _in_whole_blocks(shape: tuple[int, ...]) -> tuple[int, ...]:

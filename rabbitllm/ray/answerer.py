@@ -1,7 +1,7 @@
 """A worker of a batch: prepares its model once, then answers lines.
 
-Runs in a separate process that may be killed at any moment: all its state also exists elsewhere. Independent of
-clusters and journals.
+Runs in a separate process that may be killed at any moment: nothing is stored in it alone. Independent of clusters and
+journals.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.store.manifest import BitAllocation
 
 WEIGHTS, CACHE = 0.5, 0.3
-"""Shares of a worker's part of free memory, for weights and for the KV cache, if it is not alone on its machine."""
+"""Shares of a worker's part of free memory, for weights and for the KV cache, when workers share a machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class WorkerJob:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """A ready worker's description of itself.
+    """The description of a ready worker.
 
     Attributes:
         host, pid: its machine and process.
@@ -60,7 +60,7 @@ class WorkerInfo:
     chosen: BitAllocation | None = None
 
     def differs_from(self, other: WorkerInfo) -> str | None:
-        """Why two workers would give different answers, in words; None if no difference is known."""
+        """The reason, for a message, why two workers would give different answers; None if no difference is known."""
         if self.computes != other.computes:
             return f"it computes in {self.computes}, the other in {other.computes}"
         if self.compression != other.compression:
@@ -121,14 +121,14 @@ class Answerer:
         """The job, with limits of memory and disk if several workers share the machine."""
         import psutil
 
-        from rabbitllm.generation.cache_manager import usual_bytes
-        from rabbitllm.generation.swap import usual_folder
+        from rabbitllm.generation.cache_manager import default_file_bytes
+        from rabbitllm.generation.swap import default_folder
 
         job = self._job
         if job.share == 1:
             return job
         if job.limits.cache_disk is None:
-            job = replace(job, limits=replace(job.limits, cache_disk=usual_bytes(usual_folder()) // job.share))
+            job = replace(job, limits=replace(job.limits, cache_disk=default_file_bytes(default_folder()) // job.share))
         if job.request.run.max_memory is not None:
             return job
         part = psutil.virtual_memory().available // job.share

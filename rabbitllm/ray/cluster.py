@@ -1,8 +1,8 @@
-"""A connection to a Ray cluster for the duration of a call, and checks whether every machine of it can take part.
+"""A connection to a Ray cluster for the duration of a call, and checks of each of its machines.
 
 The cluster is a running one, or one started on this machine. Each machine needs the same version of this package, the
-lease in the shared folder and the source: if one of them is missing, the error would otherwise appear hours later, or
-never. Independent of the work done on the cluster.
+lease in the shared folder and the source: without the check, the error would appear hours later, or never. Independent
+of the work done on the cluster.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ def connected(address: str) -> Iterator[list[Node]]:
         return
     running = _running_cluster() if address == AUTO else _checked(address)
     say("starting Ray on this machine …" if running is None else f"connecting to Ray at {running} …")
-    scratch = tempfile.mkdtemp(prefix="rr-", dir=_short_folder()) if running is None else None
+    # the paths of Ray's sockets are limited to 107 bytes
+    short = "/tmp" if len(tempfile.gettempdir()) > 20 and Path("/tmp").is_dir() else None
+    scratch = tempfile.mkdtemp(prefix="rr-", dir=short) if running is None else None
     try:
         with contextlib.redirect_stdout(sys.stderr):  # Ray reports lost workers there, amid the results
             _connect(running, scratch)
@@ -108,7 +110,12 @@ def nodes() -> list[Node]:
 
     listed: Callable[[], list[dict[str, Any]]] = ray.nodes
     found = [
-        Node(node["NodeID"], _host(node), int(resources["CPU"]), int(resources.get("GPU", 0)))
+        Node(
+            node["NodeID"],
+            str(node.get("NodeManagerHostname") or node.get("NodeManagerAddress") or node["NodeID"][:8]),
+            int(resources["CPU"]),
+            int(resources.get("GPU", 0)),
+        )
         for node in listed()
         if node["Alive"] and (resources := node["Resources"]).get("CPU", 0) >= 1
     ]
@@ -120,10 +127,6 @@ def nodes() -> list[Node]:
     return found
 
 
-def _host(node: Any) -> str:
-    return str(node.get("NodeManagerHostname") or node.get("NodeManagerAddress") or node["NodeID"][:8])
-
-
 def _connect(running: str | None, scratch: str | None) -> None:
     import ray
 
@@ -132,7 +135,7 @@ def _connect(running: str | None, scratch: str | None) -> None:
         if running is not None:
             ray.init(address=running, **common)
             return
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read by what `init` starts
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read by the processes that `init` starts
         ray.init(
             address="local",
             include_dashboard=False,
@@ -182,12 +185,6 @@ def _answers(address: str) -> bool:
     return True
 
 
-def _short_folder() -> str | None:
-    """A folder short enough for the paths of Ray's sockets, which are limited to 107 bytes; None for the usual one."""
-    usual = tempfile.gettempdir()
-    return "/tmp" if len(usual) > 20 and Path("/tmp").is_dir() else None
-
-
 def everywhere(request: LoadRequest) -> LoadRequest:
     """The same request, with paths that do not depend on the working directory."""
     spec = request.spec
@@ -201,19 +198,19 @@ ANSWER_SECONDS = 120.0
 """Time limit for a machine to start a worker and answer."""
 
 
-def check_machines(nodes: Sequence[Node], lease: Lease | None, seen: Sequence[Path], *, quantizes: bool) -> None:
-    """Check that every machine can take part.
+def check_machines(nodes: Sequence[Node], lease: Lease | None, required: Sequence[Path], *, quantizes: bool) -> None:
+    """Check that every machine can work on the job.
 
     Args:
         nodes: the machines.
         lease: in the shared folder; None if none is needed.
-        seen: further paths that must exist on each machine.
+        required: further paths that must exist on each machine.
         quantizes: whether the versions of bitsandbytes must agree.
 
     Raises:
-        ClusterError: a machine cannot take part, or does not answer; names the machine.
+        ClusterError: a machine fails a check, or does not answer; names the machine.
     """
-    for node, found in zip(nodes, _looks(nodes, lease, seen), strict=True):
+    for node, found in zip(nodes, _inspected(nodes, lease, required), strict=True):
         _check(node.host, found, lease, quantizes=quantizes)
 
 
@@ -238,9 +235,9 @@ def _check(host: str, found: Mapping[str, Any], lease: Lease | None, *, quantize
             f"{host} does not see {lease.folder / LEASE_NAME}, which this machine has just written.",
             "Put the split directory into a folder that all machines share under the same path, and set it with --dir.",
         )
-    if found["unseen"]:
+    if found["missing"]:
         raise ClusterError(
-            f"{host} does not see {found['unseen'][0]}, where the source is.",
+            f"{host} does not see {found['missing'][0]}, where the source is.",
             "Put the source into a folder that all machines share under the same path, or use a repository.",
         )
 
@@ -255,19 +252,17 @@ def quantizer_version() -> str | None:
         return None
 
 
-def _looks(nodes: Sequence[Node], lease: Lease | None, seen: Sequence[Path]) -> list[dict[str, Any]]:
-    """What each machine says about itself; see `_looker`."""
+def _inspected(nodes: Sequence[Node], lease: Lease | None, required: Sequence[Path]) -> list[dict[str, Any]]:
+    """The properties of each machine; see `_inspector`."""
     import ray
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    look = ray.remote(num_cpus=0, max_retries=1)(_looker())
-    asked = [
-        look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote(
-            *(("", "") if lease is None else (str(lease.folder / LEASE_NAME), lease.run)), [str(path) for path in seen]
-        )
-        for node in nodes
-    ]
+    inspect = ray.remote(num_cpus=0, max_retries=1)(_inspector())
+    given = ("", "") if lease is None else (str(lease.folder / LEASE_NAME), lease.run)
+    paths = [str(path) for path in required]
+    strategies = [NodeAffinitySchedulingStrategy(node.id, soft=False) for node in nodes]
+    asked = [inspect.options(scheduling_strategy=strategy).remote(*given, paths) for strategy in strategies]
     found = []
     for node, answer in zip(nodes, asked, strict=True):
         try:
@@ -280,10 +275,10 @@ def _looks(nodes: Sequence[Node], lease: Lease | None, seen: Sequence[Path]) -> 
     return found
 
 
-def _looker() -> Callable[[str, str, list[str]], dict[str, Any]]:
-    """The remote function. A nested function is pickled by value, so it needs no import of this package there."""
+def _inspector() -> Callable[[str, str, list[str]], dict[str, Any]]:
+    """The remote function. A nested function is pickled by value, so that a machine without this package can run it."""
 
-    def look(lease: str, run: str, seen: list[str]) -> dict[str, Any]:
+    def inspect(lease: str, run: str, required: list[str]) -> dict[str, Any]:
         import importlib.metadata
         import os
 
@@ -300,14 +295,14 @@ def _looker() -> Callable[[str, str, list[str]], dict[str, Any]]:
                 reads = file.read() == run
         except OSError:
             reads = False
-        unseen = [path for path in seen if not os.path.exists(path)]
-        return {"version": version, "quantizer": quantizer, "lease": reads, "unseen": unseen}
+        missing = [path for path in required if not os.path.exists(path)]
+        return {"version": version, "quantizer": quantizer, "lease": reads, "missing": missing}
 
-    return look
+    return inspect
 
 
 def error_of(error: Any, what: str) -> BaseException:
-    """The error of a task (a `RayTaskError`): as it was raised there, if it is one for users.
+    """The error of a task (a `RayTaskError`): its cause, if that is an error for users.
 
     Args:
         error: the error as Ray raised it.

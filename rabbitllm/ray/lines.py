@@ -43,12 +43,12 @@ def answering_on(
         ResultsError: the journal was begun with other weights.
     """
 
-    def elsewhere(scan: InputScan, journal: BatchJournal) -> Generator[list[BatchAnswer]]:
+    def answers_of(scan: InputScan, journal: BatchJournal) -> Generator[list[BatchAnswer]]:
         order = [int(index) for index in scan.ordered(journal.missing())]
         with connected(address) as nodes:
             pool = worker_pool(nodes, workers)
             check_machines(nodes, None, [], quantizes=request.spec.compression is not None)
-            say(f"{counted(len(nodes), 'machine')}, {counted(pool.workers, 'worker')}; they get the model ready …")
+            say(f"{counted(len(nodes), 'machine')}, {counted(pool.workers, 'worker')}; loading the model …")
             job = WorkerJob(everywhere(request), request.spec.name, limits, scan.longest(limits.sequences), pool.share)
             chunks = in_chunks(order, pool.workers, limits.sequences)
 
@@ -58,13 +58,13 @@ def answering_on(
 
             yield from RayAnswers(pool, job, check=check).answered(chunks, scan.item)
 
-    return elsewhere
+    return answers_of
 
 
 PASSFULS = 4
 """Limit of a chunk, in full passes: the last passes of each chunk are not full."""
-TURNS = 2
-"""Minimum of chunks per worker, if there are enough lines: a slow worker then delays the end less."""
+MIN_CHUNKS = 2
+"""Minimum number of chunks per worker, if there are enough lines: a slow worker then delays the end less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +115,15 @@ def in_chunks(order: Sequence[int], workers: int, sequences: int) -> list[list[i
         workers: number of workers, each of which answers one chunk after the other.
         sequences: limit of lines in one pass.
     """
-    size = max(1, min(PASSFULS * sequences, -(-len(order) // (workers * TURNS))))
+    size = max(1, min(PASSFULS * sequences, -(-len(order) // (workers * MIN_CHUNKS))))
     return [list(order[at : at + size]) for at in range(0, len(order), size)]
 
 
 POLL_SECONDS = 0.5
-PLACE_SECONDS, SAY_AGAIN_SECONDS = 10.0, 60.0
+PLACE_SECONDS, REPEAT_SECONDS = 10.0, 60.0
 """Seconds until an unplaced worker is reported, and between such reports. Placement normally takes seconds."""
-TIMES = 4
-"""Number of workers lost one after the other, without an answer in between, that counts as an error."""
+MAX_LOST = 4
+"""Number of consecutively lost workers, without an answer in between, that is an error."""
 
 
 @dataclass(slots=True)
@@ -133,7 +133,7 @@ class _LineWorker:
     Attributes:
         since: `time.monotonic()` of its creation.
         placed: reference that resolves when the actor has started; None from then on.
-        getting_ready: reference that resolves when its model is ready; None from then on.
+        loading: reference that resolves when its model is ready; None from then on.
         answers: its stream of answers while it works.
         left: its unanswered items, by index.
     """
@@ -141,7 +141,7 @@ class _LineWorker:
     actor: Any
     since: float
     placed: Any
-    getting_ready: Any
+    loading: Any
     answers: Any = None
     left: dict[int, Item] | None = None
 
@@ -154,7 +154,7 @@ class RayAnswers:
         job: job of every worker.
         worker: the actor class.
         check: called with the first ready worker, before any answer; may raise to stop.
-        tell: called with messages for the user.
+        report: called with messages for the user.
     """
 
     def __init__(
@@ -163,14 +163,14 @@ class RayAnswers:
         job: WorkerJob,
         worker: type[Any] = Answerer,
         check: Callable[[WorkerInfo], None] = lambda about: None,
-        tell: Callable[[str], None] = say,
+        report: Callable[[str], None] = say,
     ) -> None:
         self._pool = pool
         self._job = job
         self._class = worker
         self._check = check
-        self._tell = tell
-        self._told = float("-inf")
+        self._report = report
+        self._reported_at = float("-inf")
         self._workers: list[_LineWorker] = []
         self._about: WorkerInfo | None = None
         self._lost = 0
@@ -194,19 +194,20 @@ class RayAnswers:
                 self._workers.append(self._started())
             while waiting or any(worker.left for worker in self._workers):
                 for worker in self._workers:
-                    if waiting and worker.getting_ready is None and worker.answers is None:
-                        self._give(worker, [item(index) for index in waiting.popleft()])
-                of = {worker.getting_ready or worker.answers: worker for worker in self._at_work()}
-                done, _ = ray.wait([*of], timeout=POLL_SECONDS)
+                    if waiting and worker.loading is None and worker.answers is None:
+                        worker.left = {index: item(index) for index in waiting.popleft()}
+                        answer = worker.actor.answer.options(num_returns="streaming")
+                        worker.answers = answer.remote([*worker.left.values()])
+                busy = {
+                    reference: one for one in self._workers if (reference := one.loading or one.answers) is not None
+                }
+                done, _ = ray.wait([*busy], timeout=POLL_SECONDS)
                 for reference in done:
-                    yield from self._heard(of[reference], waiting)
-                self._tell_who_waits()
+                    yield from self._received(busy[reference], waiting)
+                self._report_unplaced()
         finally:
             for worker in self._workers:
                 _end(worker)
-
-    def _at_work(self) -> list[_LineWorker]:
-        return [worker for worker in self._workers if worker.getting_ready is not None or worker.answers is not None]
 
     def _started(self) -> _LineWorker:
         import ray
@@ -215,8 +216,8 @@ class RayAnswers:
         actor = ray.remote(self._class).options(max_restarts=0, **options).remote(self._job)
         return _LineWorker(actor, time.monotonic(), actor.__ray_ready__.remote(), actor.ready.remote())
 
-    def _tell_who_waits(self) -> None:
-        """Report workers that cannot be placed: Ray itself waits silently, for ever."""
+    def _report_unplaced(self) -> None:
+        """Report workers that cannot be placed: Ray waits without a message."""
         import ray
 
         unplaced = {worker.placed: worker for worker in self._workers if worker.placed is not None}
@@ -226,24 +227,20 @@ class RayAnswers:
             unplaced.pop(placed).placed = None
         now = time.monotonic()
         late = [worker for worker in unplaced.values() if now - worker.since >= PLACE_SECONDS]
-        if late and now - self._told >= SAY_AGAIN_SECONDS:
-            self._told = now
+        if late and now - self._reported_at >= REPEAT_SECONDS:
+            self._reported_at = now
             cluster: Any = ray  # its functions are untyped
-            self._tell(wanting(self._pool, len(late), cluster.cluster_resources(), cluster.available_resources()))
+            self._report(wanting(self._pool, len(late), cluster.cluster_resources(), cluster.available_resources()))
 
-    def _give(self, worker: _LineWorker, items: list[Item]) -> None:
-        worker.left = {one.index: one for one in items}
-        worker.answers = worker.actor.answer.options(num_returns="streaming").remote(items)
-
-    def _heard(self, worker: _LineWorker, waiting: deque[list[int]]) -> Generator[list[BatchAnswer]]:
+    def _received(self, worker: _LineWorker, waiting: deque[list[int]]) -> Generator[list[BatchAnswer]]:
         """Handle a report of a worker: that it is ready, some answers, the end of its chunk, or its loss."""
         import ray
         from ray.exceptions import RayError, RayTaskError
 
         try:
-            if worker.getting_ready is not None:
-                self._compare(ray.get(worker.getting_ready))
-                worker.getting_ready = None
+            if worker.loading is not None:
+                self._compare(ray.get(worker.loading))
+                worker.loading = None
                 return
             assert worker.left is not None
             try:
@@ -265,9 +262,9 @@ class RayAnswers:
 
     def _replace(self, worker: _LineWorker, waiting: deque[list[int]], error: Exception) -> None:
         self._lost += 1
-        if self._lost >= TIMES:
+        if self._lost >= MAX_LOST:
             raise ClusterError(
-                f"The workers that had lines of the batch died, {TIMES} of them one after the other: "
+                f"The workers that had lines of the batch died, {MAX_LOST} of them one after the other: "
                 f"{type(error).__name__}.",
                 "Check on those machines whether memory ran out (dmesg; `ray status`). Fewer workers (--ray-workers) "
                 "or lines at a time (--sequences) need less. Finished answers are kept: the same command resumes.",

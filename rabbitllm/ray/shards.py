@@ -7,7 +7,7 @@ are complete and which shards may be deleted.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +42,16 @@ def fill_from(shard: PlannedShard, work: SplitWork, lease: Lease, threads: int) 
         The checksums of the shard's tensors. All of its bytes are durable.
 
     Raises:
-        ClusterError: the lease is gone.
+        ClusterError: the lease was revoked.
         CorruptShardError, HubError, MissingShardError: see `Filler.fill`.
     """
-    looks = LeaseCheck(lease)
-    looks.check()
+    guard = LeaseCheck(lease)
+    guard.check()
     profiler = Profiler(enabled=False)
     layers = list(work.plan.layouts)
     targets: dict[str, FillTarget] = {}
-    mover = Mover(threads, profiler, looks.check, fitted=work.fitted)
-    fetcher = ShardFetcher(work.checkpoint, ROOM[work.shard_transfer], looks.check)
+    mover = Mover(threads, profiler, guard.check, fitted=work.fitted)
+    fetcher = ShardFetcher(work.checkpoint, ROOM[work.shard_transfer], guard.check)
     try:
         filler = Filler(work, mover, profiler)
         for _, arriving in fetcher.shards([shard]):
@@ -85,11 +85,7 @@ def next_part(waiting: Sequence[Part], in_work: Iterable[Part], *, apart: bool) 
     taken: set[str] = set()
     for _, work in in_work:
         taken |= work.plan.layouts.keys()
-    return next((part for part in waiting if _is_free(part, taken)), None)
-
-
-def _is_free(part: Part, taken: Collection[str]) -> bool:
-    return not any(layer in taken for layer in part[1].plan.layouts)
+    return next((part for part in waiting if taken.isdisjoint(part[1].plan.layouts)), None)
 
 
 CPUS_A_TASK = 2
@@ -142,7 +138,7 @@ class RayShardExecutor:
         import ray
 
         assert self._lease is not None, "only while the folder is shared"
-        task = ray.remote(num_cpus=self._cpus, max_retries=TIMES - 1)(_filled)
+        task = ray.remote(num_cpus=self._cpus, max_retries=TIMES - 1)(_call)
         waiting, in_work = [*parts], dict[Any, Part]()
         at_once = min((work.at_once for _, work in parts), default=1)
         try:
@@ -167,8 +163,8 @@ class RayShardExecutor:
                 _wait_for_end([*in_work])
 
 
-def _filled(fill: Fill, shard: PlannedShard, work: SplitWork, lease: Lease, threads: int) -> ShardChecksums:
-    return fill(shard, work, lease, threads)
+def _call(fill: Fill, *given: Any) -> ShardChecksums:
+    return fill(*given)
 
 
 def _result(reference: Any, shard: PlannedShard) -> ShardChecksums:
@@ -189,7 +185,7 @@ def _result(reference: Any, shard: PlannedShard) -> ShardChecksums:
 
 
 def _wait_for_end(references: Sequence[Any]) -> None:
-    """Wait until tasks whose lease is revoked have noticed.
+    """Wait until tasks whose lease is revoked have ended.
 
     They are not cancelled: Ray 2.60 was seen to abort the process that cancels a task whose result is just arriving
     ("Tried to complete task that was not pending").
@@ -210,7 +206,7 @@ def pull_on(address: str, request: LoadRequest, at_once: int | None = None) -> P
         at_once: limit of shards in work at a time; None for as many as the processors of the machines allow.
 
     Raises:
-        ClusterError: the cluster does not answer, or a machine cannot take part; nothing was changed.
+        ClusterError: the cluster does not answer, or a machine fails a check; nothing was changed.
         RabbitLLMError: see `pull`.
     """
     with connected(address) as nodes:

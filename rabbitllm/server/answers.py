@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from rabbitllm.generation.request import Delta, Finished, FinishReason, TokenLogprob
+from rabbitllm.generation.request import Delta, FinishReason, Result, TokenLogprob
 from rabbitllm.generation.streams import UNFINISHED
 from rabbitllm.server.requests import CheckedCall
 from rabbitllm.server.tools import SPECIAL, CallReader, ParsedToolCall
@@ -62,11 +62,11 @@ class Envelope:
         """A chunk of a stream."""
         return self._around(self.chunk_kind, choices) | ({"usage": None} if self.include_usage else {})
 
-    def last_chunk(self, finished: Sequence[Finished]) -> dict[str, Any]:
+    def last_chunk(self, finished: Sequence[Result]) -> dict[str, Any]:
         """The chunk with the token usage of choices that ended so."""
         return self._around(self.chunk_kind, ()) | {"usage": self._usage(finished)}
 
-    def whole(self, choices: Sequence[Mapping[str, Any]], finished: Sequence[Finished]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Mapping[str, Any]], finished: Sequence[Result]) -> dict[str, Any]:
         """A whole answer, of choices that ended so."""
         return self._around(self.kind, choices) | {"usage": self._usage(finished)}
 
@@ -80,10 +80,10 @@ class Envelope:
             "choices": list(choices),
         }
 
-    def _usage(self, finished: Sequence[Finished]) -> dict[str, Any]:
+    def _usage(self, finished: Sequence[Result]) -> dict[str, Any]:
         """The token usage; each prompt counts once, however many choices it has."""
         firsts = finished[:: self.n]
-        prompt, new = sum(one.prompt_tokens for one in firsts), sum(one.new_tokens for one in finished)
+        prompt, new = sum(one.prompt_tokens for one in firsts), sum(len(one.tokens) for one in finished)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": new,
@@ -134,7 +134,7 @@ def bytes_of_characters() -> Mapping[str, int]:
 
 
 class _Choices:
-    """The choices of one answer, whole or streamed; further methods are in the two kinds of it.
+    """The choices of one answer, whole or streamed; subclasses make its objects.
 
     Args:
         asked: the request.
@@ -192,8 +192,8 @@ class ChatChoices(_Choices):
             return []
         return [_delta(choice, {"content": text}, logprobs)]
 
-    def end(self, choice: int, finished: Finished) -> list[dict[str, Any]]:
-        """Text that was held back, the tool calls and the finish reason."""
+    def end(self, choice: int, finished: Result) -> list[dict[str, Any]]:
+        """The withheld text, the tool calls and the finish reason."""
         text, calls = self._rest(choice)
         found = [_delta(choice, {"content": text})] if text else []
         if calls:
@@ -201,7 +201,7 @@ class ChatChoices(_Choices):
             found.append(_delta(choice, {"tool_calls": listed}))
         return [*found, _delta(choice, {}, reason=_reason(finished, calls))]
 
-    def whole(self, choice: int, delta: Delta, finished: Finished) -> dict[str, Any]:
+    def whole(self, choice: int, delta: Delta, finished: Result) -> dict[str, Any]:
         """The message."""
         text = self._fed(choice, delta.text)
         rest, calls = self._rest(choice)
@@ -226,13 +226,13 @@ class ChatChoices(_Choices):
         return [{"id": self._new_id(), "type": "function", "function": asdict(call)} for call in calls]
 
     def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        if self._asked.likeliest is None:
+        if self._asked.top_logprobs is None:
             return None
         content = [
             self._entry(chosen.token, chosen.logprob)
             | {
                 "top_logprobs": [
-                    self._entry(one.token, one.logprob) for one in chosen.likeliest[: self._asked.likeliest]
+                    self._entry(one.token, one.logprob) for one in chosen.top_logprobs[: self._asked.top_logprobs]
                 ]
             }
             for chosen in self._without_end(tokens)
@@ -263,21 +263,21 @@ class CompletionChoices(_Choices):
             return []
         return [_choice(choice, delta.text, logprobs)]
 
-    def end(self, choice: int, finished: Finished) -> list[dict[str, Any]]:
+    def end(self, choice: int, finished: Result) -> list[dict[str, Any]]:
         """The finish reason."""
-        return [_choice(choice, "", None, REASONS[finished.ended])]
+        return [_choice(choice, "", None, REASONS[finished.finish])]
 
-    def whole(self, choice: int, delta: Delta, finished: Finished) -> dict[str, Any]:
+    def whole(self, choice: int, delta: Delta, finished: Result) -> dict[str, Any]:
         """The text."""
         text = self._echo(choice) + delta.text
-        return _choice(choice, text, self._logprobs(choice, delta.tokens), REASONS[finished.ended])
+        return _choice(choice, text, self._logprobs(choice, delta.tokens), REASONS[finished.finish])
 
     def _echo(self, choice: int) -> str:
         return self._asked.echoes[choice] if self._asked.echoes else ""
 
     def _logprobs(self, choice: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        """Lists of tokens, their log probabilities, the likeliest alternatives at each position, and text offsets."""
-        if self._asked.likeliest is None:
+        """Lists of tokens, their log probabilities, the most likely alternatives at each position, and text offsets."""
+        if self._asked.top_logprobs is None:
             return None
         found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for chosen in self._without_end(tokens):
@@ -285,7 +285,7 @@ class CompletionChoices(_Choices):
             found["tokens"].append(text)
             found["token_logprobs"].append(_finite(chosen.logprob))
             top: dict[str, float] = {}
-            for one in chosen.likeliest[: self._asked.likeliest]:
+            for one in chosen.top_logprobs[: self._asked.top_logprobs]:
                 top.setdefault(self._spelling.of(one.token)[0], _finite(one.logprob))
             found["top_logprobs"].append(top)
             found["text_offset"].append(self._lengths[choice])
@@ -308,5 +308,5 @@ def _delta(
     return {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _reason(finished: Finished, calls: Sequence[ParsedToolCall]) -> str:
-    return "tool_calls" if calls else REASONS[finished.ended]
+def _reason(finished: Result, calls: Sequence[ParsedToolCall]) -> str:
+    return "tool_calls" if calls else REASONS[finished.finish]

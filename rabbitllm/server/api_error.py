@@ -2,18 +2,27 @@
 
     {"error": {"message": …, "type": …, "param": …, "code": …}}
 
-A message goes to the client: it never contains a path of this machine or any part of a traceback.
+A message goes to the client. It never contains a path of this machine or any part of a traceback.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
+
+import jinja2
+
+from rabbitllm.base.terminal import harmless
+from rabbitllm.errors import MediaError, MissingPackageError, ProcessorError
+from rabbitllm.generation.template import PromptRefused
+
+logger = logging.getLogger(__name__)
 
 BAD_REQUEST, UNAUTHORISED, FORBIDDEN, NOT_FOUND = 400, 401, 403, 404
 TIMED_OUT, TOO_LARGE, BUSY, BROKEN, CLOSING, TOO_LATE = 408, 413, 429, 500, 503, 504
 
-_TYPES = {
+_ERROR_TYPES = {
     UNAUTHORISED: "authentication_error",
     FORBIDDEN: "permission_error",
     BUSY: "rate_limit_error",
@@ -53,7 +62,7 @@ class APIError(Exception):
 
     def as_object(self) -> dict[str, Any]:
         """For `json.dumps`."""
-        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < BROKEN else "server_error")
+        kind = _ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < BROKEN else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
@@ -77,6 +86,33 @@ def closing() -> APIError:
 def broken() -> APIError:
     """The error for a failure that is not the caller's fault; its cause is only in the server's log."""
     return APIError(BROKEN, "The server failed to answer this request; its log has the reason.", code="internal_error")
+
+
+PROMPT_ERRORS = (PromptRefused, MediaError, ProcessorError, MissingPackageError)
+"""Errors of `ChatTemplate.prompt`."""
+UNSUPPORTED, BAD_MEDIA = "unsupported_content", "invalid_media"
+"""Codes of errors about pictures and sounds."""
+
+
+def prompt_error(error: Exception) -> APIError:
+    """The error for a conversation that cannot become a prompt.
+
+    It quotes a template that raises on purpose, and nothing else of a template.
+
+    Args:
+        error: one of `PROMPT_ERRORS`.
+    """
+    if isinstance(error, MediaError):
+        return bad(error.problem, "messages", UNSUPPORTED if "takes no" in error.problem else BAD_MEDIA)
+    if not isinstance(error, PromptRefused):  # its message has paths of this machine
+        logger.warning("pictures cannot be read: %s", error)
+        return bad("This server cannot read pictures; its log has the reason.", "messages", UNSUPPORTED)
+    cause = error.error
+    if error.by_processor and not isinstance(cause, jinja2.TemplateError):
+        reason = f": {harmless(str(cause), 300)}" if type(cause) is ValueError else ""
+        return bad(f"The model's processor refuses these pictures{reason}.", "messages", BAD_MEDIA)
+    reason = f": {str(cause)[:300]}" if isinstance(cause, jinja2.TemplateError) and cause.message else ""
+    return bad(f"The model's chat template refuses this conversation{reason}.", "messages", "template_error")
 
 
 CLOSE = {"connection": "close"}

@@ -1,12 +1,18 @@
-"""The routes: each reads a request, passes it to the other modules and writes the response."""
+"""The routes: each reads a request, calls the other modules and writes the response.
+
+The page at `/` sends requests only to the server that it came from: to `/v1/chat/completions`, `/v1/models` and
+`/status`. Its files are the same for all users and have no secret, so they need no key.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict
+from importlib import resources
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -19,7 +25,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rabbitllm.engine.tier_picture import places
 from rabbitllm.formats.bounded import decode_message
-from rabbitllm.server import page
 from rabbitllm.server.answers import ChatChoices, CompletionChoices, Envelope
 from rabbitllm.server.api_error import CLOSE, CLOSING, NOT_FOUND, TIMED_OUT, TOO_LARGE, APIError, bad, closing
 from rabbitllm.server.embeddings import checked_embedding, embedding_object
@@ -29,12 +34,12 @@ from rabbitllm.server.guards import (
     JsonResponse,
     Record,
     RequestLog,
-    answer_of,
     api_error_of,
+    response_of,
     wrong_caller,
     wrong_key,
 )
-from rabbitllm.server.metrics import CONTENT_TYPE, written
+from rabbitllm.server.metrics import CONTENT_TYPE, text_format
 from rabbitllm.server.requests import CheckedCall, checked_chat, checked_completion
 from rabbitllm.server.schemas import ChatBody, CompletionBody, Embedding, GenerationBody, parsed
 from rabbitllm.server.service import Service
@@ -45,6 +50,29 @@ GONE = 499
 EXPOSED = ("x-request-id", "retry-after")
 ALWAYS = ("/health", "/metrics")
 """Paths that are answered even while the server shuts down."""
+PAGE = {
+    "": ("page.html", "text/html; charset=utf-8"),
+    "static/page.css": ("page.css", "text/css; charset=utf-8"),
+    "static/icon.svg": ("icon.svg", "image/svg+xml"),
+    **{
+        f"static/{name}": (name, "text/javascript; charset=utf-8")
+        for name in ("page.js", "talk.js", "chats.js", "markdown.js", "status.js", "timing.js", "view.js")
+    },
+}
+"""Path -> file of the page, and its media type."""
+PAGE_HEADERS = {
+    # scripts, styles and pictures only from here, none inline; requests only to here; no frames
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    # cached by the browser, but revalidated each time: another version of the package has other files
+    "cache-control": "no-cache",
+}
 
 
 def create_app(service: Service) -> ASGIApp:
@@ -53,7 +81,7 @@ def create_app(service: Service) -> ASGIApp:
     Args:
         service: the model and everything that answers requests.
     """
-    router = Router([*_routes(service), *page.ROUTES])
+    router = Router([*_routes(service), *(Route(f"/{path}", _page_file(*found)) for path, found in PAGE.items())])
     settings = service.settings
 
     async def routed(scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,9 +110,9 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
         _record(request).gone = True
         return Response(status_code=GONE)
-    refusal = api_error_of(error)
-    _record(request).error = refusal.code or refusal.message
-    return answer_of(refusal)
+    api_error = api_error_of(error)
+    _record(request).error = api_error.code or api_error.message
+    return response_of(api_error)
 
 
 def _routes(service: Service) -> list[BaseRoute]:
@@ -107,7 +135,7 @@ def _routes(service: Service) -> list[BaseRoute]:
     async def chat(request: Request) -> Response:
         body = parsed(ChatBody, await body_of(request))
         service.check_name(body.model)
-        asked = await service.encoded(lambda: checked_chat(body, service.template, service.model, settings))
+        asked = await service.encoded(lambda: checked_chat(body, service.template, service.limits, settings))
         choices = ChatChoices(asked, service.spelling, service.ends, lambda: f"call_{uuid.uuid4().hex[:24]}")
         kinds = "chat.completion", "chat.completion.chunk"
         return await _generated(request, service, body, asked, choices, envelope("chatcmpl-", kinds, body, request))
@@ -115,7 +143,7 @@ def _routes(service: Service) -> list[BaseRoute]:
     async def completion(request: Request) -> Response:
         body = parsed(CompletionBody, await body_of(request))
         service.check_name(body.model)
-        asked = await service.encoded(lambda: checked_completion(body, service.tokenizer, service.model, settings))
+        asked = await service.encoded(lambda: checked_completion(body, service.tokenizer, service.limits, settings))
         choices = CompletionChoices(asked, service.spelling, service.ends)
         kinds = "text_completion", "text_completion"
         return await _generated(request, service, body, asked, choices, envelope("cmpl-", kinds, body, request))
@@ -131,7 +159,7 @@ def _routes(service: Service) -> list[BaseRoute]:
             )
         embedder = service.embedder
         asked = await service.encoded(
-            lambda: checked_embedding(body, service.tokenizer, service.model, settings, embedder)
+            lambda: checked_embedding(body, service.tokenizer, service.limits, embedder.width)
         )
         work = asyncio.ensure_future(embedder.embed(asked.inputs))
         found = await unless_left(work, request.receive, work.cancel)
@@ -144,8 +172,8 @@ def _routes(service: Service) -> list[BaseRoute]:
         return JsonResponse(_status(service), headers={"cache-control": "no-store"})
 
     async def metrics(_: Request) -> Response:
-        families = service.metrics.families(service.batch.facts, settings.name)
-        return Response(written(families), media_type=CONTENT_TYPE)
+        families = service.metrics.families(service.batch.stats, settings.name)
+        return Response(text_format(families), media_type=CONTENT_TYPE)
 
     return [
         Route("/v1/models", models),
@@ -171,7 +199,7 @@ async def _generated(
     record = _record(request)
     inbox = Inbox(
         len(asked.requests),
-        keep_tokens=asked.likeliest is not None,
+        keep_tokens=asked.top_logprobs is not None,
         text_of=choices.text_of,
         watch=service.metrics.watch(),
     )
@@ -200,6 +228,20 @@ async def _generated(
     )
 
 
+def _page_file(name: str, kind: str) -> Callable[[Request], Awaitable[Response]]:
+    body = resources.files("rabbitllm.server").joinpath("static", name).read_bytes()
+    tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+    headers = {**PAGE_HEADERS, "etag": tag}
+
+    async def answer(request: Request) -> Response:
+        known = {one.strip().removeprefix("W/") for one in request.headers.get("if-none-match", "").split(",")}
+        if known & {tag, "*"}:
+            return Response(status_code=304, headers=headers)
+        return Response(body, headers=headers, media_type=kind)
+
+    return answer
+
+
 def _record(request: Request) -> Record:
     found: Record = request.scope[SCOPE_KEY]
     return found
@@ -212,7 +254,7 @@ def _model(service: Service) -> dict[str, Any]:
         "object": "model",
         "created": service.created,
         "owned_by": "rabbitllm",
-        "max_model_len": service.model.context,
+        "max_model_len": service.limits.context,
     }
 
 
@@ -220,12 +262,12 @@ _OF_HEALTH = ("running", "waiting", "most_running", "most_waiting", "cache_bytes
 
 
 def _health(service: Service) -> dict[str, Any]:
-    facts = service.batch.facts
+    stats = service.batch.stats
     status = "ok" if service.is_alive else "shutting down" if service.is_closing else "failed"
     return {
         "status": status,
         "model": service.settings.name,
-        **{name: getattr(facts, name) for name in _OF_HEALTH},
+        **{name: getattr(stats, name) for name in _OF_HEALTH},
         "embeddings": service.embedder is not None,
     }
 
@@ -240,10 +282,10 @@ def _status(service: Service) -> dict[str, Any]:
         `model`; and `placement` with, in bytes, the reads from disk per pass (`streamed_bytes`), the copies to devices
         per pass (`uploaded_bytes`), and the distribution of the weights: `places`, place -> words -> bytes.
     """
-    placement = service.streamed.placement
+    placement = service.model.placement
     return {
         "model": service.settings.name,
-        **asdict(service.batch.facts),
+        **asdict(service.batch.stats),
         "placement": {
             "streamed_bytes": placement.streamed_bytes,
             "uploaded_bytes": placement.uploaded_bytes,
@@ -267,8 +309,8 @@ async def read_json(request: Request, max_bytes: int, seconds: float) -> Any:
     too_large = APIError(
         TOO_LARGE, f"The request body has more than {max_bytes:,} bytes.", code="body_too_large", headers=CLOSE
     )
-    said = request.headers.get("content-length", "")
-    if said.isdecimal() and (len(said) > 18 or int(said) > max_bytes):
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and (len(length) > 18 or int(length) > max_bytes):
         raise too_large
     raw = bytearray()
     try:

@@ -1,6 +1,6 @@
 """Embeddings of texts, from models whose checkpoint says how they are computed.
 
-A causal model has no embeddings of its own. Models trained for embeddings come with the files of
+Only some models have embeddings. Models trained for embeddings come with the files of
 sentence-transformers: `modules.json` lists the steps after the transformer, and `1_Pooling/config.json` says how
 hidden states are pooled. Several texts are computed in a pass, and these passes alternate with those of generation.
 """
@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rabbitllm.errors import InvalidIndexError
+from rabbitllm.errors import InvalidIndexError, OptionError
 from rabbitllm.formats.bounded import decode_json, read_json
+from rabbitllm.generation.request import ModelLimits
 from rabbitllm.server.api_error import bad
 from rabbitllm.server.requests import listed, token_ids
 from rabbitllm.server.schemas import Embedding
-from rabbitllm.server.settings import ModelLimits, Settings
 from rabbitllm.telemetry.passes import PassInput
 
 if TYPE_CHECKING:
@@ -84,10 +84,10 @@ def recipe_in(folder: Path) -> PoolingRecipe | None:
         name = str(modules[1]["path"])
         if not name.replace("_", "").isalnum():  # a name is never a path
             return None
-        said = read_json(folder / name / "config.json")
+        config = read_json(folder / name / "config.json")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, InvalidIndexError):
         return None
-    chosen = [name for name, value in said.items() if name.startswith("pooling_mode_") and value is True]
+    chosen = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
     if len(chosen) != 1 or chosen[0] not in POOLINGS:
         return None
     return PoolingRecipe(POOLINGS[chosen[0]], kinds[2:] == ["Normalize"])
@@ -104,7 +104,7 @@ class Embedder:
     def __init__(self, model: StreamedModel, recipe: PoolingRecipe) -> None:
         self._model = model
         self._recipe = recipe
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     @property
     def width(self) -> int:
@@ -114,7 +114,7 @@ class Embedder:
     async def embed(self, inputs: Sequence[Sequence[int]]) -> list[list[float]]:
         """A vector for each input; cancellation when the client disconnects takes effect between two passes."""
         found: list[list[float]] = [[]] * len(inputs)
-        async with self._turn:
+        async with self._lock:
             for group in groups([len(ids) for ids in inputs]):
                 vectors = await asyncio.to_thread(self.vectors, [inputs[index] for index in group])
                 for index, vector in zip(group, vectors, strict=True):
@@ -163,9 +163,20 @@ def groups(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def checked_embedding(
-    body: Embedding, tokenizer: PreTrainedTokenizerBase, model: ModelLimits, settings: Settings, embedder: Embedder
+    body: Embedding,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: ModelLimits,
+    width: int,
+    max_inputs: int | None = MAX_INPUTS,
 ) -> CheckedEmbedding:
     """Check the body and tokenize its inputs.
+
+    Args:
+        body: the body.
+        tokenizer: tokenizer of the model.
+        limits: bounds of the model.
+        width: dimensions of a vector.
+        max_inputs: maximum number of inputs; None for no limit.
 
     Raises:
         APIError: no input, too many or too long inputs, or more dimensions than the model has.
@@ -173,20 +184,20 @@ def checked_embedding(
     given = listed(body.input)
     if not given:
         raise bad("The input is empty.", "input")
-    if len(given) > MAX_INPUTS:
-        raise bad(f"There are {len(given):,} inputs; expected at most {MAX_INPUTS:,}.", "input")
-    if body.dimensions is not None and body.dimensions > embedder.width:
-        raise bad(f"dimensions is {body.dimensions:,}; this model's vectors have {embedder.width:,}.", "dimensions")
+    if max_inputs is not None and len(given) > max_inputs:
+        raise bad(f"There are {len(given):,} inputs; expected at most {max_inputs:,}.", "input")
+    if body.dimensions is not None and body.dimensions > width:
+        raise bad(f"dimensions is {body.dimensions:,}; this model's vectors have {width:,}.", "dimensions")
     inputs = []
     for one in given:
         ids = token_ids(one, tokenizer)
-        if not ids:
-            raise bad("An input has no tokens.", "input")
-        if max(ids) >= model.vocabulary:
-            raise bad(f"An input has token {max(ids)}; this model has {model.vocabulary:,}.", "input")
-        if model.context is not None and len(ids) > model.context:
+        try:
+            limits.check_ids(ids, "An input")
+        except OptionError as error:
+            raise bad(error.problem, "input") from None
+        if limits.context is not None and len(ids) > limits.context:
             raise bad(
-                f"An input has {len(ids):,} tokens; the model's context has {model.context:,}.",
+                f"An input has {len(ids):,} tokens; the model's context has {limits.context:,}.",
                 "input",
                 "context_length_exceeded",
             )
@@ -196,11 +207,15 @@ def checked_embedding(
 
 def embedding_object(asked: CheckedEmbedding, vectors: Sequence[Sequence[float]], name: str) -> dict[str, Any]:
     """The response object of OpenAI's interface."""
+
+    def encode(vector: Sequence[float]) -> Any:
+        return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if asked.as_base64 else list(vector)
+
     tokens = sum(map(len, asked.inputs))
     return {
         "object": "list",
         "data": [
-            {"object": "embedding", "index": at, "embedding": _written(_cut(vector, asked.dimensions), asked)}
+            {"object": "embedding", "index": at, "embedding": encode(_cut(vector, asked.dimensions))}
             for at, vector in enumerate(vectors)
         ],
         "model": name,
@@ -215,7 +230,3 @@ def _cut(vector: Sequence[float], dimensions: int | None) -> Sequence[float]:
     cut = torch.tensor(vector[:dimensions])
     length = float(torch.tensor(vector).norm())
     return [float(value) for value in (torch.nn.functional.normalize(cut, dim=0) * length).tolist()]
-
-
-def _written(vector: Sequence[float], asked: CheckedEmbedding) -> Any:
-    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if asked.as_base64 else list(vector)

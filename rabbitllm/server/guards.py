@@ -29,7 +29,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rabbitllm.base.terminal import counted, harmless
-from rabbitllm.generation.request import Finished
+from rabbitllm.generation.request import Result
 from rabbitllm.server.api_error import CLOSE, FORBIDDEN, UNAUTHORISED, APIError, broken, closing
 from rabbitllm.server.metrics import Metrics
 from rabbitllm.server.streaming import text_of
@@ -49,7 +49,7 @@ class Record:
         id: the caller's `x-request-id` if it is a plain word, else a new one.
         what: method and path.
         status: HTTP status of the response; 0 where there was none.
-        error: the code of a refusal, or of an error that ended a stream; its message where it has no code.
+        error: code, else message, of the error that answered the request or ended its stream.
         gone: whether the client disconnected before the end.
         finished: the end of each choice.
         started: `time.perf_counter()`.
@@ -60,7 +60,7 @@ class Record:
     status: int = 0
     error: str | None = None
     gone: bool = False
-    finished: list[Finished] = field(default_factory=list)
+    finished: list[Result] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
 
     def line(self) -> str:
@@ -77,9 +77,9 @@ class Record:
 
     def _generated(self) -> list[str]:
         prompt, kept = (sum(getattr(one, name) for one in self.finished) for name in ("prompt_tokens", "kept_tokens"))
-        new = sum(one.new_tokens for one in self.finished)
+        new = sum(len(one.tokens) for one in self.finished)
         parts = [f"{prompt:,} + {counted(new, 'token')}" + (f" ({kept:,} kept)" if kept else "")]
-        firsts = [one.first for one in self.finished if one.first is not None]
+        firsts = [one.first_seconds for one in self.finished if one.first_seconds is not None]
         if firsts:
             parts.append(f"first after {min(firsts):.2f} s")
             after = max(one.seconds for one in self.finished) - min(firsts)
@@ -113,9 +113,9 @@ class JsonResponse(Response):
         return text_of(content)
 
 
-def answer_of(refusal: APIError) -> JsonResponse:
-    """A refusal as a response."""
-    return JsonResponse(refusal.as_object(), refusal.status, refusal.headers)
+def response_of(api_error: APIError) -> JsonResponse:
+    """An error as a response."""
+    return JsonResponse(api_error.as_object(), api_error.status, api_error.headers)
 
 
 async def _read_off(receive: Receive) -> None:
@@ -164,10 +164,10 @@ class RequestLog:
             except Exception as error:
                 if record.status:
                     raise
-                await answer_of(api_error_of(error))(scope, receive, sending)
+                await response_of(api_error_of(error))(scope, receive, sending)
         except asyncio.CancelledError:  # the server is forced to end
             if not record.status:
-                await answer_of(closing())(scope, receive, sending)
+                await response_of(closing())(scope, receive, sending)
         except Exception:
             errors.exception("An answer was aborted.")
             raise ConnectionAbortedError("An answer was aborted.") from None
@@ -205,19 +205,19 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        refusal = self._refused(scope) if scope["type"] == "http" else None
-        if refusal is None:
+        api_error = self._refused(scope) if scope["type"] == "http" else None
+        if api_error is None:
             await self._app(scope, receive, send)
             return
         record: Record | None = scope.get(SCOPE_KEY)
         if record is not None:
-            record.error = refusal.code
+            record.error = api_error.code
         await _read_off(receive)
-        await answer_of(refusal)(scope, receive, send)
+        await response_of(api_error)(scope, receive, send)
 
 
 def wrong_caller(scope: Scope, hosts: tuple[str, ...] | None, origins: tuple[str, ...]) -> APIError | None:
-    """The refusal of a request that a page on another host makes through the user's browser.
+    """The error for a request that a page on another host makes through the user's browser.
 
     An unknown host name means an attacker's page whose own name resolves to this machine (DNS rebinding); an
     `Origin` of another host means a page that sends requests although it may not read the answers.
@@ -262,7 +262,7 @@ def is_address(name: str) -> bool:
 
 
 def wrong_key(scope: Scope, api_key: str | None) -> APIError | None:
-    """The refusal of a request without the API key, which is compared in constant time; None for no key."""
+    """The error for a request without the API key, which is compared in constant time; None for no key."""
     if not api_key or not scope["path"].startswith(PROTECTED):
         return None
     kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")

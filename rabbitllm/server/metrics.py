@@ -1,7 +1,4 @@
-"""Counters and timings of the server; `/metrics` shows them together with those of its batch.
-
-First Prometheus' text format, version 0.0.4: families of samples as lines. Then the metrics themselves.
-"""
+"""Counters and timings of the server; `/metrics` shows them and the batch's as Prometheus text, version 0.0.4."""
 
 from __future__ import annotations
 
@@ -44,15 +41,15 @@ def gauge(name: str, text: str, value: float) -> Family:
     return Family(name, "gauge", text, [("", {}, value)])
 
 
-def written(families: Iterable[Family]) -> str:
+def text_format(families: Iterable[Family]) -> str:
     """The families as text."""
     lines = []
     for family in families:
         lines.append(f"# HELP {family.name} {_escaped(family.help)}")
         lines.append(f"# TYPE {family.name} {family.kind}")
         for suffix, labels, value in family.samples:
-            said = ",".join(f'{name}="{_escaped(text, quoted=True)}"' for name, text in labels.items())
-            lines.append(f"{family.name}{suffix}{f'{{{said}}}' if said else ''} {_number(value)}")
+            pairs = ",".join(f'{name}="{_escaped(text, quoted=True)}"' for name, text in labels.items())
+            lines.append(f"{family.name}{suffix}{f'{{{pairs}}}' if pairs else ''} {_number(value)}")
     return "\n".join(lines) + "\n"
 
 
@@ -157,7 +154,7 @@ class Metrics:
 
         return note
 
-    def families(self, facts: BatchStats, model: str) -> list[Family]:
+    def families(self, stats: BatchStats, model: str) -> list[Family]:
         """All metrics."""
         return [
             Family(
@@ -174,36 +171,36 @@ class Metrics:
             self.first.family("rabbitllm_time_to_first_token_seconds", "Time from a request to its first token."),
             self.between.family("rabbitllm_time_between_tokens_seconds", "Time between two tokens of an answer."),
             self.whole.family("rabbitllm_request_seconds", "Time from a request to the end of its answer."),
-            *_of_the_batch(facts),
+            *_of_the_batch(stats),
         ]
 
 
-def _of_the_batch(facts: BatchStats) -> list[Family]:
-    ended = [("", {"reason": reason}, float(count)) for reason, count in facts.ended.items()]
+def _of_the_batch(stats: BatchStats) -> list[Family]:
+    ended = [("", {"reason": reason}, float(count)) for reason, count in stats.ended.items()]
     return [
-        gauge("rabbitllm_running", "Running requests.", facts.running),
-        gauge("rabbitllm_running_limit", "Maximum running requests.", facts.most_running),
-        gauge("rabbitllm_waiting", "Waiting requests.", facts.waiting),
-        gauge("rabbitllm_waiting_limit", "Maximum waiting requests.", facts.most_waiting),
-        gauge("rabbitllm_cache_bytes", "Bytes of KV caches in memory.", facts.cache_bytes),
-        gauge("rabbitllm_cache_limit_bytes", "Maximum bytes of KV caches in memory.", facts.cache_limit_bytes),
-        gauge("rabbitllm_aside_bytes", "Bytes of KV caches that are swapped out to RAM or a file.", facts.aside_bytes),
-        gauge("rabbitllm_aside_limit_bytes", "Maximum bytes of swapped-out KV caches.", facts.aside_limit_bytes),
-        counter("rabbitllm_passes_total", "Passes over all layers.", facts.passes),
-        counter("rabbitllm_pass_seconds_total", "Time of all passes.", facts.pass_seconds),
+        gauge("rabbitllm_running", "Running requests.", stats.running),
+        gauge("rabbitllm_running_limit", "Maximum running requests.", stats.most_running),
+        gauge("rabbitllm_waiting", "Waiting requests.", stats.waiting),
+        gauge("rabbitllm_waiting_limit", "Maximum waiting requests.", stats.most_waiting),
+        gauge("rabbitllm_cache_bytes", "Bytes of KV caches in memory.", stats.cache_bytes),
+        gauge("rabbitllm_cache_limit_bytes", "Maximum bytes of KV caches in memory.", stats.cache_limit_bytes),
+        gauge("rabbitllm_aside_bytes", "Bytes of KV caches that are swapped out to RAM or a file.", stats.aside_bytes),
+        gauge("rabbitllm_aside_limit_bytes", "Maximum bytes of swapped-out KV caches.", stats.aside_limit_bytes),
+        counter("rabbitllm_passes_total", "Passes over all layers.", stats.passes),
+        counter("rabbitllm_pass_seconds_total", "Time of all passes.", stats.pass_seconds),
         counter(
-            "rabbitllm_disk_wait_seconds_total", "Part of the passes' time that waits for the disk.", facts.disk_seconds
+            "rabbitllm_disk_wait_seconds_total", "Part of the passes' time that waits for the disk.", stats.disk_seconds
         ),
         counter(
             "rabbitllm_copy_wait_seconds_total",
             "Part of the passes' time that waits for copies to a device.",
-            facts.copy_seconds,
+            stats.copy_seconds,
         ),
-        counter("rabbitllm_streamed_bytes_total", "Bytes of weights read or copied for passes.", facts.streamed_bytes),
-        counter("rabbitllm_prompt_tokens_total", "Prompt tokens.", facts.prompt_tokens),
-        counter("rabbitllm_kept_tokens_total", "Prompt tokens found in the prefix cache.", facts.kept_tokens),
-        counter("rabbitllm_generated_tokens_total", "Generated tokens.", facts.new_tokens),
-        counter("rabbitllm_preempted_total", "Preemptions of running requests.", facts.preempted),
-        counter("rabbitllm_resumed_total", "Preempted requests resumed with their KV cache swapped in.", facts.resumed),
+        counter("rabbitllm_streamed_bytes_total", "Bytes of weights read or copied for passes.", stats.streamed_bytes),
+        counter("rabbitllm_prompt_tokens_total", "Prompt tokens.", stats.prompt_tokens),
+        counter("rabbitllm_kept_tokens_total", "Prompt tokens found in the prefix cache.", stats.kept_tokens),
+        counter("rabbitllm_generated_tokens_total", "Generated tokens.", stats.new_tokens),
+        counter("rabbitllm_preempted_total", "Preemptions of running requests.", stats.preempted),
+        counter("rabbitllm_resumed_total", "Preempted requests resumed with their KV cache swapped in.", stats.resumed),
         Family("rabbitllm_generations_total", "counter", "Finished requests, by reason.", ended),
     ]

@@ -1,4 +1,4 @@
-"""From the bodies of chats and completions to requests for the batch. Needs a tokenizer, but no model."""
+"""From the bodies of chats and completions to requests for the batch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm.errors import MediaError, OptionError
 from rabbitllm.generation.media import openai_part, text_of_parts
-from rabbitllm.generation.request import Prompt, Request, Sampling, most_new_tokens
-from rabbitllm.server.api_error import bad, unsupported
+from rabbitllm.generation.request import ModelLimits, Prompt, Request, Sampling
+from rabbitllm.generation.template import ChatTemplate
+from rabbitllm.server.api_error import BAD_MEDIA, PROMPT_ERRORS, UNSUPPORTED, bad, prompt_error, unsupported
 from rabbitllm.server.schemas import (
     ChatBody,
     CompletionBody,
@@ -20,14 +21,20 @@ from rabbitllm.server.schemas import (
     Tool,
     refuse_unsupported,
 )
-from rabbitllm.server.settings import ModelLimits, Settings
-from rabbitllm.server.templates import BAD_MEDIA, OURS, UNSUPPORTED, Template
+from rabbitllm.server.settings import Settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_SEEDS = (1 << 63) - 1
 MAX_STOP_CHARACTERS = 1_000
+_RESERVED = frozenset(
+    {
+        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"),
+        *("return_dict", "return_tensors", "padding", "truncation", "max_length", "chat_template", "conversation"),
+        *("tokenizer_kwargs", "return_assistant_tokens_mask", "processor_kwargs"),
+    }
+)
+"""Arguments of `apply_chat_template` that requests must not set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,59 +43,54 @@ class CheckedCall:
 
     Attributes:
         requests: one for each choice.
-        likeliest: see `Request`; None for no probabilities.
+        top_logprobs: see `Request`; None for no probabilities.
         tools: names of the tools in the prompt; empty for none.
         types: tool -> parameter -> its type in JSON schema.
         echoes: the prompt's text that each completion begins with; empty if `echo` is off.
     """
 
     requests: tuple[Request, ...]
-    likeliest: int | None = None
+    top_logprobs: int | None = None
     tools: tuple[str, ...] = ()
     types: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     echoes: tuple[str, ...] = ()
 
 
-def _checked_length(ids: Sequence[int], asked: int | None, model: ModelLimits, settings: Settings, param: str) -> int:
-    """The limit of new tokens after a prompt; `asked` is the request's own, `param` its field with the prompt."""
-    if not ids:
-        raise bad("The prompt has no tokens.", param)
-    if max(ids) >= model.vocabulary:
-        raise bad(f"The prompt has token {max(ids)}; this model has {model.vocabulary:,}.", param)
+def _new_tokens(prompt: Prompt, wanted: int | None, limits: ModelLimits, settings: Settings, param: str) -> int:
+    """The limit of new tokens after a prompt; `wanted` is the request's own, `param` its field with the prompt."""
     try:
-        return most_new_tokens(model.context, len(ids), asked, settings.max_new_tokens)
+        limits.check_ids(prompt.ids)
+    except OptionError as error:
+        raise bad(error.problem, param) from None
+    try:
+        return limits.new_tokens(len(prompt.ids), wanted, settings.max_new_tokens)
     except OptionError as error:
         raise bad(error.problem, param, "context_length_exceeded") from None
 
 
 def _requests_of(
     body: GenerationBody,
-    prompts: Sequence[Prompt],
-    lengths: Sequence[int],
+    prompts: Sequence[tuple[Prompt, int]],
     stops: tuple[str, ...],
-    likeliest: int | None,
-    *,
-    model: ModelLimits,
+    top_logprobs: int | None,
     settings: Settings,
 ) -> tuple[Request, ...]:
-    """A request for each choice: all of the first prompt, then all of the second; `lengths` limit new tokens."""
+    """A request for each choice: all of the first prompt, then all of the second; each prompt with its new tokens."""
     count = body.n or 1
     if count * len(prompts) > settings.choices:
         raise bad(f"{len(prompts)} prompts with n={count} are more than {settings.choices} choices.", "n")
     if any(len(stop) > MAX_STOP_CHARACTERS for stop in stops):
         raise bad(f"A text of stop has more than {MAX_STOP_CHARACTERS:,} characters.", "stop")
-    temperature = body.temperature if body.temperature is not None else model.temperature
-    top_p = body.top_p if body.top_p is not None else model.top_p
-    found: list[Request] = []
-    for prompt, most in zip(prompts, lengths, strict=True):
-        for _ in range(count):
-            seed = None if body.seed is None else (body.seed + len(found)) & _SEEDS
-            sampling = Sampling(temperature, top_p if temperature else None, seed)
-            found.append(Request(prompt.ids, most, sampling, stops, likeliest, settings.seconds, prompt.media))
-    return tuple(found)
+    temperature = body.temperature if body.temperature is not None else settings.sampling.temperature
+    top_p = body.top_p if body.top_p is not None else settings.sampling.top_p
+    sampling = Sampling(temperature, top_p if temperature else None, body.seed)
+    return tuple(
+        Request(prompt.ids, most, sampling.nth(number), stops, top_logprobs, settings.seconds, prompt.media)
+        for number, (prompt, most) in enumerate(pair for pair in prompts for _ in range(count))
+    )
 
 
-def checked_chat(body: ChatBody, template: Template, model: ModelLimits, settings: Settings) -> CheckedCall:
+def checked_chat(body: ChatBody, template: ChatTemplate, limits: ModelLimits, settings: Settings) -> CheckedCall:
     """Check the body and make its requests.
 
     Raises:
@@ -98,20 +100,22 @@ def checked_chat(body: ChatBody, template: Template, model: ModelLimits, setting
     tools = _tools(body, template)
     if body.top_logprobs and not body.logprobs:
         raise bad("top_logprobs needs logprobs to be true.", "top_logprobs")
-    likeliest = (body.top_logprobs or 0) if body.logprobs else None
-    more = _variables(body, template, with_tools=bool(tools))
+    top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    variables = _variables(body, template, with_tools=bool(tools))
     messages = _messages(body.messages, template, settings)
-    prompt = template.prompt(messages, [tool.model_dump(exclude_none=True) for tool in tools], more)
-    asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    length = _checked_length(prompt.ids, asked, model, settings, "messages")
-    stops = (*body.stops, *template.stops)
-    requests = _requests_of(body, [prompt], [length], stops, likeliest, model=model, settings=settings)
+    try:
+        prompt = template.prompt(messages, [tool.model_dump(exclude_none=True) for tool in tools], **variables)
+    except PROMPT_ERRORS as error:
+        raise prompt_error(error) from error
+    wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    new_tokens = _new_tokens(prompt, wanted, limits, settings, "messages")
+    requests = _requests_of(body, [(prompt, new_tokens)], (*body.stops, *template.stops), top_logprobs, settings)
     functions = [tool.function for tool in tools]
     types = {function.name: _types(function.parameters) for function in functions}
-    return CheckedCall(requests, likeliest, tuple(function.name for function in functions), types)
+    return CheckedCall(requests, top_logprobs, tuple(function.name for function in functions), types)
 
 
-def _tools(body: ChatBody, template: Template) -> list[Tool]:
+def _tools(body: ChatBody, template: ChatTemplate) -> list[Tool]:
     choice = body.tool_choice
     if choice not in (None, "auto", "none"):
         shown = choice if isinstance(choice, str) else "a tool that must be called"
@@ -131,11 +135,11 @@ def _tools(body: ChatBody, template: Template) -> list[Tool]:
     return body.tools
 
 
-def _variables(body: ChatBody, template: Template, *, with_tools: bool) -> dict[str, Any]:
+def _variables(body: ChatBody, template: ChatTemplate, *, with_tools: bool) -> dict[str, Any]:
     """The further variables of the template; messages and tools are passed to it separately."""
     found: dict[str, Any] = {}
     if body.chat_template_kwargs:
-        wrong = sorted(OURS & body.chat_template_kwargs.keys())
+        wrong = sorted(_RESERVED & body.chat_template_kwargs.keys())
         if wrong:
             raise bad(f"chat_template_kwargs: {wrong[0]} cannot be set.", "chat_template_kwargs")
         found |= body.chat_template_kwargs
@@ -147,7 +151,7 @@ def _variables(body: ChatBody, template: Template, *, with_tools: bool) -> dict[
     return found | {name: value for name, value in asked.items() if value is not None}
 
 
-def _messages(messages: list[Message], template: Template, settings: Settings) -> list[dict[str, Any]]:
+def _messages(messages: list[Message], template: ChatTemplate, settings: Settings) -> list[dict[str, Any]]:
     """Messages in the form that chat templates expect."""
     found = []
     for number, message in enumerate(messages):
@@ -191,18 +195,18 @@ def _content(message: Message, where: str, settings: Settings) -> str | list[Map
             raise bad(error.problem, at, BAD_MEDIA) from error
         if media is not None and message.role not in ("user", "tool"):
             raise bad(f"{where} is of {message.role}; only a user can send pictures and sounds.", at, UNSUPPORTED)
-        parts.append(media or {"type": "text", "text": _part(part, at)})
+        parts.append(media or {"type": "text", "text": _text(part, at)})
     return text_of_parts(parts)
 
 
-def _part(part: ContentPart, where: str) -> str:
+def _text(part: ContentPart, where: str) -> str:
     if part.type not in ("text", "refusal"):
         wanted = "text, image_url and input_audio are supported"
         raise bad(f"{where} is of type {part.type[:40]}; {wanted}.", where, UNSUPPORTED)
-    said = part.text if part.text is not None else (part.model_extra or {}).get("refusal")
-    if not isinstance(said, str):
+    text = part.text if part.text is not None else (part.model_extra or {}).get("refusal")
+    if not isinstance(text, str):
         raise bad(f"{where} has no text.", where)
-    return said
+    return text
 
 
 def _arguments(given: str | dict[str, Any]) -> Any:
@@ -224,7 +228,7 @@ def _types(parameters: dict[str, Any] | None) -> dict[str, str]:
 
 
 def checked_completion(
-    body: CompletionBody, tokenizer: PreTrainedTokenizerBase, model: ModelLimits, settings: Settings
+    body: CompletionBody, tokenizer: PreTrainedTokenizerBase, limits: ModelLimits, settings: Settings
 ) -> CheckedCall:
     """Check the body and make its requests.
 
@@ -243,13 +247,12 @@ def checked_completion(
         raise bad("There is no prompt.", "prompt")
     if len(given) * (body.n or 1) > settings.choices:  # before any of them becomes tokens
         raise bad(f"{len(given)} prompts with n={body.n or 1} are more than {settings.choices} choices.", "prompt")
-    prompts = [token_ids(one, tokenizer) for one in given]
-    asked = body.max_tokens if body.max_tokens is not None else settings.completion_new_tokens
-    if body.max_tokens is None and model.context is not None:
-        asked = min(asked, max(model.context - max(map(len, prompts)), 1))
-    lengths = [_checked_length(ids, asked, model, settings, "prompt") for ids in prompts]
-    given_ids = [Prompt(tuple(ids)) for ids in prompts]
-    requests = _requests_of(body, given_ids, lengths, body.stops, body.logprobs, model=model, settings=settings)
+    prompts = [Prompt(tuple(token_ids(one, tokenizer))) for one in given]
+    wanted = body.max_tokens if body.max_tokens is not None else settings.completion_new_tokens
+    if body.max_tokens is None and limits.context is not None:
+        wanted = min(wanted, max(limits.context - max(len(prompt.ids) for prompt in prompts), 1))
+    pairs = [(prompt, _new_tokens(prompt, wanted, limits, settings, "prompt")) for prompt in prompts]
+    requests = _requests_of(body, pairs, body.stops, body.logprobs, settings)
     echoes: tuple[str, ...] = ()
     if body.echo:
         texts = [one if isinstance(one, str) else str(tokenizer.decode(one)) for one in given]

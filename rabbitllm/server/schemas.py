@@ -11,14 +11,14 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from rabbitllm.generation.request import SEEDS
 from rabbitllm.server.api_error import bad, unsupported
 
 MAX_STOPS = 4
-MAX_LIKELIEST = 20
+MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 128
-_SEEDS = 1 << 63
 
 Token = Annotated[int, Field(ge=0)]
 _Parsed = TypeVar("_Parsed", bound=BaseModel)
@@ -44,7 +44,7 @@ class GenerationBody(_Strict):
     stop: str | list[str] | None = None
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
-    seed: int | None = Field(None, ge=-_SEEDS, lt=_SEEDS)
+    seed: int | None = Field(None, ge=-SEEDS - 1, le=SEEDS)
     max_tokens: int | None = Field(None, ge=1)
     stream: bool | None = None
     stream_options: StreamOptionsBody | None = None
@@ -129,7 +129,7 @@ class ChatBody(GenerationBody):
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -143,7 +143,7 @@ class CompletionBody(GenerationBody):
 
     prompt: str | list[str] | list[Token] | list[list[Token]]
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     best_of: int | None = Field(None, ge=1)
     suffix: str | None = None
 
@@ -169,21 +169,17 @@ def parsed(kind: type[_Parsed], body: Any) -> _Parsed:
         return kind.model_validate(body)
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False, include_context=False)
-        where = _place(found[0]["loc"])
-        same = [one["msg"] for one in found if _place(one["loc"]) == where]
-        said = "; or ".join(dict.fromkeys(text[:1].lower() + text[1:] for text in same[:4]))
-        raise bad(f"{where or 'The body'}: {said}.", where or None) from None
+        where = _field(found[0]["loc"])
+        same = [one["msg"] for one in found if _field(one["loc"]) == where]
+        problems = "; or ".join(dict.fromkeys(text[:1].lower() + text[1:] for text in same[:4]))
+        raise bad(f"{where or 'The body'}: {problems}.", where or None) from None
 
 
-def _place(location: tuple[int | str, ...]) -> str:
-    """`messages.0.content`, without the names of the types tried there."""
-    kept = [
-        str(part) for part in location if isinstance(part, int) or (part.isidentifier() and part not in _TYPE_NAMES)
-    ]
+def _field(location: tuple[int | str, ...]) -> str:
+    """`messages.0.content`, without the names of the types that pydantic tried."""
+    types = {"str", "int", "float", "bool", "dict", "list"}
+    kept = [str(part) for part in location if isinstance(part, int) or (part.isidentifier() and part not in types)]
     return ".".join(kept)[:200]
-
-
-_TYPE_NAMES = {"str", "int", "float", "bool", "dict", "list"}
 
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -221,7 +217,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "prediction": (),
 }
-"""Field -> values at which it has no effect; None counts for every field."""
+"""Field -> values without effect; None counts for every field."""
 
 
 def refuse_unsupported(body: GenerationBody) -> None:
@@ -233,12 +229,9 @@ def refuse_unsupported(body: GenerationBody) -> None:
     for name, value in (body.model_extra or {}).items():
         if name not in NEUTRAL or value is None:
             continue
-        if not any(_same(neutral, value) for neutral in NEUTRAL[name]):
+        if not any(
+            value == neutral and (value is neutral or bool not in (type(value), type(neutral)))
+            for neutral in NEUTRAL[name]
+        ):
             what = f" or use {' or '.join(map(repr, NEUTRAL[name]))}" if NEUTRAL[name] else ""
             raise unsupported(f"{name} is not supported; omit it{what}.", name)
-
-
-def _same(neutral: Any, value: Any) -> bool:
-    if isinstance(neutral, bool) or isinstance(value, bool):
-        return neutral is value
-    return bool(neutral == value)

@@ -41,10 +41,8 @@ from rabbitllm.server.settings import Settings, address_of, is_local, listen
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
 
-# A uvicorn connection with timeouts: for a request to begin, for its head, and for a peer that has vanished.
-#
 # uvicorn itself limits the head's bytes and the time between two requests, but not the time for the first head or half
-# a head; and a peer that vanished without closing the connection is only detected by the kernel.
+# a head. Only the kernel detects a peer that vanished without closing the connection.
 
 HEAD_SECONDS = 20.0
 """Seconds from the opening of a connection, or the end of an answer, to the end of a request's head; an answer that
@@ -58,7 +56,7 @@ _KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
 
 
 class Connection(H11Protocol):
-    """See the module."""
+    """A connection with timeouts for the head of a request and for a vanished peer."""
 
     head_seconds = HEAD_SECONDS
     max_connections = MAX_CONNECTIONS
@@ -73,7 +71,7 @@ class Connection(H11Protocol):
             transport.abort()
             return
         _keep_alive(transport.get_extra_info("socket"))
-        self._look_again()
+        self._schedule_check()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timeouts of a closed connection."""
@@ -84,18 +82,18 @@ class Connection(H11Protocol):
     def shutdown(self) -> None:
         """Close the connection; an idle one stays open for `LINGER_SECONDS`, to answer a request just sent."""
         if self.cycle is None or self.cycle.response_complete:
-            self.loop.call_later(LINGER_SECONDS, self._part)
+            self.loop.call_later(LINGER_SECONDS, self._close_idle)
         else:
             super().shutdown()
 
-    def _part(self) -> None:
+    def _close_idle(self) -> None:
         if not self.transport.is_closing():
             super().shutdown()
 
-    def _look_again(self) -> None:
-        self._watch = self.loop.call_later(self.head_seconds / 4, self._look)
+    def _schedule_check(self) -> None:
+        self._watch = self.loop.call_later(self.head_seconds / 4, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         now = time.monotonic()
         before, self._unsent = self._unsent, self.transport.get_write_buffer_size()
         if (self.cycle is not None and not self.cycle.response_complete) or self._unsent < before:
@@ -103,7 +101,7 @@ class Connection(H11Protocol):
         if now - self._waits_since >= self.head_seconds:
             self.transport.abort()
         elif not self.transport.is_closing():
-            self._look_again()
+            self._schedule_check()
 
 
 def _keep_alive(connected: Any) -> None:
@@ -119,20 +117,18 @@ def _keep_alive(connected: Any) -> None:
         pass
 
 
-# Returns memory that the allocator keeps free to the system, periodically.
-#
 # Requests free blocks of all sizes in any order, so that glibc's heaps grow long after the used memory has stopped
 # growing: by 40 MiB in five minutes of a tiny model's server, without any leak. Neither Python nor torch returns freed
 # memory to the system.
 
-EVERY_SECONDS = 10.0
+TRIM_SECONDS = 10.0
 
 
-async def give_back_freed() -> None:
-    """Repeat until cancelled; return at once where the allocator offers no way to do so."""
+async def trim_periodically() -> None:
+    """Return freed memory to the system until cancelled; at once done where the allocator cannot."""
     trim = trimming()
     while trim is not None:
-        await asyncio.sleep(EVERY_SECONDS)
+        await asyncio.sleep(TRIM_SECONDS)
         await asyncio.to_thread(trim)
 
 
@@ -216,11 +212,8 @@ class Server(uvicorn.Server):
                 made, _ = sockets[0].accept()
             except OSError:
                 break
-            await loop.connect_accepted_socket(self._connection, made)
+            await loop.connect_accepted_socket(lambda: Connection(self.config, self.server_state, {}), made)
         await super().shutdown(sockets)
-
-    def _connection(self) -> Connection:
-        return Connection(self.config, self.server_state, {})
 
     def _close(self, grace: float | None) -> None:
         if not self.was_forced:
@@ -252,11 +245,11 @@ def serve(service: Service, listening: socket.socket, grace: float | None, start
     listen(listening, BACKLOG)
 
     async def run() -> None:
-        giving_back = asyncio.ensure_future(give_back_freed())
+        trimmer = asyncio.ensure_future(trim_periodically())
         try:
             await server.serve(sockets=[listening])
         finally:
-            giving_back.cancel()
+            trimmer.cancel()
 
     asyncio.run(run())
     return server.was_forced
@@ -274,13 +267,13 @@ def put_greeting(
         split: whether the split existed already, and its folder; None without a split.
         is_local: whether only this machine reaches the server.
     """
-    settings, facts = service.settings, service.batch.facts
+    settings, stats = service.settings, service.batch.stats
     put(console, Text(f"{harmless(settings.name)} at {address}", "bold green"))
     if split is not None:
         before, folder = split
         put_fact(console, "split", f"{'existed' if before else 'made'}, in {harmless(str(folder))}")
-    put_fact(console, "weights", _weights(service.streamed))
-    put_fact(console, "requests", _requests(facts))
+    put_fact(console, "weights", _weights(service.model))
+    put_fact(console, "requests", _requests(stats))
     put_fact(console, "embeddings", "yes" if service.embedder is not None else "no, the checkpoint has no modules.json")
     put_fact(console, "API key", "required" if settings.api_key else "none")
     put_fact(console, "try", _curl(service, address))
@@ -301,10 +294,10 @@ def _weights(model: StreamedModel) -> str:
     return "; ".join(parts) or "none"
 
 
-def _requests(facts: BatchStats) -> str:
-    room = size(facts.cache_limit_bytes)
-    swap = f", with up to {size(facts.aside_limit_bytes)} of swap" if facts.aside_limit_bytes else ""
-    return f"at most {facts.most_running} running, {facts.most_waiting} waiting; KV cache of up to {room}{swap}"
+def _requests(stats: BatchStats) -> str:
+    room = size(stats.cache_limit_bytes)
+    swap = f", with up to {size(stats.aside_limit_bytes)} of swap" if stats.aside_limit_bytes else ""
+    return f"at most {stats.most_running} running, {stats.most_waiting} waiting; KV cache of up to {room}{swap}"
 
 
 def _curl(service: Service, address: str) -> str:
@@ -331,7 +324,7 @@ def serve_model(
     Args:
         request: the model, its split and its run.
         limits: limits of the batch.
-        settings: how requests are treated.
+        settings: limits and defaults of requests.
         listening: the socket of `settings.bound`.
         console: receives the progress messages.
         grace: seconds; see `Server`.

@@ -1,13 +1,10 @@
-"""A served model: split if necessary, loaded with room for requests, and everything that the routes need of it.
-
-Needs no HTTP packages, since offline jobs leave room for requests in the same way.
-"""
+"""A served model: split if necessary, loaded with room for requests, and everything that the routes need of it."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,27 +13,27 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 
 from rabbitllm.auto_model import LoadRequest
-from rabbitllm.base.options import RunOptions, expand
+from rabbitllm.base.options import expand
 from rabbitllm.checkpoints.index import GGUF_SUFFIX, is_gguf
-from rabbitllm.engine.devices import default_budget, resolve_devices
 from rabbitllm.generation.batch import Batch
-from rabbitllm.generation.memory import left_to_requests
+from rabbitllm.generation.memory import weight_limits
 from rabbitllm.generation.request import (
     BatchStats,
     Limits,
+    ModelLimits,
     Request,
+    Sampling,
     check_generates,
-    context_of,
     end_tokens,
     tokenizer_of,
 )
+from rabbitllm.generation.template import ChatTemplate
 from rabbitllm.models.pull import load, pulled
 from rabbitllm.server.answers import Spelling
 from rabbitllm.server.api_error import NOT_FOUND, APIError
 from rabbitllm.server.embeddings import Embedder, PoolingRecipe, recipe_in
 from rabbitllm.server.metrics import Metrics
-from rabbitllm.server.settings import ModelLimits, Settings
-from rabbitllm.server.templates import Template
+from rabbitllm.server.settings import Settings
 from rabbitllm.store.locations import meant
 
 if TYPE_CHECKING:
@@ -70,37 +67,13 @@ def loaded(request: LoadRequest, console: Console, cache_bytes: int | None = Non
         RabbitLLMError: see `pull` and `AutoModel.from_pretrained`.
     """
     found = pulled(request)
-    run = replace(request.run, max_memory=with_room(request.run, cache_bytes))
+    run = replace(request.run, max_memory=weight_limits(request.run, cache_bytes))
     model = load(replace(request, run=run), found, console)
     if found is None:
         return ServedModel(model, None, recipe_in(expand(meant(request.spec.name))))
     places = (found.entry.folder, found.config_folder, found.shards_at)
     recipes = (recipe_in(place) for place in places if place is not None)
     return ServedModel(model, (found.before, found.entry.folder), next(filter(None, recipes), None))
-
-
-def with_room(run: RunOptions, cache_bytes: int | None, pass_bytes: int = 0) -> Mapping[str, int] | None:
-    """The memory limit of the weights, which leaves room for requests: the caller's own limit, else a reduced default.
-
-    On GPUs a margin is always left, so the limit is lower only where the size of the KV cache is given.
-
-    Args:
-        run: options for running the model.
-        cache_bytes: see `loaded`; divided equally among several GPUs, as layers are.
-        pass_bytes: see `left_to_requests`.
-    """
-    if run.max_memory is not None:
-        return run.max_memory
-    devices = resolve_devices(run.device, None)
-    on_host = all(device.shares_host_memory for device in devices)
-    if cache_bytes is None and not on_host:
-        return None
-    share = None if cache_bytes is None else cache_bytes // len(devices)
-    left = {
-        one.name: left_to_requests(one.free_bytes(), share, pass_bytes) if on_host or share is None else share
-        for one in devices
-    }
-    return {one.name: max(default_budget(one) - left[one.name], 0) for one in devices}
 
 
 def served_name(name: str) -> str:
@@ -125,14 +98,14 @@ _Result = TypeVar("_Result")
 
 
 class EmbeddingsOnly:
-    """Stands in for the batch of a model that generates no text: every request is refused.
+    """The batch of a model that generates no text: every request is refused.
 
     Args:
         model: a model from `AutoModel.from_pretrained`.
     """
 
     error = None
-    facts = BatchStats()
+    stats = BatchStats()
 
     def __init__(self, model: StreamedModel) -> None:
         self._model = model
@@ -160,12 +133,13 @@ class Service:
     Args:
         model: a model from `AutoModel.from_pretrained`.
         batch: runs the requests.
-        settings: how requests are treated.
+        settings: limits and defaults of requests.
         embedder: None where the model has no embeddings.
 
     Attributes:
-        streamed: the model.
-        model: limits that requests are checked against.
+        model: see above.
+        limits: bounds that requests are checked against.
+        settings: see above, with the sampling that the model recommends.
         ends: end-of-text tokens.
         created: seconds since 1970.
         is_closing: whether new requests are refused.
@@ -174,17 +148,17 @@ class Service:
     def __init__(
         self, model: StreamedModel, batch: Batch | EmbeddingsOnly, settings: Settings, embedder: Embedder | None = None
     ) -> None:
-        self.streamed = model
+        self.model = model
         self.batch = batch
-        self.settings = settings
+        self.settings = replace(settings, sampling=recommended_sampling(model))
         self.embedder = embedder
-        self.model = _limits_of(model)
+        self.limits = ModelLimits.of(model)
         self.ends = frozenset(end_tokens(model))
         self.metrics = Metrics()
         self.created = int(time.time())
         self.is_closing = False
         self.tokenizer = tokenizer_of(model)
-        self.template = Template(self.tokenizer, model)
+        self.template = ChatTemplate(model)
         self.spelling = Spelling(self.tokenizer)
         # the first call may change a tokenizer's settings, which must not happen while another thread decodes
         self.tokenizer("a")
@@ -213,10 +187,11 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
 
 
-def _limits_of(model: StreamedModel) -> ModelLimits:
-    """The limits of a model; sampling defaults as the model recommends, else as OpenAI's interface has them."""
-    temperature, top_p = 1.0, None
-    if model.can_generate() and (recommended := model.generation_config).do_sample:
-        temperature = recommended.temperature if recommended.temperature is not None else 1.0
-        top_p = recommended.top_p if recommended.top_p is not None and recommended.top_p < 1 else None
-    return ModelLimits(context_of(model), model.get_input_embeddings().num_embeddings, float(temperature), top_p)
+def recommended_sampling(model: StreamedModel) -> Sampling:
+    """The sampling that a model recommends, else the default of OpenAI's interface."""
+    if not model.can_generate() or not (recommended := model.generation_config).do_sample:
+        return Sampling(1.0)
+    temperature, top_p = recommended.temperature, recommended.top_p
+    return Sampling(
+        1.0 if temperature is None else float(temperature), top_p if top_p is not None and top_p < 1 else None
+    )

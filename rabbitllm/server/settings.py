@@ -1,4 +1,4 @@
-"""Settings of a server, and what is checked before anything slow: its packages, its address, and who reaches it."""
+"""Settings of a server, and checks before the model is loaded: its packages, its address, and who reaches it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rabbitllm.errors import OptionError, missing_package
+from rabbitllm.generation.request import Sampling
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How requests are treated.
+    """Limits and defaults of requests, and who may send them.
 
     Attributes:
         name: the model's name in answers; requests that name another one are refused.
@@ -25,6 +26,7 @@ class Settings:
         seconds: time limit from a request's submission to its end; None for no limit.
         max_new_tokens: default limit of new tokens.
         completion_new_tokens: likewise in `/v1/completions`, where OpenAI has its own default.
+        sampling: default temperature and top_p.
         choices: limit of answers to one request.
         heartbeat_seconds: an idle stream sends a comment after this time.
         stall_seconds: a client that reads nothing for this time is disconnected.
@@ -40,26 +42,11 @@ class Settings:
     seconds: float | None = None
     max_new_tokens: int = 4096
     completion_new_tokens: int = 16
+    sampling: Sampling = Sampling(1.0)  # noqa: RUF009  immutable
     choices: int = 128
     heartbeat_seconds: float = 15.0
     stall_seconds: float = 60.0
     media_folder: Path | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ModelLimits:
-    """Limits of a model that requests are checked against.
-
-    Attributes:
-        context: tokens of prompt and answer together that the model was made for; None if its config does not say.
-        vocabulary: token ids are below this number.
-        temperature, top_p: defaults.
-    """
-
-    context: int | None
-    vocabulary: int
-    temperature: float = 1.0
-    top_p: float | None = None
 
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -88,7 +75,7 @@ def bound(host: str, port: int) -> socket.socket:
         made.bind(address)
     except OSError as error:
         made.close()
-        raise _taken(host, port, error) from None
+        raise _unavailable(host, port, error) from None
     return made
 
 
@@ -102,10 +89,10 @@ def listen(made: socket.socket, backlog: int) -> None:
         made.listen(backlog)
     except OSError as error:
         host, port = made.getsockname()[:2]
-        raise _taken(host, port, error) from None
+        raise _unavailable(host, port, error) from None
 
 
-def _taken(host: str, port: int, error: OSError) -> OptionError:
+def _unavailable(host: str, port: int, error: OSError) -> OptionError:
     return OptionError(
         f"Nothing can listen at {host}, port {port} ({error.strerror}).",
         "Another program may use the port: stop it, or use another --port.",

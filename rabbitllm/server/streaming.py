@@ -26,7 +26,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rabbitllm.errors import BusyError, ClosedError, OptionError
-from rabbitllm.generation.request import Delta, Event, Failed, Finished, FinishReason, Request, TokenLogprob
+from rabbitllm.generation.request import Delta, Event, Failed, FinishReason, Request, Result, TokenLogprob
 from rabbitllm.server.answers import ChatChoices, CompletionChoices, Envelope
 from rabbitllm.server.api_error import BUSY, TOO_LATE, APIError, bad, broken, closing
 
@@ -41,7 +41,7 @@ HEADERS = {
 }
 NO_RETRY = {"x-should-retry": "false"}
 """Header against automatic retries by clients: another attempt would take as long."""
-Taken = list[tuple[int, Event]]
+ChoiceEvents = list[tuple[int, Event]]
 
 
 def text_of(value: Any) -> bytes:
@@ -80,13 +80,13 @@ class Inbox:
         watch: Callable[[int, Event, float], None] = lambda choice, event, now: None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._there = asyncio.Event()
+        self._has_events = asyncio.Event()
         self._lock = threading.Lock()
         self._texts: list[list[str]] = [[] for _ in range(choices)]
         self._tokens: list[list[TokenLogprob]] = [[] for _ in range(choices)]
-        self._ends: Taken = []
+        self._ends: ChoiceEvents = []
         self._waiting: dict[int, None] = {}
-        self._rung = False
+        self._is_woken = False
         self._keep_tokens = keep_tokens
         self._text_of = text_of
         self._watch = watch
@@ -107,18 +107,18 @@ class Inbox:
                 self._waiting[choice] = None
             else:
                 self._ends.append((choice, event))
-            ring, self._rung = not self._rung, True
-        if ring:
-            self._loop.call_soon_threadsafe(self._there.set)
+            wake, self._is_woken = not self._is_woken, True
+        if wake:
+            self._loop.call_soon_threadsafe(self._has_events.set)
 
-    async def take(self) -> Taken:
+    async def take(self) -> ChoiceEvents:
         """The events that have arrived, with the deltas of each choice joined; waits until there is one.
 
         A delta always comes before the end of its choice.
         """
-        await self._there.wait()
+        await self._has_events.wait()
         with self._lock:
-            found: Taken = []
+            found: ChoiceEvents = []
             for choice in self._waiting:
                 found.append((choice, Delta("".join(self._texts[choice]), tuple(self._tokens[choice]))))
                 self._texts[choice].clear()
@@ -126,8 +126,8 @@ class Inbox:
             found += self._ends
             self._waiting.clear()
             self._ends = []
-            self._rung = False
-            self._there.clear()
+            self._is_woken = False
+            self._has_events.clear()
         return found
 
 
@@ -135,7 +135,7 @@ class Submission:
     """Requests that the batch has accepted.
 
     Args:
-        batch: a `rabbitllm.generation.batch.Batch`, or what stands in for it.
+        batch: a `Batch` or `EmbeddingsOnly`.
         requests: one for each choice.
         inbox: receives their events.
 
@@ -151,7 +151,7 @@ class Submission:
         self._inbox = inbox
         self._handles: list[Any] = []
         self._open = len(requests)
-        self.finished: list[Finished | None] = [None] * len(requests)
+        self.finished: list[Result | None] = [None] * len(requests)
         self.error: str | None = None
         try:
             for choice, request in enumerate(requests):
@@ -165,33 +165,33 @@ class Submission:
         for handle in self._handles:
             handle.cancel()
 
-    async def events(self) -> AsyncIterator[Sequence[tuple[int, Delta | Finished]]]:
+    async def events(self) -> AsyncIterator[Sequence[tuple[int, Delta | Result]]]:
         """Events as they arrive, until all choices have ended.
 
         Raises:
             APIError: a request failed or took too long.
         """
         while self._open:
-            found: list[tuple[int, Delta | Finished]] = []
+            found: list[tuple[int, Delta | Result]] = []
             for choice, one in await self._inbox.take():
                 if isinstance(one, Failed):
                     raise api_error_of_batch(one.error)
-                if isinstance(one, Finished):
+                if isinstance(one, Result):
                     self.finished[choice] = one
                     self._open -= 1
-                    if one.ended is FinishReason.TIMEOUT:
+                    if one.finish is FinishReason.TIMEOUT:
                         raise APIError(
                             TOO_LATE,
                             f"The answer was not complete after {one.seconds:.0f} s.",
                             code="timeout",
                             headers=NO_RETRY,
                         )
-                    if one.ended is FinishReason.CANCELLED and not one.new_tokens:
+                    if one.finish is FinishReason.CANCELLED and not one.tokens:
                         raise closing()
                 found.append((choice, one))
             yield found
 
-    def ends(self) -> list[Finished]:
+    def ends(self) -> list[Result]:
         """The end of each choice that has ended."""
         return [one for one in self.finished if one is not None]
 
@@ -247,9 +247,9 @@ async def frames(
                 for choice, one in found
             )
     except Exception as error:  # the response has begun, so the error is sent as an event
-        refusal = api_error_of_batch(error)
-        submission.error = refusal.code
-        yield event(refusal.as_object())
+        api_error = api_error_of_batch(error)
+        submission.error = api_error.code
+        yield event(api_error.as_object())
         yield DONE
         return
     if envelope.include_usage:

@@ -60,56 +60,56 @@ class CallReader:
     def __init__(self, tools: Collection[str], types: Mapping[str, Mapping[str, str]] | None = None) -> None:
         self._tools = frozenset(tools)
         self._types = types or {}
-        self._held = ""
+        self._pending = ""
         self._begun = False
         self._calling = False
 
     def feed(self, text: str) -> str:
-        """The next text that certainly belongs to no call.
+        """The next text that does not belong to a call.
 
         Args:
             text: the text since the last call of this method.
         """
-        self._held += text
-        if self._calling or not self._held:
+        self._pending += text
+        if self._calling or not self._pending:
             return ""
         if not self._begun:
-            lead = self._held.lstrip()
+            lead = self._pending.lstrip()
             if not lead:
                 return ""
             if lead[0] in "{[" and not lead.startswith(MISTRAL[: len(lead)]):  # perhaps a call without a marker
                 self._calling = True
                 return ""
             self._begun = True
-        at = min((found for marker in MARKERS if (found := self._held.find(marker)) >= 0), default=-1)
+        at = min((found for marker in MARKERS if (found := self._pending.find(marker)) >= 0), default=-1)
         if at >= 0:
             self._calling = True
         else:
-            at = len(self._held) - begun(self._held, MARKERS)
-        out, self._held = self._held[:at], self._held[at:]
+            at = len(self._pending) - begun(self._pending, MARKERS)
+        out, self._pending = self._pending[:at], self._pending[at:]
         return out
 
     def end(self) -> tuple[str, tuple[ParsedToolCall, ...]]:
         """The rest of the text, and the calls."""
-        held, self._held = self._held, ""
-        return self._apart(held)
+        text, self._pending = self._pending, ""
+        return self._split(text)
 
-    def _apart(self, held: str) -> tuple[str, tuple[ParsedToolCall, ...]]:
-        lead = held.strip()
+    def _split(self, pending: str) -> tuple[str, tuple[ParsedToolCall, ...]]:
+        lead = pending.strip()
         for marker in (PYTHON, ""):
             if lead.startswith(marker or ("{", "[")):
                 calls = tuple(self._bare(lead.removeprefix(marker)))
                 if calls:
                     return "", calls
-        if MISTRAL in held:
-            before, _, rest = held.partition(MISTRAL)
+        if MISTRAL in pending:
+            before, _, rest = pending.partition(MISTRAL)
             calls = tuple(_mistral(rest))
-            return (before.rstrip(), calls) if calls else (held, ())
-        if OPEN not in held:
-            return held, ()
+            return (before.rstrip(), calls) if calls else (pending, ())
+        if OPEN not in pending:
+            return pending, ()
         text = ""
         found: list[ParsedToolCall] = []
-        for part in re.split(f"({OPEN}.*?(?:{CLOSE}|\\Z))", held, flags=re.DOTALL):
+        for part in re.split(f"({OPEN}.*?(?:{CLOSE}|\\Z))", pending, flags=re.DOTALL):
             inside = part.removeprefix(OPEN).removesuffix(CLOSE) if part.startswith(OPEN) else None
             calls = () if inside is None else tuple(self._hermes(inside))
             found += calls

@@ -35,6 +35,8 @@ OVERLAPPED_STAGES = frozenset({READ, *COPIES})
 """Stages in the background of a pass; time that was not hidden appears as `READ_WAIT` and `UPLOAD_WAIT`."""
 CALLER_STAGES = (READ_WAIT, UPLOAD_WAIT, DEQUANTIZE, COMPUTE)
 """Stages of the caller of a pass, in the order of a layer."""
+BETWEEN_LAYERS = "between layers"
+"""The rest of the caller's time in a pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +238,13 @@ class PassSums(_StageSum):
                 for stage in {**self.stages, **one.stages}
             },
         )
+
+    @property
+    def caller_seconds(self) -> dict[str, float]:
+        """Stage of the caller that occurred -> mean seconds of it in a pass; the last one is `BETWEEN_LAYERS`."""
+        found = {stage: self.stages.get(stage, NOTHING) for stage in CALLER_STAGES}
+        spent = {stage: total.busy_seconds / self.passes for stage, total in found.items() if total.count}
+        return {**spent, BETWEEN_LAYERS: max(self.wall / self.passes - sum(spent.values()), 0.0)}
 
     @property
     def made_per_pass(self) -> float | None:

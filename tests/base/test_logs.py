@@ -32,7 +32,7 @@ def split(folder: Path, log: str | None, code: str = SPLIT) -> list[str]:
 @pytest.mark.parametrize(("level", "shards", "layers"), [("info", 2, 0), ("DEBUG", 2, 6), ("warning", 0, 0)])
 def test_levels(tmp_path: Path, level: str, shards: int, layers: int) -> None:
     *lines, last = split(tmp_path / "model", level)
-    assert last.startswith("split into 6 layers")
+    assert last.startswith("split into 6 layer files")
     assert sum("Shard " in line for line in lines) == shards
     assert sum(" is finished: " in line for line in lines) == layers
     assert all(re.fullmatch(LINE, line) for line in lines)
@@ -41,7 +41,7 @@ def test_levels(tmp_path: Path, level: str, shards: int, layers: int) -> None:
 def test_into_a_file(tmp_path: Path) -> None:
     file = tmp_path / "rabbit.log"
     (line,) = split(tmp_path / "model", f"info:{file}")
-    assert line.startswith("split into 6 layers")
+    assert line.startswith("split into 6 layer files")
     logged = file.read_text().splitlines()
     assert len([line for line in logged if "Shard " in line]) == 2
     assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} INFO ", line) for line in logged)
@@ -58,7 +58,7 @@ def test_a_program_that_logs_has_each_record_once(tmp_path: Path) -> None:
 
 def test_nothing_is_set_up_without_the_variable(tmp_path: Path) -> None:
     (line,) = split(tmp_path / "model", None)
-    assert line.startswith("split into 6 layers")
+    assert line.startswith("split into 6 layer files")
 
 
 @pytest.mark.parametrize(
@@ -71,4 +71,4 @@ def test_nothing_is_set_up_without_the_variable(tmp_path: Path) -> None:
 def test_values_that_make_no_sense_are_said_to(tmp_path: Path, value: str, message: str) -> None:
     lines = split(tmp_path / "model", value)
     assert lines[0].startswith(message)
-    assert lines[-1].startswith("split into 6 layers")
+    assert lines[-1].startswith("split into 6 layer files")

@@ -12,7 +12,7 @@ import torch
 
 from rabbitllm.batch_jobs.answers import answered, answers
 from rabbitllm.batch_jobs.items import BatchCall, Choose, Defaults, Embed, Generate, Item, JobLimits, Refused, ScoreItem
-from rabbitllm.generation.swap import usual_folder
+from rabbitllm.generation.swap import default_folder
 from tests.support.builders import VOCABULARY_SIZE
 
 LIMITS = JobLimits(sequences=4)
@@ -71,9 +71,9 @@ def test_what_cannot_be_answered_is_an_error_in_place_and_touches_nothing_else(m
         Item(5, 5, Generate(ids(250, 5), 50)),
     ]
     found = {one.index: one for one in answers(model, items, LIMITS)}
-    assert "the model's context only 256" in found[0].line["error"]["message"]
+    assert "the model's context has 256" in found[0].line["error"]["message"]
     assert found[0].line["error"]["code"] == "context_length_exceeded"
-    assert "is not the model's" in found[1].line["error"]["message"]
+    assert "the model's vocabulary has" in found[1].line["error"]["message"]
     assert found[2].line == {"id": 2, "error": {"code": "invalid_line", "message": "Line 3 is bad."}}
     assert found[3].line["response"] is None
     assert found[3].line["error"]["message"] == "url is bad."
@@ -99,25 +99,25 @@ def test_lines_are_taken_as_there_is_room(model: Any) -> None:
 
 
 def test_the_first_pass_is_for_as_many_as_there_may_be(model: Any) -> None:
-    facts: list[Any] = []
+    stats: list[Any] = []
     items = iter([Item(n, n, Generate(ids(20, n), 4)) for n in range(4)])
-    for _ in answered(model, "m", items, LIMITS, facts.append):
+    for _ in answered(model, "m", items, LIMITS, stats.append):
         pass
-    found = facts[0]()
+    found = stats[0]()
     assert found.new_tokens <= 16
     assert found.passes <= 5  # of the prompts, and one for each token after the first
 
 
-@pytest.mark.skipif(usual_folder() is None, reason="temporary files lie in memory here")
+@pytest.mark.skipif(default_folder() is None, reason="temporary files lie in memory here")
 def test_lines_for_which_memory_has_no_room_share_the_pass_all_the_same(model: Any, plain: Any) -> None:
-    facts: list[Any] = []
+    stats: list[Any] = []
     limits = JobLimits(sequences=8, cache_bytes=model.placement.streamed_bytes // 2)
     prompts = [ids(150 + n, n) for n in range(8)]
     items = iter([Item(n, n, Generate(prompt, 6)) for n, prompt in enumerate(prompts)])
-    found = {one.index: one.line for group in answered(model, "m", items, limits, facts.append) for one in group}
+    found = {one.index: one.line for group in answered(model, "m", items, limits, stats.append) for one in group}
     for n, prompt in enumerate(prompts):
         assert found[n]["text"] == alone(plain, model.tokenizer, prompt, 6)
-    told = facts[0]()
+    told = stats[0]()
     assert told.file_read_bytes > 0
     assert told.preempted == 0
     assert told.passes < 2 * 6

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
-from rabbitllm.batch_jobs.job import good_pass_bytes, left_of, needed_bytes
+from rabbitllm.batch_jobs.job import left_of, needed_bytes, worthwhile_pass_bytes
 from tests.support.builders import FAMILIES
 
 
@@ -21,9 +21,9 @@ def test_the_longest_lines_together_and_one_more_that_is_all_characters(checkpoi
 
 def test_a_good_pass_is_one_for_as_many_lines_as_are_answered(checkpoint: Path) -> None:
     config = AutoConfig.from_pretrained(checkpoint)
-    one, many = (good_pass_bytes(config, texts, "float32") for texts in (1, 101))
+    one, many = (worthwhile_pass_bytes(config, texts, "float32") for texts in (1, 101))
     assert many - one == 100 * 8 * config.vocab_size  # logits, and what they are rounded from
-    assert good_pass_bytes(config, 1, "float32") != good_pass_bytes(config, 1, "bfloat16")
+    assert worthwhile_pass_bytes(config, 1, "float32") != worthwhile_pass_bytes(config, 1, "bfloat16")
 
 
 def test_where_less_is_free_than_was_foretold_keys_and_values_give_way() -> None:

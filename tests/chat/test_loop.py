@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from rabbitllm.chat.conversation import Conversation, Exchange, SavedChat, read_chat
-from rabbitllm.chat.loop import ChatLoop, Surface
+from rabbitllm.chat.loop import ChatLoop, ChatStreams
 from rabbitllm.generation.session import Session
 from tests.chat.talkers import parrot_folder, talker
 from tests.support.tiny_models import ALL, one_thread  # noqa: F401  a fixture that applies by itself
@@ -40,9 +40,9 @@ class Talk:
                 raise EOFError from None
 
         answers, notes = io.StringIO(), io.StringIO()
-        surface = Surface(read_line, answers, Console(file=notes, width=100), interactive=False)
+        streams = ChatStreams(read_line, answers, Console(file=notes, width=100), interactive=False)
         self.session = Session(model, max_new_tokens)
-        chat = ChatLoop(self.session, surface, "a/model", Conversation(system))
+        chat = ChatLoop(self.session, streams, "a/model", Conversation(system))
         self.well = chat.run({"cpu resident": 5 << 20})
         self.conversation = chat.conversation
         self.answers, self.notes = answers.getvalue(), notes.getvalue()

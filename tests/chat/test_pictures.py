@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from rabbitllm.chat.conversation import Conversation
-from rabbitllm.chat.loop import ChatLoop, Surface
+from rabbitllm.chat.loop import ChatLoop, ChatStreams
 from rabbitllm.generation.session import Session
 from tests.support.picture_models import build, encoded, picture
 from tests.support.tiny_models import load, one_thread, split
@@ -32,8 +32,8 @@ def chatted(model: Any, *lines: str) -> tuple[ChatLoop, str]:
             raise EOFError
         return left.pop(0)
 
-    surface = Surface(read_line, io.StringIO(), Console(file=notes, width=200), interactive=False)
-    loop = ChatLoop(Session(model, max_new_tokens=5), surface, "model", Conversation())
+    streams = ChatStreams(read_line, io.StringIO(), Console(file=notes, width=200), interactive=False)
+    loop = ChatLoop(Session(model, max_new_tokens=5), streams, "model", Conversation())
     loop.run()
     return loop, notes.getvalue()
 

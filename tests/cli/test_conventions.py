@@ -59,6 +59,21 @@ def test_examples_are_whole_lines_in_80_columns(name: str) -> None:
         assert example in [line.strip() for line in shown.splitlines()]
 
 
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help_names_values_by_words_and_flags_by_none(name: str) -> None:
+    """Not by Python's types, as typer does."""
+    shown = CliRunner().invoke(app, [name, "--help"] if name else ["--help"], env={"COLUMNS": "80"}).stdout
+    assert "--help" in shown
+    assert not re.search(r"<\w+|list\[|[<>]=|\{MODEL|\bprompt\]|\[\[", shown)
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if " --compression" in help_of(name)])
+def test_options_of_the_model_come_first(name: str) -> None:
+    shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "80"}).stdout
+    first = shown.partition("╭─ Arguments")[2].partition("╭─ ")[2]
+    assert first.split("\n")[1].startswith("│ --compression")
+
+
 def test_the_main_commands_come_first_each_in_one_line() -> None:
     shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"}).stdout
     rows = [row.split(maxsplit=1) for row in re.findall(r"^│ ([a-z]\w* .*\S) *│$", shown, re.MULTILINE)]
@@ -92,7 +107,7 @@ def test_exit_codes_are_told_in_help_and_page() -> None:
     }
     told = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "300"}).stdout
     for code in codes:
-        assert re.search(rf"\b{code}\b", told.rpartition("Exit codes")[2])
+        assert re.search(rf"^ +{code} +\w", told.rpartition("Exit codes")[2], re.MULTILINE)
         assert re.search(rf"^\| {code} \|", PAGE, re.MULTILINE)
 
 
@@ -117,7 +132,7 @@ def test_the_advice_to_install_is_of_the_copy_and_not_of_another_package() -> No
 def test_help_and_page_agree_on_the_memory_of_keys_and_values() -> None:
     assert "by default half of what the weights leave" in help_of("serve")
     guide = " ".join((ROOT / "docs" / "guides" / "serving.md").read_text(encoding="utf-8").split())
-    assert "**`--cache-memory`** limits the KV cache; the default is half of what the weights leave." in guide
+    assert "| `--cache-memory` | half of what the weights leave |" in guide
 
 
 # Completion

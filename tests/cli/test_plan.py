@@ -115,7 +115,7 @@ def test_folder_as_text(folder: Path) -> None:
     assert everything(folder) == before
     total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     assert re.search(rf"checkpoint +{re.escape(size(total))} in {SHARDS} shards", text)
-    assert re.search(r"layers +8, the largest layers\.\d with", text)
+    assert re.search(r"layer files +8, the largest layers\.\d with", text)
     assert "95.4 MiB/s (as given) from this disk" in text
     assert "Estimated times" in text
     assert text.count("fits") == len(COMPRESSIONS) * 2 + 1
@@ -224,7 +224,7 @@ def test_tied_and_spanning_and_odd(tmp_path: Path) -> None:
     assert re.search(r"kept as is +convolution \(1 tensor, [\d,]+ bytes\), at any compression", text)
     assert re.search(r"not floating +I64 \(1 tensor", text)
     assert re.search(r"odd shapes +1 empty tensor, 1 scalar", text)
-    assert re.search(r"layers +4, .*; 2 in several shards \(at most 2\)", text)
+    assert re.search(r"layer files +4, .*; 2 in several shards \(at most 2\)", text)
 
 
 # Whether it is true

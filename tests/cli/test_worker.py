@@ -17,7 +17,7 @@ from rich.console import Console
 
 from rabbitllm import AutoModel, Hosts
 from rabbitllm.errors import HostGoneError, OptionError
-from rabbitllm.run.together import called_together, own_device
+from rabbitllm.run import hosts_for, own_device
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import INPUT, one_thread, plain_model, split  # noqa: F401  a fixture that applies by itself
 
@@ -111,20 +111,20 @@ def test_under_torchrun_the_first_one_answers(checkpoint: Path) -> None:
 
 def test_who_belongs_together() -> None:
     console = Console(quiet=True)
-    assert called_together(0, None, "m", console, {}) is None
-    assert called_together(0, None, "m", console, {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}) is None
-    assert called_together(0, None, "m", console, TORCHRUN) == Hosts("127.0.0.1:29500", 0, 1)
-    assert called_together(0, None, "m", console, {**TORCHRUN, "RANK": "0"}) == Hosts("127.0.0.1:29500", 2, 0)
-    asked = called_together(2, "10.0.0.1:29500", "m", console, TORCHRUN)
+    assert hosts_for(0, None, "m", console, {}) is None
+    assert hosts_for(0, None, "m", console, {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}) is None
+    assert hosts_for(0, None, "m", console, TORCHRUN) == Hosts("127.0.0.1:29500", 0, 1)
+    assert hosts_for(0, None, "m", console, {**TORCHRUN, "RANK": "0"}) == Hosts("127.0.0.1:29500", 2, 0)
+    asked = hosts_for(2, "10.0.0.1:29500", "m", console, TORCHRUN)
     assert asked is not None
     assert (asked.address, asked.workers, asked.rank, asked.is_first) == ("10.0.0.1:29500", 2, None, True)
     for workers, address in ((1, None), (0, "10.0.0.1:29500")):
         with pytest.raises(OptionError, match="used together"):
-            called_together(workers, address, "m", console, {})
+            hosts_for(workers, address, "m", console, {})
     with pytest.raises(OptionError, match="contradict each other"):
-        called_together(0, None, "m", console, {**TORCHRUN, "RANK": "3"})
+        hosts_for(0, None, "m", console, {**TORCHRUN, "RANK": "3"})
     with pytest.raises(OptionError, match="is not an address"):
-        called_together(1, "10.0.0.1", "m", console, {})
+        hosts_for(1, "10.0.0.1", "m", console, {})
     with pytest.raises(OptionError, match="workers >= 0"):
         Hosts("10.0.0.1:29500", -1)
 

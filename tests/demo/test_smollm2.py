@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from rabbitllm import AutoModel
 from rabbitllm.cli.main import app
-from rabbitllm.demo.answering import right_answers
 from rabbitllm.demo.models import SmolLM2
 from rabbitllm.errors import CheckpointNotFoundError
 from rabbitllm.generation.request import tokenizer_of
@@ -119,4 +118,4 @@ def test_compressed_answers_are_those_of_transformers_with_the_same_weights(
         assert greedy(model, model.tokenizer, prompt) == greedy(plain, model.tokenizer, prompt), prompt
     if compression == "8bit":
         of = SmolLM2()
-        assert right_answers(model, tokenizer_of(model), of.problems(12), of) >= 11
+        assert of.right_answers(model, tokenizer_of(model), of.problems(12)) >= 11

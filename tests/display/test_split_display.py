@@ -103,7 +103,7 @@ def test_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         assert rows[1].startswith("2.0 of 10.0 GiB · shard 1 of 2 · ")
         assert rows[2] == "disk in use 1.0 of 57.0 GiB"
         tell(SplitDone("there", 8, 3 * GIB, 61.0, 4 * GIB))
-    assert terminal.screen(80) == ["split into 8 layers, 3.00 GiB, in 1 min 01 s; peak disk 4.00 GiB"]
+    assert terminal.screen(80) == ["split into 8 layer files, 3.00 GiB, in 1 min 01 s; peak disk 4.00 GiB"]
 
 
 def wait_for(terminal: TerminalStream, text: str) -> None:
@@ -136,7 +136,7 @@ def test_a_split_without_a_terminal_leaves_a_line(tmp_path: Path, capsys: pytest
     with shown():
         split(source)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("split into 6 layers, 0.")
+    assert line.startswith("split into 6 layer files, 0.")
 
 
 def test_lines_every_few_seconds_without_a_terminal(
@@ -175,7 +175,7 @@ def test_someone_who_only_keeps_events_changes_nothing(tmp_path: Path, capsys: p
     source = write_shards(tmp_path / "model", cut(llama_tensors(), 3))
     with progress.listening(lambda event: None, shows=False), shown():
         split(source)
-    assert "split into 6 layers" in capsys.readouterr().err
+    assert "split into 6 layer files" in capsys.readouterr().err
 
 
 # The check of layer files

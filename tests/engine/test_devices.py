@@ -126,9 +126,10 @@ def test_where_no_gpu_was_asked_for_nothing_is_said_of_one(no_gpu: None, caplog:
 def test_a_gpu_that_torch_cannot_use_is_said(
     no_gpu: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As with a torch that is newer than the driver."""
+    """As with a torch that is newer than the driver. WSL and Windows have no /dev/nvidia0."""
     _warn_of_no_cuda.cache_clear()
-    monkeypatch.setattr(devices, "_DRIVER", tmp_path)
+    (tmp_path / "nvidia-smi").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         assert names("cpu") == ["cpu"]
         assert not caplog.records
@@ -195,6 +196,18 @@ def test_an_upload_waits_for_the_computation_and_the_computation_for_it(gpus: li
         ("computation", "waits for", 3),
     ]
     assert torch.equal(on_device, host)
+
+
+def test_a_device_buffer_is_known_to_the_stream_that_copies_into_it(
+    gpus: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the allocator would give its memory away, once it is freed, while a copy into it may be queued."""
+    device, told = CudaDevice(1, pin_memory=False), list[Any]()
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda nbytes, dtype, device: empty(nbytes, dtype=dtype))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda buffer, stream: told.append((len(buffer), stream.name)))
+    assert device.device_buffer(8).shape == (8,)
+    assert told == [(8, "copies on cuda:1")]
 
 
 def test_a_copy_is_timed_by_itself(gpus: list[tuple[Any, ...]]) -> None:

@@ -12,6 +12,7 @@ from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.weight_tensors import AbsentWeight
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.store.layer_store import LayerStore
+from tests.support import quantized
 from tests.support.builders import build_checkpoint, reference_logits
 from tests.support.fake_gpu import FakeGpu
 from tests.support.hybrid_families import HYBRIDS
@@ -135,30 +136,45 @@ TABLES = {
     "gemma3n": "model.embed_tokens_per_layer",
     "gemma4": "model.embed_tokens_per_layer",
     "qwen4_exp": "model.layers.0.ple.ple_embedding.ngram_embedding",
+    "qwen4_exp-fp8": "model.layers.0.ple.ple_embedding.ngram_embedding",
 }
-"""Families with a table that is larger than the input embedding; the last is made of two stored tensors, in a layer."""
+"""Families with a table that is larger than the input embedding.
+
+Those of qwen4_exp are made of two stored tensors, in a layer; in FP8 there is also one scale for the whole table.
+"""
+CASES = [
+    *((None, family) for family in TABLES),
+    *(("8bit", family) for family in TABLES if "fp8" not in family),
+    *(pytest.param("4bit-double", family, marks=pytest.mark.long) for family in TABLES if "fp8" not in family),
+]
+"""Compression, family."""
 
 
 def build_with_table(folder: Path, family: str) -> Path:
+    if family == "qwen4_exp-fp8":
+        return quantized.build_fp8_table(folder, HYBRIDS["qwen4_exp"], ngram_vocab_size_base=3000)
     settings = {"ngram_vocab_size_base": 3000} if family == "qwen4_exp" else {}
     return build_checkpoint(folder, HYBRIDS[family], **settings)
 
 
-@pytest.mark.parametrize("family", TABLES)
-@pytest.mark.parametrize("compression", [None, "8bit", pytest.param("4bit-double", marks=pytest.mark.long)])
+def expected_of(folder: Path, family: str) -> Any:
+    return reference_logits(folder, INPUT, torch.bfloat16 if "fp8" in family else torch.float32)
+
+
+@pytest.mark.parametrize(("compression", "family"), CASES)
 def test_a_large_table_is_read_by_rows(tmp_path: Path, family: str, compression: str | None) -> None:
     folder = build_with_table(tmp_path / "model", family)
     directory = split(folder, compression)
     resident = load(directory)
     assert tiers(resident)[TABLES[family]] in (Tier.RESIDENT, Tier.PACKED)
-    expected = run(resident) if compression else reference_logits(folder, INPUT, torch.float32)
+    expected = run(resident) if compression else expected_of(folder, family)
     model = load(directory, 0)
     assert tiers(model)[TABLES[family]] is Tier.ROWS
     assert_same(run(model), expected)
     table = model.get_submodule(TABLES[family])
     assert isinstance(table.weight, AbsentWeight)
     looked_up = model.streamer.tables[TABLES[family]].rows_brought
-    most = 2 * (INPUT.numel() + NEW_TOKENS) * (4 if family == "qwen4_exp" else 1)  # of the logits and of the tokens
+    most = 2 * (INPUT.numel() + NEW_TOKENS) * (4 if "qwen4_exp" in family else 1)  # of the logits and of the tokens
     assert 0 < looked_up <= most < table.num_embeddings
     assert_same(run(resident), expected)
 
@@ -173,20 +189,31 @@ def test_a_damaged_row_is_an_error_when_it_is_looked_up(tmp_path: Path, family: 
         file.seek(stored.parts[0].offset)
         file.write(bytes([255] * 8))
     table = load(directory, 0).get_submodule(TABLES[family])
-    first = table.num_embeddings // 2 if family == "qwen4_exp" else 0
+    first = table.num_embeddings // 2 if "qwen4_exp" in family else 0
     with pytest.raises(IncompleteSplitError, match="checksum"):
         table(torch.tensor([[first]]))
 
 
-def test_a_table_on_a_gpu(tmp_path: Path) -> None:
+def test_a_damaged_scale_of_a_table_is_an_error(tmp_path: Path) -> None:
+    directory = split(build_with_table(tmp_path / "model", "qwen4_exp-fp8"))
+    stored = next(t for name, t in LayerStore(directory).tensors.items() if name.endswith("embedding.weight_scale"))
+    with (directory / stored.parts[0].file).open("r+b") as file:
+        file.seek(stored.parts[0].offset)
+        file.write(bytes([1, 1]))
+    with pytest.raises(IncompleteSplitError, match="checksum"):
+        load(directory, 0)
+
+
+@pytest.mark.parametrize("family", ["qwen4_exp", "qwen4_exp-fp8"])
+def test_a_table_on_a_gpu(tmp_path: Path, family: str) -> None:
     from rabbitllm.base.options import RunOptions
     from rabbitllm.engine.load import load_model
 
-    folder = build_with_table(tmp_path / "model", "qwen4_exp")
+    folder = build_with_table(tmp_path / "model", family)
     gpu = FakeGpu(0)
     model = load_model(split(folder), RunOptions(max_memory={gpu.name: 0}, show_progress=False), None, [gpu])
-    assert tiers(model)[TABLES["qwen4_exp"]] is Tier.ROWS
-    assert_same(run(model), reference_logits(folder, INPUT, torch.float32))
+    assert tiers(model)[TABLES[family]] is Tier.ROWS
+    assert_same(run(model), expected_of(folder, family))
 
 
 def test_a_position_embedding_is_no_table(tmp_path: Path) -> None:

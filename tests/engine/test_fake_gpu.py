@@ -5,6 +5,7 @@ would show it.
 from __future__ import annotations
 
 import gc
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from transformers.integrations import sdpa_attention
 from rabbitllm import AutoModel
 from rabbitllm.base.options import RunOptions
 from rabbitllm.checkpoints.local import LocalCheckpoint
-from rabbitllm.engine import expert_pool, forwards
+from rabbitllm.engine import expert_pool, forwards, prefetch
+from rabbitllm.engine.devices import OutOfDeviceMemory, memory_explained
 from rabbitllm.engine.load import load_model
-from rabbitllm.engine.placement import SLOTS, STAGING, Tier
+from rabbitllm.engine.placement import EXPERT_STAGING, SLOTS, STAGING, Tier
 from rabbitllm.engine.prefetch import FilledSlot, Uploader
 from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.engine.streamer import Boundary
@@ -476,6 +478,40 @@ def test_a_pass_without_enough_memory_is_explained_and_costs_nothing(tmp_path: P
             assert torch.equal(model(ids).logits.cpu(), expected)
 
 
+def test_a_gpu_that_fills_up_while_a_model_is_loaded_is_explained(tmp_path: Path) -> None:
+    directory, gpu = split(build_checkpoint(tmp_path / "model", "llama")), FakeGpu(0, capacity=100_000)
+    with watched(), pytest.raises(NotEnoughMemoryError) as caught:
+        load_on([gpu], directory, ALL)
+    assert caught.value.problem.startswith("A GPU has too little memory for loading: CUDA out of memory. Tried to")
+    assert "max_memory={'fake:0': " in caught.value.problem
+    assert gpu.used == 0
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "CUDA error: out of memory\nCUDA kernel errors might be reported asynchronously. For debugging",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    ],
+)
+def test_libraries_of_cuda_without_memory_are_explained_too(said: str) -> None:
+    with pytest.raises(OutOfDeviceMemory) as caught, memory_explained([FakeGpu(0)], {"fake:0": 5}):
+        raise RuntimeError(said)
+    first = said.splitlines()[0]
+    assert caught.value.problem == (
+        f"A GPU has too little memory for this pass: {first}. Weights may take max_memory={{'fake:0': 5}} bytes."
+    )
+
+
+@pytest.mark.parametrize("said", ["CUDA error: invalid argument", "a stack is out of memory", "shapes do not match"])
+def test_other_errors_are_left_as_they_are(said: str) -> None:
+    with pytest.raises(RuntimeError) as caught, memory_explained([FakeGpu(0)], {}):
+        raise RuntimeError(said)
+    assert type(caught.value) is RuntimeError
+    assert str(caught.value) == said
+
+
 def test_a_bfloat16_model_stays_finite_on_a_gpu_that_has_only_float16(tmp_path: Path) -> None:
     """Hidden states beyond float16 are clamped; if the caller chose float16, the garbage is an error."""
     folder, ids = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16), INPUT
@@ -552,6 +588,37 @@ def test_kernels_of_others_find_their_device_current(
             stop = 0
             model(INPUT.to(model.device))
             assert current.device == torch.device("cpu", 1)
+
+
+def test_each_thread_has_a_current_device_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resident model computes in several threads at once; one begins a pass while another is inside a unit."""
+    directory, gpus = split(build_checkpoint(tmp_path / "model", "llama")), [FakeGpu(1), FakeGpu(2)]
+    model = load_on(gpus, directory, ALL)
+    kind = type(model.model.norm)
+    ordinary, inside, go_on = kind.forward, threading.Event(), threading.Event()
+    where: dict[str, list[Any]] = {"inside": [], "after": []}
+
+    def waits(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if threading.current_thread() is other and not inside.is_set():
+            inside.set()
+            assert go_on.wait(30)
+            where["inside"].append(current.device)
+        return ordinary(self, x)
+
+    def compute() -> None:
+        with torch.inference_mode():
+            model(INPUT)
+        where["after"].append(current.device)
+
+    monkeypatch.setattr(kind, "forward", waits)
+    other, before = threading.Thread(target=compute), current.device
+    other.start()
+    assert inside.wait(30)
+    model.streamer.begin()  # as the next pass of this thread does
+    assert current.device == before
+    go_on.set()
+    other.join(30)
+    assert where == {"inside": [gpus[0].torch_device], "after": [before]}
 
 
 # What a pass costs
@@ -865,6 +932,25 @@ def test_experts_that_pass_through_a_device_are_waited_for(
         assert_same(got, expected)
         (pool,) = model.placement.pools
         assert (pool.slots, pool.transit) == (0, 3)
+
+
+def test_a_limit_of_the_driver_leaves_some_experts_in_ordinary_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not all of them, and those that are copied from the disk come from pinned memory."""
+    directory = split(build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **MANY_EXPERTS))
+    expected, locked = run(load(directory)), []
+    for lockable in (1 << 40, 12 << 15):
+        monkeypatch.setattr(prefetch, "PIECE_BYTES", 1 << 16)
+        gpu = FakeGpu(0, lockable=lockable)
+        with watched():
+            model = load_on([gpu], directory, 0, 1 << 19)
+            found = run(model)
+        assert_same(found, expected)
+        (pool,) = model.streamer.pools.values()
+        assert {len(slot.memory) for slot in pool._host} == {pool._nbytes}
+        locked.append(sum(gpu.locked.values()))
+    assert locked[0] > locked[1] > EXPERT_STAGING * pool._nbytes
 
 
 def test_what_a_device_takes_in_leaves_host_memory(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
@@ -19,6 +20,7 @@ from rabbitllm.errors import OptionError
 from rabbitllm.quant import bfloat_products
 from rabbitllm.telemetry.passes import EXPERTS_READ
 from tests.engine.test_experts import Given
+from tests.support import tiny_configs, tiny_inputs
 from tests.support.builders import build_checkpoint
 from tests.support.hybrid_families import HYBRIDS
 from tests.support.kernel_rows import kernel_rows as kernel_rows
@@ -193,3 +195,24 @@ def test_without_it_logits_are_transformers(checkpoint: Path, kernel_rows: list[
     with torch.inference_mode():
         assert torch.equal(model(INPUT).logits, plain_model(checkpoint)(INPUT).logits)
     assert not kernel_rows
+
+
+def without_image_outputs(module: nn.Module, args: Any, output: Any) -> None:
+    """transformers 5.24.0 reads this field, and its text model does not set it."""
+    output.image_outputs = None
+
+
+def test_llama4_with_pictures(tmp_path: Path) -> None:
+    whole = transformers.Llama4ForConditionalGeneration
+    made = next(tiny_configs.models(whole, "llama4", []))
+    made.save_pretrained(tmp_path / "model", max_shard_size=1_000_000)
+    plain: Any = whole.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    plain.language_model.register_forward_hook(without_image_outputs)
+    given = tiny_inputs.inputs_of(plain)
+    assert given.kinds == ("text", "image")
+    expected = tiny_inputs.results(plain, given.arguments)
+    for budget in (ALL, 0):
+        model = load(split(tmp_path / "model"), budget)
+        assert tiny_inputs.same(tiny_inputs.results(model, given.arguments), expected)
+        generated = tiny_inputs.generated(model, given.arguments)
+        assert torch.equal(generated, tiny_inputs.generated(plain, given.arguments))

@@ -16,7 +16,7 @@ import transformers
 from rabbitllm import AutoModel
 from rabbitllm.errors import OptionError, RabbitLLMError, UnknownArchitectureError
 from rabbitllm.generation.batch import Batch
-from rabbitllm.generation.request import Sampling
+from rabbitllm.generation.request import Request
 from rabbitllm.generation.session import Session, answer
 from tests.support.builders import build_checkpoint, make_tokenizer
 
@@ -89,7 +89,7 @@ def test_text_is_refused_by_a_model_without_a_head(tmp_path: Path) -> None:
     folder = build(tmp_path / "model", "LlamaModel", tied=True)
     model = AutoModel.from_pretrained(folder, device="cpu", show_layer_progress=False)
     for call in (
-        lambda: answer(model, IDS, 4, Sampling(), lambda text: None),
+        lambda: answer(model, Request((1, 2), 4), lambda text: None),
         lambda: Session(model),
         lambda: Batch(model),
     ):

@@ -65,6 +65,14 @@ def tiers(placement: Placement) -> dict[str, Tier]:
     return {placed.unit: placed.tier for placed in placement.units}
 
 
+def test_a_unit_that_is_not_there_is_a_key_error() -> None:
+    one = PlacedUnit("layers.0", "cpu", Tier.RESIDENT, 8)
+    placement = Placement((one,), ())
+    assert placement.of("layers.0") is one
+    with pytest.raises(KeyError, match=r"layers\.1"):
+        placement.of("layers.1")
+
+
 def footprint(costs: Sequence[UnitCost], placement: Placement, device: str) -> int:
     """The most that weights take on a device at any moment, by what the tiers mean."""
     is_host = device in {budget.device for budget in placement.budgets if budget.is_host}

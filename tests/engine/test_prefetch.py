@@ -741,6 +741,28 @@ def test_what_must_be_had_comes_unlocked_where_nothing_can_be_locked(caplog: pyt
         memory.take(8192)
 
 
+@pytest.mark.parametrize("lockable", [0, 5 * 8192, 1 << 20])
+def test_slots_are_locked_piece_by_piece(
+    lockable: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A limit of the driver costs only what is beyond it."""
+    monkeypatch.setattr(prefetch, "PIECE_BYTES", 2 * 8192 + 100)
+    gpu = FakeGpu(0, lockable=lockable)
+    memory = HostBuffers(gpu)
+    with caplog.at_level(logging.WARNING, "rabbitllm"):
+        slots = memory.take_slots(7, 8192)
+    for number, slot in enumerate(slots):
+        slot.fill_(number)
+    assert [slot.tolist() for slot in slots] == [[number] * 8192 for number in range(7)]
+    assert all(slot.data_ptr() % 4096 == 0 for slot in slots)
+    pinned = {0: 0, 5 * 8192: 4}.get(lockable, 7)
+    assert sum(gpu.locked.values()) == pinned * 8192
+    assert len(gpu.locked) == -(-pinned // 2)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (pinned < 7)
+    assert not said or f"{(7 - pinned) * 8192:,} bytes of host memory could not be pinned" in said[0]
+
+
 def test_each_device_gets_its_units(opened: Opened) -> None:
     gpus = {gpu.name: gpu for gpu in (FakeGpu(0), FakeGpu(1))}
     before = placed(opened, LAYERS[1:5], list(gpus))

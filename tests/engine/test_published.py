@@ -27,9 +27,8 @@ from tests.support.hybrid_families import HYBRIDS
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  a fixture that applies by itself
 from tests.support.tiny_models import ALL, INPUT, assert_same, load, run, split, tiers
 
-pytestmark = pytest.mark.skipif(
-    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21), reason="its quantizers are others"
-)
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+pytestmark = pytest.mark.skipif(VERSION < (5, 21), reason="its quantizers are others")
 
 Build = Callable[[Path], Path]
 
@@ -37,6 +36,7 @@ PUBLISHED: dict[str, Build] = {
     "fp8-llama": lambda folder: quantized.build_fp8(folder, "llama", shards=3),
     "fp8-qwen3_moe": lambda folder: quantized.build_fp8(folder, "qwen3_moe", shards=3, tied=True),
     "fp8-deepseek_v3": lambda folder: quantized.build_fp8(folder, "deepseek_v3", shards=3),
+    "fp8-table-qwen4_exp": lambda folder: quantized.build_fp8_table(folder, HYBRIDS["qwen4_exp"], shards=3),
     "mxfp8-qwen2": lambda folder: quantized.build_mxfp8(folder, "qwen2", shards=3),
     "mxfp4-gpt_oss": lambda folder: quantized.build_mxfp4(folder, shards=3),
     "fp4-fp8-deepseek_v4": lambda folder: quantized.build_deepseek_fp4(folder, HYBRIDS["deepseek_v4"], shards=3),
@@ -78,10 +78,11 @@ COMPRESSED = {
 }
 """Of a package that need not be installed."""
 LATER = ("NVFP4A16-llama", "MXFP4A16-llama", "MXFP8A16-llama")
-SHORT = ("fp8-qwen3_moe", "fp4-fp8-deepseek_v4", "mxfp4-gpt_oss", "4bit-llama-nf4-nested", "8bit-llama")
+HYBRID = ("fp8-table-qwen4_exp", "fp4-fp8-deepseek_v4")
+SHORT = ("fp8-qwen3_moe", *HYBRID, "mxfp4-gpt_oss", "4bit-llama-nf4-nested", "8bit-llama")
 """One of each; the others take the same ways."""
 MODELS = [pytest.param(PUBLISHED[n], id=n, marks=() if n in SHORT else pytest.mark.long) for n in PUBLISHED]
-FEW = [pytest.param(PUBLISHED[name], id=name) for name in SHORT if name != "fp4-fp8-deepseek_v4"]
+FEW = [pytest.param(PUBLISHED[name], id=name) for name in SHORT if name not in HYBRID]
 
 
 def expected_of(folder: Path) -> Any:
@@ -127,6 +128,28 @@ def test_what_transformers_computes_with_compressed_tensors(tmp_path: Path, buil
     expected = expected_of(folder)
     assert_same(run(load(directory)), expected)
     assert_same(run(load(directory, 0)), expected)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name not in ("fp8-qwen3_moe", "W4A16-llama")))
+        for name in (*PUBLISHED, *COMPRESSED)
+        if name.startswith(("fp8", "mxfp", "W", "FP8")) and name != "W4A16-qwen3_moe"
+    ],
+)
+def test_another_dtype_than_the_published_one(tmp_path: Path, name: str) -> None:
+    """Also of the tensors that are not quantized. transformers leaves experts of integers in bfloat16."""
+    if name in COMPRESSED and find_spec("compressed_tensors") is None:
+        pytest.skip("compressed-tensors is not installed")
+    if name in PUBLISHED and not name.startswith("mxfp4") and VERSION < (5, 24):
+        pytest.skip("transformers itself leaves tensors that are not quantized in bfloat16")
+    folder = (PUBLISHED | COMPRESSED)[name](tmp_path / "model")
+    directory = split(folder)
+    for dtype in (torch.float32, torch.float16):
+        expected = reference_logits(folder, INPUT, dtype)
+        for budget in (ALL, 0):
+            assert_same(run(load(directory, budget, dtype=str(dtype).removeprefix("torch."))), expected)
 
 
 @pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed")

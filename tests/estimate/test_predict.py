@@ -255,7 +255,8 @@ def test_a_gpu_too_small_for_measuring_has_a_plan_without_times(
         found = predict("4bit", planned(folder, "4bit"), folder, machine, list(folder.glob("*.safetensors")))
     assert found.copied_bytes > 0
     assert found.token_seconds is None
-    assert "The seconds per token cannot be measured: A GPU has too little memory" in caplog.text
+    assert "The seconds per token cannot be measured: A GPU has too little memory for measuring" in caplog.text
+    assert "Weights may take max_memory={'fake:0': 30,000} bytes" in caplog.text
 
 
 def test_what_transformers_does_not_know_is_said(tmp_path: Path) -> None:

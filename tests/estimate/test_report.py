@@ -52,7 +52,7 @@ def text(plan: Plan, most: int = 80) -> list[str]:
 
 def test_a_line_for_each_compression() -> None:
     head, none, eight, four, legend, empty = text(plan_of(LARGE, CACHED, SMALL))
-    assert " ".join(head.split()) == "generating on cpu stays there read a token first token a token"
+    assert " ".join(head.split()) == "generating on cpu in memory read/token first token a token"
     assert " ".join(none.split()) == "uncompressed 17.00 GiB 130.00 GiB, disk 1.6 min 41.2 s"
     assert " ".join(eight.split()) == "8bit 17.00 GiB 130.00 GiB, cached 1.6 min ?"
     assert " ".join(four.split()) == "4bit 1.00 GiB nothing 400 ms 17 ms"

@@ -10,7 +10,7 @@ import pytest
 from rabbitllm.evaluation.compare import compare
 from rabbitllm.generation.packed_batch import PACKABLE
 from rabbitllm.generation.scoring import Room, ScoredText
-from rabbitllm.generation.scoring.plan import FILLABLE
+from rabbitllm.generation.scoring.score import FILLABLE
 from tests.generation.scoring.compared_with_plain import alone, texts_for
 from tests.generation.test_packed_batch import ALONE, checkpoint
 from tests.support.tiny_models import load, one_thread, split  # noqa: F401  a fixture that applies by itself

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rabbitllm.generation.batch import Batch
-from rabbitllm.generation.request import Delta, Event, Failed, Finished, Request, TokenLogprob
+from rabbitllm.generation.request import Delta, Event, Failed, Request, Result, TokenLogprob
 from rabbitllm.generation.sequence import Sequence as GeneratedSequence
 from tests.support.builders import VOCABULARY_SIZE
 
@@ -39,13 +39,13 @@ class Asked:
         return self
 
     @property
-    def end(self) -> Finished | Failed:
+    def end(self) -> Result | Failed:
         end = self.wait().events[-1]
         assert not isinstance(end, Delta)
         return end
 
     @property
-    def finished(self) -> Finished:
+    def finished(self) -> Result:
         end = self.end
         if isinstance(end, Failed):
             raise end.error
@@ -85,7 +85,7 @@ def asked(batch: Batch, requests: Sequence[Request]) -> list[Asked]:
 
 def asked_together(batch: Batch, requests: Sequence[Request]) -> list[Asked]:
     """Submit all before the first pass, and wait for all."""
-    with batch.held():
+    with batch.paused():
         made = [begin(batch, request) for request in requests]
     return [one.wait() for one in made]
 

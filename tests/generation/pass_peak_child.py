@@ -19,8 +19,8 @@ import torch
 
 from rabbitllm.engine.free_memory import keep_large_apart
 from rabbitllm.generation.batch import Batch, Limits
-from rabbitllm.generation.joint_pass import JointPasses
 from rabbitllm.generation.memory import PassCost, cost_of_a_pass
+from rabbitllm.generation.model_runner import ModelRunner
 from rabbitllm.generation.request import Request
 from tests.support.tiny_models import load
 
@@ -62,13 +62,13 @@ def main() -> None:
     model: Any = load(Path(sys.argv[1]), WITH_ALL, exact=False)
     vocabulary = model.config.vocab_size
     heights: list[int] = []
-    ordinary = JointPasses.run
+    ordinary = ModelRunner.run
 
-    def run(self: JointPasses, members: Any) -> None:
+    def run(self: ModelRunner, coroutines: Any) -> None:
         with height(heights):
-            ordinary(self, members)
+            ordinary(self, coroutines)
 
-    JointPasses.run = run  # type: ignore[method-assign]
+    ModelRunner.run = run  # type: ignore[method-assign]
     answers = []
     for case in sys.argv[2:]:
         *numbers, mode = case.split(":")
@@ -81,7 +81,7 @@ def main() -> None:
             for text in range(texts)
         ]
         heights.clear()
-        with Batch(model, Limits(texts, cache_bytes=WITH_ALL, chunk=1 << 30, in_bulk=True)) as batch, batch.held():
+        with Batch(model, Limits(texts, cache_bytes=WITH_ALL, chunk=1 << 30, throughput=True)) as batch, batch.paused():
             made = [batch.submit(Request(ids, 1), lambda event: None) for ids in prompts]
         assert len(heights) == 1, heights
         assert len(made) == texts

@@ -15,10 +15,10 @@ import torch
 
 from rabbitllm.errors import BusyError, ClosedError, OptionError
 from rabbitllm.generation.batch import Batch
-from rabbitllm.generation.joint_pass import Carrier
 from rabbitllm.generation.memory import PassCost
+from rabbitllm.generation.model_runner import PackedGroup
 from rabbitllm.generation.packed_batch import PackedSequence
-from rabbitllm.generation.request import Delta, Event, Failed, Finished, FinishReason, Limits, Request, Sampling
+from rabbitllm.generation.request import Delta, Event, Failed, FinishReason, Limits, Request, Result, Sampling
 from tests.generation.asking import Asked, Open, alone, asked, asked_together, begin, prompt
 from tests.support.builders import FAMILIES, VOCABULARY_SIZE, build_checkpoint
 from tests.support.tiny_models import plain_model, split
@@ -29,8 +29,8 @@ def test_every_request_gets_its_own_tokens(open_batch: Open, plain: Any) -> None
     requests = [Request(prompt(3 + 7 * number, number), 5 + number) for number in range(8)]
     for one in asked(batch, requests):
         assert one.tokens == alone(plain, one.request)
-        assert one.finished.new_tokens == len(one.tokens)
-        assert one.finished.ended is (FinishReason.STOP if one.tokens[-1] == 2 else FinishReason.LENGTH)
+        assert len(one.finished.tokens) == len(one.tokens)
+        assert one.finished.finish is (FinishReason.STOP if one.tokens[-1] == 2 else FinishReason.LENGTH)
 
 
 def test_requests_join_while_others_run_and_leave_when_they_are_done(open_batch: Open, plain: Any) -> None:
@@ -48,9 +48,9 @@ def test_requests_join_while_others_run_and_leave_when_they_are_done(open_batch:
     assert len(later) == 3
     for one in (first, *later):
         assert one.wait().tokens == alone(plain, one.request)
-    passes = batch.facts.passes
+    passes = batch.stats.passes
     assert passes < sum(len(one.tokens) for one in (first, *later))  # they shared them
-    assert batch.facts.running == batch.facts.waiting == 0
+    assert batch.stats.running == batch.stats.waiting == 0
 
 
 def test_the_totals_have_a_request_when_its_end_is_reported(open_batch: Open) -> None:
@@ -60,8 +60,8 @@ def test_the_totals_have_a_request_when_its_end_is_reported(open_batch: Open) ->
         one = Asked(Request(prompt(5, number), 2))
 
         def told(event: Event, one: Asked = one) -> None:
-            if isinstance(event, Finished):
-                found.append(sum(batch.facts.ended.values()))
+            if isinstance(event, Result):
+                found.append(sum(batch.stats.ended.values()))
             one.told(event)
 
         batch.submit(one.request, told)
@@ -73,10 +73,10 @@ def test_a_pass_brings_each_weight_once_however_many_take_part(open_batch: Open)
     batch, model = open_batch(profiling=True)
     requests = [Request(prompt(5, number), 6) for number in range(6)]
     asked(batch, requests)
-    facts = batch.facts
+    stats = batch.stats
     read = model.profiler.stages["read"].nbytes
-    assert read <= (facts.passes + 1) * model.placement.streamed_bytes  # one pass is read ahead
-    assert read >= (facts.passes - 1) * model.placement.streamed_bytes > 0
+    assert read <= (stats.passes + 1) * model.placement.streamed_bytes  # one pass is read ahead
+    assert read >= (stats.passes - 1) * model.placement.streamed_bytes > 0
 
 
 def test_long_prompts_come_in_chunks_while_others_decode(open_batch: Open, plain: Any) -> None:
@@ -87,12 +87,12 @@ def test_long_prompts_come_in_chunks_while_others_decode(open_batch: Open, plain
     for one in (long, short):
         assert one.wait().tokens == alone(plain, one.request)
     assert len(short.tokens) > 3
-    assert batch.facts.passes >= 150 // 16
+    assert batch.stats.passes >= 150 // 16
 
 
 def test_exact_has_the_bits_of_a_text_alone(split_folder: Any, open_batch: Open) -> None:
     batch, _ = open_batch(Limits(exact=True), dtype="bfloat16")
-    requests = [Request(prompt(4 + number, number), 12, likeliest=3) for number in range(5)]
+    requests = [Request(prompt(4 + number, number), 12, top_logprobs=3) for number in range(5)]
     together = asked(batch, requests)
     for one in together:
         (single,) = asked(batch, [one.request])
@@ -101,14 +101,14 @@ def test_exact_has_the_bits_of_a_text_alone(split_folder: Any, open_batch: Open)
 
 def test_likelihoods_are_those_of_the_logits(open_batch: Open, plain: Any) -> None:
     batch, _ = open_batch()
-    (one,) = asked(batch, [Request(prompt(9), 6, Sampling(temperature=0.7, seed=3), likeliest=4)])
+    (one,) = asked(batch, [Request(prompt(9), 6, Sampling(temperature=0.7, seed=3), top_logprobs=4)])
     ids = torch.tensor([[*one.request.prompt, *one.tokens]])
     expected = torch.log_softmax(plain(ids).logits[0].detach().float(), dim=-1)
     for place, chosen in enumerate(one.chosen, start=len(one.request.prompt) - 1):
         best = expected[place].topk(4)
         assert chosen.logprob == pytest.approx(float(expected[place, chosen.token]), abs=1e-4)
-        assert [like.token for like in chosen.likeliest] == best.indices.tolist()
-        assert [like.logprob for like in chosen.likeliest] == pytest.approx(best.values.tolist(), abs=1e-4)
+        assert [like.token for like in chosen.top_logprobs] == best.indices.tolist()
+        assert [like.logprob for like in chosen.top_logprobs] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_together(open_batch: Open, plain: Any) -> None:
@@ -129,7 +129,7 @@ def test_a_stop_text_ends_an_answer_before_it(open_batch: Open) -> None:
     stop = whole.text[3:6]
     (cut,) = asked(batch, [Request(prompt(9), 24, stop=("never in it", stop))])
     assert cut.text == whole.text[: whole.text.index(stop)]
-    assert (cut.finished.ended, cut.finished.stop) == (FinishReason.STOP, stop)
+    assert (cut.finished.finish, cut.finished.stop) == (FinishReason.STOP, stop)
     assert len(cut.tokens) < len(whole.tokens)
 
 
@@ -158,14 +158,14 @@ def test_requests_with_one_beginning_wait_until_the_first_has_computed_it(open_b
 def test_what_outgrows_the_memory_gives_its_place_back_and_loses_nothing(open_batch: Open, plain: Any) -> None:
     token_bytes = 2 * 2 * 16 * 4 * 3  # key and value, heads, width, float32, layers
     batch, _ = open_batch(Limits(cache_bytes=155 * token_bytes))
-    requests = [Request(prompt(10, number), 90, likeliest=1) for number in (1, 2)]
+    requests = [Request(prompt(10, number), 90, top_logprobs=1) for number in (1, 2)]
     several = asked(batch, requests)
     for one in several:
         assert one.tokens == alone(plain, one.request)
-        assert len(one.chosen) == one.finished.new_tokens
-    facts = batch.facts
-    assert facts.preempted > 0
-    assert facts.cache_bytes <= facts.cache_limit_bytes
+        assert len(one.chosen) == len(one.finished.tokens)
+    stats = batch.stats
+    assert stats.preempted > 0
+    assert stats.cache_bytes <= stats.cache_limit_bytes
 
 
 def test_one_that_has_no_room_left_ends(open_batch: Open, plain: Any) -> None:
@@ -174,7 +174,7 @@ def test_one_that_has_no_room_left_ends(open_batch: Open, plain: Any) -> None:
     (one,) = asked(batch, [Request(prompt(10), 100)])
     assert one.tokens == alone(plain, one.request)[: len(one.tokens)]
     assert 20 <= len(one.tokens) < 40
-    assert one.finished.ended is FinishReason.LENGTH
+    assert one.finished.finish is FinishReason.LENGTH
     with pytest.raises(OptionError, match="KV cache needs"):
         batch.submit(Request(prompt(60), 1), lambda event: None)
 
@@ -191,7 +191,7 @@ def test_cancelling_frees_the_place_and_touches_no_other(open_batch: Open, plain
 
     goes.handle = batch.submit(goes.request, told)
     waits = begin(batch, Request(prompt(5, 3), 5))
-    assert goes.finished.ended is FinishReason.CANCELLED
+    assert goes.finished.finish is FinishReason.CANCELLED
     assert 1 <= len(goes.tokens) <= 2
     assert waits.wait().tokens == alone(plain, waits.request)
     assert stays.wait().tokens == alone(plain, stays.request)
@@ -207,7 +207,7 @@ def test_who_does_not_want_to_hear_more_is_cancelled(open_batch: Open) -> None:
 
     batch.submit(Request(prompt(5), 200), told)
     (other,) = asked(batch, [Request(prompt(5, 1), 5)])
-    assert other.finished.new_tokens == 5
+    assert len(other.finished.tokens) == 5
     batch.close()
     assert len(heard) <= 4
 
@@ -215,8 +215,8 @@ def test_who_does_not_want_to_hear_more_is_cancelled(open_batch: Open) -> None:
 def test_time_is_limited(open_batch: Open) -> None:
     batch, _ = open_batch()
     late, other = asked(batch, [Request(prompt(5), 200, seconds=1e-4), Request(prompt(5, 1), 5)])
-    assert late.finished.ended is FinishReason.TIMEOUT
-    assert other.finished.ended is FinishReason.LENGTH
+    assert late.finished.finish is FinishReason.TIMEOUT
+    assert other.finished.finish is FinishReason.LENGTH
 
 
 @contextlib.contextmanager
@@ -243,7 +243,7 @@ def test_who_has_a_place_at_the_next_pass_does_not_wait(open_batch: Open) -> Non
         taken = [begin(batch, Request(prompt(5, number), 3)) for number in range(1, 5)]
         with pytest.raises(BusyError):
             begin(batch, Request(prompt(5, 5), 3))
-    assert [one.finished.ended for one in taken] == [FinishReason.LENGTH] * 4
+    assert [one.finished.finish for one in taken] == [FinishReason.LENGTH] * 4
 
 
 def test_no_more_wait_than_may(open_batch: Open) -> None:
@@ -254,8 +254,8 @@ def test_no_more_wait_than_may(open_batch: Open) -> None:
             begin(batch, Request(prompt(5, 3), 3))
     assert refused.value.retry_after >= 1
     for one in waiting:
-        assert one.finished.new_tokens == 3
-    assert begin(batch, Request(prompt(5, 3), 3)).finished.new_tokens == 3
+        assert len(one.finished.tokens) == 3
+    assert len(begin(batch, Request(prompt(5, 3), 3)).finished.tokens) == 3
 
 
 def test_an_error_of_one_touches_no_other(open_batch: Open, plain: Any) -> None:
@@ -293,7 +293,7 @@ def test_weights_that_cannot_be_read_fail_those_that_run_and_not_those_that_foll
     broken = False
     (after,) = asked(batch, [Request(prompt(7), 9)])
     assert after.tokens == alone(plain, after.request)
-    assert batch.facts.ended == {"failed": 3, str(after.finished.ended): 1}
+    assert batch.stats.ended == {"failed": 3, str(after.finished.finish): 1}
 
 
 def test_closing_finishes_what_runs(open_batch: Open, plain: Any) -> None:
@@ -321,7 +321,7 @@ def test_closing_at_once_returns_what_there_is(open_batch: Open, plain: Any) -> 
     batch.submit(one.request, told)
     assert begun.wait(60)
     batch.close(0)
-    assert one.finished.ended is FinishReason.CANCELLED
+    assert one.finished.finish is FinishReason.CANCELLED
     assert one.tokens == alone(plain, one.request)[: len(one.tokens)]
 
 
@@ -347,7 +347,7 @@ def test_what_is_over_is_not_left_to_a_search_for_cycles(open_batch: Open) -> No
         assert len(ended) == 4
         del made
         asked(batch, [Request(prompt(5), 1)])  # the batch's thread has gone on
-        texts = [one for one in gc.get_objects() if type(one) in (PackedSequence, Carrier)]
+        texts = [one for one in gc.get_objects() if type(one) in (PackedSequence, PackedGroup)]
     finally:
         gc.enable()
     assert [one() for one in ended] == [None] * 4
@@ -358,7 +358,7 @@ def test_prompts_of_a_pass_go_through_each_layer_in_parts(
     open_batch: Open, plain: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PassCost, "parts_in", lambda *given: (10_000, 64))
-    batch, model = open_batch(Limits(chunk=1 << 30, in_bulk=True), profiling=True)
+    batch, model = open_batch(Limits(chunk=1 << 30, throughput=True), profiling=True)
     rows: list[int] = []
     layer = model.model.layers[1].mlp.down_proj
     layer.register_forward_pre_hook(lambda module, given: rows.append(given[0].shape[-2]))
@@ -370,20 +370,20 @@ def test_prompts_of_a_pass_go_through_each_layer_in_parts(
     first = rows[: next(at for at in range(len(rows)) if sum(rows[: at + 1]) >= whole) + 1]
     assert sum(first) == whole  # and yet all in the first pass
     assert len(first) > whole // 64
-    facts = batch.facts
-    assert facts.passes == 4
-    assert model.profiler.stages["read"].nbytes <= (facts.passes + 1) * model.placement.streamed_bytes
+    stats = batch.stats
+    assert stats.passes == 4
+    assert model.profiler.stages["read"].nbytes <= (stats.passes + 1) * model.placement.streamed_bytes
 
 
 def test_a_prompt_longer_than_a_part_takes_several_passes(
     open_batch: Open, plain: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PassCost, "parts_in", lambda *given: (10_000, 32))
-    batch, _ = open_batch(Limits(chunk=1 << 30, in_bulk=True))
+    batch, _ = open_batch(Limits(chunk=1 << 30, throughput=True))
     requests = [Request(prompt(100, 1), 3), Request(prompt(7, 2), 3)]
     for one in asked_together(batch, requests):
         assert one.tokens == alone(plain, one.request)
-    assert batch.facts.passes >= 6
+    assert batch.stats.passes >= 6
 
 
 def test_a_prompt_longer_than_a_part_that_is_worth_it_still_takes_one_pass(
@@ -391,13 +391,13 @@ def test_a_prompt_longer_than_a_part_that_is_worth_it_still_takes_one_pass(
 ) -> None:
     """Another pass costs all the weights."""
     monkeypatch.setattr(PassCost, "max_tokens", 30)
-    batch, model = open_batch(Limits(chunk=1 << 30, in_bulk=True))
+    batch, model = open_batch(Limits(chunk=1 << 30, throughput=True))
     rows: list[int] = []
     model.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda module, given: rows.append(given[0].shape[-2]))
     requests = [Request(prompt(length, length), 3) for length in (100, 20, 9, 15)]
     for one in asked_together(batch, requests):
         assert one.tokens == alone(plain, one.request)
-    assert batch.facts.passes == 3
+    assert batch.stats.passes == 3
     assert rows[:3] == [100, 29, 15]
 
 
@@ -405,7 +405,7 @@ def test_a_prompt_longer_than_a_part_that_is_worth_it_still_takes_one_pass(
 def test_parts_of_other_families(open_batch: Open, tmp_path: Any, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PassCost, "parts_in", lambda *given: (10_000, 40))
     folder = build_checkpoint(tmp_path / family, family, dtype=torch.float32)
-    batch, _ = open_batch(Limits(chunk=1 << 30, in_bulk=True), folder=split(folder))
+    batch, _ = open_batch(Limits(chunk=1 << 30, throughput=True), folder=split(folder))
     plain = plain_model(folder, dtype=torch.float32).eval()
     for one in asked_together(batch, [Request(prompt(12 + 3 * number, number), 4) for number in range(6)]):
         assert one.tokens == alone(plain, one.request)
@@ -413,7 +413,7 @@ def test_parts_of_other_families(open_batch: Open, tmp_path: Any, family: str, m
 
 def test_an_error_of_one_part_ends_its_texts_alone(open_batch: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PassCost, "parts_in", lambda *given: (10_000, 30))
-    batch, model = open_batch(Limits(chunk=1 << 30, in_bulk=True))
+    batch, model = open_batch(Limits(chunk=1 << 30, throughput=True))
     projection = model.model.layers[1].mlp.up_proj
     calls = 0
 
@@ -430,16 +430,16 @@ def test_an_error_of_one_part_ends_its_texts_alone(open_batch: Open, monkeypatch
 
 
 def test_while_it_is_held_no_pass_begins(open_batch: Open) -> None:
-    batch, _ = open_batch(Limits(in_bulk=True))
-    with batch.held():
+    batch, _ = open_batch(Limits(throughput=True))
+    with batch.paused():
         made = [Asked(Request(prompt(5, number), 3)) for number in range(5)]
         for one in made:
             batch.submit(one.request, one.told)
         assert not made[0].over.wait(0.2)
-        assert batch.facts.passes == 0
+        assert batch.stats.passes == 0
     for one in made:
         one.wait()
-    assert batch.facts.passes == 3
+    assert batch.stats.passes == 3
 
 
 CAUSAL = sorted(name for name, family in FAMILIES.items() if not family.encoder_decoder)

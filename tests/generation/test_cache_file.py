@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from rabbitllm.generation import cache_file
-from rabbitllm.generation.cache_file import CacheFile, FileSlots, Image, ImageFile
+from rabbitllm.generation.cache_file import BufferFile, CacheFile, KVBuffer
+from rabbitllm.generation.slot_file import FileSlots
 from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.storage.files import DIRECT_ALIGNMENT
 from tests.engine.test_span_reader import _cached_pages
@@ -58,13 +59,13 @@ def attend(file: CacheFile, caches: list[Any], plain: list[Any], rows: list[int]
         for text, (cache, other) in enumerate(zip(caches, plain, strict=True)):
             keys, values = new(rows[text], 1000 * seed + 10 * number + text)
             expected = other.update(keys, values, number)
-            if not file.brings(cache, number):
+            if not file.covers(cache, number):
                 got = cache.update(keys, values, number)
             else:
-                got = file.joined(cache, number, keys, values)
+                got = file.load(cache, number, keys, values)
             assert all(torch.equal(one, two) for one, two in zip(got, expected, strict=True))
-            if file.brings(cache, number):
-                file.put_back(cache, number, keys, values)
+            if file.covers(cache, number):
+                file.store(cache, number, keys, values)
             assert cache.get_seq_length(number) == other.get_seq_length(number)
 
 
@@ -85,30 +86,30 @@ def test_attention_sees_what_it_would_see_in_memory(opened: Callable[..., CacheF
     for step in range(STEPS):
         attend(file, texts, plain, [1, 1, 1], step + 1)
     assert all(torch.isnan(layer.keys).all() for layer in texts[0].layers)
-    assert file.images.nbytes > 0
-    assert file.images.read > STEPS * LAYERS * HEADS * (PROMPTS[0] + PROMPTS[1]) * (WIDTH + VALUE_WIDTH) * 2
+    assert file.buffers.nbytes > 0
+    assert file.buffers.read > STEPS * LAYERS * HEADS * (PROMPTS[0] + PROMPTS[1]) * (WIDTH + VALUE_WIDTH) * 2
     attend(file, texts, plain, [6, 1, 1], 99)  # several at once, as of a prompt that is cut
     for one in texts:
         file.drop(one)
-    assert file.images.nbytes == 0
+    assert file.buffers.nbytes == 0
 
 
 def test_attention_sees_the_same_past_the_page_cache(
     opened: Callable[..., CacheFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_file, "LEAST_BLOCKS", 0)  # these are small, and go past it all the same
+    monkeypatch.setattr(cache_file, "MIN_BLOCKS", 0)  # these are small, and go past it all the same
     file, (texts, plain) = opened(ahead=1 << 14, weight_bytes=1 << 60), caches()
     for one in texts:
         file.add(one)
     attend(file, texts, plain, [*PROMPTS], 0)
     for step in range(STEPS):
         attend(file, texts, plain, [1, 1, 1], step + 1)
-    assert file.images.nbytes == len(texts) * LAYERS * DIRECT_ALIGNMENT
-    assert file.images.read == STEPS * file.images.nbytes
+    assert file.buffers.nbytes == len(texts) * LAYERS * DIRECT_ALIGNMENT
+    assert file.buffers.read == STEPS * file.buffers.nbytes
     for one in texts:
-        file.let_return(one)
+        file.return_to_memory(one)
     attend(file, texts, plain, [1, 1, 1], STEPS + 1)
-    assert file.images.nbytes == 0
+    assert file.buffers.nbytes == 0
 
 
 def test_texts_go_there_at_any_time_and_come_back(opened: Callable[..., CacheFile]) -> None:
@@ -119,19 +120,19 @@ def test_texts_go_there_at_any_time_and_come_back(opened: Callable[..., CacheFil
     assert torch.isnan(texts[1].layers[0].keys).all()
     for step in range(3):
         attend(file, texts, plain, [1, 1, 1], step + 1)
-    copied = file.whole_copy(texts[0])
+    copied = file.in_memory(texts[0])
     assert all(torch.equal(one.keys, two.keys) for one, two in zip(copied.layers, plain[0].layers, strict=True))
-    file.let_return(texts[0])
-    assert file.holds(texts[0])
-    assert not file.keeps(texts[0])
+    file.return_to_memory(texts[0])
+    assert texts[0] in file
+    assert not file.stays_in_file(texts[0])
     attend(file, texts, plain, [1, 1, 1], 7)
-    assert not file.holds(texts[0])
+    assert texts[0] not in file
     file.begin([texts[0]], [texts[1], None])
     for text in range(2):
         for one, two in zip(texts[text].layers, plain[text].layers, strict=True):
             assert torch.equal(one.keys, two.keys)
             assert torch.equal(one.values, two.values)
-    assert file.images.nbytes == 0
+    assert file.buffers.nbytes == 0
 
 
 def test_never_more_than_so_much_is_ahead(opened: Callable[..., CacheFile], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,14 +141,14 @@ def test_never_more_than_so_much_is_ahead(opened: Callable[..., CacheFile], monk
         file.add(one)
     attend(file, texts, plain, [*PROMPTS], 0)
     seen: list[int] = []
-    take = ImageFile.take
+    take = BufferFile.take
 
-    def taken(self: ImageFile, *given: Any) -> Any:
-        seen.append(sum(len(image.whole) for image, _ in self._coming.values()))
+    def taken(self: BufferFile, *given: Any) -> Any:
+        seen.append(sum(len(buffer.whole) for buffer, _ in self._prefetched.values()))
         assert seen[-1] == self.ahead
         return take(self, *given)
 
-    monkeypatch.setattr(ImageFile, "take", taken)
+    monkeypatch.setattr(BufferFile, "take", taken)
     attend(file, texts, plain, [1, 1, 1], 1)
     assert len(seen) == LAYERS * len(PROMPTS)
     assert min(seen[:-1]) > 0
@@ -180,11 +181,11 @@ def test_what_cannot_be_written_is_lost_and_the_pass_is_right(
     with observe_steps(fail):
         attend(file, texts, plain, [*PROMPTS], 0)
     assert [file.is_lost(one) for one in texts] == [True, True, False]
-    assert file.images.limit == 0 if full else 0 < file.images.limit < 2500
+    assert file.buffers.limit == 0 if full else 0 < file.buffers.limit < 2500
     assert caplog.text.count("No space left on device") == int(full)
     for one in texts[:2]:
         file.drop(one)
-    assert file.images.nbytes == 0
+    assert file.buffers.nbytes == 0
     attend(file, texts[2:], plain[2:], [1], 1)
 
 
@@ -192,25 +193,25 @@ def test_the_file_has_no_name_and_is_gone_with_it(opened: Callable[..., CacheFil
     file, (texts, plain) = opened(), caches()
     file.add(texts[0])
     attend(file, texts, plain, [*PROMPTS], 0)
-    assert file.images.nbytes > 0
+    assert file.buffers.nbytes > 0
     assert not list(tmp_path.iterdir())
 
 
 MORE_THAN_ANY_MEMORY = 1 << 60
 TOKENS = (300, 301, 700)
-"""Of images larger than what is kept small; two of them not of whole blocks."""
+"""Of buffers larger than what is kept small; two of them not of whole blocks."""
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="O_DIRECT, mincore, /proc")
 
 
-def image(tokens: int, seed: int) -> Image:
+def buffer(tokens: int, seed: int) -> KVBuffer:
     generator = torch.Generator().manual_seed(seed)
     keys, values = (torch.randn((1, 2, tokens, width), generator=generator).bfloat16() for width in (40, 24))
-    return Image.of(keys, values, 3)
+    return KVBuffer.of(keys, values, 3)
 
 
-def image_file(folder: Path, spare: int) -> ImageFile:
-    return ImageFile(folder, 1 << 22, 0, spare)
+def buffer_file(folder: Path, spare: int) -> BufferFile:
+    return BufferFile(folder, 1 << 22, 0, spare)
 
 
 def pages(folder: Path) -> int:
@@ -228,16 +229,16 @@ def nameless(folder: Path) -> Iterator[Path]:
                 yield path
 
 
-def fill_and_compare(file: ImageFile, seeds: range) -> None:
-    """Images there and back, some of them in places of others that were given back."""
-    kept: dict[int, tuple[Any, Image]] = {}
+def fill_and_compare(file: BufferFile, seeds: range) -> None:
+    """Buffers there and back, some of them in places of others that were given back."""
+    kept: dict[int, tuple[Any, KVBuffer]] = {}
     for seed in seeds:
-        one = image(TOKENS[seed % len(TOKENS)], seed)
+        one = buffer(TOKENS[seed % len(TOKENS)], seed)
         stored = file.put(one)
         assert stored is not None
         kept[seed] = stored, one
         if seed % 4 == 3:
-            file.give_back(kept.pop(seed - 2)[0])
+            file.release(kept.pop(seed - 2)[0])
     for stored, one in kept.values():
         back = file.take(stored)
         assert torch.equal(back.keys, one.keys)
@@ -247,7 +248,7 @@ def fill_and_compare(file: ImageFile, seeds: range) -> None:
 
 @on_linux
 def test_what_does_not_stay_in_the_page_cache_leaves_nothing_there(tmp_path: Path) -> None:
-    file = image_file(tmp_path, MORE_THAN_ANY_MEMORY)
+    file = buffer_file(tmp_path, MORE_THAN_ANY_MEMORY)
     fill_and_compare(file, range(12))
     assert file.is_past_the_cache
     assert file.nbytes > 100 * DIRECT_ALIGNMENT
@@ -257,7 +258,7 @@ def test_what_does_not_stay_in_the_page_cache_leaves_nothing_there(tmp_path: Pat
 
 @on_linux
 def test_where_memory_has_room_for_all_of_it_the_page_cache_keeps_it(tmp_path: Path) -> None:
-    file = image_file(tmp_path, 0)
+    file = buffer_file(tmp_path, 0)
     fill_and_compare(file, range(12))
     assert not file.is_past_the_cache
     assert pages(tmp_path) >= file.nbytes // DIRECT_ALIGNMENT
@@ -266,8 +267,8 @@ def test_where_memory_has_room_for_all_of_it_the_page_cache_keeps_it(tmp_path: P
 
 @on_linux
 def test_from_when_on_it_does_not_stay_there_it_goes_past(tmp_path: Path) -> None:
-    file = image_file(tmp_path, 0)
-    first = image(300, 0)
+    file = buffer_file(tmp_path, 0)
+    first = buffer(300, 0)
     stored = file.put(first)
     assert stored is not None
     assert pages(tmp_path) > 0
@@ -282,8 +283,8 @@ def test_from_when_on_it_does_not_stay_there_it_goes_past(tmp_path: Path) -> Non
 @on_linux
 def test_without_direct_reads_it_is_dropped_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "O_DIRECT")
-    file = image_file(tmp_path, MORE_THAN_ANY_MEMORY)
-    made = [image(tokens, seed) for seed, tokens in enumerate(4 * TOKENS)]
+    file = buffer_file(tmp_path, MORE_THAN_ANY_MEMORY)
+    made = [buffer(tokens, seed) for seed, tokens in enumerate(4 * TOKENS)]
     held = [file.put(one) for one in made]
     for path in nameless(tmp_path):
         with path.open("rb+") as again:
@@ -301,8 +302,8 @@ def test_without_direct_reads_it_is_dropped_behind(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("spare", [0, MORE_THAN_ANY_MEMORY])
 def test_small_images_take_what_they_are(tmp_path: Path, spare: int) -> None:
-    file = image_file(tmp_path, spare)
-    small, large = image(5, 1), image(300, 2)
+    file = buffer_file(tmp_path, spare)
+    small, large = buffer(5, 1), buffer(300, 2)
     assert len(small.whole) == 2 * (5 + 3) * (40 + 24) * 2
     assert len(large.whole) % DIRECT_ALIGNMENT == 0
     assert large.is_aligned

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rabbitllm.generation.cache_manager import CachePlace, RunningLengths
-from rabbitllm.generation.sequence import AHEAD_TOKENS, SequenceLength
+from rabbitllm.generation.cache_manager import CacheAllocation, RunningLengths
+from rabbitllm.generation.sequence import RESERVED_TOKENS, SequenceLength
 
 
 class Memory:
@@ -21,13 +21,13 @@ class Memory:
     def bytes_for(self, tokens: int) -> int:
         return tokens
 
-    def soon(self, texts: Sequence[SequenceLength]) -> int:
-        return sum(text.soon for text in texts)
+    def reserved(self, texts: Sequence[SequenceLength]) -> int:
+        return sum(text.reserved for text in texts)
 
-    def filed_bytes(self) -> int:
+    def tail_bytes(self) -> int:
         return 10
 
-    def ahead(self) -> int:
+    def prefetch_bytes(self) -> int:
         return 20
 
 
@@ -41,30 +41,30 @@ def test_all_that_begin_fit_and_the_first_always_begins(texts: list[SequenceLeng
     near: list[SequenceLength] = []
     filed: list[SequenceLength] = []
     for number, text in enumerate(texts):
-        where = RunningLengths(near, filed, most).place(text, len(texts) - number - 1, memory)
-        if where is CachePlace.NOWHERE:
+        where = RunningLengths(near, filed, most).allocation(text, len(texts) - number - 1, memory)
+        if where is CacheAllocation.LATER:
             assert near or filed
             return
-        (near if where is CachePlace.MEMORY else filed).append(text)
+        (near if where is CacheAllocation.MEMORY else filed).append(text)
         running = RunningLengths(near, filed, most)
-        assert running.soon(memory) <= limit or len(near) + len(filed) == 1
+        assert running.reserved(memory) <= limit or len(near) + len(filed) == 1
         assert sum(one.tokens + one.room for one in filed) <= most
 
 
 def test_all_are_in_memory_where_they_fit_and_else_as_many_as_leave_room_for_the_others() -> None:
     one, nothing = SequenceLength(100, 0), RunningLengths([], [], 1000)
-    assert nothing.place(one, 2, Memory(300)) is CachePlace.MEMORY  # type: ignore[arg-type]
+    assert nothing.allocation(one, 2, Memory(300)) is CacheAllocation.MEMORY  # type: ignore[arg-type]
     memory: Any = Memory(299)
-    assert nothing.place(one, 2, memory) is CachePlace.MEMORY  # 100 + 2 x 10 + 20
-    assert RunningLengths([one], [], 1000).place(one, 1, memory) is CachePlace.MEMORY  # 200 + 10 + 20
-    assert RunningLengths([one, one], [], 1000).place(one, 0, memory) is CachePlace.FILE
-    assert RunningLengths([one, one], [], 99).place(one, 0, memory) is CachePlace.NOWHERE
-    assert RunningLengths([one, one], [], 1000).place(SequenceLength(15, 0), 0, memory) is CachePlace.MEMORY
+    assert nothing.allocation(one, 2, memory) is CacheAllocation.MEMORY  # 100 + 2 x 10 + 20
+    assert RunningLengths([one], [], 1000).allocation(one, 1, memory) is CacheAllocation.MEMORY  # 200 + 10 + 20
+    assert RunningLengths([one, one], [], 1000).allocation(one, 0, memory) is CacheAllocation.FILE
+    assert RunningLengths([one, one], [], 99).allocation(one, 0, memory) is CacheAllocation.LATER
+    assert RunningLengths([one, one], [], 1000).allocation(SequenceLength(15, 0), 0, memory) is CacheAllocation.MEMORY
 
 
 def test_a_sequence_begins_if_all_have_room_for_some_tokens_more() -> None:
     running = RunningLengths([SequenceLength(10, 1000)], [], 0)
-    needed = (10 + AHEAD_TOKENS) + (20 + 5)
+    needed = (10 + RESERVED_TOKENS) + (20 + 5)
     for limit, fits in ((needed, True), (needed - 1, False)):
         memory: Any = Memory(limit)
         assert running.fits(SequenceLength(20, 5), memory) is fits

@@ -18,8 +18,8 @@ from rabbitllm.generation import kv_cache
 from rabbitllm.generation.kv_cache import (
     CONTINUING,
     MAX_SEQUENCES,
-    WORTH_TOKENS,
-    KeptCache,
+    MIN_PREFIX_TOKENS,
+    ConversationCache,
     PrefixCache,
     append,
     bytes_of,
@@ -130,8 +130,8 @@ def test_a_short_beginning_is_worth_nothing_and_one_token_is_always_computed(tmp
     cache = DynamicCache()
     cache.update(torch.zeros(1, 1, 40, 8), torch.zeros(1, 1, 40, 8), 0)
     text = list(range(40))
-    assert usable([*text[: WORTH_TOKENS - 1], 99, 99], text, cache) == 0
-    assert usable([*text[:WORTH_TOKENS], 99, 99], text, cache) == WORTH_TOKENS
+    assert usable([*text[: MIN_PREFIX_TOKENS - 1], 99, 99], text, cache) == 0
+    assert usable([*text[:MIN_PREFIX_TOKENS], 99, 99], text, cache) == MIN_PREFIX_TOKENS
     assert usable(text, text, cache) == 39
 
 
@@ -188,7 +188,7 @@ HEADS, WIDTH = 2, 4
 
 @pytest.fixture
 def small_layers_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "WORTH_BYTES", 10 * HEADS * WIDTH * 4)
+    monkeypatch.setattr(kv_cache, "MIN_ROOM_BYTES", 10 * HEADS * WIDTH * 4)
 
 
 def some(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -254,7 +254,7 @@ def test_windows_are_left_to_themselves() -> None:
 
 IDS = torch.randint(3, 270, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 FIRST, SECOND = 20, 30
-"""Tokens before a mark, and in all before the cache goes back."""
+"""Tokens before a snapshot, and in all before the cache is cut."""
 SHORT = ("llama", "gemma3", "falcon_h1")
 NAMES = [*SHORT, *(pytest.param(name, marks=pytest.mark.long) for name in ("mistral", "gemma4", "qwen3_next", "zaya"))]
 """Every kind of layer; the short run has full attention alone, with sliding windows, and with a state."""
@@ -267,18 +267,18 @@ def made(folder: Path, name: str) -> Any:
 
 
 @torch.no_grad()
-def logits(model: Any, kept: KeptCache, until: int) -> torch.Tensor:
+def logits(model: Any, kept: ConversationCache, until: int) -> torch.Tensor:
     """Of all tokens that the cache lacks, (tokens, vocabulary)."""
     ids = torch.tensor([IDS[len(kept.ids) : until]])
     found: torch.Tensor = model(ids, past_key_values=kept.cache, use_cache=True).logits[0]
-    kept.hold(IDS[:until])
+    kept.ids = IDS[:until]
     return found
 
 
-def filled(model: Any) -> KeptCache:
-    kept = KeptCache(model)
+def filled(model: Any) -> ConversationCache:
+    kept = ConversationCache(model)
     logits(model, kept, FIRST)
-    kept.mark(IDS[:FIRST])
+    kept.snapshot(IDS[:FIRST])
     logits(model, kept, SECOND)
     return kept
 
@@ -291,11 +291,11 @@ def test_a_cache_goes_back_to_what_it_was(tmp_path: Path, name: str) -> None:
     cuttable = name == "llama"
     for length in (SECOND + 5, SECOND, SECOND - 1, FIRST + 1, FIRST, FIRST - 1, 1, 0):
         kept = filled(model)
-        left = kept.go_back(length)
+        left = kept.crop(length)
         assert left == (min(length, SECOND) if cuttable or length >= SECOND else FIRST if length >= FIRST else 0)
         assert kept.ids == IDS[:left]
         torch.testing.assert_close(logits(model, kept, len(IDS)), whole[left:], rtol=0, atol=1e-4)
-        again = kept.go_back(FIRST)  # the mark is still good, though what it holds has been used
+        again = kept.crop(FIRST)  # the snapshot is still good, although it was used
         assert again == (FIRST if left >= FIRST or cuttable else 0)
         torch.testing.assert_close(logits(model, kept, len(IDS)), whole[again:], rtol=0, atol=1e-4)
 
@@ -303,11 +303,11 @@ def test_a_cache_goes_back_to_what_it_was(tmp_path: Path, name: str) -> None:
 def test_a_window_that_has_not_slid_is_cut(tmp_path: Path) -> None:
     model = made(tmp_path, "mistral")
     whole = model(torch.tensor([IDS])).logits[0].detach()
-    kept = KeptCache(model)
+    kept = ConversationCache(model)
     logits(model, kept, WINDOW - 1)
-    assert kept.go_back(3) == 3
+    assert kept.crop(3) == 3
     torch.testing.assert_close(logits(model, kept, len(IDS)), whole[3:], rtol=0, atol=1e-4)
-    assert kept.go_back(len(IDS) - 1) == 0
+    assert kept.crop(len(IDS) - 1) == 0
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -332,26 +332,26 @@ def test_a_pass_that_was_broken_off(tmp_path: Path, name: str, layers: int) -> N
 
 def test_a_first_pass_that_was_broken_off_leaves_nothing(tmp_path: Path) -> None:
     model = made(tmp_path, "llama")
-    kept = KeptCache(model)
+    kept = ConversationCache(model)
     logits(model, kept, 5)
     assert kept.recover(0, []) == 0
     assert (kept.ids, kept.nbytes) == ([], 0)
 
 
 def test_what_it_takes(tmp_path: Path) -> None:
-    """KV cache, float32: 3 layers, 2 heads of 16; of windows only so many tokens, and once more for the mark."""
+    """KV cache, float32: 3 layers, 2 heads of 16; of windows only so many tokens, and once more for the snapshot."""
     per_token = 2 * 2 * 16 * 4
     assert filled(made(tmp_path / "a", "llama")).nbytes == 3 * SECOND * per_token
     windows = filled(made(tmp_path / "b", "mistral")).nbytes
     assert windows == pytest.approx(2 * 3 * (WINDOW - 1) * per_token, abs=100)
 
 
-def test_marks_do_not_grow_in_number(tmp_path: Path) -> None:
+def test_snapshots_do_not_grow_in_number(tmp_path: Path) -> None:
     model = made(tmp_path, "mistral")
-    kept, sizes = KeptCache(model), []
+    kept, sizes = ConversationCache(model), []
     for length in range(10, 40, 3):
         logits(model, kept, length)
-        kept.mark(IDS[:length])
+        kept.snapshot(IDS[:length])
         sizes.append(kept.nbytes)
     assert len(set(sizes[2:])) == 1
 

@@ -13,8 +13,9 @@ import torch
 from rabbitllm.errors import BusyError, MediaError
 from rabbitllm.generation import scheduler
 from rabbitllm.generation.batch import Batch, Limits
-from rabbitllm.generation.media import MAX_FILES, MediaFile, media_of_url, media_prompt
+from rabbitllm.generation.media import MAX_FILES, MediaFile, media_of_url
 from rabbitllm.generation.request import Prompt, Request
+from rabbitllm.generation.template import ChatTemplate
 from tests.generation.asking import Asked, asked, asked_together, begin
 from tests.support.picture_models import FAMILIES, HAS_TORCHVISION, build, encoded, picture, sound
 from tests.support.tiny_models import load, one_thread, split
@@ -32,10 +33,7 @@ def prompt(model: Any, kind: str, *seeds: int, text: str = "What is this?") -> P
     data = [sound(seed) if kind == "audio" else encoded(picture(seed)) for seed in seeds]
     parts = [{"type": kind, "file": MediaFile(kind, one, "a file")} for one in data]  # type: ignore[arg-type]
 
-    def refused(error: Exception) -> Exception:
-        return error
-
-    return media_prompt(model, [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}], refused)
+    return ChatTemplate(model).prompt([{"role": "user", "content": [*parts, {"type": "text", "text": text}]}])
 
 
 def request(made: Prompt, tokens: int = NEW) -> Request:
@@ -116,7 +114,7 @@ def test_preempted_it_begins_again_with_its_pictures(folders: Callable[[str], Pa
     with Batch(model, Limits(cache_bytes=160_000)) as batch:
         found = asked_together(batch, wanted)
         assert [one.tokens for one in found] == expected
-        assert batch.facts.preempted > 0
+        assert batch.stats.preempted > 0
 
 
 def test_waiting_pictures_have_a_limit(
@@ -127,13 +125,13 @@ def test_waiting_pictures_have_a_limit(
     assert made.media is not None
     monkeypatch.setattr(scheduler, "MEDIA_BYTES", made.media.nbytes + 10)
     with Batch(model) as batch:
-        with batch.held():
+        with batch.paused():
             first = begin(batch, made)
             same = begin(batch, made)  # another answer to the same prompt
             with pytest.raises(BusyError, match="pictures"):
                 begin(batch, request(prompt(model, "image", 1)))
         assert first.wait().tokens == same.wait().tokens
-        assert begin(batch, request(prompt(model, "image", 1))).wait().finished.new_tokens == NEW
+        assert len(begin(batch, request(prompt(model, "image", 1))).wait().finished.tokens) == NEW
 
 
 def test_what_cannot_be_a_prompt_is_refused(folders: Callable[[str], Path]) -> None:
@@ -179,6 +177,6 @@ def test_only_files_of_the_folder_are_read(tmp_path: Path) -> None:
             media_of_url("image", f"file://{inside}/{path}", inside, "a part")
     with pytest.raises(MediaError, match="outside"):
         media_of_url("image", f"file://host{inside}/a%20b.png", inside, "a part")
-    with pytest.raises(MediaError, match="a part is not a regular file") as caught:
+    with pytest.raises(MediaError, match="a part cannot be used: it is not a regular file") as caught:
         media_of_url("image", f"file://{inside}", inside, "a part")
     assert str(tmp_path) not in str(caught.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,16 +14,20 @@ from typing import Any
 import pytest
 import torch
 
+from rabbitllm.base.options import RunOptions
 from rabbitllm.base.terminal import size
-from rabbitllm.engine.free_memory import trimming
+from rabbitllm.engine.devices import default_budget
+from rabbitllm.engine.free_memory import available_ram, trimming
 from rabbitllm.errors import OptionError
+from rabbitllm.generation import memory
 from rabbitllm.generation.batch import Batch, Limits
 from rabbitllm.generation.kv_cache import cost_by_config
-from rabbitllm.generation.memory import LEAST_TOKENS, PassCost, cost_of_a_pass, left_to_requests
+from rabbitllm.generation.memory import MIN_TOKENS, PassCost, cost_of_a_pass, left_to_requests, weight_limits
 from rabbitllm.generation.request import Request
 from rabbitllm.quant.vectors import multiplies_pairs
 from tests.generation.asking import alone, asked
 from tests.support.builders import build_checkpoint
+from tests.support.fake_gpu import FakeGpu
 from tests.support.tiny_models import load, split
 
 LLAMA = SimpleNamespace(hidden_size=2048, intermediate_size=5632, num_attention_heads=16, vocab_size=32000)
@@ -75,8 +80,8 @@ def test_the_parts_of_a_pass_fit_into_what_there_is() -> None:
             assert 0.9 * nbytes < cost.of(tokens, part, 64) <= nbytes
             assert cost.is_tight(part, nbytes // 2)
         assert not cost.is_tight(cost.max_tokens, 8 << 30)
-        assert cost.parts_in(0, 64) == (LEAST_TOKENS, LEAST_TOKENS)
-        assert cost.least() < cost.good(1) < cost.good(64)
+        assert cost.parts_in(0, 64) == (MIN_TOKENS, MIN_TOKENS)
+        assert cost.least() < cost.worthwhile(1) < cost.worthwhile(64)
 
 
 def test_where_attention_makes_a_matrix_a_part_is_smaller() -> None:
@@ -98,7 +103,7 @@ def test_costs_follow_from_the_sizes() -> None:
     assert cost_of_a_pass(SimpleNamespace(hidden_size=768), 2).tokens_in(1 << 30) > tokens
     experts = SimpleNamespace(**vars(LLAMA), moe_intermediate_size=1024, num_experts_per_tok=8)
     assert cost_of_a_pass(experts, 2).each > cost_of_a_pass(LLAMA, 2).each
-    assert PassCost(1, 0, 1, 0, 1, 1).tokens_in(-5) == LEAST_TOKENS
+    assert PassCost(1, 0, 1, 0, 1, 1).tokens_in(-5) == MIN_TOKENS
 
 
 def test_layers_of_different_sizes() -> None:
@@ -118,8 +123,35 @@ def test_what_weights_are_not_to_take() -> None:
     assert left_to_requests(1000, 300, 250) == 550
 
 
+def test_weights_leave_room_for_requests() -> None:
+    run = RunOptions(device="cpu")
+    for cache_bytes in (None, 1 << 20):
+        limits = weight_limits(run, cache_bytes)
+        assert limits is not None
+        nbytes = limits["cpu"]
+        assert isinstance(nbytes, int)
+        least = 1 / 5 if cache_bytes is None else 1 / 10
+        free = available_ram()
+        assert 0 < nbytes < free * (1.05 - least)  # other processes come and go meanwhile
+    everything = weight_limits(run, 1 << 60)
+    assert everything == {"cpu": 0}
+
+
+def test_a_given_limit_holds() -> None:
+    assert weight_limits(RunOptions(device="cpu", max_memory={"cpu": 1 << 30}), None) == {"cpu": 1 << 30}
+
+
+def test_gpus_leave_their_shares_where_the_size_of_the_cache_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [FakeGpu(0, memory=8 << 30), FakeGpu(1, memory=8 << 30)]
+    monkeypatch.setattr(memory, "resolve_devices", lambda device, limits: gpus)
+    run = RunOptions(device="auto")
+    assert weight_limits(run, None) is None
+    weights = default_budget(gpus[0])
+    assert weight_limits(run, 1 << 30) == {gpu.name: weights - (1 << 29) for gpu in gpus}
+
+
 def test_prompts_are_cut_by_the_memory_there_is(split_folder: Any, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With next to nothing free a pass has `LEAST_TOKENS` of prompts, and the answers are the same."""
+    """With next to nothing free a pass has `MIN_TOKENS` of prompts, and the answers are the same."""
     model = load(split_folder, dtype="float32")
     (lane,) = model.streamer.executors.values()
     monkeypatch.setattr(lane.device, "free_bytes", lambda: 400_000)
@@ -127,9 +159,9 @@ def test_prompts_are_cut_by_the_memory_there_is(split_folder: Any, plain: Any, m
     requests = [Request(tuple(range(3 + number, 63 + number)), 4) for number in (0, 70)]
     with Batch(model) as batch:
         found = asked(batch, requests)
-        passes = batch.facts.passes
+        passes = batch.stats.passes
     assert [one.tokens for one in found] == [alone(plain, request) for request in requests]
-    assert passes >= 2 * 60 // LEAST_TOKENS
+    assert passes >= 2 * 60 // MIN_TOKENS
 
 
 def test_no_memory_at_all_is_said_at_once(split_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,10 +179,12 @@ def test_in_bulk_keys_and_values_leave_room_for_the_smallest_pass(
     least = cost_of_a_pass(model.config, 4).least()
     (lane,) = model.streamer.executors.values()
     monkeypatch.setattr(lane.device, "free_bytes", lambda: 300_000 + least)
-    said = f"needs {size(least)} more; the weights leave {size(300_000 + least)} free"
-    with pytest.raises(OptionError, match=said):
-        Batch(model, Limits(cache_bytes=300_001, in_bulk=True))
-    with Batch(model, Limits(cache_bytes=300_000, in_bulk=True)) as batch:
+    message = (
+        f"A pass needs {size(least)} in addition to the KV cache ({size(300_001)}); {size(300_000 + least)} are free"
+    )
+    with pytest.raises(OptionError, match=re.escape(message)):
+        Batch(model, Limits(cache_bytes=300_001, throughput=True))
+    with Batch(model, Limits(cache_bytes=300_000, throughput=True)) as batch:
         request = Request(tuple(range(3, 40)), 3)
         (one,) = asked(batch, [request])
     assert one.tokens == alone(plain, request)
@@ -162,11 +196,11 @@ def test_no_more_texts_share_a_pass_than_there_is_memory_for_their_logits(
     model = load(split_folder, dtype="float32")
     cost = cost_of_a_pass(model.config, 4)
     (lane,) = model.streamer.executors.values()
-    monkeypatch.setattr(lane.device, "free_bytes", lambda: 300_000 + max(12 * cost.answered, cost.least()))
+    monkeypatch.setattr(lane.device, "free_bytes", lambda: 300_000 + max(12 * cost.sampled, cost.least()))
     requests = [Request(tuple(range(3 + number, 9 + number)), 4) for number in range(7)]
-    with Batch(model, Limits(cache_bytes=300_000, in_bulk=True)) as batch:
+    with Batch(model, Limits(cache_bytes=300_000, throughput=True)) as batch:
         most = cost.sequences_in(lane.device.free_bytes() - 300_000)
         found = asked(batch, requests)
-        facts = batch.facts
+        stats = batch.stats
     assert [one.tokens for one in found] == [alone(plain, request) for request in requests]
-    assert facts.passes >= -(-len(requests) // most) * 4
+    assert stats.passes >= -(-len(requests) // most) * 4

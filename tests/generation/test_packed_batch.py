@@ -12,8 +12,8 @@ import torch
 import transformers
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from rabbitllm.generation.joint_pass import JointPasses
 from rabbitllm.generation.kv_cache import CACHE_ARGUMENT
+from rabbitllm.generation.model_runner import ModelRunner
 from rabbitllm.generation.packed_batch import PACKABLE, WITH_IMAGES, can_be_packed
 from tests.engine.test_every_architecture import build
 from tests.generation.together import LENGTHS, Text, alone, assert_alike, forwards, generated, prompts, together
@@ -58,12 +58,12 @@ def test_exact_passes_have_the_bits_of_each_alone(folder: Path) -> None:
 
 def run(model: Any, works: list[Callable[[], None]]) -> list[BaseException | None]:
     """Let all begin at once, and say how each ended."""
-    passes = JointPasses(model)
-    members = [passes.add(work) for work in works]
-    while passes.members:
-        passes.run(passes.members)
-    passes.close()
-    return [member.error for member in members]
+    runner = ModelRunner(model)
+    coroutines = [runner.coroutines.add(work) for work in works]
+    while runner.coroutines.active:
+        runner.run(runner.coroutines.active)
+    runner.coroutines.close()
+    return [one.error for one in coroutines]
 
 
 UNPACKED: dict[str, dict[str, Any]] = {
@@ -213,19 +213,19 @@ def test_a_model_that_is_not_what_its_family_was_goes_on_by_itself(folder: Path,
 
     layer.forward = other.__get__(layer)
     expected: list[Text] = [generated(model, given[0])]
-    passes = JointPasses(model)
-    lost = passes.add(lambda: generated(model, given[0]) and None)
-    passes.run(passes.members)
+    runner = ModelRunner(model)
+    lost = runner.coroutines.add(lambda: generated(model, given[0]) and None)
+    runner.run(runner.coroutines.active)
     assert "other keys than the cache returned" in str(lost.error)
 
     def again() -> None:
         found[0] = generated(model, given[0])
 
-    passes.add(again)
-    while passes.members:
-        passes.run(passes.members)
-    passes.close()
-    assert "computed alone" in caplog.text
+    runner.coroutines.add(again)
+    while runner.coroutines.active:
+        runner.run(runner.coroutines.active)
+    runner.coroutines.close()
+    assert "Packed passes are disabled" in caplog.text
     assert_alike([found[0]], expected)
 
 
@@ -304,7 +304,7 @@ IMAGES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(WITH_IMAGES))
-def test_texts_of_models_that_see(tmp_path: Path, name: str) -> None:
+def test_sequences_of_models_that_see(tmp_path: Path, name: str) -> None:
     tokens = {"image_token_id": 270, "image_token_index": 270, "video_token_id": 271}
     config = transformers.AutoConfig.for_model(name, **IMAGES[name], **tokens)
     torch.manual_seed(0)

@@ -36,7 +36,7 @@ each_family = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def who_waits_begins_in_little_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequence, "AHEAD_TOKENS", 4)
+    monkeypatch.setattr(sequence, "RESERVED_TOKENS", 4)
 
 
 @torch.no_grad()
@@ -64,18 +64,18 @@ def endless(folder: Path, family: str, dtype: torch.dtype) -> Path:
 
 
 def requests() -> list[Request]:
-    return [Request(prompt(length, length), NEW_TOKENS, likeliest=2) for length in LENGTHS]
+    return [Request(prompt(length, length), NEW_TOKENS, top_logprobs=2) for length in LENGTHS]
 
 
-def assert_resumed(family: str, model: Any, facts: BatchStats) -> None:
+def assert_resumed(family: str, model: Any, stats: BatchStats) -> None:
     """All of them; but of models without attention, whose caches do not tell how many tokens are in them."""
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     tells = any(isinstance(layer, DynamicLayer) for layer in layers)
-    assert facts.resumed == (facts.preempted if tells else 0)
-    assert facts.aside_bytes == 0
+    assert stats.resumed == (stats.preempted if tells else 0)
+    assert stats.aside_bytes == 0
     if family in SHOWN:
-        assert facts.preempted > 0
-        assert facts.aside_limit_bytes > 0
+        assert stats.preempted > 0
+        assert stats.aside_limit_bytes > 0
 
 
 @each_family
@@ -85,7 +85,7 @@ def test_tokens_are_those_alone(tmp_path: Path, open_batch: Open, family: str) -
     batch, _ = open_batch(limits(plain), folder=split(folder))
     for one in asked(batch, requests()):
         assert one.tokens == alone(plain, one.request)
-    assert_resumed(family, plain, batch.facts)
+    assert_resumed(family, plain, batch.stats)
 
 
 @each_family
@@ -94,25 +94,25 @@ def test_exact_has_the_bits_of_one_that_made_no_way(tmp_path: Path, open_batch: 
     plain = plain_model(folder, dtype=torch.bfloat16).eval()
     batch, _ = open_batch(limits(plain, exact=True), folder=split(folder), dtype="bfloat16")
     together = asked(batch, requests())
-    facts = batch.facts
-    assert_resumed(family, plain, facts)
-    if facts.resumed < facts.preempted:
+    stats = batch.stats
+    assert_resumed(family, plain, stats)
+    if stats.resumed < stats.preempted:
         return  # computed again as one prompt, which has other bits
     for one in together:
         (single,) = asked(batch, [one.request])
         assert one.chosen == single.chosen
-    assert batch.facts.preempted == facts.preempted
+    assert batch.stats.preempted == stats.preempted
 
 
 def test_a_prompt_that_is_half_computed_goes_on_from_there(open_batch: Open, plain: Any, tmp_path: Path) -> None:
     token_bytes = cost_by_config(plain.config, torch.float32).bytes_for(1)
     chunk = 8
     written: list[int] = []
-    batch, _ = open_batch(Limits(chunk=chunk, cache_bytes=88 * token_bytes, aside_folder=tmp_path))
+    batch, _ = open_batch(Limits(chunk=chunk, cache_bytes=88 * token_bytes, swap_folder=tmp_path))
     with observe_steps(lambda step: written.append(len(step.data))):
         for one in asked(batch, [Request(prompt(10, 10), 60), Request(prompt(70, 70), 4)]):
             assert one.tokens == alone(plain, one.request)
-    assert batch.facts.resumed == batch.facts.preempted == 1
+    assert batch.stats.resumed == batch.stats.preempted == 1
     assert sum(written) // token_bytes in range(chunk, 70, chunk)
 
 
@@ -129,13 +129,13 @@ def test_a_full_disk_has_them_computed_again(
 
     before = open_files()
     with observe_steps(full):
-        batch, _ = open_batch(limits(plain, aside_folder=tmp_path))
+        batch, _ = open_batch(limits(plain, swap_folder=tmp_path))
         several = asked(batch, requests())
     assert [one.tokens for one in several] == [alone(plain, one.request) for one in several]
-    facts = batch.facts
+    stats = batch.stats
     assert tried
-    assert (facts.resumed, facts.aside_bytes) == (0, 0)
-    assert facts.preempted > 0
+    assert (stats.resumed, stats.aside_bytes) == (0, 0)
+    assert stats.preempted > 0
     assert caplog.text.count("computed again") == 1  # and not a line for each
     assert open_files() == before
 
@@ -143,12 +143,12 @@ def test_a_full_disk_has_them_computed_again(
 def test_nothing_is_ever_seen_in_the_folder_and_nothing_remains(open_batch: Open, plain: Any, tmp_path: Path) -> None:
     seen: list[list[Path]] = []
     before = open_files()
-    batch, _ = open_batch(limits(plain, aside_folder=tmp_path))
+    batch, _ = open_batch(limits(plain, swap_folder=tmp_path))
     several = [Asked(request) for request in requests()]
 
     def told(event: Event) -> None:
         several[0].told(event)
-        if batch.facts.aside_bytes:
+        if batch.stats.aside_bytes:
             assert open_files() != before
             seen.append(list(tmp_path.iterdir()))
 
@@ -157,7 +157,7 @@ def test_nothing_is_ever_seen_in_the_folder_and_nothing_remains(open_batch: Open
     for one in several:
         one.wait()
     batch.close()
-    assert several[0].finished.ended is FinishReason.LENGTH  # and not because `told` has raised
+    assert several[0].finished.finish is FinishReason.LENGTH  # and not because `told` has raised
     assert seen
     assert not any(seen)
     assert not list(tmp_path.iterdir())
@@ -170,13 +170,13 @@ def test_who_is_cancelled_leaves_nothing_aside(
 ) -> None:
     """The last one has been preempted when the first one has so many tokens."""
     before = open_files()
-    batch, _ = open_batch(limits(plain, aside_folder=tmp_path))
+    batch, _ = open_batch(limits(plain, swap_folder=tmp_path))
     several = [Asked(request) for request in requests()]
     held: list[int] = []
 
     def told(event: Event) -> None:
         several[0].told(event)
-        if isinstance(event, Delta) and (aside := batch.facts.aside_bytes) and not held:
+        if isinstance(event, Delta) and (aside := batch.stats.aside_bytes) and not held:
             held.append(aside)
             for one in several[1:] if seconds is None else several:
                 assert one.handle is not None
@@ -187,31 +187,31 @@ def test_who_is_cancelled_leaves_nothing_aside(
     for one in several:
         one.wait()
     assert held
-    assert {one.finished.ended for one in several[1:]} == {FinishReason.CANCELLED}
-    assert batch.facts.aside_bytes == 0
+    assert {one.finished.finish for one in several[1:]} == {FinishReason.CANCELLED}
+    assert batch.stats.aside_bytes == 0
     assert open_files() == before
 
 
 def test_none_is_swapped_out_where_that_is_switched_off(open_batch: Open, plain: Any, tmp_path: Path) -> None:
     steps: list[Step] = []
     with observe_steps(steps.append):
-        batch, _ = open_batch(limits(plain, aside_bytes=0, aside_folder=tmp_path))
+        batch, _ = open_batch(limits(plain, swap_bytes=0, swap_folder=tmp_path))
         for one in asked(batch, requests()):
             assert one.tokens == alone(plain, one.request)
     assert not steps
-    assert batch.facts.resumed == 0 < batch.facts.preempted
+    assert batch.stats.resumed == 0 < batch.stats.preempted
 
 
 def test_without_a_disk_there_is_nowhere_to_go_from_ram(
     open_batch: Open, plain: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rabbitllm.generation.cache_manager.usual_folder", lambda: None)
+    monkeypatch.setattr("rabbitllm.generation.cache_manager.default_folder", lambda: None)
     batch, _ = open_batch(limits(plain))
-    assert batch.facts.aside_limit_bytes == 0
+    assert batch.stats.aside_limit_bytes == 0
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
-    for option in ({"aside_folder": tmp_path / "missing"}, {"aside_bytes": -1}):
+    for option in ({"swap_folder": tmp_path / "missing"}, {"swap_bytes": -1}):
         with pytest.raises(OptionError):
             Limits(**option)  # type: ignore[arg-type]
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.load import load_model
 from rabbitllm.errors import BusyError, ClosedError, NotEnoughMemoryError
+from rabbitllm.generation.cache_manager import excess
 from rabbitllm.generation.packed_batch import grouped
 from rabbitllm.generation.request import Delta, Event, Failed, FinishReason, Limits, Request
 from rabbitllm.generation.scheduler import (
@@ -25,9 +26,8 @@ from rabbitllm.generation.scheduler import (
     MAX_TOKENS,
     Scheduler,
     TokenBudget,
-    excess,
     retry_after,
-    take_part,
+    within_budget,
 )
 from rabbitllm.generation.sequence import Sequence, SequenceLength
 from tests.support.builders import build_checkpoint
@@ -103,7 +103,7 @@ def test_who_is_no_longer_wanted(scheduled: Open) -> None:
 def test_nothing_is_to_be_done_while_it_is_held(scheduled: Open) -> None:
     scheduler, submit = scheduled(4, 4)
     told: list[bool] = []
-    with scheduler.held():
+    with scheduler.paused():
         submit()
         thread = threading.Thread(target=lambda: told.append(scheduler.wait()))
         thread.start()
@@ -121,7 +121,7 @@ texts = st.lists(st.builds(SequenceLength, st.integers(1, 500), st.integers(0, 5
 
 @given(st.lists(st.integers(1, 300), max_size=20), st.integers(1, 600))
 def test_texts_that_go_on_always_take_part_and_prompts_as_far_as_they_fit(tokens: list[int], chunk: int) -> None:
-    chosen = take_part(tokens, chunk)
+    chosen = within_budget(tokens, chunk)
     assert {place for place, count in enumerate(tokens) if count == 1} <= set(chosen)
     prompts = [tokens[place] for place in chosen if tokens[place] > 1]
     assert sum(prompts) <= chunk or len(prompts) == 1

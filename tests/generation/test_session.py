@@ -18,17 +18,17 @@ from rabbitllm.chat.conversation import Conversation, Exchange
 from rabbitllm.errors import ChatError, OptionError
 from rabbitllm.generation.request import (
     MAX_TOKENS,
-    Answer,
-    AnswerWork,
     FinishReason,
+    ModelLimits,
+    Request,
+    Result,
     Sampling,
-    context_of,
+    Work,
     end_tokens,
-    most_new_tokens,
 )
 from rabbitllm.generation.session import Session, answer, work_between
-from rabbitllm.generation.template import prompt_ids
-from rabbitllm.run.prompt import answer_record, how_it_ended, put_statistics
+from rabbitllm.generation.template import ChatTemplate
+from rabbitllm.run import answer_record, how_it_ended, put_statistics
 from rabbitllm.telemetry.passes import EXPERTS_READ, READ, UPLOAD, PassInput
 from rabbitllm.telemetry.profiler import Profiler
 from tests.chat.talkers import FORGETFUL, family_of, parrot_folder, talker, talker_folder
@@ -51,9 +51,13 @@ def model(folder: Path) -> Any:
     return load(split(folder), profiling=True)
 
 
-def asked(model: Any, sampling: Sampling = NOT_SAMPLED, tokens: int = TOKENS) -> tuple[Answer, list[str]]:
+def request(sampling: Sampling = NOT_SAMPLED, tokens: int = TOKENS) -> Request:
+    return Request(tuple(IDS[0].tolist()), tokens, sampling)
+
+
+def asked(model: Any, sampling: Sampling = NOT_SAMPLED, tokens: int = TOKENS) -> tuple[Result, list[str]]:
     pieces: list[str] = []
-    return answer(model, IDS, tokens, sampling, pieces.append), pieces
+    return answer(model, request(sampling, tokens), pieces.append), pieces
 
 
 def test_greedy_by_default_and_those_of_transformers(folder: Path, model: Any) -> None:
@@ -112,7 +116,7 @@ def test_chance_only_where_it_is_asked_for(sampling: Sampling, samples: bool) ->
     assert sampling.arguments()["do_sample"] is samples
 
 
-@pytest.mark.parametrize(("wrong", "message"), [({"temperature": -0.1}, "negative"), ({"top_p": 0.0}, "probability")])
+@pytest.mark.parametrize(("wrong", "message"), [({"temperature": -0.1}, "negative"), ({"top_p": 0.0}, "out of range")])
 def test_numbers_out_of_range(wrong: dict[str, float], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         Sampling(**wrong)  # type: ignore[arg-type]
@@ -127,7 +131,7 @@ def test_an_interrupt_ends_the_text_where_it_is(model: Any) -> None:
         if len(pieces) == 3:
             raise KeyboardInterrupt
 
-    found = answer(model, IDS, TOKENS, Sampling(), write)
+    found = answer(model, request(), write)
     assert found.finish is FinishReason.CANCELLED
     assert whole.text.startswith(found.text)
     assert found.text == "".join(pieces)
@@ -140,25 +144,44 @@ def test_a_reader_that_left_is_not_swallowed(model: Any) -> None:
         raise BrokenPipeError
 
     with pytest.raises(BrokenPipeError):
-        answer(model, IDS, TOKENS, Sampling(), write)
+        answer(model, request(), write)
 
 
 def test_how_many_may_follow(model: Any) -> None:
+    limits = ModelLimits.of(model)
     context = model.config.max_position_embeddings
-    assert most_new_tokens(context, 6, None) == min(MAX_TOKENS, context - 6)
-    assert most_new_tokens(context, 6, 9) == 9
+    assert limits.context == context
+    assert limits.new_tokens(6, None) == min(MAX_TOKENS, context - 6)
+    assert limits.new_tokens(6, 9) == 9
+    assert limits.new_tokens(context - 4, 9, cut=True) == 4
     with pytest.raises(OptionError, match="9 new tokens") as caught:
-        most_new_tokens(context, context - 4, 9)
+        limits.new_tokens(context - 4, 9)
     assert "at most 4" in caught.value.remedy
-    with pytest.raises(OptionError, match=f"{context} tokens; the model.s context has"):
-        most_new_tokens(context, context, None)
+    for options in ({}, {"cut": True}):
+        with pytest.raises(OptionError, match=f"{context} tokens; the model.s context has"):
+            limits.new_tokens(context, None, **options)
 
 
 def test_as_many_as_asked_for_may_follow_where_the_model_sets_no_limit() -> None:
-    endless = SimpleNamespace(config=transformers.MambaConfig())
-    assert context_of(endless) is None
-    assert most_new_tokens(context_of(endless), 6, None) == MAX_TOKENS
-    assert most_new_tokens(context_of(endless), 6, 10 * MAX_TOKENS) == 10 * MAX_TOKENS
+    embeddings = SimpleNamespace(num_embeddings=9)
+    endless: Any = SimpleNamespace(config=transformers.MambaConfig(), get_input_embeddings=lambda: embeddings)
+    limits = ModelLimits.of(endless)
+    assert limits == ModelLimits(None, 9)
+    assert limits.new_tokens(6, None) == MAX_TOKENS
+    assert limits.new_tokens(6, 10 * MAX_TOKENS) == 10 * MAX_TOKENS
+
+
+@pytest.mark.parametrize(("ids", "why"), [((), "no tokens"), ((1, 9), "the token 9;"), ((-1, 8), "the token -1;")])
+def test_ids_are_those_of_the_vocabulary(ids: tuple[int, ...], why: str) -> None:
+    ModelLimits(None, 9).check_ids((0, 8))
+    with pytest.raises(OptionError, match=f"^A text has {why}"):
+        ModelLimits(None, 9).check_ids(ids, "A text")
+
+
+def test_several_answers_have_their_own_seeds() -> None:
+    assert [Sampling(seed=7).nth(number).seed for number in range(3)] == [7, 8, 9]
+    assert Sampling(seed=-1).nth(0).seed == (1 << 63) - 1
+    assert Sampling(0.5).nth(3) == Sampling(0.5)
 
 
 def test_what_is_said_of_it(model: Any) -> None:
@@ -171,10 +194,10 @@ def test_what_is_said_of_it(model: Any) -> None:
     assert "a second after the first" in text
     assert "each token" in text
     assert "computing" in text
-    assert how_it_ended(Answer("2", (5, 2), 1, FinishReason.STOP, 0.1, 0.1), 5) is None
-    assert "the answer is empty" in str(how_it_ended(Answer("", (2,), 1, FinishReason.STOP, 0.1, 0.1), 5))
+    assert how_it_ended(Result("2", (5, 2), 1, FinishReason.STOP, 0.1, 0.1), 5) is None
+    assert "the answer is empty" in str(how_it_ended(Result("", (2,), 1, FinishReason.STOP, 0.1, 0.1), 5))
     assert "stopped after 12 tokens" in str(how_it_ended(found, TOKENS))
-    assert "interrupted after 1 token" in str(how_it_ended(Answer("", (5,), 1, FinishReason.CANCELLED, 0.1, 0.1), 5))
+    assert "interrupted after 1 token" in str(how_it_ended(Result("", (5,), 1, FinishReason.CANCELLED, 0.1, 0.1), 5))
     record = answer_record("m", found, 1.5, {"device": "cpu"})
     assert (record["new_tokens"], record["device"], record["text"]) == (TOKENS, "cpu", found.text)
 
@@ -187,13 +210,13 @@ def test_only_what_came_since_counts() -> None:
     record(profiler, PassInput(1, 1, 13, 1), {READ: 20, EXPERTS_READ: 7})
     record(profiler, PassInput(1, 1, 14, 1), {READ: 20, EXPERTS_READ: 7})
     got = work_between(before, profiler.sums)
-    assert got == AnswerWork(3, 6, {READ: 70, UPLOAD: 30}, {EXPERTS_READ: 2})
+    assert got == Work(3, 6, {READ: 70, UPLOAD: 30}, {EXPERTS_READ: 2})
     assert work_between({}, profiler.sums).tokens == 15
-    assert got.plus(got) == AnswerWork(6, 12, {READ: 140, UPLOAD: 60}, {EXPERTS_READ: 4})
+    assert got.plus(got) == Work(6, 12, {READ: 140, UPLOAD: 60}, {EXPERTS_READ: 4})
 
 
 def test_without_a_profiler_there_is_nothing() -> None:
-    assert work_between({}, Profiler(enabled=False).sums) == AnswerWork()
+    assert work_between({}, Profiler(enabled=False).sums) == Work()
 
 
 def record(profiler: Profiler, entry: PassInput, moved: dict[str, int]) -> None:
@@ -235,13 +258,14 @@ def known(name: str) -> str:
     return name
 
 
-def told(talk: Conversation, question: str, answer: Answer) -> Conversation:
+def told(talk: Conversation, question: str, answer: Result) -> Conversation:
     return talk.with_exchange(Exchange(question, answer.text, answer.finish == FinishReason.CANCELLED))
 
 
 def expected(plain: Any, tokenizer: Any, talk: Conversation, question: str) -> str:
     """What transformers makes of the whole conversation, without any cache from before."""
-    ids = torch.tensor([prompt_ids(tokenizer, talk.messages(question))])
+    template = ChatTemplate(SimpleNamespace(tokenizer=tokenizer))  # type: ignore[arg-type]
+    ids = torch.tensor([template.prompt(talk.messages(question)).ids])
     made = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False)
     text: str = tokenizer.decode(made[0, ids.shape[1] :])
     return text
@@ -259,7 +283,7 @@ def test_further_answers_compute_new_tokens_only(tmp_path: Path, name: str) -> N
     model = talker(folder)
     plain = plain_talker(folder, model)
     session, talk, held = Session(model, NEW_TOKENS), Conversation("Be brief."), 0
-    assert session.kept is not None
+    assert session.cache is not None
     assert session.remarks == ()
     for question in QUESTIONS:
         passes = len(model.profiler.passes)
@@ -284,8 +308,8 @@ def test_what_does_not_continue_exactly_is_recomputed(tmp_path: Path, name: str)
     model = talker(folder, ALL)
     plain = plain_talker(folder, model)
     session, talk = Session(model, NEW_TOKENS), Conversation()
-    assert session.kept is None
-    assert any("no cache is kept" in remark for remark in session.remarks)
+    assert session.cache is None
+    assert any("no reusable KV cache" in remark for remark in session.remarks)
     for question in QUESTIONS[:2]:
         answer = session.answer(talk.messages(question), quietly)
         assert answer.text == expected(plain, model.tokenizer, talk, question)
@@ -301,7 +325,7 @@ def test_a_template_that_shortens_answers(tmp_path: Path, name: str) -> None:
     plain = plain_talker(folder, model)
     session, talk, prompt = Session(model, NEW_TOKENS), Conversation(), 0
     for number, question in enumerate(QUESTIONS):
-        before = session.kept.ids if session.kept is not None else []
+        before = session.cache.ids if session.cache is not None else []
         answer = session.answer(talk.messages(question), quietly)
         assert answer.text == expected(plain, model.tokenizer, talk, question)
         assert answer.kept_tokens >= prompt

@@ -102,7 +102,7 @@ def test_half_a_character_at_the_end_is_shown_as_such() -> None:
 
 
 def test_several_sequences_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 came"):
+    with pytest.raises(ValueError, match="got 2"):
         TextStream(BYTES, print).put(torch.zeros(2, 3, dtype=torch.int64))
 
 

@@ -12,7 +12,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from rabbitllm.generation.kv_cache import append
-from rabbitllm.generation.swap import SHARE, SwapSpace, put_together, taken_apart, usual_folder
+from rabbitllm.generation.swap import SHARE, SwapSpace, default_folder, put_together, taken_apart
 from rabbitllm.storage.durable import NamelessFile, Step, observe_steps
 from rabbitllm.storage.folders import folder_at
 
@@ -163,7 +163,7 @@ def test_a_full_disk_lets_go_of_what_was_written(tmp_path: Path) -> None:
 
 
 def test_the_usual_folder_is_on_a_disk() -> None:
-    folder = usual_folder()
+    folder = default_folder()
     assert folder is None or (folder_at(folder).writable and not folder_at(folder).in_memory)
 
 

@@ -40,7 +40,7 @@ each_family = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def all_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequence, "AHEAD_TOKENS", 4)
+    monkeypatch.setattr(sequence, "RESERVED_TOKENS", 4)
     for module in (cache_file, memory, cache_manager):
         monkeypatch.setattr(module, "TAIL_TOKENS", 4)
 
@@ -52,18 +52,18 @@ def requests(count: int = RUNNING + 3) -> list[Request]:
 def limits(plain: Any, folder: Path, **options: Any) -> Limits:
     cost = cost_by_config(plain.config.get_text_config(decoder=True), plain.dtype)
     room = ROOM_TEXTS * cost.bytes_for(50)
-    return Limits(RUNNING, 256, room, in_bulk=True, file_bytes=1 << 26, aside_folder=folder, **options)
+    return Limits(RUNNING, 256, room, throughput=True, file_bytes=1 << 26, swap_folder=folder, **options)
 
 
 def together(batch: Batch, given: Sequence[Request]) -> tuple[list[Asked], list[BatchStats]]:
     """All at once, with what there was at each token of the first."""
     seen: list[BatchStats] = []
-    with batch.held():
+    with batch.paused():
         made = [begin(batch, one) for one in given[1:]]
         first = Asked(given[0])
 
         def told(event: Any) -> None:
-            seen.append(batch.facts)
+            seen.append(batch.stats)
             first.told(event)
 
         first.handle = batch.submit(given[0], told)
@@ -78,20 +78,20 @@ def test_tokens_are_those_alone_and_more_texts_share_a_pass(tmp_path: Path, open
     several, seen = together(batch, requests())
     for one in several:
         assert one.tokens == alone(plain, one.request)
-    assert batch.facts.preempted == 0
+    assert batch.stats.preempted == 0
     if family in SHOWN:
-        assert model.placement.streamed_bytes > batch.facts.cache_limit_bytes
-        assert max(facts.running for facts in seen) > 3 * ROOM_TEXTS  # some may have ended with their first token
-        assert batch.facts.file_read_bytes > 0
-    assert all(facts.cache_bytes <= facts.cache_limit_bytes for facts in seen)
-    assert batch.facts.file_bytes == 0
+        assert model.placement.streamed_bytes > batch.stats.cache_limit_bytes
+        assert max(stats.running for stats in seen) > 3 * ROOM_TEXTS  # some may have ended with their first token
+        assert batch.stats.file_read_bytes > 0
+    assert all(stats.cache_bytes <= stats.cache_limit_bytes for stats in seen)
+    assert batch.stats.file_bytes == 0
 
 
 def test_without_a_file_as_many_run_as_memory_holds(open_batch: Open, plain: Any, tmp_path: Path) -> None:
     given = limits(plain, tmp_path)
-    batch, _ = open_batch(Limits(RUNNING, 256, given.cache_bytes, in_bulk=True), budget=0)
+    batch, _ = open_batch(Limits(RUNNING, 256, given.cache_bytes, throughput=True), budget=0)
     several, seen = together(batch, requests(8))
-    assert max(facts.running for facts in seen) <= ROOM_TEXTS + 1
+    assert max(stats.running for stats in seen) <= ROOM_TEXTS + 1
     assert [one.tokens for one in several] == [alone(plain, one.request) for one in several]
 
 
@@ -100,8 +100,8 @@ def test_who_begins_alike_computes_the_beginning_once(open_batch: Open, plain: A
     batch, _ = open_batch(limits(plain, tmp_path), budget=0)
     several, _ = together(batch, [Request((*beginning, 5 + number, 9), 6) for number in range(8)])
     assert [one.tokens for one in several] == [alone(plain, one.request) for one in several]
-    assert batch.facts.file_read_bytes > 0
-    assert batch.facts.kept_tokens >= 7 * 64
+    assert batch.stats.file_read_bytes > 0
+    assert batch.stats.kept_tokens >= 7 * 64
 
 
 def test_a_full_disk_has_them_computed_again(
@@ -111,12 +111,12 @@ def test_a_full_disk_has_them_computed_again(
         if step.path == tmp_path and step.offset > 50_000:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    batch, _ = open_batch(limits(plain, tmp_path, aside_bytes=0), budget=0)
+    batch, _ = open_batch(limits(plain, tmp_path, swap_bytes=0), budget=0)
     with observe_steps(full):
         several, _ = together(batch, requests())
     assert [one.tokens for one in several] == [alone(plain, one.request) for one in several]
-    assert batch.facts.preempted > 0
-    assert batch.facts.file_bytes == 0
+    assert batch.stats.preempted > 0
+    assert batch.stats.file_bytes == 0
     assert caplog.text.count("cannot be written to a file") == 1
 
 
@@ -130,8 +130,8 @@ def test_a_file_that_is_too_small_has_some_of_them_and_the_others_wait(
     batch, _ = open_batch(small, budget=0)
     several, _ = together(batch, requests())
     assert [one.tokens for one in several] == [alone(plain, one.request) for one in several]
-    assert batch.facts.file_read_bytes > 0
-    assert batch.facts.passes < 15 * NEW_TOKENS
+    assert batch.stats.file_read_bytes > 0
+    assert batch.stats.passes < 15 * NEW_TOKENS
 
 
 def test_who_is_cancelled_leaves_nothing_in_the_file(open_batch: Open, plain: Any, tmp_path: Path) -> None:
@@ -139,13 +139,13 @@ def test_who_is_cancelled_leaves_nothing_in_the_file(open_batch: Open, plain: An
     made: list[Asked] = []
 
     def told(event: Any) -> None:
-        if batch.facts.file_read_bytes:
+        if batch.stats.file_read_bytes:
             for one in made[1::2]:
                 assert one.handle is not None
                 one.handle.cancel()
         made[0].told(event)
 
-    with batch.held():
+    with batch.paused():
         made.append(Asked(requests()[0]))
         batch.submit(made[0].request, told)
         made += [begin(batch, one) for one in requests()[1:]]
@@ -153,13 +153,13 @@ def test_who_is_cancelled_leaves_nothing_in_the_file(open_batch: Open, plain: An
         assert one.wait().tokens == alone(plain, one.request)
     for one in made:
         one.wait()
-    assert batch.facts.ended["cancelled"] > 0
-    assert batch.facts.file_bytes == 0
+    assert batch.stats.ended["cancelled"] > 0
+    assert batch.stats.file_bytes == 0
 
 
 @pytest.mark.parametrize("why", ["switched off", "memory has more", "exact"])
 def test_where_it_does_not_pay_there_is_no_file(open_batch: Open, plain: Any, tmp_path: Path, why: str) -> None:
     given: dict[str, Any] = {"file_bytes": 0 if why == "switched off" else None, "exact": why == "exact"}
     room = 1 << 26 if why == "memory has more" else 200_000
-    batch, _ = open_batch(Limits(4, 64, room, in_bulk=True, aside_folder=tmp_path, **given), budget=0)
-    assert batch._scheduler.caches.file.images.limit == 0
+    batch, _ = open_batch(Limits(4, 64, room, throughput=True, swap_folder=tmp_path, **given), budget=0)
+    assert batch._scheduler.caches.file.buffers.limit == 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rabbitllm.generation.joint_pass import JointPasses
+from rabbitllm.generation.model_runner import ModelRunner
 
 LENGTHS = (5, 17, 26, 9)
 """Tokens of the prompts; the longer ones are longer than any window of the tests."""
@@ -60,7 +60,7 @@ def alone(model: Any, given: Sequence[torch.Tensor], **options: Any) -> list[Tex
 def together(
     model: Any,
     given: Sequence[torch.Tensor],
-    before_pass: Callable[[JointPasses, int], None] = lambda passes, number: None,
+    before_pass: Callable[[ModelRunner, int], None] = lambda runner, number: None,
     *,
     exact: bool = False,
     packing: bool = True,
@@ -69,9 +69,9 @@ def together(
     """The same in passes that they share; the last one comes when the others have begun to generate.
 
     Args:
-        before_pass: is given the passes, and the number of the next one.
+        before_pass: is given the runner, and the number of the next one.
     """
-    passes = JointPasses(model, exact=exact, packing=packing)
+    runner = ModelRunner(model, exact=exact, packing=packing)
     found: dict[int, Text] = {}
 
     def work(number: int) -> Callable[[], None]:
@@ -81,19 +81,19 @@ def together(
         return generate
 
     try:
-        members = [passes.add(work(number)) for number in range(len(given) - 1)]
+        coroutines = [runner.coroutines.add(work(number)) for number in range(len(given) - 1)]
         count = 0
-        while passes.members:
+        while runner.coroutines.active:
             if count == LATE:
-                members.append(passes.add(work(len(given) - 1)))
-            before_pass(passes, count)
-            passes.run(passes.members)
+                coroutines.append(runner.coroutines.add(work(len(given) - 1)))
+            before_pass(runner, count)
+            runner.run(runner.coroutines.active)
             count += 1
     finally:
-        passes.close()
-    for member in members:
-        if member.error is not None:
-            raise member.error
+        runner.coroutines.close()
+    for coroutine in coroutines:
+        if coroutine.error is not None:
+            raise coroutine.error
     return [found[number] for number in range(len(given))]
 
 

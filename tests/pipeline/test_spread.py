@@ -296,7 +296,7 @@ def test_a_host_that_cannot_load_its_part_is_heard_of(folder: Path, monkeypatch:
 
 def test_no_process_waits_for_ever(folder: Path) -> None:
     directory, begun = split(folder), time.monotonic()
-    with pytest.raises(HostGoneError, match="has not come to"):
+    with pytest.raises(HostGoneError, match="did not connect to"):
         load_part(directory, Hosts("127.0.0.1:0", 1, patience=0.5))
     with pytest.raises(HostGoneError, match="cannot be reached at"):
         load_part(directory, Hosts("127.0.0.1:9", patience=0.5))

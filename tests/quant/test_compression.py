@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from rabbitllm.errors import IncompleteSplitError, MissingPackageError, OptionError
 from rabbitllm.formats.safetensors_file import TensorToWrite
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size, dtype_name
-from rabbitllm.quant import library
+from rabbitllm.quant import library, quantize
 from rabbitllm.quant.library import int8_code
 from rabbitllm.quant.quantize import dequantize, quantize_blocks
 from rabbitllm.quant.schemes import (
@@ -229,6 +229,36 @@ def test_the_way_back_is_bitsandbytes_own(dtype: torch.dtype, scheme: str, shape
     assert (found.dtype, found.shape) == (dtype, shape)
     assert raw(found) == raw(expected.to(dtype))
     assert (found.float() - tensor.float()).abs().max() < 0.2 * tensor.float().abs().max()
+
+
+@pytest.mark.parametrize("scheme", ["4bit", "8bit"])
+@pytest.mark.parametrize("shape", [(100, 128), (3, 65, 67)], ids=str)
+def test_more_elements_than_bitsandbytes_can_count_are_dequantized_in_runs(
+    scheme: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernels take the number as an int of 32 bits, which wraps without an error."""
+    tensor = weights(shape, torch.bfloat16)
+    if scheme == "4bit":
+        codes, state = functional.quantize_4bit(tensor, blocksize=NF4_BLOCK, quant_type="nf4")
+    else:
+        codes, state = functional.quantize_blockwise(tensor, blocksize=INT8_BLOCK)
+    assert state.code is not None
+    given = Quantized(scheme, shape, "bfloat16" if scheme == "4bit" else None), codes, state.absmax, state.code
+    expected, counted = dequantize(*given, torch.bfloat16), list[int]()
+    monkeypatch.setattr(quantize, "RUN_ELEMENTS", INT8_BLOCK)
+    monkeypatch.setattr(quantize, "MAX_ELEMENTS", 2 * INT8_BLOCK)
+    name = "dequantize_4bit" if scheme == "4bit" else "dequantize_blockwise"
+    ordinary = getattr(functional, name)
+
+    def counts(codes: torch.Tensor, state: Any) -> torch.Tensor:
+        made: torch.Tensor = ordinary(codes, state)
+        counted.append(made.numel())
+        return made
+
+    monkeypatch.setattr(functional, name, counts)
+    assert raw(dequantize(*given, torch.bfloat16)) == raw(expected)
+    assert max(counted) <= 2 * INT8_BLOCK
+    assert sum(counted) == tensor.numel()
 
 
 @pytest.mark.parametrize("columns", [64, 80, 66, 65])

@@ -520,6 +520,20 @@ def test_more_inputs_are_multiplied_by_bitsandbytes_with_few_rows_of_the_matrix_
     assert shapes == ([(10, 128)] * 3 + [(7, 128)] if count > products.FEW_INPUTS else [(37, 128)])
 
 
+def test_no_product_of_bitsandbytes_has_more_elements_than_it_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, x = matrix("4bit", 37, 128), inputs(1, 128, torch.bfloat16)
+    expected, multiply, rows = FusedMatrix(*parts).linear(x, None), products.multiply_4bit, []
+
+    def noted(form: Quantized, *given: Any) -> torch.Tensor:
+        rows.append(form.shape[0])
+        return multiply(form, *given)
+
+    monkeypatch.setattr(products, "multiply_4bit", noted)
+    monkeypatch.setattr(products, "MAX_ELEMENTS", 20 * 128 + 1)
+    assert error(FusedMatrix(*parts).linear(x, None), expected.double()) < 8 * torch.finfo(x.dtype).eps
+    assert rows == [20, 17]
+
+
 def test_inputs_that_are_views_of_others() -> None:
     parts = matrix("4bit", 16, 128)
     wide = inputs(128, 3, torch.bfloat16)

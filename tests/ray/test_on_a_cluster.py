@@ -292,7 +292,7 @@ def test_workers_without_a_place_are_told_of(cluster: str, monkeypatch: pytest.M
         told.append(line)
         ray.kill(other)
 
-    answers = RayAnswers(WorkerPool(1, 2, 0, 1), job, Slow, tell=tell).answered([[0, 1]], items(2).__getitem__)
+    answers = RayAnswers(WorkerPool(1, 2, 0, 1), job, Slow, report=tell).answered([[0, 1]], items(2).__getitem__)
     assert sorted(one.index for group in answers for one in group) == [0, 1]
     (line,) = told
     assert "1 of 1 worker has no place" in line

@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -13,10 +15,13 @@ from transformers.utils import chat_template_utils
 
 from rabbitllm.errors import OptionError
 from rabbitllm.generation import template
-from rabbitllm.run.prompt import joined, prompt_ids
-from rabbitllm.server.api_error import APIError
-from rabbitllm.server.templates import Template
+from rabbitllm.run import joined, prompt_of
 from tests.support.builders import make_tokenizer
+
+
+def prompt_ids(tokenizer: Any, text: str, system: str | None = None, *, raw: bool = False) -> list[int]:
+    model: Any = SimpleNamespace(tokenizer=tokenizer)
+    return list(prompt_of(model, text, system, raw=raw).ids)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +48,7 @@ def test_nothing_is_no_prompt(argument: str | None, piped: str | None) -> None:
 
 @pytest.mark.parametrize("way", ["pipe", "file", "nothing"])
 def test_what_is_piped_or_redirected_is_read(tmp_path: object, way: str) -> None:
-    command = [sys.executable, "-c", "from rabbitllm.run.prompt import piped_text; print(ascii(piped_text()))"]
+    command = [sys.executable, "-c", "from rabbitllm.run import piped_text; print(ascii(piped_text()))"]
     text = "höhe\nund 🐇\n"
     if way == "pipe":
         out = subprocess.run(command, input=text.encode(), capture_output=True, check=True).stdout
@@ -61,17 +66,16 @@ def test_what_is_piped_or_redirected_is_read(tmp_path: object, way: str) -> None
 def test_through_the_chat_template() -> None:
     tokenizer = make_tokenizer()
     found = prompt_ids(tokenizer, "Hello", "Be brief.")
-    assert found.shape[0] == 1
-    assert tokenizer.decode(found[0], skip_special_tokens=True) == "system: Be brief.\nuser: Hello\nassistant:"
-    assert "system" not in tokenizer.decode(prompt_ids(tokenizer, "Hello")[0])
+    assert tokenizer.decode(found, skip_special_tokens=True) == "system: Be brief.\nuser: Hello\nassistant:"
+    assert "system" not in tokenizer.decode(prompt_ids(tokenizer, "Hello"))
 
 
 def test_as_it_is() -> None:
     tokenizer = make_tokenizer()
     raw = prompt_ids(tokenizer, "Hello", raw=True)
-    assert raw.tolist() == tokenizer("Hello", return_tensors="pt")["input_ids"].tolist()
+    assert raw == tokenizer("Hello")["input_ids"]
     tokenizer.chat_template = None
-    assert prompt_ids(tokenizer, "Hello").tolist() == raw.tolist()
+    assert prompt_ids(tokenizer, "Hello") == raw
 
 
 @pytest.mark.parametrize("raw", [True, False])
@@ -90,7 +94,7 @@ def test_a_template_that_refuses() -> None:
     )
     with pytest.raises(OptionError, match="refuses a system prompt: System role not supported"):
         prompt_ids(tokenizer, "Hello", "Be brief.")
-    assert prompt_ids(tokenizer, "Hello").shape == (1, 1)
+    assert len(prompt_ids(tokenizer, "Hello")) == 1
 
 
 @pytest.mark.parametrize(
@@ -99,13 +103,13 @@ def test_a_template_that_refuses() -> None:
 def test_a_template_that_fails(template: str, why: str) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
-    with pytest.raises(OptionError, match=f"chat template refuses this: .*{why}"):
+    with pytest.raises(OptionError, match=f"chat template refuses this prompt: .*{why}"):
         prompt_ids(tokenizer, "Hello")
 
 
 TWICE = "{% for i in range(99999) %}{% for j in range(99999) %}"
 ENDLESS = {
-    "its recursion does not end": "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    "infinite recursion": "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
     "it takes more than": TWICE + "{% endfor %}{% endfor %}",
     "its output has more than": TWICE + "xxxxxxxx{% endfor %}{% endfor %}",
     "its output": "{% set n = namespace(x='xx') %}{% for i in range(64) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
@@ -121,20 +125,17 @@ def test_a_template_that_does_not_end(why: str, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(template, "TEMPLATE_LETTERS", 1 << 20)
     tokenizer = make_tokenizer()
     tokenizer.chat_template = ENDLESS[why]
-    with pytest.raises(OptionError, match=f"chat template refuses this: {why}"):
+    with pytest.raises(OptionError, match=f"chat template refuses this prompt: {why}"):
         prompt_ids(tokenizer, "Hello")
-    with pytest.raises(APIError, match="chat template refuses this conversation"):
-        Template(tokenizer).ids([{"role": "user", "content": "Hello"}], [], {})
-    assert Template(make_tokenizer()).ids([{"role": "user", "content": "Hello"}], [], {})
+    assert prompt_ids(make_tokenizer(), "Hello")
 
 
 HUGE = (Path(__file__).parent / "templates_that_make_too_much.txt").read_text().splitlines()
 
 ONE_BY_ONE = """
 import resource, sys
-from tests.run.test_prompt import HUGE
+from tests.run.test_prompt import HUGE, prompt_ids
 from rabbitllm.generation import template
-from rabbitllm.run.prompt import prompt_ids
 from tests.support.builders import make_tokenizer
 
 template.TEMPLATE_SECONDS = 2.0
@@ -184,7 +185,7 @@ def test_a_template_within_the_limits_gives_what_transformers_gives(monkeypatch:
 def test_an_empty_template_is_none() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = ""
-    assert prompt_ids(tokenizer, "Hello").tolist() == prompt_ids(tokenizer, "Hello", raw=True).tolist()
+    assert prompt_ids(tokenizer, "Hello") == prompt_ids(tokenizer, "Hello", raw=True)
 
 
 def test_a_model_without_a_tokenizer() -> None:

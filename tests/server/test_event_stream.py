@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai._streaming import SSEDecoder
 
-from rabbitllm.generation.request import Delta, Finished, FinishReason, TokenLogprob
+from rabbitllm.generation.request import Delta, FinishReason, Result, TokenLogprob
 from rabbitllm.server.streaming import COMMENT, DONE, EventStream, Inbox, event
 from tests.server.serving import PATIENT
 
@@ -34,7 +34,7 @@ def test_whatever_is_said_arrives(values: list[Any], cuts: list[int]) -> None:
 
 
 EVENTS = st.lists(st.tuples(st.integers(0, 2), st.text(max_size=3), st.booleans()), max_size=30)
-END = Finished(FinishReason.STOP, None, 1, 0, 1, 0.1, 0.1)
+END = Result("", (2,), 1, FinishReason.STOP, 0.1, 0.1)
 
 
 @PATIENT

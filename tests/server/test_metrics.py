@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rabbitllm.server.metrics import Counts, Family, Histogram, counter, gauge, written
+from rabbitllm.server.metrics import Counts, Family, Histogram, counter, gauge, text_format
 from tests.server.serving import Running
 
 LINE = re.compile(r'([a-z_]+)(\{(?:[a-z_]+="(?:[^"\\\n]|\\["\\n])*",?)+\})? (\S+)')
@@ -16,7 +16,7 @@ def test_labels_and_help_are_escaped() -> None:
         gauge("b", "half", 0.5),
         counter("c", "much", float("inf")),
     ]
-    assert written(families).splitlines() == [
+    assert text_format(families).splitlines() == [
         "# HELP a back\\\\slash\\nline",
         "# TYPE a counter",
         'a{l="q\\"uote\\\\ and\\nline"} 2',
@@ -34,7 +34,7 @@ def test_histograms_are_cumulative() -> None:
     for value in (0.5, 1, 2, 3, 100):
         histogram.observe(value)
     histogram.observe(2, 3)
-    lines = written([histogram.family("h", "x")]).splitlines()[2:]
+    lines = text_format([histogram.family("h", "x")]).splitlines()[2:]
     assert lines == ['h_bucket{le="1"} 2', 'h_bucket{le="2.5"} 6', 'h_bucket{le="+Inf"} 8', "h_sum 112.5", "h_count 8"]
 
 
@@ -43,7 +43,7 @@ def test_counts_by_label() -> None:
     counts.add("x")
     counts.add("x")
     counts.add("y", amount=3)
-    assert written([counts.family("n", "of")]).splitlines()[2:] == ['n{kind="x"} 2', 'n{kind="y"} 3']
+    assert text_format([counts.family("n", "of")]).splitlines()[2:] == ['n{kind="x"} 2', 'n{kind="y"} 3']
 
 
 def samples(served: Running) -> dict[str, float]:

@@ -13,10 +13,10 @@ import pytest
 
 from rabbitllm.chat import conversation
 from rabbitllm.chat.conversation import Conversation, Exchange, SavedChat
-from rabbitllm.server import page
+from rabbitllm.server import app
 from tests.server.serving import NAME, Running
 
-STATIC = Path(page.__file__).parent / "static"
+STATIC = Path(app.__file__).parent / "static"
 MAX_BYTES = 50_000
 """Of all files together."""
 ELSEWHERE = re.compile(r"""(?:https?:)?//(?!www\.w3\.org/2000/svg")[\w.-]+\.\w|@import|url\(|data:[\w/]+[;,]""")
@@ -25,9 +25,9 @@ ELSEWHERE = re.compile(r"""(?:https?:)?//(?!www\.w3\.org/2000/svg")[\w.-]+\.\w|@
 # files ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", page.FILES)
+@pytest.mark.parametrize("path", app.PAGE)
 def test_a_file_is_served_with_headers_that_let_nothing_else_in(served: Running, path: str) -> None:
-    name, kind = page.FILES[path]
+    name, kind = app.PAGE[path]
     with served.http as client:
         found = client.get(f"/{path}")
         assert found.status_code == 200
@@ -53,7 +53,7 @@ def test_what_is_not_listed_is_not_served(served: Running) -> None:
 
 
 def test_every_file_is_listed_and_all_are_small() -> None:
-    assert {file.name for file in STATIC.iterdir()} == {name for name, _ in page.FILES.values()}
+    assert {file.name for file in STATIC.iterdir()} == {name for name, _ in app.PAGE.values()}
     assert sum(file.stat().st_size for file in STATIC.iterdir()) < MAX_BYTES
 
 
@@ -64,10 +64,10 @@ def test_the_files_name_no_other_place_and_make_nothing_of_text() -> None:
         assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", text)
         if file.suffix == ".html":
             wanted = set(re.findall(r'(?:src|href)="([^"]*)"', text))
-            assert wanted <= set(page.FILES)
+            assert wanted <= set(app.PAGE)
             assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?! type=\"module\" src=)", text)
         for module in re.findall(r'from "([^"]*)"', text):
-            assert f"static/{module.removeprefix('./')}" in page.FILES
+            assert f"static/{module.removeprefix('./')}" in app.PAGE
 
 
 def test_packages_carry_the_files() -> None:

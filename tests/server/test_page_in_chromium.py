@@ -123,7 +123,7 @@ def another_request(server: Running, waits: Callable[[], object]) -> Iterator[No
     finally:
         goes_on = False
         handle.cancel()
-        eventually(lambda: server.batch.facts.running == 0)
+        eventually(lambda: server.batch.stats.running == 0)
 
 
 @pytest.fixture
@@ -208,17 +208,17 @@ def test_an_answer_comes_in_pieces_and_is_there_after_a_reload(tab: Tab) -> None
 @pytest.mark.usefixtures("slowly")
 @pytest.mark.parametrize("how", ["key", "button"])
 def test_stopping_keeps_what_came_and_frees_the_place(tab: Tab, server: Running, how: str) -> None:
-    cancelled = server.batch.facts.ended.get("cancelled", 0)
+    cancelled = server.batch.stats.ended.get("cancelled", 0)
     ask(tab, "Go on!")
     tab.wait("document.querySelector('.assistant .text')?.textContent.length > 3")
-    assert server.batch.facts.running == 2
+    assert server.batch.stats.running == 2
     if how == "key":
         tab.press("Escape")
     else:
         tab.click("#stop")
     idle(tab)
-    eventually(lambda: server.batch.facts.running == 1)
-    assert server.batch.facts.ended["cancelled"] == cancelled + 1
+    eventually(lambda: server.batch.stats.running == 1)
+    assert server.batch.stats.ended["cancelled"] == cancelled + 1
     (answer,) = texts(tab, ".assistant")
     assert HOPS.startswith(answer)
     tab.wait("document.querySelector('.assistant .under').textContent.includes('stopped')")
@@ -235,7 +235,7 @@ def test_what_came_until_a_reload_stays_and_the_place_is_freed(tab: Tab, server:
     tab.wait("document.querySelectorAll('article').length === 2")
     assert HOPS.startswith(texts(tab)[1])
     assert len(texts(tab)[1]) > 3
-    eventually(lambda: server.batch.facts.running == 1)
+    eventually(lambda: server.batch.stats.running == 1)
 
 
 def test_a_full_server_says_when_to_ask_again(tab: Tab, server: Running) -> None:
@@ -273,7 +273,7 @@ def test_a_lost_connection_leaves_what_came(browser: Browser, server: Running) -
     came = texts(tab)
     assert HOPS.startswith(came[1])
     assert len(came[1]) > 3
-    eventually(lambda: server.batch.facts.running == 1)
+    eventually(lambda: server.batch.stats.running == 1)
     tab.click("[role=alert] button")
     tab.wait("document.querySelector('[role=alert]')?.textContent.includes('cannot be reached')")
     assert texts(tab) == came

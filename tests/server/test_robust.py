@@ -62,7 +62,7 @@ def metrics(served: Running) -> str:
 
 def idle(served: Running) -> None:
     """Nothing runs or waits any more."""
-    until(lambda: served.batch.facts.running + served.batch.facts.waiting == 0)
+    until(lambda: served.batch.stats.running + served.batch.stats.waiting == 0)
 
 
 @pytest.mark.parametrize(
@@ -201,16 +201,16 @@ def everything(made: socket.socket) -> bytes:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_gives_the_place_back(served: Running, stream: bool) -> None:
     idle(served)
-    before = served.batch.facts.ended.get("cancelled", 0)
+    before = served.batch.stats.ended.get("cancelled", 0)
     body = json.dumps({**LONG, "n": 3, "stream": stream}).encode()
     made = served.socket()
     made.sendall(
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
     )
-    until(lambda: served.batch.facts.running == 3)
+    until(lambda: served.batch.stats.running == 3)
     made.close()
     idle(served)
-    assert served.batch.facts.ended["cancelled"] == before + 3
+    assert served.batch.stats.ended["cancelled"] == before + 3
 
 
 @pytest.mark.long
@@ -221,9 +221,9 @@ def test_more_than_may_wait_is_told_when_to_come_back(split_folder: Path) -> Non
             for _ in range(2)
         ]
         started[0].start()
-        until(lambda: served.batch.facts.running == 1)
+        until(lambda: served.batch.stats.running == 1)
         started[1].start()
-        until(lambda: served.batch.facts.waiting == 1)
+        until(lambda: served.batch.stats.waiting == 1)
         answer = served.post(COMPLETION, LONG)
         refused(answer, 429, "queue_full")
         assert int(answer.headers["retry-after"]) >= 1
@@ -286,7 +286,7 @@ def test_a_reader_that_takes_nothing_ends(split_folder: Path) -> None:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         made.connect(("127.0.0.1", served.port))
         made.sendall(posted(COMPLETION, {**LONG, "n": 4, "stream": True, "logprobs": 20}))
-        until(lambda: served.batch.facts.running > 0)
+        until(lambda: served.batch.stats.running > 0)
         until(lambda: "rabbitllm_clients_left_total 1" in metrics(served))
         idle(served)
         assert served.post(COMPLETION, {"prompt": "a", "max_tokens": 1}).status_code == 200
@@ -298,7 +298,7 @@ def test_it_ends_when_what_runs_is_finished(split_folder: Path) -> None:
         answers: list[Any] = []
         asking = threading.Thread(target=lambda: answers.append(served.post(COMPLETION, {**LONG, "max_tokens": 120})))
         asking.start()
-        until(lambda: served.batch.facts.running == 1)
+        until(lambda: served.batch.stats.running == 1)
         served.server.end()
         with served.http as client:
             assert client.get("/health").json()["status"] == "shutting down"
@@ -314,7 +314,7 @@ def test_it_ends_with_what_there_is_when_the_grace_is_over(split_folder: Path) -
         answers: list[Any] = []
         asking = threading.Thread(target=lambda: answers.append(served.post(COMPLETION, {**LONG, "max_tokens": 240})))
         asking.start()
-        until(lambda: served.batch.facts.new_tokens > 2)
+        until(lambda: served.batch.stats.new_tokens > 2)
         served.server.end()
         asking.join()
         choice = answers[0].json()["choices"][0]

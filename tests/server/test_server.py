@@ -1,4 +1,4 @@
-"""A server from its address to its end: what the weights may take, what is said at the start, what is given back."""
+"""A server from its address to its end: what is said at the start, what is given back."""
 
 from __future__ import annotations
 
@@ -15,18 +15,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from rabbitllm.base.options import RunOptions
-from rabbitllm.engine.devices import default_budget
-from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.errors import OptionError
-from rabbitllm.server import server, service
+from rabbitllm.server import server
 from rabbitllm.server.guards import name_of
 from rabbitllm.server.server import put_greeting
-from rabbitllm.server.service import served_name, with_room
+from rabbitllm.server.service import served_name
 from rabbitllm.server.settings import bound, check_guarded, hosts_of, is_local
 from tests.server.serving import Running
 from tests.support.builders import build_checkpoint
-from tests.support.fake_gpu import FakeGpu
 from tests.support.gguf_files import write_gguf
 
 
@@ -105,33 +101,6 @@ def test_the_name_that_requests_use(tmp_path: Path) -> None:
     assert served_name("org/name:Q4_K_M") == "org/name:Q4_K_M"
 
 
-def test_weights_leave_room_for_requests() -> None:
-    run = RunOptions(device="cpu")
-    for cache_bytes in (None, 1 << 20):
-        limits = with_room(run, cache_bytes)
-        assert limits is not None
-        nbytes = limits["cpu"]
-        assert isinstance(nbytes, int)
-        least = 1 / 5 if cache_bytes is None else 1 / 10
-        free = available_ram()
-        assert 0 < nbytes < free * (1.05 - least)  # other processes come and go meanwhile
-    everything = with_room(run, 1 << 60)
-    assert everything == {"cpu": 0}
-
-
-def test_a_given_limit_holds() -> None:
-    assert with_room(RunOptions(device="cpu", max_memory={"cpu": 1 << 30}), None) == {"cpu": 1 << 30}
-
-
-def test_gpus_leave_their_shares_where_the_size_of_the_cache_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus = [FakeGpu(0, memory=8 << 30), FakeGpu(1, memory=8 << 30)]
-    monkeypatch.setattr(service, "resolve_devices", lambda device, limits: gpus)
-    run = RunOptions(device="auto")
-    assert with_room(run, None) is None
-    weights = default_budget(gpus[0])
-    assert with_room(run, 1 << 30) == {gpu.name: weights - (1 << 29) for gpu in gpus}
-
-
 BLOCK, COUNT = 16 << 10, 12_000
 
 needs_glibc = pytest.mark.skipif(server.trimming() is None, reason="no glibc here")
@@ -139,7 +108,7 @@ needs_glibc = pytest.mark.skipif(server.trimming() is None, reason="no glibc her
 
 @needs_glibc
 def test_what_lies_between_blocks_in_use_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "EVERY_SECONDS", 0.01)
+    monkeypatch.setattr(server, "TRIM_SECONDS", 0.01)
     process = psutil.Process()
     blocks = [torch.ones(BLOCK, dtype=torch.uint8) for _ in range(COUNT)]
     stays = blocks[::2]
@@ -147,12 +116,12 @@ def test_what_lies_between_blocks_in_use_is_given_back(monkeypatch: pytest.Monke
     before = process.memory_info().rss
 
     async def for_a_moment() -> None:
-        giving = asyncio.ensure_future(server.give_back_freed())
+        trimmer = asyncio.ensure_future(server.trim_periodically())
         for _ in range(200):
             await asyncio.sleep(0.02)
             if process.memory_info().rss < before - BLOCK * COUNT // 4:
                 break
-        giving.cancel()
+        trimmer.cancel()
 
     asyncio.run(for_a_moment())
     assert process.memory_info().rss < before - BLOCK * COUNT // 4
@@ -162,4 +131,4 @@ def test_what_lies_between_blocks_in_use_is_given_back(monkeypatch: pytest.Monke
 @needs_glibc
 def test_without_glibc_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "trimming", lambda: None)
-    asyncio.run(asyncio.wait_for(server.give_back_freed(), 1))
+    asyncio.run(asyncio.wait_for(server.trim_periodically(), 1))

@@ -94,7 +94,7 @@ def check_limit(wish: LoadRequest, folder: Path) -> None:
     last = found.routes[-1]
     need = last.created_bytes
     told = refused(limited(wish, need - 1), folder)
-    said = _figure(printed(limited(wish, need)), r"it creates +at most")
+    said = _figure(printed(limited(wish, need)), r"written +at most")
     assert f"needs {said} ({need:,} bytes) of max_disk" in told
     for limit in (need, said):
         assert dry_run(limited(wish, limit)).fits

@@ -156,7 +156,7 @@ def test_command_on_a_sound_directory(made: Path, local_hub: LocalHub) -> None:
     local_hub.forget_requests()
     code, text = run(str(made))
     assert code == 0
-    assert "9 layers, 4bit, of acme/tiny at " in text
+    assert "9 layer files, 4bit, of acme/tiny at " in text
     assert "sound: every checksum, shape and tensor is as written" in text
     assert re.search(r"\([\d.,]+ (MiB|bytes) read in [\d.]+ s\)", text)
     assert local_hub.requests == []
@@ -167,13 +167,13 @@ def test_command_names_what_is_damaged_and_repairs_it(made: Path) -> None:
     spoil(made, LAYER)
     code, text = run(str(made))
     assert code == 1
-    assert "1 of 9 layers are damaged" in text
+    assert "1 of 9 layer files are damaged" in text
     assert f"  {LAYER}: its checksum is " in text
     shards = len(next(record.shards for record in manifest_of(made).layers if record.file == LAYER))
     assert f"To repair (downloads {shards} of 6 shards again): rabbitllm verify {made} --repair" in text
     code, text = run(str(made), "--repair")
     assert code == 0
-    assert text.endswith("repaired: 1 layers\n")
+    assert text.endswith("repaired: 1 layer file\n")
     assert contents(made) == whole
 
 

@@ -34,21 +34,40 @@ def build_fp8(folder: Path, family: str, block: int = 16, *, shards: int = 1, **
     """As DeepSeek-V3 and Qwen3-FP8 are published: a scale for each block of so many rows and columns."""
     build_checkpoint(folder, family, dtype=torch.bfloat16, **settings)
     config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [block, block]}
-    return _rewrite(folder, lambda name, tensor: _fp8(name, tensor, block), config, shards)
+    return rewrite(folder, lambda name, tensor: fp8_blocks(name, tensor, block), config, shards)
+
+
+def build_fp8_table(folder: Path, family: Any, *, shards: int = 1, **settings: Any) -> Path:
+    """As Qwen3.8-Flash-Next-FP8 is published: experts in blocks, a table of n-grams in parts with one scale for all."""
+    build_checkpoint(folder, family, dtype=torch.bfloat16, **settings)
+    tables = {name: tensor for name, tensor in read_tensors(folder).items() if ".ngram_embedding." in name}
+    scale = (max(part.abs().amax() for part in tables.values()).float() / FP8_LARGEST).bfloat16()
+
+    def change(name: str, tensor: torch.Tensor) -> Named:
+        if name in tables:
+            yield name, (tensor.float() / scale.float()).to(torch.float8_e4m3fn)
+            yield f"{name.partition('.shard_')[0]}.weight_scale", scale.view(1)
+        else:
+            yield from fp8_blocks(name, tensor, 16) if ".experts." in name else iter([(name, tensor)])
+
+    config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
+    left = ["self_attn", "linear_attn", "shared_expert", "lm_head"]
+    said = {"modules_to_convert": ["ngram_embedding"], "modules_to_not_convert": left}
+    return rewrite(folder, change, {**config, **said}, shards)
 
 
 def build_mxfp8(folder: Path, family: str, *, shards: int = 1, **settings: Any) -> Path:
     """FP8 with a power of two for each 32 elements of a row, as the byte of its exponent."""
     build_checkpoint(folder, family, dtype=torch.bfloat16, **settings)
     config = {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]}
-    return _rewrite(folder, _mxfp8, {**config, "scale_fmt": "ue8m0"}, shards)
+    return rewrite(folder, _mxfp8, {**config, "scale_fmt": "ue8m0"}, shards)
 
 
 def build_mxfp4(folder: Path, *, shards: int = 1, **settings: Any) -> Path:
     """As GPT-OSS is published: experts at 4 bits, with a power of two for each 32 elements, all else bfloat16."""
     build_checkpoint(folder, "gpt_oss", dtype=torch.bfloat16, **settings)
     left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    return _rewrite(folder, _mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": left}, shards)
+    return rewrite(folder, _mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": left}, shards)
 
 
 def build_bitsandbytes(
@@ -143,8 +162,8 @@ def _build_integers(
         for part, value in parts(integers).items():
             yield name.removesuffix("weight") + part, value
 
-    _rewrite(plain, lambda name, tensor: change(name, tensor, packed=False), None, 1)
-    return _rewrite(folder, lambda name, tensor: change(name, tensor, packed=True), config, shards)
+    rewrite(plain, lambda name, tensor: change(name, tensor, packed=False), None, 1)
+    return rewrite(folder, lambda name, tensor: change(name, tensor, packed=True), config, shards)
 
 
 def _awq(integers: Integers) -> dict[str, torch.Tensor]:
@@ -183,7 +202,7 @@ def _int32(bits: Any) -> torch.Tensor:
     return torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).contiguous()
 
 
-def _rewrite(
+def rewrite(
     folder: Path, change: Callable[[str, torch.Tensor], Named], quantized: Mapping[str, Any] | None, shards: int
 ) -> Path:
     """Replace the tensors of a checkpoint by what `change` makes of each, and say so in its config, if it is to."""
@@ -203,7 +222,7 @@ def _spread(folder: Path, shards: int) -> None:
         reshard(folder, lambda name: names.index(name) * shards // len(names))
 
 
-def _fp8(name: str, tensor: torch.Tensor, block: int) -> Named:
+def fp8_blocks(name: str, tensor: torch.Tensor, block: int) -> Named:
     if not _LINEAR.search(name):
         yield name, tensor
         return
@@ -265,7 +284,7 @@ def build_deepseek_fp4(folder: Path, family: Any, *, shards: int = 1, **settings
         yield f"{name.removesuffix('weight')}scale", (exponents + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
 
     config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
-    return _rewrite(folder, change, {**config, "scale_fmt": "ue8m0"}, shards)
+    return rewrite(folder, change, {**config, "scale_fmt": "ue8m0"}, shards)
 
 
 MODELOPT_FORMS = ("NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP4", "MXFP8", "MIXED_PRECISION")
@@ -298,7 +317,7 @@ def build_modelopt(
             yield f"{name}{part}", value.contiguous()
         yield f"{name.removesuffix('weight')}input_scale", torch.tensor(0.01)
 
-    _rewrite(plain, lambda name, tensor: change(name, tensor, published=False), None, 1)
+    rewrite(plain, lambda name, tensor: change(name, tensor, published=False), None, 1)
     said = {"quant_algo": form, "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]}
     if layers:
         said["quantized_layers"] = layers
@@ -306,7 +325,7 @@ def build_modelopt(
     if alone:
         content = {"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": said}
         (folder / "hf_quant_config.json").write_text(json.dumps(content))
-    return _rewrite(folder, lambda name, tensor: change(name, tensor, published=True), config, shards)
+    return rewrite(folder, lambda name, tensor: change(name, tensor, published=True), config, shards)
 
 
 _MIXED = "MIXED_PRECISION"
@@ -402,7 +421,7 @@ def build_compressed_tensors(
         "ignore": ["lm_head"],
     }
     change = _compressed(form, weights, group) if packed else lambda name, tensor: iter([(name, tensor)])
-    return _rewrite(folder, change, config, shards)
+    return rewrite(folder, change, config, shards)
 
 
 MIXED = {"self_attn": "INT8", "mlp": "NVFP4A16"}
@@ -423,7 +442,7 @@ def build_mixed(folder: Path, family: str, *, shards: int = 1, **settings: Any) 
         yield from own(name, tensor) if own is not None else iter([(name, tensor)])
 
     config = {"quant_method": "compressed-tensors", "format": "mixed-precision", "quantization_status": "compressed"}
-    return _rewrite(folder, change, {**config, "config_groups": groups, "ignore": ["lm_head"]}, shards)
+    return rewrite(folder, change, {**config, "config_groups": groups, "ignore": ["lm_head"]}, shards)
 
 
 def build_kimi(folder: Path, plain: Path, *, shards: int = 1) -> Path:
@@ -445,7 +464,7 @@ def build_kimi(folder: Path, plain: Path, *, shards: int = 1) -> Path:
             name = name.replace(".blocks.", ".layers.")
         yield from compressed(name, tensor) if ".mlp.experts." in name else iter([(name, tensor)])
 
-    _rewrite(folder, change, None, shards)
+    rewrite(folder, change, None, shards)
     path = folder / "config.json"
     config = json.loads(path.read_text())
     config["text_config"]["quantization_config"] = {
@@ -502,7 +521,7 @@ def _compressed(
             yield name, tensor
             return
         if weights["strategy"] == "block":
-            codes, scales = _fp8(name, tensor, weights["block_structure"][0])
+            codes, scales = fp8_blocks(name, tensor, weights["block_structure"][0])
             yield codes
             yield f"{name}_scale", scales[1].to(tensor.dtype)
             return

@@ -44,6 +44,7 @@ FEWER: dict[str, Any] = {
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
     "first_k_dense_replace": 1,
     "num_mem_blocks": 1,
+    "unpadded_vocab_size": 260,
     "max_window_layers": 1,
     "num_kv_shared_layers": 0,
     "pad_token_id": 0,
@@ -62,6 +63,7 @@ NARROWER: dict[str, Any] = {
             *("output_embedding_size", "emb_dim", "dim", "cross_hidden_size", "decoder_hidden_size", "mamba_d_ssm"),
             *("projector_input_dim", "projector_output_dim", "backbone_feature_size", "vision_output_dim"),
             *("entity_emb_size", "pronunciation_embed_dim", "shape_embed_dim", "d_embed", "audio_hidden_size"),
+            "hidden_size_global",
             *("image_token_embed_dim", "mm_embed_dim", "output_proj_dims", "block_size_hidden", "dim_model_base"),
         ),
         64,
@@ -159,12 +161,29 @@ _INDEXER = {
     "indexer_kv_heads": 1,
     "indexer_head_dim": 16,
 }
+_OF_WINDOWS = {
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "head_dim"), 32),
+    **dict.fromkeys(("qk_nope_head_dim", "v_head_dim"), 16),
+}
+_TOKENIZED_SOUND = {"num_filters": 4, "downsampling_ratios": [2, 2, 4, 5], "depths": [1] * 5}
+_STARTS_OF_MEDIA = {"vision_start_token_id": 240, "audio_start_token_id": 241}
 _SAM = {"downsample_channels": [64, 64], "global_attn_indexes": [0], "window_size": 2}
 OWN: dict[str, dict[str, Any]] = {
+    "apertus1p5": {"image_token_offset": 230, "audio_token_offset": 246},
+    "apertus1p5_vision_tokenizer": {
+        "codebook_size": 16,
+        "embed_dim": 8,
+        "latent_channels": 8,
+        "base_channels": 32,
+        "channel_multiplier": [1, 1, 1],
+        "num_res_blocks": 1,
+        "resolution": 64,
+    },
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "bailing_hybrid": {"num_hidden_layers": 4, "layer_group_size": 2},
     "bamba": {**STATE_SPACE, "attn_layer_indices": [1, 3]},
-    "blt": {"encoder_hash_byte_group_vocab": 300, "encoder_hash_byte_group_size": [3]},
+    "blt": {"num_hidden_layers": 3, "encoder_hash_byte_group_vocab": 300, "encoder_hash_byte_group_size": [3]},
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {"rope_parameters": {kind: {"rope_theta": 1e4, "rope_type": "default"} for kind in KINDS}},
     "cosmos3_edge_text": {"rope_parameters": _SECTIONS},
@@ -174,31 +193,77 @@ OWN: dict[str, dict[str, Any]] = {
         "text_config": {"mlp_layer_types": ["dense", "sparse"] * 2},
     },
     "deepseek_ocr2_text": {"num_hidden_layers": 4, "mlp_layer_types": ["dense", "sparse"] * 2},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 80, "moe_top_k": 2},
+    },
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
-    "dots3_note_text": LATENT,
+    "dots3_note_audio_encoder": {"adapter_input_size": 64, "adapter_out_dim": 64, "downsample_hidden_size": 16},
+    "dots3_note_text": {**LATENT, "num_hidden_layers": 4, "head_dim": 32, "shared_experts_intermediate_size": 32}
+    | {f"swa_{name}": size for name, size in _OF_WINDOWS.items()},
+    "dots3_note_vision_encoder": {
+        "adapter_in_dim": 64,
+        "adapter_out_dim": 64,
+        "num_hidden_layers": 3,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
+    "dory": {"num_hidden_layers": 4, "n_input_layers": 1, "n_output_layers": 1},
     "emu3": {"vocabulary_map": _PICTURE_VOCABULARY},
     "emu3_vqgan": {"base_channels": 32, "channel_multiplier": [1] * 4, "hidden_size": 32, "codebook_size": 16},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
     "chameleon": {"vocabulary_map": _PICTURE_VOCABULARY},
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [80, 80]},
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [80, 80],
+        "rope_parameters": {**_SECTIONS, "mrope_section": [3, 3, 2]},
+    },
+    "evolla": {
+        "protein_encoder_config": {
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 128,
+            "max_position_embeddings": 64,
+        },
+        "aligner_num_add_layers": 1,
+        "resampler_depth": 1,
+        "resampler_dim_head": 16,
+        "resampler_heads": 4,
+        "resampler_num_latents": 8,
+    },
     "falcon_h1": {**STATE_SPACE, "mamba_d_ssm": 64, "mamba_d_head": 16},
     "florence_vision": {"depths": [1] * 4, "embed_dim": [32] * 4, "num_heads": [4] * 4, "num_groups": [4] * 4},
     "gemma3": _FOUR_PATCHES,
     "shieldgemma2": _FOUR_PATCHES,
+    "t5gemma2_encoder": _FOUR_PATCHES,
+    "gemma3n_vision": {"hidden_size": 2048},
     "gemma3n_text": {"num_hidden_layers": 6, "num_kv_shared_layers": 2, "layer_types": ALTERNATING * 3},
     "gemma4": {"vision_config": {}, "audio_config": {}},
+    "gemma4_unified_assistant": {"backbone_hidden_size": 64},
     "gemma4_unified": {"vision_config": {}, "audio_config": {}},
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
+    "gemma4_assistant": {
+        "backbone_hidden_size": 64,
+        "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0},
+    },
     "gemma4_text": {"num_hidden_layers": 4, "layer_types": ALTERNATING * 2},
     "glm4_moe_lite": LATENT,
     "granite4_vision": {**_ANY_SIZE, "deepstack_layer_map": [[-1, 0]], "downsample_rate": "1/2"},
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {**STATE_SPACE, "layer_types": ["mamba", "attention"] * 2},
     "glm5_next_text": {**LATENT, "linear_num_heads": 4, "linear_head_dim": 16, "index_kpool": 4},
+    "hy_v4_vl_text": {"rope_parameters": _SECTIONS},
     "hunyuan_vl_text": {"rope_parameters": _SECTIONS},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "janus_vqgan": {"base_channels": 32, "channel_multiplier": [1, 1], "embed_dim": 8, "num_embeddings": 16},
+    "kimi_linear": {
+        **LATENT,
+        "num_hidden_layers": 5,
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+        "mlp_layer_types": ["dense"] + ["sparse"] * 4,
+    },
+    "kosmos-2": {"latent_query_num": 4},
+    "kyutai_speech_to_text": {"num_codebooks": 4, "codebook_vocab_size": 250},
     "led": {"attention_window": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     "llama4_vision_model": {"intermediate_size": 256},
@@ -211,18 +276,38 @@ OWN: dict[str, dict[str, Any]] = {
     "minicpm3": LATENT,
     "mistral4": LATENT,
     "mistral_large4_text": LATENT,
+    "molmo2_adapter": {"vision_feature_layer": [-1, 0]},
+    "molmo2_vision": {"image_size": [56, 56], "num_position_embeddings": None},
     "moonshine_streaming": {"num_key_value_heads": 4},
+    "muse_glimmer": {"out_hidden_size": 256},
+    "muse_spark": {"out_hidden_size": 256},
     "muse_spark_audio": {"num_hidden_layers": 4, "hidden_sizes": [32] * 4, "depths": [1] * 4},
     "mllama_vision_model": {"vision_output_dim": 128},
+    "nemotron3_5_transcribe_asr_audio": LATENT,
+    "nemotron3_5_transcribe_word_timestamp": LATENT,
+    "nemotron3_diarization_audio": LATENT,
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
     "paddleocr_vl_text": {"rope_parameters": _SECTIONS},
     "pp_formulanet_vision": {"output_channels": 64, "post_conv_in_channels": 64},
+    "qwen2_5_omni_thinker": _STARTS_OF_MEDIA,
+    "qwen3_omni_moe_thinker": _STARTS_OF_MEDIA,
+    "qwen2_5_omni_bigvgan": {"upsample_initial_channel": 128},
     "qwen3_5_moe_text": LINEAR,
     "qwen3_5_text": LINEAR,
+    "qwen3_omni_moe": {
+        "talker_config": {"spatial_merge_size": 2},
+        "code2wav_config": {"decoder_dim": 64, "codebook_size": 64},
+    },
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 32},
+    "qwen3_asr_encoder": {"output_dim": 64},
     "qwen4_exp_text": {**LINEAR, **_INDEXER},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 16]},
+    "vibevoice_acoustic_tokenizer": _TOKENIZED_SOUND,
+    "vibevoice_acoustic_tokenizer_encoder": _TOKENIZED_SOUND,
+    "vibevoice_asr": {"acoustic_tokenizer_chunk_size": 1600},
     "vipllava": {"vision_feature_layers": [-2, -1]},
+    "wavtokenizer_encoder": {"codebook_size": 16, "codebook_dim": 64, "num_filters": 8, "num_lstm_layers": 1},
+    "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 6, "attn_layer_period": 2, "attn_layer_offset": 1},
     "zamba2": {
@@ -238,26 +323,27 @@ OWN: dict[str, dict[str, Any]] = {
 """Type -> settings that differ from the tables."""
 
 
-_PLACES = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
+_PLACES = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")
 """Ids of tokens whose places a picture or a sound takes; some types leave them open."""
 
 
-def models(auto: Any, model_type: str, errors: list[Exception]) -> Iterator[Any]:
+def models(kind: Any, model_type: str, errors: list[Exception]) -> Iterator[Any]:
     """Small random models of a type in float32 and eval mode, each larger than the one before.
 
     Args:
-        auto: the auto class of transformers that makes them.
+        kind: the class of transformers that makes them, or an auto class.
         model_type: of transformers.
         errors: gets why others are not to be had.
     """
+    made = getattr(kind, "_from_config", None) or kind.from_config
     for config in configs(model_type, errors):
         try:
             with torch.device("meta"):
-                size = sum(parameter.numel() for parameter in auto.from_config(config).parameters())
+                size = sum(parameter.numel() for parameter in made(config).parameters())
             if size > LARGEST:
                 raise ValueError(f"it has {size:,} parameters")
             torch.manual_seed(0)
-            model = auto.from_config(config, dtype=torch.float32).eval()
+            model = made(config, dtype=torch.float32).eval()
         except Exception as error:
             errors.append(error)
             continue
@@ -311,13 +397,16 @@ def _fit_rotary(config: Any) -> None:
     for name in getattr(config, "sub_configs_defaults", None) or {}:
         if (inner := getattr(config, name, None)) is not None:
             _fit_rotary(inner)
-    rotary = getattr(config, "rope_parameters", None)
+    settings = getattr(config, "rope_parameters", None) or {}
     allowed = getattr(config, "ignore_keys_at_rope_validation", None) or ()
-    if isinstance(rotary, dict) and "mrope_section" in (*rotary, *allowed):
-        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        pairs = int(head * rotary.get("partial_rotary_factor", 1)) // 2
-        each = 3 * pairs // 8
-        rotary["mrope_section"] = [pairs - 2 * each, each, each]
+    by_layer_type = [one for one in settings.values() if isinstance(one, dict)]
+    for rotary in by_layer_type or [settings]:
+        if "mrope_section" in (*rotary, *allowed):
+            head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            pairs = int(head * rotary.get("partial_rotary_factor", 1)) // 2
+            each = 3 * pairs // 8
+            if sum(rotary.get("mrope_section", ())) != pairs:
+                rotary["mrope_section"] = [pairs - 2 * each, each, each]
 
 
 def _default_of(field: Any) -> Any:

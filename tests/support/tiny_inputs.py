@@ -7,6 +7,7 @@ succeeds, and whose outputs depend on the image (or audio), is used. Knows nothi
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import re
@@ -25,7 +26,8 @@ GRID = 4
 MAX_PLACES = 80
 """Numbers of placeholder tokens below this are tried one by one."""
 
-Arguments = dict[str, torch.Tensor]
+Arguments = dict[str, Any]
+"""By name: tensors, and tuples of tensors by name."""
 
 
 @dataclass(frozen=True)
@@ -34,18 +36,19 @@ class Inputs:
 
     Attributes:
         arguments: by name; batches of one.
-        kinds: "text", "image" and "audio", those that are in it.
+        kinds: "text", "image", "audio" and "embeddings", those that are in it.
     """
 
-    arguments: Mapping[str, torch.Tensor]
+    arguments: Mapping[str, Any]
     kinds: tuple[str, ...]
 
 
-def inputs_of(model: Any) -> Inputs:
+def inputs_of(model: Any, media: Sequence[str] = ("image", "audio")) -> Inputs:
     """Inputs for a model, with an image or audio if possible.
 
     Args:
         model: of transformers, in eval mode, with finite weights.
+        media: what to try, in this order.
 
     Raises:
         Exception: the model's own error for text alone, if no inputs were found.
@@ -58,8 +61,11 @@ def inputs_of(model: Any) -> Inputs:
     except Exception as raised:
         error, without = raised, None
     found: Arguments = {}
-    kinds: list[str] = ["text"] if without is not None else []
-    for kind, options in (("image", _images(model.config, taken)), ("audio", _audio(model.config, taken))):
+    kinds: list[str] = (
+        [] if without is None else ["text" if {"input_ids", "decoder_input_ids"} & plain.keys() else "embeddings"]
+    )
+    for kind in media:
+        options = _images(model.config, taken) if kind == "image" else _audio(model.config, taken)
         more = _first_that_works(model, plain, kind, options, without)
         if more is not None:
             found, kinds = more, [*(["text"] if "input_ids" in more else []), kind]
@@ -70,17 +76,17 @@ def inputs_of(model: Any) -> Inputs:
     return Inputs(found or plain, tuple(kinds))
 
 
-def results(model: Any, arguments: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+def results(model: Any, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
     """All output tensors of a call, except caches; random numbers are the same each time."""
     torch.manual_seed(0)
     with torch.inference_mode():
-        return list(_tensors(model(**{name: value.clone() for name, value in arguments.items()})))
+        return list(_tensors(model(**{name: copy.deepcopy(value) for name, value in arguments.items()})))
 
 
-def generated(model: Any, arguments: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def generated(model: Any, arguments: Mapping[str, Any]) -> torch.Tensor:
     """The tokens of a greedy generation."""
     torch.manual_seed(0)
-    given = {name: value.clone() for name, value in arguments.items() if name != "decoder_input_ids"}
+    given = {name: copy.deepcopy(value) for name, value in arguments.items() if name != "decoder_input_ids"}
     with torch.inference_mode():
         made: Any = model.generate(**given, max_new_tokens=NEW_TOKENS, do_sample=False)
     return next(_tensors(made))
@@ -101,9 +107,19 @@ def _text(taken: Mapping[str, Any], model: Any) -> Arguments:
     made = torch.Generator().manual_seed(1)
     ids = torch.randint(FIRST_TOKEN, LAST_TOKEN, (1, TEXT_TOKENS), generator=made)
     ids[0, -1] = END_TOKEN  # classifiers of encoder-decoders look for it
-    found = {}
+    found: Arguments = {}
+    if "shared_kv_states" in taken:
+        return _of_another_model(model.config)
     if "input_ids" in taken:
-        found["input_ids"] = ids
+        found["input_ids"] = _with_codes(ids, model.config)
+    elif "inputs" in taken and hasattr(model.config, "d_model"):
+        found["inputs"] = _random(1, TEXT_TOKENS, model.config.d_model)
+    elif "decoder_input_values" in taken and "input_features" not in taken:
+        width = model.config.hidden_size
+        found |= {
+            "input_values": _random(1, TEXT_TOKENS, width),
+            "decoder_input_values": _random(1, TEXT_TOKENS, width),
+        }
     if "qformer_input_ids" in taken:
         found["qformer_input_ids"] = ids
     if "bbox" in taken:
@@ -111,6 +127,24 @@ def _text(taken: Mapping[str, Any], model: Any) -> Arguments:
     if "decoder_input_ids" in taken and (model.config.is_encoder_decoder or "input_ids" not in taken):
         found["decoder_input_ids"] = ids.flip(1)
     return found
+
+
+def _with_codes(ids: torch.Tensor, config: Any) -> torch.Tensor:
+    """Tokens, each with the codes of a moment of sound if the model takes both at once."""
+    codebooks = getattr(config, "num_codebooks", 0) if hasattr(config, "codebook_vocab_size") else 0
+    return ids[..., None].expand(-1, -1, 1 + codebooks).clone() if codebooks else ids
+
+
+def _of_another_model(config: Any) -> Arguments:
+    """Hidden states, keys and values of the model that this one drafts for."""
+    text = config.get_text_config()
+    found = {}
+    for number, layer_type in enumerate(dict.fromkeys(text.layer_types)):
+        own = text.per_layer_config[layer_type]
+        shape = (1, own.num_key_value_heads, TEXT_TOKENS, own.head_dim)
+        found[layer_type] = (_random(*shape), _random(*shape) + number)
+    states = _random(1, 1, 2 * config.backbone_hidden_size)
+    return {"inputs_embeds": states, "position_ids": torch.tensor([[TEXT_TOKENS]]), "shared_kv_states": found}
 
 
 def _first_that_works(
@@ -192,6 +226,7 @@ def _token_of(config: Any, kind: str) -> int | None:
         f"{kind}_patch_id",
         f"im_{kind}_id",
         "media_placeholder_token_id",
+        "video_token_id",
     ]
     for name in names:
         found = getattr(config, name, None)
@@ -249,8 +284,13 @@ def _images(config: Any, taken: Mapping[str, Any]) -> Iterator[Arguments]:
             "cross_attention_mask": torch.ones(1, TEXT_TOKENS, 1, tiles).long(),
         }
     yield from _in_squares(pixels, taken)
+    if "image_embeds_position_mask" in taken:
+        mask = torch.arange(TEXT_TOKENS)[None] < config.latent_query_num
+        yield {"pixel_values": pixels.square(1), "image_embeds_position_mask": mask}
     yield {"pixel_values": pixels.square(1)}
     yield {"pixel_values": pixels.square(1, 1)}
+    yield {"pixel_values": pixels.square(1, 4)}
+    yield {"pixel_values": _random(GRID, pixels.frames, pixels.patch, pixels.patch, pixels.channels)}
     yield {"pixel_values": pixels.patches()}
 
 
@@ -263,6 +303,8 @@ def _in_patches(pixels: _Pixels, taken: Mapping[str, Any]) -> Iterator[Arguments
         for frames in dict.fromkeys((pixels.frames, 2, 1)):
             yield {"pixel_values": pixels.patches(frames=frames), **given}
         yield {"pixel_values": pixels.unflattened(), **given}
+        side = 2 * pixels.patch
+        yield {"pixel_values": _random(GRID * GRID, side, side, pixels.channels), **given}
     if "target_sizes" in taken:
         yield {"pixel_values": pixels.square(1), "target_sizes": sides}
         row = _random(1, pixels.channels, pixels.patch, GRID * GRID * pixels.patch)
@@ -274,6 +316,10 @@ def _in_patches(pixels: _Pixels, taken: Mapping[str, Any]) -> Iterator[Arguments
     if "spatial_shapes" in taken:
         mask = torch.ones(1, GRID * GRID).long()
         yield {"pixel_values": pixels.patches(1), "spatial_shapes": sides, "pixel_attention_mask": mask}
+    if "image_token_pooling" in taken:
+        rows = torch.arange(2 * GRID * GRID).view(-1, 4)
+        crops = {"image_grids": torch.tensor([[2, 2, 2, 2]]), "image_num_crops": torch.tensor([2])}
+        yield {"pixel_values": pixels.patches(2), "image_token_pooling": rows, **crops}
     if "image_position_ids" in taken:
         places = torch.stack(torch.meshgrid(torch.arange(GRID), torch.arange(GRID), indexing="ij"), -1)
         yield {"pixel_values": pixels.patches(1), "image_position_ids": places.view(1, -1, 2)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -74,10 +75,17 @@ GROUPS: Mapping[str, Sequence[Shown]] = {
         Shown("Summary", "rabbitllm.evaluation.compare:Summary"),
         Shown("Divergence", "rabbitllm.evaluation.compare:Divergence"),
     ),
+    "Score texts": (
+        Shown("OnePassLM", "rabbitllm.harness:OnePassLM", is_made=True),
+        Shown("score", "rabbitllm.generation.scoring.score:score"),
+        Shown("ScoredText", "rabbitllm.generation.scoring.tasks:ScoredText", is_made=True),
+        Shown("Scored", "rabbitllm.generation.scoring.tasks:Scored"),
+        Shown("Room", "rabbitllm.generation.scoring.tasks:Room", is_made=True),
+    ),
     "Read single tensors": (
         Shown("rabbitllm.lazy_load", "rabbitllm.lazy.load:lazy_load"),
         Shown("LazyCheckpoint", "rabbitllm.lazy.load:LazyCheckpoint", ("nbytes", "close")),
-        Shown("LazyTensor", "rabbitllm.lazy.tensor:LazyTensor", ("path", "read")),
+        Shown("LazyTensor", "rabbitllm.lazy.tensor:LazyTensor", ("read",)),
     ),
     "Notebooks": (
         Shown("notebooks.settle", "rabbitllm.notebooks:settle"),
@@ -100,13 +108,14 @@ OTHER_CLASSES = "`RabbitLLMBaichuan`, `RabbitLLMChatGLM`, `RabbitLLMInternLM`, `
 BEGIN = """\
 # Python API
 
-Import the names from `rabbitllm`: `from rabbitllm import AutoModel`. Each is loaded when it is first used, so
-`import rabbitllm` alone loads neither torch nor transformers. Classes that are only returned are named without a way to
-import them. `RabbitLLMError` and `NotEnoughSpaceException` are under [Errors](errors.md). `rabbitllm.__version__` is
-the version as text.
+Import the names from `rabbitllm`: `from rabbitllm import AutoModel`. Each is loaded when it is first used:
+`import rabbitllm` loads neither torch nor transformers. Classes that are only returned are named without a way to
+import them. `OnePassLM` is in `rabbitllm.harness`, the other names under "Score texts" in
+`rabbitllm.generation.scoring`. `RabbitLLMError` and `NotEnoughSpaceException` are under [Errors](errors.md).
+`rabbitllm.__version__` is the version as text.
 
 Sizes are in bytes, times in seconds, unless an entry says otherwise. Arguments for a size take a number of bytes, or
-text with a unit: `"57GiB"`, `"4GB"`. Names behind `*` must be given by name.
+text with a unit: `"50GiB"`, `"4GB"`. Names behind `*` must be given by name.
 """
 
 
@@ -181,6 +190,8 @@ def _arguments(found: griffe.Object, arguments: Mapping[str, griffe.Parameter]) 
 
 def _class(shown: Shown, found: griffe.Class, bases: Sequence[griffe.Object]) -> Iterator[str]:
     yield from _text(found)
+    if shown.is_made and isinstance(made := found.members.get("__init__"), griffe.Function):
+        yield from _arguments(found, {one.name: one for one in made.parameters if one.name != "self"})
     members = {name: member for one in (*bases, found) for name, member in one.members.items()}
     rows = []
     for name, meaning in (item for one in (*bases, found) for item in _items(one, _ATTRIBUTES)):
@@ -259,7 +270,7 @@ def _default(found: griffe.Object, argument: griffe.Parameter) -> str:
         return "first GPU, else CPU"
     if re.fullmatch(r"_?[A-Z][A-Z_]+", text):
         value = getattr(importlib.import_module(found.module.path), text)
-        text = repr(value)
+        text = f"{type(value).__name__}()" if dataclasses.is_dataclass(value) else repr(value)
     if text.startswith("lambda"):
         return "nothing"
     return "`os.environ`" if text == "os.environ" else f"`{cell(text)}`"

@@ -1,25 +1,21 @@
-"""docs/reference/cli.md, from the commands of `rabbitllm`: their signatures, docstrings and declared options."""
+"""docs/reference/cli.md, from the commands of `rabbitllm`: their docstrings and declared options."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
-import types
-import typing
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import typer
 
+from rabbitllm.cli.arguments import ModelOptions
+from rabbitllm.cli.help import PANELS, word_of
 from rabbitllm.cli.main import app
 from tools.reference.markdown import one_line, paragraphs, table
 from tools.reference.source import module
 
-SIZES = frozenset(
-    {"max_disk", "min_free_disk", "max_memory", "cache_memory", "cache_disk", "aside", "bandwidth", "max_body"}
-)
-"""Parameters that take bytes, or a number with a unit."""
 EXAMPLES = re.compile(r"^Examples?:\s*(?P<lines>.*)", re.DOTALL)
 BEGIN = """\
 # Command line
@@ -38,7 +34,7 @@ python -m rabbitllm COMMAND [OPTIONS]
 - a file of weights or its index: it stands for the checkpoint in its folder (`inspect` reads the file itself);
 - a split directory.
 
-**Size** is a number of bytes, or a number with a unit: `57GiB`, `4GB`, `500MB`. 1 GiB is 1,073,741,824 bytes, 1 GB is
+**SIZE** is a number of bytes, or a number with a unit: `50GiB`, `4GB`, `500MB`. 1 GiB is 1,073,741,824 bytes, 1 GB is
 1,000,000,000 bytes.
 
 **Output.** Results go to stdout. Progress, logs and errors go to stderr. `--json` prints one JSON object to stdout; its
@@ -53,10 +49,16 @@ commands, options and the names of models that are split on this machine.
 """
 
 
+ALL_MODEL_OPTIONS = "run"
+"""The command that has all options of `ModelOptions`."""
+
+
 def page() -> str:
     """The page."""
     infos = [info for info in app.registered_commands if not info.hidden]
     commands = dict(vars(typer.main.get_command(app))["commands"])
+    names = {field.name for field in dataclasses.fields(ModelOptions)}
+    shared = {one.name: _row(one) for one in _options(commands[ALL_MODEL_OPTIONS]) if one.name in names}
     lines = [BEGIN, "## Exit codes", "", *table(["code", "meaning"], _exit_codes()), "", "## Commands", ""]
     panels: dict[str, list[tuple[str, str]]] = {}
     for info in infos:
@@ -64,8 +66,10 @@ def page() -> str:
         panels.setdefault(str(info.rich_help_panel), []).append((f"[`{info.name}`](#{info.name})", summary))
     rows = [(panel if not number else "", *row) for panel, found in panels.items() for number, row in enumerate(found)]
     lines += table(["", "command", "purpose"], rows)
+    lines += ["", "## Model options", "", "Of the commands that load, split or plan a model:", ""]
+    lines += table(["option", "default", "meaning"], shared.values())
     for info in infos:
-        lines += ["", *_section(str(info.name), info.callback, commands[info.name].params)]
+        lines += ["", *_section(str(info.name), info.callback, commands[info.name], shared)]
     return "\n".join(lines) + "\n"
 
 
@@ -91,34 +95,54 @@ def _described(callback: Callable[..., Any] | None) -> tuple[list[str], list[str
     return said, examples
 
 
-def _section(name: str, callback: Callable[..., Any] | None, parameters: list[Any]) -> Iterator[str]:
-    assert callback is not None
+def _options(command: Any) -> list[Any]:
+    """In the order of the help."""
+    found = [one for one in command.params if one.param_type_name == "option" and one.name != "help" and not one.hidden]
+    return sorted(found, key=lambda one: PANELS.index(one.rich_help_panel) if one.rich_help_panel else len(PANELS))
+
+
+Row = tuple[str, str, str]
+
+
+def _section(name: str, callback: Callable[..., Any] | None, command: Any, shared: Mapping[str, Row]) -> Iterator[str]:
     said, examples = _described(callback)
-    hints = get_type_hints(callback, include_extras=True)
-    arguments = [one for one in parameters if one.param_type_name == "argument"]
-    options = [one for one in parameters if one.param_type_name == "option" and one.name != "help" and not one.hidden]
+    arguments = [one for one in command.params if one.param_type_name == "argument"]
+    options = _options(command)
     words = [_argument(one) if one.required else f"[{_argument(one)}]" for one in arguments]
-    words += [f"{max(one.opts, key=len)} {_word(one, hints[one.name])}" for one in options if one.required]
+    words += [f"{max(one.opts, key=len)} {one.metavar or word_of(one)}" for one in options if one.required]
     yield f"## {name}"
     for one in said:
-        yield ""
-        yield one
+        yield from ("", one)
     yield from ("", "```text", " ".join(["rabbitllm", name, *words, "[OPTIONS]"]), "```")
     if examples:
         yield from ("", "```bash", *examples, "```")
-    rows: dict[str, list[tuple[str, ...]]] = {}
-    for one in (*arguments, *options):
-        given = f"`{_argument(one)}`" if one in arguments else ", ".join(f"`{word}`" for word in _spelled(one))
-        meaning = _with_code(one_line(one.help or ""))
-        if one.envvar:
-            meaning += f" Environment: `{one.envvar}`."
-        row = (given, _type(one, hints[one.name]), _default(one), meaning)
-        rows.setdefault(getattr(one, "rich_help_panel", None) or "", []).append(row)
-    for panel, found in rows.items():
-        yield ""
-        if panel:
-            yield from (f"{panel}:", "")
-        yield from table(["argument or option", "type", "default", "meaning"], found)
+    own = [(f"`{_argument(one)}`", "", _meaning(one)) for one in arguments if one.name not in ("model", "source")]
+    own += [row for one in options if (row := _row(one)) != shared.get(one.name)]
+    if own:
+        yield from ("", *table(["", "default", "meaning"], own))
+    names = {one.name for one in options}
+    rows = [_row(one) for one in options]
+    has = [f"`{row[0].strip('`').split()[0]}`" for row in shared.values() if row in rows]
+    left_out = [f"`{row[0].strip('`').split()[0]}`" for name, row in shared.items() if name not in names]
+    if len(has) >= len(left_out):
+        yield from ("", f"And the [model options](#model-options){', except ' * bool(left_out)}{', '.join(left_out)}.")
+    elif has:
+        yield from ("", f"And {', '.join(has)}: see [model options](#model-options).")
+
+
+def _row(one: Any) -> Row:
+    spelled = [*sorted(one.opts, key=len, reverse=True), *one.secondary_opts]
+    word = "" if getattr(one, "is_flag", False) else f" {one.metavar or word_of(one)}"
+    spelled[0] += word
+    default = "required" if one.required else "" if one.default in (None, False, []) else f"`{one.default}`"
+    return ", ".join(f"`{text}`" for text in spelled), default, _meaning(one)
+
+
+def _meaning(one: Any) -> str:
+    text = _with_code(one_line(one.help or ""))
+    least = getattr(one, "min", None)
+    text += f" At least {least}." if least is not None and least > 1 else ""
+    return text + (f" Environment: `{one.envvar}`." if one.envvar else "")
 
 
 def _with_code(text: str) -> str:
@@ -130,51 +154,4 @@ def _with_code(text: str) -> str:
 
 
 def _argument(one: Any) -> str:
-    return str(one.metavar or one.name.upper()).strip("[]")
-
-
-def _spelled(one: Any) -> list[str]:
-    return [*sorted(one.opts, key=len, reverse=True), *one.secondary_opts]
-
-
-def _inner(annotation: Any) -> tuple[Any, Any]:
-    """The type without None and Annotated, and what was declared of it."""
-    declared = None
-    if get_origin(annotation) is Annotated:
-        annotation, declared, *_ = get_args(annotation)
-    if get_origin(annotation) in (typing.Union, types.UnionType):
-        annotation = next(one for one in get_args(annotation) if one is not type(None))
-    return annotation, declared
-
-
-def _word(one: Any, annotation: Any) -> str:
-    inner, _ = _inner(annotation)
-    return str(one.metavar or {int: "NUMBER", float: "NUMBER", Path: "PATH"}.get(inner, "TEXT"))
-
-
-def _type(one: Any, annotation: Any) -> str:
-    inner, declared = _inner(annotation)
-    if inner is bool:
-        return "flag"
-    is_list = get_origin(inner) is list
-    if is_list:
-        (inner,) = get_args(inner)
-    name = {int: "integer", float: "number", Path: "path", str: "text"}.get(inner, getattr(inner, "__name__", "text"))
-    if one.name in SIZES:
-        name = "DEVICE=SIZE" if is_list else "size"
-    elif one.param_type_name == "option" and one.metavar:
-        name = f"`{one.metavar}`"
-    least, most = getattr(declared, "min", None), getattr(declared, "max", None)
-    if least is not None and most is not None:
-        name += f" from {least:,} to {most:,}"
-    elif least is not None:
-        name += f" of at least {least:,}"
-    return f"{name}, repeatable" if is_list and "repeatable" not in one.help else name
-
-
-def _default(one: Any) -> str:
-    if one.required:
-        return "required"
-    if one.default is None or one.default is False or one.default == []:
-        return ""
-    return f"`{one.default}`"
+    return str(one.metavar or one.name.upper())

@@ -18,7 +18,8 @@ BEGIN = """\
 Each error that RabbitLLM raises on purpose is a `RabbitLLMError`. `str(error)` shows the problem (what was found, what
 was expected) and, on a separate line, what to do. `error.problem` and `error.remedy` hold the two parts. Classes in
 parentheses are Python's own; `except` with them catches the error too. On the command line an `OptionError` ends with
-exit code 2, any other with 1. [Troubleshooting](../TROUBLESHOOTING.md) lists single messages.
+exit code 2, any other with 1. [messages.toml](messages.toml) lists single messages,
+[Troubleshooting](../TROUBLESHOOTING.md) the most common problems.
 
 ```python
 from rabbitllm import AutoModel, RabbitLLMError

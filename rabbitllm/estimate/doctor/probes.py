@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import os
 import platform
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
-from rabbitllm.engine.free_memory import available_ram, group_limits, process_limits
+from rabbitllm.engine.free_memory import available_ram, group_limits, has_nvidia_driver, process_limits
 from rabbitllm.estimate.doctor.records import Gpu, Gpus, Hub, Memory, Package, Processor
 from rabbitllm.quant.schemes import check_compression
 from rabbitllm.storage.folders import KAGGLE_TMP, KAGGLE_WORKING, Folder, Host, file_systems, folder_of
@@ -78,12 +77,6 @@ def _quotas(root: Path) -> list[float]:
         if len(words) == 2 and words[0].isdigit() and words[1].isdigit() and int(words[1]):
             found.append(int(words[0]) / int(words[1]))
     return found
-
-
-def has_nvidia_driver(root: Path = Path("/")) -> bool:
-    """Whether NVIDIA's driver is installed, without loading torch."""
-    known = (root / "proc/driver/nvidia/version", root / "dev/nvidiactl")
-    return any(path.exists() for path in known) or shutil.which("nvidia-smi") is not None  # on WSL
 
 
 def gpus(*, ask_torch: bool = True) -> Gpus:

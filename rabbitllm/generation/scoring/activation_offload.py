@@ -5,8 +5,8 @@ filled again, so that all references to it remain valid. Micro-batches take turn
 last is needed last. The first ones remain in memory; the others are offloaded after every turn and read back one turn
 ahead.
 
-    on the device   |#######|        up to `near` bytes
-    host memory     |####|           only for a device with memory of its own
+    on the device   |#######|        up to `device_bytes`
+    host memory     |####|           only for a device that does not share host memory
     file            |###########     nameless, so that it ends with the process
 
 A waiting micro-batch holds the tensors in the arguments of its call, and its input embeddings, which the functions of
@@ -18,15 +18,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Hashable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rabbitllm.generation.cache_file import FileSlots
-from rabbitllm.storage.durable import NamelessFile
+from rabbitllm.base.rounding import round_up
+from rabbitllm.generation.slot_file import Slot, SlotFile
 
 BLOCK = 1 << 12
 """Offsets in the file are multiples of this."""
@@ -53,65 +53,65 @@ def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
 
 @dataclass(slots=True)
 class _Offloaded:
-    """An offloaded storage, which is empty, with its bytes in host memory or their offset in the file."""
+    """An offloaded storage, which is empty.
+
+    Attributes:
+        storage: the storage.
+        nbytes: its size when it is filled.
+        memory: its bytes in host memory; those of a file once they are prefetched.
+        slot: the slot with its bytes in the file.
+        prefetched: done when `memory` has the bytes of the file.
+    """
 
     storage: torch.UntypedStorage
     nbytes: int
     memory: torch.Tensor | None = None
-    offset: int | None = None
-    coming: Future[torch.Tensor] | None = None
+    slot: Slot | None = None
+    prefetched: Future[None] | None = None
 
 
 class ActivationOffload:
     """Bounds the memory of owners that take turns.
 
     Args:
-        near: bytes that may be resident.
-        host: bytes that may be offloaded to host memory; 0 if the storages themselves are in host memory.
-        disk: bytes that may be offloaded to a file.
+        device_bytes: bytes that may be resident.
+        host_bytes: bytes that may be offloaded to host memory; 0 if the storages themselves are in host memory.
+        disk_bytes: bytes that may be offloaded to a file.
         folder: existing folder of the file; None for the system's.
         fixed: keys (`_cdata`) of storages that are never offloaded: weights and buffers.
-        least_bytes: minimum size of a storage that is offloaded.
 
     Attributes:
         written, read: bytes written to and read from the file.
-        max_near: maximum of the resident bytes at the end of a turn.
+        max_resident: maximum of the resident bytes at the end of a turn.
     """
 
     def __init__(
         self,
-        near: int,
-        host: int = 0,
-        disk: int = 0,
+        device_bytes: int,
+        host_bytes: int = 0,
+        disk_bytes: int = 0,
         folder: Path | None = None,
         *,
         fixed: frozenset[int] = frozenset(),
-        least_bytes: int = BLOCK,
     ) -> None:
-        self._limits = near, host
-        self._disk, self._folder = disk, folder
-        self._fixed, self._least_bytes = fixed, least_bytes
-        self._held: dict[Hashable, dict[int, torch.UntypedStorage]] = {}
-        self._holders: dict[int, set[Hashable]] = {}
-        self._near: dict[int, int] = {}
+        self._device_bytes, self._host_bytes, self._disk_bytes = device_bytes, host_bytes, disk_bytes
+        self._fixed = fixed
+        self._by_owner: dict[Hashable, dict[int, torch.UntypedStorage]] = {}
+        self._owners: dict[int, set[Hashable]] = {}
+        self._resident: dict[int, int] = {}
         self._offloaded: dict[int, _Offloaded] = {}
-        self._slots = FileSlots(disk)
-        self._host = 0
-        self._file: NamelessFile | None = None
-        self._thread = ThreadPoolExecutor(1, "rabbitllm-scoring")
-        self.written = self.read = self.max_near = 0
+        self._file = SlotFile(folder, disk_bytes, 1)
+        self._used_host_bytes = 0
+        self.written = self.read = self.max_resident = 0
 
     def __enter__(self) -> ActivationOffload:
         return self
 
     def __exit__(self, *error: object) -> None:
         """Release everything; offloaded storages are lost."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
-        for of_all in (self._held, self._holders, self._near, self._offloaded):
+        self._file.close()
+        for of_all in (self._by_owner, self._owners, self._resident, self._offloaded):
             of_all.clear()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
     def leave(self, owner: Hashable, tensors: Iterable[torch.Tensor]) -> None:
         """End the turn of an owner, and offload its storages if the limit is exceeded.
@@ -124,57 +124,61 @@ class ActivationOffload:
             NoRoom: they fit neither into memory nor into the file.
         """
         storages = {one._cdata: one for one in (tensor.untyped_storage() for tensor in tensors)}
-        found = {key: one for key, one in storages.items() if key in self._offloaded or self._may_go(one)}
-        for key in self._held.get(owner, {}).keys() - found.keys():
+        found = {
+            key: one
+            for key, one in storages.items()
+            if key in self._offloaded or (key not in self._fixed and one.nbytes() >= BLOCK and one.resizable())
+        }
+        for key in self._by_owner.get(owner, {}).keys() - found.keys():
             self._release(key, owner)
-        self._held[owner] = found
+        self._by_owner[owner] = found
         for key, storage in found.items():
-            self._holders.setdefault(key, set()).add(owner)
+            self._owners.setdefault(key, set()).add(owner)
             if key not in self._offloaded:
-                self._near[key] = storage.nbytes()
-        near = sum(self._near.values())
-        for key in sorted(found.keys() & self._near.keys(), key=lambda key: -self._near[key]):
-            if near <= self._limits[0]:
+                self._resident[key] = storage.nbytes()
+        resident = sum(self._resident.values())
+        for key in sorted(found.keys() & self._resident.keys(), key=lambda key: -self._resident[key]):
+            if resident <= self._device_bytes:
                 break
-            if len(self._holders[key]) == 1:  # a shared one is in use while any of its owners computes
+            if len(self._owners[key]) == 1:  # a shared one is in use while any of its owners computes
                 self._offloaded[key] = self._offload(found[key])
-                near -= self._near.pop(key)
-        self.max_near = max(self.max_near, near)
+                resident -= self._resident.pop(key)
+        self.max_resident = max(self.max_resident, resident)
 
-    def _may_go(self, storage: torch.UntypedStorage) -> bool:
-        return storage._cdata not in self._fixed and storage.nbytes() >= self._least_bytes and storage.resizable()
-
-    def expect(self, owner: Hashable) -> None:
+    def prefetch(self, owner: Hashable) -> None:
         """Begin to read back the storages of an owner."""
-        for key in self._held.get(owner, {}).keys() & self._offloaded.keys():
+        for key in self._by_owner.get(owner, {}).keys() & self._offloaded.keys():
             offloaded = self._offloaded[key]
-            if offloaded.offset is not None and offloaded.coming is None:
-                offloaded.coming = self._thread.submit(self._read, offloaded.offset, offloaded.nbytes)
+            if offloaded.slot is not None and offloaded.prefetched is None:
+                offloaded.memory = torch.empty(offloaded.nbytes, dtype=torch.uint8)
+                offloaded.prefetched = self._file.prefetch(offloaded.slot, offloaded.memory.numpy().data)
 
     def take(self, owner: Hashable) -> None:
         """Fill the storages of an owner, and read those that were not prefetched."""
-        self.expect(owner)
-        for key in self._held.get(owner, {}).keys() & self._offloaded.keys():
+        self.prefetch(owner)
+        for key in self._by_owner.get(owner, {}).keys() & self._offloaded.keys():
             offloaded = self._offloaded.pop(key)
-            bytes_there = offloaded.memory if offloaded.coming is None else offloaded.coming.result()
-            assert bytes_there is not None
+            if offloaded.prefetched is not None:
+                offloaded.prefetched.result()
+                self.read += offloaded.nbytes
+            assert offloaded.memory is not None
             offloaded.storage.resize_(offloaded.nbytes)
-            _bytes_of(offloaded.storage).copy_(bytes_there)
+            _bytes_of(offloaded.storage).copy_(offloaded.memory)
             self._free_copy(offloaded)
-            self._near[key] = offloaded.nbytes
+            self._resident[key] = offloaded.nbytes
 
-    def over(self, owner: Hashable) -> None:
+    def drop(self, owner: Hashable) -> None:
         """Drop an owner that takes no more turns."""
-        for key in self._held.pop(owner, {}):
+        for key in self._by_owner.pop(owner, {}):
             self._release(key, owner)
 
     def _release(self, key: int, owner: Hashable) -> None:
         """Drop an owner of a storage, and the storage with its last owner."""
-        holders = self._holders[key]
-        holders.discard(owner)
-        if not holders:
-            del self._holders[key]
-            self._near.pop(key, None)
+        owners = self._owners[key]
+        owners.discard(owner)
+        if not owners:
+            del self._owners[key]
+            self._resident.pop(key, None)
             if key in self._offloaded:
                 self._free_copy(self._offloaded.pop(key))
 
@@ -182,46 +186,33 @@ class ActivationOffload:
         nbytes = storage.nbytes()
         offloaded = _Offloaded(storage, nbytes)
         whole = _bytes_of(storage)
-        if self._host + nbytes <= self._limits[1]:
+        if self._used_host_bytes + nbytes <= self._host_bytes:
             offloaded.memory = torch.empty(nbytes, dtype=torch.uint8).copy_(whole)
-            self._host += nbytes
+            self._used_host_bytes += nbytes
         else:
-            offloaded.offset = self._write(whole.cpu())
+            offloaded.slot = self._write(whole.cpu())
         storage.resize_(0)
         return offloaded
 
     def _free_copy(self, offloaded: _Offloaded) -> None:
-        if offloaded.coming is not None:
-            offloaded.coming.cancel()
-        if offloaded.memory is not None:
-            self._host -= offloaded.nbytes
-        if offloaded.offset is not None:
-            self._slots.give_back(offloaded.offset, _whole_blocks(offloaded.nbytes))
+        if offloaded.prefetched is not None:
+            offloaded.prefetched.cancel()
+        if offloaded.slot is not None:
+            self._file.release(offloaded.slot)
+        else:
+            self._used_host_bytes -= offloaded.nbytes
 
-    def _write(self, whole: torch.Tensor) -> int:
-        size = _whole_blocks(len(whole))
-        offset = self._slots.take(size)
-        if offset is None:
-            raise NoRoom(f"{size:,} bytes more than the {self._disk:,} in a file")
-        if self._file is None:
-            self._file = NamelessFile(self._folder)
+    def _write(self, whole: torch.Tensor) -> Slot:
         # not by numpy(), after which torch would no longer resize the storage
-        self._file.write_at(memoryview((ctypes.c_ubyte * len(whole)).from_address(whole.data_ptr())), offset)
+        data = memoryview((ctypes.c_ubyte * len(whole)).from_address(whole.data_ptr()))
+        size = round_up(len(whole), BLOCK)
+        slot = self._file.write(data, size)
+        if slot is None:
+            raise NoRoom(f"{size:,} bytes more than the {self._disk_bytes:,} in a file")
         self.written += len(whole)
-        return offset
-
-    def _read(self, offset: int, nbytes: int) -> torch.Tensor:
-        assert self._file is not None
-        whole = torch.empty(nbytes, dtype=torch.uint8)
-        self._file.read_at(whole.numpy().data, offset)
-        self.read += nbytes
-        return whole
+        return slot
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """A view of a storage, (nbytes,) uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _whole_blocks(nbytes: int) -> int:
-    return -(-nbytes // BLOCK) * BLOCK

@@ -9,7 +9,7 @@ at once.
     forward ── body: at once ────────────── rows of slice 2 ── head ──> logits
 
 A callback (`Keep`) can get the rows themselves, before the head, instead. `ScoringForward.logits` computes their logits
-later. Packed segments have a `SegmentCache`, in which later segments read the keys and values of earlier ones.
+later. Packed segments have a `SegmentCache`, in which later segments read the KV cache of earlier ones.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from rabbitllm.generation.packed_batch import (
     PackedCache,
     Pair,
     attending_configs,
-    attention_by_text,
+    attention_by_sequence,
+    sequences_of,
     shares_keys,
-    texts_of,
 )
+from rabbitllm.generation.request import ModelLimits
 from rabbitllm.generation.scoring.micro_batches import MicroBatch, Segment, Segments
 from rabbitllm.generation.scoring.tasks import Asked, Scored
 
@@ -82,7 +83,7 @@ class SegmentCache(PackedCache):
         shares: whether layers use the KV cache of others.
         before: source of the KV cache of known segments; None if there are none.
         behind: target of the KV cache that the next micro-batch needs; None if it needs none.
-        hands_on: number of tokens of that prefix, which is one of the last text.
+        shared_prefix: number of tokens of that prefix of the last text.
     """
 
     def __init__(
@@ -92,20 +93,20 @@ class SegmentCache(PackedCache):
         shares: bool,
         before: Relay | None = None,
         behind: Relay | None = None,
-        hands_on: int = 0,
+        shared_prefix: int = 0,
     ) -> None:
         computed = segments.computed
         super().__init__([DynamicCache(config=config)], [len(part.ids) for part in computed], shares)
         self._segments = segments
         self._knows = len(computed) < len(segments.parts)
-        self._before, self._behind, self._hands_on = before, behind, hands_on
+        self._before, self._behind, self._shared_prefix = before, behind, shared_prefix
         self._spans = [MaskSpan(len(part.ids), part.begins, part.begins + len(part.ids), 0) for part in computed]
         self._known: Pair | None = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Record the new key and value tensor of a layer, and hand a prefix on.
+        """Record the new key and value tensor of a layer, and pass that of a prefix to the next micro-batch.
 
         Args:
             key_states, value_states: (1, heads, rows of all segments, width).
@@ -114,34 +115,34 @@ class SegmentCache(PackedCache):
         Returns:
             The same tensors.
         """
-        self._given[layer_idx] = key_states, value_states, []
+        self._new[layer_idx] = key_states, value_states, []
         self._unused += 1
         if self._knows:
             assert self._before is not None
             self._known = self._before.pop(layer_idx)
-        if self._behind is not None and self._hands_on:
+        if self._behind is not None and self._shared_prefix:
             path = self._segments.path(len(self._segments.ends) - 1)
             keys, values = self._joined(path, self._by_row(key_states, value_states), self._known)
-            shared = keys[:, :, : self._hands_on].clone(), values[:, :, : self._hands_on].clone()
+            shared = keys[:, :, : self._shared_prefix].clone(), values[:, :, : self._shared_prefix].clone()
             self._behind.put(layer_idx, shared)
         return key_states, value_states
 
     def _pairs(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, pairs: Sequence[Pair | None]
     ) -> Iterator[Pair]:
-        """The keys and values that each segment may attend to."""
+        """The key and value tensor that each segment may attend to."""
         own, known, self._known = self._by_row(keys, values), self._known, None
         for part in self._segments.computed:
             yield self._joined([*(self._segments.parts[number] for number in part.after), part], own, known)
 
     def _by_row(self, keys: torch.Tensor, values: torch.Tensor) -> dict[int, Pair]:
-        """First row of a segment -> its new keys and values."""
+        """First row of a segment -> its new key and value tensor."""
         return {
             part.row: own for part, own in zip(self._segments.computed, self._by_sequence(keys, values), strict=True)
         }
 
     def _joined(self, chain: Sequence[Segment], own: Mapping[int, Pair], known: Pair | None) -> Pair:
-        """The keys and values of a chain of segments, concatenated."""
+        """The key and value tensor of a chain of segments."""
         end = sum(len(part.ids) for part in chain if part.is_known)
         found = [own[part.row] for part in chain if not part.is_known]
         if end:
@@ -170,7 +171,7 @@ _Chances = dict[tuple[int, int], tuple[float, bool]]
 
 
 class _Cut:
-    """How the body's output is cut for the forward that runs in this greenlet.
+    """The cut of the body's output in the forward of this greenlet.
 
     Args:
         wanted: indices of the output rows for the head, in the flattened batch; None for all.
@@ -180,7 +181,7 @@ class _Cut:
         is_reached: whether the body has been called.
         output: output of the body, whose rows `give` replaces.
         states: (all rows, hidden) if they are needed, else None.
-        chosen: (wanted, hidden); None if all rows go on, or if the output cannot be cut.
+        chosen: (wanted, hidden); None if all rows are used, or if the output cannot be cut.
         part: the slice of `chosen` for the current call of the head.
     """
 
@@ -257,7 +258,7 @@ class ScoringForward:
         self._whole = whole
         self._keep = keep
         self._config = model.config.get_text_config(decoder=True)
-        self._vocabulary = model.get_input_embeddings().num_embeddings
+        self._vocabulary = ModelLimits.of(model).vocabulary
         self._rows_at_once = max(logits_bytes // (4 * self._vocabulary), 1)
         self._configs = attending_configs(model) if packed else []
         self._shares = shares_keys(model) if packed else False
@@ -269,7 +270,7 @@ class ScoringForward:
         try:
             for body, own in before:
                 body._compiled_call_impl = _cutting(own or body._call_impl)
-            with attention_by_text(self._configs):
+            with attention_by_sequence(self._configs):
                 yield
         finally:
             for body, own in before:
@@ -315,9 +316,9 @@ class ScoringForward:
             if batch.segments is None:
                 chances = self._chances(cut, {"input_ids": ids, "use_cache": False, **_RETURN}, wanted)
             else:
-                hands_on = batch.hands_on
-                cache = SegmentCache(batch.segments, self._config, self._shares, before, behind, hands_on)
-                with texts_of(cache):
+                shared_prefix = batch.shared_prefix
+                cache = SegmentCache(batch.segments, self._config, self._shares, before, behind, shared_prefix)
+                with sequences_of(cache):
                     chances = self._chances(cut, _packed_inputs(batch.segments, ids, cache), wanted)
                 cache.finish()
         finally:

@@ -1,4 +1,4 @@
-"""Which tasks go through a layer together, and which micro-batches through the model in one pass.
+"""Groups tasks into micro-batches, which go through a layer at a time, and micro-batches into passes.
 
 The layout depends on the model: packed rows with shared prefixes; sequences of nearly the same length, padded at the
 end, to which no token of a causal model attends; or sequences of exactly the same length, if a longer neighbour would
@@ -22,8 +22,8 @@ from itertools import pairwise
 from rabbitllm.generation.kv_cache import common_prefix
 from rabbitllm.generation.scoring.tasks import Task
 
-WORTH_TOKENS = 16
-"""A shared prefix must have so many tokens more than the next shorter one: each segment costs an attention call."""
+MIN_SHARED_TOKENS = 16
+"""Minimum extra tokens of a shared prefix over the next shorter one: each segment costs an attention call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +94,12 @@ class Segments:
         return Segments(tuple(parts), self.ends)
 
 
-def cut(texts: Sequence[tuple[int, ...]], worth: int = WORTH_TOKENS) -> Segments:
+def cut(texts: Sequence[tuple[int, ...]], min_shared: int = MIN_SHARED_TOKENS) -> Segments:
     """Cut texts into segments.
 
     Args:
         texts: distinct texts, sorted as tuples.
-        worth: see `WORTH_TOKENS`.
+        min_shared: see `MIN_SHARED_TOKENS`.
     """
     shared = [0, *(common_prefix(one, other) for one, other in pairwise(texts))]
     parts: list[Segment] = []
@@ -109,7 +109,9 @@ def cut(texts: Sequence[tuple[int, ...]], worth: int = WORTH_TOKENS) -> Segments
     waiting: list[tuple[int, int, int, tuple[int, ...]]] = [(0, len(texts), 0, ())] if texts else []
     while waiting:
         begin, end, depth, after = waiting.pop()
-        for first, last in _runs(shared, begin, end, depth + worth):
+        # texts that share fewer tokens than `depth + min_shared` do not share a further segment
+        edges = [begin, *(at for at in range(begin + 1, end) if shared[at] < depth + min_shared), end]
+        for first, last in pairwise(edges):
             until = min(shared[first + 1 : last]) if last - first > 1 else len(texts[first])
             number = len(parts)
             parts.append(Segment(texts[first][depth:until], after, depth, rows))
@@ -122,14 +124,8 @@ def cut(texts: Sequence[tuple[int, ...]], worth: int = WORTH_TOKENS) -> Segments
     return Segments(tuple(parts), tuple(ends))
 
 
-def _runs(shared: Sequence[int], begin: int, end: int, least: int) -> list[tuple[int, int]]:
-    """Split the texts from begin to end wherever neighbours share fewer than `least` tokens."""
-    edges = [begin, *(at for at in range(begin + 1, end) if shared[at] < least), end]
-    return list(pairwise(edges))
-
-
-FILLED_SHARE = 8
-"""At most 1 / `FILLED_SHARE` of a micro-batch's tokens is padding."""
+PADDING_SHARE = 8
+"""At most 1 / `PADDING_SHARE` of a micro-batch's tokens is padding."""
 
 
 class TextLayout(Enum):
@@ -143,17 +139,17 @@ class TextLayout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Tasks that go through a layer together.
+    """Tasks that go through a layer at the same time.
 
     Attributes:
         tasks: the tasks.
         segments: their segments if they are packed; None if each has a row of the batch.
-        hands_on: number of prefix tokens of its last text whose KV cache the next micro-batch needs.
+        shared_prefix: number of prefix tokens of its last text whose KV cache the next micro-batch needs.
     """
 
     tasks: tuple[Task, ...]
     segments: Segments | None = None
-    hands_on: int = 0
+    shared_prefix: int = 0
 
     @property
     def length(self) -> int:
@@ -173,67 +169,69 @@ class MicroBatch:
         return list(range(begin, begin + len(self.tasks[task].ids)))
 
 
-def micro_batches(tasks: Sequence[Task], form: TextLayout, tokens: int, worth: int = WORTH_TOKENS) -> list[MicroBatch]:
+def micro_batches(
+    tasks: Sequence[Task], layout: TextLayout, tokens: int, min_shared: int = MIN_SHARED_TOKENS
+) -> list[MicroBatch]:
     """All tasks, each in one micro-batch.
 
     Args:
-        tasks: tasks, with distinct inputs unless `form` is `ALONE`.
-        form: layout of the micro-batches.
+        tasks: tasks, with distinct inputs unless `layout` is `ALONE`.
+        layout: their layout.
         tokens: maximum tokens of a micro-batch, unless a single task has more.
-        worth: minimum tokens of a shared prefix.
+        min_shared: minimum tokens of a shared prefix.
     """
-    if form is TextLayout.PACKED:
-        return _packed(tasks, tokens, worth)
+    if layout is TextLayout.PACKED:
+        return _packed(tasks, tokens, min_shared)
     groups: list[list[Task]] = []
     for task in sorted(tasks, key=lambda task: len(task.ids), reverse=True):
-        if groups and form is not TextLayout.ALONE and _joins(groups[-1], task, form, tokens):
+        if groups and layout is not TextLayout.ALONE and _joins(groups[-1], task, layout, tokens):
             groups[-1].append(task)
         else:
             groups.append([task])
     return [MicroBatch(tuple(group)) for group in groups]
 
 
-def _joins(group: Sequence[Task], task: Task, form: TextLayout, tokens: int) -> bool:
+def _joins(group: Sequence[Task], task: Task, layout: TextLayout, tokens: int) -> bool:
     longest, own = len(group[0].ids), len(task.ids)
-    together = longest * (len(group) + 1)
-    if together > tokens or (form is TextLayout.EQUAL and own != longest):
+    total = longest * (len(group) + 1)
+    if total > tokens or (layout is TextLayout.EQUAL and own != longest):
         return False
-    filling = together - own - sum(len(one.ids) for one in group)
-    return filling * FILLED_SHARE <= together
+    padding = total - own - sum(len(one.ids) for one in group)
+    return padding * PADDING_SHARE <= total
 
 
-def _packed(tasks: Sequence[Task], tokens: int, worth: int) -> list[MicroBatch]:
-    """Pack tasks sorted by their ids, so that those with the same prefix are together."""
+def _packed(tasks: Sequence[Task], tokens: int, min_shared: int) -> list[MicroBatch]:
+    """Pack tasks sorted by their ids, so that those with the same prefix are neighbours."""
     groups: list[list[Task]] = []
     total = 0
     for task in sorted(tasks, key=lambda task: task.ids):
         shared = common_prefix(groups[-1][-1].ids, task.ids) if groups else 0
-        more = len(task.ids) - (shared if shared >= worth else 0)
+        more = len(task.ids) - (shared if shared >= min_shared else 0)
         if groups and total + more <= tokens:
             groups[-1].append(task)
             total += more
         else:
             groups.append([task])
             total = len(task.ids)
-    return [batch for group in groups for batch in _cut(group, tokens, worth)]
+    return [batch for group in groups for batch in _cut(group, tokens, min_shared)]
 
 
-def _cut(group: Sequence[Task], tokens: int, worth: int) -> list[MicroBatch]:
+def _cut(group: Sequence[Task], tokens: int, min_shared: int) -> list[MicroBatch]:
     """One micro-batch, or its halves if it has too many tokens.
 
-    That is rare; it happens because a prefix shared by two neighbours does not always become a segment of its own.
+    That is rare; it happens because a prefix shared by two neighbours does not always become a segment.
     """
-    segments = cut([task.ids for task in group], worth)
+    segments = cut([task.ids for task in group], min_shared)
     if segments.tokens <= tokens or len(group) == 1:
         return [MicroBatch(tuple(group), segments)]
     half = len(group) // 2
-    return [*_cut(group[:half], tokens, worth), *_cut(group[half:], tokens, worth)]
+    return [*_cut(group[:half], tokens, min_shared), *_cut(group[half:], tokens, min_shared)]
 
 
 def linked(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """The micro-batches of a pass, each without the prefix that the one before it computes.
 
-    As they take turns at a layer, a micro-batch hands on a part of its KV cache: that of the prefix that its last text
+    They take turns at a layer. Each passes the KV cache of a prefix to the next one: of the prefix that its last text
     shares with the first text of the next one. Rows that a task asks for are computed in the task's own micro-batch.
 
     Args:
@@ -241,12 +239,12 @@ def linked(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """
     found = [*batches[:1]]
     for batch in batches[1:]:
-        found[-1:] = _handing_on(found[-1], batch)
+        found[-1:] = _passing_prefix(found[-1], batch)
     return found
 
 
 def chains(batches: Sequence[MicroBatch], most: int) -> list[list[MicroBatch]]:
-    """Split a pass into smaller ones, each of linked micro-batches that hand a prefix on to the next.
+    """Split a pass into smaller ones, each of linked micro-batches; each passes its prefix's KV cache to the next.
 
     Args:
         batches: micro-batches in the order of their turns, not linked yet.
@@ -255,25 +253,24 @@ def chains(batches: Sequence[MicroBatch], most: int) -> list[list[MicroBatch]]:
     found: list[list[MicroBatch]] = []
     for batch in batches:
         if found and len(found[-1]) < most:
-            before, own = _handing_on(found[-1][-1], batch)
-            if before.hands_on:
+            before, own = _passing_prefix(found[-1][-1], batch)
+            if before.shared_prefix:
                 found[-1][-1:] = [before, own]
                 continue
         found.append([batch])
     return found
 
 
-def _handing_on(before: MicroBatch, own: MicroBatch) -> tuple[MicroBatch, MicroBatch]:
-    """Both, the second without the prefix that the first hands on; unchanged if there is none."""
+def _passing_prefix(before: MicroBatch, own: MicroBatch) -> tuple[MicroBatch, MicroBatch]:
+    """Both, the second without the prefix that the first passes to it; unchanged if there is none."""
     if before.segments is None or own.segments is None:
         return before, own
-    shared = min(common_prefix(before.tasks[-1].ids, own.tasks[0].ids), *map(_first_row, own.tasks))
+    needed = [  # the first row that each task asks for
+        0 if one.pooling == "mean" else one.first if one.targets else len(task.ids) - 1
+        for task in own.tasks
+        for one in task.asked
+    ]
+    shared = min([common_prefix(before.tasks[-1].ids, own.tasks[0].ids), *needed])
     segments = own.segments.knowing(shared)
     known = sum(len(part.ids) for part in segments.path(0) if part.is_known)
-    return (replace(before, hands_on=known), replace(own, segments=segments)) if known else (before, own)
-
-
-def _first_row(task: Task) -> int:
-    """The first row that a task asks for."""
-    rows = [0 if one.pooling == "mean" else one.first if one.targets else len(task.ids) - 1 for one in task.asked]
-    return min(rows, default=0)
+    return (replace(before, shared_prefix=known), replace(own, segments=segments)) if known else (before, own)

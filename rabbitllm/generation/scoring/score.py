@@ -1,12 +1,12 @@
-"""Scores texts in shared passes, in a single one if there is room.
+"""Scores texts in shared passes, in a single one if there is room: first the plan, then the passes.
 
     texts ── rejected: at once
           └─ tasks ── micro-batches ── passes ── results after each
                           ↑ texts of a failed micro-batch, one by one
 
-In a pass micro-batches go through each unit one after the other, while its weights are resident. Unlike the
-generations of a batch they meet nowhere else, so that only one of them is computed at a time. Streamed experts are the
-exception: they compute the rows of several together, else each micro-batch would load them again.
+In a pass micro-batches go through each unit one after the other, while its weights are resident. They have no other
+sync points, so that only one of them is computed at a time. Streamed experts are the exception: they compute the rows
+of several micro-batches as one matrix, since each would load them again.
 
     unit 1: A B C D   unit 2: A B C D   …   head: A B C D
             between its turns the tensors of a micro-batch may be offloaded (`activation_offload.py`)
@@ -16,23 +16,39 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
+import shutil
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from rabbitllm.engine.devices import OutOfDeviceMemory
+from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.placement import READY, Tier
-from rabbitllm.errors import BatchError, RabbitLLMError, ScoringError, missing_package
-from rabbitllm.generation.joint_pass import JointPasses, MeetingPoint, Member, MemberCall, RowKind, call_of, called
-from rabbitllm.generation.packed_batch import NotPackable, can_be_packed, grouped, shares_keys
+from rabbitllm.errors import BatchError, OptionError, RabbitLLMError, ScoringError, missing_package
+from rabbitllm.generation.coroutines import Coroutine, Coroutines, PendingCall, RowKind, SyncPoint, called, rowwise
+from rabbitllm.generation.memory import cost_of_a_pass
+from rabbitllm.generation.packed_batch import (
+    PACKABLE,
+    NotPackable,
+    can_be_packed,
+    depends_on_longest,
+    grouped,
+    shares_keys,
+)
+from rabbitllm.generation.request import ModelLimits
 from rabbitllm.generation.scoring.activation_offload import ActivationOffload, NoRoom, tensors_in
-from rabbitllm.generation.scoring.forward import Keep, Relay, ScoringForward
-from rabbitllm.generation.scoring.micro_batches import MicroBatch, TextLayout
-from rabbitllm.generation.scoring.plan import ScoringLimits, ScoringPlan, ability_of, form_of, limits_of, planned
+from rabbitllm.generation.scoring.forward import LOGITS_BYTES, Keep, Relay, ScoringForward
+from rabbitllm.generation.scoring.micro_batches import MicroBatch, TextLayout, chains, linked, micro_batches
 from rabbitllm.generation.scoring.tasks import Room, Scored, ScoredText, Task, problem_of, tasks_of
+from rabbitllm.storage.durable import NamelessFile
+from rabbitllm.telemetry.passes import PassInput
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
@@ -41,9 +57,196 @@ logger = logging.getLogger(__name__)
 
 ROOM = Room()
 REMEDY = "If memory is short, give fewer tokens to a micro-batch, or load the model with less of it in memory."
-"""Advice after an unexpected error while a text is scored."""
-_BY_THEMSELVES = (Tier.ROWS, *READY)
-"""Tiers of an input embedding for which a call loads nothing that the next call needs too."""
+"""Remedy of an unexpected error."""
+_WITHOUT_LOADING = (Tier.ROWS, *READY)
+"""Tiers of an input embedding for which a call loads nothing that the next call also needs."""
+
+
+FILLABLE = PACKABLE | frozenset(
+    {
+        *("axk2", "bailing_hybrid", "bamba", "biogpt", "bloom", "codegen", "ctrl", "deepseek_v4"),
+        *("diffllama", "doge", "dots3_note_text", "falcon", "falcon_h1", "falcon_mamba", "fuyu", "gpt_neo"),
+        *("gpt_neox_japanese", "gptj", "granitemoehybrid", "hrm_text", "hy_v4", "inkling2_text", "inkling_text"),
+        *("jamba", "jetmoe", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "llama4_text", "mamba", "mamba2"),
+        *("minimax", "minimax_m3_vl_text", "moshi", "mpt", "nemotron_h", "olmo_hybrid", "openai-gpt", "opt"),
+        *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "recurrent_gemma", "xglm", "xlm"),
+        *("xlstm", "zamba", "zamba2", "zaya"),
+    }
+)
+"""Model types whose results do not change if sequences are padded at the end (transformers 5.23 and 5.24), tested in
+`tests/generation/scoring/test_every_family.py`. In such a model no token depends on later ones, by attention or by a
+state, and no result depends on the length of the longest sequence in the batch."""
+WAITING_SHARE, COMPUTING_SHARE = 2, 4
+"""1 / `WAITING_SHARE` of free memory is for waiting micro-batches, 1 / `COMPUTING_SHARE` for the current one."""
+MIN_TOKENS, MAX_TOKENS = 512, 8192
+"""Default bounds of the tokens of a micro-batch. With fewer, shared prefixes are computed several times and products
+are slow. More gain little for their memory, and on a CPU even lose time if tensors become too large for the allocator's
+heaps (`memory.HEAP_BLOCK_BYTES`)."""
+RESIDENT_BATCHES = 8
+"""Maximum micro-batches in a pass of a model with resident weights: a shared prefix is computed once for all of them,
+and an interruption loses only these."""
+LOGITS_SHARE = 4
+"""1 / `LOGITS_SHARE` of a micro-batch's memory is for logits, whose peak is a few times that."""
+MIN_WAITING_BYTES = 16 << 20
+"""Minimum of the default bytes in memory for waiting micro-batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringLimits:
+    """Memory and disk space that scoring may take.
+
+    Attributes:
+        device_bytes: bytes of waiting micro-batches on the computing device.
+        host_bytes: bytes of offloaded micro-batches in host memory; 0 if the model computes there.
+        disk_bytes: bytes of offloaded micro-batches in a file.
+        folder: folder of the file.
+        tokens: maximum tokens of a micro-batch.
+        token_bytes: approximate bytes of a waiting token.
+        experts_rows: maximum rows that go through streamed experts at a time.
+        logits_bytes: maximum size of the float32 logits that are computed at a time.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    folder: Path
+    tokens: int
+    token_bytes: int
+    experts_rows: int
+    logits_bytes: int
+
+    @property
+    def total(self) -> int:
+        """Bytes for all waiting micro-batches."""
+        return self.device_bytes + self.host_bytes + self.disk_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringPlan:
+    """The plan of scoring.
+
+    Attributes:
+        passes: the micro-batches of each pass over the weights.
+        layout: layout of the micro-batches.
+        tokens: number of tokens of all tasks.
+    """
+
+    passes: tuple[tuple[MicroBatch, ...], ...]
+    layout: TextLayout
+    tokens: int
+
+    @property
+    def computed(self) -> int:
+        """Number of tokens that are computed: fewer with shared prefixes, more with padding."""
+        return sum(batch.tokens for one in self.passes for batch in one)
+
+    def __str__(self) -> str:
+        batches = sum(map(len, self.passes))
+        return (
+            f"{self.tokens:,} tokens, of which {self.computed:,} are computed ({self.layout.value}), in {batches:,} "
+            f"micro-batches and {len(self.passes):,} {'pass' if len(self.passes) == 1 else 'passes'} over the weights"
+        )
+
+
+def check_scores(model: StreamedModel) -> None:
+    """Refuse a model that cannot score.
+
+    Raises:
+        OptionError: it was not loaded by this package, or has an encoder.
+    """
+    if not hasattr(model, "placement") or not hasattr(model, "streamer"):
+        raise OptionError(
+            f"Scoring needs a model loaded by this package; found {type(model).__name__}.",
+            "Load it with rabbitllm.AutoModel.from_pretrained.",
+        )
+    if model.config.is_encoder_decoder:
+        raise OptionError(f"{type(model).__name__} has an encoder; scoring needs a decoder-only model.")
+
+
+def layout_of(model: StreamedModel, *, exact: bool) -> TextLayout:
+    """The layout of micro-batches in which the sequences do not change each other's results."""
+    if exact:
+        return TextLayout.ALONE
+    config = model.config.get_text_config(decoder=True)
+    # in some models it is "vision", which concerns images
+    looks_ahead = getattr(config, "use_bidirectional_attention", False) in (True, "all") or any(
+        getattr(module, "is_causal", True) is False for module in (model.get_decoder() or model).modules()
+    )
+    if looks_ahead:
+        return TextLayout.EQUAL
+    if can_be_packed(model):
+        return TextLayout.PACKED
+    fills = config.model_type in FILLABLE and not depends_on_longest(config)
+    return TextLayout.FILLED if fills else TextLayout.EQUAL
+
+
+def limits_of(model: StreamedModel, room: Room) -> ScoringLimits:
+    """The memory and disk space that scoring may take, with the weights of the model loaded.
+
+    Raises:
+        OptionError: a number in `room` is out of its range, or its folder does not exist.
+    """
+    for name in ("memory_bytes", "disk_bytes", "tokens"):
+        value = getattr(room, name)
+        if value is not None and value < (name == "tokens"):
+            raise OptionError(f"{name}={value}; expected a positive number.", "Use a positive number.")
+    devices = [executor.device for executor in model.streamer.executors.values()]
+    on_host = all(device.shares_host_memory for device in devices)
+    free = min(device.free_bytes() for device in devices)
+    config, itemsize = model.config.get_text_config(decoder=True), model.dtype.itemsize
+    on_device = max(free // WAITING_SHARE, MIN_WAITING_BYTES)
+    memory = room.memory_bytes
+    if memory is None:
+        memory = on_device if on_host else on_device + available_ram() // WAITING_SHARE
+    if on_host or memory < on_device:
+        on_device = memory
+    folder = _folder(model, room)
+    disk = room.disk_bytes if room.disk_bytes is not None else shutil.disk_usage(folder).free // WAITING_SHARE
+    if not NamelessFile.READS_AT_OFFSETS:  # one offset cannot be read while another is written
+        disk = 0
+    computing = free // COMPUTING_SHARE
+    cost = cost_of_a_pass(config, itemsize)
+    most = min(cost.max_tokens, MAX_TOKENS) if on_host else MAX_TOKENS
+    tokens = room.tokens or min(max(cost.tokens_in(computing), MIN_TOKENS), most)
+    token_bytes = itemsize * config.hidden_size * 5 // 2  # hidden states, the input of the layer, and rotary angles
+    rows = max(computing // (8 * itemsize * config.hidden_size), tokens)
+    logits = min(computing // LOGITS_SHARE, LOGITS_BYTES)
+    return ScoringLimits(on_device, memory - on_device, disk, folder, tokens, token_bytes, rows, logits)
+
+
+def _folder(model: StreamedModel, room: Room) -> Path:
+    """The folder of the file: by default that of the weights, whose disk is large, or the system's temporary one."""
+    if room.scratch is not None:
+        if not room.scratch.is_dir():
+            raise OptionError(f"{room.scratch} is not a folder.", "Use an existing folder.")
+        return room.scratch
+    own = Path(model.name_or_path)
+    return own if own.is_dir() and os.access(own, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def planned(
+    tasks: Sequence[Task], layout: TextLayout, limits: ScoringLimits, *, streamed: bool, shares: bool = True
+) -> ScoringPlan:
+    """Plan the micro-batches and passes.
+
+    Args:
+        tasks: see `tasks_of`.
+        layout: layout of the micro-batches.
+        limits: memory and disk limits.
+        streamed: whether weights are streamed. If all are resident, a pass has only a few micro-batches, linked by
+            prefixes, so that results are yielded early, and nothing is offloaded to a file.
+        shares: whether a micro-batch may use the KV cache of a prefix of the one before.
+    """
+    batches = micro_batches(tasks, layout, limits.tokens)
+    sizes = [batch.tokens * limits.token_bytes for batch in batches]
+    limit = limits.total if streamed else limits.device_bytes + limits.host_bytes
+    passes = [batches[one] for one in grouped(sizes, limit)]
+    if not streamed:
+        passes = [chain for one in passes for chain in chains(one, RESIDENT_BATCHES if shares else 1)]
+    elif shares:
+        passes = [linked(one) for one in passes]
+    tokens = sum(len(task.ids) for task in tasks)
+    return ScoringPlan(tuple(map(tuple, passes)), layout, tokens)
 
 
 def score(
@@ -75,51 +278,48 @@ def score(
     """
     if importlib.util.find_spec("greenlet") is None:
         raise missing_package("Scoring needs", "greenlet", "batch")
-    ability = ability_of(model)
+    check_scores(model)
+    limits, has_head = ModelLimits.of(model), model.get_output_embeddings() is not None
     if model.shared_passes is not None:
         raise BatchError("The model is busy with other requests.", "Score when these are finished.")
-    sound = []
+    valid = []
     for number, text in enumerate(texts):
-        problem = problem_of(text, ability, truncate=room.truncate)
+        problem = problem_of(text, limits, has_head=has_head, truncate=room.truncate)
         if problem is None:
-            sound.append(number)
+            valid.append(number)
         else:
             yield Scored(text.index, tokens=len(text.continuation), error=problem)
     indices = [text.index for text in texts]
-    tasks = tasks_of(texts, sound, ability.context, shared=not room.exact)
-    hands_on = not (can_be_packed(model) and shares_keys(model))  # a layer's KV cache exists during its turn only
-    waiting = deque([(tasks, form_of(model, exact=room.exact))] if tasks else [])
+    tasks = tasks_of(texts, valid, limits.context, shared=not room.exact)
+    shares = not (can_be_packed(model) and shares_keys(model))  # a layer's KV cache exists during its turn only
+    waiting = deque([(tasks, layout_of(model, exact=room.exact))] if tasks else [])
     while waiting:
-        tasks, form = waiting.popleft()
-        streams = not model.placement.is_resident
-        plan = planned(tasks, form, limits_of(model, room), streamed=streams, hands_on=hands_on)
+        tasks, layout = waiting.popleft()
+        streamed = not model.placement.is_resident
+        plan = planned(tasks, layout, limits_of(model, room), streamed=streamed, shares=shares)
         logger.info("scoring %s", plan)
         on_plan(plan)
-        again: dict[TextLayout, list[Task]] = {}
+        retried: dict[TextLayout, list[Task]] = {}
         for batches in plan.passes:
-            limits = limits_of(model, room)
-            forward = ScoringForward(
-                model, packed=form is TextLayout.PACKED, whole=room.exact, logits_bytes=limits.logits_bytes, keep=keep
-            )
-            found, failed = _pass(model, forward, batches, limits, indices, exact=room.exact)
+            found, failed = _pass(model, batches, layout, indices, room, keep)
             yield from found
             for batch, error in failed:
-                then = _then(form, batch, error, some_passed=bool(found))
-                if then is None:
+                layout_then = _layout_after(layout, batch, error, some_passed=bool(found))
+                if layout_then is None:
                     yield from _refused(batch, indices, error)
                 else:
-                    again.setdefault(then, []).extend(batch.tasks)
-        waiting += [(tasks, form) for form, tasks in again.items()]
+                    retried.setdefault(layout_then, []).extend(batch.tasks)
+        waiting += [(tasks, layout) for layout, tasks in retried.items()]
 
 
-def _then(form: TextLayout, batch: MicroBatch, error: Exception, *, some_passed: bool) -> TextLayout | None:
+def _layout_after(layout: TextLayout, batch: MicroBatch, error: Exception, *, some_passed: bool) -> TextLayout | None:
     """The layout in which the texts of a failed micro-batch are retried; None if they are not retried."""
     if isinstance(error, NotPackable):
         logger.warning("Texts do not share their prefixes: %s.", error)
         return TextLayout.EQUAL
     if isinstance(error, NoRoom) and some_passed:
         logger.warning("Another pass computes the texts that did not fit in memory: %s.", error)
-        return form
+        return layout
     logger.warning("A micro-batch has failed.", exc_info=error)
     return TextLayout.ALONE if len(batch.tasks) > 1 else None
 
@@ -136,12 +336,11 @@ def _refused(batch: MicroBatch, indices: Sequence[int], error: Exception) -> Ite
 
 def _pass(
     model: StreamedModel,
-    forward: ScoringForward,
     batches: Sequence[MicroBatch],
-    limits: ScoringLimits,
+    layout: TextLayout,
     indices: Sequence[int],
-    *,
-    exact: bool,
+    room: Room,
+    keep: Keep | None,
 ) -> tuple[list[Scored], list[tuple[MicroBatch, Exception]]]:
     """Take micro-batches through the model in one pass over its weights.
 
@@ -151,16 +350,23 @@ def _pass(
     Raises:
         OSError, RabbitLLMError: the weights cannot be read.
     """
+    limits = limits_of(model, room)
+    packed = layout is TextLayout.PACKED
+    forward = ScoringForward(model, packed=packed, whole=room.exact, logits_bytes=limits.logits_bytes, keep=keep)
     found: dict[int, list[Scored]] = {}
     relays = [Relay() for _ in range(len(batches) + 1)]
     fixed = frozenset(one.untyped_storage()._cdata for one in (*model.parameters(), *model.buffers()))
-    with ActivationOffload(limits.near, limits.host, limits.disk, limits.folder, fixed=fixed) as offload:
-        turns = TakingTurns(model, offload, exact=exact, alone=len(batches) == 1, experts_rows=limits.experts_rows)
+    with ActivationOffload(
+        limits.device_bytes, limits.host_bytes, limits.disk_bytes, limits.folder, fixed=fixed
+    ) as offload:
+        runner = MicroBatchRunner(
+            model, offload, exact=room.exact, alone=len(batches) == 1, experts_rows=limits.experts_rows
+        )
 
         def work_of(number: int, batch: MicroBatch) -> Callable[[], None]:
             def work() -> None:
                 ids = forward.ids(batch)
-                turns.come_in((), {"input_ids": ids})
+                runner.coroutines.wait_for_pass((), {"input_ids": ids})
                 with model.streamer.memory_explained():
                     found[number] = forward(batch, ids, indices, relays[number], relays[number + 1])
 
@@ -168,120 +374,138 @@ def _pass(
 
         try:
             with forward.installed():
-                members = [turns.add(work_of(number, batch)) for number, batch in enumerate(batches)]
-                turns.run(members)
+                works = (work_of(number, batch) for number, batch in enumerate(batches))
+                coroutines = [runner.coroutines.add(work) for work in works]
+                runner.run(coroutines)
         finally:
-            turns.close()
+            runner.coroutines.close()
     failed = []
-    for number, (batch, member) in enumerate(zip(batches, members, strict=True)):
+    for number, (batch, coroutine) in enumerate(zip(batches, coroutines, strict=True)):
         if number in found:
             continue
-        error = member.error
+        error = coroutine.error
         if not isinstance(error, Exception):
-            raise error or ScoringError("A micro-batch has ended without a result.")
+            raise error or ScoringError("A micro-batch returned no result.")
         if isinstance(error, OSError | RabbitLLMError) and not isinstance(error, ScoringError | OutOfDeviceMemory):
             raise error
         failed.append((batch, error))
     return [one for number in sorted(found) for one in found[number]], failed
 
 
-class TakingTurns(JointPasses):
-    """Lets micro-batches take turns at the units of a model.
+class MicroBatchRunner:
+    """Runs a pass of micro-batches, which take turns at the units of a model.
 
     Args:
         model: a streamed model.
-        offload: offloads the tensors of members that wait.
+        offload: offloads the tensors of micro-batches that wait.
         exact: compute experts too for each micro-batch by itself.
         alone: whether there is only one micro-batch, for which nothing is offloaded.
-        experts_rows: maximum rows that go through a layer's experts together, unless one member has more.
+        experts_rows: maximum rows that go through a layer's experts together, unless one micro-batch has more.
+
+    Attributes:
+        coroutines: the coroutines, each of which computes a micro-batch.
     """
 
     def __init__(
         self, model: StreamedModel, offload: ActivationOffload, *, exact: bool, alone: bool, experts_rows: int
     ) -> None:
+        self._model = model
         self._offload = offload
         self._alone = alone
         self._experts_rows = experts_rows
-        self._embeddings: dict[Member, list[torch.Tensor]] = {}
+        self._embeddings: dict[Coroutine, list[torch.Tensor]] = {}
         self._pooled = {id(source.module) for pool in model.streamer.pools.values() for source in pool.sources}
         placed = {id(model.get_submodule(placed.unit)): placed for placed in model.placement.units}
         embedding = placed.get(id(model.get_input_embeddings()))
-        self._brings_rows = embedding is not None and embedding.tier in _BY_THEMSELVES
+        self._looks_up_alone = embedding is not None and embedding.tier in _WITHOUT_LOADING
         executors = model.streamer.executors
         self._boundaries = (
             {key: executors[one.device].boundary for key, one in placed.items()} if len(executors) > 1 else {}
         )
-        super().__init__(model, exact=exact, packing=False)
+        self.coroutines = Coroutines(
+            model, self._kind_of, self._compute, self._before_resuming, self._after_running, exact=exact
+        )
 
-    def _kind(self, module: nn.Module) -> RowKind | None:
+    def run(self, coroutines: Sequence[Coroutine]) -> None:
+        """Run the pass; afterwards each of the coroutines has ended."""
+        with self._model.joint_pass(PassInput(1, sum(coroutine.tokens for coroutine in coroutines))):
+            self.coroutines.run(coroutines)
+
+    def _kind_of(self, module: nn.Module) -> RowKind | None:
         if id(module) in self._pooled:
             return RowKind.EXPERTS
-        return super()._kind(module) if module is self._model.get_input_embeddings() else None
+        if module is not self._model.get_input_embeddings():
+            return None
+        return RowKind.IDS if isinstance(module, nn.Embedding) else rowwise(module)
 
-    def _go_on(self, member: Member, answer: Any) -> None:
-        self._offload.take(member)
-        point = None if member.waits is None else member.waits.point
-        if point is not None and point.rowwise is RowKind.IDS:
-            self._embeddings[member] = tensors_in([answer])
-        super()._go_on(member, answer)
-        if member.dead:
-            self._drop(member)
+    def _before_resuming(self, coroutine: Coroutine, answer: Any) -> None:
+        self._offload.take(coroutine)
+        point = None if coroutine.call is None else coroutine.call.point
+        if point is not None and point.kind is RowKind.IDS:
+            self._embeddings[coroutine] = tensors_in([answer])
+
+    def _after_running(self, coroutine: Coroutine) -> None:
+        if coroutine.dead:
+            self._offload.drop(coroutine)
+            self._embeddings.pop(coroutine, None)
         elif not self._alone:
-            call = call_of(member)
+            call = coroutine.pending
+            tensors = [*tensors_in([call.args, call.kwargs]), *self._embeddings.get(coroutine, ())]
             try:
-                self._offload.leave(member, [*tensors_in([call.args, call.kwargs]), *self._embeddings.get(member, ())])
+                self._offload.leave(coroutine, tensors)
             except Exception as error:  # no room to offload it
-                self._end(member, error)
+                self.coroutines.throw(coroutine, error)
 
-    def _end(self, member: Member, error: BaseException) -> None:
-        super()._end(member, error)
-        self._drop(member)
-
-    def _drop(self, member: Member) -> None:
-        self._offload.over(member)
-        self._embeddings.pop(member, None)
-
-    def _through_as_rows(self, point: MeetingPoint, members: Sequence[Member]) -> None:
-        if point.rowwise is RowKind.IDS and self._brings_rows:
-            for member in members:
-                call = call_of(member)
+    def _compute(self, point: SyncPoint, waiting: Sequence[Coroutine]) -> None:
+        if point.kind is RowKind.IDS and self._looks_up_alone:
+            for coroutine in waiting:
+                call = coroutine.pending
                 try:
                     answer = called(point.module, *call.args, **call.kwargs)
                 except Exception as error:
-                    self._end(member, error)
+                    self.coroutines.throw(coroutine, error)
                 else:
-                    self._go_on(member, answer)
+                    self.coroutines.resume(coroutine, answer)
             return
-        for group in self._groups(members) if point.rowwise is RowKind.EXPERTS else [members]:
-            for member in group:
-                self._offload.take(member)
-            super()._through_as_rows(point, group)
+        if point.kind is None:
+            self._take_turns(point, waiting)
+            return
+        for group in self._groups(waiting) if point.kind is RowKind.EXPERTS else [waiting]:
+            for coroutine in group:
+                self._offload.take(coroutine)
+            if self.coroutines.compute_rows(point, group):
+                continue
+            if point.is_unit:
+                self._take_turns(point, group)
+            else:
+                for coroutine in group:
+                    self.coroutines.resume(coroutine, coroutine.pending)
 
-    def _groups(self, members: Sequence[Member]) -> list[list[Member]]:
-        """Groups of members whose rows go through a layer's experts together."""
-        given = [call_of(member).args for member in members]
+    def _groups(self, waiting: Sequence[Coroutine]) -> list[Sequence[Coroutine]]:
+        """Groups of coroutines whose rows go through a layer's experts together."""
+        given = [coroutine.pending.args for coroutine in waiting]
         rows = [len(args[0]) if args else self._experts_rows for args in given]
-        return [list(members[group]) for group in grouped(rows, self._experts_rows)]
+        return [waiting[group] for group in grouped(rows, self._experts_rows)]
 
-    def _through_a_unit(self, point: MeetingPoint, members: Sequence[Member]) -> None:
-        """Run a unit's hooks once, and between them every member's calls, until all have left it.
+    def _take_turns(self, point: SyncPoint, waiting: Sequence[Coroutine]) -> None:
+        """Run a unit's hooks once, and between them every coroutine's calls, until all have left it.
 
-        The hooks get no inputs, since most of them are offloaded: the boundary between devices is run for each member.
+        The hooks get no inputs, since most of them are offloaded: the boundary between devices is run for each
+        coroutine.
         """
         module = point.module
         boundary = self._boundaries.get(id(module))
 
-        def all_of_them(*args: Any, **kwargs: Any) -> None:
-            for member, following in zip(members, [*members[1:], members[0]], strict=True):
-                if following is not member:
-                    self._offload.expect(following)
-                while member.waits is not None and member.waits.point is point:  # the head, for several slices
-                    call = member.waits
-                    self._offload.take(member)
-                    brought = boundary(module, call.args, call.kwargs) if boundary is not None else None
-                    self._go_on(member, call if brought is None else MemberCall(point, *brought))
-            while inside := [member for member in members if member.waits_inside(point)]:
-                self._meet(inside)
+        def forward(*args: Any, **kwargs: Any) -> None:
+            for coroutine, following in zip(waiting, [*waiting[1:], waiting[0]], strict=True):
+                if following is not coroutine:
+                    self._offload.prefetch(following)
+                while coroutine.call is not None and coroutine.call.point is point:  # the head, for several slices
+                    call = coroutine.call
+                    self._offload.take(coroutine)
+                    moved = boundary(module, call.args, call.kwargs) if boundary is not None else None
+                    self.coroutines.resume(coroutine, call if moved is None else PendingCall(point, *moved))
+            self.coroutines.leave(point, waiting)
 
-        with point.replaced(all_of_them):
+        with point.replaced(forward):
             called(module)

@@ -1,9 +1,9 @@
-"""What scoring is given, returns and computes: texts, results, limits, and the tasks that the texts need.
+"""Data of scoring: texts, results, limits, and the tasks that the texts need.
 
     context  a b c   continuation  d e      inputs  a b c d     logits of the rows of c and d, at d and e
 
-The last token of a continuation is only predicted: it is no input unless an embedding is requested. Texts with the same
-inputs, such as alternatives of a single token, are one task.
+The last token of a continuation is only predicted. It is not an input unless an embedding is requested. Texts with the
+same inputs, such as alternatives of a single token, are one task.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from rabbitllm.errors import OptionError, RabbitLLMError
+from rabbitllm.generation.request import ModelLimits
 
 Pooling = Literal["last", "mean"]
 
@@ -47,7 +48,7 @@ class Scored:
         tokens: number of tokens of the continuation.
         greedy: whether each of them is the most likely one at its position; None if `logprob` is None.
         embedding: (hidden size,) as float32 numbers; None if not requested, or after an error.
-        error: why there is no result; concerns this text alone.
+        error: the error that concerns this text alone, instead of a result.
     """
 
     index: int
@@ -86,21 +87,6 @@ POOLINGS = ("last", "mean")
 
 
 @dataclass(frozen=True, slots=True)
-class Ability:
-    """The properties of a model that decide which texts it can score.
-
-    Attributes:
-        vocabulary: size of its vocabulary.
-        context: maximum number of tokens; None if the model sets no limit.
-        has_head: whether it has an output head, and so computes probabilities.
-    """
-
-    vocabulary: int
-    context: int | None
-    has_head: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class Asked:
     """The results of a task that one text asks for.
 
@@ -130,17 +116,20 @@ class Task:
     asked: tuple[Asked, ...]
 
 
-def problem_of(text: ScoredText, ability: Ability, *, truncate: bool) -> OptionError | None:
-    """Why a text cannot be scored; None if it can.
+def problem_of(text: ScoredText, limits: ModelLimits, *, has_head: bool = True, truncate: bool) -> OptionError | None:
+    """The error for a text that cannot be scored; None if it can.
 
     Args:
         text: the text.
-        ability: properties of the model.
+        limits: bounds of the model.
+        has_head: whether the model has an output head, and so computes probabilities.
         truncate: whether its beginning may be cut off.
     """
     name = f"The text with index {text.index}"
     if not text.continuation and text.pooling is None:
-        return OptionError(f"{name} requests nothing.", "Set a continuation, or pooling for an embedding.")
+        return OptionError(
+            f"{name} has no continuation and no pooling.", "Set a continuation, or pooling for an embedding."
+        )
     if text.pooling is not None and text.pooling not in POOLINGS:
         return OptionError(f"{name} has pooling={text.pooling!r}; expected one of {', '.join(POOLINGS)}.")
     if not text.context and (text.continuation or text.pooling is None):
@@ -148,25 +137,24 @@ def problem_of(text: ScoredText, ability: Ability, *, truncate: bool) -> OptionE
             f"{name} has an empty context, so the first token of its continuation has no prediction.",
             "Use at least one token as context: the tokenizer's beginning-of-sequence or end-of-sequence token.",
         )
-    if not text.context:
-        return OptionError(f"{name} has no tokens.", "Remove it.")
-    if text.continuation and not ability.has_head:
+    if text.continuation and not has_head:
         return OptionError(f"{name} has a continuation, and the model gives no probabilities, only embeddings.")
-    wrong = [token for token in (*text.context, *text.continuation) if not 0 <= token < ability.vocabulary]
-    if wrong:
-        return OptionError(f"{name} has the token {wrong[0]}; the model knows {ability.vocabulary:,}.")
+    try:
+        limits.check_ids((*text.context, *text.continuation), name)
+    except OptionError as error:
+        return error
     inputs = len(_inputs(text))
-    if ability.context is None or inputs <= ability.context:
+    if limits.context is None or inputs <= limits.context:
         return None
     if not truncate:
         return OptionError(
-            f"{name} has {inputs:,} tokens; the model's context has {ability.context:,}.",
+            f"{name} has {inputs:,} tokens; the model's context has {limits.context:,}.",
             "Shorten it, or use truncate, which removes its beginning.",
         )
-    if len(text.continuation) > ability.context:
+    if len(text.continuation) > limits.context:
         return OptionError(
             f"{name} has a continuation of {len(text.continuation):,} tokens; the model's context has "
-            f"{ability.context:,}.",
+            f"{limits.context:,}.",
             "Score it in parts, each with the text before it as context.",
         )
     return None

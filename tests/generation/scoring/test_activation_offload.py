@@ -40,7 +40,7 @@ def turns(offload: ActivationOffload, holders: list[Holder], rounds: int, limit:
         offload.leave(one, one.needed)
     for _ in range(rounds):
         for one, following in zip(holders, [*holders[1:], holders[0]], strict=True):
-            offload.expect(following)
+            offload.prefetch(following)
             offload.take(one)
             one.compute()
             offload.leave(one, one.needed)
@@ -53,7 +53,7 @@ def test_it_comes_back_as_it_was(tmp_path: Path, near: int, host: int) -> None:
     holders = [Holder(seed) for seed in range(5)]
     with ActivationOffload(near, host, 1 << 30, tmp_path) as offload:
         turns(offload, holders, 4, near)
-        assert offload.max_near <= near
+        assert offload.max_resident <= near
         assert (offload.written > 0) == (near + host < 5 * SIZE * 6)
         assert not list(tmp_path.iterdir())
 
@@ -90,7 +90,7 @@ def test_what_two_hold_stays(tmp_path: Path) -> None:
         offload.take("b")
         offload.leave("b", [shared, own])
         assert [one.untyped_storage().nbytes() for one in (shared, own)] == [SIZE * 4, 0]
-        offload.over("a")
+        offload.drop("a")
         offload.leave("b", [shared, own])
         assert not shared.untyped_storage().nbytes()
 
@@ -102,7 +102,7 @@ def test_what_is_offloaded_for_one_is_there_for_the_next(tmp_path: Path) -> None
     with ActivationOffload(0, 0, 1 << 30, tmp_path) as offload:
         offload.leave("a", [shared])
         offload.leave("b", [shared])
-        offload.over("a")
+        offload.drop("a")
         offload.take("b")
         assert torch.equal(shared, expected)
 
@@ -129,8 +129,8 @@ def test_what_was_read_ahead_of_one_who_ends(tmp_path: Path) -> None:
     with ActivationOffload(0, 0, 1 << 30, tmp_path) as offload:
         for one in holders:
             offload.leave(one, one.needed)
-        offload.expect(holders[0])
-        offload.over(holders[0])
+        offload.prefetch(holders[0])
+        offload.drop(holders[0])
         offload.take(holders[1])
         holders[1].compute()
     assert not list(tmp_path.iterdir())

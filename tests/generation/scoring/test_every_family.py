@@ -9,7 +9,7 @@ import pytest
 from rabbitllm.generation.packed_batch import PACKABLE
 from rabbitllm.generation.scoring import Room
 from rabbitllm.generation.scoring.micro_batches import TextLayout
-from rabbitllm.generation.scoring.plan import FILLABLE, form_of
+from rabbitllm.generation.scoring.score import FILLABLE, layout_of
 from tests.generation.scoring.compared_with_plain import alone, assert_alike, scored, texts_for
 from tests.generation.test_packed_batch import ALONE, checkpoint
 from tests.support.tiny_models import load, split
@@ -23,7 +23,7 @@ STATES = FILLABLE - PACKABLE
 def test_as_each_alone(tmp_path: Path, name: str) -> None:
     """Compared with the same streamed model, whose bits other tests compare; all waiting activations are offloaded."""
     model = load(split(checkpoint(tmp_path / "model", name)), 60_000, exact=False)
-    assert form_of(model, exact=False) is (TextLayout.FILLED if name in STATES else TextLayout.PACKED)
+    assert layout_of(model, exact=False) is (TextLayout.FILLED if name in STATES else TextLayout.PACKED)
     texts = texts_for()
     expected = [alone(model, text) for text in texts]
     room = Room(tokens=40, memory_bytes=0, disk_bytes=1 << 30, scratch=tmp_path)

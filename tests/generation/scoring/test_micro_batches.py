@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rabbitllm.generation.scoring.micro_batches import (
-    FILLED_SHARE,
+    PADDING_SHARE,
     MicroBatch,
     TextLayout,
     chains,
@@ -33,7 +33,7 @@ def tokens_at(batch: MicroBatch) -> list[int]:
 @pytest.mark.parametrize("form", TextLayout)
 @given(tasks=TASKS)
 def test_all_and_no_more_than_may_be(form: TextLayout, tasks: list[Task]) -> None:
-    batches = micro_batches(tasks, form, LIMIT, worth=2)
+    batches = micro_batches(tasks, form, LIMIT, min_shared=2)
     assert sorted(task.ids for batch in batches for task in batch.tasks) == sorted(task.ids for task in tasks)
     for batch in batches:
         there = tokens_at(batch)
@@ -42,7 +42,7 @@ def test_all_and_no_more_than_may_be(form: TextLayout, tasks: list[Task]) -> Non
             assert tuple(there[row] for row in batch.rows(number)) == task.ids
         filling = batch.tokens - sum(len(task.ids) for task in batch.tasks)
         if form is TextLayout.FILLED:
-            assert filling * FILLED_SHARE <= batch.tokens
+            assert filling * PADDING_SHARE <= batch.tokens
         if form in (TextLayout.EQUAL, TextLayout.ALONE):
             assert filling == 0
 
@@ -57,7 +57,7 @@ def test_one_that_is_too_long_goes_by_itself() -> None:
 def test_those_with_the_same_beginning_are_together() -> None:
     shared = (5,) * 20
     tasks = [Task((*shared, number), ()) for number in range(8)] + [Task((number, *shared), ()) for number in range(4)]
-    batches = micro_batches(tasks[::-1], TextLayout.PACKED, 28, worth=16)
+    batches = micro_batches(tasks[::-1], TextLayout.PACKED, 28, min_shared=16)
     assert [batch.tokens for batch in batches].count(28) == 1
     assert sum(batch.tokens for batch in batches) == 28 + 4 * 21
 
@@ -67,7 +67,9 @@ def test_what_is_handed_on_was_computed_and_has_no_rows_that_are_asked_for(tasks
     asked = [Task(one.ids, (Asked(0, min(first, len(one.ids) - 1), (1,), None),)) for one in tasks]
     before: list[int] = []
     handed = 0
-    for own, alone in zip(linked(found := micro_batches(asked, TextLayout.PACKED, LIMIT, worth=2)), found, strict=True):
+    for own, alone in zip(
+        linked(found := micro_batches(asked, TextLayout.PACKED, LIMIT, min_shared=2)), found, strict=True
+    ):
         assert own.segments is not None
         assert own.tasks == alone.tasks
         there = [token for part in own.segments.computed for token in part.ids]
@@ -81,22 +83,22 @@ def test_what_is_handed_on_was_computed_and_has_no_rows_that_are_asked_for(tasks
             assert tuple(there[row] for row in rows[known:]) == task.ids[known:]
             assert known <= task.asked[0].first
         assert handed == own.segments.rows(0).count(-1)
-        before, handed = list(own.tasks[-1].ids[: own.hands_on]), own.hands_on
+        before, handed = list(own.tasks[-1].ids[: own.shared_prefix]), own.shared_prefix
 
 
 @given(tasks=TASKS, most=st.integers(1, 4))
 def test_chains_are_linked_and_end_where_nothing_is_handed_on(tasks: list[Task], most: int) -> None:
-    found = micro_batches(tasks, TextLayout.PACKED, LIMIT, worth=2)
+    found = micro_batches(tasks, TextLayout.PACKED, LIMIT, min_shared=2)
     made = chains(found, most)
     assert [batch.tasks for chain in made for batch in chain] == [batch.tasks for batch in found]
     at = 0
     for chain in made:
         alone = found[at : at + len(chain)]
         assert chain == linked(alone)
-        assert all(batch.hands_on for batch in chain[:-1])
+        assert all(batch.shared_prefix for batch in chain[:-1])
         at += len(chain)
         if len(chain) < most and at < len(found):
-            assert not linked([alone[-1], found[at]])[0].hands_on
+            assert not linked([alone[-1], found[at]])[0].shared_prefix
 
 
 TEXTS = st.sets(st.lists(st.integers(0, 2), min_size=1, max_size=12).map(tuple), min_size=1, max_size=12)

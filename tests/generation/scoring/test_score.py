@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,12 +21,12 @@ from rabbitllm.errors import BatchError, OptionError, RabbitLLMError, ScoringErr
 from rabbitllm.generation.memory import HEAP_BLOCK_BYTES, PassCost, cost_of_a_pass
 from rabbitllm.generation.scoring import Room, ScoredText, score
 from rabbitllm.generation.scoring.micro_batches import TextLayout
-from rabbitllm.generation.scoring.plan import (
-    LEAST_TOKENS,
+from rabbitllm.generation.scoring.score import (
     MAX_TOKENS,
+    MIN_TOKENS,
     RESIDENT_BATCHES,
     ScoringPlan,
-    form_of,
+    layout_of,
     limits_of,
 )
 from tests.generation.scoring.compared_with_plain import alone, assert_alike, by_index, scored, texts_for
@@ -125,7 +126,7 @@ def test_families(tmp_path: Path, family: str) -> None:
     plain, directory = plain_model(folder, dtype=torch.float32).eval(), split(folder)
     expected = [alone(plain, text) for text in texts_for()]
     model = load(directory, STREAMED)
-    assert form_of(model, exact=False) is FORMS[family]
+    assert layout_of(model, exact=False) is FORMS[family]
     for room in (
         Room(tokens=SMALL),
         Room(tokens=SMALL, memory_bytes=0, disk_bytes=1 << 30, scratch=tmp_path),
@@ -143,7 +144,7 @@ def test_angles_by_the_longest_text(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "phi3", family, dtype=torch.float32)
     plain = plain_model(folder, dtype=torch.float32).eval()
     model = load(split(folder), STREAMED)
-    assert form_of(model, exact=False) is TextLayout.EQUAL
+    assert layout_of(model, exact=False) is TextLayout.EQUAL
     ids = torch.arange(3, 33)[None]
     assert not torch.equal(plain(ids).logits[:, :10], plain(ids[:, :10]).logits)  # so it matters
     assert_alike(scored(model, texts_for(), Room()), [alone(plain, text) for text in texts_for()])
@@ -198,7 +199,7 @@ def test_a_resident_model(split_folder: Path, plain: Any) -> None:
     found = by_index(score(model, texts_for(), Room(tokens=SMALL), on_plan=plans.append))
     assert_alike(found, [alone(plain, text) for text in texts_for()])
     # results come as soon as no later micro-batch needs what was computed, and after some micro-batches in any case
-    assert all(batch.hands_on for one in plans[0].passes for batch in one[:-1])
+    assert all(batch.shared_prefix for one in plans[0].passes for batch in one[:-1])
     assert len(plans[0].passes) > 1
 
 
@@ -212,7 +213,7 @@ def test_a_resident_model_gives_results_before_all_is_done(split_folder: Path, p
 
 
 def test_many_logits_are_computed_in_slices(split_folder: Path, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rabbitllm.generation.scoring.plan.LOGITS_BYTES", 4 * VOCABULARY_SIZE * 3)
+    monkeypatch.setattr(sys.modules["rabbitllm.generation.scoring.score"], "LOGITS_BYTES", 4 * VOCABULARY_SIZE * 3)
     model = load(split_folder, STREAMED)
     text = ScoredText(0, (1, 2), tuple(range(3, 103)))
     with visits(model) as brought, rows_of_logits(model) as rows:
@@ -357,11 +358,11 @@ def test_on_a_processor_no_tensor_is_too_large_for_a_heap(split_folder: Path, mo
     for name, wide in (("hidden_size", 2048), ("intermediate_size", 5632), ("vocab_size", 32000)):
         monkeypatch.setattr(model.config, name, wide)
     tokens = limits_of(model, Room()).tokens
-    assert LEAST_TOKENS < tokens < MAX_TOKENS
+    assert MIN_TOKENS < tokens < MAX_TOKENS
     block = cost_of_a_pass(model.config, 4).block
     assert tokens * block <= HEAP_BLOCK_BYTES < (tokens + 1) * block
     monkeypatch.setattr(lane.device, "free_bytes", lambda: 0)
-    assert limits_of(model, Room()).tokens == LEAST_TOKENS
+    assert limits_of(model, Room()).tokens == MIN_TOKENS
     assert limits_of(model, Room(tokens=7)).tokens == 7
 
 

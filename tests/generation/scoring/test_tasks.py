@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rabbitllm.generation.scoring.tasks import Ability, Asked, ScoredText, problem_of, tasks_of
+from rabbitllm.generation.request import ModelLimits
+from rabbitllm.generation.scoring.tasks import Asked, ScoredText, problem_of, tasks_of
 
-ABLE = Ability(vocabulary=100, context=8)
+ABLE = ModelLimits(context=8, vocabulary=100)
 
 
 def test_the_last_token_is_no_input() -> None:
@@ -41,7 +42,7 @@ def test_what_is_too_long_loses_its_beginning() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (ScoredText(7, (1, 2)), "requests nothing"),
+        (ScoredText(7, (1, 2)), "no continuation and no pooling"),
         (ScoredText(7, (), (1,)), "empty context"),
         (ScoredText(7, (), (), "last"), "no tokens"),
         (ScoredText(7, (1,), (), "first"), "pooling='first'"),  # type: ignore[arg-type]
@@ -60,7 +61,7 @@ def test_refused(text: ScoredText, words: str) -> None:
 def test_as_many_inputs_as_the_context_has() -> None:
     assert problem_of(ScoredText(0, range(8), (1,)), ABLE, truncate=False) is None
     assert problem_of(ScoredText(0, range(8), (1,), "last"), ABLE, truncate=False) is not None
-    assert problem_of(ScoredText(0, range(80), (1,)), Ability(100, None), truncate=False) is None
+    assert problem_of(ScoredText(0, range(80), (1,)), ModelLimits(None, 100), truncate=False) is None
 
 
 def test_truncating_keeps_the_continuation_whole() -> None:
@@ -71,6 +72,5 @@ def test_truncating_keeps_the_continuation_whole() -> None:
 
 
 def test_a_model_without_a_head_has_embeddings_only() -> None:
-    able = Ability(100, 8, has_head=False)
-    assert problem_of(ScoredText(0, (1,), (), "last"), able, truncate=False) is None
-    assert problem_of(ScoredText(0, (1,), (2,)), able, truncate=False) is not None
+    assert problem_of(ScoredText(0, (1,), (), "last"), ABLE, has_head=False, truncate=False) is None
+    assert problem_of(ScoredText(0, (1,), (2,)), ABLE, has_head=False, truncate=False) is not None

@@ -15,7 +15,8 @@ from transformers.pytorch_utils import Conv1D
 from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.expert_finding import is_routed
 from rabbitllm.engine.load import load_model
-from rabbitllm.generation.joint_pass import JointPasses, RowKind, joined, rowwise
+from rabbitllm.generation.coroutines import RowKind, joined, rowwise
+from rabbitllm.generation.model_runner import ModelRunner
 from rabbitllm.generation.scoring import Room, ScoredText, score
 from rabbitllm.quant import bfloat_products
 from tests.generation.together import CHUNK, LENGTHS, Text, alone, assert_alike, generated, prompts, together
@@ -83,7 +84,7 @@ def test_experts_are_asked_once_for_all(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_members_that_wait_at_a_table_inside_of_a_layer_are_still_in_the_layer(tmp_path: Path, exact: bool) -> None:
+def test_coroutines_that_wait_at_a_table_inside_of_a_layer_are_still_in_the_layer(tmp_path: Path, exact: bool) -> None:
     """The table is a unit of its own, some of whose rows are read; the layer's weights are needed after it."""
     model = load(split(build_checkpoint(tmp_path / "model", HYBRIDS["qwen4_exp"])), 60_000, exact=exact)
     units = {placed.unit for placed in model.placement.units}
@@ -105,12 +106,12 @@ def test_company_changes_no_bit_of_a_text(folder: Path, kernel_rows: list[int], 
     assert max(kernel_rows) > max(len(prompt) for prompt in given)
     for number, text in enumerate(found):
         lone: list[Text] = []
-        passes = JointPasses(model)
+        runner = ModelRunner(model)
         chunks = {"prefill_chunk_size": CHUNK} if number % 2 else {}
-        passes.add(lambda: lone.append(generated(model, given[number], **chunks)))  # noqa: B023 - runs before the next
-        while passes.members:
-            passes.run(passes.members)
-        passes.close()
+        runner.coroutines.add(lambda: lone.append(generated(model, given[number], **chunks)))  # noqa: B023 - runs before the next
+        while runner.coroutines.active:
+            runner.run(runner.coroutines.active)
+        runner.coroutines.close()
         assert torch.equal(lone[0].logits, text.logits)
 
 
@@ -138,7 +139,7 @@ def test_the_kernel_is_made_before_anybody_waits(folder: Path, compression: str 
     found = split(folder.parent, compression) if compression else folder
     model = load(found, 0, dtype="bfloat16")
     bfloat_products.kernel_here.cache_clear()
-    JointPasses(model).close()
+    ModelRunner(model).coroutines.close()
     assert bfloat_products.kernel_here.cache_info().currsize == 1
 
 
@@ -212,7 +213,7 @@ def test_texts_on_gpus(tmp_path: Path, family: str, count: int, exact: bool) -> 
         options = RunOptions(max_memory=limits, show_progress=False, dtype="float32", exact=True)
         model = load_model(split_folder, options, None, gpus)
         assert model.placement.uploaded_bytes > 0
-        passes = JointPasses(model, exact=exact)
+        runner = ModelRunner(model, exact=exact)
         prompts = [
             torch.randint(3, VOCABULARY_SIZE, (1, 4 + 9 * n), generator=torch.Generator().manual_seed(n))
             for n in range(4)
@@ -222,14 +223,14 @@ def test_texts_on_gpus(tmp_path: Path, family: str, count: int, exact: bool) -> 
         def work(number: int) -> None:
             made[number] = generate(model, prompts[number])
 
-        members = [passes.add(lambda number=number: work(number)) for number in range(len(prompts))]  # type: ignore[misc]
+        coroutines = [runner.coroutines.add(lambda number=number: work(number)) for number in range(len(prompts))]  # type: ignore[misc]
         count_before = sum(gpu.uploads for gpu in gpus)
         rounds = 0
-        while passes.members:
-            passes.run(passes.members)
+        while runner.coroutines.active:
+            runner.run(runner.coroutines.active)
             rounds += 1
-        passes.close()
+        runner.coroutines.close()
         uploads = sum(gpu.uploads for gpu in gpus) - count_before
-    assert [member.error for member in members] == [None] * 4
+    assert [one.error for one in coroutines] == [None] * 4
     assert made == {number: generate(plain, ids) for number, ids in enumerate(prompts)}
     assert uploads <= (rounds + 1) * len(model.placement.units)  # once a pass, not once a text

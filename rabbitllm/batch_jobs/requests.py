@@ -1,7 +1,7 @@
-"""From items to requests of a batch, and from its events to answers; the part that needs the tokenizer.
+"""From items to requests of a batch, and from its results to answers; the part that needs the tokenizer.
 
 Lines in this package's format are answered in the same format; those of OpenAI's batch format in OpenAI's, by the
-code that serves it over HTTP.
+server's code.
 
     {"id": …, "text": …, "finish": "stop" | "length", "prompt_tokens": …, "new_tokens": …}
     {"id": …, "answers": [{"text": …, "finish": …, "new_tokens": …}, …], "prompt_tokens": …, "new_tokens": …}    n > 1
@@ -18,50 +18,26 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.batch_jobs.items import BatchAnswer, BatchCall, Generate, Item, Refused
-from rabbitllm.errors import MediaError, MissingPackageError, missing_package
+from rabbitllm.errors import MediaError, MissingPackageError, OptionError, missing_package
 from rabbitllm.generation.media import openai_part, text_of_parts
 from rabbitllm.generation.request import (
     Delta,
-    Finished,
     FinishReason,
+    ModelLimits,
     Prompt,
     Request,
+    Result,
     Sampling,
-    TokenLogprob,
-    context_of,
     end_tokens,
-    tokenizer_of,
 )
-from rabbitllm.server.api_error import BROKEN, APIError, bad
-from rabbitllm.server.settings import ModelLimits, Settings
-from rabbitllm.server.templates import BAD_MEDIA, Template
+from rabbitllm.generation.template import ChatTemplate
+from rabbitllm.server.api_error import BAD_MEDIA, BROKEN, PROMPT_ERRORS, APIError, bad, prompt_error
+from rabbitllm.server.settings import Settings
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
 
 FINISHES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
-_SEEDS = (1 << 63) - 1
-
-
-@dataclass(slots=True)
-class Answered:
-    """The answer to one request of an item, as it is made.
-
-    Attributes:
-        text: the text so far.
-        tokens: the tokens so far, if the item wants them; else none.
-        end: how it ended; None while it runs.
-    """
-
-    text: str = ""
-    tokens: tuple[TokenLogprob, ...] = ()
-    end: Finished | None = None
-
-    @property
-    def finished(self) -> Finished:
-        """The end of a finished one."""
-        assert self.end is not None
-        return self.end
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +47,14 @@ class PreparedItem:
     Attributes:
         item: the item.
         requests: one for each answer to it.
-        answer: makes the output line from the answered requests.
-        keeps_tokens: whether the answer needs tokens as well as text.
+        line_of: makes the output line from the whole text of each answer, with its tokens, and from the results.
+        keeps_tokens: whether the line needs tokens with their probabilities.
         text_of: the text to keep of a delta.
     """
 
     item: Item
     requests: tuple[Request, ...]
-    answer: Callable[[Sequence[Answered]], Mapping[str, Any]]
+    line_of: Callable[[Sequence[Delta], Sequence[Result]], Mapping[str, Any]]
     keeps_tokens: bool = False
     text_of: Callable[[Delta], str] = lambda delta: delta.text
 
@@ -98,15 +74,14 @@ class RequestBuilder:
     """
 
     def __init__(self, model: StreamedModel, name: str) -> None:
-        self.tokenizer = tokenizer_of(model)
-        self.template = Template(self.tokenizer, model)
-        self.vocabulary: int = model.get_input_embeddings().num_embeddings
-        self.context: int | None = context_of(model)
+        self.template = ChatTemplate(model)
+        self.tokenizer = self.template.tokenizer
+        self.limits = ModelLimits.of(model)
         self.width = int(model.config.get_text_config(decoder=True).hidden_size)
         self.ends = frozenset(end_tokens(model))
         self.name = name
 
-    def wanted(self, item: Item) -> PreparedItem:
+    def prepared(self, item: Item) -> PreparedItem:
         """The requests of an item.
 
         Args:
@@ -128,10 +103,10 @@ class RequestBuilder:
             APIError: an id outside the vocabulary, or no ids.
         """
         ids = tuple(int(one) for one in self.tokenizer(given)["input_ids"]) if isinstance(given, str) else given
-        if not ids:
-            raise bad("The text has no tokens.")
-        if max(ids) >= self.vocabulary:
-            raise bad(f"Token {max(ids)} is not the model's, which has {self.vocabulary:,}.")
+        try:
+            self.limits.check_ids(ids, "The text")
+        except OptionError as error:
+            raise bad(error.problem) from None
         return ids
 
     def _own(self, item: Item, asked: Generate) -> PreparedItem:
@@ -139,23 +114,20 @@ class RequestBuilder:
         if isinstance(asked.given, str) or isinstance(asked.given[0], int):
             prompt = Prompt(self.ids_of(asked.given))
         else:
-            prompt = self.template.prompt(_with_media(asked.given), (), {})
-            stop = (*stop, *self.template.stops)
-        most = asked.max_new_tokens
-        if self.context is not None:
-            if len(prompt.ids) >= self.context:
-                raise bad(
-                    f"The prompt has {len(prompt.ids):,} tokens, and the model's context only {self.context:,}.",
-                    code="context_length_exceeded",
-                )
-            most = min(most, self.context - len(prompt.ids))
-        requests = []
-        for number in range(asked.n):
-            seed = None if asked.seed is None else (asked.seed + number) & _SEEDS
-            samples = asked.temperature != 0
-            sampling = Sampling(asked.temperature, asked.top_p if samples else None, seed)
-            requests.append(Request(prompt.ids, most, sampling, stop, media=prompt.media))
-        return PreparedItem(item, tuple(requests), lambda answered: _own_line(item, answered))
+            messages, stop = _with_media(asked.given), (*stop, *self.template.stops)
+            try:
+                prompt = self.template.prompt(messages)
+            except PROMPT_ERRORS as error:
+                raise prompt_error(error) from error
+        try:
+            most = self.limits.new_tokens(len(prompt.ids), asked.max_new_tokens, cut=True)
+        except OptionError as error:
+            raise bad(error.problem, code="context_length_exceeded") from None
+        sampling = Sampling(asked.temperature, asked.top_p if asked.temperature != 0 else None, asked.seed)
+        requests = tuple(
+            Request(prompt.ids, most, sampling.nth(number), stop, media=prompt.media) for number in range(asked.n)
+        )
+        return PreparedItem(item, requests, lambda _, results: _own_line(item, results))
 
     def _call(self, item: Item, asked: BatchCall) -> PreparedItem:
         try:
@@ -167,31 +139,29 @@ class RequestBuilder:
 
         defaults = asked.defaults
         most = defaults.max_new_tokens
-        settings = Settings(self.name, max_new_tokens=most, completion_new_tokens=most)
-        limits = ModelLimits(self.context, self.vocabulary, defaults.temperature or 0.0, defaults.top_p)
+        sampling = Sampling(defaults.temperature or 0.0, defaults.top_p)
+        settings = Settings(self.name, max_new_tokens=most, completion_new_tokens=most, sampling=sampling)
         given, spelling = _with_defaults(asked, item.index), Spelling(self.tokenizer)
         body: ChatBody | CompletionBody
         choices: ChatChoices | CompletionChoices
         if asked.url == "/v1/chat/completions":
             body = parsed(ChatBody, given)
-            checked = checked_chat(body, self.template, limits, settings)
+            checked = checked_chat(body, self.template, self.limits, settings)
             choices = ChatChoices(checked, spelling, self.ends, lambda: _new("call_"))
             kind, lead = "chat.completion", "chatcmpl-"
         else:
             body = parsed(CompletionBody, given)
-            checked = checked_completion(body, self.tokenizer, limits, settings)
+            checked = checked_completion(body, self.tokenizer, self.limits, settings)
             choices = CompletionChoices(checked, spelling, self.ends)
             kind, lead = "text_completion", "cmpl-"
         n = body.n or 1
 
-        def answer(answered: Sequence[Answered]) -> Mapping[str, Any]:
+        def line_of(deltas: Sequence[Delta], results: Sequence[Result]) -> Mapping[str, Any]:
             envelope = Envelope(_new(lead), int(time.time()), self.name, kind, n=n)
-            made = [
-                choices.whole(number, Delta(one.text, one.tokens), one.finished) for number, one in enumerate(answered)
-            ]
-            return call_line(item, 200, envelope.whole(made, [one.finished for one in answered]))
+            made = [choices.whole(number, *pair) for number, pair in enumerate(zip(deltas, results, strict=True))]
+            return call_line(item, 200, envelope.whole(made, results))
 
-        return PreparedItem(item, checked.requests, answer, checked.likeliest is not None, choices.text_of)
+        return PreparedItem(item, checked.requests, line_of, checked.top_logprobs is not None, choices.text_of)
 
 
 def _with_media(messages: Sequence[Any]) -> list[dict[str, Any]]:
@@ -219,7 +189,7 @@ def _with_media(messages: Sequence[Any]) -> list[dict[str, Any]]:
 def _with_defaults(asked: BatchCall, index: int) -> dict[str, Any]:
     body = {name: value for name, value in asked.body.items() if value is not None}
     if asked.defaults.seed is not None:
-        body.setdefault("seed", (asked.defaults.seed + index) & _SEEDS)
+        body.setdefault("seed", asked.defaults.sampling.nth(index).seed)
     if asked.defaults.stop:
         body.setdefault("stop", list(asked.defaults.stop))
     if asked.defaults.top_p is not None and asked.defaults.temperature is None:
@@ -249,7 +219,7 @@ def call_line(item: Item, status: int, body: Mapping[str, Any]) -> Mapping[str, 
 
 
 def unreadable_answer(item: Item) -> BatchAnswer:
-    """The answer to an input line that is no item."""
+    """The answer to an invalid input line."""
     assert isinstance(item.asked, Refused)
     error = {"code": item.asked.code, "message": item.asked.message}
     line: dict[str, Any] = {"id": item.key}
@@ -258,12 +228,12 @@ def unreadable_answer(item: Item) -> BatchAnswer:
     return BatchAnswer(item.index, item.key, {**line, "error": error}, is_error=True)
 
 
-def _own_line(item: Item, answered: Sequence[Answered]) -> Mapping[str, Any]:
-    made = [{"text": one.text, "finish": FINISHES[one.finished.ended]} for one in answered]
-    counts = [one.finished.new_tokens for one in answered]
+def _own_line(item: Item, results: Sequence[Result]) -> Mapping[str, Any]:
+    made = [{"text": result.text, "finish": FINISHES[result.finish]} for result in results]
+    counts = [len(result.tokens) for result in results]
     of_each = [{**one, "new_tokens": count} for one, count in zip(made, counts, strict=True)]
     texts = made[0] if len(made) == 1 else {"answers": of_each}
-    return {"id": item.key, **texts, "prompt_tokens": answered[0].finished.prompt_tokens, "new_tokens": sum(counts)}
+    return {"id": item.key, **texts, "prompt_tokens": results[0].prompt_tokens, "new_tokens": sum(counts)}
 
 
 def _new(lead: str) -> str:

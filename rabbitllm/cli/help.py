@@ -1,0 +1,52 @@
+"""How `--help` looks: panels in one order, a word for each value (SIZE) where typer shows the type in Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+MODEL_PANEL, ANSWER_PANEL, SAMPLING_PANEL, SHARDS_PANEL = "Model and split", "Prompt and answer", "Sampling", "Shards"
+CACHE_PANEL, LIMITS_PANEL, NETWORK_PANEL, HOSTS_PANEL = "KV cache", "Limits", "Network", "Several machines"
+OTHER_PANEL, RARE_PANEL = "Other options", "Rarely needed"
+PANELS = (
+    *(MODEL_PANEL, ANSWER_PANEL, SAMPLING_PANEL, SHARDS_PANEL, CACHE_PANEL),
+    *(LIMITS_PANEL, NETWORK_PANEL, HOSTS_PANEL, OTHER_PANEL, RARE_PANEL),
+)
+"""In the order of the help. A command whose options are of one panel has no panels."""
+
+
+class _InWords:
+    """What commands and the group of them have in common."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        has_panels = len({one.rich_help_panel for one in found} - {None}) > 1
+        for one in found:
+            one._get_number_range_help_str = lambda: None  # "[x>=1]" takes the width of the text
+            if one.param_type_name == "argument":
+                one.metavar = one.metavar or one.name.upper()
+                one.display_type_rich = lambda ctx: ""
+                continue
+            one.metavar = "" if getattr(one, "is_flag", False) else one.metavar or word_of(one)
+            one.rich_help_panel = (one.rich_help_panel or OTHER_PANEL) if has_panels else None
+        order = dict(zip(PANELS, range(len(PANELS)), strict=True))
+        return sorted(found, key=lambda one: order.get(one.rich_help_panel, -1))
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]  # type: ignore[misc]
+
+
+class CommandInWords(_InWords, TyperCommand):
+    """A command."""
+
+
+class GroupInWords(_InWords, TyperGroup):
+    """A group of commands."""
+
+
+def word_of(option: Any) -> str:
+    """The word for the value of an option that declares none."""
+    described = getattr(option, "type_descriptor", None)
+    kind = described.annotation.__name__ if described is not None else option.type.name
+    return "N" if kind in ("int", "integer", "float") else "TEXT"

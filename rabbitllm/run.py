@@ -1,0 +1,245 @@
+"""`rabbitllm run`: one prompt to a model, and its answer; also by several processes that have some layers each."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from rabbitllm.auto_model import LoadRequest
+from rabbitllm.base.options import Hosts
+from rabbitllm.base.terminal import counted, harmless, put_fact, size
+from rabbitllm.errors import OptionError
+from rabbitllm.generation.media import MediaFile
+from rabbitllm.generation.request import FinishReason, Prompt, Result
+from rabbitllm.generation.template import SYSTEM, USER, ChatTemplate, PromptRefused
+from rabbitllm.models.pull import loaded_model
+from rabbitllm.telemetry.passes import BETWEEN_LAYERS, COMPUTE, DEQUANTIZE, PROMPT, READ_WAIT, UPLOAD_WAIT, PassSums
+
+if TYPE_CHECKING:
+    from rabbitllm.engine.streamed_model import StreamedModel
+
+WAIT_SECONDS = 1.5
+"""Time after which waiting for the pipe is reported on stderr."""
+_NO_SYSTEM = "Remove --system, or put the instruction into the prompt."
+
+# The prompt.
+
+
+def joined(argument: str | None, piped: str | None) -> str:
+    """Join the piped text and the argument, which is usually a question about it, by an empty line.
+
+    Raises:
+        OptionError: both are missing or blank.
+    """
+    parts = [part for part in (piped.strip("\n") if piped is not None else None, argument) if part]
+    if not any(part.strip() for part in parts):
+        raise OptionError(
+            "There is no prompt.", 'Pass one, e.g. rabbitllm run MODEL "What is a rabbit?", or pipe one to stdin.'
+        )
+    return "\n\n".join(parts)
+
+
+def piped_text() -> str | None:
+    """The text piped or redirected into this process, or None. Prints a note to stderr if it has to wait."""
+    try:
+        kind = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError, AttributeError):  # no stdin, or a replacement by a test
+        return None
+    if not (stat.S_ISFIFO(kind) or stat.S_ISREG(kind) or stat.S_ISSOCK(kind)):
+        return None
+    waiting = "reading the prompt from stdin until it is closed …"
+    note = threading.Timer(WAIT_SECONDS, print, (waiting,), {"file": sys.stderr, "flush": True})
+    note.daemon = True
+    note.start()
+    try:
+        return sys.stdin.buffer.read().decode("utf-8", "replace")
+    finally:
+        note.cancel()
+
+
+def prompt_of(
+    model: StreamedModel, text: str, system: str | None = None, files: Sequence[MediaFile] = (), *, raw: bool = False
+) -> Prompt:
+    """A prompt of text, pictures and sounds, which come before the text.
+
+    Args:
+        model: a model with its `tokenizer`.
+        text: message of the user; with `raw` it has the model's own placeholders for pictures and sounds.
+        system: system prompt, or None.
+        files: the pictures and sounds.
+        raw: do not use the chat template.
+
+    Raises:
+        OptionError: no tokenizer; a system prompt without a chat template; the template or the processor refuses the
+            messages; or the prompt has no tokens.
+        MediaError: a file cannot be used, or the model takes none of its kind.
+    """
+    template = ChatTemplate(model)
+    is_raw = raw or not (files or template.is_there)
+    if is_raw and system is not None:
+        why = "--raw uses no chat template" if raw else "This model has no chat template"
+        raise OptionError(f"{why}, so a system prompt is not possible.", _NO_SYSTEM)
+    parts: list[dict[str, Any]] = [{"type": file.kind, "file": file} for file in files]
+    messages: list[dict[str, Any]] = [{"role": SYSTEM, "content": system}] if system is not None else []
+    messages.append({"role": USER, "content": [*parts, {"type": "text", "text": text}] if files else text})
+    try:
+        prompt = template.raw(text, files) if is_raw else template.prompt(messages)
+    except PromptRefused as error:
+        remedy = _NO_SYSTEM if system is not None else "Use --raw, which uses no chat template."
+        if error.by_processor:
+            remedy = "Use other pictures, or a shorter prompt."
+            if raw:
+                holder = getattr(model.processor, "image_token", "…")
+                remedy = f"--raw needs one placeholder ({holder}) for each picture in the prompt."
+        what = "a system prompt" if system is not None and not error.by_processor else "this prompt"
+        said = harmless(str(error), 300)
+        raise OptionError(f"The model's {error.program} refuses {what}: {said}.", remedy) from error
+    if not prompt.ids:
+        raise OptionError("The prompt has no tokens.", "Use a longer prompt.")
+    return prompt
+
+
+# The answer.
+
+_STAGES = {
+    COMPUTE: "computing",
+    READ_WAIT: "waiting for the disk",
+    UPLOAD_WAIT: "waiting for copies",
+    DEQUANTIZE: "dequantizing",
+    BETWEEN_LAYERS: BETWEEN_LAYERS,
+}
+_FINISH = {FinishReason.STOP: "end", FinishReason.LENGTH: "length", FinishReason.CANCELLED: "interrupted"}
+
+
+def put_statistics(console: Console, result: Result, load_seconds: float, sums: Mapping[str, PassSums]) -> None:
+    """Print the time to the first token, the decode rate, and the mean pass of each kind."""
+    put_fact(console, "load", f"{load_seconds:.2f} s")
+    put_fact(console, "prompt", counted(result.prompt_tokens, "token"))
+    if result.first_seconds is not None:
+        put_fact(console, "first token", f"after {result.first_seconds:.2f} s")
+    rate = result.tokens_per_second
+    speed = f", {rate:.2f} a second after the first" if rate is not None else ""
+    put_fact(console, "answer", f"{counted(len(result.tokens), 'token')} in {result.seconds:.2f} s{speed}")
+    for kind, total in sums.items():
+        put_fact(console, "prompt" if kind == PROMPT else "each token", _pass_of(total))
+
+
+def _pass_of(total: PassSums) -> str:
+    """The mean pass of a kind: its time, the shares of its stages, and the bytes read."""
+    mean, seconds = total.wall / total.passes, total.caller_seconds
+    shares = {name: seconds.get(stage, 0.0) / mean for stage, name in _STAGES.items()}
+    shown = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005)
+    read = round(total.disk_bytes / total.passes)
+    return f"{mean:.3f} s: {shown}, {size(read) if read else 'nothing'} read"
+
+
+def how_it_ended(result: Result, max_tokens: int, *, raw: bool = False) -> Text | None:
+    """A remark on how the answer ended; None for a normal end.
+
+    Args:
+        result: the answer.
+        max_tokens: its limit of tokens.
+        raw: whether an existing chat template was not used.
+    """
+    match result.finish:
+        case FinishReason.STOP if result.text:
+            return None
+        case FinishReason.STOP:
+            advice = "; without --raw, the prompt goes through the chat template" if raw else ""
+            said = f"the first token was an end token: the answer is empty{advice}"
+        case FinishReason.CANCELLED:
+            said = f"interrupted after {counted(len(result.tokens), 'token')}"
+        case _:
+            said = f"stopped after {counted(max_tokens, 'token')}, the limit of --max-new-tokens"
+    return Text(said, "yellow")
+
+
+def answer_record(model: str, result: Result, load_seconds: float, where: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer as a dict for `json.dumps`; times in seconds.
+
+    Args:
+        model: name of the model.
+        result: the answer.
+        load_seconds: time to load the model, including its split.
+        where: how it was run: device, dtype, compression, split directory.
+    """
+    return {
+        "model": model,
+        "text": result.text,
+        "tokens": list(result.tokens),
+        "prompt_tokens": result.prompt_tokens,
+        "new_tokens": len(result.tokens),
+        "finish": _FINISH[result.finish],
+        "load_seconds": load_seconds,
+        "first_token_seconds": result.first_seconds,
+        "seconds": result.seconds,
+        "tokens_per_second": result.tokens_per_second,
+        **where,
+    }
+
+
+# Several processes that compute a model together.
+
+
+def hosts_for(
+    workers: int, address: str | None, model: str, console: Console, environment: Mapping[str, str] = os.environ
+) -> Hosts | None:
+    """The processes that compute a model together; None if this one computes it alone.
+
+    Args:
+        workers: number of workers to wait for; 0 to use torchrun's environment if there is one.
+        address: address of this process for the workers.
+        model: name of the model, as given by the user.
+        console: console for the command to start a worker.
+        environment: environment variables of this process.
+
+    Raises:
+        OptionError: an address without workers, or workers without an address.
+    """
+    if bool(workers) != (address is not None):
+        raise OptionError(
+            "--workers and --address must be used together.", "Example: --workers 1 --address 192.168.1.5:29500."
+        )
+    if address is None:
+        return Hosts.of_torchrun(environment)
+
+    def announce(found: str) -> None:
+        start = f"rabbitllm worker {model} --join {found}"
+        console.print(f"waiting for {counted(workers, 'worker')}: {start}", soft_wrap=True, markup=False)
+
+    return Hosts(address, workers, announce=announce)
+
+
+def own_device(device: str | None, hosts: Hosts | None, environment: Mapping[str, str] = os.environ) -> str | None:
+    """The device of this process; those that torchrun started on one machine get a GPU each."""
+    local = environment.get("LOCAL_RANK", "")
+    if device is not None or hosts is None or hosts.rank is None or not local.isdigit():
+        return device
+    import torch
+
+    return f"cuda:{local}" if int(local) < torch.cuda.device_count() else None
+
+
+def work(request: LoadRequest, console: Console) -> None:
+    """Compute a span of layers until the first process ends.
+
+    Args:
+        request: the model and the hosts.
+        console: console for messages.
+
+    Raises:
+        RabbitLLMError: as `loaded_model` does; or another process ended unexpectedly.
+    """
+    worker: Any = loaded_model(request, console)
+    span = worker.span
+    console.print(f"ready: layers {span.begin + 1} to {span.end}, of {len(worker.names)} hosts")
+    console.print(str(worker.model.placement), markup=False)
+    worker.work()
+    console.print(f"the first process has ended; {worker.passes:,} passes")

@@ -1,1 +1,0 @@
-"""`rabbitllm run`: one prompt to a model, and its answer."""
