@@ -86,7 +86,7 @@ def test_a_gguf_file_without_a_split(family: str, budget: int, host: int, tmp_pa
     expected = run(AutoModel.from_pretrained(file, device="cpu", exact=True, layer_shards_saving_path=tmp_path / "out"))
     checkpoint, gpu = LocalCheckpoint(tmp_path, entry=file.name), FakeGpu(0)
     limits = {gpu.name: budget, "cpu": host}
-    with SmallFiles(checkpoint) as small, watched():
+    with SmallFiles(checkpoint.sidecars(), checkpoint.derived(), checkpoint.folder) as small, watched():
         options = RunOptions(max_memory=limits, show_progress=False, exact=True)
         found = run(load_model(UnsplitStore(checkpoint), options, small.folder, [gpu]))
     assert_same(found, expected)
