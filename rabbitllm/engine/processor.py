@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm.base.terminal import error_line
-from rabbitllm.errors import MissingPackageError, ProcessorError
+from rabbitllm.errors import ProcessorError, missing_package
 from rabbitllm.formats.bounded import read_json
 
 CONFIG = "config.json"
@@ -26,7 +26,6 @@ PARTS = {
 FILES = (WHOLE, *dict.fromkeys(PARTS.values()))
 _PACKAGES = {"torchvision": "torchvision", "Pillow": "PIL", "PIL": "PIL"}
 """Package, as transformers names it -> its module."""
-_INSTALL = 'Run pip install ".[pictures]" in a copy of the repository.'
 
 
 def read_processor(folder: Path, config: Any, trust_remote_code: bool = False) -> Any | None:
@@ -59,11 +58,7 @@ def read_processor(folder: Path, config: Any, trust_remote_code: bool = False) -
         missing = [name for name, module in _PACKAGES.items() if importlib.util.find_spec(module) is None]
         named = next((name for name in missing if name.lower() in str(error).lower()), None)
         if named is not None:
-            raise MissingPackageError(
-                f"The {getattr(kind, '__name__', 'processor')} of this model needs the package {named}, which is not "
-                "installed.",
-                _INSTALL,
-            ) from error
+            raise missing_package("Pictures for this model need", named, "pictures") from error
         raise ProcessorError(
             f"transformers cannot read the processor in {folder}: {error_line(error, 300).rstrip('.')}.",
             f"Download {', '.join(FILES[:2])} again.",
