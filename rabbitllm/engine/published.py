@@ -121,7 +121,7 @@ def _of_auto_round(folder: Path, settings: Any) -> dict[str, Any]:
         why = f"{bits} bits, but {next(iter(others.values()))} bits for {next(iter(others))}"
     if parts is None or why:
         raise UnknownArchitectureError(
-            f"The weights that belong to {folder} are already quantized ({AUTO_ROUND}) with {harmless(why, 200)}, which "
+            f"The weights that belong to {folder} are already quantized ({AUTO_ROUND}) with {harmless(why)}, which "
             "is not supported; expected integers of one number of bits, in the layout auto_gptq or auto_awq.",
             "Use a checkpoint of the model in that form, or its unquantized one with compression='4bit' or '8bit'.",
         )
