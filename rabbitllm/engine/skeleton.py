@@ -1,8 +1,8 @@
-"""The transformers model without its weights: the real class on the meta device, with real buffers.
+"""A transformers model without its weights: the real class on the meta device, with real buffers.
 
-Follows transformers' own `from_pretrained` except for the loading of weights (modeling_utils.py: the dtype plan, the
-placeholders of non-persistent buffers and their initialisation by the owning module), so that values computed from
-configs, such as rotary frequencies, equal its values bit for bit. Independent of layer files.
+Follows transformers' `from_pretrained` except for the loading of weights (modeling_utils.py: the dtype plan, the
+placeholders of non-persistent buffers and their initialisation by the module that owns them). So values that are
+computed from configs, such as rotary frequencies, have the same bits. Independent of layer files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _BUILDING = own_lock(threading.RLock())
 """While it builds and initialises a model, transformers changes torch's default dtype and the functions of
-`torch.nn.init` for the whole process; two threads that did so at the same time would leave them changed."""
+`torch.nn.init` for the whole process; two threads at the same time would leave them changed."""
 
 
 def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -48,7 +48,7 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConf
 
     if not (folder / "config.json").is_file():
         raise UnknownArchitectureError(
-            f"{folder} has no config.json, so the model's architecture is not known.",
+            f"{folder} has no config.json; the model's architecture is not known.",
             "Use the model's folder; for a split in another folder set layer_shards_saving_path.",
         )
     try:
@@ -104,17 +104,17 @@ def _that_makes_text(config: PretrainedConfig) -> PretrainedConfig:
 
 _CONDITIONAL = "ForConditionalGeneration"
 _CAUSAL_NAMES = ("ForCausalLM", "LMHeadModel", _CONDITIONAL)
-"""Endings of class names that the causal LM of the same type can replace."""
+"""Suffixes of class names that the causal LM of the same type can replace."""
 
 
 def model_class(config: PretrainedConfig) -> Any:
     """The class that the config names, if transformers has it for this type; else the causal LM of the type.
 
-    If the config names a class of another kind (a classifier, a reward model) that transformers lacks, the causal LM
-    does not replace it: its head would be omitted without an error.
+    The causal LM does not replace a class of another kind (a classifier, a reward model) that transformers lacks: its
+    head would be omitted without an error.
 
     Raises:
-        ValueError: neither exists, and the config names no code of its own.
+        ValueError: neither exists, and the config names no code of the checkpoint.
     """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
@@ -127,9 +127,9 @@ def model_class(config: PretrainedConfig) -> Any:
     if names and names[0].endswith(_CONDITIONAL) and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
         # a repository that came before transformers' class has another name for it (KimiK25..., Kimi_K25...)
         return MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
-    own_code = getattr(config, "auto_map", None)
-    if isinstance(own_code, dict) and (own := _class_of_own_code(own_code, names)) is not None:
-        return own
+    auto_map = getattr(config, "auto_map", None)
+    if isinstance(auto_map, dict) and (found := _class_of_checkpoint(auto_map, names)) is not None:
+        return found
     if names and not any(name.endswith(_CAUSAL_NAMES) for name in names):
         raise ValueError(f"it has no class {names[0]!r} for the type {config.model_type!r}")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -148,8 +148,8 @@ def _suits(model: PreTrainedModel, config: PretrainedConfig) -> bool:
     return any(model.__name__ in ((names,) if isinstance(names, str) else names) for names in found)
 
 
-def _class_of_own_code(auto_map: dict[str, Any], names: list[str]) -> Any:
-    """The Auto class under which a checkpoint's own code has the class that the config names, or else its causal LM."""
+def _class_of_checkpoint(auto_map: dict[str, Any], names: list[str]) -> Any:
+    """The Auto class for the class that the config names in a checkpoint's own code, or else for its causal LM."""
     import transformers
 
     classes = {kind: str(where).rpartition(".")[2] for kind, where in auto_map.items() if kind.startswith("AutoModel")}
@@ -163,22 +163,22 @@ _COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_la
 """Settings for the number of layers of a stack."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _MANY_LAYERS = 4096
-"""More layers than any model has: a skeleton with so many takes seconds."""
+"""More layers than any model has: a skeleton with this number takes seconds."""
 
 
 def check_counts(config: PretrainedConfig, tensors: int | None, label: str) -> None:
     """Refuse a config with more layers than the checkpoint has tensors, or with too many experts for a token.
 
-    A skeleton of so many layers would take all memory; so many experts would fail in the first pass only.
+    A skeleton with these layers would take all memory; these experts would fail in the first pass.
 
     Args:
         config: of the model.
-        tensors: how many the checkpoint has; None if its headers are not read yet.
+        tensors: number of the checkpoint's tensors; None if its headers are not read yet.
         label: the checkpoint's name in messages.
 
     Raises:
         IncompleteCheckpointError: the config, or the part of it for one tower, has too many layers.
-        UnknownArchitectureError: a router would pick more experts than the model has.
+        UnknownArchitectureError: a router would select more experts than the model has.
     """
     from transformers import PretrainedConfig
 
@@ -187,7 +187,11 @@ def check_counts(config: PretrainedConfig, tensors: int | None, label: str) -> N
         for name in _COUNTS:
             count = getattr(part, name, None)
             if isinstance(count, int) and count > _MANY_LAYERS and (tensors is None or count > tensors):
-                has = "no model has so many" if tensors is None else f"the checkpoint has {tensors:,} tensors"
+                has = (
+                    f"no model has above {_MANY_LAYERS}"
+                    if tensors is None
+                    else f"the checkpoint has {tensors:,} tensors"
+                )
                 raise IncompleteCheckpointError(
                     f"The config of {label} needs {name}={count:,}; {has}.", "Download its config.json again."
                 )
@@ -214,12 +218,12 @@ def build_skeleton(
         folder: may hold generation_config.json and the model's own code.
         config: from `read_config`.
         dtype: of the parameters, except those that the model keeps in float32.
-        attn_implementation: as in transformers; None for its own choice.
+        attn_implementation: as in transformers; None for its default.
         quantizer: of weights that are published quantized, see `engine.published`.
 
     Raises:
         UnknownArchitectureError: transformers has no model for this config.
-        OptionError: it does not have this attention implementation, or not for this model.
+        OptionError: it lacks this attention implementation, or lacks it for this model.
     """
     import torch
 
@@ -241,7 +245,7 @@ def build_skeleton(
         if attn_implementation is not None and isinstance(error, ValueError | ImportError):
             raise OptionError(
                 f"The model in {folder} cannot be built with attn_implementation={attn_implementation!r}: {error}",
-                "Remove attn_implementation: transformers then chooses one that works.",
+                "Remove attn_implementation; transformers then chooses one that works.",
             ) from error
         raise _unknown(folder, error) from error
     model.eval()
@@ -297,7 +301,7 @@ _PENALTIES = ("repetition_penalty", "encoder_repetition_penalty")
 
 
 def _check_generation(settings: Mapping[str, Any]) -> None:
-    """Refuse generation settings of types that transformers reads without an error but that fail in a generation.
+    """Refuse generation settings that transformers reads without an error and that fail in a generation.
 
     Raises:
         ValueError: names the setting.
@@ -324,12 +328,10 @@ def _check_generation(settings: Mapping[str, Any]) -> None:
     if not all(isinstance(text, str) for text in (texts if isinstance(texts, list) else [texts])):
         refuse("stop_strings", "texts")
     words = given.get("bad_words_ids", [[0]])
-    if not isinstance(words, list) or not words or not all(_are_words(word) for word in words):
+    lists = [word for word in words if isinstance(word, list) and word] if isinstance(words, list) else []
+    ids = [one for word in lists for one in word]
+    if not lists or len(lists) < len(words) or not all(type(one) is int and 0 <= one < 1 << 63 for one in ids):
         refuse("bad_words_ids", "lists of token ids")
-
-
-def _are_words(word: object) -> bool:
-    return isinstance(word, list) and bool(word) and all(type(one) is int and 0 <= one < 1 << 63 for one in word)
 
 
 def _read_generation_config(model: PreTrainedModel, folder: Path) -> None:
@@ -337,7 +339,7 @@ def _read_generation_config(model: PreTrainedModel, folder: Path) -> None:
 
     if not model.can_generate():
         return
-    # some models (DiffusionGemma) have a class of their own for these settings
+    # some models (DiffusionGemma) have another class for these settings
     settings = getattr(model, "generation_config_class", GenerationConfig)
     name, options = "generation_config.json", {}
     if not (folder / name).is_file():
@@ -358,10 +360,9 @@ def _read_generation_config(model: PreTrainedModel, folder: Path) -> None:
 def materialise_buffers(model: PreTrainedModel, device_of: Any, absent: frozenset[str] = frozenset()) -> None:
     """Give every non-persistent buffer its real value, and every parameter in `absent` its initial one.
 
-    Each gets an empty placeholder on its device, which transformers' own `initialize_weights` fills, as it does after
-    loading. All modules are initialised, since some compute buffers of others (Falcon-H1's model those of its layers).
-    `initialize_weights` would initialise weights too (Gemma 3's scaled embedding owns both kinds), so those are marked
-    as initialised first.
+    Each gets an empty placeholder on its device, which transformers' `initialize_weights` fills, as after loading. All
+    modules are initialised, since some compute buffers of others (Falcon-H1's model those of its layers). Weights are
+    marked as initialised first, since a module may own both kinds (Gemma 3's scaled embedding).
 
     Args:
         device_of: module path -> torch device, a callable.
@@ -405,7 +406,7 @@ def _tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase
         raise TypeError(f"chat_template is {template!r:.40}; expected a text, or texts by name.")
     try:
         tokenizer.all_special_ids  # noqa: B018  a property that looks each token up
-    except RecursionError as error:  # the unknown token is itself looked up as an unknown token
+    except RecursionError as error:  # the unknown token is looked up as an unknown token
         raise TypeError(f"unk_token is {tokenizer.unk_token!r:.40}, which is not in the vocabulary.") from error
     return tokenizer
 
@@ -414,7 +415,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_m
 
 
 def check_tokenizer(folder: Path, trust_remote_code: bool = False) -> None:
-    """Refuse a tokenizer with malformed files. One that needs a package or code is accepted here.
+    """Refuse a tokenizer with malformed files; one that needs a package or code is accepted.
 
     Raises:
         CorruptVocabularyError: transformers cannot read or use it.
