@@ -57,20 +57,10 @@ CATALOGUE: Mapping[str, Benchmark] = {
     "decode.predict": Benchmark(
         "seconds a token, predicted by `rabbitllm plan` and measured", (), "10 GB; 27 plans and runs"
     ),
-    "decode.products": Benchmark(
-        "products with 4-bit and 8-bit codes and blocks of GGUF, compared with torch's and dequantizing",
-        (),
-        "560 runs of a few seconds",
-    ),
     "decode.tables": Benchmark(
         "bytes read, memory and seconds a token of a model whose table does not fit",
         (),
         "10 GB; 64 passes of one token",
-    ),
-    "decode.vram": Benchmark(
-        "seconds a token with less GPU memory than the model has",
-        ("an NVIDIA GPU", PEERS),
-        "14 GB; 30 runs of at most 20 minutes; has never run on a GPU",
     ),
     "gpu": Benchmark(
         "on one or more GPUs: kernels, copies, races, peaks of memory, and a pass against its limit",
@@ -91,9 +81,6 @@ CATALOGUE: Mapping[str, Benchmark] = {
         "tokens/s of many prompts at once with less memory than the model has",
         (GROUPS, PEERS),
         "10 GB; 75 runs of at most 30 minutes",
-    ),
-    "batch.score": Benchmark(
-        "seconds to score the choices of many questions, memory limited", (GROUPS, PEERS), "10 GB; 15 runs"
     ),
     "batch.beyond_memory": Benchmark(
         "prompts whose keys and values do not fit in memory: in a file, or waiting", (), "2 GB; 3 runs"

@@ -1,4 +1,4 @@
-"""`rabbitllm run`: one prompt to a model, and its answer; also by several processes that have some layers each."""
+"""`rabbitllm run`: one prompt to a model, and its answer; also by several processes with some of the layers each."""
 
 from __future__ import annotations
 
@@ -99,8 +99,9 @@ def prompt_of(
                 holder = getattr(model.processor, "image_token", "…")
                 remedy = f"--raw needs one placeholder ({holder}) for each picture in the prompt."
         what = "a system prompt" if system is not None and not error.by_processor else "this prompt"
-        said = harmless(str(error), 300)
-        raise OptionError(f"The model's {error.program} refuses {what}: {said}.", remedy) from error
+        raise OptionError(
+            f"The model's {error.program} refuses {what}: {harmless(str(error), 300)}.", remedy
+        ) from error
     if not prompt.ids:
         raise OptionError("The prompt has no tokens.", "Use a longer prompt.")
     return prompt

@@ -27,9 +27,9 @@ from typing import Any
 from benchmarks.lib import command_line, pictures, report
 from benchmarks.lib.checkpoint import SCALES, make_checkpoint, weight_bytes
 from benchmarks.lib.generation import Runner, prepare_files
-from benchmarks.lib.measure import drop_cached, fresh_folder, spread
-from benchmarks.lib.peers import AIRLLM, THIS, TRANSFORMERS, prepare, room, run_worker
-from benchmarks.lib.runs import Run, failures, good, run_cases, status, unprepared, versions
+from benchmarks.lib.measure import spread
+from benchmarks.lib.peers import AIRLLM, THIS, TRANSFORMERS, room, run_worker
+from benchmarks.lib.runs import Run, carry_out, failures, good, status, versions
 
 RUNNERS: Mapping[str, Runner] = {
     "transformers-disk": Runner(TRANSFORMERS, "transformers", "offloaded"),
@@ -191,20 +191,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checkpoint = make_checkpoint(work, options.scale, "LlamaConfig")
     workload = Workload(checkpoint, weight_bytes(checkpoint), work / "batch-run", options)
     cases = [Case(row, number) for number in options.sequences for row in options.only]
-    unusable = prepare({row: RUNNERS[row].environment for row in options.only}, work)
-    with fresh_folder(workload.folder):
-
-        def split(row: str) -> None:
-            prepare_files(RUNNERS[row], checkpoint, workload.files(row), work, f"batch-{row}-files")
-
-        unusable = unprepared(options.only, unusable, "its files", split)
-        drop_cached(workload.folder)
-        machine = report.describe_machine(work)
-        runs = run_cases(cases, options.turns, BatchRun, lambda run, case: measure(run, case, workload, work), unusable)
+    runs = carry_out(
+        options,
+        cases,
+        BatchRun,
+        lambda run, case: measure(run, case, workload, work),
+        {row: RUNNERS[row].environment for row in options.only},
+        workload.folder,
+        lambda row: prepare_files(RUNNERS[row], checkpoint, workload.files(row), work, f"batch-{row}-files"),
+    )
     title = (
         f"{options.prompt_tokens} tokens in, {options.tokens} out, of a model of {workload.weights / 1e9:.2f} GB with "
         f"memory capped at {options.share} % of that, on the CPU, {command_line.turns(options)}"
     )
-    table, notes = tabulate(runs, cases, options.turns), notes_on(runs, cases)
-    report.write(options.results, title, machine, table, notes, runs, picture(title, runs, cases))
+    table, drawn = tabulate(runs, cases, options.turns), picture(title, runs, cases)
+    report.write(options.results, title, table, notes_on(runs, cases), runs, work=work, picture=drawn)
     return status(runs, lambda row: row.partition(",")[0] in OURS)

@@ -22,7 +22,7 @@ import torch
 from benchmarks.lib import command_line, report
 from benchmarks.lib.checkpoint import SCALES, make_checkpoint
 from benchmarks.lib.measure import spread
-from benchmarks.lib.worker_batch import prompt
+from benchmarks.lib.worker import prompt
 from rabbitllm import AutoModel
 from rabbitllm.base.options import parse_size
 from rabbitllm.batch_jobs.answers import answered
@@ -136,12 +136,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             layer_shards_saving_path=str(place),
             show_layer_progress=False,
         )
-        machine = report.describe_machine(options.work_dir)
         runs = [run(model, row, prompts, options.tokens) for _ in range(options.turns) for row in rows]
     finally:
         shutil.rmtree(place, ignore_errors=True)
     shape = f"{options.sequences} prompts of {options.prompt_tokens} tokens, {options.tokens} out"
     title = f"{shape}, {command_line.turns(options)}"
     notes = [f"{model.placement.streamed_bytes / 1e6:,.0f} MB of weights are read in a pass, by one thread."]
-    report.write(options.results, title, machine, tabulate(runs), notes, runs)
+    report.write(options.results, title, tabulate(runs), notes, runs, work=options.work_dir)
     return int(runs[0].texts != runs[1].texts)

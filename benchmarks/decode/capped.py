@@ -20,10 +20,10 @@ from pathlib import Path
 
 from benchmarks.lib import command_line, pictures, report
 from benchmarks.lib.checkpoint import make_checkpoint, weight_bytes
-from benchmarks.lib.generation import Runner, StepsRun, Workload, prepare_files, prompt_for, tokens_equal
-from benchmarks.lib.measure import drop_cached, fresh_folder, spread
-from benchmarks.lib.peers import AIRLLM, LLAMA_CPP, OLLM, RABBITLLM_1, THIS, TRANSFORMERS, prepare, room
-from benchmarks.lib.runs import failures, good, ratios, run_cases, status, unprepared, versions
+from benchmarks.lib.generation import Runner, StepsRun, Workload, prompt_for, tokens_equal
+from benchmarks.lib.measure import spread
+from benchmarks.lib.peers import AIRLLM, LLAMA_CPP, OLLM, RABBITLLM_1, THIS, TRANSFORMERS, room
+from benchmarks.lib.runs import carry_out, failures, good, ratios, status, versions
 
 RUNNERS: Mapping[str, Runner] = {
     "transformers": Runner(TRANSFORMERS, "transformers", "in memory"),
@@ -146,11 +146,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     workload = Workload(checkpoints[LLAMA], work / "capped-run", prompt_for(options.scale), options.tokens)
     cases = [Case(row, None) for row in UNCAPPED if row in options.only]
     cases += [Case(row, share) for share in options.shares for row in options.only]
-    unusable = prepare({row: RUNNERS[row].environment for row in options.only}, work)
-
-    def files(row: str) -> None:
-        place = workload.folder / RUNNERS[row].files_name
-        prepare_files(RUNNERS[row], checkpoints[TWINS.get(row, LLAMA)], place, work, f"capped-{row}-files")
 
     def measure(run: StepsRun, case: Case) -> None:
         outcome = workload.decode(
@@ -163,13 +158,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         run.take(outcome)
 
-    with fresh_folder(workload.folder):
-        unusable = unprepared(options.only, unusable, "its files", files)
-        drop_cached(workload.folder)
-        machine = report.describe_machine(work)
-        runs = run_cases(cases, options.turns, StepsRun, measure, unusable)
+    def files(row: str) -> None:
+        workload.prepare(RUNNERS[row], work, f"capped-{row}-files", checkpoints[TWINS.get(row, LLAMA)])
+
+    environments = {row: RUNNERS[row].environment for row in options.only}
+    runs = carry_out(options, cases, StepsRun, measure, environments, workload.folder, files)
     title = f"{options.tokens} tokens of a model of {weights / 1e9:.2f} GB with memory capped, on the CPU, "
     title += command_line.turns(options)
     table, drawn = tabulate(runs, cases, options.turns), picture(title, runs, cases)
-    report.write(options.results, title, machine, table, notes_on(runs, cases), runs, drawn)
+    report.write(options.results, title, table, notes_on(runs, cases), runs, work=work, picture=drawn)
     return status(runs, lambda row: row.startswith(OURS))

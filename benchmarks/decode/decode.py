@@ -15,18 +15,10 @@ from collections.abc import Sequence
 
 from benchmarks.lib import command_line, report
 from benchmarks.lib.checkpoint import make_checkpoint
-from benchmarks.lib.generation import (
-    PROMPT_TOKENS,
-    Runner,
-    StepsRun,
-    Workload,
-    prepare_files,
-    prompt_for,
-    tokens_equal,
-)
-from benchmarks.lib.measure import CACHE_STATE, fresh_folder
-from benchmarks.lib.peers import AIRLLM, RABBITLLM_1, THIS, TRANSFORMERS, prepare
-from benchmarks.lib.runs import failures, ratios, run_all, status, unprepared, versions
+from benchmarks.lib.generation import PROMPT_TOKENS, Runner, StepsRun, Workload, prompt_for, tokens_equal
+from benchmarks.lib.measure import CACHE_STATE
+from benchmarks.lib.peers import AIRLLM, RABBITLLM_1, THIS, TRANSFORMERS
+from benchmarks.lib.runs import carry_out, failures, ratios, status, versions
 
 STREAMED = {"max_memory": {"cpu": 0}}
 ROOM = {"max_memory": {"cpu": "700MB"}}
@@ -101,23 +93,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work, rows = options.work_dir, options.only
     prompt = prompt_for(options.scale, options.prompt_tokens)
     workload = Workload(make_checkpoint(work, options.scale), work / "decode-run", prompt, options.tokens)
-    unusable = prepare({row: RUNNERS[row].environment for row in rows}, work)
-    with fresh_folder(workload.folder):
-
-        def split(row: str) -> None:
-            place = workload.folder / RUNNERS[row].files_name
-            prepare_files(RUNNERS[row], workload.checkpoint, place, work, f"decode-{row}-split")
-
-        unusable = unprepared(rows, unusable, "split", split)
-        machine = report.describe_machine(work)
-        runs = run_all(
-            rows,
-            options.turns,
-            StepsRun,
-            lambda run: run.take(workload.decode(RUNNERS[run.row], work, f"decode-{run.row}-{run.turn}")),
-            unusable,
-        )
+    runs = carry_out(
+        options,
+        rows,
+        StepsRun,
+        lambda run, row: run.take(workload.decode(RUNNERS[row], work, f"decode-{row}-{run.turn}")),
+        {row: RUNNERS[row].environment for row in rows},
+        workload.folder,
+        lambda row: workload.prepare(RUNNERS[row], work, f"decode-{row}-split"),
+    )
     title = f"{options.tokens} tokens after a prompt of {options.prompt_tokens}, on the CPU, "
     title += command_line.turns(options)
-    report.write(options.results, title, machine, tabulate(runs, rows, options.turns), notes_on(runs, rows), runs)
+    report.write(options.results, title, tabulate(runs, rows, options.turns), notes_on(runs, rows), runs, work=work)
     return status(runs, lambda row: RUNNERS[row].environment == THIS)

@@ -18,9 +18,8 @@ from pathlib import Path
 from benchmarks.lib import command_line, llama_file, report
 from benchmarks.lib.checkpoint import make_checkpoint
 from benchmarks.lib.generation import Runner, StepsRun, Workload, prompt_for
-from benchmarks.lib.measure import drop_cached, fresh_folder
-from benchmarks.lib.peers import LLAMA_CPP, THIS, make_layer_files, prepare, room
-from benchmarks.lib.runs import failures, ratios, run_cases, status, versions
+from benchmarks.lib.peers import LLAMA_CPP, THIS, make_layer_files, room
+from benchmarks.lib.runs import carry_out, failures, ratios, status, versions
 from benchmarks.quality.llama_cpp import PLAIN, quantized, tool
 
 PEER, OURS, UNSPLIT = "llama.cpp", "rabbitllm-2", "rabbitllm-2-no-split"
@@ -90,40 +89,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work = options.work_dir
     checkpoint = make_checkpoint(work, options.scale, "LlamaConfig")
     workload = Workload(checkpoint, work / "gguf-run", prompt_for(options.scale), options.tokens)
-    unusable = prepare({row: RUNNERS[row].environment for row in options.only}, work)
     shares = (None, *options.shares)
     cases = [FileCase(kind, row, share) for kind in options.types for share in shares for row in options.only]
-    with fresh_folder(workload.folder):
-        paths = write_files(checkpoint, workload.folder, options.types, work)
-        for kind in options.types if OURS in options.only else ():
-            folder = workload.folder / kind
-            make_layer_files(THIS, "rabbitllm", paths[kind], folder, None, work, f"gguf-{kind}-split")
+    paths: dict[str, Path] = {}
+    sizes: dict[str, int] = {}
 
-        def measure(run: StepsRun, case: FileCase) -> None:
-            path = paths[case.kind]
-            place = workload.folder / (case.kind if case.runner == OURS else "none")
-            outcome = workload.decode(
-                RUNNERS[case.runner],
-                work,
-                f"gguf-{case.kind}-{case.runner}-{case.share}-{run.turn}",
-                checkpoint=path,
-                place=path if case.runner == PEER else place,
-                cap_bytes=room(path.stat().st_size, case.share),
-                limit_seconds=RUN_LIMIT_SECONDS,
-            )
-            run.take(outcome)
+    def files(row: str) -> None:
+        if not paths:
+            paths.update(write_files(checkpoint, workload.folder, options.types, work))
+            sizes.update((kind, path.stat().st_size) for kind, path in paths.items())
+        for kind in options.types if row == OURS else ():
+            make_layer_files(THIS, "rabbitllm", paths[kind], workload.folder / kind, None, work, f"gguf-{kind}-split")
 
-        drop_cached(workload.folder)
-        machine = report.describe_machine(work)
-        runs = run_cases(cases, options.turns, StepsRun, measure, unusable)
-        sizes = ", ".join(f"{kind} {path.stat().st_size / 1e6:.0f} MB" for kind, path in paths.items())
+    def measure(run: StepsRun, case: FileCase) -> None:
+        path = paths[case.kind]
+        place = workload.folder / (case.kind if case.runner == OURS else "none")
+        outcome = workload.decode(
+            RUNNERS[case.runner],
+            work,
+            f"gguf-{case.kind}-{case.runner}-{case.share}-{run.turn}",
+            checkpoint=path,
+            place=path if case.runner == PEER else place,
+            cap_bytes=room(sizes[case.kind], case.share),
+            limit_seconds=RUN_LIMIT_SECONDS,
+        )
+        run.take(outcome)
+
+    environments = {row: RUNNERS[row].environment for row in options.only}
+    runs = carry_out(options, cases, StepsRun, measure, environments, workload.folder, files)
     notes = [
-        f"Files: {sizes}.",
+        "Files: " + ", ".join(f"{kind} {size / 1e6:.0f} MB" for kind, size in sizes.items()) + ".",
         "x llama.cpp: how many times as many tokens a second as llama.cpp with the same file under the same cap.",
         report.MEMORY_NOTE,
         *versions(runs),
         *failures(runs),
     ]
     title = f"{options.tokens} tokens from a GGUF file, on the CPU, {command_line.turns(options)}"
-    report.write(options.results, title, machine, tabulate(runs, cases, options.turns), notes, runs)
+    report.write(options.results, title, tabulate(runs, cases, options.turns), notes, runs, work=work)
     return status(runs, lambda row: OURS in row)

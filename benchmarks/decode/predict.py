@@ -20,10 +20,10 @@ from typing import Any
 from benchmarks.lib import command_line, report
 from benchmarks.lib.checkpoint import make_checkpoint
 from benchmarks.lib.even_experts import even_prompt, make_even_checkpoint
-from benchmarks.lib.generation import PROMPT_TOKENS, Runner, StepsRun, Workload, prepare_files, prompt_for
-from benchmarks.lib.measure import CACHE_STATE, fresh_folder
+from benchmarks.lib.generation import PROMPT_TOKENS, Runner, StepsRun, Workload, prompt_for
+from benchmarks.lib.measure import CACHE_STATE
 from benchmarks.lib.peers import THIS, run_worker
-from benchmarks.lib.runs import failures, run_all, status, unprepared, versions
+from benchmarks.lib.runs import carry_out, failures, status, versions
 
 CLOSE = 0.25
 """The goal: what was predicted differs from what is measured by at most so much of it."""
@@ -123,17 +123,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         checkpoint, prompt = make_checkpoint(work, options.scale), prompt_for(options.scale)
     workload = Workload(checkpoint, work / "predict-run", prompt, options.tokens)
-    with fresh_folder(workload.folder):
-
-        def split(row: str) -> None:
-            runner = ROWS[row][0]
-            prepare_files(runner, checkpoint, workload.folder / runner.files_name, work, f"predict-{runner.files_name}")
-
-        unusable = unprepared(rows, {}, "split", split)
-        machine = report.describe_machine(work)
-        runs = run_all(rows, options.turns, PredictRun, lambda run: measure(run, workload, work), unusable)
+    runs = carry_out(
+        options,
+        rows,
+        PredictRun,
+        lambda run, row: measure(run, workload, work),
+        dict.fromkeys(rows, THIS),
+        workload.folder,
+        lambda row: workload.prepare(ROWS[row][0], work, f"predict-{ROWS[row][0].files_name}"),
+    )
     what = " of a mixture of experts" if options.experts else ""
     title = f"Seconds a token{what}, predicted and measured, {options.tokens} tokens, on the CPU, "
     title += command_line.turns(options)
-    report.write(options.results, title, machine, tabulate(runs, rows, options.turns), notes_on(runs), runs)
+    report.write(options.results, title, tabulate(runs, rows, options.turns), notes_on(runs), runs, work=work)
     return status(runs)

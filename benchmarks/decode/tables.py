@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks.lib import command_line, report
 from benchmarks.lib.measure import drop_cached, fresh_folder, memory_of, spread
+from benchmarks.lib.worker import bytes_read
 
 _RESULTS = command_line.RESULTS / "tables"
 _PARTS = 8
@@ -159,19 +160,13 @@ def measure(folder: Path, table_bytes: int, tokens: int) -> Row:
         first = table.rows_brought
         for _ in range(tokens):
             token = torch.tensor([[ids.randrange(3, _CONFIG["vocab_size"])]])
-            began, start = _bytes_read(), time.perf_counter()
+            began, start = bytes_read(), time.perf_counter()
             cache = model(token, past_key_values=cache, use_cache=True).past_key_values
             seconds.append(time.perf_counter() - start)
-            read.append(_bytes_read() - began)
+            read.append(bytes_read() - began)
     after = memory_of(os.getpid())
     added = after.anonymous - before.anonymous if before is not None and after is not None else 0
     return Row(table_bytes, table.rows_brought - first, read, seconds, added)
-
-
-def _bytes_read() -> int:
-    """Bytes that this process had the disk read, page faults among them."""
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(fields["read_bytes"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -184,9 +179,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = command_line.parsed(parser, arguments, megabytes=30, tokens=4)
     with fresh_folder(options.work_dir / "tables") as folder:
         row = measure(folder, build(folder, options.megabytes), options.tokens)
-    machine = report.describe_machine(Path.cwd())
     title = f"A table of which a token uses a few rows, {options.tokens} passes"
-    report.write(options.results, title, machine, *_shown(row), [row])
+    report.write(options.results, title, *_shown(row), [row], work=options.work_dir)
     return 0
 
 

@@ -7,8 +7,7 @@ control group of its own, bounded, once everything is imported, to what it takes
 weights in bfloat16; page cache counts too. Rows of others get two requests and few tokens, and no warm-up, since they
 read all experts for each token.
 
-Hits are counted by the engine; with them stand what the optimum and LRU would have hit with as many slots, replayed
-(`experts/policies.py`) over what the routers chose in that very process.
+Hits are counted by the engine.
 
     sudo python -m benchmarks experts [--turns 3] [--tokens 48] [--shares 25 50] [--only ROW ...] [--scale tiny]
 """
@@ -21,15 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.experts.checkpoint import HABITS, SCALES, make_moe_checkpoint, passage
-from benchmarks.experts.policies import Clairvoyant, Recency, replay
 from benchmarks.experts.report import OURS, Case, MoeRun, notes_on, picture, tabulate
-from benchmarks.experts.trace import Trace
 from benchmarks.lib import command_line, report
 from benchmarks.lib.checkpoint import weight_bytes
 from benchmarks.lib.generation import Runner, prepare_files
-from benchmarks.lib.measure import drop_cached
 from benchmarks.lib.peers import THIS, room, run_worker
-from benchmarks.lib.runs import run_cases, status, unprepared
+from benchmarks.lib.runs import carry_out, status
 
 RUNNERS: Mapping[str, Runner] = {
     "transformers": Runner(THIS, "transformers", "in memory"),
@@ -79,7 +75,7 @@ def measure(run: MoeRun, case: Case, workload: Workload, work: Path) -> None:
     chosen, (passages, warm_up) = RUNNERS[case.runner], workload.requests(case)
     prompt, made = PROMPT_TOKENS[workload.scale], workload.made(case)
     label = f"moe-{case.runner}-{case.habits}-{case.share}-{run.turn}"
-    trace, offload = workload.folder / f"{label}.npz", workload.folder / "offload"
+    offload = workload.folder / "offload"
     job = {
         "task": "requests",
         "package": chosen.package,
@@ -90,7 +86,6 @@ def measure(run: MoeRun, case: Case, workload: Workload, work: Path) -> None:
         "prompts": [one[:prompt] for one in passages],
         "tokens": made,
         "warm_up": warm_up,
-        "trace": str(trace),
     }
     cold, nbytes = [workload.checkpoint, workload.folder], room(workload.weights, case.share)
     try:
@@ -98,15 +93,6 @@ def measure(run: MoeRun, case: Case, workload: Workload, work: Path) -> None:
     finally:
         shutil.rmtree(offload, ignore_errors=True)
     run.follows = run.tokens == [one[prompt:] for one in passages]
-    if run.slots:
-        compare(run, Trace.load(trace), made, warm_up)
-
-
-def compare(run: MoeRun, trace: Trace, tokens: int, warm_up: int) -> None:
-    """What the optimum and LRU would have hit with as many slots, in the steps that the engine's hits are of."""
-    counted = [number % tokens > 0 and number // tokens >= warm_up for number in range(len(trace.ends))]
-    run.optimal_rate = replay(trace, run.slots, Clairvoyant(counted), counted=counted).rate
-    run.recent_rate = replay(trace, run.slots, Recency(), counted=counted).rate
 
 
 def cases_of(rows: Sequence[str], shares: Sequence[int], habits: Sequence[str]) -> list[Case]:
@@ -132,24 +118,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checkpoint = make_moe_checkpoint(work, options.scale)
     weights = weight_bytes(checkpoint)
     workload = Workload(checkpoint, weights, work / f"moe-run-{options.scale}", options.scale, options.tokens)
-    if not options.keep_files:
-        shutil.rmtree(workload.folder, ignore_errors=True)
-    workload.folder.mkdir(exist_ok=True)
     cases = cases_of(options.only, options.shares, options.habits)
 
-    def files(row: str) -> None:
-        prepare_files(RUNNERS[row], checkpoint, workload.files(row), work, f"moe-{row}-files")
-
-    try:
-        unusable = unprepared(options.only, {}, "its files", files)
-        drop_cached(workload.folder)
-        machine = report.describe_machine(work)
-        runs = run_cases(cases, options.turns, MoeRun, lambda run, case: measure(run, case, workload, work), unusable)
-    finally:
-        if not options.keep_files:
-            shutil.rmtree(workload.folder, ignore_errors=True)
+    runs = carry_out(
+        options,
+        cases,
+        MoeRun,
+        lambda run, case: measure(run, case, workload, work),
+        dict.fromkeys(options.only, THIS),
+        workload.folder,
+        lambda row: prepare_files(RUNNERS[row], checkpoint, workload.files(row), work, f"moe-{row}-files"),
+        keep=options.keep_files,
+    )
     experts = f"{SCALES[options.scale].num_experts} experts a layer, {weights / 1e9:.2f} GB"
     title = f"A mixture of {experts}, with memory capped, on the CPU, {command_line.turns(options)}"
     table = tabulate(runs, cases, options.turns, SCALES[options.scale].experts)
-    report.write(options.results, title, machine, table, notes_on(runs, cases), runs, picture(title, runs, cases))
+    drawn = picture(title, runs, cases)
+    report.write(options.results, title, table, notes_on(runs, cases), runs, work=work, picture=drawn)
     return status(runs, lambda row: row.startswith(OURS))

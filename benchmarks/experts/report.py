@@ -11,7 +11,7 @@ from benchmarks.lib.measure import spread
 from benchmarks.lib.runs import Run, failures, good, ratios, versions
 
 OURS = ("rabbitllm-2", "rabbitllm-2-4bit")
-BYTES_GOAL, HITS_GOAL, SPEED_GOAL = 1.1, 0.8, 10.0
+BYTES_GOAL, SPEED_GOAL = 1.1, 10.0
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,6 @@ class MoeRun(Run):
         missed_bytes: of the latter.
         read_bytes: in those steps, as the profiler counts it.
         slots: experts that the cache holds.
-        optimal_rate, recent_rate: hit rates of the optimum and of LRU with as many slots.
         stage_seconds, wall_seconds: the profiler's, of those steps.
     """
 
@@ -62,8 +61,6 @@ class MoeRun(Run):
     missed_bytes: int = 0
     read_bytes: int = 0
     slots: int = 0
-    optimal_rate: float | None = None
-    recent_rate: float | None = None
     stage_seconds: Mapping[str, float] = field(default_factory=dict)
     wall_seconds: float = 0.0
     threads: int = 0
@@ -83,12 +80,6 @@ class MoeRun(Run):
 def of_missed(runs: Sequence[MoeRun], case: Case) -> list[float]:
     """Bytes that the process read from the disk, over those of the experts it missed."""
     return [sum(run.step_bytes) / run.missed_bytes for run in good(runs, case.name) if run.missed_bytes]
-
-
-def of_optimum(runs: Sequence[MoeRun], case: Case) -> list[float]:
-    """Hit rates over the optimum's."""
-    found = good(runs, case.name)
-    return [run.hit_rate / run.optimal_rate for run in found if run.hit_rate is not None and run.optimal_rate]
 
 
 def our_case_for(case: Case) -> Case:
@@ -112,9 +103,6 @@ def tabulate(runs: Sequence[MoeRun], cases: Sequence[Case], turns: int, experts:
         "of missed experts'": lambda case, found: report.shown(spread(of_missed(runs, case))),
         "cache, % of experts": cached(lambda run: run.slots / experts, 0),
         "hits %": cached(lambda run: run.hit_rate or 0.0, 1),
-        "LRU's %": cached(lambda run: run.recent_rate or 0.0, 1),
-        "optimum's %": cached(lambda run: run.optimal_rate or 0.0, 1),
-        "of optimum": lambda case, found: report.shown(spread(of_optimum(runs, case))),
         "anon MiB over idle": report.ADDED_MEMORY,
         "text right": lambda case, found: report.verdict([run.follows for run in found]),
     }
@@ -126,8 +114,8 @@ def notes_on(runs: Sequence[MoeRun], cases: Sequence[Case]) -> list[str]:
     notes = [
         "s/token: mean over the steps of a turn, first tokens left out. x ours: beside this project's row with the "
         "same texts under the same cap in the same turn.",
-        "of missed experts': bytes read from the disk over the bytes of the experts that were not in the cache. hits, "
-        "LRU's, optimum's: of the experts that steps asked for; the latter two replayed with as many slots.",
+        "of missed experts': bytes read from the disk over the bytes of the experts that were not in the cache.",
+        "hits: of the experts that steps asked for.",
         "text right: whether what was generated is the text that the prompt is from.",
         report.MEMORY_NOTE,
         *versions(runs),
@@ -138,12 +126,8 @@ def notes_on(runs: Sequence[MoeRun], cases: Sequence[Case]) -> list[str]:
         if case.share is None:
             continue
         if case.is_ours:
-            missed, optimum = (
-                report.median(spread(of_missed(runs, case))),
-                report.median(spread(of_optimum(runs, case))),
-            )
+            missed = report.median(spread(of_missed(runs, case)))
             notes.append(report.reach(f"{case.name}, bytes of the missed", missed, BYTES_GOAL, at_most=True))
-            notes.append(report.reach(f"{case.name}, hits of the optimum", optimum, HITS_GOAL, at_most=False))
         else:
             compared = ratios(runs, case.name, our_case_for(case).name)
             notes.append(report.against_ours(case.name, compared, SPEED_GOAL))

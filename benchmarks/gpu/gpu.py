@@ -30,6 +30,7 @@ from typing import Any
 from benchmarks.gpu.child import ERROR
 from benchmarks.lib import command_line, report
 from benchmarks.lib.idle_process import REPOSITORY
+from benchmarks.lib.machine import describe_machine, versions_here
 
 TOTAL_SECONDS = 580
 LEAST_SECONDS = 10
@@ -40,6 +41,36 @@ _LINES = 20
 """Of the log of a process that died."""
 OK = "ok"
 """The column of a row that says whether a check held."""
+
+
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def what_is_missing(driver: Path = DRIVER) -> str | None:
+    """None where torch sees a GPU; else three lines: what was found, what is needed, what to do."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
+    loaded = driver.exists()
+    found = f"torch {torch.__version__} {built}, and NVIDIA's driver is {'loaded' if loaded else 'not loaded'}"
+    if not loaded:
+        remedy = (
+            "use a machine with an NVIDIA GPU and its driver (on Kaggle and Colab: choose an accelerator in the "
+            "session's settings; in a container: start it with --gpus all)"
+        )
+    elif torch.version.cuda:
+        remedy = "see whether `nvidia-smi` lists the GPU, and whether CUDA_VISIBLE_DEVICES hides it"
+    else:
+        remedy = (
+            "install a torch that is built with CUDA (https://pytorch.org/get-started says how), and run this again"
+        )
+    return (
+        f"Found no GPU: {found}.\n"
+        "Needed: Linux, one NVIDIA GPU, its driver, and a torch that is built with CUDA.\n"
+        f"What to do: {remedy}."
+    )
 
 
 @dataclass(frozen=True)
@@ -188,7 +219,7 @@ def run(steps: Sequence[Step], base: Path, *, is_rehearsal: bool, again: bool, s
     results: dict[str, Any] = {"is_rehearsal": is_rehearsal, "steps": {}}
     if path.exists():
         results = json.loads(path.read_text(encoding="utf-8"))
-    results |= {"machine": report.describe_machine(base.parent), "versions": report.versions_here()}
+    results |= {"machine": describe_machine(base.parent), "versions": versions_here()}
     for step in steps:
         left = end - time.perf_counter()
         if step.name in results["steps"] and not again:
@@ -231,12 +262,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print("\n".join(f"{step.name:<10} {step.title}; at most {step.seconds:g} s" for step in STEPS))
         return 0
-    if not options.rehearse:
-        from benchmarks.decode.vram import what_is_missing
-
-        if (missing := what_is_missing()) is not None:
-            print(f"{missing.splitlines()[0].rstrip('.')}; --rehearse takes the device of the tests.", file=sys.stderr)
-            return 1
+    if not options.rehearse and (missing := what_is_missing()) is not None:
+        print(f"{missing}\n--rehearse takes the device of the tests.", file=sys.stderr)
+        return 1
     seconds = options.seconds or (TOTAL_SECONDS * (REHEARSAL_FACTOR if options.rehearse else 1))
     base = options.work_dir.resolve() / ("rehearsal" if options.rehearse else "gpu")
     found = run(chosen, base, is_rehearsal=options.rehearse, again=options.again, seconds=seconds)["steps"]

@@ -18,7 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu import devices
 from benchmarks.gpu.child import Place
-from benchmarks.lib import report, worker_gpu
+from benchmarks.gpu.work import Cuda
+from benchmarks.lib.machine import versions_here
 from rabbitllm.engine.free_memory import available_ram
 
 MIB = 1 << 20
@@ -28,14 +29,14 @@ PACKAGES = ("torch", "transformers", "accelerate", "bitsandbytes", "safetensors"
 
 def versions(place: Place) -> Iterator[Row]:
     """Packages, GPUs, and the rates of copies from pinned and from ordinary memory."""
-    found = report.versions_here(PACKAGES) | {"CUDA of torch": str(torch.version.cuda)}
+    found = versions_here(PACKAGES) | {"CUDA of torch": str(torch.version.cuda)}
     yield from ({"package": name, "version": found.get(name, "not installed")} for name in (*PACKAGES, "CUDA of torch"))
     for number, gpu in enumerate(devices.gpus(place)):
         nbytes = MIB if place.is_rehearsal else 256 * MIB
         sources = {"pinned here": gpu.host_buffer(nbytes), "ordinary": torch.ones(nbytes, dtype=torch.uint8)}
         if not place.is_rehearsal:
             free, total = torch.cuda.mem_get_info(number)
-            yield {"GPU": gpu.name, **worker_gpu.Cuda().facts(number), "free GiB": free / 2**30, "GiB": total / 2**30}
+            yield {"GPU": gpu.name, **Cuda().facts(number), "free GiB": free / 2**30, "GiB": total / 2**30}
             sources["pinned by torch"] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         buffer = gpu.device_buffer(nbytes)
         for kind, host in sources.items():

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 import rabbitllm
-from benchmarks.decode import vram, vram_model, vram_report
-from benchmarks.gpu import devices
+from benchmarks.gpu import devices, sized_model
 from benchmarks.gpu.child import Place
-from benchmarks.lib import worker, worker_gpu
+from benchmarks.gpu.work import GpuWork
+from benchmarks.lib import worker
 from benchmarks.lib.models import MODELS
 from benchmarks.lib.published import checkpoint
 from benchmarks.lib.report import LIMIT_GOAL
@@ -34,6 +34,9 @@ from rabbitllm.errors import NotEnoughMemoryError
 
 MIB, GIB = 1 << 20, 1 << 30
 ALL = 1 << 40
+MAX_MARGIN = 256 << 20
+"""Of a cap, for activations and the KV cache of 24 tokens; an eighth of it, if that is less."""
+TEST_DEVICE = "tests.support.rehearsed_gpu:RehearsedGpu"
 Row = dict[str, Any]
 
 
@@ -146,24 +149,53 @@ def _interrupted(name: str, folder: Path, gpu: Any) -> Row:
 
 
 def little_vram(place: Place) -> Iterator[Row]:
-    """`decode.vram` at a small size: this project, and accelerate in this interpreter, whose tokens are expected."""
-    figures, cap, reference = place.work / "figures" / "vram", 1.0, vram_report.REFERENCE_HERE
-    given = ["--only", reference, *vram_report.OURS, "--tokens", "8", "--work-dir", str(place.work / "vram")]
-    if place.is_rehearsal:
-        cap = 0.002
-        given += ["--scale", "tiny", "--gpu", vram.TEST_DEVICE, "--ram", "0.25"]
-    shutil.rmtree(figures.parent, ignore_errors=True)
-    vram.main([*given, "--size", "0.01" if place.is_rehearsal else "2", "--vram", str(cap), "--results", str(figures)])
-    (results,) = figures.parent.glob(f"{figures.name}-*.json")
-    runs = json.loads(results.read_text(encoding="utf-8"))["runs"]
-    tokens = {run["row"]: run["tokens"] for run in runs if not run["error"]}
-    for run in runs:
-        runner, _, under = run["row"].partition(", ")
-        expected = tokens.get(f"{reference}, {under}") if runner == vram_report.OURS[0] else None
-        equal, held = None if expected is None else run["tokens"] == expected, run["vram_reserved"]
-        row = {"row": run["row"], "s/token": run["token_seconds"], "GB/token to it": (run["copied_bytes"] or 0) / 1e9}
-        row |= {"GiB held": held / GIB, "of the limit": held / (cap * GIB), "tokens equal": equal}
-        yield row | {"failed": run["error"], "ok": not run["error"] and equal is not False}
+    """Tokens with less VRAM than the model: accelerate, whose tokens are expected, and this project.
+
+    What does not fit comes from pinned memory or from layer files that are out of the page cache.
+    """
+    cap = (2 << 20) if place.is_rehearsal else GIB
+    part, expected = sized_model.model_of(0.01 if place.is_rehearsal else 2, tiny=place.is_rehearsal), None
+    sized_model.write(part, place.work / "vram")
+    for runner, host in (("accelerate", ALL), ("none", ALL), ("4bit", ALL), ("none", 0), ("4bit", 0)):
+        work, is_ours = GpuWork(TEST_DEVICE if place.is_rehearsal else "", cap), runner != "accelerate"
+        job = _job(work, place, "vram", None if runner == "none" else runner, host) | {"tokens": 8}
+        job |= {"weights_bytes": cap - min(cap // 8, MAX_MARGIN), "cold": [] if host else [str(place.work)]}
+        job |= {} if is_ours else {"package": "transformers", "loader": "placed", "is_ours": False}
+        found, said = {}, None
+        try:
+            found = work.decode(job)
+        except Exception:  # other rows may work
+            said = traceback.format_exc()
+        expected = found.get("tokens") if not is_ours else expected
+        equal = found.get("tokens") == expected if runner == "none" and found else None
+        held = found.get("vram_reserved", 0)
+        row: Row = {"runner": runner, "from": "pinned memory" if host else "layer files"}
+        row |= {"s/token": found.get("token_seconds"), "GiB held": held / GIB}
+        row |= {"GB/token to it": (found.get("copied_bytes") or 0) / 1e9}
+        row |= {"of the limit": held / cap, "tokens equal": equal, "failed": said}
+        yield row | {"ok": said is None and equal is not False}
+        shutil.rmtree(place.work / "offload", ignore_errors=True)
+        gc.collect()
+
+
+def _job(work: GpuWork, place: Place, name: str, compression: str | None, host: int) -> dict[str, Any]:
+    """For `GpuWork.decode`, of this project."""
+    config = json.loads((place.work / name / "config.json").read_text())
+    return {
+        "package": "rabbitllm",
+        "loader": "layered",
+        "is_ours": True,
+        "dtype": work.gpu.dtype(),
+        "checkpoint": str(place.work / name),
+        "options": {"layer_shards_saving_path": str(place.work / f"layers-{name}"), "compression": compression},
+        "offload_folder": str(place.work / "offload"),
+        "weights_bytes": 0,
+        "host_bytes": host,
+        "told_ram": None,
+        "cold": [],
+        "prompt": [(i * 37 + 11) % config["vocab_size"] for i in range(16)],
+        "tokens": 6,
+    }
 
 
 T4_BYTES = 14 * GIB
@@ -175,7 +207,7 @@ def wide(place: Place) -> Iterator[Row]:
     endless = {**shape.config, "bos_token_id": None, "eos_token_id": None}
     model = replace(shape, config=endless, generation_config={"do_sample": False})
     part, gpu, most = checkpoint(model, 2 / shape.layers), devices.gpus(place)[0], T4_BYTES
-    vram_model.write(part, place.work / "wide")
+    sized_model.write(part, place.work / "wide")
     folder = _split(place.work / "wide", place.work / "layers-wide")
     for budget, host in ((2 * part.nbytes_4bit, 0), (0, ALL)):
         devices.limit(gpu, most)
@@ -225,16 +257,12 @@ def _cost(model: Any) -> Any:
 
 def pace(place: Place) -> Iterator[Row]:
     """Seconds of a token over the longer of its copies alone, at the link's rate, and computing alone."""
-    part = vram_model.model_of(0.004 if place.is_rehearsal else 8, tiny=place.is_rehearsal)
-    vram_model.write(part, place.work / "pace")
-    work = worker_gpu.GpuWork({"gpu": vram.TEST_DEVICE if place.is_rehearsal else ""}, worker)
-    probed, prompt = work.probe({}), [(i * 37 + 11) % part.config["vocab_size"] for i in range(16)]
-    rate = probed["copy_speed"]
+    part = sized_model.model_of(0.004 if place.is_rehearsal else 8, tiny=place.is_rehearsal)
+    sized_model.write(part, place.work / "pace")
+    work = GpuWork(TEST_DEVICE if place.is_rehearsal else "")
+    rate = work.probe()["copy_speed"]
     for compression, host in ((None, ALL), ("4bit", ALL), (None, 0)):
-        layers = {"layer_shards_saving_path": str(place.work / "layers-pace"), "compression": compression}
-        job = {"package": "rabbitllm", "loader": "layered", "is_ours": True, "dtype": probed["dtype"], "cold": []}
-        job |= {"checkpoint": str(place.work / "pace"), "options": layers, "weights_bytes": 0, "host_bytes": host}
-        found = work.decode(job | {"told_ram": None, "prompt": prompt, "tokens": 6})
+        found = work.decode(_job(work, place, "pace", compression, host))
         link, bring, compute = found["copied_bytes"] / rate, found["bring_seconds"], found["compute_seconds"]
         ratio = found["token_seconds"] / max(link if host else max(link, bring), compute)
         row = {"compression": compression or "none", "from": "pinned memory" if host else "layer files"}

@@ -44,14 +44,7 @@ class Runner:
 
 
 def prepare_files(runner: Runner, checkpoint: Path, place: Path, work: Path, label: str) -> None:
-    """Make a runner's layer files, or its one file, unless they are there or it loads the checkpoint itself.
-
-    Args:
-        runner: what they are for.
-        checkpoint: to split or convert.
-        place: of the files.
-        work: see `run_worker`.
-        label: names the log.
+    """Make a runner's layer files, or its one file, at `place`, unless they are there or it loads the checkpoint.
 
     Raises:
         PeerError: it failed.
@@ -104,6 +97,10 @@ class Workload:
     folder: Path
     prompt: Sequence[int]
     tokens: int
+
+    def prepare(self, runner: Runner, work: Path, label: str, checkpoint: Path | None = None) -> None:
+        """`prepare_files` in this folder."""
+        prepare_files(runner, checkpoint or self.checkpoint, self.folder / runner.files_name, work, label)
 
     def decode(
         self,

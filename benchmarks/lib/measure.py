@@ -232,11 +232,13 @@ def fresh_copy(source: Path, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def fresh_folder(path: Path) -> Iterator[Path]:
-    """Empty at the start, whatever an earlier run left there, and gone at the end."""
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir()
+def fresh_folder(path: Path, *, keep: bool = False) -> Iterator[Path]:
+    """Empty at the start and gone at the end, unless it is to be kept."""
+    if not keep:
+        shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(exist_ok=True)
     try:
         yield path
     finally:
-        shutil.rmtree(path, ignore_errors=True)
+        if not keep:
+            shutil.rmtree(path, ignore_errors=True)

@@ -101,9 +101,11 @@ def areas(
 
 def draw(picture: Picture, path: Path) -> None:
     """Draw a picture into a file, .svg or .png."""
+    import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    matplotlib.rcParams["svg.hashsalt"] = "rabbitllm"  # the same file each time
     figure = Figure(layout="constrained")
     FigureCanvasAgg(figure)
     _KINDS[picture["kind"]](figure, picture)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import platform
-import subprocess
+import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks.lib import pictures
+from benchmarks.lib.machine import describe_machine, versions_here
 from benchmarks.lib.measure import Spread, spread
 from benchmarks.lib.runs import AnyRun, good
 
@@ -40,17 +38,19 @@ class Table:
         return "\n".join("  ".join(line).rstrip() for line in lines)
 
     def figures(self) -> list[dict[str, Any]]:
-        """For JSON: heading -> median, low and high where a cell has them, else its text."""
-        return [
-            {heading: getattr(cell, "figures", None) or cell for heading, cell in zip(self.headings, row, strict=True)}
-            for row in self.rows
-        ]
+        """For JSON: heading -> text, median, low and high of a cell of figures, else its text."""
+        return [{heading: _held(cell) for heading, cell in zip(self.headings, row, strict=True)} for row in self.rows]
 
     def markdown(self) -> str:
         """For a page."""
         rule = ["---", *["---:"] * (len(self.headings) - 1)]
         lines = [self.headings, rule, *[[cell.replace("|", "\\|") for cell in row] for row in self.rows]]
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _held(cell: str) -> Any:
+    figures = getattr(cell, "figures", None)
+    return cell if figures is None else {"text": str(cell), **figures}
 
 
 def _padded(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
@@ -149,80 +149,34 @@ def against_ours(name: str, figures: Spread | None, goal: float = 1.0) -> str:
     return reach(f"{name}, seconds beside ours", median(figures), goal, at_most=False)
 
 
-_SETS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
-"""Instruction sets, as Linux names them, that change how fast products are."""
-_PACKAGES = ("torch", "transformers", "numpy", "numba", "bitsandbytes", "safetensors", "huggingface_hub")
-
-
-def describe_machine(work: Path) -> dict[str, Any]:
-    """Processor, cores, instruction sets, RAM, kernel, and the file system of the work folder."""
-    flags = _field("/proc/cpuinfo", "flags").split()
-    return {
-        "cpu": _field("/proc/cpuinfo", "model name"),
-        "cores": len(os.sched_getaffinity(0)),
-        "instruction_sets": " ".join(name for name in _SETS if name in flags) or "none of those that matter",
-        "ram_gib": round(int(_field("/proc/meminfo", "MemTotal").split()[0]) / 2**20, 1),
-        "kernel": platform.release(),
-        "file_system": said(["df", "--output=fstype", str(work)])[-1],
-    }
-
-
-def versions_here(packages: Sequence[str] = _PACKAGES) -> dict[str, str]:
-    """Of the interpreter that runs the benchmark, and of these packages if they are installed."""
-    found = {"python": platform.python_version()}
-    for name in packages:
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
-
-
-def _field(path: str, name: str) -> str:
-    with open(path) as lines:
-        return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "0 unknown")
-
-
-def said(command: list[str]) -> list[str]:
-    """The lines that a program prints."""
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines() or ["unknown"]
-
-
 def write(
     base: Path,
     title: str,
-    machine: Mapping[str, Any],
     table: Table,
     notes: Sequence[str],
-    runs: Sequence[Any],
+    runs: Sequence[Any] = (),
+    *,
+    work: Path | None = None,
     picture: pictures.Picture | None = None,
     more: Mapping[str, Table] | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> None:
-    """Print the tables; write them to `base`.md, everything to `base`.json, and from that the picture to `base`.svg.
+    """Print the tables; write them to `base`.md, everything to `base`.json, and from that the pictures to .svg.
 
     Args:
         base: of the files.
         title: of the results.
-        machine: from `describe_machine`.
         table: the main one.
         notes: below it.
         runs: dataclasses, one for each row and repeat, some with `versions` and `load_average`.
+        work: folder that was worked in; its file system is named.
         picture: from `pictures`.
         more: further tables by their headings.
-        facts: what else is in the JSON.
+        facts: what else is in the JSON; of `machine`, further facts of it.
     """
+    facts = dict(facts or {})
+    machine = {**describe_machine(work or Path.cwd()), **facts.pop("machine", {})}
     loads = spread(run.load_average for run in runs if hasattr(run, "load_average"))
-    lines = ["Median (lowest-highest).", *notes]
-    lines += [f"Load average at the start of the runs: {shown(loads)}."] if loads else []
-    described = "; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in machine.items())
-    print(f"\n{title}\n{described}\n\n{table.text()}\n")
-    for heading, one in (more or {}).items():
-        print(f"{heading}\n\n{one.text()}\n")
-    print("\n".join(lines))
-    base.parent.mkdir(parents=True, exist_ok=True)
-    listed = "\n".join(f"* {line}" for line in lines)
-    tables = [table.markdown(), *(f"## {heading}\n\n{one.markdown()}" for heading, one in (more or {}).items())]
-    page = [f"# {title}", described, *tables, listed]
-    base.with_name(base.name + ".md").write_text("\n\n".join(page) + "\n", encoding="utf-8")
     raw = [asdict(run) for run in runs]
     versions: dict[str, dict[str, str]] = {}
     for run in raw:
@@ -230,18 +184,50 @@ def write(
             versions[run["row"]] = run.pop("versions") or versions.get(run["row"], {})
     everything = {
         "title": title,
+        "date": time.strftime("%Y-%m-%d"),
         "machine": machine,
         "versions_here": versions_here(),
         "versions": versions,
-        "notes": lines,
+        "notes": [*notes, *([f"Load average at the start of the runs: {shown(loads)}."] if loads else [])],
         "rows": table.figures(),
         "more": {heading: one.figures() for heading, one in (more or {}).items()},
         "runs": raw,
         "picture": picture,
-        **(facts or {}),
+        **facts,
     }
+    for heading, one in {title: table, **(more or {})}.items():
+        print(f"\n{heading}\n\n{one.text()}")
+    print("", *everything["notes"], sep="\n")
+    base.parent.mkdir(parents=True, exist_ok=True)
+    base.with_name(base.name + ".md").write_text(page(everything), encoding="utf-8")
     results = base.with_name(base.name + ".json")
-    results.write_text(json.dumps(everything, indent=1, default=str) + "\n", encoding="utf-8")
+    results.write_text(dumped(everything), encoding="utf-8")
     if picture is not None or "pictures" in everything:
         pictures.redraw(results)
     print(f"\nWritten: {base}.json and .md")
+
+
+_NUMBER = r"-?\d[\d.e+-]*"
+_NUMBERS = re.compile(rf"\[\s+({_NUMBER}(?:,\s+{_NUMBER})*)\s+\]")
+
+
+def dumped(results: Mapping[str, Any]) -> str:
+    """JSON with a list of numbers in one line."""
+    text = json.dumps(results, indent=1, default=str)
+    return _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
+
+
+def page(results: Mapping[str, Any]) -> str:
+    """The page of a results file."""
+    facts = {"date": results["date"], **results["machine"]}
+    parts = [f"# {results['title']}", "; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in facts.items())]
+    for heading, rows in {"": results["rows"], **results["more"]}.items():
+        table = Table(list(rows[0]) if rows else [], [[_cell(one) for one in row.values()] for row in rows])
+        parts += [*([f"## {heading}"] if heading else []), table.markdown()]
+    parts.append("\n".join(f"* {line}" for line in ["Median (lowest-highest).", *results["notes"]]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _cell(held: Any) -> str:
+    """A figure with its spread is held with the text of its cell."""
+    return str(held["text"] if isinstance(held, Mapping) else held)

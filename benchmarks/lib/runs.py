@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from benchmarks.lib.idle_process import PeerError
-from benchmarks.lib.measure import Spread, spread
-from benchmarks.lib.peers import Outcome
+from benchmarks.lib.measure import Spread, drop_cached, fresh_folder, spread
+from benchmarks.lib.peers import Environment, Outcome, prepare
 
 
 @dataclass
@@ -64,29 +66,8 @@ def in_turns(rows: Sequence[str], turns: int) -> Iterator[tuple[int, str]]:
             yield turn, row
 
 
-def unprepared(
-    rows: Sequence[str], unusable: Mapping[str, str], what: str, prepare: Callable[[str], None]
-) -> dict[str, str]:
-    """Make ready what each row needs before it is measured; return the rows that have not got it, and why.
-
-    Args:
-        rows: their names.
-        unusable: rows that are not tried, and why; they are in what is returned.
-        what: for the reason.
-        prepare: may raise a `PeerError`.
-    """
-    found = dict(unusable)
-    for row in rows:
-        if row not in found:
-            try:
-                prepare(row)
-            except PeerError as error:
-                found[row] = f"{what}: {error}"
-    return found
-
-
 class Case(Protocol):
-    """One of several rows of the same runner."""
+    """A row that is more than a name: one of several of the same runner."""
 
     @property
     def name(self) -> str:
@@ -100,17 +81,42 @@ class Case(Protocol):
 AnyCase = TypeVar("AnyCase", bound=Case)
 
 
-def run_cases(
-    cases: Sequence[AnyCase],
-    turns: int,
+def carry_out(
+    options: argparse.Namespace,
+    cases: Sequence[AnyCase] | Sequence[str],
     make: Callable[[str, int], AnyRun],
-    measure: Callable[[AnyRun, AnyCase], None],
-    unusable: Mapping[str, str],
+    measure: Callable[[AnyRun, Any], None],
+    environments: Mapping[str, Environment],
+    folder: Path,
+    files: Callable[[str], None],
+    *,
+    keep: bool = False,
 ) -> list[AnyRun]:
-    """`run_all` for rows that are more than a name; `unusable` is by their runners."""
-    named = {case.name: case for case in cases}
-    without = {case.name: unusable[case.runner] for case in cases if case.runner in unusable}
-    return run_all(list(named), turns, make, lambda run: measure(run, named[run.row]), without)
+    """Prepare runners, and run their rows in turns. A row that fails has an error.
+
+    Args:
+        options: `turns` and `work_dir`.
+        cases: rows, or names of runners that are rows.
+        make: a run without figures, of a row and a turn.
+        measure: fills in the run of a case.
+        environments: of the runners.
+        folder: of their files, empty at first, and gone at the end.
+        files: makes those of a runner.
+        keep: leave the folder for the next run, and take what is in it.
+    """
+    named: dict[str, Any] = {case if isinstance(case, str) else case.name: case for case in cases}
+    runner_of = {name: case if isinstance(case, str) else case.runner for name, case in named.items()}
+    unusable = prepare(environments, options.work_dir)
+    with fresh_folder(folder, keep=keep):
+        for runner in environments:
+            if runner not in unusable:
+                try:
+                    files(runner)
+                except PeerError as error:
+                    unusable[runner] = f"its files: {error}"
+        drop_cached(folder)
+        without = {name: unusable[runner] for name, runner in runner_of.items() if runner in unusable}
+        return run_all(list(named), options.turns, make, lambda run: measure(run, named[run.row]), without)
 
 
 def run_all(

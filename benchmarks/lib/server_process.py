@@ -171,7 +171,7 @@ def served(
 
     Args:
         environment: what it runs in.
-        job: see `lib/worker_serve.py`; port and cores are put in here.
+        job: see `lib/worker.py`; port and cores are put in here.
         work: holds environments and logs.
         label: names the log.
         cold: folders whose files are to be in no cache when it begins.

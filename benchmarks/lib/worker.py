@@ -14,7 +14,6 @@ import importlib.metadata
 import itertools
 import json
 import os
-import runpy
 import statistics
 import sys
 import time
@@ -37,9 +36,9 @@ _SPLITTERS = ("rabbitllm", "airllm")
 
 
 def import_libraries(package: str) -> dict[str, str]:
-    """Import what any of the implementations imports sooner or later, so that all are idle alike; return versions.
+    """Import what any implementation imports sooner or later, so that all are idle alike; return versions.
 
-    At the smallest size, whose figures mean nothing, only those that every model needs.
+    At the smallest size only what every model needs.
     """
     is_smallest = "RABBITLLM_BENCHMARK_SMALLEST" in os.environ
     others = ("transformers.modeling_utils",) if is_smallest else ("accelerate", "bitsandbytes")
@@ -141,28 +140,6 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
     return generate(model, job["prompt"], job["tokens"], Clock()) | loaded | _limits(model)
 
 
-class Routed:
-    """What the routers of a model of Qwen3-Next's kind choose, noted pass by pass (a router's third output)."""
-
-    def __init__(self, model: Any) -> None:
-        self.routers = [module for name, module in model.named_modules() if name.endswith(".mlp.gate")]
-        self.chosen: list[Any] = []
-        for router in self.routers:
-            router.register_forward_hook(self._note)
-
-    def _note(self, router: Any, given: Any, made: Any) -> None:
-        self.chosen.append(made[2].cpu().numpy().astype("uint16"))
-
-    def save(self, path: str) -> None:
-        """As `expert_trace.Trace` has it."""
-        import numpy as np
-
-        layers = len(self.routers)
-        passes = [np.stack(self.chosen[at : at + layers], axis=1) for at in range(0, len(self.chosen), layers)]
-        ends = np.cumsum([len(one) for one in passes])
-        np.savez_compressed(path, ids=np.concatenate(passes), ends=ends, experts=self.routers[0].num_experts)
-
-
 def requests(job: dict[str, Any]) -> dict[str, Any]:
     """Load a model of experts and generate greedily for one prompt after another; see `moe.MoeRun`.
 
@@ -171,12 +148,11 @@ def requests(job: dict[str, Any]) -> dict[str, Any]:
     start = time.perf_counter()
     model = LOADERS[job["loader"]](job)
     loaded = time.perf_counter() - start
-    routed, made = Routed(model), []
+    made = []
     for number, given in enumerate(job["prompts"]):
         if number == job["warm_up"] and hasattr(model, "profiler"):
             model.profiler.clear()
         made.append(generate(model, given, job["tokens"], Clock()))
-    routed.save(job["trace"])
     counted = made[job["warm_up"] :]
     steps = [seconds for one in counted for seconds in one["step_seconds"]]
     return _experts(model) | {
@@ -295,29 +271,104 @@ def predict(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-TASKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+def llama_cpp(job: dict[str, Any]) -> dict[str, Any]:
+    """llama.cpp: load the file, mapped, and generate greedily; the same figures as the other rows'."""
+    from llama_cpp import Llama  # type: ignore[import-not-found,unused-ignore]
+
+    threads = len(os.sched_getaffinity(0))
+    begun = time.perf_counter()
+    model = Llama(job["path"], n_ctx=512, n_threads=threads, n_threads_batch=threads, use_mmap=True, verbose=False)
+    loaded = time.perf_counter()
+    tokens, clock = [], Clock()
+    clock.put(None)
+    for token in model.generate(job["prompt"], top_k=1, temp=0.0, repeat_penalty=1.0):
+        clock.put(token)
+        tokens.append(token)
+        if len(tokens) == job["tokens"]:
+            break
+    return {
+        "load_seconds": loaded - begun,
+        "first_token_seconds": clock.times[1] - clock.times[0],
+        "step_seconds": clock.steps(),
+        "token_seconds": statistics.median(clock.steps()),
+        "step_bytes": clock.step_bytes(),
+        "tokens": tokens,
+        "threads": threads,
+        "dtype": job["kind"],
+        "placed": "mapped",
+    }
+
+
+def prompt(number: int, length: int, vocabulary: int) -> list[int]:
+    """Token ids; no two numbers begin alike. Made here, since thousands are more than a command line holds."""
+    return [(number * 7919 + place * (37 + number % 11) + 11) % vocabulary for place in range(length)]
+
+
+def bulk(job: dict[str, Any]) -> dict[str, Any]:
+    """Generate for so many prompts at once: seconds from the first to the last of them, loading not counted."""
+    count, before = job["sequences"], bytes_read()
+    prompts = [prompt(number, job["length"], job["vocabulary"]) for number in range(count)]
+    made, seconds = (_batch if job["is_ours"] else _one_batch)(job, prompts)
+    if made != count * job["tokens"]:
+        raise RuntimeError(f"{count * job['tokens']} tokens were asked for; {made} came")
+    return {"seconds": seconds, "new_tokens": made, "disk_bytes": bytes_read() - before}
+
+
+def _batch(job: dict[str, Any], prompts: list[list[int]]) -> tuple[int, float]:
+    package = importlib.import_module(job["package"])
+    (manifest,) = Path(job["path"]).rglob("split.json")
+    report = package.batch(
+        str(manifest.parent),
+        [{"tokens": one} for one in prompts],
+        job["out"],
+        max_new_tokens=job["tokens"],
+        sequences=job["sequences"],
+        device="cpu",
+        overwrite=True,
+        **job["options"],
+    )
+    if report.errors:
+        raise RuntimeError(Path(job["out"]).read_text().splitlines()[0][:200])
+    return report.new_tokens, report.seconds
+
+
+def _one_batch(job: dict[str, Any], prompts: list[list[int]]) -> tuple[int, float]:
+    import torch
+
+    model, ids = LOADERS[job["loader"]](job), torch.tensor(prompts)
+    begun = time.perf_counter()
+    output = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=job["tokens"], do_sample=False
+    )
+    return output[:, job["length"] :].numel(), time.perf_counter() - begun
+
+
+def serve(job: dict[str, Any]) -> None:
+    """Run a server until a signal ends it."""
+    if job["how"] == "program":  # in the place of this process
+        os.dup2(2, 1)
+        os.execv(job["program"], [job["program"], *job["arguments"], "--port", str(job["port"])])
+    if job["how"] == "rabbitllm":
+        sys.argv = ["rabbitllm", "serve", job["model"], "--port", str(job["port"]), *job["arguments"]]
+        importlib.import_module("rabbitllm.cli.main").main()
+        return
+    # transformers: its loading of a model is replaced by one with every layer offloaded to disk by accelerate
+    manager = importlib.import_module("transformers.cli.serving.model_manager").ModelManager
+    manager._load_model = lambda self, name, *args, **kwargs: _load_offloaded({"checkpoint": name.split("@")[0], **job})
+    command = importlib.import_module("transformers.cli.serve").Serve
+    command(force_model=job["model"], port=job["port"], host="127.0.0.1", **job["options"])
+
+
+TASKS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "split": split,
-    "decode": decode,
+    "decode": lambda job: llama_cpp(job) if job["package"] == "llama_cpp" else decode(job),
     "requests": requests,
     "predict": predict,
+    "bulk": bulk,
+    "serve": serve,
 }
-LLAMA_CPP = "llama_cpp"
-"""It needs no torch, which it would be idle with."""
-OTHERS = {
-    "bulk": "worker_batch.py",
-    "score": "worker_batch.py",
-    "score-plain": "worker_batch.py",
-    "gpu probe": "worker_gpu.py",
-    "gpu decode": "worker_gpu.py",
-    "serve": "worker_serve.py",
-}
-"""Task -> the file next to this one that does it; its `tasks` takes this module and the job."""
-
-
-def other_tasks(file: str, job: dict[str, Any]) -> dict[str, Callable[[dict[str, Any]], Any]]:
-    """What a file next to this one does."""
-    found = runpy.run_path(str(Path(__file__).with_name(file)))["tasks"](sys.modules[__name__], job)
-    return dict(found)
+_OF_SERVERS = ("uvicorn", "fastapi", "openai", "transformers.cli.serve")
+"""Imported too before a server's memory is bounded."""
 
 
 def main() -> None:
@@ -333,12 +384,12 @@ def main() -> None:
         if "cores" in job:
             os.sched_setaffinity(0, job["cores"])
         versions = import_libraries(job["package"]) if job["package"] is not None else {}
-        if job["task"] in OTHERS:  # whatever it imports is there before the job, so that all are idle alike
-            TASKS.update(other_tasks(OTHERS[job["task"]], job))
+        if job["task"] == "serve" and job["package"] is not None:
+            for library in _OF_SERVERS:
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(library)
         answer({"ready": versions})
         if sys.stdin.readline():
-            if job["package"] == LLAMA_CPP:
-                TASKS.update(other_tasks("worker_llama_cpp.py", job))
             answer(TASKS[job["task"]](job))
     except Exception as error:
         traceback.print_exc()

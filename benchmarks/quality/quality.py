@@ -283,10 +283,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         notes += [f"{name}, {row.maker} {row.name}: {row.note}" for row in rows if row.note]
         every += rows
         drawn[name] = picture(name, rows)
-    machine, (first, *more) = report.describe_machine(options.work), tables
+    first, *more = tables
     rest = {heading: tables[heading] for heading in more}
     title, held = f"Loss against bytes. {first}", {"pictures": drawn}
-    report.write(options.results, title, machine, tables[first], notes, every, None, rest, held)
+    report.write(options.results, title, tables[first], notes, every, work=options.work, more=rest, facts=held)
     return 0
 
 

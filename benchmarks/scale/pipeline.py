@@ -169,7 +169,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         split = place / "split"
         make_layer_files(THIS, "rabbitllm", checkpoint, split, None, work, "pipeline-split")
         workload = Workload(split / "splitted_model", weights, prompt_for(options.scale), options.tokens)
-        machine = report.describe_machine(work)
         runs = run_all(
             list(rows), options.turns, PipelineRun, lambda run: measure(run, *rows[run.row], workload, work), {}
         )
@@ -177,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     title = f"{options.tokens} tokens of a model of {size} over processes with memory capped, on the CPU, "
     title += command_line.turns(options)
     table, notes = tabulate(runs, rows, options.turns), notes_on(runs, rows)
-    report.write(options.results, title, machine, table, notes, runs, picture(title, runs, rows))
+    report.write(options.results, title, table, notes, runs, work=work, picture=picture(title, runs, rows))
     return status(runs)
 
 

@@ -301,6 +301,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = command_line.parsed(parser, arguments)
     hosts = with_prices(HOSTS, options.price)
     (first, table), *more = tables(hosts).items()
-    title, machine = f"Computed, not measured. {first}", report.describe_machine(Path.cwd())
-    report.write(options.results, title, machine, table, notes(hosts), checks(), picture(hosts), dict(more))
+    title, drawn = f"Computed, not measured. {first}", picture(hosts)
+    report.write(options.results, title, table, notes(hosts), checks(), picture=drawn, more=dict(more))
     return 0

@@ -19,7 +19,7 @@ class Server:
     Attributes:
         environment: what it runs in.
         package: what is imported there; None for a program that is no Python.
-        how: see `lib/worker_serve.py`.
+        how: see `worker.serve`.
         options: for that.
         arguments: on its command line.
         bits: of a weight; 4 where the figures are to be compared with those of other rows at 4 bits.
@@ -49,10 +49,7 @@ _BATCHING: Mapping[str, Any] = {
 }
 """Without sizes it takes most of the machine's memory for keys and values, whatever its group may, and is killed."""
 SERVERS: Mapping[str, Server] = {
-    "transformers-serve": Server(TRANSFORMERS_SERVE, "transformers", "transformers"),
-    "transformers-serve-batching": Server(TRANSFORMERS_SERVE, "transformers", "transformers", _BATCHING),
-    "transformers-serve-disk": Server(TRANSFORMERS_SERVE, "transformers", "transformers-disk"),
-    "transformers-serve-disk-batching": Server(TRANSFORMERS_SERVE, "transformers", "transformers-disk", _BATCHING),
+    "transformers-serve-disk-batching": Server(TRANSFORMERS_SERVE, "transformers", "transformers", _BATCHING),
     "llama-server-bf16": Server(LLAMA_SERVER, None, "program", kind="BF16"),
     "llama-server-q4_0": Server(LLAMA_SERVER, None, "program", bits=4, kind="Q4_0"),
     "rabbitllm-serve": Server(THIS, "rabbitllm", "rabbitllm"),
@@ -120,7 +117,7 @@ def prepared(row: str, workload: Workload) -> Path:
 
 
 def job_of(row: str, workload: Workload, work: Path) -> dict[str, Any]:
-    """For `lib/worker_serve.py`."""
+    """For `worker.serve`."""
     server, place = SERVERS[row], prepared(row, workload)
     job: dict[str, Any] = {
         "how": server.how,

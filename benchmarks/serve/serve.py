@@ -7,9 +7,9 @@ clients at once, in another process (on a core of their own where there are thre
 the other, and hang up after a minute: a server that answers one after the other would take hours otherwise. Tokens a
 second are all that came over all the time, prompts included. Before that, one short request that does not count.
 
-`transformers serve` has no option for offloading: "transformers-serve" is its command as it is, which maps the file;
-for "-disk" the same command runs with its loading of the model replaced by accelerate's disk offload; "-batching" is
-its option for continuous batching. llama.cpp's server is its own `llama-server`, with a slot for each client.
+`transformers serve` has no option for offloading: its loading of the model is replaced by accelerate's disk offload;
+"-batching" is its option for continuous batching. llama.cpp's server is its own `llama-server`, with a slot for each
+client.
 
     sudo python -m benchmarks serve [--share 50] [--share-4bit 25] [--at-once 1 4 16 64] [--seconds 60]
                                     [--only ROW ...] [--scale tiny]
@@ -26,9 +26,7 @@ from benchmarks.lib import command_line, report
 from benchmarks.lib.checkpoint import SCALES, make_checkpoint, weight_bytes
 from benchmarks.lib.control_group import control_group
 from benchmarks.lib.idle_process import Cap, PeerError
-from benchmarks.lib.measure import drop_cached, fresh_folder
-from benchmarks.lib.peers import prepare
-from benchmarks.lib.runs import run_all, status, unprepared
+from benchmarks.lib.runs import carry_out, status
 from benchmarks.lib.server_process import Served, asked, served
 from benchmarks.serve.report import ServeRun, figures, notes_on, picture, tabulate
 from benchmarks.serve.rows import SERVERS, Workload, body_of, job_of, prepare_files
@@ -105,19 +103,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.at_once,
         options.seconds,
     )
-    unusable = prepare({row: SERVERS[row].environment for row in options.only}, work)
     shares = {16: options.share, 4: options.share_4bit}
-    with fresh_folder(workload.folder):
-        unusable = unprepared(options.only, unusable, "its files", lambda row: prepare_files(row, workload, work))
-        drop_cached(workload.folder)
-        machine = report.describe_machine(work)
-        runs = run_all(
-            options.only, options.turns, ServeRun, lambda run: measure(run, workload, shares, work), unusable
-        )
+    runs = carry_out(
+        options,
+        options.only,
+        ServeRun,
+        lambda run, row: measure(run, workload, shares, work),
+        {row: SERVERS[row].environment for row in options.only},
+        workload.folder,
+        lambda row: prepare_files(row, workload, work),
+    )
     rows = list(options.only)
     size = f"{workload.weights / 1e9:.2f} GB"
     title = f"A server of a model of {size} with memory capped, on the CPU, {command_line.turns(options)}"
     table = tabulate(runs, rows, options.at_once)
     notes, drawn = notes_on(runs, rows, options.at_once, options.seconds), picture(title, runs, rows)
-    report.write(options.results, title, machine, table, notes, runs, drawn if drawn["lines"] else None)
+    report.write(options.results, title, table, notes, runs, work=work, picture=drawn if drawn["lines"] else None)
     return status(runs, lambda row: SERVERS[row].is_ours)

@@ -331,7 +331,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, write; not 0 if a mode failed or something that must hold did not."""
     options = parse(arguments)
     made: Checkpoint = options.made
-    machine = report.describe_machine(options.work_dir)
     content = Content()
     done: list[Outcome] = []
     failed = False
@@ -351,13 +350,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report.write(
             options.results.with_name(f"{options.results.name}-{mode}"),
             title,
-            machine,
-            figures(outcome, int(machine["cores"])),
+            figures(outcome, len(os.sched_getaffinity(0))),
             notes_on(outcome, hashed, options.rate, done),
-            [],
-            picture(outcome),
-            {"Kills": kills(outcome), "Stages": stages(outcome)},
-            facts(outcome),
+            work=options.work_dir,
+            picture=picture(outcome),
+            more={"Kills": kills(outcome), "Stages": stages(outcome)},
+            facts=facts(outcome),
         )
         done.append(outcome)
         failed = failed or not all(outcome.checks().values())

@@ -93,8 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     nbytes = options.megabytes * 1000**2 // CHUNK_BYTES * CHUNK_BYTES or CHUNK_BYTES
     rows = [measure(scheme, dtype, nbytes, options.turns) for scheme in ("4bit", "8bit") for dtype in DTYPES]
-    machine = report.describe_machine(Path.cwd())
-    report.write(options.results, f"Quantizing on one core, {options.turns} turns", machine, *_shown(rows), rows)
+    report.write(options.results, f"Quantizing on one core, {options.turns} turns", *_shown(rows), rows)
     return int(not all(row.same for row in rows))
 
 

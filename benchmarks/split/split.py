@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.lib import command_line, report
 from benchmarks.lib.checkpoint import SCALES, make_checkpoint, same_tensors, shards
+from benchmarks.lib.machine import said
 from benchmarks.lib.measure import CACHE_STATE, Sampler, copy_files, fresh_copy, sync_tree
 from benchmarks.lib.peers import AIRLLM, RABBITLLM_1, THIS, Environment, prepare, run_worker
 from benchmarks.lib.runs import Run, failures, good, ratios, run_all, status, versions
@@ -193,12 +194,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command_line.settle(options, "split")
     work = options.work_dir
     checkpoint = make_checkpoint(work, options.scale)
-    unusable = prepare({row: SPLITTERS[row].environment for row in options.only}, work)
-    machine = report.describe_machine(work) | {"copied_with": report.said(["cp", "--version"])[0]}
     rows = [COPY, *options.only]
+    unusable = prepare({row: SPLITTERS[row].environment for row in options.only}, work)
     runs = run_all(rows, options.turns, SplitRun, lambda run: measure(run, checkpoint, work), unusable)
     sizes = [shard.stat().st_size for shard in shards(checkpoint)]
     title = f"Split of {sum(sizes) / 1e6:.0f} MB in {len(sizes)} shards, {command_line.turns(options)}"
     notes = notes_on(runs, rows, checkpoint, SCALES[options.scale].layer_files)
-    report.write(options.results, title, machine, tabulate(runs, rows, options.turns), notes, runs)
+    facts = {"machine": {"copied_with": said(["cp", "--version"])[0]}}
+    report.write(options.results, title, tabulate(runs, rows, options.turns), notes, runs, work=work, facts=facts)
     return status(runs, lambda row: row == COPY or SPLITTERS[row].environment == THIS)

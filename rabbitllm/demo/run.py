@@ -168,7 +168,7 @@ def run(
 
     Args:
         folder: working folder, created if necessary; the checkpoint is written into it.
-        problems: number of problems to score, if the model has so many.
+        problems: number of problems to score, if the model has that many.
         plot: path for a picture of the disk use during the split.
         console: receives the output; stdout by default.
         of: the model to demonstrate; the bundled one by default.

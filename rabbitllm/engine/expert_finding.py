@@ -20,6 +20,7 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedModel
 
+from rabbitllm.base.rounding import round_up
 from rabbitllm.checkpoints.config import picked_by
 from rabbitllm.engine.expert_source import Block, ExpertPart, ExpertSource, Leaf, Nesting, packed_by
 from rabbitllm.engine.published import BY_MATRIX
@@ -241,8 +242,8 @@ def _lay_out(leaves: Mapping[str, Leaf]) -> int:
         runs.append([block.nesting.made for block in leaf.blocks if block.nesting is not None])
     end = 0
     for run in filter(None, runs):
-        end = -(-end // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+        end = round_up(end, TENSOR_ALIGNMENT)
         for part in run:
             part.at = end
             end += part.nbytes
-    return -(-end // BLOCK) * BLOCK
+    return round_up(end, BLOCK)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from rabbitllm.base.rounding import round_up
 from rabbitllm.base.terminal import aligned, size
 
 SLOTS = 2
@@ -307,15 +308,11 @@ def taken(nbytes: int) -> int:
 
     At worst 1.5 times `nbytes`: two allocations of 6.7 MiB have a segment of 20 MiB.
     """
-    rounded = max(_up(nbytes, _ROUND), _ROUND)
+    rounded = max(round_up(nbytes, _ROUND), _ROUND)
     if rounded >= _LARGE:
-        return _up(rounded, _ROUND_LARGE)
+        return round_up(rounded, _ROUND_LARGE)
     segment = _SMALL_SEGMENT if rounded <= _SMALL else _LARGE_SEGMENT
     return segment // (segment // rounded)
-
-
-def _up(nbytes: int, to: int) -> int:
-    return -(-nbytes // to) * to
 
 
 Sized = TypeVar("Sized", UnitCost, PlacedUnit)

@@ -71,10 +71,6 @@ class Prefetcher:
         self._pending: dict[str, tuple[BufferSlot, Future[Any]]] = {}
         self._thread = Workers(1, thread)
 
-    def is_coming(self, unit: str) -> bool:
-        """Whether a unit has a buffer, filled or not."""
-        return unit in self._pending
-
     def request(self, unit: str, job: Job) -> None:
         """Fill a buffer with a unit once one is free, unless it was requested already."""
         if unit not in self._pending:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rabbitllm.base.terminal import harmless
 from rabbitllm.checkpoints.config import BITSANDBYTES, LEFTOVER, MODELOPT, method_of
 from rabbitllm.errors import IncompleteSplitError, MissingPackageError, UnknownArchitectureError
 from rabbitllm.formats.tensor_spec import torch_dtype
@@ -40,9 +41,19 @@ _COMPRESSED_TENSORS = "compressed-tensors"
 _INTEGERS = ("awq", "gptq")
 DEQUANTIZED = ("fp8", "mxfp8", "mxfp4", _COMPRESSED_TENSORS, *_INTEGERS, MODELOPT)
 """Methods whose layers are dequantized each time they are used."""
+AUTO_ROUND = "auto-round"
+"""A tool that writes parts in the layouts of `_INTEGERS`."""
+_LAYOUTS: Mapping[str, Mapping[str, str]] = {
+    "auto_gptq": {"quant_method": "gptq"},
+    "gptq": {"quant_method": "gptq"},
+    "gptqmodel": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
+    "auto_awq": {"quant_method": "awq", "version": "gemm"},
+    "awq": {"quant_method": "awq", "version": "gemm"},
+}
+"""auto-round's name of a layout -> the settings of the method that it belongs to."""
 _WRAPPED = ("WrapAgain", "Bnb8bitDeserialize")
 """Operations of transformers that make a parameter around the stored bytes, without copying them."""
-BY_MATRIX = frozenset({"QuickFp8", "QuickMxfp4", "ExpertMatrices", "Dequantize"})
+BY_MATRIX = frozenset({"QuickFp8", "FusedFp8", "QuickMxfp4", "ExpertMatrices", "Dequantize"})
 """Operations that make each matrix from its own parts, so that one expert can be made without the others."""
 
 
@@ -72,11 +83,52 @@ def check_method(folder: Path, config: PretrainedConfig) -> None:
     found = settings_in(config)
     if found is None or (method := _method(found)) in (*KEPT, *DEQUANTIZED):
         return
+    if method.endswith(AUTO_ROUND):
+        _of_auto_round(folder, found)
+        return
     raise UnknownArchitectureError(
         f"The weights that belong to {folder} are already quantized ({method}), which is not supported; expected "
         f"unquantized weights, or {', '.join(KEPT)}, {', '.join(DEQUANTIZED[:-1])} or {DEQUANTIZED[-1]}.",
         "Use the model's checkpoint in one of these forms, or its unquantized one with compression='4bit' or '8bit'.",
     )
+
+
+def _of_auto_round(folder: Path, settings: Any) -> dict[str, Any]:
+    """The settings of GPTQ or AWQ that say the same as auto-round's.
+
+    Raises:
+        UnknownArchitectureError: the parts are neither GPTQ's nor AWQ's, or have several numbers of bits.
+    """
+    given = dict(settings if isinstance(settings, Mapping) else settings.to_dict())
+    # older versions write one text for layout and kernel, such as auto_round:gptq:exllamav2
+    said = [given[name] for name in ("packing_format", "backend") if given.get(name) not in (None, "auto")]
+    layout = str(said[0]) if said else "auto_round:auto_gptq"
+    parts = next((_LAYOUTS[word] for word in layout.split(":")[1:2] if word in _LAYOUTS), None)
+    bits = given.get("bits")
+    others = {
+        name: own["bits"]
+        for name, own in (given.get("extra_config") or {}).items()
+        if isinstance(own, Mapping) and own.get("bits", bits) not in (bits, *_PLAIN_BITS)
+    }
+    why = ""
+    if parts is None or given.get("data_type", "int") != "int":
+        why = f"{given.get('data_type', 'int')} in the layout {layout}"
+    elif given.get("act_bits") not in (None, *_PLAIN_BITS):
+        why = f"activations of {given['act_bits']} bits"
+    elif others:
+        why = f"{bits} bits, but {next(iter(others.values()))} bits for {next(iter(others))}"
+    if parts is None or why:
+        raise UnknownArchitectureError(
+            f"The weights that belong to {folder} are already quantized by auto-round with {harmless(why, 200)}, which "
+            "is not supported; expected integers of one number of bits, in the layout auto_gptq or auto_awq.",
+            "Use a checkpoint of the model in that form, or its unquantized one with compression='4bit' or '8bit'.",
+        )
+    kept = {name: given[name] for name in ("bits", "group_size", "sym") if name in given}
+    return {**kept, **parts} if parts["quant_method"] == "gptq" else {**kept, "zero_point": True, **parts}
+
+
+_PLAIN_BITS = (16, 32)
+"""Of what is not quantized."""
 
 
 def quantizer_for(folder: Path, config: PretrainedConfig, devices: Iterable[Device]) -> Any:
@@ -95,6 +147,8 @@ def quantizer_for(folder: Path, config: PretrainedConfig, devices: Iterable[Devi
     settings = settings_in(config)
     if settings is None:
         return None
+    if _method(settings).endswith(AUTO_ROUND):
+        settings = _of_auto_round(folder, settings)
     method, names = _method(settings), [str(device.torch_device) for device in devices]
     if not hasattr(HfQuantizer, "serialized_names"):  # identifies its conversions
         raise MissingPackageError(
@@ -110,10 +164,11 @@ def quantizer_for(folder: Path, config: PretrainedConfig, devices: Iterable[Devi
             quantizer: HfQuantizer = ModelOpt(config.quantization_config, pre_quantized=True)
         else:
             config.quantization_config = AutoHfQuantizer.merge_quantization_configs(settings, None)
-            if method in _INTEGERS:
-                from rabbitllm.engine.published_conversions import PackedIntegers
+            if method in (*_INTEGERS, "fp8"):
+                from rabbitllm.engine.published_conversions import Fp8, PackedIntegers
 
-                quantizer = PackedIntegers(config.quantization_config, pre_quantized=True)
+                kind = PackedIntegers if method in _INTEGERS else Fp8
+                quantizer = kind(config.quantization_config, pre_quantized=True)
             else:
                 quantizer = AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
         if method in DEQUANTIZED:

@@ -26,11 +26,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.integrations import mxfp4
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import Mxfp4Dequantize
 from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from rabbitllm.errors import UnknownArchitectureError
 from rabbitllm.quant import published_kernels as kernels
@@ -265,6 +266,52 @@ class QuickFp8(Fp8Dequantize):  # type: ignore[misc]
         if said is not None and (-(-rows // said[0]), -(-columns // said[1])) == (n, k):
             return int(said[0]), int(said[1])
         return (rows // n, columns // k) if n and k and not (rows % n or columns % k) else None
+
+
+class FusedFp8(ConversionOps):  # type: ignore[misc]
+    """FP8 codes of all experts in one tensor, with a scale, or a grid of scales, for each of them."""
+
+    def __init__(self, hf_quantizer: Any) -> None:
+        self.hf_quantizer = hf_quantizer
+
+    def convert(
+        self, input_dict: Mapping[str, Any], model: Any = None, full_layer_name: str = "", **others: Any
+    ) -> dict[str, torch.Tensor]:
+        """Parts by pattern -> experts (E, out, in) under the parameter's name; plain ones are cast.
+
+        Raises:
+            ValueError: the scales are missing, or are not of these codes.
+        """
+        parts = {
+            pattern: tensors[0] if isinstance(tensors, list) else tensors for pattern, tensors in input_dict.items()
+        }
+        codes = next(part for pattern, part in parts.items() if pattern.endswith("_proj$"))
+        scales = next((part for pattern, part in parts.items() if pattern.endswith(_SCALE)), None)
+        dtype = model.get_parameter_or_buffer(full_layer_name).dtype
+        if codes.dtype not in _CODES:
+            return {full_layer_name: codes.to(dtype)}
+        if scales is None:
+            raise ValueError(f"codes of {len(codes)} experts without scales")
+        grids = scales.float().reshape(len(codes), *(scales.shape[1:] if scales.dim() == 3 else (1, 1)))
+        made = [blocks(one, grid, dtype) for one, grid in zip(codes, grids, strict=True)]
+        return {full_layer_name: torch.stack(made)}
+
+
+_SCALE = "_scale_inv$"
+
+
+class Fp8(FineGrainedFP8HfQuantizer):  # type: ignore[misc]
+    """transformers' quantizer for FP8, which dequantizes experts only if each has tensors of its own."""
+
+    unread = ("activation_scale", "activation_scale$")
+
+    def get_weight_conversions(self) -> list[WeightConverter]:
+        """Those of transformers, and those of fused experts (Mistral Small 4)."""
+        found: list[WeightConverter] = super().get_weight_conversions()
+        for leaf in ("gate_up_proj", "down_proj"):
+            parts = [rf"experts\.{leaf}{part}$" for part in ("", "_scale_inv", "_activation_scale")]
+            found.append(WeightConverter(parts, f"experts.{leaf}", [FusedFp8(self)]))
+        return found
 
 
 def _factors(scales: torch.Tensor) -> torch.Tensor:

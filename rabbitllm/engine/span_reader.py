@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rabbitllm.base.forks import Workers, direct_read
+from rabbitllm.base.rounding import round_up
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.storage.files import PositionalFile, page_aligned
 from rabbitllm.store.checksums import LayerChecks
@@ -57,7 +58,7 @@ class FileSpan:
     @property
     def end(self) -> int:
         """The end of its last block, as an offset in the buffer."""
-        return -(-(self.at + self.nbytes) // BLOCK) * BLOCK
+        return round_up(self.at + self.nbytes, BLOCK)
 
 
 @dataclass(frozen=True, slots=True)

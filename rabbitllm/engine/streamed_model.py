@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rabbitllm.base.options import expand
+from rabbitllm.base.rounding import round_up
 from rabbitllm.engine.expert_pool import read_uses, write_uses
 from rabbitllm.engine.pass_line import PassLine, entry_of
 from rabbitllm.engine.placement import Placement
@@ -311,8 +312,8 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
         weights = [getattr(module, "weight", None) for module in (embedding, head)]
         absent = [weight for weight in weights if isinstance(weight, AbsentWeight)]
         if absent:
-            rows, multiple = embedding.weight.shape[0], pad_to_multiple_of or 1
-            if -(-(rows if new_num_tokens is None else new_num_tokens) // multiple) * multiple == rows:
+            rows = embedding.weight.shape[0]
+            if round_up(rows if new_num_tokens is None else new_num_tokens, pad_to_multiple_of or 1) == rows:
                 return embedding
             absent[0].sum()  # raises the error before anything is changed
         return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from rabbitllm.base.rounding import round_up
 from rabbitllm.engine.devices import Device, aligned_host
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.placement import SLOTS
@@ -357,14 +358,10 @@ def _pieces(sizes: dict[str, int], piece: int) -> Iterator[FileSpan]:
     whole = [
         FileSpan(file, at, min(piece, size - at), 0)
         for file, size in sizes.items()
-        for at in range(0, size, _up(piece))
+        for at in range(0, size, round_up(piece, BLOCK))
     ]
     count = max(SAMPLE_BYTES // piece, 1)
     yield from whole[:: max(-(-len(whole) // count), 1)]
-
-
-def _up(nbytes: int) -> int:
-    return -(-nbytes // BLOCK) * BLOCK
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from benchmarks.batch.batch import (
     picture,
     tabulate,
 )
-from benchmarks.lib.worker_batch import prompt
+from benchmarks.lib.worker import prompt
 from tests.benchmarks.test_capped import needs_groups
 
 

@@ -7,6 +7,7 @@ import ctypes
 import json
 import mmap
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -250,26 +251,36 @@ def test_a_peer_that_fails_is_reported_and_the_rest_goes_on() -> None:
     assert cells == {"cp": "2/2", "broken": "0/2", "absent": "0/2"}
 
 
-def test_a_row_that_lacks_its_files_is_not_run() -> None:
-    tried = []
+def test_a_row_that_lacks_its_files_is_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tried, measured = [], []
 
-    def prepare(row: str) -> None:
-        tried.append(row)
-        if row == "broken":
+    def files(runner: str) -> None:
+        tried.append(runner)
+        if runner == "broken":
             raise peers.PeerError("no room")
 
-    found = runs.unprepared(["fine", "broken", "absent"], {"absent": "cannot be installed"}, "its files", prepare)
-    assert found == {"broken": "its files: no room", "absent": "cannot be installed"}
+    monkeypatch.setattr(runs, "prepare", lambda environments, work: {"absent": "cannot be installed"})
+    cases = [capped.Case(runner, share) for runner in ("fine", "broken", "absent") for share in (None, 50)]
+    options = argparse.Namespace(turns=1, work_dir=tmp_path)
+    made = runs.carry_out(
+        options,
+        cases,
+        generation.StepsRun,
+        lambda run, case: measured.append((run.row, case)),
+        dict.fromkeys(("fine", "broken", "absent"), peers.THIS),
+        tmp_path / "run",
+        files,
+    )
     assert tried == ["fine", "broken"]
-    cases = [capped.Case(runner, share) for runner in ("fine", "broken") for share in (None, 50)]
-    measured = []
-    made = runs.run_cases(cases, 1, generation.StepsRun, lambda run, case: measured.append((run.row, case)), found)
+    assert not (tmp_path / "run").exists()
     assert measured == [(case.name, case) for case in cases[:2]]
     assert {run.row: run.error for run in made} == {
         "fine, no cap": None,
         "fine, 50 %": None,
         "broken, no cap": "its files: no room",
         "broken, 50 %": "its files: no room",
+        "absent, no cap": "cannot be installed",
+        "absent, 50 %": "cannot be installed",
     }
 
 
@@ -331,9 +342,12 @@ PICTURES = {
 @pytest.mark.long
 def test_pictures_are_drawn_from_the_json(kind: str, tmp_path: Path) -> None:
     table = report.Table(("row", "s"), [("one", report.shown(Spread(2.0, 1.0, 3.0)))])
-    report.write(tmp_path / "r", "title", report.describe_machine(tmp_path), table, ["note"], [], PICTURES[kind])
+    report.write(tmp_path / "r", "title", table, ["note"], picture=PICTURES[kind], more={"More": table})
     found = json.loads((tmp_path / "r.json").read_text())
-    assert found["rows"] == [{"row": "one", "s": {"median": 2.0, "low": 1.0, "high": 3.0}}]
+    assert found["rows"] == [{"row": "one", "s": {"text": "2.00 (1.00-3.00)", "median": 2.0, "low": 1.0, "high": 3.0}}]
+    assert report.page(found) == (tmp_path / "r.md").read_text()
+    assert "| one | 2.00 (1.00-3.00) |" in report.page(found)
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", found["date"])
     assert {"cpu", "cores", "instruction_sets", "ram_gib"} <= found["machine"].keys()
     assert {"python", "torch", "transformers"} <= found["versions_here"].keys()
     assert (tmp_path / "r.svg").read_text().startswith("<?xml")

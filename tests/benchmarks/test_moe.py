@@ -14,25 +14,14 @@ from benchmarks.experts import report as moe_report
 from benchmarks.experts import routing
 from benchmarks.experts.checkpoint import HABITS, SCALES, TEXTS, make_moe_checkpoint, passage
 from benchmarks.experts.report import Case, MoeRun
-from benchmarks.experts.trace import Trace
-from benchmarks.lib import worker
 from benchmarks.lib.control_group import can_limit_memory
 from benchmarks.lib.published import ELEMENT_BYTES
-from tests.support.expert_use import PUBLISHED, PUBLISHED_OVERLAP, joined, of_tokens, trace, use_of
+from tests.support.expert_use import PUBLISHED, PUBLISHED_OVERLAP, Routed, joined, of_tokens, trace, use_of
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_moe_checkpoint(tmp_path_factory.mktemp("moe"), "tiny")
-
-
-def test_a_trace_is_what_it_was_once_it_is_read_again(tmp_path: Path) -> None:
-    ids = np.arange(24, dtype=np.uint16).reshape(4, 2, 3)
-    made = joined([of_tokens(ids[:1], 30), Trace(ids[1:], np.array([3]), 30)])
-    made.save(tmp_path / "trace.npz")
-    again = Trace.load(tmp_path / "trace.npz")
-    assert [one.tolist() for one in again.passes()] == [ids[:1].tolist(), ids[1:].tolist()]
-    assert (again.experts, again.layers, again.slots) == (30, 2, 60)
 
 
 def test_how_experts_are_used_is_measured() -> None:
@@ -63,16 +52,15 @@ def test_skewed_texts_use_fewer_experts() -> None:
 
 
 @pytest.mark.long
-def test_generation_goes_on_with_the_text_and_routing_is_noted(checkpoint: Path, tmp_path: Path) -> None:
+def test_generation_goes_on_with_the_text_and_routing_is_noted(checkpoint: Path) -> None:
     scale = SCALES["tiny"]
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
-    routed = worker.Routed(model)
+    routed = Routed(model)
     for habits in HABITS:
         text = passage("tiny", habits, 1, 0, 10)
         made = model.generate(torch.tensor([text[:6]]), max_new_tokens=4, do_sample=False)
         assert made[0].tolist() == text
-    routed.save(str(tmp_path / "trace.npz"))
-    trace = Trace.load(tmp_path / "trace.npz")
+    trace = routed.trace()
     assert [len(one) for one in trace.passes()] == [6, *[1] * 3] * 2
     assert (trace.layers, trace.experts) == (scale.num_hidden_layers, scale.num_experts)
     assert all(len(set(ids.tolist())) == scale.num_experts_per_tok for ids in trace.ids.reshape(-1, trace.ids.shape[2]))
@@ -96,22 +84,11 @@ def test_passages_follow_one_another_in_their_text() -> None:
     assert other[0] == first[0] + TEXTS // len(HABITS) * each
 
 
-def test_hits_are_compared_with_those_of_the_optimum_and_of_lru() -> None:
-    # a prompt of two tokens and two steps, three times; the first request only warms up
-    prompt, steps = [[[0], [1]]], [[[2]], [[0]]]
-    passes = (prompt[0], *steps) * 3
-    ids = np.array([token for one in passes for token in one], np.uint16)[:, None]
-    trace = Trace(ids, np.cumsum([len(one) for one in passes]), 3)
-    run = MoeRun("row", 0, hits=2, missed=2, slots=2)
-    moe.compare(run, trace, tokens=3, warm_up=1)
+def test_what_was_read_is_compared_with_what_was_missed() -> None:
+    case = Case("rabbitllm-2", "flat", 25)
+    run = MoeRun(case.name, 0, hits=2, missed=2, slots=2, step_bytes=[110, 110], missed_bytes=200)
     assert run.hit_rate == 0.5
-    assert run.optimal_rate == 1.0  # it keeps 0 and 2, and lets the prompt's 1 pass through
-    assert run.recent_rate == 0.0  # 0, 1, 2, and 0 again, in a cache of two
-    assert moe_report.of_optimum([run], Case("row", "flat", 25)) == []
-    run.row = Case("rabbitllm-2", "flat", 25).name
-    run.step_bytes, run.missed_bytes = [110, 110], 200
-    assert moe_report.of_optimum([run], Case("rabbitllm-2", "flat", 25)) == [0.5]
-    assert moe_report.of_missed([run], Case("rabbitllm-2", "flat", 25)) == [1.1]
+    assert moe_report.of_missed([run], case) == [1.1]
 
 
 def test_rows_of_others_get_the_first_texts_only() -> None:

@@ -99,8 +99,8 @@ def test_what_each_server_is_given(tmp_path: Path) -> None:
     ids = bodies["llama-server-bf16"]["prompt"]
     assert {row: body["max_tokens"] for row, body in bodies.items()} == dict.fromkeys(SERVERS, 5)
     assert bodies["rabbitllm-serve"]["prompt"] == " ".join(f"w{i}" for i in ids)
-    assert bodies["transformers-serve"]["model"] == str(tmp_path / "checkpoint")
-    assert prepared("transformers-serve-disk", made) == tmp_path / "checkpoint"
+    assert bodies["transformers-serve-disk-batching"]["model"] == str(tmp_path / "checkpoint")
+    assert prepared("transformers-serve-disk-batching", made) == tmp_path / "checkpoint"
     assert prepared("rabbitllm-serve-4bit", made) == tmp_path / "run" / "layers-4bit" / "splitted_model.4bit"
 
 

@@ -2,14 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from benchmarks.experts import routing
-from benchmarks.experts.trace import Ids, Trace
+
+Ids = npt.NDArray[np.uint16]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Passes, one after another.
+
+    Attributes:
+        ids: [tokens, layers, experts a token], tokens in the order of passes.
+        ends: of each pass, how many tokens there were up to its end.
+        experts: in a layer.
+    """
+
+    ids: Ids
+    ends: npt.NDArray[np.int64]
+    experts: int
+
+    @property
+    def layers(self) -> int:
+        return int(self.ids.shape[1])
+
+    @property
+    def slots(self) -> int:
+        """Experts of all layers."""
+        return self.layers * self.experts
+
+    def passes(self) -> Iterator[Ids]:
+        """[tokens, layers, experts a token] of each."""
+        for begin, end in itertools.pairwise((0, *self.ends.tolist())):
+            yield self.ids[begin:end]
+
+
+class Routed:
+    """What the routers of a model of Qwen3-Next's kind choose, noted pass by pass (a router's third output)."""
+
+    def __init__(self, model: Any) -> None:
+        self.routers = [module for name, module in model.named_modules() if name.endswith(".mlp.gate")]
+        self.chosen: list[Any] = []
+        for router in self.routers:
+            router.register_forward_hook(self._note)
+
+    def _note(self, router: Any, given: Any, made: Any) -> None:
+        self.chosen.append(made[2].cpu().numpy().astype("uint16"))
+
+    def trace(self) -> Trace:
+        """Of all passes so far."""
+        layers = len(self.routers)
+        passes = [np.stack(self.chosen[at : at + layers], axis=1) for at in range(0, len(self.chosen), layers)]
+        return Trace(np.concatenate(passes), np.cumsum([len(one) for one in passes]), self.routers[0].num_experts)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What `decode.vram` takes for CUDA in a rehearsal: this project then computes on the GPU made of CPU tensors.
+"""What `benchmarks gpu` takes for CUDA in a rehearsal: this project then computes on the GPU made of CPU tensors.
 
 Every copy is carried out as late as it may be and every race is an error (`fake_gpu.py`); rates and bytes of the GPU's
 memory are real ones of this machine and mean nothing. It holds no cap: that is the allocator's, which is CUDA's.
@@ -16,7 +16,7 @@ TOTAL_BYTES = 16 << 30
 
 
 class RehearsedGpu:
-    """The methods of `benchmarks.lib.worker_gpu.Cuda`."""
+    """The methods of `benchmarks.gpu.work.Cuda`."""
 
     device = "cuda:0"
     inputs = "cpu"

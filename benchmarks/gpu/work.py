@@ -1,11 +1,9 @@
-"""What the worker does on a GPU: one rate of the link, and generating with the GPU's memory capped. Stands alone too.
+"""One rate of the link, and generating with the GPU's memory capped.
 
 The cap is torch's own (`set_per_process_memory_fraction`): its allocator, through which every implementation here gets
 all of its memory, refuses what is beyond it. So it binds all of them alike, those that plan for a limit and those that
 know of none, and no program can pass it unseen; a process's CUDA context and its libraries are not counted, and are the
 same for all. `max_memory` alone would bind only those that can be told.
-
-A test may name another GPU than CUDA's (`job["gpu"]`, as "module:class"), with the methods of `Cuda`.
 """
 
 from __future__ import annotations
@@ -20,6 +18,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from benchmarks.lib import worker
 
 LINK_FIELDS = "driver_version,pcie.link.gen.current,pcie.link.width.current,pcie.link.gen.max,pcie.link.width.max"
 COPY_BYTES = 256 << 20
@@ -130,20 +130,13 @@ def forget_files(folders: Sequence[str]) -> None:
 
 
 class GpuWork:
-    """The jobs, and the GPU that they share.
+    """What is measured, and the GPU: CUDA's, or a class of the tests as "module:class", limited to `vram` bytes."""
 
-    Args:
-        job: as the benchmark sent it.
-        worker: the module `lib/worker.py`.
-    """
+    def __init__(self, gpu: str, vram: int | None = None) -> None:
+        self.gpu = chosen(gpu)
+        self.gpu.begin(vram)
 
-    def __init__(self, job: dict[str, Any], worker: Any) -> None:
-        self.gpu = chosen(job["gpu"])
-        self._worker = worker
-        self.gpu.begin(job.get("vram"))
-        self.tasks = {"gpu probe": self.probe, "gpu decode": self.decode}
-
-    def probe(self, job: dict[str, Any]) -> dict[str, Any]:
+    def probe(self) -> dict[str, Any]:
         """Facts of the hardware, and bytes a second of copies from pinned memory, the median of several."""
         host, there = self.gpu.buffers()
         seconds = []
@@ -180,8 +173,8 @@ class GpuWork:
     def _generate(self, model: Any, job: dict[str, Any]) -> dict[str, Any]:
         """The clock stands still after each token, until files are out of the page cache. What is read ahead meanwhile
         counts for nothing: a few layers at most, and of every implementation that reads ahead."""
-        clock = self._worker.Clock(lambda: forget_files(job["cold"]))
-        found: dict[str, Any] = self._worker.generate(model, job["prompt"], job["tokens"], clock, self.gpu.inputs)
+        clock = worker.Clock(lambda: forget_files(job["cold"]))
+        found: dict[str, Any] = worker.generate(model, job["prompt"], job["tokens"], clock, self.gpu.inputs)
         return found
 
     def _bring_alone(self, model: Any, job: dict[str, Any]) -> float:
@@ -281,8 +274,3 @@ def _limits(job: dict[str, Any], key: int | str) -> dict[int | str, int]:
 
 
 LOADERS = {"layered": _load_layered, "placed": _load_placed}
-
-
-def tasks(worker: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """What there is to do; `worker` is the module `worker.py`."""
-    return GpuWork(job, worker).tasks

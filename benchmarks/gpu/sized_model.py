@@ -1,4 +1,4 @@
-"""The model that `decode.vram` measures: a Qwen2 of as many layers as a size allows, written without being made.
+"""A Qwen2 of as many layers as a size allows, written without being made.
 
 Layers have the shapes of a model of 7 billion weights. Weights are `generated`'s, normally distributed; norms are one.
 """
@@ -14,7 +14,6 @@ from benchmarks.lib.checkpoint import made_once
 from benchmarks.lib.generated import Content, write_around
 from benchmarks.lib.published import Checkpoint, Config, Model, checkpoint
 
-MAX_GIGABYTES = 25.0
 SHARD_BYTES = 1000**3
 _ONE = 0x3F80
 """In bfloat16."""
@@ -52,12 +51,6 @@ def model_of(gigabytes: float, *, tiny: bool = False) -> Checkpoint:
     model = Model("", "", {**shape, "num_hidden_layers": 1}, {"do_sample": False}, qwen2.tensors, SHARD_BYTES, 0)
     one, two = (sum(tensor.nbytes for tensor in qwen2.tensors({**shape, "num_hidden_layers": n})) for n in (1, 2))
     return checkpoint(model, max(1, 1 + int((gigabytes * 1e9 - one) // (two - one))))
-
-
-def layer_bytes(part: Checkpoint) -> int:
-    """Of the decoder layers alone."""
-    tensors = (placed.tensor for shard in part.shards for placed in shard.tensors)
-    return sum(tensor.nbytes for tensor in tensors if tensor.name.startswith("model.layers."))
 
 
 def write(part: Checkpoint, folder: Path) -> None:
