@@ -543,6 +543,8 @@ def build_kimi(folder: Path, plain: Path, *, shards: int = 1) -> Path:
     rewrite(folder, change, None, shards)
     path = folder / "config.json"
     config = json.loads(path.read_text())
+    config["architectures"] = ["KimiK25ForConditionalGeneration"]
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_kimi_k25.KimiK25ForConditionalGeneration"}
     config["text_config"]["quantization_config"] = {
         "quant_method": "compressed-tensors",
         "format": form,
