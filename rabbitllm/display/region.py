@@ -231,7 +231,9 @@ class Terminal:
         text = f"{width} " + "\r\n".join(lines)
         if text == self._painted or not shown:
             return
-        self._flush()
+        for stream in self._watched:
+            with GONE:
+                stream.flush()
         out = ""
         if self._column >= width:  # the line is full: the next output would start another one
             out, self._column, self._wrapped = "\r\n", 0, True
@@ -315,11 +317,6 @@ class Terminal:
                 self.stream.flush()
         finally:
             self._inside = False
-
-    def _flush(self) -> None:
-        for stream in self._watched:
-            with GONE:
-                stream.flush()
 
     def _drawn(self, row: Row, width: int) -> str:
         """A row cut to a width, with its styles."""
@@ -408,7 +405,7 @@ class Content(Protocol):
         ...
 
     def line(self) -> str:
-        """The same facts as one plain line."""
+        """The same content as one plain line."""
         ...
 
 

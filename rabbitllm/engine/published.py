@@ -121,8 +121,8 @@ def _of_auto_round(folder: Path, settings: Any) -> dict[str, Any]:
         why = f"{bits} bits, but {next(iter(others.values()))} bits for {next(iter(others))}"
     if parts is None or why:
         raise UnknownArchitectureError(
-            f"The weights that belong to {folder} are already quantized ({AUTO_ROUND}) with {harmless(why, 200)}, which "
-            "is not supported; expected integers of one number of bits, in the layout auto_gptq or auto_awq.",
+            f"The weights that belong to {folder} are already quantized ({AUTO_ROUND}) with {harmless(why, 200)}, "
+            "which is not supported; expected integers of one number of bits, in the layout auto_gptq or auto_awq.",
             "Use a checkpoint of the model in that form, or its unquantized one with compression='4bit' or '8bit'.",
         )
     kept = {name: given[name] for name in ("bits", "group_size", "sym") if name in given}
