@@ -340,7 +340,8 @@ def _encoded(values: npt.NDArray[np.float32], kind: TensorType, name: str) -> me
 
     if kind.name not in ("F32", "BF16") and values.size and not float(np.abs(values).max()) <= MAX_HALF:
         raise UnreadableFormatError(
-            f"{name} has the value {float(np.abs(values).max())}, which exceeds float16, the type of values or scales of {kind.name}.",
+            f"{name} has the value {float(np.abs(values).max())}, which exceeds float16, the type of values or scales "
+            f"of {kind.name}.",
             "Use --outtype bf16 or f32.",
         )
     made = gguf.quants.quantize(values.reshape(1, -1), gguf.GGMLQuantizationType[kind.name])

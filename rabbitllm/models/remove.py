@@ -168,9 +168,7 @@ def plan_removal(folder: Path) -> Removal:
         )
     records = {folder / name for name in (*RECORDS, LOCK_NAME, HOLDER_NAME)}
     files = [path for path in found if not path.is_dir() and path not in records]
-    files.sort(
-        key=lambda path: not path.name.endswith(DONE_SUFFIX)
-    )  # first: a partial removal never looks complete
+    files.sort(key=lambda path: not path.name.endswith(DONE_SUFFIX))  # first: a partial removal never looks complete
     folders = sorted((path for path in found if path.is_dir()), key=lambda path: -len(path.parts))
     return Removal(entry, tuple(files), tuple(folders), disk_bytes(folder))
 

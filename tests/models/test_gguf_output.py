@@ -480,9 +480,7 @@ def test_other_families_are_refused_by_name_before_a_shard_is_fetched(
     folder = tmp_path / "hub" / "acme" / "bloom"
     config = transformers.BloomConfig(hidden_size=64, n_layer=1, n_head=4, vocab_size=300)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    with pytest.raises(
-        UnknownArchitectureError, match="acme/bloom is of type 'bloom'; GGUF export supports gemma2"
-    ):
+    with pytest.raises(UnknownArchitectureError, match="acme/bloom is of type 'bloom'; GGUF export supports gemma2"):
         convert("acme/bloom", tmp_path / "model.gguf", to="gguf")
     assert not list(tmp_path.rglob("blobs/*.safetensors"))
     assert not (tmp_path / "model.gguf").exists()
