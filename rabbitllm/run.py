@@ -154,12 +154,12 @@ def how_it_ended(result: Result, max_tokens: int, *, raw: bool = False) -> Text 
             return None
         case FinishReason.STOP:
             advice = "; without --raw, the prompt goes through the chat template" if raw else ""
-            said = f"the first token was an end token: the answer is empty{advice}"
+            note = f"the first token was an end token: the answer is empty{advice}"
         case FinishReason.CANCELLED:
-            said = f"interrupted after {counted(len(result.tokens), 'token')}"
+            note = f"interrupted after {counted(len(result.tokens), 'token')}"
         case _:
-            said = f"stopped after {counted(max_tokens, 'token')}, the limit of --max-new-tokens"
-    return Text(said, "yellow")
+            note = f"stopped after {counted(max_tokens, 'token')}, the limit of --max-new-tokens"
+    return Text(note, "yellow")
 
 
 def answer_record(model: str, result: Result, load_seconds: float, where: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 
 Two ways to use several machines are compared: each streams for itself ("alone"), or the layers lie over as many as hold
 all of them, and micro-batches go around ("spread"). The model is in `scale/pace.py`, rates, prices and where they are
-from in `scale/facts.py`; `scale/check.py` asks it for what was measured here.
+from in `scale/facts.py`. tests/benchmarks/scale_checks.py compares it with what was measured.
 """
 
 from __future__ import annotations
@@ -13,17 +13,14 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.lib import command_line, pictures, report
 from benchmarks.lib.report import Table
-from benchmarks.scale.check import Check, checks
 from benchmarks.scale.facts import EPYC, HOSTS, XEON, Figure, Host
 from benchmarks.scale.pace import (
     ANSWER,
-    MAX_SEQUENCES,
     PROMPT,
     Outcome,
     batches,
@@ -108,46 +105,6 @@ def _money(host: Host, found: Outcome) -> str:
     return f"{dollars(host, found):.2f}" if host.hourly.value else "free"
 
 
-def crossings(hosts: Sequence[Host]) -> Table:
-    """At which batch what limits a step after the prompts changes, and where keys and values end it."""
-    lines = []
-    for host, model, compression in rows(hosts):
-        found = alone(host, model, compression)
-        if not found:
-            continue
-        told = _told((one.step.bound, one.sequences) for one in found)
-        prompts = next((one.sequences for one in found if one.prompt.bound == "compute"), None)
-        end = str(found[-1].sequences) if found[-1].sequences < MAX_SEQUENCES else f"over {MAX_SEQUENCES}"
-        lines.append([_named(host, model, compression), told, str(prompts) if prompts else NOTHING, end])
-    return Table(["machine, model", "a step is limited by", "prompts: compute from", "keys, values: at most"], lines)
-
-
-def _told(found: Iterable[tuple[str, int]]) -> str:
-    """Which limit holds for which batches, from the smallest on."""
-    runs = [(bound, [number for _, number in group]) for bound, group in itertools.groupby(found, lambda one: one[0])]
-    return ", ".join(f"{bound} {_span(numbers)}" for bound, numbers in runs)
-
-
-def network(hosts: Sequence[Host]) -> Table:
-    """The same of layers that are spread, by the sequences of a micro-batch, of which there is one for each GPU."""
-    headings = ["machine, model", "machines in a group", "a step is limited by", "prompts are limited by"]
-    lines = []
-    for host, model in itertools.product(hosts, MODELS):
-        best = best_of("spread", host, model, COUNTS[-1])
-        assert best is not None
-        found = spread(host, model, best[0])
-        micro = [one.sequences // (one.hosts * host.gpus) for one in found]
-        sizes = _span(sorted({one.hosts for one in found})).removeprefix("at ")
-        steps = _told((one.step.bound, number) for one, number in zip(found, micro, strict=True))
-        prompts = _told((one.prompt.bound, number) for one, number in zip(found, micro, strict=True))
-        lines.append([_named(host, model, best[0]), sizes, steps, prompts])
-    return Table(headings, lines)
-
-
-def _span(numbers: Sequence[int]) -> str:
-    return f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"at {numbers[0]}"
-
-
 def many_machines(hosts: Sequence[Host]) -> Table:
     """Tokens a second of 1 to 1,000 machines, each alone and with the layers spread, at the best compression."""
     headings = ["machine, model"]
@@ -160,17 +117,6 @@ def many_machines(hosts: Sequence[Host]) -> Table:
         line = [f"{host.name}, {NAMES[model]}, {way}, {last[0] or 'bf16'}"]
         line += [figure(of_many(one[1], count)) if one else NOTHING for count, one in found.items()]
         lines.append([*line, _money(host, last[1]), str(last[1].hosts), last[1].bound])
-    return Table(headings, lines)
-
-
-def checked(found: Sequence[Check]) -> Table:
-    """What was measured here."""
-    headings = ["what", "predicted s/token", "measured s/token", "predicted / measured", "MB read", "MB read, measured"]
-    lines = []
-    for one in found:
-        read = NOTHING if one.measured_read is None else f"{one.measured_read / 1e6:,.0f}"
-        line = [f"{one.what} ({one.source})", f"{one.predicted:.4f}", f"{one.measured:.4f}", f"{one.ratio:.2f}"]
-        lines.append([*line, f"{one.read / 1e6:,.0f}", read])
     return Table(headings, lines)
 
 
@@ -215,10 +161,7 @@ def _in_units(name: str, one: Figure) -> str:
 
 HEADINGS: Mapping[str, Callable[[Sequence[Host]], Table]] = {
     "One machine": one_machine,
-    "Where the limits cross": crossings,
-    "Where the network limits": network,
     "1 to 1,000 machines": many_machines,
-    "Checked against what was measured": lambda hosts: checked(checks()),
     "What goes in": lambda hosts: facts((*hosts, EPYC, XEON)),
 }
 
@@ -228,16 +171,9 @@ def tables(hosts: Sequence[Host] = HOSTS) -> dict[str, Table]:
     return {heading: make(hosts) for heading, make in HEADINGS.items()}
 
 
-def worst(found: Sequence[Check]) -> tuple[float, float]:
-    """The lowest and the highest of predicted over measured, without what rests on itself."""
-    ratios = [one.ratio for one in found if not one.own]
-    return min(ratios), max(ratios)
-
-
 def notes(hosts: Sequence[Host] = HOSTS) -> list[str]:
     """What the tables come to, a sentence each."""
-    low, high = worst(checks())
-    said = [f"Predicted over measured is {low:.2f} to {high:.2f}, in the middle {middle(checks()):.2f}."]
+    said = []
     for host, model in itertools.product(hosts, MODELS):
         single, group = (best_of(way, host, model, 100) for way in WAYS)
         if single is not None and group is not None:
@@ -248,11 +184,6 @@ def notes(hosts: Sequence[Host] = HOSTS) -> list[str]:
             weekly = single[1].tokens_a_second * host.weekly_hours * 3600 / 1e6
             said.append(f"{host.name}, {NAMES[model]}: {weekly:.2f} million tokens in a week of one person.")
     return said
-
-
-def middle(found: Sequence[Check]) -> float:
-    """The median of predicted over measured, without what rests on itself."""
-    return statistics.median(one.ratio for one in found if not one.own)
 
 
 def with_prices(hosts: Sequence[Host], given: Sequence[str]) -> tuple[Host, ...]:
@@ -302,5 +233,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     hosts = with_prices(HOSTS, options.price)
     (first, table), *more = tables(hosts).items()
     title, drawn = f"Computed, not measured. {first}", picture(hosts)
-    report.write(options.results, title, table, notes(hosts), checks(), picture=drawn, more=dict(more))
+    report.write(options.results, title, table, notes(hosts), picture=drawn, more=dict(more))
     return 0

@@ -22,7 +22,7 @@ from rabbitllm.base.options import RunOptions
 from rabbitllm.base.terminal import size
 from rabbitllm.engine import published, skeleton
 from rabbitllm.engine.devices import Device, budget_of, host_room
-from rabbitllm.engine.embedding_rows import can_bring_rows
+from rabbitllm.engine.embedding_rows import has_readable_rows
 from rabbitllm.engine.expert_finding import expert_sources, without_experts
 from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.experts import expert_costs
@@ -41,7 +41,7 @@ from rabbitllm.engine.placement import (
     place,
     ready_once,
 )
-from rabbitllm.engine.units import UnitSource, find_tables, find_units, input_embedding, source_of
+from rabbitllm.engine.units import MatrixChooser, UnitSource, find_tables, find_units, input_embedding, source_of
 from rabbitllm.engine.weight_tensors import StoredMatrix
 from rabbitllm.engine.weights import WeightMap, check_unused, map_weights
 from rabbitllm.errors import (
@@ -100,7 +100,7 @@ def unit_costs(
         # a small module may hand out its own weights as its output (a learned query), so they must outlive its forward
         streamable = source.unit.is_layer or isinstance(module, (nn.Linear, nn.Embedding))
         stays = source.unit.holds_units or not streamable or not source.jobs
-        rows = can_bring_rows(source, tables)
+        rows = has_readable_rows(source, tables)
         sizes = source.stored_bytes, source.ready_bytes, source.is_view
         own = routed.get(name, 0), source.scale_bytes
         tied = tuple(
@@ -143,21 +143,13 @@ def held_bytes(placement: Placement, sources: Mapping[str, UnitSource], experts:
         tier = next(placed.tier for placed in placement.experts if placed.unit == expert.name)
         if tier is not Tier.ROUTED:
             made[frozenset([expert.name])] = expert.ready_bytes if tier is Tier.RESIDENT else expert.stored_bytes
-    pools = sum(pool.nbytes + pool.host_slots * pool.slot for pool in placement.pools)
+    pools = sum(pool.nbytes + pool.host_bytes for pool in placement.pools)
     return sum(as_stored.values()) + sum(made.values()) + pools + SLOTS * sum(largest.values())
 
 
-def cache_room(placement: Placement, devices: Iterable[Device]) -> int:
-    """Bytes of host memory left to the page cache once all resident weights are loaded. Call it before any is."""
-    on_host = {device.name for device in devices if device.shares_host_memory}
-    kept = sum(
-        p.counted
-        for p in placement.units
-        if p.tier is Tier.PINNED or (p.device in on_host and p.tier in (Tier.RESIDENT, Tier.PACKED))
-    )
-    mapped = sum(p.stored for p in placement.experts if p.tier is not Tier.ROUTED)
-    pools = sum(p.nbytes if p.device in on_host else p.host_slots * p.slot for p in placement.pools)
-    return available_ram() - kept - mapped - pools
+def cache_room(placement: Placement) -> int:
+    """Bytes of host memory left to the page cache once all resident weights are loaded; call it before that."""
+    return available_ram() - placement.host_bytes
 
 
 _CHECK_THE_SOURCE = (
@@ -211,18 +203,20 @@ def make_load_plan(store: WeightFiles, options: RunOptions, home: Path, devices:
     attention = _attention(options.attn_implementation, config, devices, dtype)
     model = skeleton.build_skeleton(home, config, dtype, attention, options.trust_remote_code, quantizer)
     route_llama4(model)
-    packs = _packs_on_host if not options.exact and all(device.shares_host_memory for device in devices) else None
+    choose_matrix: MatrixChooser | None = None
+    if not options.exact and all(device.shares_host_memory for device in devices):
+        choose_matrix = _matrix_on_host
     units = find_units(model)
     try:
         weights = map_weights(model, store.tensors, store.label, quantizer)
         if not store.is_split:
             check_unused(model, weights, store)
-        experts = expert_sources(model, units, weights, store, packs)
+        experts = expert_sources(model, units, weights, store, choose_matrix)
     except IncompleteSplitError as error:
         if store.is_split:
             raise
         raise IncompleteCheckpointError(f"{error.problem} Nothing was deleted.", _CHECK_THE_SOURCE) from error
-    sources = {unit.name: source_of(without_experts(unit, experts), weights, store, packs) for unit in units}
+    sources = {unit.name: source_of(without_experts(unit, experts), weights, store, choose_matrix) for unit in units}
     placement = place_units(model, sources, experts, devices, options)
     if config.model_type in SCALES_IN_PLACE and not placement.is_resident:
         raise RabbitLLMError(
@@ -409,5 +403,5 @@ def place_units(
     )
 
 
-def _packs_on_host(form: Quantized, dtype: torch.dtype) -> type[StoredMatrix] | None:
+def _matrix_on_host(form: Quantized, dtype: torch.dtype) -> type[StoredMatrix] | None:
     return Matrix if multiplies(form) else None

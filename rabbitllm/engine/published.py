@@ -115,11 +115,13 @@ def _of_auto_round(folder: Path, settings: Any) -> dict[str, Any]:
         why = f"{given.get('data_type', 'int')} in the layout {layout}"
     elif given.get("act_bits") not in (None, *_PLAIN_BITS):
         why = f"activations of {given['act_bits']} bits"
+    elif not isinstance(bits, int):
+        why = f"bits {bits!r}"
     elif others:
         why = f"{bits} bits, but {next(iter(others.values()))} bits for {next(iter(others))}"
     if parts is None or why:
         raise UnknownArchitectureError(
-            f"The weights that belong to {folder} are already quantized by auto-round with {harmless(why, 200)}, which "
+            f"The weights that belong to {folder} are already quantized ({AUTO_ROUND}) with {harmless(why, 200)}, which "
             "is not supported; expected integers of one number of bits, in the layout auto_gptq or auto_awq.",
             "Use a checkpoint of the model in that form, or its unquantized one with compression='4bit' or '8bit'.",
         )
@@ -184,7 +186,7 @@ def quantizer_for(folder: Path, config: PretrainedConfig, devices: Iterable[Devi
         raise UnknownArchitectureError(
             f"The weights that belong to {folder} are already quantized ({method}), in a form that transformers "
             f"does not support: {error}.",
-            "Download its config.json again, update transformers, or use the model's unquantized checkpoint.",
+            "Download its config.json again, update RabbitLLM, or use the model's unquantized checkpoint.",
         ) from error
     return quantizer
 

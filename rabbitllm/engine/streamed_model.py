@@ -413,7 +413,7 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
             OptionError: the file was written for another model.
             CorruptShardError, OSError: it cannot be read.
         """
-        with self.streamer.turn:
+        with self.streamer.pass_lock:
             for pool in self.streamer.pools.values():
                 pool.warm(read_uses(Path(path), pool.sources))
 

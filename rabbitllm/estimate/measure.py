@@ -277,10 +277,10 @@ class FileSample:
         """Return a file's path, for `SpanReader`."""
         return self._files[file]
 
-    def rate(self, way: ReadMode) -> float | None:
+    def rate(self, mode: ReadMode) -> float | None:
         """Measure bytes per second from the disk; None if it cannot be read in this mode, or not at all."""
         self.forget()
-        found = self._read(way)
+        found = self._read(mode)
         self.forget()
         return found
 
@@ -325,9 +325,9 @@ class FileSample:
             with contextlib.suppress(OSError), PositionalFile(self.path(span.file)) as file:
                 file.drop_cache(span.offset, span.nbytes)
 
-    def _read(self, way: ReadMode, stop: threading.Event | None = None) -> float | None:
+    def _read(self, mode: ReadMode, stop: threading.Event | None = None) -> float | None:
         """Measure bytes per second: of all spans, for `READ_SECONDS` at most; or again and again until `stop`."""
-        reader, done, start = SpanReader(self, way), 0, time.perf_counter()
+        reader, done, start = SpanReader(self, mode), 0, time.perf_counter()
         try:
             for span in self.spans if stop is None else itertools.cycle(self.spans):
                 reader.read([span], next(self._buffers))
@@ -336,14 +336,14 @@ class FileSample:
                     break
         except OSError:
             return None
-        return done / (time.perf_counter() - start) if done and reader.way == way else None
+        return done / (time.perf_counter() - start) if done and reader.mode == mode else None
 
     @contextlib.contextmanager
-    def going_on(self, way: ReadMode) -> Iterator[list[float | None]]:
+    def reading(self, mode: ReadMode) -> Iterator[list[float | None]]:
         """Read repeatedly in a thread while the context is open; its rate is in the list afterwards."""
         stop, found = threading.Event(), list[float | None]()
         thread = threading.Thread(
-            target=lambda: found.append(self._read(way, stop)), name="background-read", daemon=True
+            target=lambda: found.append(self._read(mode, stop)), name="background-read", daemon=True
         )
         thread.start()
         try:

@@ -265,6 +265,10 @@ class Shortage:
         """The need as text, rounded up: a limit with this value is large enough."""
         return f"{size_rounded_up(self.need)} ({self.need:,} bytes) of {'max_disk' if self.limited else 'free disk'}"
 
+    def record(self) -> dict[str, int | str]:
+        """For `json.dumps`."""
+        return {"need_bytes": self.need, "have_bytes": self.have, "where": self.where}
+
 
 def candidates(plan: SplitPlan, transfer: str) -> tuple[ShardTransfer, ...]:
     """Return the transfers of shards that the caller and the shards allow, the best first.

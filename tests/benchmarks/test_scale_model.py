@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,12 @@ import torch
 import transformers
 
 from benchmarks.scale import scale as scale_model
-from benchmarks.scale.check import SERVED, Check, checks
 from benchmarks.scale.facts import EPYC, HOSTS, KAGGLE, RTX_4090, XEON, Figure, Host
 from benchmarks.scale.pace import Outcome, cache_bytes, of_many, pass_over, spread, streaming
 from benchmarks.scale.shape import COMPRESSIONS, DENSE, MIXTURE, MODELS, cache_of, drawn_for, shape_of
 from rabbitllm.estimate.outline import published
 from rabbitllm.generation.kv_cache import cost_by_cache
+from tests.benchmarks.scale_checks import checks
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "benchmarks" / "results" / "scale-model.md").read_text(encoding="utf-8")
@@ -134,11 +135,9 @@ def test_other_prices() -> None:
             scale_model.with_prices(HOSTS, [wrong])
 
 
-def test_what_was_measured_is_within_the_range_that_the_page_says() -> None:
+def test_what_was_measured_is_near() -> None:
     found = checks()
-    assert len({one.source for one in found}) >= 6
-    low, high = scale_model.worst(found)
-    assert 0.5 < low < 1 < high < 1.5
+    assert all(0.5 < one.ratio < 1.5 for one in found)
     by_read = [one for one in found if one.measured_read is not None and one.read > 1e9]
     assert by_read
     for one in by_read:
@@ -146,15 +145,14 @@ def test_what_was_measured_is_within_the_range_that_the_page_says() -> None:
 
 
 @pytest.mark.long
-def test_the_page_of_performance_has_the_table_of_many_machines() -> None:
-    page = (ROOT / "docs" / "PERFORMANCE.md").read_text(encoding="utf-8")
-    assert scale_model.HEADINGS["1 to 1,000 machines"](HOSTS).markdown().strip() in page
-
-
-def test_what_was_served_is_what_the_notes_say() -> None:
-    notes = (ROOT / "benchmarks" / "NOTES.md").read_text(encoding="utf-8")
-    (row,) = [line for line in notes.splitlines() if "serve`, quiet (load" in line]
-    assert [cell.strip() for cell in row.split("|")[2:4]] == [f"{SERVED[1]:g}", f"{SERVED[16]:g}"]
+def test_the_page_of_performance_has_rows_of_the_table_of_many_machines() -> None:
+    page = (ROOT / "docs" / "PERFORMANCE.md").read_text(encoding="utf-8").splitlines()
+    head, rule, *rows = scale_model.HEADINGS["1 to 1,000 machines"](HOSTS).markdown().strip().splitlines()
+    begin = page.index(head)
+    assert page[begin + 1] == rule
+    shown = list(itertools.takewhile(lambda line: line.startswith("|"), page[begin + 2 :]))
+    assert len(shown) >= 8
+    assert set(shown) <= set(rows)
 
 
 def test_every_figure_says_where_it_is_from() -> None:
@@ -177,9 +175,3 @@ def test_the_picture() -> None:
     found = scale_model.picture()["panels"]
     assert len(found) == 4
     assert all(any(points for _, points, _ in panel["lines"]) for panel in found.values())
-
-
-def test_a_ratio_is_of_predicted_to_measured() -> None:
-    found = [Check("a", "b", 3.0, 2.0, 0), Check("c", "d", 1.0, 2.0, 0), Check("e", "f", 9.0, 1.0, 0, own=True)]
-    assert scale_model.worst(found) == (0.5, 1.5)
-    assert scale_model.middle(found) == 1.0
