@@ -14,7 +14,7 @@ import pytest
 
 from rabbitllm import AutoModel
 from rabbitllm.checkpoints.config import LEFTOVER
-from rabbitllm.engine.published import AUTO_ROUND, DEQUANTIZED, KEPT
+from rabbitllm.engine.published import DEQUANTIZED, KEPT
 from rabbitllm.errors import (
     CheckpointNotFoundError,
     CorruptShardError,
@@ -101,7 +101,7 @@ def test_a_quantization_that_is_not_supported_is_named_before_anything_is_fetche
     """All methods that transformers names but those in the table, and others."""
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
-    known = {*KEPT, *DEQUANTIZED, AUTO_ROUND, LEFTOVER, "bitsandbytes_4bit", "bitsandbytes_8bit"}
+    known = {*KEPT, *DEQUANTIZED, LEFTOVER, "bitsandbytes_4bit", "bitsandbytes_8bit"}
     methods = sorted({*AUTO_QUANTIZER_MAPPING, *OTHERS} - known)
     assert len(methods) > 24
     folder = build_checkpoint(tmp_path / "hub" / "acme" / "tiny", "llama", shards=3)

@@ -104,7 +104,7 @@ def _of_auto_round(folder: Path, settings: Any) -> dict[str, Any]:
     said = [given[name] for name in ("packing_format", "backend") if given.get(name) not in (None, "auto")]
     layout = str(said[0]) if said else "auto_round:auto_gptq"
     parts = next((_LAYOUTS[word] for word in layout.split(":")[1:2] if word in _LAYOUTS), None)
-    bits = given.get("bits", 4)
+    bits = given.get("bits")
     others = {
         name: own["bits"]
         for name, own in (given.get("extra_config") or {}).items()
@@ -121,11 +121,11 @@ def _of_auto_round(folder: Path, settings: Any) -> dict[str, Any]:
         why = f"{bits} bits, but {next(iter(others.values()))} bits for {next(iter(others))}"
     if parts is None or why:
         raise UnknownArchitectureError(
-            f"The weights that belong to {folder} are already quantized ({AUTO_ROUND}) with {harmless(why, 200)}, which "
-            "is not supported; expected integers of one number of bits, in the layout auto_gptq or auto_awq.",
+            f"The weights that belong to {folder} are already quantized ({AUTO_ROUND}) with {harmless(why, 200)}, "
+            "which is not supported; expected integers of one number of bits, in the layout auto_gptq or auto_awq.",
             "Use a checkpoint of the model in that form, or its unquantized one with compression='4bit' or '8bit'.",
         )
-    kept = {"bits": bits} | {name: given[name] for name in ("group_size", "sym") if name in given}
+    kept = {name: given[name] for name in ("bits", "group_size", "sym") if name in given}
     return {**kept, **parts} if parts["quant_method"] == "gptq" else {**kept, "zero_point": True, **parts}
 
 
