@@ -50,7 +50,8 @@ from rabbitllm.telemetry.profiler import Profiler
 logger = logging.getLogger(__name__)
 
 
-_MAPPED = (*READY, Tier.PACKED)
+_IN_PLACE = (*READY, Tier.PACKED)
+"""Tiers of weights that a pass uses where they are."""
 
 
 @torch.inference_mode(False)  # else weights loaded in a caller's inference mode could never have gradients
@@ -61,10 +62,10 @@ def load_model(
     devices: Sequence[Device] | None = None,
     share: PartChooser | None = None,
 ) -> StreamedModel:
-    """A genuine transformers model whose weights are in `folder`.
+    """A model of transformers' own class with the weights in `folder`.
 
     Args:
-        folder: a finished split directory; or other files with weights, opened.
+        folder: a finished split directory; or other opened files with weights.
         options: see `RunOptions`.
         config_folder: the folder of config and tokenizer, if not `folder` (a directory of RabbitLLM 1.1 has none).
         devices: the devices to compute on; by default those of `options`.
@@ -117,22 +118,22 @@ def _bound(
     spans = [span for p in placement.units if p.tier is Tier.STREAMED for span in sources[p.unit].spans]
     read_mode = choose_read_mode(store, spans, cache_room(placement))
     read_modes = _expert_read_modes(plan.experts, placement, store)
-    placement, kept = keep_units(placement, sources, by_name, store)
+    placement, pinned = keep_units(placement, sources, by_name, store)
     experts: Sequence[ExpertSource] = plan.experts
     if not options.exact:
         sources, experts = _fused(sources, experts, placement, by_name, weights, store)
     profiler.in_place = _in_place(model, sources, placement)
-    in_files = (p.unit for p in placement.units if p.tier in _MAPPED and by_name[p.device].shares_host_memory)
+    in_files = (p.unit for p in placement.units if p.tier in _IN_PLACE and by_name[p.device].shares_host_memory)
     mapped = [sources[unit] for unit in in_files]
-    embedding = input_embedding(model)  # in its stored form a pass touches a few rows of it
+    embedding = input_embedding(model)  # in its stored form a pass reads a few rows of it
     by_rows = [embedding] if embedding is not None else []
-    read = {s.unit.name: s.spans for s in mapped if not (s.is_view and has_readable_rows(s, by_rows))}
-    ahead = ReadAhead(read, store, store.checks)
+    whole = {s.unit.name: s.spans for s in mapped if not (s.is_view and has_readable_rows(s, by_rows))}
+    read_ahead = ReadAhead(whole, store, store.checks)
     with torch.no_grad():
         pools = bind_experts(model, experts, placement, by_name, store, profiler, read_modes)
-        executors = device_executors(sources, placement, by_name, store, profiler, kept, read_mode)
+        executors = device_executors(sources, placement, by_name, store, profiler, pinned, read_mode)
         streamer = Streamer(model, sources, placement, executors, store, profiler, pools, options.prefetching)
-    _compare_before_use(mapped, read, ahead, store.checks)
+    _compare_before_use(mapped, whole, read_ahead, store.checks)
     home_device = by_name[placement.home].torch_device
     if len(devices) > 1:  # callers expect the output on the device of their inputs
         model.register_forward_hook(lambda module, args, output: send_to_device(output, home_device))
@@ -148,7 +149,7 @@ def _bound(
     if plan.is_narrowed:
         keep_finite(source.unit.module for source in sources.values() if source.unit.is_layer)
     published.finish(model, plan.quantizer)
-    published.say_how(plan.quantizer, store.folder, model.dtype, devices)
+    published.warn_of_dequantizing(plan.quantizer, store.folder, model.dtype, devices)
     if options.fast_bfloat16:
         RowProducts(model)
     streamed = adopt(model, home_device, placement)
@@ -168,25 +169,25 @@ def _bound(
 
 
 def _in_place(model: nn.Module, sources: Mapping[str, UnitSource], placement: Placement) -> dict[str, int]:
-    """Device and tier -> stored bytes that each pass uses in place; an embedding does not count, since it uses rows."""
+    """Device and tier -> stored bytes that each pass uses in place, without the embedding, of which it uses rows."""
     embedding = input_embedding(model)
     found = Counter[str]()
     for placed in placement.units:
-        if placed.tier in _MAPPED and sources[placed.unit].unit.module is not embedding:
+        if placed.tier in _IN_PLACE and sources[placed.unit].unit.module is not embedding:
             found[f"{placed.device} {placed.tier.value}"] += placed.stored
     return dict(found)
 
 
 def _compare_before_use(
-    mapped: Sequence[UnitSource], read: Container[str], ahead: ReadAhead, checks: LayerChecks | None
+    mapped: Sequence[UnitSource], whole: Container[str], read_ahead: ReadAhead, checks: LayerChecks | None
 ) -> None:
-    """Have each mapped unit compared with checksums before its use: those in `read` whole, others by their rows."""
+    """Compare each mapped unit with checksums before its use: those in `whole` completely, others by their rows."""
     if checks is None:
         return
     for source in mapped:
         unit = source.unit
-        if unit.name in read:
-            wait_before(unit.module, functools.partial(ahead.wait_for, unit.name))
+        if unit.name in whole:
+            wait_before(unit.module, functools.partial(read_ahead.wait_for, unit.name))
         else:
             check_rows_before(unit.module, next(iter(source.stored.values())), checks)
 

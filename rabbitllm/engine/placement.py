@@ -594,7 +594,7 @@ def _kept_bytes(cost: UnitCost, budget: Budget) -> int:
     return cost.stored + (cost.scales if budget.is_host and cost.is_view else 0)
 
 
-def least_bytes(costs: Sequence[UnitCost], placement: Placement, device: str) -> tuple[int, str]:
+def min_bytes(costs: Sequence[UnitCost], placement: Placement, device: str) -> tuple[int, str]:
     """Minimum bytes of a pass on a device, with all streamable units streamed; and the name of the largest such unit.
 
     These are the buffers of the largest streamed unit, its dequantized weights, the units that have to be resident, and

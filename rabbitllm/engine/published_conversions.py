@@ -39,7 +39,7 @@ from rabbitllm.quant.published_kernels import integers
 
 AWQ, GPTQ = "awq", "gptq"
 CPU = torch.device("cpu")
-"""The CPU without an index; a test's stand-in for another device has an index."""
+"""The CPU without an index; a device in tests has one."""
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output of each 4 bits of an int32, from the lowest on."""
 _FORMATS = {AWQ: ("gemm",), GPTQ: ("gptq", "gptq_v2")}
@@ -160,7 +160,7 @@ class IntoPlain(HfQuantizer):  # type: ignore[misc]
     """A quantizer for transformers that loads the stored parts of each matrix into a plain Linear or experts."""
 
     unread: tuple[str, ...] = ()
-    """Endings of the names of parts that a matrix is made without."""
+    """Suffixes of unused parts."""
 
     def matrix(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """The matrix (out, in) of its parts by name, on their device, which may be meta.
@@ -175,7 +175,7 @@ class IntoPlain(HfQuantizer):  # type: ignore[misc]
         return {"dequantize": Dequantize}
 
     def is_serializable(self) -> bool:
-        """False: the plain matrices would be another checkpoint."""
+        """False: saving would write another checkpoint."""
         return False
 
     @property
@@ -185,7 +185,7 @@ class IntoPlain(HfQuantizer):  # type: ignore[misc]
 
 
 class PackedIntegers(IntoPlain):
-    """Of AWQ's and GPTQ's parts.
+    """A quantizer for transformers that loads AWQ's and GPTQ's parts.
 
     Raises:
         UnknownArchitectureError: the layout of the parts is not supported.
@@ -224,7 +224,7 @@ class PackedIntegers(IntoPlain):
         kind = model.config.model_type
         if self.quantization_config.quant_method == AWQ and kind in _SCALED_ACTIVATIONS:
             raise UnknownArchitectureError(
-                f"AWQ of a model of type {kind} scales its activations too, which is not supported.",
+                f"AWQ also scales the activations of {kind} models, which is not supported.",
                 "Use the model's unquantized checkpoint with compression='4bit' or '8bit'.",
             )
         super().preprocess_model(model, **options)
@@ -238,8 +238,8 @@ class QuickFp8(Fp8Dequantize):  # type: ignore[misc]
     """See `Fp8Dequantize`, which divides a matrix into equal blocks, one for each scale.
 
     A matrix that is not a whole number of the config's blocks (DeepSeek-V3 has some of 576 rows, with blocks of 128)
-    has smaller blocks at its ends instead. transformers' FP8 product handles these, but its dequantization does not: it
-    refuses such a matrix, or divides it differently.
+    has smaller blocks at its ends. transformers' FP8 product supports these; its dequantization refuses such a matrix,
+    or divides it differently.
     """
 
     def _dequantize_one(
@@ -424,9 +424,9 @@ def _table(dtype: torch.dtype) -> Any:
 class WrapAgain(ConversionOps):  # type: ignore[misc]
     """One 4bit weight of bitsandbytes: transformers' operation at the first call, then its result with new tensors.
 
-    transformers' own operation reads a part of each weight's state from JSON in a tensor, and puts a number from it
-    into another tensor. With tensors on a GPU, each matrix of each pass would wait for the computation. The state is
-    the same in each pass, so it is read in the first only.
+    transformers' own operation reads a part of each weight's state from JSON in a tensor, and writes a number from it
+    to another tensor. On a GPU each matrix of each pass would wait for the computation. The state is the same in each
+    pass, so it is read in the first only.
     """
 
     def __init__(self, first: Any) -> None:

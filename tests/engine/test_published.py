@@ -234,7 +234,7 @@ def test_experts_of_kimi(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("gone", "said"),
     [
-        ("layers.1.mlp.experts.2.up_proj.weight_global_scale", "are of 3 or 4 experts"),
+        ("layers.1.mlp.experts.2.up_proj.weight_global_scale", "belong to 3 or 4 experts"),
         ("layers.1.mlp.up_proj.weight_global_scale", "lack weight_global_scale"),
     ],
 )
@@ -252,7 +252,7 @@ def test_codes_of_nvfp4_without_the_scale_of_their_matrix(tmp_path: Path, gone: 
     ("gone", "said"),
     [
         ("layers.1.mlp.up_proj.weight_scale", "lack weight_scale"),
-        ("layers.1.mlp.experts.2.up_proj.weight_scale", "are of 3 or 4 experts"),
+        ("layers.1.mlp.experts.2.up_proj.weight_scale", "belong to 3 or 4 experts"),
     ],
 )
 def test_packed_codes_without_a_part(tmp_path: Path, gone: str, said: str) -> None:
@@ -325,8 +325,8 @@ def test_a_layer_is_said_to_be_dequantized_once(tmp_path: Path, caplog: pytest.L
         run(model)
     said = [record.message for record in caplog.records if "dequantized" in record.message]
     assert said == [
-        f"The weights in {directory} are fp8. On cpu each layer is dequantized to bfloat16 when it is used; the files "
-        "stay as they are."
+        f"The weights in {directory} are fp8. On cpu each layer is dequantized to bfloat16 for each use; the files "
+        "stay unchanged."
     ]
     assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
     assert not hasattr(model.config, "quantization_config")  # as transformers leaves a model that it dequantized
@@ -376,7 +376,7 @@ def test_codes_without_scales(tmp_path: Path) -> None:
     take_out(folder, "layers.1.mlp.up_proj.weight_scale_inv")
     with pytest.raises(IncompleteSplitError) as refused:
         load(split(folder))
-    assert "model.layers.1.mlp.up_proj.weight holds codes (F8_E4M3) and has no scales" in refused.value.problem
+    assert "model.layers.1.mlp.up_proj.weight contains codes (F8_E4M3) and has no scales" in refused.value.problem
     assert "download it again" in refused.value.remedy
 
 
@@ -398,7 +398,7 @@ def test_scales_without_codes(tmp_path: Path) -> None:
 def test_codes_of_bitsandbytes_without_a_part(tmp_path: Path, gone: str) -> None:
     folder = quantized.build_bitsandbytes(tmp_path / "model", "llama", 4, bnb_4bit_quant_type="nf4")
     take_out(folder, f"layers.1.mlp.up_proj.weight.{gone}")
-    with pytest.raises(IncompleteSplitError, match=rf"model.layers.1.mlp.up_proj.weight lack weight\.{gone}"):
+    with pytest.raises(IncompleteSplitError, match=rf"model.layers.1.mlp.up_proj.weight: weight\.{gone}"):
         load(split(folder))
 
 
@@ -407,7 +407,7 @@ def test_plain_weights_where_the_config_says_codes(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     take_out(folder, name, *(f"{name}.{part}" for part in ("absmax", "quant_map", "quant_state.bitsandbytes__fp4")))
     take_out(folder, **{name: torch.zeros(128, 64, dtype=torch.bfloat16)})
-    with pytest.raises(IncompleteSplitError, match="is plain BF16, where the model's config says it is quantized"):
+    with pytest.raises(IncompleteSplitError, match="is plain BF16; by the model's config it is quantized"):
         load(split(folder))
 
 

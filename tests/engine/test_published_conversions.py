@@ -173,7 +173,7 @@ def test_awq_of_a_model_whose_activations_are_scaled(tmp_path: Path) -> None:
     path = folder / "config.json"
     said = {"quant_method": "awq", "bits": 4, "version": "gemm"}
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": said}))
-    with pytest.raises(UnknownArchitectureError, match="AWQ of a model of type bloom scales its activations too"):
+    with pytest.raises(UnknownArchitectureError, match="AWQ also scales the activations of bloom models"):
         load(split(folder))
 
 
