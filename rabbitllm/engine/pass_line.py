@@ -1,7 +1,7 @@
-"""One progress line for a slow pass: the layer, tokens per second, and the shares of the time. A fast pass has none.
+"""A progress line for slow passes: the layer, tokens per second, and the shares of the time.
 
-Measures with hooks around the units, independent of how weights are read. The size of a pass is read from the arguments
-of the model's forward.
+Hooks around the units measure, independent of the reading of weights. The size of a pass follows from the arguments of
+the model's forward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _INPUTS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_em
 _CACHES = ("cache", "past_key_values", "cache_params")  # the last two before transformers 5.24
 
 
-def entry_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[PassInput, Any]:
+def pass_input_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[PassInput, Any]:
     """The size of the input, and the KV cache (None without one).
 
     Args:
@@ -53,63 +53,57 @@ Waited: TypeAlias = tuple[float, float]
 
 
 WORK = {"disk": 3, "copies": 7, "dequantize": 6, "compute": 5}
-"""What a caller's time goes to (waiting for the disk and for copies, dequantizing and binding, computing) -> the rank
-of its share in the line."""
-
-
-def _reference(text: Any) -> Any:
-    """A weak reference to a KV cache, so that the cache can be freed; None without a cache, or for a tuple."""
-    try:
-        return weakref.ref(text) if text is not None else None
-    except TypeError:
-        return None
+"""Parts of a caller's time (waiting for the disk and for copies, dequantizing and binding, computing) -> the rank of
+the share in the line."""
 
 
 class PassLedger:
-    """Records the passes of one thread; another thread may read. The caller passes the time, seconds of any one clock.
+    """Records the passes of one thread; another thread may read. Times are seconds of one clock.
 
-    Shares are of the caller's time. A GPU computes asynchronously, so there the time in which the host waits for
-    weights is reported, and the rest counts as computing.
+    Shares are of the caller's time. A GPU computes asynchronously: the time in which the host waits for weights is
+    reported, and the rest counts as computing.
 
     Attributes:
         number: of the running pass, counted from 1, of all passes of this model.
         layer: units that have computed in it.
-        tokens: generated so far by this generation, over the whole batch.
+        tokens: generated so far by this generation, in all sequences of the batch.
     """
 
     def __init__(self, layers: int) -> None:
         self.layers = layers
         self.number = self.layer = self.tokens = 0
-        self._entry = PassInput(0, 0, 0)
-        self._text: Any = None
+        self._input = PassInput(0, 0, 0)
+        self._kv_cache: Any = None
         self._start = self._prompt_end = 0.0
         self._spent = Counter[str]()
 
-    def begin(self, entry: PassInput, text: Any, now: float) -> bool:
+    def begin(self, pass_input: PassInput, kv_cache: Any, now: float) -> bool:
         """Record the begin of a pass; return whether it is the first of a generation.
 
         Args:
-            entry: the size of the input.
-            text: the KV cache; the pass continues a generation if it is the cache of the last pass.
+            pass_input: the size of the input.
+            kv_cache: the pass continues a generation if the last pass had the same one.
             now: the time.
         """
-        last, cache = self._entry, self._text() if self._text is not None else None
-        continues = text is not None and cache is text
-        made = last.made(entry) if continues else None
+        last, known = self._input, self._kv_cache() if self._kv_cache is not None else None
+        continues = kv_cache is not None and known is kv_cache
+        made = last.made(pass_input) if continues else None
         if made is None:
             self.tokens, self._prompt_end = 0, now
         else:
             self.tokens += made
             if last.kind == PROMPT:
                 self._prompt_end = now
-        if not continues or last.kind != entry.kind:
+        if not continues or last.kind != pass_input.kind:
             self._spent = Counter()
-        self._entry, self._text = entry, _reference(text)
+        self._input, self._kv_cache = pass_input, None
+        with contextlib.suppress(TypeError):  # a tuple has no weak references
+            self._kv_cache = weakref.ref(kv_cache) if kv_cache is not None else None
         self.number, self.layer, self._start = self.number + 1, 0, now
         return not continues
 
     def spend(self, **seconds: float) -> None:
-        """Add seconds that the caller has spent, by kinds of `WORK`."""
+        """Add seconds of the caller, by kinds of `WORK`."""
         self._spent.update(seconds)
 
     def unit_done(self) -> None:
@@ -119,11 +113,11 @@ class PassLedger:
     @property
     def prompt(self) -> int:
         """Tokens of the prompt in a prefill; 0 in a decode pass."""
-        return self._entry.batch * self._entry.length if self._entry.kind == PROMPT else 0
+        return self._input.batch * self._input.length if self._input.kind == PROMPT else 0
 
     @property
     def shares(self) -> dict[str, float]:
-        """Kind of `WORK` -> part of the time of this pass and the previous ones of its kind, of this generation."""
+        """Kind of `WORK` -> share of the time of this pass and the earlier ones of its kind, in this generation."""
         spent = dict(self._spent)
         total = sum(spent.values())
         return {name: spent.get(name, 0.0) / total for name in WORK} if total > 0 else {}
@@ -133,8 +127,8 @@ class PassLedger:
         return now - self._start
 
     def tokens_per_second(self, now: float) -> float | None:
-        """Since the prefill; None before the first of these tokens."""
-        timed, elapsed = self.tokens - self._entry.batch, now - self._prompt_end  # the first comes from the prefill
+        """The rate since the prefill; None before the first token of a decode pass."""
+        timed, elapsed = self.tokens - self._input.batch, now - self._prompt_end  # the first comes from the prefill
         return timed / elapsed if timed > 0 and elapsed > 0 and not self.prompt else None
 
 
@@ -170,20 +164,20 @@ class PassLine:
         self._waited_before: Waited = (0.0, 0.0)
         THE_REGION.observe()
         for module in modules:
-            module.register_forward_pre_hook(self._before_weights, prepend=True)
-            module.register_forward_pre_hook(self._before_computing)
+            module.register_forward_pre_hook(lambda module, args: self._lap("compute"), prepend=True)
+            module.register_forward_pre_hook(lambda module, args: self._lap("dequantize"))
             module.register_forward_hook(self._after, always_call=True)
 
     @contextlib.contextmanager
-    def over(self, entry: PassInput, text: Any) -> Iterator[None]:
+    def over(self, pass_input: PassInput, kv_cache: Any) -> Iterator[None]:
         """A context around one pass; a nested one belongs to the outer pass."""
         if self._open:
             yield
             return
-        self._open, self._kind = True, entry.kind
+        self._open, self._kind = True, pass_input.kind
         self._start = self._mark = self._clock()
         self._waited_before = self._waited()
-        if self._ledger.begin(entry, text, self._start):
+        if self._ledger.begin(pass_input, kv_cache, self._start):
             self._pace = LinePace(self._start)
         try:
             yield
@@ -215,32 +209,25 @@ class PassLine:
         shares = [(name, share) for name, share in ledger.shares.items() if share >= 0.005]
         return found + [LinePiece(f"{name} {100 * share:.0f} %", WORK[name]) for name, share in shares]
 
-    def _before_weights(self, module: nn.Module, args: Any) -> None:
-        if self._open:
-            self._lap("compute")
-
-    def _before_computing(self, module: nn.Module, args: Any) -> None:
-        if self._open:
-            self._lap("dequantize")
-
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._open:
             return
-        now = self._lap("compute")
+        self._lap("compute")
         self._ledger.unit_done()
-        slow = now - self._start >= SLOW_SECONDS or self._slow_kind == self._kind
+        slow = self._mark - self._start >= SLOW_SECONDS or self._slow_kind == self._kind
         if slow and self._claim is None:
             self._claim = THE_REGION.claim(self, self._pace)
 
-    def _lap(self, work: str) -> float:
-        """Record the time since the last lap as this work, less the waits in it."""
+    def _lap(self, work: str) -> None:
+        """Record the time since the last lap of a pass as this work, less the waits in it."""
+        if not self._open:
+            return
         now, (disk, copies) = self._clock(), self._waited()
         disk_before, copies_before = self._waited_before
         waited = (disk - disk_before, copies - copies_before)
         worked = max(now - self._mark - sum(waited), 0.0)
         self._ledger.spend(disk=waited[0], copies=waited[1], **{work: worked})
         self._mark, self._waited_before = now, (disk, copies)
-        return now
 
 
 def _pace_text(rate: float | None) -> str:

@@ -1,7 +1,7 @@
 """The placement of units: on their device, in pinned host memory, or on the disk. Pure: sizes and limits in, tiers out.
 
-Passes over a model that does not fit are cyclic, so a cache of the most recent units would never have a hit. Instead a
-fixed subset is resident, spread evenly, so that the transfers of the other units overlap with its computation.
+Passes are cyclic, so a cache of the most recent units of a model that does not fit would never hit. Instead a fixed
+subset is resident, evenly spread, so that the transfers of the other units overlap with its computation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rabbitllm.base.terminal import aligned, size
 SLOTS = 2
 """Buffers of a device for streamed units: one in use and one that is being filled."""
 EXPERT_STAGING = 8
-"""Staging buffers in host memory for experts that are copied to another device: one for each thread that reads."""
+"""Staging buffers in host memory for experts of another device: one for each thread that reads."""
 STAGING = 2
 """Staging buffers in host memory for streamed units of another device: one is filled, one is copied from."""
 
@@ -35,11 +35,11 @@ class Tier(enum.Enum):
     ROWS = "rows"
     """An embedding of which only the rows that a pass looks up are read."""
     MAPPED = "mapped rows"
-    """An embedding that is used in its mapped file: ready, and only the rows that are looked up take memory."""
+    """An embedding that is used in its mapped file: only the rows that are looked up take memory."""
     PINNED = "page-locked RAM"
     """In pinned host memory (ordinary memory if the driver pins no more), in stored form; copied for each pass."""
     STREAMED = "streamed"
-    """In the layer file; read for each pass, and copied to a device with memory of its own."""
+    """In the layer file; read for each pass, and copied to a device that does not share host memory."""
     ROUTED = "by routing"
     """Experts: in the layer file, except those in a cache; read when a token is routed to them."""
     ELSEWHERE = "on another host"
@@ -80,7 +80,7 @@ class UnitCost:
         routed: bytes of its experts in the layer file, which are streamed individually and not part of `stored`.
         scales: bytes of dequantized scales, if the unit is multiplied from its codes.
         shared: its tensors that other units share.
-        is_table: whether it is read by rows and not the input embedding, so that it is never used in its mapped file.
+        is_table: whether it is a table other than the input embedding, which is always read by rows.
     """
 
     name: str
@@ -123,7 +123,7 @@ class ExpertCost:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A device and the bytes for weights on it; `is_host` if layer files can be used as mapped."""
+    """A device and the bytes for weights on it; `is_host`: whether it computes with mapped layer files."""
 
     device: str
     nbytes: int
@@ -326,7 +326,7 @@ class Placement:
         return ["each pass: " + ", ".join(moved)] if moved else []
 
 
-# The GPU memory that allocations really take: torch's allocator cuts them from segments, and rounds. Pure.
+# The GPU memory that allocations take: torch's allocator cuts them from segments, and rounds.
 #
 # The sizes are those of torch's caching allocator for CUDA (c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize,
 # kSmallSize, kSmallBuffer, kMinLargeAlloc, kLargeBuffer, kRoundLarge), the same since its version 1.0.
@@ -365,15 +365,15 @@ def place(
 ) -> Placement:
     """Give every unit a device and a tier.
 
-    Units that every token uses come before experts, of which a token uses a few: these get the rest of the memory.
+    Experts, of which a token uses a few, get the memory that units leave.
 
     Args:
         costs: the units, in the order of a pass.
         budgets: the devices. With several, each gets a run of units if all of them fit; else units alternate between
             the devices, so that all links copy at the same time.
-        small_first: keep all other units before any decoder layer.
-        cached_layers: keep at least this many decoder layers in host memory, whatever the budget: the first ones that
-            would otherwise be streamed.
+        small_first: keep all other units before any decoder layer. cached_layers: keep at least this many decoder
+        layers in host memory, even beyond the budget: the first ones that
+            would be streamed.
         host_bytes: host memory that may be pinned for devices with memory of their own.
         experts: the modules whose experts are streamed individually.
     """
@@ -403,12 +403,12 @@ def _placed(
     pools: list[Pool] = []
     for budget, share in zip(budgets, shares, strict=True):
         names = {cost.name for cost in share}
-        own = [cost for cost in experts if cost.unit in names]
-        tiers, left = _tiers(share, replace(budget, nbytes=budget.nbytes - _transit_bytes(own)), small_first)
-        tier = _experts_tier(own, budget, left, all(t in READY for t in tiers.values()))
-        routed += [PlacedUnit(cost.name, budget.device, tier, cost.stored) for cost in own]
-        if own and tier is Tier.ROUTED:
-            pools.append(_pool(own, budget, left))
+        inside = [cost for cost in experts if cost.unit in names]
+        tiers, left = _tiers(share, replace(budget, nbytes=budget.nbytes - _transit_bytes(inside)), small_first)
+        tier = _experts_tier(inside, budget, left, all(t in READY for t in tiers.values()))
+        routed += [PlacedUnit(cost.name, budget.device, tier, cost.stored) for cost in inside]
+        if inside and tier is Tier.ROUTED:
+            pools.append(_pool(inside, budget, left))
         if budget.is_host:
             layers = [cost for cost in share if cost.is_layer][:cached_layers]
             for cost in layers:
@@ -423,7 +423,7 @@ def _transit_bytes(experts: Sequence[ExpertCost]) -> int:
 
 
 def _experts_tier(experts: Sequence[ExpertCost], budget: Budget, left: int, all_resident: bool) -> Tier:
-    """The one tier of all experts of a device. `left`: bytes that units and transit slots leave."""
+    """The tier of all experts of a device. `left`: bytes that units and transit slots leave."""
     room = left + _transit_bytes(experts)
     if budget.is_host and all_resident and sum(cost.ready for cost in experts) <= room:
         return Tier.RESIDENT
@@ -435,21 +435,16 @@ def _experts_tier(experts: Sequence[ExpertCost], budget: Budget, left: int, all_
 def _pool(experts: Sequence[ExpertCost], budget: Budget, left: int) -> Pool:
     slot = max(cost.slot for cost in experts)
     count, transit = sum(cost.experts for cost in experts), max(cost.transit for cost in experts)
-    # slots of a GPU are allocated one by one; those of the host are one run of memory
+    # slots of a GPU are allocated individually; those of the host are one allocation
     slots = min(max(left, 0) // (slot if budget.is_host else taken(slot)), count)
     return Pool(budget.device, slots, 0, transit, slot, count, sum(cost.stored for cost in experts))
 
 
 def _with_host_slots(placement: Placement, host_bytes: int) -> tuple[Pool, ...]:
-    """Give the rest of pinned memory to experts for which their device has no slot."""
-    apart = {budget.device for budget in placement.budgets if not budget.is_host}
-    pinned = sum(p.stored for p in placement.units if p.tier is Tier.PINNED)
-    largest = {p.device: 0 for p in placement.units if p.device in apart}
-    for p in placement.units:
-        if p.device in apart and p.tier is Tier.STREAMED:
-            largest[p.device] = max(largest[p.device], p.stored)
-    room = host_bytes - pinned - STAGING * sum(largest.values())
-    wanting = [pool for pool in placement.pools if pool.device in apart]
+    """Give the rest of pinned memory to experts without a slot on their device."""
+    gpus = [budget.device for budget in placement.budgets if not budget.is_host]
+    room = host_bytes - sum(p.stored for p in placement.units if p.tier is Tier.PINNED) - _staging(placement, gpus)
+    wanting = [pool for pool in placement.pools if pool.device in gpus]
     room -= sum(EXPERT_STAGING * pool.slot for pool in wanting)
     wants = {pool.device: pool.experts - pool.slots for pool in wanting}
     total = sum(wants[pool.device] * pool.slot for pool in wanting) or 1
@@ -457,17 +452,23 @@ def _with_host_slots(placement: Placement, host_bytes: int) -> tuple[Pool, ...]:
     return tuple(replace(pool, host_slots=int(wants.get(pool.device, 0) * share)) for pool in placement.pools)
 
 
+def _staging(placement: Placement, devices: Iterable[str]) -> int:
+    """Bytes of the staging buffers for streamed units of these devices."""
+    streamed = [p for p in placement.units if p.tier is Tier.STREAMED]
+    return STAGING * sum(max((p.stored for p in streamed if p.device == name), default=0) for name in devices)
+
+
 def _pinned_layers(placement: Placement, layers: set[str], host_bytes: int, cached_layers: int) -> list[str]:
     """The streamed units of GPUs to keep in pinned host memory.
 
-    They are spread evenly over the units of one device after another. So each device gets memory in proportion to the
-    bytes that it would stream, and its reads from the disk are evenly spaced.
+    They are evenly spread over the units of each device: each gets memory in proportion to the bytes that it would
+    stream, and its reads from the disk are evenly spaced.
     """
-    apart = [budget.device for budget in placement.budgets if not budget.is_host]
-    streamed = [p for name in apart for p in placement.units if p.device == name and p.tier is Tier.STREAMED]
+    gpus = [budget.device for budget in placement.budgets if not budget.is_host]
+    streamed = [p for name in gpus for p in placement.units if p.device == name and p.tier is Tier.STREAMED]
     room = host_bytes
     if sum(p.stored for p in streamed) > room:
-        room -= sum(STAGING * max((p.stored for p in streamed if p.device == name), default=0) for name in apart)
+        room -= _staging(placement, gpus)
     chosen = [p.unit for p in _spread(streamed, room)]
     missing = max(cached_layers - len(layers.intersection(chosen)), 0)
     in_order = (p.unit for p in placement.units if p in streamed and p.unit in layers and p.unit not in chosen)
@@ -493,8 +494,8 @@ def _runs(costs: Sequence[UnitCost], budgets: Sequence[Budget]) -> list[list[Uni
 
 
 def _in_turns(costs: Sequence[UnitCost], budgets: Sequence[Budget]) -> list[list[UnitCost]]:
-    """The units of each device, in turns. A device gets its budget and an equal share of the bytes beyond all budgets,
-    so that each link copies as much as the others."""
+    """The units of each device, alternating. A device gets its budget and an equal share of the bytes beyond all
+    budgets, so that all links copy the same amount."""
     beyond = max(sum(cost.stored + cost.routed for cost in costs) - sum(budget.nbytes for budget in budgets), 1)
     wanted = [budget.nbytes + beyond / len(budgets) for budget in budgets]
     given, shares = [0] * len(budgets), [list[UnitCost]() for _ in budgets]
@@ -513,11 +514,11 @@ def _tiers(costs: Sequence[UnitCost], budget: Budget, small_first: bool) -> tupl
         ready = {cost.name: Tier.MAPPED if _is_mapped(cost, budget) else Tier.RESIDENT for cost in costs}
         return ready, budget.nbytes - need
     tiers = {cost.name: Tier.MAPPED if _is_mapped(cost, budget) else Tier.ROWS for cost in costs if cost.by_rows}
-    # made ready once, since such a unit may be used outside its own forward
+    # made ready once, since such a unit may be used outside its forward
     tiers |= {cost.name: Tier.RESIDENT for cost in costs if cost.must_stay}
     room = budget.nbytes - ready_once(cost for cost in costs if cost.must_stay)
     candidates = [cost for cost in costs if cost.name not in tiers]
-    scratch = max((cost.ready for cost in candidates if not cost.is_view), default=0)
+    scratch = _scratch(candidates)
     whole = _kept_once(candidates, budget, set())
     if whole + scratch <= room:
         return tiers | {cost.name: _kept(cost, budget) for cost in candidates}, room - scratch - whole
@@ -525,12 +526,12 @@ def _tiers(costs: Sequence[UnitCost], budget: Budget, small_first: bool) -> tupl
     left, kept = room - scratch, set[str]()
     if small_first:
         for cost in [cost for cost in candidates if not cost.is_layer]:
-            rest, with_it = [other for other in candidates if other is not cost], set(kept)
-            more = _kept_once([cost], budget, with_it)
+            rest, kept_with_it = [other for other in candidates if other is not cost], set(kept)
+            more = _kept_once([cost], budget, kept_with_it)
             if more + _slots(rest) <= left:
                 tiers[cost.name] = _kept(cost, budget)
                 left -= more
-                candidates, kept = rest, with_it
+                candidates, kept = rest, kept_with_it
     slots = _slots(candidates)
     layers = [cost for cost in candidates if cost.is_layer or not small_first]
     for cost in _spread(layers, left - slots, lambda cost: _kept_bytes(cost, budget)):
@@ -540,14 +541,15 @@ def _tiers(costs: Sequence[UnitCost], budget: Budget, small_first: bool) -> tupl
 
 
 def enclosing(path: str, known: Container[str]) -> str | None:
-    """The innermost known module that a module or a parameter is in, or that it is; None if there is none."""
+    """The innermost known module around a module or a parameter, which may be the module itself; None if there is
+    none."""
     while path and path not in known:
         path = path.rpartition(".")[0]
     return path or None
 
 
 def ready_once(costs: Iterable[UnitCost]) -> int:
-    """Memory of units that are kept ready; a tensor that several share counts once."""
+    """Memory of units that are ready; a tensor that several share counts once."""
     total, made = 0, set[str]()
     for cost in costs:
         total += cost.ready - sum(shared.ready for shared in cost.shared if shared.key in made)
@@ -556,10 +558,10 @@ def ready_once(costs: Iterable[UnitCost]) -> int:
 
 
 def _kept_once(costs: Iterable[UnitCost], budget: Budget, kept: set[str]) -> int:
-    """Memory that units in stored form take in addition to the tensors in `kept`, to which theirs are added.
+    """Memory of units in stored form besides the tensors in `kept`; adds theirs to these.
 
     A shared tensor counts once in a mapped file, and once on a device if it is ready there; in stored form each unit on
-    a device has its own copy.
+    a device has a copy.
     """
     total = 0
     for cost in costs:
@@ -581,16 +583,16 @@ def _counted_once(placement: Placement, shared: Mapping[str, Sequence[SharedTens
     counted: set[tuple[str, str]] = set()
     for tier in _COUNTING:
         for placed in (placed for placed in placement.units if placed.tier is tier and placed.unit in shared):
-            own = shared[placed.unit]
-            # each has its own copy in pinned memory, and in stored form on a device that maps no files
+            tensors = shared[placed.unit]
+            # each unit has a copy in pinned memory, and in stored form on a device that maps no files
             if tier is not Tier.PINNED and (tier is not Tier.PACKED or placed.device in hosts):
-                tied[placed.unit] = sum(one.stored for one in own if (placed.device, one.key) in counted)
-            counted.update((placed.device, one.key) for one in own)
+                tied[placed.unit] = sum(one.stored for one in tensors if (placed.device, one.key) in counted)
+            counted.update((placed.device, one.key) for one in tensors)
     return tuple(replace(placed, tied=tied.get(placed.unit, 0)) for placed in placement.units)
 
 
 def _kept_bytes(cost: UnitCost, budget: Budget) -> int:
-    """Memory of a unit that is kept in stored form. On the host its scales are dequantized once, and kept too."""
+    """Memory of a unit in stored form; on the host its dequantized scales are kept too."""
     return cost.stored + (cost.scales if budget.is_host and cost.is_view else 0)
 
 
@@ -600,15 +602,18 @@ def min_bytes(costs: Sequence[UnitCost], placement: Placement, device: str) -> t
     These are the buffers of the largest streamed unit, its dequantized weights, the units that have to be resident, and
     the transit slots of experts.
     """
-    there = {placed.unit for placed in placement.units if placed.device == device and placed.tier is Tier.STREAMED}
-    streamed = [cost for cost in costs if cost.name in there]
-    scratch = max((cost.ready for cost in streamed if not cost.is_view), default=0)
-    stays = ready_once(
-        cost for cost in costs if cost.must_stay and not cost.is_view and placement.of(cost.name).device == device
-    )
+    here = {placed.unit: placed.tier for placed in placement.units if placed.device == device}
+    streamed = [cost for cost in costs if here.get(cost.name) is Tier.STREAMED]
+    resident = ready_once(cost for cost in costs if cost.must_stay and not cost.is_view and cost.name in here)
     transit = sum(pool.transit * pool.slot for pool in placement.pools if pool.device == device)
     largest = max(streamed, key=lambda cost: cost.stored + cost.ready, default=None)
-    return _slots(streamed) + scratch + stays + transit, largest.name if largest is not None else ""
+    nbytes = _slots(streamed) + _scratch(streamed) + resident + transit
+    return nbytes, largest.name if largest is not None else ""
+
+
+def _scratch(costs: Iterable[UnitCost]) -> int:
+    """Bytes of the largest of these units once it is dequantized, cast or fused for its use."""
+    return max((cost.ready for cost in costs if not cost.is_view), default=0)
 
 
 def _slots(costs: Sequence[UnitCost]) -> int:
@@ -625,7 +630,7 @@ def _kept(cost: UnitCost, budget: Budget) -> Tier:
     """The tier of a unit that is kept.
 
     A view is resident in its stored form. On a GPU, a unit that is not larger when ready (cast, fused) is made ready
-    once. On the host that would take a copy of the mapped file.
+    once; on the host that would copy the mapped file.
     """
     once = cost.is_view or (not budget.is_host and cost.ready <= cost.stored)
     return Tier.RESIDENT if once else Tier.PACKED
@@ -634,7 +639,7 @@ def _kept(cost: UnitCost, budget: Budget) -> Tier:
 def _spread(
     costs: Sequence[Sized], room: int, size: Callable[[Sized], int] = operator.attrgetter("stored")
 ) -> list[Sized]:
-    """Units of at most `room` bytes in all, evenly spread over the pass."""
+    """Units of at most `room` bytes together, evenly spread over the pass."""
     total = sum(map(size, costs))
     if room <= 0 or not total:
         return []

@@ -1,6 +1,6 @@
 """The methods of a streamed model that differ from those of an ordinary transformers model.
 
-The model keeps its class's name and module, its config and its `forward`. It has its own placement, and cannot be
+The model keeps the name and the module of its class, its config and its `forward`. Its placement is fixed: it cannot be
 moved, cast or copied.
 """
 
@@ -20,7 +20,7 @@ from rabbitllm.base.options import expand
 from rabbitllm.base.rounding import round_up
 from rabbitllm.engine import placeholders
 from rabbitllm.engine.expert_pool import read_uses, write_uses
-from rabbitllm.engine.pass_line import PassLine, entry_of
+from rabbitllm.engine.pass_line import PassLine, pass_input_of
 from rabbitllm.engine.placement import Placement
 from rabbitllm.engine.processor import read_processor
 from rabbitllm.engine.saving import Origin, save
@@ -55,15 +55,15 @@ def refuse_overflow(values: torch.Tensor, name: str) -> None:
     """Refuse values that show that float16 has overflowed; -inf is legal: a token that is never chosen.
 
     Args:
-        values: of any shape and dtype; only those of float16 are looked at.
+        values: of any shape and dtype; only float16 is checked.
         name: of the values, in the plural.
 
     Raises:
-        RabbitLLMError: there is NaN or +inf among them.
+        RabbitLLMError: NaN or +inf is among them.
     """
     if values.dtype == torch.float16 and not bool((values < torch.inf).all()):
         raise RabbitLLMError(
-            f"The {name} are not finite: a value in the model is beyond the range of float16.",
+            f"The {name} contain inf or nan: values exceed float16.",
             "Load the model with dtype='float32', or dtype='bfloat16' on a GPU that has it.",
         )
 
@@ -77,9 +77,9 @@ else:
 class StreamedModel(_TransformersModel):  # type: ignore[misc]
     """A model of transformers whose weights are resident or streamed.
 
-    It is an instance of the class that transformers has for the model: `forward`, `generate` and `config` are its own.
-    Logits are a tensor of shape (batch, tokens, vocabulary) in the dtype of the computation, on `model.device`. These
-    methods are added before those of the class.
+    It is an instance of transformers' class for the model, with its `forward`, `generate` and `config`. Logits are a
+    tensor of shape (batch, tokens, vocabulary) in the dtype of the computation, on `model.device`. These methods come
+    before those of the class.
 
     Attributes:
         tokenizer: the checkpoint's tokenizer; None if it has none.
@@ -124,9 +124,10 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
         return self._compute_device
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a pass. Unless every unit is resident it has no gradients, which would keep every layer's weights.
+        """Run a pass.
 
-        Then threads also take turns: a streamed layer's weights are there only for the pass that computes it.
+        Unless every unit is resident, it has no gradients, which would keep every layer's weights, and passes of
+        several threads come one after the other: a streamed layer's weights are in memory for one pass.
 
         Raises:
             MediaError: the prompt has more or fewer placeholders than its pictures or sounds need.
@@ -174,7 +175,7 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
         """The output, unless its last logits show that float16 has overflowed.
 
         Raises:
-            RabbitLLMError: they do. Tokens would be garbage, and to sample from NaN ends a process's use of CUDA.
+            RabbitLLMError: they do. Tokens would be garbage, and sampling from NaN ends the use of CUDA in a process.
         """
         logits = getattr(output, "logits", None)
         if isinstance(logits, torch.Tensor) and logits.dim() == 3:
@@ -182,18 +183,18 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
         return output
 
     @contextlib.contextmanager
-    def joint_pass(self, entry: PassInput) -> Iterator[None]:
+    def joint_pass(self, pass_input: PassInput) -> Iterator[None]:
         """A context around one pass of several callers; see `rabbitllm.generation`."""
-        shown = contextlib.nullcontext() if self.pass_line is None else self.pass_line.over(entry, None)
-        with self.streamer.passing(), torch.no_grad(), shown, self.profiler.forward(entry, None):
+        shown = contextlib.nullcontext() if self.pass_line is None else self.pass_line.over(pass_input, None)
+        with self.streamer.passing(), torch.no_grad(), shown, self.profiler.forward(pass_input, None):
             yield
 
     def _pass(self, *args: Any, **kwargs: Any) -> Any:
         if not self.profiler.enabled and self.pass_line is None:
             return super().__call__(*args, **kwargs)
-        entry, text = entry_of(args, kwargs)
-        shown = contextlib.nullcontext() if self.pass_line is None else self.pass_line.over(entry, text)
-        with shown, self.profiler.forward(entry, text):
+        pass_input, kv_cache = pass_input_of(args, kwargs)
+        shown = contextlib.nullcontext() if self.pass_line is None else self.pass_line.over(pass_input, kv_cache)
+        with shown, self.profiler.forward(pass_input, kv_cache):
             return super().__call__(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -205,7 +206,7 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
         raise self._no_copy("pickled (pickle, torch.save, ray.put)")
 
     def __copy__(self) -> Self:
-        """A second object for the same weights, hooks and threads, as for any module."""
+        """A second object for the same weights, hooks and threads, as of any module."""
         made = type(self).__new__(type(self))
         made.__dict__.update(
             {name: value.copy() if isinstance(value, dict) else value for name, value in vars(self).items()}
@@ -218,17 +219,17 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
 
     def _no_copy(self, done: str) -> CopyError:
         return CopyError(
-            f"A model of rabbitllm cannot be {done}: its weights belong to the files and devices of this process.",
-            "Call AutoModel.from_pretrained again, in the process that needs the model: an existing split is used as "
-            "it is, and mapped files are in memory once. model.save_pretrained(folder) writes a checkpoint.",
+            f"A model of rabbitllm cannot be {done}: its weights depend on open files and devices of this process.",
+            "Call AutoModel.from_pretrained again, in the process that needs the model: it uses an existing split, and "
+            "mapped files are in memory once. model.save_pretrained(folder) writes a checkpoint.",
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Like that of any module, but accelerate's hooks are refused if weights are streamed or quantized."""
+        """Set an attribute as any module does, but refuse accelerate's hooks if weights are streamed or quantized."""
         if name in _HOOKS_OF_ACCELERATE and any(type(weight) is not torch.nn.Parameter for weight in self.parameters()):
             raise CopyError(
                 "accelerate cannot place this model (cpu_offload, disk_offload, dispatch_model): it is streamed or "
-                "compressed, and has its own placement.",
+                "compressed, and already placed.",
                 "Set max_memory= of AutoModel.from_pretrained instead.",
             )
         super().__setattr__(name, value)
@@ -247,9 +248,9 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
         """
         wanted = [value for value in (*args, *kwargs.values()) if value is not None and not isinstance(value, bool)]
         device, dtype = self._compute_device, str(self.dtype)
-        as_it_is = {str(device), dtype, dtype.removeprefix("torch.")} | ({device.type} if not device.index else set())
-        if not {str(value) for value in wanted} <= as_it_is:
-            self._say_it_stays(", ".join(map(str, wanted)))
+        present = {str(device), dtype, dtype.removeprefix("torch.")} | ({device.type} if not device.index else set())
+        if not {str(value) for value in wanted} <= present:
+            self._warn_of_no_effect(", ".join(map(str, wanted)))
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
@@ -257,13 +258,13 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
         sample = torch.empty(0, dtype=self.dtype, device=self._compute_device)
         moved = fn(sample)
         if (moved.device, moved.dtype) != (sample.device, sample.dtype):
-            self._say_it_stays(f"{moved.device}, {moved.dtype}")
+            self._warn_of_no_effect(f"{moved.device}, {moved.dtype}")
         return self
 
-    def _say_it_stays(self, wanted: str) -> None:
+    def _warn_of_no_effect(self, wanted: str) -> None:
         logger.warning(
             "model.to(%s) has no effect: device and dtype of the weights are set when the model is loaded. "
-            "Load it with device=, dtype= and max_memory= of AutoModel.from_pretrained as you want them.",
+            "Set them with device=, dtype= and max_memory= of AutoModel.from_pretrained.",
             wanted,
         )
 
@@ -296,7 +297,7 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
         """The number of parameters of the whole model, resident or not. Tied weights count once.
 
         Args:
-            only_trainable: count parameters that require gradients only.
+            only_trainable: count only parameters that require gradients.
             exclude_embeddings: do not count embeddings.
 
         Returns:
@@ -311,7 +312,7 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
         return total
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
-        """Bytes of weights that are in memory between two passes, on any device, and of the buffers for streamed ones.
+        """Bytes of weights in memory between two passes, on any device, and of the buffers for streamed ones.
 
         Weights that are used in mapped files count too.
 
@@ -358,16 +359,16 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
     ) -> None:
         """Write the whole model as a checkpoint that transformers loads: safetensors, config and generation config.
 
-        The weights are copied from the model's files to the shards a few megabytes at a time, wherever they are placed.
-        Uncompressed weights keep their bits and their stored dtype; 4bit and 8bit ones are dequantized to the dtype
-        that the model computes in; published quantized ones stay quantized. Resident uncompressed weights are written
-        with their changes in memory (a merged adapter); other changes are refused. With an adapter of `load_adapter`,
-        only the adapter is saved, as transformers does.
+        The weights are copied from the model's files to the shards, a few megabytes at a time. Uncompressed weights
+        keep their bits and their stored dtype; 4bit and 8bit ones are dequantized to the dtype that the model computes
+        in; published quantized ones stay quantized. Resident uncompressed weights are written with their changes in
+        memory (a merged adapter); other changes are refused. With an adapter of `load_adapter`, only the adapter is
+        saved, as transformers does.
 
         Args:
             save_directory: a folder without weights; it need not exist.
             is_main_process: False writes nothing.
-            max_shard_size: maximum bytes of a shard; a larger tensor gets a shard of its own.
+            max_shard_size: maximum bytes of a shard; a larger tensor gets a separate shard.
             tokenizer: write the tokenizer too, and the files of the processor.
             **kwargs: other arguments of transformers; those that would change the result are refused.
 
@@ -404,7 +405,7 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
         write_uses(Path(path), {name: uses for pool in pools for name, uses in pool.uses().items()})
 
     def load_expert_use(self, path: str | Path) -> None:
-        """Read the experts that were used most, by a file of `save_expert_use`, as far as there is memory for them.
+        """Read the experts that were used most, by a file of `save_expert_use`, as far as memory allows.
 
         Args:
             path: a file that `save_expert_use` wrote for this model.
@@ -424,17 +425,15 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
 
 def adopt(model: PreTrainedModel, device: torch.device, placement: Placement) -> StreamedModel:
     """Add the methods of `StreamedModel` to a model; it keeps its class name and module for pipelines and servers."""
-    own = type(model)
-    body = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    model.__class__ = type(own.__name__, (StreamedModel, own), body)
+    kind = type(model)
+    body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    model.__class__ = type(kind.__name__, (StreamedModel, kind), body)
     streamed = cast("StreamedModel", model)
     streamed._compute_device = device
     streamed.placement = placement
     streamed._all_resident = placement.is_resident
-    # transformers reads it: pipelines do not move the model, and if the map has several devices, each layer's part of a
-    # static cache is allocated on that layer's device
+    # for transformers: pipelines do not move the model, and a static cache has each layer's part on the layer's device
     where = {placed.unit: placed.device for placed in placement.units}
-    # not a device's name: with "cpu" accelerate and peft assume that they placed the model, and place it again, for
-    # which a model larger than RAM has no memory
+    # not a device's name: with "cpu" accelerate and peft assume that they placed the model, and place it again
     streamed.hf_device_map = where if len(set(where.values())) > 1 else {"": device}
     return streamed

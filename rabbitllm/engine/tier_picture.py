@@ -1,8 +1,8 @@
 """A picture of a placement (PNG, SVG or PDF by the file's name), drawn by matplotlib.
 
-The upper part has a bar for each unit in the order of a pass, with its stored bytes as height and the colour of its
-tier; stacked on it are the cached shares of streamed experts, and above them the share that is read when it is used.
-The lower part has a bar for each device and the disk, with the bytes on it. A plan's placement is drawn like a model's.
+The upper part has a bar for each unit in the order of a pass: its height is the stored bytes, its colour the tier. On
+it are the cached shares of streamed experts, and above them the share that is read when it is used. The lower part has
+a bar for each device and the disk: its length is the bytes there. A plan's placement is drawn like a model's.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from rabbitllm.engine.placement import PlacedUnit, Placement, Tier, enclosing
 READY, STORED = "on the GPU, ready", "on the GPU, as stored"
 MAPPED, CODES = "in RAM", "in RAM, as stored"
 ROWS = "rows of the embedding, when used"
-LOCKED = "page-locked RAM, copied for each pass"
+PINNED = "page-locked RAM, copied for each pass"
 DISK = "disk, read for each pass"
 AWAY = "on another host"
-EXPERTS, EXPERTS_NEAR = "experts that are kept", "experts in page-locked RAM"
+EXPERTS, EXPERTS_PINNED = "experts that are kept", "experts in page-locked RAM"
 EXPERTS_AWAY = "experts on the disk, read when used"
 COLOURS: Mapping[str, str] = {
     READY: "#E69F00",
@@ -32,15 +32,14 @@ COLOURS: Mapping[str, str] = {
     MAPPED: "#009E73",
     CODES: "#7FCFB3",
     ROWS: "#999999",
-    LOCKED: "#56B4E9",
+    PINNED: "#56B4E9",
     DISK: "#0072B2",
     EXPERTS: "#D55E00",
-    EXPERTS_NEAR: "#CC79A7",
+    EXPERTS_PINNED: "#CC79A7",
     EXPERTS_AWAY: "#BFD9EC",
     AWAY: "#DDDDDD",
 }
-"""Label -> colour, from the bottom of a bar up; from the palette of Okabe and Ito, which the colour-blind can tell
-apart."""
+"""Label -> colour, bottom first; from the palette of Okabe and Ito, which the colour-blind can tell apart."""
 ON_DISK = (DISK, EXPERTS_AWAY, ROWS)
 """Labels of bytes that are only in the layer file between two passes."""
 _LABELS: Mapping[Tier, tuple[str, str]] = {
@@ -48,7 +47,7 @@ _LABELS: Mapping[Tier, tuple[str, str]] = {
     Tier.PACKED: (STORED, CODES),
     Tier.ROWS: (ROWS, ROWS),
     Tier.MAPPED: (ROWS, ROWS),
-    Tier.PINNED: (LOCKED, LOCKED),
+    Tier.PINNED: (PINNED, PINNED),
     Tier.STREAMED: (DISK, DISK),
     Tier.ELSEWHERE: (AWAY, AWAY),
 }
@@ -87,24 +86,24 @@ def bars(placement: Placement) -> tuple[Bar, ...]:
     found = []
     for placed in placement.units:
         parts: Counter[str] = Counter({_LABELS[placed.tier][placed.device in hosts]: placed.counted})
-        for own in experts.get(placed.unit, ()):
-            kept, near = shares[own.device] if own.tier is Tier.ROUTED else (1.0, 0.0)
-            parts[EXPERTS] += round(kept * own.stored)
-            parts[EXPERTS_NEAR] += round(near * own.stored)
-            parts[EXPERTS_AWAY] += own.stored - round(kept * own.stored) - round(near * own.stored)
-        found.append(Bar(placed.unit, placed.device, {word: n for word in COLOURS if (n := parts[word])}))
+        for inside in experts.get(placed.unit, ()):
+            kept, pinned = shares[inside.device] if inside.tier is Tier.ROUTED else (1.0, 0.0)
+            parts[EXPERTS] += round(kept * inside.stored)
+            parts[EXPERTS_PINNED] += round(pinned * inside.stored)
+            parts[EXPERTS_AWAY] += inside.stored - round(kept * inside.stored) - round(pinned * inside.stored)
+        found.append(Bar(placed.unit, placed.device, {label: n for label in COLOURS if (n := parts[label])}))
     return tuple(found)
 
 
-def places(placement: Placement) -> dict[str, dict[str, int]]:
+def bytes_by_device(placement: Placement) -> dict[str, dict[str, int]]:
     """Each device, pinned memory and the disk -> the bytes on it, by the labels of `COLOURS`."""
     found: dict[str, Counter[str]] = {budget.device: Counter() for budget in placement.budgets}
     for bar in bars(placement):
-        for word, nbytes in bar.parts.items():
-            place = "disk" if word in ON_DISK else "page-locked" if word in (LOCKED, EXPERTS_NEAR) else bar.device
-            found.setdefault(place, Counter())[word] += nbytes
+        for label, nbytes in bar.parts.items():
+            where = "disk" if label in ON_DISK else "page-locked" if label in (PINNED, EXPERTS_PINNED) else bar.device
+            found.setdefault(where, Counter())[label] += nbytes
     order = [*(budget.device for budget in placement.budgets), "page-locked", "disk"]
-    return {place: {word: n for word in COLOURS if (n := found[place][word])} for place in order if place in found}
+    return {where: {label: n for label in COLOURS if (n := found[where][label])} for where in order if where in found}
 
 
 def draw_placement(placement: Placement, path: str | Path, title: str = "", note: str = "") -> None:
@@ -128,17 +127,17 @@ def draw_placement(placement: Placement, path: str | Path, title: str = "", note
 def _drawn(placement: Placement, title: str, note: str) -> Any:
     from matplotlib.patches import Patch
 
-    shown, there = bars(placement), places(placement)
-    sums = {word: sum(bar.parts.get(word, 0) for bar in shown) for word in COLOURS}
-    words = [word for word in COLOURS if sums[word] > _SEEN * sum(sums.values())]
-    rows = -(-len(words) // 2)
-    below = 0.34 * len(there) + 0.45
+    shown, lengths = bars(placement), bytes_by_device(placement)
+    sums = {label: sum(bar.parts.get(label, 0) for bar in shown) for label in COLOURS}
+    labels = [label for label in COLOURS if sums[label] > _SEEN * sum(sums.values())]
+    rows = -(-len(labels) // 2)
+    below = 0.34 * len(lengths) + 0.45
     figure = blank(_WIDTH, 3.4 + below + 0.25 * rows)
     upper, lower = figure.subplots(2, 1, height_ratios=(3.0, below))
     scale = unit_of(sum(sums.values()))
     _units(upper, shown, *scale)
-    _totals(lower, placement, there, *scale)
-    handles = [Patch(facecolor=COLOURS[word], edgecolor="white", label=word) for word in words]
+    _totals(lower, placement, lengths, *scale)
+    handles = [Patch(facecolor=COLOURS[label], edgecolor="white", label=label) for label in labels]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=10)
     figure.suptitle("\n".join(line for line in (title, note) if line), x=0.01, ha="left", fontsize=11)
     return figure
@@ -147,8 +146,8 @@ def _drawn(placement: Placement, title: str, note: str) -> Any:
 def _units(axes: Any, shown: Sequence[Bar], size: float, name: str) -> None:
     """Draw a bar for each unit, with the devices' names above."""
     bottom = [0.0] * len(shown)
-    for word, colour in COLOURS.items():
-        heights = [bar.parts.get(word, 0) / size for bar in shown]
+    for label, colour in COLOURS.items():
+        heights = [bar.parts.get(label, 0) / size for bar in shown]
         if any(heights):
             axes.bar(range(len(shown)), heights, 0.86, bottom, color=colour, linewidth=0)
             bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
@@ -166,7 +165,7 @@ def _units(axes: Any, shown: Sequence[Bar], size: float, name: str) -> None:
 
 
 def _runs(shown: Sequence[Bar]) -> list[tuple[int, int, str]]:
-    """First and last bar of each device, in their order; all bars if the devices take turns."""
+    """First and last bar of each device, in their order; all bars if the devices alternate."""
     runs = []
     for device, run in itertools.groupby(range(len(shown)), lambda at: shown[at].device):
         bars_of_device = list(run)
@@ -176,12 +175,13 @@ def _runs(shown: Sequence[Bar]) -> list[tuple[int, int, str]]:
 
 
 def _labels(shown: Sequence[Bar]) -> list[tuple[int, str]]:
-    """Indices of bars and their labels: large units outside the decoder and some layer numbers, without overlap."""
+    """Indices of bars and their names: large units outside the decoder and some layer numbers, without overlap."""
     inches = _AXIS / len(shown)
     known = {at: bar.unit.rpartition(".")[2] for at, bar in enumerate(shown)}
     layers = [at for at, name in known.items() if name.isdigit()]
     others = sorted((at for at in known if at not in layers), key=lambda at: -shown[at].nbytes)
-    step = _rounded(-(-len(layers) // _MAX_LABELS))
+    step = -(-len(layers) // _MAX_LABELS)
+    step = next((round_number for round_number in (1, 2, 5, 10, 20, 25, 50, 100) if round_number >= step), step)
     found: dict[int, str] = {}
     for at in (*others, *(at for at in layers if int(known[at]) % step == 0)):
         distances = ((abs(at - other) * inches, len(known[at]) + len(name)) for other, name in found.items())
@@ -190,29 +190,23 @@ def _labels(shown: Sequence[Bar]) -> list[tuple[int, str]]:
     return sorted(found.items())
 
 
-def _rounded(step: int) -> int:
-    """The next round number."""
-    return next((good for good in (1, 2, 5, 10, 20, 25, 50, 100) if good >= step), step)
-
-
-def _totals(axes: Any, placement: Placement, there: Mapping[str, Mapping[str, int]], size: float, name: str) -> None:
+def _totals(axes: Any, placement: Placement, lengths: Mapping[str, Mapping[str, int]], size: float, name: str) -> None:
     """Draw a bar for each device and the disk, with the bytes on it as length; the limit of a device as a line."""
-    limits = {budget.device: budget.nbytes / size for budget in placement.budgets}
-    longest = max((sum(parts.values()) / size for parts in there.values()), default=0.0) or 1.0
-    for row, (place, parts) in enumerate(there.items()):
+    longest = max((sum(parts.values()) / size for parts in lengths.values()), default=0.0) or 1.0
+    for row, (where, parts) in enumerate(lengths.items()):
         left = 0.0
-        for word, nbytes in parts.items():
-            axes.barh(row, nbytes / size, 0.66, left, color=COLOURS[word], linewidth=0)
+        for label, nbytes in parts.items():
+            axes.barh(row, nbytes / size, 0.66, left, color=COLOURS[label], linewidth=0)
             left += nbytes / size
-        limit = limits.get(place)
-        said = f"{left:,.2f} {name}" + (f" of {limit:,.2f} allowed" if limit is not None else "")
+        limit = placement.limits[where] / size if where in placement.limits else None
+        text = f"{left:,.2f} {name}" + (f" of {limit:,.2f} allowed" if limit is not None else "")
         end = left
         if limit is not None and limit <= 1.3 * longest:
             axes.plot([limit, limit], [row - 0.4, row + 0.4], color="#444444", linewidth=1.5)
             end = max(left, limit)
-        axes.text(end + 0.01 * longest, row, f" {said}", va="center", fontsize=10)
-    axes.set_yticks(range(len(there)), list(there), fontsize=10)
-    axes.set_ylim(len(there) - 0.5, -0.5)
+        axes.text(end + 0.01 * longest, row, f" {text}", va="center", fontsize=10)
+    axes.set_yticks(range(len(lengths)), list(lengths), fontsize=10)
+    axes.set_ylim(len(lengths) - 0.5, -0.5)
     axes.set_xlim(0, 1.75 * longest)
     axes.tick_params(axis="x", labelsize=10)
     axes.set_xlabel(f"{name} as stored", fontsize=10)

@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rabbitllm.engine.expert_finding import is_routed
 from rabbitllm.engine.forwards import RowProducts
-from rabbitllm.engine.pass_line import entry_of
+from rabbitllm.engine.pass_line import pass_input_of
 from rabbitllm.errors import OptionError
 from rabbitllm.telemetry.passes import PassInput
 
@@ -230,7 +230,7 @@ class Coroutine(greenlet):  # type: ignore[misc]
     @property
     def inputs(self) -> tuple[PassInput, Any]:
         """Its input of the next pass, for which it waits, and its KV cache; None without one."""
-        return entry_of(self.pending.args, self.pending.kwargs)
+        return pass_input_of(self.pending.args, self.pending.kwargs)
 
 
 class Coroutines:

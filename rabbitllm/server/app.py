@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rabbitllm.engine.tier_picture import places
+from rabbitllm.engine.tier_picture import bytes_by_device
 from rabbitllm.formats.bounded import decode_message
 from rabbitllm.server.answers import ChatChoices, CompletionChoices, Envelope
 from rabbitllm.server.api_error import CLOSE, CLOSING, NOT_FOUND, TIMED_OUT, TOO_LARGE, APIError, bad, closing
@@ -289,7 +289,7 @@ def _status(service: Service) -> dict[str, Any]:
         "placement": {
             "streamed_bytes": placement.streamed_bytes,
             "uploaded_bytes": placement.uploaded_bytes,
-            "places": places(placement),
+            "places": bytes_by_device(placement),
         },
     }
 

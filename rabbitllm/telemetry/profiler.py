@@ -1,7 +1,6 @@
 """The time of each layer, in a split and in a pass, and the stage that limits it; and traces of single events.
 
-Both halves of the package record here, so it is below both. Thread-safe. When off, a stage costs one call that
-returns at once.
+Splits and passes record here. Thread-safe. When off, a stage costs one call.
 """
 
 from __future__ import annotations
@@ -180,7 +179,7 @@ class Profiler:
         self._passes: deque[Pass] = deque()
         self._earlier: dict[str, PassSums] = {}
         self._count = 0
-        self._last_text: Any = None
+        self._last_cache: Any = None
 
     def add(
         self, layer: str, stage: str, seconds: float, nbytes: int = 0, cpu_seconds: float = 0.0, count: int = 1
@@ -217,14 +216,14 @@ class Profiler:
 
         Args:
             entry: its input.
-            text: the KV cache. The next pass has the same object if it continues this sequence; then the number of
-                tokens that this pass made follows from it.
+            text: the KV cache. If the next pass has the same one, it continues the sequence, and the number of tokens
+                that this pass made follows.
         """
         with self._lock:
             first = self.enabled and not self._is_open
             if first:
                 self._is_open = True
-                if text is not None and self._passes and self._last_text is not None and self._last_text() is text:
+                if text is not None and self._passes and self._last_cache is not None and self._last_cache() is text:
                     last = self._passes[-1]
                     self._passes[-1] = replace(last, made=last.entry.made(entry))
         start = time.perf_counter()
@@ -244,7 +243,7 @@ class Profiler:
             self._count += 1
             done = Pass(self._count, start, wall, entry, None, stages)
             self._passes.append(done)
-            self._last_text = weakref.ref(text) if text is not None else None
+            self._last_cache = weakref.ref(text) if text is not None else None
             while len(self._passes) > self._kept_passes:
                 self._earlier = sums_of([self._passes.popleft()], self._earlier)
         if self._trace is not None:

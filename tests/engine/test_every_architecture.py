@@ -84,7 +84,7 @@ def test_every_type_has_the_bits_of_transformers(tmp_path: Path, name: str) -> N
         if compression is None:
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         if name in SCALES_IN_PLACE:
-            with pytest.raises(RabbitLLMError, match="rescales its weights in place, so all of them must stay"):
+            with pytest.raises(RabbitLLMError, match="rescales its weights in place, so all of them must be resident"):
                 load(directory, 0)
             continue
         streamed = load(directory, 0)

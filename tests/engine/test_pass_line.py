@@ -16,7 +16,7 @@ from transformers import DynamicCache, LlamaConfig, StaticCache
 from rabbitllm.base.terminal import text_of
 from rabbitllm.display import region
 from rabbitllm.engine import pass_line
-from rabbitllm.engine.pass_line import PassLedger, PassLine, entry_of
+from rabbitllm.engine.pass_line import PassLedger, PassLine, pass_input_of
 from rabbitllm.telemetry.passes import PassInput
 from tests.support.builders import build_checkpoint
 from tests.support.screen import TerminalStream
@@ -48,7 +48,7 @@ def filled(cache: Any) -> Any:
     ],
 )
 def test_entries(args: tuple[Any, ...], kwargs: dict[str, Any], entry: PassInput) -> None:
-    assert entry_of(args, kwargs) == (entry, kwargs.get("past_key_values"))
+    assert pass_input_of(args, kwargs) == (entry, kwargs.get("past_key_values"))
 
 
 def test_a_cache_that_tells_no_length() -> None:
@@ -57,7 +57,7 @@ def test_a_cache_that_tells_no_length() -> None:
             raise ValueError
 
     cache = Silent()
-    assert entry_of((), {"input_ids": IDS, "cache_params": cache}) == (PassInput(3, 7), cache)
+    assert pass_input_of((), {"input_ids": IDS, "cache_params": cache}) == (PassInput(3, 7), cache)
 
 
 class Cache:

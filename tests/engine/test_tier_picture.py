@@ -20,14 +20,14 @@ from rabbitllm.engine.tier_picture import (
     DISK,
     EXPERTS,
     EXPERTS_AWAY,
-    EXPERTS_NEAR,
-    LOCKED,
+    EXPERTS_PINNED,
     MAPPED,
+    PINNED,
     ROWS,
     STORED,
     bars,
+    bytes_by_device,
     draw_placement,
-    places,
 )
 from rabbitllm.errors import OptionError
 from tests.support.builders import build_checkpoint
@@ -84,10 +84,10 @@ def test_many_layers_on_two_gpus(words_of: Any) -> None:
     placement = large()
     shown = bars(placement)
     assert [bar.unit for bar in shown] == [placed.unit for placed in placement.units]
-    assert {word for bar in shown for word in bar.parts} == {STORED, LOCKED, DISK, ROWS}
+    assert {word for bar in shown for word in bar.parts} == {STORED, PINNED, DISK, ROWS}
     words = words_of(placement, "many layers")
     assert {"embed_tokens", "lm_head", "10", "70", "cuda:0", "cuda:1", "page-locked", "disk"} <= set(words)
-    assert {STORED, LOCKED, DISK, ROWS} <= set(words)
+    assert {STORED, PINNED, DISK, ROWS} <= set(words)
     assert any(word.startswith("many layers") for word in words)
     assert sum(word.isdigit() for word in words) < 30  # not every layer's number, which would be unreadable
     total = sum(placed.stored for placed in placement.units if placed.tier is Tier.STREAMED)
@@ -113,9 +113,9 @@ def test_experts_on_gpus_and_in_host_memory(tmp_path: Path, host: int, words_of:
     limits = {**{gpu.name: 260_000 for gpu in gpus}, "cpu": host}
     placement = load_model(folder, RunOptions(max_memory=limits, show_progress=False), devices=gpus).placement
     check(placement)
-    there = places(placement)
+    there = bytes_by_device(placement)
     assert EXPERTS in there["fake:0"]
-    assert (EXPERTS_NEAR in there.get("page-locked", {})) == bool(host and placement.pools[0].host_slots)
+    assert (EXPERTS_PINNED in there.get("page-locked", {})) == bool(host and placement.pools[0].host_slots)
     assert (EXPERTS_AWAY in there.get("disk", {})) == (host < 1 << 30)
     assert "fake:1" in words_of(placement)
 
@@ -125,7 +125,7 @@ def check(placement: Placement) -> None:
     shown = bars(placement)
     stored = sum(placed.stored for placed in (*placement.units, *placement.experts))
     assert sum(bar.nbytes for bar in shown) == stored
-    assert sum(sum(parts.values()) for parts in places(placement).values()) == stored
+    assert sum(sum(parts.values()) for parts in bytes_by_device(placement).values()) == stored
     assert sum(bar.parts.get(DISK, 0) for bar in shown) == placement.streamed_bytes
     kept = sum(pool.slots * (pool.stored / pool.experts) for pool in placement.pools)
     stays = sum(placed.stored for placed in placement.experts if placed.tier is not Tier.ROUTED)
@@ -148,6 +148,6 @@ def test_shares_of_experts_that_are_kept() -> None:
     experts = (PlacedUnit("model.layers.0.mlp.experts", "cuda:0", Tier.ROUTED, 1000),)
     pools = (Pool("cuda:0", 2, 3, 1, 100, 10, 1000),)
     (bar,) = bars(Placement(units, (Budget("cuda:0", 999, False),), experts, pools))
-    assert (bar.parts[EXPERTS], bar.parts[EXPERTS_NEAR], bar.parts[EXPERTS_AWAY]) == (200, 300, 500)
+    assert (bar.parts[EXPERTS], bar.parts[EXPERTS_PINNED], bar.parts[EXPERTS_AWAY]) == (200, 300, 500)
     (bar,) = bars(Placement((PlacedUnit("model.layers.0", "cpu", Tier.RESIDENT, 10),), (Budget("cpu", 9, True),)))
     assert bar.parts == {MAPPED: 10}
