@@ -144,7 +144,7 @@ class AutoModel:
             verify_checksums: compare layer files with their checksums when this process first reads them.
             split: False reads the checkpoint's own shards and writes nothing; not with `compression`. An existing split
                 is still used.
-            hosts: processes, here or on other machines, that compute the model together.
+            hosts: processes, here or on other machines, that each compute a part of the model.
             max_seq_len, persister, use_gds, kv_cache_dir, offload_small_layers_use_cpu_cache: accepted without effect.
 
         Returns:
@@ -205,13 +205,13 @@ class AutoModel:
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """A model, how it is split and how it runs, as `from_pretrained`, the commands and `batch` ask for it.
+    """A model with the options of its split and its run; made by `from_pretrained`, the commands and `batch`.
 
     Attributes:
         spec: the model.
         split: options of the split; None to stream from the checkpoint's own shards and write nothing.
         run: options for running it.
-        hosts: processes that compute it together.
+        hosts: processes that each compute a part of it.
     """
 
     spec: prepare.ModelSpec
@@ -242,9 +242,9 @@ class LoadRequest:
         Args:
             name, compression, folder: see `ModelSpec`.
             revision, token, cache_dir, local_files_only: see `HubAccess`.
-            shards: what becomes of the shards.
+            shards: which shards are deleted, and when.
             of_split, of_run: further options of `prepare.split_options` and of `RunOptions`.
-            hosts: processes that compute it together.
+            hosts: processes that each compute a part of it.
             dtype: a dtype, its name, or "auto".
             max_memory: device -> bytes, in accelerate's form.
 
@@ -319,7 +319,7 @@ def _load_unsplit(request: LoadRequest, source: prepare.Source, devices: Sequenc
         with prepare.acceptance(source, request.run, devices, too_little=_too_little(request.hosts)) as accept:
             prepare.check_before_fetching(source, accept)
         checkpoint, lock = prepare.whole_checkpoint(source)
-    with lock, prepare.SmallFiles(checkpoint) as files:
+    with lock, prepare.SmallFiles(checkpoint.sidecars(), checkpoint.derived(), checkpoint.folder) as files:
         model = _model(UnsplitStore(checkpoint), request.run, files.folder, devices, request.hosts)
         files.keep_for(model)
         return _locked(model, lock)

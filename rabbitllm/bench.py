@@ -38,6 +38,7 @@ from rabbitllm.telemetry.passes import (
 from rabbitllm.telemetry.profiler import Trace
 
 if TYPE_CHECKING:
+    from rabbitllm.engine.placement import Placement
     from rabbitllm.engine.streamed_model import StreamedModel
 
 # Peak memory of this process. Independent of models.
@@ -121,7 +122,7 @@ class Measured:
     device: str
     dtype: str
     compression: str | None
-    placement: Any
+    placement: Placement
     load: float
     first_after_load: float
     turns: tuple[Turn, ...]
@@ -268,19 +269,12 @@ def as_record(measured: Measured) -> dict[str, Any]:
         "overlap": further.overlap,
         "bottleneck": further.bottleneck,
         "peak_memory_bytes": measured.peak,
-        "placement": _placement(measured.placement),
+        "placement": [
+            {"device": one.device, "tier": one.tier, "units": one.units, "bytes": one.stored_bytes}
+            for one in measured.placement.contents
+        ],
         "profile": measured.profile,
     }
-
-
-def _placement(placement: Any) -> list[dict[str, Any]]:
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for placed in placement.units:
-        key = placed.device, placed.tier.value
-        row = rows.setdefault(key, {"device": key[0], "tier": key[1], "units": 0, "bytes": 0})
-        row["units"] += 1
-        row["bytes"] += placed.counted
-    return list(rows.values())
 
 
 # Text, laid out for 80 columns

@@ -83,8 +83,8 @@ class OnePassLM(HFLM):  # type: ignore[misc]
                 raise one.error
             assert one.logprob is not None
             found[one.index] = answer = (one.logprob, bool(one.greedy))
-            if (known_by := requests[one.index][0]) is not None:
-                self.cache_hook.add_partial("loglikelihood", known_by, answer)
+            if (key := requests[one.index][0]) is not None:
+                self.cache_hook.add_partial("loglikelihood", key, answer)
         return [found[number] for number in range(len(requests))]
 
     def _text(self, number: int, context: Sequence[int], continuation: Sequence[int]) -> ScoredText:

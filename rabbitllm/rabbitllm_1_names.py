@@ -222,7 +222,7 @@ def uncompress_layer_state_dict(layer_state_dict: StateDict) -> StateDict:
 
 
 def _settled(form: StoredForm, scales: memoryview) -> dict[str, bytearray]:
-    """What is stored of a tensor's scales at 4bit-double: stored key -> content."""
+    """The stored form of a tensor's scales at 4bit-double: stored key -> content."""
     import numpy as np
 
     waiting = settling(form, "", 0)

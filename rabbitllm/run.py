@@ -1,4 +1,4 @@
-"""`rabbitllm run`: one prompt to a model, and its answer; also by several processes that have some layers each."""
+"""`rabbitllm run`: one prompt to a model, and its answer; also by several processes with some of the layers each."""
 
 from __future__ import annotations
 
@@ -99,8 +99,9 @@ def prompt_of(
                 holder = getattr(model.processor, "image_token", "…")
                 remedy = f"--raw needs one placeholder ({holder}) for each picture in the prompt."
         what = "a system prompt" if system is not None and not error.by_processor else "this prompt"
-        said = harmless(str(error), 300)
-        raise OptionError(f"The model's {error.program} refuses {what}: {said}.", remedy) from error
+        raise OptionError(
+            f"The model's {error.program} refuses {what}: {harmless(str(error), 300)}.", remedy
+        ) from error
     if not prompt.ids:
         raise OptionError("The prompt has no tokens.", "Use a longer prompt.")
     return prompt
@@ -153,12 +154,12 @@ def how_it_ended(result: Result, max_tokens: int, *, raw: bool = False) -> Text 
             return None
         case FinishReason.STOP:
             advice = "; without --raw, the prompt goes through the chat template" if raw else ""
-            said = f"the first token was an end token: the answer is empty{advice}"
+            note = f"the first token was an end token: the answer is empty{advice}"
         case FinishReason.CANCELLED:
-            said = f"interrupted after {counted(len(result.tokens), 'token')}"
+            note = f"interrupted after {counted(len(result.tokens), 'token')}"
         case _:
-            said = f"stopped after {counted(max_tokens, 'token')}, the limit of --max-new-tokens"
-    return Text(said, "yellow")
+            note = f"stopped after {counted(max_tokens, 'token')}, the limit of --max-new-tokens"
+    return Text(note, "yellow")
 
 
 def answer_record(model: str, result: Result, load_seconds: float, where: Mapping[str, Any]) -> dict[str, Any]:

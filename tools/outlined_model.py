@@ -2,8 +2,8 @@
 
     python -m tools.outlined_model FOLDER
 
-Of the shards only the headers are read. Layers with equal tensors are of one kind, and are written once; so are experts
-that differ in their number alone.
+Of the shards only the headers are read. Layers with equal tensors are of one kind, and are written once; so are tensors
+of experts, of parts of a table and of blocks outside of the decoder, that differ in their number alone.
 """
 
 from __future__ import annotations
@@ -17,8 +17,13 @@ from typing import Any
 
 from rabbitllm.formats.safetensors_file import read_header
 
-_LAYER = re.compile(r"(model\.(?:language_model\.)?layers\.)(\d+)(\..*)")
-_EXPERT = re.compile(r"(?<=\.experts\.)(\d+)")
+_LAYER = re.compile(r"((?:language_model\.)?model\.(?:language_model\.)?layers\.)(\d+)(\..*)")
+_ALIKE = re.compile(r"(?<=\.experts\.)\d+(?=\.)|(?<=\.shard_)\d+(?=\.)")
+"""Numbers of experts, and of the parts of a table."""
+_BLOCK = re.compile(r"(?<=[a-z]\.)\d+(?=\.)")
+"""Number of a block outside of the decoder, unless `_ALIKE` finds one."""
+_NUMBERED = ("ple_layer_ids",)
+"""Settings with numbers of layers, from 1 on."""
 Form = list[Any]
 """A shape, after its dtype unless that is BF16."""
 
@@ -39,8 +44,11 @@ def entry_of(config: Mapping[str, Any], tensors: Mapping[str, Form]) -> dict[str
     firsts = [at for at, layer in enumerate(layers) if layer not in layers[:at]]
     kinds = [layers[at] for at in firsts]
     sample: dict[str, Any] = {"num_hidden_layers": len(kinds)}
-    if text.get("layer_types"):
-        sample["layer_types"] = [text["layer_types"][at] for at in firsts]
+    for key, value in text.items():
+        if isinstance(value, list) and len(value) == number:  # layer_types and the like
+            sample[key] = [value[at] for at in firsts]
+        elif key in _NUMBERED:
+            sample[key] = [new for new, at in enumerate(firsts, 1) if at + 1 in value]
     if "first_k_dense_replace" in text:
         sample["first_k_dense_replace"] = sum(at < text["first_k_dense_replace"] for at in firsts)
     inside = {f"{stem}{at}{rest}": form for at, kind in enumerate(kinds) for rest, form in kind.items()}
@@ -53,23 +61,41 @@ def entry_of(config: Mapping[str, Any], tensors: Mapping[str, Form]) -> dict[str
 
 
 def _folded(tensors: Mapping[str, Form]) -> dict[str, Form]:
-    """Write tensors of experts once, with the number of experts in the name."""
-    groups: dict[str, list[Form]] = {}
+    """Write tensors that differ in one number alone once, with how many they are in place of the number."""
+    groups: dict[tuple[str, str], dict[int, tuple[str, Form]]] = {}
     for name, form in tensors.items():
-        groups.setdefault(_EXPERT.sub("{}", name), []).append(form)
-    return {name.replace("{}", f"{{{len(forms)}}}"): forms[0] for name, forms in groups.items()}
+        found = _ALIKE.search(name) or (None if _LAYER.fullmatch(name) else _BLOCK.search(name))
+        before, number, after = (name[: found.start()], int(found[0]), name[found.end() :]) if found else (name, 0, "")
+        groups.setdefault((before, after), {})[number] = name, form
+    folded: dict[str, Form] = {}
+    for (before, after), members in groups.items():
+        forms = [form for _, form in members.values()]
+        if len(members) > 1 and sorted(members) == [*range(len(members))] and all(form == forms[0] for form in forms):
+            folded[f"{before}{{{len(members)}}}{after}"] = forms[0]
+        else:
+            folded |= dict(members.values())
+    return folded
 
 
 def tensors_in(folder: Path) -> dict[str, Form]:
     """Return the tensors of a folder's shards, by name."""
     found = [tensor for path in sorted(folder.glob("*.safetensors")) for tensor in read_header(path).tensors]
-    return {one.name: [*([one.dtype] if one.dtype != "BF16" else []), *one.shape] for one in found}
+    return {one.name: [*([one.dtype] if one.dtype != "BF16" or not one.shape else []), *one.shape] for one in found}
+
+
+def as_text(content: Any, indent: int = 0) -> str:
+    """JSON with each list in one line."""
+    if not isinstance(content, Mapping) or not content:
+        return json.dumps(content, ensure_ascii=False)
+    inner = " " * (indent + 1)
+    lines = [f"{inner}{json.dumps(key)}: {as_text(value, indent + 1)}" for key, value in content.items()]
+    return "{\n" + ",\n".join(lines) + "\n" + " " * indent + "}"
 
 
 def main(arguments: Sequence[str] = sys.argv[1:]) -> None:
     """Print the entry."""
     folder = Path(arguments[0])
-    print(json.dumps(entry_of(json.loads((folder / "config.json").read_text()), tensors_in(folder)), indent=1))
+    print(as_text(entry_of(json.loads((folder / "config.json").read_text()), tensors_in(folder)), 2))
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ def measure(folder: Path, table_bytes: int, tokens: int) -> Row:
     read, seconds = [], []
     with torch.inference_mode():
         cache = model(torch.tensor([[1, 5]]), use_cache=True).past_key_values
-        first = table.rows_brought
+        first = table.rows_read
         for _ in range(tokens):
             token = torch.tensor([[ids.randrange(3, _CONFIG["vocab_size"])]])
             began, start = bytes_read(), time.perf_counter()
@@ -166,7 +166,7 @@ def measure(folder: Path, table_bytes: int, tokens: int) -> Row:
             read.append(bytes_read() - began)
     after = memory_of(os.getpid())
     added = after.anonymous - before.anonymous if before is not None and after is not None else 0
-    return Row(table_bytes, table.rows_brought - first, read, seconds, added)
+    return Row(table_bytes, table.rows_read - first, read, seconds, added)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -188,7 +188,7 @@ class GpuWork:
                 units = list(executor.follower)
                 for at, unit in enumerate(units):
                     loaded = executor.loader.take(unit)
-                    executor.loader.expect([*units[at + 1 :], *units[:at]])
+                    executor.loader.prefetch([*units[at + 1 :], *units[:at]])
                     executor.loader.give_back(loaded)
             self.gpu.synchronise()
             taken = time.perf_counter() - begun

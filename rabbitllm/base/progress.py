@@ -349,7 +349,7 @@ class SplitLedger:
             case LayerDone():
                 self._layers.add(event.layer)
             case SplitStarted():
-                self._take_up(event)
+                self._start_split(event)
             case DownloadStarted():
                 self._begin("downloading", event.label, event.nbytes)
             case SplitDone():
@@ -368,7 +368,7 @@ class SplitLedger:
     def _idle_now(self) -> float:
         return self._idle + (self._clock() - self._idle_since if self._idle_since is not None else 0.0)
 
-    def _take_up(self, event: SplitStarted) -> None:
+    def _start_split(self, event: SplitStarted) -> None:
         disk, limit = self._disk, self._limit  # the disk is sampled before the split's first own event
         self._begin("splitting", event.label, event.source_bytes)
         self._disk, self._limit = disk, limit

@@ -24,7 +24,7 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from rabbitllm.batch_jobs.inputs import ERRORS, GENERATIONS, kind_of, ordered
+from rabbitllm.batch_jobs.inputs import ERRORS, GENERATIONS, kind_of
 from rabbitllm.batch_jobs.items import (
     MAX_ANSWERS,
     BatchAnswer,
@@ -65,27 +65,6 @@ if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
     from rabbitllm.server.embeddings import CheckedEmbedding
 
-LIMITS = JobLimits()
-
-
-def answers(
-    model: StreamedModel, items: Sequence[Item], limits: JobLimits = LIMITS, name: str = "model"
-) -> Iterator[BatchAnswer]:
-    """Answers to items, each as soon as it is complete.
-
-    Args:
-        model: a model from `AutoModel.from_pretrained`; nothing else may call it meanwhile.
-        items: the items, in any order.
-        limits: limits of the batch.
-        name: the model's name in answers of OpenAI's form.
-
-    Raises:
-        RabbitLLMError, OSError, MemoryError: the run cannot continue; the remaining items have no answer.
-        MissingPackageError: a line is in OpenAI's format, and the packages that read those are not installed.
-    """
-    for group in answered(model, name, ordered(items), limits):
-        yield from group
-
 
 def answered(
     model: StreamedModel, name: str, items: Iterable[Item], limits: JobLimits, watch: Watch = lambda stats: None
@@ -93,9 +72,15 @@ def answered(
     """Answers, in groups that are complete at the same time.
 
     Args:
-        model, name, limits: see `answers`.
-        items: in an efficient order, as `order` makes it; taken from the iterator as there is room.
+        model: a model from `AutoModel.from_pretrained`; nothing else may call it meanwhile.
+        name: the model's name in answers of OpenAI's form.
+        items: in an efficient order, as `inputs.ordered` makes it; taken from the iterator as there is room.
+        limits: limits of the batch.
         watch: called with a function that returns the statistics of the generating batch, from any thread.
+
+    Raises:
+        RabbitLLMError, OSError, MemoryError: the run cannot continue; the remaining items have no answer.
+        MissingPackageError: a line is in OpenAI's format, and the packages that read those are not installed.
     """
     for kind, group in groupby(items, lambda item: kind_of(item.asked)):
         if kind == ERRORS:

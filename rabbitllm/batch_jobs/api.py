@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.options import expand, parse_size
 from rabbitllm.batch_jobs.inputs import STDIN
-from rabbitllm.batch_jobs.items import Defaults, JobLimits, Pooling, pooling_of
+from rabbitllm.batch_jobs.items import Defaults, JobLimits, pooling_of
 from rabbitllm.errors import missing_package, system_errors_by_name
+from rabbitllm.generation.request import Pooling
 
 if TYPE_CHECKING:
     from rabbitllm.batch_jobs.display import Progress

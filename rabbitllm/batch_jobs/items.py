@@ -17,15 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from rabbitllm.errors import OptionError
-from rabbitllm.generation.request import SEEDS, Sampling
+from rabbitllm.generation.request import POOLINGS, SEEDS, Pooling, Sampling
 
 Key = str | int
 """The identity of a line in the output: its `id`, its `custom_id`, else its number in the input, from 1."""
-Pooling = Literal["last", "mean"]
-"""Pooling of last hidden states to one vector: that of the last token, or the mean of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +223,6 @@ class JobLimits:
 
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
-POOLINGS: tuple[Pooling, ...] = ("last", "mean")
 PARTS = ("text", "image_url", "input_audio")
 """Kinds of parts of a message."""
 MAX_ANSWERS = 128

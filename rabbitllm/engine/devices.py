@@ -1,7 +1,7 @@
 """Devices that compute, as the few operations that streaming needs, and the memory for weights on each.
 
-Two kinds: the CPU, whose buffers are host memory, and CUDA, with a copy stream of its own. Importing this module needs
-no CUDA. A test may pass a device of a third kind, which checks that every copy is waited for.
+There are two kinds: the CPU, whose buffers are host memory, and CUDA, with a copy stream. Importing this module needs
+no CUDA. Tests pass a device of a third kind, which checks that every copy is waited for.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Device(Protocol):
     """A device that computes.
 
     `upload` may return before the copy is complete; call `arrive` before the bytes are used. `leave` marks the last use
-    of a device buffer, and the next `upload` into it waits for that mark. The first `upload` needs a mark too: memory
-    that was just allocated may still be in use by a queued computation.
+    of a device buffer; the next `upload` into it waits for that mark. The first `upload` needs a mark too: a queued
+    computation may still use memory that was just allocated.
     """
 
     name: str
     torch_device: torch.device
     shares_host_memory: bool
-    """Whether a host buffer is a device buffer, so that nothing needs copying."""
+    """Whether a host buffer is a device buffer, so that nothing is copied."""
 
     @property
     def has_bf16(self) -> bool:
@@ -61,7 +61,7 @@ class Device(Protocol):
         ...
 
     def free_host_buffer(self, buffer: torch.Tensor) -> None:
-        """Unpin a `host_buffer` that no copy uses any more, before its memory is freed."""
+        """Unpin a `host_buffer` before its memory is freed, once no copy uses it."""
         ...
 
     def device_buffer(self, nbytes: int) -> torch.Tensor:
@@ -85,7 +85,7 @@ class Device(Protocol):
         ...
 
     def seconds(self, ticket: Any) -> float:
-        """How long the copy of an upload took by itself, after it was waited for by `arrive` and `landed`."""
+        """Seconds of an upload's copy alone; call it after `arrive` and `landed`."""
         ...
 
     def leave(self) -> Any:
@@ -170,7 +170,7 @@ class CpuDevice:
 
 
 class CudaDevice:
-    """One GPU. Copies run on a stream of their own, so that they overlap with computation.
+    """One GPU. Copies run on another stream, so that they overlap with computation.
 
     Args:
         index: of the GPU.
@@ -190,8 +190,7 @@ class CudaDevice:
         return capability_suits_bf16(torch.cuda.get_device_capability(self.torch_device))
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
-        # allocated here and then pinned: torch's allocator of pinned memory would round each buffer up to a power of
-        # two, and keep it for the life of the process
+        # not by torch's allocator of pinned memory, which rounds each buffer up to a power of two and never frees it
         memory = page_aligned(max(nbytes, 1))
         buffer = _as_tensor(memory, nbytes)
         if self._pin and nbytes:
@@ -200,7 +199,7 @@ class CudaDevice:
             if code:
                 self._forget_error()
                 raise RuntimeError(f"the CUDA driver cannot pin {nbytes:,} more bytes, error {code}")
-            if sys.platform == "linux":  # copies pinned pages at a fork, such as a notebook's `!command`
+            if sys.platform == "linux":  # it would copy pinned pages at a fork, such as a notebook's `!command`
                 cast(mmap.mmap, memory.obj).madvise(mmap.MADV_DONTFORK)
         return buffer
 
@@ -211,7 +210,7 @@ class CudaDevice:
                     self._forget_error()
 
     def _forget_error(self) -> None:
-        """Clear CUDA's last error: a failure that only returned a code would be raised at the next kernel launch."""
+        """Clear CUDA's last error, which the next launch of a kernel would raise."""
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self.torch_device)
 
@@ -270,7 +269,7 @@ def _cudart() -> Any:
 
 
 class OutOfDeviceMemory(NotEnoughMemoryError, torch.OutOfMemoryError):
-    """`NotEnoughMemoryError` of a GPU in a pass; also torch's own error, which callers catch to try a smaller batch."""
+    """`NotEnoughMemoryError` of a GPU; also torch's error, which callers catch to try a smaller batch."""
 
 
 _LACKS_MEMORY = re.compile(r"\bCUDA\b.*\bout of memory\b|_STATUS_ALLOC_FAILED\b")
@@ -307,15 +306,15 @@ def memory_explained(devices: Iterable[Device], budgets: Mapping[str, int], doin
     limits = ", ".join(f"{name!r}: {nbytes:,}" for name, nbytes in budgets.items())
     explained = NotEnoughMemoryError(
         f"A GPU has too little memory for {doing}: {said}. Weights may take max_memory={{{limits}}} bytes.",
-        "Load the model with a smaller max_memory, so that more is left for activations and the KV cache; or use fewer "
+        "Load the model with a smaller max_memory to leave more memory to activations and the KV cache; or use fewer "
         "or shorter sequences, or fewer beams. A loaded model is unchanged, and the next call works.",
     )
     raise OutOfDeviceMemory(*explained.args) from None
 
 
 def _drop_frames(trace: TracebackType | None) -> None:
-    """Free the frames of a traceback, which hold activations, as do the closures of their functions; context managers
-    between the error and its handler still refer to the first entries."""
+    """Free the frames of a traceback, which refer to activations, as the closures of their functions do; context
+    managers between the error and its handler still refer to the first entries."""
     traceback.clear_frames(trace)
     while trace is not None:
         following, trace.tb_next = trace.tb_next, None
@@ -325,9 +324,9 @@ def _drop_frames(trace: TracebackType | None) -> None:
 def resolve_devices(device: str | None, max_memory: Mapping[str, int] | None, pin_memory: bool = True) -> list[Device]:
     """The devices to compute on, first layer first.
 
-    "auto" takes every GPU, None the first one, else the CPU. `max_memory` that names GPUs wins over `device`. "auto",
-    "cuda" and "cuda:0" fall back to the CPU where there is no GPU, with a warning once a process; so does None where
-    there is one that torch cannot use.
+    "auto" means every GPU, None the first one, or the CPU if there is none. GPUs in `max_memory` take precedence over
+    `device`. Without a GPU, "auto", "cuda" and "cuda:0" mean the CPU, with a warning once a process; None too, if there
+    is a GPU that torch cannot use.
 
     Raises:
         DeviceError: this machine has no such GPU, or the string names no device.
@@ -358,8 +357,8 @@ def _gpu(name: str, count: int, pin_memory: bool, subject: str = "") -> CudaDevi
     if match is None:
         raise DeviceError(f"device={name!r} is not a device; expected 'cpu', 'cuda:N' or 'auto'; {has}.")
     if int(match[1]) >= count:
-        said = subject or f"device={name!r}"
-        raise DeviceError(f"{said} does not exist: {has}.", "Use an existing device, or device='cpu' or 'auto'.")
+        subject = subject or f"device={name!r}"
+        raise DeviceError(f"{subject} does not exist: {has}.", "Use an existing device, or device='cpu' or 'auto'.")
     return CudaDevice(int(match[1]), pin_memory)
 
 
@@ -370,8 +369,8 @@ def capability_suits_bf16(capability: tuple[int, int]) -> bool:
 
 HOST_MARGIN = 1 << 30
 DEVICE_MARGIN = 3 << 29
-"""Bytes left to activations and the KV cache if the caller sets no limit, at most a sixteenth of the free memory;
-a tenth of the free memory is left in addition."""
+"""Bytes reserved for activations and the KV cache if the caller sets no limit, at most a sixteenth of the free memory;
+a tenth of the free memory is reserved in addition."""
 
 
 def budget_of(device: Device, options: RunOptions) -> int:
@@ -386,8 +385,8 @@ def weight_memory(devices: Sequence[Device], options: RunOptions) -> int:
 
 
 def host_room(devices: Sequence[Device], options: RunOptions) -> int:
-    """Bytes of host memory to pin, for all devices with memory of their own; at most the free memory, since pinned
-    memory cannot be swapped."""
+    """Bytes of host memory to pin, for all devices that do not share it; at most the free memory, since pinned memory
+    cannot be swapped."""
     if not options.pin_memory or all(device.shares_host_memory for device in devices):
         return 0
     free = default_budget(CpuDevice())
@@ -395,7 +394,7 @@ def host_room(devices: Sequence[Device], options: RunOptions) -> int:
 
 
 def default_budget(device: Device) -> int:
-    """Bytes for weights on a device without a limit by the caller: free memory less the needs of one sequence."""
+    """Bytes for weights on a device without a limit: free memory less the needs of one sequence."""
     free = device.free_bytes()
     margin = HOST_MARGIN if device.shares_host_memory else DEVICE_MARGIN
     return free - free // 10 - min(margin, free // 16)

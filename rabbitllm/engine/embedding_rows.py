@@ -1,14 +1,15 @@
 """Tables of which only the rows that a pass looks up are read: input embeddings, per-layer embeddings, n-gram tables.
 
-A token uses one row, or a few, of a matrix of gigabytes. The placeholder of such a weight answers
-`torch.nn.functional.embedding`, which every such module calls, by the rows of the distinct ids, and the ids by their
-indices among those; the result is the same bit for bit. Works through a conversion that concatenates rows of several
-stored tensors, and on compressed weights: of these the blocks around a row are dequantized.
+A token uses one row, or a few, of a matrix of gigabytes. Every such module calls `torch.nn.functional.embedding`. The
+placeholder of the weight answers it: it reads the rows of the distinct ids, and replaces the ids by their indices among
+those. The result is the same bit for bit. A table may be concatenated from rows of several stored tensors, and may be
+compressed: then the blocks around a row are dequantized.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -29,19 +30,20 @@ _ELEMENTS = 1 << 22
 """Maximum elements of blocks that are gathered at a time."""
 
 
-def can_bring_rows(source: UnitSource, tables: Sequence[nn.Module]) -> bool:
-    """Whether a unit is one of the model's tables and its rows can be read one by one."""
+def has_readable_rows(source: UnitSource, tables: Sequence[nn.Module]) -> bool:
+    """Whether a unit is one of the model's tables, and its rows can be read one by one."""
     module = source.unit.module
     if not isinstance(module, nn.Embedding) or not any(module is table for table in tables):
         return False
     job = _table_job(source)
-    if job is None or len(job.places) != 1 or job.packed:
+    if job is None or len(job.entries) != 1 or job.quantized:
         return False
     stored = [source.stored[name] for _, name in job.recipe.sources]
     width = module.weight.shape[1]
     if any(len(tensor.shape) != 2 or tensor.shape[1] != width or not tensor.is_one_run for tensor in stored):
         return False
-    if any(tensor.quantized is not None and width % _codes_a_byte(tensor.quantized) for tensor in stored):
+    schemes = [STORED[tensor.quantized.scheme] for tensor in stored if tensor.quantized is not None]
+    if any(width % (scheme.block if scheme.block_bytes else scheme.codes_a_byte) for scheme in schemes):
         return False
     return _only_adds_rows(job.recipe)
 
@@ -49,7 +51,7 @@ def can_bring_rows(source: UnitSource, tables: Sequence[nn.Module]) -> bool:
 def _table_job(source: UnitSource) -> UnitJob | None:
     """The job of an embedding's matrix; others make small parameters, such as a scale for all rows."""
     name = f"{source.unit.name}.weight"
-    return next((job for job in source.jobs if any(place.target == name for _, place in job.places)), None)
+    return next((job for job in source.jobs if any(entry.target == name for _, entry in job.entries)), None)
 
 
 def _only_adds_rows(recipe: Recipe) -> bool:
@@ -63,31 +65,20 @@ def _only_adds_rows(recipe: Recipe) -> bool:
     return len(patterns) == 1 and all(type(one).__name__ == "Concatenate" and one.dim == 0 for one in operations)
 
 
-def _codes_a_byte(form: Quantized) -> int:
-    entry = STORED[form.scheme]
-    return entry.block if entry.block_bytes else entry.codes_a_byte
-
-
-def _around(form: Quantized, row: int) -> tuple[int, int]:
-    """The blocks that a row's elements are in: the first, and the one after the last."""
-    width, block = form.shape[1], STORED[form.scheme].block
-    return row * width // block, -(-(row + 1) * width // block)
-
-
 def _part_ranges(stored: StoredTensor, number: int, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Offsets and lengths of what rows need of one part of a stored tensor."""
+    """Offsets and lengths of the bytes that rows need of one part of a stored tensor."""
     part, form = stored.parts[number], stored.quantized
-    of_blocks = form is not None and bool(STORED[form.scheme].block_bytes)
-    if number >= (1 if of_blocks else _BY_ROW):  # shared by all rows
+    scheme = STORED[form.scheme] if form is not None else None
+    if number >= (1 if scheme is not None and scheme.block_bytes else _BY_ROW):  # shared by all rows
         yield part.offset, part.nbytes
-    elif form is None:
-        row = part.nbytes // stored.shape[0]
-        yield from ((part.offset + row * one, row) for one in rows)
+    elif form is None or scheme is None:
+        row_bytes = part.nbytes // stored.shape[0]
+        yield from ((part.offset + row * row_bytes, row_bytes) for row in rows)
     else:
-        entry = STORED[form.scheme]
-        block = entry.block_bytes or (part.nbytes // part.elements if number else entry.block // entry.codes_a_byte)
-        for first, last in (_around(form, row) for row in rows):
-            begin, end = first * block, min(last * block, part.nbytes)
+        nbytes = scheme.block_bytes or (part.nbytes // part.elements if number else scheme.block // scheme.codes_a_byte)
+        for row in rows:  # the blocks that its elements are in
+            first, last = row * form.shape[1] // scheme.block, math.ceil((row + 1) * form.shape[1] / scheme.block)
+            begin, end = first * nbytes, min(last * nbytes, part.nbytes)
             yield part.offset + begin, end - begin
 
 
@@ -113,27 +104,27 @@ class TableRows:
     """Looks up rows of a table in its mapped files.
 
     Args:
-        source: of the table's unit; see `can_bring_rows`.
+        source: of the table's unit; see `has_readable_rows`.
         store: the files.
         device: of the result.
 
     Attributes:
-        beside: the part of the unit that is not the table, to be bound for good; None if there is nothing else.
-        rows_brought: the number of rows that were read so far.
+        others: the parameters of the unit besides the table, which stay bound; None if there are none.
+        rows_read: the number of rows that were read so far.
     """
 
     def __init__(self, source: UnitSource, store: WeightFiles, device: torch.device) -> None:
         job = _table_job(source)
         assert job is not None
         others = [other for other in source.jobs if other is not job]
-        self.beside = source.of_jobs(others) if others else None
+        self.others = source.of_jobs(others) if others else None
         recipe = job.recipe
         self._stored = [source.stored[name] for _, name in recipe.sources]
         self._begins = [0, *itertools.accumulate(tensor.shape[0] for tensor in self._stored)]
-        self._dtype = recipe.dtype or job.places[0][1].dtype
+        self._dtype = recipe.dtype or job.entries[0][1].dtype
         self._store = store
         self._device = device
-        self.rows_brought = 0
+        self.rows_read = 0
         for stored in self._stored:
             for part in stored.parts[:_BY_ROW]:
                 expect_random_reads(self._bytes(part))
@@ -156,8 +147,10 @@ class TableRows:
             if self._store.checks is not None:
                 check_rows(stored, own, self._store.checks)
             self._begin_to_read(stored, own.tolist())
-            found += [self._rows(stored, some) for some in torch.split(own, self._at_once(stored))]
-        self.rows_brought += len(ids)
+            form = stored.quantized
+            widest = 1 if form is None else form.shape[1] + 2 * STORED[form.scheme].block
+            found += [self._rows(stored, some) for some in torch.split(own, max(1, _ELEMENTS // widest))]
+        self.rows_read += len(ids)
         return (found[0] if len(found) == 1 else torch.cat(found)).to(self._device)
 
     def _begin_to_read(self, stored: StoredTensor, rows: Sequence[int]) -> None:
@@ -173,11 +166,6 @@ class TableRows:
         """The bytes of a part, uint8 (nbytes,); values are viewed only after rows are copied, which aligns them."""
         return torch.frombuffer(self._bytes(part), dtype=torch.uint8)
 
-    def _at_once(self, stored: StoredTensor) -> int:
-        form = stored.quantized
-        widest = 1 if form is None else form.shape[1] + 2 * STORED[form.scheme].block
-        return max(1, _ELEMENTS // widest)
-
     def _rows(self, stored: StoredTensor, ids: torch.Tensor) -> torch.Tensor:
         form = stored.quantized
         if form is None:
@@ -186,26 +174,21 @@ class TableRows:
         if not len(ids):
             return torch.empty(0, form.shape[1], dtype=self._dtype)
         count, width = len(ids), form.shape[1]
-        block, of_blocks = STORED[form.scheme].block, STORED[form.scheme].block_bytes
-        payload = self._mapped(stored.parts[0])
-        if of_blocks:
-            codes = payload.view(form.shape[0], -1).index_select(0, ids)
-            none = torch.empty(0)
-            return dequantize(Quantized(form.scheme, (count, width), form.dtype), codes, none, none, self._dtype)
-        of_scales = torch_dtype(stored.parts[1].dtype)
-        scales = self._mapped(stored.parts[1]).view(-1, of_scales.itemsize)
+        block, payload = STORED[form.scheme].block, self._mapped(stored.parts[0])
+        if STORED[form.scheme].block_bytes:
+            codes, empty = payload.view(form.shape[0], -1).index_select(0, ids), torch.empty(0)
+            return dequantize(Quantized(form.scheme, (count, width), form.dtype), codes, empty, empty, self._dtype)
+        scale_dtype = torch_dtype(stored.parts[1].dtype)
+        scales = self._mapped(stored.parts[1]).view(-1, scale_dtype.itemsize)
         table, *nested = (self._mapped(part).clone().view(torch_dtype(part.dtype)) for part in stored.parts[2:5])
         # whole blocks around each row, as many for each: those beyond the last element are not used
         first, several = ids * width // block, 1 if block % width == 0 else -(-width // block) + bool(width % block)
         within = (first[:, None] + torch.arange(several)).clamp(max=len(scales) - 1)
-        scales = scales[within.view(-1)].view(of_scales).view(-1)
+        scales = scales[within.view(-1)].view(scale_dtype).view(-1)
         if form.offset is not None:
             scales = scales_at(scales, nested[0], nested[1], form.offset, within.view(-1) // NESTED_BLOCK)
         nbytes = block // STORED[form.scheme].codes_a_byte
-        begins = first * nbytes
-        where = (begins[:, None] + torch.arange(several * nbytes)).clamp(max=len(payload) - 1)
-        codes = payload[where]
-        kind = form.codes.scheme
-        around = Quantized(kind, (count, several * block), form.dtype)
-        made = dequantize(around, codes.view(-1, 1) if kind == "4bit" else codes, scales, table, self._dtype)
+        codes = payload[(first[:, None] * nbytes + torch.arange(several * nbytes)).clamp(max=len(payload) - 1)]
+        blocks = Quantized(form.codes.scheme, (count, several * block), form.dtype)
+        made = dequantize(blocks, codes.view(-1, 1) if blocks.scheme == "4bit" else codes, scales, table, self._dtype)
         return made.gather(1, (ids * width % block)[:, None] + torch.arange(width))

@@ -1,7 +1,7 @@
 """Finds the stored tensors of the experts of a model, from names and shapes alone.
 
 A module's experts can be streamed individually if each of its parameters is made of one stored tensor for each expert,
-or of slices of one stored tensor for all experts, by operations that do not mix experts. All other experts are streamed
+or of slices of one stored tensor for all experts, by operations that do not mix experts. Other experts are streamed
 with their layer. Reads no weights.
 
 Families outside transformers' registry of experts kernels are streamed with their layer. Their forwards:
@@ -20,11 +20,12 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedModel
 
+from rabbitllm.base.rounding import round_up
 from rabbitllm.checkpoints.config import picked_by
-from rabbitllm.engine.expert_source import Block, ExpertPart, ExpertSource, Leaf, Nesting, packed_by
+from rabbitllm.engine.expert_source import Block, ExpertPart, ExpertSource, Leaf, Nesting, with_matrices
 from rabbitllm.engine.published import BY_MATRIX
 from rabbitllm.engine.span_reader import BLOCK
-from rabbitllm.engine.units import Packs, Place, Unit
+from rabbitllm.engine.units import MatrixChooser, ParameterEntry, Unit
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
 from rabbitllm.quant.schemes import NESTED_BLOCK, SCALE_BYTES, SCHEMES, STORED, Quantized
@@ -41,35 +42,40 @@ _STACKING = frozenset({"MergeModulelist", "Concatenate"})
 
 
 def expert_sources(
-    model: PreTrainedModel, units: Iterable[Unit], weights: WeightMap, store: WeightFiles, packs: Packs | None
+    model: PreTrainedModel,
+    units: Iterable[Unit],
+    weights: WeightMap,
+    store: WeightFiles,
+    choose_matrix: MatrixChooser | None,
 ) -> list[ExpertSource]:
     """The modules whose experts can be streamed individually, in the order of a pass.
 
-    These are the modules that transformers computes through its registry of experts kernels, and all of whose weights
-    are made of one stored tensor for each expert, or of slices of one, by operations that do not mix experts.
+    These are modules that transformers computes through its registry of experts kernels. All of their weights are made
+    of one stored tensor for each expert, or of slices of one, by operations that do not mix experts.
     """
     found = []
     for unit in units:
         if not unit.is_layer:
             continue
-        by_target = {place.target: place for place in unit.places}
+        by_target = {entry.target: entry for entry in unit.entries}
         for path, module in unit.module.named_modules():
             if is_routed(module):
                 name = ".".join(part for part in (unit.name, path) if part)
                 leaves = _leaves(name, module, by_target, weights, store)
                 if leaves:
                     experts: int = module.num_experts
-                    used = min(_used(model, module), experts)
-                    source = ExpertSource(name, unit.name, module, experts, used, leaves, _lay_out(leaves))
-                    found.append(packed_by(source, packs))
+                    configs = (getattr(module, "config", None), model.config.get_text_config(decoder=True))
+                    used = next(filter(None, map(picked_by, configs)), _USUAL)
+                    nbytes = _lay_out(leaves)
+                    source = ExpertSource(name, unit.name, module, experts, min(used, experts), leaves, nbytes)
+                    found.append(with_matrices(source, choose_matrix))
     return found
 
 
 def without_experts(unit: Unit, sources: Iterable[ExpertSource]) -> Unit:
     """A unit without the parameters that are streamed by expert."""
-    own = (source for source in sources if source.unit == unit.name)
-    apart = {leaf.place.target for source in own for leaf in source.leaves.values()}
-    return replace(unit, places=tuple(place for place in unit.places if place.target not in apart))
+    streamed = {leaf.entry.target for source in sources if source.unit == unit.name for leaf in source.leaves.values()}
+    return replace(unit, entries=tuple(entry for entry in unit.entries if entry.target not in streamed))
 
 
 def is_routed(module: nn.Module) -> bool:
@@ -78,32 +84,24 @@ def is_routed(module: nn.Module) -> bool:
 
 
 def _leaves(
-    name: str, module: nn.Module, by_target: Mapping[str, Place], weights: WeightMap, store: WeightFiles
+    name: str, module: nn.Module, by_target: Mapping[str, ParameterEntry], weights: WeightMap, store: WeightFiles
 ) -> dict[str, Leaf]:
-    """The parameters of shape (experts, ...) of a routed module; none if experts of one cannot be made individually."""
+    """The parameters of shape (experts, ...) of a routed module; none if those of one cannot be made individually."""
     leaves: dict[str, Leaf] = {}
     for key, parameter in module._parameters.items():
         if parameter is None or parameter.dim() < 3:
             continue
-        place = by_target.get(f"{name}.{key}")
-        leaf = _leaf(place, module.num_experts, weights, store.tensors) if place is not None else None  # type: ignore[arg-type]
+        entry = by_target.get(f"{name}.{key}")
+        leaf = _leaf(entry, module.num_experts, weights, store.tensors) if entry is not None else None  # type: ignore[arg-type]
         if leaf is None:
             return {}
         leaves[key] = leaf
     return leaves
 
 
-def _used(model: PreTrainedModel, module: nn.Module) -> int:
-    """How many experts a token uses, by the config."""
-    for config in (getattr(module, "config", None), model.config.get_text_config(decoder=True)):
-        if found := picked_by(config):
-            return found
-    return _USUAL
-
-
-def _leaf(place: Place, experts: int, weights: WeightMap, tensors: Mapping[str, StoredTensor]) -> Leaf | None:
-    recipe = weights.recipes.get(place.target)
-    if recipe is None or place.shape[0] != experts:
+def _leaf(entry: ParameterEntry, experts: int, weights: WeightMap, tensors: Mapping[str, StoredTensor]) -> Leaf | None:
+    recipe = weights.recipes.get(entry.target)
+    if recipe is None or entry.shape[0] != experts:
         return None
     by_pattern: dict[str, list[str]] = {}
     for pattern, name in recipe.sources:
@@ -114,13 +112,13 @@ def _leaf(place: Place, experts: int, weights: WeightMap, tensors: Mapping[str, 
         if block is None:
             return None
         blocks.append(block)
-    stacks = _stacks(recipe, place, blocks)
+    stacks = _stacks(recipe, entry, blocks)
     if stacks is None or len({block.sliced for block in blocks}) > 1:
         return None
-    return Leaf(place, recipe, tuple(blocks), stacks)
+    return Leaf(entry, recipe, tuple(blocks), stacks)
 
 
-def _stacks(recipe: Recipe, place: Place, blocks: Sequence[Block]) -> bool | None:
+def _stacks(recipe: Recipe, entry: ParameterEntry, blocks: Sequence[Block]) -> bool | None:
     """Whether the parameter is the stacked rows of the blocks; None if experts cannot be made individually."""
     if recipe.converter is None:
         return True
@@ -129,7 +127,7 @@ def _stacks(recipe: Recipe, place: Place, blocks: Sequence[Block]) -> bool | Non
         kind = type(operation).__name__
         if kind == "Transpose":
             dims = (operation.dim0, operation.dim1)
-            same = operation.check_dims and blocks[0].shape == tuple(place.shape[1:])
+            same = operation.check_dims and blocks[0].shape == tuple(entry.shape[1:])
             if min(dims) < 1 and not same:
                 return None
             only_rows = only_rows and same
@@ -145,7 +143,7 @@ def _stacks(recipe: Recipe, place: Place, blocks: Sequence[Block]) -> bool | Non
     if not only_rows:
         return False
     rows = sum(block.shape[0] for block in blocks)
-    return (rows, *blocks[0].shape[1:]) == tuple(place.shape[1:])
+    return (rows, *blocks[0].shape[1:]) == tuple(entry.shape[1:])
 
 
 def _block(pattern: str, stored: Sequence[StoredTensor], experts: int) -> Block | None:
@@ -154,10 +152,10 @@ def _block(pattern: str, stored: Sequence[StoredTensor], experts: int) -> Block 
         return None
     if len(stored) == 1 and len(first.shape) >= 2 and first.shape[0] == experts and experts > 1:
         return _slices(pattern, first, experts)
-    if len(stored) != experts or [_number(tensor.name) for tensor in stored] != list(range(experts)):
+    numbers = (_EXPERT.findall(tensor.name) for tensor in stored)
+    if [int(found[-1]) if found else -1 for found in numbers] != list(range(experts)):  # the last one in the name
         return None
-    alike = _kind_of(first)
-    if any(_kind_of(tensor) != alike for tensor in stored):
+    if any(_kind_of(tensor) != _kind_of(first) for tensor in stored):
         return None
     payload = _part([tensor.parts[0] for tensor in stored])
     if first.quantized is None or STORED[first.quantized.scheme].block_bytes:
@@ -217,17 +215,11 @@ def _part(specs: Sequence[TensorSpec]) -> ExpertPart:
     return ExpertPart(first.dtype, first.shape, first.nbytes, 0, files[:1] if len(set(files)) == 1 else files, offsets)
 
 
-def _number(name: str) -> int:
-    """The index of the expert in a checkpoint's name: the last number in it."""
-    found = _EXPERT.findall(name)
-    return int(found[-1]) if found else -1
-
-
 def _lay_out(leaves: Mapping[str, Leaf]) -> int:
-    """Give every part its offset in an expert's bytes; return the bytes of an expert.
+    """Give every part its offset in an expert's memory; return the bytes of that memory.
 
-    The payloads of a leaf whose blocks stack are contiguous, and so are their scales, so that they form one matrix.
-    These runs are in the order of the first expert's file, so that one read covers as many as possible.
+    The payloads of a leaf that stacks are contiguous, and so are their scales: they form one matrix. These runs have
+    the order of the first expert's file, so that one read covers as many as possible.
     """
     runs = []
     for leaf in leaves.values():
@@ -237,12 +229,12 @@ def _lay_out(leaves: Mapping[str, Leaf]) -> int:
         runs.append([block.payload for block in leaf.blocks])
         runs.append([block.scales for block in leaf.blocks if block.scales is not None])
     runs = sorted(filter(None, runs), key=lambda run: (run[0].file(0), int(run[0].offsets[0])))
-    for leaf in leaves.values():  # made from the bytes that are read, and put after them
+    for leaf in leaves.values():  # made from the bytes that are read, and written after them
         runs.append([block.nesting.made for block in leaf.blocks if block.nesting is not None])
     end = 0
     for run in filter(None, runs):
-        end = -(-end // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+        end = round_up(end, TENSOR_ALIGNMENT)
         for part in run:
             part.at = end
             end += part.nbytes
-    return -(-end // BLOCK) * BLOCK
+    return round_up(end, BLOCK)

@@ -1,12 +1,12 @@
 """Streamed experts: read when a token is routed to them, and cached by how often that happens.
 
-A fixed run of the device's memory is cut into slots of one expert each. Most slots are a cache (`ExpertCache`). The few
-transit slots are for experts that are not worth a slot of the cache: each is read for one use. If there are too few of
-these, as in the prefill of a long prompt that uses nearly all experts, the layer's experts go through them in the order
-of the file, read ahead while others compute.
+The device's memory for experts is divided into slots of one expert. Most slots are a cache (`ExpertCache`). A few are
+transit slots, for experts that are not worth a slot of the cache: each is read for one use. A long prompt uses nearly
+all experts of a layer, more than there are transit slots; then the experts go through these in the order of the file,
+prefetched while others compute.
 
-For a device with memory of its own, host memory is a second cache. It holds experts without a slot on the device; an
-expert that gets such a slot is removed from it. An expert is one read; several threads read at once.
+For a device that does not share host memory, host memory is a second cache: of experts without a slot on the device. An
+expert is one read; several threads read at once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ModuleSlots:
         begin: its first slot.
         owner: slot -> expert, -1 for none.
         slot: expert -> slot, counted from `begin`, -1 for none.
-        uses: half-life -> expert -> uses, older ones weighted less.
+        uses: half-life -> expert -> uses, earlier ones weighted less.
     """
 
     begin: int
@@ -67,7 +67,7 @@ class ModuleSlots:
 
     @property
     def best(self) -> Numbers:
-        """The experts that were used, those of most worth first."""
+        """The experts that were used, by decreasing worth."""
         return np.argsort(-self.worth, kind="stable")[: np.count_nonzero(self.worth)]
 
 
@@ -97,7 +97,7 @@ class ExpertCache:
         Args:
             module: its index.
             experts: distinct ones.
-            counts: how many of the tokens use each; the uses count as spread evenly over the tokens.
+            counts: the number of tokens that use each; they count as spread evenly over the tokens.
             tokens: the number of tokens of the pass.
         """
         uses, left = self.modules[module].uses, _KEPT**tokens
@@ -106,12 +106,12 @@ class ExpertCache:
 
     def slots_of(self, module: int, experts: Numbers) -> Numbers:
         """The slot of each of these experts, -1 for none."""
-        shelf = self.modules[module]
-        found = shelf.slot[experts]
-        return np.where(found >= 0, found + shelf.begin, -1)
+        state = self.modules[module]
+        found = state.slot[experts]
+        return np.where(found >= 0, found + state.begin, -1)
 
     def admit(self, module: int, experts: Numbers, busy: Numbers) -> Numbers:
-        """Give slots to experts that have none, to those of most worth first.
+        """Give slots to experts that have none, by decreasing worth.
 
         Args:
             module: their module.
@@ -121,36 +121,36 @@ class ExpertCache:
         Returns:
             The slot of each, -1 for none.
         """
-        shelf, given = self.modules[module], np.full(len(experts), -1)
-        worth = shelf.worth
-        of_slots = np.where(shelf.owner >= 0, worth[shelf.owner], -1.0)
-        of_slots[busy - shelf.begin] = np.inf
+        state, given = self.modules[module], np.full(len(experts), -1)
+        worth = state.worth
+        of_slots = np.where(state.owner >= 0, worth[state.owner], -1.0)
+        of_slots[busy - state.begin] = np.inf
         victims = np.argsort(of_slots, kind="stable")[: len(experts)].tolist()
         order = np.argsort(-worth[experts], kind="stable").tolist()
         for at, victim in zip(order, victims, strict=False):
             expert = experts[at]
             if worth[expert] < of_slots[victim]:
                 break
-            if shelf.owner[victim] >= 0:
-                shelf.slot[shelf.owner[victim]] = -1
-            shelf.owner[victim], shelf.slot[expert] = expert, victim
-            given[at] = shelf.begin + victim
+            if state.owner[victim] >= 0:
+                state.slot[state.owner[victim]] = -1
+            state.owner[victim], state.slot[expert] = expert, victim
+            given[at] = state.begin + victim
         return given
 
-    def forget(self, module: int, slot: int) -> None:
+    def clear(self, module: int, slot: int) -> None:
         """Mark a slot of a module as empty: its expert was not read, or is in other memory now."""
-        shelf = self.modules[module]
-        expert = shelf.owner[slot - shelf.begin]
+        state = self.modules[module]
+        expert = state.owner[slot - state.begin]
         if expert >= 0:
-            shelf.slot[expert] = shelf.owner[slot - shelf.begin] = -1
+            state.slot[expert] = state.owner[slot - state.begin] = -1
 
     @property
-    def held(self) -> int:
-        """The number of occupied slots."""
-        return sum(int(np.count_nonzero(shelf.owner >= 0)) for shelf in self.modules)
+    def occupied(self) -> int:
+        """The number of slots with an expert."""
+        return sum(int(np.count_nonzero(one.owner >= 0)) for one in self.modules)
 
 
-Whose = tuple[int, int]
+ExpertKey = tuple[int, int]
 """The index of a module, and that of an expert."""
 
 
@@ -161,31 +161,26 @@ class ExpertSlot:
     Attributes:
         memory: uint8, on the device or in host memory.
         left: the mark of its last use, for the next copy into it; in host memory the ticket of its last upload.
-        coming: the pending fill.
+        pending: the fill that was begun.
         ticket: of the copy that filled it, until the computation waits for that copy.
-        has: the expert that is completely in it.
-        ready: (module, leaf) -> the weight, of leaves that are used in their stored form: a view of the memory,
-            whichever expert is in it.
+        expert: the expert whose bytes are all in it.
+        ready: (module, leaf) -> the weight, of leaves that are used in their stored form: a view of the memory, the
+            same for every expert.
         made: the leaves whose scales were dequantized for the expert that is in it.
     """
 
     memory: torch.Tensor
     left: Any
-    coming: Future[Any] | None = None
+    pending: Future[Any] | None = None
     ticket: Any = None
-    has: Whose | None = None
+    expert: ExpertKey | None = None
     ready: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
     made: set[tuple[int, str]] = field(default_factory=set)
 
-    @property
-    def is_quiet(self) -> bool:
-        """Whether no fill is pending."""
-        return self.coming is None or self.coming.done()
-
 
 @dataclass(frozen=True, slots=True)
-class Shelf:
-    """A slot in host memory, -1 for none, and whether the expert is in it already."""
+class HostSlot:
+    """The number of a slot in host memory, -1 for none, and whether the expert is in it already."""
 
     number: int = -1
     filled: bool = False
@@ -193,22 +188,28 @@ class Shelf:
 
 MAX_TRANSIT = 16
 TRANSIT_BYTES = 64 << 20
-"""Limits, in slots and in bytes, up to which small experts get more transit slots than a token needs."""
+"""Maximum transit slots, and bytes of these; small experts get more than a token needs."""
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One pass over the experts of a module: the slots of experts, the experts that go through transit slots and where
-    they are in host memory, and the slots in host memory that are free after the pass."""
+    """One pass over the experts of a module.
+
+    Attributes:
+        module: its index.
+        slots: expert -> its slot.
+        transit: experts that go through transit slots -> their slots in host memory.
+        promoted: slots in host memory that are free after the pass: their experts have slots on the device now.
+    """
 
     module: int
     slots: Mapping[int, ExpertSlot]
-    passing: Mapping[int, Shelf]
+    transit: Mapping[int, HostSlot]
     promoted: tuple[int, ...]
 
 
 class ExpertPool:
-    """The experts of all modules that compute on one device, as far as there is memory for them.
+    """The experts of all modules that compute on one device, as far as memory allows.
 
     Args:
         model: the skeleton, for conversions.
@@ -217,12 +218,12 @@ class ExpertPool:
         slots: the number of cache slots on the device.
         disk: reads experts.
         profiler: records reads, waits, and cache hits.
-        host: provides host memory to copy from, for a device with memory of its own.
+        host: provides host memory to copy from, for a device that does not share host memory.
         host_slots: the number of further slots in host memory.
 
     Attributes:
         sources: as given.
-        waited: seconds that computations have waited for experts, in all.
+        waited: seconds that computations have waited for experts.
     """
 
     def __init__(
@@ -247,9 +248,14 @@ class ExpertPool:
         self._staging = deque(host.take_slots(EXPERT_STAGING, self._nbytes) if host is not None else ())
         on_host = host.take_slots(host_slots, self._nbytes) if host is not None else ()
         self._host = [ExpertSlot(memory, None) for memory in on_host]
-        self._keeper = host  # kept, since its buffers are unpinned when it is freed
+        self._memory = host  # kept, since its buffers are unpinned when it is freed
         self._threads = Workers(EXPERT_STAGING, f"experts-{device.name}")
-        made = [ExpertSlot(part, device.leave()) for part in self._allocated(slots + transit_slots(sources))]
+        count = slots + transit_slots(sources)
+        if device.shares_host_memory:  # one allocation, for huge pages
+            memory = list(device.host_buffer(count * self._nbytes).view(count, -1))
+        else:
+            memory = [device.device_buffer(self._nbytes) for _ in range(count)]
+        made = [ExpertSlot(part, device.leave()) for part in memory]
         self._slots, self._transit = made[:slots], made[slots:]
         counts = [source.experts for source in sources]
         self.cache, self.host_cache = ExpertCache(counts, slots), ExpertCache(counts, host_slots)
@@ -266,73 +272,77 @@ class ExpertPool:
         Args:
             module: its index among the sources.
             experts: distinct ones.
-            counts: how many of the tokens use each.
+            counts: the number of tokens that use each.
             tokens: the number of tokens of the pass.
         """
         self.end()
         source = self.sources[module]
         for cache in (self.cache, self.host_cache):
             cache.use(module, experts, counts, tokens)
-        slots = _really(self.cache, self._slots, module, experts)
-        here = slots >= 0
-        missing = experts[~here]
-        given = self.cache.admit(module, missing, slots[here])
-        shelves, promoted = self._shelves(module, missing, given)
-        found = {e: self._slots[n] for e, n in zip(experts[here].tolist(), slots[here].tolist(), strict=True)}
-        transit = iter(self._transit if np.count_nonzero(given < 0) <= len(self._transit) else ())
-        passing = {}
-        for expert, number, shelf in zip(missing.tolist(), given.tolist(), shelves, strict=True):
-            slot = self._slots[number] if number >= 0 else next(transit, None)
+        slots = _filled_slots(self.cache, self._slots, module, experts)
+        is_cached = slots >= 0
+        cached, missing = experts[is_cached], experts[~is_cached]
+        given = self.cache.admit(module, missing, slots[is_cached])
+        host_slots, promoted = self._host_slots(module, missing, given)
+        found = {e: self._slots[n] for e, n in zip(cached.tolist(), slots[is_cached].tolist(), strict=True)}
+        free = iter(self._transit if np.count_nonzero(given < 0) <= len(self._transit) else ())
+        transit = {}
+        for expert, number, in_host in zip(missing.tolist(), given.tolist(), host_slots, strict=True):
+            slot = self._slots[number] if number >= 0 else next(free, None)
             if slot is None:
-                if shelf.number >= 0 and not shelf.filled:
-                    self.host_cache.forget(module, shelf.number)  # its leaves are read at different times
-                passing[expert] = shelf if shelf.filled else Shelf()
+                if in_host.number >= 0 and not in_host.filled:
+                    self.host_cache.clear(module, in_host.number)  # its leaves are read at different times
+                transit[expert] = in_host if in_host.filled else HostSlot()
             else:
                 found[expert] = slot
-                self._send(module, expert, slot, shelf)
-        self._call = _Call(module, found, passing, promoted)
-        self._count(source, int(np.count_nonzero(here)), shelves)
+                self._send(module, expert, slot, in_host)
+        self._call = _Call(module, found, transit, promoted)
+        self._count(source, len(cached), host_slots)
 
     def warm(self, uses: Mapping[str, Values]) -> None:
-        """Take over earlier use counts, and read the experts of most worth, as far as there are slots."""
+        """Set earlier use counts, and read the experts of most worth, as far as there are slots."""
         self.end()
         for module, source in enumerate(self.sources):
             for cache in (self.cache, self.host_cache):
                 cache.modules[module].uses[:] = uses[source.name]
             best = self.cache.modules[module].best
-            missing = best[_really(self.cache, self._slots, module, best) < 0]
+            missing = best[_filled_slots(self.cache, self._slots, module, best) < 0]
             given = self.cache.admit(module, missing, best[:0])
             for expert, number in zip(missing[given >= 0].tolist(), given[given >= 0].tolist(), strict=True):
-                self._send(module, expert, self._slots[number], Shelf())
+                self._send(module, expert, self._slots[number], HostSlot())
             if self._host:
                 spilled = missing[given < 0]
-                spilled = spilled[_really(self.host_cache, self._host, module, spilled) < 0]
+                spilled = spilled[_filled_slots(self.host_cache, self._host, module, spilled) < 0]
                 given = self.host_cache.admit(module, spilled, spilled[:0])
                 for expert, number in zip(spilled[given >= 0].tolist(), given[given >= 0].tolist(), strict=True):
-                    self._sent.append((self._threads.submit(self._shelve, module, expert, number), None))
+                    self._sent.append((self._threads.submit(self._fill_host_slot, module, expert, number), None))
         self.end()
 
     def uses(self) -> dict[str, Values]:
-        """How often each expert of each module was used, older uses weighted less."""
+        """The uses of each expert of each module, earlier ones weighted less."""
         return {source.name: own.uses.copy() for source, own in zip(self.sources, self.cache.modules, strict=True)}
 
-    def _shelves(self, module: int, missing: Numbers, given: Numbers) -> tuple[list[Shelf], tuple[int, ...]]:
+    def _host_slots(self, module: int, missing: Numbers, given: Numbers) -> tuple[list[HostSlot], tuple[int, ...]]:
         """The slot in host memory of each missing expert, and the slots that are free after this pass.
 
         An expert with a slot on the device needs none in host memory.
         """
         if not self._host:
-            return [Shelf()] * len(missing), ()
-        at = _really(self.host_cache, self._host, module, missing)
-        filled = at >= 0
-        homeless = ~filled & (given < 0)
-        at[homeless] = self.host_cache.admit(module, missing[homeless], at[filled])
-        shelves = [Shelf(number, is_filled) for number, is_filled in zip(at.tolist(), filled.tolist(), strict=True)]
-        return shelves, tuple(at[filled & (given >= 0)].tolist())
+            return [HostSlot()] * len(missing), ()
+        numbers = _filled_slots(self.host_cache, self._host, module, missing)
+        filled = numbers >= 0
+        wanting = ~filled & (given < 0)
+        numbers[wanting] = self.host_cache.admit(module, missing[wanting], numbers[filled])
+        found = [HostSlot(*one) for one in zip(numbers.tolist(), filled.tolist(), strict=True)]
+        return found, tuple(numbers[filled & (given >= 0)].tolist())
 
-    def _count(self, source: ExpertSource, here: int, shelves: Sequence[Shelf]) -> None:
-        near = sum(shelf.filled for shelf in shelves)
-        found = {EXPERTS_ON_DEVICE: here, EXPERTS_IN_HOST_MEMORY: near, EXPERTS_READ: len(shelves) - near}
+    def _count(self, source: ExpertSource, on_device: int, host_slots: Sequence[HostSlot]) -> None:
+        in_host = sum(slot.filled for slot in host_slots)
+        found = {
+            EXPERTS_ON_DEVICE: on_device,
+            EXPERTS_IN_HOST_MEMORY: in_host,
+            EXPERTS_READ: len(host_slots) - in_host,
+        }
         for tier, count in found.items():
             if count:
                 self._profiler.add(source.name, tier, 0.0, count * source.expert_bytes, count=count)
@@ -342,8 +352,8 @@ class ExpertPool:
         wait([future for future, _ in self._sent])
         sent, self._sent = self._sent, []
         for future, slot in sent:
-            if slot is not None and slot.coming is future:
-                slot.coming = None
+            if slot is not None and slot.pending is future:
+                slot.pending = None
                 if not future.cancelled() and future.exception() is None:
                     slot.ticket = future.result()
         call, self._call = self._call, None
@@ -353,45 +363,50 @@ class ExpertPool:
         for slot in (*call.slots.values(), *self._transit):
             slot.left = left
         for number in call.promoted:
-            self.host_cache.forget(call.module, number)
+            self.host_cache.clear(call.module, number)
 
     def each(self, module: int, leaf: str, experts: Sequence[int]) -> Iterator[torch.Tensor]:
         """See `experts.Supply`."""
         call = self._call
-        if call is None or call.module != module or not {*call.slots, *call.passing}.issuperset(experts):
+        if call is None or call.module != module or not {*call.slots, *call.transit}.issuperset(experts):
             distinct = np.unique(np.asarray(experts, np.int64))  # `begin` was not called for these experts
             self.begin(module, distinct, np.ones_like(distinct), 1)
             call = self._call
             assert call is not None
-        passing = self._through(module, leaf, [(e, call.passing[e]) for e in experts if e in call.passing])
+        in_transit = self._through_transit(module, leaf, [(e, call.transit[e]) for e in experts if e in call.transit])
         for expert in experts:
             slot = call.slots.get(expert)
-            yield next(passing) if slot is None else self._weight(module, leaf, slot, expert)
+            yield next(in_transit) if slot is None else self._weight(module, leaf, slot, expert)
 
     def order(self, module: int, experts: Sequence[int]) -> tuple[list[int], list[int]]:
         """See `experts.Supply`."""
         call = self._call
         if call is None or call.module != module:
             return [], list(range(len(experts)))
-        here: list[int] = []
-        coming: list[int] = []
-        passing: list[int] = []
+        filled: list[int] = []
+        pending: list[int] = []
+        transit: list[int] = []
         for at, expert in enumerate(experts):
             slot = call.slots.get(expert)
-            (passing if slot is None else here if slot.is_quiet else coming).append(at)
-        return here, coming + passing
+            if slot is None:
+                transit.append(at)
+            else:
+                (filled if slot.pending is None or slot.pending.done() else pending).append(at)
+        return filled, pending + transit
 
-    def _through(self, module: int, leaf: str, experts: Sequence[tuple[int, Shelf]]) -> Iterator[torch.Tensor]:
-        """One leaf of experts that have no slot, read ahead as far as there are transit slots."""
-        coming: deque[tuple[ExpertSlot, int]] = deque()
+    def _through_transit(
+        self, module: int, leaf: str, experts: Sequence[tuple[int, HostSlot]]
+    ) -> Iterator[torch.Tensor]:
+        """One leaf of experts that have no slot, prefetched as far as there are transit slots."""
+        pending: deque[tuple[ExpertSlot, int]] = deque()
         free, wanted = deque(self._transit), deque(experts)
         for _ in experts:
             while free and wanted:
-                slot, (expert, shelf) = free.popleft(), wanted.popleft()
+                slot, (expert, in_host) = free.popleft(), wanted.popleft()
                 slot.left = self._device.leave()  # all uses of its last expert are queued by now
-                self._send(module, expert, slot, shelf, leaf)
-                coming.append((slot, expert))
-            slot, expert = coming.popleft()
+                self._send(module, expert, slot, in_host, leaf)
+                pending.append((slot, expert))
+            slot, expert = pending.popleft()
             yield self._weight(module, leaf, slot, expert)
             free.append(slot)
 
@@ -410,16 +425,16 @@ class ExpertPool:
         if found is not None:
             return found
         made = chosen.weight(self._model, bytes_of, expert, made=True)
-        if chosen.is_view or chosen.packed is not None:
+        if chosen.is_view or chosen.matrix_type is not None:
             slot.ready[key] = made
         return made
 
     def _wait(self, source: ExpertSource, slot: ExpertSlot) -> None:
-        if slot.coming is not None:
+        if slot.pending is not None:
             start = time.perf_counter()
             try:
-                slot.ticket = slot.coming.result()
-                slot.coming = None
+                slot.ticket = slot.pending.result()
+                slot.pending = None
             finally:
                 waited = time.perf_counter() - start
                 self.waited += waited
@@ -428,27 +443,21 @@ class ExpertPool:
             self._device.arrive(slot.ticket)
             slot.ticket = None
 
-    def _send(self, module: int, expert: int, slot: ExpertSlot, shelf: Shelf, leaf: str | None = None) -> None:
+    def _send(self, module: int, expert: int, slot: ExpertSlot, in_host: HostSlot, leaf: str | None = None) -> None:
         """Begin to fill a slot that has no pending fill, with an expert or with the bytes of one of its leaves."""
-        slot.has = None
+        slot.expert = None
         slot.made.clear()
-        slot.coming = self._threads.submit(self._fill, module, expert, slot, shelf, leaf)
-        self._sent.append((slot.coming, slot))
+        slot.pending = self._threads.submit(self._fill, module, expert, slot, in_host, leaf)
+        self._sent.append((slot.pending, slot))
 
-    def _allocated(self, count: int) -> list[torch.Tensor]:
-        """Memory for new slots on the device."""
-        if self._device.shares_host_memory:  # one allocation, for huge pages
-            return list(self._device.host_buffer(count * self._nbytes).view(count, -1))
-        return [self._device.device_buffer(self._nbytes) for _ in range(count)]
-
-    def _fill(self, module: int, expert: int, slot: ExpertSlot, shelf: Shelf, leaf: str | None) -> Any:
+    def _fill(self, module: int, expert: int, slot: ExpertSlot, in_host: HostSlot, leaf: str | None) -> Any:
         source, ticket = self.sources[module], None
         if self._device.shares_host_memory:
             self._read(source, expert, leaf, slot.memory)
-        elif shelf.number >= 0:
-            if not shelf.filled:
-                self._shelve(module, expert, shelf.number)
-            kept = self._host[shelf.number]
+        elif in_host.number >= 0:
+            if not in_host.filled:
+                self._fill_host_slot(module, expert, in_host.number)
+            kept = self._host[in_host.number]
             kept.left = ticket = self._upload(kept.memory, slot, source.extent(leaf))
         else:
             staged = self._staging.popleft()  # one for each thread
@@ -458,19 +467,19 @@ class ExpertPool:
                 self._device.landed(ticket)
             finally:
                 self._staging.append(staged)
-        slot.has = (module, expert) if leaf is None else None
+        slot.expert = (module, expert) if leaf is None else None
         return ticket
 
     def _upload(self, host: torch.Tensor, slot: ExpertSlot, extent: slice) -> Any:
         return self._device.upload(host[extent], slot.memory[extent], slot.left)
 
-    def _shelve(self, module: int, expert: int, place: int) -> None:
-        kept = self._host[place]
-        kept.has = None
+    def _fill_host_slot(self, module: int, expert: int, number: int) -> None:
+        kept = self._host[number]
+        kept.expert = None
         if kept.left is not None:
             self._device.landed(kept.left)
         self._read(self.sources[module], expert, None, kept.memory)
-        kept.has = (module, expert)
+        kept.expert = (module, expert)
 
     def _read(self, source: ExpertSource, expert: int, leaf: str | None, memory: torch.Tensor) -> None:
         spans = source.spans(expert, leaf)
@@ -505,8 +514,8 @@ class PooledExperts:
 
 
 def routed(args: tuple[Any, ...], kwargs: Mapping[str, Any], experts: int) -> tuple[Numbers, Numbers, int] | None:
-    """The experts that a call of an experts module uses: distinct experts, how many of the tokens use each, and the
-    number of tokens; None if its second argument holds no expert indices."""
+    """The experts that a call of an experts module uses: distinct experts, the number of tokens that use each, and the
+    number of tokens; None if its second argument has no expert indices."""
     index = args[1] if len(args) > 1 else kwargs.get("top_k_index")
     if not isinstance(index, torch.Tensor) or index.is_floating_point() or not index.numel():
         return None
@@ -515,12 +524,12 @@ def routed(args: tuple[Any, ...], kwargs: Mapping[str, Any], experts: int) -> tu
     return chosen[known], counts[known], len(index)
 
 
-def _really(cache: ExpertCache, slots: Sequence[ExpertSlot], module: int, experts: Numbers) -> Numbers:
+def _filled_slots(cache: ExpertCache, slots: Sequence[ExpertSlot], module: int, experts: Numbers) -> Numbers:
     """The slots of experts, -1 for none, after the removal of experts whose slot was never filled: a read failed, or a
     pass was interrupted between the choice of a slot and its fill."""
     for expert, slot in zip(experts.tolist(), cache.slots_of(module, experts).tolist(), strict=True):
-        if slot >= 0 and slots[slot].has != (module, expert):
-            cache.forget(module, slot)
+        if slot >= 0 and slots[slot].expert != (module, expert):
+            cache.clear(module, slot)
     return cache.slots_of(module, experts)
 
 
@@ -530,7 +539,7 @@ def slot_bytes(sources: Iterable[ExpertSource]) -> int:
 
 
 def transit_slots(sources: Sequence[ExpertSource]) -> int:
-    """The number of transit slots: the experts of a token in one layer, and at least two."""
+    """The number of transit slots: at least two, and at least the experts of a token in one layer."""
     more = min(TRANSIT_BYTES // slot_bytes(sources), MAX_TRANSIT)
     return min(max(2, more, *(source.used for source in sources)), max(source.experts for source in sources))
 
@@ -549,7 +558,7 @@ def read_uses(path: Path, sources: Sequence[ExpertSource]) -> dict[str, Values]:
 
     Raises:
         CorruptShardError: it is not a safetensors file.
-        OptionError: it was written for another model, or has numbers that are no use counts.
+        OptionError: it was written for another model, or its use counts are invalid.
     """
     file = MappedFile(path)
     known = {spec.name: spec for spec in file.header.tensors}
@@ -560,13 +569,13 @@ def read_uses(path: Path, sources: Sequence[ExpertSource]) -> dict[str, Values]:
         if spec is None or (spec.dtype, spec.shape) != ("F64", shape):
             has = f"{spec.dtype} {spec.shape}" if spec else "nothing"
             raise OptionError(
-                f"{path} has {has} for {source.name}; expected F64 {shape}: it is of another model.",
+                f"The file belongs to another model: {path} has {has} for {source.name}; expected F64 {shape}.",
                 "Use the file that save_expert_use wrote for this model.",
             )
         found[source.name] = np.frombuffer(file.bytes_of(spec), "<f8").reshape(shape).astype(np.float64)
         if not (np.isfinite(found[source.name]).all() and (found[source.name] >= 0).all()):
             raise OptionError(
-                f"{path} has numbers for {source.name} that are not counts of uses.",
+                f"Invalid use counts for {source.name} in {path}.",
                 "Write the file again with save_expert_use.",
             )
     return found

@@ -1,8 +1,8 @@
-"""The bytes of a module's experts in layer files, and how they become weights.
+"""The bytes of a module's experts in layer files, and their conversion to weights.
 
-A mixture-of-experts module has parameters of shape (experts, ...), of which a token uses a few slices. How these are
-made is decided once, when the model is built. The experts of a module differ only in the offsets of their bytes, which
-are kept as arrays, not as an object for each of the tens of thousands of experts. Reads no weights.
+A mixture-of-experts module has parameters of shape (experts, ...), of which a token uses a few slices. Their conversion
+is decided once, when the model is built. The experts of a module differ only in the offsets of their bytes; these are
+arrays, since a model has tens of thousands of experts. Reads no weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rabbitllm.engine.span_reader import BLOCK, FileSpan, compare
-from rabbitllm.engine.units import Packs, Place, typed
+from rabbitllm.engine.units import MatrixChooser, ParameterEntry, typed
 from rabbitllm.engine.weight_tensors import QuantizedWeight, StoredMatrix
 from rabbitllm.engine.weights import Recipe
 from rabbitllm.errors import IncompleteSplitError
@@ -38,7 +38,7 @@ class ExpertPart:
     Attributes:
         dtype, shape: of one expert's tensor.
         nbytes: of one expert.
-        at: their offset in the bytes of an expert.
+        at: their offset in the memory of an expert.
         files: one file for each expert, or one for all.
         offsets: of each expert in its file, int64 (experts,).
     """
@@ -51,8 +51,13 @@ class ExpertPart:
     offsets: npt.NDArray[np.int64]
 
     def file(self, expert: int) -> str:
-        """The file that holds an expert's bytes."""
+        """The file that has an expert's bytes."""
         return self.files[expert if len(self.files) > 1 else 0]
+
+    def is_followed_by(self, other: ExpertPart) -> bool:
+        """Whether another part of every expert comes directly after this one, in its file and in memory."""
+        adjacent = self.at + self.nbytes == other.at and self.files == other.files
+        return adjacent and bool(np.all(self.offsets + self.nbytes == other.offsets))
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +65,7 @@ class Nesting:
     """The data to dequantize quantized scales of experts to float32; small enough to be kept in memory.
 
     Attributes:
-        made: one expert's float32 scales; in its bytes, after all that are read.
+        made: one expert's dequantized scales, float32; in its memory after all that is stored.
         offsets: the mean of the scales of each expert's tensor, or of the one tensor of all experts.
         where: the specs of the scales' scales: one, or one for each expert.
         tables: the specs of the code tables of the scales.
@@ -90,7 +95,7 @@ class Block:
     Attributes:
         pattern: of the checkpoint's name, as in the conversion.
         sliced: whether it is a slice.
-        form: how it is compressed; None if it is uncompressed.
+        form: its quantized form; None if it is not compressed.
         payload, scales: its bytes.
         tables: the specs of the code table: one, or one for each expert.
         table: the code table, once it is read (`with_tables`); the same for all.
@@ -117,8 +122,8 @@ class Block:
         return (self.payload,) if self.scales is None else (self.payload, self.scales)
 
     def absmax(self, bytes_of: BytesOf, expert: int) -> torch.Tensor:
-        """One expert's scales, float32 (blocks,); a new tensor if they are quantized, empty for blocks."""
-        if self.scales is None:  # blocks have their own
+        """One expert's scales, float32 (blocks,); a new tensor if they are quantized, empty for blocks of GGUF."""
+        if self.scales is None:  # they are in the blocks
             return torch.empty(0)
         stored = typed(bytes_of(self.scales), retyped(self.scales, self.scales.shape))
         return stored if self.nesting is None else self.nesting.expanded(stored, expert)
@@ -134,18 +139,18 @@ class Leaf:
     """One parameter of shape (experts, ...).
 
     Attributes:
-        place: the parameter that it is bound to.
-        recipe: how it is made from the blocks.
+        entry: the parameter that it is bound to.
+        recipe: the conversion from the blocks.
         blocks: in the order of the recipe's patterns.
-        stacks: whether it is the rows of the blocks, one block under the other.
-        packed: the type that multiplies it in its quantized form; None if each use dequantizes it.
+        stacks: whether it is the concatenated rows of the blocks.
+        matrix_type: the type that multiplies it in its quantized form; None if each use dequantizes it.
     """
 
-    place: Place
+    entry: ParameterEntry
     recipe: Recipe
     blocks: tuple[Block, ...]
     stacks: bool
-    packed: type[StoredMatrix] | None = None
+    matrix_type: type[StoredMatrix] | None = None
 
     @property
     def parts(self) -> tuple[ExpertPart, ...]:
@@ -154,7 +159,7 @@ class Leaf:
 
     @property
     def is_view(self) -> bool:
-        """Whether an expert's weight is a view of the stored bytes, provided that its blocks are contiguous."""
+        """Whether an expert's weight is a view of the stored bytes if its blocks are contiguous."""
         dtype = torch_dtype(self.blocks[0].payload.dtype)
         plain = all(block.form is None for block in self.blocks)
         return self.stacks and plain and (dtype == self.recipe.dtype or not dtype.is_floating_point)
@@ -162,26 +167,26 @@ class Leaf:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of one expert's weight."""
-        return tuple(self.place.shape[1:])
+        return tuple(self.entry.shape[1:])
 
     @property
     def ready_bytes(self) -> int:
         """Bytes of the weights of all experts, dequantized."""
-        return self.place.shape.numel() * self.place.dtype.itemsize
+        return self.entry.nbytes
 
     @property
     def makes_scales(self) -> bool:
         """Whether an expert's scales are dequantized before it is multiplied in its quantized form."""
-        return self.packed is not None and any(block.nesting is not None for block in self.blocks)
+        return self.matrix_type is not None and any(block.nesting is not None for block in self.blocks)
 
     @property
     def made_bytes(self) -> int:
         """Bytes of the dequantized scales that are kept for one expert."""
         nested = [block.nesting for block in self.blocks if block.nesting is not None]
-        return sum(one.made.nbytes for one in nested) if self.packed is not None else 0
+        return sum(one.made.nbytes for one in nested) if self.matrix_type is not None else 0
 
     def make_scales(self, bytes_of: BytesOf, expert: int) -> None:
-        """Write the dequantized scales of an expert to their offset in its bytes."""
+        """Write the dequantized scales of an expert to their offset in its memory."""
         for block in self.blocks:
             if block.nesting is not None:
                 made = block.nesting.made
@@ -194,10 +199,10 @@ class Leaf:
             model: the skeleton, for conversions.
             bytes_of: provides that expert's bytes.
             expert: its index.
-            made: whether `make_scales` has written the scales into these bytes.
+            made: whether `make_scales` has written the scales into its memory.
         """
-        if self.packed is not None:
-            return self._packed(self.packed, bytes_of, expert, made)
+        if self.matrix_type is not None:
+            return self._quantized(self.matrix_type, bytes_of, expert, made)
         if self.is_view:
             first = self.blocks[0].payload
             flat = _joined([bytes_of(block.payload) for block in self.blocks])
@@ -207,7 +212,7 @@ class Leaf:
             return parts[0] if len(parts) == 1 else torch.cat(parts)
         return self._converted(model, bytes_of, expert)
 
-    def _packed(self, kind: type[StoredMatrix], bytes_of: BytesOf, expert: int, made: bool) -> torch.Tensor:
+    def _quantized(self, kind: type[StoredMatrix], bytes_of: BytesOf, expert: int, made: bool) -> torch.Tensor:
         first = self.blocks[0]
         assert first.form is not None
         assert first.table is not None
@@ -217,10 +222,10 @@ class Leaf:
         if first.scales is None or (self.makes_scales and not made):
             absmax = torch.cat([block.absmax(bytes_of, expert) for block in self.blocks])
         else:
-            places = [block.nesting.made if block.nesting is not None else block.scales for block in self.blocks]
-            scales = _joined([bytes_of(place) for place in places if place is not None])
-            assert places[0] is not None
-            absmax = typed(scales, retyped(places[0], (len(scales) // 4,)))
+            parts = [block.nesting.made if block.nesting is not None else block.scales for block in self.blocks]
+            scales = _joined([bytes_of(part) for part in parts if part is not None])
+            assert parts[0] is not None
+            absmax = typed(scales, retyped(parts[0], (len(scales) // 4,)))
         assert self.recipe.dtype is not None
         return QuantizedWeight(kind(form, codes, absmax, first.table), self.recipe.dtype)
 
@@ -241,7 +246,7 @@ class Leaf:
             made = self._made(block, bytes_of, expert)
             return made[None] if block.sliced else made
 
-        made = replace(self.recipe, sources=names).make(model, read)[self.place.target]
+        made = replace(self.recipe, sources=names).make(model, read)[self.entry.target]
         return made[0]
 
 
@@ -253,8 +258,8 @@ class ExpertSource:
         name: the module's path in the model.
         unit: the name of the unit that it is in.
         module: the experts module.
-        experts: how many it has.
-        used: how many of them a token uses.
+        experts: the number of its experts.
+        used: the number of them that a token uses.
         leaves: its parameters of shape (experts, ...), by the name of the leaf.
         nbytes: memory of one expert; a multiple of the block of a file system.
     """
@@ -282,7 +287,7 @@ class ExpertSource:
         """Bytes of all experts, ready to multiply with."""
         return sum(
             (sum(part.nbytes for part in leaf.parts) + leaf.made_bytes) * self.experts
-            if leaf.packed
+            if leaf.matrix_type
             else leaf.ready_bytes
             for leaf in self.leaves.values()
         )
@@ -290,7 +295,7 @@ class ExpertSource:
     @property
     def is_ready(self) -> bool:
         """Whether every weight is used in its stored form: as a view, or multiplied from its codes."""
-        return all(leaf.is_view or leaf.packed is not None for leaf in self.leaves.values())
+        return all(leaf.is_view or leaf.matrix_type is not None for leaf in self.leaves.values())
 
     def spans(self, expert: int, leaf: str | None = None) -> list[FileSpan]:
         """The reads of an expert into memory of `nbytes` bytes: all of its parts, or those of one leaf."""
@@ -312,7 +317,7 @@ class ExpertSource:
         for key, parts in ((None, everything), *((name, list(leaf.parts)) for name, leaf in self.leaves.items())):
             runs: list[list[ExpertPart]] = []
             for part in sorted(parts, key=lambda part: part.at):
-                if runs and _follows(runs[-1][-1], part):
+                if runs and runs[-1][-1].is_followed_by(part):
                     runs[-1].append(part)
                 else:
                     runs.append([part])
@@ -329,17 +334,20 @@ class ExpertSource:
         )
 
 
-def packed_by(source: ExpertSource, packs: Packs | None) -> ExpertSource:
-    """A source whose matrices are multiplied in their quantized form if `packs` returns a type for them."""
-    if packs is None or getattr(source.module, "is_transposed", True):  # a kernel multiplies by rows
+def with_matrices(source: ExpertSource, choose_matrix: MatrixChooser | None) -> ExpertSource:
+    """A source; its matrices are multiplied in quantized form if `choose_matrix` returns a type for them."""
+    if choose_matrix is None or getattr(source.module, "is_transposed", True):  # a kernel multiplies by rows
         return source
     return replace(
-        source, leaves={key: replace(leaf, packed=_packing(leaf, packs)) for key, leaf in source.leaves.items()}
+        source,
+        leaves={
+            key: replace(leaf, matrix_type=_matrix_type(leaf, choose_matrix)) for key, leaf in source.leaves.items()
+        },
     )
 
 
 def with_tables(source: ExpertSource, store: WeightFiles, device: torch.device) -> ExpertSource:
-    """A source whose blocks have their code tables, on the device that computes.
+    """A source with the code tables of its blocks, on the device that computes.
 
     Raises:
         IncompleteSplitError: the tables of two experts differ, or a checksum does.
@@ -361,7 +369,7 @@ def with_tables(source: ExpertSource, store: WeightFiles, device: torch.device) 
 def _with_table(source: ExpertSource, block: Block, store: WeightFiles, device: torch.device) -> Block:
     if block.form is None:
         return block
-    if not block.tables:  # the values of blocks are known
+    if not block.tables:  # blocks of GGUF have none
         return replace(block, table=code_values(block.form.scheme).to(device))
     nesting = block.nesting
     if nesting is not None:
@@ -377,14 +385,14 @@ def _table(
     found = {bytes(store.mapped(spec.file).bytes_of(spec)) for spec in tables}
     if len(found) > 1:
         raise IncompleteSplitError(
-            f"the experts of {source.name} were quantized with {len(found)} different tables; expected one for all.",
+            f"the experts of {source.name} were quantized with {len(found)} different tables; expected a single one.",
             "Split the checkpoint again into another folder (layer_shards_saving_path, --dir).",
         )
     return torch.frombuffer(bytearray(found.pop()), dtype=torch.float32).to(device)
 
 
-def _packing(leaf: Leaf, packs: Packs) -> type[StoredMatrix] | None:
-    """The type that multiplies all rows together as one quantized matrix, or None."""
+def _matrix_type(leaf: Leaf, choose_matrix: MatrixChooser) -> type[StoredMatrix] | None:
+    """The type that multiplies all rows as one quantized matrix, or None."""
     first = leaf.blocks[0].form
     if not leaf.stacks or first is None or len(leaf.shape) != 2:
         return None
@@ -395,14 +403,7 @@ def _packing(leaf: Leaf, packs: Packs) -> type[StoredMatrix] | None:
             return None
         if block.form.shape[0] * block.form.shape[1] % STORED[first.scheme].block:
             return None
-    return packs(replace(first, shape=leaf.shape), leaf.recipe.dtype) if leaf.recipe.dtype is not None else None
-
-
-def _follows(before: ExpertPart, after: ExpertPart) -> bool:
-    """Whether one part of every expert directly follows another, in its file and in memory."""
-    if before.at + before.nbytes != after.at or before.files != after.files:
-        return False
-    return bool(np.all(before.offsets + before.nbytes == after.offsets))
+    return choose_matrix(replace(first, shape=leaf.shape), leaf.recipe.dtype) if leaf.recipe.dtype is not None else None
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:

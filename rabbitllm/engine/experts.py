@@ -1,9 +1,9 @@
 """Binds the experts of a model: as ordinary tensors, as stacks over the mapped files, or from a pool.
 
-`placement.py` chooses among these. A stack is to a model a parameter of shape (experts, ...) and the ordinary dtype, so
-that transformers' own experts kernels compute with it. The operations of these kernels are done expert by expert:
+`placement.py` chooses among these. For a model a stack is a parameter of shape (experts, ...) and the ordinary dtype,
+so transformers' own experts kernels compute with it. The operations of these kernels are done expert by expert:
 indexing by one index or several, and products of groups of rows with their experts. For any other operation all experts
-are copied into one tensor, which serves that operation only.
+are copied into one tensor, which is freed after it.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class ExpertStack(WeightStandIn):
         supply: provides the experts.
         leaf: the name of the parameter.
         shape, dtype, device: of the parameter that it stands for, before the transposition.
-        turned: whether the last two dimensions are exchanged.
+        transposed: whether the last two dimensions are exchanged.
     """
 
     supply: Supply
     leaf: str
-    turned: bool
+    transposed: bool
     _whole_shape: torch.Size
     _why = "experts are read from the disk, or by their codes"
 
@@ -70,28 +70,28 @@ class ExpertStack(WeightStandIn):
         shape: torch.Size,
         dtype: torch.dtype,
         device: torch.device,
-        turned: bool = False,
+        transposed: bool = False,
     ) -> ExpertStack:
-        seen = torch.Size((*shape[:-2], shape[-1], shape[-2])) if turned else shape
+        seen = torch.Size((*shape[:-2], shape[-1], shape[-2])) if transposed else shape
         made: ExpertStack = torch.Tensor._make_wrapper_subclass(cls, seen, dtype=dtype, device=device)
-        made.supply, made.leaf, made.turned, made._whole_shape = supply, leaf, turned, shape
+        made.supply, made.leaf, made.transposed, made._whole_shape = supply, leaf, transposed, shape
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ExpertStack({tuple(self.shape)}, {self.dtype}, by expert)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertStack:
-        return self.again()  # experts are read-only, so they need no copy
+        return self.again()  # experts are read-only and need no copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise AbsentWeightError(
-            "The experts of a layer are not in memory as one tensor, so torch.save cannot pickle them.",
+            "The experts of a layer are not in memory as one tensor; torch.save cannot pickle them.",
             "model.save_pretrained(folder) writes the whole model.",
         )
 
-    def again(self, turned: bool = False) -> ExpertStack:
-        """Another object for the same stack; `turned`: with the last two dimensions exchanged."""
-        kind = self.dtype, self.device, self.turned != turned
+    def again(self, transposed: bool = False) -> ExpertStack:
+        """Another object for the same stack; `transposed`: with the last two dimensions exchanged."""
+        kind = self.dtype, self.device, self.transposed != transposed
         return ExpertStack(self.supply, self.leaf, self._whole_shape, *kind)
 
     def whole(self) -> torch.Tensor:
@@ -101,15 +101,15 @@ class ExpertStack(WeightStandIn):
     def each(self, experts: Sequence[int]) -> Iterator[torch.Tensor]:
         """These experts' matrices, in this order; each is valid until the next one is requested."""
         for weight in self.supply.each(self.leaf, experts):
-            yield weight.transpose(-2, -1) if self.turned else weight
+            yield weight.transpose(-2, -1) if self.transposed else weight
 
     def copied(self, experts: Sequence[int]) -> torch.Tensor:
         """Copies of these experts' matrices, (len(experts), ...)."""
         made = torch.empty((len(experts), *self.shape[1:]), dtype=self.dtype, device=self.device)
         distinct = sorted(set(experts))
-        places = {expert: [at for at, one in enumerate(experts) if one == expert] for expert in distinct}
+        rows = {expert: [at for at, one in enumerate(experts) if one == expert] for expert in distinct}
         for expert, weight in zip(distinct, self.each(distinct), strict=True):
-            for at in places[expert]:
+            for at in rows[expert]:
                 made[at].copy_(weight.whole() if isinstance(weight, QuantizedWeight) else weight)
         return made
 
@@ -133,15 +133,15 @@ class ExpertStack(WeightStandIn):
             begin = max(begin, end)
         if not groups:
             return rows.new_zeros(len(rows), self.shape[-1])
-        here, coming = self.supply.order([expert for expert, *_ in groups])
-        chosen = [groups[at] for at in (*here, *coming)]
+        filled, pending = self.supply.order([expert for expert, *_ in groups])
+        chosen = [groups[at] for at in (*filled, *pending)]
         weights = self.supply.each(self.leaf, [expert for expert, *_ in chosen])
         first, spans = next(weights), [(begin, end) for _, begin, end in chosen]
         product = self._grouped(rows, first)
         if product is not None:
             found = (getattr(weight, "matrix", None) for weight in chain([first], weights))
             matrices = (matrix for matrix in found if isinstance(matrix, Matrix))
-            at_once = list(islice(matrices, max(len(here), 1)))
+            at_once = list(islice(matrices, max(len(filled), 1)))
             product.multiply(at_once, spans[: len(at_once)])
             for span, matrix in zip(spans[len(at_once) :], matrices, strict=True):
                 product.multiply([matrix], [span])
@@ -154,14 +154,14 @@ class ExpertStack(WeightStandIn):
     def _grouped(self, rows: torch.Tensor, weight: torch.Tensor) -> GroupedProduct | None:
         """A grouped product for weights like this one; None if they are multiplied one by one."""
         needs_gradient = torch.is_grad_enabled() and rows.requires_grad
-        if not self.turned or not isinstance(weight, QuantizedWeight) or needs_gradient:
+        if not self.transposed or not isinstance(weight, QuantizedWeight) or needs_gradient:
             return None
         return weight.matrix.grouped(rows)
 
     def _product(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if self.turned and isinstance(weight, QuantizedWeight):
+        if self.transposed and isinstance(weight, QuantizedWeight):
             return torch.nn.functional.linear(rows, weight)
-        return torch.mm(rows, weight.t() if self.turned else weight)
+        return torch.mm(rows, weight.t() if self.transposed else weight)
 
     @classmethod
     def _operation(cls, func: Any, args: tuple[Any, ...]) -> Any:
@@ -193,7 +193,7 @@ def _one(stack: ExpertStack, expert: int) -> torch.Tensor:
 
 
 def _transpose(stack: Any, first: int, second: int) -> Any:
-    return stack.again(turned=True) if {first % 3, second % 3} == {1, 2} and stack.dim() == 3 else None
+    return stack.again(transposed=True) if {first % 3, second % 3} == {1, 2} and stack.dim() == 3 else None
 
 
 ExpertStack._answers = {
@@ -235,13 +235,13 @@ class MappedExperts:
         steps = np.unique(np.diff(first.offsets))
         if not chosen.is_view or len(first.files) > 1 or len(self._source.spans(0, leaf)) > 1 or len(steps) != 1:
             return None
-        step, itemsize = int(steps[0]), chosen.place.dtype.itemsize
+        step, itemsize = int(steps[0]), chosen.entry.dtype.itemsize
         begin, end = int(first.offsets[0]), int(first.offsets[-1]) + sum(part.nbytes for part in chosen.parts)
         flat = self._file_bytes(first.file(0))[begin:end]
         if step <= 0 or step % TENSOR_ALIGNMENT or flat.data_ptr() % TENSOR_ALIGNMENT:
             return None
         inner = torch.empty(chosen.shape, device="meta").stride()
-        return flat.view(chosen.place.dtype).as_strided((experts, *chosen.shape), (step // itemsize, *inner))
+        return flat.view(chosen.entry.dtype).as_strided((experts, *chosen.shape), (step // itemsize, *inner))
 
     def _weight(self, leaf: str, expert: int) -> torch.Tensor:
         chosen = self._source.leaves[leaf]
@@ -250,7 +250,7 @@ class MappedExperts:
             begin = int(part.offsets[expert])
             return self._file_bytes(part.file(expert))[begin : begin + part.nbytes]
 
-        if not (chosen.is_view or chosen.packed):
+        if not (chosen.is_view or chosen.matrix_type):
             return chosen.weight(self._model, bytes_of, expert)
         found = self._ready.get((leaf, expert))
         if found is None:
@@ -287,7 +287,7 @@ def bind_experts(
     devices: Mapping[str, Device],
     store: WeightFiles,
     profiler: Profiler,
-    ways: Mapping[str, ReadMode],
+    read_modes: Mapping[str, ReadMode],
 ) -> dict[str, ExpertPool]:
     """Give every routed module its experts.
 
@@ -295,20 +295,19 @@ def bind_experts(
         Device name -> its pool, for those that have one.
     """
     file_bytes = mapped_bytes(store)
-    places = {placed.unit: placed for placed in placement.experts}
-    known = {
-        source.name: with_tables(source, store, devices[places[source.name].device].torch_device) for source in sources
-    }
+    where = {placed.unit: devices[placed.device].torch_device for placed in placement.experts}
+    known = {source.name: with_tables(source, store, where[source.name]) for source in sources}
     pools = {}
     for pool in placement.pools:
         own = [known[p.unit] for p in placement.experts if p.device == pool.device]
         device = devices[pool.device]
         host = None if device.shares_host_memory else HostBuffers(device)
-        disk = SpanReader(store, ways[pool.device], store.checks)
+        disk = SpanReader(store, read_modes[pool.device], store.checks)
         pools[pool.device] = made = ExpertPool(model, own, device, pool.slots, disk, profiler, host, pool.host_slots)
         for number, source in enumerate(own):
             supply = PooledExperts(made, number)
-            _bind(source, supply, device.torch_device)
+            for name, leaf in source.leaves.items():
+                leaf.entry.bind(ExpertStack(supply, name, leaf.entry.shape, leaf.entry.dtype, device.torch_device))
             source.module.register_forward_pre_hook(supply.before, with_kwargs=True)
             source.module.register_forward_hook(supply.after, always_call=True)
     mapped = [placed for placed in placement.experts if placed.tier is not Tier.ROUTED]
@@ -319,7 +318,7 @@ def bind_experts(
 
 
 def _check_mapped(sources: Sequence[ExpertSource], store: WeightFiles) -> None:
-    """Have the experts in mapped files compared with their checksums, if there are checksums for each of them."""
+    """Compare experts in mapped files with their checksums, if there are any, while they are used first."""
     checks = store.checks
     if checks is None or not sources:
         return
@@ -329,18 +328,13 @@ def _check_mapped(sources: Sequence[ExpertSource], store: WeightFiles) -> None:
             check_experts_before(source, checks, thread)
 
 
-def _bind(source: ExpertSource, supply: Supply, device: torch.device) -> None:
-    for name, leaf in source.leaves.items():
-        leaf.place.bind(ExpertStack(supply, name, leaf.place.shape, leaf.place.dtype, device))
-
-
-def _bind_mapped(model: PreTrainedModel, source: ExpertSource, file_bytes: FileBytes, for_good: bool) -> None:
+def _bind_mapped(model: PreTrainedModel, source: ExpertSource, file_bytes: FileBytes, permanent: bool) -> None:
     """Bind experts on the host: as views of the file if possible, else as copies, made once or for each use."""
     supply = MappedExperts(model, source, file_bytes)
     for name, leaf in source.leaves.items():
         whole = supply.strided(name)
         if whole is None:
-            stack = ExpertStack(supply, name, leaf.place.shape, leaf.place.dtype, torch.device("cpu"))
-            lasting = for_good and leaf.packed is None
-            whole = stack.copied(range(source.experts)) if lasting else stack
-        leaf.place.bind(whole)
+            stack = ExpertStack(supply, name, leaf.entry.shape, leaf.entry.dtype, torch.device("cpu"))
+            once = permanent and leaf.matrix_type is None
+            whole = stack.copied(range(source.experts)) if once else stack
+        leaf.entry.bind(whole)

@@ -1,12 +1,12 @@
-"""Reads resident weights ahead of the first pass, and compares them with their checksums before their first use.
+"""Reads resident weights before the first pass, and compares them with their checksums before their first use.
 
 Parameters that are views of mapped files are read when they are touched, a few pages at a time, while the processor
 waits. A background thread reads them earlier, in the order of a pass and in larger pieces: the first token of a model
-that was not in the page cache came in 0.6 of the time. Costs almost nothing if they are in the page cache already.
+that was not in the page cache took 0.6 of the time. If they are in the page cache, this costs almost nothing.
 
-Other threads follow and compute checksums of the bytes. The module that uses mapped bytes first gets a hook that waits
-for the comparison, and is removed when all of them were compared. (Bytes that are read into a buffer are compared as
-they are read: `span_reader.py`.)
+Other threads compute checksums of the bytes. The module that uses mapped bytes first has a hook that waits for the
+comparison, and is removed when all of them are compared. (Bytes that are read into a buffer are compared there:
+`span_reader.py`.)
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PIECE_BYTES = 4 << 20
 
 
 class ReadAhead:
-    """Reads in background threads, from the construction of this object until it is freed.
+    """Reads in background threads while this object exists.
 
     Args:
         units: runs of bytes of each unit, in the order of a pass.
@@ -54,14 +54,14 @@ class ReadAhead:
         stop = threading.Event()
         weakref.finalize(self, stop.set)
         spans = [span for runs in units.values() for span in runs]
-        work = [threading.Thread(target=_ask, args=(spans, store), name="read-ahead", daemon=True)]
+        work = [threading.Thread(target=_prefetch, args=(spans, store), name="read-ahead", daemon=True)]
         self._checked: dict[str, Future[None]] = {}
         self._units, self._checks = units, checks
         if checks is not None:
             self._checked = {unit: Future() for unit in units}
-            waiting = iter(tuple(units.items()))  # each unit goes to one of the threads
+            queue = iter(tuple(units.items()))  # which the threads share
             for _ in range(usable_cores() // 2):
-                args = (waiting, checks, self._checked, stop)
+                args = (queue, checks, self._checked, stop)
                 work.append(threading.Thread(target=_check, args=args, name="checksums", daemon=True))
         self.threads = tuple(work)
         in_child(self._fail_unfinished)
@@ -88,8 +88,8 @@ class ReadAhead:
         fail_unfinished(self._checked.values())
 
 
-def _ask(spans: Sequence[FileSpan], store: Paths) -> None:
-    with contextlib.suppress(OSError):  # the pass raises for missing or unreadable files
+def _prefetch(spans: Sequence[FileSpan], store: Paths) -> None:
+    with contextlib.suppress(OSError):  # the pass raises an error for missing or unreadable files
         for span in spans:
             end = span.offset + span.nbytes
             with PositionalFile(store.path(span.file)) as file:
@@ -98,18 +98,18 @@ def _ask(spans: Sequence[FileSpan], store: Paths) -> None:
 
 
 def _check(
-    waiting: Iterator[tuple[str, Sequence[FileSpan]]],
+    queue: Iterator[tuple[str, Sequence[FileSpan]]],
     checks: LayerChecks,
-    told: Mapping[str, Future[None]],
+    results: Mapping[str, Future[None]],
     stop: threading.Event,
 ) -> None:
-    for unit, spans in waiting:
+    for unit, spans in queue:
         try:
             _compare(spans, checks, stop)
         except Exception as error:
-            told[unit].set_exception(error)
+            results[unit].set_exception(error)
         else:
-            told[unit].set_result(None)
+            results[unit].set_result(None)
 
 
 def _compare(spans: Sequence[FileSpan], checks: LayerChecks, stop: threading.Event) -> None:
@@ -136,8 +136,8 @@ def check_rows_before(embedding: nn.Module, stored: StoredTensor, checks: LayerC
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         ids = args[0] if args else next(iter(kwargs.values()))  # the name of a forward's first argument differs
-        named = isinstance(ids, torch.Tensor) and not ids.is_floating_point()
-        check_rows(stored, torch.unique(ids.cpu()) if named else torch.arange(stored.shape[0]), checks)
+        is_ids = isinstance(ids, torch.Tensor) and not ids.is_floating_point()
+        check_rows(stored, torch.unique(ids.cpu()) if is_ids else torch.arange(stored.shape[0]), checks)
         if all(checks.is_done(part.file) for part in stored.parts):
             handle.remove()
 

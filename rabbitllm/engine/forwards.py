@@ -1,6 +1,4 @@
-"""Forwards that replace those of a model: Llama 4's experts, bfloat16 products of linear layers; and hooks that keep
-float16 finite.
-"""
+"""Forwards that replace a model's: Llama 4's experts, bfloat16 products; and hooks that keep float16 finite."""
 
 from __future__ import annotations
 
@@ -25,9 +23,9 @@ _repeating: set[torch.device] = set()
 def repeat_keys_on(device: torch.device) -> None:
     """Make transformers' `sdpa` repeat keys and values for all query heads on a device, instead of `enable_gqa`.
 
-    For GPUs before compute capability 8.0. They have no flash attention, and torch's memory-efficient attention takes
-    no grouped keys, so with `enable_gqa` torch makes the whole attention matrix: about 2.6 GB for 64 heads and 2,048
-    tokens (transformers issue 48633, pytorch issue 191085).
+    For GPUs before compute capability 8.0. They have no flash attention, and torch's memory-efficient attention does
+    not support grouped keys. With `enable_gqa` torch makes the whole attention matrix: about 2.6 GB for 64 heads and
+    2,048 tokens (transformers issue 48633, pytorch issue 191085).
     """
     if not _repeating and hasattr(sdpa_attention, "use_gqa_in_sdpa"):
         ordinary = sdpa_attention.use_gqa_in_sdpa
@@ -64,11 +62,11 @@ def keep_finite(layers: Iterable[nn.Module]) -> None:
 def route_llama4(model: nn.Module) -> None:
     """Make every `Llama4TextMoe` of a model compute with routed experts only, with the same result bit for bit.
 
-    transformers' registry of expert kernels does not serve Llama 4. Its own forward (`Llama4TextMoe`,
+    transformers' registry of expert kernels does not support Llama 4. Its own forward (`Llama4TextMoe`,
     modeling_llama4.py) multiplies every token by every expert; for an expert that a token is not routed to, the token
     is scaled by zero, and the product is zero. Here only experts with a token are used, each with all tokens as there,
-    since the number of rows of a product decides how it is rounded. Its experts then have the attributes and the
-    arguments of a module that the registry serves.
+    since the number of rows of a product changes its rounding. Its experts get the attributes and the arguments of a
+    module in the registry.
     """
     if type(model).__name__ == "Llama4ForConditionalGeneration":
         model.get_submodule("language_model").register_forward_hook(_with_image_outputs)
@@ -91,8 +89,8 @@ def _with_image_outputs(module: nn.Module, args: Any, output: Any) -> None:
 def moe_forward(moe: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The forward of a `Llama4TextMoe` whose experts compute by `experts_forward`.
 
-    With finite hidden states and weights the result equals that of transformers' own forward on a CPU bit for bit. (An
-    infinite value becomes NaN in every expert there, and only in the routed ones here.)
+    With finite hidden states and weights the result equals that of transformers' own forward on a CPU bit for bit.
+    (There an infinite value becomes NaN in every expert, here in the routed ones.)
 
     Args:
         moe: the module.
@@ -140,8 +138,8 @@ def experts_forward(
 def _multiplied(experts: Any, some: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
     """Each expert's product with its own inputs, both (experts, tokens, hidden).
 
-    If a batch has fewer matrices than there are threads, torch splits each matrix over several threads, and rounds its
-    sums differently than in the batch of all experts. So the batch is padded with copies of the last expert.
+    If a batch has fewer matrices than threads, torch splits each matrix over several threads, and rounds its sums
+    differently than in the batch of all experts. So the batch is padded with copies of the last expert.
     """
     batch = min(torch.get_num_threads(), experts.num_experts)
     lacking = batch - len(some)
@@ -150,7 +148,7 @@ def _multiplied(experts: Any, some: torch.Tensor, inputs: torch.Tensor) -> torch
     def weights(stack: torch.Tensor) -> torch.Tensor:
         if len(some) > 1:
             return stack[padded]
-        return stack[int(some)].expand(batch, -1, -1)  # no copy of it
+        return stack[int(some)].expand(batch, -1, -1)  # without a copy
 
     given = torch.cat([inputs, inputs[-1:].expand(lacking, -1, -1)])
     gate, up = torch.bmm(given, weights(experts.gate_up_proj)).chunk(2, dim=-1)
@@ -160,9 +158,8 @@ def _multiplied(experts: Any, some: torch.Tensor, inputs: torch.Tensor) -> torch
 class RowProducts:
     """Uses the fastest bfloat16 product on this machine (`quant/bfloat_products.py`) in linear layers, until closed.
 
-    A single sequence goes through torch's own product, so that its logits equal those of transformers bit for bit,
-    unless `fast_bfloat16=True`. Packed batches always use the product here: torch's results depend on the number of
-    rows anyway.
+    Without `fast_bfloat16=True` a single sequence uses torch's own product, so that its logits equal those of
+    transformers bit for bit. Packed batches always use the product here: torch's results depend on the number of rows.
 
     Args:
         model: the model; its layers may be streamed.

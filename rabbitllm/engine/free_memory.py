@@ -109,9 +109,8 @@ def group_limits(root: Path = Path("/")) -> list[GroupLimit]:
             limit = (folder / limit_name).read_text().strip()
             high = folder / "memory.high"
             if limit_name == "memory.max" and high.exists():
-                limit = min(
-                    limit, high.read_text().strip(), key=lambda said: int(said) if said.isdigit() else _NO_LIMIT
-                )
+                limits = (limit, high.read_text().strip())
+                limit = min(limits, key=lambda text: int(text) if text.isdigit() else _NO_LIMIT)
             lines = (folder / "memory.stat").read_text().splitlines()
             used = {key: int(nbytes) for key, nbytes in map(str.split, lines)}
         except (OSError, ValueError):
@@ -172,8 +171,8 @@ def has_nvidia_driver(root: Path = Path("/")) -> bool:
 # The allocator of glibc
 
 LARGE_BYTES = 1 << 20
-"""Minimum size of a block that gets a mapping of its own: the system provides its zeroed pages in a small part of the
-time in which a layer fills them."""
+"""Minimum size of a block that is mapped separately: the system zeroes its pages in a small part of the time in which a
+layer fills them."""
 _M_MMAP_THRESHOLD = -3
 
 
@@ -192,7 +191,7 @@ def trimming() -> Callable[[], object] | None:
 
 @functools.cache
 def keep_large_apart() -> bool:
-    """Give every large block of the process a mapping of its own from now on; False without glibc."""
+    """Map every large block of the process separately from now on; False without glibc."""
     option = _function("mallopt")
     if option is None or _function("malloc_trim") is None:  # others have an empty function of that name
         return False

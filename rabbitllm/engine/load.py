@@ -15,8 +15,8 @@ from torch import nn
 from rabbitllm.base.options import RunOptions
 from rabbitllm.engine import published, skeleton
 from rabbitllm.engine.devices import Device, budget_of, memory_explained, resolve_devices
-from rabbitllm.engine.embedding_rows import can_bring_rows
-from rabbitllm.engine.expert_source import ExpertSource, packed_by
+from rabbitllm.engine.embedding_rows import has_readable_rows
+from rabbitllm.engine.expert_source import ExpertSource, with_matrices
 from rabbitllm.engine.experts import bind_experts
 from rabbitllm.engine.first_use import ReadAhead, check_rows_before, wait_before
 from rabbitllm.engine.forwards import RowProducts, keep_finite, repeat_keys_on
@@ -34,10 +34,10 @@ from rabbitllm.engine.pass_line import PassLine
 from rabbitllm.engine.placement import READY, Placement, Tier, enclosing
 from rabbitllm.engine.prefetch import keep_units
 from rabbitllm.engine.saving import origin_of
-from rabbitllm.engine.span_reader import PROBES, THROUGH_THE_CACHE, ReadMode, choose_way
+from rabbitllm.engine.span_reader import PROBES, THROUGH_THE_CACHE, ReadMode, choose_read_mode
 from rabbitllm.engine.streamed_model import StreamedModel, adopt
 from rabbitllm.engine.streamer import Streamer, device_executors
-from rabbitllm.engine.units import Packs, UnitSource, input_embedding, source_of
+from rabbitllm.engine.units import MatrixChooser, UnitSource, input_embedding, source_of
 from rabbitllm.engine.weight_tensors import StoredMatrix
 from rabbitllm.engine.weights import WeightMap, check_unused
 from rabbitllm.errors import IncompleteSplitError
@@ -50,7 +50,8 @@ from rabbitllm.telemetry.profiler import Profiler
 logger = logging.getLogger(__name__)
 
 
-_MAPPED = (*READY, Tier.PACKED)
+_IN_PLACE = (*READY, Tier.PACKED)
+"""Tiers of weights that a pass uses where they are."""
 
 
 @torch.inference_mode(False)  # else weights loaded in a caller's inference mode could never have gradients
@@ -61,10 +62,10 @@ def load_model(
     devices: Sequence[Device] | None = None,
     share: PartChooser | None = None,
 ) -> StreamedModel:
-    """A genuine transformers model whose weights are in `folder`.
+    """A model of transformers' own class with the weights in `folder`.
 
     Args:
-        folder: a finished split directory; or other files with weights, opened.
+        folder: a finished split directory; or other opened files with weights.
         options: see `RunOptions`.
         config_folder: the folder of config and tokenizer, if not `folder` (a directory of RabbitLLM 1.1 has none).
         devices: the devices to compute on; by default those of `options`.
@@ -113,23 +114,26 @@ def _bound(
     by_name = {device.name: device for device in devices}
     skeleton.materialise_buffers(model, _device_finder(placement, by_name), weights.absent)
     profiler = Profiler(options.profiling, "Passes, by stage")
-    way = _way(sources, placement, by_name, store)
-    ways = _expert_ways(plan.experts, placement, by_name, store)
-    placement, kept = keep_units(placement, sources, by_name, store)
+    # depends on whether they fit into host memory with all resident weights
+    spans = [span for p in placement.units if p.tier is Tier.STREAMED for span in sources[p.unit].spans]
+    read_mode = choose_read_mode(store, spans, cache_room(placement))
+    read_modes = _expert_read_modes(plan.experts, placement, store)
+    placement, pinned = keep_units(placement, sources, by_name, store)
     experts: Sequence[ExpertSource] = plan.experts
     if not options.exact:
         sources, experts = _fused(sources, experts, placement, by_name, weights, store)
     profiler.in_place = _in_place(model, sources, placement)
-    mapped = _mapped_units(sources, placement, by_name)
-    embedding = input_embedding(model)  # in its stored form a pass touches a few rows of it
+    in_files = (p.unit for p in placement.units if p.tier in _IN_PLACE and by_name[p.device].shares_host_memory)
+    mapped = [sources[unit] for unit in in_files]
+    embedding = input_embedding(model)  # in its stored form a pass reads a few rows of it
     by_rows = [embedding] if embedding is not None else []
-    read = {s.unit.name: s.spans for s in mapped if not (s.is_view and can_bring_rows(s, by_rows))}
-    ahead = ReadAhead(read, store, store.checks)
+    whole = {s.unit.name: s.spans for s in mapped if not (s.is_view and has_readable_rows(s, by_rows))}
+    read_ahead = ReadAhead(whole, store, store.checks)
     with torch.no_grad():
-        pools = bind_experts(model, experts, placement, by_name, store, profiler, ways)
-        executors = device_executors(sources, placement, by_name, store, profiler, kept, way)
+        pools = bind_experts(model, experts, placement, by_name, store, profiler, read_modes)
+        executors = device_executors(sources, placement, by_name, store, profiler, pinned, read_mode)
         streamer = Streamer(model, sources, placement, executors, store, profiler, pools, options.prefetching)
-    _compare_before_use(mapped, read, ahead, store.checks)
+    _compare_before_use(mapped, whole, read_ahead, store.checks)
     home_device = by_name[placement.home].torch_device
     if len(devices) > 1:  # callers expect the output on the device of their inputs
         model.register_forward_hook(lambda module, args, output: send_to_device(output, home_device))
@@ -145,7 +149,7 @@ def _bound(
     if plan.is_narrowed:
         keep_finite(source.unit.module for source in sources.values() if source.unit.is_layer)
     published.finish(model, plan.quantizer)
-    published.say_how(plan.quantizer, store.folder, model.dtype, devices)
+    published.warn_of_dequantizing(plan.quantizer, store.folder, model.dtype, devices)
     if options.fast_bfloat16:
         RowProducts(model)
     streamed = adopt(model, home_device, placement)
@@ -165,61 +169,43 @@ def _bound(
 
 
 def _in_place(model: nn.Module, sources: Mapping[str, UnitSource], placement: Placement) -> dict[str, int]:
-    """Device and tier -> stored bytes that each pass uses in place; an embedding does not count, since it uses rows."""
+    """Device and tier -> stored bytes that each pass uses in place, without the embedding, of which it uses rows."""
     embedding = input_embedding(model)
     found = Counter[str]()
     for placed in placement.units:
-        if placed.tier in _MAPPED and sources[placed.unit].unit.module is not embedding:
+        if placed.tier in _IN_PLACE and sources[placed.unit].unit.module is not embedding:
             found[f"{placed.device} {placed.tier.value}"] += placed.stored
     return dict(found)
 
 
-def _mapped_units(
-    sources: Mapping[str, UnitSource], placement: Placement, devices: Mapping[str, Device]
-) -> list[UnitSource]:
-    """Resident units in mapped files, in the order of a pass."""
-    stays = (p.unit for p in placement.units if p.tier in _MAPPED and devices[p.device].shares_host_memory)
-    return [sources[unit] for unit in stays]
-
-
 def _compare_before_use(
-    mapped: Sequence[UnitSource], read: Container[str], ahead: ReadAhead, checks: LayerChecks | None
+    mapped: Sequence[UnitSource], whole: Container[str], read_ahead: ReadAhead, checks: LayerChecks | None
 ) -> None:
-    """Have each mapped unit compared with checksums before its use: those in `read` whole, others by their rows."""
+    """Compare each mapped unit with checksums before its use: those in `whole` completely, others by their rows."""
     if checks is None:
         return
     for source in mapped:
         unit = source.unit
-        if unit.name in read:
-            wait_before(unit.module, functools.partial(ahead.wait_for, unit.name))
+        if unit.name in whole:
+            wait_before(unit.module, functools.partial(read_ahead.wait_for, unit.name))
         else:
             check_rows_before(unit.module, next(iter(source.stored.values())), checks)
 
 
-def _way(
-    sources: Mapping[str, UnitSource], placement: Placement, devices: Mapping[str, Device], store: WeightFiles
-) -> ReadMode:
-    """How streamed units are read; depends on whether they fit into host memory with all resident weights."""
-    spans = [span for p in placement.units if p.tier is Tier.STREAMED for span in sources[p.unit].spans]
-    return choose_way(store, spans, cache_room(placement, devices.values()))
-
-
-def _expert_ways(
-    experts: Sequence[ExpertSource], placement: Placement, devices: Mapping[str, Device], store: WeightFiles
+def _expert_read_modes(
+    experts: Sequence[ExpertSource], placement: Placement, store: WeightFiles
 ) -> dict[str, ReadMode]:
-    """Device -> how streamed experts are read.
-
-    If that is through the page cache, they are left in it after use, since many are used again.
-    """
+    """Device -> the read mode of streamed experts; those that are read through the page cache stay in it, since many
+    are used again."""
     found = {}
     for pool in placement.pools:
         own = {placed.unit for placed in placement.experts if placed.device == pool.device}
         chosen = [source for source in experts if source.name in own]
-        way = THROUGH_THE_CACHE
+        read_mode = THROUGH_THE_CACHE
         if all(source.in_blocks for source in chosen):
             sample = [span for source in chosen[:PROBES] for span in source.spans(source.experts // 2)]
-            way = choose_way(store, sample, cache_room(placement, devices.values()), pool.stored)
-        found[pool.device] = way if way.direct else THROUGH_THE_CACHE
+            read_mode = choose_read_mode(store, sample, cache_room(placement), pool.stored)
+        found[pool.device] = read_mode if read_mode.direct else THROUGH_THE_CACHE
     return found
 
 
@@ -231,7 +217,7 @@ def _device_finder(placement: Placement, devices: Mapping[str, Device]) -> Calla
 
 
 TRIED = (1, 6, 16)
-"""Rows of input in a trial: bitsandbytes has a kernel for each of these."""
+"""Rows of input in a trial; bitsandbytes has a kernel for each number."""
 MAX_ROWS = 4096
 """Maximum rows of a trial's matrix: more rows only repeat the same work, and need memory."""
 
@@ -244,34 +230,34 @@ def _fused(
     weights: WeightMap,
     store: WeightFiles,
 ) -> tuple[Mapping[str, UnitSource], Sequence[ExpertSource]]:
-    """Units and experts; what GPUs would dequantize for each use is multiplied from its codes where that works.
+    """Units and experts; matrices that GPUs would dequantize for each use are multiplied from their codes if possible.
 
-    Resident units were dequantized once and stay so, which serves any number of inputs at once.
+    Resident units are dequantized once, which is as fast for any number of inputs.
     """
-    packs = {name: fused_packs(device) for name, device in devices.items() if not device.shares_host_memory}
-    places = {placed.unit: placed.device for placed in placement.experts}
-    fused = fused_units(sources, placement, packs, weights, store)
-    return fused, [packed_by(source, packs.get(places[source.name])) for source in experts]
+    choosers = {name: fused_chooser(device) for name, device in devices.items() if not device.shares_host_memory}
+    where = {placed.unit: placed.device for placed in placement.experts}
+    fused = fused_units(sources, placement, choosers, weights, store)
+    return fused, [with_matrices(source, choosers.get(where[source.name])) for source in experts]
 
 
 def fused_units(
     sources: Mapping[str, UnitSource],
     placement: Placement,
-    packs: Mapping[str, Packs],
+    choosers: Mapping[str, MatrixChooser],
     weights: WeightMap,
     store: WeightFiles,
 ) -> Mapping[str, UnitSource]:
-    """The units, where those that are dequantized for each use are multiplied from their codes on these devices."""
+    """The units; those that are dequantized for each use are multiplied from their codes on these devices."""
     dequantized_once = (Tier.RESIDENT, Tier.ROWS, Tier.ELSEWHERE)
     units = {
-        placed.unit: source_of(sources[placed.unit].unit, weights, store, packs[placed.device])
+        placed.unit: source_of(sources[placed.unit].unit, weights, store, choosers[placed.device])
         for placed in placement.units
-        if placed.device in packs and placed.tier not in dequantized_once
+        if placed.device in choosers and placed.tier not in dequantized_once
     }
     return {**sources, **units}
 
 
-def fused_packs(device: Device) -> Packs:
+def fused_chooser(device: Device) -> MatrixChooser:
     """The choice whether a device multiplies by bitsandbytes' 4bit products, or dequantizes each matrix first.
 
     A product from codes moves a ninth of the bytes. A trial for each shape and dtype, with random codes and inputs,
@@ -279,14 +265,14 @@ def fused_packs(device: Device) -> Packs:
     """
     trial = functools.cache(functools.partial(_is_right, device))
 
-    def packs(form: Quantized, dtype: torch.dtype) -> type[StoredMatrix] | None:
+    def choose_matrix(form: Quantized, dtype: torch.dtype) -> type[StoredMatrix] | None:
         if not can_multiply(form) or dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return None
         shape = (min(form.shape[0], MAX_ROWS), form.shape[1])
         name = str(dtype).removeprefix("torch.")  # not the stored dtype, to which dequantizing rounds first
         return FusedMatrix if trial(Quantized("4bit", shape, name), dtype) else None
 
-    return packs
+    return choose_matrix
 
 
 def is_near(fused: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -297,13 +283,13 @@ def is_near(fused: torch.Tensor, expected: torch.Tensor) -> bool:
 
 def _is_right(device: Device, form: Quantized, dtype: torch.dtype) -> bool:
     """Run one trial. False too if it fails: the kernel is missing, or there is not enough memory."""
-    (rows, columns), place = form.shape, device.torch_device
+    (rows, columns), to = form.shape, device.torch_device
     generator = torch.Generator().manual_seed(0)
     payload = torch.randint(0, 256, (rows * columns // 2, 1), dtype=torch.uint8, generator=generator)
     absmax = torch.rand(rows * columns // NF4_BLOCK, generator=generator)
     table, inputs = torch.linspace(-1, 1, 16), torch.randn(max(TRIED), columns, generator=generator).to(dtype)
     try:
-        matrix, x = FusedMatrix(form, payload.to(place), absmax.to(place), table.to(place)), inputs.to(place)
+        matrix, x = FusedMatrix(form, payload.to(to), absmax.to(to), table.to(to)), inputs.to(to)
         expected = torch.nn.functional.linear(x, matrix.dequantized(dtype))
         if all(is_near(matrix.linear(x[:count], None), expected[:count]) for count in TRIED):
             return True

@@ -1,7 +1,8 @@
 """Decides a model's skeleton, dtype, attention, recipes of weights and placement from names and sizes alone.
 
-Reads no weights, so it works on planned layer files too: a plan and the loaded model have the same costs and placement.
-A process may compute a part of the model; the units of the others have a name and a size here, and are never bound.
+Reads no weights, so it also works on planned layer files: a plan and the loaded model have the same costs and
+placement. A process may compute a part of the model; units of other processes have a name and a size here, and are
+never bound.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from rabbitllm.base.options import RunOptions
 from rabbitllm.base.terminal import size
 from rabbitllm.engine import published, skeleton
 from rabbitllm.engine.devices import Device, budget_of, host_room
-from rabbitllm.engine.embedding_rows import can_bring_rows
+from rabbitllm.engine.embedding_rows import has_readable_rows
 from rabbitllm.engine.expert_finding import expert_sources, without_experts
 from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.experts import expert_costs
@@ -37,11 +38,11 @@ from rabbitllm.engine.placement import (
     SharedTensor,
     Tier,
     UnitCost,
-    least_bytes,
+    min_bytes,
     place,
     ready_once,
 )
-from rabbitllm.engine.units import UnitSource, find_tables, find_units, input_embedding, source_of
+from rabbitllm.engine.units import MatrixChooser, UnitSource, find_tables, find_units, input_embedding, source_of
 from rabbitllm.engine.weight_tensors import StoredMatrix
 from rabbitllm.engine.weights import WeightMap, check_unused, map_weights
 from rabbitllm.errors import (
@@ -80,9 +81,10 @@ PartChooser = Callable[
     [Any, Mapping[str, UnitSource], Sequence[UnitCost], WeightFiles, Mapping[str, int]],
     ModelPart,
 ]
-"""Chooses the part that this process computes, before any weight is read, from the skeleton, its units in the order of
-a pass, the memory cost of each in the same order, the weights, and device -> bytes for weights if this process computed
-the whole model. Raises `RabbitLLMError` if the model cannot be divided, or other processes are missing or differ."""
+"""Chooses the part that this process computes, before any weight is read. Arguments: the skeleton, its units in the
+order of a pass, the memory cost of each in the same order, the weights, and device -> bytes for weights if this process
+computed the whole model. Raises `RabbitLLMError` if the model cannot be divided, or other processes are missing or
+differ."""
 
 
 def unit_costs(
@@ -90,39 +92,34 @@ def unit_costs(
 ) -> list[UnitCost]:
     """A cost for each unit, in the order of `sources`, which is that of a pass."""
     routed: dict[str, int] = {}
-    shared = _shared(sources.values())
+    # in the plan of a large model one source stands for many layers, which share no tensors
+    distinct = {id(source): {job.recipe.key for job in source.jobs} for source in sources.values()}
+    shared = {key for key, count in Counter(chain.from_iterable(distinct.values())).items() if count > 1}
     for expert in experts:
         routed[expert.unit] = routed.get(expert.unit, 0) + expert.stored_bytes
     embedding, tables = input_embedding(model), find_tables(model)
     costs = []
     for name, source in sources.items():
         module = source.unit.module
-        # a small module may hand out its own weights as its output (a learned query), so they must outlive its forward
+        # a small module may return its weights as its output (a learned query), so they must outlive its forward
         streamable = source.unit.is_layer or isinstance(module, (nn.Linear, nn.Embedding))
         stays = source.unit.holds_units or not streamable or not source.jobs
-        rows = can_bring_rows(source, tables)
+        rows = has_readable_rows(source, tables)
         sizes = source.stored_bytes, source.ready_bytes, source.is_view
-        own = routed.get(name, 0), source.scale_bytes
+        other_sizes = routed.get(name, 0), source.scale_bytes
         tied = tuple(
             SharedTensor(job.recipe.key, *source.bytes_of(job)) for job in source.jobs if job.recipe.key in shared
         )
         costs.append(
-            UnitCost(name, *sizes, source.unit.is_layer, stays, rows, *own, tied, rows and module is not embedding)
+            UnitCost(
+                name, *sizes, source.unit.is_layer, stays, rows, *other_sizes, tied, rows and module is not embedding
+            )
         )
     return costs
 
 
-def _shared(sources: Iterable[UnitSource]) -> set[str]:
-    """Recipe keys of tensors that several units share.
-
-    In a plan of a large model one source stands for many layers, which share no tensors.
-    """
-    distinct = {id(source): {job.recipe.key for job in source.jobs} for source in sources}
-    return {key for key, count in Counter(chain.from_iterable(distinct.values())).items() if count > 1}
-
-
 def held_bytes(placement: Placement, sources: Mapping[str, UnitSource], experts: Iterable[ExpertSource]) -> int:
-    """Bytes of weights that are in memory between two passes, and of the buffers for streamed weights.
+    """Bytes of weights in memory between two passes, and of the buffers for streamed weights.
 
     A tensor that several units use in its stored form counts once.
     """
@@ -143,21 +140,13 @@ def held_bytes(placement: Placement, sources: Mapping[str, UnitSource], experts:
         tier = next(placed.tier for placed in placement.experts if placed.unit == expert.name)
         if tier is not Tier.ROUTED:
             made[frozenset([expert.name])] = expert.ready_bytes if tier is Tier.RESIDENT else expert.stored_bytes
-    pools = sum(pool.nbytes + pool.host_slots * pool.slot for pool in placement.pools)
+    pools = sum(pool.nbytes + pool.host_bytes for pool in placement.pools)
     return sum(as_stored.values()) + sum(made.values()) + pools + SLOTS * sum(largest.values())
 
 
-def cache_room(placement: Placement, devices: Iterable[Device]) -> int:
-    """Bytes of host memory left to the page cache once all resident weights are loaded. Call it before any is."""
-    on_host = {device.name for device in devices if device.shares_host_memory}
-    kept = sum(
-        p.counted
-        for p in placement.units
-        if p.tier is Tier.PINNED or (p.device in on_host and p.tier in (Tier.RESIDENT, Tier.PACKED))
-    )
-    mapped = sum(p.stored for p in placement.experts if p.tier is not Tier.ROUTED)
-    pools = sum(p.nbytes if p.device in on_host else p.host_slots * p.slot for p in placement.pools)
-    return available_ram() - kept - mapped - pools
+def cache_room(placement: Placement) -> int:
+    """Bytes of host memory left to the page cache once all resident weights are loaded; call it before that."""
+    return available_ram() - placement.host_bytes
 
 
 _CHECK_THE_SOURCE = (
@@ -211,22 +200,24 @@ def make_load_plan(store: WeightFiles, options: RunOptions, home: Path, devices:
     attention = _attention(options.attn_implementation, config, devices, dtype)
     model = skeleton.build_skeleton(home, config, dtype, attention, options.trust_remote_code, quantizer)
     route_llama4(model)
-    packs = _packs_on_host if not options.exact and all(device.shares_host_memory for device in devices) else None
+    choose_matrix: MatrixChooser | None = None
+    if not options.exact and all(device.shares_host_memory for device in devices):
+        choose_matrix = _matrix_on_host
     units = find_units(model)
     try:
         weights = map_weights(model, store.tensors, store.label, quantizer)
         if not store.is_split:
             check_unused(model, weights, store)
-        experts = expert_sources(model, units, weights, store, packs)
+        experts = expert_sources(model, units, weights, store, choose_matrix)
     except IncompleteSplitError as error:
         if store.is_split:
             raise
         raise IncompleteCheckpointError(f"{error.problem} Nothing was deleted.", _CHECK_THE_SOURCE) from error
-    sources = {unit.name: source_of(without_experts(unit, experts), weights, store, packs) for unit in units}
+    sources = {unit.name: source_of(without_experts(unit, experts), weights, store, choose_matrix) for unit in units}
     placement = place_units(model, sources, experts, devices, options)
     if config.model_type in SCALES_IN_PLACE and not placement.is_resident:
         raise RabbitLLMError(
-            f"{config.model_type} rescales its weights in place, so all of them must stay; they need "
+            f"{config.model_type} rescales its weights in place, so all of them must be resident; they need "
             f"{size(ready_once(unit_costs(model, sources)))}, more than the limits allow.",
             "Raise max_memory.",
         )
@@ -234,7 +225,7 @@ def make_load_plan(store: WeightFiles, options: RunOptions, home: Path, devices:
 
 
 def check(config_folder: Path, options: RunOptions, devices: Sequence[Device]) -> None:
-    """Check the model, the dtype and the attention by the config alone. Needs no request for a header.
+    """Check the model, the dtype and the attention by the config alone, without a request for a header.
 
     Raises:
         UnknownArchitectureError, OptionError: as `load_model` does.
@@ -254,15 +245,15 @@ def accept(
     devices: Sequence[Device],
     too_little: Callable[[LoadPlan, Sequence[Device]], None] | None = None,
 ) -> None:
-    """Raise what `load_model` would raise: called before the first shard is deleted, and before the last one is.
+    """Raise the errors of `load_model`; called before the first shard is deleted, and before the last one is.
 
     Args:
         store: the layer files, existing or planned.
-        options: how the model will be run.
+        options: those of the run.
         home: the folder of config and tokenizer.
         devices: the devices that it will run on.
         too_little: `refuse_too_little_memory` for a model that this process will load, `warn_of_too_little_memory` for
-            one that may be for another machine; None for one that several processes will load.
+            one that another machine may load; None for one that several processes will load.
 
     Raises:
         RabbitLLMError: as `make_load_plan` and `too_little` do.
@@ -275,20 +266,20 @@ def accept(
 
 
 def too_little_memory(plan: LoadPlan, devices: Sequence[Device]) -> NotEnoughMemoryError | None:
-    """The error for a model of which not even one layer at a time fits the memory that this process may use.
+    """The error if not even one layer of a model at a time fits the memory that this process may use.
 
     Returns:
-        The error, with the least memory of a pass and the memory that this process may use; None if that suffices.
+        The error, with the minimum memory of a pass and the memory that this process may use; None if that suffices.
     """
     used = {placed.unit for placed in plan.placement.units}
     costs = [cost for cost in unit_costs(plan.model, plan.sources, plan.experts) if cost.name in used]
     for device in devices:
-        if not device.shares_host_memory:  # a full GPU raises an error of its own, and the process goes on
+        if not device.shares_host_memory:  # a full GPU raises an error, and the process continues
             continue
-        (least, unit), free = least_bytes(costs, plan.placement, device.name), device.free_bytes()
-        if least and least + FIXED_BYTES > free:
+        (minimum, unit), free = min_bytes(costs, plan.placement, device.name), device.free_bytes()
+        if minimum and minimum + FIXED_BYTES > free:
             return NotEnoughMemoryError(
-                f"A pass takes at least {size(least + FIXED_BYTES)} of memory"
+                f"A pass takes at least {size(minimum + FIXED_BYTES)} of memory"
                 f"{f' (its largest unit is {unit})' if unit else ''}; this process may take {size(free)}.",
                 "Use a stronger compression, end other processes, or raise the limit (container, `ulimit -v`).",
             )
@@ -306,7 +297,7 @@ def refuse_too_little_memory(plan: LoadPlan, devices: Sequence[Device]) -> None:
 
 
 def warn_of_too_little_memory(plan: LoadPlan, devices: Sequence[Device]) -> None:
-    """Log as a warning what `refuse_too_little_memory` would raise."""
+    """Log the error of `refuse_too_little_memory` as a warning."""
     if (error := too_little_memory(plan, devices)) is not None:
         problem = error.problem
         logger.warning("This machine cannot load the model: %s", problem)
@@ -318,13 +309,13 @@ def only_a_part(
     """The plan of the part of the model that this process places and computes."""
     budgets = {device.name: budget_of(device, options) for device in devices}
     part = share(plan.model, plan.sources, unit_costs(plan.model, plan.sources, plan.experts), store, budgets)
-    own = {name: source for name, source in plan.sources.items() if name in part.units}
+    here = {name: source for name, source in plan.sources.items() if name in part.units}
     experts = tuple(source for source in plan.experts if source.unit in part.units)
     limited = replace(options, max_memory={**(options.max_memory or {}), **part.budgets})
-    placement = place_units(plan.model, own, experts, devices, limited)
-    here = {placed.unit: placed for placed in placement.units}
+    placement = place_units(plan.model, here, experts, devices, limited)
+    known = {placed.unit: placed for placed in placement.units}
     units = (
-        here.get(name) or PlacedUnit(name, placement.home, Tier.ELSEWHERE, source.stored_bytes)
+        known.get(name) or PlacedUnit(name, placement.home, Tier.ELSEWHERE, source.stored_bytes)
         for name, source in plan.sources.items()
     )
     return replace(plan, experts=experts, placement=replace(placement, units=tuple(units)))
@@ -334,8 +325,7 @@ def _choose_dtype(
     wanted: str | None, config: PretrainedConfig, store: WeightFiles, devices: Sequence[Device]
 ) -> torch.dtype:
     """The caller's dtype, else the config's, else that of the weights; fp16 for bf16 if a GPU has no bf16."""
-    named = _named_dtype(wanted)
-    if named is not None:
+    if (named := _named_dtype(wanted)) is not None:
         return named
     dtype = _own_dtype(config, store)
     if dtype == torch.bfloat16 and not all(device.has_bf16 for device in devices):
@@ -373,7 +363,7 @@ def _stored_dtype(store: WeightFiles) -> torch.dtype:
 
 
 def _attention(wanted: str, config: PretrainedConfig, devices: Sequence[Device], dtype: torch.dtype) -> str | None:
-    """The `attn_implementation` for transformers; None for its own choice.
+    """The `attn_implementation` for transformers; None for its default.
 
     "auto" is FlashAttention 2 if it is installed and usable, else None.
     """
@@ -383,9 +373,9 @@ def _attention(wanted: str, config: PretrainedConfig, devices: Sequence[Device],
         return None
     from transformers.utils import is_flash_attn_2_available
 
-    own = skeleton.model_class(config)
-    kinds = getattr(own, "_compatible_flash_implementations", None) or ["flash_attention_2"]
-    supported = getattr(own, "_supports_flash_attn", False) and "flash_attention_2" in kinds
+    model = skeleton.model_class(config)
+    kinds = getattr(model, "_compatible_flash_implementations", None) or ["flash_attention_2"]
+    supported = getattr(model, "_supports_flash_attn", False) and "flash_attention_2" in kinds
     return "flash_attention_2" if supported and devices[0].has_bf16 and is_flash_attn_2_available() else None
 
 
@@ -409,5 +399,5 @@ def place_units(
     )
 
 
-def _packs_on_host(form: Quantized, dtype: torch.dtype) -> type[StoredMatrix] | None:
+def _matrix_on_host(form: Quantized, dtype: torch.dtype) -> type[StoredMatrix] | None:
     return Matrix if multiplies(form) else None

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from rabbitllm.base.rounding import round_up
 from rabbitllm.base.terminal import aligned, size
 
 SLOTS = 2
@@ -36,8 +37,7 @@ class Tier(enum.Enum):
     MAPPED = "mapped rows"
     """An embedding that is used in its mapped file: ready, and only the rows that are looked up take memory."""
     PINNED = "page-locked RAM"
-    """In pinned host memory (in ordinary one if the driver pins no more), in stored form; copied to the device for each
-    pass."""
+    """In pinned host memory (ordinary memory if the driver pins no more), in stored form; copied for each pass."""
     STREAMED = "streamed"
     """In the layer file; read for each pass, and copied to a device with memory of its own."""
     ROUTED = "by routing"
@@ -155,6 +155,24 @@ class PlacedUnit:
 
 
 @dataclass(frozen=True, slots=True)
+class TierContent:
+    """The content of one tier of a device: a value of `Tier`, units, and bytes that are counted for them."""
+
+    device: str
+    tier: str
+    units: int
+    stored_bytes: int
+
+
+def tier_contents(placed: Iterable[PlacedUnit]) -> tuple[TierContent, ...]:
+    """Units and bytes by device and tier, in the order in which these occur."""
+    found: dict[tuple[str, Tier], list[int]] = {}
+    for unit in placed:
+        found.setdefault((unit.device, unit.tier), []).append(unit.counted)
+    return tuple(TierContent(device, tier.value, len(each), sum(each)) for (device, tier), each in found.items())
+
+
+@dataclass(frozen=True, slots=True)
 class Pool:
     """Memory for streamed experts.
 
@@ -182,9 +200,19 @@ class Pool:
         return (self.slots + self.transit) * self.slot
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of the slots in host memory."""
+        return self.host_slots * self.slot
+
+    @property
     def kept(self) -> int:
         """Bytes of the cache slots, on the device and in host memory."""
-        return (self.slots + self.host_slots) * self.slot
+        return self.slots * self.slot + self.host_bytes
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """The shares of the experts that have a slot on the device, and in host memory."""
+        return self.slots / self.experts, self.host_slots / self.experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +266,20 @@ class Placement:
         return sum(placed.stored for placed in self.units if placed.tier is Tier.STREAMED)
 
     @property
+    def contents(self) -> tuple[TierContent, ...]:
+        """The units of each device and tier, and their bytes, without experts that are streamed individually."""
+        return tier_contents(self.units)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that weights take between two passes, mapped files included."""
+        hosts = {budget.device for budget in self.budgets if budget.is_host}
+        kept = (Tier.RESIDENT, Tier.PACKED)
+        units = sum(p.counted for p in self.units if p.tier is Tier.PINNED or (p.device in hosts and p.tier in kept))
+        mapped = sum(p.stored for p in self.experts if p.tier is not Tier.ROUTED)
+        return units + mapped + sum(p.nbytes if p.device in hosts else p.host_bytes for p in self.pools)
+
+    @property
     def uploaded_bytes(self) -> int:
         """Bytes that each pass copies from host memory to devices with memory of their own, streamed or pinned."""
         return sum(self._uploaded(budget) for budget in self.budgets)
@@ -265,15 +307,15 @@ class Placement:
         return sum(p.stored for p in self.units if p.device == budget.device and p.tier in moves)
 
     def __str__(self) -> str:
-        rows = [("device", "tier", "units", "size")]
-        for budget in self.budgets:
-            for tier in Tier:
-                for what, units in (("", self.units), ("experts, ", self.experts)):
-                    chosen = [p for p in units if p.device == budget.device and p.tier is tier]
-                    if chosen:
-                        nbytes = sum(p.counted for p in chosen)
-                        rows.append((budget.device, what + tier.value, str(len(chosen)), size(nbytes)))
-        return "\n".join([*aligned(rows, left=(0, 1)), *map(_in_words, self.pools), *self._traffic()])
+        found = [("", one) for one in self.contents] + [("experts, ", one) for one in tier_contents(self.experts)]
+        devices, tiers = [budget.device for budget in self.budgets], [tier.value for tier in Tier]
+        found.sort(key=lambda one: (devices.index(one[1].device), tiers.index(one[1].tier)))
+        rows = [(one.device, kind + one.tier, str(one.units), size(one.stored_bytes)) for kind, one in found]
+        lines = aligned([("device", "tier", "units", "size"), *rows], left=(0, 1))
+        for pool in self.pools:
+            pinned = f", {size(pool.host_bytes)} in page-locked RAM" if pool.host_slots else ""
+            lines.append(f"{size(pool.slots * pool.slot)} of experts are kept on {pool.device}{pinned}")
+        return "\n".join([*lines, *self._traffic()])
 
     def _traffic(self) -> list[str]:
         """The line about the bytes that each pass copies and reads; empty if there are none."""
@@ -282,11 +324,6 @@ class Placement:
         if self.streamed_bytes:
             moved.append(f"{size(self.streamed_bytes)} are read from the disk")
         return ["each pass: " + ", ".join(moved)] if moved else []
-
-
-def _in_words(pool: Pool) -> str:
-    kept = f"{size(pool.slots * pool.slot)} of experts are kept on {pool.device}"
-    return kept + (f", {size(pool.host_slots * pool.slot)} in page-locked RAM" if pool.host_slots else "")
 
 
 # The GPU memory that allocations really take: torch's allocator cuts them from segments, and rounds. Pure.
@@ -307,15 +344,11 @@ def taken(nbytes: int) -> int:
 
     At worst 1.5 times `nbytes`: two allocations of 6.7 MiB have a segment of 20 MiB.
     """
-    rounded = max(_up(nbytes, _ROUND), _ROUND)
+    rounded = max(round_up(nbytes, _ROUND), _ROUND)
     if rounded >= _LARGE:
-        return _up(rounded, _ROUND_LARGE)
+        return round_up(rounded, _ROUND_LARGE)
     segment = _SMALL_SEGMENT if rounded <= _SMALL else _LARGE_SEGMENT
     return segment // (segment // rounded)
-
-
-def _up(nbytes: int, to: int) -> int:
-    return -(-nbytes // to) * to
 
 
 Sized = TypeVar("Sized", UnitCost, PlacedUnit)
@@ -561,7 +594,7 @@ def _kept_bytes(cost: UnitCost, budget: Budget) -> int:
     return cost.stored + (cost.scales if budget.is_host and cost.is_view else 0)
 
 
-def least_bytes(costs: Sequence[UnitCost], placement: Placement, device: str) -> tuple[int, str]:
+def min_bytes(costs: Sequence[UnitCost], placement: Placement, device: str) -> tuple[int, str]:
     """Minimum bytes of a pass on a device, with all streamable units streamed; and the name of the largest such unit.
 
     These are the buffers of the largest streamed unit, its dequantized weights, the units that have to be resident, and

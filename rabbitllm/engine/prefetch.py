@@ -1,11 +1,11 @@
-"""Brings units that are not resident into fixed buffers, ahead of need: from the disk, or from pinned host memory.
+"""Prefetches units that are not resident into fixed buffers: from the disk, or from pinned host memory.
 
-On a device that shares host memory, the computation uses the bytes that `Loader` reads in place. For a device with
-memory of its own, `Uploader` adds a second thread. One thread reads units on the disk into a few pinned buffers, as far
-ahead as there are buffers, so that the disk reads while other units are copied. The other begins the copies, in the
-order of use, each as soon as a device buffer is free: units that are kept in pinned memory directly from there, the
-others from the buffer that they were read into. So copies wait for a read only when its unit is the next one that is
-needed. Only the next read into the same buffer waits for a copy; the computation waits on the device.
+On a device that shares host memory, the computation uses the bytes in the buffers of `Loader`. For another device,
+`Uploader` adds a second thread. One thread reads units from the disk into a few pinned buffers, as far ahead as there
+are buffers: the disk reads while other units are copied. The other thread begins the copies, in the order of use, each
+as soon as a device buffer is free: of pinned units directly, of others from the buffer that they were read into. So a
+copy waits for a read only if its unit is the next one. Only the next read into the same buffer waits for a copy; the
+computation waits on the device.
 """
 
 from __future__ import annotations
@@ -63,17 +63,13 @@ Job = Callable[[BufferSlot], Any]
 
 
 class Prefetcher:
-    """The buffers and their thread."""
+    """Buffers, and the thread that fills them."""
 
     def __init__(self, slots: Sequence[BufferSlot], thread: str) -> None:
         self._slots = tuple(slots)
         self._wanted: dict[str, Job] = {}
         self._pending: dict[str, tuple[BufferSlot, Future[Any]]] = {}
         self._thread = Workers(1, thread)
-
-    def is_coming(self, unit: str) -> bool:
-        """Whether a unit has a buffer, filled or not."""
-        return unit in self._pending
 
     def request(self, unit: str, job: Job) -> None:
         """Fill a buffer with a unit once one is free, unless it was requested already."""
@@ -82,7 +78,7 @@ class Prefetcher:
         self._start()
 
     def forget(self, but: Collection[str] = ()) -> None:
-        """Drop all requests but these. Their buffers are free at once: a running job ends before the next begins."""
+        """Cancel all requests but these. Their buffers are free at once: a running job ends before the next begins."""
         for unit in [unit for unit in self._wanted if unit not in but]:
             del self._wanted[unit]
         for unit in [unit for unit in self._pending if unit not in but]:
@@ -92,7 +88,7 @@ class Prefetcher:
     def take(self, unit: str, job: Job | None = None) -> FilledSlot:
         """A unit; blocks until its job is done. `give_back` it after use.
 
-        If it has no buffer, all other requests are dropped, and `job` fills one.
+        If it has no buffer, all other requests are cancelled, and `job` fills one.
 
         Raises:
             Exception: the error of the job; the unit may be requested again.
@@ -115,9 +111,9 @@ class Prefetcher:
         return FilledSlot(unit, slot, ticket)
 
     def give_back(self, loaded: FilledSlot, left: Any = None) -> None:
-        """Declare that a slot may be filled again once `left` is reached; the jobs interpret `left`."""
+        """Allow a slot to be filled again once `left` is reached; the jobs interpret `left`."""
         loaded.slot.left = left
-        # moved to the end, so that the slot that was free for longest is filled next: its wait is the shortest
+        # moved to the end: the slot that was free for longest is filled next, since its wait is the shortest
         self._slots = (*(slot for slot in self._slots if slot is not loaded.slot), loaded.slot)
         loaded.slot.taken = False
         self._start()
@@ -156,7 +152,7 @@ class Loader:
         device: its copies determine when a buffer may be filled again.
         profiler: records reading and waiting.
         buffers: uint8, each as large as the largest unit (see `largest`).
-        depth: how many units `expect` reads ahead.
+        depth: the number of units that `prefetch` reads.
 
     Attributes:
         loads: how many units were read.
@@ -180,49 +176,49 @@ class Loader:
         self._device = device
         self._profiler = profiler
         self._depth = depth
-        self._ahead = Prefetcher([BufferSlot(buffer) for buffer in buffers], f"read-{device.name}")
+        self._prefetcher = Prefetcher([BufferSlot(buffer) for buffer in buffers], f"read-{device.name}")
         self.loads = 0
         self.waited = 0.0
 
     def request(self, unit: str) -> None:
         """Begin to read a unit, unless it was requested already."""
-        self._ahead.request(unit, partial(self._read, unit))
+        self._prefetcher.request(unit, partial(self._read, unit))
 
-    def expect(self, units: Iterable[str]) -> None:
+    def prefetch(self, units: Iterable[str]) -> None:
         """Prefetch the first of these, and cancel all other requests."""
         soon = list(islice(units, self._depth))
-        self._ahead.forget(but=soon)
+        self._prefetcher.forget(but=soon)
         for unit in soon:
             self.request(unit)
 
     def take(self, unit: str) -> FilledSlot:
         """The unit's bytes; blocks until they are read, and records the wait. `give_back` its slot after use."""
         start = time.perf_counter()
-        loaded = self.bring(unit)
+        loaded = self.fetch(unit)
         waited = time.perf_counter() - start
         self.waited += waited
         self._profiler.add(unit, READ_WAIT, waited)
         return loaded
 
-    def bring(self, unit: str) -> FilledSlot:
+    def fetch(self, unit: str) -> FilledSlot:
         """The unit's bytes, like `take`, without a record of the wait."""
-        return self._ahead.take(unit, partial(self._read, unit))
+        return self._prefetcher.take(unit, partial(self._read, unit))
 
     def give_back(self, loaded: FilledSlot, ticket: Any = None) -> None:
-        """Declare a slot free once the upload of this ticket is complete."""
-        self._ahead.give_back(loaded, ticket)
+        """Free a slot once the upload of this ticket is complete."""
+        self._prefetcher.give_back(loaded, ticket)
 
     def give_back_taken(self) -> None:
-        """Declare that no computation uses a slot any more: between two passes."""
-        self._ahead.give_back_taken(lambda: None)
+        """Free all slots: between two passes no computation uses one."""
+        self._prefetcher.give_back_taken(lambda: None)
 
     def reset(self) -> None:
         """Discard all requests and taken slots; see `Prefetcher.reset`."""
-        self._ahead.reset()
+        self._prefetcher.reset()
 
     def close(self) -> None:
         """Stop the reading thread."""
-        self._ahead.close()
+        self._prefetcher.close()
 
     def _read(self, unit: str, slot: BufferSlot) -> None:
         self.loads += 1
@@ -346,8 +342,8 @@ def keep_units(
         except REFUSALS as error:
             refused = wanted[at:]
             logger.warning(
-                "There is no host memory for more than %s of layers (%s); %d layers of %s that were to be "
-                "kept there are read from the disk for each pass.",
+                "There is no host memory for more than %s of layers (%s); %d layers of %s that were planned for host "
+                "memory are read from the disk for each pass.",
                 size(sum(done.stored for done in wanted[:at])),
                 error,
                 len(refused),
@@ -361,12 +357,12 @@ def keep_units(
 
 
 class Uploader:
-    """Copies the units of one device to it that are not resident on it.
+    """Copies units that are not resident to their device.
 
     Args:
         sources: the units, by name.
         disk: reads the other units.
-        device: the device that they are copied to.
+        device: the device.
         profiler: records reading, copying and waiting.
         memory: keeps units in host memory, and provides buffers to read the others into.
 
@@ -385,7 +381,7 @@ class Uploader:
     ) -> None:
         self.waited = self.waited_for_copies = 0.0
         self._sources = sources
-        self._kept = memory.units
+        self._pinned = memory.units
         self._device = device
         self._profiler = profiler
         self._memory = memory  # kept, since its buffers are unpinned when it is freed
@@ -394,27 +390,29 @@ class Uploader:
         self._disk = Loader(on_disk, disk, device, profiler, staging, STAGING)
         buffers = [device.device_buffer(largest(sources)) for _ in range(SLOTS if sources else 0)]
         # the first copy waits too: this memory may still be used by a running computation
-        self._ahead = Prefetcher([BufferSlot(buffer, device.leave()) for buffer in buffers], f"upload-{device.name}")
+        self._prefetcher = Prefetcher(
+            [BufferSlot(buffer, device.leave()) for buffer in buffers], f"upload-{device.name}"
+        )
 
     @property
     def loads(self) -> int:
         """How many units were read from the disk."""
         return self._disk.loads
 
-    def expect(self, units: Iterable[str]) -> None:
+    def prefetch(self, units: Iterable[str]) -> None:
         """Prefetch these in this order, and cancel all other requests; buffers limit the reads, slots the copies."""
         order = list(units)
         soon = order[:SLOTS]
-        self._ahead.forget(but=soon)
+        self._prefetcher.forget(but=soon)
         for at, unit in enumerate(soon):
-            reads = tuple(islice((name for name in order[at:] if name not in self._kept), STAGING))
-            self._ahead.request(unit, partial(self._upload, unit, reads))
+            reads = tuple(islice((name for name in order[at:] if name not in self._pinned), STAGING))
+            self._prefetcher.request(unit, partial(self._upload, unit, reads))
 
     def take(self, unit: str) -> FilledSlot:
         """The unit's bytes on the device; blocks until their copy is queued. `give_back` its slot after use."""
         start = time.perf_counter()
-        loaded = self._ahead.take(unit, partial(self._upload, unit, None))
-        waited, stage = time.perf_counter() - start, UPLOAD_WAIT if unit in self._kept else READ_WAIT
+        loaded = self._prefetcher.take(unit, partial(self._upload, unit, None))
+        waited, stage = time.perf_counter() - start, UPLOAD_WAIT if unit in self._pinned else READ_WAIT
         if stage is READ_WAIT:
             self.waited += waited
         else:
@@ -426,31 +424,31 @@ class Uploader:
         return loaded
 
     def give_back(self, loaded: FilledSlot) -> None:
-        """Declare that no computation after those queued so far uses this slot."""
-        self._ahead.give_back(loaded, self._device.leave())
+        """Free a slot: no computation that is queued later uses it."""
+        self._prefetcher.give_back(loaded, self._device.leave())
 
     def give_back_taken(self) -> None:
-        """Declare that no computation after those queued so far uses a slot: between two passes."""
-        self._ahead.give_back_taken(self._device.leave)
+        """Free all slots: between two passes no computation that is queued later uses one."""
+        self._prefetcher.give_back_taken(self._device.leave)
 
     def reset(self) -> None:
         """Discard all requests and taken slots; see `Prefetcher.reset`."""
-        self._ahead.reset()
+        self._prefetcher.reset()
         self._disk.reset()
 
     def close(self) -> None:
         """Stop both threads."""
-        self._ahead.close()
+        self._prefetcher.close()
         self._disk.close()
 
     def _upload(self, unit: str, reads: tuple[str, ...] | None, slot: BufferSlot) -> Any:
-        """Begin a copy; runs in the thread. `reads`: the units to read ahead, or None for no change."""
+        """Begin a copy; runs in the thread. `reads`: the units to prefetch from the disk, or None for no change."""
         if reads is not None:
-            self._disk.expect(reads)
+            self._disk.prefetch(reads)
         target = slot.buffer[: self._sources[unit].buffer_bytes]
-        if unit in self._kept:
-            return self._device.upload(self._kept[unit], target, slot.left)
-        read, ticket = self._disk.bring(unit), None
+        if unit in self._pinned:
+            return self._device.upload(self._pinned[unit], target, slot.left)
+        read, ticket = self._disk.fetch(unit), None
         try:
             ticket = self._device.upload(read.slot.buffer[: len(target)], target, slot.left)
         finally:
@@ -461,5 +459,5 @@ class Uploader:
         unit, device = loaded.unit, self._device
         with self._profiler.stage(unit, UPLOAD_WAIT):
             device.landed(loaded.ticket)
-        stage = PINNED_UPLOAD if unit in self._kept else UPLOAD
+        stage = PINNED_UPLOAD if unit in self._pinned else UPLOAD
         self._profiler.add(unit, stage, device.seconds(loaded.ticket), self._sources[unit].stored_bytes)

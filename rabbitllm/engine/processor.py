@@ -1,7 +1,7 @@
 """The processor of a checkpoint: makes a model's inputs of text, pictures and sounds.
 
-transformers makes it from files that every split has copies of. Processors for pictures need Pillow, and some of them
-torchvision. Where torchvision is missing, a processor without its part for videos is made if its other parts allow it.
+transformers makes it from files of which every split has copies. Processors for pictures need Pillow, and some of them
+torchvision. Without torchvision, a processor is made without its part for videos, if its other parts allow it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from rabbitllm.base.terminal import harmless
-from rabbitllm.errors import MissingPackageError, ProcessorError
+from rabbitllm.base.terminal import error_line
+from rabbitllm.errors import ProcessorError, missing_package
 from rabbitllm.formats.bounded import read_json
 
 CONFIG = "config.json"
@@ -26,7 +26,6 @@ PARTS = {
 FILES = (WHOLE, *dict.fromkeys(PARTS.values()))
 _PACKAGES = {"torchvision": "torchvision", "Pillow": "PIL", "PIL": "PIL"}
 """Package, as transformers names it -> its module."""
-_INSTALL = 'Run pip install ".[pictures]" in a copy of the repository.'
 
 
 def read_processor(folder: Path, config: Any, trust_remote_code: bool = False) -> Any | None:
@@ -59,14 +58,10 @@ def read_processor(folder: Path, config: Any, trust_remote_code: bool = False) -
         missing = [name for name, module in _PACKAGES.items() if importlib.util.find_spec(module) is None]
         named = next((name for name in missing if name.lower() in str(error).lower()), None)
         if named is not None:
-            raise MissingPackageError(
-                f"This model's {getattr(kind, '__name__', 'processor')} cannot be made without {named}, a package that "
-                "is not installed.",
-                _INSTALL,
-            ) from error
+            raise missing_package("Pictures for this model need", named, "pictures") from error
         raise ProcessorError(
-            f"transformers cannot read the processor in {folder}: {_first_line(error)}.",
-            f"Fetch {', '.join(FILES[:2])} again.",
+            f"transformers cannot read the processor in {folder}: {error_line(error, 300).rstrip('.')}.",
+            f"Download {', '.join(FILES[:2])} again.",
         ) from error
     return None if isinstance(found, PreTrainedTokenizerBase) else found
 
@@ -100,7 +95,7 @@ def _without_videos(folder: Path, kind: Any) -> Any:
     more = {name: value for name, value in settings.items() if name not in (*parts, "processor_class", "auto_map")}
 
     def check(self: Any, name: str, part: Any) -> Any:
-        """Check the class of a part that is there; transformers looks for the class of an absent one and fails."""
+        """Check the class of a part; for an absent one transformers fails."""
         return None if part is None else kind.check_argument_for_proper_class(self, name, part)
 
     body = {"__module__": kind.__module__, "__doc__": kind.__doc__, "check_argument_for_proper_class": check}
@@ -118,7 +113,7 @@ def _check_files(folder: Path, kind: Any) -> None:
             continue  # older checkpoints have one file for pictures and videos
         if not (folder / PARTS[part]).is_file():
             raise ProcessorError(
-                f"The processor of this model cannot be made: {PARTS[part]} is missing in {folder}.",
+                f"{folder} lacks {PARTS[part]}, which the processor of this model needs.",
                 f"Put the checkpoint's {PARTS[part]} (or {WHOLE}) there. Text needs no processor.",
             )
 
@@ -128,8 +123,3 @@ def _parts_of(kind: Any) -> list[str]:
         return list(kind.get_attributes())
     except ImportError:  # a stand-in of transformers for a class whose package is missing
         return []
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return harmless(lines[0] if lines else type(error).__name__, 300).rstrip(".")

@@ -1,12 +1,12 @@
 """Weights that are published quantized, loaded by transformers' own quantizers a layer at a time.
 
 A quantizer of transformers changes the skeleton's modules before weights are loaded, and its conversions make their
-parameters from the stored codes and scales. Both are used unchanged here; only the loading is ours, so the bytes of the
-file are streamed. If a quantizer has no kernels for a device it dequantizes while it loads; then a layer is dequantized
-each time it is used, by the same operation and with the same result bit for bit, and no file is written.
+parameters from the stored codes and scales. Both are used unchanged; only the loading is ours, so the bytes of the file
+are streamed. A quantizer without kernels for a device dequantizes while it loads. Then a layer is dequantized each time
+it is used, by the same operation and with the same result bit for bit, and no file is written.
 
-Lists the tested methods, and the packages that they need in addition to transformers; for conversions that cannot be
-tried out without bytes, checks that their parts belong together, by names, counts and sizes alone.
+Lists the tested methods, and the packages that they need in addition to transformers. Some conversions have no trial
+without bytes; names, counts and sizes show whether their parts belong together.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rabbitllm.base.terminal import harmless
 from rabbitllm.checkpoints.config import BITSANDBYTES, LEFTOVER, MODELOPT, method_of
 from rabbitllm.errors import IncompleteSplitError, MissingPackageError, UnknownArchitectureError
 from rabbitllm.formats.tensor_spec import torch_dtype
@@ -40,10 +41,20 @@ _COMPRESSED_TENSORS = "compressed-tensors"
 _INTEGERS = ("awq", "gptq")
 DEQUANTIZED = ("fp8", "mxfp8", "mxfp4", _COMPRESSED_TENSORS, *_INTEGERS, MODELOPT)
 """Methods whose layers are dequantized each time they are used."""
+AUTO_ROUND = "auto-round"
+"""A tool that writes parts in the layouts of `_INTEGERS`."""
+_LAYOUTS: Mapping[str, Mapping[str, str]] = {
+    "auto_gptq": {"quant_method": "gptq"},
+    "gptq": {"quant_method": "gptq"},
+    "gptqmodel": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
+    "auto_awq": {"quant_method": "awq", "version": "gemm"},
+    "awq": {"quant_method": "awq", "version": "gemm"},
+}
+"""auto-round's name of a layout -> the settings of the method that it belongs to."""
 _WRAPPED = ("WrapAgain", "Bnb8bitDeserialize")
 """Operations of transformers that make a parameter around the stored bytes, without copying them."""
-BY_MATRIX = frozenset({"QuickFp8", "QuickMxfp4", "ExpertMatrices", "Dequantize"})
-"""Operations that make each matrix from its own parts, so that one expert can be made without the others."""
+BY_MATRIX = frozenset({"QuickFp8", "FusedFp8", "QuickMxfp4", "ExpertMatrices", "Dequantize"})
+"""Operations that make each matrix from its parts, so that one expert can be made without the others."""
 
 
 def settings_in(config: PretrainedConfig) -> Any:
@@ -72,11 +83,54 @@ def check_method(folder: Path, config: PretrainedConfig) -> None:
     found = settings_in(config)
     if found is None or (method := _method(found)) in (*KEPT, *DEQUANTIZED):
         return
+    if method.endswith(AUTO_ROUND):
+        _of_auto_round(folder, found)
+        return
     raise UnknownArchitectureError(
         f"The weights that belong to {folder} are already quantized ({method}), which is not supported; expected "
         f"unquantized weights, or {', '.join(KEPT)}, {', '.join(DEQUANTIZED[:-1])} or {DEQUANTIZED[-1]}.",
         "Use the model's checkpoint in one of these forms, or its unquantized one with compression='4bit' or '8bit'.",
     )
+
+
+def _of_auto_round(folder: Path, settings: Any) -> dict[str, Any]:
+    """The settings of GPTQ or AWQ that say the same as auto-round's.
+
+    Raises:
+        UnknownArchitectureError: the parts are neither GPTQ's nor AWQ's, or have several numbers of bits.
+    """
+    given = dict(settings if isinstance(settings, Mapping) else settings.to_dict())
+    # older versions write one text for layout and kernel, such as auto_round:gptq:exllamav2
+    said = [given[name] for name in ("packing_format", "backend") if given.get(name) not in (None, "auto")]
+    layout = str(said[0]) if said else "auto_round:auto_gptq"
+    parts = next((_LAYOUTS[word] for word in layout.split(":")[1:2] if word in _LAYOUTS), None)
+    bits = given.get("bits")
+    others = {
+        name: own["bits"]
+        for name, own in (given.get("extra_config") or {}).items()
+        if isinstance(own, Mapping) and own.get("bits", bits) not in (bits, *_PLAIN_BITS)
+    }
+    why = ""
+    if parts is None or given.get("data_type", "int") != "int":
+        why = f"{given.get('data_type', 'int')} in the layout {layout}"
+    elif given.get("act_bits") not in (None, *_PLAIN_BITS):
+        why = f"activations of {given['act_bits']} bits"
+    elif not isinstance(bits, int):
+        why = f"bits {bits!r}"
+    elif others:
+        why = f"{bits} bits, but {next(iter(others.values()))} bits for {next(iter(others))}"
+    if parts is None or why:
+        raise UnknownArchitectureError(
+            f"The weights that belong to {folder} are already quantized ({AUTO_ROUND}) with {harmless(why)}, which "
+            "is not supported; expected integers of one number of bits, in the layout auto_gptq or auto_awq.",
+            "Use a checkpoint of the model in that form, or its unquantized one with compression='4bit' or '8bit'.",
+        )
+    kept = {name: given[name] for name in ("bits", "group_size", "sym") if name in given}
+    return {**kept, **parts} if parts["quant_method"] == "gptq" else {**kept, "zero_point": True, **parts}
+
+
+_PLAIN_BITS = (16, 32)
+"""Of what is not quantized."""
 
 
 def quantizer_for(folder: Path, config: PretrainedConfig, devices: Iterable[Device]) -> Any:
@@ -95,12 +149,14 @@ def quantizer_for(folder: Path, config: PretrainedConfig, devices: Iterable[Devi
     settings = settings_in(config)
     if settings is None:
         return None
+    if _method(settings).endswith(AUTO_ROUND):
+        settings = _of_auto_round(folder, settings)
     method, names = _method(settings), [str(device.torch_device) for device in devices]
     if not hasattr(HfQuantizer, "serialized_names"):  # identifies its conversions
         raise MissingPackageError(
             f"The weights that belong to {folder} are already quantized ({method}), which needs transformers 5.21 or "
             f"later; found {transformers.__version__}.",
-            "Run `pip install --upgrade transformers`.",
+            "Update RabbitLLM, which installs a transformers version that it supports.",
         )
     try:
         if method == MODELOPT:  # transformers does not know it
@@ -110,10 +166,11 @@ def quantizer_for(folder: Path, config: PretrainedConfig, devices: Iterable[Devi
             quantizer: HfQuantizer = ModelOpt(config.quantization_config, pre_quantized=True)
         else:
             config.quantization_config = AutoHfQuantizer.merge_quantization_configs(settings, None)
-            if method in _INTEGERS:
-                from rabbitllm.engine.published_conversions import PackedIntegers
+            if method in (*_INTEGERS, "fp8"):
+                from rabbitllm.engine.published_conversions import Fp8, PackedIntegers
 
-                quantizer = PackedIntegers(config.quantization_config, pre_quantized=True)
+                kind = PackedIntegers if method in _INTEGERS else Fp8
+                quantizer = kind(config.quantization_config, pre_quantized=True)
             else:
                 quantizer = AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
         if method in DEQUANTIZED:
@@ -129,18 +186,19 @@ def quantizer_for(folder: Path, config: PretrainedConfig, devices: Iterable[Devi
         raise UnknownArchitectureError(
             f"The weights that belong to {folder} are already quantized ({method}), in a form that transformers "
             f"does not support: {error}.",
-            "Download its config.json again, update transformers, or use the model's unquantized checkpoint.",
+            "Download its config.json again, update RabbitLLM, or use the model's unquantized checkpoint.",
         ) from error
     return quantizer
 
 
-def say_how(quantizer: HfQuantizer | None, folder: Path, dtype: torch.dtype, devices: Iterable[Device]) -> None:
-    """Warn, once for each model, if its layers are dequantized at each use."""
+def warn_of_dequantizing(
+    quantizer: HfQuantizer | None, folder: Path, dtype: torch.dtype, devices: Iterable[Device]
+) -> None:
+    """Warn that a model's layers are dequantized for each use, if they are."""
     if quantizer is not None and is_dequantized(quantizer):
         where = ", ".join(device.name for device in devices)
         logger.warning(
-            "The weights in %s are %s. On %s each layer is dequantized to %s when it is used; the files stay as they "
-            "are.",
+            "The weights in %s are %s. On %s each layer is dequantized to %s for each use; the files stay unchanged.",
             folder,
             _method(quantizer.quantization_config),
             where,
@@ -165,10 +223,10 @@ def change_modules(model: PreTrainedModel, quantizer: HfQuantizer, dtype: torch.
             _quantize_activations(model, quantizer)
     for module in model.modules():
         if type(module).__name__ == "Linear8bitLt":
-            _say_casts_once()
-            module.register_forward_hook(_give_back_8bit)
+            _log_casts_once()
+            module.register_forward_hook(_restore_8bit)
         elif type(module).__name__ == "Linear4bit":
-            module.register_forward_hook(_give_back_4bit)
+            module.register_forward_hook(_restore_4bit)
         elif type(module).__name__ == "FP8Embedding":  # transformers loads its scale in the model's dtype
             module.weight_scale = torch.nn.Parameter(module.weight_scale.to(dtype), requires_grad=False)
 
@@ -193,20 +251,20 @@ def _quantize_activations(model: PreTrainedModel, quantizer: HfQuantizer) -> Non
 
 
 @functools.cache
-def _say_casts_once() -> None:
-    """Log bitsandbytes' warning of the cast to float16 once, instead of at every 8bit product."""
-    said: set[str] = set()
+def _log_casts_once() -> None:
+    """Log bitsandbytes' warning of the cast to float16 once, instead of for every 8bit product."""
+    logged: set[str] = set()
 
     def first_time(record: logging.LogRecord) -> bool:
-        known = record.getMessage() in said
-        said.add(record.getMessage())
+        known = record.getMessage() in logged
+        logged.add(record.getMessage())
         return not known
 
     logging.getLogger("bitsandbytes.autograd._functions").addFilter(first_time)
 
 
-def _give_back_8bit(module: Any, args: Any, output: Any) -> None:
-    """Move codes and scales from the module's state, where a forward put them, back to the weight."""
+def _restore_8bit(module: Any, args: Any, output: Any) -> None:
+    """Move codes and scales back to the weight from the module's state, to which a forward moved them."""
     state = module.state
     if state.CB is not None and not state.has_fp16_weights:
         module.weight.CB, module.weight.SCB = state.CB, state.SCB
@@ -214,7 +272,7 @@ def _give_back_8bit(module: Any, args: Any, output: Any) -> None:
         state.CB = state.SCB = None
 
 
-def _give_back_4bit(module: Any, args: Any, output: Any) -> None:
+def _restore_4bit(module: Any, args: Any, output: Any) -> None:
     module.quant_state = None  # the weight has it too
 
 
@@ -226,14 +284,14 @@ def finish(model: PreTrainedModel, quantizer: HfQuantizer | None) -> None:
 
 
 def loads(converter: WeightTransform | None, quantizer: HfQuantizer | None) -> bool:
-    """Whether a conversion is a quantizer's own, which gets its tensors in their stored dtype."""
+    """Whether a conversion is a quantizer's, which gets its tensors in their stored dtype."""
     if quantizer is None or converter is None:
         return False
     return any(getattr(operation, "hf_quantizer", None) for operation in converter.operations)
 
 
 def for_many_passes(converter: WeightTransform) -> Any:
-    """The same conversion, for one target that is made once for each pass."""
+    """The same conversion, for one target that is made in each pass."""
     from rabbitllm.engine.published_conversions import ExpertMatrices, QuickFp8, QuickMxfp4, WrapAgain
 
     first, *others = converter.operations
@@ -254,7 +312,7 @@ def wraps(converter: WeightTransform | None) -> bool:
 
 
 def is_opaque(converter: WeightTransform | None) -> bool:
-    """Whether a conversion reads its tensors, so that it cannot be tried out without their bytes."""
+    """Whether a conversion reads its tensors, so that it has no trial without their bytes."""
     return _has_one_of(_OPAQUE, converter)
 
 
@@ -263,11 +321,11 @@ def _has_one_of(kinds: Collection[str], converter: WeightTransform | None) -> bo
 
 
 def needed(sources: tuple[tuple[str, str], ...], quantizer: HfQuantizer) -> tuple[tuple[str, str], ...]:
-    """Sources of a quantizer's own conversion, without those that it does not need.
+    """Sources of a quantizer's conversion, without those that it does not need.
 
-    These are scales of activations, which are not quantized here.
-    compressed-tensors stores the shape of each packed matrix. For experts it is known if an int32 holds a whole number
-    of codes; reading it would take one more read for each matrix of an expert.
+    Those are scales of activations, which are not quantized here, and the shape of each packed matrix of
+    compressed-tensors. For experts the shape is known if an int32 has a whole number of codes; reading it would take
+    one more read for each matrix of an expert.
     """
     if unread := getattr(quantizer, "unread", ()):
         sources = tuple(s for s in sources if not s[0].endswith(unread))
@@ -284,28 +342,26 @@ def _method(settings: Any) -> str:
 
 
 _OPAQUE = ("WrapAgain", "ExpertMatrices")
-"""Operations of transformers that read some of their tensors: their result depends on more than shapes."""
+"""Operations that read some of their tensors: their result depends on more than shapes."""
 _STATE = ".quant_state.bitsandbytes__"
 _FETCH_AGAIN = "The checkpoint is incomplete: download it again, its config.json and every file that its index names."
 
 
 def check_alone(target: torch.Tensor, stored: StoredTensor, key: str) -> None:
-    """Refuse codes without their scales: a quantizer's conversion would treat a lone tensor as a plain one.
+    """Refuse codes without their scales: a quantizer's conversion would treat a single tensor as a plain one.
 
     Raises:
-        IncompleteSplitError: the stored tensor holds codes, or it is plain and the target is not.
+        IncompleteSplitError: the stored tensor contains codes, or it is plain and the target is not.
     """
     found = torch_dtype(stored.parts[0].dtype)
-    if found == target.dtype:  # codes that a module looks up as they are
+    if found == target.dtype:  # codes that a module looks up unchanged
         return
     if found.is_floating_point and found.itemsize > 1:
         if target.dtype.is_floating_point:
             return
-        problem = (
-            f"the tensor for {key} is plain {stored.parts[0].dtype}, where the model's config says it is quantized."
-        )
+        problem = f"the tensor for {key} is plain {stored.parts[0].dtype}; by the model's config it is quantized."
     else:
-        problem = f"the tensor for {key} holds codes ({stored.parts[0].dtype}) and has no scales."
+        problem = f"the tensor for {key} contains codes ({stored.parts[0].dtype}) and has no scales."
     raise IncompleteSplitError(problem, _FETCH_AGAIN)
 
 
@@ -321,8 +377,8 @@ def check_plain(target: torch.Tensor, sources: Iterable[StoredTensor]) -> None:
         found = torch_dtype(stored.parts[0].dtype)
         if stored.quantized is None and found.is_floating_point and found.itemsize == 1:
             raise UnknownArchitectureError(
-                f"The tensor {stored.name} holds codes ({stored.parts[0].dtype}) in a layout that is not supported; "
-                "expected a matrix with the name and shape that the model's Linear or expert has.",
+                f"Tensor {stored.name} has an unsupported layout of codes ({stored.parts[0].dtype}); expected the name "
+                "and shape of a matrix of the model's Linear or expert.",
                 "Use the model's checkpoint in another form, or its unquantized one.",
             )
 
@@ -351,14 +407,14 @@ def check_opaque(
         missing = _missing_at_4bit(parts) if is_4bit else _missing_when_compressed(parts)
         if missing:
             raise IncompleteSplitError(
-                f"the tensors for {key} lack {', '.join(f'{projection}weight{part}' for part in missing)}.",
+                f"Tensors are missing for {key}: {', '.join(f'{projection}weight{part}' for part in missing)}.",
                 _FETCH_AGAIN,
             )
         experts = expected.shape[0] if projection else 1
         counts = {len(found) for found in parts.values()}
         if counts != {experts}:
             raise IncompleteSplitError(
-                f"the tensors for {key} are of {' or '.join(map(str, sorted(counts)))} experts; the model's config "
+                f"the tensors for {key} belong to {' or '.join(map(str, sorted(counts)))} experts; the model's config "
                 f"needs {experts}.",
                 _FETCH_AGAIN,
             )

@@ -26,11 +26,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.integrations import mxfp4
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import Mxfp4Dequantize
 from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from rabbitllm.errors import UnknownArchitectureError
 from rabbitllm.quant import published_kernels as kernels
@@ -38,7 +39,7 @@ from rabbitllm.quant.published_kernels import integers
 
 AWQ, GPTQ = "awq", "gptq"
 CPU = torch.device("cpu")
-"""The CPU without an index; a test's stand-in for another device has an index."""
+"""The CPU without an index; a device in tests has one."""
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output of each 4 bits of an int32, from the lowest on."""
 _FORMATS = {AWQ: ("gemm",), GPTQ: ("gptq", "gptq_v2")}
@@ -159,7 +160,7 @@ class IntoPlain(HfQuantizer):  # type: ignore[misc]
     """A quantizer for transformers that loads the stored parts of each matrix into a plain Linear or experts."""
 
     unread: tuple[str, ...] = ()
-    """Endings of the names of parts that a matrix is made without."""
+    """Suffixes of unused parts."""
 
     def matrix(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """The matrix (out, in) of its parts by name, on their device, which may be meta.
@@ -174,7 +175,7 @@ class IntoPlain(HfQuantizer):  # type: ignore[misc]
         return {"dequantize": Dequantize}
 
     def is_serializable(self) -> bool:
-        """False: the plain matrices would be another checkpoint."""
+        """False: saving would write another checkpoint."""
         return False
 
     @property
@@ -184,7 +185,7 @@ class IntoPlain(HfQuantizer):  # type: ignore[misc]
 
 
 class PackedIntegers(IntoPlain):
-    """Of AWQ's and GPTQ's parts.
+    """A quantizer for transformers that loads AWQ's and GPTQ's parts.
 
     Raises:
         UnknownArchitectureError: the layout of the parts is not supported.
@@ -223,7 +224,7 @@ class PackedIntegers(IntoPlain):
         kind = model.config.model_type
         if self.quantization_config.quant_method == AWQ and kind in _SCALED_ACTIVATIONS:
             raise UnknownArchitectureError(
-                f"AWQ of a model of type {kind} scales its activations too, which is not supported.",
+                f"AWQ also scales the activations of {kind} models, which is not supported.",
                 "Use the model's unquantized checkpoint with compression='4bit' or '8bit'.",
             )
         super().preprocess_model(model, **options)
@@ -237,8 +238,8 @@ class QuickFp8(Fp8Dequantize):  # type: ignore[misc]
     """See `Fp8Dequantize`, which divides a matrix into equal blocks, one for each scale.
 
     A matrix that is not a whole number of the config's blocks (DeepSeek-V3 has some of 576 rows, with blocks of 128)
-    has smaller blocks at its ends instead. transformers' FP8 product handles these, but its dequantization does not: it
-    refuses such a matrix, or divides it differently.
+    has smaller blocks at its ends. transformers' FP8 product supports these; its dequantization refuses such a matrix,
+    or divides it differently.
     """
 
     def _dequantize_one(
@@ -265,6 +266,52 @@ class QuickFp8(Fp8Dequantize):  # type: ignore[misc]
         if said is not None and (-(-rows // said[0]), -(-columns // said[1])) == (n, k):
             return int(said[0]), int(said[1])
         return (rows // n, columns // k) if n and k and not (rows % n or columns % k) else None
+
+
+class FusedFp8(ConversionOps):  # type: ignore[misc]
+    """FP8 codes of all experts in one tensor, with a scale, or a grid of scales, for each of them."""
+
+    def __init__(self, hf_quantizer: Any) -> None:
+        self.hf_quantizer = hf_quantizer
+
+    def convert(
+        self, input_dict: Mapping[str, Any], model: Any = None, full_layer_name: str = "", **others: Any
+    ) -> dict[str, torch.Tensor]:
+        """Parts by pattern -> experts (E, out, in) under the parameter's name; plain ones are cast.
+
+        Raises:
+            ValueError: the scales are missing, or are not of these codes.
+        """
+        parts = {
+            pattern: tensors[0] if isinstance(tensors, list) else tensors for pattern, tensors in input_dict.items()
+        }
+        codes = next(part for pattern, part in parts.items() if pattern.endswith("_proj$"))
+        scales = next((part for pattern, part in parts.items() if pattern.endswith(_SCALE)), None)
+        dtype = model.get_parameter_or_buffer(full_layer_name).dtype
+        if codes.dtype not in _CODES:
+            return {full_layer_name: codes.to(dtype)}
+        if scales is None:
+            raise ValueError(f"codes of {len(codes)} experts without scales")
+        grids = scales.float().reshape(len(codes), *(scales.shape[1:] if scales.dim() == 3 else (1, 1)))
+        made = [blocks(one, grid, dtype) for one, grid in zip(codes, grids, strict=True)]
+        return {full_layer_name: torch.stack(made)}
+
+
+_SCALE = "_scale_inv$"
+
+
+class Fp8(FineGrainedFP8HfQuantizer):  # type: ignore[misc]
+    """transformers' quantizer for FP8, which dequantizes experts only if each has tensors of its own."""
+
+    unread = ("activation_scale", "activation_scale$")
+
+    def get_weight_conversions(self) -> list[WeightConverter]:
+        """Those of transformers, and those of fused experts (Mistral Small 4)."""
+        found: list[WeightConverter] = super().get_weight_conversions()
+        for leaf in ("gate_up_proj", "down_proj"):
+            parts = [rf"experts\.{leaf}{part}$" for part in ("", "_scale_inv", "_activation_scale")]
+            found.append(WeightConverter(parts, f"experts.{leaf}", [FusedFp8(self)]))
+        return found
 
 
 def _factors(scales: torch.Tensor) -> torch.Tensor:
@@ -377,9 +424,9 @@ def _table(dtype: torch.dtype) -> Any:
 class WrapAgain(ConversionOps):  # type: ignore[misc]
     """One 4bit weight of bitsandbytes: transformers' operation at the first call, then its result with new tensors.
 
-    transformers' own operation reads a part of each weight's state from JSON in a tensor, and puts a number from it
-    into another tensor. With tensors on a GPU, each matrix of each pass would wait for the computation. The state is
-    the same in each pass, so it is read in the first only.
+    transformers' own operation reads a part of each weight's state from JSON in a tensor, and writes a number from it
+    to another tensor. On a GPU each matrix of each pass would wait for the computation. The state is the same in each
+    pass, so it is read in the first only.
     """
 
     def __init__(self, first: Any) -> None:

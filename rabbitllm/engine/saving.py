@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rabbitllm.base.options import parse_size
+from rabbitllm.base.terminal import listed
 from rabbitllm.engine.placement import READY, enclosing
 from rabbitllm.engine.processor import FILES
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.errors import OptionError, RabbitLLMError
 from rabbitllm.formats.bounded import read_json
-from rabbitllm.formats.tensor_spec import dtype_name, torch_dtype
+from rabbitllm.formats.tensor_spec import TensorSpec, dtype_name, torch_dtype
 from rabbitllm.store.checkpoint_folder import PlainReader, PlainTensor, in_memory, plain, plan_shards, write_checkpoint
-from rabbitllm.store.layer_store import LayerStore, StoredTensor, WeightFiles
+from rabbitllm.store.layer_store import LayerStore, WeightFiles
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
@@ -52,7 +53,7 @@ class Origin:
         dtypes: stored name -> dtype in which the model computes with it.
         config, generation: as they were when the model was loaded, as dicts.
         names: of all parameters.
-        staying: the resident parameters: name -> its recipe, and its target in that recipe.
+        resident: resident parameter -> its recipe, and its target in that recipe.
     """
 
     store: WeightFiles
@@ -61,13 +62,13 @@ class Origin:
     config: Mapping[str, Any]
     generation: Mapping[str, Any]
     names: frozenset[str] = field(repr=False)
-    staying: Mapping[str, tuple[Recipe, str]] = field(repr=False)
+    resident: Mapping[str, tuple[Recipe, str]] = field(repr=False)
 
 
 def origin_of(
     model: StreamedModel, store: WeightFiles, home: Path, weights: WeightMap, *, changes_itself: bool = False
 ) -> Origin:
-    """Record the source of a model, after all of it is bound and before it can be changed.
+    """Record the source of a model: after all of it is bound, and before it can be changed.
 
     Args:
         model: with its placement.
@@ -80,14 +81,14 @@ def origin_of(
     placed = [] if changes_itself else [*model.placement.units, *model.placement.experts]
     tiers = {p.unit: p.tier for p in placed}
     names = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
-    staying = {}
+    resident = {}
     for name in names:
         recipe = weights.recipe(name)
         tier = tiers.get(enclosing(name, tiers) or "")
         if tier in READY and recipe is not None and not recipe.wraps:
-            staying[name] = recipe, name if name in recipe.targets else weights.ties[name]
+            resident[name] = recipe, name if name in recipe.targets else weights.ties[name]
     generation = model.generation_config.to_dict() if model.can_generate() else {}
-    return Origin(store, home, dtypes, model.config.to_dict(), generation, names, staying)
+    return Origin(store, home, dtypes, model.config.to_dict(), generation, names, resident)
 
 
 def save(
@@ -102,11 +103,11 @@ def save(
 ) -> None:
     """Write the whole model; see `StreamedModel.save_pretrained`."""
     _check_arguments(others)
-    most = parse_size(max_shard_size, "max_shard_size")
+    shard_bytes = parse_size(max_shard_size, "max_shard_size")
     with PlainReader(origin.store) as reader:
         memory = _changeable(model, origin, reader)
     tensors = {tensor.placed.name: tensor for tensor in _leaving(model, origin, memory)}
-    shards = plan_shards((tensor.placed for tensor in tensors.values()), most)
+    shards = plan_shards((tensor.placed for tensor in tensors.values()), shard_bytes)
     sidecars = _sidecars(model, origin, tokenizer)
     from transformers.utils import logging
 
@@ -136,16 +137,15 @@ def _check_arguments(others: Mapping[str, Any]) -> None:
 
 
 def _changeable(model: StreamedModel, origin: Origin, reader: PlainReader) -> dict[str, torch.Tensor]:
-    """Stored name -> its parameter, for parameters that are in memory in stored form.
+    """Stored name -> its parameter, of parameters that are in memory in stored form.
 
     Raises:
-        RabbitLLMError: parameters were added or removed; or a changed parameter is not in stored form, so that the
-            change cannot be written.
+        RabbitLLMError: parameters were added or removed; or one that is not in stored form was changed.
     """
     now = dict(model.named_parameters(remove_duplicate=False))
     changed = sorted(now.keys() ^ origin.names)
     found: dict[str, torch.Tensor] = {}
-    for name, (recipe, target) in origin.staying.items():
+    for name, (recipe, target) in origin.resident.items():
         if name not in now:
             continue
         parameter, source = now[name].detach(), recipe.sources[0][1]
@@ -153,7 +153,7 @@ def _changeable(model: StreamedModel, origin: Origin, reader: PlainReader) -> di
         known = found.get(source)
         if known is not None:
             same = known.data_ptr() == parameter.data_ptr() or torch.equal(known, parameter)
-        elif recipe.converter is None and stored.quantized is None and _is_stored_as(parameter, stored):
+        elif recipe.converter is None and stored.quantized is None and _as_stored(parameter, stored.parts[0]):
             found[source], same = parameter, True
         else:
             made = recipe.make(model, lambda stored_name, dtype: reader.read(origin.store.tensors[stored_name], dtype))
@@ -162,17 +162,15 @@ def _changeable(model: StreamedModel, origin: Origin, reader: PlainReader) -> di
             changed.append(name)
     if changed:
         raise RabbitLLMError(
-            f"The model was changed since it was loaded ({', '.join(changed[:3])}{', …' if len(changed) > 3 else ''}), "
-            "and save_pretrained writes the weights as they are stored. Nothing was written.",
-            "Save an adapter by the save_pretrained of its PeftModel, and unload it before the model is saved. Other "
-            "changes are saved by transformers' own model, where that fits.",
+            f"The model was changed since it was loaded ({listed(changed, 3)}), and save_pretrained writes the stored "
+            "weights. Nothing was written.",
+            "Save an adapter with save_pretrained of its PeftModel, and unload it before you save the model. For other "
+            "changes use transformers' own model, if it fits into memory.",
         )
     return found
 
 
-def _is_stored_as(parameter: torch.Tensor, stored: StoredTensor) -> bool:
-    """Whether a parameter has the dtype and shape of a stored tensor."""
-    part = stored.parts[0]
+def _as_stored(parameter: torch.Tensor, part: TensorSpec) -> bool:
     return tuple(parameter.shape) == part.shape and parameter.dtype == torch_dtype(part.dtype)
 
 
@@ -246,5 +244,5 @@ def _identity(store: WeightFiles) -> str:
     if manifest is not None:
         return json.dumps([manifest.compression, [[layer.file, layer.crc32] for layer in manifest.layers]])
     files = sorted({stored.parts[0].file for stored in store.tensors.values()})
-    facts = [(file, store.path(file).stat().st_size, store.path(file).stat().st_mtime_ns) for file in files]
-    return json.dumps([str(store.folder.resolve()), facts])
+    stats = [(file, store.path(file).stat()) for file in files]
+    return json.dumps([str(store.folder.resolve()), [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats]])

@@ -102,7 +102,8 @@ def _that_makes_text(config: PretrainedConfig) -> PretrainedConfig:
     return part
 
 
-_CAUSAL_NAMES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_CONDITIONAL = "ForConditionalGeneration"
+_CAUSAL_NAMES = ("ForCausalLM", "LMHeadModel", _CONDITIONAL)
 """Endings of class names that the causal LM of the same type can replace."""
 
 
@@ -116,13 +117,16 @@ def model_class(config: PretrainedConfig) -> Any:
         ValueError: neither exists, and the config names no code of its own.
     """
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
     names = [name for name in getattr(config, "architectures", None) or () if isinstance(name, str)]
     for name in names:
         found = getattr(transformers, name, None)
         if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) and _suits(found, config):
             return found
+    if names and names[0].endswith(_CONDITIONAL) and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+        # a repository that came before transformers' class has another name for it (KimiK25..., Kimi_K25...)
+        return MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
     own_code = getattr(config, "auto_map", None)
     if isinstance(own_code, dict) and (own := _class_of_own_code(own_code, names)) is not None:
         return own

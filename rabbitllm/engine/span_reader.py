@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rabbitllm.base.forks import Workers, direct_read
+from rabbitllm.base.rounding import round_up
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.storage.files import PositionalFile, page_aligned
 from rabbitllm.store.checksums import LayerChecks
@@ -35,7 +36,7 @@ CHECKED_BYTES = 4 << 20
 """The same while bytes are compared with their checksums: one piece is summed while the next is read."""
 PROBE_BYTES = 32 << 20
 PROBES = 4
-"""Bytes and number of the reads that time each of the two ways: 80 to 250 ms of a fast disk."""
+"""Bytes and number of the reads that time each of two modes: 80 to 250 ms of a fast disk."""
 _SHARE_OF_ROOM = 0.8
 """The share of the free memory that streamed bytes in the page cache may fill."""
 
@@ -57,7 +58,7 @@ class FileSpan:
     @property
     def end(self) -> int:
         """The end of its last block, as an offset in the buffer."""
-        return -(-(self.at + self.nbytes) // BLOCK) * BLOCK
+        return round_up(self.at + self.nbytes, BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +85,13 @@ class SpanReader:
 
     Args:
         store: provides the paths of the files.
-        way: how to read; replaced for good if the file system does not support direct reads.
+        mode: how to read; replaced for good if the file system does not support direct reads.
         checks: compares bytes that are read for the first time with their checksums; None for no comparison.
     """
 
-    def __init__(self, store: Paths, way: ReadMode, checks: LayerChecks | None = None) -> None:
+    def __init__(self, store: Paths, mode: ReadMode, checks: LayerChecks | None = None) -> None:
         self._store = store
-        self.way = way
+        self.mode = mode
         self._checks = checks
 
     def read(self, spans: Iterable[FileSpan], buffer: memoryview) -> None:
@@ -104,27 +105,27 @@ class SpanReader:
             try:
                 self._read(span, buffer)
             except OSError as error:
-                if not self.way.direct or error.errno != errno.EINVAL:
+                if not self.mode.direct or error.errno != errno.EINVAL:
                     raise
                 logger.info("%s does not support direct I/O; it is read through the page cache.", span.file)
-                self.way = ReadMode(drop=True)
+                self.mode = ReadMode(drop=True)
                 self._read(span, buffer)
 
     def _read(self, span: FileSpan, buffer: memoryview) -> None:
-        way = self.way
-        lead = span.lead if way.direct else 0
+        mode = self.mode
+        lead = span.lead if mode.direct else 0
         first, end = span.offset - lead, span.offset + span.nbytes
         shift = span.at - span.offset  # from an offset in the file to one in the buffer
-        last = span.end - shift if way.direct else end
+        last = span.end - shift if mode.direct else end
         checks = None if self._checks is None or self._checks.is_done(span.file) else self._checks
         piece = READ_BYTES if checks is None else CHECKED_BYTES
         summed: list[Future[None]] = []
         try:
-            with PositionalFile(self._store.path(span.file), direct=way.direct) as file:
+            with PositionalFile(self._store.path(span.file), direct=mode.direct) as file:
                 at = first
                 while at < last:
                     stop = min(last, (at // piece + 1) * piece)
-                    with direct_read() if way.direct else contextlib.nullcontext():
+                    with direct_read() if mode.direct else contextlib.nullcontext():
                         got = file.read_into(buffer[at + shift : stop + shift], at)
                     if got < min(stop, end) - at:
                         raise OSError(f"{file.path} ends at byte {at + got:,}")
@@ -136,7 +137,7 @@ class SpanReader:
                         else:
                             checks.read(span.file, begin, data)
                     at = stop
-                if way.drop:
+                if mode.drop:
                     file.drop_cache(span.offset, span.nbytes)
         finally:
             wait(summed)  # after an error the caller may fill the buffer again
@@ -162,8 +163,8 @@ def compare(checks: LayerChecks, runs: Iterable[FileSpan | TensorSpec]) -> None:
         checks.stored(file, some)
 
 
-def choose_way(store: Paths, spans: Iterable[FileSpan], room: int, nbytes: int | None = None) -> ReadMode:
-    """Choose the fastest way to read these spans again and again on this machine.
+def choose_read_mode(store: Paths, spans: Iterable[FileSpan], room: int, nbytes: int | None = None) -> ReadMode:
+    """Choose the fastest mode to read these spans again and again on this machine.
 
     Args:
         store: provides the paths of the files.
@@ -177,11 +178,11 @@ def choose_way(store: Paths, spans: Iterable[FileSpan], room: int, nbytes: int |
     longest = heapq.nlargest(PROBES, chosen, key=lambda span: span.nbytes)
     buffer = page_aligned(max(_probe(span).end for span in longest))
     buffer[:] = bytes(len(buffer))  # else the first touch of its pages would be timed as reading
-    ways = (ReadMode(direct=True), ReadMode(drop=True))
+    modes = (ReadMode(direct=True), ReadMode(drop=True))
     # the minimum of several: a single time is easily disturbed, and a wrong choice is permanent
-    past, through = (min(_seconds(store, span, way, buffer) for span in longest) for way in ways)
+    past, through = (min(_seconds(store, span, mode, buffer) for span in longest) for mode in modes)
     logger.info("A byte past the page cache takes %.3f ns, through it %.3f ns.", past * 1e9, through * 1e9)
-    return ways[past > through]
+    return modes[past > through]
 
 
 def stays_cached(nbytes: int, room: int) -> bool:
@@ -194,13 +195,13 @@ def _probe(span: FileSpan) -> FileSpan:
     return FileSpan(span.file, span.offset, min(span.nbytes, PROBE_BYTES), span.lead)
 
 
-def _seconds(store: Paths, span: FileSpan, way: ReadMode, buffer: memoryview) -> float:
-    """Seconds per byte of a cold read of the beginning of a span; infinite if it cannot be read in this way."""
+def _seconds(store: Paths, span: FileSpan, mode: ReadMode, buffer: memoryview) -> float:
+    """Seconds per byte of a cold read of the beginning of a span; infinite if it cannot be read in this mode."""
     probe = _probe(span)
-    reader = SpanReader(store, way)
+    reader = SpanReader(store, mode)
     with PositionalFile(store.path(span.file)) as file:
         file.drop_cache(probe.offset, probe.nbytes)
     begun = time.perf_counter()
     reader.read([probe], buffer)
     taken = time.perf_counter() - begun
-    return taken / probe.nbytes if reader.way == way else float("inf")
+    return taken / probe.nbytes if reader.mode == mode else float("inf")

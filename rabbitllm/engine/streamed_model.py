@@ -17,6 +17,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rabbitllm.base.options import expand
+from rabbitllm.base.rounding import round_up
+from rabbitllm.engine import placeholders
 from rabbitllm.engine.expert_pool import read_uses, write_uses
 from rabbitllm.engine.pass_line import PassLine, entry_of
 from rabbitllm.engine.placement import Placement
@@ -125,7 +127,35 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
         """Run a pass. Unless every unit is resident it has no gradients, which would keep every layer's weights.
 
         Then threads also take turns: a streamed layer's weights are there only for the pass that computes it.
+
+        Raises:
+            MediaError: the prompt has more or fewer placeholders than its pictures or sounds need.
         """
+        try:
+            return self._called(*args, **kwargs)
+        except ValueError as error:
+            if (media_error := placeholders.explained(error, self.config)) is None:
+                raise
+            raise media_error from error
+
+    def _prepare_position_ids_for_generation(self, inputs_tensor: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
+        """As in transformers, whose `generate` calls it first, with the whole prompt.
+
+        Raises:
+            MediaError: as `__call__` does.
+        """
+        is_ids = not inputs_tensor.is_floating_point()
+        if is_ids:
+            placeholders.warn_of_empty(self.config, inputs_tensor, model_kwargs)
+        try:
+            return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
+        except (RuntimeError, IndexError, StopIteration) as error:
+            found = placeholders.explained_by_grids(self.config, inputs_tensor, model_kwargs) if is_ids else None
+            if found is None:
+                raise
+            raise found from error
+
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
         shared = self.shared_passes
         if shared is not None and shared.is_coroutine():
             computed = shared.wait_for_pass(args, kwargs)
@@ -311,8 +341,8 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
         weights = [getattr(module, "weight", None) for module in (embedding, head)]
         absent = [weight for weight in weights if isinstance(weight, AbsentWeight)]
         if absent:
-            rows, multiple = embedding.weight.shape[0], pad_to_multiple_of or 1
-            if -(-(rows if new_num_tokens is None else new_num_tokens) // multiple) * multiple == rows:
+            rows = embedding.weight.shape[0]
+            if round_up(rows if new_num_tokens is None else new_num_tokens, pad_to_multiple_of or 1) == rows:
                 return embedding
             absent[0].sum()  # raises the error before anything is changed
         return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
@@ -383,7 +413,7 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
             OptionError: the file was written for another model.
             CorruptShardError, OSError: it cannot be read.
         """
-        with self.streamer.turn:
+        with self.streamer.pass_lock:
             for pool in self.streamer.pools.values():
                 pool.warm(read_uses(Path(path), pool.sources))
 

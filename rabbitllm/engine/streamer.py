@@ -1,7 +1,8 @@
 """Hooks that bind a unit's weights before it computes and free them afterwards, even if it raises.
 
-Resident units have no hook. A packed unit is made from stored bytes on its device, a streamed one from bytes that the
-loader reads; while it computes, the loader prefetches the unit that followed it in the last pass.
+Resident units have no hook. The weights of a quantized unit are made from stored bytes on its device, those of a
+streamed one from bytes that the loader reads. While a unit computes, the loader prefetches the unit that followed it in
+the last pass.
 
 Some modules are not called: another one reads their weight (a position embedding, learned queries, a tied head). The
 first read in a pass makes such a weight as if it were resident, and it is kept until the pass ends. A pass is a call of
@@ -36,7 +37,7 @@ from rabbitllm.engine.expert_pool import ExpertPool
 from rabbitllm.engine.placement import READY, SLOTS, Placement, Tier
 from rabbitllm.engine.prefetch import FilledSlot, HostBuffers, Loader, Uploader, bytes_of, largest
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, SpanReader, compare
-from rabbitllm.engine.units import Memo, PartReader, Place, UnitSource, mapped_part
+from rabbitllm.engine.units import Memo, ParameterEntry, PartReader, UnitSource, mapped_part
 from rabbitllm.engine.weight_tensors import called_by, untrainable
 from rabbitllm.errors import AbsentWeightError
 from rabbitllm.store.layer_store import WeightFiles
@@ -47,7 +48,7 @@ from rabbitllm.telemetry.profiler import Profiler
 class Boundary:
     """A forward pre-hook for the units of one device; register with `with_kwargs=True`.
 
-    A copy lives as long as its original does, and is used until either is changed in place. (Inference tensors have
+    A copy lives as long as its original does, and is used until either is changed in entry. (Inference tensors have
     no version counter: such an original counts as unchanged until the pass is over.)
     """
 
@@ -57,25 +58,25 @@ class Boundary:
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The inputs on the device, or None if they are there already."""
-        there, named = self._brought(args), self._brought(kwargs)
-        return None if there is args and named is kwargs else (there, named)
+        moved, named = self._moved(args), self._moved(kwargs)
+        return None if moved is args and named is kwargs else (moved, named)
 
     def forget(self) -> None:
-        """Begin another pass."""
+        """Forget all copies: another pass begins."""
         self._copies.clear()
 
-    def _brought(self, value: Any) -> Any:
+    def _moved(self, value: Any) -> Any:
         """A value with its tensors on the device; the same object if they are there already."""
         if isinstance(value, torch.Tensor):
             return value if value.device == self._device else self._copy(value)
         if hasattr(value, "to"):
             return send_to_device(value, self._device)
         if isinstance(value, tuple | list):
-            parts = [self._brought(part) for part in value]
+            parts = [self._moved(part) for part in value]
             same = all(part is old for part, old in zip(parts, value, strict=True))
             return value if same else honor_type(value, parts)
         if isinstance(value, Mapping):
-            named = {key: self._brought(part) for key, part in value.items()}
+            named = {key: self._moved(part) for key, part in value.items()}
             same = all(named[key] is value[key] for key in named)
             return value if same else type(value)(named)  # type: ignore[call-arg]
         return value
@@ -94,15 +95,31 @@ class Boundary:
         return copy
 
 
-_calling: ContextVar[object] = ContextVar("whose model is being called", default=None)
-"""For each thread and greenlet: the calls of the members of a joint pass are interleaved."""
+_calling: ContextVar[object] = ContextVar("streamer of the running pass", default=None)
+"""For each thread and greenlet: the calls of the coroutines of a shared pass are interleaved."""
 
 
 class _CurrentDevices(threading.local):
     """The contexts that a thread is in, each of which makes a device current: resident models compute in several."""
 
     def __init__(self) -> None:
-        self.contexts: list[AbstractContextManager[Any]] = []
+        self._contexts: list[AbstractContextManager[Any]] = []
+
+    def enter(self, device: Device) -> None:
+        """Make a device current."""
+        context = device.as_current()
+        context.__enter__()
+        self._contexts.append(context)
+
+    def leave(self) -> None:
+        """Make the previous device current, if there is one."""
+        if self._contexts:
+            self._contexts.pop().__exit__(None, None, None)
+
+    def leave_all(self) -> None:
+        """Make the device current that was before all of these."""
+        while self._contexts:
+            self.leave()
 
 
 @dataclass
@@ -110,19 +127,19 @@ class DeviceExecutor:
     """One device with the loader of its units, and the order in which these followed each other.
 
     Attributes:
-        kept: its pinned host memory, with units; None if it shares host memory.
-        way: how streamed units are read.
+        pinned: its pinned host memory, with units; None if it shares host memory.
+        read_mode: how streamed units are read.
     """
 
     device: Device
     loader: Loader | Uploader
     boundary: Boundary
-    kept: HostBuffers | None
-    way: ReadMode
+    pinned: HostBuffers | None
+    read_mode: ReadMode
     follower: dict[str, str] = field(default_factory=dict)
     previous: str | None = None
 
-    def came_to(self, unit: str) -> None:
+    def record(self, unit: str) -> None:
         """Record that this unit followed the previous one."""
         if self.previous is not None:
             self.follower[self.previous] = unit
@@ -142,8 +159,8 @@ def device_executors(
     devices: Mapping[str, Device],
     store: WeightFiles,
     profiler: Profiler,
-    kept: Mapping[str, HostBuffers],
-    way: ReadMode = THROUGH_THE_CACHE,
+    pinned: Mapping[str, HostBuffers],
+    read_mode: ReadMode = THROUGH_THE_CACHE,
 ) -> dict[str, DeviceExecutor]:
     """An executor for each device, with the buffers of its streamed units."""
     made = {}
@@ -154,15 +171,16 @@ def device_executors(
             if placed.device == name and placed.tier in (Tier.STREAMED, Tier.PINNED)
         }
         order = list(moving)
-        disk = SpanReader(store, way, store.checks)
+        disk = SpanReader(store, read_mode, store.checks)
         loader: Loader | Uploader
-        if name in kept:
-            loader = Uploader(moving, disk, device, profiler, kept[name])
+        if name in pinned:
+            loader = Uploader(moving, disk, device, profiler, pinned[name])
         else:
             buffers = [device.host_buffer(largest(moving)) for _ in range(SLOTS if moving else 0)]
             loader = Loader(moving, disk, device, profiler, buffers, SLOTS - 1)
         follower = dict(zip(order, order[1:] + order[:1], strict=True))
-        made[name] = DeviceExecutor(device, loader, Boundary(device.torch_device), kept.get(name), way, follower)
+        boundary = Boundary(device.torch_device)
+        made[name] = DeviceExecutor(device, loader, boundary, pinned.get(name), read_mode, follower)
     return made
 
 
@@ -170,7 +188,7 @@ class Streamer:
     """Installs the hooks of a model and owns the loaders and buffers that they use.
 
     Attributes:
-        turn: held by the thread that runs a pass; see `passing`.
+        pass_lock: held by the thread that runs a pass; see `passing`.
     """
 
     def __init__(
@@ -192,16 +210,16 @@ class Streamer:
         self.pools = pools
         self.executors = executors
         self._mapped = mapped_part(store)
-        self._packed: dict[str, PartReader] = {}
+        self._quantized: dict[str, PartReader] = {}
         self._memos: dict[str, Memo] = {name: {} for name in executors}
         self._started: dict[str, float] = {}
-        self.turn = own_lock(threading.RLock())
-        self._home = ForkGuard()
-        self._has_turn = False
-        self._brought: dict[str, dict[str, torch.Tensor]] = {}
-        self._brought_memos: dict[str, Memo] = {name: {} for name in executors}
+        self.pass_lock = own_lock(threading.RLock())
+        self._process = ForkGuard()
+        self._in_pass = False
+        self._read: dict[str, dict[str, torch.Tensor]] = {}
+        self._read_memos: dict[str, Memo] = {name: {} for name in executors}
         self.tables: dict[str, TableRows] = {}
-        self._letting_go: dict[str, Callable[[], None]] = {}
+        self._release: dict[str, Callable[[], None]] = {}
         self._current = _CurrentDevices()
         for placed in placement.units:
             self._install(sources[placed.unit], placed.tier, self.executors[placed.device])
@@ -210,7 +228,7 @@ class Streamer:
     @property
     def bound(self) -> set[str]:
         """Non-resident units that are bound: those that compute at this moment, or were read in this pass."""
-        return {*self._letting_go, *self._brought}
+        return {*self._release, *self._read}
 
     def waited(self) -> tuple[float, float]:
         """Seconds that passes have waited so far: for the disk, and for copies from host memory."""
@@ -233,7 +251,7 @@ class Streamer:
             if begins and placement.is_resident:  # threads need not take turns
                 module.register_forward_pre_hook(lambda module, args: self.begin())
             elif begins or (name in around and type(module).forward is not nn.Module.forward):
-                # a method, so that a copy of the module has its own
+                # a method: a copy of the module then binds it to itself
                 module.forward = MethodType(self._as_a_pass(type(module).forward), module)
 
     def _as_a_pass(self, ordinary: Callable[..., Any]) -> Callable[..., Any]:
@@ -255,8 +273,8 @@ class Streamer:
     def passing(self) -> Iterator[None]:
         """A context around a pass, or a part of one.
 
-        Threads take turns; members of joint passes meet in the turn of their hub. Weights that an interrupted pass left
-        are freed when it ends, and when another one begins.
+        Threads wait for each other; coroutines of a shared pass belong to the pass of their executor. Weights that an
+        interrupted pass left are freed when it ends, and when another one begins.
 
         Raises:
             OutOfDeviceMemory: a GPU has too little memory; then these weights and the activations are freed.
@@ -264,11 +282,11 @@ class Streamer:
         if _calling.get() is self:
             yield
             return
-        with self.memory_explained(), self._in_turn():
+        with self.memory_explained(), self._exclusive():
             yield
 
     @contextlib.contextmanager
-    def _in_turn(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         shared = getattr(self._model, "shared_passes", None)
         if shared is not None and shared.is_coroutine():
             token = _calling.set(self)
@@ -276,78 +294,68 @@ class Streamer:
                 yield
             finally:
                 _calling.reset(token)
-                if not self._has_turn:
-                    self._forget_what_was_read()
+                if not self._in_pass:
+                    self._release_read()
             return
-        with self.turn:
-            self._come_home()
-            token, inside = _calling.set(self), self._has_turn
+        with self.pass_lock:
+            self._check_process()
+            token, inside = _calling.set(self), self._in_pass
             try:
-                self._has_turn = True
+                self._in_pass = True
                 if not inside:
                     self.begin()
                 yield
             finally:
                 _calling.reset(token)
-                self._has_turn = inside
+                self._in_pass = inside
                 if not inside:
-                    self._let_go()
+                    self._release_all()
 
     def begin(self) -> None:
         """Prepare a pass.
 
         Raises:
-            ForkedError: as `_come_home` does.
+            ForkedError: as `_check_process` does.
         """
-        self._come_home()
-        self._let_go()
+        self._check_process()
+        self._release_all()
         for pool in self.pools.values():
             pool.end()
         for executor in self.executors.values():
             executor.boundary.forget()
 
-    def _come_home(self) -> None:
-        """In a forked process, before its first pass: discard the state of the parent's threads.
+    def _check_process(self) -> None:
+        """In a forked process, before its first pass, discard the state of the parent's threads.
 
         Raises:
             ForkedError: the model is on a GPU, or another thread of the parent was in a pass.
         """
-        if self._home.is_here:
+        if self._process.is_here:
             return
         if not all(executor.device.shares_host_memory for executor in self.executors.values()):
             remedy = "Load the model in the process that uses it: a CUDA context does not survive a fork."
-            self._home.refuse("A model on a GPU", remedy)
-        if self._has_turn:  # locks that libraries held at the fork are never released in this process
+            self._process.refuse("A model on a GPU", remedy)
+        if self._in_pass:  # locks that libraries held at the fork are never released in this process
             remedy = "Fork while no thread computes, or load the model in the process that uses it."
-            self._home.refuse("A pass that another thread had begun", remedy)
-        self._home.settle()
+            self._process.refuse("A pass that another thread had begun", remedy)
+        self._process.settle()
         compute_on_one_thread()
         for executor in self.executors.values():
             executor.loader.reset()
 
-    def _make_current(self, device: Device) -> None:
-        context = device.as_current()
-        context.__enter__()
-        self._current.contexts.append(context)
-
-    def _unmake_current(self) -> None:
-        if self._current.contexts:
-            self._current.contexts.pop().__exit__(None, None, None)
-
-    def _let_go(self) -> None:
+    def _release_all(self) -> None:
         """Free all bound weights, and those that were made because they were read."""
-        while self._current.contexts:  # after a KeyboardInterrupt
-            self._unmake_current()
-        for name in list(self._letting_go):
-            self._letting_go[name]()  # kept until it is over: it may be interrupted too
-            self._letting_go.pop(name, None)
+        self._current.leave_all()  # there are some after a KeyboardInterrupt
+        for name in list(self._release):
+            self._release[name]()  # removed afterwards: it may be interrupted too
+            self._release.pop(name, None)
         for executor in self.executors.values():
-            executor.loader.give_back_taken()  # one that was interrupted before it noted its slot
-        self._forget_what_was_read()
+            executor.loader.give_back_taken()  # of a unit that was interrupted before it recorded its slot
+        self._release_read()
 
-    def _forget_what_was_read(self) -> None:
-        self._brought.clear()
-        for memo in self._brought_memos.values():
+    def _release_read(self) -> None:
+        self._read.clear()
+        for memo in self._read_memos.values():
             memo.clear()
 
     def _install(self, source: UnitSource, tier: Tier, executor: DeviceExecutor) -> None:
@@ -356,13 +364,13 @@ class Streamer:
             self._unbinding(source, device, elsewhere=True)()
             return
         if not device.shares_host_memory:
-            unit.module.register_forward_pre_hook(lambda module, args: self._make_current(device))
-            unit.module.register_forward_hook(lambda module, args, output: self._unmake_current(), always_call=True)
+            unit.module.register_forward_pre_hook(lambda module, args: self._current.enter(device))
+            unit.module.register_forward_hook(lambda module, args, output: self._current.leave(), always_call=True)
         if len(self.executors) > 1:  # also on the first device: OPT's last norm is registered before its layers
             unit.module.register_forward_pre_hook(executor.boundary, with_kwargs=True)
         if tier in READY or (tier is Tier.PACKED and source.is_view):  # multiplied in stored form
-            for place, tensor in self._made_for_good(source, device, self._memos[device.name]):
-                place.bind(tensor)
+            for entry, tensor in self._permanent(source, device, self._memos[device.name]):
+                entry.bind(tensor)
             if self._profiler.enabled and not unit.holds_units:  # their time is not counted twice
                 unit.module.register_forward_pre_hook(lambda module, args: self._start(unit.name))
                 unit.module.register_forward_hook(
@@ -373,16 +381,16 @@ class Streamer:
             rows = TableRows(source, self._store, device.torch_device)
             self.tables[unit.name] = rows
             self._unbinding(source, device, look_up=rows)()
-            if rows.beside is not None:
+            if rows.others is not None:
                 if self._store.checks is not None:
-                    compare(self._store.checks, rows.beside.spans)
-                for place, tensor in self._made_for_good(rows.beside, device, self._memos[device.name]):
-                    place.bind(tensor)
+                    compare(self._store.checks, rows.others.spans)
+                for entry, tensor in self._permanent(rows.others, device, self._memos[device.name]):
+                    entry.bind(tensor)
             return
         unbind = self._unbinding(source, device)
         unbind()
         if tier is Tier.PACKED:
-            part = self._packed[unit.name] = self._part(source, device)
+            part = self._quantized[unit.name] = self._part(source, device)
             self._hook(source, device, lambda: part, unbind)
         else:
             self._stream(source, executor, unbind)
@@ -391,35 +399,35 @@ class Streamer:
         """Bind a unit whose stored bytes are read or copied for each pass."""
         name, loaded = source.unit.name, list[FilledSlot]()
 
-        def bring() -> PartReader:
-            executor.came_to(name)
+        def load() -> PartReader:
+            executor.record(name)
             loaded.append(executor.loader.take(name))
             if self._prefetching:
-                executor.loader.expect(executor.following(name))
+                executor.loader.prefetch(executor.following(name))
             return source.part_of(loaded[-1].slot.buffer)
 
-        def let_go() -> None:
+        def release() -> None:
             unbind()
             if loaded:
                 executor.loader.give_back(loaded[-1])
                 loaded.clear()
 
-        self._hook(source, executor.device, bring, let_go)
+        self._hook(source, executor.device, load, release)
 
     def _hook(
-        self, source: UnitSource, device: Device, bring: Callable[[], PartReader], let_go: Callable[[], None]
+        self, source: UnitSource, device: Device, load: Callable[[], PartReader], release: Callable[[], None]
     ) -> None:
-        """Bind a unit's weights before it computes, from the stored bytes that `bring` returns; `let_go` frees them."""
+        """Bind a unit's weights before it computes, from the stored bytes that `load` returns; `release` frees them."""
         name, module = source.unit.name, source.unit.module
 
         def before(module: nn.Module, args: Any) -> None:
-            self._letting_go[name] = let_go
-            part = bring()
+            self._release[name] = release
+            part = load()
             if is_plain := not source.dequantizes:
                 self._start(name)  # binding is counted with computing
-            # a parameter made in a caller's inference mode does not show that it requires a gradient: see Place.bind
+            # a parameter made in a caller's inference mode does not show that it requires a gradient: see `bindable`
             with self._dequantizing(source), torch.inference_mode(False):
-                source.make(self._model, part)
+                source.bind(self._model, part)
                 if self._profiler.enabled:
                     device.synchronise()
             if not is_plain:
@@ -427,7 +435,7 @@ class Streamer:
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             self._stop(name, device)
-            self._letting_go.pop(name, let_go)()
+            self._release.pop(name, release)()
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after, always_call=True)
@@ -456,18 +464,20 @@ class Streamer:
     ) -> Callable[[], None]:
         """A function that replaces the weights of a unit by placeholders."""
 
-        def bring(place: Place) -> torch.Tensor:
-            return self._bring(source, device, place, elsewhere=elsewhere)
+        def read(entry: ParameterEntry) -> torch.Tensor:
+            return self._read_absent(source, device, entry, elsewhere=elsewhere)
 
-        absent = [(place, place.placeholder(device.torch_device, bring, look_up)) for place in source.places]
+        absent = [(entry, entry.placeholder(device.torch_device, read, look_up)) for entry in source.entries]
 
         def unbind() -> None:
-            for place, placeholder in absent:
-                place.bind(placeholder)
+            for entry, placeholder in absent:
+                entry.bind(placeholder)
 
         return unbind
 
-    def _bring(self, source: UnitSource, device: Device, place: Place, *, elsewhere: bool) -> torch.Tensor:
+    def _read_absent(
+        self, source: UnitSource, device: Device, entry: ParameterEntry, *, elsewhere: bool
+    ) -> torch.Tensor:
         """The weight of a placeholder that is read outside its unit's own forward.
 
         Raises:
@@ -475,41 +485,41 @@ class Streamer:
         """
         unit = source.unit
         if not elsewhere and not unit.is_layer and _calling.get() is self:
-            made = self._brought.get(unit.name)
+            made = self._read.get(unit.name)
             if made is None:
-                memo = ChainMap(self._brought_memos[device.name], self._memos[device.name])
+                memo = ChainMap(self._read_memos[device.name], self._memos[device.name])
                 with self._dequantizing(source):
-                    made = self._brought[unit.name] = self._made_for_reading(source, device, memo)
-            return made[place.target]
+                    made = self._read[unit.name] = self._readable(source, device, memo)
+            return made[entry.target]
         if not elsewhere and called_by("peft"):  # some adapters are initialised from their base weights
             memo = ChainMap[str, dict[str, torch.Tensor]]({}, self._memos[device.name])
-            return self._made_for_reading(source, device, memo, place.target)[place.target]
-        why = "it is made for each pass"
+            return self._readable(source, device, memo, entry.target)[entry.target]
+        why = "it is computed in each pass"
         if elsewhere:
             why = "it is on another host"
         elif unit.is_layer:
-            why = f"it is in memory only while {unit.name} computes, and at no other time"
+            why = f"it is in memory only while {unit.name} computes"
         raise AbsentWeightError(
-            f"{place.target} cannot be read, because it is not in memory: {why}.",
+            f"Weight {entry.target} is not in memory: {why}.",
             "Load the model with enough max_memory for all weights, or read the weight from its file with "
             "rabbitllm.lazy_load. model.save_pretrained(folder) writes all weights.",
         )
 
-    def _made_for_reading(
+    def _readable(
         self, source: UnitSource, device: Device, memo: Memo, only: str | None = None
     ) -> dict[str, torch.Tensor]:
         with torch.inference_mode(False), torch.no_grad():
-            made = self._made_for_good(source, device, memo, only)
-            return {place.target: place.bindable(tensor) for place, tensor in made}
+            made = self._permanent(source, device, memo, only)
+            return {entry.target: entry.bindable(tensor) for entry, tensor in made}
 
-    def _made_for_good(
+    def _permanent(
         self, source: UnitSource, device: Device, memo: Memo, only: str | None = None
-    ) -> Iterator[tuple[Place, torch.Tensor]]:
-        """The parameters of a unit in memory of their own, as for a resident one: they use no streaming buffer."""
+    ) -> Iterator[tuple[ParameterEntry, torch.Tensor]]:
+        """The parameters of a unit outside the streaming buffers, as for a resident one."""
         # tensors of a unit that is not a view are copied, else a norm would keep the bytes of its whole layer
-        apart = not device.shares_host_memory and not source.is_view
-        part = self._packed.get(source.unit.name) or self._part(source, device)
-        return source.made(self._model, part, memo, apart=apart, only=only)
+        copies = not device.shares_host_memory and not source.is_view
+        part = self._quantized.get(source.unit.name) or self._part(source, device)
+        return source.parameters(self._model, part, memo, copies=copies, only=only)
 
     def _part(self, source: UnitSource, device: Device) -> PartReader:
         """A reader of a unit's stored parts, resident on its device."""
@@ -518,8 +528,8 @@ class Streamer:
     def _uploaded(self, source: UnitSource, device: Device) -> PartReader:
         """A reader of a unit's stored bytes, after they are copied to its device."""
         buffer = device.device_buffer(source.buffer_bytes)
-        kept = self.executors[device.name].kept
-        host = kept.units.get(source.unit.name) if kept is not None else None
+        pinned = self.executors[device.name].pinned
+        host = pinned.units.get(source.unit.name) if pinned is not None else None
         if host is None:
             host = torch.empty(source.buffer_bytes, dtype=torch.uint8)
             reader = SpanReader(self._store, THROUGH_THE_CACHE, self._store.checks)

@@ -79,7 +79,7 @@ class Bar:
 def bars(placement: Placement) -> tuple[Bar, ...]:
     """The bar of each unit, in the order of a pass."""
     hosts = {budget.device for budget in placement.budgets if budget.is_host}
-    shares = {pool.device: (pool.slots / pool.experts, pool.host_slots / pool.experts) for pool in placement.pools}
+    shares = {pool.device: pool.shares for pool in placement.pools}
     experts: dict[str, list[PlacedUnit]] = {}
     units = {placed.unit for placed in placement.units}
     for placed in placement.experts:

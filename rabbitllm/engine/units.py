@@ -1,11 +1,11 @@
-"""Units: the modules whose weights are bound and unbound together, and how their stored bytes become parameters.
+"""Units: modules whose weights are bound and unbound together, and the conversion of stored bytes to their parameters.
 
 A unit is a decoder layer (the outermost layer of a stack), or any other module that owns parameters itself: the
-embedding, the norm, the head; torch's own attention is one unit as a whole. A table that only some of whose rows are
-used is a unit of its own, also inside a layer. Binding writes into the module's own
-parameter table, which takes less than a microsecond for each tensor; every public way takes 50 to 200 times longer.
+embedding, the norm, the head. torch's own attention is bound whole. A table of which a pass uses some rows is a unit,
+also inside a layer. Binding writes into the module's parameter table, which takes less than a microsecond for each
+tensor; public APIs are 50 to 200 times slower.
 
-All this is decided once, when the model is built; a pass only reads the bytes and makes the parameters.
+All this is decided once, when the model is built. A pass only reads the bytes and makes the parameters.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rabbitllm.store.layer_store import StoredTensor, WeightFiles
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterEntry:
     """One entry of a module's table of parameters or persistent buffers.
 
     Attributes:
@@ -53,6 +53,11 @@ class Place:
     is_linear_weight: bool = False
     marks: Mapping[str, object] = field(default_factory=dict)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.shape.numel() * self.dtype.itemsize
+
     def bind(self, tensor: torch.Tensor) -> None:
         """Set the entry to a tensor or a placeholder; see `bindable`."""
         self.table[self.leaf] = self.bindable(tensor)
@@ -60,9 +65,9 @@ class Place:
     def bindable(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor as it is bound: as a parameter if the table is one of parameters.
 
-        It requires a gradient, as a parameter of an ordinary model does, because torch.matmul folds its operands
-        differently if one does, which changes the rounding. A tensor that is a parameter already is of a quantizer's
-        own type, with its scales as attributes.
+        It requires a gradient, like a parameter of an ordinary model: else torch.matmul folds its operands differently,
+        which changes the rounding. A tensor that is a parameter already is of a quantizer's type, with its scales as
+        attributes.
         """
         if isinstance(tensor, nn.Parameter) or not self._is_parameter:
             return tensor
@@ -72,17 +77,17 @@ class Place:
     def placeholder(
         self,
         device: torch.device,
-        bring: Callable[[Place], torch.Tensor],
+        read: Callable[[ParameterEntry], torch.Tensor],
         look_up: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> AbsentWeight:
-        """A placeholder of the weight's device, dtype and shape, without memory and values.
+        """A placeholder with the weight's device, dtype and shape, without memory and values.
 
         Args:
             device: the device of the weight.
-            bring: called for the weight, in the form of `bindable`, when its values are read.
+            read: returns the weight, in the form of `bindable`; called when its values are read.
             look_up: of a table: distinct rising ids -> their rows.
         """
-        made = AbsentWeight(lambda: bring(self), self.shape, self.dtype, device, is_parameter=self._is_parameter)
+        made = AbsentWeight(lambda: read(self), self.shape, self.dtype, device, is_parameter=self._is_parameter)
         made.__dict__.update(self.marks)
         made.look_up = look_up
         return made
@@ -99,14 +104,14 @@ class Unit:
     Attributes:
         name: its path in the model.
         module: the module.
-        places: its parameters and persistent buffers, nested ones included for a layer and for torch's attention.
+        entries: its parameters and persistent buffers, nested ones included for a layer and for torch's attention.
         is_layer: whether it is a layer of a stack.
         holds_units: whether other units are inside it; its own weights then stay bound.
     """
 
     name: str
     module: nn.Module
-    places: tuple[Place, ...]
+    entries: tuple[ParameterEntry, ...]
     is_layer: bool
     holds_units: bool
 
@@ -131,37 +136,32 @@ def find_units(model: PreTrainedModel) -> list[Unit]:
         # torch's own attention reads its output matrix, and uses another kernel if that is not a plain tensor
         is_whole = is_layer or isinstance(module, nn.MultiheadAttention)
         inside = f"{name}." if is_whole else ""
-        places = tuple(_places(module, name, recurse=is_whole, but=apart - {id(module)}))
-        if places:
-            holds = not is_whole and any(True for child in module.children() if _owns_weights(child))
-            units.append(Unit(name, module, places, is_layer, holds))
+        entries = tuple(_entries(module, name, recurse=is_whole, but=apart - {id(module)}))
+        if entries:
+            inner = (next(_entries(child, "", recurse=True), None) for child in module.children())
+            units.append(Unit(name, module, entries, is_layer, not is_whole and any(inner)))
         if is_whole:
             for within, table in module.named_modules():
                 if id(table) in apart and table is not module:
                     path = f"{name}.{within}"
-                    units.append(Unit(path, table, tuple(_places(table, path, recurse=False)), False, False))
+                    units.append(Unit(path, table, tuple(_entries(table, path, recurse=False)), False, False))
     return units
 
 
 def find_tables(model: PreTrainedModel) -> list[nn.Module]:
     """Modules of whose weight a pass uses a few rows: the input embedding, and larger embeddings.
 
-    These are per-layer embeddings (Gemma 3n and 4) and n-gram tables (Qwen4-Exp). Smaller ones, such as positions, are
-    not worth it.
+    The larger ones are per-layer embeddings (Gemma 3n and 4) and n-gram tables (Qwen4-Exp).
     """
     first = input_embedding(model)
     if not isinstance(first, nn.Embedding):
         return [first] if first is not None else []
-    least = first.weight.numel()
-    found: list[nn.Module] = [first]
-    for module in model.modules():
-        if isinstance(module, nn.Embedding) and module is not first and module.weight.numel() > least:
-            found.append(module)
-    return found
+    size = first.weight.numel()
+    return [first, *(m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight.numel() > size)]
 
 
 def input_embedding(model: PreTrainedModel) -> nn.Module | None:
-    """The module that turns token ids into vectors; None if the model names none (some models for pictures)."""
+    """The module that embeds token ids; None if the model names none (some models for pictures)."""
     try:
         found: nn.Module | None = model.get_input_embeddings()
     except (NotImplementedError, AttributeError):
@@ -169,12 +169,8 @@ def input_embedding(model: PreTrainedModel) -> nn.Module | None:
     return found
 
 
-def _owns_weights(module: nn.Module) -> bool:
-    return any(True for _ in _places(module, "", recurse=True))
-
-
-def _places(module: nn.Module, path: str, *, recurse: bool, but: Container[int] = ()) -> Iterator[Place]:
-    """The places of a module, and with `recurse` of those in it, except modules of these ids."""
+def _entries(module: nn.Module, path: str, *, recurse: bool, but: Container[int] = ()) -> Iterator[ParameterEntry]:
+    """The entries of a module, and with `recurse` of those in it, except modules of these ids."""
     owners = module.named_modules() if recurse else [("", module)]
     for inner, owner in owners:
         if id(owner) in but:
@@ -183,28 +179,25 @@ def _places(module: nn.Module, path: str, *, recurse: bool, but: Container[int] 
         tables: tuple[MutableMapping[str, Any], ...] = (owner._parameters, owner._buffers)
         for table in tables:
             for leaf, tensor in table.items():
-                if tensor is not None and leaf not in owner._non_persistent_buffers_set:
-                    yield _place(owner, table, leaf, prefix, tensor)
-
-
-def _place(owner: nn.Module, table: MutableMapping[str, Any], leaf: str, prefix: str, tensor: torch.Tensor) -> Place:
-    multiplied = leaf == "weight" and type(owner).forward is nn.Linear.forward
-    marks = {key: value for key, value in vars(tensor).items() if isinstance(value, bool | int | str)}
-    return Place(table, leaf, f"{prefix}.{leaf}" if prefix else leaf, tensor.shape, tensor.dtype, multiplied, marks)
+                if tensor is None or leaf in owner._non_persistent_buffers_set:
+                    continue
+                target = f"{prefix}.{leaf}" if prefix else leaf
+                multiplied = leaf == "weight" and type(owner).forward is nn.Linear.forward
+                marks = {key: value for key, value in vars(tensor).items() if isinstance(value, bool | int | str)}
+                yield ParameterEntry(table, leaf, target, tensor.shape, tensor.dtype, multiplied, marks)
 
 
 PartReader = Callable[[TensorSpec], torch.Tensor]
 """A stored part -> its tensor, on the device where the unit is made."""
 
 _PLAIN = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
-"""Dtypes of plain values; tensors of any other dtype hold codes."""
+"""Dtypes of values; tensors of other dtypes have codes."""
 
 Memo = MutableMapping[str, dict[str, torch.Tensor]]
 """Recipe key -> target -> tensor, of recipes whose tensors stay bound."""
 
-
-Packs = Callable[[Quantized, torch.dtype], type[StoredMatrix] | None]
-"""Quantized form, dtype of the inputs -> the type that multiplies from codes, or None to dequantize the matrix."""
+MatrixChooser = Callable[[Quantized, torch.dtype], type[StoredMatrix] | None]
+"""Quantized form, dtype of the inputs -> class of the quantized product, or None to dequantize the matrix."""
 
 
 @dataclass(frozen=True)
@@ -213,13 +206,13 @@ class UnitJob:
 
     Attributes:
         recipe: makes the parameters.
-        places: (target of the recipe, parameter).
-        packed: parameters that get the recipe's one stored tensor in quantized form, as a matrix of this type.
+        entries: (target of the recipe, parameter).
+        quantized: (class of the quantized product, parameter) of the recipe's only stored tensor.
     """
 
     recipe: Recipe
-    places: tuple[tuple[str, Place], ...]
-    packed: tuple[tuple[type[StoredMatrix], Place], ...] = ()
+    entries: tuple[tuple[str, ParameterEntry], ...]
+    quantized: tuple[tuple[type[StoredMatrix], ParameterEntry], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -246,25 +239,25 @@ class UnitSource:
 
     @property
     def dequantizes(self) -> bool:
-        """Whether some of its tensors are codes: compressed here, or published so."""
+        """Whether some of its tensors are codes: compressed here, or published quantized."""
         return any(
             tensor.quantized is not None or any(part.dtype not in _PLAIN for part in tensor.parts)
             for tensor in self.stored.values()
         )
 
     @property
-    def places(self) -> Iterator[Place]:
+    def entries(self) -> Iterator[ParameterEntry]:
         """Its parameters, as entries of modules' tables."""
         for job in self.jobs:
-            yield from (place for _, place in job.places)
-            yield from (place for _, place in job.packed)
+            yield from (entry for _, entry in job.entries)
+            yield from (entry for _, entry in job.quantized)
 
     def bytes_of(self, job: UnitJob) -> tuple[int, int]:
         """Bytes of a job's tensors: stored, and ready to use."""
         names = [name for _, name in job.recipe.sources]
         stored = sum(self.stored[name].nbytes for name in names)
-        made = 0 if job.recipe.wraps else sum(place.shape.numel() * place.dtype.itemsize for _, place in job.places)
-        return stored, made + (stored if job.packed or job.recipe.wraps else 0)
+        made = 0 if job.recipe.wraps else sum(entry.nbytes for _, entry in job.entries)
+        return stored, made + (stored if job.quantized or job.recipe.wraps else 0)
 
     def of_jobs(self, jobs: Iterable[UnitJob]) -> UnitSource:
         """The part of it that some of its jobs make."""
@@ -278,71 +271,64 @@ class UnitSource:
     @property
     def scale_bytes(self) -> int:
         """Bytes of the scales that are dequantized before codes are multiplied."""
-        packed = {job.recipe.sources[0][1] for job in self.jobs if job.packed}
-        return sum(expanded_bytes(form) for name in packed if (form := self.stored[name].quantized) is not None)
+        quantized = {job.recipe.sources[0][1] for job in self.jobs if job.quantized}
+        return sum(expanded_bytes(form) for name in quantized if (form := self.stored[name].quantized) is not None)
 
-    def make(
-        self,
-        model: PreTrainedModel,
-        part: PartReader,
-        memo: Memo | None = None,
-        *,
-        apart: bool = False,
-    ) -> None:
+    def bind(self, model: PreTrainedModel, part: PartReader) -> None:
         """Make the parameters and bind them."""
-        for place, tensor in self.made(model, part, memo, apart=apart):
-            place.bind(tensor)
+        for entry, tensor in self.parameters(model, part):
+            entry.bind(tensor)
 
-    def made(
+    def parameters(
         self,
         model: PreTrainedModel,
         part: PartReader,
         memo: Memo | None = None,
         *,
-        apart: bool = False,
+        copies: bool = False,
         only: str | None = None,
-    ) -> Iterator[tuple[Place, torch.Tensor]]:
+    ) -> Iterator[tuple[ParameterEntry, torch.Tensor]]:
         """Make the parameters: the table entry and the tensor of each.
 
         Args:
             model: the skeleton, for conversions.
             part: provides the stored parts.
             memo: recipe key -> its tensors; filled, and used by tied units that stay bound.
-            apart: copy tensors that would be views of stored parts, so that these can be freed.
+            copies: copy tensors that would be views of stored parts, so that these can be freed.
             only: the only target to make; None for all.
         """
         for job in self.jobs:
-            for kind, place in job.packed:
-                if only in (None, place.target):
-                    yield place, self._packed(kind, job.recipe, part)
-            wanted = [(target, place) for target, place in job.places if only in (None, place.target)]
+            for kind, entry in job.quantized:
+                if only in (None, entry.target):
+                    yield entry, self._quantized(kind, job.recipe, part)
+            wanted = [(target, entry) for target, entry in job.entries if only in (None, entry.target)]
             if not wanted:
                 continue
             made = memo.get(job.recipe.key) if memo is not None else None
             if made is None:
-                made = job.recipe.make(model, lambda name, dtype: self._checkpoint_tensor(name, dtype, part, apart))
+                made = job.recipe.make(model, lambda name, dtype: self._checkpoint_tensor(name, dtype, part, copies))
                 if memo is not None:
                     memo[job.recipe.key] = made
-            for target, place in wanted:
-                yield place, made[target]
+            for target, entry in wanted:
+                yield entry, made[target]
 
-    def _packed(self, kind: type[StoredMatrix], recipe: Recipe, part: PartReader) -> QuantizedWeight:
+    def _quantized(self, kind: type[StoredMatrix], recipe: Recipe, part: PartReader) -> QuantizedWeight:
         stored = self.stored[recipe.sources[0][1]]
         assert stored.quantized is not None
         assert recipe.dtype is not None
         return QuantizedWeight(kind(*operands(stored.quantized, stored.parts, part)), recipe.dtype)
 
-    def _checkpoint_tensor(self, name: str, dtype: torch.dtype | None, part: PartReader, apart: bool) -> torch.Tensor:
+    def _checkpoint_tensor(self, name: str, dtype: torch.dtype | None, part: PartReader, copies: bool) -> torch.Tensor:
         tensor = self.stored[name]
         if tensor.quantized is not None:
             assert dtype is not None
             return dequantize(*operands(tensor.quantized, tensor.parts, part), dtype)
         plain = part(tensor.parts[0])
         wanted = dtype if dtype is not None and plain.is_floating_point() else plain.dtype
-        return plain.to(wanted, copy=apart)
+        return plain.to(wanted, copy=copies)
 
     def part_of(self, buffer: torch.Tensor) -> PartReader:
-        """A reader of parts that are views of a buffer that `read` filled (or a device copy of it)."""
+        """A reader of parts as views of a buffer that was filled with `spans`, or of a copy of it on a device."""
         begins = [(span.file, span.offset) for span in self.spans]
 
         def read(spec: TensorSpec) -> torch.Tensor:
@@ -356,8 +342,8 @@ class UnitSource:
 def typed(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """Bytes as in the file, uint8 (extent,), as a tensor of the spec's dtype and shape.
 
-    They are copied if they are rearranged, or not aligned to 64 bytes: kernels round differently on weights that are
-    aligned to less than 16 bytes. Codes on a CPU are read byte by byte, and need no copy.
+    They are copied if they have to be rearranged, or are not aligned to 64 bytes: kernels round differently on weights
+    with an alignment below 16 bytes. Codes on a CPU are read byte by byte, and need no copy.
     """
     dtype = torch_dtype(spec.dtype)
     is_code = spec.dtype == "U8" and flat.device.type == "cpu"
@@ -370,7 +356,7 @@ def typed(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 def mapped_part(store: WeightFiles) -> PartReader:
-    """A reader of parts that are views of the mapped layer files."""
+    """A reader of parts as views of the mapped layer files."""
 
     def read(spec: TensorSpec) -> torch.Tensor:
         if not spec.nbytes:
@@ -380,21 +366,25 @@ def mapped_part(store: WeightFiles) -> PartReader:
     return read
 
 
-def source_of(unit: Unit, weights: WeightMap, store: WeightFiles, packs: Packs | None = None) -> UnitSource:
+def source_of(
+    unit: Unit, weights: WeightMap, store: WeightFiles, choose_matrix: MatrixChooser | None = None
+) -> UnitSource:
     """The source of a unit."""
-    by_key: dict[str, tuple[Recipe, list[tuple[str, Place]], list[tuple[type[StoredMatrix], Place]]]] = {}
-    for place in unit.places:
-        recipe = weights.recipe(place.target)
+    by_key: dict[
+        str, tuple[Recipe, list[tuple[str, ParameterEntry]], list[tuple[type[StoredMatrix], ParameterEntry]]]
+    ] = {}
+    for entry in unit.entries:
+        recipe = weights.recipe(entry.target)
         if recipe is None:
-            continue  # absent, which the model allows: it has its initial value
-        made_as = place.target if place.target in recipe.targets else weights.ties[place.target]
-        _, made, packed = by_key.setdefault(recipe.key, (recipe, [], []))
-        kind = _kind(place, recipe, store.tensors, packs) if packs is not None else None
+            continue  # the checkpoint lacks it and the model allows that: it has its initial value
+        target = entry.target if entry.target in recipe.targets else weights.ties[entry.target]
+        _, made, quantized = by_key.setdefault(recipe.key, (recipe, [], []))
+        kind = _kind(entry, recipe, store.tensors, choose_matrix) if choose_matrix is not None else None
         if kind is not None:
-            packed.append((kind, place))
+            quantized.append((kind, entry))
         else:
-            made.append((made_as, place))
-    jobs = tuple(UnitJob(recipe, tuple(made), tuple(packed)) for recipe, made, packed in by_key.values())
+            made.append((target, entry))
+    jobs = tuple(UnitJob(recipe, tuple(made), tuple(quantized)) for recipe, made, quantized in by_key.values())
     return _of_jobs(unit, jobs, store.tensors)
 
 
@@ -402,17 +392,19 @@ def _of_jobs(unit: Unit, jobs: tuple[UnitJob, ...], tensors: Mapping[str, Stored
     stored = {name: tensors[name] for job in jobs for _, name in job.recipe.sources}
     spans = _spans(stored)
     size = spans[-1].end if spans else 0
-    is_view = all(_is_view(job.recipe, stored) for job in jobs if job.places)
+    is_view = all(_is_view(job.recipe, stored) for job in jobs if job.entries)
     source = UnitSource(unit, jobs, stored, spans, size, 0, is_view)
     ready = sum(source.bytes_of(job)[1] for job in jobs)
     return replace(source, ready_bytes=ready + source.scale_bytes)
 
 
-def _kind(place: Place, recipe: Recipe, tensors: Mapping[str, StoredTensor], packs: Packs) -> type[StoredMatrix] | None:
+def _kind(
+    entry: ParameterEntry, recipe: Recipe, tensors: Mapping[str, StoredTensor], choose_matrix: MatrixChooser
+) -> type[StoredMatrix] | None:
     form = tensors[recipe.sources[0][1]].quantized
-    if not place.is_linear_weight or recipe.converter is not None or form is None or recipe.dtype is None:
+    if not entry.is_linear_weight or recipe.converter is not None or form is None or recipe.dtype is None:
         return None
-    return packs(form.codes, recipe.dtype)
+    return choose_matrix(form.codes, recipe.dtype)
 
 
 def _is_view(recipe: Recipe, stored: Mapping[str, StoredTensor]) -> bool:
@@ -426,9 +418,9 @@ def _is_view(recipe: Recipe, stored: Mapping[str, StoredTensor]) -> bool:
 
 
 def _spans(stored: Mapping[str, StoredTensor]) -> tuple[FileSpan, ...]:
-    """Runs of contiguous parts, in file order, in one buffer, where each run has blocks of its own.
+    """Runs of contiguous parts, in file order, in one buffer; no two runs share a block of it.
 
-    If several begin at one offset, as weights that share a storage do, the longest comes last.
+    If several parts begin at one offset, as weights that share a storage do, the longest comes last.
     """
     parts = sorted((part.file, part.offset, part.extent) for tensor in stored.values() for part in tensor.parts)
     spans: list[FileSpan] = []

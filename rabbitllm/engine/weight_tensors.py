@@ -1,9 +1,9 @@
 """Tensors that stand for weights: placeholders of those that are not in memory, and quantized matrices.
 
-Neither can be written to. Merging an adapter, loading other weights or initialising again would be lost with the next
+Neither can be written to: merging an adapter, loading other weights or initialising again would be lost with the next
 pass, or have no effect, without an error. So functions that write are refused, by name. Reading a weight that is not in
-memory makes the weight itself, or is refused too. A quantized weight of a Linear is multiplied from its codes by
-`torch.nn.functional.linear`; any other operation uses a dequantized matrix, made for that operation only.
+memory makes the weight itself, or is refused too. `torch.nn.functional.linear` multiplies the quantized weight of a
+Linear from its codes; any other operation uses a dequantized matrix, which is freed after it.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _ADDRESSES = frozenset({torch.Tensor.data_ptr, torch.Tensor.storage})
 class WeightStandIn(torch.Tensor):
     """A read-only tensor that stands for a weight which is not in memory as a matrix.
 
-    Shape, strides, dtype, device and all that follows from them are available without reading. Some functions of torch
-    are answered by the subclass. Any other one gets `whole()`, for that function only. There is no storage, so no
-    kernel can use other memory as the values.
+    Shape, strides, dtype, device and all that follows from them are available without reading. Subclasses answer some
+    functions of torch. Any other one gets `whole()`, for that function only. There is no storage, so no kernel can use
+    other memory as the values.
 
     A meta tensor would not work: code that moves inputs to `weight.device` would move them to meta, and an embedding of
     meta ids returns garbage without an error.
@@ -55,7 +55,7 @@ class WeightStandIn(torch.Tensor):
     _answers: Mapping[Any, Callable[..., Any]]
     """Function of torch -> one with the same arguments, which returns None for those that it does not answer."""
     _by_memory = _BY_MEMORY
-    """Functions that get `whole()` although they are no operations."""
+    """Functions that get `whole()` although they are not operations."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -102,7 +102,7 @@ class WeightStandIn(torch.Tensor):
         if func in _ADDRESSES:
             raise AbsentWeightError(
                 f"The storage of a weight was requested, but the weight is not in memory as a matrix: {cls._why}.",
-                "weight * 1 is an ordinary tensor; model.save_pretrained(folder) writes all weights.",
+                "Use `weight * 1` to copy it; model.save_pretrained(folder) writes all weights.",
             )
         with torch._C.DisableTorchFunctionSubclass():  # else its results would be of this type too
             return func(*args, **given)
@@ -133,17 +133,17 @@ def _whole(value: Any) -> Any:
 
 
 class AbsentWeight(WeightStandIn):
-    """A placeholder of a weight that is not in memory: its shape, strides, dtype and device, and no values.
+    """A placeholder of a weight that is not in memory: its shape, strides, dtype and device, without values.
 
     Args:
-        bring: returns the weight itself, or raises if it cannot be read now.
+        read: returns the weight itself, or raises an error if it cannot be read now.
         shape, dtype, device: of the weight.
         is_parameter: whether it is a parameter; else it is a buffer.
         marks: further attributes.
     """
 
     _is_hf_initialized = True  # transformers checks it before it initialises
-    _bring: Callable[[], torch.Tensor]
+    _read: Callable[[], torch.Tensor]
     look_up: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Of a table: distinct rising ids, int64 (n,) on the CPU -> their rows (n, width) on the weight's device."""
     _why = "it is read from the disk when its layer computes"
@@ -152,7 +152,7 @@ class AbsentWeight(WeightStandIn):
     @staticmethod
     def __new__(
         cls,
-        bring: Callable[[], torch.Tensor],
+        read: Callable[[], torch.Tensor],
         shape: torch.Size,
         dtype: torch.dtype,
         device: torch.device,
@@ -165,7 +165,7 @@ class AbsentWeight(WeightStandIn):
             cls, shape, dtype=dtype, device=device, requires_grad=needs
         )
         made.__dict__.update(marks or {})
-        made._bring = bring
+        made._read = read
         made._is_param = is_parameter  # makes isinstance(made, nn.Parameter) true
         return made
 
@@ -180,17 +180,17 @@ class AbsentWeight(WeightStandIn):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise AbsentWeightError(
-            "A weight of this model is not in memory, so torch.save cannot pickle it.",
+            "A weight of this model is not in memory; torch.save cannot pickle it.",
             "model.save_pretrained(folder) writes the whole model.",
         )
 
     def whole(self) -> torch.Tensor:
         """The weight itself."""
-        return self._bring()
+        return self._read()
 
     def again(self) -> AbsentWeight:
         """Another object for the same weight, not a parameter, as from `detach`."""
-        made = AbsentWeight(self._bring, self.shape, self.dtype, self.device, is_parameter=False)
+        made = AbsentWeight(self._read, self.shape, self.dtype, self.device, is_parameter=False)
         made.look_up = self.look_up
         return made
 
@@ -205,7 +205,7 @@ def _new_tensor(form: torch.Tensor, data: Any, **others: Any) -> torch.Tensor:
 
 
 def _embedding(input: Any, weight: Any, max_norm: Any = None, **others: Any) -> torch.Tensor | None:
-    """The answer to `torch.nn.functional.embedding`, by the rows of a table that it needs."""
+    """The answer to `torch.nn.functional.embedding`, from the rows of a table that it needs."""
     look_up = weight.look_up if isinstance(weight, AbsentWeight) else None
     if look_up is None or max_norm is not None or isinstance(input, WeightStandIn):
         return None
@@ -234,7 +234,7 @@ class _Untrainable(torch.autograd.Function):
     def backward(context: Any, *gradients: torch.Tensor) -> None:
         raise AbsentWeightError(
             "This model is streamed and cannot be trained: its weights are not in memory for a backward pass.",
-            "Load it with enough max_memory for all of it: then an adapter (LoRA) can be trained, compressed or not. "
+            "Load it with enough max_memory for all of it; then an adapter (LoRA) can be trained, compressed or not. "
             "Without a backward pass, call it under torch.no_grad().",
         )
 
@@ -297,7 +297,7 @@ class QuantizedWeight(WeightStandIn):
         return QuantizedWeight(self.matrix, self.dtype)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"PackedWeight({tuple(self.shape)}, {self.dtype}, stored at {self.matrix.form.scheme})"
+        return f"QuantizedWeight({tuple(self.shape)}, {self.dtype}, stored at {self.matrix.form.scheme})"
 
     @classmethod
     def _operation(cls, func: Any, args: tuple[Any, ...]) -> Any:

@@ -1,9 +1,9 @@
-"""Makes the parameters of the model's modules from stored tensors, by transformers' own key conversion.
+"""Makes the parameters of a model's modules from stored tensors, by transformers' conversion rules.
 
-A checkpoint's names are not the modules' names: keys are renamed, and some models fuse tensors (the experts of
-Qwen3-MoE are 2 x 128 tensors in the checkpoint and 2 parameters in the module). transformers keeps those rules in
-`conversion_mapping.py`; this module applies them once to map stored tensors to parameters, and later makes these.
-Mirrors `convert_and_load_state_dict_in_model`, including its order: cast first, then convert.
+A checkpoint's names differ from the modules' names: keys are renamed, and some models fuse tensors (the experts of
+Qwen3-MoE are 2 x 128 tensors in the checkpoint and 2 parameters in the module). These rules are in transformers'
+`conversion_mapping.py`. This module applies them once to map stored tensors to parameters, and later makes these. It
+follows `convert_and_load_state_dict_in_model`, also in the order: cast first, then convert.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from rabbitllm.base.terminal import listed
 from rabbitllm.engine import published
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import torch_dtype
@@ -22,17 +23,17 @@ from rabbitllm.store.layer_store import StoredTensor
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
     from transformers.core_model_loading import WeightTransform
     from transformers.quantizers.base import HfQuantizer
 
     from rabbitllm.store.layer_store import WeightFiles
 
 
-# transformers' renaming of a checkpoint's keys, for checkpoints of tens of thousands of them.
+# transformers' renaming of a checkpoint's keys, for checkpoints with tens of thousands of them.
 #
-# The result equals that of transformers' own functions, which take some 40 microseconds for each key. Only experts have
-# so many keys. These differ in the expert's index alone, so the result for the first two experts is used for all.
+# The result equals that of transformers' own functions, which take about 40 microseconds for each key. Only checkpoints
+# with experts have that many keys, which differ in the expert's index: the result for two experts is used for all.
 
 _EXPERT = re.compile(r"(.*?\bexperts\.)[0-9]+(\..+)")
 
@@ -56,7 +57,7 @@ class KeyRenaming:
         match = _EXPERT.fullmatch(name)
         if match is None:
             return self._renamed(name)
-        # if one expert had another target, the others would be too few for their parameter, which is refused
+        # if one expert had another target, too few would be left for their parameter, which is refused
         found = self._experts.setdefault(match.groups(), [])  # type: ignore[arg-type]
         if len(found) == 2 and found[0] == found[1]:
             return found[0]
@@ -68,12 +69,12 @@ class KeyRenaming:
         from transformers.core_model_loading import rename_source_key
 
         target, pattern = rename_source_key(name, *self._transforms, self._prefix, self._expected)
-        if target not in self._expected and name in self._expected:  # not a name to rename; it may need the prefix
+        if target not in self._expected and name in self._expected:  # not renamed, but it may need the prefix
             target, pattern = rename_source_key(name, [], [], self._prefix, self._expected)
         return target, pattern
 
 
-_DIFFERENT = "The config and the weights are of different models: check where each came from."
+_DIFFERENT = "The config and the weights belong to different models: check the source of each."
 
 
 @dataclass(frozen=True)
@@ -107,18 +108,12 @@ class Recipe:
         """
         if self.converter is None:
             return {self.key: read(self.sources[0][1], self.dtype)}
-        operation = _fresh(self.converter)
+        operation: Any = copy.copy(self.converter)  # its operations, which keep no tensors, are shared
+        operation.collected_tensors, operation.layer_targets = defaultdict(list), defaultdict(set)
         for pattern, name in self.sources:
             operation.add_tensor(self.key, name, pattern, lambda name=name: read(name, self.dtype))
         made = operation.convert(self.key, model=model, config=model.config)
         return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
-
-
-def _fresh(converter: WeightTransform) -> Any:
-    """A copy of a conversion without collected tensors; its operations, which keep no tensors, are shared."""
-    made = copy.copy(converter)
-    made.collected_tensors, made.layer_targets = defaultdict(list), defaultdict(set)
-    return made
 
 
 @dataclass(frozen=True)
@@ -138,7 +133,7 @@ class WeightMap:
     unused: tuple[str, ...]
 
     def recipe(self, target: str) -> Recipe | None:
-        """The recipe of a target, of its tie if it has none of its own; None if it is absent."""
+        """The recipe of a target, or of its tie; None if it is absent."""
         return self.recipes.get(target) or self.recipes.get(self.ties.get(target, ""))
 
 
@@ -161,7 +156,7 @@ def map_weights(
         names = sorted(absent - allowed)
         raise IncompleteSplitError(
             f"{where} lacks {len(names)} of the {len(expected)} tensors that {type(model).__name__} needs: "
-            f"{', '.join(names[:8])}{' …' if len(names) > 8 else ''}.",
+            f"{listed(names, 8)}.",
             "Split the checkpoint again, into another folder (layer_shards_saving_path, --dir). Keep this one until "
             "then: if the checkpoint was deleted, it holds the only copy of the rest.",
         )
@@ -183,15 +178,18 @@ def check_unused(model: PreTrainedModel, weights: WeightMap, store: WeightFiles)
     ignored = model._keys_to_ignore_on_load_unexpected
     left = [name for name in weights.unused if not _matches(ignored, name)]
     beyond = _blocks_beyond(left, weights)
-    if beyond and not _predicts_further_tokens(model.config):
+    # layers after the last one may be for multi-token prediction, which transformers omits
+    settings = model.config.get_text_config().to_dict() | model.config.to_dict()
+    predicts_more = any(("nextn" in key or "mtp" in key) and bool(value) for key, value in settings.items())
+    if beyond and not predicts_more:
         raise IncompleteSplitError(
             f"{store.label} has more layers than its config: {', '.join(beyond[:3])}.", _DIFFERENT
         )
     nbytes, total = (sum(store.tensors[name].nbytes for name in names) for names in (left, store.tensors))
     if nbytes > UNUSED_SHARE * total:
         raise IncompleteSplitError(
-            f"{type(model).__name__}, which the config of {store.label} names, uses {1 - nbytes / total:.0%} of its "
-            f"bytes; {len(left)} tensors are left out, {left[0]} among them.",
+            f"{type(model).__name__} (from the config of {store.label}) uses only {1 - nbytes / total:.0%} of the "
+            f"bytes; {len(left)} tensors are unused, e.g. {left[0]}.",
             _DIFFERENT,
         )
 
@@ -200,7 +198,7 @@ _BLOCK = re.compile(r"(.*?[A-Za-z_]\w*)\.(\d+)\.")
 
 
 def _blocks_beyond(unused: Iterable[str], weights: WeightMap) -> list[str]:
-    """Unused blocks with a higher index than all used blocks of the same list, e.g. "model.layers.30"."""
+    """Unused blocks with a higher index than all used blocks of the same list, such as "model.layers.30"."""
     last: dict[str, int] = {}
     for recipe in weights.recipes.values():
         for _, name in recipe.sources:
@@ -209,12 +207,6 @@ def _blocks_beyond(unused: Iterable[str], weights: WeightMap) -> list[str]:
     found = (match for name in unused if (match := _BLOCK.match(name)))
     beyond = {(match[1], int(match[2])) for match in found if int(match[2]) > last.get(match[1], int(match[2]))}
     return [f"{stack}.{number}" for stack, number in sorted(beyond)]
-
-
-def _predicts_further_tokens(config: PretrainedConfig) -> bool:
-    """Whether layers after the last one are for multi-token prediction, which transformers omits."""
-    settings = config.get_text_config().to_dict() | config.to_dict()
-    return any(("nextn" in key or "mtp" in key) and bool(value) for key, value in settings.items())
 
 
 def _recipes(
@@ -266,9 +258,9 @@ def _recipe(
     expected: Mapping[str, torch.Tensor],
     quantizer: HfQuantizer,
 ) -> Recipe:
-    """A recipe before it is tried out.
+    """A recipe before its trial.
 
-    transformers applies a quantizer's own conversion to every tensor with a matching name. It returns a tensor without
+    transformers applies a quantizer's conversion to every tensor with a matching name. It returns a tensor without
     further stored parts (such as scales) unchanged, so such a tensor has no conversion.
     """
     if not published.loads(converter, quantizer):
@@ -300,8 +292,8 @@ def _check_kind(recipe: Recipe, stored: Mapping[str, StoredTensor], expected: Ma
         tensor = stored[name]
         if tensor.quantized is None and not torch_dtype(tensor.parts[0].dtype).is_floating_point:
             raise IncompleteSplitError(
-                f"the tensor {name} holds {tensor.parts[0].dtype}; the model needs floating numbers for {recipe.key}, "
-                "and its config.json has no quantization_config.",
+                f"the tensor {name} has the dtype {tensor.parts[0].dtype}; the model needs floating numbers for "
+                f"{recipe.key}, and its config.json has no quantization_config.",
                 _DIFFERENT,
             )
 
@@ -317,7 +309,7 @@ def _check_scales(stored: Mapping[str, StoredTensor], unused: Iterable[str]) -> 
         owner = name.rpartition(".")[0]
         if tensor.quantized is None and torch_dtype(tensor.parts[0].dtype).itemsize == 1 and owner in by_owner:
             raise IncompleteSplitError(
-                f"the tensor {name} holds codes ({tensor.parts[0].dtype}) and {by_owner[owner]} its scales, but "
+                f"the tensor {name} contains codes ({tensor.parts[0].dtype}) and {by_owner[owner]} its scales, but "
                 "config.json has no quantization_config that describes them.",
                 "Use a checkpoint of the model whose config.json describes them, or its unquantized one.",
             )
@@ -326,7 +318,7 @@ def _check_scales(stored: Mapping[str, StoredTensor], unused: Iterable[str]) -> 
 def _checked(
     recipe: Recipe, model: PreTrainedModel, stored: Mapping[str, StoredTensor], expected: Mapping[str, torch.Tensor]
 ) -> Recipe:
-    """The recipe with all its targets, found by a trial on the meta device, which takes no memory.
+    """The recipe with all its targets, by a trial on the meta device, which takes no memory.
 
     Raises:
         IncompleteSplitError: it fails, or makes a tensor of another shape than the module's.
@@ -338,7 +330,7 @@ def _checked(
         made = recipe.make(model, lambda name, dtype: _weightless(stored[name], dtype))
     except Exception as error:  # conversions raise any error for an unexpected number or shape of tensors
         raise IncompleteSplitError(
-            f"the tensors for {recipe.key} ({', '.join(name for _, name in recipe.sources[:3])}, …) do not convert: "
+            f"the tensors for {recipe.key} ({listed([name for _, name in recipe.sources], 3)}) cannot be converted: "
             f"{type(error).__name__}: {error}."
         ) from error
     for name, tensor in made.items():

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.checkpoints.config import picked_by
-from rabbitllm.engine.placement import Placement, Pool, Tier
+from rabbitllm.engine.placement import Placement, Tier, TierContent
 from rabbitllm.quant.quantize import expanded_bytes
 
 if TYPE_CHECKING:
@@ -20,20 +20,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rabbitllm.engine.load_plan import LoadPlan
-    from rabbitllm.engine.units import Place, UnitSource
+    from rabbitllm.engine.units import ParameterEntry, UnitSource
 
 PROMPT_TOKENS = 16
 """Length of the prompt whose answer's first token is estimated."""
-
-
-@dataclass(frozen=True, slots=True)
-class TierContent:
-    """The content of one tier: `tier` as in `engine.placement.Tier`, units and the bytes they are stored in."""
-
-    device: str
-    tier: str
-    units: int
-    stored_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +180,7 @@ def work_of(plan: LoadPlan) -> tuple[UnitWork, ...]:
         hooked = placed.tier in HOOKED and not (placed.tier is Tier.PACKED and source.is_view)
         modules = sum(1 for _ in source.unit.module.modules()) if source.unit.is_layer else 0
         products = tuple(_products(source, picked))
-        kind = (placed.device, products, hooked, modules, len(tuple(source.places)), source.stored_bytes)
+        kind = (placed.device, products, hooked, modules, len(tuple(source.entries)), source.stored_bytes)
         once = encoder is not None and (placed.unit + ".").startswith(encoder)
         found.append(UnitWork(placed.unit, placed.device, streamed, uploaded, products, hooked, modules, once, kind))
     return tuple(found)
@@ -220,17 +210,17 @@ def _products(source: UnitSource, picked: int | None) -> Iterable[Product]:
     if isinstance(source.unit.module, nn.Embedding):
         return  # one row per token
     for job in source.jobs:
-        for _, place in job.packed:
+        for _, entry in job.quantized:
             stored = source.stored[job.recipe.sources[0][1]]
             assert stored.quantized is not None
             nbytes = stored.nbytes + expanded_bytes(stored.quantized)
-            yield Product(stored.quantized.codes.scheme, _matrix(place), nbytes)
-        for _, place in job.places:
-            if job.recipe.wraps and (form := _own_form(_owner(source, place))) is not None:
-                yield Product(form, _matrix(place), sum(source.stored[name].nbytes for _, name in job.recipe.sources))
-            elif len(place.shape) >= 2:
-                nbytes = place.shape.numel() * place.dtype.itemsize
-                yield Product(str(place.dtype).removeprefix("torch."), _matrix(place), nbytes, _share(place, picked))
+            yield Product(stored.quantized.codes.scheme, _matrix(entry), nbytes)
+        for _, entry in job.entries:
+            if job.recipe.wraps and (form := _own_form(_owner(source, entry))) is not None:
+                yield Product(form, _matrix(entry), sum(source.stored[name].nbytes for _, name in job.recipe.sources))
+            elif len(entry.shape) >= 2:
+                form = str(entry.dtype).removeprefix("torch.")
+                yield Product(form, _matrix(entry), entry.nbytes, _share(entry, picked))
 
 
 def _own_form(module: nn.Module) -> str | None:
@@ -243,19 +233,19 @@ def _own_form(module: nn.Module) -> str | None:
     return None
 
 
-def _owner(source: UnitSource, place: Place) -> nn.Module:
-    """Return the module that holds a `Place`."""
-    inside = place.target.rpartition(".")[0].removeprefix(source.unit.name)
+def _owner(source: UnitSource, entry: ParameterEntry) -> nn.Module:
+    """Return the module that holds a `ParameterEntry`."""
+    inside = entry.target.rpartition(".")[0].removeprefix(source.unit.name)
     return source.unit.module.get_submodule(inside.removeprefix("."))
 
 
-def _matrix(place: Place) -> tuple[int, int]:
-    return place.shape[-2], place.shape[-1]
+def _matrix(entry: ParameterEntry) -> tuple[int, int]:
+    return entry.shape[-2], entry.shape[-1]
 
 
-def _share(place: Place, picked: int | None) -> float:
+def _share(entry: ParameterEntry, picked: int | None) -> float:
     """Return the share of experts, in one tensor of three dimensions, that a router picks; 1 for other tensors."""
-    experts = place.shape[0] if len(place.shape) == 3 else 0
+    experts = entry.shape[0] if len(entry.shape) == 3 else 0
     return picked / experts if picked is not None and picked < experts else 1.0
 
 
@@ -336,8 +326,8 @@ def routed_work(plan: LoadPlan) -> tuple[RoutedWork, ...]:
     for placed in plan.placement.experts:
         source = known[placed.unit]
         routed = placed.tier is Tier.ROUTED
-        on_device, in_host = _shares(pools[placed.device]) if routed else (1.0, 0.0)
-        forms = tuple((leaf.shape, leaf.is_view, leaf.packed) for leaf in source.leaves.values())
+        on_device, in_host = pools[placed.device].shares if routed else (1.0, 0.0)
+        forms = tuple((leaf.shape, leaf.is_view, leaf.matrix_type) for leaf in source.leaves.values())
         found.append(
             RoutedWork(
                 name=source.name,
@@ -362,10 +352,6 @@ def by_unit(work: Iterable[RoutedWork]) -> dict[str, list[RoutedWork]]:
     for routed in work:
         found.setdefault(routed.unit, []).append(routed)
     return found
-
-
-def _shares(pool: Pool) -> tuple[float, float]:
-    return pool.slots / pool.experts, pool.host_slots / pool.experts
 
 
 def experts_of(work: Iterable[RoutedWork]) -> tuple[Experts, ...]:
@@ -401,16 +387,11 @@ def bytes_of_a_pass(
         work, routed: of a pass with its units and its experts.
     """
     experts = experts_of(routed)
-    units: Counter[tuple[str, Tier]] = Counter()
-    nbytes: Counter[tuple[str, Tier]] = Counter()
-    for placed in placement.units:
-        units[placed.device, placed.tier] += 1
-        nbytes[placed.device, placed.tier] += placed.counted
     decoding = [unit for unit in work if not unit.once]
     stays = sum(placed.counted for placed in placement.units if placed.tier in STAYING)
     return GenerationEstimate(
         compression,
-        placed=tuple(TierContent(name, tier.value, n, nbytes[name, tier]) for (name, tier), n in units.items()),
+        placed=placement.contents,
         stays_bytes=stays + sum(own.kept_bytes + own.host_bytes for own in experts),
         copied_bytes=sum(unit.uploaded for unit in decoding) + sum(own.copied_bytes for own in experts),
         read_bytes=sum(unit.streamed for unit in decoding) + sum(own.read_bytes for own in experts),

@@ -265,8 +265,8 @@ def _quiet(*names: str) -> Iterator[None]:
 def measurements(machine: Machine) -> Iterator[tuple[Callable[[], float | None], str]]:
     """Yield measurements of a rough machine: a function that returns bytes per second, and its description."""
     sample = FileSample(machine.files or (), TYPICAL_UNIT)
-    for way, words in ((DIRECT, "past the page cache"), (DROPPED, "through the page cache")):
-        measure = partial(machine.measured, ("read", way), partial(sample.rate, way))
+    for mode, words in ((DIRECT, "past the page cache"), (DROPPED, "through the page cache")):
+        measure = partial(machine.measured, ("read", mode), partial(sample.rate, mode))
         yield measure, f"reading the disk of layer files, {words}"
     for device in machine.devices:
         plain = "bfloat16" if device.has_bf16 else "float16"

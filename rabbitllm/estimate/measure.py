@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from rabbitllm.base.rounding import round_up
 from rabbitllm.engine.devices import Device, aligned_host
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.placement import SLOTS
@@ -276,10 +277,10 @@ class FileSample:
         """Return a file's path, for `SpanReader`."""
         return self._files[file]
 
-    def rate(self, way: ReadMode) -> float | None:
+    def rate(self, mode: ReadMode) -> float | None:
         """Measure bytes per second from the disk; None if it cannot be read in this mode, or not at all."""
         self.forget()
-        found = self._read(way)
+        found = self._read(mode)
         self.forget()
         return found
 
@@ -324,9 +325,9 @@ class FileSample:
             with contextlib.suppress(OSError), PositionalFile(self.path(span.file)) as file:
                 file.drop_cache(span.offset, span.nbytes)
 
-    def _read(self, way: ReadMode, stop: threading.Event | None = None) -> float | None:
+    def _read(self, mode: ReadMode, stop: threading.Event | None = None) -> float | None:
         """Measure bytes per second: of all spans, for `READ_SECONDS` at most; or again and again until `stop`."""
-        reader, done, start = SpanReader(self, way), 0, time.perf_counter()
+        reader, done, start = SpanReader(self, mode), 0, time.perf_counter()
         try:
             for span in self.spans if stop is None else itertools.cycle(self.spans):
                 reader.read([span], next(self._buffers))
@@ -335,14 +336,14 @@ class FileSample:
                     break
         except OSError:
             return None
-        return done / (time.perf_counter() - start) if done and reader.way == way else None
+        return done / (time.perf_counter() - start) if done and reader.mode == mode else None
 
     @contextlib.contextmanager
-    def going_on(self, way: ReadMode) -> Iterator[list[float | None]]:
+    def reading(self, mode: ReadMode) -> Iterator[list[float | None]]:
         """Read repeatedly in a thread while the context is open; its rate is in the list afterwards."""
         stop, found = threading.Event(), list[float | None]()
         thread = threading.Thread(
-            target=lambda: found.append(self._read(way, stop)), name="background-read", daemon=True
+            target=lambda: found.append(self._read(mode, stop)), name="background-read", daemon=True
         )
         thread.start()
         try:
@@ -357,14 +358,10 @@ def _pieces(sizes: dict[str, int], piece: int) -> Iterator[FileSpan]:
     whole = [
         FileSpan(file, at, min(piece, size - at), 0)
         for file, size in sizes.items()
-        for at in range(0, size, _up(piece))
+        for at in range(0, size, round_up(piece, BLOCK))
     ]
     count = max(SAMPLE_BYTES // piece, 1)
     yield from whole[:: max(-(-len(whole) // count), 1)]
-
-
-def _up(nbytes: int) -> int:
-    return -(-nbytes // BLOCK) * BLOCK
 
 
 @contextlib.contextmanager

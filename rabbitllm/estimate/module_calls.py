@@ -24,7 +24,7 @@ from rabbitllm.engine.experts import ExpertStack, MappedExperts, Supply
 from rabbitllm.engine.load_plan import LoadPlan
 from rabbitllm.engine.prefetch import HostBuffers
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, FileSpan, ReadMode, SpanReader
-from rabbitllm.engine.units import PartReader, Place, UnitJob, UnitSource, typed
+from rabbitllm.engine.units import ParameterEntry, PartReader, UnitJob, UnitSource, typed
 from rabbitllm.estimate import measure
 from rabbitllm.estimate.measure import FileSample, small_pages
 from rabbitllm.formats.tensor_spec import TensorSpec
@@ -49,21 +49,21 @@ def binding_seconds(plan: LoadPlan, unit: str, device: Device) -> float:
     for job, times in _in_small(source):
         few = dataclasses.replace(source, jobs=(job,))
         total += times * min(_seconds(few, plan.model, part, device) for _ in range(3 if times == 1 else 2))
-    absent = [(place, place.placeholder(device.torch_device, _never_read)) for place in source.places]
+    absent = [(entry, entry.placeholder(device.torch_device, _never_read)) for entry in source.entries]
     start = time.perf_counter()
-    for place, placeholder in absent:
-        place.bind(placeholder)
+    for entry, placeholder in absent:
+        entry.bind(placeholder)
     return total + time.perf_counter() - start
 
 
-def _never_read(place: Place) -> torch.Tensor:
-    raise AssertionError(place.target)
+def _never_read(entry: ParameterEntry) -> torch.Tensor:
+    raise AssertionError(entry.target)
 
 
 def _seconds(source: UnitSource, model: PreTrainedModel, part: PartReader, device: Device) -> float:
     start = time.perf_counter()
     with torch.no_grad():
-        source.make(model, part)
+        source.bind(model, part)
     device.synchronise()
     return time.perf_counter() - start
 
@@ -74,7 +74,7 @@ def _in_small(source: UnitSource) -> Iterator[tuple[UnitJob, float]]:
         of_pattern: dict[str, list[tuple[str, str]]] = {}
         for pattern, name in job.recipe.sources:
             of_pattern.setdefault(pattern, []).append((pattern, name))
-        made = sum(place.shape.numel() * place.dtype.itemsize for _, place in job.places)
+        made = sum(entry.nbytes for _, entry in job.entries)
         count = min(map(len, of_pattern.values()))
         few = max(count * MADE_BYTES // max(made, 1), 1)
         if job.recipe.converter is None or few >= count:
@@ -89,7 +89,7 @@ def _made_up(source: UnitSource, device: Device) -> PartReader:
     largest = max((part.nbytes for tensor in source.stored.values() for part in tensor.parts), default=0)
     make = device.host_buffer if device.shares_host_memory else device.device_buffer
     buffer = make(max(largest, 1))
-    if any(job.places and (job.recipe.converter or not source.is_view) for job in source.jobs):
+    if any(job.entries and (job.recipe.converter or not source.is_view) for job in source.jobs):
         buffer.fill_(0)  # untouched memory is read at no cost
 
     def read(spec: TensorSpec) -> torch.Tensor:
@@ -164,16 +164,16 @@ class ExpertCalls:
     def _kept(self, tokens: int, slots: int, host_slots: int) -> float:
         filling = _Filling(self._sample, THROUGH_THE_CACHE)
         with self._pool(slots, host_slots, filling) as pool, self._pooled(pool) as call:
-            _bring_all(pool, self._some)
+            _warm(pool, self._some)
             return self._mean(lambda: call(self._draw(tokens, np.arange(self._some))))
 
-    def read(self, way: ReadMode, slots: int) -> float | None:
+    def read(self, mode: ReadMode, slots: int) -> float | None:
         """Measure the seconds of a token's call whose experts are all read; None if there is nothing to read.
 
         They are read into one slot after the other, so that the processor's caches contain none of them.
 
         Args:
-            way: the mode of reading.
+            mode: the mode of reading.
             slots: slots of the pool; at most one per measured expert is used.
         """
         slots = min(slots, self._some, self._source.experts - self._source.used)
@@ -182,23 +182,23 @@ class ExpertCalls:
             everyone = np.arange(self._source.experts)
             call(self._draw(1, everyone[pool.cache.slots_of(0, everyone) < 0]))
 
-        return self._reading(way, slots, once)
+        return self._reading(mode, slots, once)
 
-    def first(self, tokens: int, way: ReadMode, slots: int) -> float | None:
+    def first(self, tokens: int, mode: ReadMode, slots: int) -> float | None:
         """Measure the seconds of a call for a prompt, with an empty pool."""
 
         def once(pool: ExpertPool, call: _Call) -> None:
             for slot in range(pool.cache.slots):
-                pool.cache.forget(0, slot)
+                pool.cache.clear(0, slot)
             call(self._draw(tokens, np.arange(self._source.experts)))
 
-        return self._reading(way, min(slots, self._some), once)
+        return self._reading(mode, min(slots, self._some), once)
 
-    def _reading(self, way: ReadMode, slots: int, once: Callable[[ExpertPool, _Call], None]) -> float | None:
-        places = [span for span in self._sample.spans if span.nbytes >= self._source.nbytes]
-        if not places:
+    def _reading(self, mode: ReadMode, slots: int, once: Callable[[ExpertPool, _Call], None]) -> float | None:
+        spans = [span for span in self._sample.spans if span.nbytes >= self._source.nbytes]
+        if not spans:
             return None
-        with self._pool(slots, 0, SpanReader(self._sample, way), places) as pool, self._pooled(pool) as call:
+        with self._pool(slots, 0, SpanReader(self._sample, mode), spans) as pool, self._pooled(pool) as call:
             try:
                 return self._mean(lambda: once(pool, call))
             except OSError:
@@ -226,10 +226,10 @@ class ExpertCalls:
 
     @contextmanager
     def _pool(
-        self, slots: int, host_slots: int, disk: SpanReader, places: Sequence[FileSpan] = ()
+        self, slots: int, host_slots: int, disk: SpanReader, spans: Sequence[FileSpan] = ()
     ) -> Iterator[ExpertPool]:
         host = None if self._device.shares_host_memory else HostBuffers(self._device)
-        source = _moved(self._source, places or [FileSpan("", 0, self._source.nbytes, 0)], self._device.torch_device)
+        source = _moved(self._source, spans or [FileSpan("", 0, self._source.nbytes, 0)], self._device.torch_device)
         pool = ExpertPool(self._model, [source], self._device, slots, disk, Profiler(False), host, host_slots)
         try:
             yield pool
@@ -251,15 +251,15 @@ class ExpertCalls:
             after.remove()
 
     def _stack(self, supply: Supply, key: str) -> torch.Tensor:
-        place = self._source.leaves[key].place
-        return ExpertStack(supply, key, place.shape, place.dtype, self._device.torch_device)
+        entry = self._source.leaves[key].entry
+        return ExpertStack(supply, key, entry.shape, entry.dtype, self._device.torch_device)
 
     @contextmanager
     def _with_stacks(self, stacks: dict[str, torch.Tensor]) -> Iterator[_Call]:
         """Yield the module's call with these parameters, and made-up others (biases)."""
         module, device, dtype = self._source.module, self._device.torch_device, self._model.dtype
         for key, stack in stacks.items():
-            self._source.leaves[key].place.bind(stack)
+            self._source.leaves[key].entry.bind(stack)
         for key, parameter in list(module._parameters.items()):
             if parameter is not None and key not in stacks:
                 made = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
@@ -276,7 +276,7 @@ class ExpertCalls:
                 yield call
         finally:
             for leaf in self._source.leaves.values():
-                leaf.place.bind(torch.empty(leaf.place.shape, dtype=leaf.place.dtype, device="meta"))
+                leaf.entry.bind(torch.empty(leaf.entry.shape, dtype=leaf.entry.dtype, device="meta"))
 
 
 class _Filling(SpanReader):
@@ -293,7 +293,7 @@ def _width(source: ExpertSource) -> int:
     return first.shape[0] if source.module.is_transposed else first.shape[-1]
 
 
-def _bring_all(pool: ExpertPool, count: int) -> None:
+def _warm(pool: ExpertPool, count: int) -> None:
     """Bring the first experts into memory."""
     (source,) = pool.sources
     uses = np.zeros((len(HALF_LIVES), source.experts))
@@ -301,14 +301,14 @@ def _bring_all(pool: ExpertPool, count: int) -> None:
     pool.warm({source.name: uses})
 
 
-def _moved(source: ExpertSource, places: Sequence[FileSpan], device: torch.device) -> ExpertSource:
+def _moved(source: ExpertSource, spans: Sequence[FileSpan], device: torch.device) -> ExpertSource:
     """Return the same experts at these spans of a sample, each with its real number of runs."""
     runs = source.spans(0)
     experts = np.arange(source.experts)
 
     def part(old: ExpertPart) -> ExpertPart:
         number = max(at for at, run in enumerate(runs) if run.at <= old.at)
-        chosen = [places[at % len(places)] for at in (experts * len(runs) + number).tolist()]
+        chosen = [spans[at % len(spans)] for at in (experts * len(runs) + number).tolist()]
         offsets = np.array([span.offset for span in chosen], np.int64) + (old.at - runs[number].at)
         return dataclasses.replace(old, files=tuple(span.file for span in chosen), offsets=offsets)
 
@@ -344,13 +344,13 @@ def _laid_over_each_other(model: PreTrainedModel, source: ExpertSource, for_good
     real = MappedExperts(model, source, lambda file: torch.empty(_NO_FILE, dtype=torch.uint8, device="meta"))
     made: dict[str, torch.Tensor] = {}
     for key, leaf in source.leaves.items():
-        place, dtype = leaf.place, leaf.place.dtype
-        if real.strided(key) is not None or (for_good and leaf.packed is None):
+        dtype = leaf.entry.dtype
+        if real.strided(key) is not None or (for_good and leaf.matrix_type is None):
             inner = torch.empty(leaf.shape, device="meta").stride()
             flat = memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
             made[key] = flat.as_strided((source.experts, *leaf.shape), (step // dtype.itemsize, *inner))
         else:
-            made[key] = ExpertStack(supply, key, place.shape, dtype, torch.device("cpu"))
+            made[key] = ExpertStack(supply, key, leaf.entry.shape, dtype, torch.device("cpu"))
     return made
 
 

@@ -27,7 +27,7 @@ from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan, recompre
 
 SHARD = "outline.safetensors"
 """Name of the nonexistent file that the tensors are assumed to be in."""
-_LAYER = re.compile(r"(?:language_model\.)?layers\.(\d+)")
+_LAYER = re.compile(r"(?:language_model\.)?(?:model\.)?layers\.(\d+)")
 """Ids of decoder layers; a sample has as many layers of encoders for pictures, and of extra heads, as the model."""
 _MANY = re.compile(r"\{(\d+)\}")
 
@@ -60,7 +60,7 @@ class Outline:
     @property
     def compressions(self) -> tuple[str | None, ...]:
         """The compressions at which it can be split: only None if it is published quantized."""
-        return (None,) if self.config.get("quantization_config") else COMPRESSIONS
+        return (None,) if quantized_as(self.config) else COMPRESSIONS
 
     def times(self, layer: str) -> int:
         """Return how often the model has a layer of the sample, by the layer's id."""

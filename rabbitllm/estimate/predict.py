@@ -21,7 +21,7 @@ from rabbitllm import prepare
 from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.devices import OutOfDeviceMemory, memory_explained, resolve_devices
 from rabbitllm.engine.expert_source import ExpertSource
-from rabbitllm.engine.load import fused_packs, fused_units
+from rabbitllm.engine.load import fused_chooser, fused_units
 from rabbitllm.engine.load_plan import LoadPlan, cache_room, make_load_plan, place_units, too_little_memory
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, stays_cached
@@ -95,8 +95,8 @@ def as_multiplied(plan: LoadPlan, store: WeightFiles, machine: Machine) -> LoadP
     """Return a load plan with units that GPUs multiply from their codes, as when the model is loaded."""
     if machine.options.exact:
         return plan
-    packs = {device.name: fused_packs(device) for device in machine.devices if not device.shares_host_memory}
-    return dataclasses.replace(plan, sources=fused_units(plan.sources, plan.placement, packs, plan.weights, store))
+    choosers = {device.name: fused_chooser(device) for device in machine.devices if not device.shares_host_memory}
+    return dataclasses.replace(plan, sources=fused_units(plan.sources, plan.placement, choosers, plan.weights, store))
 
 
 def _store(scan: SourceScan, compression: str | None) -> WeightFiles | None:
@@ -214,7 +214,7 @@ PIECE_BYTES = 1 << 20
 class _Reads:
     """How streamed units are read: the mode, and bytes per second between two tokens and at the first."""
 
-    way: ReadMode
+    mode: ReadMode
     steady: float
     disk: float
 
@@ -272,7 +272,7 @@ class PassEstimator:
         self._machine = machine
         self._files = files
         self._streamed = plan.placement.streamed_bytes
-        self._room = cache_room(plan.placement, machine.devices)
+        self._room = cache_room(plan.placement)
         self._cached = stays_cached(self._streamed, self._room)
         self._devices = list(dict.fromkeys(unit.device for unit in work))
 
@@ -341,8 +341,8 @@ class PassEstimator:
         largest = max(unit.streamed for unit in self._work) or max(p.stored for p in self._plan.placement.units)
         return FileSample(self._files, largest)
 
-    def _read_rate(self, way: ReadMode, sample: FileSample | None = None) -> float | None:
-        return self._machine.measured(("read", way), lambda: (sample or self._sample).rate(way))
+    def _read_rate(self, mode: ReadMode, sample: FileSample | None = None) -> float | None:
+        return self._machine.measured(("read", mode), lambda: (sample or self._sample).rate(mode))
 
     def _reads(self) -> _Reads | None:
         through = self._read_rate(DROPPED)
@@ -410,11 +410,11 @@ class PassEstimator:
         if (name := next(hosts, None)) is None:
             return ALONE
         memory, matrices = next(iter(self._sets[name].items()))
-        key = ("strain", name, *memory, reads.way)
+        key = ("strain", name, *memory, reads.mode)
         return self._machine.measured(key, lambda: self._strained(reads, matrices(), alone[name][memory]))
 
     def _strained(self, reads: _Reads, commonest: WorkingSet, alone: float) -> Strain:
-        with self._sample.going_on(reads.way) as background:
+        with self._sample.reading(reads.mode) as background:
             rate = commonest.rate(1, disturbed=True)
         self._sample.forget()
         (read,) = background
@@ -431,17 +431,17 @@ class PassEstimator:
             return self._staying(calls, work, sample)
         pool = next(pool for pool in self._plan.placement.pools if pool.device == work.device)
         cached = stays_cached(pool.stored, self._room)
-        way = THROUGH_THE_CACHE if cached else self._way_of_experts(sample, work.device)
+        mode = THROUGH_THE_CACHE if cached else self._expert_mode(sample, work.device)
         prompt = None
         if not self._machine.rough:
-            prompt = calls.first(PROMPT_TOKENS, DIRECT if way == DIRECT else DROPPED, pool.slots)
+            prompt = calls.first(PROMPT_TOKENS, DIRECT if mode == DIRECT else DROPPED, pool.slots)
         if work.missed and cached:
             sample.cached_rate()  # leaves it in the page cache
-        read = calls.read(way, pool.slots) if work.missed else None
+        read = calls.read(mode, pool.slots) if work.missed else None
         near = calls.near(1) if pool.host_slots else None
         return CallTimes(calls.found(1), near, read, prompt, bool(work.missed) and not cached)
 
-    def _way_of_experts(self, sample: FileSample, device: str) -> ReadMode:
+    def _expert_mode(self, sample: FileSample, device: str) -> ReadMode:
         """Return how the engine will read experts from the disk."""
         past, through = self._read_rate(DIRECT, sample), self._read_rate(DROPPED, sample)
         own = {placed.unit for placed in self._plan.placement.experts if placed.device == device}
@@ -519,7 +519,7 @@ class PassEstimator:
                 found.setdefault(f"multiplying with {form}{' codes' if form in STORED else ''} on {device}", rate)
         if reads is not None and self._streamed:
             words = {DIRECT: "past the page cache", DROPPED: "through the page cache"}
-            found[f"reading {words.get(reads.way, 'out of the page cache')}"] = reads.steady
+            found[f"reading {words.get(reads.mode, 'out of the page cache')}"] = reads.steady
         for routed in self._routed:
             times = calls[routed.kind]
             kinds = {"at hand": times.found, "in pinned memory": times.near, "to be read": times.read}

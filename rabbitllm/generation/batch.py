@@ -145,7 +145,7 @@ class Batch:
             while self._scheduler.wait():
                 self._scheduler.step()
         except BaseException as error:
-            logger.exception("the batch has ended before its time")
+            logger.exception("the batch has failed")
             self.error = error
         finally:
             self._scheduler.end(self.error or FinishReason.CANCELLED)

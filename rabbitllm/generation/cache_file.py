@@ -1,7 +1,7 @@
 """KV caches of running sequences in a file: each layer's part is read just before its attention.
 
     a pass      layer 0: sequence 1, sequence 2, …   layer 1: sequence 1, sequence 2, …   …
-    reads       ahead of the attention, in that order, limited by the memory for them
+    reads       before the attention, in that order, limited by the memory for them
     a sequence  |  in the file: the first tokens  |  in memory: the last few  |  new tokens of the pass
 
 So one pass over the weights serves more sequences than memory has room for. A sequence's KV cache is read once a pass.
@@ -127,27 +127,27 @@ class StoredBuffer(Slot):
 
 
 class BufferFile:
-    """A nameless file of buffers, which reads those of a pass ahead of their use.
+    """A nameless file of buffers, which prefetches those of a pass.
 
     Args:
         folder: folder of the file; None only with a limit of 0.
         limit: maximum size of the file in bytes.
-        max_ahead: bytes that may be in memory ahead of their use; the next buffer is always allowed.
+        max_prefetch: maximum prefetched bytes in memory; the next buffer is always allowed.
         weight_bytes: bytes of weights that are read between two reads of a buffer.
 
     Attributes:
         read: bytes of the buffers taken so far.
-        ahead: bytes that are prefetched now.
+        prefetched_bytes: bytes that are prefetched now.
         is_past_the_cache: whether buffers that are not small bypass the page cache.
     """
 
-    def __init__(self, folder: Path | None, limit: int, max_ahead: int = 0, weight_bytes: int = 0) -> None:
+    def __init__(self, folder: Path | None, limit: int, max_prefetch: int = 0, weight_bytes: int = 0) -> None:
         self.read = 0
-        self.ahead = 0
+        self.prefetched_bytes = 0
         self.is_past_the_cache = False
         self._file = SlotFile(folder, limit, READERS)
         self._limit = limit
-        self._max_ahead = max_ahead
+        self._max_prefetch = max_prefetch
         self._folder = folder
         self._weight_bytes = weight_bytes
         self._free_ram = available_ram()
@@ -230,7 +230,7 @@ class BufferFile:
         else:
             buffer, future = found
             future.result()
-            self.ahead -= len(buffer.whole)
+            self.prefetched_bytes -= len(buffer.whole)
             self._prefetch_next()
         self.read += len(buffer.whole)
         return buffer
@@ -243,13 +243,15 @@ class BufferFile:
                 with contextlib.suppress(OSError):
                     future.result()
         self._prefetched.clear()
-        self.ahead = 0
+        self.prefetched_bytes = 0
 
     def _prefetch_next(self) -> None:
-        while self._next and not (self.ahead and self.ahead + self._next[0].nbytes > self._max_ahead):
+        while self._next and not (
+            self.prefetched_bytes and self.prefetched_bytes + self._next[0].nbytes > self._max_prefetch
+        ):
             stored = self._next.popleft()
             buffer = KVBuffer.new(stored.form)
-            self.ahead += stored.nbytes
+            self.prefetched_bytes += stored.nbytes
             future = self._file.prefetch(stored, buffer.whole.numpy().data, aligned=self._is_direct(buffer))
             self._prefetched[stored] = buffer, future
 
@@ -285,13 +287,13 @@ class _FiledSequence:
         layers: its layers in the file, by layer number.
         returns: whether its layers return to memory in the next pass.
         is_lost: whether a layer could not be written.
-        now: the buffer that attention is using.
+        current: the buffer that attention is using.
     """
 
     layers: dict[int, _FiledLayer] = field(default_factory=dict)
     returns: bool = False
     is_lost: bool = False
-    now: KVBuffer | None = None
+    current: KVBuffer | None = None
 
 
 class CacheFile:
@@ -300,15 +302,15 @@ class CacheFile:
     Args:
         folder: folder of the file; None only with a limit of 0.
         limit: maximum size of the file in bytes; 0 if no sequence has its cache there.
-        ahead: bytes that may be read ahead into memory; one layer is always allowed.
+        max_prefetch: maximum prefetched bytes in memory; one layer is always allowed.
         weight_bytes: bytes of weights that a pass reads.
 
     Attributes:
         buffers: the file itself.
     """
 
-    def __init__(self, folder: Path | None, limit: int, ahead: int, weight_bytes: int = 0) -> None:
-        self.buffers = BufferFile(folder, limit, ahead, weight_bytes)
+    def __init__(self, folder: Path | None, limit: int, max_prefetch: int, weight_bytes: int = 0) -> None:
+        self.buffers = BufferFile(folder, limit, max_prefetch, weight_bytes)
         self._sequences: WeakKeyDictionary[Any, _FiledSequence] = WeakKeyDictionary()
 
     def close(self) -> None:
@@ -385,7 +387,7 @@ class CacheFile:
 
         Args:
             caches: caches of its packed sequences, in the order in which each layer attends to them.
-            others: caches (or None) of sequences that go through the layers by themselves; they return to memory whole.
+            others: caches (or None) of sequences that are not packed; they return to memory whole.
 
         Raises:
             OSError: a cache of `others` cannot be read.
@@ -399,9 +401,9 @@ class CacheFile:
                     if keeps_every_token(layer):
                         layer.keys, layer.values = whole.keys, whole.values
                 self.drop(cache)
-        held = [self._sequences[cache].layers for cache in caches if cache in self._sequences]
-        numbers = sorted({number for layers in held for number in layers})
-        self.buffers.prefetch(layers[number].stored for number in numbers for layers in held if number in layers)
+        filed = [self._sequences[cache].layers for cache in caches if cache in self._sequences]
+        numbers = sorted({number for layers in filed for number in layers})
+        self.buffers.prefetch(layers[number].stored for number in numbers for layers in filed if number in layers)
 
     def covers(self, cache: Cache, number: int) -> bool:
         """Whether the KV cache of a layer goes through this file.
@@ -427,11 +429,11 @@ class CacheFile:
         filed = self._sequences[cache]
         if number not in filed.layers:
             return append(cache.layers[number], keys, values)
-        filed.now, begin = self._whole(cache, number, keys.shape[2])
+        filed.current, begin = self._whole(cache, number, keys.shape[2])
         end = begin + keys.shape[2]
-        filed.now.keys[:, :, begin:end] = keys
-        filed.now.values[:, :, begin:end] = values
-        return filed.now.keys[:, :, :end], filed.now.values[:, :, :end]
+        filed.current.keys[:, :, begin:end] = keys
+        filed.current.values[:, :, begin:end] = values
+        return filed.current.keys[:, :, :end], filed.current.values[:, :, :end]
 
     def store(self, cache: Cache, number: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Move a layer out of memory after its attention, writing it if its tail is full; or return it to memory.
@@ -441,7 +443,7 @@ class CacheFile:
             keys, values: the same as in `load`.
         """
         filed, layer = self._sequences[cache], cache.layers[number]
-        kept, buffer, filed.now = filed.layers.get(number), filed.now, None
+        kept, buffer, filed.current = filed.layers.get(number), filed.current, None
         if kept is None:
             if not filed.returns:
                 self._write(filed, layer, number, layer.keys, layer.values)

@@ -120,7 +120,7 @@ class RunningLengths:
 
         Args:
             length: length of the waiting sequence.
-            others: number of sequences that wait behind it and should run with it.
+            others: number of sequences after it in the queue that should run with it.
             memory: the memory limit of KV caches.
         """
         in_memory = [*self.in_memory, length]
@@ -128,7 +128,7 @@ class RunningLengths:
             return CacheAllocation.MEMORY if self.fits(length, memory) else CacheAllocation.LATER
         if not self.in_file and memory.reserved([*in_memory, *[length] * others]) <= memory.limit:
             return CacheAllocation.MEMORY
-        # the sequences behind it need some memory too
+        # the sequences after it need some memory too
         in_file = (len(self.in_file) + others) * memory.tail_bytes() + memory.prefetch_bytes()
         if memory.reserved(in_memory) + in_file <= memory.limit:
             return CacheAllocation.MEMORY
@@ -228,7 +228,7 @@ class CacheManager:
 
         Args:
             sequence: the waiting sequence.
-            others: number of sequences that wait behind it and should run with it.
+            others: number of sequences after it in the queue that should run with it.
         """
         if sequence.request.media is not None:  # its first pass is not packed, as sequences in the file are
             fits = self._lengths().fits(sequence.length, self.memory)

@@ -170,8 +170,8 @@ class Coroutine(greenlet):  # type: ignore[misc]
 
     Args:
         work: the function.
-        around_sampling: called with True before and with False after it runs behind the model's output head, where
-            tokens are sampled.
+        around_sampling: called with True before and with False after the code that follows the model's output head,
+            where tokens are sampled.
         syncs_rows: whether it waits at every module that computes rows independently, not only where weights are
             loaded.
 
@@ -180,7 +180,7 @@ class Coroutine(greenlet):  # type: ignore[misc]
         call: the call at which it waits; None while it runs and after it has ended.
         is_in_pass: whether it computes a call of the model, and so waits at sync points.
         inside: the modules whose calls it computes by itself; a unit may have another one in it, such as a table.
-        positions: what its pictures add to the positions behind them, which modules with `POSITIONS` remember.
+        positions: offsets by which its pictures shift later positions; modules with `POSITIONS` store them.
     """
 
     def __init__(

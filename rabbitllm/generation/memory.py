@@ -6,7 +6,7 @@
     in a layer          for each token of a part: the peak, in a product of the feed-forward network or in attention
     between two layers  for each token of the pass: hidden states, and tensors that the model keeps with them
     fixed               a matrix, or the part of one, as the processor multiplies it
-    behind the head     logits of each sequence whose next token is sampled
+    after the head      logits of each sequence whose next token is sampled
 
 Products of 16-bit values are summed in 32 bits, and a processor without 16-bit multiplication widens their inputs too
 (`quant/bfloat_products.py`); the estimate includes both. A processor with 16-bit multiplication takes as little as a
@@ -252,7 +252,7 @@ class CacheMemory:
         return self._cost.tail_bytes(TAIL_TOKENS)
 
     def prefetch_bytes(self) -> int:
-        """Bytes that may be read from a file ahead of their use."""
+        """Maximum bytes of KV caches that are prefetched from a file."""
         return self.limit // PREFETCH_SHARE
 
     def next_bytes(self, lengths: Iterable[SequenceLength]) -> int:

@@ -5,7 +5,7 @@
 Only attention combines rows, and there each sequence has its own keys and its own mask. While a packed pass runs, the
 model's configs name the attention implementation of this module, which calls the model's own attention for each
 sequence; no product between two sequences is computed. Other calls of the model at the same time (another thread, a
-generation that goes through its layers by itself) get the model's own attention. The forward gets a `PackedCache`. It
+sequence that is not packed) get the model's own attention. The forward gets a `PackedCache`. It
 appends each sequence's rows to the sequence's cache, and by its tensors attention finds the whole KV caches.
 
 Which models can run packed batches is decided conservatively: those that a test covers. Whether a call can be packed is
@@ -413,7 +413,7 @@ def can_be_packed(model: StreamedModel) -> bool:
         and not model.training
         and not any(getattr(one, extra, False) for one in (config, text) for extra in _EXTRAS)
         and not depends_on_longest(text)
-        and all(_is_known(layer) for layer in DynamicCache(config=text).layers)
+        and all(keeps_every_token(one) or is_window(one) or is_nothing(one) for one in DynamicCache(config=text).layers)
         and not (shares_keys(model) and len(set(model.hf_device_map.values())) > 1)
     )
 
@@ -438,10 +438,6 @@ def shares_keys(model: StreamedModel) -> bool:
     return any(is_nothing(layer) for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
 
 
-def _is_known(layer: CacheLayerMixin) -> bool:
-    return keeps_every_token(layer) or is_window(layer) or is_nothing(layer)
-
-
 def _is_one_sequence(layer: CacheLayerMixin) -> bool:
     keys = getattr(layer, "keys", None)
     return keys is None or keys.dim() < 2 or len(keys) == 1
@@ -458,7 +454,7 @@ def _rope_types(config: PretrainedConfig) -> Iterator[str]:
 
 _READ = frozenset({"input_ids", "position_ids", "attention_mask", CACHE_ARGUMENT, "logits_to_keep"})
 _EXPECTED: Mapping[str, Any] = {"use_cache": True, "return_dict": True}
-_NOTHING: Mapping[str, Any] = {"mm_encoder_outputs": {}}
+_EMPTY: Mapping[str, Any] = {"mm_encoder_outputs": {}}
 """Arguments that `generate` passes without images."""
 
 
@@ -504,7 +500,7 @@ class PackedForward:
         Args:
             args, kwargs: arguments of the call.
         """
-        if args or not all(name in _READ or _says_nothing(name, value) for name, value in kwargs.items()):
+        if args or not all(name in _READ or _is_default(name, value) for name, value in kwargs.items()):
             return None
         ids, cache, last = kwargs.get("input_ids"), kwargs.get(CACHE_ARGUMENT), kwargs.get("logits_to_keep", 0)
         if not _is_row(ids) or type(last) is not int or last < 0 or not self._knows(cache):
@@ -522,7 +518,7 @@ class PackedForward:
     def fitting(self, sequences: Sequence[PackedSequence]) -> list[bool]:
         """Whether each sequence matches the first one and has valid ids and positions.
 
-        The others are computed by themselves, so that an error ends only one of them.
+        The others are not packed, so that an error ends only one of them.
         """
         kinds = sequences[0].positions.shape[:-1]
         least = torch.stack([torch.minimum(sequence.ids.min(), sequence.positions.min()) for sequence in sequences])
@@ -579,11 +575,11 @@ def _is_row(value: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.dim() == 2 and len(value) == 1 and value.shape[1] > 0
 
 
-def _says_nothing(name: str, value: Any) -> bool:
+def _is_default(name: str, value: Any) -> bool:
     """Whether an argument has the same effect as its absence."""
     if isinstance(value, torch.Tensor):
         return False
-    return value is None or (name in _EXPECTED and value is _EXPECTED[name]) or (name in _NOTHING and value == {})
+    return value is None or (name in _EXPECTED and value is _EXPECTED[name]) or (name in _EMPTY and value == {})
 
 
 def _logit_rows(sequences: Sequence[PackedSequence], lengths: Sequence[int]) -> torch.Tensor:

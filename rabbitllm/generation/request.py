@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rabbitllm.checkpoints.local import is_writable
 from rabbitllm.errors import OptionError
@@ -26,6 +26,9 @@ MAX_TOKENS = 512
 """Default number of tokens to generate."""
 SEEDS = (1 << 63) - 1
 """The largest seed; larger ones and negative ones are cut to these bits."""
+Pooling = Literal["last", "mean"]
+"""Pooling of last hidden states to one vector: that of the last token, or the mean of all."""
+POOLINGS: tuple[Pooling, ...] = ("last", "mean")
 MEDIA_BYTES = 1 << 30
 """Limit of the tensors of pictures and sounds of all requests that wait or run; a single request may have more."""
 
@@ -389,8 +392,8 @@ def end_tokens(model: StreamedModel) -> list[int]:
     Raises:
         OptionError: see `tokenizer_of`.
     """
-    said = model.generation_config.eos_token_id if model.can_generate() else None
-    ends = [] if said is None else [said] if isinstance(said, int) else [*said]
+    given = model.generation_config.eos_token_id if model.can_generate() else None
+    ends = [] if given is None else [given] if isinstance(given, int) else [*given]
     own = tokenizer_of(model).eos_token_id
     return list(dict.fromkeys([*ends, *([own] if own is not None else [])]))
 

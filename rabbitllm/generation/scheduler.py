@@ -3,7 +3,7 @@
     order      first come, first served; preempted sequences come first
     a pass     every sequence in decode, and as many prompt tokens as keep the pass short (chunked prefill)
     memory     a sequence is admitted if the running ones leave room for its KV cache and some more tokens;
-               if the caches exceed the limit later, the sequence admitted last is preempted
+               if the caches exceed the limit afterwards, the sequence admitted last is preempted
 
     waiting ── admitted ── running ── finished
        └────── preempted ─────┘         its tokens are kept; its KV cache is swapped out or dropped
@@ -131,8 +131,8 @@ class Scheduler:
         self._limits = limits
         self._waiting: deque[Sequence] = deque()
         self._budget = TokenBudget()
-        self._max_running = float(limits.running)  # sequences for which devices had enough memory lately
-        self._lately = 1.0  # moving average of the seconds that a request took
+        self._max_running = float(limits.running)  # sequences for which devices had enough memory recently
+        self._recent_seconds = 1.0  # moving average of the seconds that a request took
         self._closing: float | None = None  # time at which unfinished requests are cancelled
         self._pauses = 0
         self._change = own_lock(threading.Condition())
@@ -151,7 +151,7 @@ class Scheduler:
                 raise ClosedError("The server is shutting down.", "Start the server again.")
             free = max(self._limits.running - len(self.running), 0)
             if len(self._waiting) >= self._limits.waiting + free:  # requests with a free slot begin at once
-                after = retry_after(len(self._waiting), self._limits.running, self._lately)
+                after = retry_after(len(self._waiting), self._limits.running, self._recent_seconds)
                 raise BusyError(
                     f"The request queue is full ({len(self._waiting):,} waiting).",
                     f"Try again in {after:.0f} s.",
@@ -163,10 +163,10 @@ class Scheduler:
 
     def _check_media(self, sequence: Sequence) -> None:
         new = sequence.request.media
-        held = {id(one.request.media): one.request.media for one in (*self.running, *self._waiting)}
-        others = sum(media.nbytes for media in held.values() if media is not None and media is not new)
+        known = {id(one.request.media): one.request.media for one in (*self.running, *self._waiting)}
+        others = sum(media.nbytes for media in known.values() if media is not None and media is not new)
         if new is not None and others and others + new.nbytes > MEDIA_BYTES:
-            after = retry_after(len(self._waiting), self._limits.running, self._lately)
+            after = retry_after(len(self._waiting), self._limits.running, self._recent_seconds)
             raise BusyError(
                 f"The pictures of the requests before this one take {size(others)}.",
                 f"Try again in {after:.0f} s.",
@@ -304,7 +304,7 @@ class Scheduler:
                 return
             allocation = self.caches.allocation(sequence, min(free, len(waiting) - number) - 1)
             if allocation is CacheAllocation.LATER:
-                return  # admitting smaller requests behind it would keep it waiting for ever
+                return  # if smaller requests were admitted first, it might wait for ever
             if self.caches.allocate(sequence, in_file=allocation is CacheAllocation.FILE):
                 self.resume(sequence)
 
@@ -342,7 +342,7 @@ class Scheduler:
             sequence.fail(how if isinstance(how, Exception) else BatchError("The server has stopped."))
         else:
             finished = sequence.finish(how)
-            self._lately = 0.8 * self._lately + 0.2 * finished.seconds
+            self._recent_seconds = 0.8 * self._recent_seconds + 0.2 * finished.seconds
             self.caches.keep(sequence)
 
     def end(self, how: BaseException | FinishReason) -> None:

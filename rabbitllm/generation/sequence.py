@@ -2,7 +2,7 @@
 
 Runs in the batch's thread. A stopping criterion of `generate` receives every token once it is chosen. A sequence
 ends at the model's end tokens, at a stop string or at its maximum length. It leaves `generate` by an exception, which
-saves the pass for a token that is not needed. Preempted, it keeps its tokens and continues behind them.
+saves the pass for a token that is not needed. A preempted sequence keeps its tokens and continues after them.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Sequence:
         return cache
 
     def start(self, coroutines: Coroutines, chunk: int | None) -> None:
-        """Begin to generate, or continue behind the tokens of an earlier run; it stops before its first pass.
+        """Begin to generate, or continue after the tokens of an earlier run; it stops before its first pass.
 
         Args:
             coroutines: the coroutines of its batch.
@@ -249,10 +249,13 @@ class Sequence:
 
     def _swap_random_state(self, begins: bool) -> None:
         """Swap in the random state of the request around the choice of a token: called before it and after."""
-        if self._random is not None:
-            other = _random_state(self._model.device)
-            _set_random_state(self._random, self._model.device)
-            self._random = other
+        device, state = self._model.device, self._random
+        if state is not None and device.type == "cuda":
+            self._random = torch.cuda.get_rng_state(device)
+            torch.cuda.set_rng_state(state, device)
+        elif state is not None:
+            self._random = torch.get_rng_state()
+            torch.set_rng_state(state)
 
 
 class _EachToken(StoppingCriteria):  # type: ignore[misc]
@@ -289,14 +292,3 @@ def _seeded(seed: int | None, device: torch.device) -> torch.Tensor:
     generator = torch.Generator(device="cuda" if device.type == "cuda" else "cpu")
     generator.manual_seed(seed if seed is not None else int.from_bytes(os.urandom(7), "little"))
     return generator.get_state()
-
-
-def _random_state(device: torch.device) -> torch.Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _set_random_state(state: torch.Tensor, device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)

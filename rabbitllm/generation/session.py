@@ -272,8 +272,8 @@ class Session:
             reset = "/reset starts a new conversation."
             if messages[0]["role"] == SYSTEM and not error.by_processor:
                 reset = "Try without a system prompt (/system -), or /reset."
-            said = harmless(str(error), 300)
-            raise ChatError(f"The model's {error.program} refuses this conversation: {said}.", reset) from error
+            problem = f"The model's {error.program} refuses this conversation: {harmless(str(error), 300)}."
+            raise ChatError(problem, reset) from error
 
     def _new_tokens(self, prompt: int) -> int:
         """Maximum tokens of the answer."""
@@ -293,7 +293,7 @@ class Session:
         """Call `stopped` and `at_unit` before each unit, before any of its weights are loaded.
 
         Yields:
-            What is to be called after the first pass.
+            A function to call after the first pass.
         """
         names = [placed.unit for placed in self._model.placement.units]
         done: int | None = 0

@@ -112,12 +112,12 @@ class SwappedOutCache:
     Attributes:
         shell: see `taken_apart`.
         forms: of each of its tensors a tensor without memory, and the device.
-        held: its tensors in RAM, or the file with them; None once it is dropped.
+        content: its tensors in RAM, or the file with them; None once it is dropped.
     """
 
     shell: Any
     forms: list[tuple[torch.Tensor, torch.device]]
-    held: list[torch.Tensor] | durable.NamelessFile | None = None
+    content: list[torch.Tensor] | durable.NamelessFile | None = None
 
     @property
     def nbytes(self) -> int:
@@ -157,11 +157,11 @@ class SwapSpace:
         if self.nbytes + made.nbytes > self.limit:
             return None
         with self._recomputed_after_errors():
-            if _leaves_a_device(tensors) and made.nbytes <= available_ram() // SHARE:
-                made.held = [_dense(tensor) for tensor in tensors]
+            if _is_on_gpu(tensors) and made.nbytes <= available_ram() // SHARE:
+                made.content = [_dense(tensor) for tensor in tensors]
             elif self._folder is not None and made.nbytes <= shutil.disk_usage(self._folder).free // SHARE:
-                made.held = self._written(tensors)
-        if made.held is None:
+                made.content = self._written(tensors)
+        if made.content is None:
             return None
         self.nbytes += made.nbytes
         return made
@@ -174,19 +174,19 @@ class SwapSpace:
         """
         tensors: list[torch.Tensor] | None = None
         with self._recomputed_after_errors():
-            if isinstance(swapped.held, list):
-                tensors = [one.to(device) for one, (_, device) in zip(swapped.held, swapped.forms, strict=True)]
-            elif swapped.held is not None:
-                tensors = self._read(swapped.held, swapped.forms)
+            if isinstance(swapped.content, list):
+                tensors = [one.to(device) for one, (_, device) in zip(swapped.content, swapped.forms, strict=True)]
+            elif swapped.content is not None:
+                tensors = self._read(swapped.content, swapped.forms)
         self.drop(swapped)
         return put_together(swapped.shell, tensors) if tensors is not None else None
 
     def drop(self, swapped: SwappedOutCache) -> None:
         """Drop a swapped-out cache."""
         self.nbytes -= swapped.nbytes
-        if isinstance(swapped.held, durable.NamelessFile):
-            swapped.held.close()
-        swapped.held = None
+        if isinstance(swapped.content, durable.NamelessFile):
+            swapped.content.close()
+        swapped.content = None
 
     def _written(self, tensors: list[torch.Tensor]) -> durable.NamelessFile:
         end = 0
@@ -229,8 +229,7 @@ def default_folder() -> Path | None:
     return None
 
 
-def _leaves_a_device(tensors: list[torch.Tensor]) -> bool:
-    """Whether any of the tensors is on another device than the CPU."""
+def _is_on_gpu(tensors: list[torch.Tensor]) -> bool:
     return any(tensor.device.type != "cpu" for tensor in tensors)
 
 

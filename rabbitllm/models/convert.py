@@ -1,4 +1,4 @@
-"""Any splittable checkpoint as sharded safetensors with a config and a tokenizer: `rabbitllm convert`.
+"""Writes any splittable checkpoint as sharded safetensors with config and tokenizer: `rabbitllm convert`.
 
 The work is done by an uncompressed split: each byte is moved once, in bounded memory, within a disk peak known
 beforehand, and a crash loses nothing. The split is made in a work folder inside the new folder; then its layer files
@@ -56,10 +56,10 @@ from rabbitllm.formats.shard_header import read_shard_header
 from rabbitllm.formats.tensor_spec import DTYPES
 from rabbitllm.quant.schemes import DOUBLE
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.journal import telling_how_to_go_on
+from rabbitllm.splitter.journal import reporting_interrupts
 from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME, locked
 from rabbitllm.splitter.request import Acceptance, SplitRequest
-from rabbitllm.splitter.split import clear_away, discard_original, split
+from rabbitllm.splitter.split import clean_up, discard_original, split
 from rabbitllm.storage import durable
 from rabbitllm.store import locations
 from rabbitllm.store.checkpoint_folder import index_of_files, plan_shards, write_checkpoint
@@ -87,7 +87,7 @@ def input_of(name: str, access: HubAccess, work: Path) -> Input:
     """The input that a user names.
 
     Args:
-        name: the name as the user wrote it.
+        name: as the user wrote it.
         access: options for the hub.
         work: the work folder, in which the split is made.
 
@@ -141,7 +141,7 @@ class _ModelInput:
             return None
 
 
-_WITHOUT_DELETING = "Without sequential and delete_original the checkpoint is converted as it is, and kept."
+_WITHOUT_DELETING = "Without sequential and delete_original the checkpoint is converted unchecked, and kept."
 
 
 @contextlib.contextmanager
@@ -188,7 +188,7 @@ class WeightsInput:
         source = prepare.Source(self.name, self.split_folder, self.path.parent, finished=False, local=self.path.parent)
         with (
             locked(self.split_folder),
-            telling_how_to_go_on(self.split_folder),
+            reporting_interrupts(self.split_folder),
             prepare.lock_source(source, options),
         ):
             checkpoint = self.open()
@@ -196,7 +196,7 @@ class WeightsInput:
                 family = prepare.family_of(self.path.parent)
                 split(SplitRequest(checkpoint, self.split_folder, family, options, _naming(family)))
                 return
-            clear_away(self.split_folder)
+            clean_up(self.split_folder)
             if options.shards.deletes_rest:
                 discard_original(checkpoint)
 
@@ -208,14 +208,14 @@ class WeightsInput:
         folder, name = self.path.parent, self.path.name
         if self.path.exists():
             _refuse_one_of_several(folder, name)
-            held = {tensor.name: name for tensor in read_shard_header(self.path).tensors}
+            index = index_of({tensor.name: name for tensor in read_shard_header(self.path).tensors})
         elif (earlier := journal.replay(self.split_folder)) is not None:
-            held = {tensor.name: shard.name for shard in earlier.plan.shards for tensor in shard.tensors}
+            index = earlier.plan.index
         elif read_manifest(self.split_folder) is not None:
-            held = {}
+            index = index_of({})
         else:
             raise CheckpointNotFoundError(f"There is no file {self.name!r}.", "Check the path.")
-        return _OfOneFile(folder, name, index_of(held))
+        return _OfOneFile(folder, name, index)
 
 
 class _OfOneFile(LocalCheckpoint):
@@ -308,7 +308,8 @@ def publish(folder: Path, split_folder: Path, manifest: Manifest) -> None:
         _move(path, folder / name)
         durable.sync_folder((folder / name).parent)
     durable.sync_folder(folder)
-    durable.write_whole(folder / INDEX_NAME, _index(folder, names, manifest.source))
+    files = {name: read_header(folder / name).tensors for name in names}
+    durable.write_whole(folder / INDEX_NAME, index_of_files(files, converted_from(manifest.source)))
 
 
 def _move(path: Path, to: Path) -> None:
@@ -320,10 +321,6 @@ def _move(path: Path, to: Path) -> None:
 def sidecars_of(folder: Path) -> dict[str, Path]:
     """Config, tokenizer and similar files of a split directory, or of its parent folder: name -> path."""
     return {name: path for name, path in sidecars_in(folder).items() if name != MANIFEST_NAME}
-
-
-def _index(folder: Path, names: Iterable[str], source: SourceIdentity) -> bytes:
-    return index_of_files({name: read_header(folder / name).tensors for name in names}, converted_from(source))
 
 
 def converted_from(source: SourceIdentity) -> dict[str, Any]:
@@ -359,7 +356,7 @@ SAFETENSORS, GGUF = "safetensors", "gguf"
 WORK_NAME = ".converting"
 """Name of the work folder inside the new folder, which exists until the conversion is complete."""
 _READY_NAME = "split.is.whole"
-"""File in that folder: the split is complete and cleaned up, so that its files may be moved."""
+"""File in that folder: the split is complete and cleaned up; its files may be moved."""
 SHARD_BYTES = 5_000_000_000
 """Limit of a shard into which layer files of a finished split are joined; a single larger tensor exceeds it."""
 
@@ -458,29 +455,34 @@ def convert(
                 "Remove these options; `rabbitllm rm` removes a split.",
             )
         return _join_split(made, expand(path_or_repo_id), target)
-    work = target / WORK_NAME
-    split_folder = work / directory_name(None)
     with system_errors_by_name(target), locked(target):
-        if (target / INDEX_NAME).exists():
-            known = origin_of(target)
-            require_same(known, input_of(str(path_or_repo_id), access, work), target)
-            before = not work.exists()
-            _clear(work)
-            return _made(target, before=before)
+        return _convert_by_split(str(path_or_repo_id), access, target, options)
+
+
+def _convert_by_split(name: str, access: HubAccess, folder: Path, options: SplitOptions) -> Conversion:
+    """Split a checkpoint in the work folder, or resume that, and make the layer files shards; or check a conversion."""
+    work = folder / WORK_NAME
+    before = False
+    if (folder / INDEX_NAME).exists():
+        known = origin_of(folder)
+        require_same(known, input_of(name, access, work), folder)
+        before = not work.exists()
+    else:
         if not work.exists():
-            _require_empty(target)
-        source = input_of(str(path_or_repo_id), access, work)
-        if not (work / _READY_NAME).exists():
+            _require_empty(folder)
+        split_folder, source = work / directory_name(None), input_of(name, access, work)
+        is_ready = (work / _READY_NAME).exists()
+        if not is_ready:
             if (begun := _begun(split_folder)) is not None:  # before any shard of another checkpoint can be deleted
-                require_same(begun, source, target)
+                require_same(begun, source, folder)
             source.split(options)
-            require_same(_manifest(split_folder).source, source, target)
-            durable.write_whole(work / _READY_NAME, b"")
         manifest = _manifest(split_folder)
-        require_same(manifest.source, source, target)
-        publish(target, split_folder, manifest)
-        _clear(work)
-        return _made(target)
+        require_same(manifest.source, source, folder)
+        if not is_ready:
+            durable.write_whole(work / _READY_NAME, b"")
+        publish(folder, split_folder, manifest)
+    _clear(work)
+    return _made(folder, before=before)
 
 
 def _require_empty(folder: Path) -> None:
@@ -591,7 +593,7 @@ def dtype_of(stored: StoredTensor, home: Path) -> str:
     config = read_json(home / CONFIG_NAME) if (home / CONFIG_NAME).exists() else {}
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
-        said = part.get("dtype", part.get("torch_dtype"))
-        if isinstance(said, str) and said in names:
-            return names[said]
+        dtype = part.get("dtype", part.get("torch_dtype"))
+        if isinstance(dtype, str) and dtype in names:
+            return names[dtype]
     return "F32"

@@ -1,8 +1,8 @@
 """The metadata of a GGUF file for a model of transformers: its config, its tokenizer and its chat template.
 
 The keys are those from which transformers reads a config (`GGUF_CONFIG_MAPPING`), and those that llama.cpp needs in
-addition (https://github.com/ggml-org/llama.cpp, `conversion/`). What a file cannot say is found by reading it: the
-config that transformers makes of the metadata must be the model's own.
+addition (https://github.com/ggml-org/llama.cpp, `conversion/`). The config that transformers makes of the metadata must
+equal the model's.
 
 Invariants: a model that would be another one after reading is refused by the name of the entry.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rabbitllm.base.terminal import listed
+from rabbitllm.base.terminal import error_line, listed
 from rabbitllm.checkpoints.config import quantized_as, read_config
 from rabbitllm.checkpoints.gguf_rotary import of_full_attention, scaling_metadata
 from rabbitllm.errors import CorruptVocabularyError, UnknownArchitectureError
@@ -82,12 +82,12 @@ def family_of(folder: Path, name: str) -> GgufFamily:
     model_type = found.get("model_type")
     if (method := quantized_as(found)) is not None:
         raise UnknownArchitectureError(
-            f"The weights of {name} are published quantized ({method}), which is not written as GGUF.",
+            f"The weights of {name} are published quantized ({method}); export to GGUF is not supported.",
             "Use the model's original weights in 16 or 32 bits. Nothing was written.",
         )
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UnknownArchitectureError(
-            f"{name} is of type {short(model_type, 40)}; as GGUF these are written: {', '.join(sorted(FAMILIES))}.",
+            f"{name} is of type {short(model_type, 40)}; GGUF export supports {', '.join(sorted(FAMILIES))}.",
             _REMEDY,
         )
     return FAMILIES[model_type]
@@ -97,7 +97,7 @@ def config_of(folder: Path, family: GgufFamily, name: str) -> Any:
     """The model's config, of the class that transformers makes of a GGUF file.
 
     Raises:
-        UnknownArchitectureError: transformers does not accept it, or it has what this class has not.
+        UnknownArchitectureError: transformers does not accept it, or it has an entry that this class lacks.
     """
     from transformers import CONFIG_MAPPING
 
@@ -107,23 +107,23 @@ def config_of(folder: Path, family: GgufFamily, name: str) -> Any:
         made = CONFIG_MAPPING[family.model_type].from_dict({**given, "model_type": family.model_type})
     except Exception as error:  # a config of strangers makes transformers raise any error
         raise UnknownArchitectureError(
-            f"transformers cannot read the config.json of {name}: {type(error).__name__}: {short(str(error), 200)}",
+            f"transformers cannot read the config.json of {name}: {error_line(error, 200)}",
             "Use the config.json that was published with the weights. Nothing was written.",
         ) from error
     window = getattr(own, "sliding_window", None)
     if type(own) is not type(made) and window is not None and window < own.max_position_embeddings:
-        raise _not_said(name, "sliding_window", window, None)
+        raise _not_stored(name, "sliding_window", window, None)
     return made
 
 
-def _not_said(name: str, entry: str, value: object, read: object) -> UnknownArchitectureError:
+def _not_stored(name: str, entry: str, value: object, read: object) -> UnknownArchitectureError:
     return UnknownArchitectureError(
-        f"A GGUF file cannot say {entry}={short(value, 80)} of {name}; it would be read as {short(read, 80)}.", _REMEDY
+        f"GGUF cannot store {entry}={short(value, 80)} of {name}; it would be read as {short(read, 80)}.", _REMEDY
     )
 
 
 def require_same_config(config: Any, read: Any, name: str) -> None:
-    """Refuse a model whose config is another one after it was written and read.
+    """Refuse a model whose config changes when it is written and read.
 
     Args:
         config: of the model.
@@ -131,27 +131,23 @@ def require_same_config(config: Any, read: Any, name: str) -> None:
         name: of the model, for messages.
 
     Raises:
-        UnknownArchitectureError: an entry differs that the file does not express for llama.cpp either.
+        UnknownArchitectureError: an entry differs.
     """
+    from transformers import PreTrainedConfig
+
     own, other, known = config.to_dict(), read.to_dict(), type(config)().to_dict()
-    for entry in sorted(known.keys() - {*_WITHOUT_MEANING} - _of_all()):
+    for entry in sorted(known.keys() - {*_WITHOUT_MEANING} - PreTrainedConfig().to_dict().keys()):
         value, found = own.get(entry), other.get(entry)
         if entry == "rope_parameters":
             value, found = _without_nones(value), _without_nones(found)
         if not _same(value, found):
-            raise _not_said(name, entry, value, found)
+            raise _not_stored(name, entry, value, found)
 
 
 def _without_nones(value: object) -> object:
     if not isinstance(value, Mapping):
         return value
     return {key: _without_nones(one) for key, one in value.items() if one is not None}
-
-
-def _of_all() -> frozenset[str]:
-    from transformers import PreTrainedConfig
-
-    return frozenset(PreTrainedConfig().to_dict())
 
 
 def _same(value: object, found: object) -> bool:
@@ -179,7 +175,7 @@ def add_config(writer: gguf.GGUFWriter, config: Any, family: GgufFamily, name: s
         name: of the model.
 
     Raises:
-        UnknownArchitectureError: its rotary frequencies are scaled in a way that a file cannot say.
+        UnknownArchitectureError: a file cannot store the scaling of its rotary frequencies.
     """
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
@@ -187,7 +183,7 @@ def add_config(writer: gguf.GGUFWriter, config: Any, family: GgufFamily, name: s
     try:
         scaling = scaling_metadata(config)
     except ValueError as error:
-        raise _not_said(name, "rope_parameters", dict(rope), str(error)) from None
+        raise _not_stored(name, "rope_parameters", dict(rope), str(error)) from None
     values = {key: getattr(config, entry, None) for key, entry in GGUF_CONFIG_MAPPING[family.table].items() if entry}
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     values |= {"attention.key_length": head, "attention.value_length": head, "rope.freq_base": rope.get("rope_theta")}
@@ -226,7 +222,7 @@ def tokenizer_in(folder: Path, name: str) -> Any | None:
         found = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # files of strangers make transformers raise any error
         raise CorruptVocabularyError(
-            f"transformers cannot load the tokenizer of {name}: {type(error).__name__}: {short(str(error), 200)}",
+            f"transformers cannot load the tokenizer of {name}: {error_line(error, 200)}",
             "Put the tokenizer files that were published with the weights into the folder. Nothing was written.",
         ) from error
     if not hasattr(found, "backend_tokenizer"):
@@ -248,7 +244,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, config: Any, folder: 
         name: of the model, for messages.
 
     Raises:
-        CorruptVocabularyError: llama.cpp has no tokenizer like it.
+        CorruptVocabularyError: no llama.cpp tokenizer matches it.
     """
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     model = content["model"]
@@ -372,9 +368,7 @@ _USUAL = {"llama3": "llama-bpe"}
 
 
 def _unlike(name: str, why: str) -> CorruptVocabularyError:
-    return CorruptVocabularyError(
-        f"llama.cpp has no tokenizer like that of {name} as far as known here: {why}.", _REMEDY
-    )
+    return CorruptVocabularyError(f"No known llama.cpp tokenizer matches that of {name}: {why}.", _REMEDY)
 
 
 def _special_ids(tokenizer: Any, config: Any, folder: Path) -> dict[str, int]:
@@ -418,7 +412,7 @@ def warn_of_other_ids(tokenizer: Any, files: Mapping[str, bytes], folder: Path, 
     for text in _SAMPLES:
         if read.encode(text) != tokenizer.encode(text):
             logger.warning(
-                "%s: transformers reads another tokenizer from the GGUF file than the original, which differs on %s. "
+                "%s: the tokenizer that transformers reads from the GGUF file differs from the original on %s. "
                 "llama.cpp uses the tokenizer that the file names.",
                 name,
                 short(text, 60),

@@ -6,11 +6,11 @@ table of permutations here, and a file is what transformers reads back. Of a sou
 and names are kept.
 
 Tensors are written one after the other, a few megabytes at a time. The file gets its name when it is complete and
-synced. Until then a log beside it counts the tensors that are synced, and names the header and the source they belong
-to: the same call continues after them.
+synced. Until then a log next to it counts the tensors that are synced, and identifies header and source: the same call
+continues after them.
 
-Invariants: what cannot be written, and a disk that is too small, are refused before a byte of weights is written; rows
-of blocks of the type that is asked for are copied, not decoded.
+Invariants: an unsupported model, and a disk that is too small, are refused before a byte of weights is written; rows of
+blocks of the requested type are copied, not decoded.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ PIECE_ELEMENTS = 1 << 19
 """Elements that are encoded at a time; their float32 values and what the encoder needs take some megabytes."""
 CHUNK_BYTES = 8 << 20
 SYNC_BYTES = 256 << 20
-"""Bytes after which an interrupted conversion does not write what is before them again."""
+"""Sync interval; an interrupted conversion writes at most this many bytes again."""
 LOG_SUFFIX = ".progress"
 """Suffix of the log of an unfinished file."""
 MAX_HALF = 65504.0
@@ -117,7 +117,7 @@ def _kind_of(spec: TensorSpec) -> TensorType:
         return spec.blocks.kind
     if spec.dtype not in TENSOR_TYPES:
         raise UnreadableFormatError(
-            f"{spec.name} has the dtype {spec.dtype}, which is not written as GGUF.",
+            f"{spec.name} has the dtype {spec.dtype}, which GGUF export does not support.",
             "Use a checkpoint of float32, float16 or bfloat16 weights. Nothing was written.",
         )
     return TENSOR_TYPES[spec.dtype]
@@ -191,12 +191,8 @@ def _tensors_of_gguf(files: Mapping[Path, GgufFile]) -> dict[str, SourceTensor]:
     return found
 
 
-def _tensors_of_split(store: LayerStore, home: Path) -> dict[str, SourceTensor]:
-    """The tensors of a split directory; those at 4bit and 8bit are dequantized."""
-    return {name: _tensor_of_split(store, stored, dtype_of(stored, home)) for name, stored in store.tensors.items()}
-
-
 def _tensor_of_split(store: LayerStore, stored: StoredTensor, dtype: str) -> SourceTensor:
+    """A tensor of a split directory; one at 4bit or 8bit is dequantized."""
     from rabbitllm.store.checkpoint_folder import PlainReader, plain  # with torch
 
     form = stored.quantized
@@ -226,7 +222,7 @@ class SourcePart:
         first: the first element in the tensor of the file.
         sizes: dimensions of the source's elements, in row-major order.
         order: those dimensions in the order of the file.
-        change: operation that reading does on each element.
+        change: operation on each element when the file is read.
     """
 
     source: str
@@ -241,7 +237,7 @@ class SourcePart:
         return next((at for at, dim in enumerate(self.order) if at != dim), len(self.order))
 
     @property
-    def together(self) -> int:
+    def group(self) -> int:
         """Number of elements that are rearranged together."""
         return math.prod(self.sizes[self.fixed :])
 
@@ -254,7 +250,7 @@ class SourcePart:
 
 
 def _part_of(target: Target) -> SourcePart:
-    """The opposite of reading `target`.
+    """The inverse of reading `target`.
 
     Raises:
         UnreadableFormatError: it is a part of a tensor of the source, or leaves elements out.
@@ -271,7 +267,7 @@ def _part_of(target: Target) -> SourcePart:
         expected *= sizes[dim]
     if target.piece is not None or expected != elements:
         raise UnreadableFormatError(
-            f"transformers makes {target.name} of a GGUF file in a way that is not inverted here.",
+            f"Export of {target.name} to GGUF is not supported.",
             "Use safetensors (without --to gguf). Nothing was written.",
         )
     return SourcePart(target.name, target.first, sizes, order, target.change)
@@ -291,7 +287,7 @@ class TensorInFile:
         return math.prod(self.shape) // self.kind.elements * self.kind.nbytes
 
 
-def type_of(name: str, shape: tuple[int, ...], stored: TensorType, asked: str) -> TensorType:
+def type_of(name: str, shape: tuple[int, ...], stored: TensorType, outtype: str) -> TensorType:
     """The type of a tensor of the file, by the rules of llama.cpp's converter.
 
     Vectors, norms and routers are float32. Of a type whose blocks do not divide a row, float16 is taken instead.
@@ -299,14 +295,14 @@ def type_of(name: str, shape: tuple[int, ...], stored: TensorType, asked: str) -
     Args:
         name, shape: of the tensor in the file.
         stored: its type in the source.
-        asked: a key of `OUTTYPES`, or `AUTO`.
+        outtype: a key of `OUTTYPES`, or `AUTO`.
     """
     if stored.dtype is not None and stored.dtype not in ("F64", "F32", "F16", "BF16"):
         return stored
     special = any(mark in name for mark in _ALWAYS_SINGLE) or not name.endswith(".weight")
     if len(shape) < 2 or name.endswith("_norm.weight") or special:
         return TENSOR_TYPES["F32"]
-    kind = stored if asked == AUTO else TENSOR_TYPES[OUTTYPES[asked]]
+    kind = stored if outtype == AUTO else TENSOR_TYPES[OUTTYPES[outtype]]
     if kind.name == "F64":
         return TENSOR_TYPES["F32"]
     if kind.name in ("TQ1_0", "TQ2_0") and name in ("token_embd.weight", "output.weight"):
@@ -318,7 +314,7 @@ def type_of(name: str, shape: tuple[int, ...], stored: TensorType, asked: str) -
 
 
 def _rearranged(data: npt.NDArray[Any], part: SourcePart, width: int, last: int) -> npt.NDArray[Any]:
-    """Whole groups of `part.together` elements in the order of the file.
+    """Whole groups of `part.group` elements in the order of the file.
 
     Args:
         data: bytes or values, flat, in row-major order of the source.
@@ -344,7 +340,8 @@ def _encoded(values: npt.NDArray[np.float32], kind: TensorType, name: str) -> me
 
     if kind.name not in ("F32", "BF16") and values.size and not float(np.abs(values).max()) <= MAX_HALF:
         raise UnreadableFormatError(
-            f"{name} has the value {float(np.abs(values).max())}, which is no float16; {kind.name} needs it.",
+            f"{name} has the value {float(np.abs(values).max())}, which exceeds float16, the type of values or scales "
+            f"of {kind.name}.",
             "Use --outtype bf16 or f32.",
         )
     made = gguf.quants.quantize(values.reshape(1, -1), gguf.GGMLQuantizationType[kind.name])
@@ -358,7 +355,7 @@ def _pieces(source: SourceTensor, part: SourcePart, kind: TensorType, name: str)
 
     raw = source.kind is kind and part.keeps_blocks(kind)
     read = source.kind if raw or source.kind.dtype is not None else TENSOR_TYPES["F32"]
-    group = math.lcm(part.together, kind.elements, read.elements)
+    group = math.lcm(part.group, kind.elements, read.elements)
     step = max(1, PIECE_ELEMENTS // group) * group // read.elements * read.nbytes
     for chunk in _in_steps(source.chunks(not raw), step):
         if raw:
@@ -392,7 +389,7 @@ def _in_steps(chunks: Iterable[memoryview], step: int) -> Iterator[memoryview]:
 
 @dataclass
 class _Metadata:
-    """Metadata that are complete but for the types of tensors: `fill` adds them to a writer."""
+    """Metadata without the types of tensors; `fill` adds them to a writer."""
 
     architecture: str
     fill: Callable[[gguf.GGUFWriter], object]
@@ -478,7 +475,7 @@ class _Extra:
 
 
 def _as_read(head: bytes, data: Mapping[int, bytes], end: int) -> GgufCheckpoint:
-    """The checkpoint that a file with this header, and this data at some offsets, is."""
+    """Parse a header, and data at some offsets, as a GGUF checkpoint."""
 
     def read(offset: int, length: int) -> bytes:
         return (data.get(offset) or head[offset:])[:length]
@@ -491,7 +488,7 @@ def _layout(
     shapes: Iterable[tuple[str, tuple[int, ...]]],
     extra: _Extra,
     tensors: Mapping[str, SourceTensor],
-    asked: str,
+    outtype: str,
     name: str,
 ) -> tuple[list[TensorInFile], dict[str, SourceTensor]]:
     """The tensors of the file of a model of transformers, and what they are made of.
@@ -514,8 +511,8 @@ def _layout(
             kinds = {tensors[part.source].kind for part in parts}
             stored = kinds.pop() if len(kinds) == 1 else TENSOR_TYPES["F32"]
             if any(not part.keeps_blocks(stored) for part in parts) and stored.dtype is None:
-                stored = TENSOR_TYPES["F16"] if asked == AUTO else stored
-            found.append(TensorInFile(gguf_name, shape, type_of(gguf_name, shape, stored, asked), parts))
+                stored = TENSOR_TYPES["F16"] if outtype == AUTO else stored
+            found.append(TensorInFile(gguf_name, shape, type_of(gguf_name, shape, stored, outtype), parts))
     tied = {"lm_head.weight"} if extra.checkpoint.config.tie_word_embeddings else set[str]()
     others = sorted(key for key in tensors.keys() - used - tied if not key.endswith("rotary_emb.inv_freq"))
     problems += [f"{other} has no place in a GGUF file" for other in others]
@@ -537,7 +534,7 @@ def _layout(
 
 
 def _of_gguf(first: Path) -> _Metadata:
-    """The metadata of a GGUF file, but what depends on the types of its tensors and on its parts."""
+    """The metadata of a GGUF file, except what depends on the types of its tensors and on its parts."""
     import gguf
 
     reader = gguf.GGUFReader(first)
@@ -600,19 +597,25 @@ def convert_to_gguf(
         reusable = bytes_freed_by_deleting(part, part.stat().st_dev) if part.exists() else 0
         writing = f"Writing {file} as GGUF"
         require_room(file.parent, nbytes, writing, reusable=reusable, max_disk=max_disk, min_free=min_free)
-        _write(file, head, layout, offsets, nbytes)
+        try:
+            _write(file, head, layout, offsets, nbytes)
+        except UnreadableFormatError:  # the same call would fail again
+            for suffix in (LOG_SUFFIX, durable.PART_SUFFIX):
+                durable.remove(file.with_name(file.name + suffix))
+            raise
     return Conversion(file, 1, len(tensors), sum(tensor.nbytes for tensor in tensors), ())
 
 
 @contextlib.contextmanager
-def _source(name: str, asked: str, access: HubAccess) -> Iterator[tuple[_Metadata, _Layout]]:
+def _source(name: str, outtype: str, access: HubAccess) -> Iterator[tuple[_Metadata, _Layout]]:
     """The metadata and tensors to write, by the headers and small files of the source."""
     if (made := finished_split_of(name)) is not None:
         store = LayerStore(made)
         home = made if (made / CONFIG_NAME).exists() else expand(name)
-        with _copies(sidecars_in(home), {}) as folder:
-            metadata, shapes, extra = _of_model(folder, name)
-            tensors, sources = _layout(shapes, extra, _tensors_of_split(store, home), asked, name)
+        with prepare.SmallFiles(sidecars_in(home), {}) as files:
+            metadata, shapes, extra = _of_model(files.folder, name)
+            stored = {key: _tensor_of_split(store, one, dtype_of(one, home)) for key, one in store.tensors.items()}
+            tensors, sources = _layout(shapes, extra, stored, outtype, name)
             yield metadata, _Layout(tensors, sources, identity_of_split(store))
         return
     with contextlib.ExitStack() as stack:
@@ -624,20 +627,20 @@ def _source(name: str, asked: str, access: HubAccess) -> Iterator[tuple[_Metadat
             if source.repository is not None and source.repository.gguf_entry() is None:
                 remote = prepare.open_weights(source, [source.split_folder])
                 assert remote is not None
-                with _copies(remote.sidecars(), remote.derived()) as folder:  # refused before a shard is fetched
-                    _of_model(folder, name)
+                with prepare.SmallFiles(remote.sidecars(), remote.derived()) as files:
+                    _of_model(files.folder, name)  # refused before a shard is fetched
             checkpoint, lock = prepare.whole_checkpoint(source)
             stack.callback(lock.close)
         if checkpoint.gguf is not None:
-            yield _from_gguf(checkpoint, asked)
+            yield _from_gguf(checkpoint, outtype)
             return
-        with _copies(checkpoint.sidecars(), checkpoint.derived()) as folder:
-            metadata, shapes, extra = _of_model(folder, name)
-            tensors, sources = _layout(shapes, extra, _tensors_of_files(checkpoint), asked, name)
+        with prepare.SmallFiles(checkpoint.sidecars(), checkpoint.derived()) as files:
+            metadata, shapes, extra = _of_model(files.folder, name)
+            tensors, sources = _layout(shapes, extra, _tensors_of_files(checkpoint), outtype, name)
             yield metadata, _Layout(tensors, sources, checkpoint.identity(shards_at_hand(checkpoint)))
 
 
-def _from_gguf(checkpoint: LocalCheckpoint, asked: str) -> tuple[_Metadata, _Layout]:
+def _from_gguf(checkpoint: LocalCheckpoint, outtype: str) -> tuple[_Metadata, _Layout]:
     """The same for a source that is GGUF: its tensors keep their names and orders."""
     assert checkpoint.gguf is not None
     paths = [checkpoint.acquire(shard) for shard in checkpoint.gguf.shards]
@@ -645,22 +648,9 @@ def _from_gguf(checkpoint: LocalCheckpoint, asked: str) -> tuple[_Metadata, _Lay
     layout = []
     for name, tensor in tensors.items():
         part = SourcePart(name, 0, (math.prod(tensor.shape),), (0,))
-        kind = tensor.kind if asked == AUTO else type_of(name, tensor.shape, tensor.kind, asked)
+        kind = tensor.kind if outtype == AUTO else type_of(name, tensor.shape, tensor.kind, outtype)
         layout.append(TensorInFile(name, tensor.shape, kind, (part,)))
     return _of_gguf(paths[-1]), _Layout(layout, tensors, checkpoint.identity(shards_at_hand(checkpoint)))
-
-
-@contextlib.contextmanager
-def _copies(paths: Mapping[str, Path], contents: Mapping[str, bytes]) -> Iterator[Path]:
-    """A scratch folder with the small files of a model."""
-    with tempfile.TemporaryDirectory(prefix="rabbitllm-convert-") as made:
-        folder = Path(made)
-        for name, path in paths.items():
-            if "/" not in name:
-                durable.write_scratch(folder / name, path.read_bytes())
-        for name, content in contents.items():
-            durable.write_scratch(folder / name, content)
-        yield folder
 
 
 def _write(file: Path, head: bytes, layout: _Layout, offsets: Sequence[int], nbytes: int) -> None:
@@ -671,7 +661,7 @@ def _write(file: Path, head: bytes, layout: _Layout, offsets: Sequence[int], nby
     key = hashlib.sha256(made_of.encode() + head).hexdigest()
     complete = _tensors_in(part_path, log_path, key, nbytes)
     if not complete:
-        durable.remove(log_path)  # first: it is about the other file
+        durable.remove(log_path)  # first: it belongs to the old file
         durable.remove(part_path)
     written = durable.GrowingFile(part_path, nbytes, write_back=True)
     try:

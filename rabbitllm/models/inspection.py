@@ -176,7 +176,7 @@ class Inspection:
 
     Attributes:
         source: as the user wrote it; for a repository, with its commit.
-        format: in words.
+        format: as text.
         size: bytes of the file, or of all shards.
         content: None where nothing could be read.
         shards: each file of weights of a checkpoint, with its bytes.
@@ -213,11 +213,10 @@ def is_row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 # A single file: its format by its first bytes, and its content by that format's reader.
 
 
-# The pickles of a file as lists of opcodes, for people to look at. Nothing of them is run, built or imported.
+# The pickles of a file as lists of opcodes. Nothing of them is run, built or imported.
 #
-# A refused file is the one most worth looking at, so content that the strict readers refuse is still listed as far as
-# possible: a zip unlike torch's by Python's own reader (which may see another file in it than torch does), a truncated
-# pickle up to its end.
+# Content that the strict readers refuse is listed as far as possible: a zip unlike torch's by Python's own reader
+# (which may see another file in it than torch does), a truncated pickle up to its end.
 
 MAX_PICKLES = 8
 """Limit of pickles per file. A torch file from before 1.6 has five in a row, a TorchScript archive two."""
@@ -239,7 +238,7 @@ def list_pickles(path: Path, kind: Weights) -> Pickles:
         return Pickles(tuple(_listed(data, name) for name, data in _pickles_of_zip(path)))
     with path.open("rb") as stream:
         data = stream.read(MAX_PICKLE_BYTES)
-    return Pickles(tuple(_one_after_the_other(data, path.name, 5 if kind is Weights.TORCH_LEGACY else 1)))
+    return Pickles(tuple(_in_sequence(data, path.name, 5 if kind is Weights.TORCH_LEGACY else 1)))
 
 
 def _pickles_of_zip(path: Path) -> list[tuple[str, bytes]]:
@@ -261,10 +260,10 @@ def _by_pythons_reader(path: Path) -> Iterator[tuple[str, bytes]]:
         return  # the strict reader has reported the problem
 
 
-def _one_after_the_other(data: bytes, name: str, most: int) -> Iterator[Pickle]:
+def _in_sequence(data: bytes, name: str, count: int) -> Iterator[Pickle]:
     at = 0
-    for number in range(min(most, MAX_PICKLES)):
-        listed = _listed(data[at:], f"{name}, pickle {number + 1}" if most > 1 else name, at)
+    for number in range(min(count, MAX_PICKLES)):
+        listed = _listed(data[at:], f"{name}, pickle {number + 1}" if count > 1 else name, at)
         yield listed
         if listed.stopped is not None:
             return
@@ -288,7 +287,7 @@ def _listed(data: bytes, name: str, begin: int = 0) -> Pickle:
 
 
 class WeightlessFile(enum.Enum):
-    """A file without weights; the value is its format in words."""
+    """A file without weights; the value is its format as text."""
 
     VOCABULARY = "a SentencePiece vocabulary"
     JSON = "JSON"
@@ -299,20 +298,16 @@ def kind_of(head: bytes, name: str) -> Weights | WeightlessFile:
     found = recognise(head)
     if found is not Weights.UNKNOWN:
         return found
-    if _begins_with_a_piece(head):
+    # the first message has a text and a score, and perhaps a type, as sentencepiece writes them
+    if len(head) > 3 and head[0] == head[2] == 0x0A and head[1] - head[3] in (7, 9):
         return WeightlessFile.VOCABULARY
     if head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
         return WeightlessFile.JSON
     return WeightlessFile.VOCABULARY if name.endswith(".model") else found
 
 
-def _begins_with_a_piece(head: bytes) -> bool:
-    """Whether the first message has a text and a score, and perhaps a type, as sentencepiece writes them."""
-    return len(head) > 3 and head[0] == head[2] == 0x0A and head[1] - head[3] in (7, 9)
-
-
 def look_at_file(path: Path, *, opcodes: bool = False) -> Inspection:
-    """The content of a file; for a file that its reader refuses, with the refusal.
+    """The content of a file, with the error if its reader refuses it.
 
     Args:
         path: a regular file.
@@ -445,8 +440,7 @@ def look(
     if path.is_dir() and (path / JOURNAL_NAME).exists():
         raise CheckpointNotFoundError(
             f"{path} is an unfinished split; some of its tensors are still in the shards.",
-            "Use the original checkpoint: `rabbitllm plan` shows the progress, and the same call as before resumes the "
-            "split.",
+            "Use the original checkpoint: `rabbitllm plan` shows the progress; to resume, repeat the split command.",
         )
     if not path.is_dir() and path.suffix in _FILE_SUFFIXES:
         raise CheckpointNotFoundError(f"There is no file {str(path)!r}.", "Check the path.")
@@ -499,7 +493,7 @@ def _look_at_checkpoint(name: str, revision: str | None, token: str | bool | Non
         Tensors(tuple(of_spec(spec, layers[spec.name]) for spec in specs), order),
         {shard: one.size for shard, one in metadata.items()},
         absent,
-        _sidecars(checkpoint),
+        tuple(sorted(checkpoint.sidecar_sizes())),
         refusal=_refusal(checkpoint, found, metadata),
     )
 
@@ -527,7 +521,3 @@ def _refusal(
     except CheckpointError as error:
         return error
     return None
-
-
-def _sidecars(checkpoint: Checkpoint) -> tuple[str, ...]:
-    return tuple(sorted(checkpoint.sidecar_sizes()))

@@ -81,14 +81,14 @@ class _Listing(Generic[T]):
     """Rows of one kind.
 
     Attributes:
-        what: a word for one of them.
+        noun: singular noun.
         items: all of them.
         name_of: the text of one that `--name` is matched against.
         columns, row_of: for the table.
         record_of: for JSON.
     """
 
-    what: str
+    noun: str
     items: Sequence[T]
     name_of: Callable[[T], str]
     columns: Sequence[Column]
@@ -104,11 +104,11 @@ class _Listing(Generic[T]):
         """Print a table, and a line below it about the rows that it leaves out."""
         shown, matching, more = choice.of(self.items, self.name_of)
         if choice.name is not None:
-            matches = f"{counted(matching, self.what)} of {len(self.items):,}"
+            matches = f"{counted(matching, self.noun)} of {len(self.items):,}"
             put(console, Text(f"{harmless(choice.name)!r} matches {matches}", "dim"))
         if not shown:
             if matching:
-                put(console, Text(f"--skip {choice.skip:,} leaves none of {counted(matching, self.what)}", "dim"))
+                put(console, Text(f"--skip {choice.skip:,} skips all of {counted(matching, self.noun)}", "dim"))
             return
         narrow = put_table(console, self.columns, [self.row_of(item) for item in shown])
         if more:
@@ -295,7 +295,7 @@ def _of_tensors(tensors: Tensors) -> Iterator[tuple[str, str]]:
     if tensors.sharing:
         yield "shared", f"{counted(tensors.sharing, 'tensor')} in the bytes of others"
     if tensors.strided:
-        yield "strided", f"{counted(tensors.strided, 'tensor')} whose elements do not lie one after the other"
+        yield "strided", f"{counted(tensors.strided, 'tensor')} not in row-major order"
     if tensors.left_out:
         yield "left out", f"{_some(tensors.left_out)}: no weights"
     if tensors.metadata:
@@ -331,12 +331,12 @@ def _of_vocabulary(model: SentencePieceModel) -> Iterator[tuple[str, str]]:
 
 def _spec(spec: TrainerSpec | NormalizerSpec) -> str:
     """The fields of a spec that differ from their defaults; the JSON has all of them."""
-    told = []
+    found = []
     for field in dataclasses.fields(spec):
         value = getattr(spec, field.name)
         if value != field.default and field.name != "model_type":
-            told.append(f"{field.name}={_value(value)}")
-    return ", ".join(told) if told else "all as by default"
+            found.append(f"{field.name}={_value(value)}")
+    return ", ".join(found) if found else "all defaults"
 
 
 def _value(value: object) -> str:
@@ -360,13 +360,13 @@ def _of_pickles(pickles: Pickles) -> Iterator[tuple[str, str]]:
         if named := list(_globals(pickle)):
             yield "names", _some(named)
     if not pickles.pickles:
-        yield "pickle", "none can be told from the rest of the file"
+        yield "pickle", "none found"
 
 
 def _globals(pickle: Pickle) -> Iterator[str]:
     """The globals that it would import, each once, and the number of those taken from the stack."""
-    told = (opcode.argument for opcode in pickle.opcodes if opcode.name in ("GLOBAL", "INST"))
-    for argument in dict.fromkeys(told):
+    named = (opcode.argument for opcode in pickle.opcodes if opcode.name in ("GLOBAL", "INST"))
+    for argument in dict.fromkeys(named):
         yield argument.strip("'\"").replace(" ", ".")
     if hidden := sum(opcode.name == "STACK_GLOBAL" for opcode in pickle.opcodes):
         yield f"{hidden:,} from the stack (STACK_GLOBAL)"

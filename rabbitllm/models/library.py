@@ -153,7 +153,7 @@ def _problem(manifest: Manifest, sizes: Mapping[str, int | None]) -> str | None:
         return None
     first = wrong[0]
     found = "is missing" if sizes[first.file] is None else f"has {sizes[first.file]:,} bytes instead of {first.size:,}"
-    more = f", and {len(wrong) - 1} more are not as they were written" if wrong[1:] else ""
+    more = f", and {len(wrong) - 1} more differ from what was written" if wrong[1:] else ""
     return f"{first.file} {found}{more}"
 
 
@@ -241,7 +241,7 @@ def of_model(name: str, compression: str | None = None, saving_path: Path | None
         raise OptionError(
             f"compression={compression!r} does not exist.", f"Use one of none, {', '.join(filter(None, SPLITS))}."
         )
-    found = _entries(_places(meant(name), saving_path))
+    found = _entries(_locations(meant(name), saving_path))
     if compression is None:
         return found
     return [entry for entry in found if (entry.compression or "none") == compression]
@@ -273,7 +273,7 @@ def compression_here(name: str, saving_path: Path | None = None) -> str | None:
 
 
 def compression_to_run(name: str, word: str | None, folder: Path | None = None) -> str | None:
-    """The compression that a user says ("none" in any spelling), else that of a split on this machine."""
+    """The compression that the user names ("none" in any spelling), else that of a split on this machine."""
     if word is None:
         return compression_here(name, folder)
     return None if word.lower() == "none" else word
@@ -288,7 +288,7 @@ def no_split_of(name: str) -> CheckpointNotFoundError:
     return with_near_names(error, name)
 
 
-def _places(name: str, saving_path: Path | None) -> Iterator[Path]:
+def _locations(name: str, saving_path: Path | None) -> Iterator[Path]:
     """Folders that may be splits of a model; some may not exist."""
     folder = expand(name)
     if name and folder.is_dir():

@@ -28,7 +28,6 @@ from rabbitllm.models.remove import Original, Removal
 from rabbitllm.models.show import ConfigSummary, Shown
 from rabbitllm.store import locations
 from rabbitllm.store.layer_store import Verification
-from rabbitllm.store.manifest import Manifest
 
 _COLUMNS = (
     Column("name"),
@@ -41,6 +40,11 @@ _COLUMNS = (
     Column("folder", rank=6),
 )
 COMMIT_CHARACTERS = 8
+
+
+def _label(entry: SplitEntry) -> str:
+    """The state of a split in text."""
+    return {WHOLE: "complete", HALF_REMOVED: "partly removed"}.get(entry.state, entry.state)
 
 
 def put_entries(entries: Sequence[SplitEntry], console: Console) -> None:
@@ -64,7 +68,7 @@ def _row(entry: SplitEntry) -> list[str]:
         entry.compression or "none",
         size(entry.nbytes),
         layers,
-        entry.state,
+        _label(entry),
         (entry.commit or "")[:COMMIT_CHARACTERS],
         minute(entry.changed_at),
         shortened(entry.folder),
@@ -77,16 +81,16 @@ def _note(entry: SplitEntry) -> str | None:
         case state if state == UNFINISHED:
             left = entry.shards - entry.shards_used
             used = f"{entry.shards_used} of {counted(entry.shards, 'shard')} used, {left} to go"
-            return f"{used}; to resume: {go_on(entry)}"
+            return f"{used}; to resume: {resume_command(entry)}"
         case state if state == HALF_REMOVED:
             return f"its removal was interrupted; `rabbitllm rm {shortened(entry.folder)}` finishes it"
         case state if state == DAMAGED:
-            return f"{harmless(entry.problem or 'damaged')}; `rabbitllm verify {shortened(entry.folder)}` says more"
+            return f"{harmless(entry.problem or 'damaged')}; see `rabbitllm verify {shortened(entry.folder)}`"
         case _:
             return None
 
 
-def go_on(entry: SplitEntry) -> str:
+def resume_command(entry: SplitEntry) -> str:
     """The command that resumes an unfinished split, as far as its folder records it."""
     hub = entry.source is not None and entry.source.kind == "hub"
     words = ["rabbitllm", "pull", entry.name if hub else str(entry.folder.parent)]
@@ -140,14 +144,12 @@ def _put_config(config: ConfigSummary, console: Console) -> None:
 
 
 def _put_split(entry: SplitEntry, original: Original, console: Console) -> None:
-    put_fact(console, "split", f"{entry.compression or 'uncompressed'}, {entry.state}, {minute(entry.changed_at)}")
+    put_fact(console, "split", f"{entry.compression or 'uncompressed'}, {_label(entry)}, {minute(entry.changed_at)}")
     put_fact(console, "folder", harmless(str(entry.folder), 400))
     of = "" if entry.state == WHOLE else f" of {entry.layers_of:,}"
     put_fact(console, "layer files", f"{entry.layers:,}{of}, {size(entry.nbytes)}")
     commit = f" at commit {entry.commit}" if entry.commit else ""
-    put_fact(
-        console, "made from", f"{harmless(entry.name)}{commit}" if not entry.legacy else "RabbitLLM 1.1 did not say"
-    )
+    put_fact(console, "made from", f"{harmless(entry.name)}{commit}" if not entry.legacy else "unknown (RabbitLLM 1.1)")
     put_fact(console, "original", harmless(original.where, 400))
     if (note := _note(entry)) is not None:
         put_fact(console, "note", note)
@@ -156,7 +158,7 @@ def _put_split(entry: SplitEntry, original: Original, console: Console) -> None:
 def put_removal(removal: Removal, original: Original, console: Console) -> None:
     """Print which files would be removed, and whether the original is kept."""
     entry = removal.entry
-    put(console, Text(f"{harmless(entry.name)}, {entry.compression or 'uncompressed'}, {entry.state}", "bold"))
+    put(console, Text(f"{harmless(entry.name)}, {entry.compression or 'uncompressed'}, {_label(entry)}", "bold"))
     put_fact(console, "folder", harmless(str(entry.folder), 400))
     put_fact(console, "frees", f"{size(removal.nbytes)} in {counted(len(removal.files), 'file')}")
     stays = "stays" if original.there else "NOT FOUND"
@@ -164,15 +166,17 @@ def put_removal(removal: Removal, original: Original, console: Console) -> None:
 
 
 def verification_text(found: Verification, seconds: float) -> str:
-    """What a verification found, in lines."""
+    """The result of a verification, as text."""
     rate = f"{size(found.nbytes)} read in {seconds:.1f} s"
     if found.manifest is None:
         head = f"{found.folder}: {found.files} layer files of RabbitLLM 1.1, which wrote no checksums"
-        sound = "sound as far as headers and shapes tell"
+        sound = "sound, by headers and shapes"
     else:
         how = found.manifest.compression or "uncompressed"
-        head = f"{found.folder}: {found.files} layer files, {how}, of {_source_of(found.manifest)}"
-        sound = "sound: every checksum, shape and tensor is as written"
+        source = found.manifest.source
+        name = f"{source.name} at {source.commit[:8]}" if source.commit else source.name
+        head = f"{found.folder}: {found.files} layer files, {how}, of {name}"
+        sound = "sound: every checksum, shape and tensor matches"
     if not found.damaged:
         return f"{head}\n{sound} ({rate})"
     lines = [f"  {damage.file}: {damage.problem}" for damage in found.damaged]
@@ -180,7 +184,7 @@ def verification_text(found: Verification, seconds: float) -> str:
 
 
 def repair_advice(found: Verification) -> str:
-    """How the damaged layers of a split can be repaired."""
+    """The command that repairs the damaged layers of a split, as text."""
     from rabbitllm.prepare import original_around
     from rabbitllm.splitter.split import shards_for
 
@@ -199,11 +203,6 @@ def repair_advice(found: Verification) -> str:
         "Otherwise split another copy of the model. Keep this folder until then: it may hold the only copy of the "
         "other layers."
     )
-
-
-def _source_of(manifest: Manifest) -> str:
-    source = manifest.source
-    return f"{source.name} at {source.commit[:8]}" if source.commit else source.name
 
 
 def verification_record(found: Verification, seconds: float) -> dict[str, object]:

@@ -44,7 +44,7 @@ class Shards(enum.Enum):
 
 
 def shard_policy(*, sequential: bool = False, keep_shards: bool = False, delete_original: bool = False) -> ShardPolicy:
-    """What becomes of the shards, as the commands say it: by default those that are fetched are not kept.
+    """The policy for shards by the options of commands: by default fetched ones are not kept.
 
     Args:
         sequential: delete each shard once it is used up, wherever it is.
@@ -235,9 +235,7 @@ def dry_run_record(found: DryRun) -> dict[str, Any]:
         "peak_bytes": route.disk_bytes if route is not None else None,
         "created_bytes": route.created_bytes if route is not None else None,
         "route": route.name if route is not None else None,
-        "lacking": None
-        if lacking is None
-        else {"need_bytes": lacking.need, "have_bytes": lacking.have, "where": lacking.where},
+        "lacking": lacking.record() if lacking is not None else None,
         "obstacle": found.estimate.obstacle,
     }
 
@@ -302,14 +300,14 @@ def show_pulled(pulled: Pulled, request: LoadRequest, console: Console) -> None:
     state = "is ready; it was complete already" if pulled.before else "is ready"
     put(console, Text(f"{pulled.name}, {how}, {state}", "bold green"))
     put_fact(console, "layer files", f"{entry.layers}, {size(entry.nbytes)} in {entry.folder}")
-    if (said := _of_the_original(pulled)) is not None:
-        put_fact(console, "original", said)
+    if (original := _original_text(pulled)) is not None:
+        put_fact(console, "original", original)
     if not pulled.before:
         put_fact(console, "time", f"{pulled.seconds:.1f} s, at most {size(pulled.peak_disk_bytes)} in the folder")
     put_fact(console, "next", next_command(pulled, request))
 
 
-def _of_the_original(pulled: Pulled) -> str | None:
+def _original_text(pulled: Pulled) -> str | None:
     known = {
         Shards.KEPT: f"kept, in {pulled.shards_at}",
         Shards.FETCHED: "on the hub; the downloaded shards are not kept",
@@ -350,11 +348,11 @@ def show_dry_run(found: DryRun, request: LoadRequest, console: Console) -> None:
         put_fact(console, "on the disk", f"at most {size_rounded_up(route.disk_bytes)} more than now")
         created = f"{size_rounded_up(route.created_bytes)} ({route.created_bytes:,} bytes)"
         put_fact(console, "written", f"at most {created}; --max-disk limits this")
-        put_fact(console, "shards", _of_the_shards(found, request))
+        put_fact(console, "shards", _shards_text(found, request))
     put(console, _verdict(found))
 
 
-def _of_the_shards(found: DryRun, request: LoadRequest) -> str:
+def _shards_text(found: DryRun, request: LoadRequest) -> str:
     assert request.split is not None
     if request.split.shards.deletes_used:
         return "each is deleted after use"
@@ -366,14 +364,14 @@ def _of_the_shards(found: DryRun, request: LoadRequest) -> str:
 
 def _verdict(found: DryRun) -> Text:
     if found.estimate.finished:
-        return Text("It is whole already: nothing to do.", "bold green")
+        return Text("Already complete.", "bold green")
     if found.estimate.obstacle is not None:
-        return Text(f"It cannot be split: {found.estimate.obstacle}.", "bold red")
+        return Text(f"The split cannot be made: {found.estimate.obstacle}.", "bold red")
     if found.fits:
-        return Text("It fits. `rabbitllm plan` says how long it takes.", "bold green")
+        return Text("The split fits. `rabbitllm plan` estimates its time.", "bold green")
     if not found.routes:
-        return Text("This is not possible: `rabbitllm plan` shows what is.", "bold red")
+        return Text("The split cannot be made this way: `rabbitllm plan` shows other ways.", "bold red")
     lacking = found.routes[-1].lacking
     assert lacking is not None
-    text = f"It does not fit: it needs {lacking.needed} at its peak; {size(lacking.have)} is {lacking.where}."
-    return Text(f"{text} `rabbitllm plan` shows what would.", "bold red")
+    text = f"The split does not fit: it needs {lacking.needed} at its peak; {size(lacking.have)} is {lacking.where}."
+    return Text(f"{text} `rabbitllm plan` shows other ways.", "bold red")

@@ -1,8 +1,8 @@
-"""Removal of a split directory and nothing else, after a look whether its source is still available.
+"""Removes a split directory, after checking that its source is still available.
 
 Everything in it is checked before the first file is removed; if one file is not ours, nothing is changed. The record
-(`split.json`, or the journal) is renamed first, durably, so that the remains after a crash are never taken for a
-complete split, and the removal can be resumed; it is the last file to be removed. Independent of prompts and terminals.
+(`split.json`, or the journal) is renamed first, durably, and removed last: so the remains after a crash never look
+complete, and the removal can be resumed. Independent of prompts and terminals.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rabbitllm.errors import CheckpointError, SplitError, system_errors_by_name
 from rabbitllm.models.library import DAMAGED, RECORDS, REMOVED_SUFFIX, SplitEntry, look
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.disk_sampler import disk_bytes
-from rabbitllm.splitter.lock import HOLDER_NAME, LEASE_NAME, LOCK_NAME, locked_at_once
+from rabbitllm.splitter.lock import HOLDER_NAME, LEASE_NAME, LOCK_NAME, locked_without_waiting
 from rabbitllm.splitter.split import STAGING_NAME
 from rabbitllm.storage import durable
 from rabbitllm.store import locations
@@ -39,7 +39,7 @@ class Original:
 
     Attributes:
         there: whether every part in the split directory is also available elsewhere.
-        where: in words: where it is, or which part is missing or unknown.
+        where: its location, or the part that is missing or unknown, as text.
     """
 
     there: bool
@@ -57,17 +57,17 @@ def original_of(entry: SplitEntry, folder: Path | None = None) -> Original:
     if source is not None and source.kind == "hub":
         commit = f" at commit {source.commit[:8]}" if source.commit else ""
         return Original(True, f"on the hub, {source.name}{commit}")
-    place = folder or entry.folder.parent
+    parent = folder or entry.folder.parent
     if source is None:
-        return _of_an_unknown(place)
+        return _of_an_unknown(parent)
     needed = _needed(entry)
     if not needed:
         return Original(True, f"in the folder {source.name}; no shard of it is used yet")
-    missing = [shard for shard in needed if not _is_same(place, shard, source.fingerprints[shard])]
+    missing = [shard for shard in needed if not _is_same(parent, shard, source.fingerprints[shard])]
     if not missing:
-        return Original(True, f"in {place}")
+        return Original(True, f"in {parent}")
     of = f"{len(missing)} of its {len(needed)} shards" if len(missing) > 1 else "its shard"
-    return Original(False, f"{of} not in {place}: {listed(missing, 3)}")
+    return Original(False, f"{of} not in {parent}: {listed(missing, 3)}")
 
 
 def _needed(entry: SplitEntry) -> list[str]:
@@ -95,7 +95,7 @@ def _of_an_unknown(folder: Path) -> Original:
     with contextlib.suppress(CheckpointError, OSError):
         if all((folder / shard).is_file() for shard in LocalCheckpoint(folder).index.shards):
             return Original(True, f"in {folder}")
-    return Original(False, "RabbitLLM 1.1 noted nothing of it, and no whole checkpoint lies around it")
+    return Original(False, "RabbitLLM 1.1 did not record it, and its parent folder has no complete checkpoint")
 
 
 # The removal
@@ -168,7 +168,7 @@ def plan_removal(folder: Path) -> Removal:
         )
     records = {folder / name for name in (*RECORDS, LOCK_NAME, HOLDER_NAME)}
     files = [path for path in found if not path.is_dir() and path not in records]
-    files.sort(key=lambda path: not path.name.endswith(DONE_SUFFIX))  # first the done markers: no remnant looks whole
+    files.sort(key=lambda path: not path.name.endswith(DONE_SUFFIX))  # first: a partial removal never looks complete
     folders = sorted((path for path in found if path.is_dir()), key=lambda path: -len(path.parts))
     return Removal(entry, tuple(files), tuple(folders), disk_bytes(folder))
 
@@ -182,7 +182,7 @@ def remove(removal: Removal) -> int:
         OSError: something in it cannot be removed; call again.
     """
     folder = removal.entry.folder
-    with locked_at_once(folder):
+    with locked_without_waiting(folder):
         again = plan_removal(folder)
         if set(again.files) != set(removal.files):
             raise SplitError(
@@ -201,7 +201,9 @@ def remove(removal: Removal) -> int:
             durable.remove(folder / (name + REMOVED_SUFFIX))
     durable.remove_empty_folder(folder)
     durable.sync_folder(folder.parent)
-    for parent in _own_parents(folder):
+    home = locations.home().absolute()
+    parents = [parent for parent in folder.absolute().parents if parent.is_relative_to(home) and parent != home]
+    for parent in parents[:2]:  # those between a split directory and `home()` are ours
         durable.remove_empty_folder(parent)
     return again.nbytes
 
@@ -248,19 +250,10 @@ def _is_ours(path: Path, folder: Path, layers: frozenset[str] | None, written: f
         return True
     if path.name.endswith(_OWN_SUFFIXES):
         layer = path.name.partition(LAYER_SUFFIX)[0] + LAYER_SUFFIX
-        return layer in layers if layers is not None else _is_legacy_layer(folder / layer)
+        if layers is not None:
+            return layer in layers
+        return is_legacy(folder) and (folder / (layer + DONE_SUFFIX)).is_file()
     return is_copied
-
-
-def _is_legacy_layer(layer: Path) -> bool:
-    return is_legacy(layer.parent) and layer.with_name(layer.name + DONE_SUFFIX).is_file()
-
-
-def _own_parents(folder: Path) -> list[Path]:
-    """The folders between a split directory and `home()`, which are ours."""
-    home = locations.home().absolute()
-    parents = [parent for parent in folder.absolute().parents if parent.is_relative_to(home) and parent != home]
-    return parents[:2]
 
 
 def refuse_only_copy(removal: Removal, original: Original) -> None:

@@ -93,9 +93,9 @@ def find_stack(model: StreamedModel, sources: Mapping[str, UnitSource]) -> Stack
     units = tuple(source.unit for source in largest)
     skeleton.materialise_buffers(model, lambda path: torch.device("cpu"))
     for source in sources.values():
-        for place in source.places:
-            element = torch.full((), float("nan") if place.dtype.is_floating_point else 0).to(place.dtype)
-            place.bind(element.expand(place.shape))  # which takes no memory
+        for entry in source.entries:
+            element = torch.full((), float("nan") if entry.dtype.is_floating_point else 0).to(entry.dtype)
+            entry.bind(element.expand(entry.shape))  # which takes no memory
     form = _form_of(model, [unit.module for unit in units])
     return Stack(units, tuple(_cached(unit.module, number) for number, unit in enumerate(units)), form)
 

@@ -1,4 +1,4 @@
-"""Finds the source that the user named and its split directory, finished or still to be made, and opens its weights.
+"""Finds the source that the user named and its split directory, which may not exist yet, and opens its weights.
 
 Makes at most one request to the hub, and none for weights; if the hub may not be used or does not answer, local files
 are used. Reads headers, indexes and configs; the engine interprets the config.
@@ -13,7 +13,7 @@ import logging
 import os
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -35,12 +35,11 @@ from rabbitllm.checkpoints.index import (
     META_PARAMETERS,
     gguf_entry,
     gguf_models,
-    index_of,
     is_gguf,
     is_meta,
 )
 from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, entry_in, is_writable
-from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME, GENERATION_NAME, names_a_model
+from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME, names_a_model
 from rabbitllm.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -232,8 +231,7 @@ def open_folder(
     earlier = journal.replay(split_folder)
     if earlier is None:  # another process has finished it meanwhile
         return LocalCheckpoint(folder, missing_from, entry=entry)
-    held = {tensor.name: shard.name for shard in earlier.plan.shards for tensor in shard.tensors}
-    return LocalCheckpoint(folder, missing_from, index_of(held))
+    return LocalCheckpoint(folder, missing_from, earlier.plan.index)
 
 
 # The config of a source before there is a split directory: its file, or one derived from Meta's parameters.
@@ -248,7 +246,12 @@ def config_folder(source: Source) -> Iterator[Path]:
     """
     derived: Mapping[str, bytes] = {}
     home = source.config_folder
-    if not source.finished and (_is_gguf(source) or (_may_derive(source) and not names_a_model(home / CONFIG_NAME))):
+    if source.repository is not None:
+        has_parameters = META_PARAMETERS in source.repository.files
+    else:
+        has_parameters = source.local is not None and (source.local / META_PARAMETERS).exists()
+    may_derive = _is_gguf(source) or (has_parameters and not names_a_model(home / CONFIG_NAME))
+    if may_derive and not source.finished:
         try:
             checkpoint = open_weights(source, [source.split_folder])
             derived = checkpoint.derived() if checkpoint is not None else {}
@@ -256,46 +259,38 @@ def config_folder(source: Source) -> Iterator[Path]:
             if not is_finished(source.split_folder):
                 raise
             home = source.split_folder
-    if CONFIG_NAME not in derived:
-        yield home
-        return
-    with tempfile.TemporaryDirectory(prefix="rabbitllm-config-") as folder:
-        for name in filter(derived.__contains__, (CONFIG_NAME, GENERATION_NAME)):
-            durable.write_scratch(Path(folder) / name, derived[name])
-        yield Path(folder)
+    with SmallFiles({}, derived if CONFIG_NAME in derived else {}, home) as files:
+        yield files.folder
 
 
 class SmallFiles:
-    """A folder with the config and tokenizer of a checkpoint that is not split; a scratch one if they are derived.
-
-    A context manager; the scratch folder is deleted at its end unless it is kept.
+    """A scratch folder with the config and tokenizer of a model; a context manager, which deletes it unless it is kept.
 
     Args:
-        checkpoint: the checkpoint.
+        paths: files to copy, name -> path; those in subfolders are left out.
+        contents: further files, name -> content.
+        home: the folder of `paths`, which is used instead if there are no `contents`.
 
     Attributes:
         folder: the folder.
-
-    Raises:
-        CheckpointError: the files that they would be derived from are invalid.
     """
 
-    def __init__(self, checkpoint: LocalCheckpoint) -> None:
-        self.folder = checkpoint.folder
+    def __init__(self, paths: Mapping[str, Path], contents: Mapping[str, bytes], home: Path | None = None) -> None:
         self._delete: weakref.finalize[..., SmallFiles] | None = None
-        if derived := checkpoint.derived():
-            contents = {name: path.read_bytes() for name, path in checkpoint.sidecars().items() if "/" not in name}
-            contents |= derived
-            self.folder = Path(tempfile.mkdtemp(prefix="rabbitllm-config-"))
-            self._names = tuple(contents)
-            self._delete = weakref.finalize(self, _delete_own, self.folder, self._names, os.getpid())
-            for name, content in contents.items():
-                durable.write_scratch(self.folder / name, content)
+        if home is not None and not contents:
+            self.folder = home
+            return
+        copies = {name: path.read_bytes() for name, path in paths.items() if "/" not in name}
+        self.folder = Path(tempfile.mkdtemp(prefix="rabbitllm-config-"))
+        self._own = self.folder, (*copies, *contents), os.getpid()
+        self._delete = weakref.finalize(self, _delete_own, *self._own)
+        for name, content in {**copies, **contents}.items():
+            durable.write_scratch(self.folder / name, content)
 
     def keep_for(self, user: object) -> None:
         """Keep the folder until `user` is garbage collected."""
         if self._delete is not None and self._delete.detach() is not None:
-            weakref.finalize(user, _delete_own, self.folder, self._names, os.getpid())
+            weakref.finalize(user, _delete_own, *self._own)
 
     def __enter__(self) -> Self:
         return self
@@ -305,7 +300,7 @@ class SmallFiles:
             self._delete()
 
 
-def _delete_own(folder: Path, names: Sequence[str], process: int) -> None:
+def _delete_own(folder: Path, names: Iterable[str], process: int) -> None:
     """Delete a scratch folder of this process with these files; a forked child leaves it to its parent."""
     if os.getpid() == process:
         with contextlib.suppress(OSError):
@@ -324,13 +319,6 @@ def _is_gguf(source: Source) -> bool:
         return is_gguf(source.entry or entry_in(source.local))
     except CheckpointNotFoundError:  # its files are used up
         return False
-
-
-def _may_derive(source: Source) -> bool:
-    """Whether the file that a config is derived from exists."""
-    if source.repository is not None:
-        return META_PARAMETERS in source.repository.files
-    return source.local is not None and (source.local / META_PARAMETERS).exists()
 
 
 def family_of(config_folder: Path, checkpoint: Checkpoint | None = None) -> str | None:
@@ -373,20 +361,16 @@ def find(spec: ModelSpec, *, only_look: bool = False) -> Source:
     folder = expand(spec.name)
     with system_errors_by_name(spec.name):
         if is_gguf(folder.name) and folder.parent.is_dir() and not folder.is_dir():
-            return _find_gguf(folder, spec, only_look=only_look)
+            [entry] = gguf_models([folder.name]) or [folder.name]
+            spec = _with_base(spec, entry.removesuffix(GGUF_SUFFIX))
+            return _find_local(folder.parent, spec, only_look=only_look, entry=entry)
         if spec.name and folder.is_dir():  # an empty name would be the current folder
             return _find_local(folder, spec, only_look=only_look)
         return _find_elsewhere(spec, only_look=only_look)
 
 
-def _find_gguf(file: Path, spec: ModelSpec, *, only_look: bool) -> Source:
-    """Find the source for one GGUF file of several in a folder; its split directory is named after it."""
-    [entry] = gguf_models([file.name]) or [file.name]
-    return _find_local(file.parent, _with_base(spec, entry.removesuffix(GGUF_SUFFIX)), only_look=only_look, entry=entry)
-
-
 def _with_base(spec: ModelSpec, model: str) -> ModelSpec:
-    """Return the spec with a split directory for one of several models; a folder of the user's own is for one alone."""
+    """Return the spec with a split directory for one of several models; a folder of the user is for one model."""
     return spec if spec.folder is not None else dataclasses.replace(spec, base=f"{spec.base}-{model}")
 
 
@@ -474,7 +458,9 @@ def _finished_while_looking(folder: Path, repository: HubRepository | None, targ
 
 
 def _find_repository(spec: ModelSpec, *, only_look: bool, quantization: str | None = None) -> Source:
-    if _is_offline(spec):
+    from huggingface_hub import constants
+
+    if spec.access.local_files_only or constants.HF_HUB_OFFLINE:
         return _offline_source(spec, only_look=only_look, quantization=quantization)
     try:
         repository = open_repository(spec.name, spec.access, Path(), quantization)
@@ -551,12 +537,6 @@ def _fetched_config(repository: HubRepository) -> Path:
     return repository.download("config.json").parent
 
 
-def _is_offline(spec: ModelSpec) -> bool:
-    from huggingface_hub import constants
-
-    return spec.access.local_files_only or bool(constants.HF_HUB_OFFLINE)
-
-
 def _finished_without_hub(spec: ModelSpec) -> Source | None:
     """Find the finished split of a repository without the hub."""
     commit = locations.remembered_commit(spec.name, spec.access.revision)
@@ -567,7 +547,10 @@ def _finished_without_hub(spec: ModelSpec) -> Source | None:
         return None
     found = Source(spec.name, target, target, finished=True)
     if (manifest := read_manifest(target)) is not None:
-        refuse_another(found, manifest, _identity_offline(spec, manifest))
+        revision = spec.access.revision
+        known = revision is not None and locations.is_commit(revision)  # else any commit is accepted
+        identity = SourceIdentity("hub", spec.name, revision if known else manifest.source.commit, {})
+        refuse_another(found, manifest, identity)
     return found
 
 
@@ -596,7 +579,7 @@ def refuse_another(source: Source, manifest: Manifest, identity: SourceIdentity)
     if why is not None and manifest.source.is_named_like(identity):
         raise SplitMismatchError(
             f"{source.name} has changed since it was split into {source.split_folder}: {why}.",
-            f"To use the split as it is, load {source.split_folder}. To split the changed checkpoint, use another "
+            f"To use the split unchanged, load {source.split_folder}. To split the changed checkpoint, use another "
             "folder (layer_shards_saving_path, --dir), or delete this split if you do not need it.",
         )
     if why is not None:
@@ -604,12 +587,6 @@ def refuse_another(source: Source, manifest: Manifest, identity: SourceIdentity)
             f"{source.split_folder} was split from {manifest.source.instead_of(source.name)}: {why}.",
             "Split into another folder (layer_shards_saving_path, --dir), or delete this split if you do not need it.",
         )
-
-
-def _identity_offline(spec: ModelSpec, manifest: Manifest) -> SourceIdentity:
-    """Return the identity of a repository without the hub: its commit only if the caller names one."""
-    named = spec.access.revision is not None and locations.is_commit(spec.access.revision)
-    return SourceIdentity("hub", spec.name, spec.access.revision if named else manifest.source.commit, {})
 
 
 def _legacy_in_snapshot(spec: ModelSpec, commit: str) -> Source | None:

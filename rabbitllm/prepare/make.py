@@ -1,7 +1,4 @@
-"""Makes, resumes or repairs the split directory of a source, one process at a time.
-
-Depends on the engine only for the check of a model and its memory for weights, imported late.
-"""
+"""Makes, resumes or repairs the split directory of a source, one process at a time."""
 
 from __future__ import annotations
 
@@ -41,12 +38,12 @@ from rabbitllm.prepare.finding import (
 from rabbitllm.splitter import lock as split_lock
 from rabbitllm.splitter.bit_allocation import other_budget
 from rabbitllm.splitter.filler import ShardExecutor
-from rabbitllm.splitter.journal import telling_how_to_go_on
+from rabbitllm.splitter.journal import reporting_interrupts
 from rabbitllm.splitter.lock import LEASE_NAME, is_left_over, locked, read_lock
 from rabbitllm.splitter.plan import PlannedFiles
 from rabbitllm.splitter.request import Acceptance, SplitRequest, check_before_download, plan_split
 from rabbitllm.splitter.source_check import check_finished_source
-from rabbitllm.splitter.split import STAGING_NAME, clear_away, discard_original, repair, shards_for, split
+from rabbitllm.splitter.split import STAGING_NAME, clean_up, discard_original, repair, shards_for, split
 from rabbitllm.storage import folder_lock
 from rabbitllm.storage.folder_lock import FolderKind, FolderLock
 from rabbitllm.store.layer_store import LayerStore
@@ -129,14 +126,14 @@ def acceptance(
     with config_folder(source) as folder:
         if not source.finished or too_little == "warn":  # else the model is loaded next, which checks the same
             load_plan.check(folder, options, devices)
-        judges = {"refuse": load_plan.refuse_too_little_memory, "warn": load_plan.warn_of_too_little_memory}
-        judge = judges.get(too_little)
+        actions = {"refuse": load_plan.refuse_too_little_memory, "warn": load_plan.warn_of_too_little_memory}
+        action = actions.get(too_little)
 
         def accept(store: WeightFiles) -> None:
-            nonlocal judge
+            nonlocal action
             home = store.folder if (store.folder / CONFIG_NAME).exists() else folder
-            load_plan.accept(store, options, home, devices, judge)
-            judge = judge if too_little == "refuse" else None  # a warning is given once
+            load_plan.accept(store, options, home, devices, action)
+            action = action if too_little == "refuse" else None  # a warning is given once
 
         yield accept
 
@@ -170,20 +167,20 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
             f"{options.compression}.",
             "Split into another folder (layer_shards_saving_path, --dir).",
         )
-    _tell_other_budget(source, manifest, options)
+    _check_budget(source, manifest, options)
     if options.fit_scales and not is_fitted(manifest.quantizer):
         raise SplitMismatchError(
             f"{source.split_folder} is a split with the scales of bitsandbytes; requested was fit_scales=True.",
             "Split into another folder (layer_shards_saving_path, --dir), or remove fit_scales.",
         )
     if is_writable(source.split_folder):
-        clear_away(source.split_folder)
+        clean_up(source.split_folder)
     if source.repository is not None:
         refuse_another(source, manifest, source.repository.identity_of(manifest.source.fingerprints))
-    checkpoint = _still_there(source, manifest)
+    checkpoint = _remaining_checkpoint(source, manifest)
     if checkpoint is None:
         return
-    found = [metadata for shard in checkpoint.index.shards if (metadata := _present(checkpoint, shard)) is not None]
+    found = [one for shard in checkpoint.index.shards if (one := _local_metadata(checkpoint, shard)) is not None]
     refuse_another(source, manifest, checkpoint.identity(found))
     _refuse_without_evidence(source, manifest, found)
     check_finished_source(manifest, found, checkpoint, source.split_folder, verify=options.verify_source)
@@ -194,7 +191,7 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
         discard_original(checkpoint)
 
 
-def _tell_other_budget(source: Source, manifest: Manifest, options: SplitOptions) -> None:
+def _check_budget(source: Source, manifest: Manifest, options: SplitOptions) -> None:
     """Warn that a mixed split was made for another budget; refuse it only if it is larger than the disk may hold."""
     other = other_budget(manifest.chosen, options) if options.compression == AUTO else None
     if other is None:
@@ -207,9 +204,9 @@ def _tell_other_budget(source: Source, manifest: Manifest, options: SplitOptions
         raise SplitMismatchError(
             f"{source.split_folder} was made {other} and has {nbytes:,} bytes of layer files; requested was "
             f"max_disk={options.max_disk:,}.",
-            f"To use the split as it is, remove max_disk. {remake}.",
+            f"To use the split unchanged, remove max_disk. {remake}.",
         )
-    logger.warning("%s was made %s and is used as it is. %s.", source.split_folder, other, remake)
+    logger.warning("%s was made %s and is used unchanged. %s.", source.split_folder, other, remake)
 
 
 def _refuse_without_evidence(source: Source, manifest: Manifest, found: list[ShardMetadata]) -> None:
@@ -225,7 +222,7 @@ def _refuse_without_evidence(source: Source, manifest: Manifest, found: list[Sha
         )
 
 
-def _still_there(source: Source, manifest: Manifest) -> Checkpoint | None:
+def _remaining_checkpoint(source: Source, manifest: Manifest) -> Checkpoint | None:
     """Return the local weights that a finished split was made from; None if they are used up.
 
     The folder may have the weights in another form too. The split does not use that form: it is not opened, and never
@@ -234,8 +231,11 @@ def _still_there(source: Source, manifest: Manifest) -> Checkpoint | None:
     shards = manifest.source.fingerprints
     try:
         if source.repository is not None:
-            remote = HubCheckpoint(source.repository) if _index_is_cached(source.repository) else None
-            return remote if remote is not None and not shards.keys().isdisjoint(remote.index.shards) else None
+            entry = source.repository.entry()
+            if not is_index(entry) or source.repository.cached(entry) is None:
+                return None
+            remote = HubCheckpoint(source.repository)
+            return None if shards.keys().isdisjoint(remote.index.shards) else remote
         if source.local is None:
             return None
         if begins_with_any(source.local, shards, source.entry):
@@ -246,13 +246,8 @@ def _still_there(source: Source, manifest: Manifest) -> Checkpoint | None:
     return None
 
 
-def _index_is_cached(repository: HubRepository) -> bool:
-    entry = repository.entry()
-    return is_index(entry) and repository.cached(entry) is not None
-
-
-def _present(checkpoint: Checkpoint, shard: str) -> ShardMetadata | None:
-    """Return the facts of a shard that is on this machine; headers are not requested from a repository."""
+def _local_metadata(checkpoint: Checkpoint, shard: str) -> ShardMetadata | None:
+    """Return the metadata of a shard that is on this machine; headers are not requested from a repository."""
     if isinstance(checkpoint, HubCheckpoint) and checkpoint.cached(shard) is None:
         return None
     return checkpoint.metadata(shard)
@@ -289,7 +284,7 @@ def ensure_split(
             if is_finished(folder) and not has_work_left(folder, options):
                 check_finished(source, options, accept)
                 return Profiler(enabled=options.profiling)
-    with system_errors_by_name(folder), locked(folder), telling_how_to_go_on(folder), contextlib.ExitStack() as locks:
+    with system_errors_by_name(folder), locked(folder), reporting_interrupts(folder), contextlib.ExitStack() as locks:
         split_lock.revoke(source.split_folder)  # of a run that died and whose workers may still be running
         if is_finished(source.split_folder):  # checked again: the previous holder of the lock may have finished it
             if options.shards.deletes_rest:
@@ -303,23 +298,26 @@ def ensure_split(
             )
         locks.enter_context(lock_source(source, options, by_executor=executor is not None))
         _refuse_to_quantize_again(source, options)
-        checkpoint = _keeping(_open(source, options, by_executor=executor is not None), options)
+        checkpoint = _with_blocks(_open(source, options, by_executor=executor is not None), options)
         family = family_of(source.config_folder, checkpoint)
         picked = experts_of(source.config_folder, checkpoint)
         request = SplitRequest(checkpoint, source.split_folder, family, options, naming, executor, None, picked, accept)
         if isinstance(checkpoint, HubCheckpoint) and not options.shards.takes_one_at_a_time:
             chosen = check_before_download(request)  # for the space that the shards will leave
             downloaded = LocalCheckpoint(download_all(checkpoint, checkpoint.index), entry=checkpoint.gguf_entry())
-            request = dataclasses.replace(request, checkpoint=_keeping(downloaded, options), chosen=chosen)
+            request = dataclasses.replace(request, checkpoint=_with_blocks(downloaded, options), chosen=chosen)
+        sharing: AbstractContextManager[None] = contextlib.nullcontext()
+        if executor is not None:
+            sharing = executor.sharing(folder, [source.local] if source.local is not None else [])
         try:
-            with _sharing(source, executor):
+            with sharing:
                 return split(request)
         except MissingShardError as error:
             raise _with_other_splits(error, source) from None
 
 
-def _keeping(checkpoint: Checkpoint, options: SplitOptions) -> Checkpoint:
-    """Tell the checkpoint whether blocks of GGUF files stay blocks; return it."""
+def _with_blocks(checkpoint: Checkpoint, options: SplitOptions) -> Checkpoint:
+    """Return the checkpoint, set to keep blocks of GGUF files or to dequantize them."""
     if checkpoint.gguf is not None:
         checkpoint.gguf.keeps_blocks = options.keeps_blocks
     return checkpoint
@@ -369,13 +367,6 @@ def _in_hub_cache(repository: HubRepository, options: SplitOptions) -> Path | No
     wanted = weights if only_weights else ["config.json", repository.entry(), *weights]
     cached = next(filter(None, map(repository.cached, wanted)), None)
     return cached[0].folder if cached is not None else None
-
-
-def _sharing(source: Source, executor: ShardExecutor | None) -> AbstractContextManager[None]:
-    """Return the context to hold open during the split, for an executor or for this process alone."""
-    if executor is None:
-        return contextlib.nullcontext()
-    return executor.sharing(source.split_folder, [source.local] if source.local is not None else [])
 
 
 def _refuse_to_quantize_again(source: Source, options: SplitOptions) -> None:
@@ -450,7 +441,9 @@ def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], orig
         checkpoint: Checkpoint = LocalCheckpoint(original, entry=next(iter(gguf_models(known.fingerprints)), None))
     elif known.kind == "hub":
         access = HubAccess(revision=known.commit)
-        repository = open_repository(known.name, access, folder / STAGING_NAME, _gguf_model(known.fingerprints))
+        model = next(iter(gguf_models(known.fingerprints)), None)
+        quantization = model.removesuffix(GGUF_SUFFIX) if model is not None else None
+        repository = open_repository(known.name, access, folder / STAGING_NAME, quantization)
         checkpoint = HubCheckpoint(repository)
     else:
         raise OptionError(
@@ -464,12 +457,7 @@ def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], orig
     with (
         system_errors_by_name(folder),
         locked(folder, excluding_readers=True),
-        telling_how_to_go_on(folder),
+        reporting_interrupts(folder),
         lock_source(source, options),
     ):
         repair(SplitRequest(checkpoint, folder, family_of(folder), options), manifest, layers)
-
-
-def _gguf_model(shards: Collection[str]) -> str | None:
-    """Return the name, without its ending, of the GGUF model that consists of these files; None for another format."""
-    return next((name.removesuffix(GGUF_SUFFIX) for name in gguf_models(shards)), None)

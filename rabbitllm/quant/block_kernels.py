@@ -150,7 +150,7 @@ def _floats(emit: Emitter, group: Group, part: int) -> list[Any]:
     return found
 
 
-class _BlockStep(NamedTuple):
+class _RowStep(NamedTuple):
     """Consecutive codes of a row that are multiplied together: a block, or in pairs a step of a `PairLayout`.
 
     Attributes:
@@ -162,12 +162,12 @@ class _BlockStep(NamedTuple):
     sum_bytes: int
 
 
-def _step_of(scheme: str, width: int) -> _BlockStep:
+def _step_of(scheme: str, width: int) -> _RowStep:
     kind = BLOCK_TYPES[scheme]
     if width != PAIRS:
-        return _BlockStep(kind.nbytes, 4 * kind.elements, 4 * (kind.elements // SUMMED))
+        return _RowStep(kind.nbytes, 4 * kind.elements, 4 * (kind.elements // SUMMED))
     layout = block_pairs.LAYOUTS[scheme]
-    return _BlockStep(kind.row_bytes(layout.step), 2 * layout.step, 4 * layout.groups)
+    return _RowStep(kind.row_bytes(layout.step), 2 * layout.step, 4 * layout.groups)
 
 
 class _FloatSums:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rabbitllm.base.forks import Workers
+from rabbitllm.base.rounding import round_up
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def run(method: str, scheme: str, width: int, work: Sequence[tuple[int, ...]], n
         data = array("q", [0, 0, rows, len(work), *given])
         call(data.buffer_info()[0])
         return
-    share = -(-rows // (threads * tile)) * tile  # no tile is divided
+    share = round_up(-(-rows // threads), tile)  # no tile is divided
     if (team := torchs_team()) is not None:
         data = array("q", [team.thread_number, team.thread_count, share, len(work), *given])
         team.run(function, data.buffer_info()[0], threads)

@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.formats.tensor_spec import TensorSpec, torch_dtype
 from rabbitllm.quant import gguf_blocks
-from rabbitllm.quant.library import bitsandbytes, functional, nf4_map
 from rabbitllm.quant.schemes import (
     DOUBLE,
     INT8_BLOCK,
@@ -43,8 +42,11 @@ from rabbitllm.quant.schemes import (
     STORED,
     Quantized,
     Settling,
+    bitsandbytes,
     code_values,
+    functional,
     nested_state,
+    nf4_map,
 )
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rabbitllm.base.rounding import round_up
 from rabbitllm.formats.tensor_spec import (
     DTYPES,
     GAP_BYTES,
@@ -92,7 +93,7 @@ class _Values:
         step = PIECE_ELEMENTS // kind.elements * kind.elements
         at = first // kind.elements * kind.elements
         while at < first + count:
-            end = min(at + step, -(-(first + count) // kind.elements) * kind.elements)
+            end = min(at + step, round_up(first + count, kind.elements))
             begins, length = at // kind.elements * kind.nbytes, (end - at) // kind.elements * kind.nbytes
             raw = bytearray(length)
             if self._file.read_into(memoryview(raw), self._spec.offset + begins) != length:

@@ -243,14 +243,14 @@ class _Layer:
     Attributes:
         name: its id and stem.
         specs: its tensors, ordered by name: for a layer that spans two shards the plan's order differs.
-        places: the index of each of them in the plan's order.
+        order: the index of each of them in the plan's order.
         groups: the groups of its tensors, as numbers, in order of appearance.
         kind: equal for alike layers.
     """
 
     name: LayerName
     specs: Sequence[TensorSpec]
-    places: Sequence[int]
+    order: Sequence[int]
     groups: tuple[int, ...]
     kind: int
 
@@ -280,7 +280,7 @@ class _Alike:
 
 
 def _behind_last(filling: Mapping[int, int], layer: _Layer) -> int:
-    return filling[max(filling, key=layer.places.__getitem__)] if filling else 0
+    return filling[max(filling, key=layer.order.__getitem__)] if filling else 0
 
 
 class BitChoices:
@@ -329,10 +329,10 @@ class BitChoices:
     def _looked_at(self, name: LayerName, specs: Sequence[TensorSpec], of: Mapping[str, int]) -> _Layer:
         groups: dict[int, int] = {}
         alike: list[Hashable] = [_NUMBER.sub("0", name.stem)]
-        places: Sequence[int] = range(len(specs))
+        order: Sequence[int] = range(len(specs))
         if not any(spec.piece for spec in specs):  # offsets of pieces in a scratch file depend on more than the last
-            places = sorted(places, key=lambda place: _behind(specs[place].name, name.stem))
-        specs = [specs[place] for place in places]
+            order = sorted(order, key=lambda at: _behind(specs[at].name, name.stem))
+        specs = [specs[at] for at in order]
         for spec in specs:
             group = of.get(spec.whole.name)
             local = groups.setdefault(group, len(groups)) if group is not None else None
@@ -340,7 +340,7 @@ class BitChoices:
             if (piece := spec.piece) is not None:
                 alike.append((_behind(piece.of, name.stem), piece.shape, piece.dim, piece.begin))
         kind = self._kinds.setdefault(tuple(alike), len(self._kinds))
-        return _Layer(name, specs, places, tuple(groups), kind)
+        return _Layer(name, specs, order, tuple(groups), kind)
 
     def _sizes_at(self, layer: _Layer, schemes: Sequence[str | None]) -> EstimatedFile:
         own = tuple([schemes[number] for number in layer.groups])
@@ -377,15 +377,13 @@ def _scales_made(group: SchemeGroup) -> int:
 
 # The choice.
 #
-# The disk is a hard limit; `disk_budget.shortage` decides whether a plan keeps it, as for every split. Memory is a soft
-# limit: if the whole model can be resident at some choice, only such choices are made, since resident weights are not
-# read again for each token. If it cannot even at the fewest bits, each additional bit costs time with every token; then
-# only the disk limits, and tensors get more than 8bit only if the caller has set `max_disk`.
+# The disk is a hard limit (`disk_budget.shortage`). Memory is a soft limit: if the whole model can be resident at some
+# choice, only such choices are made, since resident weights are not read again for each token. If it cannot even at
+# the fewest bits, each additional bit costs time with every token; then only the disk limits, and tensors get more than
+# 8bit only if the caller has set `max_disk`.
 #
-# Where 8bit fits for all, tensors get fewer bits only if that is expected to lose a quarter less: the expectation is
-# no more precise than that. On one trained model, where a few hundredths less were expected, the loss was a quarter
-# higher.
-#
+# If 8bit fits for all, tensors get fewer bits only if a quarter less loss is expected: the expectation is not more
+# precise. On one trained model, where a few hundredths less were expected, the loss was a quarter higher.
 
 
 # Selects an offer for each item so that all keep within a budget of bytes and the sum of their losses is small. Pure.
@@ -480,7 +478,7 @@ def with_choice(
         plan: of the same source, at any compression.
         disk_budget: the state of the disk that the split starts from.
         options: limits of the split.
-        experts_a_token: see `sensitivity.groups`.
+        experts_a_token: see `groups`.
 
     Raises:
         NotEnoughSpaceException: not even the fewest bits fit.
@@ -501,8 +499,8 @@ def with_choice(
             limits = dataclasses.replace(limits, memory=options.memory)
         elif options.max_disk is None:
             schemes = tuple(scheme for scheme in COMPRESSIONS if scheme is not None)
-    ways = [schemes, tuple(scheme for scheme in schemes if scheme != DOUBLE)]
-    fits = [made for allowed in ways if (made := _within(limits, choices, found, allowed)) is not None]
+    choosable = [schemes, tuple(scheme for scheme in schemes if scheme != DOUBLE)]
+    fits = [made for allowed in choosable if (made := _within(limits, choices, found, allowed)) is not None]
     fitted = options.fit_scales
     best = min(fits, key=lambda made: (_loss(found, made.schemes, fitted), made.output_bytes))
     if limits.over(choices.at(["8bit"] * len(found))) <= 0:
@@ -530,9 +528,9 @@ class _SizeLimits:
         return over if self.memory is None else max(over, self.resident_bytes(made) - self.memory)
 
     def shortage(self, made: BitChoice) -> Shortage | None:
-        """Return the lack of disk with the way for shards to arrive that takes least."""
-        way = candidates(self.bare, self.options.shard_transfer)[-1]
-        return shortage(made, self.disk_budget, self.options, way)
+        """Return the lack of disk with the transfer of shards that takes least."""
+        transfer = candidates(self.bare, self.options.shard_transfer)[-1]
+        return shortage(made, self.disk_budget, self.options, transfer)
 
     def resident_bytes(self, made: BitChoice) -> int:
         """Return the bytes of memory that keep all of a choice's weights resident.
@@ -587,13 +585,13 @@ def other_budget(chosen: BitAllocation | None, options: SplitOptions) -> str | N
     if not disk and not (options.memory_is_given and options.memory != chosen.memory):
         return None
     limits = [("max_disk", chosen.max_disk), ("memory", chosen.memory)]
-    said = " and ".join(f"{name} {size(nbytes)}" for name, nbytes in limits if nbytes is not None)
-    return f"for {said}" if said else "for the free disk and memory"
+    known = " and ".join(f"{name} {size(nbytes)}" for name, nbytes in limits if nbytes is not None)
+    return f"for {known}" if known else "for the free disk and memory"
 
 
 @dataclass(frozen=True, slots=True)
 class RoleShare:
-    """The tensors of one role at one scheme: how many, their elements, and their bytes in the layer files."""
+    """The tensors of one role at one scheme: their number, their elements, and their bytes in the layer files."""
 
     role: str
     scheme: str | None
@@ -632,7 +630,7 @@ def allocation_of(
     Args:
         plan: any.
         fitted: whether its scales are fitted to their blocks, or will be.
-        experts_a_token: see `sensitivity.groups`.
+        experts_a_token: see `groups`.
     """
     if plan.chosen is None:
         return None

@@ -1,4 +1,4 @@
-"""The peak disk use of a split over its steps, whether it fits, and the best way for its shards to arrive that fits.
+"""The peak disk use of a split over its steps, whether it fits, and the best transfer of its shards that fits.
 
 The only module of the splitter that reads the free disk. A container's quota does not show in that (Kaggle reports the
 host's disk), hence `max_disk`. Writes nothing.
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 4096
 """Files occupy a multiple of this."""
 RECORDED_NAMES = 5
-"""How often journal and manifest together contain a tensor's name."""
+"""Number of times that journal and manifest together contain a tensor's name."""
 CHOSEN_NAMES = 2
-"""How often they contain it in addition where each tensor has a compression of its own."""
+"""Number of further times if each tensor has its own compression."""
 RECORD_BYTES = 340
 """Bytes that they contain for a tensor in addition to its name: dtype, shape, offset, checksums, JSON."""
 BLOCK_RECORD_BYTES = 12
@@ -59,9 +59,9 @@ class DiskUse:
     """Bytes on disk over a split.
 
     Attributes:
-        created: the most that the split directory occupies at any moment: layer files, staged shards and small files.
-        added: the most by which disk use exceeds the present one; less than `created` if the deletion of shards frees
-            space on this disk, or if an earlier run has created a part.
+        created: maximum size of the split directory: layer files, staged shards and small files.
+        added: maximum increase of disk use; less than `created` if the deletion of shards frees space on this disk, or
+            if an earlier run has created a part.
     """
 
     created: int
@@ -111,7 +111,7 @@ def disk_use(
         plan: the split, or just its sizes.
         disk_budget: the state of the disk that it starts from.
         shard_transfer: the way that fetched shards arrive.
-        at_once: shards in work at a time.
+        at_once: concurrent shards.
     """
     if at_once > 1:
         return _disk_use_at_once(plan, disk_budget, shard_transfer, at_once)
@@ -123,13 +123,13 @@ def disk_use(
     following = dict(zip((shard.name for shard in waiting), [*waiting[1:], None], strict=False))
     for shard in plan.shards:
         written += _bytes_from(plan, shard, seen)
-        most, written = _joining(plan, shard, processed, written)
+        peak, written = _joining(plan, shard, processed, written)
         processed.add(shard.name)
         if shard.name in used:
             continue
-        there = _staged_bytes(shard, following[shard.name], shard_transfer)
-        created = max(created, most + there)
-        added = max(added, most + there - freed_so_far - disk_budget.in_use)
+        staged = _staged_bytes(shard, following[shard.name], shard_transfer)
+        created = max(created, peak + staged)
+        added = max(added, peak + staged - freed_so_far - disk_budget.in_use)
         if not shard.staged:
             freed_so_far += disk_budget.freed.get(shard.name, 0)
     return DiskUse(max(created, written), added)
@@ -143,12 +143,12 @@ def _joining(plan: PlanSizes, shard: PlannedShard, processed: set[str], written:
     completed = [plan.layouts[layer] for layer in plan.layer_map.completed_by(shard.name, processed)]
     at_once = [layout for layout in completed if layout.scratch_bytes and not layout.joins]
     one_by_one = [[layout] for layout in completed if layout.joins]
-    most = written
+    peak = written
     for layouts in (at_once, *one_by_one):
         written += sum(layout.joined_bytes for layout in layouts)
-        most = max(most, written)
+        peak = max(peak, written)
         written -= sum(layout.scratch_bytes + scratch_slack(layout) for layout in layouts)
-    return most, written
+    return peak, written
 
 
 def scratch_slack(layout: FileSizes) -> int:
@@ -160,8 +160,8 @@ def _staged_bytes(shard: PlannedShard, following: PlannedShard | None, shard_tra
     """Return the bytes of fetched shards that lie on the disk while `shard` is used."""
     if shard_transfer is ShardTransfer.STREAM:
         return 0
-    there = [shard, following] if shard_transfer is ShardTransfer.FILE_AHEAD else [shard]
-    return sum(on_disk(one.size) for one in there if one is not None and one.staged)
+    staged = [shard, following] if shard_transfer is ShardTransfer.FILE_AHEAD else [shard]
+    return sum(on_disk(one.size) for one in staged if one is not None and one.staged)
 
 
 def on_disk(nbytes: int) -> int:
@@ -217,7 +217,13 @@ def _disk_use_at_once(plan: PlanSizes, disk_budget: DiskBudget, shard_transfer: 
         for layout in plan.layouts.values()
     )
     waiting = [shard for shard in plan.shards if shard.name not in used]
-    gives = {shard.name: _gives(plan, shard) for shard in plan.shards}
+    layers = plan.layer_map.shard_to_layers
+    gives = {  # with one begun block for each layer
+        shard.name: sum(
+            plan.layouts[layer].shard_bytes[shard.name] + BLOCK_BYTES for layer in layers.get(shard.name, ())
+        )
+        for shard in plan.shards
+    }
     back = {shard.name: 0 if shard.staged else disk_budget.freed.get(shard.name, 0) for shard in waiting}
     staged = (
         0
@@ -233,12 +239,6 @@ def _disk_use_at_once(plan: PlanSizes, disk_budget: DiskBudget, shard_transfer: 
     )
 
 
-def _gives(plan: PlanSizes, shard: PlannedShard) -> int:
-    """Return the bytes that a shard adds to layer files and scratch files, with one begun block for each layer."""
-    layers = plan.layer_map.shard_to_layers.get(shard.name, ())
-    return sum(plan.layouts[layer].shard_bytes[shard.name] + BLOCK_BYTES for layer in layers)
-
-
 def _largest(sizes: Iterable[int], count: int) -> int:
     return sum(sorted(sizes, reverse=True)[:count])
 
@@ -250,7 +250,7 @@ class Shortage:
     Attributes:
         need: bytes that `max_disk`, or the free disk, must have at least.
         have: bytes that it has.
-        where: which of the two, in words.
+        where: which of the two, as text.
         limited: True for `max_disk`, which bounds everything that the split creates; False for the free disk, to which
             deleted shards add.
     """
@@ -262,15 +262,19 @@ class Shortage:
 
     @property
     def needed(self) -> str:
-        """The need in words, rounded up: a limit with this value is large enough."""
+        """The need as text, rounded up: a limit with this value is large enough."""
         return f"{size_rounded_up(self.need)} ({self.need:,} bytes) of {'max_disk' if self.limited else 'free disk'}"
+
+    def record(self) -> dict[str, int | str]:
+        """For `json.dumps`."""
+        return {"need_bytes": self.need, "have_bytes": self.have, "where": self.where}
 
 
 def candidates(plan: SplitPlan, transfer: str) -> tuple[ShardTransfer, ...]:
-    """Return the ways for shards to arrive that the caller and the shards allow, the best first.
+    """Return the transfers of shards that the caller and the shards allow, the best first.
 
     Args:
-        plan: the split; if it fetches nothing there is only one way.
+        plan: the split; if it fetches nothing there is only one transfer.
         transfer: "auto", "file" or "stream".
 
     Raises:
@@ -294,27 +298,27 @@ def candidates(plan: SplitPlan, transfer: str) -> tuple[ShardTransfer, ...]:
 def choose_shard_transfer(
     plan: SplitPlan, disk_budget: DiskBudget, options: SplitOptions, at_once: int | None = None
 ) -> tuple[ShardTransfer, int]:
-    """Return the best way for shards to arrive that fits, and the number of shards in work at a time.
+    """Return the best transfer of shards that fits, and the number of concurrent shards.
 
     Args:
         plan: the split.
         disk_budget: the state of the disk that it starts from.
         options: its limits.
-        at_once: the most shards that workers may have in work; None for this process, which takes one at a time.
+        at_once: maximum of concurrent shards of workers; None for this process, which takes one at a time.
 
     Raises:
         NotEnoughSpaceException: none fits; the message names the need, the free space, and options that would fit.
         OptionError: see `candidates`.
     """
-    ways = candidates(plan, options.shard_transfer)
+    transfers = candidates(plan, options.shard_transfer)
     if at_once is not None:  # each shard is fetched by the worker that fills from it, so none is fetched ahead
-        ways = tuple(way for way in ways if way is not ShardTransfer.FILE_AHEAD)
+        transfers = tuple(transfer for transfer in transfers if transfer is not ShardTransfer.FILE_AHEAD)
         at_once = min(at_once, sum(shard.name not in disk_budget.used for shard in plan.shards))
     for count in range(max(at_once or 1, 1), 0, -1):
-        for way in ways:
-            if shortage(plan, disk_budget, options, way, count) is None:
-                return way, count
-    short = shortage(plan, disk_budget, options, ways[-1])
+        for transfer in transfers:
+            if shortage(plan, disk_budget, options, transfer, count) is None:
+                return transfer, count
+    short = shortage(plan, disk_budget, options, transfers[-1])
     assert short is not None
     raise NotEnoughSpaceException(
         f"Splitting {plan.source.name} into {disk_budget.folder} needs {short.needed} at its peak; "
@@ -331,11 +335,12 @@ def shortage(
     created = disk_budget.created(use)
     if options.max_disk is not None and created > options.max_disk:
         return Shortage(created, options.max_disk, f"allowed by max_disk={options.max_disk:,}", limited=True)
-    for place, need in _by_disk([(disk_budget.folder, use.added), *disk_budget.downloads]):
-        free = shutil.disk_usage(place).free + (disk_budget.lock_bytes if place == existing(disk_budget.folder) else 0)
+    for folder, need in _by_disk([(disk_budget.folder, use.added), *disk_budget.downloads]):
+        free = shutil.disk_usage(folder).free
+        free += disk_budget.lock_bytes if folder == existing(disk_budget.folder) else 0
         if need and need + options.min_free > free:
             reserve = f", without the {size(options.min_free)} to keep free (min_free_disk)" if options.min_free else ""
-            return Shortage(need, max(free - options.min_free, 0), f"free on the disk of {place}{reserve}")
+            return Shortage(need, max(free - options.min_free, 0), f"free on the disk of {folder}{reserve}")
     return None
 
 
@@ -344,29 +349,26 @@ def _by_disk(wants: Iterable[tuple[Path, int]]) -> Sequence[tuple[Path, int]]:
     sums: dict[int, tuple[Path, int]] = {}
     for folder, need in wants:
         at = existing(folder)
-        place, before = sums.get(at.stat().st_dev, (at, 0))
-        sums[at.stat().st_dev] = (place, before + need)
+        first, before = sums.get(at.stat().st_dev, (at, 0))
+        sums[at.stat().st_dev] = (first, before + need)
     return list(sums.values())
 
 
 def _what_would_fit(plan: SplitPlan, disk_budget: DiskBudget, options: SplitOptions, short: Shortage) -> str:
     """Return the options that would make it fit, or how much is missing."""
-    way = candidates(plan, "auto")[-1]
+    transfer = candidates(plan, "auto")[-1]
     if (
         options.shard_transfer == "file"
-        and way is ShardTransfer.STREAM
-        and shortage(plan, disk_budget, options, way) is None
+        and transfer is ShardTransfer.STREAM
+        and shortage(plan, disk_budget, options, transfer) is None
     ):
         return "shard_transfer='stream' (or 'auto') would fit: it writes no shard to the disk."
     if not options.shards.takes_one_at_a_time and any(need for _, need in disk_budget.downloads):
         return "Use sequential_shard_processing=True: it downloads one shard at a time instead of all."
     smaller = COMPRESSIONS[COMPRESSIONS.index(plan.compression) + 1 :] if plan.compression != AUTO else ()
     for compression in () if disk_budget.used else smaller:
-        if shortage(recompressed(plan, compression), disk_budget, options, way) is None:
+        if shortage(recompressed(plan, compression), disk_budget, options, transfer) is None:
             return f"compression='{compression}' would fit."
     missing = size_rounded_up(short.need - short.have)
-    place = f"set max_disk to {short.need}" if short.limited else f"free {missing} there"
-    return (
-        f"{place[0].upper()}{place[1:]}, or use a folder on another disk (layer_shards_saving_path, --dir). No "
-        "compression would fit now."
-    )
+    advice = f"Set max_disk to {short.need}" if short.limited else f"Free {missing} there"
+    return f"{advice}, or use a folder on another disk (layer_shards_saving_path, --dir). No compression would fit now."

@@ -30,18 +30,18 @@ DISK_SHARE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """The extremes of all samples.
+    """Minimum and maximum of all samples.
 
     Attributes:
-        anonymous_bytes: the most anonymous memory of this process above that at the start. Pages of mapped files, which
-            the kernel can reclaim at will, do not count (except outside Linux, where they cannot be told apart).
-        disk_bytes: the most that files below the folder occupied; holes do not count.
-        lowest_free_bytes: the least that was free on the folder's disk.
+        anonymous_bytes: maximum of the anonymous memory of this process, above that at the start. Pages of mapped
+            files, which the kernel can reclaim, do not count (except outside Linux, where they are not distinguished).
+        disk_bytes: maximum of the bytes that files in the folder occupied; holes do not count.
+        min_free_bytes: minimum of the free bytes of the folder's disk.
     """
 
     anonymous_bytes: int
     disk_bytes: int
-    lowest_free_bytes: int
+    min_free_bytes: int
 
 
 class DiskSampler:
@@ -59,13 +59,13 @@ class DiskSampler:
         self._min_free = min_free
         self._max_disk = max_disk
         self._interval = interval
-        self._over = threading.Event()
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample_on, name="watch", daemon=True)
         self._process: Any = None
         self._memory_at_start = 0
         self._max_memory = 0
-        self._most_disk = 0
-        self._lowest_free = sys.maxsize
+        self._max_disk_bytes = 0
+        self._min_seen = sys.maxsize
         self._next_disk = 0.0
 
     def __enter__(self) -> DiskSampler:
@@ -81,7 +81,7 @@ class DiskSampler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._over.set()
+        self._stop.set()
         self._thread.join()
         self._next_disk = 0.0
         self._tell(self._sample())
@@ -92,21 +92,21 @@ class DiskSampler:
         Raises:
             DiskFullError: free space has been below `min_free`.
         """
-        if self._lowest_free >= self._min_free:
+        if self._min_seen >= self._min_free:
             return
         raise DiskFullError(
-            f"Only {size(self._lowest_free)} were free at {self._folder}, less than min_free_disk "
+            f"Only {size(self._min_seen)} were free at {self._folder}, less than min_free_disk "
             f"({size(self._min_free)}). The split stopped; its finished part is kept.",
             "Free disk space or lower min_free_disk, and make the same call again: it resumes.",
         )
 
     @property
     def peaks(self) -> Peaks:
-        """The extremes so far; final once the context is closed."""
-        return Peaks(self._max_memory - self._memory_at_start, self._most_disk, self._lowest_free)
+        """Minimum and maximum so far."""
+        return Peaks(self._max_memory - self._memory_at_start, self._max_disk_bytes, self._min_seen)
 
     def _sample_on(self) -> None:
-        while not self._over.wait(self._interval):
+        while not self._stop.wait(self._interval):
             seen = self._sample()
             with contextlib.suppress(Exception):  # an exception in a listener must not end the sampling
                 self._tell(seen)
@@ -120,13 +120,13 @@ class DiskSampler:
         free = 0
         with contextlib.suppress(OSError):  # the folder may appear and disappear; an exception would end the thread
             free = shutil.disk_usage(existing(self._folder)).free
-            self._lowest_free = min(self._lowest_free, free)
+            self._min_seen = min(self._min_seen, free)
         start = time.perf_counter()
         if start < self._next_disk:
             return None
         cpu_start = time.thread_time()
         in_use = disk_bytes(self._folder)
-        self._most_disk = max(self._most_disk, in_use)
+        self._max_disk_bytes = max(self._max_disk_bytes, in_use)
         end = time.perf_counter()
         # CPU time, not wall time: on a busy machine most of that is spent waiting to be scheduled
         self._next_disk = end + max((time.thread_time() - cpu_start) / DISK_SHARE, end - start)

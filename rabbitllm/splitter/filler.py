@@ -2,8 +2,8 @@
 
 This is the part before a shard counts as used up; filling from the same shard again writes the same bytes at the same
 offsets. It writes no journal, gives no file its final name and deletes nothing, so any process that sees the source
-and the split directory may do it: `SplitWork` is what it needs to know, `ShardExecutor` runs it elsewhere, and
-`ShardFetcher` brings the shards.
+and the split directory may do it. Its inputs are in `SplitWork`; `ShardExecutor` runs it elsewhere, and `ShardFetcher`
+fetches the shards.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SplitWork:
         used: shards that an earlier run used up.
         checksums: tensor -> checksums of its stored parts, as far as the journal has them.
         source_checksums: shard -> `source_check.source_crc32`, from the journal.
-        at_once: the most shards in work at a time.
+        at_once: maximum of concurrent shards.
         quantizer: as the manifest names it; None without compression.
     """
 
@@ -78,13 +78,13 @@ class SplitWork:
         return is_fitted(self.quantizer)
 
     def of_shard(self, shard: str, layers: Iterable[str]) -> SplitWork:
-        """Return the part of it that fills these layers from one shard, which is all that another process needs."""
+        """Return the part that fills these layers from one shard; another process needs no more."""
         layers = tuple(layers)
-        whole = self.plan.layer_map
+        complete = self.plan.layer_map
         layer_map = LayerMap(
-            {layer: whole.layers[layer] for layer in layers},
-            {layer: whole.layer_to_tensors[layer] for layer in layers},
-            {layer: whole.layer_to_shards[layer] for layer in layers},
+            {layer: complete.layers[layer] for layer in layers},
+            {layer: complete.layer_to_tensors[layer] for layer in layers},
+            {layer: complete.layer_to_shards[layer] for layer in layers},
             {shard: layers},
         )
         plan = dataclasses.replace(
@@ -97,8 +97,8 @@ class SplitWork:
         return dataclasses.replace(self, plan=plan, used=frozenset(), checksums={}, source_checksums={})
 
 
-# Workers in other processes or on other machines. The loop over shards keeps what must have one owner: the journal,
-# the layers' final names, and the release of shards. Workers only fill, which can be repeated after a partial attempt.
+# Workers in other processes or on other machines only fill layer files, which can be repeated after a partial attempt.
+# The loop over shards owns the journal, the layers' final names, and the release of shards.
 
 
 Filled = tuple[PlannedShard, ShardChecksums]
@@ -109,7 +109,7 @@ class ShardExecutor(Protocol):
     """Runs the jobs that fill layer files.
 
     Attributes:
-        at_once: the most shards that may be in work at the same time.
+        at_once: maximum of concurrent shards.
     """
 
     at_once: int
@@ -134,18 +134,18 @@ class ShardExecutor(Protocol):
     ) -> Generator[Filled]:
         """Fill layer files from each shard; yield each one when its data is synced, in any order.
 
-        At most `SplitWork.at_once` shards are in work; one that was yielded counts until the next is requested.
+        At most `SplitWork.at_once` shards are concurrent; one that was yielded counts until the next is requested.
 
         Args:
             parts: each shard with the work for it, in the order to begin with them.
-            began: called with each shard as it is begun.
+            began: called with each shard when it begins.
             watch: called often; may raise to stop.
         """
         ...
 
 
 # The shards on local paths, in order; the arrived part of each can be read meanwhile. A thread fetches missing shards,
-# the next one as soon as there is room for it; the disk use of that was decided before (`choose_shard_transfer`).
+# the next one as soon as there is room for it (`choose_shard_transfer`).
 
 
 LAST_CHUNK_SECONDS = 0.5
@@ -153,7 +153,7 @@ LAST_CHUNK_SECONDS = 0.5
 
 
 class StartedOverError(Exception):
-    """The arrived part of a shard was damaged, and all of it is fetched again; data read from it must not be used."""
+    """The arrived part of a shard was damaged, and the shard is fetched again; data read from it must not be used."""
 
 
 class IncomingShard(Protocol):
@@ -173,7 +173,7 @@ class IncomingShard(Protocol):
         ...
 
 
-class _Here:
+class _LocalShard:
     """A shard that needs no fetching."""
 
     def __init__(self, checkpoint: Checkpoint, shard: str) -> None:
@@ -190,7 +190,7 @@ class _Here:
         return self._checkpoint.acquire(self._shard)
 
 
-class _Fetched:
+class _FetchedShard:
     """A shard that a thread fetches."""
 
     def __init__(self) -> None:
@@ -217,7 +217,7 @@ class _Fetched:
             assert self._path is not None
             return self._path
 
-    def come(self, path: Path, have: int) -> int:
+    def advance(self, path: Path, have: int) -> int:
         """Record that `path` has the first `have` bytes; return how many are new (negative: it started over)."""
         with self._changed:
             new = have - self._have
@@ -262,14 +262,14 @@ class ShardFetcher:
 
     def shards(self, wanted: Sequence[PlannedShard]) -> Iterator[tuple[PlannedShard, IncomingShard]]:
         """Yield each shard; a fetched one must be released before the next one is requested."""
-        coming = {shard.name: _Fetched() for shard in wanted if shard.staged and self._fetches}
-        if coming:
+        fetching = {shard.name: _FetchedShard() for shard in wanted if shard.staged and self._fetches}
+        if fetching:
             # a daemon, so that a hub that has stopped answering does not keep an interrupted process alive
-            self._thread = threading.Thread(target=self._fetch_all, args=(coming,), name="fetch", daemon=True)
+            self._thread = threading.Thread(target=self._fetch_all, args=(fetching,), name="fetch", daemon=True)
             self._thread.start()
         for shard in wanted:
-            yield shard, coming.get(shard.name) or _Here(self._checkpoint, shard.name)
-            if shard.name in coming:
+            yield shard, fetching.get(shard.name) or _LocalShard(self._checkpoint, shard.name)
+            if shard.name in fetching:
                 self._room.release()
 
     def close(self) -> None:
@@ -279,8 +279,8 @@ class ShardFetcher:
         if self._thread is not None:  # it may wait for the hub for longer, but then writes nothing
             self._thread.join(LAST_CHUNK_SECONDS)
 
-    def _fetch_all(self, coming: dict[str, _Fetched]) -> None:
-        for shard, fetched in coming.items():
+    def _fetch_all(self, shards: dict[str, _FetchedShard]) -> None:
+        for shard, fetched in shards.items():
             self._room.acquire()
             try:
                 fetched.end(self._fetch(shard, fetched))
@@ -288,20 +288,20 @@ class ShardFetcher:
                 fetched.fail(error)
                 return
 
-    def _fetch(self, shard: str, fetched: _Fetched) -> Path:
+    def _fetch(self, shard: str, fetched: _FetchedShard) -> Path:
         earlier = True  # the first report is of bytes from before this fetch
 
-        def come(path: Path, have: int) -> None:
+        def on_have(path: Path, have: int) -> None:
             nonlocal earlier
             if self._stop.is_set():
                 raise _FillStopped
             self._watch()
-            tell(BytesFetched(shard, fetched.come(path, have), earlier))
+            tell(BytesFetched(shard, fetched.advance(path, have), earlier))
             earlier = False
 
         if self._stop.is_set():
             raise _FillStopped
-        return self._checkpoint.acquire(shard, come)
+        return self._checkpoint.acquire(shard, on_have)
 
 
 class Filler:
@@ -332,7 +332,7 @@ class Filler:
             layers: ids of those to fill.
 
         Raises:
-            CorruptShardError: the shard is not the one that was planned with.
+            CorruptShardError: the shard differs from the planned one.
             HubError, MissingShardError: it cannot be fetched or found.
         """
         if self._work.shard_transfer is ShardTransfer.STREAM and shard.staged:
@@ -385,16 +385,15 @@ class Filler:
     def _move_file(
         self, shard: PlannedShard, arriving: IncomingShard, targets: dict[str, FillTarget], layers: Sequence[str]
     ) -> None:
-        """Move the arrived part of a shard while the rest arrives; nothing of it is trusted before it is complete.
+        """Move the arrived part of a shard while the rest arrives; no data is trusted before the shard is complete.
 
-        If the header does not come first, the plan's offsets are used and compared when all is here.
+        If the header does not come first, the plan's offsets are used, and are compared when the shard is complete.
         """
-        as_it_comes = shard.streams
-        early = shard.header_first or not (shard.staged and as_it_comes)
+        early = shard.header_first or not (shard.staged and shard.streams)
 
         def arrived(end: int) -> Path:
             with self._profiler.stage(shard.name, FETCH) if shard.staged else contextlib.nullcontext():
-                return arriving.until(end) if as_it_comes else arriving.whole()
+                return arriving.until(end) if shard.streams else arriving.whole()
 
         while True:
             try:
@@ -436,7 +435,7 @@ class Filler:
                 raise CorruptShardError(error.problem, self._advice(shard)) from None
 
     def _compare(self, shard: PlannedShard, header: Header) -> None:
-        """Refuse a shard that is not, or no longer, the one that was planned with.
+        """Refuse a shard that differs from the planned one.
 
         The plan's header came over the network without a digest, or from a file that may have changed since.
         """
@@ -445,8 +444,7 @@ class Filler:
         other = [tensor.name for tensor in shard.tensors if found.get(tensor.name) != tensor]
         if other:
             raise CorruptShardError(
-                f"{shard.name} differs from the file that was planned with: {other[0]!r} has another offset, or is "
-                "missing."
+                f"{shard.name} differs from the planned file: {other[0]!r} has another offset, or is missing."
             )
 
     def _advice(self, shard: PlannedShard) -> str:

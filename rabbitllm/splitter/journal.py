@@ -299,81 +299,81 @@ def _decode(content: dict[str, Any]) -> tuple[SplitPlan, str | None]:
     source = SourceIdentity(kind, name, commit, {shard.name: shard.fingerprint for shard in shards})
     assigned = {tensor: LayerName(id, stem) for id, stem, tensors in content["layers"] for tensor in tensors}
     compression = content["compression"]
-    mixture = manifest.allocation_from_json(content["chosen"]) if compression == AUTO else None
-    return make_plan(source, shards, assigned, compression, layout, mixture), content["quantiser"]
+    chosen = manifest.allocation_from_json(content["chosen"]) if compression == AUTO else None
+    return make_plan(source, shards, assigned, compression, layout, chosen), content["quantiser"]
 
 
 # The report of an interrupt by Ctrl-C, SIGTERM or SIGHUP, in two lines on stderr: the progress, and how to resume.
 #
-# It does not handle the interrupt itself, which propagates; if that ends the process, it ends within a second. Nothing
-# has to be saved at that moment: the journal always records what is durable, and is only read here.
+# The interrupt propagates; if it ends the process, that ends within a second. Nothing has to be saved then: the journal
+# records all durable data, and is only read here.
 
 
-_goes_on = contextvars.ContextVar("goes_on", default=True)
+_is_resumable = contextvars.ContextVar("is_resumable", default=True)
 
 
 @contextlib.contextmanager
-def starting_afresh() -> Iterator[None]:
-    """Print nothing on an interrupt while the context is open: the same call would not resume, but start again."""
-    before = _goes_on.set(False)
+def not_resumable() -> Iterator[None]:
+    """Print nothing on an interrupt while the context is open: the same call would start again."""
+    before = _is_resumable.set(False)
     try:
         yield
     finally:
-        _goes_on.reset(before)
+        _is_resumable.reset(before)
 
 
 @contextlib.contextmanager
-def telling_how_to_go_on(folder: Path) -> Iterator[None]:
-    """On an interrupt while the context is open, print on stderr how far the split in `folder` came.
+def reporting_interrupts(folder: Path) -> Iterator[None]:
+    """On an interrupt while the context is open, print the progress of the split in `folder`, and how to resume it.
 
     Interrupts are KeyboardInterrupt and, in the main thread, SIGTERM and SIGHUP, unless these are handled or ignored
     already. SIGTERM and SIGHUP end the process.
     """
     try:
-        with _telling_at_signals(folder):
+        with _reporting_signals(folder):
             yield
     except KeyboardInterrupt:
-        # The last garbage collection of a process walks through all of torch, which takes more than a second.
+        # the last garbage collection of a process traverses torch's objects, which takes more than a second
         atexit.register(gc.freeze)
-        # torch imports tabulate at exit, if it is installed. That import evaluates a string, which makes Python forget
-        # the unhandled interrupt: the exit status would be 1.
+        # torch imports tabulate at exit, if it is installed; that import evaluates a string, which makes Python forget
+        # the unhandled interrupt: the exit status would be 1
         with contextlib.suppress(ImportError):
             importlib.import_module("tabulate")
-        if not _goes_on.get():
+        if not _is_resumable.get():
             raise
         bar = "\n" if sys.stderr.isatty() else ""  # a progress bar may be on that line
-        print(f"{bar}{_state(folder)}\n{_way_on()}", file=sys.stderr, flush=True)
+        print(f"{bar}{_state(folder)}\n{_resume_hint()}", file=sys.stderr, flush=True)
         raise
 
 
 @contextlib.contextmanager
-def _telling_at_signals(folder: Path) -> Iterator[None]:
+def _reporting_signals(folder: Path) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
         yield
         return
 
-    def told(number: int, frame: object) -> None:
-        if _goes_on.get():
+    def report(number: int, frame: object) -> None:
+        if _is_resumable.get():
             with contextlib.suppress(OSError):  # the terminal may be gone; no `print`, since one may be in progress
-                os.write(2, f"\n{_state(folder)}\n{_way_on()}\n".encode())
+                os.write(2, f"\n{_state(folder)}\n{_resume_hint()}\n".encode())
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
 
     names = ("SIGTERM", "SIGHUP")
     ours = [n for n in (getattr(signal, name, None) for name in names) if n and signal.getsignal(n) == signal.SIG_DFL]
     for number in ours:
-        signal.signal(number, told)
+        signal.signal(number, report)
     try:
         yield
     finally:
         for number in ours:
-            if signal.getsignal(number) is told:
+            if signal.getsignal(number) is report:
                 signal.signal(number, signal.SIG_DFL)
 
 
 def _state(folder: Path) -> str:
     if (folder / MANIFEST_NAME).exists():
-        return f"Interrupted: the layers in {folder} are whole; only clearing away was left to do."
+        return f"Interrupted: the layers in {folder} are complete; only the cleanup was left."
     if not (folder / JOURNAL_NAME).exists():
         return f"Interrupted before the first shard was taken; nothing was split into {folder} yet."
     try:
@@ -385,7 +385,7 @@ def _state(folder: Path) -> str:
     return f"Interrupted: {len(seen.used)} of {len(seen.shards)} shards are used; the layers are in {folder}."
 
 
-def _way_on() -> str:
+def _resume_hint() -> str:
     command = command_line()
     return f"To resume: {command}" if command else "The same call resumes."
 

@@ -85,20 +85,22 @@ def locked(folder: Path, *, excluding_readers: bool = False) -> Iterator[None]:
         lock = _wait_for(folder, made)
         try:
             with contextlib.suppress(OSError):  # a full disk is reported elsewhere; the note is only informative
-                durable.write_scratch(folder / HOLDER_NAME, json.dumps(_this_process()).encode())
+                since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+                note = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+                durable.write_scratch(folder / HOLDER_NAME, json.dumps(note).encode())
             with folder_lock.exclusive(folder, FolderKind.SPLIT) if excluding_readers else contextlib.nullcontext():
                 yield
         finally:
             durable.remove_scratch(folder / HOLDER_NAME)
-            _let_go(folder, lock)
+            _unlock(folder, lock)
     finally:
         for path in made:
             durable.remove_empty_folder(path)
 
 
 @contextlib.contextmanager
-def locked_at_once(folder: Path) -> Iterator[None]:
-    """As `locked` with `excluding_readers`, for a folder that exists, and without waiting.
+def locked_without_waiting(folder: Path) -> Iterator[None]:
+    """As `locked` with `excluding_readers`, for an existing folder, without waiting.
 
     Raises:
         InUseError: another process works on it, or has loaded its model.
@@ -119,7 +121,7 @@ def locked_at_once(folder: Path) -> Iterator[None]:
         with folder_lock.exclusive(folder, FolderKind.SPLIT):
             yield
     finally:
-        _let_go(folder, lock)
+        _unlock(folder, lock)
 
 
 def read_lock(folder: Path) -> FolderLock:
@@ -130,14 +132,14 @@ def read_lock(folder: Path) -> FolderLock:
     Raises:
         SplitError: the file system fails to lock.
     """
-    tell_from, told = time.monotonic() + SILENT_SECONDS, False
+    report_at, reported = time.monotonic() + SILENT_SECONDS, False
     while True:
         try:
             return folder_lock.shared(folder, FolderKind.SPLIT)
         except InUseError:
-            if not told and time.monotonic() >= tell_from:
-                _tell(folder)
-                told = True
+            if not reported and time.monotonic() >= report_at:
+                _report_wait(folder)
+                reported = True
         time.sleep(POLL_SECONDS)
 
 
@@ -148,8 +150,8 @@ def is_left_over(folder: Path) -> bool:
 
 def _wait_for(folder: Path, made: list[Path]) -> BaseFileLock | None:
     """Acquire the lock; None on a file system without locks. Adds the folders it creates to `made`, innermost first."""
-    tell_from = time.monotonic() + SILENT_SECONDS
-    told, restarts = False, 0
+    report_at = time.monotonic() + SILENT_SECONDS
+    reported, restarts = False, 0
     while True:
         made[:0] = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
@@ -172,9 +174,9 @@ def _wait_for(folder: Path, made: list[Path]) -> BaseFileLock | None:
             if restarts:  # filelock itself may have created the folder again, without a sync
                 durable.sync_folder(folder.parent)
             return lock
-        if not told and time.monotonic() >= tell_from:
-            _tell(folder)
-            told = True
+        if not reported and time.monotonic() >= report_at:
+            _report_wait(folder)
+            reported = True
         time.sleep(POLL_SECONDS)
 
 
@@ -197,7 +199,7 @@ def _try(path: Path, descriptor: int) -> BaseFileLock | None:
 
     lock = FileLock(path)
     try:
-        _ask_for_locks(descriptor)
+        _require_locks(descriptor)
         lock.acquire(blocking=False)
     except Timeout:
         return None
@@ -221,8 +223,8 @@ def _is_named(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _ask_for_locks(descriptor: int) -> None:
-    """Test whether the file system has locks, by releasing a lock that is not held, which has no effect.
+def _require_locks(descriptor: int) -> None:
+    """Check that the file system has locks, by releasing a lock that is not held, which has no effect.
 
     Without flock filelock would use a lock file that remains after a kill.
 
@@ -235,7 +237,7 @@ def _ask_for_locks(descriptor: int) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
-def _let_go(folder: Path, lock: BaseFileLock | None) -> None:
+def _unlock(folder: Path, lock: BaseFileLock | None) -> None:
     """Release the lock and remove its file."""
     if lock is not None:
         with contextlib.suppress(OSError):  # a failing file system releases it when this process ends
@@ -259,11 +261,6 @@ def _remove_lock_file(path: Path, *, contended: bool) -> None:
             durable.remove_scratch(path)
 
 
-def _this_process() -> dict[str, object]:
-    since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    return {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
-
-
 def _holder(folder: Path) -> str:
     """Describe the holder of the lock."""
     try:
@@ -273,7 +270,7 @@ def _holder(folder: Path) -> str:
         return "another process"
 
 
-def _tell(folder: Path) -> None:
+def _report_wait(folder: Path) -> None:
     """Report which process this one waits for."""
     text = f"{folder} is in use by {_holder(folder)}; waiting."
     logger.warning("%s", text)
@@ -296,7 +293,7 @@ LOOK_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Lease:
-    """Permission to fill layer files in a folder; can be sent to another process.
+    """Permission to fill layer files in a folder, for any process.
 
     Attributes:
         folder: the split directory.
@@ -337,7 +334,7 @@ class LeaseCheck:
         if not self._lease.holds():
             raise ClusterError(
                 f"{self._lease.folder} no longer belongs to the run of this worker.",
-                "Nothing: another run has taken over the folder, or the call has ended. The finished part is kept.",
+                "No action is needed: another run uses the folder, or the call has ended. The finished part is kept.",
             )
 
 

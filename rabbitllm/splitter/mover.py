@@ -60,15 +60,15 @@ class ByteStream:
         for _ in self._chunks:
             pass
 
-    def _next(self, most: int) -> memoryview:
+    def _next(self, limit: int) -> memoryview:
         while not self._chunk:
             self._chunk = memoryview(next(self._chunks))
-        piece, self._chunk = self._chunk[:most], self._chunk[most:]
+        piece, self._chunk = self._chunk[:limit], self._chunk[limit:]
         self._at += len(piece)
         return piece
 
 
-# Reads scales that waited in a scratch file for the rest of them, and quantizes them. Writes nothing.
+# Reads scales from a scratch file, which has all of them, and quantizes them. Writes nothing.
 
 
 def settled_parts(form: Settling, scratch: Path) -> Generator[tuple[int, int, memoryview]]:
@@ -100,7 +100,7 @@ def settled_parts(form: Settling, scratch: Path) -> Generator[tuple[int, int, me
 
 
 SPARE_BUFFERS = 2
-"""Buffers of a stream in addition to one per thread, so that the reader need not wait for the slowest."""
+"""Buffers of a stream in addition to one per thread, so that the reader does not wait for the slowest."""
 STRIDED_READERS = 2
 """Threads that rearrange elements at a time; each holds up to `tensor_spec.STAGING_BYTES` in addition to its buffer."""
 QUEUED_BATCHES = 4
@@ -117,9 +117,9 @@ class FillTarget:
 
     def write(self, part: str, begin: int, data: memoryview, *, aligned: bool = False) -> None:
         """Write a run of a stored part at `begin` bytes into that part, in the layer file or the scratch file."""
-        at = self.layout.scratch_places.get(part)
+        at = self.layout.scratch_offsets.get(part)
         if at is None:
-            self.file.write_at(data, self.layout.places[part] + begin, aligned=aligned)
+            self.file.write_at(data, self.layout.offsets[part] + begin, aligned=aligned)
         else:
             assert self.scratch is not None
             self.scratch.write_at(data, at + begin, aligned=aligned)
@@ -242,7 +242,7 @@ class Mover:
         _still_running(running)
 
     def settle(self, targets: Iterable[tuple[FillTarget, Path]]) -> None:
-        """Quantize scales that waited in scratch files, which are complete now.
+        """Quantize scales in scratch files, which are complete now.
 
         Args:
             targets: layer files, each with the path of its scratch file.
@@ -275,19 +275,19 @@ class Mover:
         written = 0
         for move in batch:
             buffer = self._own_buffer()[: move.nbytes]
-            if not is_kept(move.form) or self.sums.sums_source(move.form):
+            if not keeps_blocks(move.form) or self.sums.sums_source(move.form):
                 with self._profiler.stage(move.layer, READ, move.nbytes):
                     self._read(source, buffer, move)
             if move.form.scheme is not None and self.sums.sums_source(move.form):
                 self.sums.add_source(move.form, move.begin, buffer)
-            if is_kept(move.form):
+            if keeps_blocks(move.form):
                 buffer = self._kept(source, move)
             written += self._write(targets[move.layer], move, buffer, aligned=True)
         if label is not None:
             tell(_done(label, batch, written))
 
     def _kept(self, source: Readable, move: Move) -> memoryview:
-        """The blocks of a run, as they are; in this thread's own buffer."""
+        """The unchanged blocks of a run, in this thread's own buffer."""
         spec, columns = move.form.source, move.form.source.shape[-1]
         rows = row_blocks(spec)
         assert rows is not None
@@ -327,8 +327,8 @@ class Mover:
                 data = buffer[at:end]
                 if move.form.source.blocks is not None:
                     held = HeldBytes(data, move.span[0])
-                    data = self._kept(held, move) if is_kept(move.form) else self._own_buffer()[: move.nbytes]
-                    if not is_kept(move.form):
+                    data = self._kept(held, move) if keeps_blocks(move.form) else self._own_buffer()[: move.nbytes]
+                    if not keeps_blocks(move.form):
                         read_tensor(held, move.form.source, move.begin, data)
                 elif move.form.scheme is not None and at % TENSOR_ALIGNMENT:  # kernels require aligned values
                     own = self._own_buffer()[: move.nbytes]
@@ -348,7 +348,7 @@ class Mover:
                 self._put(target, form, 0, move.first, data, aligned=aligned)
             return move.nbytes
         made = 0
-        if is_kept(form):
+        if keeps_blocks(form):
             made = len(data)
             with self._profiler.stage(move.layer, WRITE, made):
                 self._put(
@@ -381,8 +381,8 @@ class Mover:
         """Write a run of a stored part at `begin` bytes into it, and add its checksum."""
         name = form.parts[part].name
         target.write(name, begin, data, aligned=aligned)
-        waits = name in target.layout.scratch_places
-        self.sums.add(form, part, begin, data, None if waits else target.layout.places[name])
+        waits = name in target.layout.scratch_offsets
+        self.sums.add(form, part, begin, data, None if waits else target.layout.offsets[name])
 
     def _own_buffer(self) -> memoryview:
         """Return this thread's own page-aligned buffer, allocated once."""
@@ -392,8 +392,8 @@ class Mover:
         return buffer
 
 
-def is_kept(form: StoredForm) -> bool:
-    """Return whether a tensor's blocks are stored as they are."""
+def keeps_blocks(form: StoredForm) -> bool:
+    """Return whether a tensor's blocks are stored unchanged."""
     return form.scheme is not None and STORED[form.scheme].block_bytes > 0
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rabbitllm.base.collection import uncollected
 from rabbitllm.checkpoints.checkpoint import FileStat, ShardMetadata, SourceIdentity, has_digest
-from rabbitllm.checkpoints.index import CheckpointIndex
+from rabbitllm.checkpoints.index import CheckpointIndex, index_of
 from rabbitllm.checkpoints.naming import LayerName, layer_order
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.safetensors_file import MappedFile
@@ -27,26 +27,26 @@ from rabbitllm.store.layer_file import FORMAT_VERSION, LayerLayout, join, lay_ou
 from rabbitllm.store.layer_store import StoredTensor
 from rabbitllm.store.manifest import AUTO, BitAllocation
 
-MAX_BYTES = 16 << 20
-"""The most that is kept of a shard: enough for a directory and a pickle of 30,000 tensors."""
+MAX_GAP_BYTES = 16 << 20
+"""Limit of the bytes between tensors: enough for a directory and a pickle of 30,000 tensors."""
 
 
-def can_be_kept(tensors: Iterable[TensorSpec], size: int) -> bool:
-    """Whether a file of `size` bytes consists of these tensors one after the other, and little else."""
+def has_small_gaps(tensors: Iterable[TensorSpec], size: int) -> bool:
+    """Whether a file of `size` bytes consists of these tensors in order, and little else."""
     at = unused = 0
     for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes)):
         if tensor.strides is not None or tensor.offset < at:
             return False
         unused += tensor.offset - at
         at = tensor.offset + tensor.nbytes
-    return at <= size and unused + size - at <= MAX_BYTES
+    return at <= size and unused + size - at <= MAX_GAP_BYTES
 
 
 class Gaps:
     """The bytes of a shard that belong to none of its tensors.
 
     Args:
-        tensors: tensors for which `can_be_kept` is true.
+        tensors: tensors for which `has_small_gaps` is true.
         size: of the shard, bytes.
     """
 
@@ -117,7 +117,7 @@ class LayerMap:
 
 
 def build_layer_map(weight_map: Mapping[str, str], assigned: Mapping[str, LayerName]) -> LayerMap:
-    """Turn tensor -> shard and tensor -> layer into the maps that the loop needs.
+    """Make the maps that the loop needs from tensor -> shard and tensor -> layer.
 
     Args:
         weight_map: tensor name -> shard name, as the index has it.
@@ -170,9 +170,9 @@ class PlannedShard:
 
     @property
     def streams(self) -> bool:
-        """Whether it can be used as it arrives: the header is first, or it is verified at the end from kept bytes; and
-        no run of bytes has to be read at once that is longer than a chunk."""
-        return (self.header_first or can_be_kept(self.tensors, self.size)) and all(map(_fits_a_chunk, self.tensors))
+        """Whether it can be used while it arrives: its header is first, or is in gaps, which are kept; and no run of
+        bytes that has to be read at once is longer than a chunk."""
+        return (self.header_first or has_small_gaps(self.tensors, self.size)) and all(map(_fits_a_chunk, self.tensors))
 
     @property
     def needs_checksum(self) -> bool:
@@ -212,6 +212,11 @@ class SplitPlan:
     def stored_form(self, spec: TensorSpec) -> StoredForm:
         """Return the form in which a whole tensor is stored."""
         return stored_form(spec, _scheme_of(spec, self.compression, self.chosen))
+
+    @property
+    def index(self) -> CheckpointIndex:
+        """The index of the source."""
+        return index_of({tensor.name: shard.name for shard in self.shards for tensor in shard.tensors})
 
     @property
     def output_bytes(self) -> int:
@@ -422,10 +427,10 @@ def _step(spec: TensorSpec, block: int) -> int:
     width = DTYPES[spec.dtype].bits / 8
     if spec.blocks is not None:
         width = max(width, spec.blocks.kind.nbytes / spec.blocks.kind.elements)
-    most = int(CHUNK_BYTES / width)
-    together = math.lcm(block, spec.granule) if spec.blocks is not None else block
-    unit = together if together <= most else block
-    return most // unit * unit
+    limit = int(CHUNK_BYTES / width)
+    granule = math.lcm(block, spec.granule) if spec.blocks is not None else block
+    unit = granule if granule <= limit else block
+    return limit // unit * unit
 
 
 # The layer files that a split would make, in the form the engine reads: every tensor and its offset, without data.
@@ -479,10 +484,10 @@ def _whole(layout: LayerLayout, plan: SplitPlan) -> Iterator[StoredForm]:
 
 
 def _planned(form: StoredForm, layout: LayerLayout, file: str) -> StoredTensor:
-    places = layout.places
+    offsets = layout.offsets
     parts = tuple(
         [
-            TensorSpec(part.name, part.dtype, part.shape, file, places[part.name], byte_size(part.dtype, part.shape))
+            TensorSpec(part.name, part.dtype, part.shape, file, offsets[part.name], byte_size(part.dtype, part.shape))
             for part in form.parts
         ]
     )

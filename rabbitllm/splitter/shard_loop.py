@@ -8,7 +8,7 @@ The order of steps for one shard makes a crash harmless:
    Every file that the shard changed is fsynced, and these layers get their final name. Where tensors lie in pieces,
    these are joined first, one layer after the other. The scratch file is removed when the name is durable.
 3. The folder is fsynced, then the journal records that the shard is used up, and is fsynced.
-4. Only then is the shard released; the last one of the source once the finished files are accepted (`holds_last`).
+4. Only then is the shard released; the last one of the source once the finished files are accepted (`keep_last`).
 
 The bytes of a shard that is fetched take the same steps as they arrive, through a file or without one; its digest is
 compared with the hub's between 1 and 2. Step 1 is in `filler.py`.
@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -200,6 +200,17 @@ class Completion:
 logger = logging.getLogger(__name__)
 
 
+@contextlib.contextmanager
+def _open_targets() -> Iterator[dict[str, FillTarget]]:
+    """Yield a mapping for open files; those that are in it at the end are closed."""
+    targets: dict[str, FillTarget] = {}
+    try:
+        yield targets
+    finally:
+        for target in targets.values():
+            target.close()
+
+
 class ShardLoop:
     """The loop, with its threads and open files.
 
@@ -208,7 +219,7 @@ class ShardLoop:
         profiler: records every stage.
         watch: called often, from any thread; may raise to stop.
         executor: fills layer files in other processes; None for this process.
-        holds_last: do not delete the last shard of the source before `give_up_last`.
+        keep_last: do not delete the last shard of the source before `release_last`.
     """
 
     def __init__(
@@ -218,7 +229,7 @@ class ShardLoop:
         watch: Callable[[], None],
         executor: ShardExecutor | None = None,
         *,
-        holds_last: bool = False,
+        keep_last: bool = False,
     ) -> None:
         self.work = work
         self.plan = work.plan
@@ -233,13 +244,13 @@ class ShardLoop:
         self._fetcher = ShardFetcher(work.checkpoint, ROOM[work.shard_transfer], watch)
         self._watch = watch
         self._executor = executor
-        own = [shard for shard in work.plan.shards if not shard.staged] if holds_last and self._deletes else []
-        self._held = own[-1] if own else None
+        own = [shard for shard in work.plan.shards if not shard.staged] if keep_last and self._deletes else []
+        self._kept = own[-1] if own else None
 
     def take_shards(self) -> None:
         """Use up every shard that no earlier run has used up."""
         for shard in self.plan.shards:
-            if shard.name in self.used and shard is not self._held:
+            if shard.name in self.used and shard is not self._kept:
                 self._release(shard)  # a crash may have come between the journal and the release
         waiting = [shard for shard in self.plan.shards if shard.name not in self.used]
         names = tuple(shard.name for shard in waiting)
@@ -265,14 +276,14 @@ class ShardLoop:
         for shard, arriving in self._fetcher.shards(waiting):
             self._tell_started(shard)
             self._use_up(shard, arriving)
-            self._give_up(shard)
+            self._dispose(shard)
 
     def _take_from(self, executor: ShardExecutor, waiting: Sequence[PlannedShard]) -> None:
-        """Take over the shards from the executor, in the order in which they are filled."""
+        """Use up the shards that the executor fills, in the order in which it finishes them."""
         layers = {shard.name: self._unfinished(shard) for shard in waiting}
         parts = [(shard, self.work.of_shard(shard.name, layers[shard.name])) for shard in waiting]
-        with contextlib.closing(executor.filled(parts, self._tell_started, self._watch)) as through:
-            for shard, found in through:
+        with contextlib.closing(executor.filled(parts, self._tell_started, self._watch)) as filled:
+            for shard, found in filled:
                 self._take_over(shard, layers[shard.name], found)
                 forms = self._filler.forms_of(shard, layers[shard.name])
                 tell(
@@ -284,20 +295,20 @@ class ShardLoop:
                         sum(part.nbytes for form in forms for part in form.parts),
                     )
                 )
-                self._give_up(shard)
+                self._dispose(shard)
 
     def _tell_started(self, shard: PlannedShard) -> None:
         tell(ShardStarted(shard.name, self.plan.shards.index(shard) + 1, len(self.plan.shards)))
 
-    def give_up_last(self) -> None:
-        """Release the shard that was held; the layer files are complete and accepted."""
-        if self._held is not None:
-            held, self._held = self._held, None
-            self._give_up(held)
+    def release_last(self) -> None:
+        """Release the shard that was kept; the layer files are complete and accepted."""
+        if self._kept is not None:
+            kept, self._kept = self._kept, None
+            self._dispose(kept)
 
-    def _give_up(self, shard: PlannedShard) -> None:
-        """Release a shard that is used up by the journal, unless it is held."""
-        if shard is self._held:
+    def _dispose(self, shard: PlannedShard) -> None:
+        """Release a shard that is used up by the journal, unless it is the last one and kept."""
+        if shard is self._kept:
             return
         number = self.plan.shards.index(shard) + 1
         release = self._release(shard)
@@ -323,31 +334,37 @@ class ShardLoop:
     def _use_up(self, shard: PlannedShard, arriving: IncomingShard) -> None:
         layers = self._unfinished(shard)
         self._completion.begun(layers)
-        targets: dict[str, FillTarget] = {}
-        try:
+        with _open_targets() as targets:
             self._filler.fill(shard, arriving, targets, layers)
             found = self._mover.sums.take_with_sources(self._filler.forms_of(shard, layers))
-            source_crc = self._source_checksum(shard, found)  # before a layer with data of it gets its name
-            completed = self.plan.layer_map.completed_by(shard.name, self.used)
-            sums = self._completion.complete(completed, targets, found.stored)
-        finally:
-            for target in targets.values():
-                target.close()
-        self._mark_used(shard, sums, source_crc)
+            self._complete(shard, found, targets)
 
     def _take_over(self, shard: PlannedShard, layers: Sequence[str], found: ShardChecksums) -> None:
         """Do the same as `_use_up` for a shard that workers have moved into layer files and synced."""
         self._filler.require_filled(shard, layers)
-        source_crc = self._source_checksum(shard, found)
+        with _open_targets() as targets:
+            self._complete(shard, found, targets, layers)
+
+    def _complete(
+        self,
+        shard: PlannedShard,
+        found: ShardChecksums,
+        targets: dict[str, FillTarget],
+        closed: Sequence[str] = (),
+    ) -> None:
+        """Complete layers with a shard whose bytes are written, and journal it; `closed` are its other layers."""
+        source_crc = self._source_checksum(shard, found)  # before a layer with data of it gets its name
         completed = self.plan.layer_map.completed_by(shard.name, self.used)
-        targets: dict[str, FillTarget] = {}
-        try:
-            self._filler.open(targets, [layer for layer in completed if layer in layers])
-            sums = self._completion.complete(completed, targets, found.stored)
-        finally:
-            for target in targets.values():
-                target.close()
+        self._filler.open(targets, [layer for layer in completed if layer in closed])
+        sums = self._completion.complete(completed, targets, found.stored)
         self._mark_used(shard, sums, source_crc)
+
+    def _mark_used(self, shard: PlannedShard, sums: TensorSums, source_crc: int | None) -> None:
+        self._journal.mark_used(shard.name, sums, source_crc)
+        self.checksums |= sums
+        if source_crc is not None:
+            self.source_checksums[shard.name] = source_crc
+        self.used.add(shard.name)
 
     def _source_checksum(self, shard: PlannedShard, found: ShardChecksums) -> int | None:
         """Return the checksum of the data used of a shard (`source_crc32`); None if the shard has a digest.
@@ -368,13 +385,6 @@ class ShardLoop:
                 "Restore the original file, and make the same call again. The data just read is not used.",
             )
         return crc
-
-    def _mark_used(self, shard: PlannedShard, sums: TensorSums, source_crc: int | None) -> None:
-        self._journal.mark_used(shard.name, sums, source_crc)
-        self.checksums |= sums
-        if source_crc is not None:
-            self.source_checksums[shard.name] = source_crc
-        self.used.add(shard.name)
 
     def _release(self, shard: PlannedShard) -> Release:
         if not (self.work.options.shards.deletes_used or shard.staged):

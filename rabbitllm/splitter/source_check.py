@@ -1,8 +1,8 @@
 """Checks that the shards of a local source have not changed since a split was begun, or since it was made.
 
-The first evidence is file metadata (`FileStat`). If the metadata has changed, the shard is read and compared with a
-recorded checksum, or with the digest that a hub has published. If there is neither, the shard is refused. All of this
-happens before further data is used and before a shard is deleted.
+A shard whose file metadata (`FileStat`) has changed is read and compared with a recorded checksum, or with the digest
+that a hub has published. If there is neither, it is refused. All of this happens before further data is used and before
+a shard is deleted.
 """
 
 from __future__ import annotations
@@ -157,7 +157,8 @@ def check_resumed(
     to_read = []
     for shard, now in present:
         change = change_between(shard.stat, now) if shard.stat is not None else Change.NONE
-        comparable = now.size == shard.size and _has_checksum(earlier, shard)
+        has_checksum = shard.name in earlier.source_checksums or shard.expected_crc32 is not None
+        comparable = now.size == shard.size and (has_checksum or has_digest(shard.fingerprint))
         used = shard.name in earlier.used
         if comparable and (verify or change in _DOUBTFUL or (used and change is Change.COPIED)):
             to_read.append(shard)
@@ -215,7 +216,7 @@ def check_finished_source(
             if not _is_same(path, shard, manifest.source_checksums.get(shard.name)):
                 raise SplitMismatchError(
                     f"{path} has changed since the split in {folder} was made: its bytes differ.",
-                    f"To use the split as it is, remove verify_source, or load {folder}. To split the changed "
+                    f"To use the split unchanged, remove verify_source, or load {folder}. To split the changed "
                     "checkpoint, use another folder (layer_shards_saving_path, --dir).",
                 )
             tell(shard.name, shard.size)
@@ -236,10 +237,6 @@ def _warn_of_newer(present: Iterable[ShardMetadata], checkpoint: Checkpoint, fol
 
 def _warn_of_missing_checksums(count: int, checkpoint: Checkpoint) -> None:
     logger.warning("%d shards of %s have no recorded checksum and cannot be compared.", count, checkpoint.label)
-
-
-def _has_checksum(earlier: Replay, shard: PlannedShard) -> bool:
-    return has_digest(shard.fingerprint) or shard.name in earlier.source_checksums or shard.expected_crc32 is not None
 
 
 def _is_same(path: Path, shard: PlannedShard, crc32: int | None) -> bool:

@@ -93,14 +93,14 @@ def finish(request: SplitRequest, manifest: Manifest) -> None:
     """Write the manifest, then remove files that only the split needed."""
     if read_manifest(request.folder) is None:
         write_manifest(request.folder, manifest)
-    clear_away(request.folder)
+    clean_up(request.folder)
     if request.options.shards.deletes_rest:
         discard_original(request.checkpoint)
 
 
 def _checksums(layout: LayerLayout, known: TensorSums, folder: Path) -> tuple[int, bytes | None]:
     """Return the CRC-32 of a layer file and of each of its blocks, from the sums taken as it was written."""
-    parts = ((layout.places[part.name], part.nbytes) for part in layout.parts)
+    parts = ((layout.offsets[part.name], part.nbytes) for part in layout.parts)
     starts, path = block_starts(layout.size, layout.header_bytes, parts), folder / layout.file_name
     written = _written(layout, known)
     if written is None:  # a crash came between the rename of the file and the journal's line
@@ -121,15 +121,15 @@ def _written(layout: LayerLayout, known: TensorSums) -> list[tuple[int, int, Par
         if form.source.name not in known:
             return None
         for part, sums in zip(form.parts, known[form.source.name], strict=True):
-            if part.nbytes and part.name in layout.places:  # else it was in the scratch file
-                found[layout.places[part.name]] = (part.nbytes, sums)
+            if part.nbytes and part.name in layout.offsets:  # else it was in the scratch file
+                found[layout.offsets[part.name]] = (part.nbytes, sums)
     for whole in layout.fixed:
         for name, content in constants(whole).items():
-            found[layout.places[name]] = (len(content), sums_of(content, layout.places[name]))
+            found[layout.offsets[name]] = (len(content), sums_of(content, layout.offsets[name]))
     return [(at, *found[at]) for at in sorted(found)]
 
 
-def clear_away(folder: Path) -> None:
+def clean_up(folder: Path) -> None:
     """Remove files that only the split needed: its journal and fetched shards.
 
     The directory must have its manifest. Also completes a removal that a crash interrupted.
@@ -170,14 +170,14 @@ def split(request: SplitRequest) -> Profiler:
     work = _begin(request)
     profiler = Profiler(request.options.profiling, f"Split of {request.checkpoint.label}, by stage")
     with DiskSampler(request.folder, request.options.min_free, max_disk=request.options.max_disk) as watch:
-        loop = ShardLoop(work, profiler, watch.check, request.executor, holds_last=request.accept is not None)
+        loop = ShardLoop(work, profiler, watch.check, request.executor, keep_last=request.accept is not None)
         try:
             loop.take_shards()
             loop.finish_leftovers()
             manifest = manifest_of(work, loop.checksums, loop.source_checksums)
             if request.accept is not None:
                 request.accept(LayerStore(request.folder, manifest))
-            loop.give_up_last()
+            loop.release_last()
         finally:
             loop.close()
         finish(request, manifest)
@@ -201,11 +201,13 @@ def _begin(request: SplitRequest) -> SplitWork:
     """Resume from the journal of an earlier run, or make a plan, check the space and begin a journal."""
     earlier = journal.replay(request.folder)
     if earlier is not None:
-        return _take_up(request, earlier)
+        return _resume(request, earlier)
     plan = plan_split(request)
     quantizer = quantizer_of(request)
     work = _work(request, plan, disk_budget_of(request, plan), {}, quantizer)
-    _warn_of_big_layers(plan)
+    for layer, layout in plan.layouts.items():
+        if layout.size > BIG_LAYER_BYTES:
+            logger.warning("Layer %s has %s; streaming it needs that much memory at once.", layer, size(layout.size))
     if request.options.verify_source:
         plan = with_checksums(plan, request.checkpoint)
         work = dataclasses.replace(work, plan=plan)
@@ -222,7 +224,7 @@ def _begin(request: SplitRequest) -> SplitWork:
     return work
 
 
-def _take_up(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
+def _resume(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
     """Resume an earlier run's plan, after a check that source and folder are the same."""
     checkpoint = request.checkpoint
     # including used-up ones that still exist: they are released without another check
@@ -249,7 +251,7 @@ def _take_up(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
         request.accept(PlannedFiles(earlier.plan, request.folder))
     logger.info("Resuming %s: %d shards are used.", request.folder, len(earlier.used))
     if (other := other_budget(earlier.plan.chosen, request.options)) is not None:
-        logger.warning("%s was started %s, and keeps the bits chosen then.", request.folder, other)
+        logger.warning("%s was started %s, and keeps its original bit allocation.", request.folder, other)
     verify = request.options.verify_source
     plan = located(check_resumed(earlier, metadata, checkpoint, request.folder, verify=verify), checkpoint)
     disk_budget = resumed_disk_budget(disk_budget_of(request, plan), earlier.used)
@@ -264,8 +266,8 @@ def _take_up(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
 def _work(
     request: SplitRequest, plan: SplitPlan, disk_budget: DiskBudget, checksums: TensorSums, quantizer: str | None
 ) -> SplitWork:
-    most = request.executor.at_once if request.executor is not None else None
-    shard_transfer, at_once = choose_shard_transfer(plan, disk_budget, request.options, most)
+    limit = request.executor.at_once if request.executor is not None else None
+    shard_transfer, at_once = choose_shard_transfer(plan, disk_budget, request.options, limit)
     return SplitWork(
         plan,
         request.checkpoint,
@@ -281,7 +283,7 @@ def _work(
 
 
 def _no_evidence(request: SplitRequest, known: SourceIdentity, found: SourceIdentity) -> str | None:
-    """Return why a folder of another name with none of the known shards is not taken for the same source, or None."""
+    """Return why a folder of another name without any known shard is not accepted as the same source; else None."""
     if (
         known.kind != "local"
         or known.name == found.name
@@ -290,7 +292,7 @@ def _no_evidence(request: SplitRequest, known: SourceIdentity, found: SourceIden
         return None
     if request.folder.is_relative_to(request.checkpoint.label):  # the folder was renamed, with its split inside
         return None
-    return "it has another name, and none of the shards by which to tell"
+    return "it has another name, and no shard is left to compare"
 
 
 def _require_begun_layers(folder: Path, earlier: journal.Replay) -> None:
@@ -307,12 +309,6 @@ def _require_begun_layers(folder: Path, earlier: journal.Replay) -> None:
                 "runs have used.",
                 f"Restore that file. Or restore those shards, delete {folder}, and make the call again.",
             )
-
-
-def _warn_of_big_layers(plan: SplitPlan) -> None:
-    for layer, layout in plan.layouts.items():
-        if layout.size > BIG_LAYER_BYTES:
-            logger.warning("Layer %s has %s; streaming it needs that much memory at once.", layer, size(layout.size))
 
 
 def _copy_sidecars(request: SplitRequest) -> list[Path]:

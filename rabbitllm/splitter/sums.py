@@ -87,7 +87,7 @@ class Sums:
             self._parts.pop(form.source.name, None)
             self._sources.pop(form.source.name, None)
 
-    def add(self, form: StoredForm | Settling, part: int, begin: int, data: memoryview, place: int | None) -> None:
+    def add(self, form: StoredForm | Settling, part: int, begin: int, data: memoryview, offset: int | None) -> None:
         """Add a written run of a stored part.
 
         Args:
@@ -95,11 +95,11 @@ class Sums:
             part: the number of its part.
             begin: offset of the run in the part, bytes.
             data: the run.
-            place: offset of the part in its layer file; None if it is not in that.
+            offset: of the part in its layer file; None if it is in the scratch file.
         """
         noted = self._parts[form.source.name][part]
-        noted.place = place
-        noted.pieces.append((begin, len(data), run_sums(data, (place or 0) + begin)))
+        noted.offset = offset
+        noted.pieces.append((begin, len(data), run_sums(data, (offset or 0) + begin)))
 
     def sums_source(self, form: StoredForm) -> bool:
         """Return whether `expect` requested the checksum of a tensor before quantization."""
@@ -112,7 +112,7 @@ class Sums:
             pieces.append((begin, len(data), zlib.crc32(data)))
 
     def take_with_sources(self, forms: Sequence[StoredForm]) -> ShardChecksums:
-        """Do `take`, together with the checksums of the data in the shard."""
+        """As `take`, with the checksums of the data in the shard."""
         stored = self.take(forms)
         sources = {form.source.name: whole_sum(stored[form.source.name][0]) for form in forms if form.scheme is None}
         for form in forms:
@@ -140,18 +140,18 @@ class Sums:
 class _Part:
     """The written pieces of a stored part: offset in it, bytes, and the CRC-32 of each of its runs."""
 
-    __slots__ = ("pieces", "place")
+    __slots__ = ("offset", "pieces")
 
     def __init__(self) -> None:
-        self.place: int | None = None
+        self.offset: int | None = None
         self.pieces: list[tuple[int, int, bytes]] = []
 
     def sums(self, part: TensorToWrite) -> PartSums:
         """Combine the sums of its pieces, which must be complete."""
-        origin, pieces = self.place or 0, sorted(self.pieces)
+        origin, pieces = self.offset or 0, sorted(self.pieces)
         _require_whole(((begin, nbytes) for begin, nbytes, _ in pieces), part.name, part.nbytes)
         runs = [run for begin, nbytes, sums in pieces for run in _runs(origin + begin, nbytes, sums)]
-        if self.place is None:
+        if self.offset is None:
             return part_sums(combine_all((crc, nbytes) for _, nbytes, crc in runs))
         return _part_sums(runs)
 

@@ -171,8 +171,7 @@ class PlainReader:
     def _read(self, part: TensorSpec, begin: int, length: int, *, own: bool = False) -> memoryview:
         """A run of a part's bytes, in the shared buffer or in newly allocated memory."""
         into = memoryview(bytearray(length)) if own else self._buffer[:length]
-        came = read_tensor(self._file(part.file), part, begin, into)
-        if came != length:
+        if read_tensor(self._file(part.file), part, begin, into) != length:
             raise IncompleteSplitError(
                 f"{self._store.path(part.file)} ends within {part.name!r}: the file was truncated after the model was "
                 "loaded.",
@@ -206,7 +205,7 @@ class PlainReader:
 WORK_NAME = ".saving"
 """Name of the work folder inside the target."""
 _READY_NAME = "all.is.there"
-"""File in that folder: everything is durable, and may be moved."""
+"""File in that folder: all files are durable and may be moved."""
 _ENTRIES = (INDEX_NAME, TORCH_INDEX_NAME, META_PARAMETERS, MANIFEST_NAME, JOURNAL_NAME)
 
 
@@ -218,15 +217,15 @@ class Shard:
     tensors: tuple[TensorToWrite, ...]
 
 
-def plan_shards(tensors: Iterable[TensorToWrite], most: int) -> list[Shard]:
-    """Assign tensors to files of at most `most` bytes of tensors each, or of one larger tensor.
+def plan_shards(tensors: Iterable[TensorToWrite], limit: int) -> list[Shard]:
+    """Assign tensors to files of at most `limit` bytes of tensors each, or of one larger tensor.
 
     Within a file, tensors whose size is a multiple of 64 bytes come first, so that all of them are aligned.
     """
     groups: list[list[TensorToWrite]] = [[]]
     size = 0
     for tensor in tensors:
-        if groups[-1] and size + tensor.nbytes > most:
+        if groups[-1] and size + tensor.nbytes > limit:
             groups.append([])
             size = 0
         groups[-1].append(tensor)
@@ -362,7 +361,7 @@ def _write_shard(
                 at += len(chunk)
                 tell(len(chunk))
             if at != offset + tensor.nbytes:
-                raise AssertionError(f"{tensor.name} came with {at - offset} of {tensor.nbytes} bytes")
+                raise AssertionError(f"{tensor.name} has {at - offset} of {tensor.nbytes} bytes")
         file.sync()
     finally:
         file.close()

@@ -303,7 +303,7 @@ class _FileChecks:
         heads = len([*run_lengths(0, header.data_start)])
         with _window(path, 0, header.data_start) as head:
             if run_sums(head, 0) != blocks[: SUM_BYTES * heads]:
-                raise damaged(path, "its header is not what was written")
+                raise damaged(path, "its header differs from what was written")
         size = path.stat().st_size
         starts = block_starts(size, header.data_start, ((part.offset, part.nbytes) for part in header.tensors))
         if len(blocks) != SUM_BYTES * len(starts):
@@ -330,10 +330,10 @@ class _FileChecks:
         done, starts = self._state.done, self._starts
         begin, last = bisect.bisect_right(starts, low) - 1, bisect.bisect_left(starts, high)
         while (begin := done.find(0, begin, last)) >= 0:
-            together = bisect.bisect_right(starts, starts[begin] + GROUP_BYTES) - 1
-            most = min(max(together, begin + 1), last)
-            found = done.find(1, begin, most)
-            end = most if found < 0 else found
+            limit = bisect.bisect_right(starts, starts[begin] + GROUP_BYTES) - 1
+            limit = min(max(limit, begin + 1), last)
+            found = done.find(1, begin, limit)
+            end = limit if found < 0 else found
             yield begin, end
             begin = end
 
@@ -370,7 +370,7 @@ class _FileChecks:
                     self._path,
                     f"the checksum of its bytes {low:,} to {high:,}{where} is {crc:08x}; {written:08x} was written",
                 )
-        return damaged(self._path, "it has changed while it was read")
+        return damaged(self._path, "it changed while it was read")
 
 
 def _crc_of_mapped(mapped: memoryview, begin: int, end: int, crc: int) -> int:

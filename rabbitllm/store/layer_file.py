@@ -51,7 +51,7 @@ from rabbitllm.quant.schemes import (
 from rabbitllm.storage.files import DIRECT_ALIGNMENT
 
 TENSOR_ALIGNMENT = 64
-"""Kernels may give other last bits for weights aligned to less than 16 bytes; 64 is a cache line."""
+"""A cache line. Kernels may give other last bits for weights aligned to less than 16 bytes."""
 BY_NAME, EXPERTS_TOGETHER = 1, 2
 """Format versions: ordered by size and name alone; experts' tensors adjacent."""
 FORMAT_VERSION = EXPERTS_TOGETHER
@@ -97,17 +97,13 @@ def in_order(parts: Iterable[TensorToWrite], version: int = FORMAT_VERSION) -> l
             experts.setdefault((block, number), []).append((rest, rank, part))
     runs: list[tuple[_Key, list[TensorToWrite]]] = []
     for rank in _RANKS:
-        runs.append(((rank, _OTHERS), sorted(others[rank], key=_by_name)))
+        runs.append(((rank, _OTHERS), sorted(others[rank], key=lambda part: natural_key(part.name))))
     for (block, number), members in experts.items():
         expert = (_block_key(block), int(number), number)
         for rank, which, turns in _runs(tuple([(rest, rank) for rest, rank, _ in members])):
             runs.append(((rank, which, *expert), [members[turn][2] for turn in turns]))
     runs.sort(key=operator.itemgetter(0))
     return [part for _, run in runs for part in run]
-
-
-def _by_name(part: TensorToWrite) -> _Key:
-    return natural_key(part.name)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -120,12 +116,12 @@ def _runs(members: tuple[tuple[str, int], ...]) -> tuple[tuple[int, int, tuple[i
     Returns:
         Rank, group, and the member indices in order, for each run.
     """
-    data = [rank for rest, rank in members if _place(rest)[0] == _DATA and rank != _REST]
+    data = [rank for rest, rank in members if _position(rest)[0] == _DATA and rank != _REST]
     runs: dict[tuple[int, int], list[tuple[_Key, int]]] = {}
     for turn, (rest, rank) in enumerate(members):
-        which, *place = _place(rest)
+        which, *position = _position(rest)
         own = max(data) if which == _DATA and rank != _REST else rank
-        runs.setdefault((own, which), []).append(((*place, rest), turn))
+        runs.setdefault((own, which), []).append(((*position, rest), turn))
     return tuple((*kind, tuple(turn for _, turn in sorted(run))) for kind, run in runs.items())
 
 
@@ -138,7 +134,7 @@ def _rank(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _place(rest: str) -> tuple[int, bool, _Key, _Key]:
+def _position(rest: str) -> tuple[int, bool, _Key, _Key]:
     """The sort key of a part within an expert, by the rest of its name after the expert's number."""
     projection, _, leaf = rest.partition(".")
     turn = (_PROJECTIONS.get(projection, len(_PROJECTIONS)), natural_key(projection))
@@ -162,17 +158,17 @@ class Joined:
         whole: its entry in the layer file's header.
         pieces: in order. If compressed, they have only payload and scales: parts that do not depend on the weights
             belong to the whole.
-        straight: of consecutive pieces: stored part -> the part of the whole that contains it, and its byte offset
+        direct: of consecutive pieces: stored part -> the part of the whole that contains it, and its byte offset
             there. Empty if they alternate and are collected in the scratch file.
     """
 
     whole: StoredForm
     pieces: tuple[StoredForm, ...]
-    straight: Mapping[str, tuple[str, int]]
+    direct: Mapping[str, tuple[str, int]]
 
 
 def join(specs: Iterable[TensorSpec], compression: str | None) -> Joined:
-    """The way in which the pieces of one tensor become the whole.
+    """Lay out the pieces of one tensor, and the whole.
 
     Raises:
         InvalidIndexError: they are not the whole tensor in equal parts of one dtype.
@@ -184,16 +180,19 @@ def join(specs: Iterable[TensorSpec], compression: str | None) -> Joined:
     made = arriving(whole)
     block = STORED[whole.scheme].block if whole.scheme else 1
     run = math.prod(first.shape[_piece(first).dim :])  # elements of a piece that follow each other in the whole
-    forms = tuple(_form(spec, whole.scheme if run % block == 0 else None) for spec in pieces)
-    straight: dict[str, tuple[str, int]] = {}
+    scheme = whole.scheme if run % block == 0 else None
+    has_scales = scheme is not None and not STORED[scheme].block_bytes
+    arrived = (arriving(form_in(spec, scheme)) for spec in pieces)
+    forms = tuple(dataclasses.replace(form, parts=form.parts[: 1 + has_scales]) for form in arrived)
+    direct: dict[str, tuple[str, int]] = {}
     if _piece(first).dim == 0 and run % block == 0:
         for form in forms:
             before = _piece(form.source).begin * math.prod(form.source.shape[1:])
             payload, *scales = form.parts
-            straight[payload.name] = made.parts[0].name, before * payload.nbytes // max(run, 1)
+            direct[payload.name] = made.parts[0].name, before * payload.nbytes // max(run, 1)
             if scales:
-                straight[scales[0].name] = made.parts[1].name, before // block * SCALE_BYTES
-    return Joined(whole, forms, straight)
+                direct[scales[0].name] = made.parts[1].name, before // block * SCALE_BYTES
+    return Joined(whole, forms, direct)
 
 
 def _piece(spec: TensorSpec) -> TensorPiece:
@@ -203,12 +202,6 @@ def _piece(spec: TensorSpec) -> TensorPiece:
 
 def _begin(spec: TensorSpec) -> int:
     return _piece(spec).begin
-
-
-def _form(spec: TensorSpec, scheme: str | None) -> StoredForm:
-    form = arriving(form_in(spec, scheme))
-    has_scales = scheme is not None and not STORED[scheme].block_bytes
-    return dataclasses.replace(form, parts=form.parts[: 1 + has_scales])
 
 
 def _check(pieces: Sequence[TensorSpec]) -> None:
@@ -238,43 +231,43 @@ def _check(pieces: Sequence[TensorSpec]) -> None:
         )
 
 
-def scratch_places(joined: Iterable[Joined]) -> tuple[dict[str, int], int]:
+def scratch_layout(joined: Iterable[Joined]) -> tuple[dict[str, int], int]:
     """The layout of pieces in a scratch file: part -> its offset; and the file's size in bytes."""
-    places: dict[str, int] = {}
+    offsets: dict[str, int] = {}
     at = 0
     for one in joined:
         for parts in zip(*(form.parts for form in one.pieces), strict=True):
             at = round_up(at, SCRATCH_ALIGNMENT)
             for part in parts:
-                places[part.name] = at
+                offsets[part.name] = at
                 at += part.nbytes
-    return places, at
+    return offsets, at
 
 
-def forms_in_scratch(joined: Joined, file: str, places: Mapping[str, int]) -> Iterator[StoredForm]:
+def forms_in_scratch(joined: Joined, file: str, offsets: Mapping[str, int]) -> Iterator[StoredForm]:
     """The forms of a tensor in a complete scratch file: the whole, or each of its parts.
 
     Args:
         joined: a tensor whose pieces are in it.
         file: the scratch file's name.
-        places: see `scratch_places`.
+        offsets: see `scratch_layout`.
     """
     first, made = joined.pieces[0], arriving(joined.whole)
     if first.scheme != made.scheme:
         whole = made.source
         yield dataclasses.replace(
-            made, source=_taking_turns(TensorToWrite(whole.name, whole.dtype, whole.shape), joined, file, places, 0)
+            made, source=_interleaved(TensorToWrite(whole.name, whole.dtype, whole.shape), joined, file, offsets, 0)
         )
         return
     for number in range(len(first.parts)):
         part = made.parts[number]
-        yield StoredForm(_taking_turns(part, joined, file, places, number), None, (part,))
+        yield StoredForm(_interleaved(part, joined, file, offsets, number), None, (part,))
 
 
-def _taking_turns(part: TensorToWrite, joined: Joined, file: str, places: Mapping[str, int], number: int) -> TensorSpec:
+def _interleaved(part: TensorToWrite, joined: Joined, file: str, offsets: Mapping[str, int], number: int) -> TensorSpec:
     """A part of the whole, each row of which is a run of each piece in turn."""
     first = joined.pieces[0]
-    offset = places[first.parts[number].name]
+    offset = offsets[first.parts[number].name]
     rows = math.prod(first.source.shape[: _piece(first.source).dim])
     run = math.prod(part.shape) // (rows * len(joined.pieces)) if rows else 0
     view = (rows, len(joined.pieces), run)
@@ -299,10 +292,10 @@ class LayerLayout:
         forms: its tensors as they arrive from shards (`compression.arriving`), and the pieces of cut tensors.
         parts: stored parts in the order of the file.
         header_bytes: length of the header, a multiple of 4096, and so the offset of the data.
-        places: stored key -> absolute offset in bytes; also of a piece that is written directly into the file.
+        offsets: stored key -> absolute offset in bytes; also of a piece that is written directly into the file.
         size: bytes of the whole file.
         shard_bytes: shard -> bytes of its tensors in the file, or in the scratch file.
-        scratch_places: stored key of pieces and scales in the scratch file -> their offset there in bytes.
+        scratch_offsets: stored key of pieces and scales in the scratch file -> their offset there in bytes.
         scratch_bytes: size of the scratch file; 0 for none.
         joins: forms read from the scratch file once all pieces have arrived.
         fixed: tensors whose constants come with no form.
@@ -313,10 +306,10 @@ class LayerLayout:
     forms: tuple[StoredForm, ...]
     parts: tuple[TensorToWrite, ...]
     header_bytes: int
-    places: Mapping[str, int]
+    offsets: Mapping[str, int]
     size: int
     shard_bytes: Mapping[str, int]
-    scratch_places: Mapping[str, int] = field(default_factory=dict)
+    scratch_offsets: Mapping[str, int] = field(default_factory=dict)
     scratch_bytes: int = 0
     joins: tuple[StoredForm, ...] = ()
     fixed: tuple[StoredForm, ...] = ()
@@ -367,40 +360,40 @@ def lay_out(
     whole = tuple(forms)
     coming = (*map(arriving, whole), *(piece for one in joined for piece in one.pieces))
     ordered = in_order((part for form in (*whole, *(one.whole for one in joined)) for part in form.parts), version)
-    header, offsets = encode_header(ordered)
-    places = {part.name: offset for part, offset in zip(ordered, offsets, strict=True)}
-    if len(places) < len(ordered):
+    header, begins = encode_header(ordered)
+    offsets = {part.name: offset for part, offset in zip(ordered, begins, strict=True)}
+    if len(offsets) < len(ordered):
         twice = next(name for name, times in Counter(part.name for part in ordered).items() if times > 1)
         raise InvalidIndexError(
             f"Two tensors of layer {layer.id} would be stored as {twice!r}: its weights seem to be quantized already.",
             "Remove compression.",
         )
-    end = offsets[-1] + ordered[-1].nbytes if ordered else len(header)
+    end = begins[-1] + ordered[-1].nbytes if ordered else len(header)
     shard_bytes: dict[str, int] = {}
     for form in coming:
         shard_bytes[form.source.file] = shard_bytes.get(form.source.file, 0) + form.nbytes
-    layout = LayerLayout(layer, coming, tuple(ordered), len(header), places, end, shard_bytes)
+    layout = LayerLayout(layer, coming, tuple(ordered), len(header), offsets, end, shard_bytes)
     doubled = [form for form in (*whole, *(one.whole for one in joined)) if form.scheme == DOUBLE]
     return _with_scratch(layout, joined, doubled) if joined or doubled else layout
 
 
 def _with_scratch(layout: LayerLayout, joined: Sequence[Joined], doubled: Iterable[StoredForm]) -> LayerLayout:
-    waiting = [one for one in joined if not one.straight]
-    in_scratch, nbytes = scratch_places(waiting)
+    waiting = [one for one in joined if not one.direct]
+    in_scratch, nbytes = scratch_layout(waiting)
     settles = []
     for form in doubled:
         scales = arriving(form).parts[1]
         in_scratch[scales.name] = round_up(nbytes, TENSOR_ALIGNMENT)
         settles.append(settling(form, layout.scratch_name, in_scratch[scales.name]))
         nbytes = in_scratch[scales.name] + scales.nbytes
-    places = dict(layout.places)
-    for part, (within, at) in ((part, place) for one in joined for part, place in one.straight.items()):
-        found = in_scratch if within in in_scratch else places
+    offsets = dict(layout.offsets)
+    for part, (within, at) in (item for one in joined for item in one.direct.items()):
+        found = in_scratch if within in in_scratch else offsets
         found[part] = found[within] + at
     return dataclasses.replace(
         layout,
-        places=places,
-        scratch_places=in_scratch,
+        offsets=offsets,
+        scratch_offsets=in_scratch,
         scratch_bytes=nbytes,
         joins=tuple(form for one in waiting for form in forms_in_scratch(one, layout.scratch_name, in_scratch)),
         fixed=tuple(one.whole for one in joined if one.pieces[0].scheme is not None),

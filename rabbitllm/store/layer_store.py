@@ -1,12 +1,10 @@
 """Files of weights opened for reading, a split directory or a checkpoint's own shards; and the verification of a split.
 
 Only headers are read at first. With `split=False` the engine reads a checkpoint's shards instead of layer files:
-nothing is written, nothing is compressed. Three properties of a split are missing then: tensors begin where the
-checkpoint's writer put them, so unaligned ones are copied when they are used; some are in another order there, and are
-rearranged in each use; and the tensors of a layer may be spread over a file, or over several.
+nothing is written or compressed. Then tensors may be unaligned, and are copied when they are used; some are in another
+order, and are rearranged in each use; and the tensors of a layer may be spread over a file, or over several.
 
-Verification reads every byte of every layer file; it changes nothing. Of the sources it uses only the shard names in a
-manifest, by which a damaged layer can be made again.
+Verification reads every byte of every layer file; it changes nothing.
 """
 
 from __future__ import annotations
@@ -360,7 +358,7 @@ def _files(folder: Path, manifest: Manifest | None) -> Iterator[tuple[str, Layer
 
 
 def _problem(path: Path, record: LayerRecord | None) -> str | None:
-    """The problem with a layer file, in words; None if it is intact."""
+    """The problem with a layer file, as text; None if it is intact."""
     if not path.exists():
         return "it is missing"
     if record is None and not path.with_name(path.name + DONE_SUFFIX).exists():
@@ -370,7 +368,7 @@ def _problem(path: Path, record: LayerRecord | None) -> str | None:
         return f"it has {size:,} bytes; {record.size:,} were written"
     try:
         header = read_header(path)
-        tensors = _tensors(path, header)
+        tensors = set(read_forms(path, {spec.name: spec for spec in header.tensors}))
     except RabbitLLMError as error:
         return error.problem
     except OSError as error:
@@ -387,8 +385,3 @@ def _problem(path: Path, record: LayerRecord | None) -> str | None:
             return "the checksums of its blocks are not those of the file"
     found = crc32_of_file(path)
     return None if found == record.crc32 else f"its checksum is {found:08x}; {record.crc32:08x} was written"
-
-
-def _tensors(path: Path, header: Header) -> set[str]:
-    """Names of the checkpoint tensors in a layer file; the parts of quantized ones are compared."""
-    return set(read_forms(path, {spec.name: spec for spec in header.tensors}))

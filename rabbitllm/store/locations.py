@@ -1,4 +1,4 @@
-"""The meaning of a model's name, the same for every command and `AutoModel`; and the locations of split directories.
+"""Resolves a model's name, for every command and `AutoModel`; and the locations of split directories.
 
 A folder and a repository as `organisation/name` are returned unchanged; an address on the hub
 (`hf://organisation/name`, or the browser's URL) means that repository, and a file of weights means the checkpoint in
@@ -21,7 +21,6 @@ from typing import TypeVar
 from rabbitllm.base.options import expand
 from rabbitllm.checkpoints import hub_cache
 from rabbitllm.checkpoints.index import (
-    META_PARAMETERS,
     WEIGHT_SUFFIXES,
     gguf_models,
     is_gguf,
@@ -147,7 +146,7 @@ _HUB_ADDRESS = re.compile(r"(?:hf://(?:models/)?|https?://(?:www\.)?(?:huggingfa
 
 
 def meant(name: str) -> str:
-    """The folder or repository id that the user means; other names are returned unchanged.
+    """Resolve a name to a folder or repository id; other names are returned unchanged.
 
     Raises:
         OptionError: an address on the hub that is not a repository's.
@@ -193,12 +192,12 @@ def _repository(name: str, rest: str) -> str:
 def _folder_of(file: Path) -> Path:
     folder = file.parent
     entry = entry_in(folder)
-    whole = entry == file.name
+    belongs = entry == file.name
     if is_index(entry):
-        whole = whole or file.name in read_index(folder / entry).shards
+        belongs = belongs or file.name in read_index(folder / entry).shards
     if is_meta(entry):
-        whole = whole or is_rank(file.name) or file.name == META_PARAMETERS
-    if not whole:
+        belongs = belongs or is_rank(file.name)
+    if not belongs:
         raise CheckpointNotFoundError(
             f"{file} does not belong to the checkpoint in {folder}, which is {entry}.",
             "Use the folder, or move the file into a separate folder with config and tokenizer.",

@@ -3,8 +3,8 @@
 `split.json` is written last, so a directory that has one is complete. A directory without one is unfinished (it has a
 journal), or made by RabbitLLM 1.1 (every layer file has its `.done`), or not a split directory.
 
-The compression of a mixed split is called "auto". Journal and manifest keep its `BitAllocation`, so that an unfinished
-split resumes with the same bits, and a complete one documents them.
+Journal and manifest keep the `BitAllocation` of a split at "auto", so that an unfinished split resumes with the same
+bits.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def directory_name(compression: str | None, base: str = SPLIT_DIRECTORY) -> str:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Declare the directory complete. All files that the manifest names must be durable already."""
+    """Declare the directory complete. All files that the manifest names must be durable."""
     from rabbitllm.version import __version__
 
     layers = [
@@ -237,9 +237,9 @@ def _parse(content: dict[str, Any]) -> Manifest:
     fingerprints = {shard: text_of(mark) for shard, mark in source["fingerprints"].items()}
     identity = SourceIdentity(text_of(source["kind"]), text_of(source["name"]), source["commit"], fingerprints)
     layers = tuple(_record(r) for r in content["layers"])
-    mixture = allocation_from_json(content["chosen"]) if compression == AUTO else None
+    chosen = allocation_from_json(content["chosen"]) if compression == AUTO else None
     checksums = {shard: int(text_of(crc), 16) for shard, crc in source.get("crc32", {}).items()}
-    return Manifest(identity, compression, content["quantiser"], layers, content["format_version"], mixture, checksums)
+    return Manifest(identity, compression, content["quantiser"], layers, content["format_version"], chosen, checksums)
 
 
 def _record(entry: dict[str, Any]) -> LayerRecord:

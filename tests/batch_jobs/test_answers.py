@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from rabbitllm.batch_jobs.answers import answered, answers
+from rabbitllm.batch_jobs.answers import answered
 from rabbitllm.batch_jobs.items import BatchCall, Choose, Defaults, Embed, Generate, Item, JobLimits, Refused, ScoreItem
 from rabbitllm.generation.swap import default_folder
+from tests.batch_jobs.answering import LIMITS, answers
 from tests.support.builders import VOCABULARY_SIZE
-
-LIMITS = JobLimits(sequences=4)
 
 
 def ids(length: int, seed: int) -> tuple[int, ...]:
@@ -33,7 +32,7 @@ def alone(plain: Any, tokenizer: Any, prompt: tuple[int, ...], most: int) -> str
 def test_every_line_gets_the_text_that_it_gets_alone(model: Any, plain: Any) -> None:
     prompts = {number: ids(4 + 9 * (number % 5), number) for number in range(12)}
     items = [Item(n, f"k{n}", Generate(prompt, 3 + n)) for n, prompt in prompts.items()]
-    found = {one.index: one for one in answers(model, items, LIMITS)}
+    found = {one.index: one for one in answers(model, items)}
     assert sorted(found) == sorted(prompts)
     for n, prompt in prompts.items():
         line = found[n].line
@@ -50,7 +49,7 @@ def test_texts_messages_and_several_answers(model: Any, plain: Any) -> None:
         Item(2, 2, Generate("the hare", 6, temperature=1.0, seed=5, n=3)),
         Item(3, 3, Generate("the hare", 6, temperature=1.0, seed=6)),
     ]
-    found = {one.index: one.line for one in answers(model, items, LIMITS)}
+    found = {one.index: one.line for one in answers(model, items)}
     tokenizer = model.tokenizer
     assert found[0]["text"] == alone(plain, tokenizer, tuple(tokenizer("the hare")["input_ids"]), 6)
     chat = tokenizer("user: the rabbit\nassistant:", add_special_tokens=False)["input_ids"]
@@ -70,7 +69,7 @@ def test_what_cannot_be_answered_is_an_error_in_place_and_touches_nothing_else(m
         Item(4, 4, Generate(ids(9, 4), 5)),
         Item(5, 5, Generate(ids(250, 5), 50)),
     ]
-    found = {one.index: one for one in answers(model, items, LIMITS)}
+    found = {one.index: one for one in answers(model, items)}
     assert "the model's context has 256" in found[0].line["error"]["message"]
     assert found[0].line["error"]["code"] == "context_length_exceeded"
     assert "the model's vocabulary has" in found[1].line["error"]["message"]
@@ -133,7 +132,7 @@ def test_answers_in_openais_form(model: Any, plain: Any) -> None:
         Item(2, "c", BatchCall("/v1/completions", {"prompt": "x", "max_tokens": "many"})),
         Item(3, "d", BatchCall("/v1/chat/completions", {**chat, "n": 2, "temperature": 1, "seed": 3})),
     ]
-    found = {one.key: one for one in answers(model, items, LIMITS, "name")}
+    found = {one.key: one for one in answers(model, items, name="name")}
     json.dumps([one.line for one in found.values()])
     body = found["a"].line["response"]["body"]
     ids_of_chat = tuple(model.tokenizer("user: the rabbit\nassistant:", add_special_tokens=False)["input_ids"])
@@ -164,8 +163,8 @@ def test_weights_that_cannot_be_read_end_all_and_answer_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(layer, "forward", broken)
         with pytest.raises(OSError, match="Input/output error"):
-            list(answers(model, items, LIMITS))
-    found = {one.index: one.line for one in answers(model, items, LIMITS)}  # the model is as it was
+            answers(model, items)
+    found = {one.index: one.line for one in answers(model, items)}  # the model is as it was
     assert found[3]["text"] == alone(plain, model.tokenizer, ids(5, 3), 4)
 
 

@@ -48,7 +48,7 @@ def test_bad_lines_are_errors_in_place_with_their_numbers(monkeypatch: pytest.Mo
     assert "byte 12 is not UTF-8" in said[2]
     assert said[3] == "Line 5 has more than 64 bytes."
     assert "NaN" in said[4]
-    assert "half of a character" in said[5]
+    assert "unpaired surrogate" in said[5]
     assert "id is a list" in said[6]
     assert isinstance(items[-1].asked, Generate)
 

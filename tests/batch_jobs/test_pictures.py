@@ -6,9 +6,9 @@ import base64
 from pathlib import Path
 from typing import Any
 
-from rabbitllm.batch_jobs.answers import answers
 from rabbitllm.batch_jobs.inputs import sized
 from rabbitllm.batch_jobs.items import Defaults, Item, Refused, asked_of
+from tests.batch_jobs.answering import answers
 from tests.generation.test_media import by_itself, prompt, request
 from tests.support.picture_models import build, encoded, picture
 from tests.support.tiny_models import load, one_thread, split

@@ -113,7 +113,7 @@ RAW: dict[str, tuple[bytes, str]] = {
     "no UTF-8": (encode(SAVED).replace(b"Be", b"\xff\xfe"), "not valid JSON"),
     "binary": (bytes(range(256)), "not valid JSON"),
     "a key twice": (b'{"format": "rabbitllm chat", "format": "rabbitllm chat"}', "appears twice"),
-    "nested deeply": (b'{"format": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "nested deeper"),
+    "nested deeply": (b'{"format": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "nested too deeply"),
     "too many values": (b'{"format": [' + b"1," * 700_000 + b"1]}", "at most 600,000"),
     "half a character": (
         b'{"format":"rabbitllm chat","version":1,"messages":[{"role":"user","content":"\\ud800"}]}',

@@ -274,7 +274,7 @@ def test_limit_and_skip(tmp_path: Path) -> None:
     assert "… and 13 more; --limit 0 shows all" in text
     assert len(re.findall(r"^w\d+", run(path, "--limit", "0"), re.MULTILINE)) == 20
     assert len(re.findall(r"^w\d+", run(path), re.MULTILINE)) == 20
-    assert "--skip 30 leaves none of 20 tensors" in run(path, "--skip", "30")
+    assert "--skip 30 skips all of 20 tensors" in run(path, "--skip", "30")
     assert "'none' matches 0 tensors of 20" in run(path, "--name", "none")
     assert (record(path, "--limit", "3")["more"], record(path)["more"]) == (17, 0)
 

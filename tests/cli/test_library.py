@@ -51,7 +51,7 @@ def test_from_nothing_to_nothing(repository: Path, hub_environment: HubEnvironme
     assert f'rabbitllm run {REPO} --compression 4bit "What is a rabbit?"' in text
     [entry] = record("ls")
     assert (entry["name"], entry["compression"], entry["state"]) == (REPO, "4bit", "whole")
-    assert re.search(rf"^{REPO} +4bit .* whole +[0-9a-f]{{8}} ", run("ls").stdout, re.MULTILINE)
+    assert re.search(rf"^{REPO} +4bit .* complete +[0-9a-f]{{8}} ", run("ls").stdout, re.MULTILINE)
     assert "sound: every checksum" in run("verify", REPO).stdout
     freed = record("rm", REPO, "--yes")
     assert freed == {"folder": entry["folder"], "freed_bytes": freed["freed_bytes"]}
@@ -69,15 +69,15 @@ def test_pull_of_what_is_whole(folder: Path) -> None:
 
 def test_a_dry_run_answers_with_its_exit_code(folder: Path) -> None:
     before = contents(folder)
-    assert "It fits." in run("pull", folder, "--dry-run").stdout
+    assert "The split fits." in run("pull", folder, "--dry-run").stdout
     short = run("pull", folder, "--dry-run", "--max-disk", "1kB", code=1)
     assert re.search(
-        r"It does not fit: it needs .* of max_disk at its peak; 1,000 bytes is allowed by max_disk", short.stdout
+        r"The split does not fit: it needs .* of max_disk at its peak; 1,000 bytes is allowed by max_disk", short.stdout
     )
     assert record("pull", folder, "--dry-run", "--max-disk", "1kB", code=1)["fits"] is False
     assert contents(folder) == before
     run("pull", folder)
-    assert "whole already: nothing to do" in run("pull", folder, "--dry-run").stdout
+    assert "Already complete." in run("pull", folder, "--dry-run").stdout
 
 
 def test_progress_of_a_pull_is_not_on_stdout(folder: Path) -> None:
@@ -186,7 +186,7 @@ def test_names_that_are_not_here(hub_environment: HubEnvironment, repository: Pa
 def test_a_picture_of_the_disk_comes_with_a_split_and_not_without_one(folder: Path, tmp_path: Path) -> None:
     picture = tmp_path / "disk.svg"
     run("pull", folder, "--plot", picture)
-    assert "whole" in run("show", folder).stdout
+    assert "complete" in run("show", folder).stdout
     assert "MiB on the disk" in picture.read_text()
     picture.unlink()
     run("pull", folder, "--plot", picture)

@@ -56,7 +56,7 @@ def assert_same_outcome(found: torch.Tensor | str, wanted: torch.Tensor | str) -
 def loads(model: Any) -> int:
     """How often a unit was read, once what is under way is done."""
     loader = model.streamer.executors["cpu"].loader
-    for _, future in list(loader._ahead._pending.values()):
+    for _, future in list(loader._prefetcher._pending.values()):
         future.result(30)
     count: int = loader.loads
     return count

@@ -80,9 +80,9 @@ def test_rows_of_another_dtype(tmp_path: Path) -> None:
 def test_each_distinct_token_costs_one_row(tmp_path: Path) -> None:
     model = by_rows(split(build_checkpoint(tmp_path / "model", "llama"), "4bit"))
     model.get_input_embeddings()(torch.tensor([[9, 9, 4], [4, 9, 200]]))
-    assert model.streamer.tables["model.embed_tokens"].rows_brought == 3
+    assert model.streamer.tables["model.embed_tokens"].rows_read == 3
     model.get_input_embeddings()(torch.tensor([[9]]))
-    assert model.streamer.tables["model.embed_tokens"].rows_brought == 4
+    assert model.streamer.tables["model.embed_tokens"].rows_read == 4
 
 
 def test_between_calls_nothing_is_bound(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_large_table_is_read_by_rows(tmp_path: Path, family: str, compression:
     assert_same(run(model), expected)
     table = model.get_submodule(TABLES[family])
     assert isinstance(table.weight, AbsentWeight)
-    looked_up = model.streamer.tables[TABLES[family]].rows_brought
+    looked_up = model.streamer.tables[TABLES[family]].rows_read
     most = 2 * (INPUT.numel() + NEW_TOKENS) * (4 if "qwen4_exp" in family else 1)  # of the logits and of the tokens
     assert 0 < looked_up <= most < table.num_embeddings
     assert_same(run(resident), expected)

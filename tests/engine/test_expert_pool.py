@@ -51,7 +51,7 @@ def test_a_slot_has_one_expert_and_an_expert_one_slot(passes: list[tuple[int, li
         assert all(0 <= slot < slots for slot in new)
         found = [cache.slots_of(m, np.arange(count)) for m, count in enumerate(COUNTS)]
         taken = [slot for part in found for slot in part.tolist() if slot >= 0]
-        assert len(taken) == len(set(taken)) == cache.held <= slots
+        assert len(taken) == len(set(taken)) == cache.occupied <= slots
 
 
 @given(uses())
@@ -112,8 +112,8 @@ def test_slots_are_shared_in_proportion() -> None:
 def test_what_could_not_be_brought_is_forgotten() -> None:
     cache = ExpertCache([4], 2)
     _, (slot,) = use(cache, 0, [3])
-    cache.forget(0, slot)
-    assert cache.held == 0
+    cache.clear(0, slot)
+    assert cache.occupied == 0
     assert cache.slots_of(0, np.array([3])).tolist() == [-1]
 
 

@@ -213,7 +213,7 @@ def test_what_was_read_stays_for_the_next_generation(checkpoint: Path) -> None:
     assert used == sum(again[tier].count for tier in (EXPERTS_ON_DEVICE, EXPERTS_READ) if tier in again)
     assert again[EXPERTS_READ].count < first[EXPERTS_READ].count
     (cache,) = (pool.cache for pool in model.streamer.pools.values())
-    assert cache.held <= cache.slots
+    assert cache.occupied <= cache.slots
 
 
 def test_the_next_start_is_warm(checkpoint: Path, tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_the_next_start_is_warm(checkpoint: Path, tmp_path: Path) -> None:
         if warm:
             again.load_expert_use(file)
             (pool,) = again.streamer.pools.values()
-            assert pool.cache.held == pool.cache.slots
+            assert pool.cache.occupied == pool.cache.slots
             again.profiler.clear()
         assert torch.equal(again.generate(INPUT, max_new_tokens=6, do_sample=False), expected)
         reads[warm] = again.profiler.stages[EXPERTS_READ].count

@@ -68,7 +68,7 @@ def run_on(gpus: list[FakeGpu], folder: Path, budget: int = 0, host: int = 0, **
 
 def wait_for_copies_ahead(model: Any, gpu: FakeGpu) -> None:
     """Until the first units of the next pass are asked of the device, which no pass waits for."""
-    for _, future in model.streamer.executors[gpu.name].loader._ahead._pending.values():
+    for _, future in model.streamer.executors[gpu.name].loader._prefetcher._pending.values():
         future.result(30)
 
 
@@ -86,7 +86,7 @@ def test_a_gguf_file_without_a_split(family: str, budget: int, host: int, tmp_pa
     expected = run(AutoModel.from_pretrained(file, device="cpu", exact=True, layer_shards_saving_path=tmp_path / "out"))
     checkpoint, gpu = LocalCheckpoint(tmp_path, entry=file.name), FakeGpu(0)
     limits = {gpu.name: budget, "cpu": host}
-    with SmallFiles(checkpoint) as small, watched():
+    with SmallFiles(checkpoint.sidecars(), checkpoint.derived(), checkpoint.folder) as small, watched():
         options = RunOptions(max_memory=limits, show_progress=False, exact=True)
         found = run(load_model(UnsplitStore(checkpoint), options, small.folder, [gpu]))
     assert_same(found, expected)
@@ -388,7 +388,7 @@ def test_8bit_layers_are_dequantized(tmp_path: Path, monkeypatch: pytest.MonkeyP
     directory = split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16), "8bit")
     monkeypatch.setattr("rabbitllm.engine.load._is_right", lambda *trial: True)
     model = load_on([FakeGpu(0)], directory, exact=False)
-    assert not any(job.packed for executor in model.streamer.executors.values() for job in executor_jobs(executor))
+    assert not any(job.quantized for executor in model.streamer.executors.values() for job in executor_jobs(executor))
     assert_same(run(model), run(load(directory)))
 
 
@@ -453,7 +453,7 @@ def test_ctrl_c_in_any_wait_for_the_device_loses_no_buffer(tmp_path: Path, famil
                 with pytest.raises(KeyboardInterrupt):
                     model(INPUT)
             assert torch.equal(model(INPUT).logits, expected), number
-    assert not any(slot.taken for slot in model.streamer.executors[gpu.name].loader._ahead._slots)
+    assert not any(slot.taken for slot in model.streamer.executors[gpu.name].loader._prefetcher._slots)
 
 
 @pytest.mark.parametrize("budget", [ALL, 0])
@@ -848,7 +848,9 @@ def test_a_loader_that_forgets_to_wait_is_caught(tmp_path: Path, monkeypatch: py
 
 def test_a_slot_without_a_new_mark_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
-    monkeypatch.setattr(Uploader, "give_back", lambda self, loaded: self._ahead.give_back(loaded, loaded.slot.left))
+    monkeypatch.setattr(
+        Uploader, "give_back", lambda self, loaded: self._prefetcher.give_back(loaded, loaded.slot.left)
+    )
     with pytest.raises(Race, match="no mark after the last use"):
         run(load_on([FakeGpu(0)], directory))
 
@@ -963,5 +965,5 @@ def test_what_a_device_takes_in_leaves_host_memory(tmp_path: Path) -> None:
     for module in range(len(pool.sources)):
         both = (pool.cache.slots_of(module, everything) >= 0) & (pool.host_cache.slots_of(module, everything) >= 0)
         assert not both.any()
-    assert pool.cache.held
-    assert pool.host_cache.held
+    assert pool.cache.occupied
+    assert pool.host_cache.occupied

@@ -93,12 +93,12 @@ def test_compressed_is_what_transformers_makes_of_dequantized_weights(
     assert resident.placement.is_resident
     assert_same(run(resident), expected)
 
-    packed = load(directory, bytes_when_made(resident) - 1)
-    found = set(tiers(packed).values())
+    quantized = load(directory, bytes_when_made(resident) - 1)
+    found = set(tiers(quantized).values())
     assert Tier.PACKED in found
     assert Tier.STREAMED not in found
     assert Tier.ROWS in found
-    assert_same(run(packed), expected)
+    assert_same(run(quantized), expected)
 
     for budget in (sum(placed.stored for placed in resident.placement.units) // 2, 0):
         streamed = load(directory, budget)

@@ -69,9 +69,9 @@ def test_files_that_are_gone_are_ignored(tmp_path: Path) -> None:
 
 def test_what_is_streamed_and_the_embedding_are_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    ask = first_use._ask
+    ask = first_use._prefetch
     monkeypatch.setattr(
-        first_use, "_ask", lambda spans, store: (asked.extend(span.file for span in spans), ask(spans, store))
+        first_use, "_prefetch", lambda spans, store: (asked.extend(span.file for span in spans), ask(spans, store))
     )
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
     whole = load(directory)

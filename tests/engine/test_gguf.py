@@ -157,7 +157,7 @@ def test_a_repository_in_the_cache_without_the_hub(
     for name in ("acme/tiny:q4_k_m", "acme/tiny"):
         again = rabbitllm.AutoModel.from_pretrained(name, local_files_only=True, **own)
         assert torch.equal(logits(again), found)
-    with pytest.raises(CheckpointNotFoundError, match="0 of them fit 'q8_0'"):
+    with pytest.raises(CheckpointNotFoundError, match="0 of them match 'q8_0'"):
         rabbitllm.AutoModel.from_pretrained("acme/tiny:q8_0", local_files_only=True, **own)
 
 

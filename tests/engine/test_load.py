@@ -11,7 +11,7 @@ import torch
 
 from rabbitllm import AutoModel
 from rabbitllm.engine import load, skeleton
-from rabbitllm.engine.load import MAX_ROWS, fused_packs, is_near
+from rabbitllm.engine.load import MAX_ROWS, fused_chooser, is_near
 from rabbitllm.quant import products
 from rabbitllm.quant.schemes import Quantized
 from tests.support.builders import build_checkpoint
@@ -46,7 +46,7 @@ def test_near_is_as_near_as_rounding(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_kernel_that_is_right_is_used(dtype: torch.dtype) -> None:
-    assert fused_packs(FakeGpu(0))(FORM, dtype) is products.FusedMatrix
+    assert fused_chooser(FakeGpu(0))(FORM, dtype) is products.FusedMatrix
 
 
 def test_one_trial_for_all_matrices_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,19 +57,19 @@ def test_one_trial_for_all_matrices_of_a_shape(monkeypatch: pytest.MonkeyPatch) 
         return True
 
     monkeypatch.setattr(load, "_is_right", note)
-    packs = fused_packs(FakeGpu(0))
+    choose_matrix = fused_chooser(FakeGpu(0))
     for _ in range(3):
         for shape in ((96, 128), (128, 128), (50_000, 64), (150_000, 64)):
-            assert packs(Quantized("4bit", shape, "bfloat16"), torch.bfloat16) is products.FusedMatrix
+            assert choose_matrix(Quantized("4bit", shape, "bfloat16"), torch.bfloat16) is products.FusedMatrix
     assert tried == [("fake:0", shape, torch.bfloat16) for shape in ((96, 128), (128, 128), (MAX_ROWS, 64))]
 
 
 def test_no_trial_for_what_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "_is_right", lambda *given: pytest.fail("tried"))
-    packs = fused_packs(FakeGpu(0))
-    assert packs(Quantized("8bit", (96, 128), None), torch.bfloat16) is None
-    assert packs(Quantized("4bit", (96, 100), "bfloat16"), torch.bfloat16) is None
-    assert packs(FORM, torch.float64) is None
+    choose_matrix = fused_chooser(FakeGpu(0))
+    assert choose_matrix(Quantized("8bit", (96, 128), None), torch.bfloat16) is None
+    assert choose_matrix(Quantized("4bit", (96, 100), "bfloat16"), torch.bfloat16) is None
+    assert choose_matrix(FORM, torch.float64) is None
 
 
 def test_a_kernel_that_is_wrong_here_is_not_used(
@@ -78,7 +78,7 @@ def test_a_kernel_that_is_wrong_here_is_not_used(
     right = products.multiply_4bit
     monkeypatch.setattr(products, "multiply_4bit", lambda *given: right(*given).flip(-1))
     with caplog.at_level(logging.WARNING, "rabbitllm"):
-        assert fused_packs(FakeGpu(0))(FORM, torch.bfloat16) is None
+        assert fused_chooser(FakeGpu(0))(FORM, torch.bfloat16) is None
     assert "multiplies 4bit codes incorrectly on fake:0" in caplog.records[0].getMessage()
 
 
@@ -88,4 +88,4 @@ def test_a_kernel_that_is_not_there_is_not_used(error: type[Exception], monkeypa
         raise error("no such kernel")
 
     monkeypatch.setattr(products, "multiply_4bit", fail)
-    assert fused_packs(FakeGpu(0))(FORM, torch.bfloat16) is None
+    assert fused_chooser(FakeGpu(0))(FORM, torch.bfloat16) is None

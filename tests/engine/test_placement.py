@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.engine import load_plan
-from rabbitllm.engine.devices import CpuDevice
 from rabbitllm.engine.placement import (
     EXPERT_STAGING,
     READY,
@@ -81,11 +80,11 @@ def footprint(costs: Sequence[UnitCost], placement: Placement, device: str) -> i
     # tied units have one tensor: made once; and in a mapped file it is there once
     resident = sum({tensor(cost): cost.ready for cost in here if at[cost.name] is Tier.RESIDENT}.values())
     kept = [cost for cost in here if at[cost.name] is Tier.PACKED]
-    packed = sum({tensor(cost) if is_host else cost.name: cost.stored for cost in kept}.values())
+    quantized = sum({tensor(cost) if is_host else cost.name: cost.stored for cost in kept}.values())
     slots = SLOTS * max((cost.stored for cost in here if at[cost.name] is Tier.STREAMED), default=0)
     moving = [cost for cost in here if at[cost.name] in (Tier.PACKED, Tier.STREAMED)]
     being_made = max((cost.ready for cost in moving if not cost.is_view), default=0)
-    return resident + packed + slots + being_made
+    return resident + quantized + slots + being_made
 
 
 def tensor(cost: UnitCost) -> str:
@@ -176,8 +175,8 @@ def test_all_that_fits_is_resident_to_the_byte() -> None:
 def test_packed_needs_room_for_one_unit_being_made() -> None:
     costs = model(4, stored=100, ready=300)
     need = 4 * 100 + 301 + 300
-    packed = tiers(place(costs, [Budget("cpu", need, True)]))
-    assert [packed[f"layers.{i}"] for i in range(4)] == [Tier.PACKED] * 4
+    quantized = tiers(place(costs, [Budget("cpu", need, True)]))
+    assert [quantized[f"layers.{i}"] for i in range(4)] == [Tier.PACKED] * 4
     assert Tier.STREAMED in tiers(place(costs, [Budget("cpu", need - 1, True)])).values()
 
 
@@ -357,9 +356,9 @@ def test_each_device_keeps_what_fits_it() -> None:
 def test_cached_layers_are_kept_on_the_host_whatever_the_budget() -> None:
     found = tiers(place(model(5), [Budget("cpu", 0, True)], cached_layers=2))
     assert [found[f"layers.{i}"] for i in range(5)] == [Tier.RESIDENT] * 2 + [Tier.STREAMED] * 3
-    packed = tiers(place(model(5, ready=300), [Budget("cpu", 0, True)], cached_layers=2))
-    assert packed["layers.1"] is Tier.PACKED
-    assert packed["embed"] is Tier.STREAMED
+    quantized = tiers(place(model(5, ready=300), [Budget("cpu", 0, True)], cached_layers=2))
+    assert quantized["layers.1"] is Tier.PACKED
+    assert quantized["embed"] is Tier.STREAMED
     gpu = tiers(place(model(5), [Budget("cuda:0", 0, False)], cached_layers=2))
     assert [gpu[f"layers.{i}"] for i in range(5)] == [Tier.PINNED] * 2 + [Tier.STREAMED] * 3
     assert gpu["embed"] is Tier.STREAMED
@@ -572,7 +571,7 @@ def test_page_locked_memory_is_host_memory_whatever_its_device(monkeypatch: pyte
         PlacedUnit("f", "cpu", Tier.STREAMED, 70),
     )
     placement = Placement(units, (Budget(gpu.name, 0, False), Budget("cpu", 0, True)))
-    assert load_plan.cache_room(placement, [gpu, CpuDevice()]) == 1000 - 300 - 20 - 3
+    assert load_plan.cache_room(placement) == 1000 - 300 - 20 - 3
 
 
 def test_embeddings_of_which_rows_are_touched_take_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -583,7 +582,7 @@ def test_embeddings_of_which_rows_are_touched_take_no_host_memory(monkeypatch: p
         PlacedUnit("c", "cpu", Tier.PACKED, 30),
         PlacedUnit("d", "cpu", Tier.PACKED, 30, tied=30),
     )
-    assert load_plan.cache_room(Placement(units, (Budget("cpu", 0, True),)), [CpuDevice()]) == 1000 - 30
+    assert load_plan.cache_room(Placement(units, (Budget("cpu", 0, True),))) == 1000 - 30
 
 
 @pytest.fixture(params=[None, "4bit"], ids=str)

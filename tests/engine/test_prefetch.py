@@ -65,6 +65,10 @@ class Filler:
 
         self.ahead.request(name, fill)
 
+    def coming(self, names: str) -> list[str]:
+        """Those of these that have a buffer, filled or not."""
+        return [name for name in names if name in self.ahead._pending]
+
     def fail(self, name: str) -> None:
         def fail(slot: BufferSlot) -> None:
             raise ValueError(name)
@@ -91,7 +95,7 @@ def test_what_is_taken_is_what_was_requested(filler: Filler) -> None:
 def test_requests_wait_for_buffers_and_come_in_their_order(filler: Filler) -> None:
     for name in "12345":
         filler.request(name)
-    assert [name for name in "12345" if filler.ahead.is_coming(name)] == ["1", "2"]
+    assert filler.coming("12345") == ["1", "2"]
     for name in "12345":
         loaded = filler.ahead.take(name)
         assert loaded.slot.buffer.item() == int(name)
@@ -130,9 +134,9 @@ def test_forgotten_requests_free_their_buffers_even_at_work(filler: Filler) -> N
     for name in "1234":
         filler.request(name)
     filler.ahead.forget(but=["4"])
-    assert [name for name in "1234" if filler.ahead.is_coming(name)] == []
+    assert filler.coming("1234") == []
     filler.request("5")
-    assert [name for name in "45" if filler.ahead.is_coming(name)] == ["4", "5"]
+    assert filler.coming("45") == ["4", "5"]
     filler.gate.set()
     for name in "45":
         assert filler.ahead.take(name).slot.buffer.item() == int(name)
@@ -145,7 +149,7 @@ def test_an_error_is_raised_where_it_is_taken_and_costs_no_buffer(filler: Filler
         filler.fail("1")
         with pytest.raises(ValueError, match="1"):
             filler.ahead.take("1")
-        assert not filler.ahead.is_coming("1")
+        assert not filler.coming("1")
     for name in "12":
         filler.request(name)
     assert [filler.ahead.take(name).slot.buffer.item() for name in "12"] == [1, 2]
@@ -370,9 +374,9 @@ def test_an_interrupted_wait_costs_no_slot(opened: Opened, monkeypatch: pytest.M
         def result(self) -> None:
             raise KeyboardInterrupt
 
-    pending = loader._ahead._pending
+    pending = loader._prefetcher._pending
     for name in LAYERS[:3]:
-        loader.expect([name])
+        loader.prefetch([name])
         slot, under_way = pending[name]
         monkeypatch.setitem(pending, name, (slot, Interrupted()))  # type: ignore[arg-type]
         with pytest.raises(KeyboardInterrupt):
@@ -448,12 +452,12 @@ class Lanes:
         """Take, check and give back each, expecting the ones behind it."""
         for at, name in enumerate(names):
             loaded = self.up.take(name)
-            self.up.expect([*names[at + 1 :], *then])
+            self.up.prefetch([*names[at + 1 :], *then])
             assert self.opened.is_right(loaded), name
             self.up.give_back(loaded)
 
     def slots_in_use(self) -> int:
-        return sum(slot.taken for slot in self.up._ahead._slots)
+        return sum(slot.taken for slot in self.up._prefetcher._slots)
 
 
 PATTERNS = {
@@ -492,7 +496,7 @@ def test_wrong_predictions_cost_no_slot(lanes: Lanes) -> None:
     for turn in range(12):
         name = LAYERS[turn % 6]
         loaded = lanes.up.take(name)
-        lanes.up.expect([LAYERS[(turn + 3) % 6], LAYERS[(turn + 2) % 6], LAYERS[(turn + 5) % 6]])
+        lanes.up.prefetch([LAYERS[(turn + 3) % 6], LAYERS[(turn + 2) % 6], LAYERS[(turn + 5) % 6]])
         assert lanes.opened.is_right(loaded)
         lanes.up.give_back(loaded)
     held = [lanes.up.take(name) for name in LAYERS[:SLOTS]]
@@ -508,7 +512,7 @@ def test_any_order_with_any_expectation(opened: Opened, steps: list[tuple[int, l
     lanes = Lanes(opened, [LAYERS[number] for number in sorted(kept)])
     for number, expected in steps:
         loaded = lanes.up.take(LAYERS[number])
-        lanes.up.expect(dict.fromkeys(LAYERS[other] for other in expected if other != number))
+        lanes.up.prefetch(dict.fromkeys(LAYERS[other] for other in expected if other != number))
         assert opened.is_right(loaded)
         lanes.up.give_back(loaded)
     lanes.pass_over(LAYERS)
@@ -533,7 +537,7 @@ def test_a_kept_unit_does_not_wait_for_a_read_behind_it(opened: Opened) -> None:
     lanes = Lanes(opened, LAYERS[:4])
     lanes.disk.gate.clear()
     first = lanes.up.take(LAYERS[0])
-    lanes.up.expect(LAYERS[1:])
+    lanes.up.prefetch(LAYERS[1:])
     assert until(lambda: lanes.disk.begun == [LAYERS[4]])  # read already, while there is more to come before it
     lanes.up.give_back(first)
     lanes.pass_over(LAYERS[1:4], LAYERS[4:])
@@ -546,7 +550,7 @@ def test_a_kept_unit_does_not_wait_for_a_read_behind_it(opened: Opened) -> None:
 def test_the_disk_is_read_as_far_ahead_as_buffers_reach(opened: Opened) -> None:
     lanes = Lanes(opened, [LAYERS[1], LAYERS[2], LAYERS[4]])
     first = lanes.up.take(LAYERS[0])
-    lanes.up.expect([*LAYERS[1:], LAYERS[0]])
+    lanes.up.prefetch([*LAYERS[1:], LAYERS[0]])
     assert until(lambda: lanes.disk.begun == [LAYERS[0], LAYERS[3], LAYERS[5]])
     lanes.up.give_back(first)
     lanes.pass_over(LAYERS[1:4], LAYERS[4:])
@@ -556,7 +560,7 @@ def test_the_disk_is_read_as_far_ahead_as_buffers_reach(opened: Opened) -> None:
 def test_slots_bound_what_is_copied_ahead(opened: Opened) -> None:
     lanes = Lanes(opened, LAYERS)
     first = lanes.up.take(LAYERS[0])
-    lanes.up.expect(LAYERS[1:])
+    lanes.up.prefetch(LAYERS[1:])
     assert until(lambda: lanes.gpu.uploads == SLOTS)
     assert not until_soon(lambda: lanes.gpu.uploads > SLOTS)
     lanes.up.give_back(first)
@@ -588,7 +592,7 @@ def test_a_file_cut_short_is_named_and_costs_no_buffer(opened: Opened) -> None:
     path.write_bytes(whole[:-100])
     for _ in range(2 * (SLOTS + STAGING)):
         loaded = lanes.up.take(LAYERS[0])
-        lanes.up.expect(LAYERS[1:])
+        lanes.up.prefetch(LAYERS[1:])
         lanes.up.give_back(loaded)
         with pytest.raises(OSError, match=f"{path.name} ends at byte"):
             lanes.up.take(LAYERS[1])
@@ -614,7 +618,7 @@ def test_a_failed_read_of_what_is_not_needed_is_forgotten(opened: Opened) -> Non
     path = opened.file(LAYERS[1])
     gone = path.rename(path.with_suffix(".gone"))
     loaded = lanes.up.take(LAYERS[0])
-    lanes.up.expect(LAYERS[1:3])
+    lanes.up.prefetch(LAYERS[1:3])
     assert until(lambda: LAYERS[2] in lanes.disk.begun)
     lanes.up.give_back(loaded)
     lanes.pass_over(LAYERS[3:])
@@ -627,9 +631,9 @@ def test_an_interrupted_wait_costs_nothing(lanes: Lanes, monkeypatch: pytest.Mon
         def result(self) -> None:
             raise KeyboardInterrupt
 
-    pending = lanes.up._ahead._pending
+    pending = lanes.up._prefetcher._pending
     for name in LAYERS[:4]:
-        lanes.up.expect([name])
+        lanes.up.prefetch([name])
         slot, under_way = pending[name]
         pending[name] = slot, Interrupted()  # type: ignore[assignment]
         with pytest.raises(KeyboardInterrupt):

@@ -135,7 +135,7 @@ def test_a_processor_without_its_files_names_the_missing_one(checkpoint: Path, t
     made = split(shutil.copytree(checkpoint, tmp_path / "copy"))
     (made / "preprocessor_config.json").unlink()
     model = load(made)
-    with pytest.raises(ProcessorError, match=r"preprocessor_config\.json is missing"):
+    with pytest.raises(ProcessorError, match=r"lacks preprocessor_config\.json"):
         model.processor  # noqa: B018  it is read at its first use
     assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2).shape == (1, 5)
 

@@ -36,6 +36,8 @@ PUBLISHED: dict[str, Build] = {
     "fp8-llama": lambda folder: quantized.build_fp8(folder, "llama", shards=3),
     "fp8-qwen3_moe": lambda folder: quantized.build_fp8(folder, "qwen3_moe", shards=3, tied=True),
     "fp8-deepseek_v3": lambda folder: quantized.build_fp8(folder, "deepseek_v3", shards=3),
+    "fp8-static-mistral": lambda folder: quantized.build_fp8_static(folder, "mistral", shards=3),
+    "fp8-static-qwen3_moe": lambda folder: quantized.build_fp8_static(folder, "qwen3_moe", shards=3),
     "fp8-table-qwen4_exp": lambda folder: quantized.build_fp8_table(folder, HYBRIDS["qwen4_exp"], shards=3),
     "mxfp8-qwen2": lambda folder: quantized.build_mxfp8(folder, "qwen2", shards=3),
     "mxfp4-gpt_oss": lambda folder: quantized.build_mxfp4(folder, shards=3),
@@ -61,11 +63,12 @@ PUBLISHED: dict[str, Build] = {
 }
 COMPRESSED = {
     f"{scheme}-{family}": lambda folder, family=family, scheme=scheme: quantized.build_compressed_tensors(
-        folder, family, scheme, shards=3
+        folder, HYBRIDS[family] if family == "gemma4" else family, scheme, shards=3
     )
     for scheme, family in (
         ("W4A16", "llama"),
         ("W4A16", "qwen3_moe"),
+        ("W4A16", "gemma4"),  # its last layers have the keys and values of others
         ("W8A16", "qwen3"),
         ("W8A8", "llama"),
         ("FP8-dynamic", "llama"),
@@ -79,7 +82,7 @@ COMPRESSED = {
 """Of a package that need not be installed."""
 LATER = ("NVFP4A16-llama", "MXFP4A16-llama", "MXFP8A16-llama")
 HYBRID = ("fp8-table-qwen4_exp", "fp4-fp8-deepseek_v4")
-SHORT = ("fp8-qwen3_moe", *HYBRID, "mxfp4-gpt_oss", "4bit-llama-nf4-nested", "8bit-llama")
+SHORT = ("fp8-qwen3_moe", "fp8-static-qwen3_moe", *HYBRID, "mxfp4-gpt_oss", "4bit-llama-nf4-nested", "8bit-llama")
 """One of each; the others take the same ways."""
 MODELS = [pytest.param(PUBLISHED[n], id=n, marks=() if n in SHORT else pytest.mark.long) for n in PUBLISHED]
 FEW = [pytest.param(PUBLISHED[name], id=name) for name in SHORT if name not in HYBRID]
@@ -128,6 +131,25 @@ def test_what_transformers_computes_with_compressed_tensors(tmp_path: Path, buil
     expected = expected_of(folder)
     assert_same(run(load(directory)), expected)
     assert_same(run(load(directory, 0)), expected)
+
+
+def test_fp8_experts_in_one_tensor(tmp_path: Path) -> None:
+    """transformers drops their scales unless it has a GPU for FP8; the reference is the model that they stand for."""
+    folder = quantized.build_fp8_fused(tmp_path / "model", tmp_path / "plain", shards=3)
+    expected = expected_of(tmp_path / "plain")
+    directory = split(folder)
+    for budget in (ALL, 60_000, 0):
+        model = load(directory, budget)
+        assert_same(run(model), expected)
+        assert not model.unused_tensors or all(name.endswith("activation_scale") for name in model.unused_tensors)
+    assert {placed.tier for placed in model.placement.experts} == {Tier.ROUTED}
+
+
+def test_fp8_experts_in_one_tensor_without_scales(tmp_path: Path) -> None:
+    folder = quantized.build_fp8_fused(tmp_path / "model", tmp_path / "plain")
+    take_out(folder, "layers.1.mlp.experts.down_proj_scale_inv")
+    with pytest.raises(IncompleteSplitError, match=r"experts without scales"):
+        load(split(folder))
 
 
 @pytest.mark.parametrize(
@@ -212,7 +234,7 @@ def test_experts_of_kimi(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("gone", "said"),
     [
-        ("layers.1.mlp.experts.2.up_proj.weight_global_scale", "are of 3 or 4 experts"),
+        ("layers.1.mlp.experts.2.up_proj.weight_global_scale", "belong to 3 or 4 experts"),
         ("layers.1.mlp.up_proj.weight_global_scale", "lack weight_global_scale"),
     ],
 )
@@ -230,7 +252,7 @@ def test_codes_of_nvfp4_without_the_scale_of_their_matrix(tmp_path: Path, gone: 
     ("gone", "said"),
     [
         ("layers.1.mlp.up_proj.weight_scale", "lack weight_scale"),
-        ("layers.1.mlp.experts.2.up_proj.weight_scale", "are of 3 or 4 experts"),
+        ("layers.1.mlp.experts.2.up_proj.weight_scale", "belong to 3 or 4 experts"),
     ],
 )
 def test_packed_codes_without_a_part(tmp_path: Path, gone: str, said: str) -> None:
@@ -303,8 +325,8 @@ def test_a_layer_is_said_to_be_dequantized_once(tmp_path: Path, caplog: pytest.L
         run(model)
     said = [record.message for record in caplog.records if "dequantized" in record.message]
     assert said == [
-        f"The weights in {directory} are fp8. On cpu each layer is dequantized to bfloat16 when it is used; the files "
-        "stay as they are."
+        f"The weights in {directory} are fp8. On cpu each layer is dequantized to bfloat16 for each use; the files "
+        "stay unchanged."
     ]
     assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
     assert not hasattr(model.config, "quantization_config")  # as transformers leaves a model that it dequantized
@@ -354,7 +376,7 @@ def test_codes_without_scales(tmp_path: Path) -> None:
     take_out(folder, "layers.1.mlp.up_proj.weight_scale_inv")
     with pytest.raises(IncompleteSplitError) as refused:
         load(split(folder))
-    assert "model.layers.1.mlp.up_proj.weight holds codes (F8_E4M3) and has no scales" in refused.value.problem
+    assert "model.layers.1.mlp.up_proj.weight contains codes (F8_E4M3) and has no scales" in refused.value.problem
     assert "download it again" in refused.value.remedy
 
 
@@ -376,7 +398,7 @@ def test_scales_without_codes(tmp_path: Path) -> None:
 def test_codes_of_bitsandbytes_without_a_part(tmp_path: Path, gone: str) -> None:
     folder = quantized.build_bitsandbytes(tmp_path / "model", "llama", 4, bnb_4bit_quant_type="nf4")
     take_out(folder, f"layers.1.mlp.up_proj.weight.{gone}")
-    with pytest.raises(IncompleteSplitError, match=rf"model.layers.1.mlp.up_proj.weight lack weight\.{gone}"):
+    with pytest.raises(IncompleteSplitError, match=rf"model.layers.1.mlp.up_proj.weight: weight\.{gone}"):
         load(split(folder))
 
 
@@ -385,7 +407,7 @@ def test_plain_weights_where_the_config_says_codes(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     take_out(folder, name, *(f"{name}.{part}" for part in ("absmax", "quant_map", "quant_state.bitsandbytes__fp4")))
     take_out(folder, **{name: torch.zeros(128, 64, dtype=torch.bfloat16)})
-    with pytest.raises(IncompleteSplitError, match="is plain BF16, where the model's config says it is quantized"):
+    with pytest.raises(IncompleteSplitError, match="is plain BF16; by the model's config it is quantized"):
         load(split(folder))
 
 

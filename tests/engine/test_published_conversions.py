@@ -57,6 +57,54 @@ def test_what_transformers_computes_with_the_matrices(
         assert_same(run(model), expected)
 
 
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [
+        ("auto_round:auto_gptq", "qwen3_moe"),
+        pytest.param("auto_round:gptqmodel", "llama", marks=pytest.mark.long),
+        ("auto_round:auto_awq", "llama"),
+    ],
+)
+def test_integers_of_auto_round(tmp_path: Path, layout: str, family: str) -> None:
+    """In the layouts of GPTQ and AWQ; a matrix that is left out is plain."""
+    folder = quantized.build_auto_round(tmp_path / "model", family, tmp_path / "plain", layout, shards=3)
+    expected = reference_logits(tmp_path / "plain", INPUT, torch.float16)
+    directory = split(folder)
+    for room in (ALL, 0):
+        assert_same(run(load(directory, room)), expected)
+
+
+@pytest.mark.parametrize("older", [{"backend": "auto_round:gptq:exllamav2", "quant_method": "intel/auto-round"}, {}])
+def test_what_older_versions_of_auto_round_say(tmp_path: Path, older: dict[str, str]) -> None:
+    folder = quantized.build_auto_round(tmp_path / "model", "llama", tmp_path / "plain", "auto_round:auto_gptq")
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]["packing_format"]
+    config["quantization_config"] |= older
+    (folder / "config.json").write_text(json.dumps(config))
+    assert_same(run(load(split(folder), 0)), reference_logits(tmp_path / "plain", INPUT, torch.float16))
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ({"packing_format": "auto_round:llm_compressor"}, "int in the layout auto_round:llm_compressor"),
+        ({"packing_format": "auto_round:auto_gptq", "data_type": "mx_fp"}, "mx_fp in the layout auto_round:auto_gptq"),
+        ({"backend": "auto_round:exllamav2"}, "int in the layout auto_round:exllamav2"),
+        ({"act_bits": 8}, "activations of 8 bits"),
+        ({"extra_config": {"lm_head": {"bits": 8}}}, "4 bits, but 8 bits for lm_head"),
+        ({"bits": 3}, "by gptq, in the form gptq at 3 bits"),
+    ],
+)
+def test_forms_of_auto_round_that_are_not_known(tmp_path: Path, said: dict[str, Any], found: str) -> None:
+    folder = build_checkpoint(tmp_path / "model", "llama")
+    path = folder / "config.json"
+    settings = {"quant_method": "auto-round", "bits": 4, "group_size": 16, "sym": True, **said}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": settings}))
+    with pytest.raises(UnknownArchitectureError, match=found) as refused:
+        load(split(folder))
+    assert "unquantized" in refused.value.remedy
+
+
 def test_the_matrix_of_awq() -> None:
     tensor = torch.randn(24, 48, generator=torch.Generator().manual_seed(0))
     integers = quantized.integers_of(tensor, 4)
@@ -125,7 +173,7 @@ def test_awq_of_a_model_whose_activations_are_scaled(tmp_path: Path) -> None:
     path = folder / "config.json"
     said = {"quant_method": "awq", "bits": 4, "version": "gemm"}
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": said}))
-    with pytest.raises(UnknownArchitectureError, match="AWQ of a model of type bloom scales its activations too"):
+    with pytest.raises(UnknownArchitectureError, match="AWQ also scales the activations of bloom models"):
         load(split(folder))
 
 

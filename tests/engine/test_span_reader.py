@@ -19,7 +19,7 @@ from rabbitllm.engine.span_reader import (
     FileSpan,
     ReadMode,
     SpanReader,
-    choose_way,
+    choose_read_mode,
 )
 from rabbitllm.storage.files import PositionalFile, page_aligned
 from rabbitllm.store.layer_store import LayerStore
@@ -63,7 +63,7 @@ def test_spans_anywhere_in_a_file(tmp_path: Path, way: ReadMode, places: list[tu
     reader.read(spans, buffer)
     for one in spans:
         assert bytes(buffer[one.at : one.at + one.nbytes]) == content[one.offset : one.offset + one.nbytes]
-    assert reader.way == way
+    assert reader.mode == way
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["through", "dropped behind", "past"])
@@ -90,7 +90,7 @@ def test_memory_that_is_not_aligned_is_filled_through_the_cache(tmp_path: Path) 
     buffer = page_aligned(6 * BLOCK)[8:]
     reader.read([span(4096, 8192)], buffer)
     assert bytes(buffer[:8192]) == (tmp_path / "x").read_bytes()[4096:12288]
-    assert reader.way == ReadMode(drop=True)
+    assert reader.mode == ReadMode(drop=True)
 
 
 @on_linux
@@ -125,11 +125,11 @@ def _cached_pages(path: Path) -> int:
 
 def test_what_fits_into_the_memory_left_is_read_through_the_cache(tmp_path: Path) -> None:
     store = folder(tmp_path, 100_000)
-    assert choose_way(store, [], 0) == THROUGH_THE_CACHE
-    assert choose_way(store, [], -5) == THROUGH_THE_CACHE  # nothing is read, and nothing to be tried
-    assert choose_way(store, [span(0, 80_000)], 100_000) == THROUGH_THE_CACHE
-    assert choose_way(store, [span(0, 80_001)], 100_000) != THROUGH_THE_CACHE
-    assert choose_way(store, [span(0, 1)], -5) != THROUGH_THE_CACHE
+    assert choose_read_mode(store, [], 0) == THROUGH_THE_CACHE
+    assert choose_read_mode(store, [], -5) == THROUGH_THE_CACHE  # nothing is read, and nothing to be tried
+    assert choose_read_mode(store, [span(0, 80_000)], 100_000) == THROUGH_THE_CACHE
+    assert choose_read_mode(store, [span(0, 80_001)], 100_000) != THROUGH_THE_CACHE
+    assert choose_read_mode(store, [span(0, 1)], -5) != THROUGH_THE_CACHE
 
 
 @pytest.mark.parametrize(("past", "through", "chosen"), [(1, 2, ReadMode(direct=True)), (2, 1, ReadMode(drop=True))])
@@ -138,14 +138,14 @@ def test_the_sooner_way_is_taken(
 ) -> None:
     store = folder(tmp_path, 100_000)
     monkeypatch.setattr(span_reader, "_seconds", lambda _store, _span, way, _buffer: past if way.direct else through)
-    assert choose_way(store, [span(0, 50_000), span(0, 100)], 0) == chosen
+    assert choose_read_mode(store, [span(0, 50_000), span(0, 100)], 0) == chosen
 
 
 def test_one_disturbed_reading_does_not_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = folder(tmp_path, 100_000)
     taken = {ReadMode(direct=True): iter([9.0, 1.0, 9.0]), ReadMode(drop=True): iter([2.0, 2.0, 2.0])}
     monkeypatch.setattr(span_reader, "_seconds", lambda _store, _span, way, _buffer: next(taken[way]))
-    assert choose_way(store, [span(at, 1000) for at in (0, 5000, 9000)], 0) == ReadMode(direct=True)
+    assert choose_read_mode(store, [span(at, 1000) for at in (0, 5000, 9000)], 0) == ReadMode(direct=True)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["through", "dropped behind", "past"])
@@ -155,7 +155,7 @@ def test_a_model_has_the_same_bits_either_way(
 ) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama"), compression)
     expected = run(load(directory))
-    monkeypatch.setattr("rabbitllm.engine.load.choose_way", lambda *_: way)
+    monkeypatch.setattr("rabbitllm.engine.load.choose_read_mode", lambda *_: way)
     model = load(directory, 0)
     assert Tier.STREAMED in tiers(model).values()
     assert_same(run(model), expected)

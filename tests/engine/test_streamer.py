@@ -62,7 +62,7 @@ def loader_of(model: Any) -> Any:
 def loads(model: Any) -> int:
     """How often a layer was read, once what is under way is done."""
     loader = loader_of(model)
-    for _, future in list(loader._ahead._pending.values()):
+    for _, future in list(loader._prefetcher._pending.values()):
         future.result(30)
     count: int = loader.loads
     return count

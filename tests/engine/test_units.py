@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rabbitllm.engine import skeleton
-from rabbitllm.engine.units import Place, Unit, find_units
+from rabbitllm.engine.units import ParameterEntry, Unit, find_units
 from tests.support.builders import FAMILIES
 
 
@@ -37,7 +37,7 @@ def test_units_of_a_decoder(tmp_path: Path) -> None:
         ("model.norm", False, False),
         ("lm_head", False, False),
     ]
-    assert len(units[1].places) == 9
+    assert len(units[1].entries) == 9
 
 
 def test_both_stacks_of_an_encoder_decoder_are_layers(tmp_path: Path) -> None:
@@ -48,9 +48,9 @@ def test_both_stacks_of_an_encoder_decoder_are_layers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_parameter_is_in_exactly_one_unit(tmp_path: Path, family: str) -> None:
     model = build(tmp_path, family)
-    targets = [place.target for unit in find_units(model) for place in unit.places]
+    targets = [entry.target for unit in find_units(model) for entry in unit.entries]
     assert len(targets) == len(set(targets))
-    # of a module that is used in several places only the first name is a unit's
+    # of a module that is used in several entries only the first name is a unit's
     owners = {id(module): name for name, module in reversed(list(model.named_modules()))}
     expected = set()
     for name in model.state_dict():
@@ -86,7 +86,7 @@ def test_a_module_around_others_holds_them() -> None:
             self.head = nn.Linear(3, 3)
 
     model: Any = Model()
-    assert [(unit.name, unit.holds_units, [place.leaf for place in unit.places]) for unit in find_units(model)] == [
+    assert [(unit.name, unit.holds_units, [entry.leaf for entry in unit.entries]) for unit in find_units(model)] == [
         ("scaled", True, ["scale"]),
         ("scaled.inner", False, ["weight", "bias"]),
         ("head", False, ["weight", "bias"]),
@@ -118,11 +118,11 @@ def test_layers_by_the_names_a_model_will_not_have_split(tmp_path: Path) -> None
 def test_persistent_buffers_belong_to_units_and_others_do_not(tmp_path: Path) -> None:
     model = build(tmp_path, "deepseek_v3")
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
-    places = {place.target: place for unit in find_units(model) for place in unit.places}
-    assert places[bias].dtype == torch.float32
-    assert not any("inv_freq" in target for target in places)
+    entries = {entry.target: entry for unit in find_units(model) for entry in unit.entries}
+    assert entries[bias].dtype == torch.float32
+    assert not any("inv_freq" in target for target in entries)
     value = torch.arange(4.0)
-    places[bias].bind(value)
+    entries[bias].bind(value)
     bound = model.get_submodule("model.layers.1.mlp.gate").e_score_correction_bias
     assert bound is value
     assert not isinstance(bound, nn.Parameter)
@@ -130,9 +130,9 @@ def test_persistent_buffers_belong_to_units_and_others_do_not(tmp_path: Path) ->
 
 def test_what_is_bound_is_the_parameter(tmp_path: Path) -> None:
     model = build(tmp_path, "llama")
-    (place,) = unit_of(model, "model.norm").places
+    (entry,) = unit_of(model, "model.norm").entries
     value = torch.full((64,), 2.0)
-    place.bind(value)
+    entry.bind(value)
     assert isinstance(model.model.norm.weight, nn.Parameter)
     assert model.model.norm.weight.data_ptr() == value.data_ptr()
     assert model.model.norm.weight.requires_grad
@@ -142,8 +142,8 @@ def test_what_is_bound_is_the_parameter(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float8_e4m3fn])
 def test_what_cannot_have_a_gradient_is_bound_without(tmp_path: Path, dtype: torch.dtype) -> None:
     model = build(tmp_path, "llama")
-    (place,) = unit_of(model, "model.norm").places
-    place.bind(torch.zeros(64).to(dtype))
+    (entry,) = unit_of(model, "model.norm").entries
+    entry.bind(torch.zeros(64).to(dtype))
     assert model.model.norm.weight.dtype == dtype
     assert not model.model.norm.weight.requires_grad
 
@@ -153,12 +153,12 @@ def test_a_placeholder_looks_right_and_is_asked_for_the_weight(tmp_path: Path) -
     device = torch.device("cpu")
     asked = []
 
-    def bring(place: Place) -> torch.Tensor:
-        asked.append(place.target)
-        return place.bindable(torch.ones(place.shape))
+    def read(entry: ParameterEntry) -> torch.Tensor:
+        asked.append(entry.target)
+        return entry.bindable(torch.ones(entry.shape))
 
-    for place in unit_of(model, "model.layers.0").places:
-        place.bind(place.placeholder(device, bring))
+    for entry in unit_of(model, "model.layers.0").entries:
+        entry.bind(entry.placeholder(device, read))
     up = model.model.layers[0].mlp.up_proj
     assert (up.weight.shape, up.weight.dtype, up.weight.device) == ((128, 64), torch.float32, device)
     assert up.weight.requires_grad
@@ -180,8 +180,8 @@ def test_the_placeholder_of_a_buffer_is_no_parameter() -> None:
             self.counter = module
 
     model: Any = Model()
-    (place,) = find_units(model)[0].places
-    place.bind(place.placeholder(torch.device("cpu"), lambda place: torch.tensor([5, 6])))
+    (entry,) = find_units(model)[0].entries
+    entry.bind(entry.placeholder(torch.device("cpu"), lambda entry: torch.tensor([5, 6])))
     assert not isinstance(module.steps, nn.Parameter)
     assert module.steps.shape == (2,)
     assert module.steps.tolist() == [5, 6]
@@ -201,7 +201,7 @@ def test_attention_that_reads_its_output_matrix_is_one_unit() -> None:
     model: Any = Model()
     first, second = find_units(model)
     assert (first.name, first.is_layer, first.holds_units, second.name) == ("attention", False, False, "head")
-    assert sorted(place.target for place in first.places) == [
+    assert sorted(entry.target for entry in first.entries) == [
         "attention.in_proj_bias",
         "attention.in_proj_weight",
         "attention.out_proj.bias",

@@ -38,10 +38,8 @@ def refuse() -> torch.Tensor:
     raise Refused
 
 
-def absent(
-    bring: Callable[[], torch.Tensor] = refuse, dtype: torch.dtype = torch.bfloat16, **more: Any
-) -> AbsentWeight:
-    return AbsentWeight(bring, SHAPE, dtype, torch.device("cpu"), **more)
+def absent(read: Callable[[], torch.Tensor] = refuse, dtype: torch.dtype = torch.bfloat16, **more: Any) -> AbsentWeight:
+    return AbsentWeight(read, SHAPE, dtype, torch.device("cpu"), **more)
 
 
 def add_in_place(weight: Any) -> None:
@@ -226,7 +224,7 @@ def test_what_needs_values_asks_for_the_weight(asked: str) -> None:
         with mode(), pytest.raises(Refused):
             READS[asked](absent())
     with torch.no_grad():
-        wanted, found = READS[asked](there), READS[asked](absent(bring=lambda: nn.Parameter(there)))
+        wanted, found = READS[asked](there), READS[asked](absent(read=lambda: nn.Parameter(there)))
     if asked == "an address":
         assert found == wanted
         return
@@ -241,7 +239,7 @@ def _plain(value: Any) -> Any:
 
 
 def test_operations_that_no_torch_function_sees_ask_too() -> None:
-    """A product of something packed with it, and autograd's own functions, do not."""
+    """A product of something quantized with it, and autograd's own functions, do not."""
 
     class Doubled(torch.autograd.Function):
         @staticmethod
@@ -263,7 +261,7 @@ def test_operations_that_no_torch_function_sees_ask_too() -> None:
         with torch.no_grad(), pytest.raises(Refused):
             compute(absent(dtype=torch.float32))
         with torch.no_grad():
-            found = compute(absent(dtype=torch.float32, bring=lambda: there))
+            found = compute(absent(dtype=torch.float32, read=lambda: there))
         assert torch.equal(found.as_subclass(torch.Tensor), compute(there).as_subclass(torch.Tensor))
 
 
@@ -275,7 +273,7 @@ def test_what_it_prints() -> None:
 def test_no_initialising_by_a_function_that_takes_it_by_name() -> None:
     for begin in (nn.init.zeros_, nn.init.ones_, nn.init.normal_):
         with pytest.raises(ReadOnlyWeightError):
-            begin(absent(bring=lambda: torch.ones(SHAPE)))
+            begin(absent(read=lambda: torch.ones(SHAPE)))
 
 
 def test_copies_and_pickles() -> None:
@@ -306,38 +304,38 @@ def weight(scheme: str = "4bit", rows: int = 32, columns: int = 128) -> Quantize
 @pytest.mark.parametrize("scheme", ["4bit", "8bit"])
 @with_vectors
 def test_a_linear_has_it_like_any_other_weight(scheme: str) -> None:
-    packed = weight(scheme)
+    quantized = weight(scheme)
     module = nn.Linear(128, 32)
-    module._parameters["weight"] = nn.Parameter(packed, requires_grad=False)
+    module._parameters["weight"] = nn.Parameter(quantized, requires_grad=False)
     assert isinstance(module.weight, nn.Parameter)
     assert (module.weight.shape, module.weight.dtype, module.weight.device.type) == ((32, 128), torch.float32, "cpu")
     assert sum(parameter.numel() for parameter in module.parameters()) == 32 * 128 + 32
     x = torch.randn(2, 5, 128)
     with torch.no_grad():
         for got in (module(x), nn.functional.linear(input=x, weight=module.weight, bias=module.bias)):
-            assert_products(got.view(10, 32), x.view(10, 128), packed.whole(), module.bias)
-    assert "PackedWeight((32, 128), torch.float32, stored at " + scheme in repr(module.weight)
+            assert_products(got.view(10, 32), x.view(10, 128), quantized.whole(), module.bias)
+    assert "QuantizedWeight((32, 128), torch.float32, stored at " + scheme in repr(module.weight)
 
 
 @with_vectors
 def test_whatever_else_is_asked_gets_the_matrix() -> None:
-    packed = weight()
-    plain = packed.whole()
-    assert torch.equal(packed + 1, plain + 1)
-    assert torch.equal(packed[3:5], plain[3:5])
-    assert torch.equal(torch.cat([packed, plain]), torch.cat([plain, plain]))
-    assert torch.equal(packed.T @ packed, plain.T @ plain)
-    assert torch.equal(packed.to(torch.float64), plain.double())
-    assert torch.equal(nn.functional.linear(packed, plain), nn.functional.linear(plain, plain))
-    for copied in (copy.deepcopy(packed), packed.clone(), packed.detach()):
+    quantized = weight()
+    plain = quantized.whole()
+    assert torch.equal(quantized + 1, plain + 1)
+    assert torch.equal(quantized[3:5], plain[3:5])
+    assert torch.equal(torch.cat([quantized, plain]), torch.cat([plain, plain]))
+    assert torch.equal(quantized.T @ quantized, plain.T @ plain)
+    assert torch.equal(quantized.to(torch.float64), plain.double())
+    assert torch.equal(nn.functional.linear(quantized, plain), nn.functional.linear(plain, plain))
+    for copied in (copy.deepcopy(quantized), quantized.clone(), quantized.detach()):
         assert isinstance(copied, QuantizedWeight)
         assert torch.equal(copied * 1, plain)
 
 
 @with_vectors
 def test_every_way_of_reading_it_gets_the_matrix() -> None:
-    packed = weight(rows=128, columns=128)
-    plain = packed.whole()
+    quantized = weight(rows=128, columns=128)
+    plain = quantized.whole()
     ids, x, projection = torch.tensor([[3, 127, 3]]), torch.randn(5, 2, 128), torch.randn(384, 128)
 
     def attention(out: torch.Tensor) -> torch.Tensor:
@@ -359,10 +357,10 @@ def test_every_way_of_reading_it_gets_the_matrix() -> None:
         lambda w: torch.load(saved(w), weights_only=False) * 1,
     ):
         with torch.no_grad():
-            assert torch.equal(read(packed), read(plain))
+            assert torch.equal(read(quantized), read(plain))
     for address in (torch.Tensor.data_ptr, torch.Tensor.storage, lambda w: safetensors.torch.save({"w": w})):
         with pytest.raises(AbsentWeightError, match="only its codes"):
-            address(packed)
+            address(quantized)
 
 
 def saved(tensor: torch.Tensor) -> io.BytesIO:
@@ -374,14 +372,14 @@ def saved(tensor: torch.Tensor) -> io.BytesIO:
 
 @with_vectors
 def test_gradients_of_inputs_and_bias_are_those_of_the_matrix() -> None:
-    packed = weight()
+    quantized = weight()
     x, bias = torch.randn(3, 128, requires_grad=True), torch.randn(32, requires_grad=True)
-    nn.functional.linear(x, packed, bias).square().sum().backward()
+    nn.functional.linear(x, quantized, bias).square().sum().backward()
     of_x, of_bias = x.grad, bias.grad
     assert of_x is not None
     assert of_bias is not None
     x2, bias2 = x.detach().clone().requires_grad_(), bias.detach().clone().requires_grad_()
-    nn.functional.linear(x2, packed.whole(), bias2).square().sum().backward()
+    nn.functional.linear(x2, quantized.whole(), bias2).square().sum().backward()
     torch.testing.assert_close(of_x, x2.grad, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(of_bias, bias2.grad, rtol=1e-4, atol=1e-4)
 

@@ -59,14 +59,14 @@ def test_every_matrix_of_a_dense_model_is_multiplied_with_once(tmp_path: Path) -
 def test_compressed_matrices_are_multiplied_from_their_codes(tmp_path: Path, scheme: str) -> None:
     found = drawn(tmp_path / "m", "llama", scheme, hidden_size=128, intermediate_size=256)
     work = work_of(found)
-    packed = [
+    quantized = [
         source.stored[job.recipe.sources[0][1]]
         for source in found.sources.values()
         for job in source.jobs
-        if job.packed
+        if job.quantized
     ]
-    assert len(packed) > 10
-    assert touched(work, scheme) == sum(tensor.nbytes for tensor in packed)
+    assert len(quantized) > 10
+    assert touched(work, scheme) == sum(tensor.nbytes for tensor in quantized)
 
 
 def test_what_does_not_fit_is_streamed_and_bound_for_each_pass(tmp_path: Path) -> None:

@@ -55,9 +55,9 @@ def test_the_small_model_has_no_matrices() -> None:
 def test_binding_is_what_a_pass_does_and_leaves_nothing(tmp_path: Path, family: str, compression: str | None) -> None:
     found = drawn(tmp_path / "m", family, compression, room=0)
     unit = next(name for name in found.sources if ".layers.1" in name)
-    before = {place.target: place.shape for place in found.sources[unit].places}
+    before = {entry.target: entry.shape for entry in found.sources[unit].entries}
     assert binding_seconds(found, unit, CpuDevice()) > 0
-    after = {place.target: place.table[place.leaf] for place in found.sources[unit].places}
+    after = {entry.target: entry.table[entry.leaf] for entry in found.sources[unit].entries}
     assert {name: tensor.shape for name, tensor in after.items()} == before
     assert all(isinstance(tensor, AbsentWeight) for tensor in after.values())
 

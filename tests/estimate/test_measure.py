@@ -149,7 +149,7 @@ def test_rates(tmp_path: Path, way: ReadMode) -> None:
     assert (sample.rate(way) or 0) > 0
     assert (sample.cached_rate() or 0) > 0
     assert (sample.mapped_rate() or 0) > 0
-    with sample.going_on(way) as background:
+    with sample.reading(way) as background:
         pass
     (rate,) = background
     assert (rate or 0) > 0

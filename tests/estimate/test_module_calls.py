@@ -48,8 +48,8 @@ def test_every_call_is_made_and_leaves_nothing(tmp_path: Path, family: str, comp
         assert calls.mapped(tokens, for_good=False) > 0
     assert (calls.read(THROUGH_THE_CACHE, 0) or 0) > 0
     for leaf in source.leaves.values():
-        left = leaf.place.table[leaf.place.leaf]
-        assert left.shape == leaf.place.shape
+        left = leaf.entry.table[leaf.entry.leaf]
+        assert left.shape == leaf.entry.shape
         assert left.is_meta
     assert not source.module._forward_pre_hooks
     assert not source.module._forward_hooks

@@ -150,9 +150,9 @@ def test_what_fits_takes_as_long_as_its_products(tmp_path: Path, known_rates: No
     assert found.read_bytes == 0
     assert found.token_seconds == pytest.approx(found.stays_bytes / 1e6, rel=0.1)
     assert found.first_token_seconds == pytest.approx(found.token_seconds, rel=0.1)
-    packed = foretell(folder, "4bit")
-    assert packed.token_seconds is not None
-    assert packed.token_seconds < 0.5 * found.token_seconds  # type: ignore[operator]
+    quantized = foretell(folder, "4bit")
+    assert quantized.token_seconds is not None
+    assert quantized.token_seconds < 0.5 * found.token_seconds  # type: ignore[operator]
 
 
 def test_what_is_streamed_is_read_while_another_computes(tmp_path: Path, known_rates: None) -> None:

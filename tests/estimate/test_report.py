@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rabbitllm.estimate.cost_model import Experts, GenerationEstimate, Speed, TierContent
+from rabbitllm.engine.placement import TierContent
+from rabbitllm.estimate.cost_model import Experts, GenerationEstimate, Speed
 from rabbitllm.estimate.plan import Plan
 from rabbitllm.estimate.report import generation_basis, moment, show_generations
 from rabbitllm.splitter.split_estimate import Rates

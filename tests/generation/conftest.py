@@ -10,7 +10,7 @@ import pytest
 
 from rabbitllm.generation.batch import Batch, Limits
 from rabbitllm.generation.request import Request
-from tests.generation.asking import Asked, asked
+from tests.generation.submitting import Submitted, answered
 from tests.support.one_tiny_model import checkpoint, plain, split_folder
 from tests.support.tiny_models import load, one_thread
 
@@ -35,5 +35,5 @@ def open_batch(split_folder: Path) -> Iterator[Callable[..., tuple[Batch, Any]]]
 
 
 @pytest.fixture
-def ask() -> Callable[[Batch, Sequence[Request]], list[Asked]]:
-    return asked
+def ask() -> Callable[[Batch, Sequence[Request]], list[Submitted]]:
+    return answered

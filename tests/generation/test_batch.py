@@ -19,7 +19,7 @@ from rabbitllm.generation.memory import PassCost
 from rabbitllm.generation.model_runner import PackedGroup
 from rabbitllm.generation.packed_batch import PackedSequence
 from rabbitllm.generation.request import Delta, Event, Failed, FinishReason, Limits, Request, Result, Sampling
-from tests.generation.asking import Asked, Open, alone, asked, asked_together, begin, prompt
+from tests.generation.submitting import Open, Submitted, alone, answered, answered_together, begin, prompt
 from tests.support.builders import FAMILIES, VOCABULARY_SIZE, build_checkpoint
 from tests.support.tiny_models import plain_model, split
 
@@ -27,7 +27,7 @@ from tests.support.tiny_models import plain_model, split
 def test_every_request_gets_its_own_tokens(open_batch: Open, plain: Any) -> None:
     batch, _ = open_batch()
     requests = [Request(prompt(3 + 7 * number, number), 5 + number) for number in range(8)]
-    for one in asked(batch, requests):
+    for one in answered(batch, requests):
         assert one.tokens == alone(plain, one.request)
         assert len(one.finished.tokens) == len(one.tokens)
         assert one.finished.finish is (FinishReason.STOP if one.tokens[-1] == 2 else FinishReason.LENGTH)
@@ -35,15 +35,15 @@ def test_every_request_gets_its_own_tokens(open_batch: Open, plain: Any) -> None
 
 def test_requests_join_while_others_run_and_leave_when_they_are_done(open_batch: Open, plain: Any) -> None:
     batch, _ = open_batch()
-    first = Asked(Request(prompt(10), 40))
-    later: list[Asked] = []
+    first = Submitted(Request(prompt(10), 40))
+    later: list[Submitted] = []
 
-    def told(event: Event) -> None:
-        first.told(event)
+    def receive(event: Event) -> None:
+        first.receive(event)
         if isinstance(event, Delta) and len(first.tokens) in (3, 9, 20):
             later.append(begin(batch, Request(prompt(12, len(later) + 1), 4)))
 
-    batch.submit(first.request, told)
+    batch.submit(first.request, receive)
     first.wait()
     assert len(later) == 3
     for one in (first, *later):
@@ -57,14 +57,14 @@ def test_the_totals_have_a_request_when_its_end_is_reported(open_batch: Open) ->
     batch, _ = open_batch()
     found: list[int] = []
     for number in range(3):
-        one = Asked(Request(prompt(5, number), 2))
+        one = Submitted(Request(prompt(5, number), 2))
 
-        def told(event: Event, one: Asked = one) -> None:
+        def receive(event: Event, one: Submitted = one) -> None:
             if isinstance(event, Result):
                 found.append(sum(batch.stats.ended.values()))
-            one.told(event)
+            one.receive(event)
 
-        batch.submit(one.request, told)
+        batch.submit(one.request, receive)
         one.wait()
     assert found == [1, 2, 3]
 
@@ -72,7 +72,7 @@ def test_the_totals_have_a_request_when_its_end_is_reported(open_batch: Open) ->
 def test_a_pass_brings_each_weight_once_however_many_take_part(open_batch: Open) -> None:
     batch, model = open_batch(profiling=True)
     requests = [Request(prompt(5, number), 6) for number in range(6)]
-    asked(batch, requests)
+    answered(batch, requests)
     stats = batch.stats
     read = model.profiler.stages["read"].nbytes
     assert read <= (stats.passes + 1) * model.placement.streamed_bytes  # one pass is read ahead
@@ -93,15 +93,15 @@ def test_long_prompts_come_in_chunks_while_others_decode(open_batch: Open, plain
 def test_exact_has_the_bits_of_a_text_alone(split_folder: Any, open_batch: Open) -> None:
     batch, _ = open_batch(Limits(exact=True), dtype="bfloat16")
     requests = [Request(prompt(4 + number, number), 12, top_logprobs=3) for number in range(5)]
-    together = asked(batch, requests)
+    together = answered(batch, requests)
     for one in together:
-        (single,) = asked(batch, [one.request])
+        (single,) = answered(batch, [one.request])
         assert one.chosen == single.chosen
 
 
 def test_likelihoods_are_those_of_the_logits(open_batch: Open, plain: Any) -> None:
     batch, _ = open_batch()
-    (one,) = asked(batch, [Request(prompt(9), 6, Sampling(temperature=0.7, seed=3), top_logprobs=4)])
+    (one,) = answered(batch, [Request(prompt(9), 6, Sampling(temperature=0.7, seed=3), top_logprobs=4)])
     ids = torch.tensor([[*one.request.prompt, *one.tokens]])
     expected = torch.log_softmax(plain(ids).logits[0].detach().float(), dim=-1)
     for place, chosen in enumerate(one.chosen, start=len(one.request.prompt) - 1):
@@ -114,7 +114,7 @@ def test_likelihoods_are_those_of_the_logits(open_batch: Open, plain: Any) -> No
 def test_a_seed_gives_the_same_tokens_alone_and_together(open_batch: Open, plain: Any) -> None:
     batch, _ = open_batch()
     requests = [Request(prompt(6, number), 12, Sampling(1.0, 0.95, seed=number % 3)) for number in range(6)]
-    for one in asked(batch, requests):
+    for one in answered(batch, requests):
         torch.manual_seed(one.request.sampling.seed or 0)
         ids = torch.tensor([one.request.prompt])
         made = plain.generate(
@@ -125,9 +125,9 @@ def test_a_seed_gives_the_same_tokens_alone_and_together(open_batch: Open, plain
 
 def test_a_stop_text_ends_an_answer_before_it(open_batch: Open) -> None:
     batch, _ = open_batch()
-    (whole,) = asked(batch, [Request(prompt(9), 24)])
+    (whole,) = answered(batch, [Request(prompt(9), 24)])
     stop = whole.text[3:6]
-    (cut,) = asked(batch, [Request(prompt(9), 24, stop=("never in it", stop))])
+    (cut,) = answered(batch, [Request(prompt(9), 24, stop=("never in it", stop))])
     assert cut.text == whole.text[: whole.text.index(stop)]
     assert (cut.finished.finish, cut.finished.stop) == (FinishReason.STOP, stop)
     assert len(cut.tokens) < len(whole.tokens)
@@ -136,13 +136,13 @@ def test_a_stop_text_ends_an_answer_before_it(open_batch: Open) -> None:
 def test_a_beginning_that_is_known_is_not_computed_again(open_batch: Open, plain: Any) -> None:
     batch, _ = open_batch()
     shared = prompt(100)
-    (first,) = asked(batch, [Request(shared + prompt(5, 1), 4)])
-    (second,) = asked(batch, [Request(shared + prompt(9, 2), 8)])
+    (first,) = answered(batch, [Request(shared + prompt(5, 1), 4)])
+    (second,) = answered(batch, [Request(shared + prompt(9, 2), 8)])
     assert first.finished.kept_tokens == 0
     assert second.finished.kept_tokens == 100
     assert second.tokens == alone(plain, second.request)
     going_on = Request((*second.request.prompt, *second.tokens, *prompt(3, 4)), 4)
-    (third,) = asked(batch, [going_on])
+    (third,) = answered(batch, [going_on])
     assert third.finished.kept_tokens >= len(second.request.prompt) + len(second.tokens) - 1
     assert third.tokens == alone(plain, third.request)
 
@@ -150,7 +150,7 @@ def test_a_beginning_that_is_known_is_not_computed_again(open_batch: Open, plain
 def test_requests_with_one_beginning_wait_until_the_first_has_computed_it(open_batch: Open, plain: Any) -> None:
     batch, _ = open_batch(Limits(chunk=32))
     shared = prompt(120)
-    several = asked(batch, [Request(shared + prompt(4, number + 1), 6) for number in range(6)])
+    several = answered(batch, [Request(shared + prompt(4, number + 1), 6) for number in range(6)])
     assert [one.tokens for one in several] == [alone(plain, one.request) for one in several]
     assert [one.finished.kept_tokens for one in several] == [0, *[120] * 5]
 
@@ -159,7 +159,7 @@ def test_what_outgrows_the_memory_gives_its_place_back_and_loses_nothing(open_ba
     token_bytes = 2 * 2 * 16 * 4 * 3  # key and value, heads, width, float32, layers
     batch, _ = open_batch(Limits(cache_bytes=155 * token_bytes))
     requests = [Request(prompt(10, number), 90, top_logprobs=1) for number in (1, 2)]
-    several = asked(batch, requests)
+    several = answered(batch, requests)
     for one in several:
         assert one.tokens == alone(plain, one.request)
         assert len(one.chosen) == len(one.finished.tokens)
@@ -171,7 +171,7 @@ def test_what_outgrows_the_memory_gives_its_place_back_and_loses_nothing(open_ba
 def test_one_that_has_no_room_left_ends(open_batch: Open, plain: Any) -> None:
     token_bytes = 2 * 2 * 16 * 4 * 3
     batch, _ = open_batch(Limits(cache_bytes=40 * token_bytes))
-    (one,) = asked(batch, [Request(prompt(10), 100)])
+    (one,) = answered(batch, [Request(prompt(10), 100)])
     assert one.tokens == alone(plain, one.request)[: len(one.tokens)]
     assert 20 <= len(one.tokens) < 40
     assert one.finished.finish is FinishReason.LENGTH
@@ -182,14 +182,14 @@ def test_one_that_has_no_room_left_ends(open_batch: Open, plain: Any) -> None:
 def test_cancelling_frees_the_place_and_touches_no_other(open_batch: Open, plain: Any) -> None:
     batch, _ = open_batch(Limits(running=2))
     stays = begin(batch, Request(prompt(5, 1), 60))
-    goes = Asked(Request(prompt(5, 2), 100))
+    goes = Submitted(Request(prompt(5, 2), 100))
 
-    def told(event: Event) -> None:
-        goes.told(event)
+    def receive(event: Event) -> None:
+        goes.receive(event)
         assert goes.handle is not None
         goes.handle.cancel()
 
-    goes.handle = batch.submit(goes.request, told)
+    goes.handle = batch.submit(goes.request, receive)
     waits = begin(batch, Request(prompt(5, 3), 5))
     assert goes.finished.finish is FinishReason.CANCELLED
     assert 1 <= len(goes.tokens) <= 2
@@ -201,12 +201,12 @@ def test_who_does_not_want_to_hear_more_is_cancelled(open_batch: Open) -> None:
     batch, _ = open_batch()
     heard: list[Event] = []
 
-    def told(event: Event) -> None:
+    def receive(event: Event) -> None:
         heard.append(event)
         raise ConnectionError
 
-    batch.submit(Request(prompt(5), 200), told)
-    (other,) = asked(batch, [Request(prompt(5, 1), 5)])
+    batch.submit(Request(prompt(5), 200), receive)
+    (other,) = answered(batch, [Request(prompt(5, 1), 5)])
     assert len(other.finished.tokens) == 5
     batch.close()
     assert len(heard) <= 4
@@ -214,7 +214,7 @@ def test_who_does_not_want_to_hear_more_is_cancelled(open_batch: Open) -> None:
 
 def test_time_is_limited(open_batch: Open) -> None:
     batch, _ = open_batch()
-    late, other = asked(batch, [Request(prompt(5), 200, seconds=1e-4), Request(prompt(5, 1), 5)])
+    late, other = answered(batch, [Request(prompt(5), 200, seconds=1e-4), Request(prompt(5, 1), 5)])
     assert late.finished.finish is FinishReason.TIMEOUT
     assert other.finished.finish is FinishReason.LENGTH
 
@@ -224,11 +224,11 @@ def one_in_a_pass(batch: Batch) -> Iterator[None]:
     """One request runs, and its pass is not over while the context is open: no other request can begin."""
     begun, go_on = threading.Event(), threading.Event()
 
-    def told(event: Event) -> None:
+    def receive(event: Event) -> None:
         begun.set()
         go_on.wait(60)
 
-    batch.submit(Request(prompt(5), 3), told)
+    batch.submit(Request(prompt(5), 3), receive)
     assert begun.wait(60)
     try:
         yield
@@ -269,7 +269,7 @@ def test_an_error_of_one_touches_no_other(open_batch: Open, plain: Any) -> None:
         return ordinary(input_ids, *args, **kwargs)
 
     model.prepare_inputs_for_generation = fails_for_one
-    one, *others = asked(batch, [Request(unlucky, 9), Request(prompt(20, 1), 9), Request(prompt(30, 2), 9)])
+    one, *others = answered(batch, [Request(unlucky, 9), Request(prompt(20, 1), 9), Request(prompt(30, 2), 9)])
     assert isinstance(one.end, Failed)
     assert isinstance(one.end.error, ValueError)
     assert len(one.tokens) == 2
@@ -287,11 +287,11 @@ def test_weights_that_cannot_be_read_fail_those_that_run_and_not_those_that_foll
             raise OSError("no such disk")
 
     model.model.layers[1].register_forward_pre_hook(cannot)
-    for one in asked(batch, [Request(prompt(7, number), 9) for number in range(3)]):
+    for one in answered(batch, [Request(prompt(7, number), 9) for number in range(3)]):
         assert isinstance(one.end, Failed)
         assert isinstance(one.end.error, OSError)
     broken = False
-    (after,) = asked(batch, [Request(prompt(7), 9)])
+    (after,) = answered(batch, [Request(prompt(7), 9)])
     assert after.tokens == alone(plain, after.request)
     assert batch.stats.ended == {"failed": 3, str(after.finished.finish): 1}
 
@@ -312,13 +312,13 @@ def test_closing_finishes_what_runs(open_batch: Open, plain: Any) -> None:
 def test_closing_at_once_returns_what_there_is(open_batch: Open, plain: Any) -> None:
     batch, _ = open_batch()
     begun = threading.Event()
-    one = Asked(Request(prompt(5), 200))
+    one = Submitted(Request(prompt(5), 200))
 
-    def told(event: Event) -> None:
-        one.told(event)
+    def receive(event: Event) -> None:
+        one.receive(event)
         begun.set()
 
-    batch.submit(one.request, told)
+    batch.submit(one.request, receive)
     assert begun.wait(60)
     batch.close(0)
     assert one.finished.finish is FinishReason.CANCELLED
@@ -338,15 +338,15 @@ def test_what_no_pass_could_answer_is_refused(open_batch: Open, request_: Reques
 def test_what_is_over_is_not_left_to_a_search_for_cycles(open_batch: Open) -> None:
     """Which comes late where there are many objects, and keys, values and logits would wait for it."""
     batch, _ = open_batch()
-    asked(batch, [Request(prompt(5, number), 3) for number in range(3)])
+    answered(batch, [Request(prompt(5, number), 3) for number in range(3)])
     gc.collect()
     gc.disable()
     try:
-        made = asked(batch, [Request(prompt(9, number), 4) for number in range(4)])
+        made = answered(batch, [Request(prompt(9, number), 4) for number in range(4)])
         ended = [weakref.ref(one.handle) for one in made if one.handle is not None]
         assert len(ended) == 4
         del made
-        asked(batch, [Request(prompt(5), 1)])  # the batch's thread has gone on
+        answered(batch, [Request(prompt(5), 1)])  # the batch's thread has gone on
         texts = [one for one in gc.get_objects() if type(one) in (PackedSequence, PackedGroup)]
     finally:
         gc.enable()
@@ -363,7 +363,7 @@ def test_prompts_of_a_pass_go_through_each_layer_in_parts(
     layer = model.model.layers[1].mlp.down_proj
     layer.register_forward_pre_hook(lambda module, given: rows.append(given[0].shape[-2]))
     requests = [Request(prompt(10 + 5 * number, number), 4) for number in range(9)]
-    for one in asked_together(batch, requests):
+    for one in answered_together(batch, requests):
         assert one.tokens == alone(plain, one.request)
     whole = sum(len(request.prompt) for request in requests)
     assert max(rows) <= 64  # never all at once
@@ -381,7 +381,7 @@ def test_a_prompt_longer_than_a_part_takes_several_passes(
     monkeypatch.setattr(PassCost, "parts_in", lambda *given: (10_000, 32))
     batch, _ = open_batch(Limits(chunk=1 << 30, throughput=True))
     requests = [Request(prompt(100, 1), 3), Request(prompt(7, 2), 3)]
-    for one in asked_together(batch, requests):
+    for one in answered_together(batch, requests):
         assert one.tokens == alone(plain, one.request)
     assert batch.stats.passes >= 6
 
@@ -395,7 +395,7 @@ def test_a_prompt_longer_than_a_part_that_is_worth_it_still_takes_one_pass(
     rows: list[int] = []
     model.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda module, given: rows.append(given[0].shape[-2]))
     requests = [Request(prompt(length, length), 3) for length in (100, 20, 9, 15)]
-    for one in asked_together(batch, requests):
+    for one in answered_together(batch, requests):
         assert one.tokens == alone(plain, one.request)
     assert batch.stats.passes == 3
     assert rows[:3] == [100, 29, 15]
@@ -407,7 +407,7 @@ def test_parts_of_other_families(open_batch: Open, tmp_path: Any, family: str, m
     folder = build_checkpoint(tmp_path / family, family, dtype=torch.float32)
     batch, _ = open_batch(Limits(chunk=1 << 30, throughput=True), folder=split(folder))
     plain = plain_model(folder, dtype=torch.float32).eval()
-    for one in asked_together(batch, [Request(prompt(12 + 3 * number, number), 4) for number in range(6)]):
+    for one in answered_together(batch, [Request(prompt(12 + 3 * number, number), 4) for number in range(6)]):
         assert one.tokens == alone(plain, one.request)
 
 
@@ -424,7 +424,7 @@ def test_an_error_of_one_part_ends_its_texts_alone(open_batch: Open, monkeypatch
             raise ValueError("the second part")
 
     projection.register_forward_pre_hook(fails_once)
-    found = asked_together(batch, [Request(prompt(20, number), 3) for number in range(4)])
+    found = answered_together(batch, [Request(prompt(20, number), 3) for number in range(4)])
     failed = [getattr(one.end, "error", None) for one in found]
     assert [str(error) for error in failed if error is not None] == ["the second part"]
 
@@ -432,9 +432,9 @@ def test_an_error_of_one_part_ends_its_texts_alone(open_batch: Open, monkeypatch
 def test_while_it_is_held_no_pass_begins(open_batch: Open) -> None:
     batch, _ = open_batch(Limits(throughput=True))
     with batch.paused():
-        made = [Asked(Request(prompt(5, number), 3)) for number in range(5)]
+        made = [Submitted(Request(prompt(5, number), 3)) for number in range(5)]
         for one in made:
-            batch.submit(one.request, one.told)
+            batch.submit(one.request, one.receive)
         assert not made[0].over.wait(0.2)
         assert batch.stats.passes == 0
     for one in made:
@@ -462,5 +462,5 @@ def test_several_requests(tmp_path: Path, open_batch: Open, family: str, streame
     shared = prompt(30, 0)
     requests = [Request(prompt(3 + 11 * number, number), 6 + number) for number in range(4)]
     requests += [Request(shared + prompt(6, number), 6) for number in (7, 8)]
-    for one in asked(batch, requests):
+    for one in answered(batch, requests):
         assert one.tokens == alone(plain, one.request), f"prompt of {len(one.request.prompt)}"

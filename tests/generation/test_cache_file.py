@@ -145,7 +145,7 @@ def test_never_more_than_so_much_is_ahead(opened: Callable[..., CacheFile], monk
 
     def taken(self: BufferFile, *given: Any) -> Any:
         seen.append(sum(len(buffer.whole) for buffer, _ in self._prefetched.values()))
-        assert seen[-1] == self.ahead
+        assert seen[-1] == self.prefetched_bytes
         return take(self, *given)
 
     monkeypatch.setattr(BufferFile, "take", taken)

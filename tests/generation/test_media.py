@@ -16,7 +16,7 @@ from rabbitllm.generation.batch import Batch, Limits
 from rabbitllm.generation.media import MAX_FILES, MediaFile, media_of_url
 from rabbitllm.generation.request import Prompt, Request
 from rabbitllm.generation.template import ChatTemplate
-from tests.generation.asking import Asked, asked, asked_together, begin
+from tests.generation.submitting import Submitted, answered, answered_together, begin
 from tests.support.picture_models import FAMILIES, HAS_TORCHVISION, build, encoded, picture, sound
 from tests.support.tiny_models import load, one_thread, split
 
@@ -78,7 +78,7 @@ def test_each_has_the_tokens_that_it_has_alone(
     expected = [by_itself(model, one) for one in wanted]
     assert expected[0] == expected[2] != expected[1]
     with Batch(model, Limits(exact=exact)) as batch:
-        assert [one.tokens for one in asked_together(batch, wanted)] == expected
+        assert [one.tokens for one in answered_together(batch, wanted)] == expected
         again = [begin_and_wait(batch, one) for one in (wanted[1], wanted[0])]  # now with caches of the others
         assert [one.tokens for one in again] == [expected[1], expected[0]]
         assert [one.finished.kept_tokens for one in again] == [0, 0]
@@ -90,8 +90,8 @@ def test_each_has_the_tokens_that_it_has_alone(
     assert by_itself(model, wanted[1]) == expected[1]
 
 
-def begin_and_wait(batch: Batch, one: Request) -> Asked:
-    return asked(batch, [one])[0]
+def begin_and_wait(batch: Batch, one: Request) -> Submitted:
+    return answered(batch, [one])[0]
 
 
 def test_a_text_of_the_same_ids_has_its_own_cache(folders: Callable[[str], Path], one_thread: None) -> None:
@@ -112,7 +112,7 @@ def test_preempted_it_begins_again_with_its_pictures(folders: Callable[[str], Pa
     wanted = [request(prompt(model, "image", seed), 90) for seed in (0, 2)]
     expected = [by_itself(model, one) for one in wanted]
     with Batch(model, Limits(cache_bytes=160_000)) as batch:
-        found = asked_together(batch, wanted)
+        found = answered_together(batch, wanted)
         assert [one.tokens for one in found] == expected
         assert batch.stats.preempted > 0
 

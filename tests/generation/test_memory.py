@@ -25,7 +25,7 @@ from rabbitllm.generation.kv_cache import cost_by_config
 from rabbitllm.generation.memory import MIN_TOKENS, PassCost, cost_of_a_pass, left_to_requests, weight_limits
 from rabbitllm.generation.request import Request
 from rabbitllm.quant.vectors import multiplies_pairs
-from tests.generation.asking import alone, asked
+from tests.generation.submitting import alone, answered
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
 from tests.support.tiny_models import load, split
@@ -158,7 +158,7 @@ def test_prompts_are_cut_by_the_memory_there_is(split_folder: Any, plain: Any, m
     model.profiler.clear()
     requests = [Request(tuple(range(3 + number, 63 + number)), 4) for number in (0, 70)]
     with Batch(model) as batch:
-        found = asked(batch, requests)
+        found = answered(batch, requests)
         passes = batch.stats.passes
     assert [one.tokens for one in found] == [alone(plain, request) for request in requests]
     assert passes >= 2 * 60 // MIN_TOKENS
@@ -186,7 +186,7 @@ def test_in_bulk_keys_and_values_leave_room_for_the_smallest_pass(
         Batch(model, Limits(cache_bytes=300_001, throughput=True))
     with Batch(model, Limits(cache_bytes=300_000, throughput=True)) as batch:
         request = Request(tuple(range(3, 40)), 3)
-        (one,) = asked(batch, [request])
+        (one,) = answered(batch, [request])
     assert one.tokens == alone(plain, request)
 
 
@@ -200,7 +200,7 @@ def test_no_more_texts_share_a_pass_than_there_is_memory_for_their_logits(
     requests = [Request(tuple(range(3 + number, 9 + number)), 4) for number in range(7)]
     with Batch(model, Limits(cache_bytes=300_000, throughput=True)) as batch:
         most = cost.sequences_in(lane.device.free_bytes() - 300_000)
-        found = asked(batch, requests)
+        found = answered(batch, requests)
         stats = batch.stats
     assert [one.tokens for one in found] == [alone(plain, request) for request in requests]
     assert stats.passes >= -(-len(requests) // most) * 4

@@ -17,7 +17,7 @@ from rabbitllm.generation import sequence
 from rabbitllm.generation.kv_cache import cost_by_cache, cost_by_config, keeps
 from rabbitllm.generation.request import BatchStats, Delta, Event, FinishReason, Limits, Request
 from rabbitllm.storage.durable import Step, observe_steps
-from tests.generation.asking import Asked, Open, alone, asked, prompt
+from tests.generation.submitting import Open, Submitted, alone, answered, prompt
 from tests.support.builders import FAMILIES, build_checkpoint, make_tokenizer
 from tests.support.tiny_models import plain_model, split
 
@@ -83,7 +83,7 @@ def test_tokens_are_those_alone(tmp_path: Path, open_batch: Open, family: str) -
     folder = endless(tmp_path / family, family, torch.float32)
     plain = plain_model(folder, dtype=torch.float32).eval()
     batch, _ = open_batch(limits(plain), folder=split(folder))
-    for one in asked(batch, requests()):
+    for one in answered(batch, requests()):
         assert one.tokens == alone(plain, one.request)
     assert_resumed(family, plain, batch.stats)
 
@@ -93,13 +93,13 @@ def test_exact_has_the_bits_of_one_that_made_no_way(tmp_path: Path, open_batch: 
     folder = endless(tmp_path / family, family, torch.bfloat16)
     plain = plain_model(folder, dtype=torch.bfloat16).eval()
     batch, _ = open_batch(limits(plain, exact=True), folder=split(folder), dtype="bfloat16")
-    together = asked(batch, requests())
+    together = answered(batch, requests())
     stats = batch.stats
     assert_resumed(family, plain, stats)
     if stats.resumed < stats.preempted:
         return  # computed again as one prompt, which has other bits
     for one in together:
-        (single,) = asked(batch, [one.request])
+        (single,) = answered(batch, [one.request])
         assert one.chosen == single.chosen
     assert batch.stats.preempted == stats.preempted
 
@@ -110,7 +110,7 @@ def test_a_prompt_that_is_half_computed_goes_on_from_there(open_batch: Open, pla
     written: list[int] = []
     batch, _ = open_batch(Limits(chunk=chunk, cache_bytes=88 * token_bytes, swap_folder=tmp_path))
     with observe_steps(lambda step: written.append(len(step.data))):
-        for one in asked(batch, [Request(prompt(10, 10), 60), Request(prompt(70, 70), 4)]):
+        for one in answered(batch, [Request(prompt(10, 10), 60), Request(prompt(70, 70), 4)]):
             assert one.tokens == alone(plain, one.request)
     assert batch.stats.resumed == batch.stats.preempted == 1
     assert sum(written) // token_bytes in range(chunk, 70, chunk)
@@ -130,7 +130,7 @@ def test_a_full_disk_has_them_computed_again(
     before = open_files()
     with observe_steps(full):
         batch, _ = open_batch(limits(plain, swap_folder=tmp_path))
-        several = asked(batch, requests())
+        several = answered(batch, requests())
     assert [one.tokens for one in several] == [alone(plain, one.request) for one in several]
     stats = batch.stats
     assert tried
@@ -144,20 +144,20 @@ def test_nothing_is_ever_seen_in_the_folder_and_nothing_remains(open_batch: Open
     seen: list[list[Path]] = []
     before = open_files()
     batch, _ = open_batch(limits(plain, swap_folder=tmp_path))
-    several = [Asked(request) for request in requests()]
+    several = [Submitted(request) for request in requests()]
 
-    def told(event: Event) -> None:
-        several[0].told(event)
+    def receive(event: Event) -> None:
+        several[0].receive(event)
         if batch.stats.aside_bytes:
             assert open_files() != before
             seen.append(list(tmp_path.iterdir()))
 
     for one in several:
-        batch.submit(one.request, told if one is several[0] else one.told)
+        batch.submit(one.request, receive if one is several[0] else one.receive)
     for one in several:
         one.wait()
     batch.close()
-    assert several[0].finished.finish is FinishReason.LENGTH  # and not because `told` has raised
+    assert several[0].finished.finish is FinishReason.LENGTH  # and not because `receive` has raised
     assert seen
     assert not any(seen)
     assert not list(tmp_path.iterdir())
@@ -171,11 +171,11 @@ def test_who_is_cancelled_leaves_nothing_aside(
     """The last one has been preempted when the first one has so many tokens."""
     before = open_files()
     batch, _ = open_batch(limits(plain, swap_folder=tmp_path))
-    several = [Asked(request) for request in requests()]
+    several = [Submitted(request) for request in requests()]
     held: list[int] = []
 
-    def told(event: Event) -> None:
-        several[0].told(event)
+    def receive(event: Event) -> None:
+        several[0].receive(event)
         if isinstance(event, Delta) and (aside := batch.stats.aside_bytes) and not held:
             held.append(aside)
             for one in several[1:] if seconds is None else several:
@@ -183,7 +183,7 @@ def test_who_is_cancelled_leaves_nothing_aside(
                 one.handle.cancel()
 
     for one in several:
-        one.handle = batch.submit(one.request, told if one is several[0] else one.told)
+        one.handle = batch.submit(one.request, receive if one is several[0] else one.receive)
     for one in several:
         one.wait()
     assert held
@@ -196,7 +196,7 @@ def test_none_is_swapped_out_where_that_is_switched_off(open_batch: Open, plain:
     steps: list[Step] = []
     with observe_steps(steps.append):
         batch, _ = open_batch(limits(plain, swap_bytes=0, swap_folder=tmp_path))
-        for one in asked(batch, requests()):
+        for one in answered(batch, requests()):
             assert one.tokens == alone(plain, one.request)
     assert not steps
     assert batch.stats.resumed == 0 < batch.stats.preempted

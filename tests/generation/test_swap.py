@@ -56,10 +56,10 @@ def test_what_comes_back_has_the_same_bits(tmp_path: Path, dtype: torch.dtype) -
     aside = SwapSpace(LIMIT, tmp_path)
     caches = [filled(dtype) for _ in range(3)]
     before = [content(cache) for cache in caches]
-    held = [aside.put(cache) for cache in caches]
-    assert aside.nbytes == sum(one.nbytes for one in held if one is not None) > 0
+    swapped = [aside.put(cache) for cache in caches]
+    assert aside.nbytes == sum(one.nbytes for one in swapped if one is not None) > 0
     for number in (1, 0, 2):
-        one = held[number]
+        one = swapped[number]
         assert one is not None
         got = aside.take(one)
         assert got is not caches[number]
@@ -74,9 +74,9 @@ def test_axes_keep_their_order_in_memory(tmp_path: Path) -> None:
     cache = filled()
     strides = cache.layers[2].recurrent_states[0].stride()
     assert not cache.layers[2].recurrent_states[0].is_contiguous()
-    held = aside.put(cache)
-    assert held is not None
-    assert aside.take(held).layers[2].recurrent_states[0].stride() == strides
+    swapped = aside.put(cache)
+    assert swapped is not None
+    assert aside.take(swapped).layers[2].recurrent_states[0].stride() == strides
 
 
 def test_of_room_that_is_reserved_only_what_is_used_is_moved(tmp_path: Path) -> None:
@@ -86,10 +86,10 @@ def test_of_room_that_is_reserved_only_what_is_used_is_moved(tmp_path: Path) -> 
     append(cache.layers[0], keys[:, :, :1], keys[:, :, :1])
     before = content(cache)
     aside = SwapSpace(LIMIT * 8, tmp_path)
-    held = aside.put(cache)
-    assert held is not None
-    assert held.nbytes == 2 * 701 * 4 * 128 * 4
-    assert content(aside.take(held)) == before
+    swapped = aside.put(cache)
+    assert swapped is not None
+    assert swapped.nbytes == 2 * 701 * 4 * 128 * 4
+    assert content(aside.take(swapped)) == before
 
 
 def test_one_tensor_in_two_places_is_moved_once() -> None:
@@ -141,11 +141,11 @@ def test_a_disk_is_never_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_file_that_cannot_be_read_is_a_cache_that_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     aside = SwapSpace(LIMIT, tmp_path)
-    held = aside.put(filled())
-    assert held is not None
-    assert isinstance(held.held, NamelessFile)
-    os.ftruncate(held.held._file.fileno(), held.nbytes - 1)
-    assert aside.take(held) is None
+    swapped = aside.put(filled())
+    assert swapped is not None
+    assert isinstance(swapped.content, NamelessFile)
+    os.ftruncate(swapped.content._file.fileno(), swapped.nbytes - 1)
+    assert aside.take(swapped) is None
     assert aside.nbytes == 0
     assert "computed again" in caplog.text
 
@@ -172,15 +172,15 @@ def test_in_ram_is_what_a_quarter_of_it_holds(tmp_path: Path, monkeypatch: pytes
     cache = filled()
     before = content(cache)
     nbytes = bytes_in(cache)
-    monkeypatch.setattr("rabbitllm.generation.swap._leaves_a_device", lambda forms: True)
+    monkeypatch.setattr("rabbitllm.generation.swap._is_on_gpu", lambda forms: True)
     aside = SwapSpace(LIMIT, None)  # without any file
     for free, fits in ((SHARE * nbytes, True), (SHARE * nbytes - 1, False)):
         monkeypatch.setattr("rabbitllm.generation.swap.available_ram", lambda free=free: free)
-        held = aside.put(cache)
-        assert (held is not None) is fits
-        if held is not None:
+        swapped = aside.put(cache)
+        assert (swapped is not None) is fits
+        if swapped is not None:
             assert aside.nbytes == nbytes
-            assert content(aside.take(held)) == before
+            assert content(aside.take(swapped)) == before
     assert aside.nbytes == 0
 
 
@@ -191,10 +191,10 @@ def test_from_a_gpu_it_goes_to_ram_and_from_there_to_a_file(tmp_path: Path, monk
     aside = SwapSpace(LIMIT, tmp_path)
     in_ram = aside.put(cache)
     assert in_ram is not None
-    assert isinstance(in_ram.held, list)
+    assert isinstance(in_ram.content, list)
     monkeypatch.setattr("rabbitllm.generation.swap.available_ram", lambda: 0)
     in_file = aside.put(cache)
     assert in_file is not None
-    assert isinstance(in_file.held, NamelessFile)
-    for held in (in_ram, in_file):
-        assert content(aside.take(held)) == before
+    assert isinstance(in_file.content, NamelessFile)
+    for swapped in (in_ram, in_file):
+        assert content(aside.take(swapped)) == before

@@ -18,7 +18,7 @@ from rabbitllm.generation.kv_cache import cost_by_config
 from rabbitllm.generation.packed_batch import PACKABLE
 from rabbitllm.generation.request import BatchStats, Limits, Request
 from rabbitllm.storage.durable import Step, observe_steps
-from tests.generation.asking import Asked, Open, alone, begin, prompt
+from tests.generation.submitting import Open, Submitted, alone, begin, prompt
 from tests.support.builders import FAMILIES, build_checkpoint
 from tests.support.tiny_models import plain_model, split
 
@@ -55,18 +55,18 @@ def limits(plain: Any, folder: Path, **options: Any) -> Limits:
     return Limits(RUNNING, 256, room, throughput=True, file_bytes=1 << 26, swap_folder=folder, **options)
 
 
-def together(batch: Batch, given: Sequence[Request]) -> tuple[list[Asked], list[BatchStats]]:
+def together(batch: Batch, given: Sequence[Request]) -> tuple[list[Submitted], list[BatchStats]]:
     """All at once, with what there was at each token of the first."""
     seen: list[BatchStats] = []
     with batch.paused():
         made = [begin(batch, one) for one in given[1:]]
-        first = Asked(given[0])
+        first = Submitted(given[0])
 
-        def told(event: Any) -> None:
+        def receive(event: Any) -> None:
             seen.append(batch.stats)
-            first.told(event)
+            first.receive(event)
 
-        first.handle = batch.submit(given[0], told)
+        first.handle = batch.submit(given[0], receive)
     return [one.wait() for one in (first, *made)], seen
 
 
@@ -136,18 +136,18 @@ def test_a_file_that_is_too_small_has_some_of_them_and_the_others_wait(
 
 def test_who_is_cancelled_leaves_nothing_in_the_file(open_batch: Open, plain: Any, tmp_path: Path) -> None:
     batch, _ = open_batch(limits(plain, tmp_path), budget=0)
-    made: list[Asked] = []
+    made: list[Submitted] = []
 
-    def told(event: Any) -> None:
+    def receive(event: Any) -> None:
         if batch.stats.file_read_bytes:
             for one in made[1::2]:
                 assert one.handle is not None
                 one.handle.cancel()
-        made[0].told(event)
+        made[0].receive(event)
 
     with batch.paused():
-        made.append(Asked(requests()[0]))
-        batch.submit(made[0].request, told)
+        made.append(Submitted(requests()[0]))
+        batch.submit(made[0].request, receive)
         made += [begin(batch, one) for one in requests()[1:]]
     for one in made[::2]:
         assert one.wait().tokens == alone(plain, one.request)

@@ -156,7 +156,7 @@ def test_what_was_begun_goes_on_as_it_was_begun(tmp_path: Path, caplog: pytest.L
     with caplog.at_level(logging.WARNING):
         assert scene.call.max_disk is not None
         dataclasses.replace(scene.call, max_disk=scene.call.max_disk + 50_000).make()
-    assert "keeps the bits chosen then" in caplog.text
+    assert "keeps its original bit allocation" in caplog.text
     assert scene.state() == scene.finished
 
 
@@ -225,7 +225,7 @@ def test_another_budget_is_neither_ignored_nor_split_for_again(made: Path, caplo
             assert Call(source, compression="auto", sequential=False, max_disk=same).make() == made
         assert not caplog.text
         assert Call(source, compression="auto", sequential=False, max_disk=chosen.max_disk * 2).make() == made
-    assert "is used as it is" in caplog.text
+    assert "is used unchanged" in caplog.text
     with pytest.raises(SplitMismatchError, match="requested was max_disk=1,000"):
         Call(source, compression="auto", sequential=False, max_disk=1000).make()
     assert contents(made) == before

@@ -35,7 +35,7 @@ print("compiled")
 
 
 @pytest.mark.long
-def test_where_nothing_can_be_kept() -> None:
+def test_where_nothing_has_small_gaps() -> None:
     ran = subprocess.run([sys.executable, "-c", NOWHERE], cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     refused, done = ran.stdout.splitlines()

@@ -19,8 +19,7 @@ from safetensors.torch import load_file
 from rabbitllm.errors import IncompleteSplitError, MissingPackageError, OptionError
 from rabbitllm.formats.safetensors_file import TensorToWrite
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size, dtype_name
-from rabbitllm.quant import library, quantize
-from rabbitllm.quant.library import int8_code
+from rabbitllm.quant import quantize, schemes
 from rabbitllm.quant.quantize import dequantize, quantize_blocks
 from rabbitllm.quant.schemes import (
     INT8_BLOCK,
@@ -30,6 +29,7 @@ from rabbitllm.quant.schemes import (
     Quantized,
     check_compression,
     constants,
+    int8_code,
     is_compressible,
     part_names,
     read_state,
@@ -125,7 +125,7 @@ def test_unknown_compression() -> None:
 
 
 def test_bitsandbytes_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    library.bitsandbytes.cache_clear()
+    schemes.bitsandbytes.cache_clear()
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
     try:
@@ -135,7 +135,7 @@ def test_bitsandbytes_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "Run `pip install bitsandbytes`, or remove compression." in str(missing.value)
         assert isinstance(missing.value, ImportError)
     finally:
-        library.bitsandbytes.cache_clear()
+        schemes.bitsandbytes.cache_clear()
 
 
 # Bit by bit

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from rabbitllm.errors import OptionError
-from rabbitllm.quant.library import nf4_map
 from rabbitllm.quant.quantize import (
     LARGEST,
     MULTIPLES,
@@ -23,7 +22,7 @@ from rabbitllm.quant.quantize import (
     quantize_blocks,
     quantize_fitted,
 )
-from rabbitllm.quant.schemes import Quantized, check_fitting
+from rabbitllm.quant.schemes import Quantized, check_fitting, nf4_map
 
 SCHEMES = ("4bit", "4bit-double")
 Floats: TypeAlias = npt.NDArray[np.float32]

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from rabbitllm.quant import bfloat_products, kernels, product_kernels, products, quantize, vectors
 from rabbitllm.quant.kernels import CODES, PAIRS, PANELS
-from rabbitllm.quant.library import functional as functions
 from rabbitllm.quant.product_kernels import KERNELS
 from rabbitllm.quant.products import (
     LEAST_PANEL_INPUTS,
@@ -33,6 +32,7 @@ from rabbitllm.quant.products import (
 from rabbitllm.quant.quantize import dequantize
 from rabbitllm.quant.schemes import SCHEMES as ALL_SCHEMES
 from rabbitllm.quant.schemes import Quantized
+from rabbitllm.quant.schemes import functional as functions
 from rabbitllm.quant.vectors import table_of
 from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.rounding import assert_products

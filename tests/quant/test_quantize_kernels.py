@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.quant import quantize, quantize_kernels
-from rabbitllm.quant.library import functional
 from rabbitllm.quant.quantize import (
     _bytes_of,
     _compiled_kernels_agree,
@@ -20,6 +19,7 @@ from rabbitllm.quant.quantize import (
     quantize_blocks,
 )
 from rabbitllm.quant.schemes import SCHEMES as ALL_SCHEMES
+from rabbitllm.quant.schemes import functional
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 SCHEMES = ("4bit", "8bit")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rabbitllm.quant.kernels import PAIRS
-from rabbitllm.quant.library import int8_code
+from rabbitllm.quant.schemes import int8_code
 from rabbitllm.quant.vectors import _nearest_bfloat16, table_of
 
 

@@ -55,7 +55,7 @@ def test_too_little_free_space_is_seen_at_once(tmp_path: Path) -> None:
     with DiskSampler(tmp_path, wanted, interval=1000) as watch, pytest.raises(DiskFullError) as full:
         watch.check()
     assert isinstance(full.value, SplitError)
-    assert watch.peaks.lowest_free_bytes < wanted
+    assert watch.peaks.min_free_bytes < wanted
     assert full.value.problem.startswith("Only ")  # other processes may free and take some meanwhile
     assert full.value.problem.endswith(
         f" were free at {tmp_path}, less than min_free_disk ({size(wanted)}). "
@@ -72,10 +72,10 @@ def test_free_space_that_runs_out_on_the_way(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: real._replace(free=10 * MB - file.stat().st_size))
     with DiskSampler(tmp_path, 6 * MB, SHORT) as watch:
         os.truncate(file, 4 * MB)
-        wait_until(lambda: watch.peaks.lowest_free_bytes == 6 * MB)
+        wait_until(lambda: watch.peaks.min_free_bytes == 6 * MB)
         watch.check()
         os.truncate(file, 4 * MB + 1)
-        wait_until(lambda: watch.peaks.lowest_free_bytes < 6 * MB)
+        wait_until(lambda: watch.peaks.min_free_bytes < 6 * MB)
         with pytest.raises(DiskFullError):
             watch.check()
         os.truncate(file, 0)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.journal import command_line, starting_afresh, telling_how_to_go_on
+from rabbitllm.splitter.journal import command_line, not_resumable, reporting_interrupts
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import GeneratedFile, LocalHub
@@ -203,7 +203,7 @@ def test_during_the_download_of_the_standard_route(
 
 
 def test_before_anything_was_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(KeyboardInterrupt), telling_how_to_go_on(tmp_path):
+    with pytest.raises(KeyboardInterrupt), reporting_interrupts(tmp_path):
         raise KeyboardInterrupt
     said = capsys.readouterr().err
     assert said.startswith(f"Interrupted before the first shard was taken; nothing was split into {tmp_path} yet.\n")
@@ -212,9 +212,9 @@ def test_before_anything_was_split(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_when_all_is_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = split(write_shards(tmp_path / "model", cut(llama_tensors(layers=1), 2)))
-    with pytest.raises(KeyboardInterrupt), telling_how_to_go_on(made):
+    with pytest.raises(KeyboardInterrupt), reporting_interrupts(made):
         raise KeyboardInterrupt
-    assert capsys.readouterr().err.startswith(f"Interrupted: the layers in {made} are whole;")
+    assert capsys.readouterr().err.startswith(f"Interrupted: the layers in {made} are complete;")
 
 
 def test_journal_that_a_crash_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,22 +224,22 @@ def test_journal_that_a_crash_cut_short(tmp_path: Path, capsys: pytest.CaptureFi
         file.write(b'{"used":"model-000\n{"us')
     assert len(used(made)) == 2
     (made / "split.journal").write_text("not this")
-    with pytest.raises(KeyboardInterrupt), telling_how_to_go_on(made):
+    with pytest.raises(KeyboardInterrupt), reporting_interrupts(made):
         raise KeyboardInterrupt
     assert capsys.readouterr().err.startswith(f"Interrupted: the finished part is kept in {made}.\n")
 
 
 def test_nothing_is_said_of_a_call_that_would_start_afresh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(KeyboardInterrupt), starting_afresh(), telling_how_to_go_on(tmp_path):
+    with pytest.raises(KeyboardInterrupt), not_resumable(), reporting_interrupts(tmp_path):
         raise KeyboardInterrupt
     assert capsys.readouterr().err == ""
-    with pytest.raises(KeyboardInterrupt), telling_how_to_go_on(tmp_path):
+    with pytest.raises(KeyboardInterrupt), reporting_interrupts(tmp_path):
         raise KeyboardInterrupt
     assert capsys.readouterr().err
 
 
 def test_nothing_is_said_of_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(KeyError), telling_how_to_go_on(tmp_path):
+    with pytest.raises(KeyError), reporting_interrupts(tmp_path):
         raise KeyError
     assert capsys.readouterr().err == ""
 
@@ -337,11 +337,11 @@ def test_handlers_of_the_caller_stay_and_ours_end_with_the_split(tmp_path: Path)
 
     before = signal.signal(signal.SIGTERM, own), signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
     try:
-        with telling_how_to_go_on(tmp_path):
+        with reporting_interrupts(tmp_path):
             assert signal.getsignal(signal.SIGTERM) is own
             assert callable(signal.getsignal(signal.SIGHUP))
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
-        thread = threading.Thread(target=lambda: telling_how_to_go_on(tmp_path).__enter__())
+        thread = threading.Thread(target=lambda: reporting_interrupts(tmp_path).__enter__())
         thread.start()
         thread.join()
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL

@@ -96,8 +96,8 @@ def test_layouts_come_back_to_the_byte(folder: Path, plan: SplitPlan) -> None:
     assert {layer: layout.header for layer, layout in found.plan.layouts.items()} == {
         layer: layout.header for layer, layout in plan.layouts.items()
     }
-    assert {layer: layout.places for layer, layout in found.plan.layouts.items()} == {
-        layer: layout.places for layer, layout in plan.layouts.items()
+    assert {layer: layout.offsets for layer, layout in found.plan.layouts.items()} == {
+        layer: layout.offsets for layer, layout in plan.layouts.items()
     }
 
 

@@ -21,7 +21,7 @@ import pytest
 
 from rabbitllm.errors import InUseError, SplitError
 from rabbitllm.splitter import lock
-from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME, is_left_over, locked, locked_at_once, read_lock
+from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME, is_left_over, locked, locked_without_waiting, read_lock
 from rabbitllm.storage.durable import Step, observe_steps
 from tests.support.splitting import contents, names_in
 
@@ -233,7 +233,7 @@ with locked(Path({str(folder)!r})):
     assert process.stdout is not None
     assert process.stdout.readline() == "in\n"
     assert LOCK_NAME in names_in(folder)
-    with pytest.raises(InUseError), locked_at_once(folder):
+    with pytest.raises(InUseError), locked_without_waiting(folder):
         pass
     process.communicate("\n", timeout=60)
     assert process.returncode == 0
@@ -384,7 +384,7 @@ def test_file_system_without_locks(
         f"The file system of {folder} has no locks; make sure that no other process splits into it."
     ]
     assert names_in(folder) == ["split.journal"]
-    with locked(folder, excluding_readers=True), locked_at_once(folder):
+    with locked(folder, excluding_readers=True), locked_without_waiting(folder):
         read_lock(folder).close()
     assert names_in(folder) == ["split.journal"]
 
@@ -395,7 +395,7 @@ def test_file_system_that_does_not_answer(
     folder: Path, code: int, lets_go: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answering(monkeypatch, code, lets_go)
-    for enter in (locked, locked_at_once):
+    for enter in (locked, locked_without_waiting):
         with pytest.raises(SplitError, match=f"{folder} cannot be locked: {os.strerror(code)}"), enter(folder):
             pass
     with pytest.raises(SplitError, match="cannot be locked"):
@@ -409,7 +409,7 @@ def test_who_replaces_layer_files_is_refused_while_they_are_read(folder: Path) -
     with read_lock(folder):
         with locked(folder):  # to finish or to clear away
             pass
-        for enter in (functools.partial(locked, excluding_readers=True), locked_at_once):
+        for enter in (functools.partial(locked, excluding_readers=True), locked_without_waiting):
             with pytest.raises(InUseError, match=rf"{folder} is in use by this process \({os.getpid()}\)"):
                 enter(folder).__enter__()
     assert names_in(folder) == ["split.journal"]

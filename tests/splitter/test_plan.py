@@ -34,7 +34,7 @@ from rabbitllm.splitter.plan import (
     PlannedShard,
     SplitPlan,
     build_layer_map,
-    can_be_kept,
+    has_small_gaps,
     moves,
     recompressed,
     tensors_by_shard,
@@ -65,7 +65,7 @@ def test_what_is_no_tensor_s_is_kept_and_nothing_else(runs: list[tuple[int, int]
         at += gap + nbytes
     between.append((at, at + last))
     content = bytes(number % 251 + 1 for number in range(at + last))
-    assert can_be_kept(tensors, len(content))
+    assert has_small_gaps(tensors, len(content))
     kept = Gaps(reversed(tensors), len(content))
     chunks, begin = [], 0
     for length in [*cuts, len(content)]:
@@ -81,13 +81,13 @@ def test_what_is_no_tensor_s_is_kept_and_nothing_else(runs: list[tuple[int, int]
 
 
 def test_what_cannot_be_kept() -> None:
-    assert can_be_kept([tensor(10, 5), tensor(15, 5), tensor(30, 0)], 40)
-    assert not can_be_kept([tensor(10, 6), tensor(15, 5)], 40)  # they share a byte
-    assert not can_be_kept([tensor(10, 5), tensor(10, 5)], 40)
-    assert not can_be_kept([tensor(10, 5, (2,))], 40)
-    assert not can_be_kept([tensor(36, 5)], 40)
-    assert can_be_kept([tensor(0, 100)], 100 + plan.MAX_BYTES)
-    assert not can_be_kept([tensor(1, 100)], 102 + plan.MAX_BYTES)  # a shard of which little is a tensor of ours
+    assert has_small_gaps([tensor(10, 5), tensor(15, 5), tensor(30, 0)], 40)
+    assert not has_small_gaps([tensor(10, 6), tensor(15, 5)], 40)  # they share a byte
+    assert not has_small_gaps([tensor(10, 5), tensor(10, 5)], 40)
+    assert not has_small_gaps([tensor(10, 5, (2,))], 40)
+    assert not has_small_gaps([tensor(36, 5)], 40)
+    assert has_small_gaps([tensor(0, 100)], 100 + plan.MAX_GAP_BYTES)
+    assert not has_small_gaps([tensor(1, 100)], 102 + plan.MAX_GAP_BYTES)  # a shard of which little is a tensor of ours
 
 
 # Layer -> shards, layer -> tensors, and when a layer has all it needs.
@@ -346,8 +346,8 @@ def check_moves(plan: SplitPlan, shard: PlannedShard, chunk: int) -> None:
     # and what is stored of the plan fills the layer files without holes
     for layout in plan.layouts.values():
         parts = [p for form in (*layout.forms, *layout.settles) for p in form.parts]
-        spans = sorted((layout.places[p.name], p.nbytes) for p in parts if p.name in layout.places)
-        assert {p.name for p in parts} == layout.places.keys() | layout.scratch_places.keys()
+        spans = sorted((layout.offsets[p.name], p.nbytes) for p in parts if p.name in layout.offsets)
+        assert {p.name for p in parts} == layout.offsets.keys() | layout.scratch_offsets.keys()
         ends = [len(layout.header), *(begin + length for begin, length in spans)]
         assert [begin for begin, _ in spans] == ends[:-1]
         assert ends[-1] == layout.size

@@ -304,7 +304,7 @@ def test_shard_that_changes_on_the_way(tmp_path: Path, tensors: Weights, damage:
         if isinstance(event, progress.ShardDone) and event.number == 1:
             (source / SHARDS[1]).write_bytes((other / "x").read_bytes() if damage == "moved" else sound[:-9])
 
-    message = {"moved": "differs from the file that was planned with", "cut off": "does not end with a zip end"}
+    message = {"moved": "differs from the planned file", "cut off": "does not end with a zip end"}
     with progress.listening(listen), pytest.raises(CorruptShardError, match=message[damage]) as refused:
         split(source)
     assert "Finished layers are kept" in refused.value.remedy
@@ -433,7 +433,7 @@ def test_places_that_were_wrong_on_the_way_are_noticed_at_the_end(
     served = write_torch(tmp_path / "hub" / REPO, files, legacy=legacy)
     at = (served / TORCH_SINGLE_NAME).read_bytes().index(b"k_proj")
     local_hub.faults = Faults(only=TORCH_SINGLE_NAME, flip_byte=at, flip_times=2)  # for the index made up, and the plan
-    with pytest.raises(CorruptShardError, match="differs from the file that was planned with") as refused:
+    with pytest.raises(CorruptShardError, match="differs from the planned file") as refused:
         split(REPO, shard_transfer=transfer)
     assert "delete that folder" in refused.value.remedy
     made = Call(REPO).find().split_folder

@@ -176,7 +176,7 @@ def test_a_header_is_compared_at_once(tmp_path: Path, at: int) -> None:
     checks = opened(tmp_path, content)
     flip(tmp_path / "layer.safetensors", at)
     sums = sums_of_file(tmp_path / "layer.safetensors", [0])[0]
-    with pytest.raises(IncompleteSplitError, match="is damaged: its header is not what was written") as caught:
+    with pytest.raises(IncompleteSplitError, match="is damaged: its header differs from what was written") as caught:
         checks.open("layer.safetensors", header, mapped.whole, sums, opened_blocks(content, header.data_start))
     assert f"rabbitllm verify {tmp_path} --repair" in caught.value.remedy
 

@@ -42,7 +42,7 @@ def form(name: str, shape: tuple[int, ...], dtype: str = "BF16", compression: st
 
 
 def order_of(layout: LayerLayout) -> list[str]:
-    return sorted(layout.places, key=lambda name: (layout.places[name], name))
+    return sorted(layout.offsets, key=lambda name: (layout.offsets[name], name))
 
 
 FORMS = [
@@ -59,7 +59,7 @@ def test_order_and_alignment() -> None:
     layout = lay_out(LAYER, FORMS)
     assert order_of(layout) == ["h.2.weight", "h.10.weight", "a", "b", "c", "scalar"]
     assert len(layout.header) == 4096
-    assert list(layout.places.values()) == [4096, 8192, 16384, 16448, 16768, 16782]
+    assert list(layout.offsets.values()) == [4096, 8192, 16384, 16448, 16768, 16782]
     assert layout.size == 16786
     assert layout.file_name == "model.layers.0.safetensors"
 
@@ -71,16 +71,16 @@ def test_whatever_fills_a_cache_line_starts_on_one(compression: str | None) -> N
     layout = lay_out(LAYER, forms)
     for part in (part for stored in forms for part in stored.parts):
         if part.nbytes % 4096 == 0:
-            assert layout.places[part.name] % 4096 == 0
+            assert layout.offsets[part.name] % 4096 == 0
         elif part.nbytes % 64 == 0:
-            assert layout.places[part.name] % 64 == 0
+            assert layout.offsets[part.name] % 64 == 0
 
 
 def test_layout_depends_on_the_tensors_alone() -> None:
     expected = lay_out(LAYER, FORMS)
     for seed in range(10):
         layout = lay_out(LAYER, random.Random(seed).sample(FORMS, len(FORMS)))
-        assert (layout.header, layout.places, layout.size) == (expected.header, expected.places, expected.size)
+        assert (layout.header, layout.offsets, layout.size) == (expected.header, expected.offsets, expected.size)
 
 
 @pytest.mark.parametrize("compression", [None, "4bit", "8bit"])
@@ -93,7 +93,7 @@ def test_any_safetensors_reader_opens_it(tmp_path: Path, compression: str | None
     with safe_open(tmp_path / layout.file_name, framework="pt") as opened:
         assert set(opened.keys()) == {part.name for stored in forms for part in stored.parts}
     header = parse_header(layout.header[8:], layout.size, "f")
-    assert {tensor.name: tensor.offset for tensor in header.tensors} == layout.places
+    assert {tensor.name: tensor.offset for tensor in header.tensors} == layout.offsets
 
 
 def test_name_that_is_a_part_of_another_tensor() -> None:
@@ -103,7 +103,7 @@ def test_name_that_is_a_part_of_another_tensor() -> None:
     ) as bad:
         lay_out(LAYER, [form("w", (65, 67), compression="4bit"), taken])
     assert "Remove compression." in str(bad.value)
-    assert lay_out(LAYER, [form("w", (65, 67)), taken]).places.keys() == {"w", "w.4bit.absmax"}
+    assert lay_out(LAYER, [form("w", (65, 67)), taken]).offsets.keys() == {"w", "w.4bit.absmax"}
 
 
 # File names
@@ -369,7 +369,7 @@ def laid_out(joined: Joined) -> LayerLayout:
 
 
 @pytest.mark.parametrize(
-    ("shape", "ranks", "dim", "compression", "straight", "scheme"),
+    ("shape", "ranks", "dim", "compression", "direct", "scheme"),
     [
         ((64, 128), 2, 0, None, True, None),
         ((64, 128), 2, 1, None, False, None),
@@ -385,15 +385,15 @@ def laid_out(joined: Joined) -> LayerLayout:
     ],
 )
 def test_where_pieces_go(
-    shape: tuple[int, ...], ranks: int, dim: int, compression: str | None, straight: bool, scheme: str | None
+    shape: tuple[int, ...], ranks: int, dim: int, compression: str | None, direct: bool, scheme: str | None
 ) -> None:
     joined = join(reversed(cut(shape, ranks, dim)), compression)
-    assert bool(joined.straight) == straight
+    assert bool(joined.direct) == direct
     assert {form.scheme for form in joined.pieces} == {scheme}
     assert [form.source.name for form in joined.pieces] == [f"w#{rank}" for rank in range(ranks)]
     layout = laid_out(joined)
     assert layout.tensors == ("w",)
-    assert bool(layout.scratch_bytes) == (not straight)
+    assert bool(layout.scratch_bytes) == (not direct)
     assert sum(layout.shard_bytes.values()) == sum(part.nbytes for form in joined.pieces for part in form.parts)
 
 
@@ -404,21 +404,21 @@ def test_the_layer_file_is_that_of_a_whole_tensor(dim: int, compression: str | N
     joined = join(specs, compression)
     layout, plain = laid_out(joined), lay_out(LAYER, [joined.whole])
     assert (layout.header, layout.size) == (plain.header, plain.size)
-    assert plain.places.items() <= layout.places.items()
+    assert plain.offsets.items() <= layout.offsets.items()
 
 
 def written(layout: LayerLayout, joined: Joined) -> Iterator[tuple[int, int]]:
     """The runs (offset, length) of the layer file that pieces, joins and constants fill."""
     for form in joined.pieces:
         for part in form.parts:
-            if part.name in layout.places:
-                yield layout.places[part.name], part.nbytes
+            if part.name in layout.offsets:
+                yield layout.offsets[part.name], part.nbytes
     for form in layout.joins:
         for part in form.parts:
-            yield layout.places[part.name], part.nbytes
+            yield layout.offsets[part.name], part.nbytes
     for form in layout.fixed:
         for part in form.parts[2:]:
-            yield layout.places[part.name], part.nbytes
+            yield layout.offsets[part.name], part.nbytes
 
 
 @given(
@@ -442,7 +442,7 @@ def test_every_byte_of_the_layer_file_is_filled_once(
         at += nbytes
     assert at == layout.size
     ends = [(place, place + part.nbytes) for form in joined.pieces for part in form.parts
-            if (place := layout.scratch_places.get(part.name)) is not None]  # fmt: skip
+            if (place := layout.scratch_offsets.get(part.name)) is not None]  # fmt: skip
     assert all(end <= begin for (_, end), (begin, _) in zip(sorted(ends), sorted(ends)[1:], strict=False))
     assert max((end for _, end in ends), default=0) == layout.scratch_bytes
 
@@ -453,11 +453,11 @@ def test_the_whole_is_read_of_its_pieces(rows: int, columns: int, ranks: int, di
     """By torch's own strides, over memory that has the pieces where the scratch file has them."""
     shape = (rows * ranks, columns) if dim == 0 else (rows, columns * ranks)
     whole = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
-    joined = dataclasses.replace(join(cut(shape, ranks, dim, "F32"), None), straight={})  # rows too, for the sake of it
+    joined = dataclasses.replace(join(cut(shape, ranks, dim, "F32"), None), direct={})  # rows too, for the sake of it
     layout = laid_out(joined)
     memory = torch.full((-(-layout.scratch_bytes // 4),), -1.0)
     for form, piece in zip(joined.pieces, whole.chunk(ranks, dim), strict=True):
-        at = layout.scratch_places[form.parts[0].name] // 4
+        at = layout.scratch_offsets[form.parts[0].name] // 4
         memory[at : at + piece.numel()] = piece.flatten()
     (form,) = layout.joins
     spec = form.source

@@ -37,6 +37,59 @@ def build_fp8(folder: Path, family: str, block: int = 16, *, shards: int = 1, **
     return rewrite(folder, lambda name, tensor: fp8_blocks(name, tensor, block), config, shards)
 
 
+def build_fp8_static(folder: Path, family: str, *, shards: int = 1, **settings: Any) -> Path:
+    """As Mistral publishes: one scale for each matrix and one for its inputs, bfloat16 scalars."""
+    build_checkpoint(folder, family, dtype=torch.bfloat16, **settings)
+
+    def change(name: str, tensor: torch.Tensor) -> Named:
+        if not _LINEAR.search(name):
+            yield name, tensor
+            return
+        scale = (tensor.float().abs().amax() / FP8_LARGEST).bfloat16()
+        yield name, (tensor.float() / scale.float()).clamp(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn)
+        yield f"{name}_scale_inv", scale
+        yield f"{name.removesuffix('weight')}activation_scale", torch.tensor(0.01).bfloat16()
+
+    config = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    return rewrite(folder, change, {**config, "modules_to_not_convert": ["lm_head"]}, shards)
+
+
+def build_fp8_fused(folder: Path, plain: Path, family: str = "qwen3_moe", *, shards: int = 1) -> Path:
+    """As Mistral Small 4 is published: the codes of all experts in one tensor, a scale for each of them.
+
+    Into `plain` goes the model that the codes stand for.
+    """
+    build_fp8_static(folder, family)
+    build_checkpoint(plain, family, dtype=torch.bfloat16)
+    stored, expert = read_tensors(folder), re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight$")
+    fused: dict[str, dict[str, list[torch.Tensor]]] = {}
+    matrices = {}
+    for name in [name for name in stored if name.endswith(".weight") and f"{name}_scale_inv" in stored]:
+        codes, scale = stored[name], stored[f"{name}_scale_inv"]
+        if match := expert.fullmatch(name):
+            for part in ("weight", "weight_scale_inv", "activation_scale"):
+                del stored[f"{name.removesuffix('weight')}{part}"]
+            fused.setdefault(match[1], {}).setdefault(match[3], []).append(codes.float() * scale.float())
+        else:
+            matrices[name] = (codes.float() * scale.float()).bfloat16()
+    for path, own in fused.items():
+        gate_up = torch.cat([torch.stack(own["gate_proj"]), torch.stack(own["up_proj"])], 1)
+        for leaf, stack in (("gate_up_proj", gate_up), ("down_proj", torch.stack(own["down_proj"]))):
+            scales = (stack.abs().amax((1, 2), keepdim=True) / FP8_LARGEST).bfloat16()
+            codes = (stack / scales.float()).clamp(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn)
+            stored |= {f"{path}.{leaf}": codes, f"{path}.{leaf}_scale_inv": scales}
+            stored[f"{path}.{leaf}_activation_scale"] = torch.full((len(codes),), 0.01).bfloat16()
+            meant = (codes.float() * scales.float()).bfloat16()
+            parts = {"gate_proj": 0, "up_proj": 1} if leaf == "gate_up_proj" else {"down_proj": 0}
+            for number, matrix in enumerate(meant):
+                for name, at in parts.items():
+                    matrices[f"{path}.{number}.{name}.weight"] = matrix.chunk(len(parts))[at].contiguous()
+    save_file(stored, folder / SINGLE_NAME, metadata={"format": "pt"})
+    _spread(folder, shards)
+    save_file(read_tensors(plain) | matrices, plain / SINGLE_NAME, metadata={"format": "pt"})
+    return folder
+
+
 def build_fp8_table(folder: Path, family: Any, *, shards: int = 1, **settings: Any) -> Path:
     """As Qwen3.8-Flash-Next-FP8 is published: experts in blocks, a table of n-grams in parts with one scale for all."""
     build_checkpoint(folder, family, dtype=torch.bfloat16, **settings)
@@ -136,6 +189,29 @@ def build_gptq(
     return _build_integers(folder, family, plain, config, change, shards, bits=bits, disordered=True, **settings)
 
 
+def build_auto_round(folder: Path, family: str, plain: Path, layout: str, *, shards: int = 1, **settings: Any) -> Path:
+    """As auto-round publishes: in the layout of another tool, without the order of groups; some matrices are plain."""
+    config = {
+        "quant_method": "auto-round",
+        "bits": 4,
+        "group_size": 16,
+        "sym": True,
+        "data_type": "int",
+        "packing_format": layout,
+        "autoround_version": "0.13.0",
+        "block_name_to_quantize": "model.layers",
+        "extra_config": {"model.layers.1.mlp.up_proj": {"bits": 16, "data_type": "fp"}},
+    }
+
+    def change(integers: Integers) -> dict[str, torch.Tensor]:
+        if "awq" in layout:
+            return _awq(integers)
+        parts = _gptq(integers, 4, 0 if layout.endswith("gptqmodel") else 1)
+        return {name: part for name, part in parts.items() if name != "g_idx"}
+
+    return _build_integers(folder, family, plain, config, change, shards, bits=4, **settings)
+
+
 def _build_integers(
     folder: Path,
     family: str,
@@ -152,7 +228,7 @@ def _build_integers(
         build_checkpoint(made, family, dtype=torch.float16, **settings)
 
     def change(name: str, tensor: torch.Tensor, *, packed: bool) -> Named:
-        if not _LINEAR.search(name):
+        if not _LINEAR.search(name) or name.removesuffix(".weight") in config.get("extra_config", ()):
             yield name, tensor
             return
         integers = integers_of(tensor, bits, disordered=disordered)
@@ -404,7 +480,7 @@ SCHEMES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any] | None]] =
 
 
 def build_compressed_tensors(
-    folder: Path, family: str, scheme: str, *, shards: int = 1, packed: bool = True, **settings: Any
+    folder: Path, family: Any, scheme: str, *, shards: int = 1, packed: bool = True, **settings: Any
 ) -> Path:
     """As llm-compressor publishes: every Linear but the head, experts too, compressed by compressed-tensors itself.
 
@@ -418,7 +494,7 @@ def build_compressed_tensors(
         "format": form,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", "re:.*per_layer.*"],
     }
     change = _compressed(form, weights, group) if packed else lambda name, tensor: iter([(name, tensor)])
     return rewrite(folder, change, config, shards)
@@ -467,6 +543,8 @@ def build_kimi(folder: Path, plain: Path, *, shards: int = 1) -> Path:
     rewrite(folder, change, None, shards)
     path = folder / "config.json"
     config = json.loads(path.read_text())
+    config["architectures"] = ["KimiK25ForConditionalGeneration"]
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_kimi_k25.KimiK25ForConditionalGeneration"}
     config["text_config"]["quantization_config"] = {
         "quant_method": "compressed-tensors",
         "format": form,

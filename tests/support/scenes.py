@@ -166,7 +166,7 @@ class Truth:
         if not (made / layout.scratch_name).exists():
             return False
         with (made / layout.scratch_name).open("rb") as file:
-            file.seek(layout.scratch_places[span.tensor + WAITING_SCALES])
+            file.seek(layout.scratch_offsets[span.tensor + WAITING_SCALES])
             return file.read(len(self.scales[span.tensor])) == self.scales[span.tensor]
 
 

@@ -113,9 +113,9 @@ def bytes_when_made(model: Any) -> int:
     """What all units take when every one of them is ready to use, tied ones once, and the slots that experts go
     through, but no expert that is brought in by itself."""
     by_themselves = tuple(placed.unit + "." for placed in model.placement.experts)
-    places = {place.target: place for unit in find_units(model) for place in unit.places}
-    tied = {name for name, source in model.all_tied_weights_keys.items() if source in places}
-    own = [p for name, p in places.items() if name not in tied and not name.startswith(by_themselves)]
+    entries = {entry.target: entry for unit in find_units(model) for entry in unit.entries}
+    tied = {name for name, source in model.all_tied_weights_keys.items() if source in entries}
+    own = [p for name, p in entries.items() if name not in tied and not name.startswith(by_themselves)]
     made = sum(p.shape.numel() * p.dtype.itemsize for p in own)
     return made + (_transit_bytes(model) if by_themselves else 0)
 

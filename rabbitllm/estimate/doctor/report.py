@@ -170,8 +170,9 @@ def _show_models(console: Console, report: Report, every: bool) -> None:
 
 
 def _line(model: ModelEstimate, shown: Sequence[str | None], timed: bool) -> Text:
-    name = f"{model.name} ({model.quantized})" if model.quantized else model.name
-    name = name.replace("-Instruct", "")
+    name = model.name.replace("-Instruct", "")
+    marked = f"{name} ({model.quantized})"
+    name = marked if model.quantized and len(marked) < _NAME else name
     line = Text.assemble((f"{name:<{_NAME}}", "bold"), f"{_short(model.parameters):>6}  ")
     at = {one.compression: one for one in model.at}
     for compression in shown:

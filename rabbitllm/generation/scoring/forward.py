@@ -82,7 +82,7 @@ class SegmentCache(PackedCache):
         config: config of the text model.
         shares: whether layers use the KV cache of others.
         before: source of the KV cache of known segments; None if there are none.
-        behind: target of the KV cache that the next micro-batch needs; None if it needs none.
+        after: target of the KV cache that the next micro-batch needs; None if it needs none.
         shared_prefix: number of tokens of that prefix of the last text.
     """
 
@@ -92,14 +92,14 @@ class SegmentCache(PackedCache):
         config: PretrainedConfig,
         shares: bool,
         before: Relay | None = None,
-        behind: Relay | None = None,
+        after: Relay | None = None,
         shared_prefix: int = 0,
     ) -> None:
         computed = segments.computed
         super().__init__([DynamicCache(config=config)], [len(part.ids) for part in computed], shares)
         self._segments = segments
         self._knows = len(computed) < len(segments.parts)
-        self._before, self._behind, self._shared_prefix = before, behind, shared_prefix
+        self._before, self._after, self._shared_prefix = before, after, shared_prefix
         self._spans = [MaskSpan(len(part.ids), part.begins, part.begins + len(part.ids), 0) for part in computed]
         self._known: Pair | None = None
 
@@ -120,11 +120,11 @@ class SegmentCache(PackedCache):
         if self._knows:
             assert self._before is not None
             self._known = self._before.pop(layer_idx)
-        if self._behind is not None and self._shared_prefix:
+        if self._after is not None and self._shared_prefix:
             path = self._segments.path(len(self._segments.ends) - 1)
             keys, values = self._joined(path, self._by_row(key_states, value_states), self._known)
             shared = keys[:, :, : self._shared_prefix].clone(), values[:, :, : self._shared_prefix].clone()
-            self._behind.put(layer_idx, shared)
+            self._after.put(layer_idx, shared)
         return key_states, value_states
 
     def _pairs(
@@ -293,7 +293,7 @@ class ScoringForward:
         ids: torch.Tensor,
         indices: Sequence[int],
         before: Relay | None = None,
-        behind: Relay | None = None,
+        after: Relay | None = None,
     ) -> list[Scored]:
         """Compute the results of all texts of a micro-batch.
 
@@ -301,7 +301,7 @@ class ScoringForward:
             batch: the micro-batch.
             ids: see `ids`.
             indices: indices of all texts, see `ScoredText.index`.
-            before, behind: see `SegmentCache`.
+            before, after: see `SegmentCache`.
 
         Raises:
             NotPackable: the model deviates from the tested behaviour of its family.
@@ -317,7 +317,7 @@ class ScoringForward:
                 chances = self._chances(cut, {"input_ids": ids, "use_cache": False, **_RETURN}, wanted)
             else:
                 shared_prefix = batch.shared_prefix
-                cache = SegmentCache(batch.segments, self._config, self._shares, before, behind, shared_prefix)
+                cache = SegmentCache(batch.segments, self._config, self._shares, before, after, shared_prefix)
                 with sequences_of(cache):
                     chances = self._chances(cut, _packed_inputs(batch.segments, ids, cache), wanted)
                 cache.finish()

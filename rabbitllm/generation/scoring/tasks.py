@@ -11,12 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from rabbitllm.errors import OptionError, RabbitLLMError
-from rabbitllm.generation.request import ModelLimits
-
-Pooling = Literal["last", "mean"]
+from rabbitllm.generation.request import POOLINGS, ModelLimits, Pooling
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +78,6 @@ class Room:
     tokens: int | None = None
     exact: bool = False
     truncate: bool = False
-
-
-POOLINGS = ("last", "mean")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Asks a batch, and collects what comes."""
+"""Submits requests to a batch, and collects their events."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATIENCE = 120.0
 
 
 @dataclass
-class Asked:
+class Submitted:
     """One request, and its events so far."""
 
     request: Request
@@ -29,12 +29,12 @@ class Asked:
     over: threading.Event = field(default_factory=threading.Event)
     handle: GeneratedSequence | None = None
 
-    def told(self, event: Event) -> None:
+    def receive(self, event: Event) -> None:
         self.events.append(event)
         if not isinstance(event, Delta):
             self.over.set()
 
-    def wait(self) -> Asked:
+    def wait(self) -> Submitted:
         assert self.over.wait(PATIENCE), "no end came"
         return self
 
@@ -70,20 +70,20 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(drawn.tolist())
 
 
-def begin(batch: Batch, request: Request) -> Asked:
+def begin(batch: Batch, request: Request) -> Submitted:
     """Submit one."""
-    made = Asked(request)
-    made.handle = batch.submit(request, made.told)
+    made = Submitted(request)
+    made.handle = batch.submit(request, made.receive)
     return made
 
 
-def asked(batch: Batch, requests: Sequence[Request]) -> list[Asked]:
+def answered(batch: Batch, requests: Sequence[Request]) -> list[Submitted]:
     """Submit all, and wait for all."""
     made = [begin(batch, request) for request in requests]
     return [one.wait() for one in made]
 
 
-def asked_together(batch: Batch, requests: Sequence[Request]) -> list[Asked]:
+def answered_together(batch: Batch, requests: Sequence[Request]) -> list[Submitted]:
     """Submit all before the first pass, and wait for all."""
     with batch.paused():
         made = [begin(batch, request) for request in requests]
