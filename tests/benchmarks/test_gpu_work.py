@@ -165,7 +165,7 @@ def test_what_is_told_of_no_free_memory_reads_past_the_page_cache(
 ) -> None:
     job = job_for(build_checkpoint(tmp_path / "model", "llama"), told_ram=told)
     model = work_of.LOADERS["layered"](job, work.gpu)
-    assert (model.streamer.executors[model.placement.home].way == THROUGH_THE_CACHE) == (told is None)
+    assert (model.streamer.executors[model.placement.home].read_mode == THROUGH_THE_CACHE) == (told is None)
 
 
 def test_what_brings_nothing_uploads_nothing_and_leaves_the_model_as_it_was(work: GpuWork, tmp_path: Path) -> None:
