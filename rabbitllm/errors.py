@@ -474,9 +474,9 @@ def _named(error: BaseException, prepared: str | Path | None) -> RabbitLLMError 
         return _of_storage(error, prepared)
     if not is_memory and not any(_NO_MEMORY.search(str(one)) for one in (error, error.__context__)):
         return None
-    said = str(error).strip().partition("\n")[0]
+    text = str(error).strip().partition("\n")[0]
     return NotEnoughMemoryError(
-        f"There is not enough memory for this call ({type(error).__name__}{f': {said}' if said else ''}).",
+        f"There is not enough memory for this call ({type(error).__name__}{f': {text}' if text else ''}).",
         "Lower max_memory, use a stronger compression, or raise the memory limit of this process (`ulimit -v`, the "
         "container's limit). The finished part of a split is kept: the same call resumes it.",
     )
@@ -494,7 +494,7 @@ def _of_storage(error: OSError, prepared: str | Path | None) -> RabbitLLMError |
             f"The disk ran full while {prepared} was prepared ({why}). The split stopped; its finished part is kept.",
             f"{what_to_do}: it resumes.",
         )
-    remedy = next((said for numbers, said in _REMEDIES if error.errno in numbers), None)
+    remedy = next((advice for numbers, advice in _REMEDIES if error.errno in numbers), None)
     if remedy is None:
         return None
     found = StorageError(f"{where} cannot be used: {error.strerror}.", remedy)

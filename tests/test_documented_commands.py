@@ -19,6 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 import urllib.error
@@ -186,9 +187,9 @@ OTHERS = sorted(STARTED.keys() - set(OF_BENCHMARKS))
 class Scene:
     """A folder with everything that commands name, and the names of programs that find this interpreter."""
 
-    def __init__(self, home: Path) -> None:
-        self.work, self.tmp, self._bin = home / "work", home / "tmp", home / "bin"
-        for folder in (self.work, self.tmp, self._bin):
+    def __init__(self, home: Path, tmp: Path) -> None:
+        self.work, self.tmp, self._bin = home / "work", tmp, home / "bin"
+        for folder in (self.work, self._bin):
             folder.mkdir()
         for name, module in (("rabbitllm", "-P -m rabbitllm "), ("python", "")):
             (self._bin / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {module}"$@"\n')
@@ -244,8 +245,9 @@ def cut_as_gpt2(file: Path) -> None:
 
 
 @pytest.fixture
-def scene(tmp_path: Path, hub_environment: HubEnvironment) -> Scene:
-    return Scene(tmp_path)
+def scene(tmp_path: Path, hub_environment: HubEnvironment) -> Iterator[Scene]:
+    with tempfile.TemporaryDirectory(prefix="docs-") as tmp:  # a socket has to fit into 108 characters
+        yield Scene(tmp_path, Path(tmp))
 
 
 def substituted(text: str, values: dict[str, str]) -> str:

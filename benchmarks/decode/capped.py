@@ -22,23 +22,18 @@ from benchmarks.lib import command_line, pictures, report
 from benchmarks.lib.checkpoint import make_checkpoint, weight_bytes
 from benchmarks.lib.generation import Runner, StepsRun, Workload, prompt_for, tokens_equal
 from benchmarks.lib.measure import spread
-from benchmarks.lib.peers import AIRLLM, LLAMA_CPP, OLLM, RABBITLLM_1, THIS, TRANSFORMERS, room
+from benchmarks.lib.peers import LLAMA_CPP, OLLM, THIS, TRANSFORMERS, room
 from benchmarks.lib.runs import carry_out, failures, good, ratios, status, versions
 
 RUNNERS: Mapping[str, Runner] = {
     "transformers": Runner(TRANSFORMERS, "transformers", "in memory"),
     "transformers-disk": Runner(TRANSFORMERS, "transformers", "offloaded"),
     "ollm-1.0.3": Runner(OLLM, "ollm", "ollm"),
-    "rabbitllm-1.1.0": Runner(RABBITLLM_1, "rabbitllm"),
-    "airllm-4.0.0": Runner(AIRLLM, "airllm"),
     "llama.cpp-bf16": Runner(LLAMA_CPP, "llama_cpp", "BF16"),
     "llama.cpp-q4_0": Runner(LLAMA_CPP, "llama_cpp", "Q4_0"),
     "rabbitllm-2": Runner(THIS, "rabbitllm"),
     "rabbitllm-2-4bit": Runner(THIS, "rabbitllm", options={"compression": "4bit"}),
 }
-LLAMA, QWEN2 = "LlamaConfig", "Qwen2Config"
-TWINS = {"rabbitllm-1.1.0": QWEN2}
-"""oLLM reads a Llama and no Qwen2; RabbitLLM 1.1.0 fails on a Llama, and gets a Qwen2 of the same shape."""
 REFERENCE = "transformers"
 OURS, OURS_4BIT = "rabbitllm-2", "rabbitllm-2-4bit"
 AT_4BIT = (OURS_4BIT, "llama.cpp-q4_0")
@@ -89,9 +84,7 @@ def tabulate(runs: Sequence[StepsRun], cases: Sequence[Case], turns: int) -> rep
         "of its limit": lambda case, found: report.shown(spread(of_the_limit(runs, case))),
         "anon MiB over idle": report.ADDED_MEMORY,
         "tokens equal": lambda case, found: (
-            ""
-            if case.runner in AT_4BIT or case.runner in TWINS
-            else report.verdict(tokens_equal(runs, case.name, free))
+            "" if case.runner in AT_4BIT else report.verdict(tokens_equal(runs, case.name, free))
         ),
     }
     return report.tabulated(runs, {case.name: case for case in cases}, turns, columns)
@@ -100,7 +93,6 @@ def tabulate(runs: Sequence[StepsRun], cases: Sequence[Case], turns: int) -> rep
 def notes_on(runs: Sequence[StepsRun], cases: Sequence[Case]) -> list[str]:
     """What the columns mean, errors, and the goals."""
     notes = [
-        "rabbitllm-1.1.0 fails on a Llama (TypeError in its first pass) and ran a Qwen2 of the same shape.",
         "x ours: seconds a token beside this project's row under the same cap in the same turn, at 4bit for the rows "
         "at 4 bits.",
         "of its limit: seconds a token over the longer of reading alone and computing alone.",
@@ -139,11 +131,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command_line.settle(options, "capped")
     command_line.check_tokens(options)
     work = options.work_dir
-    kinds = dict.fromkeys((LLAMA, *(TWINS.get(row, LLAMA) for row in options.only)))
-    checkpoints = {kind: make_checkpoint(work, options.scale, kind) for kind in kinds}
-    _for_ollm(checkpoints[LLAMA])
-    weights = weight_bytes(checkpoints[LLAMA])
-    workload = Workload(checkpoints[LLAMA], work / "capped-run", prompt_for(options.scale), options.tokens)
+    checkpoint = make_checkpoint(work, options.scale, "LlamaConfig")
+    _for_ollm(checkpoint)
+    weights = weight_bytes(checkpoint)
+    workload = Workload(checkpoint, work / "capped-run", prompt_for(options.scale), options.tokens)
     cases = [Case(row, None) for row in UNCAPPED if row in options.only]
     cases += [Case(row, share) for share in options.shares for row in options.only]
 
@@ -152,17 +143,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             RUNNERS[case.runner],
             work,
             f"capped-{case.runner}-{case.share}-{run.turn}",
-            checkpoint=checkpoints[TWINS.get(case.runner, LLAMA)],
             cap_bytes=room(weights, case.share),
             limit_seconds=RUN_LIMIT_SECONDS,
         )
         run.take(outcome)
 
-    def files(row: str) -> None:
-        workload.prepare(RUNNERS[row], work, f"capped-{row}-files", checkpoints[TWINS.get(row, LLAMA)])
-
     environments = {row: RUNNERS[row].environment for row in options.only}
-    runs = carry_out(options, cases, StepsRun, measure, environments, workload.folder, files)
+    runs = carry_out(
+        options,
+        cases,
+        StepsRun,
+        measure,
+        environments,
+        workload.folder,
+        lambda row: workload.prepare(RUNNERS[row], work, f"capped-{row}-files"),
+    )
     title = f"{options.tokens} tokens of a model of {weights / 1e9:.2f} GB with memory capped, on the CPU, "
     title += command_line.turns(options)
     table, drawn = tabulate(runs, cases, options.turns), picture(title, runs, cases)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.lib import command_line, llama_file, report
+from benchmarks.lib import command_line, llama, report
 from benchmarks.lib.checkpoint import make_checkpoint
 from benchmarks.lib.generation import Runner, StepsRun, Workload, prompt_for
 from benchmarks.lib.peers import LLAMA_CPP, THIS, make_layer_files, room
@@ -68,7 +68,7 @@ def write_files(checkpoint: Path, folder: Path, kinds: Sequence[str], work: Path
     Raises:
         PeerError: the tool cannot be built here.
     """
-    plain = llama_file.write(checkpoint, folder / f"{PLAIN}.gguf", PLAIN)
+    plain = llama.write_file(checkpoint, folder / f"{PLAIN}.gguf", PLAIN)
     others = [kind for kind in kinds if kind != PLAIN]
     made = {PLAIN: plain} if PLAIN in kinds else {}
     made |= {kind: quantized(tool(work), plain, folder / f"{kind}.gguf", kind) for kind in others}

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from benchmarks.experts import routing
 from benchmarks.experts.routing import Floats, Habits
-from benchmarks.lib import published, qwen3_next
+from benchmarks.lib import models, published
 from benchmarks.lib.checkpoint import made_once
 from benchmarks.lib.generated import SCALE, Content, bfloat16_bits, write_around
 from benchmarks.lib.published import Config, Model, Placed, Tensor
@@ -85,7 +85,7 @@ def config_of(scale: MoeScale) -> Config:
     """Its config.json, without tokens at which generation would end."""
     chosen = {name: value for name, value in asdict(scale).items() if name != "shard_bytes"}
     return {
-        **qwen3_next.QWEN3_CODER_NEXT,
+        **models.QWEN3_CODER_NEXT,
         **chosen,
         "shared_expert_intermediate_size": scale.moe_intermediate_size,
         "max_position_embeddings": 32768,
@@ -102,7 +102,7 @@ def model_of(scale_name: str) -> Model:
         f"generated/moe-{scale_name}",
         config_of(scale),
         {"do_sample": False},
-        qwen3_next.tensors,
+        models.qwen3_next,
         shard_bytes=scale.shard_bytes,
         max_disk=0,
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.lib import qwen2
+from benchmarks.lib import models
 from benchmarks.lib.checkpoint import made_once
 from benchmarks.lib.generated import Content, write_around
 from benchmarks.lib.published import Checkpoint, Config, Model, checkpoint
@@ -18,7 +18,7 @@ SHARD_BYTES = 1000**3
 _ONE = 0x3F80
 """In bfloat16."""
 _SHAPE: Config = {
-    **qwen2.QWEN2_5_72B,
+    **models.QWEN2_5_72B,
     "bos_token_id": None,
     "eos_token_id": None,  # so that a generation always has the wanted length
     "hidden_size": 4096,
@@ -48,8 +48,8 @@ def model_of(gigabytes: float, *, tiny: bool = False) -> Checkpoint:
         tiny: of the shapes that a rehearsal has.
     """
     shape = _TINY if tiny else _SHAPE
-    model = Model("", "", {**shape, "num_hidden_layers": 1}, {"do_sample": False}, qwen2.tensors, SHARD_BYTES, 0)
-    one, two = (sum(tensor.nbytes for tensor in qwen2.tensors({**shape, "num_hidden_layers": n})) for n in (1, 2))
+    model = Model("", "", {**shape, "num_hidden_layers": 1}, {"do_sample": False}, models.qwen2, SHARD_BYTES, 0)
+    one, two = (sum(tensor.nbytes for tensor in models.qwen2({**shape, "num_hidden_layers": n})) for n in (1, 2))
     return checkpoint(model, max(1, 1 + int((gigabytes * 1e9 - one) // (two - one))))
 
 

@@ -213,7 +213,7 @@ def _brought_to_a_stop(executor: Any) -> Iterator[None]:
     loader, held = executor.loader, executor.loader.take(units[0])
     executor.loader = SimpleNamespace(
         take=lambda unit: held,
-        expect=lambda units: None,
+        prefetch=lambda units: None,
         give_back=lambda loaded: None,
         give_back_taken=lambda: None,
         waited=loader.waited,

@@ -24,8 +24,7 @@ _END = "[DONE]"
 
 
 def _note(sent: float) -> dict[str, Any]:
-    counts = dict.fromkeys(("new_tokens", "prompt_tokens", "kept_tokens"))
-    return {"sent": sent, "pieces": [], "text": "", "status": None, "error": "cut short", **counts}
+    return {"sent": sent, "pieces": [], "text": "", "status": None, "error": "cut short", "new_tokens": None}
 
 
 def take_in(event: dict[str, Any], noted: dict[str, Any], now: float) -> None:
@@ -37,12 +36,8 @@ def take_in(event: dict[str, Any], noted: dict[str, Any], now: float) -> None:
         if text:
             noted["text"] += text
             noted["pieces"].append(now)
-    usage = event.get("usage")
-    if usage:
-        details = usage.get("prompt_tokens_details") or {}
+    if usage := event.get("usage"):
         noted["new_tokens"] = usage.get("completion_tokens")
-        noted["prompt_tokens"] = usage.get("prompt_tokens")
-        noted["kept_tokens"] = details.get("cached_tokens")
 
 
 async def ask(client: httpx.AsyncClient, url: str, body: dict[str, Any], noted: dict[str, Any], start: float) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib import llama_file
+from benchmarks.lib import llama
 from benchmarks.lib.checkpoint import SCALES
 from benchmarks.lib.peers import LLAMA_CPP, Environment, Outcome, make_layer_files, run_worker
 from benchmarks.lib.runs import Run, equal_in_turn
@@ -52,7 +52,7 @@ def prepare_files(runner: Runner, checkpoint: Path, place: Path, work: Path, lab
     if place.exists():
         return
     if runner.environment == LLAMA_CPP:
-        llama_file.write(checkpoint, place, runner.loader)
+        llama.write_file(checkpoint, place, runner.loader)
     elif runner.loader == "layered":
         compression = runner.options.get("compression")
         make_layer_files(runner.environment, runner.package, checkpoint, place, compression, work, label)
@@ -98,9 +98,9 @@ class Workload:
     prompt: Sequence[int]
     tokens: int
 
-    def prepare(self, runner: Runner, work: Path, label: str, checkpoint: Path | None = None) -> None:
+    def prepare(self, runner: Runner, work: Path, label: str) -> None:
         """`prepare_files` in this folder."""
-        prepare_files(runner, checkpoint or self.checkpoint, self.folder / runner.files_name, work, label)
+        prepare_files(runner, self.checkpoint, self.folder / runner.files_name, work, label)
 
     def decode(
         self,

@@ -26,6 +26,18 @@ class PeerError(Exception):
     """A peer could not be installed, or failed at its job; the message is what the table shows."""
 
 
+def run_tool(command: Sequence[str], failed: str) -> None:
+    """Run a program to its end.
+
+    Raises:
+        PeerError: `failed`, and the last line that it said.
+    """
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    if made.returncode:
+        lines = (made.stderr or made.stdout).strip().splitlines()
+        raise PeerError(f"{failed}: {lines[-1] if lines else f'exit status {made.returncode}'}")
+
+
 @dataclass(frozen=True)
 class Cap:
     """A group that a process is in, and what it may take in addition to what it takes when it is idle (bytes)."""

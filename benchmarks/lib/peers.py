@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.command_line import SMALLEST
 from benchmarks.lib.control_group import control_group
-from benchmarks.lib.idle_process import REPOSITORY, Cap, PeerError, idle_process
+from benchmarks.lib.idle_process import REPOSITORY, Cap, PeerError, idle_process, run_tool
 from benchmarks.lib.measure import Sampler
 from benchmarks.lib.worker import split
 
 WORKER = Path(__file__).resolve().with_name("worker.py")
 RUN_LIMIT_SECONDS = 1800
+_NOT_INSTALLED = "cannot be installed"
 LEAST_ROOM_BYTES = 128 << 20
 """More than the idle process, whatever the share: with less, a tiny model cannot compute."""
 
@@ -38,14 +37,12 @@ class Environment:
         requirements: pinned; what they need in turn is up to pip.
         without_dependencies: installed after those, whatever they declare.
         built_here: of `requirements`, names of those that are compiled from their source package.
-        over_this: whether packages of the interpreter that runs the benchmark are seen behind its own.
     """
 
     name: str
     requirements: tuple[str, ...] = ()
     without_dependencies: tuple[str, ...] = ()
     built_here: tuple[str, ...] = ()
-    over_this: bool = False
 
 
 THIS = Environment("this interpreter")
@@ -89,13 +86,6 @@ LLAMA_SERVER = Environment("llama-server-0.3.36", ("cmake>=3.28", "ninja"))
 """What builds llama.cpp's own server (`lib/llama_server.py`)."""
 
 
-def over_this(environment: Environment) -> Environment:
-    """The same on this interpreter's torch and what goes with it, instead of gigabytes of their own: then all rows
-    compute with the very same libraries, whichever these are."""
-    own = tuple(requirement for requirement in environment.requirements if requirement not in _COMMON)
-    return replace(environment, name=f"{environment.name}-over-this", requirements=own, over_this=True)
-
-
 def interpreter(environment: Environment, work: Path) -> Path:
     """Python of an environment, which is made, or made again if its pins have changed.
 
@@ -112,11 +102,7 @@ def interpreter(environment: Environment, work: Path) -> Path:
     if stamp.exists() and stamp.read_text() == wanted:
         return python
     print(f"Making the environment of {environment.name} …", file=sys.stderr, flush=True)
-    # over this interpreter its pip is seen too, and a Python without ensurepip (Debian's, Colab's) will do
-    bare = ["--without-pip"] if environment.over_this and importlib.util.find_spec("pip") else []
-    _run([sys.executable, "-m", "venv", "--clear", *bare, str(folder)])
-    if environment.over_this:
-        _lay_over_this(folder)
+    run_tool([sys.executable, "-m", "venv", "--clear", str(folder)], _NOT_INSTALLED)
     steps = []
     install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     from_source = [argument for name in environment.built_here for argument in ("--no-binary", name)]
@@ -125,23 +111,9 @@ def interpreter(environment: Environment, work: Path) -> Path:
     if environment.without_dependencies:
         steps.append([*install, "--no-deps", *environment.without_dependencies])
     for step in steps:
-        _run(step)
+        run_tool(step, _NOT_INSTALLED)
     stamp.write_text(wanted)
     return python
-
-
-def _run(step: Sequence[str]) -> None:
-    made = subprocess.run(step, capture_output=True, text=True, check=False)
-    if made.returncode:
-        lines = (made.stderr or made.stdout).strip().splitlines()
-        raise PeerError(f"cannot be installed: {lines[-1] if lines else f'exit status {made.returncode}'}")
-
-
-def _lay_over_this(folder: Path) -> None:
-    """Let an environment see this interpreter's packages behind its own; pip then installs what it does not find."""
-    (packages,) = folder.glob("lib/python*/site-packages")
-    seen = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
-    (packages / "over_this.pth").write_text("\n".join(seen) + "\n")
 
 
 def prepare(environments: Mapping[str, Environment], work: Path) -> dict[str, str]:

@@ -35,7 +35,6 @@ class Answer:
         sent: when.
         pieces: when each piece of text came.
         new_tokens: as the server counted them at the end; None if the end did not come.
-        prompt_tokens, kept_tokens: as the server counted them; None where it did not say.
         text: what came.
         status: of HTTP; None if there was none.
         error: why it was not answered to its end; None if it was.
@@ -44,8 +43,6 @@ class Answer:
     sent: float
     pieces: tuple[float, ...]
     new_tokens: int | None
-    prompt_tokens: int | None
-    kept_tokens: int | None
     text: str
     status: int | None
     error: str | None

@@ -7,7 +7,6 @@ sensitive, and where rows are no multiple of a type's block.
 from __future__ import annotations
 
 import json
-import subprocess
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +14,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.lib import llama_server
-from benchmarks.lib.idle_process import PeerError
+from benchmarks.lib import llama
+from benchmarks.lib.idle_process import PeerError, run_tool
 from benchmarks.lib.peers import LLAMA_SERVER
 from benchmarks.lib.server_process import served
 from rabbitllm.formats.tensor_spec import TensorSpec
@@ -33,7 +32,7 @@ def tool(work: Path) -> Path:
     Raises:
         PeerError: it cannot be built here.
     """
-    return llama_server.built(work, "llama-quantize")
+    return llama.built(work, "llama-quantize")
 
 
 def quantized(program: Path, plain: Path, path: Path, preset: str) -> Path:
@@ -42,11 +41,7 @@ def quantized(program: Path, plain: Path, path: Path, preset: str) -> Path:
     Raises:
         PeerError: it failed.
     """
-    command = [str(program), str(plain), str(path), preset, "1"]
-    made = subprocess.run(command, capture_output=True, text=True, check=False)
-    if made.returncode:
-        lines = (made.stderr or made.stdout).strip().splitlines()
-        raise PeerError(f"llama-quantize failed: {lines[-1] if lines else f'exit status {made.returncode}'}")
+    run_tool([str(program), str(plain), str(path), preset, "1"], "llama-quantize failed")
     return path
 
 
@@ -63,7 +58,7 @@ def next_tokens(path: Path, contexts: Sequence[Sequence[int]], vocabulary: int, 
         PeerError: the program cannot be built, failed, or left a token out.
     """
     room = str(max(map(len, contexts)) + 16)
-    job = {"how": "program", "package": None, "program": str(llama_server.program(work))}
+    job = {"how": "program", "package": None, "program": str(llama.built(work, "llama-server"))}
     arguments = ["--model", str(path), "--ctx-size", room, *_ARGUMENTS]
     with served(LLAMA_SERVER, {**job, "arguments": arguments}, work, "llama-logits", []) as server:
         found = torch.full((len(contexts), vocabulary), -torch.inf)

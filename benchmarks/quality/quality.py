@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import rabbitllm.demo
-from benchmarks.lib import command_line, llama_file, pictures, report
+from benchmarks.lib import command_line, llama, pictures, report
 from benchmarks.lib.idle_process import PeerError
 from benchmarks.lib.measure import fresh_folder
 from benchmarks.quality.llama_cpp import PLAIN, PRESETS, next_tokens, quantized, tool, types
@@ -202,7 +202,7 @@ def of_llama_cpp(subject: Subject, work: Path) -> Iterator[Row]:
     try:
         program = tool(work.parent)
         with fresh_folder(work / "gguf") as folder:
-            plain = llama_file.write(subject.folder, folder / f"{PLAIN}.gguf", PLAIN)
+            plain = llama.write_file(subject.folder, folder / f"{PLAIN}.gguf", PLAIN)
             for preset in (PLAIN, *PRESETS):
                 path = plain if preset == PLAIN else quantized(program, plain, folder / f"{preset}.gguf", preset)
                 with fresh_folder(folder / "split") as split:

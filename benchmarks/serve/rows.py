@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib import llama_file, llama_server
+from benchmarks.lib import llama
 from benchmarks.lib.peers import LLAMA_SERVER, THIS, TRANSFORMERS_SERVE, Environment, make_layer_files
 
 
@@ -96,7 +96,7 @@ def prepare_files(row: str, workload: Workload, work: Path) -> None:
     """
     server, place = SERVERS[row], prepared(row, workload)
     if server.environment == LLAMA_SERVER:
-        llama_server.program(work)
+        llama.built(work, "llama-server")
     if place.exists() or place == workload.checkpoint:
         return
     if server.is_ours:
@@ -104,7 +104,7 @@ def prepare_files(row: str, workload: Workload, work: Path) -> None:
         make_layer_files(THIS, "rabbitllm", workload.checkpoint, folder, compression, work, f"serve-{row}-files")
         return
     if server.kind is not None:
-        llama_file.write(workload.checkpoint, place, server.kind)
+        llama.write_file(workload.checkpoint, place, server.kind)
 
 
 def prepared(row: str, workload: Workload) -> Path:
@@ -134,7 +134,7 @@ def job_of(row: str, workload: Workload, work: Path) -> dict[str, Any]:
         job["options"]["cb_num_blocks"] = most * blocks
     if server.environment == LLAMA_SERVER:
         context = most * (workload.prompt_tokens + workload.new_tokens + 8)
-        job["program"] = str(llama_server.program(work))
+        job["program"] = str(llama.built(work, "llama-server"))
         job["arguments"] = ["--model", str(place), "--parallel", str(most), "--ctx-size", str(context)]
     return job
 

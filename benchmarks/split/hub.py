@@ -2,22 +2,18 @@
 
     python -m benchmarks.split.hub --model qwen2.5-72b --scale 0.05 --work-dir FOLDER
 
-It answers what huggingface_hub and rabbitllm ask for: the model's listing (sizes, SHA-256) and tree, and files by HEAD,
-GET and GET of one range, with ETag and X-Repo-Commit. Once the digests are known it says on stdout, in one line of
-JSON, where it is; it ends when its stdin does. What it has sent is counted in a file (`Counters`), so that a watching
-process need not ask. `HubProcess` starts and ends it. Knows no faults, tokens or second origins.
+The server is that of the tests (`tests/support/local_hub.py`). Once the digests are known it says on stdout, in one
+line of JSON, where it is; it ends when its stdin does. What it has sent is counted in a file (`Counters`), so that a
+watching process need not ask. `HubProcess` starts and ends it.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import mmap
 import os
 import re
-import socket
-import socketserver
 import struct
 import subprocess
 import sys
@@ -25,23 +21,19 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
 
 import psutil
 
-from benchmarks.lib.generated import PIECE_BYTES, Content, digests
+from benchmarks.lib.generated import Content, digests
 from benchmarks.lib.idle_process import REPOSITORY
 from benchmarks.lib.models import MODELS
 from benchmarks.lib.published import Checkpoint, Shard, checkpoint
+from tests.support.local_hub import GeneratedFile, LocalHub, Request
 
 DIGESTS_NAME, _COUNTERS_NAME = "kaggle-72b-digests.json", "kaggle-72b-sent"
 _FORM = struct.Struct("<4q")
-_RATE_STEP_SECONDS = 0.02
-_LEAST_PIECE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -90,36 +82,7 @@ class Counters:
         return Sent(*_FORM.unpack_from(self._map, 0))
 
 
-@dataclass(frozen=True)
-class Served:
-    """A file of the repository: small, with its content, or a shard."""
-
-    name: str
-    size: int
-    digest: str
-    small: bytes = b""
-    shard: Shard | None = None
-
-    @property
-    def blob(self) -> str:
-        """The git id of the file, or of the pointer that git holds in place of a large one."""
-        held = self.small
-        if self.shard is not None:
-            pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.digest}\nsize {self.size}\n"
-            held = pointer.encode()
-        return hashlib.sha1(b"blob %d\0" % len(held) + held).hexdigest()
-
-    @property
-    def etag(self) -> str:
-        return self.digest if self.shard is not None else self.blob
-
-    def facts(self, name: str, blob: str, digest: str) -> dict[str, Any]:
-        """As a listing has them; the two listings of the hub call the same things by other names."""
-        lfs = {"lfs": {digest: self.digest, "size": self.size, "pointerSize": 135}} if self.shard is not None else {}
-        return {name: self.name, "size": self.size, blob: self.blob, **lfs}
-
-
-def files_of(made: Checkpoint, shard_digests: Mapping[str, str]) -> dict[str, Served]:
+def files_of(made: Checkpoint, content: Content, shard_digests: Mapping[str, str]) -> dict[str, GeneratedFile]:
     """Everything in the repository: config, generation config, index, a small tokenizer, and the shards."""
     small: dict[str, Any] = {
         "config.json": made.config,
@@ -128,10 +91,17 @@ def files_of(made: Checkpoint, shard_digests: Mapping[str, str]) -> dict[str, Se
         "tokenizer.json": _tokenizer(),
         "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0"},
     }
-    encoded = {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in small.items()}
-    files = [Served(name, len(data), hashlib.sha256(data).hexdigest(), data) for name, data in encoded.items()]
-    files += [Served(shard.name, shard.size, shard_digests[shard.name], shard=shard) for shard in made.shards]
-    return {file.name: file for file in sorted(files, key=lambda file: file.name)}
+
+    def shard_file(shard: Shard) -> GeneratedFile:
+        def read(offset: int, length: int) -> bytes | memoryview:
+            pieces = [*content.of_file(shard, offset, offset + length)]
+            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+        return GeneratedFile(shard.size, read, shard_digests[shard.name])
+
+    encoded = {name: (json.dumps(held, indent=2) + "\n").encode() for name, held in small.items()}
+    files = {name: GeneratedFile.from_bytes(data) for name, data in encoded.items()}
+    return files | {shard.name: shard_file(shard) for shard in made.shards}
 
 
 def _tokenizer() -> dict[str, Any]:
@@ -149,8 +119,8 @@ def _tokenizer() -> dict[str, Any]:
     }
 
 
-class GeneratedHub:
-    """The server, in this process; `url` is the endpoint to give to the client.
+class GeneratedHub(LocalHub):
+    """The server, in this process, which counts what it sends of shards.
 
     Args:
         made: what to serve.
@@ -168,173 +138,47 @@ class GeneratedHub:
         counters: Counters,
         rate: float | None = None,
     ) -> None:
-        self.repository = made.model.repository
-        self.files = files_of(made, shard_digests)
-        listing = "".join(f"{file.name} {file.size} {file.digest}\n" for file in self.files.values())
-        self.commit = hashlib.sha1(listing.encode()).hexdigest()
-        self.counters = counters
-        self._content = content
-        self._rate = rate
+        super().__init__(Path(os.devnull))
+        self.repository, self.counters = made.model.repository, counters
+        self.add_generated(self.repository, files_of(made, content, shard_digests))
+        self.faults.delay_per_mib = (1 << 20) / rate if rate else 0.0
+        self._sizes = {shard.name: shard.size for shard in made.shards}
+        self._at: dict[int, tuple[str, int, bool]] = {}  # of bodies under way: file, offset, whether it is a probe
         self._reached: dict[str, int] = {}
-        self._lock = threading.Lock()
-        self._server = _Server(("127.0.0.1", 0), _Handler)
-        self._server.hub = self
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._counting = threading.Lock()
 
-    def serve(self) -> None:
-        """Answer, each connection in a thread, until `close` is called."""
-        self._server.serve_forever(0.1)
+    def record(self, request: Request) -> int:
+        """Note it; a range that ends before its file is a look at a header, no part of the transfer."""
+        key = super().record(request)
+        if request.method == "GET" and request.file in self._sizes and request.status in (200, 206):
+            found = re.fullmatch(r"bytes=(\d+)-(\d*)", request.range or "")
+            size = self._sizes[request.file]
+            with self._counting:
+                is_probe = bool(found and found[2] and int(found[2]) < size - 1)
+                self._at[key] = request.file, int(found[1]) if found else 0, is_probe
+                self.counters.add(open=1)
+        return key
 
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-    def send(self, file: Served, start: int, stop: int, to: socket.socket) -> None:
-        """Send bytes of a file, at the rate, and count them piece by piece."""
-        if file.shard is None:
-            to.sendall(memoryview(file.small)[start:stop])
-            return
-        with self._lock:
-            self.counters.add(open=1)
-        try:
-            self._send_shard(file, file.shard, start, stop, to)
-        finally:
-            with self._lock:
-                self.counters.add(open=-1)
-
-    def _send_shard(self, file: Served, shard: Shard, start: int, stop: int, to: socket.socket) -> None:
-        most = PIECE_BYTES
-        if self._rate is not None:
-            most = min(PIECE_BYTES, max(_LEAST_PIECE_BYTES, int(self._rate * _RATE_STEP_SECONDS)))
-        begun, at = time.perf_counter(), start
-        for piece in self._content.of_file(shard, start, stop, most):
-            to.sendall(piece)
-            at += len(piece)
-            self._count(file, at - len(piece), at, probe=stop < file.size)
-            if self._rate is not None:
-                time.sleep(max(begun + (at - start) / self._rate - time.perf_counter(), 0))
-
-    def _count(self, file: Served, start: int, stop: int, *, probe: bool) -> None:
-        """Add to the counters; a range that ends before its file is a look at a header, no part of the transfer."""
-        with self._lock:
-            if probe:
-                self.counters.add(probed=stop - start)
+    def record_bytes(self, key: int, count: int) -> None:
+        """Add to the counters."""
+        super().record_bytes(key, count)
+        with self._counting:
+            if key not in self._at:
                 return
-            reached = self._reached.get(file.name, 0)
-            self.counters.add(sent=stop - start, again=max(min(stop, reached) - start, 0))
-            self._reached[file.name] = max(reached, stop)
+            file, start, is_probe = self._at[key]
+            self._at[key] = file, start + count, is_probe
+            if is_probe:
+                self.counters.add(probed=count)
+                return
+            reached = self._reached.get(file, 0)
+            self.counters.add(sent=count, again=max(min(start + count, reached) - start, 0))
+            self._reached[file] = max(reached, start + count)
 
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 64
-    hub: GeneratedHub
-
-    def server_bind(self) -> None:
-        # HTTPServer would look the host's full name up, which takes seconds where there is no name service
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exc_info()[1], OSError):  # a client that is killed is what the hub is for
-            super().handle_error(request, client_address)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # headers and body are written apart
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
-
-    def do_GET(self) -> None:
-        hub, url = self.server.hub, urlsplit(self.path)
-        path, api = unquote(url.path), f"/api/models/{hub.repository}"
-        if match := re.fullmatch(rf"/{re.escape(hub.repository)}/resolve/([^/]+)/(.+)", path):
-            self._answer_file(*match.groups())
-        elif match := re.fullmatch(rf"{re.escape(api)}/tree/([^/]+)/?", path):
-            if self._knows(match[1]):
-                tree = [{"type": "file", **file.facts("path", "oid", "oid")} for file in hub.files.values()]
-                self._send_json(tree)
-        elif match := re.fullmatch(rf"{re.escape(api)}(?:/revision/([^/]+))?", path):
-            if self._knows(match[1] or "main"):
-                self._answer_listing(with_facts="blobs" in parse_qs(url.query))
-        else:
-            self._refuse("RepoNotFound", "Repository not found")
-
-    do_HEAD = do_GET
-
-    def _knows(self, revision: str) -> bool:
-        if revision in ("main", self.server.hub.commit):
-            return True
-        self._refuse("RevisionNotFound", f"Invalid rev id: {revision}")
-        return False
-
-    def _answer_listing(self, with_facts: bool) -> None:
-        hub = self.server.hub
-        siblings = [
-            file.facts("rfilename", "blobId", "sha256") if with_facts else {"rfilename": file.name}
-            for file in hub.files.values()
-        ]
-        facts = {"private": False, "gated": False, "disabled": False, "tags": []}
-        self._send_json(
-            {"id": hub.repository, "modelId": hub.repository, "sha": hub.commit, **facts, "siblings": siblings}
-        )
-
-    def _answer_file(self, revision: str, name: str) -> None:
-        hub = self.server.hub
-        if not self._knows(revision):
-            return
-        file = hub.files.get(name)
-        commit = {"X-Repo-Commit": hub.commit}
-        if file is None:
-            self._refuse("EntryNotFound", "Entry not found", commit)
-            return
-        headers = {**commit, "ETag": f'"{file.etag}"', "Accept-Ranges": "bytes"}
-        span = parse_range(self.headers.get("Range"), file.size)
-        if span is None:
-            headers["Content-Range"] = f"bytes */{file.size}"
-            self._begin(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, headers, 0)
-            return
-        start, stop, partial = span
-        if partial:
-            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{file.size}"
-        headers["Content-Type"] = "application/octet-stream"
-        self._begin(HTTPStatus.PARTIAL_CONTENT if partial else HTTPStatus.OK, headers, stop - start)
-        if self.command != "HEAD":
-            hub.send(file, start, stop, self.connection)
-
-    def _begin(self, status: int, headers: Mapping[str, str], length: int) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(length))
-        self.end_headers()
-
-    def _send_json(
-        self, content: object, status: int = HTTPStatus.OK, headers: Mapping[str, str] | None = None
-    ) -> None:
-        body = json.dumps(content).encode()
-        self._begin(status, {"Content-Type": "application/json", **(headers or {})}, len(body))
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def _refuse(self, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
-        told = {"X-Error-Code": code, "X-Error-Message": message, **(headers or {})}
-        self._send_json({"error": message}, HTTPStatus.NOT_FOUND, told)
-
-
-def parse_range(header: str | None, size: int) -> tuple[int, int, bool] | None:
-    """Start, stop and whether it is a part; None if nothing of the range exists. What is not understood is ignored."""
-    match = re.fullmatch(r"bytes=(\d*)-(\d*)", header or "")
-    if match is None or match.groups() == ("", ""):
-        return 0, size, False
-    first, last = match.groups()
-    if not first:
-        return (max(size - int(last), 0), size, True) if int(last) else None
-    start, stop = int(first), min(int(last) + 1, size) if last else size
-    return (start, stop, True) if start < stop else None
+    def body_ended(self, key: int) -> None:
+        """It is no longer under way."""
+        with self._counting:
+            if self._at.pop(key, None):
+                self.counters.add(open=-1)
 
 
 _QUIET_SECONDS = 5
@@ -352,7 +196,7 @@ class HubProcess:
     def __init__(self, made: Checkpoint, scale: float, work: Path, rate: float | None = None) -> None:
         name = next(name for name, model in MODELS.items() if model is made.model)
         self._command = [sys.executable, "-m", "benchmarks.split.hub", "--model", name, "--scale", repr(scale)]
-        self._command += ["--work-dir", str(work), "--counters", str(work / _COUNTERS_NAME)]
+        self._command += ["--work-dir", str(work)]
         self._command += ["--rate", repr(rate)] if rate is not None else []
         self._work = work
         self.url = self.commit = ""
@@ -419,19 +263,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", choices=list(MODELS), default="qwen2.5-72b")
     parser.add_argument("--scale", type=float, default=1.0, help="how many times the model's layers")
     parser.add_argument("--work-dir", type=Path, required=True, help="for the digests")
-    parser.add_argument("--counters", type=Path, help="file for what is sent (default: in the work folder)")
     parser.add_argument("--rate", type=float, help="MB/s of each connection (default: as fast as it goes)")
     options = parser.parse_args(arguments)
     made, content = checkpoint(MODELS[options.model], options.scale), Content()
     found = digests(made, content, options.work_dir / DIGESTS_NAME)
     rate = options.rate * 1e6 if options.rate else None
-    with Counters(options.counters or options.work_dir / _COUNTERS_NAME, new=True) as counters:
-        hub = GeneratedHub(made, content, found.of, counters, rate)
-        threading.Thread(target=hub.serve, daemon=True).start()
+    with (
+        Counters(options.work_dir / _COUNTERS_NAME, new=True) as counters,
+        GeneratedHub(made, content, found.of, counters, rate) as hub,
+    ):
         took = {key: value for key, value in asdict(found).items() if key != "of"}
-        print(json.dumps({"url": hub.url, "commit": hub.commit, "digests": took}), flush=True)
+        print(json.dumps({"url": hub.url, "commit": hub.commit(made.model.repository), "digests": took}), flush=True)
         sys.stdin.read()
-        hub.close()
     return 0
 
 

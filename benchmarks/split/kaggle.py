@@ -27,10 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import command_line, pictures, report
-from benchmarks.lib.disk_speed import THREADS, read_speed
 from benchmarks.lib.generated import Content
 from benchmarks.lib.idle_process import PeerError
-from benchmarks.lib.measure import drop_cached
+from benchmarks.lib.measure import THREADS, drop_cached, read_speed
 from benchmarks.lib.models import MODELS
 from benchmarks.lib.peers import THIS, run_worker
 from benchmarks.lib.published import Checkpoint, checkpoint, max_disk

@@ -193,12 +193,11 @@ PLAIN_LETTERS = str.maketrans({"·": "|", FULL: "=", HALF: "-", EMPTY: "."})
 """Replacements for a terminal without these characters."""
 
 
-def amount(nbytes: float, decimals: int | None = None) -> str:
-    """Format bytes in GiB, or in MiB below one GiB; with three digits, or as many decimals as requested."""
+def amount(nbytes: float) -> str:
+    """Format bytes in GiB, or in MiB below one GiB, with three digits."""
     scale, unit = unit_of(nbytes)
     value = nbytes / scale
-    if decimals is None:
-        decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
     return f"{value:.{decimals}f} {unit}"
 
 

@@ -21,7 +21,8 @@ class _InWords:
 
     def get_params(self, ctx: Any) -> list[Any]:
         found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
-        has_panels = len({one.rich_help_panel for one in found} - {None}) > 1
+        panels = {id(one): getattr(one, "rich_help_panel", None) for one in found}
+        has_panels = len({*panels.values()} - {None}) > 1
         for one in found:
             one._get_number_range_help_str = lambda: None  # "[x>=1]" takes the width of the text
             if one.param_type_name == "argument":
@@ -29,9 +30,9 @@ class _InWords:
                 one.display_type_rich = lambda ctx: ""
                 continue
             one.metavar = "" if getattr(one, "is_flag", False) else one.metavar or word_of(one)
-            one.rich_help_panel = (one.rich_help_panel or OTHER_PANEL) if has_panels else None
+            one.rich_help_panel = (panels[id(one)] or OTHER_PANEL) if has_panels else None
         order = dict(zip(PANELS, range(len(PANELS)), strict=True))
-        return sorted(found, key=lambda one: order.get(one.rich_help_panel, -1))
+        return sorted(found, key=lambda one: order.get(str(getattr(one, "rich_help_panel", "")), -1))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]  # type: ignore[misc]

@@ -10,7 +10,7 @@ import io
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ _LANES: Sequence[tuple[str, frozenset[str]]] = (
     ("copy", frozenset(COPIES)),
     ("caller", frozenset(CALLER_STAGES)),
 )
-_BRINGERS = (READ, *COPIES)
+_PROVIDERS = (READ, *COPIES)
 _MAX_NAMES = 40
 """Limit of layers that are all named below the bars."""
 _WIDTH, _HEIGHT = 11.0, 6.2
@@ -153,7 +153,7 @@ def spent_by_layer(one: Pass, events: Iterable[Event]) -> dict[str, dict[str, fl
             stages[event.stage] = stages.get(event.stage, 0.0) + event.seconds
             used[event.layer] = event.end
     for event in sorted(known, key=lambda event: event.start):
-        if event.stage in _BRINGERS and event.end <= used.get(event.layer, 0.0):
+        if event.stage in _PROVIDERS and event.end <= used.get(event.layer, 0.0):
             spent[event.layer][event.stage] = event.seconds
     return spent
 
@@ -198,9 +198,9 @@ def _clipped(event: Event, one: Pass) -> tuple[float, float]:
 def _bars(axes: Any, spent: Mapping[str, Mapping[str, float]]) -> None:
     """Draw two bars for each layer: the caller's times, stacked, and next to them those of the disk and the copies."""
     layers = list(spent)
-    brings = any(stage in stages for stages in spent.values() for stage in _BRINGERS)
-    width = 0.4 if brings else 0.8
-    for stages, shift in ((CALLER_STAGES, width / 2 if brings else 0.0), (_BRINGERS, -width / 2)):
+    has_providers = any(stage in stages for stages in spent.values() for stage in _PROVIDERS)
+    width = 0.4 if has_providers else 0.8
+    for stages, shift in ((CALLER_STAGES, width / 2 if has_providers else 0.0), (_PROVIDERS, -width / 2)):
         bottom = [0.0] * len(layers)
         for stage in stages:
             heights = [spent[layer].get(stage, 0.0) * 1e3 for layer in layers]
@@ -218,13 +218,13 @@ def _bars(axes: Any, spent: Mapping[str, Mapping[str, float]]) -> None:
 
 
 MAX_POINTS = 4_000
-"""Limit of points; beyond it they are thinned to half: the higher of two neighbours is kept, so no peak is lost."""
-FAR = 1.5
-"""The picture ends so many times above all but the limit; a higher limit is only written down."""
+"""Limit of points; beyond it, of each two neighbours only the higher is kept."""
+MAX_AXIS = 1.5
+"""Maximum of the y-axis, relative to the peak; a higher limit is only given as text."""
 SPLIT_COLOUR, SOURCE_COLOUR, LIMIT_COLOUR, WHOLE_COLOUR = "#0072B2", "#BDBDBD", "#D55E00", "#555555"
-"""Okabe and Ito's palette, which is safe for colour-blind readers; and greys."""
-LABELLED, APART = 0.14, 0.04
-"""Parts of the width: for labels at its left, and between two shard numbers."""
+"""Colours of the same palette, and greys."""
+LABEL_WIDTH, NUMBER_DISTANCE = 0.14, 0.04
+"""Fractions of the width: for labels at the left, and between two shard numbers."""
 MAX_LABEL = 60
 _DISK_WIDTH, _DISK_HEIGHT, _DISK_DPI = 8.0, 4.4, 200
 
@@ -282,7 +282,9 @@ class DiskRecord:
         with self._lock:
             match event:
                 case progress.SplitStarted():
-                    self._take_up(event)
+                    self.label, self.source_bytes = event.label, event.source_bytes
+                    self._source_left = left = event.source_left_bytes
+                    self._points = [replace(point, source_left_bytes=left) for point in self._points]
                 case progress.DiskSampled():
                     self._limit = event.limit_bytes
                     self._add(event.disk_bytes)
@@ -292,11 +294,6 @@ class DiskRecord:
                     self._source_left = event.source_left_bytes
                     at = self._add(event.disk_bytes)
                     self._shards.append(UsedUp(at, event.number))
-
-    def _take_up(self, event: progress.SplitStarted) -> None:
-        self.label, self.source_bytes = event.label, event.source_bytes
-        self._source_left = event.source_left_bytes
-        self._points = [DiskSample(p.seconds, p.disk_bytes, self._source_left, p.limit_bytes) for p in self._points]
 
     def _add(self, disk_bytes: int) -> float:
         now = self._clock()
@@ -325,7 +322,7 @@ class DiskRecord:
 
 
 def thinned(points: Sequence[DiskSample]) -> list[DiskSample]:
-    """Half as many points: of each two neighbours the one with more disk use; first and last are kept."""
+    """Half of the points: of each two neighbours the one with more disk use; first and last are kept."""
     inner = points[1:-1]
     pairs = (inner[at : at + 2] for at in range(0, len(inner), 2))
     return [points[0], *(max(pair, key=lambda point: point.total) for pair in pairs), points[-1]]
@@ -360,9 +357,11 @@ def _disk_figure(record: DiskRecord) -> Any:
     assert peak is not None
     figure = blank(_DISK_WIDTH, _DISK_HEIGHT)
     axes = figure.subplots()
-    most = max(peak.total, record.source_bytes)
-    scale, unit = unit_of(most)
-    per, time_unit = _time_unit(points[-1].seconds)
+    highest = max(peak.total, record.source_bytes)
+    scale, unit = unit_of(highest)
+    seconds = points[-1].seconds
+    units = (1.0, "seconds"), (60.0, "minutes"), (3600.0, "hours")
+    per, time_unit = units[(seconds >= 180) + (seconds >= 3 * 3600)]
     times = [point.seconds / per for point in points]
     split = [point.disk_bytes / scale for point in points]
     total = [point.total / scale for point in points]
@@ -380,34 +379,29 @@ def _disk_figure(record: DiskRecord) -> Any:
     axes.plot([peak.seconds / per], [peak.total / scale], "o", color="black", markersize=5, zorder=5)
     _shard_marks(axes, record, per)
     axes.set_xlim(0, max(times[-1], 1e-9))
-    axes.set_ylim(0, 1.07 * min(max(*limits, most / scale), FAR * most / scale))
+    axes.set_ylim(0, 1.07 * min(max(*limits, highest / scale), MAX_AXIS * highest / scale))
     axes.set_xlabel(time_unit)
     axes.set_ylabel(f"{unit} on the disk")
     unframed(axes)
     took = f"{amount(record.source_bytes)} in {record.of} shards, split in {duration(points[-1].seconds)}"
     limit = f"; limit of the split {amount(min(filter(None, limits)) * scale)}" if any(limits) else ""
     label = record.label if len(record.label) <= MAX_LABEL else "…" + record.label[-MAX_LABEL:]
-    facts = f"a checkpoint of {took}; peak {amount(peak.total)}{limit}"
-    figure.suptitle(f"{label}\n{facts}", x=0.01, ha="left", fontsize=10)
+    figure.suptitle(
+        f"{label}\na checkpoint of {took}; peak {amount(peak.total)}{limit}", x=0.01, ha="left", fontsize=10
+    )
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     return figure
-
-
-def _time_unit(seconds: float) -> tuple[float, str]:
-    if seconds < 180:
-        return 1.0, "seconds"
-    return (60.0, "minutes") if seconds < 3 * 3600 else (3600.0, "hours")
 
 
 def _shard_marks(axes: Any, record: DiskRecord, per: float) -> None:
     """Draw a thin line where each shard was used up, some of them with a number above."""
     end = record.points[-1].seconds
-    numbered = LABELLED * end  # end of the labels
+    numbered = LABEL_WIDTH * end  # end of the labels
     for shard in record.shards:
         axes.axvline(shard.seconds / per, color="white", linewidth=0.8, alpha=0.8, zorder=1.5)
         axes.axvline(shard.seconds / per, ymin=0.985, ymax=1.0, color="black", linewidth=0.8)
         if shard.seconds >= numbered:
-            numbered = shard.seconds + APART * end
+            numbered = shard.seconds + NUMBER_DISTANCE * end
             where = (shard.seconds / per, 1.01)
             axes.annotate(str(shard.number), where, xycoords=("data", "axes fraction"), ha="center", fontsize=8)
     if record.shards:

@@ -1,23 +1,347 @@
 """The one region of stderr in this process that changes in place; code that shows progress claims it here.
 
 Of several claims the last one is shown; when it is released, the previous one is shown again. A thread paints while
-there is a claim. In the form of lines, each claim prints a line every few seconds, less often the longer it takes.
+there is a claim: rows at the end of a terminal's output, the output of a notebook's cell, or lines. Each claim prints a
+line every few seconds, less often the longer it takes.
+
+While rows are on a terminal, everything that Python writes to stdout or stderr goes through here: the rows are erased,
+the text is written, and the rows are drawn again below it. Output that bypasses Python (a library in C, another
+process) is not seen; it appears at the cursor, and the next painting is below it.
+
+Invariant: between two writes the cursor is at the end of the others' text, never inside the rows.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import enum
 import html
+import os
+import re
+import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from rich.cells import cell_len
+
 from rabbitllm.base.forks import in_child
-from rabbitllm.base.terminal import Row, text_of
-from rabbitllm.display.terminal import DisplayForm, Terminal, form_of, size_of
+from rabbitllm.base.terminal import PLAIN_LETTERS, STYLES, Row, text_of
+
+
+class DisplayForm(enum.Enum):
+    """A form of progress display."""
+
+    TERMINAL = "rows that change in place"
+    NOTEBOOK = "an output that is replaced"
+    LINES = "a line every few seconds"
+
+
+def form_of(stream: Any, environment: Mapping[str, str] = os.environ) -> DisplayForm:
+    """The form for a stream, in its current state.
+
+    Lines if the output is not watched (files, pipes, CI, Kaggle's commit runs) and if rows cannot change: on terminals
+    without escape sequences, in a notebook's `!command`, whose output only looks like a terminal's, and while rich
+    draws something on this stream.
+    """
+    if in_notebook():
+        return DisplayForm.LINES if environment.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch" else DisplayForm.NOTEBOOK
+    isatty = getattr(stream, "isatty", None)
+    if isatty is None or not isatty():
+        return DisplayForm.LINES
+    if environment.get("TERM") == "dumb" or "JPY_PARENT_PID" in environment:
+        return DisplayForm.LINES
+    if type(stream).__module__ == "rich.file_proxy":
+        return DisplayForm.LINES
+    if os.name == "nt" and "WT_SESSION" not in environment:  # an older console may not support escape sequences
+        return DisplayForm.LINES
+    return DisplayForm.TERMINAL
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    if "ipykernel" not in sys.modules:
+        return False
+    from IPython.core.getipython import get_ipython
+
+    return hasattr(get_ipython(), "kernel")
+
+
+def size_of(stream: Any) -> tuple[int, int]:
+    """Columns and rows of the terminal behind a stream; if it reports none, those of the environment."""
+    try:
+        size = os.get_terminal_size(stream.fileno())
+    except (OSError, ValueError, AttributeError):
+        size = shutil.get_terminal_size()
+    return (size.columns or 80, size.lines or 24)
+
+
+# tqdm bars of other code: while a region is shown they are drawn as its rows, and write nothing themselves.
+#
+# Depends on two parts of tqdm: its list of instances, and the stream of each. If tqdm has changed, its bars are not
+# touched.
+
+
+_MOVES = re.compile(r"(?:\n|\x1b\[A)+|\r.*", re.DOTALL)
+
+
+class NestedBars:
+    """The adopted bars.
+
+    Args:
+        on_closed: called with the last state of a bar that should remain on the screen.
+    """
+
+    def __init__(self, on_closed: Callable[[str], None]) -> None:
+        self._on_closed = on_closed
+        self._adopted: dict[int, tuple[Any, Callable[[str], Any]]] = {}
+
+    def adopt(self, stream: Any) -> bool:
+        """Adopt new bars on this stream, or on stdout; return whether there were any."""
+        new = [bar for bar in _bars() if id(bar) not in self._adopted and _is_on(bar, stream)]
+        for bar in new:
+            self._adopt(bar)
+        return bool(new)
+
+    def is_drawing(self, text: str) -> bool:
+        """Whether a text is a bar's drawing or cursor movement, rather than a line."""
+        return _MOVES.fullmatch(text) is not None
+
+    def rows(self) -> list[str]:
+        """The bars in their current state, from top to bottom."""
+        there = sorted((bar for bar, _ in self._adopted.values()), key=lambda bar: abs(getattr(bar, "pos", 0)))
+        found = []
+        for bar in there:
+            if not getattr(bar, "disable", True):
+                with contextlib.suppress(Exception):  # another thread may be closing it
+                    found.append(str(bar))
+        return found
+
+    def release(self) -> None:
+        """Give the bars their stream back, so that they draw themselves. Call it without any lock: tqdm has its own."""
+        adopted, self._adopted = list(self._adopted.values()), {}
+        for bar, write in adopted:
+            bar.fp.wrapper_setattr("write", write)
+        for bar, _ in adopted:
+            if not getattr(bar, "disable", True):
+                bar.refresh()
+
+    def _adopt(self, bar: Any) -> None:
+        state = {"text": ""}
+
+        def write(text: str) -> None:
+            closed = getattr(bar, "disable", True)
+            if text.startswith("\r"):
+                state["text"] = text[1:].rstrip()
+            if closed and text == "\n" and _remains(bar):
+                self._forget(bar)
+                self._on_closed(state["text"])
+            elif closed and text.startswith("\r") and not _remains(bar):
+                self._forget(bar)
+
+        own = bar.fp.write
+        bar.fp.wrapper_setattr("write", write)
+        self._adopted[id(bar)] = (bar, own)
+
+    def _forget(self, bar: Any) -> None:
+        self._adopted.pop(id(bar), None)
+
+
+def _bars() -> list[Any]:
+    """The open bars of tqdm."""
+    module = sys.modules.get("tqdm.std")
+    instances = getattr(getattr(module, "tqdm", None), "_instances", ())
+    for _ in range(3):
+        try:
+            return [bar for bar in instances if not getattr(bar, "disable", True)]
+        except RuntimeError:  # another thread opened one meanwhile
+            continue
+    return []
+
+
+def _remains(bar: Any) -> bool:
+    """Whether a closed bar leaves its last state on the screen."""
+    leave = getattr(bar, "leave", True)
+    return bool(leave) if leave is not None else not getattr(bar, "pos", 0)
+
+
+def _is_on(bar: Any, stream: Any) -> bool:
+    file = getattr(bar, "fp", None)
+    return hasattr(file, "wrapper_setattr") and any(file == other for other in (stream, sys.stdout))
+
+
+# The terminal
+
+
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
+TAB = 8
+GONE = contextlib.suppress(ValueError, OSError)
+"""For a closed stream or terminal: a failing display must not end the work that it displays."""
+
+
+class Terminal:
+    """The terminal behind stderr, and behind stdout if that is one too.
+
+    Not thread-safe by itself: `exclusively` is held during everything caused by other code.
+
+    Args:
+        stream: stderr.
+        exclusively: a reentrant lock.
+    """
+
+    def __init__(self, stream: Any, exclusively: contextlib.AbstractContextManager[Any]) -> None:
+        self.stream = stream
+        self._exclusively = exclusively
+        self._raw: Callable[[str], int] = stream.write
+        self._column = 0
+        self._wrapped = False
+        self._inside = False
+        self._rows: Sequence[Row] = ()
+        self._painted = ""
+        has_letters = "utf" in (getattr(stream, "encoding", None) or "utf-8").lower()
+        self._letters = {} if has_letters else PLAIN_LETTERS
+        self._colours = not os.environ.get("NO_COLOR")
+        self.nested_bars = NestedBars(self._finished_line)
+        self._watched: list[Any] = []
+        self._watch(stream)
+        self.watch_stdout()
+
+    def watch_stdout(self) -> None:
+        """Intercept writes to the current stdout, if it is a terminal: it may have been redirected before."""
+        isatty = getattr(sys.stdout, "isatty", None)
+        if isatty is not None and isatty() and not any(sys.stdout is other for other in self._watched):
+            self._watch(sys.stdout)
+
+    def begin(self) -> None:
+        """Prepare for rows; existing tqdm bars are drawn below them."""
+        if self.nested_bars.adopt(self.stream):
+            self._put("\r\x1b[J")
+            self._column = 0
+
+    def paint(self, rows: Sequence[Row]) -> None:
+        """Replace the shown rows by these and those of adopted bars."""
+        self.nested_bars.adopt(self.stream)
+        width, height = size_of(self.stream)
+        shown = [*rows, *(((text, ""),) for text in self.nested_bars.rows())][: height - 1]
+        self._rows = rows
+        lines = [self._drawn(row, width - 1) for row in shown]
+        text = f"{width} " + "\r\n".join(lines)
+        if text == self._painted or not shown:
+            return
+        for stream in self._watched:
+            with GONE:
+                stream.flush()
+        out = ""
+        if self._column >= width:  # the line is full: the next output would start another one
+            out, self._column, self._wrapped = "\r\n", 0, True
+        below = self._column > 0
+        out += ("\x1b[K\r\n" if below else "\r") + "\x1b[K\r\n".join(lines) + "\x1b[J"
+        up = len(lines) - 1 + below
+        out += (f"\x1b[{up}A" if up else "") + "\r" + (f"\x1b[{self._column}C" if below else "")
+        self._put(out)
+        self._painted = text
+
+    def erase(self) -> None:
+        """Erase the rows; those of `paint` are dropped."""
+        self._rows = ()
+        self._wipe()
+
+    def above(self, text: str) -> None:
+        """Print a line above the rows."""
+        begun = self._column > 0 and not self._wrapped
+        with GONE:
+            self._write_other(self._raw, self.stream, ("\n" if begun else "") + text + "\n")
+
+    def detach(self) -> None:
+        """Erase the rows for good."""
+        self.erase()
+        self.stop_watching()
+
+    def stop_watching(self) -> None:
+        """Stop intercepting the writes of other code."""
+        for stream in self._watched:
+            with contextlib.suppress(AttributeError):
+                del stream.write
+        self._watched = []
+
+    def _watch(self, stream: Any) -> None:
+        raw = stream.write
+
+        def write(text: str) -> int:
+            with self._exclusively:
+                return self._write_other(raw, stream, text)
+
+        with contextlib.suppress(AttributeError):  # a stream whose `write` cannot be replaced
+            stream.write = write
+            self._watched.append(stream)
+
+    def _write_other(self, raw: Callable[[str], int], stream: Any, text: str) -> int:
+        if self._inside or not isinstance(text, str):
+            return raw(text)
+        if self._rows and self.nested_bars.adopt(self.stream) and self.nested_bars.is_drawing(text):
+            return len(text)
+        self._wipe()
+        rest = text[1:] if self._wrapped and text.startswith("\n") else text
+        self._wrapped = self._wrapped and not text
+        self._inside = True
+        try:
+            raw(rest)
+            if self._rows:
+                with GONE:
+                    stream.flush()
+        finally:
+            self._inside = False
+        self._column = column_after(self._column, rest, size_of(self.stream)[0])
+        if self._rows and self._column == 0:  # after a partial line, the next tick is soon enough
+            self.paint(self._rows)
+        return len(text)
+
+    def _finished_line(self, text: str) -> None:
+        """Write the last state of a closed tqdm bar."""
+        with self._exclusively:
+            self.above(text)
+
+    def _wipe(self) -> None:
+        if self._painted:
+            self._painted = ""
+            self._put("\x1b[J")
+
+    def _put(self, text: str) -> None:
+        self._inside = True
+        try:
+            with GONE:
+                self._raw(text)
+                self.stream.flush()
+        finally:
+            self._inside = False
+
+    def _drawn(self, row: Row, width: int) -> str:
+        """A row cut to a width, with its styles."""
+        out, room = "", width
+        for text, style in row:
+            cut = text[:room].translate(self._letters)
+            while cell_len(cut) > room:
+                cut = cut[:-1]
+            room -= cell_len(cut)
+            out += f"\x1b[{STYLES[style]}m{cut}\x1b[0m" if cut and style and self._colours else cut
+        return out
+
+
+def column_after(column: int, text: str, width: int) -> int:
+    """The cursor's column after a text that begins in `column`: 0 at the start of a line, `width` where it is full."""
+    line = _ESCAPES.sub("", text)
+    cut = max(line.rfind("\n"), line.rfind("\r"))
+    if cut >= 0:
+        line, column = line[cut + 1 :], 0
+    for number, stretch in enumerate(line.split("\t")):
+        if number:
+            column = min((column // TAB + 1) * TAB, width - 1)
+        column += cell_len(stretch)
+    return column if column <= width else (column - 1) % width + 1
+
 
 # An output of a notebook's cell that is updated in place.
 
@@ -70,7 +394,7 @@ NOTEBOOK_SECONDS = 0.5
 LINE_SECONDS = 5.0
 MAX_LINE_SECONDS = 30.0
 SHARE_BETWEEN_LINES = 0.01
-"""Interval between two lines as a share of the total time so far, so that hours do not fill the screen with them."""
+"""Interval between two lines as a share of the total time so far, so that the lines of hours do not fill the screen."""
 
 
 class Content(Protocol):
@@ -81,7 +405,7 @@ class Content(Protocol):
         ...
 
     def line(self) -> str:
-        """The same facts as one plain line."""
+        """The same content as one plain line."""
         ...
 
 

@@ -68,13 +68,11 @@ class GgufArray:
     """A long array of the metadata, as a range of the file.
 
     Attributes:
-        element_type: number of the type of its elements.
         count: number of elements.
         entry: offset of its entry in the metadata, bytes from the start of the file.
         offset, nbytes: of the elements, likewise.
     """
 
-    element_type: int
     count: int
     entry: int
     offset: int
@@ -270,7 +268,7 @@ def _value(cursor: _Cursor, kind: int, key: str, entry: int) -> Value | tuple[Va
             cursor.skip(cursor.number("Q"))
     else:
         cursor.skip(count * struct.calcsize(f"<{_FORMATS[element]}"))
-    return GgufArray(element, count, entry, begin, cursor.at - begin)
+    return GgufArray(count, entry, begin, cursor.at - begin)
 
 
 def _single(cursor: _Cursor, kind: int, key: str) -> Value:

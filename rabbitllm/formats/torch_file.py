@@ -24,7 +24,6 @@ from rabbitllm.errors import CorruptShardError
 from rabbitllm.formats.pickle_reader import MAX_PICKLE_BYTES, describe
 from rabbitllm.formats.tensor_spec import DTYPES, Header, ReadAt, TensorSpec, byte_size, is_contiguous
 from rabbitllm.formats.torch_pickle import (
-    PickledTensor,
     Storage,
     element_bytes,
     name_tensors,
@@ -121,10 +120,15 @@ class TorchFile:
         return Header(tuple(specs), {}, specs[0].offset if specs else self.size, comes_first=False)
 
 
-def placed(name: str, tensor: PickledTensor, begin: int, end: int, file: str) -> TorchTensor:
-    """A tensor whose storage is at bytes `begin` to `end` of the file."""
-    offset = begin + tensor.first * element_bytes(tensor.dtype)
-    return TorchTensor(name, tensor.dtype, tensor.shape, tensor.strides, file, tensor.storage.key, begin, end, offset)
+def _file_of(root: object, spans: Mapping[str, tuple[int, int]], size: int, file: str) -> TorchFile:
+    """The tensors of a saved value; `spans` are the bytes of each storage, from the start of the file."""
+    named, left_out = name_tensors(root, file)
+    tensors = []
+    for name, one in named.items():
+        begin, end = spans[one.storage.key]
+        offset = begin + one.first * element_bytes(one.dtype)
+        tensors.append(TorchTensor(name, one.dtype, one.shape, one.strides, file, one.storage.key, begin, end, offset))
+    return TorchFile(tuple(tensors), left_out, size)
 
 
 PICKLE = "data.pkl"
@@ -160,10 +164,7 @@ def parse_torch_zip(read: ReadAt, size: int, file: str, *, local_headers: bool =
     records = _records(entries, file)
     _check_byte_order(read, records, file)
     root, storages = read_torch_pickle(read_pickle_bytes(read, records, file), file)
-    spans = _spans(records, storages, file)
-    named, left_out = name_tensors(root, file)
-    tensors = tuple(placed(name, tensor, *spans[tensor.storage.key], file) for name, tensor in named.items())
-    return TorchFile(tensors, left_out, size)
+    return _file_of(root, _spans(records, storages, file), size, file)
 
 
 def pickle_of(path: Path) -> bytes:
@@ -293,9 +294,7 @@ def parse_legacy_torch(read: ReadAt, size: int, file: str, *, counts: bool = Tru
     if counts:
         for key, (begin, _) in spans.items():
             _check_count(read(begin - COUNT_BYTES, COUNT_BYTES), storages[key], file)
-    named, left_out = name_tensors(root, file)
-    tensors = tuple(placed(name, tensor, *spans[tensor.storage.key], file) for name, tensor in named.items())
-    return TorchFile(tensors, left_out, size)
+    return _file_of(root, spans, size, file)
 
 
 def corrupt_legacy(file: str, what: str) -> CorruptShardError:

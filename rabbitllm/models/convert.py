@@ -593,7 +593,7 @@ def dtype_of(stored: StoredTensor, home: Path) -> str:
     config = read_json(home / CONFIG_NAME) if (home / CONFIG_NAME).exists() else {}
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
-        said = part.get("dtype", part.get("torch_dtype"))
-        if isinstance(said, str) and said in names:
-            return names[said]
+        dtype = part.get("dtype", part.get("torch_dtype"))
+        if isinstance(dtype, str) and dtype in names:
+            return names[dtype]
     return "F32"

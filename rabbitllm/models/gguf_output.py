@@ -287,7 +287,7 @@ class TensorInFile:
         return math.prod(self.shape) // self.kind.elements * self.kind.nbytes
 
 
-def type_of(name: str, shape: tuple[int, ...], stored: TensorType, asked: str) -> TensorType:
+def type_of(name: str, shape: tuple[int, ...], stored: TensorType, outtype: str) -> TensorType:
     """The type of a tensor of the file, by the rules of llama.cpp's converter.
 
     Vectors, norms and routers are float32. Of a type whose blocks do not divide a row, float16 is taken instead.
@@ -295,14 +295,14 @@ def type_of(name: str, shape: tuple[int, ...], stored: TensorType, asked: str) -
     Args:
         name, shape: of the tensor in the file.
         stored: its type in the source.
-        asked: a key of `OUTTYPES`, or `AUTO`.
+        outtype: a key of `OUTTYPES`, or `AUTO`.
     """
     if stored.dtype is not None and stored.dtype not in ("F64", "F32", "F16", "BF16"):
         return stored
     special = any(mark in name for mark in _ALWAYS_SINGLE) or not name.endswith(".weight")
     if len(shape) < 2 or name.endswith("_norm.weight") or special:
         return TENSOR_TYPES["F32"]
-    kind = stored if asked == AUTO else TENSOR_TYPES[OUTTYPES[asked]]
+    kind = stored if outtype == AUTO else TENSOR_TYPES[OUTTYPES[outtype]]
     if kind.name == "F64":
         return TENSOR_TYPES["F32"]
     if kind.name in ("TQ1_0", "TQ2_0") and name in ("token_embd.weight", "output.weight"):
@@ -488,7 +488,7 @@ def _layout(
     shapes: Iterable[tuple[str, tuple[int, ...]]],
     extra: _Extra,
     tensors: Mapping[str, SourceTensor],
-    asked: str,
+    outtype: str,
     name: str,
 ) -> tuple[list[TensorInFile], dict[str, SourceTensor]]:
     """The tensors of the file of a model of transformers, and what they are made of.
@@ -511,8 +511,8 @@ def _layout(
             kinds = {tensors[part.source].kind for part in parts}
             stored = kinds.pop() if len(kinds) == 1 else TENSOR_TYPES["F32"]
             if any(not part.keeps_blocks(stored) for part in parts) and stored.dtype is None:
-                stored = TENSOR_TYPES["F16"] if asked == AUTO else stored
-            found.append(TensorInFile(gguf_name, shape, type_of(gguf_name, shape, stored, asked), parts))
+                stored = TENSOR_TYPES["F16"] if outtype == AUTO else stored
+            found.append(TensorInFile(gguf_name, shape, type_of(gguf_name, shape, stored, outtype), parts))
     tied = {"lm_head.weight"} if extra.checkpoint.config.tie_word_embeddings else set[str]()
     others = sorted(key for key in tensors.keys() - used - tied if not key.endswith("rotary_emb.inv_freq"))
     problems += [f"{other} has no place in a GGUF file" for other in others]
@@ -607,7 +607,7 @@ def convert_to_gguf(
 
 
 @contextlib.contextmanager
-def _source(name: str, asked: str, access: HubAccess) -> Iterator[tuple[_Metadata, _Layout]]:
+def _source(name: str, outtype: str, access: HubAccess) -> Iterator[tuple[_Metadata, _Layout]]:
     """The metadata and tensors to write, by the headers and small files of the source."""
     if (made := finished_split_of(name)) is not None:
         store = LayerStore(made)
@@ -615,7 +615,7 @@ def _source(name: str, asked: str, access: HubAccess) -> Iterator[tuple[_Metadat
         with prepare.SmallFiles(sidecars_in(home), {}) as files:
             metadata, shapes, extra = _of_model(files.folder, name)
             stored = {key: _tensor_of_split(store, one, dtype_of(one, home)) for key, one in store.tensors.items()}
-            tensors, sources = _layout(shapes, extra, stored, asked, name)
+            tensors, sources = _layout(shapes, extra, stored, outtype, name)
             yield metadata, _Layout(tensors, sources, identity_of_split(store))
         return
     with contextlib.ExitStack() as stack:
@@ -632,15 +632,15 @@ def _source(name: str, asked: str, access: HubAccess) -> Iterator[tuple[_Metadat
             checkpoint, lock = prepare.whole_checkpoint(source)
             stack.callback(lock.close)
         if checkpoint.gguf is not None:
-            yield _from_gguf(checkpoint, asked)
+            yield _from_gguf(checkpoint, outtype)
             return
         with prepare.SmallFiles(checkpoint.sidecars(), checkpoint.derived()) as files:
             metadata, shapes, extra = _of_model(files.folder, name)
-            tensors, sources = _layout(shapes, extra, _tensors_of_files(checkpoint), asked, name)
+            tensors, sources = _layout(shapes, extra, _tensors_of_files(checkpoint), outtype, name)
             yield metadata, _Layout(tensors, sources, checkpoint.identity(shards_at_hand(checkpoint)))
 
 
-def _from_gguf(checkpoint: LocalCheckpoint, asked: str) -> tuple[_Metadata, _Layout]:
+def _from_gguf(checkpoint: LocalCheckpoint, outtype: str) -> tuple[_Metadata, _Layout]:
     """The same for a source that is GGUF: its tensors keep their names and orders."""
     assert checkpoint.gguf is not None
     paths = [checkpoint.acquire(shard) for shard in checkpoint.gguf.shards]
@@ -648,7 +648,7 @@ def _from_gguf(checkpoint: LocalCheckpoint, asked: str) -> tuple[_Metadata, _Lay
     layout = []
     for name, tensor in tensors.items():
         part = SourcePart(name, 0, (math.prod(tensor.shape),), (0,))
-        kind = tensor.kind if asked == AUTO else type_of(name, tensor.shape, tensor.kind, asked)
+        kind = tensor.kind if outtype == AUTO else type_of(name, tensor.shape, tensor.kind, outtype)
         layout.append(TensorInFile(name, tensor.shape, kind, (part,)))
     return _of_gguf(paths[-1]), _Layout(layout, tensors, checkpoint.identity(shards_at_hand(checkpoint)))
 

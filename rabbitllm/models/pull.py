@@ -300,8 +300,8 @@ def show_pulled(pulled: Pulled, request: LoadRequest, console: Console) -> None:
     state = "is ready; it was complete already" if pulled.before else "is ready"
     put(console, Text(f"{pulled.name}, {how}, {state}", "bold green"))
     put_fact(console, "layer files", f"{entry.layers}, {size(entry.nbytes)} in {entry.folder}")
-    if (said := _original_text(pulled)) is not None:
-        put_fact(console, "original", said)
+    if (original := _original_text(pulled)) is not None:
+        put_fact(console, "original", original)
     if not pulled.before:
         put_fact(console, "time", f"{pulled.seconds:.1f} s, at most {size(pulled.peak_disk_bytes)} in the folder")
     put_fact(console, "next", next_command(pulled, request))

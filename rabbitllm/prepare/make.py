@@ -247,7 +247,7 @@ def _remaining_checkpoint(source: Source, manifest: Manifest) -> Checkpoint | No
 
 
 def _local_metadata(checkpoint: Checkpoint, shard: str) -> ShardMetadata | None:
-    """Return the facts of a shard that is on this machine; headers are not requested from a repository."""
+    """Return the metadata of a shard that is on this machine; headers are not requested from a repository."""
     if isinstance(checkpoint, HubCheckpoint) and checkpoint.cached(shard) is None:
         return None
     return checkpoint.metadata(shard)

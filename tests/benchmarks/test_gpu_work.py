@@ -17,7 +17,7 @@ from benchmarks.gpu import gpu, sized_model
 from benchmarks.gpu import work as work_of
 from benchmarks.gpu.models import TEST_DEVICE
 from benchmarks.gpu.work import GpuWork
-from benchmarks.lib import peers, worker
+from benchmarks.lib import worker
 from rabbitllm.engine import devices, load_plan
 from rabbitllm.engine.placement import SLOTS, STAGING
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE
@@ -165,7 +165,7 @@ def test_what_is_told_of_no_free_memory_reads_past_the_page_cache(
 ) -> None:
     job = job_for(build_checkpoint(tmp_path / "model", "llama"), told_ram=told)
     model = work_of.LOADERS["layered"](job, work.gpu)
-    assert (model.streamer.executors[model.placement.home].way == THROUGH_THE_CACHE) == (told is None)
+    assert (model.streamer.executors[model.placement.home].read_mode == THROUGH_THE_CACHE) == (told is None)
 
 
 def test_what_brings_nothing_uploads_nothing_and_leaves_the_model_as_it_was(work: GpuWork, tmp_path: Path) -> None:
@@ -214,11 +214,3 @@ def test_after_each_token_files_are_out_of_the_page_cache_and_the_clock_stands_s
         pytest.skip("this file system keeps its files in memory")
     assert resident_pages(path) == 0
     assert clock.resumed[0] >= clock.times[0]
-
-
-@pytest.mark.long
-def test_an_environment_over_this_one_sees_its_packages_behind_its_own(tmp_path: Path) -> None:
-    python = peers.interpreter(peers.over_this(peers.Environment("bare", peers._COMMON)), tmp_path)
-    code = "import sys, torch; print(sys.prefix, torch.__file__, torch.__version__)"
-    said = peers.subprocess.run([python, "-P", "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert said == [str(tmp_path / "environments" / "bare-over-this"), torch.__file__, str(torch.__version__)]

@@ -8,7 +8,6 @@ import json
 import shutil
 import struct
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from benchmarks.lib.models import MODELS
 from benchmarks.lib.published import Checkpoint, Model, checkpoint, max_disk
 from benchmarks.split import kaggle as kaggle_72b
 from benchmarks.split import rehearsal, spot_check
-from benchmarks.split.hub import Counters, GeneratedHub, HubProcess, Sent, files_of, parse_range
+from benchmarks.split.hub import Counters, GeneratedHub, HubProcess, Sent, files_of
 from benchmarks.split.rehearsal import Sample, SeriesSampler, thinned
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant.schemes import is_compressible
@@ -79,8 +78,8 @@ def test_the_published_checkpoint_of_experts() -> None:
         "config.json": (1178, "a7b8098d3b05777f12bb5677a26bf1240a1bb09def1b06b29e6be86cae2e84f8"),
         "generation_config.json": (214, "37a3c1ef63516ca489c575f0db1c0405ddc0c3dbaca9ed987344c966c37aeef5"),
     }
-    files = files_of(made, dict.fromkeys((shard.name for shard in made.shards), ""))
-    assert {name: (files[name].size, files[name].digest) for name in published} == published
+    files = files_of(made, Content(), dict.fromkeys((shard.name for shard in made.shards), ""))
+    assert {name: (files[name].size, files[name].sha256) for name in published} == published
     assert files["model.safetensors.index.json"].size == 6_759_619
 
 
@@ -200,13 +199,9 @@ def test_digests_are_worked_out_once(
 @pytest.fixture
 def hub(content: Content, tiny: Checkpoint, tmp_path: Path) -> Iterator[GeneratedHub]:
     found = digests(tiny, content, tmp_path / "digests.json")
-    with Counters(tmp_path / "counters", new=True) as counters:
-        made = GeneratedHub(tiny, content, found.of, counters)
-        thread = threading.Thread(target=made.serve, daemon=True)
-        thread.start()
+    counters = Counters(tmp_path / "counters", new=True)
+    with counters, GeneratedHub(tiny, content, found.of, counters) as made:
         yield made
-        made.close()
-        thread.join()
 
 
 @pytest.fixture
@@ -221,12 +216,12 @@ def test_the_real_client_downloads_it(
     from huggingface_hub import HfApi, snapshot_download
 
     info = HfApi().model_info(tiny.model.repository, files_metadata=True)
-    assert info.sha == hub.commit
+    assert info.sha == hub.commit(hub.repository)
     assert info.siblings is not None
     sizes = {sibling.rfilename: sibling.size for sibling in info.siblings}
     digests_told = {s.rfilename: s.lfs.sha256 for s in info.siblings if s.lfs is not None}
     folder = Path(snapshot_download(tiny.model.repository))
-    assert folder.name == hub.commit
+    assert folder.name == info.sha
     assert {path.name: path.stat().st_size for path in folder.iterdir()} == sizes
     for number, shard in enumerate(tiny.shards):
         data = (folder / shard.name).read_bytes()
@@ -266,39 +261,6 @@ def quiet(hub: GeneratedHub) -> Sent:
     while hub.counters.read().open:
         pass
     return hub.counters.read()
-
-
-def test_answers(hub: GeneratedHub, tiny: Checkpoint) -> None:
-    connection = http.client.HTTPConnection(urlsplit(hub.url).netloc)
-
-    def ask(method: str, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
-        connection.request(method, path, headers=headers)
-        response = connection.getresponse()
-        return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
-
-    name, size = tiny.shards[0].name, tiny.shards[0].size
-    at = f"/{tiny.model.repository}/resolve/main/{name}"
-    status, headers, body = ask("HEAD", at)
-    assert (status, headers["content-length"], headers["x-repo-commit"], body) == (200, str(size), hub.commit, b"")
-    assert headers["etag"] == f'"{hub.files[name].digest}"'
-    status, headers, body = ask("GET", at, Range="bytes=8-15")
-    assert (status, headers["content-range"], body[:2]) == (206, f"bytes 8-15/{size}", b'{"')
-    assert ask("GET", at, Range=f"bytes={size}-")[0] == 416
-    missing = ask("GET", at + "x")
-    assert (missing[0], missing[1]["x-error-code"]) == (404, "EntryNotFound")
-    assert ask("GET", at.replace("main", "other"))[1]["x-error-code"] == "RevisionNotFound"
-    assert ask("GET", "/api/models/some/thing")[1]["x-error-code"] == "RepoNotFound"
-    assert ask("GET", f"/{tiny.model.repository}/resolve/{hub.commit}/config.json")[0] == 200
-
-
-def test_ranges() -> None:
-    assert parse_range(None, 10) == (0, 10, False)
-    assert parse_range("bytes=2-4", 10) == (2, 5, True)
-    assert parse_range("bytes=2-", 10) == (2, 10, True)
-    assert parse_range("bytes=2-99", 10) == (2, 10, True)
-    assert parse_range("bytes=-3", 10) == (7, 10, True)
-    assert parse_range("bytes=10-", 10) is None
-    assert parse_range("lines=1-2", 10) == (0, 10, False)
 
 
 def test_a_hub_in_a_process_ends_with_its_context(tiny: Checkpoint, tmp_path: Path) -> None:

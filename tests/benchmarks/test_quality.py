@@ -10,7 +10,7 @@ import torch
 from bitsandbytes import functional
 
 import rabbitllm.demo
-from benchmarks.lib import llama_file
+from benchmarks.lib import llama
 from benchmarks.quality import quality
 from benchmarks.quality.llama_cpp import types
 from rabbitllm import AutoModel
@@ -49,7 +49,7 @@ def test_weights_of_others_are_measured_as_ours_are(subject: quality.Subject, tm
 def test_a_file_for_llama_cpp_of_a_model_whose_tokenizer_it_lacks(
     subject: quality.Subject, tmp_path: Path, kind: str
 ) -> None:
-    path = llama_file.write(DEMO_MODEL, tmp_path / f"{kind}.gguf", kind)
+    path = llama.write_file(DEMO_MODEL, tmp_path / f"{kind}.gguf", kind)
     model = AutoModel.from_pretrained(path, device="cpu", dtype="float32", layer_shards_saving_path=tmp_path / "out")
     found = subject.summary(model).divergence
     assert (found.largest == 0) if kind == "BF16" else (0 < found.mean < 1)

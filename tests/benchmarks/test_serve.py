@@ -23,7 +23,7 @@ from tests.benchmarks.test_capped import needs_groups
 
 
 def answer(sent: float, *pieces: float, new_tokens: int | None = None, error: str | None = None) -> Answer:
-    return Answer(sent, pieces, new_tokens, None, None, "", 200, error)
+    return Answer(sent, pieces, new_tokens, "", 200, error)
 
 
 def test_percentiles_are_values_that_were_there() -> None:
@@ -161,7 +161,7 @@ def scripted() -> Iterator[str]:
 def test_clients_note_what_comes(scripted: str) -> None:
     level = asked(scripted, [{"prompt": "good"}, {"prompt": "broken"}, {"prompt": "refused"}], 2, 30)
     good, broken, refused = sorted(level.answers, key=lambda one: ["w1 w2", "w1", ""].index(one.text))
-    assert (good.is_whole, good.new_tokens, good.prompt_tokens, good.kept_tokens) == (True, 2, 7, 5)
+    assert (good.is_whole, good.new_tokens) == (True, 2)
     assert len(good.pieces) == 2
     assert good.sent < good.pieces[0] <= good.pieces[1] <= level.seconds
     assert not broken.is_whole

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tqdm import tqdm
 
 from rabbitllm.base.terminal import Row
-from rabbitllm.display.terminal import DisplayForm, Terminal, column_after, form_of
+from rabbitllm.display.region import DisplayForm, Terminal, column_after, form_of
 from tests.support.screen import Screen, TerminalStream
 
 WIDTH = 40

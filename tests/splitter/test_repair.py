@@ -157,7 +157,7 @@ def test_command_on_a_sound_directory(made: Path, local_hub: LocalHub) -> None:
     code, text = run(str(made))
     assert code == 0
     assert "9 layer files, 4bit, of acme/tiny at " in text
-    assert "sound: every checksum, shape and tensor is as written" in text
+    assert "sound: every checksum, shape and tensor matches" in text
     assert re.search(r"\([\d.,]+ (MiB|bytes) read in [\d.]+ s\)", text)
     assert local_hub.requests == []
 

@@ -169,7 +169,7 @@ class GeneratedFile:
     """A file that is computed when it is read. ``sha256`` is worked out on first need, which reads all of it."""
 
     size: int
-    read: Callable[[int, int], bytes]
+    read: Callable[[int, int], bytes | memoryview]
     """``read(offset, length)``; never asked for bytes past the end."""
     sha256: str | None = None
 
@@ -422,6 +422,9 @@ class LocalHub:
             if key in self._log:
                 self._log[key] = replace(self._log[key], bytes_sent=self._log[key].bytes_sent + count)
 
+    def body_ended(self, key: int) -> None:
+        """Called when no more of a body is sent; for subclasses."""
+
     def sign(self, file: str) -> str:
         """What makes an address of the second origin valid, for as often as the faults say."""
         uses = self.faults.take_address(file)
@@ -602,6 +605,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.connection.sendall(chunk)
                 offset += len(chunk)
         finally:
+            self.hub.body_ended(key)
             # A body that ends early can only be told by the end of the connection.
             self.close_connection |= offset < stop
         return offset == stop

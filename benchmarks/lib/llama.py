@@ -1,0 +1,119 @@
+"""llama.cpp: its file of a checkpoint, as `rabbitllm convert --to gguf` writes it, and its own programs.
+
+The programs are built from the source package of llama-cpp-python, for this processor, without web page, TLS and tests,
+since those would have to be fetched. That package's Python server answers one request after the other; llama.cpp's puts
+all of them into one batch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+from benchmarks.lib.idle_process import run_tool
+from benchmarks.lib.peers import LLAMA_SERVER, interpreter
+from rabbitllm.checkpoints.hub import HubAccess
+from rabbitllm.errors import CorruptVocabularyError
+from rabbitllm.models.gguf_output import convert_to_gguf
+
+PACKAGE = "llama-cpp-python"
+VERSION = "0.3.36"
+_OFF = (
+    "BUILD_SHARED_LIBS",
+    "LLAMA_BUILD_APP",
+    "LLAMA_BUILD_UI",
+    "LLAMA_USE_PREBUILT_UI",
+    "LLAMA_OPENSSL",
+    "LLAMA_BUILD_TESTS",
+    "LLAMA_BUILD_EXAMPLES",
+)
+
+
+def built(work: Path, name: str) -> Path:
+    """A program of llama.cpp's, in a folder of its own, built unless an earlier run did.
+
+    Args:
+        work: for environments.
+        name: of the program, and of its target.
+
+    Raises:
+        PeerError: it cannot be built here.
+    """
+    python = interpreter(LLAMA_SERVER, work.absolute())
+    folder = python.parent.parent / name
+    made = folder / name
+    if made.exists():
+        return made
+    print(f"Building {name} …", file=sys.stderr, flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    download = ["download", "--quiet", "--no-deps", "--no-binary", PACKAGE, f"{PACKAGE}=={VERSION}"]
+    run_tool([str(python), "-m", "pip", *download, "--dest", str(folder)], "cannot be built")
+    (package,) = folder.glob("*.tar.gz")
+    with tarfile.open(package) as archive:
+        archive.extractall(folder, filter="data")
+    (source,) = folder.glob("llama_cpp_python-*/vendor/llama.cpp")
+    cmake, ninja = (str(python.with_name(tool)) for tool in ("cmake", "ninja"))
+    build = folder / "build"
+    chosen = ["-DGGML_NATIVE=ON", *(f"-D{option}=OFF" for option in _OFF)]
+    chosen += ["-DCMAKE_BUILD_TYPE=Release", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
+    run_tool([cmake, "-S", str(source), "-B", str(build), "-G", "Ninja", *chosen], "cannot be built")
+    jobs = str(max(len(os.sched_getaffinity(0)) // 2, 1))
+    run_tool([cmake, "--build", str(build), "--target", name, "--parallel", jobs], "cannot be built")
+    shutil.copy((build / "bin" / name).resolve(), made)
+    for leftover in (package, build, source.parent.parent):
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+    return made
+
+
+def write_file(checkpoint: Path, path: Path, kind: str) -> Path:
+    """Write the file, and return its path.
+
+    llama.cpp loads no file without a vocabulary, and has no tokenizer like those of random models and of the bundled
+    one. They are only asked by token ids, so any vocabulary of the right size will do.
+
+    Args:
+        checkpoint: folder of safetensors.
+        path: of the file.
+        kind: type of ggml, as "BF16".
+    """
+    try:
+        _convert(checkpoint, path, kind)
+    except CorruptVocabularyError:
+        with tempfile.TemporaryDirectory(dir=path.parent) as made:
+            folder = Path(made)
+            for file in checkpoint.absolute().iterdir():
+                if file.suffix == ".safetensors" or file.name in ("config.json", "model.safetensors.index.json"):
+                    _link(file, folder / file.name)
+            size = json.loads((folder / "config.json").read_text())["vocab_size"]
+            (folder / "tokenizer.json").write_text(_tokenizer(size))
+            _convert(folder, path, kind)
+    return path
+
+
+def _link(file: Path, link: Path) -> None:
+    """A hard link: links that lead out of a folder are refused."""
+    try:
+        link.hardlink_to(file)
+    except OSError:  # on another disk
+        shutil.copy(file, link)
+
+
+def _convert(checkpoint: Path, path: Path, kind: str) -> None:
+    convert_to_gguf(str(checkpoint), path, kind.lower(), HubAccess(), max_disk=None, min_free=0)
+
+
+def _tokenizer(size: int) -> str:
+    """A tokenizer.json of bytes and made-up words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ([*letters, "<|endoftext|>", "w0"] + [f"w{number}" for number in range(1, size)])[:size]
+    tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, [("w", "0")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return str(tokenizer.to_str())
