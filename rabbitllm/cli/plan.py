@@ -54,8 +54,8 @@ def plan_command(
     from rabbitllm.display.pictures import check_picture
     from rabbitllm.estimate.plan import plan
     from rabbitllm.estimate.report import draw_plan, show
+    from rabbitllm.estimate.split_estimate import as_json as as_record
     from rabbitllm.models.library import compression_to_run
-    from rabbitllm.splitter.split_estimate import as_json as as_record
 
     if plot is not None:
         check_picture(plot)

@@ -262,11 +262,16 @@ class FileSample:
         files: existing files.
         unit: bytes of the largest unit that is streamed, which the engine reads at once.
         whole: whether runs always have the length `unit`, as for an expert; else at most that of one system call.
+
+    Attributes:
+        spans: the runs, spread evenly over the files.
+        bytes_read: bytes that the last measurement has read.
     """
 
     def __init__(self, files: Sequence[Path], unit: int, *, whole: bool = False) -> None:
         self._files = {str(number): path for number, path in enumerate(files)}
         sizes = {name: path.stat().st_size for name, path in self._files.items()}
+        self.bytes_read = 0
         self.spans = tuple(_pieces(sizes, max(unit if whole else min(unit, READ_BYTES), BLOCK)))
         longest = max((span.end for span in self.spans), default=BLOCK)
         # as much memory in turns as the engine fills: less might be found in the processor's caches
@@ -336,6 +341,7 @@ class FileSample:
                     break
         except OSError:
             return None
+        self.bytes_read = done
         return done / (time.perf_counter() - start) if done and reader.mode == mode else None
 
     @contextlib.contextmanager

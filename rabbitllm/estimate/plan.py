@@ -1,6 +1,6 @@
 """`rabbitllm.plan`: the disk use and time of a split and of generation, from headers and a few measurements.
 
-Reads the free space of the disks and the state of the source, and passes both to `splitter.split_estimate`. Writes
+Reads the free space of the disks and the state of the source, and passes both to `estimate.split_estimate`. Writes
 only small files into the hub cache, and for a second a file that `estimate/measure.py` needs.
 """
 
@@ -22,21 +22,9 @@ from rabbitllm.base.options import ShardPolicy, SplitOptions, parse_size
 from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity
 from rabbitllm.checkpoints.config import experts_a_token, quantized_as, read_config
 from rabbitllm.errors import InvalidIndexError, NotEnoughSpaceException, OptionError, system_errors_by_name
+from rabbitllm.estimate import split_estimate
 from rabbitllm.estimate.cost_model import PROMPT_TOKENS, GenerationEstimate
-from rabbitllm.quant.schemes import COMPRESSIONS, SCHEMES
-from rabbitllm.splitter import journal, split_estimate
-from rabbitllm.splitter.bit_allocation import allocation_of, with_choice
-from rabbitllm.splitter.disk_budget import DiskBudget, candidates, shortage
-from rabbitllm.splitter.plan import SplitPlan, recompressed
-from rabbitllm.splitter.request import (
-    SplitRequest,
-    disk_budget_of,
-    kept_in_cache,
-    located,
-    plan_split,
-    resumed_disk_budget,
-)
-from rabbitllm.splitter.split_estimate import (
+from rabbitllm.estimate.split_estimate import (
     ROUTES,
     STANDARD,
     CompressionEstimate,
@@ -49,6 +37,19 @@ from rabbitllm.splitter.split_estimate import (
     anatomy_of,
     big_layers,
     commonest_dtype,
+)
+from rabbitllm.quant.schemes import COMPRESSIONS, SCHEMES
+from rabbitllm.splitter import journal
+from rabbitllm.splitter.bit_allocation import allocation_of, with_choice
+from rabbitllm.splitter.disk_budget import DiskBudget, candidates, shortage
+from rabbitllm.splitter.plan import SplitPlan, recompressed
+from rabbitllm.splitter.request import (
+    SplitRequest,
+    disk_budget_of,
+    kept_in_cache,
+    located,
+    plan_split,
+    resumed_disk_budget,
 )
 from rabbitllm.storage.folders import existing
 from rabbitllm.store.layer_file import LAYER_SUFFIX

@@ -18,9 +18,7 @@ from rabbitllm.engine.tier_picture import draw_placement
 from rabbitllm.errors import OptionError
 from rabbitllm.estimate.cost_model import Experts, GenerationEstimate
 from rabbitllm.estimate.plan import Plan
-from rabbitllm.quant.schemes import COMPRESSIONS
-from rabbitllm.splitter.bit_allocation import AllocationSummary
-from rabbitllm.splitter.split_estimate import (
+from rabbitllm.estimate.split_estimate import (
     Anatomy,
     CompressionEstimate,
     Rate,
@@ -31,6 +29,8 @@ from rabbitllm.splitter.split_estimate import (
     least,
     missing_bytes,
 )
+from rabbitllm.quant.schemes import COMPRESSIONS
+from rabbitllm.splitter.bit_allocation import AllocationSummary
 
 # The bits that "auto" chose, as text: a line for each role, and the expected loss. Decides nothing.
 

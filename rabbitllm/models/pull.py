@@ -27,11 +27,11 @@ from rabbitllm.base.options import (
 from rabbitllm.base.terminal import counted, put, put_fact, size, size_rounded_up
 from rabbitllm.display.split_display import shown
 from rabbitllm.errors import IncompleteSplitError, OptionError, RabbitLLMError, system_errors_by_name
+from rabbitllm.estimate.split_estimate import STANDARD, CompressionEstimate, Rates, Route
 from rabbitllm.models.library import SplitEntry, as_record, look
 from rabbitllm.prepare.make import TooLittle
 from rabbitllm.splitter.filler import ShardExecutor
 from rabbitllm.splitter.plan import PlannedFiles
-from rabbitllm.splitter.split_estimate import STANDARD, CompressionEstimate, Rates, Route
 
 
 class Shards(enum.Enum):

@@ -24,8 +24,8 @@ from rabbitllm.checkpoints.hub import FIRST_READ_BYTES
 from rabbitllm.cli.main import app
 from rabbitllm.errors import CheckpointNotFoundError, NotEnoughSpaceException, OptionError
 from rabbitllm.estimate.report import duration, show
+from rabbitllm.estimate.split_estimate import FETCHED_BYTES, ROUTES, CompressionEstimate, Route, SplitEstimate
 from rabbitllm.splitter.disk_budget import on_disk
-from rabbitllm.splitter.split_estimate import FETCHED_BYTES, ROUTES, CompressionEstimate, Route, SplitEstimate
 from tests.splitter.test_split import LARGE
 from tests.support import quantized
 from tests.support.builders import SINGLE_NAME, build_checkpoint, cut, llama_tensors, write_shards
@@ -154,7 +154,7 @@ def test_folder_as_json(folder: Path) -> None:
     assert (found["max_disk"], found["min_free_disk"]) == (1 << 30, 10**9)
     assert found["memory_bytes"] == 200_000_000 + 2400 * found["anatomy"]["tensors"]
     assert found["choice"]["compression"] == "4bit"
-    assert found["rates"]["read"]["measured_bytes"] == found["anatomy"]["total_bytes"]
+    assert 0 < found["rates"]["read"]["measured_bytes"] <= found["anatomy"]["total_bytes"]
     assert found["rates"]["fetch"] is None
     assert set(found["rates"]["quantise"]) == {"4bit", "8bit"}
 

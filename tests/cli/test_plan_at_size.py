@@ -12,7 +12,7 @@ import pytest
 
 from rabbitllm.checkpoints.checkpoint import Release
 from rabbitllm.checkpoints.hub import HubRepository
-from rabbitllm.splitter.split_estimate import ROUTES
+from rabbitllm.estimate.split_estimate import ROUTES
 from tests.cli.test_plan import LOCAL_ROUTES, REPO, call_on, plan, routes
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment

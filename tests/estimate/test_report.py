@@ -14,7 +14,7 @@ from rabbitllm.engine.placement import TierContent
 from rabbitllm.estimate.cost_model import Experts, GenerationEstimate, Speed
 from rabbitllm.estimate.plan import Plan
 from rabbitllm.estimate.report import generation_basis, moment, show_generations
-from rabbitllm.splitter.split_estimate import Rates
+from rabbitllm.estimate.split_estimate import Rates
 
 GIB = 1 << 30
 SPEEDS = (Speed("multiplying with bfloat16 on cpu", 28e9), Speed("reading past the page cache", 3.5e9))

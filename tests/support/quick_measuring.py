@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rabbitllm.estimate import machine, measure
-from rabbitllm.splitter.split_estimate import Rate
+from rabbitllm.estimate.split_estimate import Rate
 
 
 @pytest.fixture(autouse=True)
@@ -21,4 +21,4 @@ def measure_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "READ_SECONDS", 0.0)
     monkeypatch.setattr(measure, "WRITTEN_BYTES", measure.READ_BYTES)
     monkeypatch.setattr(machine, "TOKENS", 4)
-    monkeypatch.setattr("rabbitllm.splitter.split_estimate.quantize_rate", lambda *arguments, **named: Rate(50e6, 1))
+    monkeypatch.setattr("rabbitllm.estimate.split_estimate.quantize_rate", lambda *arguments, **named: Rate(50e6, 1))

@@ -36,7 +36,7 @@ class Shown:
 _MODEL = (
     "save_pretrained get_memory_footprint num_parameters to resize_token_embeddings save_expert_use load_expert_use"
 )
-_ESTIMATE = "rabbitllm.splitter.split_estimate"
+_ESTIMATE = "rabbitllm.estimate.split_estimate"
 _OLD = "rabbitllm.rabbitllm_1_names"
 GROUPS: Mapping[str, Sequence[Shown]] = {
     "Load a model": (

@@ -34,7 +34,7 @@ from rabbitllm.estimate.doctor.records import (
     Report,
 )
 from rabbitllm.estimate.outline import Published
-from rabbitllm.splitter.split_estimate import ROUTES, STANDARD
+from rabbitllm.estimate.split_estimate import ROUTES, STANDARD
 from rabbitllm.storage.folders import Folder, host_of
 from rabbitllm.version import __version__
 

@@ -132,7 +132,7 @@ class Need:
     """The disk use of one route.
 
     Attributes:
-        route: a key of `splitter.split_estimate.ROUTES`.
+        route: a key of `estimate.split_estimate.ROUTES`.
         disk_bytes: the most by which use of the disks exceeds the present one.
         missing_bytes: the bytes that are lacking; 0 if it fits.
     """

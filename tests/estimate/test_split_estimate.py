@@ -15,12 +15,8 @@ import torch
 
 from rabbitllm.checkpoints.hub import HubAccess, HubRepository, open_repository
 from rabbitllm.errors import MissingPackageError
-from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size
-from rabbitllm.quant.schemes import COMPRESSIONS, is_compressible
-from rabbitllm.splitter import split_estimate
-from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer, Shortage
-from rabbitllm.splitter.plan import CHUNK_BYTES, PlannedShard
-from rabbitllm.splitter.split_estimate import (
+from rabbitllm.estimate import measure, split_estimate
+from rabbitllm.estimate.split_estimate import (
     CompressionEstimate,
     Disk,
     Load,
@@ -32,6 +28,10 @@ from rabbitllm.splitter.split_estimate import (
     TensorGroup,
     anatomy_of,
 )
+from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size
+from rabbitllm.quant.schemes import COMPRESSIONS, is_compressible
+from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer, Shortage
+from rabbitllm.splitter.plan import CHUNK_BYTES, PlannedShard
 from tests.splitter.test_memory import MOST
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import GeneratedFile, LocalHub
@@ -421,17 +421,16 @@ def test_small_files_are_read_whole(tmp_path: Path) -> None:
     assert found.bytes_per_second > 0
 
 
-def test_of_large_files_pieces_all_over_them_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_estimate, "READ_BYTES", 4 * CHUNK_BYTES)
-    paths = files(tmp_path, [])
-    for number in range(4):
-        paths.append(tmp_path / f"large-{number}")
-        with paths[-1].open("wb") as file:
+def test_of_large_files_a_sample_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "SAMPLE_BYTES", 4 * CHUNK_BYTES)
+    monkeypatch.setattr(measure, "READ_SECONDS", 60.0)
+    paths = [tmp_path / f"large-{number}" for number in range(4)]
+    for path in paths:
+        with path.open("wb") as file:
             file.truncate(10 * CHUNK_BYTES)
-    pieces = list(split_estimate._pieces(paths))
-    assert pieces == [(path, 0) for path in paths]
-    assert split_estimate.read_rate(paths).measured_bytes == 4 * CHUNK_BYTES  # type: ignore[union-attr]
-    assert len(list(split_estimate._pieces(paths[:1]))) == 4
+    found = split_estimate.read_rate(paths)
+    assert found is not None
+    assert found.measured_bytes == 4 * CHUNK_BYTES
 
 
 def test_no_files_have_no_rate(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""Estimates of a split before it is begun: the composition of a checkpoint, sizes and times, and measured rates.
+"""Estimates of a split: the composition of a checkpoint, sizes, times, and measured rates.
 
 The records and the functions that fill them are pure; plans and disk sizes come from the caller. The rates at which
-this machine fetches, reads and quantizes are measured on small samples; nothing is written, each measurement takes a
+this machine fetches, reads and quantizes are measured on small samples. Nothing is written. Each measurement takes a
 bounded time, and returns None if it fails: an estimate must not raise an error.
 """
 
@@ -12,7 +12,7 @@ import dataclasses
 import re
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,6 @@ from rabbitllm.quant.schemes import MAX_ROUTER_ROWS, MIN_ELEMENTS, SCHEMES, is_c
 from rabbitllm.splitter.bit_allocation import AllocationSummary
 from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer, Shortage, disk_use
 from rabbitllm.splitter.plan import CHUNK_BYTES, SplitPlan
-from rabbitllm.storage.files import PositionalFile, page_aligned
 from rabbitllm.store.manifest import AUTO
 
 _HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output_layer)\.|^output\.")
@@ -479,8 +478,7 @@ def as_json(forecast: SplitEstimate) -> dict[str, Any]:
         for record, route in zip(entry["routes"], outlook.routes, strict=True):
             record["fits"] = route.fits
             if route.lacking is not None:
-                lacking = route.lacking
-                record["lacking"] = {"need_bytes": lacking.need, "have_bytes": lacking.have, "where": lacking.where}
+                record["lacking"] = route.lacking.record()
     return content
 
 
@@ -489,10 +487,8 @@ def as_json(forecast: SplitEstimate) -> dict[str, Any]:
 
 FETCHED_BYTES = 8 << 20
 """The most that is fetched of a shard, from its start."""
-READ_BYTES = 64 << 20
-"""The most that is read of the shards on this disk, in pieces spread evenly over them."""
 MAX_SECONDS = 3.0
-"""A fetch or a read stops after this time; what arrived until then counts."""
+"""A fetch stops after this time; the bytes that arrived until then count."""
 QUANTIZE_SECONDS = 0.3
 
 
@@ -534,36 +530,15 @@ def _steady_rate(arrived: Sequence[tuple[float, int]]) -> Rate | None:
 
 
 def read_rate(paths: Sequence[Path]) -> Rate | None:
-    """Measure how fast these files are read; pages that were read for this are dropped from the page cache again."""
-    buffer = page_aligned(CHUNK_BYTES)
-    done, start = 0, time.perf_counter()
+    """Measure how fast these files are read, through the page cache; None if they cannot be read."""
+    from rabbitllm.estimate.measure import DROPPED, FileSample
+
     try:
-        for path, offset in _pieces(paths):
-            with PositionalFile(path) as file:
-                got = file.read_into(buffer, offset)
-                file.drop_cache(offset, got)
-            done += got
-            if time.perf_counter() - start > MAX_SECONDS:
-                break
+        sample = FileSample(paths, CHUNK_BYTES)
     except OSError:
         return None
-    seconds = time.perf_counter() - start
-    return Rate(done / seconds, done) if done else None
-
-
-def _pieces(paths: Sequence[Path]) -> Iterator[tuple[Path, int]]:
-    """Yield where to read: evenly spread, since parts of the files may be in the page cache; all of small files."""
-    sizes = [path.stat().st_size for path in paths]
-    if sum(sizes) <= READ_BYTES:
-        for path, size in zip(paths, sizes, strict=True):
-            yield from ((path, offset) for offset in range(0, size, CHUNK_BYTES))
-        return
-    step, at = -(-sum(sizes) // (READ_BYTES // CHUNK_BYTES)), 0
-    for path, size in zip(paths, sizes, strict=True):
-        while at < size:
-            yield path, at
-            at += step
-        at -= size
+    rate = sample.rate(DROPPED)
+    return Rate(rate, sample.bytes_read) if rate is not None else None
 
 
 def quantize_rate(scheme: str, dtype: str, threads: int, *, fitted: bool = False) -> Rate | None:
