@@ -14,10 +14,10 @@ y. So every processor has the same result. Blocks of zeros, with values that are
 squares overflow or underflow, keep their largest magnitude as scale.
 
 **Nested scales** (bitsandbytes' `compress_statistics`): all scales of a tensor less their mean are quantized in blocks
-of 256 by the 256 values of 8bit. The mean is summed in the order in which torch (2.13) sums as many float32 on x86-64
-in one thread: 32 parallel sums, of rows, of groups of rows, of groups of groups and of groups of those. With several
-threads and more than 32,768 scales, torch sums the share of each thread, so the last bit of the mean depends on the
-number of threads; a layer file must not. A tensor of any size is processed in runs.
+of 256 by the 256 values of 8bit. The mean is summed in the order in which torch (2.13, 2.14) sums as many float32 on
+x86-64 in one thread: 32 parallel sums, of rows, of groups of rows, of groups of groups and of groups of those. With
+several threads and more than 32,768 scales, torch sums the share of each thread, so the last bit of the mean depends on
+the number of threads; a layer file must not. A tensor of any size is processed in runs.
 """
 
 from __future__ import annotations
