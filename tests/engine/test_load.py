@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rabbitllm import AutoModel
-from rabbitllm.engine import load, skeleton
-from rabbitllm.engine.load import MAX_ROWS, fused_chooser, is_near
+from rabbitllm.engine import load_plan, skeleton
+from rabbitllm.engine.load_plan import MAX_ROWS, fused_chooser, is_near
 from rabbitllm.quant import products
 from rabbitllm.quant.schemes import Quantized
 from tests.support.builders import build_checkpoint
@@ -56,7 +56,7 @@ def test_one_trial_for_all_matrices_of_a_shape(monkeypatch: pytest.MonkeyPatch) 
         tried.append((device.name, form.shape, dtype))
         return True
 
-    monkeypatch.setattr(load, "_is_right", note)
+    monkeypatch.setattr(load_plan, "_is_right", note)
     choose_matrix = fused_chooser(FakeGpu(0))
     for _ in range(3):
         for shape in ((96, 128), (128, 128), (50_000, 64), (150_000, 64)):
@@ -65,7 +65,7 @@ def test_one_trial_for_all_matrices_of_a_shape(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_trial_for_what_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "_is_right", lambda *given: pytest.fail("tried"))
+    monkeypatch.setattr(load_plan, "_is_right", lambda *given: pytest.fail("tried"))
     choose_matrix = fused_chooser(FakeGpu(0))
     assert choose_matrix(Quantized("8bit", (96, 128), None), torch.bfloat16) is None
     assert choose_matrix(Quantized("4bit", (96, 100), "bfloat16"), torch.bfloat16) is None
