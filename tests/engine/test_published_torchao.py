@@ -18,17 +18,10 @@ from tests.support import quantized, splitting
 from tests.support.builders import SINGLE_NAME, build_checkpoint, read_tensors, reference_logits
 from tests.support.tiny_models import ALL, INPUT, assert_same, load, run, split
 
-pytest.importorskip("torchao")
-
-
-@pytest.mark.parametrize(
-    "form",
-    [
-        pytest.param(form, marks=[] if form in ("Intx4-asymmetric", "ByName") else pytest.mark.long)
-        for form in quantized.TORCHAO_FORMS
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("form", quantized.TORCHAO_FORMS)
 def test_the_matrices_are_those_of_torchao(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchao")
     folder = quantized.build_torchao(tmp_path / "model", form, tmp_path / "plain")
     assert len(list(folder.glob("*.safetensors"))) > 2
     expected = reference_logits(tmp_path / "plain", INPUT, "auto")  # type: ignore[arg-type]
@@ -38,6 +31,34 @@ def test_the_matrices_are_those_of_torchao(tmp_path: Path, form: str, monkeypatc
     for budget in (ALL, 60_000, 0):
         assert_same(run(load(directory, budget)), expected)
     assert_same(run(load(splitting.split(folder, sequential=True))), expected)
+
+
+def test_the_formula(tmp_path: Path) -> None:
+    """Without torchao: int8 with zeros for groups of inputs, in shards."""
+    plain, folder = (build_checkpoint(tmp_path / name, "llama", dtype=torch.bfloat16) for name in ("plain", "model"))
+
+    def parts_of(name: str, tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        path, groups = name.removesuffix("weight"), tensor.float().unflatten(1, (-1, 16))
+        scales = ((groups.amax(2) - groups.amin(2)) / 255).bfloat16()
+        zeros = (-128 - groups.amin(2) / scales.float()).round().clamp(-128, 127).to(torch.int8)
+        shifted = groups / scales.float()[:, :, None] + zeros.float()[:, :, None]
+        codes = shifted.round().clamp(-128, 127).to(torch.int8)
+        matrix = (codes.float() - zeros.float()[:, :, None]) * scales.float()[:, :, None]
+        parts = {"qdata": codes.flatten(1), "scale": scales, "zero_point": zeros}
+        return {f"{path}_weight_{part}": value for part, value in parts.items()}, matrix.flatten(1).bfloat16()
+
+    def published(name: str, tensor: torch.Tensor) -> quantized.Named:
+        yield from parts_of(name, tensor)[0].items() if name.endswith("_proj.weight") else [(name, tensor)]
+
+    def meant(name: str, tensor: torch.Tensor) -> quantized.Named:
+        yield name, parts_of(name, tensor)[1] if name.endswith("_proj.weight") else tensor
+
+    quantized.rewrite(plain, meant, None, 1)
+    quantized.rewrite(folder, published, config_of(_type="IntxWeightOnlyConfig", _data={}), 3)
+    expected = reference_logits(plain, INPUT, "auto")  # type: ignore[arg-type]
+    directory = splitting.split(folder, sequential=True)
+    for budget in (ALL, 0):
+        assert_same(run(load(directory, budget)), expected)
 
 
 def config_of(**data: Any) -> dict[str, Any]:
