@@ -18,6 +18,7 @@ from tests.support import quantized, splitting
 from tests.support.builders import SINGLE_NAME, build_checkpoint, read_tensors, reference_logits
 from tests.support.tiny_models import ALL, INPUT, assert_same, load, run, split
 
+
 @pytest.mark.long
 @pytest.mark.parametrize("form", quantized.TORCHAO_FORMS)
 def test_the_matrices_are_those_of_torchao(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
