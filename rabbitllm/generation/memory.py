@@ -278,8 +278,8 @@ class CacheMemory:
 
 
 def free_memory(model: StreamedModel) -> int:
-    """Free bytes on all devices together, with the weights loaded."""
-    free: list[int] = [executor.device.free_bytes() for executor in model.streamer.executors.values()]
+    """Free bytes on all devices together, besides all that weights take in a pass."""
+    free: list[int] = [executor.free_bytes() for executor in model.streamer.executors.values()]
     return len(free) * min(free)
 
 
