@@ -442,10 +442,12 @@ def _matrix_on_host(form: Quantized, dtype: torch.dtype) -> type[StoredMatrix] |
     return Matrix if multiplies(form.codes) else None
 
 
-TRIED = (1, 6, 16)
-"""Rows of input in a trial; bitsandbytes has a kernel for each number."""
-MAX_ROWS = 4096
-"""Maximum rows of a trial's matrix: more rows only repeat the same work, and need memory."""
+TRIED = (1, 4, 6, 16, 48, 128, 600)
+"""Rows of input in a trial: bitsandbytes (0.50) has other kernels and tiles for them, and dequantizes for the last."""
+MAX_ROWS = 1 << 15
+"""Maximum rows of a trial's matrix. Tiles depend on their number, on a T4 up to 25,600 (csrc/gemm_4bit_sm75.cu)."""
+DISTINCT_ROWS = 1280
+"""Rows with codes of their own, which are repeated: whole blocks of quantized scales, and no power of two."""
 _OFFSET = 2.0
 """The mean of quantized scales in a trial."""
 
@@ -477,26 +479,38 @@ def is_near(fused: torch.Tensor, expected: torch.Tensor) -> bool:
 
 def _is_right(device: Device, form: Quantized, dtype: torch.dtype) -> bool:
     """Run one trial. False too if it fails: the kernel is missing, or there is not enough memory."""
-    (rows, columns), to = form.shape, device.torch_device
-    generator = torch.Generator().manual_seed(0)
-    payload = torch.randint(0, 256, (rows * columns // 2, 1), dtype=torch.uint8, generator=generator)
-    blocks = rows * columns // NF4_BLOCK
-    absmax, nested = torch.rand(blocks, generator=generator), None
-    table, inputs = torch.linspace(-1, 1, 16), torch.randn(max(TRIED), columns, generator=generator).to(dtype)
     try:
-        if form.offset is not None:
-            absmax = torch.randint(0, 256, (blocks,), dtype=torch.uint8, generator=generator)
-            scales, codes = (
-                torch.rand(math.ceil(blocks / NESTED_BLOCK), generator=generator),
-                torch.linspace(-1, 1, 256),
-            )
-            nested = NestedScales(scales.to(to), codes.to(to), torch.tensor(form.offset).to(to))
-        matrix = FusedMatrix(form.codes, payload.to(to), absmax.to(to), table.to(to), nested)
-        x = inputs.to(to)
-        expected = torch.nn.functional.linear(x, matrix.dequantized(dtype))
+        x, matrix, expected = _trial(device.torch_device, form, dtype)
         if all(is_near(matrix.linear(x[:count], None), expected[:count]) for count in TRIED):
             return True
         logger.warning("bitsandbytes multiplies 4bit codes incorrectly on %s; layers are dequantized.", device.name)
     except Exception as error:
         logger.info("4bit codes are not multiplied on %s: %s: %s", device.name, type(error).__name__, error)
     return False
+
+
+def _trial(to: torch.device, form: Quantized, dtype: torch.dtype) -> tuple[torch.Tensor, FusedMatrix, torch.Tensor]:
+    """Inputs, a matrix of this form, and their product by dequantizing, on a device."""
+    (rows, columns), generator = form.shape, torch.Generator().manual_seed(0)
+    distinct = min(rows, DISTINCT_ROWS)
+    times, blocks = math.ceil(rows / distinct), distinct * columns // NF4_BLOCK
+    payload = torch.randint(0, 256, (distinct * columns // 2, 1), dtype=torch.uint8, generator=generator).to(to)
+    table, scales = torch.linspace(-1, 1, 16).to(to), torch.rand(blocks, generator=generator)
+    nested = None
+    if form.offset is not None:
+        absmax = torch.randint(0, 256, (blocks,), dtype=torch.uint8, generator=generator).to(to)
+        scales = scales[: math.ceil(blocks / NESTED_BLOCK)].to(to)
+        nested = NestedScales(scales, torch.linspace(-1, 1, 256).to(to), torch.tensor(form.offset).to(to))
+    else:
+        absmax = scales.to(to)
+    few = FusedMatrix(replace(form.codes, shape=(distinct, columns)), payload, absmax, table, nested)
+    x = torch.randn(max(TRIED), columns, generator=generator).to(dtype).to(to)
+    product = torch.nn.functional.linear(x, few.dequantized(dtype)).repeat(1, times)[:, :rows]
+    matrix = replace(
+        few,
+        form=form.codes,
+        payload=payload.repeat(times, 1)[: rows * columns // 2],
+        absmax=absmax.repeat(times)[: rows * columns // NF4_BLOCK],
+        nested=None if nested is None else replace(nested, scales=nested.scales.repeat(times)),
+    )
+    return x, matrix, product
