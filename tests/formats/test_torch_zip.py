@@ -389,7 +389,7 @@ def test_the_builder_makes_what_torch_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.skipif(not torch.__version__.startswith(("2.13.", "2.14.")), reason="the claims are of torch 2.13 and 2.14")
+@pytest.mark.skipif(not torch.__version__.startswith(("2.13.", "2.14.")), reason="claims are of torch 2.13, 2.14")
 def test_which_of_them_torch_itself_refuses(tmp_path: Path) -> None:
     taken: dict[str, set[str]] = {"zips": set(), "pickles": set()}
     for attack in torch_zips.ATTACKS:
