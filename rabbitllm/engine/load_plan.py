@@ -33,6 +33,7 @@ from rabbitllm.engine.experts import expert_costs
 from rabbitllm.engine.forwards import route_llama4
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.placement import (
+    HOOKED,
     READY,
     SLOTS,
     Budget,
@@ -211,14 +212,14 @@ class LoadPlan:
         known = {
             placed.unit: choose_matrix
             for placed in (*self.placement.units, *self.placement.experts)
-            if placed.tier not in _DEQUANTIZED_ONCE and (choose_matrix := self.choosers.get(placed.device))
+            if placed.tier in _AS_STORED and (choose_matrix := self.choosers.get(placed.device))
         }
         sources = {name: multiplied(one, known[name]) if name in known else one for name, one in self.sources.items()}
         experts = tuple(with_matrices(source, known.get(source.name)) for source in self.experts)
         return replace(self, sources=sources, experts=experts, choosers={})
 
 
-_DEQUANTIZED_ONCE = (Tier.RESIDENT, Tier.ROWS, Tier.ELSEWHERE)
+_AS_STORED = (*HOOKED, Tier.ROUTED)
 
 
 @uncollected()
@@ -245,7 +246,7 @@ def make_load_plan(store: WeightFiles, options: RunOptions, home: Path, devices:
     if not options.exact and all(device.shares_host_memory for device in devices):
         choose_matrix = _matrix_on_host
     elif not options.exact:
-        choosers = {device.name: fused_chooser(device) for device in devices if not device.shares_host_memory}
+        choosers = {device.name: fused_chooser(device) for device in devices}
     units = find_units(model)
     try:
         weights = map_weights(model, store.tensors, store.label, quantizer)
@@ -257,7 +258,7 @@ def make_load_plan(store: WeightFiles, options: RunOptions, home: Path, devices:
             raise
         raise IncompleteCheckpointError(f"{error.problem} Nothing was deleted.", _CHECK_THE_SOURCE) from error
     sources = {unit.name: source_of(without_experts(unit, experts), weights, store, choose_matrix) for unit in units}
-    placement = place_units(unit_costs(model, sources, experts, choosers), experts, devices, options)
+    placement = place_units(model, sources, experts, devices, options, choosers)
     if config.model_type in SCALES_IN_PLACE and not placement.is_resident:
         raise RabbitLLMError(
             f"{config.model_type} rescales its weights in place, so all of them must be resident; they need "
@@ -355,8 +356,7 @@ def only_a_part(
     here = {name: source for name, source in plan.sources.items() if name in part.units}
     experts = tuple(source for source in plan.experts if source.unit in part.units)
     limited = replace(options, max_memory={**(options.max_memory or {}), **part.budgets})
-    costs = unit_costs(plan.model, here, experts, plan.choosers)
-    placement = place_units(costs, experts, devices, limited)
+    placement = place_units(plan.model, here, experts, devices, limited, plan.choosers)
     known = {placed.unit: placed for placed in placement.units}
     units = (
         known.get(name) or PlacedUnit(name, placement.home, Tier.ELSEWHERE, source.stored_bytes)
@@ -424,18 +424,32 @@ def _attention(wanted: str, config: PretrainedConfig, devices: Sequence[Device],
 
 
 def place_units(
-    costs: Sequence[UnitCost], experts: Sequence[ExpertSource], devices: Sequence[Device], options: RunOptions
+    model: nn.Module,
+    sources: Mapping[str, UnitSource],
+    experts: Sequence[ExpertSource],
+    devices: Sequence[Device],
+    options: RunOptions,
+    choosers: Mapping[str, MatrixChooser] = MappingProxyType({}),
 ) -> Placement:
-    """The placement of every unit, within the free memory or the caller's limits."""
+    """The placement of every unit, within the free memory or the caller's limits; see `LoadPlan` for `choosers`.
+
+    GPUs try their products only if not all units are resident.
+    """
     budgets = [Budget(device.name, budget_of(device, options), device.shares_host_memory) for device in devices]
-    return place(
-        costs,
-        budgets,
-        small_first=options.small_layers_resident,
-        cached_layers=options.cache_layers or 0,
-        host_bytes=host_room(devices, options),
-        experts=expert_costs(experts),
-    )
+    costs_of_experts, host_bytes = expert_costs(experts), host_room(devices, options)
+
+    def placed(choosers: Mapping[str, MatrixChooser]) -> Placement:
+        return place(
+            unit_costs(model, sources, experts, choosers),
+            budgets,
+            small_first=options.small_layers_resident,
+            cached_layers=options.cache_layers or 0,
+            host_bytes=host_bytes,
+            experts=costs_of_experts,
+        )
+
+    found = placed(MappingProxyType({}))
+    return placed(choosers) if choosers and any(one.tier in HOOKED for one in found.units) else found
 
 
 def _matrix_on_host(form: Quantized, dtype: torch.dtype) -> type[StoredMatrix] | None:

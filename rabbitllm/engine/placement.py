@@ -48,6 +48,8 @@ class Tier(enum.Enum):
 
 READY = (Tier.RESIDENT, Tier.MAPPED)
 """Tiers of units that can be used at any time, as in an ordinary model."""
+HOOKED = (Tier.PACKED, Tier.PINNED, Tier.STREAMED)
+"""Tiers of units whose parameters are bound, and made if necessary, for each pass; packed views are bound once."""
 
 
 @dataclass(frozen=True, slots=True)

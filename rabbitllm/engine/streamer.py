@@ -34,7 +34,7 @@ from rabbitllm.base.forks import ForkGuard, compute_on_one_thread, own_lock
 from rabbitllm.engine.devices import Device, memory_explained
 from rabbitllm.engine.embedding_rows import TableRows
 from rabbitllm.engine.expert_pool import ExpertPool
-from rabbitllm.engine.placement import READY, SLOTS, Placement, Tier
+from rabbitllm.engine.placement import HOOKED, READY, SLOTS, Placement, Tier
 from rabbitllm.engine.prefetch import FilledSlot, HostBuffers, Loader, Uploader, bytes_of, largest
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, SpanReader, compare
 from rabbitllm.engine.units import Memo, ParameterEntry, PartReader, UnitSource, mapped_part
@@ -159,9 +159,6 @@ class DeviceExecutor:
             yield unit
 
 
-_MADE_FOR_EACH_USE = (Tier.PACKED, Tier.PINNED, Tier.STREAMED)
-
-
 def device_executors(
     sources: Mapping[str, UnitSource],
     placement: Placement,
@@ -174,7 +171,7 @@ def device_executors(
     """An executor for each device, with the buffers of its streamed units."""
     made = {}
     for name, device in devices.items():
-        here = [sources[p.unit] for p in placement.units if p.device == name and p.tier in _MADE_FOR_EACH_USE]
+        here = [sources[p.unit] for p in placement.units if p.device == name and p.tier in HOOKED]
         scratch = max((source.scratch_bytes for source in here), default=0)
         moving = {
             placed.unit: sources[placed.unit]

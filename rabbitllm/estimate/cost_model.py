@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.checkpoints.config import picked_by
-from rabbitllm.engine.placement import Placement, Tier, TierContent
+from rabbitllm.engine.placement import HOOKED, Placement, Tier, TierContent
 from rabbitllm.quant.quantize import expanded_bytes
 
 if TYPE_CHECKING:
@@ -110,8 +110,6 @@ class GenerationEstimate:
 # The work of a pass with each unit: the bytes it reads, multiplies with and makes. Taken from the load plan that the
 # model itself is loaded by.
 
-HOOKED = (Tier.PACKED, Tier.PINNED, Tier.STREAMED)
-"""Tiers whose parameters are bound for each pass."""
 STAYING = (Tier.RESIDENT, Tier.PACKED, Tier.PINNED)
 """Tiers that are not read from the disk again."""
 _COPIED = (Tier.PINNED, Tier.STREAMED)

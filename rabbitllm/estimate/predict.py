@@ -21,7 +21,7 @@ from rabbitllm import prepare
 from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.devices import OutOfDeviceMemory, memory_explained, resolve_devices
 from rabbitllm.engine.expert_source import ExpertSource
-from rabbitllm.engine.load_plan import LoadPlan, cache_room, make_load_plan, place_units, too_little_memory, unit_costs
+from rabbitllm.engine.load_plan import LoadPlan, cache_room, make_load_plan, place_units, too_little_memory
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, stays_cached
 from rabbitllm.engine.units import UnitSource, input_embedding
@@ -185,8 +185,7 @@ def stretched(sample: LoadPlan, layers: Sequence[int], machine: Machine) -> Load
         for long, short in names.items()
         for found in inside.get(short, ())
     )
-    costs = unit_costs(sample.model, sources, experts, sample.choosers)
-    placement = place_units(costs, experts, machine.devices, machine.options)
+    placement = place_units(sample.model, sources, experts, machine.devices, machine.options, sample.choosers)
     return dataclasses.replace(sample, sources=sources, experts=experts, placement=placement)
 
 

@@ -14,8 +14,10 @@ from rabbitllm.engine import load_plan, skeleton
 from rabbitllm.engine.load_plan import DISTINCT_ROWS, MAX_ROWS, fused_chooser, is_near
 from rabbitllm.quant import products
 from rabbitllm.quant.schemes import Quantized
+from tests.engine.test_fake_gpu import load_on
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
+from tests.support.tiny_models import ALL, split
 
 FORM = Quantized("4bit", (96, 128), "bfloat16")
 
@@ -88,6 +90,16 @@ def test_one_trial_for_all_matrices_of_a_shape(monkeypatch: pytest.MonkeyPatch) 
         for shape in ((96, 128), (128, 128), (50_000, 64), (150_000, 64)):
             assert choose_matrix(Quantized("4bit", shape, "bfloat16"), torch.bfloat16) is products.FusedMatrix
     assert tried == [("fake:0", shape, torch.bfloat16) for shape in ((96, 128), (128, 128), (MAX_ROWS, 64))]
+
+
+def test_no_trial_for_a_model_that_is_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16), "4bit")
+    tried: list[Any] = []
+    monkeypatch.setattr(load_plan, "_is_right", lambda *given: bool(tried.append(given)))
+    assert load_on([FakeGpu(0)], directory, ALL, exact=False).placement.is_resident
+    assert not tried
+    load_on([FakeGpu(0)], directory, 0, exact=False)
+    assert tried
 
 
 def test_no_trial_for_what_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
