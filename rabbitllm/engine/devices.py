@@ -295,7 +295,7 @@ def memory_explained(devices: Iterable[Device], budgets: Mapping[str, int], doin
         lacks_memory = isinstance(error, torch.OutOfMemoryError) or _LACKS_MEMORY.search(str(error))
         if isinstance(error, OutOfDeviceMemory) or not lacks_memory:
             raise
-        said = ". ".join(str(error).splitlines()[0].split(". ")[:2]).rstrip(".")
+        reason = ". ".join(str(error).splitlines()[0].split(". ")[:2]).rstrip(".")
         cause: BaseException | None = error
         while cause is not None:
             _drop_frames(cause.__traceback__)
@@ -305,7 +305,7 @@ def memory_explained(devices: Iterable[Device], budgets: Mapping[str, int], doin
         device.empty_cache()
     limits = ", ".join(f"{name!r}: {nbytes:,}" for name, nbytes in budgets.items())
     explained = NotEnoughMemoryError(
-        f"A GPU has too little memory for {doing}: {said}. Weights may take max_memory={{{limits}}} bytes.",
+        f"A GPU has too little memory for {doing}: {reason}. Weights may take max_memory={{{limits}}} bytes.",
         "Load the model with a smaller max_memory to leave more memory to activations and the KV cache; or use fewer "
         "or shorter sequences, or fewer beams. A loaded model is unchanged, and the next call works.",
     )

@@ -1,8 +1,8 @@
-"""Decides a model's skeleton, dtype, attention, recipes of weights and placement from names and sizes alone.
+"""Decides a model's skeleton, dtype, attention, recipes of weights and placement from names and sizes.
 
-Reads no weights, so it also works on planned layer files: a plan and the loaded model have the same costs and
-placement. A process may compute a part of the model; units of other processes have a name and a size here, and are
-never bound.
+On GPUs it also tries bitsandbytes' 4bit products. It reads no weights, so it also works on planned layer files: a plan
+and the loaded model have the same costs and placement. A process may compute a part of the model; units of other
+processes have a name and a size here, and are never bound.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def unit_costs(
         module = source.unit.module
         # a small module may return its weights as its output (a learned query), so they must outlive its forward
         streamable = source.unit.is_layer or isinstance(module, (nn.Linear, nn.Embedding))
-        stays = source.unit.holds_units or not streamable or not source.jobs
+        must_stay = source.unit.holds_units or not streamable or not source.jobs
         rows = has_readable_rows(source, tables)
         used = [multiplied(source, choose_matrix) for choose_matrix in choosers.values()] or [source]
         scratch = max(one.scratch_bytes for one in used)
@@ -131,11 +131,8 @@ def unit_costs(
         tied = tuple(
             SharedTensor(job.recipe.key, *source.bytes_of(job)) for job in source.jobs if job.recipe.key in shared
         )
-        costs.append(
-            UnitCost(
-                name, *sizes, source.unit.is_layer, stays, rows, *other_sizes, tied, rows and module is not embedding
-            )
-        )
+        is_table = rows and module is not embedding
+        costs.append(UnitCost(name, *sizes, source.unit.is_layer, must_stay, rows, *other_sizes, tied, is_table))
     return costs
 
 

@@ -36,8 +36,8 @@ def pass_input_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[PassI
     shape = tuple(getattr(given, "shape", ()))
     batch, length = shape[:2] if len(shape) >= 2 else (1, 0)
     cache = next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)
-    asked = kwargs.get("logits_to_keep")
-    return PassInput(batch, length, _past(cache), asked if isinstance(asked, int) and asked > 0 else None), cache
+    logits = kwargs.get("logits_to_keep")
+    return PassInput(batch, length, _past(cache), logits if isinstance(logits, int) and logits > 0 else None), cache
 
 
 def _past(cache: Cache) -> int | None:

@@ -101,8 +101,8 @@ def _of_auto_round(folder: Path, settings: Any) -> dict[str, Any]:
     """
     given = dict(settings if isinstance(settings, Mapping) else settings.to_dict())
     # older versions write one text for layout and kernel, such as auto_round:gptq:exllamav2
-    said = [given[name] for name in ("packing_format", "backend") if given.get(name) not in (None, "auto")]
-    layout = str(said[0]) if said else "auto_round:auto_gptq"
+    layouts = [given[name] for name in ("packing_format", "backend") if given.get(name) not in (None, "auto")]
+    layout = str(layouts[0]) if layouts else "auto_round:auto_gptq"
     parts = next((_LAYOUTS[word] for word in layout.split(":")[1:2] if word in _LAYOUTS), None)
     bits = given.get("bits")
     others = {

@@ -277,9 +277,9 @@ class QuickFp8(Fp8Dequantize):  # type: ignore[misc]
         if scales.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e8m0fnu):
             return None
         (rows, columns), (n, k) = quantized.shape, scales.shape
-        said = getattr(getattr(self.hf_quantizer, "quantization_config", None), "weight_block_size", None)
-        if said is not None and (-(-rows // said[0]), -(-columns // said[1])) == (n, k):
-            return int(said[0]), int(said[1])
+        block = getattr(getattr(self.hf_quantizer, "quantization_config", None), "weight_block_size", None)
+        if block is not None and (-(-rows // block[0]), -(-columns // block[1])) == (n, k):
+            return int(block[0]), int(block[1])
         return (rows // n, columns // k) if n and k and not (rows % n or columns % k) else None
 
 

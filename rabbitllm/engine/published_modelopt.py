@@ -82,10 +82,10 @@ class ModelOpt(IntoPlain):
 
 def _algorithms(settings: Mapping[str, Any]) -> set[str]:
     """The algorithms that settings name, in capitals."""
-    said = str(settings.get("quant_algo")).upper()
+    algorithm = str(settings.get("quant_algo")).upper()
     layers = settings.get("quantized_layers")
-    if said != _MIXED:
-        return {said}
+    if algorithm != _MIXED:
+        return {algorithm}
     if not isinstance(layers, Mapping) or not layers:
         return {f"{_MIXED} without quantized_layers"}
     return {str(layer.get("quant_algo") if isinstance(layer, Mapping) else layer).upper() for layer in layers.values()}

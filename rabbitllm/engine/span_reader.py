@@ -85,7 +85,7 @@ class SpanReader:
 
     Args:
         store: provides the paths of the files.
-        mode: how to read; replaced for good if the file system does not support direct reads.
+        mode: how to read; replaced permanently if the file system does not support direct reads.
         checks: compares bytes that are read for the first time with their checksums; None for no comparison.
     """
 

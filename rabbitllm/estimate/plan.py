@@ -345,7 +345,7 @@ def plan(
     )
     assert request.split is not None
     options, run_options = prepare.with_memory(request.split, request.run), request.run
-    said = None if bandwidth is None else _said_rate(bandwidth)
+    given = None if bandwidth is None else _given_rate(bandwidth)
     source = prepare.find(request.spec, only_look=True)
     scan = SourceScan(source, request.spec, options)
 
@@ -353,7 +353,7 @@ def plan(
 
     devices, predicted = generations(scan, run_options, options.min_free)
     scan.refused |= {one.compression: one.obstacle for one in predicted if one.refused and one.obstacle}
-    measured = _measure(scan, said)
+    measured = _measure(scan, given)
     estimates = tuple(split_estimate_at(scan, choice, measured) for choice in scan.folders)
     too_heavy = {one.compression for one in predicted if one.too_little_memory is not None}
     anatomy = anatomy_of(scan.base, scan.config) if scan.base is not None else None
@@ -387,14 +387,14 @@ def plan(
     )
 
 
-def _said_rate(bandwidth: int | str) -> Rate:
-    said = parse_size(bandwidth, "bandwidth")
-    if not said:
+def _given_rate(bandwidth: int | str) -> Rate:
+    given = parse_size(bandwidth, "bandwidth")
+    if not given:
         raise OptionError("bandwidth=0; expected more than 0.", "Use bytes per second, such as '12MB'.")
-    return Rate(said)
+    return Rate(given)
 
 
-def _measure(scan: SourceScan, said: Rate | None) -> Rates:
+def _measure(scan: SourceScan, given: Rate | None) -> Rates:
     """Measure the rates that the estimates are based on, as far as they are needed and memory allows it."""
     from rabbitllm.estimate.measure import can_measure
 
@@ -402,8 +402,8 @@ def _measure(scan: SourceScan, said: Rate | None) -> Rates:
     waiting = [shard for c, plan in scan.feasible.items() for shard in plan.shards if shard.name not in scan.used(c)]
     staged = list(dict.fromkeys(shard.name for shard in waiting if shard.staged))
     here = list(dict.fromkeys(shard.name for shard in waiting if not shard.staged))
-    fetch = said if staged else None
-    read = said if here and not staged else None
+    fetch = given if staged else None
+    read = given if here and not staged else None
     if not can_measure():
         return Rates(fetch, read, {}, threads)
     if staged and fetch is None and scan.source.repository is not None:

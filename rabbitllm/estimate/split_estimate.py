@@ -145,8 +145,8 @@ def _is_tied(specs: Iterable[TensorSpec], config: Mapping[str, Any]) -> bool | N
     if any(_HEAD.search(spec.name) for spec in specs):
         return False
     text = config.get("text_config")
-    said = config.get("tie_word_embeddings", text.get("tie_word_embeddings") if isinstance(text, dict) else None)
-    return True if said is True else None
+    declared = config.get("tie_word_embeddings", text.get("tie_word_embeddings") if isinstance(text, dict) else None)
+    return True if declared is True else None
 
 
 def big_layers(plan: SplitPlan) -> tuple[str, ...]:

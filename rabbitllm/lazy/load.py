@@ -205,7 +205,7 @@ class _Reopened:
         """See `Reopenable`.
 
         Raises:
-            ClosedCheckpointError: it was closed for good.
+            ClosedCheckpointError: it was closed by `close`.
             CorruptShardError: the file was changed or replaced.
             OSError: it cannot be opened.
         """

@@ -110,20 +110,20 @@ class PassInput:
         batch: number of sequences.
         length: input positions per sequence.
         past: positions already in the KV cache; None without a cache, or with one that does not report it.
-        asked: positions whose logits are requested; None if unknown.
+        logits: positions whose logits are requested; None if unknown.
     """
 
     batch: int
     length: int
     past: int | None = None
-    asked: int | None = None
+    logits: int | None = None
 
     @property
     def kind(self) -> str:
         """`PROMPT` for prefill: the first pass of a sequence, or one without all logits; else `FURTHER` (decode)."""
         if self.past is None:
             return PROMPT if self.length > 1 else FURTHER
-        return PROMPT if self.past == 0 or (self.asked is not None and self.asked < self.length) else FURTHER
+        return PROMPT if self.past == 0 or (self.logits is not None and self.logits < self.length) else FURTHER
 
     def made(self, then: PassInput) -> int | None:
         """Tokens that a pass made, by the length of the cache when the next pass (`then`) begins; None if unknown.
@@ -137,7 +137,7 @@ class PassInput:
             return (then.past - self.past) * self.batch
         if then.kind == PROMPT:
             return 0
-        candidates = (self.asked or 1) - 1
+        candidates = (self.logits or 1) - 1
         kept = then.past - self.past - (self.length - candidates)
         return (kept + 1) * self.batch if kept >= 0 else None
 

@@ -30,19 +30,19 @@ def a_pass(number: int, wall: float, entry: PassInput, made: int | None = None, 
     return Pass(number, 10.0 * number, wall, entry, made, totals)
 
 
-ONE = PassInput(1, 1, past=30, asked=1)
+ONE = PassInput(1, 1, past=30, logits=1)
 
 
 @pytest.mark.parametrize(
     ("entry", "kind"),
     [
-        (PassInput(1, 30, past=0, asked=1), PROMPT),
-        (PassInput(1, 1, past=0, asked=1), PROMPT),
-        (PassInput(1, 30, past=0, asked=None), PROMPT),
-        (PassInput(4, 30, past=30, asked=1), PROMPT),  # a chunk in the middle
-        (PassInput(1, 1, past=30, asked=1), FURTHER),
-        (PassInput(1, 5, past=30, asked=5), FURTHER),  # a token and four candidates
-        (PassInput(1, 5, past=30, asked=None), FURTHER),
+        (PassInput(1, 30, past=0, logits=1), PROMPT),
+        (PassInput(1, 1, past=0, logits=1), PROMPT),
+        (PassInput(1, 30, past=0, logits=None), PROMPT),
+        (PassInput(4, 30, past=30, logits=1), PROMPT),  # a chunk in the middle
+        (PassInput(1, 1, past=30, logits=1), FURTHER),
+        (PassInput(1, 5, past=30, logits=5), FURTHER),  # a token and four candidates
+        (PassInput(1, 5, past=30, logits=None), FURTHER),
         (PassInput(1, 30), PROMPT),
         (PassInput(1, 1), FURTHER),  # a state-space model's cache does not tell its length
     ],
