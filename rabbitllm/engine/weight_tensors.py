@@ -303,10 +303,7 @@ class QuantizedWeight(WeightStandIn):
     def _operation(cls, func: Any, args: tuple[Any, ...]) -> Any:
         if func is not torch.ops.aten.clone.default:
             return None
-        old = args[0].matrix
-        return QuantizedWeight(
-            type(old)(old.form, old.payload.clone(), old.absmax.clone(), old.table.clone()), args[0].dtype
-        )
+        return QuantizedWeight(args[0].matrix.clone(), args[0].dtype)
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
