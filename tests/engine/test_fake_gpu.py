@@ -29,6 +29,7 @@ from rabbitllm.engine.placement import EXPERT_STAGING, SLOTS, STAGING, Tier
 from rabbitllm.engine.prefetch import FilledSlot, Uploader
 from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.engine.streamer import Boundary
+from rabbitllm.engine.units import UnitSource
 from rabbitllm.engine.weight_tensors import AbsentWeight
 from rabbitllm.errors import NotEnoughMemoryError, RabbitLLMError
 from rabbitllm.prepare import SmallFiles
@@ -84,16 +85,29 @@ def no_gpu_of_another_test_is_remembered(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3moe"])
 @pytest.mark.parametrize(("budget", "host"), [(0, 0), (0, ALL), (ALL, 0)])
-def test_a_gguf_file_without_a_split(family: str, budget: int, host: int, tmp_path: Path) -> None:
-    """Rows and values are rearranged on the device."""
+def test_a_gguf_file_without_a_split(
+    family: str, budget: int, host: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows and values are rearranged on the device. To dequantize them takes no more memory than was planned."""
     file = write_gguf(tmp_path / "model.gguf", family)
     expected = run(AutoModel.from_pretrained(file, device="cpu", exact=True, layer_shards_saving_path=tmp_path / "out"))
-    checkpoint, gpu = LocalCheckpoint(tmp_path, entry=file.name), FakeGpu(0)
+    checkpoint, gpu = LocalCheckpoint(tmp_path, entry=file.name), FakeGpu(0, capacity=ALL)
+    bind, bound = UnitSource.bind, list[str]()
+
+    def measured(source: UnitSource, *given: Any) -> None:
+        gpu.peak = before = gpu.used
+        bind(source, *given)
+        unaligned = max((one.nbytes for one in source.stored.values() if one.quantized is None), default=0)
+        assert gpu.peak - before <= source.scratch_bytes + unaligned  # which is copied first
+        bound.append(source.unit.name)
+
+    monkeypatch.setattr(UnitSource, "bind", measured)
     limits = {gpu.name: budget, "cpu": host}
     with SmallFiles(checkpoint.sidecars(), checkpoint.derived(), checkpoint.folder) as small, watched():
         options = RunOptions(max_memory=limits, show_progress=False, exact=True)
         found = run(load_model(UnsplitStore(checkpoint), options, small.folder, [gpu]))
     assert_same(found, expected)
+    assert bool(bound) == (budget == 0)
 
 
 # The fake itself

@@ -480,10 +480,12 @@ class Operations(TorchDispatchMode):
 
     Attributes:
         crossings: (from, to) -> copies of tensors from one device to another.
+        count: operations on devices, each of which is at least one launch.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.count = 0
         self.crossings: Counter[tuple[torch.device, torch.device]] = Counter()
 
     def __torch_dispatch__(
@@ -511,6 +513,7 @@ class Operations(TorchDispatchMode):
             if func in _TRANSFERS:
                 self._cross(func, args, given, result)
             elif home != HOST and not func.is_view and (gpu := _ledger.gpus.get(home)) is not None:
+                self.count += 1
                 used = [*tensors, *_tensors(result, [])]
                 gpu.compute(sum(one.nbytes for one in used), _ledger.host_now)
         return result
