@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -22,12 +23,14 @@ from transformers import PreTrainedModel
 
 from rabbitllm.base.rounding import round_up
 from rabbitllm.checkpoints.config import picked_by
-from rabbitllm.engine.expert_source import Block, ExpertPart, ExpertSource, Leaf, Nesting, with_matrices
+from rabbitllm.engine.expert_source import Block, CodedBlocks, ExpertPart, ExpertSource, Leaf, Nesting, with_matrices
 from rabbitllm.engine.published import BY_MATRIX
+from rabbitllm.engine.published_codes import CODES, SCALES, form_of, role_of
 from rabbitllm.engine.span_reader import BLOCK
 from rabbitllm.engine.units import MatrixChooser, ParameterEntry, Unit
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
+from rabbitllm.quant.coded import CodedForm
 from rabbitllm.quant.schemes import NESTED_BLOCK, SCALE_BYTES, SCHEMES, STORED, Quantized
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
@@ -61,7 +64,7 @@ def expert_sources(
         for path, module in unit.module.named_modules():
             if is_routed(module):
                 name = ".".join(part for part in (unit.name, path) if part)
-                leaves = _leaves(name, module, by_target, weights, store)
+                leaves = _leaves(name, module, by_target, weights, store, choose_matrix)
                 if leaves:
                     experts: int = module.num_experts
                     configs = (getattr(module, "config", None), model.config.get_text_config(decoder=True))
@@ -84,7 +87,12 @@ def is_routed(module: nn.Module) -> bool:
 
 
 def _leaves(
-    name: str, module: nn.Module, by_target: Mapping[str, ParameterEntry], weights: WeightMap, store: WeightFiles
+    name: str,
+    module: nn.Module,
+    by_target: Mapping[str, ParameterEntry],
+    weights: WeightMap,
+    store: WeightFiles,
+    choose_matrix: MatrixChooser | None,
 ) -> dict[str, Leaf]:
     """The parameters of shape (experts, ...) of a routed module; none if those of one cannot be made individually."""
     leaves: dict[str, Leaf] = {}
@@ -95,8 +103,53 @@ def _leaves(
         leaf = _leaf(entry, module.num_experts, weights, store.tensors) if entry is not None else None  # type: ignore[arg-type]
         if leaf is None:
             return {}
-        leaves[key] = leaf
+        leaves[key] = leaf if choose_matrix is None else _from_codes(leaf, choose_matrix)
     return leaves
+
+
+def _from_codes(leaf: Leaf, choose_matrix: MatrixChooser) -> Leaf:
+    """A leaf; multiplied from its published codes if `choose_matrix` returns a type for them."""
+    coded = _coded(leaf)
+    kind = choose_matrix(coded.form, leaf.entry.dtype) if coded is not None else None
+    return leaf if kind is None else replace(leaf, matrix_type=kind, coded=coded)
+
+
+def _coded(leaf: Leaf) -> CodedBlocks | None:
+    """The blocks as codes and scales of one matrix; None if there is something else, or another order of rows."""
+    operations: Sequence[Any] = getattr(leaf.recipe.converter, "operations", ())
+    if not operations or any(type(one).__name__ not in _STACKING or one.dim > 1 for one in operations[1:]):
+        return None
+    is_turned = type(operations[0]).__name__ == "QuickMxfp4"
+    rows, columns = leaf.shape[::-1] if is_turned else leaf.shape
+    path = leaf.entry.target.rpartition(".")[0]
+    found: list[tuple[CodedForm, ExpertPart, ExpertPart]] = []
+    for projection, (codes, scales) in _pairs(leaf.blocks).items():
+        shape, module = (codes.shape[0], columns), f"{path}.0.{projection.rpartition('.')[2]}"
+        form = form_of(operations[0], module, (codes.dtype, codes.shape), (scales.dtype, scales.shape), shape)
+        if form is None or (found and (form.codes, form.scales, form.block) != found[0][0].kind):
+            return None
+        found.append((form, codes, scales))
+    # with blocks of several rows, each matrix has whole ones
+    by_rows = found[0][0].block[0] if found else 0
+    if not found or sum(form.shape[0] for form, *_ in found) != rows:
+        return None
+    if len(found) > 1 and (not by_rows or any(form.shape[0] % by_rows for form, *_ in found[:-1])):
+        return None
+    whole = replace(found[0][0], shape=(rows, columns))
+    return CodedBlocks(whole, tuple(codes for _, codes, _ in found), tuple(scales for *_, scales in found), is_turned)
+
+
+def _pairs(blocks: Sequence[Block]) -> dict[str, tuple[ExpertPart, ExpertPart]]:
+    """Projection -> the codes and scales of its matrix, in the order of the blocks; empty if a part is another."""
+    found: dict[str, dict[str, ExpertPart]] = {}
+    for block in blocks:
+        role, projection = role_of(block.pattern)
+        if role is None or block.form is not None:
+            return {}
+        found.setdefault(projection, {})[role] = block.payload
+    if any(own.keys() != {CODES, SCALES} for own in found.values()):
+        return {}
+    return {projection: (own[CODES], own[SCALES]) for projection, own in found.items()}
 
 
 def _leaf(entry: ParameterEntry, experts: int, weights: WeightMap, tensors: Mapping[str, StoredTensor]) -> Leaf | None:
@@ -218,11 +271,14 @@ def _part(specs: Sequence[TensorSpec]) -> ExpertPart:
 def _lay_out(leaves: Mapping[str, Leaf]) -> int:
     """Give every part its offset in an expert's memory; return the bytes of that memory.
 
-    The payloads of a leaf that stacks are contiguous, and so are their scales: they form one matrix. These runs have
-    the order of the first expert's file, so that one read covers as many as possible.
+    The payloads of a leaf that stacks, or is coded, are contiguous, and so are their scales: they form one matrix.
+    These runs have the order of the first expert's file, so that one read covers as many as possible.
     """
     runs = []
     for leaf in leaves.values():
+        if leaf.coded is not None:
+            runs += [[*leaf.coded.codes], [*leaf.coded.scales]]
+            continue
         if not leaf.stacks:
             runs += [[part] for part in leaf.parts]
             continue

@@ -41,6 +41,7 @@ from rabbitllm.engine.units import MatrixChooser, UnitSource, input_embedding, s
 from rabbitllm.engine.weight_tensors import StoredMatrix
 from rabbitllm.engine.weights import WeightMap, check_unused
 from rabbitllm.errors import IncompleteSplitError
+from rabbitllm.quant.coded import CodedForm
 from rabbitllm.quant.products import FusedMatrix, can_multiply
 from rabbitllm.quant.schemes import NF4_BLOCK, SCHEMES, Quantized, check_compression
 from rabbitllm.store.checksums import LayerChecks
@@ -149,7 +150,7 @@ def _bound(
     if plan.is_narrowed:
         keep_finite(source.unit.module for source in sources.values() if source.unit.is_layer)
     published.finish(model, plan.quantizer)
-    published.warn_of_dequantizing(plan.quantizer, store.folder, model.dtype, devices)
+    published.warn_of_dequantizing(plan.quantizer, store.folder, model.dtype, devices, _coded(plan))
     if options.fast_bfloat16:
         RowProducts(model)
     streamed = adopt(model, home_device, placement)
@@ -222,6 +223,15 @@ MAX_ROWS = 4096
 """Maximum rows of a trial's matrix: more rows only repeat the same work, and need memory."""
 
 
+def _coded(plan: LoadPlan) -> list[bool]:
+    """For each parameter that a quantizer makes, whether it is multiplied from its codes."""
+    jobs = (job for source in plan.sources.values() for job in source.jobs)
+    leaves = (leaf for source in plan.experts for leaf in source.leaves.values())
+    made = [(job.recipe, bool(job.quantized)) for job in jobs]
+    made += [(leaf.recipe, leaf.matrix_type is not None) for leaf in leaves]
+    return [coded for recipe, coded in made if published.loads(recipe.converter, plan.quantizer)]
+
+
 def _fused(
     sources: Mapping[str, UnitSource],
     experts: Sequence[ExpertSource],
@@ -265,8 +275,12 @@ def fused_chooser(device: Device) -> MatrixChooser:
     """
     trial = functools.cache(functools.partial(_is_right, device))
 
-    def choose_matrix(form: Quantized, dtype: torch.dtype) -> type[StoredMatrix] | None:
-        if not can_multiply(form) or dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    def choose_matrix(form: Quantized | CodedForm, dtype: torch.dtype) -> type[StoredMatrix] | None:
+        if (
+            isinstance(form, CodedForm)
+            or not can_multiply(form)
+            or dtype not in (torch.bfloat16, torch.float16, torch.float32)
+        ):
             return None
         shape = (min(form.shape[0], MAX_ROWS), form.shape[1])
         name = str(dtype).removeprefix("torch.")  # not the stored dtype, to which dequantizing rounds first

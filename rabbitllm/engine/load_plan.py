@@ -53,6 +53,8 @@ from rabbitllm.errors import (
     RabbitLLMError,
 )
 from rabbitllm.formats.tensor_spec import torch_dtype
+from rabbitllm.quant import coded
+from rabbitllm.quant.coded import CodedForm, CodedMatrix
 from rabbitllm.quant.products import Matrix, multiplies
 from rabbitllm.quant.schemes import Quantized
 from rabbitllm.store.layer_store import WeightFiles
@@ -399,5 +401,7 @@ def place_units(
     )
 
 
-def _matrix_on_host(form: Quantized, dtype: torch.dtype) -> type[StoredMatrix] | None:
+def _matrix_on_host(form: Quantized | CodedForm, dtype: torch.dtype) -> type[StoredMatrix] | None:
+    if isinstance(form, CodedForm):
+        return CodedMatrix if coded.multiplies(form) else None
     return Matrix if multiplies(form) else None

@@ -15,16 +15,19 @@ import itertools
 import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from rabbitllm.engine.published import linear_with_activations
+from rabbitllm.engine.published_codes import CodedRecipe, linear_recipe
 from rabbitllm.engine.span_reader import BLOCK, FileSpan
 from rabbitllm.engine.weight_tensors import AbsentWeight, QuantizedWeight, StoredMatrix
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
+from rabbitllm.quant.coded import CodedForm, CodedMatrix
 from rabbitllm.quant.quantize import dequantize, expanded_bytes, operands
 from rabbitllm.quant.schemes import Quantized
 from rabbitllm.quant.stored_blocks import arranged
@@ -182,9 +185,16 @@ def _entries(module: nn.Module, path: str, *, recurse: bool, but: Container[int]
                 if tensor is None or leaf in owner._non_persistent_buffers_set:
                     continue
                 target = f"{prefix}.{leaf}" if prefix else leaf
-                multiplied = leaf == "weight" and type(owner).forward is nn.Linear.forward
+                multiplied = leaf == "weight" and _is_linear(owner)
                 marks = {key: value for key, value in vars(tensor).items() if isinstance(value, bool | int | str)}
                 yield ParameterEntry(table, leaf, target, tensor.shape, tensor.dtype, multiplied, marks)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module uses its weight in `torch.nn.functional.linear` alone."""
+    own = vars(module).get("forward")
+    is_known = own is None or getattr(own, "func", None) is linear_with_activations
+    return is_known and type(module).forward is nn.Linear.forward
 
 
 PartReader = Callable[[TensorSpec], torch.Tensor]
@@ -196,8 +206,12 @@ _PLAIN = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
 Memo = MutableMapping[str, dict[str, torch.Tensor]]
 """Recipe key -> target -> tensor, of recipes whose tensors stay bound."""
 
-MatrixChooser = Callable[[Quantized, torch.dtype], type[StoredMatrix] | None]
+MatrixChooser = Callable[[Quantized | CodedForm, torch.dtype], type[StoredMatrix] | None]
 """Quantized form, dtype of the inputs -> class of the quantized product, or None to dequantize the matrix."""
+
+
+FromCodes: TypeAlias = type[StoredMatrix] | CodedRecipe
+"""The class of the product of a recipe's only stored tensor, or the parts of a published matrix."""
 
 
 @dataclass(frozen=True)
@@ -207,12 +221,12 @@ class UnitJob:
     Attributes:
         recipe: makes the parameters.
         entries: (target of the recipe, parameter).
-        quantized: (class of the quantized product, parameter) of the recipe's only stored tensor.
+        quantized: (how, parameter) of those that are multiplied from their codes.
     """
 
     recipe: Recipe
     entries: tuple[tuple[str, ParameterEntry], ...]
-    quantized: tuple[tuple[type[StoredMatrix], ParameterEntry], ...] = ()
+    quantized: tuple[tuple[FromCodes, ParameterEntry], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -300,7 +314,7 @@ class UnitSource:
         for job in self.jobs:
             for kind, entry in job.quantized:
                 if only in (None, entry.target):
-                    yield entry, self._quantized(kind, job.recipe, part)
+                    yield entry, self._quantized(kind, job.recipe, entry, part)
             wanted = [(target, entry) for target, entry in job.entries if only in (None, entry.target)]
             if not wanted:
                 continue
@@ -312,10 +326,13 @@ class UnitSource:
             for target, entry in wanted:
                 yield entry, made[target]
 
-    def _quantized(self, kind: type[StoredMatrix], recipe: Recipe, part: PartReader) -> QuantizedWeight:
+    def _quantized(self, kind: FromCodes, recipe: Recipe, entry: ParameterEntry, part: PartReader) -> QuantizedWeight:
+        if isinstance(kind, CodedRecipe):
+            return QuantizedWeight(kind.matrix(lambda name: part(self.stored[name].parts[0])), entry.dtype)
         stored = self.stored[recipe.sources[0][1]]
         assert stored.quantized is not None
         assert recipe.dtype is not None
+        assert not issubclass(kind, CodedMatrix)
         return QuantizedWeight(kind(*operands(stored.quantized, stored.parts, part)), recipe.dtype)
 
     def _checkpoint_tensor(self, name: str, dtype: torch.dtype | None, part: PartReader, copies: bool) -> torch.Tensor:
@@ -370,16 +387,14 @@ def source_of(
     unit: Unit, weights: WeightMap, store: WeightFiles, choose_matrix: MatrixChooser | None = None
 ) -> UnitSource:
     """The source of a unit."""
-    by_key: dict[
-        str, tuple[Recipe, list[tuple[str, ParameterEntry]], list[tuple[type[StoredMatrix], ParameterEntry]]]
-    ] = {}
+    by_key: dict[str, tuple[Recipe, list[tuple[str, ParameterEntry]], list[tuple[FromCodes, ParameterEntry]]]] = {}
     for entry in unit.entries:
         recipe = weights.recipe(entry.target)
         if recipe is None:
             continue  # the checkpoint lacks it and the model allows that: it has its initial value
         target = entry.target if entry.target in recipe.targets else weights.ties[entry.target]
         _, made, quantized = by_key.setdefault(recipe.key, (recipe, [], []))
-        kind = _kind(entry, recipe, store.tensors, choose_matrix) if choose_matrix is not None else None
+        kind = _from_codes(entry, recipe, store.tensors, choose_matrix) if choose_matrix is not None else None
         if kind is not None:
             quantized.append((kind, entry))
         else:
@@ -398,11 +413,17 @@ def _of_jobs(unit: Unit, jobs: tuple[UnitJob, ...], tensors: Mapping[str, Stored
     return replace(source, ready_bytes=ready + source.scale_bytes)
 
 
-def _kind(
+def _from_codes(
     entry: ParameterEntry, recipe: Recipe, tensors: Mapping[str, StoredTensor], choose_matrix: MatrixChooser
-) -> type[StoredMatrix] | None:
+) -> FromCodes | None:
+    """How a parameter is multiplied from its codes; None if it is not."""
+    if not entry.is_linear_weight:
+        return None
+    if recipe.converter is not None:
+        coded = linear_recipe(recipe, tensors, entry.shape, entry.dtype)
+        return coded if coded is not None and choose_matrix(coded.form, entry.dtype) is not None else None
     form = tensors[recipe.sources[0][1]].quantized
-    if not entry.is_linear_weight or recipe.converter is not None or form is None or recipe.dtype is None:
+    if form is None or recipe.dtype is None:
         return None
     return choose_matrix(form.codes, recipe.dtype)
 
