@@ -25,12 +25,11 @@ from rabbitllm.base.rounding import round_up
 from rabbitllm.checkpoints.config import picked_by
 from rabbitllm.engine.expert_source import Block, CodedBlocks, ExpertPart, ExpertSource, Leaf, Nesting, with_matrices
 from rabbitllm.engine.published import BY_MATRIX
-from rabbitllm.engine.published_codes import CODES, SCALES, form_of, role_of
+from rabbitllm.engine.published_codes import CODES, SCALES, cast_of, form_of, role_of
 from rabbitllm.engine.span_reader import BLOCK
 from rabbitllm.engine.units import MatrixChooser, ParameterEntry, Unit
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
-from rabbitllm.quant.coded import CodedForm
 from rabbitllm.quant.schemes import NESTED_BLOCK, SCALE_BYTES, SCHEMES, STORED, Quantized
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
@@ -119,34 +118,36 @@ def _coded(leaf: Leaf) -> CodedBlocks | None:
     operations: Sequence[Any] = getattr(leaf.recipe.converter, "operations", ())
     if not operations or any(type(one).__name__ not in _STACKING or one.dim > 1 for one in operations[1:]):
         return None
-    is_turned = type(operations[0]).__name__ == "QuickMxfp4"
+    first, path = operations[0], leaf.entry.target.rpartition(".")[0]
+    is_turned = type(first).__name__ == "QuickMxfp4"
     rows, columns = leaf.shape[::-1] if is_turned else leaf.shape
-    path = leaf.entry.target.rpartition(".")[0]
-    found: list[tuple[CodedForm, ExpertPart, ExpertPart]] = []
-    for projection, (codes, scales) in _pairs(leaf.blocks).items():
-        shape, module = (codes.shape[0], columns), f"{path}.0.{projection.rpartition('.')[2]}"
-        form = form_of(operations[0], module, (codes.dtype, codes.shape), (scales.dtype, scales.shape), shape)
-        if form is None or (found and (form.codes, form.scales, form.block) != found[0][0].kind):
+    forms, pairs = [], _pairs(leaf.blocks)
+    for projection, pair in pairs.items():
+        codes, scales = ((part.dtype, part.shape) for part in (leaf.blocks[at].payload for at in pair))
+        module = f"{path}.0.{projection.rpartition('.')[2]}"
+        if cast_of(first, scales[0], leaf.entry.dtype, is_expert=True) is not None:
             return None
-        found.append((form, codes, scales))
-    # with blocks of several rows, each matrix has whole ones
-    by_rows = found[0][0].block[0] if found else 0
-    if not found or sum(form.shape[0] for form, *_ in found) != rows:
+        forms.append(form_of(first, module, codes, scales, (codes[1][0], columns)))
+    if not forms or forms[0] is None or sum(form.shape[0] for form in forms if form is not None) != rows:
         return None
-    if len(found) > 1 and (not by_rows or any(form.shape[0] % by_rows for form, *_ in found[:-1])):
+    whole = replace(forms[0], shape=(rows, columns))
+    # one grid of scales for all: each matrix but the last has whole blocks
+    step = whole.block[0] if len(forms) > 1 else 1
+    if not step or any(form is None or form.kind != whole.kind for form in forms):
         return None
-    whole = replace(found[0][0], shape=(rows, columns))
-    return CodedBlocks(whole, tuple(codes for _, codes, _ in found), tuple(scales for *_, scales in found), is_turned)
+    if any(form is not None and form.shape[0] % step for form in forms[:-1]):
+        return None
+    return CodedBlocks(whole, tuple(at for at, _ in pairs.values()), tuple(at for _, at in pairs.values()), is_turned)
 
 
-def _pairs(blocks: Sequence[Block]) -> dict[str, tuple[ExpertPart, ExpertPart]]:
-    """Projection -> the codes and scales of its matrix, in the order of the blocks; empty if a part is another."""
-    found: dict[str, dict[str, ExpertPart]] = {}
-    for block in blocks:
+def _pairs(blocks: Sequence[Block]) -> dict[str, tuple[int, int]]:
+    """Projection -> the indices of the codes and the scales of its matrix; empty if a block is something else."""
+    found: dict[str, dict[str, int]] = {}
+    for at, block in enumerate(blocks):
         role, projection = role_of(block.pattern)
         if role is None or block.form is not None:
             return {}
-        found.setdefault(projection, {})[role] = block.payload
+        found.setdefault(projection, {})[role] = at
     if any(own.keys() != {CODES, SCALES} for own in found.values()):
         return {}
     return {projection: (own[CODES], own[SCALES]) for projection, own in found.items()}
@@ -274,16 +275,15 @@ def _lay_out(leaves: Mapping[str, Leaf]) -> int:
     The payloads of a leaf that stacks, or is coded, are contiguous, and so are their scales: they form one matrix.
     These runs have the order of the first expert's file, so that one read covers as many as possible.
     """
-    runs = []
+    runs: list[list[ExpertPart]] = []
     for leaf in leaves.values():
         if leaf.coded is not None:
-            runs += [[*leaf.coded.codes], [*leaf.coded.scales]]
-            continue
-        if not leaf.stacks:
+            runs += leaf.coded_parts
+        elif leaf.stacks:
+            runs.append([block.payload for block in leaf.blocks])
+            runs.append([block.scales for block in leaf.blocks if block.scales is not None])
+        else:
             runs += [[part] for part in leaf.parts]
-            continue
-        runs.append([block.payload for block in leaf.blocks])
-        runs.append([block.scales for block in leaf.blocks if block.scales is not None])
     runs = sorted(filter(None, runs), key=lambda run: (run[0].file(0), int(run[0].offsets[0])))
     for leaf in leaves.values():  # made from the bytes that are read, and written after them
         runs.append([block.nesting.made for block in leaf.blocks if block.nesting is not None])

@@ -142,13 +142,13 @@ class CodedBlocks:
 
     Attributes:
         form: of one expert's matrix, whose rows are those of all blocks.
-        codes, scales: its parts, by rows.
+        codes, scales: the indices of its blocks, by rows.
         is_turned: whether the parameter is the transposed matrix.
     """
 
     form: CodedForm
-    codes: tuple[ExpertPart, ...]
-    scales: tuple[ExpertPart, ...]
+    codes: tuple[int, ...]
+    scales: tuple[int, ...]
     is_turned: bool
 
 
@@ -176,6 +176,12 @@ class Leaf:
     def parts(self) -> tuple[ExpertPart, ...]:
         """The stored parts that it is made from."""
         return tuple(part for block in self.blocks for part in block.parts)
+
+    @property
+    def coded_parts(self) -> tuple[list[ExpertPart], ...]:
+        """The codes and the scales of a published matrix, which form one each; none if it is dequantized."""
+        chosen = () if self.coded is None else (self.coded.codes, self.coded.scales)
+        return tuple([self.blocks[at].payload for at in indices] for indices in chosen)
 
     @property
     def is_view(self) -> bool:
@@ -222,7 +228,7 @@ class Leaf:
             made: whether `make_scales` has written the scales into its memory.
         """
         if self.coded is not None:
-            codes, scales = (_joined([bytes_of(p) for p in parts]) for parts in (self.coded.codes, self.coded.scales))
+            codes, scales = (_joined([bytes_of(part) for part in parts]) for parts in self.coded_parts)
             return QuantizedWeight(CodedMatrix(self.coded.form, codes, scales), self.entry.dtype)
         if self.matrix_type is not None:
             assert not issubclass(self.matrix_type, CodedMatrix)

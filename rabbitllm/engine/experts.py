@@ -207,7 +207,7 @@ ExpertStack._answers = {
 }
 
 
-def _stack(supply: Supply, name: str, leaf: Leaf, device: torch.device) -> ExpertStack:
+def stack_of(supply: Supply, name: str, leaf: Leaf, device: torch.device) -> ExpertStack:
     """The stack of a leaf's matrices, which may be stored transposed."""
     shape, is_turned = leaf.entry.shape, leaf.coded is not None and leaf.coded.is_turned
     stored = torch.Size((shape[0], shape[2], shape[1])) if is_turned else shape
@@ -316,7 +316,7 @@ def bind_experts(
         for number, source in enumerate(own):
             supply = PooledExperts(made, number)
             for name, leaf in source.leaves.items():
-                leaf.entry.bind(_stack(supply, name, leaf, device.torch_device))
+                leaf.entry.bind(stack_of(supply, name, leaf, device.torch_device))
             source.module.register_forward_pre_hook(supply.before, with_kwargs=True)
             source.module.register_forward_hook(supply.after, always_call=True)
     mapped = [placed for placed in placement.experts if placed.tier is not Tier.ROUTED]
@@ -343,7 +343,7 @@ def _bind_mapped(model: PreTrainedModel, source: ExpertSource, file_bytes: FileB
     for name, leaf in source.leaves.items():
         whole = supply.strided(name)
         if whole is None:
-            stack = _stack(supply, name, leaf, torch.device("cpu"))
+            stack = stack_of(supply, name, leaf, torch.device("cpu"))
             once = permanent and leaf.matrix_type is None
             whole = stack.copied(range(source.experts)) if once else stack
         leaf.entry.bind(whole)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,7 +65,7 @@ class CodedRecipe:
         scales = read(self.scales)
         if self.cast is not None:
             scales = scales.to(self.cast)
-        factor = 1.0 if self.factor is None else float(read(self.factor[0])) ** self.factor[1]
+        factor = 1.0 if self.factor is None else float(read(self.factor[0]).float() ** self.factor[1])
         return CodedMatrix(self.form, _bytes(read(self.codes)), _bytes(scales), factor)
 
 
@@ -83,11 +83,11 @@ def linear_recipe(
     form = form_of(operations[0], recipe.key.rpartition(".")[0], codes, scales, (shape[0], shape[-1]))
     if form is None or len(shape) != 2:
         return None
-    cast = dtype if _rounds_scales(operations[0]) and _is_wide(scales[0]) and scales[0] != dtype_name(dtype) else None
+    cast = cast_of(operations[0], scales[0], dtype)
     if cast is not None:
-        form = CodedForm(form.codes, dtype_name(dtype), form.block, form.shape)
+        form = replace(form, scales=dtype_name(cast))
     factors = [(found[role], power) for role, power in ((_FACTOR, 1), (_DIVISOR, -1)) if role in found]
-    if len(factors) != (1 if form.scales == "F8_E4M3" else 0):
+    if len(factors) != (form.scales == "F8_E4M3") or any(math.prod(tensors[name].shape) != 1 for name, _ in factors):
         return None
     return CodedRecipe(form, found[CODES], found[SCALES], factors[0] if factors else None, cast)
 
@@ -137,13 +137,11 @@ def _part(stored: StoredTensor) -> Part:
     return stored.parts[0].dtype, stored.shape
 
 
-def _is_wide(dtype: str) -> bool:
-    return dtype in ("F32", "BF16", "F16")
-
-
-def _rounds_scales(operation: Any) -> bool:
-    """Whether it casts scales to the model's dtype first."""
-    return type(operation).__name__ in ("ExpertMatrices", "Dequantize")
+def cast_of(operation: Any, scales: str, dtype: torch.dtype, *, is_expert: bool = False) -> torch.dtype | None:
+    """The dtype to which a conversion casts scales of another dtype first, for a parameter of `dtype`."""
+    casts = ("Dequantize",) if is_expert else ("ExpertMatrices", "Dequantize")
+    is_other = scales in ("F32", "BF16", "F16") and scales != dtype_name(dtype)
+    return dtype if is_other and type(operation).__name__ in casts else None
 
 
 def _has_integers(operation: Any, path: str) -> bool:

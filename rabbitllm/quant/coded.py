@@ -9,10 +9,12 @@ of the matrix at a time are dequantized and multiplied by torch.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rabbitllm.formats.tensor_spec import DTYPES, torch_dtype
 from rabbitllm.quant import kernels
 from rabbitllm.quant.kernels import CODES, PAIRS, CodeKernel, SegmentInputs
 
@@ -66,6 +68,16 @@ class CodedForm:
         return self.shape[1] if self.codes == FP8 else self.shape[1] // 2
 
     @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales."""
+        return math.prod(self.grid) * DTYPES[self.scales].bits // 8
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.shape[0] * self.row_bytes + self.scale_bytes
+
+    @property
     def grid(self) -> tuple[int, int]:
         """Rows and columns of scales."""
         rows, columns = (-(-of // (by or of)) for of, by in zip(self.shape, self.block, strict=True))
@@ -81,6 +93,11 @@ class CodedForm:
 def is_scale(dtype: str) -> bool:
     """Whether kernels know scales of this dtype."""
     return dtype in SCALES
+
+
+def is_scheme(name: str) -> bool:
+    """Whether it is the `scheme` of a form."""
+    return name.partition(" ")[0] in (FP8, FP4, INT4)
 
 
 def form_named(scheme: str, shape: tuple[int, int]) -> CodedForm:
@@ -214,8 +231,6 @@ class CodedMatrix:
         """The scales as float32, of shape `form.grid`."""
         import torch
 
-        from rabbitllm.formats.tensor_spec import torch_dtype
-
         stored, kind = self.scales, SCALES[self.form.scales]
         if kind == "power":
             found = torch.exp2(stored.float() - 127.0)
@@ -309,8 +324,6 @@ def _agrees(kernel: CodeKernel, width: int) -> bool:
 def sample(kernel: CodeKernel, shape: tuple[int, int], generator: torch.Generator) -> CodedMatrix:
     """A matrix that a kernel multiplies, with random codes and scales."""
     import torch
-
-    from rabbitllm.formats.tensor_spec import torch_dtype
 
     name = next(name for name, kind in SCALES.items() if kind == kernel.scales)
     is_fp8 = kernel.codes == "float8"
