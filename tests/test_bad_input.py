@@ -381,19 +381,19 @@ def test_weights_that_another_program_quantized_on_the_hub(
     tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment
 ) -> None:
     folder = build_checkpoint(tmp_path / "hub" / "acme" / "tiny", "llama", shards=2)
-    change(folder / "config.json", quantization_config={"quant_method": "torchao"})
-    assert "are already quantized (torchao)" in refused(UnknownArchitectureError, "acme/tiny").problem
+    change(folder / "config.json", quantization_config={"quant_method": "quanto"})
+    assert "are already quantized (quanto)" in refused(UnknownArchitectureError, "acme/tiny").problem
     assert local_hub.body_bytes(".safetensors") == 0
 
 
-@pytest.mark.parametrize("method", ["hqq", "torchao", "quanto"])
+@pytest.mark.parametrize("method", ["hqq", "higgs", "quanto"])
 def test_weights_that_another_program_quantized(checkpoint: Path, method: str) -> None:
     """They would load, without their scales, and answer nonsense."""
     change(checkpoint / "config.json", quantization_config={"quant_method": method})
     before = weights(checkpoint)
     error = refused(UnknownArchitectureError, checkpoint)
     assert f"are already quantized ({method}), which is not supported" in error.problem
-    assert "fp8, mxfp8, mxfp4, compressed-tensors, awq, gptq or modelopt" in error.problem
+    assert "fp8, mxfp8, mxfp4, compressed-tensors, awq, gptq, modelopt or torchao" in error.problem
     assert "its unquantized one" in error.remedy
     assert weights(checkpoint) == before
     assert not list(checkpoint.glob("splitted_model*"))

@@ -37,6 +37,7 @@ def _first(value_of: Callable[[str], object]) -> int | None:
 
 BITSANDBYTES = "bitsandbytes"
 MODELOPT = "modelopt"
+TORCHAO = "torchao"
 MODELOPT_NAME = "hf_quant_config.json"
 """ModelOpt's own file of quantization settings."""
 LEFTOVER = "gguf"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.terminal import harmless
-from rabbitllm.checkpoints.config import BITSANDBYTES, LEFTOVER, MODELOPT, method_of
+from rabbitllm.checkpoints.config import BITSANDBYTES, LEFTOVER, MODELOPT, TORCHAO, method_of
 from rabbitllm.errors import IncompleteSplitError, MissingPackageError, UnknownArchitectureError
 from rabbitllm.formats.tensor_spec import torch_dtype
 from rabbitllm.store.layer_store import StoredTensor
@@ -39,7 +39,7 @@ KEPT = (f"{BITSANDBYTES} 4bit", f"{BITSANDBYTES} 8bit")
 """Methods whose modules compute with the stored bytes."""
 _COMPRESSED_TENSORS = "compressed-tensors"
 _INTEGERS = ("awq", "gptq")
-DEQUANTIZED = ("fp8", "mxfp8", "mxfp4", _COMPRESSED_TENSORS, *_INTEGERS, MODELOPT)
+DEQUANTIZED = ("fp8", "mxfp8", "mxfp4", _COMPRESSED_TENSORS, *_INTEGERS, MODELOPT, TORCHAO)
 """Methods whose layers are dequantized each time they are used."""
 AUTO_ROUND = "auto-round"
 """A tool that writes parts in the layouts of `_INTEGERS`."""
@@ -159,11 +159,14 @@ def quantizer_for(folder: Path, config: PretrainedConfig, devices: Iterable[Devi
             "Update RabbitLLM, which installs a transformers version that it supports.",
         )
     try:
-        if method == MODELOPT:  # transformers does not know it
-            from rabbitllm.engine.published_modelopt import ModelOpt, settings_for
+        if method in (MODELOPT, TORCHAO):  # transformers does not know the first, and needs torchao for the second
+            from rabbitllm.engine.published_conversions import PlainSettings
+            from rabbitllm.engine.published_modelopt import ModelOpt
+            from rabbitllm.engine.published_torchao import TorchAo
 
-            config.quantization_config = settings_for(settings)
-            quantizer: HfQuantizer = ModelOpt(config.quantization_config, pre_quantized=True)
+            config.quantization_config = PlainSettings(method, settings)
+            own = ModelOpt if method == MODELOPT else TorchAo
+            quantizer: HfQuantizer = own(config.quantization_config, pre_quantized=True)
         else:
             config.quantization_config = AutoHfQuantizer.merge_quantization_configs(settings, None)
             if method in (*_INTEGERS, "fp8"):

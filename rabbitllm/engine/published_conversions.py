@@ -32,6 +32,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import Mxfp4Dequantize
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from rabbitllm.errors import UnknownArchitectureError
 from rabbitllm.quant import published_kernels as kernels
@@ -156,6 +157,15 @@ class Dequantize(ConversionOps):  # type: ignore[misc]
         return found
 
 
+class PlainSettings(QuantizationConfigMixin):  # type: ignore[misc]
+    """Quantization settings as transformers keeps them in a config, for an `IntoPlain`."""
+
+    def __init__(self, method: str, settings: Mapping[str, Any] | QuantizationConfigMixin) -> None:
+        self.__dict__.update(settings if isinstance(settings, Mapping) else settings.to_dict())
+        self.quant_method = method
+        self.dequantize = True
+
+
 class IntoPlain(HfQuantizer):  # type: ignore[misc]
     """A quantizer for transformers that loads the stored parts of each matrix into a plain Linear or experts."""
 
@@ -232,6 +242,11 @@ class PackedIntegers(IntoPlain):
 
 _BITS = {torch.bfloat16: np.uint16, torch.float16: np.uint16, torch.float32: np.uint32}
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def is_codes(dtype: torch.dtype) -> bool:
+    """Whether elements are FP8."""
+    return dtype in _CODES
 
 
 class QuickFp8(Fp8Dequantize):  # type: ignore[misc]
@@ -322,10 +337,10 @@ def _factors(scales: torch.Tensor) -> torch.Tensor:
 def blocks(
     codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, size: tuple[int, int] | None = None
 ) -> torch.Tensor:
-    """The matrix (N, K) of FP8 codes with a scale for each block: value * scale in float32, rounded once.
+    """The matrix (N, K) of FP8 or int8 codes with a scale for each block: value * scale in float32, rounded once.
 
     Args:
-        codes: (N, K), FP8.
+        codes: (N, K), FP8 or int8.
         scales: float32, (rows of blocks, columns of blocks).
         dtype: of the result.
         size: rows and columns of a block, of which those at the ends may be smaller; by default all are equal.

@@ -19,9 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from rabbitllm.checkpoints.config import MODELOPT
 from rabbitllm.engine.published_conversions import IntoPlain, blocks, fours
 from rabbitllm.errors import UnknownArchitectureError
 
@@ -39,20 +37,6 @@ ALGORITHMS = (
     "MXFP8",
 )
 """Values of `quant_algo` whose parts are these. Others scale inputs too (AWQ, SmoothQuant), or are integers."""
-
-
-class _ModelOptSettings(QuantizationConfigMixin):  # type: ignore[misc]
-    """Settings as transformers keeps them in a config."""
-
-    def __init__(self, said: Mapping[str, Any]) -> None:
-        self.__dict__.update(said)
-        self.quant_method = MODELOPT
-        self.dequantize = True
-
-
-def settings_for(said: Mapping[str, Any] | QuantizationConfigMixin) -> _ModelOptSettings:
-    """The quantization settings of a config, for `ModelOpt`."""
-    return _ModelOptSettings(said if isinstance(said, Mapping) else said.to_dict())
 
 
 class ModelOpt(IntoPlain):

@@ -28,7 +28,8 @@ from rabbitllm.engine.weight_tensors import AbsentWeight, QuantizedWeight, Store
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
 from rabbitllm.quant.coded import CodedForm, CodedMatrix
-from rabbitllm.quant.quantize import dequantize, expanded_bytes, operands
+from rabbitllm.quant.products import FusedMatrix, Matrix
+from rabbitllm.quant.quantize import dequantize, operands
 from rabbitllm.quant.schemes import Quantized
 from rabbitllm.quant.stored_blocks import arranged
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
@@ -210,7 +211,7 @@ MatrixChooser = Callable[[Quantized | CodedForm, torch.dtype], type[StoredMatrix
 """Quantized form, dtype of the inputs -> class of the quantized product, or None to dequantize the matrix."""
 
 
-FromCodes: TypeAlias = type[StoredMatrix] | CodedRecipe
+FromCodes: TypeAlias = type[Matrix] | type[FusedMatrix] | CodedRecipe
 """The class of the product of a recipe's only stored tensor, or the parts of a published matrix."""
 
 
@@ -285,8 +286,25 @@ class UnitSource:
     @property
     def scale_bytes(self) -> int:
         """Bytes of the scales that are dequantized before codes are multiplied."""
-        quantized = {job.recipe.sources[0][1] for job in self.jobs if job.quantized}
-        return sum(expanded_bytes(form) for name in quantized if (form := self.stored[name].quantized) is not None)
+        return sum(kind.scale_bytes(form) for kind, form, _ in self._matrices)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes that each use takes besides the stored ones: parameters made for it, and parts of matrices."""
+        made = (job.entries for job in self.jobs if job.entries and not _is_view(job.recipe, self.stored))
+        kept = 0 if self.is_view else self.scale_bytes
+        parts = (kind.scratch_bytes(form, dtype) for kind, form, dtype in self._matrices)
+        return sum(entry.nbytes for entries in made for _, entry in entries) + kept + max(parts, default=0)
+
+    @property
+    def _matrices(self) -> Iterator[tuple[type[Matrix] | type[FusedMatrix], Quantized, torch.dtype]]:
+        """Its matrices that are quantized by us and multiplied in this form: type, form, dtype of the inputs."""
+        for job in self.jobs:
+            if job.quantized and not isinstance(kind := job.quantized[0][0], CodedRecipe):
+                form, dtype = self.stored[job.recipe.sources[0][1]].quantized, job.recipe.dtype
+                assert form is not None
+                assert dtype is not None
+                yield kind, form, dtype
 
     def bind(self, model: PreTrainedModel, part: PartReader) -> None:
         """Make the parameters and bind them."""
@@ -332,8 +350,7 @@ class UnitSource:
         stored = self.stored[recipe.sources[0][1]]
         assert stored.quantized is not None
         assert recipe.dtype is not None
-        assert not issubclass(kind, CodedMatrix)
-        return QuantizedWeight(kind(*operands(stored.quantized, stored.parts, part)), recipe.dtype)
+        return QuantizedWeight(kind.of(stored.quantized, stored.parts, part), recipe.dtype)
 
     def _checkpoint_tensor(self, name: str, dtype: torch.dtype | None, part: PartReader, copies: bool) -> torch.Tensor:
         tensor = self.stored[name]
@@ -386,21 +403,28 @@ def mapped_part(store: WeightFiles) -> PartReader:
 def source_of(
     unit: Unit, weights: WeightMap, store: WeightFiles, choose_matrix: MatrixChooser | None = None
 ) -> UnitSource:
-    """The source of a unit."""
-    by_key: dict[str, tuple[Recipe, list[tuple[str, ParameterEntry]], list[tuple[FromCodes, ParameterEntry]]]] = {}
+    """The source of a unit; see `multiplied` for `choose_matrix`."""
+    by_key: dict[str, tuple[Recipe, list[tuple[str, ParameterEntry]]]] = {}
     for entry in unit.entries:
         recipe = weights.recipe(entry.target)
         if recipe is None:
             continue  # the checkpoint lacks it and the model allows that: it has its initial value
         target = entry.target if entry.target in recipe.targets else weights.ties[entry.target]
-        _, made, quantized = by_key.setdefault(recipe.key, (recipe, [], []))
-        kind = _from_codes(entry, recipe, store.tensors, choose_matrix) if choose_matrix is not None else None
-        if kind is not None:
-            quantized.append((kind, entry))
-        else:
-            made.append((target, entry))
-    jobs = tuple(UnitJob(recipe, tuple(made), tuple(quantized)) for recipe, made, quantized in by_key.values())
-    return _of_jobs(unit, jobs, store.tensors)
+        by_key.setdefault(recipe.key, (recipe, []))[1].append((target, entry))
+    jobs = tuple(UnitJob(recipe, tuple(entries)) for recipe, entries in by_key.values())
+    source = _of_jobs(unit, jobs, store.tensors)
+    return source if choose_matrix is None else multiplied(source, choose_matrix)
+
+
+def multiplied(source: UnitSource, choose_matrix: MatrixChooser) -> UnitSource:
+    """A source; its matrices are multiplied in quantized form if `choose_matrix` returns a type for them."""
+    jobs = []
+    for job in source.jobs:
+        kinds = {entry.target: _from_codes(entry, job.recipe, source.stored, choose_matrix) for _, entry in job.entries}
+        made = tuple((target, entry) for target, entry in job.entries if kinds[entry.target] is None)
+        quantized = tuple((kind, entry) for _, entry in job.entries if (kind := kinds[entry.target]) is not None)
+        jobs.append(UnitJob(job.recipe, made, (*job.quantized, *quantized)))
+    return _of_jobs(source.unit, tuple(jobs), source.stored)
 
 
 def _of_jobs(unit: Unit, jobs: tuple[UnitJob, ...], tensors: Mapping[str, StoredTensor]) -> UnitSource:
@@ -425,7 +449,9 @@ def _from_codes(
     form = tensors[recipe.sources[0][1]].quantized
     if form is None or recipe.dtype is None:
         return None
-    return choose_matrix(form.codes, recipe.dtype)
+    kind = choose_matrix(form, recipe.dtype)
+    assert kind is None or not issubclass(kind, CodedMatrix)
+    return kind
 
 
 def _is_view(recipe: Recipe, stored: Mapping[str, StoredTensor]) -> bool:

@@ -304,7 +304,7 @@ class QuantizedWeight(WeightStandIn):
     def _operation(cls, func: Any, args: tuple[Any, ...]) -> Any:
         if func is not torch.ops.aten.clone.default:
             return None
-        return QuantizedWeight(args[0].matrix.copied(), args[0].dtype)
+        return QuantizedWeight(args[0].matrix.clone(), args[0].dtype)
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -14,6 +14,7 @@ A kernel is made when it is first needed.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,6 +32,8 @@ from rabbitllm.quant.vectors import F32, I8, I16, I32, Emitter, Pairs, number
 
 TOKENS = 4
 """Inputs for each decoded group."""
+PREFETCHED = 8192
+"""How many bytes ahead codes are prefetched: one row at a time hides less of the memory's latency than four."""
 _HALF = ir.HalfType()
 
 
@@ -182,7 +185,7 @@ class _FloatSums:
     def add(self, base: Any, inputs: list[Any], sums: list[Any]) -> None:
         """Add the products of the block at an address with each input, and with its sums by group."""
         emit, at = self._emit, 0
-        emit.prefetch(emit.add(base, product_kernels.PREFETCHED))
+        emit.prefetch(emit.add(base, PREFETCHED))
         for group in DECODERS[self._scheme](_BlockInMemory(emit, base)):
             for part, scale in enumerate(group.scales):
                 values, spread = _floats(emit, group, part), emit.spread(scale)
@@ -214,11 +217,14 @@ def _sum_at(emit: Emitter, sums: Any, begin: int, count: int) -> Any:
 
 
 class _PairSums:
-    """The same for inputs of bfloat16 in pairs; the minima are in lanes too."""
+    """The same for inputs of bfloat16 in pairs; the minima are in lanes too.
+
+    Parts are added in turns to two totals, since each addition waits for the one before.
+    """
 
     def __init__(self, emit: Emitter, scheme: str, tokens: int) -> None:
         self._emit, self._scheme = emit, scheme
-        self._totals, self._least = ([emit.variable() for _ in range(tokens)] for _ in range(2))
+        self._even, self._odd, self._least = ([emit.variable() for _ in range(tokens)] for _ in range(3))
         arguments = emit.floats, *[Pairs.PAIRED] * 2
         self._pairs = emit.function("llvm.x86.avx512bf16.dpbf16ps.512", emit.floats, *arguments)
 
@@ -226,11 +232,11 @@ class _PairSums:
         """Add the products of the step at an address with each input, and with its sums by group."""
         emit, at, layout = self._emit, 0, block_pairs.LAYOUTS[self._scheme]
         for line in range(0, _step_of(self._scheme, PAIRS).code_bytes, 64):
-            emit.prefetch(emit.add(base, product_kernels.PREFETCHED + line))
+            emit.prefetch(emit.add(base, PREFETCHED + line))
         parts, minima = block_pairs.parts(emit, self._scheme, base)
-        for part in parts:
+        for part, totals in zip(parts, itertools.cycle((self._even, self._odd)), strict=False):
             for t in range(len(inputs)):
-                self._multiply(t, part, emit.add(inputs[t], at))
+                self._multiply(totals[t], part, emit.add(inputs[t], at))
             at += 64 * len(part.words)
         for t in range(len(inputs) if minima is not None else 0):
             of_inputs = emit.load(sums[t], ir.VectorType(F32, layout.groups), 4)
@@ -239,17 +245,17 @@ class _PairSums:
                 of_inputs = emit.b.shuffle_vector(of_inputs, ir.Constant(of_inputs.type, None), order)
             emit.b.store(emit.fma(minima, of_inputs, emit.b.load(self._least[t])), self._least[t])
 
-    def _multiply(self, t: int, part: block_pairs.PairPart, inputs: Any) -> None:
+    def _multiply(self, total: Any, part: block_pairs.PairPart, inputs: Any) -> None:
         emit, product = self._emit, self._emit.zero
         for n, words in enumerate(part.words):
             value = emit.load(emit.add(inputs, 64 * n), Pairs.PAIRED, 2)
             product = emit.b.call(self._pairs, [product, emit.b.bitcast(words, Pairs.PAIRED), value])
-        emit.b.store(emit.fma(product, part.scale, emit.b.load(self._totals[t])), self._totals[t])
+        emit.b.store(emit.fma(product, part.scale, emit.b.load(total)), total)
 
     def total(self, t: int) -> Any:
         """The result for one input."""
-        total, least = (self._emit.b.load(lanes[t]) for lanes in (self._totals, self._least))
-        return self._emit.sum(self._emit.b.fsub(total, least))
+        even, odd, least = (self._emit.b.load(lanes[t]) for lanes in (self._even, self._odd, self._least))
+        return self._emit.sum(self._emit.b.fsub(self._emit.b.fadd(even, odd), least))
 
 
 def _dot(scheme: str, width: int, tokens: int) -> Any:

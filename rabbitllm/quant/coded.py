@@ -152,8 +152,8 @@ class CodedMatrix:
     factor: float = 1.0
     _tables: dict[int, Any] = field(init=False, default_factory=dict, repr=False)
 
-    def copied(self) -> CodedMatrix:
-        """The same matrix in other memory."""
+    def clone(self) -> CodedMatrix:
+        """A copy in other memory."""
         return CodedMatrix(self.form, self.payload.clone(), self.scales.clone(), self.factor)
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:

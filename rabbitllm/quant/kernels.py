@@ -109,7 +109,7 @@ def torchs_team() -> Team | None:
     """The team of the libgomp that torch uses; None if there is none, or if it cannot be identified."""
     import torch
 
-    home = Path(torch.__file__).parent
+    home = Path(torch.__file__).resolve().parent  # mapped files have their real names
     try:
         mapped = {Path(line.split()[-1]) for line in _MAPS.read_text().splitlines() if "/libgomp" in line}
     except OSError:

@@ -768,6 +768,9 @@ ACCEPTED_BY_TORCH = {
     "one name as text and number",
     "no tensor",
 }
-"""What `torch.load(weights_only=True)` of torch 2.13.0 loads, of those under 10,000 bytes; stricter here on purpose."""
+"""What `torch.load(weights_only=True)` of torch 2.13 and 2.14 loads, of those under 10,000 bytes; stricter here on
+purpose."""
+ACCEPTED_BY_TORCH_WITH_CUDA = {"device of a number"}
+"""What builds of torch for GPUs load besides."""
 ENDLESS_IN_TORCH = {"key that takes for ever to hash"}
 """What the same call does not come back from."""

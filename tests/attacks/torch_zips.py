@@ -601,4 +601,4 @@ ACCEPTED_BY_TORCH = {
     "big endian",
     "storage without a tensor",
 }
-"""What `torch.load(weights_only=True)` of torch 2.13.0 loads; each is stricter here on purpose."""
+"""What `torch.load(weights_only=True)` of torch 2.13 and 2.14 loads; each is stricter here on purpose."""

@@ -361,7 +361,7 @@ def test_4bit_layers_are_multiplied_from_their_codes_where_the_kernel_is_right(
 
     monkeypatch.setattr(products, "multiply_4bit", counted)
     for is_right in (True, False):
-        monkeypatch.setattr("rabbitllm.engine.load._is_right", lambda *trial, answer=is_right: answer)
+        monkeypatch.setattr("rabbitllm.engine.load_plan._is_right", lambda *trial, answer=is_right: answer)
         seen = set()
         for budget, host in ((ALL, 0), (made - 1, 0), (0, ALL), (0, 0)):
             with watched():
@@ -378,7 +378,7 @@ def test_4bit_layers_are_multiplied_from_their_codes_where_the_kernel_is_right(
                 assert all(len(layer._forward_hooks) == 1 for layer in model.model.layers)  # of the current device
             seen |= kinds
         assert seen == {Tier.RESIDENT, Tier.PACKED, Tier.PINNED, Tier.STREAMED}
-    monkeypatch.setattr("rabbitllm.engine.load._is_right", lambda *trial: True)
+    monkeypatch.setattr("rabbitllm.engine.load_plan._is_right", lambda *trial: True)
     multiplied.clear()
     assert_same(run_on([FakeGpu(0)], directory, host=ALL, exact=True), expected)
     assert not multiplied
@@ -386,7 +386,7 @@ def test_4bit_layers_are_multiplied_from_their_codes_where_the_kernel_is_right(
 
 def test_8bit_layers_are_dequantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16), "8bit")
-    monkeypatch.setattr("rabbitllm.engine.load._is_right", lambda *trial: True)
+    monkeypatch.setattr("rabbitllm.engine.load_plan._is_right", lambda *trial: True)
     model = load_on([FakeGpu(0)], directory, exact=False)
     assert not any(job.quantized for executor in model.streamer.executors.values() for job in executor_jobs(executor))
     assert_same(run(model), run(load(directory)))

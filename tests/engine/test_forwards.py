@@ -25,6 +25,7 @@ from tests.support.builders import build_checkpoint
 from tests.support.hybrid_families import HYBRIDS
 from tests.support.kernel_rows import kernel_rows as kernel_rows
 from tests.support.long_generation import assert_same_trail, continued, prompts
+from tests.support.picture_models import add_image_outputs
 from tests.support.rounding import assert_as_near, exact_logits
 from tests.support.tiny_models import ALL, INPUT, dequantized, load, plain_model, run, split
 
@@ -197,17 +198,12 @@ def test_without_it_logits_are_transformers(checkpoint: Path, kernel_rows: list[
     assert not kernel_rows
 
 
-def without_image_outputs(module: nn.Module, args: Any, output: Any) -> None:
-    """transformers 5.24.0 reads this field, and its text model does not set it."""
-    output.image_outputs = None
-
-
 def test_llama4_with_pictures(tmp_path: Path) -> None:
     whole = transformers.Llama4ForConditionalGeneration
     made = next(tiny_configs.models(whole, "llama4", []))
     made.save_pretrained(tmp_path / "model", max_shard_size=1_000_000)
     plain: Any = whole.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
-    plain.language_model.register_forward_hook(without_image_outputs)
+    plain.language_model.register_forward_hook(add_image_outputs)
     given = tiny_inputs.inputs_of(plain)
     assert given.kinds == ("text", "image")
     expected = tiny_inputs.results(plain, given.arguments)

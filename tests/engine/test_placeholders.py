@@ -13,7 +13,7 @@ import torch
 from rabbitllm.errors import MediaError
 from tests.engine.test_processor import given
 from tests.support.builders import build_checkpoint
-from tests.support.picture_models import FAMILIES, build
+from tests.support.picture_models import FAMILIES, build, cases
 from tests.support.tiny_models import INPUT, load, split
 
 CALLS: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
@@ -25,7 +25,7 @@ NAMES = {"image": "pictures", "audio": "sounds"}
 
 @pytest.fixture(
     scope="module",
-    params=["qwen2_5_vl", *(pytest.param(name, marks=pytest.mark.long) for name in ("llava", "gemma3", "qwen2_audio"))],
+    params=cases(("qwen2_5_vl", "llava", "gemma3", "llama4", "mistral3", "qwen2_audio"), short=("qwen2_5_vl",)),
 )
 def asked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, str, int]:
     """A model, inputs for it, their kind, and the id of their placeholder."""

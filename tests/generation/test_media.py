@@ -17,15 +17,13 @@ from rabbitllm.generation.media import MAX_FILES, MediaFile, media_of_url
 from rabbitllm.generation.request import Prompt, Request
 from rabbitllm.generation.template import ChatTemplate
 from tests.generation.submitting import Submitted, answered, answered_together, begin
-from tests.support.picture_models import FAMILIES, HAS_TORCHVISION, build, encoded, picture, sound
+from tests.support.picture_models import FAMILIES, build, cases, encoded, picture, sound
 from tests.support.tiny_models import load, one_thread, split
 
 __all__ = ["one_thread"]
 
 NEW = 6
 DRAWN = ("qwen2_5_vl", "gemma3")
-HERE = [name for name, family in FAMILIES.items() if HAS_TORCHVISION or not family.needs_torchvision]
-_LONG = [name if name in DRAWN else pytest.param(name, marks=pytest.mark.long) for name in HERE]
 
 
 def prompt(model: Any, kind: str, *seeds: int, text: str = "What is this?") -> Prompt:
@@ -54,23 +52,23 @@ def by_itself(model: Any, one: Request) -> list[int]:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     made: dict[str, Path] = {}
 
-    def of(model_type: str) -> Path:
-        if model_type not in made:
-            made[model_type] = split(build(tmp_path_factory.mktemp("media") / model_type, model_type))
-        return made[model_type]
+    def of(name: str) -> Path:
+        if name not in made:
+            made[name] = split(build(tmp_path_factory.mktemp("media") / name, name))
+        return made[name]
 
     return of
 
 
 @pytest.mark.bits
 @pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("model_type", _LONG)
+@pytest.mark.parametrize("name", cases(short=DRAWN))
 def test_each_has_the_tokens_that_it_has_alone(
-    model_type: str, exact: bool, folders: Callable[[str], Path], one_thread: None
+    name: str, exact: bool, folders: Callable[[str], Path], one_thread: None
 ) -> None:
     """Pictures of the same size have the same ids, so only the tensors differ."""
-    kind = FAMILIES[model_type].kind
-    model = load(folders(model_type), 0, exact=exact)
+    kind = FAMILIES[name].kind
+    model = load(folders(name), 0, exact=exact)
     wanted = [request(prompt(model, kind, seed)) for seed in (0, 1, 0)]
     assert wanted[0].prompt == wanted[1].prompt == wanted[2].prompt
     text = tuple(range(5, 40))
@@ -146,9 +144,9 @@ def test_what_cannot_be_a_prompt_is_refused(folders: Callable[[str], Path]) -> N
 
 PNG = "data:image/png;base64,"
 URLS = {
-    "http": ("http://127.0.0.1:1/a.png", "address of the web"),
-    "https": ("https://example.org/a.png", "address of the web"),
-    "a path": ("/etc/hostname", "no data: URL"),
+    "http": ("http://127.0.0.1:1/a.png", "is a web URL"),
+    "https": ("https://example.org/a.png", "is a web URL"),
+    "a path": ("/etc/hostname", "is not a data: URL"),
     "no folder": ("file:///etc/hostname", "no folder is allowed"),
     "not base64": (f"{PNG}@@@@", "not valid base64"),
     "text": ("data:image/svg+xml,<svg/>", "without base64"),

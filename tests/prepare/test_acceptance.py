@@ -156,7 +156,7 @@ FAULTS: list[tuple[Callable[[Path], None], type[RabbitLLMError], str]] = [
     (a_missing_tensor, IncompleteCheckpointError, "lacks 1 of the .* model.layers.1.mlp.up_proj.weight"),
     (a_transposed_tensor, IncompleteCheckpointError, r"up_proj.weight has shape \(64, 128\)"),
     (_as_type(torch.int64), IncompleteCheckpointError, "up_proj.weight holds I64"),
-    (_as_type(torch.bool), IncompleteCheckpointError, "up_proj.weight holds BOOL"),
+    (_as_type(torch.bool), IncompleteCheckpointError, "up_proj.weight has the dtype BOOL"),
     (_as_type(torch.complex64), IncompleteCheckpointError, "up_proj.weight holds C64"),
     (another_model, IncompleteCheckpointError, "talker.weight"),
     (codes_without_a_quantization_config, IncompleteCheckpointError, r"codes \(F8_E4M3\) and .*weight_scale"),

@@ -203,7 +203,7 @@ def test_names_and_sizes_of_forms(name: str) -> None:
     assert of.form.scheme == name
     assert coded.is_scheme(name)
     assert of.form.nbytes == of.payload.nbytes + of.scales.nbytes
-    copied = of.copied()
+    copied = of.clone()
     assert copied.payload.data_ptr() != of.payload.data_ptr()
     assert torch.equal(copied.dequantized(torch.float32), of.dequantized(torch.float32))
 

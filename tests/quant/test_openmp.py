@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numba
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import torch
 from numba import types
 
+from rabbitllm.quant import kernels
 from rabbitllm.quant.kernels import torchs_team
 from rabbitllm.quant.vectors import asked, lanes
 
@@ -62,6 +64,22 @@ assert torch.equal(found, Matrix(*matrix("4bit", 777, 1024)).times_by(*product))
     environment = os.environ | {"OMP_THREAD_LIMIT": str(limit), "PYTHONPATH": os.pathsep.join(sys.path)}
     made = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
+
+
+def test_it_is_found_among_others_if_torch_is_installed_behind_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system lists mapped files by their real names."""
+    own = [line for line in kernels._MAPS.read_text().splitlines() if "/libgomp" in line]
+    other = f"{own[0].rpartition(' ')[0]} {tmp_path}/libgomp.so.1"
+    (tmp_path / "maps").write_text("\n".join([other, *own]))
+    (tmp_path / "linked").symlink_to(Path(torch.__file__).resolve().parent)
+    monkeypatch.setattr(kernels, "_MAPS", tmp_path / "maps")
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "linked" / "__init__.py"))
+    found, team = torchs_team.__wrapped__(), torchs_team()
+    assert found is not None
+    assert team is not None
+    assert found.thread_number == team.thread_number
 
 
 def test_it_is_the_team_that_torch_computes_with() -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from rabbitllm.cli.main import app
 from rabbitllm.formats.media_file import read_sound
 from tests.support.one_thread import one_thread as one_thread
-from tests.support.picture_models import FAMILIES, RATE, build, encoded, picture, sound
+from tests.support.picture_models import FAMILIES, RATE, build, cases, encoded, picture, plain_with_media, sound
 from tests.support.tiny_models import load, split
 
 QUESTION = "What is this?"
@@ -29,7 +29,9 @@ def run(*words: str | Path) -> tuple[int, str, str]:
     return done.exit_code, done.stdout, done.stderr + str(done.exception or "")
 
 
-def test_two_pictures_and_a_system_prompt(folder: Path, tmp_path: Path, one_thread: None) -> None:
+@pytest.mark.parametrize("name", cases(("gemma3", "llama4", "mistral3"), short=("gemma3",)))
+def test_two_pictures_and_a_system_prompt(name: str, tmp_path: Path, one_thread: None) -> None:
+    folder = build(tmp_path / name, name)
     paths = [tmp_path / "a.jpg", tmp_path / "b.png"]
     exif = transformers.image_utils.PIL.Image.Exif()
     exif[0x0112] = 6
@@ -40,7 +42,7 @@ def test_two_pictures_and_a_system_prompt(folder: Path, tmp_path: Path, one_thre
         *("--max-new-tokens", "6", "--json"),
     )
     assert code == 0, errors
-    plain = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    plain = plain_with_media(folder, name)
     processor = transformers.AutoProcessor.from_pretrained(folder)
     parts = [{"type": "image", "path": str(path)} for path in paths]
     messages = [
@@ -50,6 +52,7 @@ def test_two_pictures_and_a_system_prompt(folder: Path, tmp_path: Path, one_thre
     inputs = processor.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
     )
+    inputs = inputs.to(torch.float32)  # the pictures of Llama 4 come in bfloat16
     expected = plain.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
     found = json.loads(said)
     assert found["tokens"] == expected.tolist()

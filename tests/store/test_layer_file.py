@@ -17,7 +17,7 @@ from safetensors import safe_open
 from transformers import conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
-from benchmarks.lib import qwen3_next
+from benchmarks.lib import models
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.safetensors_file import TensorToWrite, parse_header
@@ -250,8 +250,8 @@ def test_an_expert_is_one_run_of_bytes(
 @pytest.mark.parametrize("compression", [None, "4bit", "8bit"])
 def test_gate_and_up_of_a_published_model(compression: str | None) -> None:
     """Qwen3-Coder-Next's first layer: 512 experts."""
-    config = {**qwen3_next.QWEN3_CODER_NEXT, "num_hidden_layers": 1}
-    layer = [tensor for tensor in qwen3_next.tensors(config) if ".layers.0." in tensor.name]
+    config = {**models.QWEN3_CODER_NEXT, "num_hidden_layers": 1}
+    layer = [tensor for tensor in models.qwen3_next(config) if ".layers.0." in tensor.name]
     parts = [part for tensor in layer for part in stored([tensor.name], tensor.shape, compression)]
     place = begins(in_order(parts))
     size = {part.name: part.nbytes for part in parts}

@@ -102,7 +102,7 @@ class _Ledger:
         memory = _Memory(device, self.tick())
         # while the weak reference is held, no other storage gets the same key
         self._known[storage._cdata] = (StorageWeakRef(storage), memory)
-        if (gpu := self.limited.get(device)) is not None:
+        if (gpu := self.limited.get(device)) is not None and _has_bytes(storage):
             gpu.hold(storage)
         return memory
 
@@ -115,6 +115,14 @@ class _Ledger:
             return tensor.device
         memory = self.find(tensor)
         return memory.device if memory is not None else HOST
+
+
+def _has_bytes(storage: torch.UntypedStorage) -> bool:
+    """Whether it has memory: that of a tensor which stands for another one has a size, and no bytes."""
+    try:
+        return bool(storage.data_ptr())
+    except RuntimeError:
+        return False
 
 
 _ledger = _Ledger()

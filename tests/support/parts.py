@@ -15,7 +15,6 @@ SECONDS: Mapping[str, int] = {
     "benchmarks/test_kaggle_72b.py": 351,
     "benchmarks/test_moe.py": 47,
     "benchmarks/test_serve.py": 38,
-    "benchmarks/test_vram.py": 69,
     "cli/test_batch.py": 130,
     "cli/test_convert.py": 106,
     "cli/test_doctor.py": 47,

@@ -9,12 +9,13 @@ import importlib.util
 import io
 import json
 import wave
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from PIL import Image
@@ -45,6 +46,8 @@ class Family:
         place: of a picture or a sound in the chat template.
         named: name of a token for the tokenizer -> the token.
         settings: of the config.
+        model_type: empty if it is the family's name.
+        text_type: type of the text config; empty for the usual one.
         needs_torchvision: whether its processor cannot be made without.
         auto: the auto class of the model.
         kind: of its inputs.
@@ -55,6 +58,8 @@ class Family:
     place: str
     named: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    model_type: str = ""
+    text_type: str = ""
     needs_torchvision: bool = False
     auto: str = "AutoModelForImageTextToText"
     kind: str = "image"
@@ -83,6 +88,11 @@ _QWEN_PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
 _QWEN3 = {"vision_config": {"patch_size": 16}}
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 _SQUARE = {"height": 56, "width": 56}
+_PIXTRAL = {
+    WHOLE: {"processor_class": "PixtralProcessor", "patch_size": 14, "spatial_merge_size": 2},
+    PICTURES: {"image_processor_type": "PixtralImageProcessor", "patch_size": 14, "size": {"longest_edge": 112}},
+}
+_PIXTRAL_TOKENS = {"[IMG]": ("image_token_index", "image_token_id"), "[IMG_BREAK]": (), "[IMG_END]": ()}
 
 
 FAMILIES: dict[str, Family] = {
@@ -182,17 +192,18 @@ FAMILIES: dict[str, Family] = {
         needs_torchvision=True,
     ),
     "mistral3": Family(
-        {
-            WHOLE: {"processor_class": "PixtralProcessor", "patch_size": 14, "spatial_merge_size": 2},
-            PICTURES: {
-                "image_processor_type": "PixtralImageProcessor",
-                "patch_size": 14,
-                "size": {"longest_edge": 112},
-            },
-        },
-        {"[IMG]": ("image_token_index", "image_token_id"), "[IMG_BREAK]": (), "[IMG_END]": ()},
+        _PIXTRAL,
+        _PIXTRAL_TOKENS,
         "[IMG]",
         settings={"text_config": {"sliding_window": None}},
+        needs_torchvision=True,
+    ),
+    "mistral_small_4": Family(
+        _PIXTRAL,
+        _PIXTRAL_TOKENS,
+        "[IMG]",
+        model_type="mistral3",
+        text_type="mistral4",
         needs_torchvision=True,
     ),
     "internvl": Family(
@@ -228,41 +239,71 @@ FAMILIES: dict[str, Family] = {
         kind="audio",
     ),
 }
-"""Model type -> how to build it."""
+"""Name -> how to build it; the name is the model type, unless the family says another one."""
 
 
-def build(folder: Path, model_type: str, *, dtype: torch.dtype = torch.float32, shards: int = 3) -> Path:
+def cases(names: Iterable[str] = tuple(FAMILIES), short: Iterable[str] = ()) -> list[Any]:
+    """Families as parameters of a test; the long run has all.
+
+    The short run has those that need torchvision, if it is installed; else they are skipped.
+
+    Args:
+        names: of `FAMILIES`.
+        short: others that the short run has.
+    """
+    skip = pytest.mark.skipif(not HAS_TORCHVISION, reason="torchvision is not installed")
+    marks = {name: skip if FAMILIES[name].needs_torchvision else pytest.mark.long for name in names}
+    return [name if name in short else pytest.param(name, marks=mark) for name, mark in marks.items()]
+
+
+def build(folder: Path, name: str, *, dtype: torch.dtype = torch.float32, shards: int = 3) -> Path:
     """Write a checkpoint with its processor, tokenizer and chat template.
 
     Args:
         folder: made if it is not there.
-        model_type: of `FAMILIES`.
+        name: of `FAMILIES`.
         dtype: of the weights.
         shards: approximate number.
     """
-    family = FAMILIES[model_type]
+    family = FAMILIES[name]
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": list(family.tokens)})
     tokenizer._set_model_specific_special_tokens(special_tokens=dict(family.named))
     tokenizer.model_max_length = 4096
     tokenizer.chat_template = None
-    model = _model(model_type, tokenizer)
+    model = _model(name, tokenizer)
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
     model.to(dtype).save_pretrained(folder, max_shard_size=size // shards)
     tokenizer.chat_template = _TEMPLATE.replace("PLACE", family.place)
     tokenizer.save_pretrained(folder)
-    for name, content in family.files.items():
-        (folder / name).write_text(json.dumps(content))
+    for file, content in family.files.items():
+        (folder / file).write_text(json.dumps(content))
     return folder
 
 
-def _model(model_type: str, tokenizer: Any) -> Any:
-    family = FAMILIES[model_type]
-    errors: list[Exception] = []
-    config = next(tiny_configs.configs(model_type, errors), None)
-    if config is None:
-        raise errors[0]
-    settings = config.to_dict()
+def plain_with_media(folder: Path, name: str) -> Any:
+    """The model of plain transformers in float32 and eval mode.
+
+    The forward of Llama 4 in transformers 5.24.0 reads `image_outputs` of its text model's output, which lacks it. It
+    only passes it on, so with an empty one logits and tokens are what transformers computes.
+    """
+    model: Any = getattr(transformers, FAMILIES[name].auto).from_pretrained(folder, dtype=torch.float32).eval()
+    if name == "llama4":
+        model.language_model.register_forward_hook(add_image_outputs)
+    return model
+
+
+def add_image_outputs(module: Any, args: Any, output: Any) -> None:
+    """A hook for the text model of Llama 4; see `plain_with_media`."""
+    output.image_outputs = None
+
+
+def _model(name: str, tokenizer: Any) -> Any:
+    family = FAMILIES[name]
+    model_type = family.model_type or name
+    settings = _settings(model_type)
+    if family.text_type:
+        settings["text_config"] = _settings(family.text_type)
     _merge(settings, family.settings)
     for token, names in family.tokens.items():
         settings |= {name: tokenizer.convert_tokens_to_ids(token) for name in names if name in settings}
@@ -281,6 +322,16 @@ def _model(model_type: str, tokenizer: Any) -> Any:
                 parameter *= 8
     model.generation_config.eos_token_id = None
     return model
+
+
+def _settings(model_type: str) -> dict[str, Any]:
+    """Of a small config."""
+    errors: list[Exception] = []
+    config = next(tiny_configs.configs(model_type, errors), None)
+    if config is None:
+        raise errors[0]
+    settings: dict[str, Any] = config.to_dict()
+    return settings
 
 
 def _merge(settings: dict[str, Any], more: Mapping[str, Any]) -> None:

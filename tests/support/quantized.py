@@ -1,7 +1,7 @@
 """Tiny checkpoints that are published quantized: the same random models, their weights as codes and scales.
 
-bitsandbytes' are saved by transformers itself; the others are written here by the published rule of their format, and
-it is transformers that says in the tests what they mean.
+bitsandbytes' and torchao's are saved by transformers itself; the others are written here by the published rule of
+their format, and it is transformers that says in the tests what they mean.
 """
 
 from __future__ import annotations
@@ -450,6 +450,40 @@ def _modelopt(form: str, tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor],
         wide = scales[:, None]
     codes = (tensor.float() / wide).to(torch.float8_e4m3fn)
     return {"": codes, "_scale": scales}, codes.to(tensor.dtype) * wide.to(tensor.dtype)
+
+
+TORCHAO_FORMS = ("Int8WeightOnly", "Int8DynamicActivation", "Float8WeightOnly", "Intx4", "Intx4-asymmetric", "ByName")
+
+
+def build_torchao(folder: Path, form: str, plain: Path, **settings: Any) -> Path:
+    """As transformers saves a Llama that torchao quantized, in shards; into `plain` the matrices of torchao itself."""
+    from torchao import quantization as torchao
+    from torchao.quantization.granularity import PerAxis, PerGroup
+
+    groups = {"weight_dtype": torch.int4, "granularity": PerGroup(16)}
+    embedding = torchao.IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0))
+    layers = torchao.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(16))
+    kind = {
+        "Int8WeightOnly": lambda: torchao.Int8WeightOnlyConfig(version=2),
+        "Int8DynamicActivation": lambda: torchao.Int8DynamicActivationInt8WeightConfig(version=2),
+        "Float8WeightOnly": torchao.Float8WeightOnlyConfig,
+        "Intx4": lambda: torchao.IntxWeightOnlyConfig(**groups),
+        "Intx4-asymmetric": lambda: torchao.IntxWeightOnlyConfig(**groups, mapping_type=torchao.MappingType.ASYMMETRIC),
+        "ByName": lambda: torchao.FqnToConfig({"model.embed_tokens": embedding, "_default": layers}),
+    }[form]()
+    build_checkpoint(plain, "llama", dtype=torch.bfloat16, **settings)
+    config = transformers.TorchAoConfig(kind, include_input_output_embeddings=form == "ByName")
+    model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype="auto", quantization_config=config)
+    model.save_pretrained(folder, max_shard_size="60KB")
+    found = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
+    quantized = {name for name, tensor in found.items() if hasattr(tensor, "qdata")}
+    assert len(quantized) > 10
+
+    def change(name: str, tensor: torch.Tensor) -> Named:
+        yield name, found[name].dequantize().contiguous() if name in quantized else tensor
+
+    rewrite(plain, change, None, 1)
+    return folder
 
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16}
