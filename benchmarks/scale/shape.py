@@ -30,6 +30,7 @@ from rabbitllm.estimate.machine import Machine
 from rabbitllm.estimate.outline import Outline, outline_of, published
 from rabbitllm.estimate.predict import stretched
 from rabbitllm.generation.kv_cache import CacheCost, cost_by_config
+from rabbitllm.quant.coded import CodedForm
 from rabbitllm.quant.products import FusedMatrix, can_multiply
 from rabbitllm.quant.schemes import Quantized
 from rabbitllm.splitter.plan import PlannedFiles
@@ -197,9 +198,9 @@ def draw(shape: Shape, on_gpu: bool) -> Drawn:
     return Drawn(shape, drawn, tuple(costs), tuple(expert_costs(drawn.experts)))
 
 
-def _fused(form: Quantized, dtype: torch.dtype) -> type[FusedMatrix] | None:
+def _fused(form: Quantized | CodedForm, dtype: torch.dtype) -> type[FusedMatrix] | None:
     """What a GPU that cannot be asked multiplies from its codes: all that bitsandbytes has kernels for."""
-    return FusedMatrix if can_multiply(form) else None
+    return FusedMatrix if isinstance(form, Quantized) and can_multiply(form) else None
 
 
 @functools.cache

@@ -145,7 +145,7 @@ def _bound(
     if plan.is_narrowed:
         keep_finite(source.unit.module for source in sources.values() if source.unit.is_layer)
     published.finish(model, plan.quantizer)
-    published.warn_of_dequantizing(plan.quantizer, store.folder, model.dtype, devices)
+    published.warn_of_dequantizing(plan.quantizer, store.folder, model.dtype, devices, _coded(plan))
     if options.fast_bfloat16:
         RowProducts(model)
     streamed = adopt(model, home_device, placement)
@@ -210,3 +210,12 @@ def _device_finder(placement: Placement, devices: Mapping[str, Device]) -> Calla
     owners = {placed.unit: devices[placed.device].torch_device for placed in placement.units}
     home = devices[placement.home].torch_device
     return lambda path: owners.get(enclosing(path, owners) or "", home)
+
+
+def _coded(plan: LoadPlan) -> list[bool]:
+    """For each parameter that a quantizer makes, whether it is multiplied from its codes."""
+    jobs = (job for source in plan.sources.values() for job in source.jobs)
+    leaves = (leaf for source in plan.experts for leaf in source.leaves.values())
+    made = [(job.recipe, bool(job.quantized)) for job in jobs]
+    made += [(leaf.recipe, leaf.matrix_type is not None) for leaf in leaves]
+    return [coded for recipe, coded in made if published.loads(recipe.converter, plan.quantizer)]

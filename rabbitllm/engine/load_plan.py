@@ -64,6 +64,8 @@ from rabbitllm.errors import (
     RabbitLLMError,
 )
 from rabbitllm.formats.tensor_spec import torch_dtype
+from rabbitllm.quant import coded
+from rabbitllm.quant.coded import CodedForm, CodedMatrix
 from rabbitllm.quant.products import FusedMatrix, Matrix, can_multiply, multiplies
 from rabbitllm.quant.quantize import NestedScales
 from rabbitllm.quant.schemes import NESTED_BLOCK, NF4_BLOCK, Quantized
@@ -438,7 +440,9 @@ def place_units(
     )
 
 
-def _matrix_on_host(form: Quantized, dtype: torch.dtype) -> type[StoredMatrix] | None:
+def _matrix_on_host(form: Quantized | CodedForm, dtype: torch.dtype) -> type[StoredMatrix] | None:
+    if isinstance(form, CodedForm):
+        return CodedMatrix if coded.multiplies(form) else None
     return Matrix if multiplies(form.codes) else None
 
 
@@ -460,8 +464,10 @@ def fused_chooser(device: Device) -> MatrixChooser:
     """
     trial = functools.cache(functools.partial(_is_right, device))
 
-    def choose_matrix(form: Quantized, dtype: torch.dtype) -> type[StoredMatrix] | None:
-        if not can_multiply(form) or dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    def choose_matrix(form: Quantized | CodedForm, dtype: torch.dtype) -> type[StoredMatrix] | None:
+        if isinstance(form, CodedForm) or not can_multiply(form):
+            return None
+        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return None
         shape = (min(form.shape[0], MAX_ROWS), form.shape[1])
         name = str(dtype).removeprefix("torch.")  # not the stored dtype, to which dequantizing rounds first

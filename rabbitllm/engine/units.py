@@ -16,17 +16,21 @@ import math
 import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from rabbitllm.engine.published import linear_with_activations
+from rabbitllm.engine.published_codes import CodedRecipe, linear_recipe
 from rabbitllm.engine.span_reader import BLOCK, FileSpan
 from rabbitllm.engine.weight_tensors import AbsentWeight, QuantizedWeight, StoredMatrix
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
+from rabbitllm.quant.coded import CodedForm, CodedMatrix
 from rabbitllm.quant.gguf_blocks import work_bytes
+from rabbitllm.quant.products import FusedMatrix, Matrix
 from rabbitllm.quant.quantize import dequantize, operands
 from rabbitllm.quant.schemes import Quantized
 from rabbitllm.quant.stored_blocks import arranged
@@ -184,9 +188,16 @@ def _entries(module: nn.Module, path: str, *, recurse: bool, but: Container[int]
                 if tensor is None or leaf in owner._non_persistent_buffers_set:
                     continue
                 target = f"{prefix}.{leaf}" if prefix else leaf
-                multiplied = leaf == "weight" and type(owner).forward is nn.Linear.forward
+                multiplied = leaf == "weight" and _is_linear(owner)
                 marks = {key: value for key, value in vars(tensor).items() if isinstance(value, bool | int | str)}
                 yield ParameterEntry(table, leaf, target, tensor.shape, tensor.dtype, multiplied, marks)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module uses its weight in `torch.nn.functional.linear` alone."""
+    own = vars(module).get("forward")
+    is_known = own is None or getattr(own, "func", None) is linear_with_activations
+    return is_known and type(module).forward is nn.Linear.forward
 
 
 PartReader = Callable[[TensorSpec], torch.Tensor]
@@ -198,8 +209,12 @@ _PLAIN = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
 Memo = MutableMapping[str, dict[str, torch.Tensor]]
 """Recipe key -> target -> tensor, of recipes whose tensors stay bound."""
 
-MatrixChooser = Callable[[Quantized, torch.dtype], type[StoredMatrix] | None]
+MatrixChooser = Callable[[Quantized | CodedForm, torch.dtype], type[StoredMatrix] | None]
 """Quantized form, dtype of the inputs -> class of the quantized product, or None to dequantize the matrix."""
+
+
+FromCodes: TypeAlias = type[Matrix] | type[FusedMatrix] | CodedRecipe
+"""The class of the product of a recipe's only stored tensor, or the parts of a published matrix."""
 
 
 @dataclass(frozen=True)
@@ -209,12 +224,12 @@ class UnitJob:
     Attributes:
         recipe: makes the parameters.
         entries: (target of the recipe, parameter).
-        quantized: (class of the quantized product, parameter) of the recipe's only stored tensor.
+        quantized: (how, parameter) of those that are multiplied from their codes.
     """
 
     recipe: Recipe
     entries: tuple[tuple[str, ParameterEntry], ...]
-    quantized: tuple[tuple[type[StoredMatrix], ParameterEntry], ...] = ()
+    quantized: tuple[tuple[FromCodes, ParameterEntry], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -286,14 +301,14 @@ class UnitSource:
         return sum(entry.nbytes for job in made for _, entry in job.entries) + kept + max(work, default=0)
 
     @property
-    def _matrices(self) -> Iterator[tuple[type[StoredMatrix], Quantized, torch.dtype]]:
-        """Its stored matrices that are multiplied in quantized form: type, form, dtype of the inputs."""
+    def _matrices(self) -> Iterator[tuple[type[Matrix] | type[FusedMatrix], Quantized, torch.dtype]]:
+        """Its matrices that are quantized by us and multiplied in this form: type, form, dtype of the inputs."""
         for job in self.jobs:
-            if job.quantized:
+            if job.quantized and not isinstance(kind := job.quantized[0][0], CodedRecipe):
                 form, dtype = self.stored[job.recipe.sources[0][1]].quantized, job.recipe.dtype
                 assert form is not None
                 assert dtype is not None
-                yield job.quantized[0][0], form, dtype
+                yield kind, form, dtype
 
     def bind(self, model: PreTrainedModel, part: PartReader) -> None:
         """Make the parameters and bind them."""
@@ -321,7 +336,7 @@ class UnitSource:
         for job in self.jobs:
             for kind, entry in job.quantized:
                 if only in (None, entry.target):
-                    yield entry, self._quantized(kind, job.recipe, part)
+                    yield entry, self._quantized(kind, job.recipe, entry, part)
             wanted = [(target, entry) for target, entry in job.entries if only in (None, entry.target)]
             if not wanted:
                 continue
@@ -333,7 +348,9 @@ class UnitSource:
             for target, entry in wanted:
                 yield entry, made[target]
 
-    def _quantized(self, kind: type[StoredMatrix], recipe: Recipe, part: PartReader) -> QuantizedWeight:
+    def _quantized(self, kind: FromCodes, recipe: Recipe, entry: ParameterEntry, part: PartReader) -> QuantizedWeight:
+        if isinstance(kind, CodedRecipe):
+            return QuantizedWeight(kind.matrix(lambda name: part(self.stored[name].parts[0])), entry.dtype)
         stored = self.stored[recipe.sources[0][1]]
         assert stored.quantized is not None
         assert recipe.dtype is not None
@@ -407,7 +424,7 @@ def multiplied(source: UnitSource, choose_matrix: MatrixChooser) -> UnitSource:
     """A source; its matrices are multiplied in quantized form if `choose_matrix` returns a type for them."""
     jobs = []
     for job in source.jobs:
-        kinds = {entry.target: _kind(entry, job.recipe, source.stored, choose_matrix) for _, entry in job.entries}
+        kinds = {entry.target: _from_codes(entry, job.recipe, source.stored, choose_matrix) for _, entry in job.entries}
         made = tuple((target, entry) for target, entry in job.entries if kinds[entry.target] is None)
         quantized = tuple((kind, entry) for _, entry in job.entries if (kind := kinds[entry.target]) is not None)
         jobs.append(UnitJob(job.recipe, made, (*job.quantized, *quantized)))
@@ -424,13 +441,21 @@ def _of_jobs(unit: Unit, jobs: tuple[UnitJob, ...], tensors: Mapping[str, Stored
     return replace(source, ready_bytes=ready + source.scale_bytes)
 
 
-def _kind(
+def _from_codes(
     entry: ParameterEntry, recipe: Recipe, tensors: Mapping[str, StoredTensor], choose_matrix: MatrixChooser
-) -> type[StoredMatrix] | None:
-    form = tensors[recipe.sources[0][1]].quantized
-    if not entry.is_linear_weight or recipe.converter is not None or form is None or recipe.dtype is None:
+) -> FromCodes | None:
+    """How a parameter is multiplied from its codes; None if it is not."""
+    if not entry.is_linear_weight:
         return None
-    return choose_matrix(form, recipe.dtype)
+    if recipe.converter is not None:
+        coded = linear_recipe(recipe, tensors, entry.shape, entry.dtype)
+        return coded if coded is not None and choose_matrix(coded.form, entry.dtype) is not None else None
+    form = tensors[recipe.sources[0][1]].quantized
+    if form is None or recipe.dtype is None:
+        return None
+    kind = choose_matrix(form, recipe.dtype)
+    assert kind is None or not issubclass(kind, CodedMatrix)
+    return kind
 
 
 def _is_view(recipe: Recipe, stored: Mapping[str, StoredTensor]) -> bool:

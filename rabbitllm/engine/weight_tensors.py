@@ -17,9 +17,10 @@ import torch
 from torch.utils._pytree import tree_map
 
 from rabbitllm.errors import AbsentWeightError, ReadOnlyWeightError
+from rabbitllm.quant.coded import CodedMatrix
 from rabbitllm.quant.products import FusedMatrix, Matrix
 
-StoredMatrix: TypeAlias = Matrix | FusedMatrix
+StoredMatrix: TypeAlias = Matrix | FusedMatrix | CodedMatrix
 """A quantized matrix (N, K) as its stored parts, on the device that multiplies it."""
 _HARMLESS = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_", "retain_grad"})
 """In-place methods that do not change the values."""

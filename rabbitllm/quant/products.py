@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant import bfloat_products, block_pairs, gguf_blocks, kernels
-from rabbitllm.quant.kernels import CODES, DEQUANTIZED, PANELS, SUMMED
+from rabbitllm.quant.kernels import CODES, DEQUANTIZED, PANELS, SUMMED, SegmentInputs
 from rabbitllm.quant.quantize import (
     MAX_ELEMENTS,
     NestedScales,
@@ -232,7 +232,7 @@ class Matrix(QuantizedMatrix):
         width = _lanes_of(method, self.form.scheme, width)
         make = torch.zeros if method == PANELS else torch.empty
         out = make(len(x), self.form.shape[0])
-        _run(method, width, _Inputs(method, self.form.scheme, width, x), [(self, 0, len(x))], out)
+        _run(method, width, _prepared(method, self.form.scheme, width, x), [(self, 0, len(x))], out)
         return out
 
     def table_for(self, width: int) -> int:
@@ -248,14 +248,12 @@ class Matrix(QuantizedMatrix):
 
 
 class _Inputs:
-    """Rows (T, K) in the format of a kernel of `width` lanes; K is a multiple of 64, or of the elements of a block."""
+    """Rows (T, K) as kernels of blocks or by panels read them; K is a multiple of 64, or of the elements of a block."""
 
     def __init__(self, method: str, scheme: str, width: int, x: torch.Tensor) -> None:
-        import torch
 
         count, columns = x.shape
-        self._step, self._odd = columns * 2, 0  # bytes of a row's even inputs in float32, or of all in bfloat16
-        self._odd_step = self._step
+        self._step, self._odd, self._odd_step = columns * 2, 0, 0  # bytes of a row in bfloat16, and of its sums
         if scheme in BLOCK_TYPES and width == kernels.PAIRS:
             layout = block_pairs.LAYOUTS[scheme]
             x = x if x.stride(1) == 1 else x.contiguous()
@@ -268,24 +266,27 @@ class _Inputs:
             if method == CODES and gguf_blocks.has_minima(scheme):
                 self._sums = self._ready.view(count, columns // SUMMED, SUMMED).sum(-1)
                 self._odd = self._sums.data_ptr()
-        elif method == PANELS:
-            self._ready, self._step = kernels.interleaved(width, x), columns * 4
-        elif width == kernels.PAIRS:
-            self._ready = x.contiguous()
         else:
-            self._ready = torch.empty(2, count, columns // 2)  # even and odd inputs
-            self._ready.copy_(x.view(count, columns // 2, 2).permute(2, 0, 1))
-            self._odd = self._ready.data_ptr() + count * self._step
+            self._ready, self._step = kernels.interleaved(width, x), columns * 4
 
     def of(self, row: int) -> tuple[int, int]:
-        """The addresses of a row's even inputs and of its odd ones; the second is 0 if they are not separated.
-
-        For blocks those of all inputs and of their sums.
-        """
+        """The addresses of a row's inputs, and of their sums by group; the second is 0 if these are not needed."""
         return self._ready.data_ptr() + row * self._step, self._odd and self._odd + row * self._odd_step
 
 
-def _run(method: str, width: int, inputs: _Inputs, work: Sequence[tuple[Matrix, int, int]], out: torch.Tensor) -> None:
+def _prepared(method: str, scheme: str, width: int, x: torch.Tensor) -> _Inputs | SegmentInputs:
+    """Rows (T, K) in the format of a kernel of `width` lanes."""
+    is_segments = method == CODES and scheme not in BLOCK_TYPES
+    return SegmentInputs(width, x) if is_segments else _Inputs(method, scheme, width, x)
+
+
+def _run(
+    method: str,
+    width: int,
+    inputs: _Inputs | SegmentInputs,
+    work: Sequence[tuple[Matrix, int, int]],
+    out: torch.Tensor,
+) -> None:
     """Multiply the rows [begin, end) with each matrix, as one job for all threads; all matrices are of one form.
 
     By codes `out` is filled; by panels the products are added to it.
@@ -330,7 +331,7 @@ class GroupedProduct:
         self._x = x
         self._width = _width_for(like.form, x.dtype)
         self._out = torch.zeros(len(x), like.form.shape[0])
-        self._inputs: dict[str, _Inputs] = {}
+        self._inputs: dict[str, _Inputs | SegmentInputs] = {}
 
     def multiply(self, matrices: Sequence[Matrix], groups: Sequence[tuple[int, int]]) -> None:
         """Compute `x[begin:end] @ W.T` for each matrix and its group; each group is computed once."""
@@ -342,7 +343,7 @@ class GroupedProduct:
             self._out[begin:end] = _in_chunks(self._x[begin:end], matrix, None)
         for method, work in by_method.items():
             if method not in self._inputs:
-                self._inputs[method] = _Inputs(method, scheme, _lanes_of(method, scheme, self._width), self._x)
+                self._inputs[method] = _prepared(method, scheme, _lanes_of(method, scheme, self._width), self._x)
             _run(method, _lanes_of(method, scheme, self._width), self._inputs[method], work, self._out)
 
     def result(self) -> torch.Tensor:
