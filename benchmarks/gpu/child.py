@@ -36,7 +36,6 @@ class Place:
 
 def main(job: dict[str, Any]) -> int:
     """Run the step; 1 if it failed."""
-    threading.Thread(target=_end_with_the_caller, daemon=True).start()
     with open(job["rows"], "w", encoding="utf-8") as rows:
 
         def write(row: dict[str, Any]) -> None:
@@ -64,4 +63,5 @@ def _end_with_the_caller() -> None:
 
 
 if __name__ == "__main__":
+    threading.Thread(target=_end_with_the_caller, daemon=True).start()
     sys.exit(main(json.loads(sys.argv[1])))

@@ -5,8 +5,12 @@
 
 Each step runs in a process of its own, for at most its own time, so a crash costs that step alone; figures that came
 before it are kept. Results are in gpu.json as soon as a step is over, and gpu.md is made from that. The same command
-goes on where it stopped: a step that has a result is not repeated, unless `--again`. A step that lacks a package says
-so. `--rehearse` takes the device of the tests for the GPUs, and tiny sizes; its figures mean nothing.
+goes on where it stopped: a step that has a result is not repeated, unless `--again`. `--rehearse` takes the device of
+the tests for the GPUs, and tiny sizes, in one process of less than a minute; its figures mean nothing.
+
+Needed wheels: `pip install ".[dev]"` has all, but its torch must be built with CUDA, and bitsandbytes must have a
+library for the same CUDA. Steps use torch, transformers, accelerate, bitsandbytes (4bit, 8bit), gguf (GGUF), numba and
+greenlet (an estimate in "wide"). A step that lacks one says so, and the others run.
 
 Without a GPU it says so, and the exit status is 1; so it is if a step failed or a check did not hold.
 """
@@ -27,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.child import ERROR
+from benchmarks.gpu import child
 from benchmarks.lib import command_line, report
 from benchmarks.lib.idle_process import REPOSITORY
 from benchmarks.lib.machine import describe_machine, versions_here
@@ -35,8 +39,6 @@ from benchmarks.lib.machine import describe_machine, versions_here
 TOTAL_SECONDS = 580
 LEAST_SECONDS = 10
 """With less left, no other step begins."""
-REHEARSAL_FACTOR = 10
-"""The device of the tests is slow, and so may the machine be."""
 _LINES = 20
 """Of the log of a process that died."""
 OK = "ok"
@@ -96,20 +98,21 @@ STEPS = (
     Step("pinned", "Pinned memory, and copies from it", 90, "benchmarks.gpu.hardware:pinned"),
     Step("attention", "Memory and time of attention", 60, "benchmarks.gpu.hardware:attention"),
     Step("races", "Small models with late copies and late layers", 150, "benchmarks.gpu.models:races"),
-    Step("vram", "Tokens with little VRAM", 180, "benchmarks.gpu.models:little_vram"),
-    Step("wide", "Two layers as wide as those of a 72B model", 150, "benchmarks.gpu.models:wide"),
     Step("pace", "A pass against its limit", 180, "benchmarks.gpu.models:pace"),
+    Step("wide", "Two layers as wide as those of a 72B model", 150, "benchmarks.gpu.models:wide"),
+    Step("forms", "Other forms of weights, experts, and loading", 150, "benchmarks.gpu.models:forms"),
+    Step("vram", "Tokens with little VRAM", 180, "benchmarks.gpu.models:little_vram"),
 )
 
 
 def run_step(step: Step, folder: Path, is_rehearsal: bool, seconds: float) -> dict[str, Any]:
-    """Run a step in a process of its own.
+    """Run a step in a process of its own; in a rehearsal in this one, since imports would take most of the time.
 
     Args:
         step: which.
         folder: for its log and its rows; its other files are in a folder there, which is removed at the end.
         is_rehearsal: on the device of the tests.
-        seconds: after which the process and those that it started are killed.
+        seconds: after which its process and those that it started are killed.
 
     Returns:
         Its `rows`, its `seconds`, and its `error` or None; `is_over` tells whether it ended by itself.
@@ -119,8 +122,35 @@ def run_step(step: Step, folder: Path, is_rehearsal: bool, seconds: float) -> di
     rows, log = folder / f"{step.name}.rows", folder / f"{step.name}.log"
     rows.unlink(missing_ok=True)
     job = {"function": step.function, "rows": str(rows), "work": str(work), "is_rehearsal": is_rehearsal}
+    begun, is_over, status = time.perf_counter(), True, 0
+    if is_rehearsal:
+        with log.open("w") as output, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            child.main(job)
+        shutil.rmtree(work, ignore_errors=True)
+    else:
+        is_over, status = _in_a_process(job, work, log, seconds)
+    lines = rows.read_text(encoding="utf-8").splitlines(keepends=True) if rows.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be half a line
+    error = next((row[child.ERROR] for row in found if child.ERROR in row), None)
+    if not is_over:
+        error = f"Not over after {seconds:.0f} s."
+    elif error is None and status:
+        said = "\n".join(log.read_text(errors="replace").splitlines()[-_LINES:])
+        error = f"The process died, exit status {status}.\n{said}"
+    taken = round(time.perf_counter() - begun, 1)
+    return {
+        "title": step.title,
+        "seconds": taken,
+        "rows": [row for row in found if child.ERROR not in row],
+        "error": error,
+        "is_over": is_over,
+    }
+
+
+def _in_a_process(job: Mapping[str, Any], work: Path, log: Path, seconds: float) -> tuple[bool, int]:
+    """Whether a step ended by itself, and the exit status."""
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
-    begun, is_over = time.perf_counter(), True
+    is_over = True
     with log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.gpu.child", json.dumps(job)],
@@ -139,22 +169,7 @@ def run_step(step: Step, folder: Path, is_rehearsal: bool, seconds: float) -> di
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
             shutil.rmtree(work, ignore_errors=True)
-    lines = rows.read_text(encoding="utf-8").splitlines(keepends=True) if rows.exists() else []
-    found = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be half a line
-    error = next((row[ERROR] for row in found if ERROR in row), None)
-    if not is_over:
-        error = f"Not over after {seconds:.0f} s."
-    elif error is None and process.returncode:
-        said = "\n".join(log.read_text(errors="replace").splitlines()[-_LINES:])
-        error = f"The process died, exit status {process.returncode}.\n{said}"
-    taken = round(time.perf_counter() - begun, 1)
-    return {
-        "title": step.title,
-        "seconds": taken,
-        "rows": [row for row in found if ERROR not in row],
-        "error": error,
-        "is_over": is_over,
-    }
+    return is_over, process.returncode
 
 
 def is_right(result: Mapping[str, Any]) -> bool:
@@ -228,7 +243,7 @@ def run(steps: Sequence[Step], base: Path, *, is_rehearsal: bool, again: bool, s
             print(f"{step.name}: no time is left; run the command again", flush=True)
         else:
             print(f"{step.name}: {step.title} …", flush=True)
-            most = step.seconds * (REHEARSAL_FACTOR if is_rehearsal else 1)
+            most = step.seconds
             found = run_step(step, base.parent / base.name, is_rehearsal, min(most, left))
             said = "as expected" if is_right(found) else found["error"] or "NOT as expected"
             print(f"{step.name}: {found['seconds']:g} s, {said.splitlines()[-1]}", flush=True)
@@ -265,7 +280,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.rehearse and (missing := what_is_missing()) is not None:
         print(f"{missing}\n--rehearse takes the device of the tests.", file=sys.stderr)
         return 1
-    seconds = options.seconds or (TOTAL_SECONDS * (REHEARSAL_FACTOR if options.rehearse else 1))
+    if options.rehearse:  # before torch is imported: threads only wait for each other at such sizes
+        os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    seconds = options.seconds or (float("inf") if options.rehearse else TOTAL_SECONDS)
     base = options.work_dir.resolve() / ("rehearsal" if options.rehearse else "gpu")
     found = run(chosen, base, is_rehearsal=options.rehearse, again=options.again, seconds=seconds)["steps"]
     return int(not all(step.name in found and is_right(found[step.name]) for step in chosen))

@@ -1,4 +1,4 @@
-"""Steps with models: late copies, little VRAM, wide layers, and the pace of a streamed pass."""
+"""Steps with models: late copies, the pace of a streamed pass, wide layers, other forms of weights, little VRAM."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ from benchmarks.lib.models import MODELS
 from benchmarks.lib.published import checkpoint
 from benchmarks.lib.report import LIMIT_GOAL
 from rabbitllm.base.options import RunOptions
+from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.engine.devices import CpuDevice
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import SLOTS
 from rabbitllm.errors import NotEnoughMemoryError
+from rabbitllm.models.gguf_output import convert_to_gguf
 
 MIB, GIB = 1 << 20, 1 << 30
 ALL = 1 << 40
@@ -53,7 +55,7 @@ def _load(folder: Path, gpus: Sequence[Any], budget: int, host: int, **options: 
 
 
 def _tiers(model: Any) -> str:
-    found = Counter(placed.tier.value for placed in model.placement.units)
+    found = Counter(placed.tier.value for placed in (*model.placement.units, *model.placement.experts))
     return ", ".join(f"{count} {tier}" for tier, count in found.items())
 
 
@@ -270,3 +272,72 @@ def pace(place: Place) -> Iterator[Row]:
         row |= {"link alone": link, "bringing alone": bring, "computing alone": compute, "of its limit": ratio}
         yield row | {"ok": ratio <= LIMIT_GOAL or place.is_rehearsal}
         gc.collect()
+
+
+FORMS = ("none", "8bit", "auto", "GGUF", "experts")
+AUTO_SHARE = 0.45
+"""Of a checkpoint, for layer files at "auto"."""
+EXPERTS = 64
+"""Of a layer; the model has 512."""
+TOKENS = 6
+
+
+def forms(place: Place) -> Iterator[Row]:
+    """Seconds to load and of a token, and whether tokens are equal wherever the weights are."""
+    part = sized_model.model_of(0.004 if place.is_rehearsal else 1, tiny=place.is_rehearsal)
+    sized_model.write(part, place.work / "dense")
+    gpu = devices.gpus(place)[0]
+    for form in FORMS:
+        try:
+            begun = time.perf_counter()
+            folder = _in_form(form, place, part.nbytes)
+            seconds, expected = time.perf_counter() - begun, None
+            for budget, host in ((ALL, 0), (0, ALL), (0, 0)):
+                begun = time.perf_counter()
+                with devices.watched(place), torch.inference_mode():
+                    model = _load(folder, [gpu], budget, host, exact=True)
+                    gpu.synchronise()
+                    row: Row = {"form": form, "weights": _tiers(model), "split s": seconds}
+                    row |= {"load s": time.perf_counter() - begun, **_paced(model, expected)}
+                expected = row.pop("tokens")
+                yield row
+                del model
+                gc.collect()
+        except Exception:  # the other forms may work
+            yield {"form": form, "failed": traceback.format_exc(), "ok": False}
+
+
+def _in_form(form: str, place: Place, nbytes: int) -> Path:
+    """A split directory, made from the dense model or from one of experts."""
+    source, given = place.work / "dense", dict[str, Any](compression=None if form in ("none", "GGUF") else form)
+    if form == "auto":
+        given["max_disk"] = int(nbytes * AUTO_SHARE)
+    elif form == "GGUF":
+        bare = place.work / "without-a-tokenizer"  # that of the model is none that a GGUF file can have
+        shutil.copytree(source, bare, ignore=shutil.ignore_patterns("tokenizer*", "*.safetensors"))
+        for shard in source.glob("*.safetensors"):
+            (bare / shard.name).hardlink_to(shard)
+        source = place.work / "dense.gguf"
+        convert_to_gguf(str(bare), source, "q8_0", HubAccess(), max_disk=None, min_free=0)
+    elif form == "experts":
+        source, given["compression"] = place.work / "experts", "4bit"
+        model = MODELS["tiny-moe" if place.is_rehearsal else "coder-next"]
+        few = {} if place.is_rehearsal else {"num_experts": EXPERTS}
+        endless = {**model.config, **few, "bos_token_id": None, "eos_token_id": None}
+        model = replace(model, config=endless, generation_config={"do_sample": False})
+        sized_model.write(checkpoint(model, 4 / model.layers), source)
+    target = place.work / f"layers-{form}"
+    rabbitllm.AutoModel.from_pretrained(source, device="cpu", layer_shards_saving_path=target, **given)
+    return next(target.rglob("split.json")).parent
+
+
+def _paced(model: Any, expected: list[int] | None) -> Row:
+    """Seconds of a token after the first, and the tokens."""
+    ids, taken, found = _ids(model), list[float](), list[int]()
+    for count in (1, TOKENS + 1):
+        begun = time.perf_counter()
+        found = model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False)[0].tolist()
+        taken.append(time.perf_counter() - begun)
+    equal = expected is None or found == expected
+    row = {"first token s": taken[0], "s/token": (taken[1] - taken[0]) / TOKENS}
+    return row | {"GB a pass": model.placement.uploaded_bytes / 1e9, "ok": equal, "tokens": found}

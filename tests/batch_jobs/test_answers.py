@@ -4,6 +4,7 @@ numbers of likelihoods are computed here once more."""
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,6 +106,39 @@ def test_the_first_pass_is_for_as_many_as_there_may_be(model: Any) -> None:
     found = stats[0]()
     assert found.new_tokens <= 16
     assert found.passes <= 5  # of the prompts, and one for each token after the first
+
+
+def test_a_pass_without_enough_memory_is_made_again_with_half_the_lines(
+    model: Any, plain: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A line that does not fit alone is an error in place; all others are answered."""
+    most, refused = 90, list[int]()  # rows of a pass that memory is enough for
+    mlp = type(model.model.layers[0].mlp)
+    ordinary = mlp.forward
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[:-1].numel() > most:
+            refused.append(x.shape[:-1].numel())
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return ordinary(self, x)
+
+    monkeypatch.setattr(mlp, "forward", forward)
+    prompts = {n: ids(20, n) for n in range(8)}
+    items = [Item(n, n, Generate(prompt, 4)) for n, prompt in prompts.items()]
+    with caplog.at_level(logging.WARNING, "rabbitllm"):
+        found = {one.index: one for one in answers(model, items, JobLimits(sequences=8))}
+        assert [record.getMessage() for record in caplog.records] == [
+            "A pass with 8 sequences ran out of memory; the limit is now 4."
+        ]
+    assert refused == [8 * 20]
+    refused.clear()
+    items = [*items[:4], Item(9, 9, Generate(ids(120, 9), 4)), *items[4:]]
+    with_a_long_one = {one.index: one for one in answers(model, items, JobLimits(sequences=8))}
+    assert with_a_long_one[9].is_error
+    assert refused[-1] == 120
+    for n, prompt in prompts.items():
+        assert found[n].line["text"] == alone(plain, model.tokenizer, prompt, 4)
+        assert with_a_long_one[n].line["text"] == found[n].line["text"]
 
 
 @pytest.mark.skipif(default_folder() is None, reason="temporary files lie in memory here")
