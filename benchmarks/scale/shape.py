@@ -24,11 +24,15 @@ from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.experts import expert_costs
 from rabbitllm.engine.load_plan import LoadPlan, make_load_plan, unit_costs
 from rabbitllm.engine.placement import SLOTS, Budget, ExpertCost, UnitCost, place
+from rabbitllm.engine.units import MatrixChooser
 from rabbitllm.estimate.cost_model import Product, RoutedWork, UnitWork, by_unit, routed_work, work_of
 from rabbitllm.estimate.machine import Machine
 from rabbitllm.estimate.outline import Outline, outline_of, published
 from rabbitllm.estimate.predict import stretched
 from rabbitllm.generation.kv_cache import CacheCost, cost_by_config
+from rabbitllm.quant.coded import CodedForm
+from rabbitllm.quant.products import FusedMatrix, can_multiply
+from rabbitllm.quant.schemes import Quantized
 from rabbitllm.splitter.plan import PlannedFiles
 
 DENSE, MIXTURE = "Qwen/Qwen2.5-72B-Instruct", "Qwen/Qwen3-Coder-Next"
@@ -189,8 +193,14 @@ def draw(shape: Shape, on_gpu: bool) -> Drawn:
         store = PlannedFiles(shape.outline.plans[shape.compression], home)
         sample = make_load_plan(store, options, home, [device])
     drawn = stretched(sample, shape.outline.layers, machine)
-    costs = unit_costs(drawn.model, drawn.sources, drawn.experts)
+    choosers: dict[str, MatrixChooser] = {device.name: _fused} if on_gpu else {}
+    costs = unit_costs(drawn.model, drawn.sources, drawn.experts, choosers)
     return Drawn(shape, drawn, tuple(costs), tuple(expert_costs(drawn.experts)))
+
+
+def _fused(form: Quantized | CodedForm, dtype: torch.dtype) -> type[FusedMatrix] | None:
+    """What a GPU that cannot be asked multiplies from its codes: all that bitsandbytes has kernels for."""
+    return FusedMatrix if isinstance(form, Quantized) and can_multiply(form) else None
 
 
 @functools.cache

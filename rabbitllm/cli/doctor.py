@@ -35,7 +35,7 @@ def doctor_command(
     from rabbitllm.estimate.doctor.report import show
 
     with Console(stderr=True).status("checking …") as status:
-        report = examine(quick=quick, every=every, say=lambda what: status.update(f"checking {what} …"))
+        report = examine(quick=quick, every=every, on_probe=lambda name: status.update(f"checking {name} …"))
     if as_json:
         put_json(as_record(report))
     else:

@@ -61,7 +61,7 @@ def plan_command(
         check_picture(plot)
     disable_progress_bars()  # at most a config of a few KB is fetched
     with Console(stderr=True).status("reading headers, measuring …"):
-        forecast = plan(
+        estimate = plan(
             model,
             compression=compression_to_run(model, options.compression),
             layer_shards_saving_path=options.folder,
@@ -74,8 +74,8 @@ def plan_command(
             fit_scales=fit_scales,
         )
     if plot is not None:
-        draw_plan(forecast, plot)
+        draw_plan(estimate, plot)
     if as_json:
-        put_json(as_record(forecast))
+        put_json(as_record(estimate))
     else:
-        show(forecast, Console(highlight=False))
+        show(estimate, Console(highlight=False))

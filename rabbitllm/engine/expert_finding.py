@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -22,8 +23,9 @@ from transformers import PreTrainedModel
 
 from rabbitllm.base.rounding import round_up
 from rabbitllm.checkpoints.config import picked_by
-from rabbitllm.engine.expert_source import Block, ExpertPart, ExpertSource, Leaf, Nesting, with_matrices
+from rabbitllm.engine.expert_source import Block, CodedBlocks, ExpertPart, ExpertSource, Leaf, Nesting, with_matrices
 from rabbitllm.engine.published import BY_MATRIX
+from rabbitllm.engine.published_codes import CODES, SCALES, cast_of, form_of, role_of
 from rabbitllm.engine.span_reader import BLOCK
 from rabbitllm.engine.units import MatrixChooser, ParameterEntry, Unit
 from rabbitllm.engine.weights import Recipe, WeightMap
@@ -61,7 +63,7 @@ def expert_sources(
         for path, module in unit.module.named_modules():
             if is_routed(module):
                 name = ".".join(part for part in (unit.name, path) if part)
-                leaves = _leaves(name, module, by_target, weights, store)
+                leaves = _leaves(name, module, by_target, weights, store, choose_matrix)
                 if leaves:
                     experts: int = module.num_experts
                     configs = (getattr(module, "config", None), model.config.get_text_config(decoder=True))
@@ -84,7 +86,12 @@ def is_routed(module: nn.Module) -> bool:
 
 
 def _leaves(
-    name: str, module: nn.Module, by_target: Mapping[str, ParameterEntry], weights: WeightMap, store: WeightFiles
+    name: str,
+    module: nn.Module,
+    by_target: Mapping[str, ParameterEntry],
+    weights: WeightMap,
+    store: WeightFiles,
+    choose_matrix: MatrixChooser | None,
 ) -> dict[str, Leaf]:
     """The parameters of shape (experts, ...) of a routed module; none if those of one cannot be made individually."""
     leaves: dict[str, Leaf] = {}
@@ -95,8 +102,55 @@ def _leaves(
         leaf = _leaf(entry, module.num_experts, weights, store.tensors) if entry is not None else None  # type: ignore[arg-type]
         if leaf is None:
             return {}
-        leaves[key] = leaf
+        leaves[key] = leaf if choose_matrix is None else _from_codes(leaf, choose_matrix)
     return leaves
+
+
+def _from_codes(leaf: Leaf, choose_matrix: MatrixChooser) -> Leaf:
+    """A leaf; multiplied from its published codes if `choose_matrix` returns a type for them."""
+    coded = _coded(leaf)
+    kind = choose_matrix(coded.form, leaf.entry.dtype) if coded is not None else None
+    return leaf if kind is None else replace(leaf, matrix_type=kind, coded=coded)
+
+
+def _coded(leaf: Leaf) -> CodedBlocks | None:
+    """The blocks as codes and scales of one matrix; None if there is something else, or another order of rows."""
+    operations: Sequence[Any] = getattr(leaf.recipe.converter, "operations", ())
+    if not operations or any(type(one).__name__ not in _STACKING or one.dim > 1 for one in operations[1:]):
+        return None
+    first, path = operations[0], leaf.entry.target.rpartition(".")[0]
+    is_turned = type(first).__name__ == "QuickMxfp4"
+    rows, columns = leaf.shape[::-1] if is_turned else leaf.shape
+    forms, pairs = [], _pairs(leaf.blocks)
+    for projection, pair in pairs.items():
+        codes, scales = ((part.dtype, part.shape) for part in (leaf.blocks[at].payload for at in pair))
+        module = f"{path}.0.{projection.rpartition('.')[2]}"
+        if cast_of(first, scales[0], leaf.entry.dtype, is_expert=True) is not None:
+            return None
+        forms.append(form_of(first, module, codes, scales, (codes[1][0], columns)))
+    if not forms or forms[0] is None or sum(form.shape[0] for form in forms if form is not None) != rows:
+        return None
+    whole = replace(forms[0], shape=(rows, columns))
+    # one grid of scales for all: each matrix but the last has whole blocks
+    step = whole.block[0] if len(forms) > 1 else 1
+    if not step or any(form is None or form.kind != whole.kind for form in forms):
+        return None
+    if any(form is not None and form.shape[0] % step for form in forms[:-1]):
+        return None
+    return CodedBlocks(whole, tuple(at for at, _ in pairs.values()), tuple(at for _, at in pairs.values()), is_turned)
+
+
+def _pairs(blocks: Sequence[Block]) -> dict[str, tuple[int, int]]:
+    """Projection -> the indices of the codes and the scales of its matrix; empty if a block is something else."""
+    found: dict[str, dict[str, int]] = {}
+    for at, block in enumerate(blocks):
+        role, projection = role_of(block.pattern)
+        if role is None or block.form is not None:
+            return {}
+        found.setdefault(projection, {})[role] = at
+    if any(own.keys() != {CODES, SCALES} for own in found.values()):
+        return {}
+    return {projection: (own[CODES], own[SCALES]) for projection, own in found.items()}
 
 
 def _leaf(entry: ParameterEntry, experts: int, weights: WeightMap, tensors: Mapping[str, StoredTensor]) -> Leaf | None:
@@ -218,16 +272,18 @@ def _part(specs: Sequence[TensorSpec]) -> ExpertPart:
 def _lay_out(leaves: Mapping[str, Leaf]) -> int:
     """Give every part its offset in an expert's memory; return the bytes of that memory.
 
-    The payloads of a leaf that stacks are contiguous, and so are their scales: they form one matrix. These runs have
-    the order of the first expert's file, so that one read covers as many as possible.
+    The payloads of a leaf that stacks, or is coded, are contiguous, and so are their scales: they form one matrix.
+    These runs have the order of the first expert's file, so that one read covers as many as possible.
     """
-    runs = []
+    runs: list[list[ExpertPart]] = []
     for leaf in leaves.values():
-        if not leaf.stacks:
+        if leaf.coded is not None:
+            runs += leaf.coded_parts
+        elif leaf.stacks:
+            runs.append([block.payload for block in leaf.blocks])
+            runs.append([block.scales for block in leaf.blocks if block.scales is not None])
+        else:
             runs += [[part] for part in leaf.parts]
-            continue
-        runs.append([block.payload for block in leaf.blocks])
-        runs.append([block.scales for block in leaf.blocks if block.scales is not None])
     runs = sorted(filter(None, runs), key=lambda run: (run[0].file(0), int(run[0].offsets[0])))
     for leaf in leaves.values():  # made from the bytes that are read, and written after them
         runs.append([block.nesting.made for block in leaf.blocks if block.nesting is not None])

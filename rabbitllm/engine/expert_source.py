@@ -23,6 +23,8 @@ from rabbitllm.engine.weight_tensors import QuantizedWeight, StoredMatrix
 from rabbitllm.engine.weights import Recipe
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size, torch_dtype
+from rabbitllm.quant.coded import CodedForm, CodedMatrix
+from rabbitllm.quant.products import FusedMatrix, Matrix
 from rabbitllm.quant.quantize import dequantize, expand_scales
 from rabbitllm.quant.schemes import STORED, Quantized, code_values
 from rabbitllm.store.layer_store import WeightFiles
@@ -135,6 +137,22 @@ def retyped(part: ExpertPart, shape: tuple[int, ...]) -> TensorSpec:
 
 
 @dataclass(frozen=True, eq=False)
+class CodedBlocks:
+    """The blocks of a published matrix that is multiplied from its codes.
+
+    Attributes:
+        form: of one expert's matrix, whose rows are those of all blocks.
+        codes, scales: the indices of its blocks, by rows.
+        is_turned: whether the parameter is the transposed matrix.
+    """
+
+    form: CodedForm
+    codes: tuple[int, ...]
+    scales: tuple[int, ...]
+    is_turned: bool
+
+
+@dataclass(frozen=True, eq=False)
 class Leaf:
     """One parameter of shape (experts, ...).
 
@@ -144,6 +162,7 @@ class Leaf:
         blocks: in the order of the recipe's patterns.
         stacks: whether it is the concatenated rows of the blocks.
         matrix_type: the type that multiplies it in its quantized form; None if each use dequantizes it.
+        coded: the parts of a published matrix, if its type multiplies these.
     """
 
     entry: ParameterEntry
@@ -151,11 +170,18 @@ class Leaf:
     blocks: tuple[Block, ...]
     stacks: bool
     matrix_type: type[StoredMatrix] | None = None
+    coded: CodedBlocks | None = None
 
     @property
     def parts(self) -> tuple[ExpertPart, ...]:
         """The stored parts that it is made from."""
         return tuple(part for block in self.blocks for part in block.parts)
+
+    @property
+    def coded_parts(self) -> tuple[list[ExpertPart], ...]:
+        """The codes and the scales of a published matrix, which form one each; none if it is dequantized."""
+        chosen = () if self.coded is None else (self.coded.codes, self.coded.scales)
+        return tuple([self.blocks[at].payload for at in indices] for indices in chosen)
 
     @property
     def is_view(self) -> bool:
@@ -193,7 +219,7 @@ class Leaf:
                 bytes_of(made).view(torch.float32).copy_(block.absmax(bytes_of, expert))
 
     def weight(self, model: PreTrainedModel, bytes_of: BytesOf, expert: int, *, made: bool = False) -> torch.Tensor:
-        """One expert's weight, of `shape`; a view of its bytes if possible.
+        """One expert's weight, of `shape`, or transposed if it is coded and turned; a view of its bytes if possible.
 
         Args:
             model: the skeleton, for conversions.
@@ -201,7 +227,11 @@ class Leaf:
             expert: its index.
             made: whether `make_scales` has written the scales into its memory.
         """
+        if self.coded is not None:
+            codes, scales = (_joined([bytes_of(part) for part in parts]) for parts in self.coded_parts)
+            return QuantizedWeight(CodedMatrix(self.coded.form, codes, scales), self.entry.dtype)
         if self.matrix_type is not None:
+            assert not issubclass(self.matrix_type, CodedMatrix)
             return self._quantized(self.matrix_type, bytes_of, expert, made)
         if self.is_view:
             first = self.blocks[0].payload
@@ -212,7 +242,9 @@ class Leaf:
             return parts[0] if len(parts) == 1 else torch.cat(parts)
         return self._converted(model, bytes_of, expert)
 
-    def _quantized(self, kind: type[StoredMatrix], bytes_of: BytesOf, expert: int, made: bool) -> torch.Tensor:
+    def _quantized(
+        self, kind: type[Matrix] | type[FusedMatrix], bytes_of: BytesOf, expert: int, made: bool
+    ) -> torch.Tensor:
         first = self.blocks[0]
         assert first.form is not None
         assert first.table is not None
@@ -341,7 +373,8 @@ def with_matrices(source: ExpertSource, choose_matrix: MatrixChooser | None) -> 
     return replace(
         source,
         leaves={
-            key: replace(leaf, matrix_type=_matrix_type(leaf, choose_matrix)) for key, leaf in source.leaves.items()
+            key: replace(leaf, matrix_type=leaf.matrix_type or _matrix_type(leaf, choose_matrix))
+            for key, leaf in source.leaves.items()
         },
     )
 

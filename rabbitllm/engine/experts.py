@@ -20,13 +20,14 @@ from transformers import PreTrainedModel
 from rabbitllm.base.forks import Workers
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.expert_pool import ExpertPool, PooledExperts, transit_slots
-from rabbitllm.engine.expert_source import ExpertPart, ExpertSource, with_tables
+from rabbitllm.engine.expert_source import ExpertPart, ExpertSource, Leaf, with_tables
 from rabbitllm.engine.first_use import check_experts_before
 from rabbitllm.engine.placement import ExpertCost, Placement, Tier
 from rabbitllm.engine.prefetch import HostBuffers
 from rabbitllm.engine.span_reader import ReadMode, SpanReader
 from rabbitllm.engine.weight_tensors import QuantizedWeight, WeightStandIn
 from rabbitllm.errors import AbsentWeightError
+from rabbitllm.quant.coded import CodedMatrix, CodedProduct
 from rabbitllm.quant.products import GroupedProduct, Matrix
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.layer_store import WeightFiles
@@ -43,6 +44,14 @@ class Supply(Protocol):
     def order(self, experts: Sequence[int]) -> tuple[list[int], list[int]]:
         """Indices into `experts`: of those that are in memory until the end of the pass, and of the others, in the
         order in which they are read."""
+        ...
+
+    def numbers(self, index: torch.Tensor) -> list[int]:
+        """The values of an integer tensor in memory order."""
+        ...
+
+    def ends(self, ends: torch.Tensor, rows: int) -> list[int]:
+        """The same of the ends of each expert's group of rows, which tell what the pass uses."""
         ...
 
 
@@ -127,7 +136,7 @@ class ExpertStack(WeightStandIn):
             (S, N).
         """
         groups, begin = [], 0
-        for expert, end in enumerate(ends.tolist()):
+        for expert, end in enumerate(self.supply.ends(ends, len(rows))):
             if end > begin:
                 groups.append((expert, begin, end))
             begin = max(begin, end)
@@ -137,21 +146,22 @@ class ExpertStack(WeightStandIn):
         chosen = [groups[at] for at in (*filled, *pending)]
         weights = self.supply.each(self.leaf, [expert for expert, *_ in chosen])
         first, spans = next(weights), [(begin, end) for _, begin, end in chosen]
-        product = self._grouped(rows, first)
+        product: Any = self._grouped(rows, first)
         if product is not None:
             found = (getattr(weight, "matrix", None) for weight in chain([first], weights))
-            matrices = (matrix for matrix in found if isinstance(matrix, Matrix))
+            matrices = (matrix for matrix in found if isinstance(matrix, Matrix | CodedMatrix))
             at_once = list(islice(matrices, max(len(filled), 1)))
             product.multiply(at_once, spans[: len(at_once)])
             for span, matrix in zip(spans[len(at_once) :], matrices, strict=True):
                 product.multiply([matrix], [span])
-            return product.result()
+            result: torch.Tensor = product.result()
+            return result
         out = rows.new_zeros(len(rows), self.shape[-1])  # rows of no group stay zero
         for (begin, end), weight in zip(spans, chain([first], weights), strict=True):
             out[begin:end] = self._product(rows[begin:end], weight)
         return out
 
-    def _grouped(self, rows: torch.Tensor, weight: torch.Tensor) -> GroupedProduct | None:
+    def _grouped(self, rows: torch.Tensor, weight: torch.Tensor) -> GroupedProduct | CodedProduct | None:
         """A grouped product for weights like this one; None if they are multiplied one by one."""
         needs_gradient = torch.is_grad_enabled() and rows.requires_grad
         if not self.transposed or not isinstance(weight, QuantizedWeight) or needs_gradient:
@@ -182,7 +192,7 @@ def _getitem(stack: Any, index: Any) -> Any:
     if isinstance(index, torch.Tensor) and not index.is_floating_point() and index.dtype is not torch.bool:
         if index.dim() == 0:
             return _one(stack, int(index))
-        return stack.copied(index.flatten().tolist()).view(*index.shape, *stack.shape[1:])
+        return stack.copied(stack.supply.numbers(index)).view(*index.shape, *stack.shape[1:])
     return _one(stack, index) if type(index) is int else None
 
 
@@ -203,6 +213,13 @@ ExpertStack._answers = {
     torch.Tensor.transpose: _transpose,
     torch.transpose: _transpose,
 }
+
+
+def stack_of(supply: Supply, name: str, leaf: Leaf, device: torch.device) -> ExpertStack:
+    """The stack of a leaf's matrices, which may be stored transposed."""
+    shape, is_turned = leaf.entry.shape, leaf.coded is not None and leaf.coded.is_turned
+    stored = torch.Size((shape[0], shape[2], shape[1])) if is_turned else shape
+    return ExpertStack(supply, name, stored, leaf.entry.dtype, device, is_turned)
 
 
 FileBytes = Callable[[str], torch.Tensor]
@@ -226,6 +243,14 @@ class MappedExperts:
     def order(self, experts: Sequence[int]) -> tuple[list[int], list[int]]:
         """See `experts.Supply`."""
         return list(range(len(experts))), []
+
+    def numbers(self, index: torch.Tensor) -> list[int]:
+        """See `experts.Supply`."""
+        return list(index.flatten().tolist())
+
+    def ends(self, ends: torch.Tensor, rows: int) -> list[int]:
+        """See `experts.Supply`."""
+        return self.numbers(ends)
 
     def strided(self, leaf: str) -> torch.Tensor | None:
         """All experts as one strided tensor over the mapped file; None if they are not at equal distances in it, or not
@@ -307,7 +332,7 @@ def bind_experts(
         for number, source in enumerate(own):
             supply = PooledExperts(made, number)
             for name, leaf in source.leaves.items():
-                leaf.entry.bind(ExpertStack(supply, name, leaf.entry.shape, leaf.entry.dtype, device.torch_device))
+                leaf.entry.bind(stack_of(supply, name, leaf, device.torch_device))
             source.module.register_forward_pre_hook(supply.before, with_kwargs=True)
             source.module.register_forward_hook(supply.after, always_call=True)
     mapped = [placed for placed in placement.experts if placed.tier is not Tier.ROUTED]
@@ -334,7 +359,7 @@ def _bind_mapped(model: PreTrainedModel, source: ExpertSource, file_bytes: FileB
     for name, leaf in source.leaves.items():
         whole = supply.strided(name)
         if whole is None:
-            stack = ExpertStack(supply, name, leaf.entry.shape, leaf.entry.dtype, torch.device("cpu"))
+            stack = stack_of(supply, name, leaf, torch.device("cpu"))
             once = permanent and leaf.matrix_type is None
             whole = stack.copied(range(source.experts)) if once else stack
         leaf.entry.bind(whole)

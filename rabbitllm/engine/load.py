@@ -16,7 +16,7 @@ from rabbitllm.base.options import RunOptions
 from rabbitllm.engine import published, skeleton
 from rabbitllm.engine.devices import Device, budget_of, memory_explained, resolve_devices
 from rabbitllm.engine.embedding_rows import has_readable_rows
-from rabbitllm.engine.expert_source import ExpertSource, with_matrices
+from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.experts import bind_experts
 from rabbitllm.engine.first_use import ReadAhead, check_rows_before, wait_before
 from rabbitllm.engine.forwards import RowProducts, keep_finite, repeat_keys_on
@@ -37,12 +37,10 @@ from rabbitllm.engine.saving import origin_of
 from rabbitllm.engine.span_reader import PROBES, THROUGH_THE_CACHE, ReadMode, choose_read_mode
 from rabbitllm.engine.streamed_model import StreamedModel, adopt
 from rabbitllm.engine.streamer import Streamer, device_executors
-from rabbitllm.engine.units import MatrixChooser, UnitSource, input_embedding, source_of
-from rabbitllm.engine.weight_tensors import StoredMatrix
-from rabbitllm.engine.weights import WeightMap, check_unused
+from rabbitllm.engine.units import UnitSource, input_embedding
+from rabbitllm.engine.weights import check_unused
 from rabbitllm.errors import IncompleteSplitError
-from rabbitllm.quant.products import FusedMatrix, can_multiply
-from rabbitllm.quant.schemes import NF4_BLOCK, SCHEMES, Quantized, check_compression
+from rabbitllm.quant.schemes import SCHEMES, check_compression
 from rabbitllm.store.checksums import LayerChecks
 from rabbitllm.store.layer_store import LayerStore, WeightFiles
 from rabbitllm.telemetry.profiler import Profiler
@@ -110,6 +108,7 @@ def _bound(
     plan: LoadPlan, store: WeightFiles, home: Path, devices: Sequence[Device], options: RunOptions
 ) -> StreamedModel:
     """The model of a plan, with its weights resident or streamed; see `load_model`."""
+    plan = plan.as_multiplied()
     model, weights, sources, placement = plan.model, plan.weights, plan.sources, plan.placement
     by_name = {device.name: device for device in devices}
     skeleton.materialise_buffers(model, _device_finder(placement, by_name), weights.absent)
@@ -119,9 +118,6 @@ def _bound(
     read_mode = choose_read_mode(store, spans, cache_room(placement))
     read_modes = _expert_read_modes(plan.experts, placement, store)
     placement, pinned = keep_units(placement, sources, by_name, store)
-    experts: Sequence[ExpertSource] = plan.experts
-    if not options.exact:
-        sources, experts = _fused(sources, experts, placement, by_name, weights, store)
     profiler.in_place = _in_place(model, sources, placement)
     in_files = (p.unit for p in placement.units if p.tier in _IN_PLACE and by_name[p.device].shares_host_memory)
     mapped = [sources[unit] for unit in in_files]
@@ -130,7 +126,7 @@ def _bound(
     whole = {s.unit.name: s.spans for s in mapped if not (s.is_view and has_readable_rows(s, by_rows))}
     read_ahead = ReadAhead(whole, store, store.checks)
     with torch.no_grad():
-        pools = bind_experts(model, experts, placement, by_name, store, profiler, read_modes)
+        pools = bind_experts(model, plan.experts, placement, by_name, store, profiler, read_modes)
         executors = device_executors(sources, placement, by_name, store, profiler, pinned, read_mode)
         streamer = Streamer(model, sources, placement, executors, store, profiler, pools, options.prefetching)
     _compare_before_use(mapped, whole, read_ahead, store.checks)
@@ -149,7 +145,7 @@ def _bound(
     if plan.is_narrowed:
         keep_finite(source.unit.module for source in sources.values() if source.unit.is_layer)
     published.finish(model, plan.quantizer)
-    published.warn_of_dequantizing(plan.quantizer, store.folder, model.dtype, devices)
+    published.warn_of_dequantizing(plan.quantizer, store.folder, model.dtype, devices, _coded(plan))
     if options.fast_bfloat16:
         RowProducts(model)
     streamed = adopt(model, home_device, placement)
@@ -162,7 +158,7 @@ def _bound(
     streamed.unused_tensors = weights.unused
     in_place = model.config.model_type in SCALES_IN_PLACE
     streamed._origin = origin_of(streamed, store, home, weights, changes_itself=in_place)
-    streamed._held_bytes = held_bytes(placement, sources, experts)
+    streamed._held_bytes = held_bytes(placement, sources, plan.experts)
     streamed._show_progress = options.show_progress
     streamed._trust_remote_code = options.trust_remote_code
     return streamed
@@ -216,84 +212,10 @@ def _device_finder(placement: Placement, devices: Mapping[str, Device]) -> Calla
     return lambda path: owners.get(enclosing(path, owners) or "", home)
 
 
-TRIED = (1, 6, 16)
-"""Rows of input in a trial; bitsandbytes has a kernel for each number."""
-MAX_ROWS = 4096
-"""Maximum rows of a trial's matrix: more rows only repeat the same work, and need memory."""
-
-
-def _fused(
-    sources: Mapping[str, UnitSource],
-    experts: Sequence[ExpertSource],
-    placement: Placement,
-    devices: Mapping[str, Device],
-    weights: WeightMap,
-    store: WeightFiles,
-) -> tuple[Mapping[str, UnitSource], Sequence[ExpertSource]]:
-    """Units and experts; matrices that GPUs would dequantize for each use are multiplied from their codes if possible.
-
-    Resident units are dequantized once, which is as fast for any number of inputs.
-    """
-    choosers = {name: fused_chooser(device) for name, device in devices.items() if not device.shares_host_memory}
-    where = {placed.unit: placed.device for placed in placement.experts}
-    fused = fused_units(sources, placement, choosers, weights, store)
-    return fused, [with_matrices(source, choosers.get(where[source.name])) for source in experts]
-
-
-def fused_units(
-    sources: Mapping[str, UnitSource],
-    placement: Placement,
-    choosers: Mapping[str, MatrixChooser],
-    weights: WeightMap,
-    store: WeightFiles,
-) -> Mapping[str, UnitSource]:
-    """The units; those that are dequantized for each use are multiplied from their codes on these devices."""
-    dequantized_once = (Tier.RESIDENT, Tier.ROWS, Tier.ELSEWHERE)
-    units = {
-        placed.unit: source_of(sources[placed.unit].unit, weights, store, choosers[placed.device])
-        for placed in placement.units
-        if placed.device in choosers and placed.tier not in dequantized_once
-    }
-    return {**sources, **units}
-
-
-def fused_chooser(device: Device) -> MatrixChooser:
-    """The choice whether a device multiplies by bitsandbytes' 4bit products, or dequantizes each matrix first.
-
-    A product from codes moves a ninth of the bytes. A trial for each shape and dtype, with random codes and inputs,
-    verifies the results of its kernels on this device.
-    """
-    trial = functools.cache(functools.partial(_is_right, device))
-
-    def choose_matrix(form: Quantized, dtype: torch.dtype) -> type[StoredMatrix] | None:
-        if not can_multiply(form) or dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            return None
-        shape = (min(form.shape[0], MAX_ROWS), form.shape[1])
-        name = str(dtype).removeprefix("torch.")  # not the stored dtype, to which dequantizing rounds first
-        return FusedMatrix if trial(Quantized("4bit", shape, name), dtype) else None
-
-    return choose_matrix
-
-
-def is_near(fused: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two products differ only by rounding."""
-    error = float((fused.float() - expected.float()).norm())
-    return error <= max(8 * torch.finfo(fused.dtype).eps, 1e-5) * float(expected.float().norm())
-
-
-def _is_right(device: Device, form: Quantized, dtype: torch.dtype) -> bool:
-    """Run one trial. False too if it fails: the kernel is missing, or there is not enough memory."""
-    (rows, columns), to = form.shape, device.torch_device
-    generator = torch.Generator().manual_seed(0)
-    payload = torch.randint(0, 256, (rows * columns // 2, 1), dtype=torch.uint8, generator=generator)
-    absmax = torch.rand(rows * columns // NF4_BLOCK, generator=generator)
-    table, inputs = torch.linspace(-1, 1, 16), torch.randn(max(TRIED), columns, generator=generator).to(dtype)
-    try:
-        matrix, x = FusedMatrix(form, payload.to(to), absmax.to(to), table.to(to)), inputs.to(to)
-        expected = torch.nn.functional.linear(x, matrix.dequantized(dtype))
-        if all(is_near(matrix.linear(x[:count], None), expected[:count]) for count in TRIED):
-            return True
-        logger.warning("bitsandbytes multiplies 4bit codes incorrectly on %s; layers are dequantized.", device.name)
-    except Exception as error:
-        logger.info("4bit codes are not multiplied on %s: %s: %s", device.name, type(error).__name__, error)
-    return False
+def _coded(plan: LoadPlan) -> list[bool]:
+    """For each parameter that a quantizer makes, whether it is multiplied from its codes."""
+    jobs = (job for source in plan.sources.values() for job in source.jobs)
+    leaves = (leaf for source in plan.experts for leaf in source.leaves.values())
+    made = [(job.recipe, bool(job.quantized)) for job in jobs]
+    made += [(leaf.recipe, leaf.matrix_type is not None) for leaf in leaves]
+    return [coded for recipe, coded in made if published.loads(recipe.converter, plan.quantizer)]

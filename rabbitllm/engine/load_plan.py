@@ -7,12 +7,15 @@ never bound.
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +28,7 @@ from rabbitllm.engine import published, skeleton
 from rabbitllm.engine.devices import Device, budget_of, host_room
 from rabbitllm.engine.embedding_rows import has_readable_rows
 from rabbitllm.engine.expert_finding import expert_sources, without_experts
-from rabbitllm.engine.expert_source import ExpertSource
+from rabbitllm.engine.expert_source import ExpertSource, with_matrices
 from rabbitllm.engine.experts import expert_costs
 from rabbitllm.engine.forwards import route_llama4
 from rabbitllm.engine.free_memory import available_ram
@@ -42,7 +45,15 @@ from rabbitllm.engine.placement import (
     place,
     ready_once,
 )
-from rabbitllm.engine.units import MatrixChooser, UnitSource, find_tables, find_units, input_embedding, source_of
+from rabbitllm.engine.units import (
+    MatrixChooser,
+    UnitSource,
+    find_tables,
+    find_units,
+    input_embedding,
+    multiplied,
+    source_of,
+)
 from rabbitllm.engine.weight_tensors import StoredMatrix
 from rabbitllm.engine.weights import WeightMap, check_unused, map_weights
 from rabbitllm.errors import (
@@ -53,8 +64,11 @@ from rabbitllm.errors import (
     RabbitLLMError,
 )
 from rabbitllm.formats.tensor_spec import torch_dtype
-from rabbitllm.quant.products import Matrix, multiplies
-from rabbitllm.quant.schemes import Quantized
+from rabbitllm.quant import coded
+from rabbitllm.quant.coded import CodedForm, CodedMatrix
+from rabbitllm.quant.products import FusedMatrix, Matrix, can_multiply, multiplies
+from rabbitllm.quant.quantize import NestedScales
+from rabbitllm.quant.schemes import NESTED_BLOCK, NF4_BLOCK, Quantized
 from rabbitllm.store.layer_store import WeightFiles
 
 if TYPE_CHECKING:
@@ -88,9 +102,15 @@ differ."""
 
 
 def unit_costs(
-    model: nn.Module, sources: Mapping[str, UnitSource], experts: Iterable[ExpertSource] = ()
+    model: nn.Module,
+    sources: Mapping[str, UnitSource],
+    experts: Iterable[ExpertSource] = (),
+    choosers: Mapping[str, MatrixChooser] = MappingProxyType({}),
 ) -> list[UnitCost]:
-    """A cost for each unit, in the order of `sources`, which is that of a pass."""
+    """A cost for each unit, in the order of `sources`, which is that of a pass.
+
+    With `choosers` (see `LoadPlan`) the memory of its use is the largest on any of their devices.
+    """
     routed: dict[str, int] = {}
     # in the plan of a large model one source stands for many layers, which share no tensors
     distinct = {id(source): {job.recipe.key for job in source.jobs} for source in sources.values()}
@@ -105,8 +125,10 @@ def unit_costs(
         streamable = source.unit.is_layer or isinstance(module, (nn.Linear, nn.Embedding))
         stays = source.unit.holds_units or not streamable or not source.jobs
         rows = has_readable_rows(source, tables)
-        sizes = source.stored_bytes, source.ready_bytes, source.is_view
-        other_sizes = routed.get(name, 0), source.scale_bytes
+        used = [multiplied(source, choose_matrix) for choose_matrix in choosers.values()] or [source]
+        scratch = max(one.scratch_bytes for one in used)
+        sizes = source.stored_bytes, source.ready_bytes, scratch, source.is_view
+        other_sizes = routed.get(name, 0), max(one.scale_bytes if one.is_view else 0 for one in used)
         tied = tuple(
             SharedTensor(job.recipe.key, *source.bytes_of(job)) for job in source.jobs if job.recipe.key in shared
         )
@@ -170,6 +192,8 @@ class LoadPlan:
         placement: the tier and device of each.
         quantizer: transformers' own, of weights that are published quantized; None for plain ones.
         is_narrowed: whether it computes in float16 although it is a bfloat16 model.
+        choosers: GPU -> its choice of matrices that are multiplied from their codes wherever they would be dequantized
+            for each use; `sources` and `experts` are without them.
     """
 
     model: PreTrainedModel
@@ -179,6 +203,24 @@ class LoadPlan:
     placement: Placement
     quantizer: HfQuantizer | None = None
     is_narrowed: bool = False
+    choosers: Mapping[str, MatrixChooser] = field(default_factory=dict)
+
+    def as_multiplied(self) -> LoadPlan:
+        """The plan with `sources` and `experts` as the passes of a loaded model use them.
+
+        Resident units are dequantized once, which is as fast for any number of inputs.
+        """
+        known = {
+            placed.unit: choose_matrix
+            for placed in (*self.placement.units, *self.placement.experts)
+            if placed.tier not in _DEQUANTIZED_ONCE and (choose_matrix := self.choosers.get(placed.device))
+        }
+        sources = {name: multiplied(one, known[name]) if name in known else one for name, one in self.sources.items()}
+        experts = tuple(with_matrices(source, known.get(source.name)) for source in self.experts)
+        return replace(self, sources=sources, experts=experts, choosers={})
+
+
+_DEQUANTIZED_ONCE = (Tier.RESIDENT, Tier.ROWS, Tier.ELSEWHERE)
 
 
 @uncollected()
@@ -201,8 +243,11 @@ def make_load_plan(store: WeightFiles, options: RunOptions, home: Path, devices:
     model = skeleton.build_skeleton(home, config, dtype, attention, options.trust_remote_code, quantizer)
     route_llama4(model)
     choose_matrix: MatrixChooser | None = None
+    choosers: dict[str, MatrixChooser] = {}
     if not options.exact and all(device.shares_host_memory for device in devices):
         choose_matrix = _matrix_on_host
+    elif not options.exact:
+        choosers = {device.name: fused_chooser(device) for device in devices if not device.shares_host_memory}
     units = find_units(model)
     try:
         weights = map_weights(model, store.tensors, store.label, quantizer)
@@ -214,14 +259,14 @@ def make_load_plan(store: WeightFiles, options: RunOptions, home: Path, devices:
             raise
         raise IncompleteCheckpointError(f"{error.problem} Nothing was deleted.", _CHECK_THE_SOURCE) from error
     sources = {unit.name: source_of(without_experts(unit, experts), weights, store, choose_matrix) for unit in units}
-    placement = place_units(model, sources, experts, devices, options)
+    placement = place_units(unit_costs(model, sources, experts, choosers), experts, devices, options)
     if config.model_type in SCALES_IN_PLACE and not placement.is_resident:
         raise RabbitLLMError(
             f"{config.model_type} rescales its weights in place, so all of them must be resident; they need "
             f"{size(ready_once(unit_costs(model, sources)))}, more than the limits allow.",
             "Raise max_memory.",
         )
-    return LoadPlan(model, weights, sources, tuple(experts), placement, quantizer, is_narrowed)
+    return LoadPlan(model, weights, sources, tuple(experts), placement, quantizer, is_narrowed, choosers)
 
 
 def check(config_folder: Path, options: RunOptions, devices: Sequence[Device]) -> None:
@@ -312,7 +357,8 @@ def only_a_part(
     here = {name: source for name, source in plan.sources.items() if name in part.units}
     experts = tuple(source for source in plan.experts if source.unit in part.units)
     limited = replace(options, max_memory={**(options.max_memory or {}), **part.budgets})
-    placement = place_units(plan.model, here, experts, devices, limited)
+    costs = unit_costs(plan.model, here, experts, plan.choosers)
+    placement = place_units(costs, experts, devices, limited)
     known = {placed.unit: placed for placed in placement.units}
     units = (
         known.get(name) or PlacedUnit(name, placement.home, Tier.ELSEWHERE, source.stored_bytes)
@@ -380,14 +426,9 @@ def _attention(wanted: str, config: PretrainedConfig, devices: Sequence[Device],
 
 
 def place_units(
-    model: nn.Module,
-    sources: Mapping[str, UnitSource],
-    experts: Sequence[ExpertSource],
-    devices: Sequence[Device],
-    options: RunOptions,
+    costs: Sequence[UnitCost], experts: Sequence[ExpertSource], devices: Sequence[Device], options: RunOptions
 ) -> Placement:
     """The placement of every unit, within the free memory or the caller's limits."""
-    costs = unit_costs(model, sources, experts)
     budgets = [Budget(device.name, budget_of(device, options), device.shares_host_memory) for device in devices]
     return place(
         costs,
@@ -399,5 +440,83 @@ def place_units(
     )
 
 
-def _matrix_on_host(form: Quantized, dtype: torch.dtype) -> type[StoredMatrix] | None:
-    return Matrix if multiplies(form) else None
+def _matrix_on_host(form: Quantized | CodedForm, dtype: torch.dtype) -> type[StoredMatrix] | None:
+    if isinstance(form, CodedForm):
+        return CodedMatrix if coded.multiplies(form) else None
+    return Matrix if multiplies(form.codes) else None
+
+
+TRIED = (1, 4, 6, 16, 48, 128, 600)
+"""Rows of input in a trial: bitsandbytes (0.50) has other kernels and tiles for them, and dequantizes for the last."""
+MAX_ROWS = 1 << 15
+"""Maximum rows of a trial's matrix. Tiles depend on their number, on a T4 up to 25,600 (csrc/gemm_4bit_sm75.cu)."""
+DISTINCT_ROWS = 1280
+"""Rows with codes of their own, which are repeated: whole blocks of quantized scales, and no power of two."""
+_OFFSET = 2.0
+"""The mean of quantized scales in a trial."""
+
+
+def fused_chooser(device: Device) -> MatrixChooser:
+    """The choice whether a device multiplies by bitsandbytes' 4bit products, or dequantizes each matrix first.
+
+    A product from codes moves a ninth of the bytes. A trial for each shape and dtype, with random codes and inputs,
+    verifies the results of its kernels on this device.
+    """
+    trial = functools.cache(functools.partial(_is_right, device))
+
+    def choose_matrix(form: Quantized | CodedForm, dtype: torch.dtype) -> type[StoredMatrix] | None:
+        if isinstance(form, CodedForm) or not can_multiply(form):
+            return None
+        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return None
+        shape = (min(form.shape[0], MAX_ROWS), form.shape[1])
+        name = str(dtype).removeprefix("torch.")  # not the stored dtype, to which dequantizing rounds first
+        offset = None if form.offset is None else _OFFSET
+        return FusedMatrix if trial(Quantized(form.scheme, shape, name, offset), dtype) else None
+
+    return choose_matrix
+
+
+def is_near(fused: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two products differ only by rounding."""
+    error = float((fused.float() - expected.float()).norm())
+    return error <= max(8 * torch.finfo(fused.dtype).eps, 1e-5) * float(expected.float().norm())
+
+
+def _is_right(device: Device, form: Quantized, dtype: torch.dtype) -> bool:
+    """Run one trial. False too if it fails: the kernel is missing, or there is not enough memory."""
+    try:
+        x, matrix, expected = _trial(device.torch_device, form, dtype)
+        if all(is_near(matrix.linear(x[:count], None), expected[:count]) for count in TRIED):
+            return True
+        logger.warning("bitsandbytes multiplies 4bit codes incorrectly on %s; layers are dequantized.", device.name)
+    except Exception as error:
+        logger.info("4bit codes are not multiplied on %s: %s: %s", device.name, type(error).__name__, error)
+    return False
+
+
+def _trial(to: torch.device, form: Quantized, dtype: torch.dtype) -> tuple[torch.Tensor, FusedMatrix, torch.Tensor]:
+    """Inputs, a matrix of this form, and their product by dequantizing, on a device."""
+    (rows, columns), generator = form.shape, torch.Generator().manual_seed(0)
+    distinct = min(rows, DISTINCT_ROWS)
+    times, blocks = math.ceil(rows / distinct), distinct * columns // NF4_BLOCK
+    payload = torch.randint(0, 256, (distinct * columns // 2, 1), dtype=torch.uint8, generator=generator).to(to)
+    table, scales = torch.linspace(-1, 1, 16).to(to), torch.rand(blocks, generator=generator)
+    nested = None
+    if form.offset is not None:
+        absmax = torch.randint(0, 256, (blocks,), dtype=torch.uint8, generator=generator).to(to)
+        scales = scales[: math.ceil(blocks / NESTED_BLOCK)].to(to)
+        nested = NestedScales(scales, torch.linspace(-1, 1, 256).to(to), torch.tensor(form.offset).to(to))
+    else:
+        absmax = scales.to(to)
+    few = FusedMatrix(replace(form.codes, shape=(distinct, columns)), payload, absmax, table, nested)
+    x = torch.randn(max(TRIED), columns, generator=generator).to(dtype).to(to)
+    product = torch.nn.functional.linear(x, few.dequantized(dtype)).repeat(1, times)[:, :rows]
+    matrix = replace(
+        few,
+        form=form.codes,
+        payload=payload.repeat(times, 1)[: rows * columns // 2],
+        absmax=absmax.repeat(times)[: rows * columns // NF4_BLOCK],
+        nested=None if nested is None else replace(nested, scales=nested.scales.repeat(times)),
+    )
+    return x, matrix, product

@@ -73,12 +73,14 @@ class UnitCost:
         name: its path in the model.
         stored: bytes in the layer file.
         ready: bytes when ready to use; equal to `stored` if nothing is compressed, cast or fused.
+        scratch: bytes besides `stored` that each use takes while the unit is not ready: what is dequantized, cast or
+            fused for it.
         is_view: whether it is used in its stored form.
         is_layer: whether it is a decoder layer.
         must_stay: whether it has to be resident: it contains other units, or cannot be streamed for another reason.
         by_rows: whether it is an embedding that can be read row by row.
         routed: bytes of its experts in the layer file, which are streamed individually and not part of `stored`.
-        scales: bytes of dequantized scales, if the unit is multiplied from its codes.
+        scales: bytes of dequantized scales that are kept with it in stored form.
         shared: its tensors that other units share.
         is_table: whether it is a table other than the input embedding, which is always read by rows.
     """
@@ -86,6 +88,7 @@ class UnitCost:
     name: str
     stored: int
     ready: int
+    scratch: int
     is_view: bool
     is_layer: bool
     must_stay: bool
@@ -371,9 +374,9 @@ def place(
         costs: the units, in the order of a pass.
         budgets: the devices. With several, each gets a run of units if all of them fit; else units alternate between
             the devices, so that all links copy at the same time.
-        small_first: keep all other units before any decoder layer. cached_layers: keep at least this many decoder
-        layers in host memory, even beyond the budget: the first ones that
-            would be streamed.
+        small_first: keep all other units before any decoder layer.
+        cached_layers: keep at least this many decoder layers in host memory, even beyond the budget: the first ones
+            that would be streamed.
         host_bytes: host memory that may be pinned for devices with memory of their own.
         experts: the modules whose experts are streamed individually.
     """
@@ -534,9 +537,9 @@ def _tiers(costs: Sequence[UnitCost], budget: Budget, small_first: bool) -> tupl
                 candidates, kept = rest, kept_with_it
     slots = _slots(candidates)
     layers = [cost for cost in candidates if cost.is_layer or not small_first]
-    for cost in _spread(layers, left - slots, lambda cost: _kept_bytes(cost, budget)):
+    for cost in _spread(layers, left - slots, _kept_bytes):
         tiers[cost.name] = _kept(cost, budget)
-        left -= _kept_bytes(cost, budget)
+        left -= _kept_bytes(cost)
     return tiers, left - slots
 
 
@@ -565,7 +568,7 @@ def _kept_once(costs: Iterable[UnitCost], budget: Budget, kept: set[str]) -> int
     """
     total = 0
     for cost in costs:
-        total += _kept_bytes(cost, budget)
+        total += _kept_bytes(cost)
         if budget.is_host or _kept(cost, budget) is Tier.RESIDENT:
             total -= sum(shared.stored for shared in cost.shared if shared.key in kept)
             kept.update(shared.key for shared in cost.shared)
@@ -591,9 +594,9 @@ def _counted_once(placement: Placement, shared: Mapping[str, Sequence[SharedTens
     return tuple(replace(placed, tied=tied.get(placed.unit, 0)) for placed in placement.units)
 
 
-def _kept_bytes(cost: UnitCost, budget: Budget) -> int:
-    """Memory of a unit in stored form; on the host its dequantized scales are kept too."""
-    return cost.stored + (cost.scales if budget.is_host and cost.is_view else 0)
+def _kept_bytes(cost: UnitCost) -> int:
+    """Memory of a unit in stored form, with its dequantized scales."""
+    return cost.stored + cost.scales
 
 
 def min_bytes(costs: Sequence[UnitCost], placement: Placement, device: str) -> tuple[int, str]:
@@ -612,8 +615,8 @@ def min_bytes(costs: Sequence[UnitCost], placement: Placement, device: str) -> t
 
 
 def _scratch(costs: Iterable[UnitCost]) -> int:
-    """Bytes of the largest of these units once it is dequantized, cast or fused for its use."""
-    return max((cost.ready for cost in costs if not cost.is_view), default=0)
+    """Bytes that the use of any of these units takes besides its stored ones."""
+    return max((cost.scratch for cost in costs), default=0)
 
 
 def _slots(costs: Sequence[UnitCost]) -> int:

@@ -195,16 +195,22 @@ def quantizer_for(folder: Path, config: PretrainedConfig, devices: Iterable[Devi
 
 
 def warn_of_dequantizing(
-    quantizer: HfQuantizer | None, folder: Path, dtype: torch.dtype, devices: Iterable[Device]
+    quantizer: HfQuantizer | None, folder: Path, dtype: torch.dtype, devices: Iterable[Device], coded: Collection[bool]
 ) -> None:
-    """Warn that a model's layers are dequantized for each use, if they are."""
-    if quantizer is not None and is_dequantized(quantizer):
+    """Warn that a model's layers are dequantized for each use, if they are.
+
+    Args:
+        quantizer, folder, dtype, devices: of the model.
+        coded: for each published parameter, whether it is multiplied from its codes.
+    """
+    if quantizer is not None and is_dequantized(quantizer) and not all(coded):
         where = ", ".join(device.name for device in devices)
         logger.warning(
-            "The weights in %s are %s. On %s each layer is dequantized to %s for each use; the files stay unchanged.",
+            "The weights in %s are %s. On %s %s is dequantized to %s for each use; the files stay unchanged.",
             folder,
             _method(quantizer.quantization_config),
             where,
+            "a part of the layers" if any(coded) else "each layer",
             str(dtype).removeprefix("torch."),
         )
 
@@ -236,6 +242,7 @@ def change_modules(model: PreTrainedModel, quantizer: HfQuantizer, dtype: torch.
 
 def _quantize_activations(model: PreTrainedModel, quantizer: HfQuantizer) -> None:
     """If a scheme quantizes inputs or outputs too, add compressed-tensors' own modules for that, with plain weights."""
+    import torch
     from compressed_tensors.quantization import QuantizationStatus, apply_quantization_config
 
     config = quantizer.compressor.quantization_config
@@ -251,6 +258,22 @@ def _quantize_activations(model: PreTrainedModel, quantizer: HfQuantizer) -> Non
     for module in model.modules():
         if hasattr(module, "quantization_status"):
             module.quantization_status = QuantizationStatus.DECOMPRESSED
+            if type(module) is torch.nn.Linear and "forward" in vars(module):
+                vars(module)["forward"] = functools.partial(linear_with_activations, module)
+
+
+def linear_with_activations(module: Any, input: torch.Tensor) -> torch.Tensor:
+    """What compressed-tensors' own forward of a Linear with plain weights computes; it would also write the weight."""
+    import torch
+    from compressed_tensors.quantization.lifecycle.forward import forward_quantize
+
+    scheme = module.quantization_scheme if getattr(module, "quantization_enabled", True) else None
+    if scheme is not None and scheme.input_activations:
+        input = forward_quantize(module, input, "input", scheme.input_activations)
+    output = torch.nn.functional.linear(input, module.weight, module.bias)
+    if scheme is not None and scheme.output_activations:
+        output = forward_quantize(module, output, "output", scheme.output_activations)
+    return output
 
 
 @functools.cache

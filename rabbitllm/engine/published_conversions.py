@@ -505,9 +505,9 @@ class ExpertMatrices(ConversionOps):  # type: ignore[misc]
         found: dict[str, Any] = {}
         for projection, each in _by_projection(input_dict).items():
             if not projection:
-                return {name: _decompressed(each[0], _scheme_of(settings, name.rpartition(".")[0]), settings, dtype)}
+                return {name: _decompressed(each[0], scheme_of(settings, name.rpartition(".")[0]), settings, dtype)}
             path = f"{name.rpartition('.')[0]}.0.{projection.rpartition('.')[2]}"
-            scheme = _scheme_of(settings, path)
+            scheme = scheme_of(settings, path)
             made = [_decompressed(one, scheme, settings, dtype, wide=True) for one in each]
             found[f"{projection}.weight"] = torch.stack(made)
         return found
@@ -540,7 +540,7 @@ def _decompressed(
     return found.to(dtype)
 
 
-def _scheme_of(settings: Any, path: str) -> Any:
+def scheme_of(settings: Any, path: str) -> Any:
     """The scheme of the matrix of a module: of the first group with its name, else of the first for all Linears."""
     from compressed_tensors.utils.match import match_name
 

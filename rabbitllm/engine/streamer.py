@@ -129,6 +129,7 @@ class DeviceExecutor:
     Attributes:
         pinned: its pinned host memory, with units; None if it shares host memory.
         read_mode: how streamed units are read.
+        scratch: bytes that the weights of a pass take besides those between two passes.
     """
 
     device: Device
@@ -136,8 +137,13 @@ class DeviceExecutor:
     boundary: Boundary
     pinned: HostBuffers | None
     read_mode: ReadMode
+    scratch: int
     follower: dict[str, str] = field(default_factory=dict)
     previous: str | None = None
+
+    def free_bytes(self) -> int:
+        """Bytes of the device for KV caches and activations, between two passes."""
+        return max(self.device.free_bytes() - self.scratch, 0)
 
     def record(self, unit: str) -> None:
         """Record that this unit followed the previous one."""
@@ -153,6 +159,9 @@ class DeviceExecutor:
             yield unit
 
 
+_MADE_FOR_EACH_USE = (Tier.PACKED, Tier.PINNED, Tier.STREAMED)
+
+
 def device_executors(
     sources: Mapping[str, UnitSource],
     placement: Placement,
@@ -165,6 +174,8 @@ def device_executors(
     """An executor for each device, with the buffers of its streamed units."""
     made = {}
     for name, device in devices.items():
+        here = [sources[p.unit] for p in placement.units if p.device == name and p.tier in _MADE_FOR_EACH_USE]
+        scratch = max((source.scratch_bytes for source in here), default=0)
         moving = {
             placed.unit: sources[placed.unit]
             for placed in placement.units
@@ -180,7 +191,7 @@ def device_executors(
             loader = Loader(moving, disk, device, profiler, buffers, SLOTS - 1)
         follower = dict(zip(order, order[1:] + order[:1], strict=True))
         boundary = Boundary(device.torch_device)
-        made[name] = DeviceExecutor(device, loader, boundary, pinned.get(name), read_mode, follower)
+        made[name] = DeviceExecutor(device, loader, boundary, pinned.get(name), read_mode, scratch, follower)
     return made
 
 

@@ -12,20 +12,26 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from rabbitllm.engine.published import linear_with_activations
+from rabbitllm.engine.published_codes import CodedRecipe, linear_recipe
 from rabbitllm.engine.span_reader import BLOCK, FileSpan
 from rabbitllm.engine.weight_tensors import AbsentWeight, QuantizedWeight, StoredMatrix
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
-from rabbitllm.quant.quantize import dequantize, expanded_bytes, operands
+from rabbitllm.quant.coded import CodedForm, CodedMatrix
+from rabbitllm.quant.gguf_blocks import work_bytes
+from rabbitllm.quant.products import FusedMatrix, Matrix
+from rabbitllm.quant.quantize import dequantize, operands
 from rabbitllm.quant.schemes import Quantized
 from rabbitllm.quant.stored_blocks import arranged
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
@@ -182,9 +188,16 @@ def _entries(module: nn.Module, path: str, *, recurse: bool, but: Container[int]
                 if tensor is None or leaf in owner._non_persistent_buffers_set:
                     continue
                 target = f"{prefix}.{leaf}" if prefix else leaf
-                multiplied = leaf == "weight" and type(owner).forward is nn.Linear.forward
+                multiplied = leaf == "weight" and _is_linear(owner)
                 marks = {key: value for key, value in vars(tensor).items() if isinstance(value, bool | int | str)}
                 yield ParameterEntry(table, leaf, target, tensor.shape, tensor.dtype, multiplied, marks)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module uses its weight in `torch.nn.functional.linear` alone."""
+    own = vars(module).get("forward")
+    is_known = own is None or getattr(own, "func", None) is linear_with_activations
+    return is_known and type(module).forward is nn.Linear.forward
 
 
 PartReader = Callable[[TensorSpec], torch.Tensor]
@@ -196,8 +209,12 @@ _PLAIN = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
 Memo = MutableMapping[str, dict[str, torch.Tensor]]
 """Recipe key -> target -> tensor, of recipes whose tensors stay bound."""
 
-MatrixChooser = Callable[[Quantized, torch.dtype], type[StoredMatrix] | None]
+MatrixChooser = Callable[[Quantized | CodedForm, torch.dtype], type[StoredMatrix] | None]
 """Quantized form, dtype of the inputs -> class of the quantized product, or None to dequantize the matrix."""
+
+
+FromCodes: TypeAlias = type[Matrix] | type[FusedMatrix] | CodedRecipe
+"""The class of the product of a recipe's only stored tensor, or the parts of a published matrix."""
 
 
 @dataclass(frozen=True)
@@ -207,12 +224,12 @@ class UnitJob:
     Attributes:
         recipe: makes the parameters.
         entries: (target of the recipe, parameter).
-        quantized: (class of the quantized product, parameter) of the recipe's only stored tensor.
+        quantized: (how, parameter) of those that are multiplied from their codes.
     """
 
     recipe: Recipe
     entries: tuple[tuple[str, ParameterEntry], ...]
-    quantized: tuple[tuple[type[StoredMatrix], ParameterEntry], ...] = ()
+    quantized: tuple[tuple[FromCodes, ParameterEntry], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -271,8 +288,27 @@ class UnitSource:
     @property
     def scale_bytes(self) -> int:
         """Bytes of the scales that are dequantized before codes are multiplied."""
-        quantized = {job.recipe.sources[0][1] for job in self.jobs if job.quantized}
-        return sum(expanded_bytes(form) for name in quantized if (form := self.stored[name].quantized) is not None)
+        return sum(kind.scale_bytes(form) for kind, form, _ in self._matrices)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes that each use takes besides the stored ones: parameters made for it, and the work of one of them."""
+        made = [job for job in self.jobs if job.entries and not _is_view(job.recipe, self.stored)]
+        kept = 0 if self.is_view else self.scale_bytes
+        work = [kind.scratch_bytes(form, dtype) for kind, form, dtype in self._matrices]
+        forms = (self.stored[name].quantized for job in made for _, name in job.recipe.sources)
+        work += [work_bytes(form.scheme, math.prod(form.shape)) for form in forms if form is not None]
+        return sum(entry.nbytes for job in made for _, entry in job.entries) + kept + max(work, default=0)
+
+    @property
+    def _matrices(self) -> Iterator[tuple[type[Matrix] | type[FusedMatrix], Quantized, torch.dtype]]:
+        """Its matrices that are quantized by us and multiplied in this form: type, form, dtype of the inputs."""
+        for job in self.jobs:
+            if job.quantized and not isinstance(kind := job.quantized[0][0], CodedRecipe):
+                form, dtype = self.stored[job.recipe.sources[0][1]].quantized, job.recipe.dtype
+                assert form is not None
+                assert dtype is not None
+                yield kind, form, dtype
 
     def bind(self, model: PreTrainedModel, part: PartReader) -> None:
         """Make the parameters and bind them."""
@@ -300,7 +336,7 @@ class UnitSource:
         for job in self.jobs:
             for kind, entry in job.quantized:
                 if only in (None, entry.target):
-                    yield entry, self._quantized(kind, job.recipe, part)
+                    yield entry, self._quantized(kind, job.recipe, entry, part)
             wanted = [(target, entry) for target, entry in job.entries if only in (None, entry.target)]
             if not wanted:
                 continue
@@ -312,11 +348,13 @@ class UnitSource:
             for target, entry in wanted:
                 yield entry, made[target]
 
-    def _quantized(self, kind: type[StoredMatrix], recipe: Recipe, part: PartReader) -> QuantizedWeight:
+    def _quantized(self, kind: FromCodes, recipe: Recipe, entry: ParameterEntry, part: PartReader) -> QuantizedWeight:
+        if isinstance(kind, CodedRecipe):
+            return QuantizedWeight(kind.matrix(lambda name: part(self.stored[name].parts[0])), entry.dtype)
         stored = self.stored[recipe.sources[0][1]]
         assert stored.quantized is not None
         assert recipe.dtype is not None
-        return QuantizedWeight(kind(*operands(stored.quantized, stored.parts, part)), recipe.dtype)
+        return QuantizedWeight(kind.of(stored.quantized, stored.parts, part), recipe.dtype)
 
     def _checkpoint_tensor(self, name: str, dtype: torch.dtype | None, part: PartReader, copies: bool) -> torch.Tensor:
         tensor = self.stored[name]
@@ -369,23 +407,28 @@ def mapped_part(store: WeightFiles) -> PartReader:
 def source_of(
     unit: Unit, weights: WeightMap, store: WeightFiles, choose_matrix: MatrixChooser | None = None
 ) -> UnitSource:
-    """The source of a unit."""
-    by_key: dict[
-        str, tuple[Recipe, list[tuple[str, ParameterEntry]], list[tuple[type[StoredMatrix], ParameterEntry]]]
-    ] = {}
+    """The source of a unit; see `multiplied` for `choose_matrix`."""
+    by_key: dict[str, tuple[Recipe, list[tuple[str, ParameterEntry]]]] = {}
     for entry in unit.entries:
         recipe = weights.recipe(entry.target)
         if recipe is None:
             continue  # the checkpoint lacks it and the model allows that: it has its initial value
         target = entry.target if entry.target in recipe.targets else weights.ties[entry.target]
-        _, made, quantized = by_key.setdefault(recipe.key, (recipe, [], []))
-        kind = _kind(entry, recipe, store.tensors, choose_matrix) if choose_matrix is not None else None
-        if kind is not None:
-            quantized.append((kind, entry))
-        else:
-            made.append((target, entry))
-    jobs = tuple(UnitJob(recipe, tuple(made), tuple(quantized)) for recipe, made, quantized in by_key.values())
-    return _of_jobs(unit, jobs, store.tensors)
+        by_key.setdefault(recipe.key, (recipe, []))[1].append((target, entry))
+    jobs = tuple(UnitJob(recipe, tuple(entries)) for recipe, entries in by_key.values())
+    source = _of_jobs(unit, jobs, store.tensors)
+    return source if choose_matrix is None else multiplied(source, choose_matrix)
+
+
+def multiplied(source: UnitSource, choose_matrix: MatrixChooser) -> UnitSource:
+    """A source; its matrices are multiplied in quantized form if `choose_matrix` returns a type for them."""
+    jobs = []
+    for job in source.jobs:
+        kinds = {entry.target: _from_codes(entry, job.recipe, source.stored, choose_matrix) for _, entry in job.entries}
+        made = tuple((target, entry) for target, entry in job.entries if kinds[entry.target] is None)
+        quantized = tuple((kind, entry) for _, entry in job.entries if (kind := kinds[entry.target]) is not None)
+        jobs.append(UnitJob(job.recipe, made, (*job.quantized, *quantized)))
+    return _of_jobs(source.unit, tuple(jobs), source.stored)
 
 
 def _of_jobs(unit: Unit, jobs: tuple[UnitJob, ...], tensors: Mapping[str, StoredTensor]) -> UnitSource:
@@ -398,13 +441,21 @@ def _of_jobs(unit: Unit, jobs: tuple[UnitJob, ...], tensors: Mapping[str, Stored
     return replace(source, ready_bytes=ready + source.scale_bytes)
 
 
-def _kind(
+def _from_codes(
     entry: ParameterEntry, recipe: Recipe, tensors: Mapping[str, StoredTensor], choose_matrix: MatrixChooser
-) -> type[StoredMatrix] | None:
-    form = tensors[recipe.sources[0][1]].quantized
-    if not entry.is_linear_weight or recipe.converter is not None or form is None or recipe.dtype is None:
+) -> FromCodes | None:
+    """How a parameter is multiplied from its codes; None if it is not."""
+    if not entry.is_linear_weight:
         return None
-    return choose_matrix(form.codes, recipe.dtype)
+    if recipe.converter is not None:
+        coded = linear_recipe(recipe, tensors, entry.shape, entry.dtype)
+        return coded if coded is not None and choose_matrix(coded.form, entry.dtype) is not None else None
+    form = tensors[recipe.sources[0][1]].quantized
+    if form is None or recipe.dtype is None:
+        return None
+    kind = choose_matrix(form, recipe.dtype)
+    assert kind is None or not issubclass(kind, CodedMatrix)
+    return kind
 
 
 def _is_view(recipe: Recipe, stored: Mapping[str, StoredTensor]) -> bool:

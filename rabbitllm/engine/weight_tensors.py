@@ -17,9 +17,10 @@ import torch
 from torch.utils._pytree import tree_map
 
 from rabbitllm.errors import AbsentWeightError, ReadOnlyWeightError
+from rabbitllm.quant.coded import CodedMatrix
 from rabbitllm.quant.products import FusedMatrix, Matrix
 
-StoredMatrix: TypeAlias = Matrix | FusedMatrix
+StoredMatrix: TypeAlias = Matrix | FusedMatrix | CodedMatrix
 """A quantized matrix (N, K) as its stored parts, on the device that multiplies it."""
 _HARMLESS = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_", "retain_grad"})
 """In-place methods that do not change the values."""
@@ -303,10 +304,7 @@ class QuantizedWeight(WeightStandIn):
     def _operation(cls, func: Any, args: tuple[Any, ...]) -> Any:
         if func is not torch.ops.aten.clone.default:
             return None
-        old = args[0].matrix
-        return QuantizedWeight(
-            type(old)(old.form, old.payload.clone(), old.absmax.clone(), old.table.clone()), args[0].dtype
-        )
+        return QuantizedWeight(args[0].matrix.clone(), args[0].dtype)
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

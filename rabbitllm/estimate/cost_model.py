@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm.checkpoints.config import picked_by
 from rabbitllm.engine.placement import Placement, Tier, TierContent
+from rabbitllm.engine.published_codes import CodedRecipe
 from rabbitllm.quant.quantize import expanded_bytes
 
 if TYPE_CHECKING:
@@ -124,8 +125,8 @@ class Product:
     """A matrix, or several equal ones, that a pass multiplies with.
 
     Attributes:
-        form: form it is multiplied from: "4bit" and "8bit" are codes, "bitsandbytes …" those of a checkpoint that is
-            published in that form, anything else is a torch dtype's name.
+        form: form it is multiplied from: "4bit" and "8bit" are codes, "bitsandbytes …" and a `CodedForm.scheme` those
+            of a checkpoint that is published in that form, anything else is a torch dtype's name.
         shape: (rows, columns).
         nbytes: in that form; of all of them.
         share: of the bytes that one token needs: below 1 for experts, of which a router picks a few.
@@ -210,7 +211,10 @@ def _products(source: UnitSource, picked: int | None) -> Iterable[Product]:
     if isinstance(source.unit.module, nn.Embedding):
         return  # one row per token
     for job in source.jobs:
-        for _, entry in job.quantized:
+        for how, entry in job.quantized:
+            if isinstance(how, CodedRecipe):
+                yield Product(how.form.scheme, _matrix(entry), how.form.nbytes)
+                continue
             stored = source.stored[job.recipe.sources[0][1]]
             assert stored.quantized is not None
             nbytes = stored.nbytes + expanded_bytes(stored.quantized)
@@ -327,7 +331,10 @@ def routed_work(plan: LoadPlan) -> tuple[RoutedWork, ...]:
         source = known[placed.unit]
         routed = placed.tier is Tier.ROUTED
         on_device, in_host = pools[placed.device].shares if routed else (1.0, 0.0)
-        forms = tuple((leaf.shape, leaf.is_view, leaf.matrix_type) for leaf in source.leaves.values())
+        forms = tuple(
+            (leaf.shape, leaf.is_view, leaf.matrix_type, leaf.coded and leaf.coded.form)
+            for leaf in source.leaves.values()
+        )
         found.append(
             RoutedWork(
                 name=source.name,

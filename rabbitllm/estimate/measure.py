@@ -33,6 +33,7 @@ from rabbitllm.engine.prefetch import HostBuffers
 from rabbitllm.engine.span_reader import BLOCK, READ_BYTES, THROUGH_THE_CACHE, FileSpan, ReadMode, SpanReader
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.estimate.cost_model import BITSANDBYTES
+from rabbitllm.quant import coded
 from rabbitllm.quant.products import FusedMatrix, Matrix
 from rabbitllm.quant.schemes import SCHEMES, STORED, Quantized, code_values
 from rabbitllm.storage import durable
@@ -174,6 +175,8 @@ def _nbytes(form: str, rows: int, columns: int) -> int:
     elements = rows * columns
     if form.startswith(BITSANDBYTES):
         return elements + 4 * rows if "8bit" in form else elements // 2 + -(-elements // _BLOCK) * 4
+    if coded.is_scheme(form):
+        return coded.form_named(form, (rows, columns)).nbytes
     if form in STORED and STORED[form].block_bytes:
         return elements // STORED[form].block * STORED[form].block_bytes
     if form in SCHEMES:
@@ -187,6 +190,10 @@ def _weight(
 ) -> torch.Tensor | nn.Linear:
     if form.startswith(BITSANDBYTES):
         return bitsandbytes_module(form, rows, columns, memory)
+    if coded.is_scheme(form):
+        published = coded.form_named(form, (rows, columns))
+        codes, scales = (_filled(memory, nbytes) for nbytes in (rows * published.row_bytes, published.scale_bytes))
+        return QuantizedWeight(coded.CodedMatrix(published, codes, scales), dtype)
     if form not in STORED:
         plain: torch.dtype = getattr(torch, form)
         return _filled(memory, rows * columns * plain.itemsize).view(plain).view(rows, columns)

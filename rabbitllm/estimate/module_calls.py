@@ -20,7 +20,7 @@ from torch import nn
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.expert_pool import HALF_LIVES, ExpertPool, Numbers, PooledExperts
 from rabbitllm.engine.expert_source import Block, ExpertPart, ExpertSource, Leaf
-from rabbitllm.engine.experts import ExpertStack, MappedExperts, Supply
+from rabbitllm.engine.experts import MappedExperts, Supply, stack_of
 from rabbitllm.engine.load_plan import LoadPlan
 from rabbitllm.engine.prefetch import HostBuffers
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, FileSpan, ReadMode, SpanReader
@@ -251,8 +251,7 @@ class ExpertCalls:
             after.remove()
 
     def _stack(self, supply: Supply, key: str) -> torch.Tensor:
-        entry = self._source.leaves[key].entry
-        return ExpertStack(supply, key, entry.shape, entry.dtype, self._device.torch_device)
+        return stack_of(supply, key, self._source.leaves[key], self._device.torch_device)
 
     @contextmanager
     def _with_stacks(self, stacks: dict[str, torch.Tensor]) -> Iterator[_Call]:
@@ -350,7 +349,7 @@ def _laid_over_each_other(model: PreTrainedModel, source: ExpertSource, for_good
             flat = memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
             made[key] = flat.as_strided((source.experts, *leaf.shape), (step // dtype.itemsize, *inner))
         else:
-            made[key] = ExpertStack(supply, key, leaf.entry.shape, dtype, torch.device("cpu"))
+            made[key] = stack_of(supply, key, leaf, torch.device("cpu"))
     return made
 
 

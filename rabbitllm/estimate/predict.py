@@ -21,8 +21,7 @@ from rabbitllm import prepare
 from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.devices import OutOfDeviceMemory, memory_explained, resolve_devices
 from rabbitllm.engine.expert_source import ExpertSource
-from rabbitllm.engine.load import fused_chooser, fused_units
-from rabbitllm.engine.load_plan import LoadPlan, cache_room, make_load_plan, place_units, too_little_memory
+from rabbitllm.engine.load_plan import LoadPlan, cache_room, make_load_plan, place_units, too_little_memory, unit_costs
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, stays_cached
 from rabbitllm.engine.units import UnitSource, input_embedding
@@ -84,19 +83,10 @@ def generations(
                 found.append(GenerationEstimate(compression, obstacle=scan.obstacle(compression)))
                 continue
             try:
-                plan = as_multiplied(plan, store, machine)
                 found.append(estimate(compression, plan, store.folder, machine, _readable(scan, compression)))
             except RabbitLLMError as error:
                 found.append(GenerationEstimate(compression, obstacle=error.problem))
     return tuple(device.name for device in devices), found
-
-
-def as_multiplied(plan: LoadPlan, store: WeightFiles, machine: Machine) -> LoadPlan:
-    """Return a load plan with units that GPUs multiply from their codes, as when the model is loaded."""
-    if machine.options.exact:
-        return plan
-    choosers = {device.name: fused_chooser(device) for device in machine.devices if not device.shares_host_memory}
-    return dataclasses.replace(plan, sources=fused_units(plan.sources, plan.placement, choosers, plan.weights, store))
 
 
 def _store(scan: SourceScan, compression: str | None) -> WeightFiles | None:
@@ -128,6 +118,7 @@ def estimate(
         machine: the machine to run it on.
         readable: files that may be on the same disk as the layer files.
     """
+    plan = plan.as_multiplied()
     work, routed, refusal = work_of(plan), routed_work(plan), too_little_memory(plan, machine.devices)
     found = bytes_of_a_pass(compression, plan.placement, work, routed)
     if refusal is not None:
@@ -166,7 +157,7 @@ def predict_outline(
     (work / "config.json").write_text(json.dumps(outline.sample))
     store = PlannedFiles(outline.plans[compression], folder)
     plan = stretched(make_load_plan(store, machine.options, work, machine.devices), outline.layers, machine)
-    return plan, estimate(compression, as_multiplied(plan, store, machine), folder, machine, readable)
+    return plan, estimate(compression, plan, folder, machine, readable)
 
 
 def stretched(sample: LoadPlan, layers: Sequence[int], machine: Machine) -> LoadPlan:
@@ -194,7 +185,8 @@ def stretched(sample: LoadPlan, layers: Sequence[int], machine: Machine) -> Load
         for long, short in names.items()
         for found in inside.get(short, ())
     )
-    placement = place_units(sample.model, sources, experts, machine.devices, machine.options)
+    costs = unit_costs(sample.model, sources, experts, sample.choosers)
+    placement = place_units(costs, experts, machine.devices, machine.options)
     return dataclasses.replace(sample, sources=sources, experts=experts, placement=placement)
 
 

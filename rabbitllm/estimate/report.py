@@ -1,6 +1,7 @@
-"""A plan as text: facts, a line for every route and for every compression, and the call that fits. Decides nothing.
+"""A plan as text: its values, a line for every route and for every compression, and the call that fits. Decides
+nothing.
 
-Laid out for 80 columns. On a terminal there is colour and long lines are wrapped; elsewhere each is one plain line.
+The layout is for 80 columns. A terminal gets colours and wrapped lines; elsewhere each is one plain line.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rabbitllm.base.options import BIG_LAYER_BYTES
-from rabbitllm.base.terminal import counted, large, put, put_fact, size, size_rounded_up, speed
+from rabbitllm.base.terminal import counted, duration, large, listed, put, put_fact, size, size_rounded_up, speed
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.tier_picture import draw_placement
 from rabbitllm.errors import OptionError
@@ -26,43 +27,43 @@ from rabbitllm.estimate.split_estimate import (
     SplitEstimate,
     TensorGroup,
     best,
-    least,
     missing_bytes,
+    nearest,
 )
 from rabbitllm.quant.schemes import COMPRESSIONS
 from rabbitllm.splitter.bit_allocation import AllocationSummary
 
-# The bits that "auto" chose, as text: a line for each role, and the expected loss. Decides nothing.
+# The bit allocation of "auto": a line for each role, and the expected loss.
 
 _ROLE_WIDTH = 22
 
 
-def show_allocation(console: Console, mixture: AllocationSummary) -> None:
+def show_allocation(console: Console, allocation: AllocationSummary) -> None:
     """Print the bytes of each role at each number of bits, and the expected loss next to those of uniform schemes."""
-    schemes = [scheme for scheme in COMPRESSIONS if any(share.scheme == scheme for share in mixture.shares)]
+    schemes = [scheme for scheme in COMPRESSIONS if any(share.scheme == scheme for share in allocation.shares)]
     heads = "".join(f"{scheme or 'as is':>13}" for scheme in schemes)
     put(console, Text(f"  {'bits chosen':<{_ROLE_WIDTH}}{heads}", "dim"))
-    found = {(share.role, share.scheme): share.nbytes for share in mixture.shares}
-    for role in dict.fromkeys(share.role for share in mixture.shares):
+    found = {(share.role, share.scheme): share.nbytes for share in allocation.shares}
+    for role in dict.fromkeys(share.role for share in allocation.shares):
         cells = "".join(f"{size(found[role, s]) if (role, s) in found else '-':>13}" for s in schemes)
         put(console, Text(f"  {role:<{_ROLE_WIDTH}}{cells}"))
-    uniform = {scheme: loss for scheme, loss in mixture.uniform.items() if mixture.fitted or scheme != "4bit"}
+    uniform = {scheme: loss for scheme, loss in allocation.uniform.items() if allocation.fitted or scheme != "4bit"}
     others = ", ".join(f"{_times(loss)} at {scheme}" for scheme, loss in uniform.items())
-    said = f"  {mixture.bits:.2f} bits per weight; expected loss {_times(mixture.loss)} of 4bit's ({others})"
-    put(console, Text(said))
-    if mixture.fitted:
+    line = f"  {allocation.bits:.2f} bits per weight; expected loss {_times(allocation.loss)} of 4bit's ({others})"
+    put(console, Text(line))
+    if allocation.fitted:
         put(console, Text("  all with fitted scales, except the 4bit of the comparison", "dim"))
-    put(console, Text(f"  {_limits(mixture)}", "dim"))
+    put(console, Text(f"  {_limits(allocation)}", "dim"))
 
 
 def _times(loss: float) -> str:
     return "none" if loss == 0 else f"{loss:.2g}"
 
 
-def _limits(mixture: AllocationSummary) -> str:
-    if mixture.memory is not None:
-        return f"all weights stay in {size(mixture.memory)} of memory; a token reads nothing from the disk"
-    place = "max_disk" if mixture.max_disk is not None else "the free disk"
+def _limits(allocation: AllocationSummary) -> str:
+    if allocation.memory is not None:
+        return f"all weights stay in {size(allocation.memory)} of memory; a token reads nothing from the disk"
+    place = "max_disk" if allocation.max_disk is not None else "the free disk"
     return f"too large for memory at any bits; the limit is {place}, with at most 8bit per weight"
 
 
@@ -95,7 +96,7 @@ def show(plan: Plan, console: Console) -> None:
     for warning in plan.warnings:
         put(console, Text(f"warning: {warning}", "yellow"))
     console.print()
-    for name, value in _facts(plan):
+    for name, value in _values(plan):
         put_fact(console, name, value)
     console.print()
     if any(estimate.routes for estimate in plan.outlooks):
@@ -107,9 +108,10 @@ def show(plan: Plan, console: Console) -> None:
     console.print()
     show_generations(console, plan)
     _show_choice(console, plan)
-    for said in filter(None, (_split_basis(plan), generation_basis(plan))):
+    rates = ", ".join(_basis(plan))
+    for basis in filter(None, (rates and f"Estimated times, without writing: {rates}.", generation_basis(plan))):
         console.print()
-        put(console, Text(said, "dim"))
+        put(console, Text(basis, "dim"))
 
 
 def draw_plan(plan: Plan, path: Path) -> None:
@@ -133,16 +135,16 @@ def _title(plan: SplitEstimate) -> str:
     return name if plan.commit is None else f"{name} at commit {plan.commit}"
 
 
-def _facts(plan: SplitEstimate) -> Iterator[tuple[str, str]]:
+def _values(plan: SplitEstimate) -> Iterator[tuple[str, str]]:
     if plan.anatomy is not None:
         yield from _of_anatomy(plan.anatomy)
-    asked = plan.at(plan.compression)
-    if asked is not None and (big := asked.layers_above_10_gb):
-        above = f"{len(big)} above {size(BIG_LAYER_BYTES)} ({_some(big)})"
+    requested = plan.at(plan.compression)
+    if requested is not None and (big := requested.layers_above_10_gb):
+        above = f"{len(big)} above {size(BIG_LAYER_BYTES)} ({listed(big, GROUPS_SHOWN)})"
         yield "large layers", f"{above}; streaming a layer needs memory of its size"
     for disk in plan.disks:
-        stays = f", {size(plan.min_free_disk)} of it reserved (min_free_disk)" if plan.min_free_disk else ""
-        yield "free disk", f"{size(disk.free_bytes)} at {disk.folder}{stays}"
+        reserved = f", {size(plan.min_free_disk)} of it reserved (min_free_disk)" if plan.min_free_disk else ""
+        yield "free disk", f"{size(disk.free_bytes)} at {disk.folder}{reserved}"
     if plan.max_disk is not None:
         yield "max_disk", f"{size(plan.max_disk)} for all files of the split"
     yield "memory", f"splitting takes at most {size(plan.memory_bytes)}"
@@ -199,7 +201,7 @@ def _show_estimate(console: Console, plan: SplitEstimate, estimate: CompressionE
 def _row(plan: SplitEstimate, estimate: CompressionEstimate, route: Route) -> Text:
     lacks = f"no, {size_rounded_up(missing_bytes(route))} {'over' if _is_limited(route) else 'short'}"
     verdict, style = ("fits", "green") if route.fits else (lacks, "red")
-    time = "?" if route.seconds is None else duration(route.seconds)
+    time = "?" if route.seconds is None else "under 1 s" if route.seconds < 1 else duration(route.seconds)
     lead = _columns(
         _route_name(estimate, route), size_rounded_up(route.disk_bytes), size_rounded_up(route.created_bytes)
     )
@@ -220,28 +222,18 @@ def _is_alone(estimate: CompressionEstimate, route: str) -> bool:
     return route == "sequential_file" and len(estimate.routes) == 2
 
 
-def duration(seconds: float) -> str:
-    """Format a time: seconds below a minute, minutes below an hour."""
-    if seconds < 1:
-        return "under 1 s"
-    if round(seconds) < 60:
-        return f"{round(seconds)} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02} min"
-
-
 def _show_choice(console: Console, plan: Plan) -> None:
     choice = plan.choice
     if choice is None:
         put(console, Text(_nothing_fits(plan), "bold red"))
         return
-    asked, chosen = plan.at(plan.compression), plan.at(choice.compression)
+    requested, chosen = plan.at(plan.compression), plan.at(choice.compression)
     assert chosen is not None
-    if asked is not None and asked is not chosen:
-        why = "fits on no route" if asked.routes else "is not possible"
-        if asked.compression in _too_heavy(plan):
+    if requested is not None and requested is not chosen:
+        why = "fits on no route" if requested.routes else "is not possible"
+        if requested.compression in _too_heavy(plan):
             why = "needs more memory than this process may use"
-        put(console, Text(f"{_capitalised(plan, asked)} {why}.", "bold red"))
+        put(console, Text(f"{_capitalised(plan, requested)} {why}.", "bold red"))
     if choice.route is None:
         verdict = "is finished. To load it"
     else:
@@ -268,10 +260,10 @@ def _nothing_fits(plan: Plan) -> str:
     too_heavy = _too_heavy(plan)
     if best([one for one in plan.outlooks if one.compression in too_heavy], plan.compression) is not None:
         return f"It fits on the disk, but not in memory. {[*too_heavy.values()][-1]}"
-    nearest = least(plan.outlooks)
-    if nearest is None:
+    found = nearest(plan.outlooks)
+    if found is None:
         return "This model cannot be split or loaded here."
-    estimate, route = nearest
+    estimate, route = found
     assert route.lacking is not None
     more = f"Set max_disk to {route.lacking.need}" if _is_limited(route) else "Free disk space"
     lacking = route.lacking
@@ -282,13 +274,8 @@ def _nothing_fits(plan: Plan) -> str:
     )
 
 
-def _split_basis(plan: SplitEstimate) -> str | None:
-    """Return the rates that the times of a split are based on, as text; None if there are none."""
-    basis = ", ".join(_basis(plan))
-    return f"Estimated times, without writing: {basis}." if basis else None
-
-
 def _basis(plan: SplitEstimate) -> Iterator[str]:
+    """Yield the rates that the times of a split are based on."""
     rates = plan.rates
     if rates.fetch is not None:
         yield f"{_rate(rates.fetch)} from the hub"
@@ -302,11 +289,6 @@ def _basis(plan: SplitEstimate) -> Iterator[str]:
 def _rate(rate: Rate) -> str:
     how = f"measured over {size(rate.measured_bytes)}" if rate.measured_bytes else "as given"
     return f"{speed(rate.bytes_per_second)} ({how})"
-
-
-def _some(names: Iterable[str]) -> str:
-    found = list(names)
-    return ", ".join(found[:GROUPS_SHOWN]) + (" …" if len(found) > GROUPS_SHOWN else "")
 
 
 # The generation estimate: a line for every compression.
@@ -407,5 +389,5 @@ def generation_basis(plan: Plan) -> str | None:
             found.setdefault(one.what, one.bytes_per_second)
     if not found:
         return None
-    said = ", ".join(f"{what} {speed(rate)}" for what, rate in found.items())
-    return f"Estimated seconds per token, from measurements on this machine: {said}."
+    rates = ", ".join(f"{what} {speed(rate)}" for what, rate in found.items())
+    return f"Estimated seconds per token, from measurements on this machine: {rates}."

@@ -58,7 +58,7 @@ class Anatomy:
         parameters: number of elements of floating tensors.
         tied_embeddings: True if the config says so and there is no output head; False if there is one; None where
             there is none and the config does not say so.
-        never_compressed: floating tensors of two or more dimensions that compression leaves alone, by reason.
+        never_compressed: floating tensors of two or more dimensions that are never compressed, by reason.
         not_floating: tensors that are not floating, by dtype.
         empty: number of tensors without elements.
         scalars: number of tensors without dimensions.
@@ -117,7 +117,7 @@ def is_floating(spec: TensorSpec) -> bool:
 
 
 def why_never_compressed(spec: TensorSpec) -> str | None:
-    """Return why compression leaves a floating tensor of two or more dimensions alone; None for every other tensor."""
+    """Return why a floating tensor of two or more dimensions is never compressed; None for every other tensor."""
     if not is_floating(spec) or len(spec.shape) < 2 or not spec.elements or is_compressible(spec):
         return None
     if not DTYPES[spec.dtype].quantizable:
@@ -150,12 +150,12 @@ def _is_tied(specs: Iterable[TensorSpec], config: Mapping[str, Any]) -> bool | N
 
 
 def big_layers(plan: SplitPlan) -> tuple[str, ...]:
-    """Return the layers whose files are so large that the split warns of them."""
+    """Return the layers with files above `BIG_LAYER_BYTES`, of which the split warns."""
     return tuple(layer for layer, layout in plan.layouts.items() if layout.size > BIG_LAYER_BYTES)
 
 
 def commonest_dtype(plan: SplitPlan) -> str | None:
-    """Return the dtype of most of the bytes that compression quantizes; None if it would touch nothing."""
+    """Return the dtype of most of the bytes that compression quantizes; None if there are none."""
     sums: dict[str, int] = {}
     for spec in filter(is_compressible, plan.tensors):
         sums[spec.dtype] = sums.get(spec.dtype, 0) + spec.nbytes
@@ -163,11 +163,11 @@ def commonest_dtype(plan: SplitPlan) -> str | None:
 
 
 MEMORY_BYTES = 200 * 1000**2
-"""The most anonymous memory that a split adds to its process, without its plan (benchmarks/results: up to 187 MB)."""
+"""Maximum anonymous memory that a split adds to its process, without its plan (benchmarks/results: up to 187 MB)."""
 MEMORY_BYTES_A_TENSOR = 2400
 """Memory of the plan and its journal per tensor; 2,341 each were measured for Qwen3-Coder-Next's 74,391 at 4bit."""
 STANDARD = "standard"
-"""The route that keeps all shards; the sequential ones are named by how shards arrive, in `ROUTES`."""
+"""The route that keeps all shards; sequential routes are named by the transfer of shards, in `ROUTES`."""
 ROUTES: Mapping[str, ShardTransfer] = {
     STANDARD: ShardTransfer.FILE,
     "sequential_ahead": ShardTransfer.FILE_AHEAD,
@@ -194,10 +194,10 @@ class Rates:
     Attributes:
         fetch: from the hub.
         read: from this disk.
-        quantize: source bytes, by compression; 4bit-double has its own where scales are fitted to their blocks, since
+        quantize: source bytes, by compression; 4bit-double has another rate if scales are fitted to their blocks, since
             fewer scales are tried then.
         threads: number of threads that quantize.
-        quantize_on: "cpu", always: kept for what reads the JSON of `plan`.
+        quantize_on: always "cpu"; for readers of the JSON of `plan`.
     """
 
     fetch: Rate | None
@@ -207,7 +207,7 @@ class Rates:
     quantize_on: str = "cpu"
 
     def quantizing(self, compression: str) -> Rate | None:
-        """Return the rate of quantizing at a compression; at "auto" that of the slowest scheme it may use."""
+        """Return the rate of quantizing at a compression; at "auto" that of the slowest scheme."""
         if compression == AUTO:
             return min(self.quantize.values(), key=lambda rate: rate.bytes_per_second, default=None)
         return self.quantize.get(compression) or self.quantize.get(SCHEMES[compression].codes)
@@ -264,8 +264,8 @@ class CompressionEstimate:
         shards_used: number of shards that an earlier run has processed.
         shards: number of all shards.
         obstacle: why no route is possible: the folder belongs to another model, or shards are gone.
-        routes: the possible routes in order of preference; none if nothing is left to do, or nothing can be done.
-        mixture: at "auto", the chosen bits; None at other compressions, and if no header is left to compute them from.
+        routes: the possible routes in order of preference; none if the split is finished or not possible.
+        mixture: at "auto", the bit allocation; None at other compressions, and if no header is left to compute it from.
     """
 
     compression: str | None
@@ -323,7 +323,7 @@ class SplitEstimate:
         anatomy: composition of the checkpoint; None if none of its headers is left.
         disks: disks that the split writes to; that of the layer files comes first.
         outlooks: one for each compression, from the largest layer files to the smallest.
-        memory_bytes: the most memory that the split adds, without mapped files.
+        memory_bytes: maximum memory that the split adds, without mapped files.
         rates: measured or given rates that the times are based on.
         choice: the best call that fits; None if nothing fits.
         warnings: further notes.
@@ -350,7 +350,7 @@ class SplitEstimate:
         Args:
             compression: None, "8bit", "4bit", "4bit-double" or "auto".
         """
-        return next((outlook for outlook in self.outlooks if outlook.compression == compression), None)
+        return next((estimate for estimate in self.outlooks if estimate.compression == compression), None)
 
     def called(self, compression: str | None) -> str:
         """Return the usual name of the layer files at a compression: codes as published are not "uncompressed"."""
@@ -360,12 +360,12 @@ class SplitEstimate:
 
 
 def memory_bytes(tensors: int) -> int:
-    """Return the most anonymous memory that a split of so many tensors adds to its process, whatever their size."""
+    """Return the maximum anonymous memory that a split of this number of tensors adds to its process."""
     return MEMORY_BYTES + MEMORY_BYTES_A_TENSOR * tensors
 
 
 def load_of(plan: SplitPlan, used: frozenset[str]) -> Load:
-    """Return the remaining load of a plan of which some shards are used up."""
+    """Return the load of a plan without its used shards."""
     waiting = [shard for shard in plan.shards if shard.name not in used]
     names = {shard.name for shard in waiting}
     forms = [form for layout in plan.layouts.values() for form in layout.forms if form.source.file in names]
@@ -379,11 +379,11 @@ def load_of(plan: SplitPlan, used: frozenset[str]) -> Load:
 
 
 def seconds_of(load: Load, route: str, compression: str | None, rates: Rates) -> float | None:
-    """Estimate how long a split takes, from a few rates.
+    """Estimate the time of a split from a few rates.
 
-    Fetching and splitting alternate where each shard is a file and where all are fetched first. They overlap, so that
-    the slower of the two decides, where the next shard is fetched meanwhile and where shards are streamed. Writing is
-    not included: it overlaps with both, and its rate cannot be measured without writing.
+    If each shard is a file, or all are fetched first, fetching and splitting alternate. If the next shard is fetched
+    meanwhile, or shards are streamed, they overlap, and the slower of the two decides. Writing is not included: it
+    overlaps with both, and its rate cannot be measured without writing.
 
     Returns:
         Seconds; None if a rate that it needs is not known.
@@ -421,26 +421,26 @@ def route_of(
 
 
 def best(
-    outlooks: Sequence[CompressionEstimate], asked: str | None, refused: Collection[str | None] = ()
+    estimates: Sequence[CompressionEstimate], requested: str | None, refused: Collection[str | None] = ()
 ) -> tuple[CompressionEstimate, Route | None] | None:
     """Select the compression and route: the requested compression if it fits, else the least compressed one that does.
 
     The route is the first one that fits; None as a route means that the split is finished. None if nothing fits.
     Compressions that are `refused` are left out: they could not be loaded here.
     """
-    outlooks = [outlook for outlook in outlooks if outlook.compression not in refused]
-    for outlook in sorted(outlooks, key=lambda outlook: outlook.compression != asked):
-        if outlook.finished:
-            return outlook, None
-        for route in outlook.routes:
+    possible = [estimate for estimate in estimates if estimate.compression not in refused]
+    for estimate in sorted(possible, key=lambda estimate: estimate.compression != requested):
+        if estimate.finished:
+            return estimate, None
+        for route in estimate.routes:
             if route.fits:
-                return outlook, route
+                return estimate, route
     return None
 
 
-def least(outlooks: Sequence[CompressionEstimate]) -> tuple[CompressionEstimate, Route] | None:
-    """If nothing fits, select the nearest: the route that lacks least, and of several the one with least disk use."""
-    found = [(outlook, route) for outlook in outlooks for route in outlook.routes if route.lacking is not None]
+def nearest(estimates: Sequence[CompressionEstimate]) -> tuple[CompressionEstimate, Route] | None:
+    """If nothing fits, select the route that lacks least, and of several the one with least disk use."""
+    found = [(estimate, route) for estimate in estimates for route in estimate.routes if route.lacking is not None]
     return min(found, key=lambda pair: (missing_bytes(pair[1]), pair[1].disk_bytes), default=None)
 
 
@@ -469,13 +469,13 @@ def _literal(value: object) -> str:
     return f'"{value}"' if quoted == f"'{value}'" and '"' not in value else quoted
 
 
-def as_json(forecast: SplitEstimate) -> dict[str, Any]:
+def as_json(estimate: SplitEstimate) -> dict[str, Any]:
     """Convert a split estimate to one JSON object: snake_case keys, sizes in bytes, times in seconds."""
-    content: dict[str, Any] = plain(dataclasses.asdict(forecast))
-    for entry, outlook in zip(content["outlooks"], forecast.outlooks, strict=True):
-        entry["finished"] = outlook.finished
-        entry["fits"] = outlook.finished or any(route.fits for route in outlook.routes)
-        for record, route in zip(entry["routes"], outlook.routes, strict=True):
+    content: dict[str, Any] = plain(dataclasses.asdict(estimate))
+    for entry, at in zip(content["outlooks"], estimate.outlooks, strict=True):
+        entry["finished"] = at.finished
+        entry["fits"] = at.finished or any(route.fits for route in at.routes)
+        for record, route in zip(entry["routes"], at.routes, strict=True):
             record["fits"] = route.fits
             if route.lacking is not None:
                 record["lacking"] = route.lacking.record()
@@ -486,7 +486,7 @@ def as_json(forecast: SplitEstimate) -> dict[str, Any]:
 
 
 FETCHED_BYTES = 8 << 20
-"""The most that is fetched of a shard, from its start."""
+"""Maximum bytes that are fetched of a shard, from its start."""
 MAX_SECONDS = 3.0
 """A fetch stops after this time; the bytes that arrived until then count."""
 QUANTIZE_SECONDS = 0.3
@@ -495,7 +495,7 @@ QUANTIZE_SECONDS = 0.3
 def fetch_rate(repository: HubRepository, shard: str) -> Rate | None:
     """Measure how fast a shard comes from the hub: one request for its first bytes, which are not kept."""
     size = min(repository.files[shard].size, FETCHED_BYTES)
-    # a listing in which the shard has only this size and no digest
+    # a list of files in which the shard has this size and no digest
     sample = dataclasses.replace(repository, files={shard: HubFile(shard, size, None, None)})
     start = time.perf_counter()
     arrived: list[tuple[float, int]] = []
@@ -508,7 +508,7 @@ def fetch_rate(repository: HubRepository, shard: str) -> Rate | None:
                 if enough.is_set():
                     return
 
-    taker = threading.Thread(target=take, name="fetch-rate", daemon=True)  # a hub may stop answering, and retries pause
+    taker = threading.Thread(target=take, name="fetch-rate", daemon=True)  # a hub may not answer, and retries pause
     taker.start()
     taker.join(MAX_SECONDS)
     enough.set()
@@ -518,7 +518,7 @@ def fetch_rate(repository: HubRepository, shard: str) -> Rate | None:
 def _steady_rate(arrived: Sequence[tuple[float, int]]) -> Rate | None:
     """Return the rate of chunks that arrived at these seconds, without the wait for the first if enough follow it.
 
-    A request's latency is paid once per shard, and a sample is a thousandth of a shard.
+    The latency of a request counts once per shard, and a sample is a thousandth of a shard.
     """
     if not arrived:
         return None
@@ -552,8 +552,8 @@ def quantize_rate(scheme: str, dtype: str, threads: int, *, fitted: bool = False
     """
     import torch
 
-    own = torch.Generator().manual_seed(0)  # the caller's generator must not be advanced
-    values = torch.randn(CHUNK_BYTES * 8 // DTYPES[dtype].bits, generator=own).to(torch_dtype(dtype))
+    generator = torch.Generator().manual_seed(0)  # the caller's generator must not be advanced
+    values = torch.randn(CHUNK_BYTES * 8 // DTYPES[dtype].bits, generator=generator).to(torch_dtype(dtype))
     chunk = values.view(torch.uint8).numpy().data
 
     def work(_: int) -> tuple[int, float]:

@@ -170,6 +170,25 @@ def _cost_by(config: PretrainedConfig, itemsize: int) -> PassCost:
     )
 
 
+def repeated_bytes(config: PretrainedConfig, itemsize: int, tokens: int) -> int:
+    """Bytes of the keys and values of a layer that attention repeats for all query heads; 0 if it repeats none.
+
+    transformers' `sdpa` does so for several query tokens with a mask, such as a part of a prompt that attends to
+    earlier parts, and for all prompts on GPUs where `repeat_keys_on` is used.
+
+    Args:
+        config: config of the text model.
+        itemsize: bytes of a value.
+        tokens: length of the sequence.
+    """
+    queries = [0]
+    for layer in layer_configs(config):
+        heads: int = getattr(layer, "num_attention_heads", None) or 1
+        if (getattr(layer, "num_key_value_heads", None) or heads) < heads:
+            queries.append(heads * (getattr(layer, "head_dim", None) or layer.hidden_size // heads))
+    return 2 * itemsize * max(queries) * tokens
+
+
 def _wide(config: PretrainedConfig, hidden: int) -> int:
     """The width of the widest feed-forward network in any layer."""
     given = getattr(config, "intermediate_size", None) or 4 * hidden
@@ -222,7 +241,13 @@ class CacheMemory:
                 f"The weights leave {size(free)} free, which is too little to answer any request.",
                 "Lower --max-memory, or end other programs.",
             )
-        left = max(free - self.limit, 0)  # KV caches and activations are in memory at once
+        executors = model.streamer.executors.values()
+        # KV caches and activations are in memory at once, the activations of a layer on one device
+        left = (free - self.limit) // len(executors)
+        if not all(executor.device.shares_host_memory for executor in executors):
+            longest = min(self.limit // self._cost.every_token, getattr(config, "max_position_embeddings", 1 << 40))
+            left -= repeated_bytes(config, model.dtype.itemsize, longest)
+        left = max(left, 0)
         cost = cost_of_a_pass(config, model.dtype.itemsize)
         self.max_sequences = running
         self.part: int | None = None
@@ -278,8 +303,8 @@ class CacheMemory:
 
 
 def free_memory(model: StreamedModel) -> int:
-    """Free bytes on all devices together, with the weights loaded."""
-    free: list[int] = [executor.device.free_bytes() for executor in model.streamer.executors.values()]
+    """Free bytes on all devices together, besides all that weights take in a pass."""
+    free: list[int] = [executor.free_bytes() for executor in model.streamer.executors.values()]
     return len(free) * min(free)
 
 

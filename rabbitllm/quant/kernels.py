@@ -2,7 +2,8 @@
 
 A kernel is a C function that takes the address of int64s: `BEFORE_WORK` of them, then those of each piece of work,
 which are `ARGUMENTS`. Every kernel has the same; `product_kernels.py` has one for each method, scheme and set of
-instructions, and is imported when the first one runs, and `block_kernels.py` those of blocks. Needs no numba.
+instructions, and is imported when the first one runs, `block_kernels.py` those of blocks, and `code_kernels.py` those
+of published codes. Needs no numba.
 
 torch computes in an OpenMP team whose threads wait actively between two operations. Threads of our own would compete
 with them for the same cores, which took more than twice as long; and submitting work to the team takes 2 microseconds,
@@ -20,7 +21,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rabbitllm.base.forks import Workers
 from rabbitllm.base.rounding import round_up
@@ -63,6 +64,21 @@ the whole matrix. Those that a kernel does not need are 0. For blocks by codes `
 `steps` are blocks, in pairs those of `block_pairs.PairLayout`, and `shift` the elements of one; for their numbers
 `shift` is the columns."""
 _MAPS = Path("/proc/self/maps")
+
+
+class CodeKernel(NamedTuple):
+    """In place of a scheme, for published codes: what a kernel of `code_kernels.py` is compiled for.
+
+    Attributes:
+        codes: "nibbles" for two codes a byte, the lower half first, with a table of 16 values; "float8" for
+            float8_e4m3fn.
+        scales: "f32", "bf16", "f16", "power" for the exponent of a power of two (E8M0), or "float8".
+        group: codes of a row with a scale of their own: 16, 32, or 64 for that many or more.
+    """
+
+    codes: str
+    scales: str
+    group: int
 
 
 @dataclass(frozen=True)
@@ -119,7 +135,27 @@ def interleaved(width: int, x: torch.Tensor) -> torch.Tensor:
     return ready.copy_(x.view(len(x), -1, width, 2).transpose(2, 3))
 
 
-def run(method: str, scheme: str, width: int, work: Sequence[tuple[int, ...]], nbytes: int) -> None:
+class SegmentInputs:
+    """Rows (T, K) as kernels by codes of `width` lanes read them; K is a multiple of 64."""
+
+    def __init__(self, width: int, x: torch.Tensor) -> None:
+        import torch
+
+        count, columns = x.shape
+        self._step, self._odd = columns * 2, 0  # bytes of a row's even inputs in float32, or of all in bfloat16
+        if width == PAIRS:
+            self._ready = x.contiguous()
+        else:
+            self._ready = torch.empty(2, count, columns // 2)  # even and odd inputs
+            self._ready.copy_(x.view(count, columns // 2, 2).permute(2, 0, 1))
+            self._odd = self._ready.data_ptr() + count * self._step
+
+    def of(self, row: int) -> tuple[int, int]:
+        """The addresses of a row's even inputs and of its odd ones; the second is 0 if they are not separated."""
+        return self._ready.data_ptr() + row * self._step, self._odd and self._odd + row * self._step
+
+
+def run(method: str, scheme: str | CodeKernel, width: int, work: Sequence[tuple[int, ...]], nbytes: int) -> None:
     """Run a kernel on all rows of each piece of work, in as many threads as are worth it.
 
     Args:
@@ -149,12 +185,15 @@ def run(method: str, scheme: str, width: int, work: Sequence[tuple[int, ...]], n
 
 
 @functools.cache
-def _kernel(method: str, scheme: str, width: int) -> tuple[int, Callable[[int], None], int]:
+def _kernel(method: str, scheme: str | CodeKernel, width: int) -> tuple[int, Callable[[int], None], int]:
     """The address of a kernel, a function of Python that calls it, and the rows that it computes together."""
-    from rabbitllm.quant import block_kernels, product_kernels  # takes a second
+    from rabbitllm.quant import block_kernels, code_kernels, product_kernels  # takes a second
 
-    module = block_kernels if scheme in BLOCK_TYPES else product_kernels
-    function = module.address(method, scheme, width)
+    if isinstance(scheme, CodeKernel):
+        function = code_kernels.address(scheme, width)
+    else:
+        module = block_kernels if scheme in BLOCK_TYPES else product_kernels
+        function = module.address(method, scheme, width)
     return function, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function), product_kernels.ROWS
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 from llvmlite import ir
 from numba import types
@@ -126,7 +126,54 @@ def _store_sums(emit: Emitter, sums: list[list[Any]], out: Any, all_rows: Any, r
 # By codes.
 
 
-def _code_dot(scheme: str, width: int, rows: int, tokens: int) -> Any:
+class CodeSegment(Protocol):
+    """Emits how segments of codes, `SEGMENT` at a time, are decoded, multiplied and scaled.
+
+    Attributes:
+        segment_bytes: bytes of the codes of a segment.
+    """
+
+    segment_bytes: int
+
+    def inputs(self, even: Any, odd: Any, begin: Any) -> list[Any]:
+        """Vectors of a segment's inputs, from bytes `begin` on."""
+        ...
+
+    def products(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
+        """Sums of parts of a segment times the inputs of each token, still apart in lanes."""
+        ...
+
+    def scales(self, scales: Any, row: Any, segments: Any, at: Any, shift: Any) -> list[Any]:
+        """The scales of the lanes of each part of segment `at` of a row of so many segments."""
+        ...
+
+    def finished(self, total: Any) -> Any:
+        """The product of a row, from the sum of its scaled parts."""
+        ...
+
+
+class _OwnSegment:
+    """A segment of our own schemes, all of which has one scale."""
+
+    def __init__(self, scheme: str, width: int, emit: Emitter, table: Any) -> None:
+        self._emit = emit
+        self._meant = Pairs(emit, scheme, table) if width == PAIRS else codebook(emit, scheme, table)
+        self.segment_bytes = SEGMENT // (2 if scheme == "4bit" else 1)
+        self.inputs = self._meant.inputs
+
+    def products(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
+        return [self._meant.products(address, inputs)]
+
+    def scales(self, scales: Any, row: Any, segments: Any, at: Any, shift: Any) -> list[Any]:
+        emit = self._emit
+        block = emit.b.lshr(emit.add(emit.b.mul(row, segments), at), shift)
+        return [emit.spread(emit.load(emit.add(scales, emit.b.mul(block, number(4))), F32, 4))]
+
+    def finished(self, total: Any) -> Any:
+        return self._emit.b.fmul(total, self._meant.factor) if self._meant.has_factor else total
+
+
+def _code_dot(make: Callable[[Emitter, Any], CodeSegment], width: int, rows: int, tokens: int) -> Any:
     """An intrinsic that multiplies `rows` consecutive rows of codes by `tokens` consecutive inputs."""
 
     @intrinsic
@@ -137,34 +184,29 @@ def _code_dot(scheme: str, width: int, rows: int, tokens: int) -> Any:
         def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             codes, scales, even, odd, table, out, row_bytes, segments, shift, all_rows, row = arguments
             emit = Emitter(builder, 16 if width == PAIRS else width)
-            meant = Pairs(emit, scheme, table) if width == PAIRS else codebook(emit, scheme, table)
-            segment_bytes = SEGMENT // (2 if scheme == "4bit" else 1)
+            segment = make(emit, table)
             input_bytes = builder.mul(segments, number(HALF_BYTES))
             sums = [[emit.variable() for _ in range(tokens)] for _ in range(rows)]
             with cgutils.for_range(builder, segments) as loop:
                 at = loop.index
                 begins = [builder.mul(input_bytes, number(t)) for t in range(tokens)]
                 begins = [emit.add(begin, builder.mul(at, number(HALF_BYTES))) for begin in begins]
-                inputs = [meant.inputs(even, odd, begin) for begin in begins]
+                inputs = [segment.inputs(even, odd, begin) for begin in begins]
                 # the bytes after the end of a row are in the cache already; the next tile's rows are needed next
-                beyond = emit.add(builder.mul(at, number(segment_bytes)), PREFETCHED)
+                code_bytes = number(segment.segment_bytes)
+                beyond = emit.add(builder.mul(at, code_bytes), PREFETCHED)
                 is_beyond = builder.icmp_unsigned(">=", beyond, row_bytes)
                 skipped = builder.select(is_beyond, builder.mul(row_bytes, number(rows - 1)), number(0))
                 ahead = emit.add(skipped, PREFETCHED)
                 for r in range(rows):
                     here = emit.add(row, r)
-                    base = emit.add(codes, builder.mul(here, row_bytes), builder.mul(at, number(segment_bytes)))
+                    base = emit.add(codes, builder.mul(here, row_bytes), builder.mul(at, code_bytes))
                     emit.prefetch(emit.add(base, ahead))
-                    parts = meant.products(base, inputs)
-                    block = builder.lshr(emit.add(builder.mul(here, segments), at), shift)
-                    scale = emit.spread(emit.load(emit.add(scales, builder.mul(block, number(4))), F32, 4))
-                    for t in range(tokens):
-                        builder.store(emit.fma(parts[t], scale, builder.load(sums[r][t])), sums[r][t])
-
-            def finish(total: Any, pointer: Any) -> Any:
-                return builder.fmul(total, meant.factor) if meant.has_factor else total
-
-            _store_sums(emit, sums, out, all_rows, row, finish)
+                    parts = segment.products(base, inputs)
+                    for part, scale in zip(parts, segment.scales(scales, here, segments, at, shift), strict=True):
+                        for total, value in zip(sums[r], part, strict=True):
+                            builder.store(emit.fma(value, scale, builder.load(total)), total)
+            _store_sums(emit, sums, out, all_rows, row, lambda total, pointer: segment.finished(total))
             return context.get_dummy_value()
 
         return signature, emit_code
@@ -430,6 +472,13 @@ def panel_kernel(scheme: str, width: int, fill: Any) -> Callable[[Any], None]:
     return named(_by_panels, f"{PANELS}_{scheme}_{width}", FILL=fill, **own)
 
 
+def code_kernel(name: str, make: Callable[[Emitter, Any], CodeSegment], width: int) -> Callable[[Any], None]:
+    """The kernel by codes of segments that `make` returns for an emitter and the address of a table."""
+    shapes = (1, 1), (ROWS, 1), (1, TOKENS), (ROWS, TOKENS)
+    one, tall, wide, square = (_code_dot(make, width, *shape) for shape in shapes)
+    return named(_by_codes, name, ONE=one, TALL=tall, WIDE=wide, SQUARE=square)
+
+
 def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
     if method == PANELS:
         return panel_kernel(scheme, width, _fill(scheme, width))
@@ -437,9 +486,7 @@ def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
     if scheme == BFLOAT16:
         one, tall, square = (_bfloat_dot(width, *shape) for shape in ((1, 1), (ROWS, 1), (ROWS, TOKENS)))
         return named(_of_bfloat16, name, ONE=one, TALL=tall, SQUARE=square, VECTOR=4 * width)
-    shapes = (1, 1), (ROWS, 1), (1, TOKENS), (ROWS, TOKENS)
-    one, tall, wide, square = (_code_dot(scheme, width, *shape) for shape in shapes)
-    return named(_by_codes, name, ONE=one, TALL=tall, WIDE=wide, SQUARE=square)
+    return code_kernel(name, functools.partial(_OwnSegment, scheme, width), width)
 
 
 _KEYS = [(CODES, scheme, width) for scheme in ("4bit", "8bit") for width in (16, 8, PAIRS)]

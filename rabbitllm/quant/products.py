@@ -19,17 +19,28 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
+from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant import bfloat_products, block_pairs, gguf_blocks, kernels
-from rabbitllm.quant.kernels import CODES, DEQUANTIZED, PANELS, SUMMED
-from rabbitllm.quant.quantize import MAX_ELEMENTS, dequantize, multiply_4bit
-from rabbitllm.quant.schemes import NF4_BLOCK, SCHEMES, STORED, Quantized
+from rabbitllm.quant.kernels import CODES, DEQUANTIZED, PANELS, SUMMED, SegmentInputs
+from rabbitllm.quant.quantize import (
+    MAX_ELEMENTS,
+    NestedScales,
+    dequantize,
+    expanded_bytes,
+    multiply_4bit,
+    nested_operands,
+    operands,
+)
+from rabbitllm.quant.schemes import NESTED_BLOCK, NF4_BLOCK, SCALE_BYTES, SCHEMES, STORED, Quantized
 
 if TYPE_CHECKING:
+    from typing import Self
+
     import torch
 
 MAX_INPUTS = 16
@@ -67,8 +78,8 @@ def multiplies(form: Quantized) -> bool:
 
 
 def can_multiply(form: Quantized) -> bool:
-    """Whether bitsandbytes' kernel accepts such a matrix: 2-D at 4bit, each row a whole number of blocks."""
-    return form.scheme == "4bit" and len(form.shape) == 2 and all(form.shape) and form.shape[1] % NF4_BLOCK == 0
+    """Whether bitsandbytes' kernel accepts such a matrix: 2-D at 4bit or 4bit-double, each row whole blocks."""
+    return form.codes.scheme == "4bit" and len(form.shape) == 2 and all(form.shape) and form.shape[1] % NF4_BLOCK == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +98,67 @@ class QuantizedMatrix:
     absmax: torch.Tensor
     table: torch.Tensor
 
+    @classmethod
+    def of(cls, form: Quantized, parts: Sequence[TensorSpec], read: Callable[[TensorSpec], torch.Tensor]) -> Self:
+        """A stored matrix; the arguments are those of `operands`."""
+        return cls(*operands(form, parts, read))
+
+    @staticmethod
+    def scale_bytes(form: Quantized) -> int:
+        """Bytes of scales that are dequantized before a stored matrix of this form is multiplied."""
+        return expanded_bytes(form)
+
+    @staticmethod
+    def scratch_bytes(form: Quantized, dtype: torch.dtype) -> int:
+        """Maximum bytes that a product takes on a GPU besides inputs and result, for any number of inputs."""
+        return 0
+
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """The dequantized matrix."""
         return dequantize(self.form, self.payload, self.absmax, self.table, dtype)
 
+    def clone(self) -> Self:
+        """A copy in other memory."""
+        return replace(self, payload=self.payload.clone(), absmax=self.absmax.clone(), table=self.table.clone())
+
 
 @dataclass(frozen=True, slots=True)
 class FusedMatrix(QuantizedMatrix):
-    """A matrix on the device that multiplies it, by bitsandbytes; `can_multiply` is true for its form."""
+    """A matrix on the device that multiplies it, by bitsandbytes; `can_multiply` is true for its form.
+
+    Attributes:
+        nested: at 4bit-double the scales of the scales; `absmax` is uint8 codes then.
+    """
+
+    nested: NestedScales | None = None
+
+    @classmethod
+    def of(cls, form: Quantized, parts: Sequence[TensorSpec], read: Callable[[TensorSpec], torch.Tensor]) -> Self:
+        """A stored matrix with its scales as they are stored."""
+        return cls(*nested_operands(form, parts, read))
+
+    @staticmethod
+    def scale_bytes(form: Quantized) -> int:
+        """0: the kernels take quantized scales."""
+        return 0
+
+    @staticmethod
+    def scratch_bytes(form: Quantized, dtype: torch.dtype) -> int:
+        """See `QuantizedMatrix`: some rows are dequantized at a time, for more than `FEW_INPUTS` inputs."""
+        is_nested = form.offset is not None
+        elements = min(_rows_at_a_time(form, FEW_INPUTS + 1, is_nested), form.shape[0]) * form.shape[1]
+        # bitsandbytes dequantizes quantized scales, and adds their mean in another tensor
+        return elements * dtype.itemsize + (2 * SCALE_BYTES * elements // NF4_BLOCK if is_nested else 0)
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """The dequantized matrix."""
+        absmax = self.absmax if self.nested is None else self.nested.expanded(self.absmax)
+        return dequantize(self.form, self.payload, absmax, self.table, dtype)
+
+    def clone(self) -> Self:
+        """A copy in other memory."""
+        copied = QuantizedMatrix.clone(self)
+        return copied if self.nested is None else replace(copied, nested=self.nested.clone())
 
     def grouped(self, x: torch.Tensor) -> None:
         """None: groups are multiplied one by one."""
@@ -103,18 +167,37 @@ class FusedMatrix(QuantizedMatrix):
         """`x @ W.T + bias`: (..., K) of a floating dtype -> (..., N) of the same."""
         rows, columns = self.form.shape
         flat = x.reshape(-1, columns).contiguous()
-        step = max((MAX_ELEMENTS if len(flat) <= FEW_INPUTS else FUSED_ELEMENTS) // columns, 1)
+        step = _rows_at_a_time(self.form, len(flat), self.nested is not None)
         if step >= rows:
-            out = multiply_4bit(self.form, self.payload, self.absmax, self.table, flat, bias)
+            out = multiply_4bit(self.form, self.payload, self.absmax, self.table, flat, bias, self.nested)
         else:
             out = x.new_empty(len(flat), rows)
-            codes, scales = self.payload.view(rows, -1), self.absmax.view(rows, -1)
             for begin in range(0, rows, step):
                 end = min(begin + step, rows)
-                few = replace(self.form, shape=(end - begin, columns))
-                given = codes[begin:end].reshape(-1, 1), scales[begin:end].reshape(-1), self.table, flat
-                out[:, begin:end] = multiply_4bit(few, *given, None if bias is None else bias[begin:end])
+                part = self._rows(begin, end)
+                given = part.form, part.payload, part.absmax, part.table, flat
+                out[:, begin:end] = multiply_4bit(*given, None if bias is None else bias[begin:end], part.nested)
         return out.view(*x.shape[:-1], rows)
+
+    def _rows(self, begin: int, end: int) -> Self:
+        """Some of its rows, as views; with quantized scales the first one begins a block of these."""
+        rows, columns = self.form.shape
+        blocks = begin * columns // NF4_BLOCK, end * columns // NF4_BLOCK
+        return replace(
+            self,
+            form=replace(self.form, shape=(end - begin, columns)),
+            payload=self.payload.view(rows, -1)[begin:end].reshape(-1, 1),
+            absmax=self.absmax.view(-1)[slice(*blocks)],
+            nested=None if self.nested is None else self.nested.of_blocks(*blocks),
+        )
+
+
+def _rows_at_a_time(form: Quantized, inputs: int, is_nested: bool) -> int:
+    """Rows of a matrix that bitsandbytes gets at a time; with quantized scales whole blocks of these."""
+    columns = form.shape[1]
+    step = NESTED_BLOCK // math.gcd(NESTED_BLOCK, columns // NF4_BLOCK) if is_nested else 1
+    elements = MAX_ELEMENTS if inputs <= FEW_INPUTS else FUSED_ELEMENTS
+    return max(elements // columns // step, 1) * step
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +232,7 @@ class Matrix(QuantizedMatrix):
         width = _lanes_of(method, self.form.scheme, width)
         make = torch.zeros if method == PANELS else torch.empty
         out = make(len(x), self.form.shape[0])
-        _run(method, width, _Inputs(method, self.form.scheme, width, x), [(self, 0, len(x))], out)
+        _run(method, width, _prepared(method, self.form.scheme, width, x), [(self, 0, len(x))], out)
         return out
 
     def table_for(self, width: int) -> int:
@@ -165,14 +248,12 @@ class Matrix(QuantizedMatrix):
 
 
 class _Inputs:
-    """Rows (T, K) in the format of a kernel of `width` lanes; K is a multiple of 64, or of the elements of a block."""
+    """Rows (T, K) as kernels of blocks or by panels read them; K is a multiple of 64, or of the elements of a block."""
 
     def __init__(self, method: str, scheme: str, width: int, x: torch.Tensor) -> None:
-        import torch
 
         count, columns = x.shape
-        self._step, self._odd = columns * 2, 0  # bytes of a row's even inputs in float32, or of all in bfloat16
-        self._odd_step = self._step
+        self._step, self._odd, self._odd_step = columns * 2, 0, 0  # bytes of a row in bfloat16, and of its sums
         if scheme in BLOCK_TYPES and width == kernels.PAIRS:
             layout = block_pairs.LAYOUTS[scheme]
             x = x if x.stride(1) == 1 else x.contiguous()
@@ -185,24 +266,27 @@ class _Inputs:
             if method == CODES and gguf_blocks.has_minima(scheme):
                 self._sums = self._ready.view(count, columns // SUMMED, SUMMED).sum(-1)
                 self._odd = self._sums.data_ptr()
-        elif method == PANELS:
-            self._ready, self._step = kernels.interleaved(width, x), columns * 4
-        elif width == kernels.PAIRS:
-            self._ready = x.contiguous()
         else:
-            self._ready = torch.empty(2, count, columns // 2)  # even and odd inputs
-            self._ready.copy_(x.view(count, columns // 2, 2).permute(2, 0, 1))
-            self._odd = self._ready.data_ptr() + count * self._step
+            self._ready, self._step = kernels.interleaved(width, x), columns * 4
 
     def of(self, row: int) -> tuple[int, int]:
-        """The addresses of a row's even inputs and of its odd ones; the second is 0 if they are not separated.
-
-        For blocks those of all inputs and of their sums.
-        """
+        """The addresses of a row's inputs, and of their sums by group; the second is 0 if these are not needed."""
         return self._ready.data_ptr() + row * self._step, self._odd and self._odd + row * self._odd_step
 
 
-def _run(method: str, width: int, inputs: _Inputs, work: Sequence[tuple[Matrix, int, int]], out: torch.Tensor) -> None:
+def _prepared(method: str, scheme: str, width: int, x: torch.Tensor) -> _Inputs | SegmentInputs:
+    """Rows (T, K) in the format of a kernel of `width` lanes."""
+    is_segments = method == CODES and scheme not in BLOCK_TYPES
+    return SegmentInputs(width, x) if is_segments else _Inputs(method, scheme, width, x)
+
+
+def _run(
+    method: str,
+    width: int,
+    inputs: _Inputs | SegmentInputs,
+    work: Sequence[tuple[Matrix, int, int]],
+    out: torch.Tensor,
+) -> None:
     """Multiply the rows [begin, end) with each matrix, as one job for all threads; all matrices are of one form.
 
     By codes `out` is filled; by panels the products are added to it.
@@ -247,7 +331,7 @@ class GroupedProduct:
         self._x = x
         self._width = _width_for(like.form, x.dtype)
         self._out = torch.zeros(len(x), like.form.shape[0])
-        self._inputs: dict[str, _Inputs] = {}
+        self._inputs: dict[str, _Inputs | SegmentInputs] = {}
 
     def multiply(self, matrices: Sequence[Matrix], groups: Sequence[tuple[int, int]]) -> None:
         """Compute `x[begin:end] @ W.T` for each matrix and its group; each group is computed once."""
@@ -259,7 +343,7 @@ class GroupedProduct:
             self._out[begin:end] = _in_chunks(self._x[begin:end], matrix, None)
         for method, work in by_method.items():
             if method not in self._inputs:
-                self._inputs[method] = _Inputs(method, scheme, _lanes_of(method, scheme, self._width), self._x)
+                self._inputs[method] = _prepared(method, scheme, _lanes_of(method, scheme, self._width), self._x)
             _run(method, _lanes_of(method, scheme, self._width), self._inputs[method], work, self._out)
 
     def result(self) -> torch.Tensor:

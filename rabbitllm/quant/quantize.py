@@ -26,7 +26,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
@@ -263,14 +263,16 @@ def expanded_bytes(form: Quantized) -> int:
     return math.ceil(math.prod(form.shape) / NF4_BLOCK) * SCALE_BYTES
 
 
-def expand_scales(codes: torch.Tensor, nested: torch.Tensor, table: torch.Tensor, offset: float) -> torch.Tensor:
+def expand_scales(
+    codes: torch.Tensor, nested: torch.Tensor, table: torch.Tensor, offset: float | torch.Tensor
+) -> torch.Tensor:
     """Dequantize quantized scales; the result equals bitsandbytes' bit for bit.
 
     Args:
         codes: uint8 (blocks,); all of a tensor's, or a run that begins with a block of 256; on any device.
         nested: float32, the scales of these blocks.
         table: float32 (256,).
-        offset: the mean of all scales.
+        offset: the mean of all scales, also as float32 ().
 
     Returns:
         float32 (blocks,), a new tensor.
@@ -280,6 +282,33 @@ def expand_scales(codes: torch.Tensor, nested: torch.Tensor, table: torch.Tensor
     state = functional().QuantState(absmax=nested, code=table, blocksize=NESTED_BLOCK, dtype=torch.float32)
     made: torch.Tensor = functional().dequantize_blockwise(codes, state)
     return made.add_(offset)
+
+
+@dataclass(frozen=True, slots=True)
+class NestedScales:
+    """The scales of quantized scales, as bitsandbytes' products take them.
+
+    Attributes:
+        scales: float32, one per 256 codes.
+        table: float32 (256,), the value of each code.
+        offset: float32 (), the mean of all scales.
+    """
+
+    scales: torch.Tensor
+    table: torch.Tensor
+    offset: torch.Tensor
+
+    def expanded(self, codes: torch.Tensor) -> torch.Tensor:
+        """See `expand_scales`."""
+        return expand_scales(codes, self.scales, self.table, self.offset)
+
+    def of_blocks(self, begin: int, end: int) -> NestedScales:
+        """Those of a run of codes, which begins at a multiple of 256."""
+        return replace(self, scales=self.scales[begin // NESTED_BLOCK : math.ceil(end / NESTED_BLOCK)])
+
+    def clone(self) -> NestedScales:
+        """A copy in other memory."""
+        return NestedScales(self.scales.clone(), self.table.clone(), self.offset.clone())
 
 
 def scales_at(
@@ -315,10 +344,22 @@ def operands(
         import torch
 
         return form, read(parts[0]), torch.empty(0), torch.empty(0)
+    codes, payload, absmax, table, nested = nested_operands(form, parts, read)
+    return codes, payload, absmax if nested is None else nested.expanded(absmax), table
+
+
+def nested_operands(
+    form: Quantized, parts: Sequence[TensorSpec], read: Callable[[TensorSpec], torch.Tensor]
+) -> tuple[Quantized, torch.Tensor, torch.Tensor, torch.Tensor, NestedScales | None]:
+    """As `operands` for schemes of bitsandbytes, but quantized scales stay codes, uint8, and their scales follow."""
+    import torch
+
     payload, absmax, table = map(read, parts[:3])
-    if form.offset is not None:
-        absmax = expand_scales(absmax, read(parts[3]), read(parts[4]), form.offset)
-    return form.codes, payload, absmax, table
+    nested = None
+    if form.offset is not None:  # filled on the device: a copy of a number would wait for the queued work
+        offset = absmax.new_full((), form.offset, dtype=torch.float32)
+        nested = NestedScales(read(parts[3]), read(parts[4]), offset)
+    return form.codes, payload, absmax, table, nested
 
 
 def dequantize(
@@ -386,6 +427,7 @@ def multiply_4bit(
     table: torch.Tensor,
     x: torch.Tensor,
     bias: torch.Tensor | None = None,
+    nested: NestedScales | None = None,
 ) -> torch.Tensor:
     """`x @ W.T + bias` by bitsandbytes, from the codes if it has a kernel for device and shape; else it dequantizes.
 
@@ -393,27 +435,33 @@ def multiply_4bit(
 
     Args:
         form: (N, K) at 4bit, K a multiple of 64.
-        payload, absmax, table: as for `dequantize`.
+        payload, absmax, table: as for `dequantize`; with `nested`, `absmax` is uint8 codes.
         x: (T, K), contiguous, of a floating dtype.
         bias: (N,), of the same; None for none.
+        nested: the scales of quantized scales.
 
     Returns:
         (T, N), of x's dtype; rounded differently from a product with the dequantized matrix.
     """
-    state = _nf4_quant_state(form, absmax, table)
+    state = _nf4_quant_state(form, absmax, table, nested)
     product: torch.Tensor = bitsandbytes().matmul_4bit(x, payload.view(-1, 1).t(), quant_state=state, bias=bias)
     return product
 
 
-def _nf4_quant_state(form: Quantized, absmax: torch.Tensor, table: torch.Tensor) -> Any:
+def _nf4_quant_state(
+    form: Quantized, absmax: torch.Tensor, table: torch.Tensor, nested: NestedScales | None = None
+) -> Any:
     import torch
 
     assert form.dtype is not None
-    return functional().QuantState(
+    kind = functional().QuantState
+    return kind(
         absmax=absmax,
         shape=torch.Size(form.shape),
         dtype=getattr(torch, form.dtype),
         blocksize=NF4_BLOCK,
         code=table,
         quant_type="nf4",
+        offset=None if nested is None else nested.offset,
+        state2=None if nested is None else kind(absmax=nested.scales, code=nested.table, blocksize=NESTED_BLOCK),
     )

@@ -53,6 +53,11 @@ class ShardTransfer(enum.Enum):
     FILE = "file, one at a time"
     STREAM = "stream, never a file"
 
+    @property
+    def files(self) -> int:
+        """The fetched shards that are on the disk at a time."""
+        return {ShardTransfer.FILE_AHEAD: 2, ShardTransfer.FILE: 1, ShardTransfer.STREAM: 0}[self]
+
 
 @dataclass(frozen=True, slots=True)
 class DiskUse:
@@ -158,9 +163,7 @@ def scratch_slack(layout: FileSizes) -> int:
 
 def _staged_bytes(shard: PlannedShard, following: PlannedShard | None, shard_transfer: ShardTransfer) -> int:
     """Return the bytes of fetched shards that lie on the disk while `shard` is used."""
-    if shard_transfer is ShardTransfer.STREAM:
-        return 0
-    staged = [shard, following] if shard_transfer is ShardTransfer.FILE_AHEAD else [shard]
+    staged = [shard, following][: shard_transfer.files]
     return sum(on_disk(one.size) for one in staged if one is not None and one.staged)
 
 

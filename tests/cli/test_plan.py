@@ -23,7 +23,7 @@ from rabbitllm.checkpoints import local
 from rabbitllm.checkpoints.hub import FIRST_READ_BYTES
 from rabbitllm.cli.main import app
 from rabbitllm.errors import CheckpointNotFoundError, NotEnoughSpaceException, OptionError
-from rabbitllm.estimate.report import duration, show
+from rabbitllm.estimate.report import show
 from rabbitllm.estimate.split_estimate import FETCHED_BYTES, ROUTES, CompressionEstimate, Route, SplitEstimate
 from rabbitllm.splitter.disk_budget import on_disk
 from tests.splitter.test_split import LARGE
@@ -626,21 +626,6 @@ def test_a_guide_shows_what_is_printed(guide: str, monkeypatch: pytest.MonkeyPat
 def test_markup_in_a_name_is_no_markup(tmp_path: Path) -> None:
     source = write_shards(tmp_path / "[red]m[/red]", cut(llama_tensors(), 3))
     assert f"{source}\n" in run(str(source), "--bandwidth", "1GB")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.2, "under 1 s"),
-        (59.4, "59 s"),
-        (59.6, "1 min"),
-        (90 * 60, "1 h 30 min"),
-        (3599, "1 h 00 min"),
-        (100 * 3600, "100 h 00 min"),
-    ],
-)
-def test_duration(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 def test_a_picture_of_where_layers_will_live(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rabbitllm import AutoModel
-from rabbitllm.engine import load, skeleton
-from rabbitllm.engine.load import MAX_ROWS, fused_chooser, is_near
+from rabbitllm.engine import load_plan, skeleton
+from rabbitllm.engine.load_plan import DISTINCT_ROWS, MAX_ROWS, fused_chooser, is_near
 from rabbitllm.quant import products
 from rabbitllm.quant.schemes import Quantized
 from tests.support.builders import build_checkpoint
@@ -49,6 +49,32 @@ def test_a_kernel_that_is_right_is_used(dtype: torch.dtype) -> None:
     assert fused_chooser(FakeGpu(0))(FORM, dtype) is products.FusedMatrix
 
 
+@pytest.mark.parametrize("scheme", ["4bit", "4bit-double"])
+@pytest.mark.parametrize("rows", [96, DISTINCT_ROWS, 2 * DISTINCT_ROWS + 7])
+def test_a_trial_takes_every_way_of_a_pass(scheme: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all rows of the matrix, in the parts that a pass multiplies; a wrong result of one way is a no."""
+    ordinary, given = products.multiply_4bit, []
+    monkeypatch.setattr(products, "FUSED_ELEMENTS", 1500 * 64)
+    form = Quantized(scheme, (rows, 64), "bfloat16", None if scheme == "4bit" else 0.25)
+
+    def multiply(part: Quantized, payload: Any, absmax: Any, table: Any, x: torch.Tensor, *others: Any) -> torch.Tensor:
+        given.append((len(x), part.shape[0], others[-1] is not None))
+        result = ordinary(part, payload, absmax, table, x, *others)
+        return result.flip(-1) if len(x) in wrong else result
+
+    monkeypatch.setattr(products, "multiply_4bit", multiply)
+    wrong: list[int] = []
+    assert fused_chooser(FakeGpu(0))(form, torch.bfloat16) is products.FusedMatrix
+    assert {count for count, _, _ in given} == {1, 4, 6, 16, 48, 128, 600}
+    for count in (1, 128):
+        assert sum(part for inputs, part, _ in given if inputs == count) == rows
+    assert max(part for count, part, _ in given if count > products.FEW_INPUTS) <= 1500
+    assert {is_nested for *_, is_nested in given} == {scheme != "4bit"}
+    for count in (4, 128, 600):
+        wrong[:] = [count]
+        assert fused_chooser(FakeGpu(0))(form, torch.bfloat16) is None
+
+
 def test_one_trial_for_all_matrices_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Any] = []
 
@@ -56,7 +82,7 @@ def test_one_trial_for_all_matrices_of_a_shape(monkeypatch: pytest.MonkeyPatch) 
         tried.append((device.name, form.shape, dtype))
         return True
 
-    monkeypatch.setattr(load, "_is_right", note)
+    monkeypatch.setattr(load_plan, "_is_right", note)
     choose_matrix = fused_chooser(FakeGpu(0))
     for _ in range(3):
         for shape in ((96, 128), (128, 128), (50_000, 64), (150_000, 64)):
@@ -65,7 +91,7 @@ def test_one_trial_for_all_matrices_of_a_shape(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_trial_for_what_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "_is_right", lambda *given: pytest.fail("tried"))
+    monkeypatch.setattr(load_plan, "_is_right", lambda *given: pytest.fail("tried"))
     choose_matrix = fused_chooser(FakeGpu(0))
     assert choose_matrix(Quantized("8bit", (96, 128), None), torch.bfloat16) is None
     assert choose_matrix(Quantized("4bit", (96, 100), "bfloat16"), torch.bfloat16) is None

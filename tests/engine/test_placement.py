@@ -47,7 +47,7 @@ KEPT = (Tier.RESIDENT, Tier.PACKED)
 def layer(name: str, stored: int, ready: int | None = None, **changed: bool) -> UnitCost:
     """A decoder layer; a view unless it has another size when made."""
     settings = {"is_view": ready is None, "is_layer": True, "must_stay": False, "by_rows": False, **changed}
-    return UnitCost(name, stored, ready if ready is not None else stored, **settings)
+    return UnitCost(name, stored, ready if ready is not None else stored, ready or 0, **settings)
 
 
 def model(layers: int, stored: int = 100, ready: int | None = None) -> list[UnitCost]:
@@ -83,7 +83,7 @@ def footprint(costs: Sequence[UnitCost], placement: Placement, device: str) -> i
     quantized = sum({tensor(cost) if is_host else cost.name: cost.stored for cost in kept}.values())
     slots = SLOTS * max((cost.stored for cost in here if at[cost.name] is Tier.STREAMED), default=0)
     moving = [cost for cost in here if at[cost.name] in (Tier.PACKED, Tier.STREAMED)]
-    being_made = max((cost.ready for cost in moving if not cost.is_view), default=0)
+    being_made = max((cost.scratch for cost in moving), default=0)
     return resident + quantized + slots + being_made
 
 
@@ -96,7 +96,13 @@ def tied(*costs: UnitCost) -> list[UnitCost]:
     """Units that are made from one tensor, that of the first."""
     first = costs[0]
     shared = (SharedTensor(first.name, first.stored, first.ready),)
-    sizes = {"stored": first.stored, "ready": first.ready, "is_view": first.is_view, "shared": shared}
+    sizes = {
+        "stored": first.stored,
+        "ready": first.ready,
+        "scratch": first.scratch,
+        "is_view": first.is_view,
+        "shared": shared,
+    }
     return [replace(cost, **sizes) for cost in costs]  # type: ignore[arg-type]
 
 
@@ -108,9 +114,10 @@ def units(draw: st.DrawFn) -> list[UnitCost]:
         stored = draw(st.integers(0, 1000))
         is_view = draw(st.booleans())
         ready = stored if is_view else draw(st.integers(0, 4000))
+        scratch = 0 if is_view else draw(st.integers(0, 4000))
         must_stay = draw(st.integers(0, 4)) == 0
         by_rows = not must_stay and draw(st.integers(0, 8)) == 0
-        made.append(UnitCost(f"u{number}", stored, ready, is_view, draw(st.booleans()), must_stay, by_rows))
+        made.append(UnitCost(f"u{number}", stored, ready, scratch, is_view, draw(st.booleans()), must_stay, by_rows))
     free = [number for number, cost in enumerate(made) if not cost.must_stay]
     if len(free) > 1 and draw(st.booleans()):
         group = sorted(draw(st.sets(st.sampled_from(free), min_size=2, max_size=4)))
@@ -136,7 +143,7 @@ def test_every_unit_is_placed_once_and_limits_are_kept(
         fixed = sum(cost.ready for cost in here if cost.must_stay)
         free = [cost for cost in here if not cost.must_stay and not cost.by_rows]
         least = fixed + SLOTS * max((c.stored for c in free), default=0)
-        least += max((c.ready for c in free if not c.is_view), default=0)
+        least += max((c.scratch for c in free), default=0)
         # what cannot be avoided is taken even beyond the limit, and then nothing else is
         assert footprint(costs, placement, budget.device) <= max(budget.nbytes, least)
 

@@ -43,7 +43,7 @@ def large(layers: int = LAYERS) -> Placement:
     """Many layers, compressed, on two GPUs that hold less than half of them, with pinned memory for some."""
 
     def cost(name: str, nbytes: int, *, is_layer: bool = False, by_rows: bool = False) -> UnitCost:
-        return UnitCost(name, nbytes, 4 * nbytes, False, is_layer, False, by_rows)
+        return UnitCost(name, nbytes, 4 * nbytes, 4 * nbytes, False, is_layer, False, by_rows)
 
     costs = [cost("model.embed_tokens", 700_000_000, by_rows=True)]
     costs += [cost(f"model.layers.{at}", 490_000_000, is_layer=True) for at in range(layers)]

@@ -58,7 +58,6 @@ def predict(
 ) -> GenerationEstimate:
     """What generating takes with layer files that need not be there yet."""
     plan = make_load_plan(store, machine.options, home, machine.devices)
-    plan = predictions.as_multiplied(plan, store, machine)
     return predictions.estimate(compression, plan, store.folder, machine, readable)
 
 

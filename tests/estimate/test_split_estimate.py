@@ -264,16 +264,16 @@ def test_a_finished_split_is_the_best_there_is_if_it_is_this_source_s() -> None:
     assert chosen(here, outlook("4bit", state="finished", obstacle="another's"), asked="4bit") == (None, "standard")
 
 
-def test_least_is_what_lacks_least() -> None:
+def test_nearest_is_what_lacks_least() -> None:
     full, quarter = outlook(None, route("standard", 9)), outlook("4bit", route("standard", 4), route("x", 2))
-    found = split_estimate.least([full, quarter])
+    found = split_estimate.nearest([full, quarter])
     assert found is not None
     assert (found[0].compression, found[1].name) == ("4bit", "x")
     larger = dataclasses.replace(route("y", 2), disk_bytes=11)
-    found = split_estimate.least([outlook("8bit", larger), quarter])
+    found = split_estimate.nearest([outlook("8bit", larger), quarter])
     assert found is not None
     assert found[1].name == "x"
-    assert split_estimate.least([outlook(None)]) is None
+    assert split_estimate.nearest([outlook(None)]) is None
 
 
 @pytest.mark.parametrize(

@@ -13,22 +13,37 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from transformers.integrations import sdpa_attention
 
 from rabbitllm.base.options import RunOptions
 from rabbitllm.base.terminal import size
+from rabbitllm.engine import forwards
 from rabbitllm.engine.devices import default_budget
 from rabbitllm.engine.free_memory import available_ram, trimming
+from rabbitllm.engine.load import load_model
+from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import OptionError
 from rabbitllm.generation import memory
 from rabbitllm.generation.batch import Batch, Limits
 from rabbitllm.generation.kv_cache import cost_by_config
-from rabbitllm.generation.memory import MIN_TOKENS, PassCost, cost_of_a_pass, left_to_requests, weight_limits
+from rabbitllm.generation.memory import (
+    MIN_TOKENS,
+    CacheMemory,
+    PassCost,
+    cost_of_a_pass,
+    left_to_requests,
+    repeated_bytes,
+    weight_limits,
+)
 from rabbitllm.generation.request import Request
+from rabbitllm.generation.scoring.score import limits_of
+from rabbitllm.generation.scoring.tasks import Room
 from rabbitllm.quant.vectors import multiplies_pairs
 from tests.generation.submitting import alone, answered
 from tests.support.builders import build_checkpoint
-from tests.support.fake_gpu import FakeGpu
-from tests.support.tiny_models import load, split
+from tests.support.fake_gpu import FakeGpu, watched
+from tests.support.tiny_models import bytes_when_made, load, split
 
 LLAMA = SimpleNamespace(hidden_size=2048, intermediate_size=5632, num_attention_heads=16, vocab_size=32000)
 SHAPES = ("16:16:1:apart", "2048:256:64:apart", "2048:2048:16:apart", "2048:1024:2:apart")
@@ -162,6 +177,72 @@ def test_prompts_are_cut_by_the_memory_there_is(split_folder: Any, plain: Any, m
         passes = batch.stats.passes
     assert [one.tokens for one in found] == [alone(plain, request) for request in requests]
     assert passes >= 2 * 60 // MIN_TOKENS
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_layers_that_a_pass_dequantizes_are_not_free_memory(tmp_path: Path, is_streamed: bool) -> None:
+    """KV caches, prompts and scoring get only what the largest dequantized layer leaves."""
+    sizes = {"hidden_size": 128, "intermediate_size": 512}
+    directory = split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, **sizes), "8bit")
+    gpu = FakeGpu(0, memory=64 << 20)
+    budget = 0 if is_streamed else bytes_when_made(load(directory)) - 1
+    options = RunOptions(max_memory={gpu.name: budget, "cpu": 0}, show_progress=False)
+    model = load_model(directory, options, None, [gpu])
+    layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+    norms = sum(parameter.nbytes for parameter in model.model.layers[0].parameters() if parameter.dim() == 1)
+    assert {placed.tier for placed in model.placement.units if ".layers." in placed.unit} == {
+        Tier.STREAMED if is_streamed else Tier.PACKED
+    }
+    assert memory.free_memory(model) == gpu.memory - (layer - norms)
+    found = limits_of(model, Room()).device_bytes, CacheMemory(model, None).limit
+    (executor,) = model.streamer.executors.values()
+    executor.scratch = 0
+    gpu.memory -= layer - norms
+    assert found == (limits_of(model, Room()).device_bytes, CacheMemory(model, None).limit)
+    executor.scratch = gpu.memory + 1
+    assert memory.free_memory(model) == 0
+
+
+def test_keys_that_attention_repeats_are_no_memory_for_prompts(tmp_path: Path) -> None:
+    """On GPUs, for the longest sequence that a model and its KV caches allow; activations are on one of them."""
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
+    directory = split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, **sizes))
+    found = []
+    for count in (1, 2):
+        gpus = [FakeGpu(number, memory=(8 << 20) // count) for number in range(count)]
+        limits = {**{gpu.name: 0 for gpu in gpus}, "cpu": 0}
+        model = load_model(directory, RunOptions(max_memory=limits, show_progress=False), None, gpus)
+        assert repeated_bytes(model.config, 2, 512) == 2 * 2 * 8 * 16 * 512
+        cost = cost_of_a_pass(model.config, 2)
+        for limit, longest in ((4 << 20, 512), (100 * 2 * 2 * 2 * 16 * model.config.num_hidden_layers, 100)):
+            room = CacheMemory(model, limit)
+            left = ((8 << 20) - limit) // count - 2 * 2 * 8 * 16 * longest
+            assert room.max_tokens == cost.tokens_in(left - cost.of(0, 0, 1))
+            found.append(room.max_tokens)
+    assert len(set(found)) == 4
+    own_keys = SimpleNamespace(**{**vars(LLAMA), "num_key_value_heads": 16})
+    assert repeated_bytes(own_keys, 2, 512) == repeated_bytes(LLAMA, 2, 512) == 0
+
+
+def test_on_a_t4_a_part_of_a_prompt_takes_the_repeated_keys_of_all_earlier_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forwards, "_repeating", set())
+    monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", sdpa_attention.use_gqa_in_sdpa)
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024}
+    directory = split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, **sizes))
+    gpu = FakeGpu(0, capacity=1 << 30, has_bf16=False)
+    options = RunOptions(max_memory={gpu.name: 1 << 30, "cpu": 0}, show_progress=False)
+    before, part = 800, 16
+    with watched(), torch.inference_mode():
+        model = load_model(directory, options, None, [gpu])
+        cache = transformers.DynamicCache(config=model.config)
+        ids = torch.arange(before + part)[None].to(model.device) % 200
+        model(ids[:, :before], past_key_values=cache, logits_to_keep=1)
+        used = gpu.peak = gpu.used
+        model(ids[:, before:], past_key_values=cache, logits_to_keep=1)
+    own = cost_of_a_pass(model.config, 2).of(part, part, 1)
+    assert own < gpu.peak - used < own + repeated_bytes(model.config, 2, before + part)
 
 
 def test_no_memory_at_all_is_said_at_once(split_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,48 +1,57 @@
-"""`rabbitllm doctor`: asks all probes, one after the other; estimates the models of the short list; and gives advice.
+"""`rabbitllm doctor`: runs all probes, estimates the models of the short list, and gives advice.
 
-A probe that fails adds a line to the report.
+A probe reads the state of the machine once. A probe that fails adds a line to the report.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import os
+import platform
 import shlex
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import urlsplit, urlunsplit
 
 from rabbitllm.base.terminal import size, speed
+from rabbitllm.engine.free_memory import available_ram, group_limits, has_nvidia_driver, process_limits
 from rabbitllm.estimate import outline
 from rabbitllm.estimate.cost_model import Speed
-from rabbitllm.estimate.doctor import probes
-from rabbitllm.estimate.doctor.probes import CACHE, SPLITS
 from rabbitllm.estimate.doctor.records import (
     Advice,
     AtCompression,
     Failure,
+    Gpu,
+    Gpus,
+    Hub,
     MachineInfo,
+    Memory,
     ModelEstimate,
     Need,
     Package,
+    Processor,
     Report,
 )
 from rabbitllm.estimate.outline import Published
 from rabbitllm.estimate.split_estimate import ROUTES, STANDARD
-from rabbitllm.storage.folders import Folder, host_of
+from rabbitllm.quant.schemes import check_compression
+from rabbitllm.storage.folders import KAGGLE_TMP, KAGGLE_WORKING, Folder, Host, file_systems, folder_of, host_of
+from rabbitllm.store import locations
 from rabbitllm.version import __version__
 
 if TYPE_CHECKING:
     from rabbitllm.estimate.machine import Machine
 
 Found = TypeVar("Found")
-Say = Callable[[str], None]
 HUB_SECONDS = 4.0
 """Time limit for the hub, name resolution included."""
 QUICK_HUB_SECONDS = 1.5
@@ -51,35 +60,246 @@ MEASURING_SECONDS = 30.0
 MEASURING_BYTES = 3 << 30
 """Bytes of RAM below which nothing is measured: torch, transformers and the measured matrices take 2.4 GB of it."""
 
+# Probes of memory, processor, GPUs, hub, packages and folders; each may raise an error.
+
+INSTRUCTIONS: Mapping[str, frozenset[str]] = {
+    "AVX2": frozenset({"avx2"}),
+    "AVX-512": frozenset({"avx512f"}),
+    "VNNI": frozenset({"avx512_vnni", "avx_vnni"}),
+    "AVX512-BF16": frozenset({"avx512_bf16"}),
+    "AMX": frozenset({"amx_tile"}),
+    "SHA": frozenset({"sha_ni", "sha2"}),
+}
+"""Name -> the flags of /proc/cpuinfo for it. Products use the first five, digests of shards the last."""
+_ARM = {
+    "NEON": frozenset({"asimd"}),
+    "BF16": frozenset({"bf16"}),
+    "I8MM": frozenset({"i8mm"}),
+    "SHA": frozenset({"sha2"}),
+}
+
+
+def probe_memory(root: Path = Path("/")) -> Memory:
+    """Return the machine's memory, with the limits of control groups and of the process."""
+    import psutil
+
+    found = psutil.virtual_memory()
+    groups, limits = tuple(group_limits(root)), tuple(process_limits(root))
+    # memory is read twice; other processes may free some in between
+    return Memory(int(found.total), int(found.available), min(available_ram(), int(found.available)), groups, limits)
+
+
+def probe_processor(root: Path = Path("/")) -> Processor:
+    """Return the processor's name, cores and instructions."""
+    try:
+        lines = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    values = {name.strip(): value.strip() for name, sign, value in (line.partition(":") for line in lines) if sign}
+    flags = set((values.get("flags") or values.get("Features") or "").split())
+    known = INSTRUCTIONS if "flags" in values else _ARM
+    name = values.get("model name") or platform.processor() or platform.machine()
+    cores = os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    instructions = {name: bool(needed & flags) for name, needed in known.items()} if flags else {}
+    return Processor(name, cores, min([float(allowed), *_quotas(root)]), instructions)
+
+
+def _quotas(root: Path) -> list[float]:
+    """Return the cores that control groups allow at a time (v2: cpu.max; v1: cpu.cfs_quota_us)."""
+    found = []
+    for folder, names in (("", ("cpu.max",)), ("cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us"))):
+        try:
+            quota = " ".join((root / "sys/fs/cgroup" / folder / name).read_text() for name in names).split()
+        except OSError:
+            continue
+        if len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit() and int(quota[1]):
+            found.append(int(quota[0]) / int(quota[1]))
+    return found
+
+
+def probe_gpus(*, ask_torch: bool = True) -> Gpus:
+    """Return the GPUs that torch can use.
+
+    Args:
+        ask_torch: load torch even without NVIDIA's driver; this takes seconds.
+    """
+    driver = has_nvidia_driver()
+    if not driver and not ask_torch:
+        return Gpus((), False, None)
+    import torch
+
+    from rabbitllm.engine.devices import capability_suits_bf16
+
+    found = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        capability = (properties.major, properties.minor)
+        bfloat16 = capability_suits_bf16(capability)
+        found.append(Gpu(f"cuda:{index}", properties.name, total, free, capability, bfloat16))
+    return Gpus(tuple(found), driver, torch.__version__)
+
+
+def probe_hub(seconds: float = 3.0) -> Hub:
+    """Send a request to the hub, unless that is forbidden; any answer means that it is reachable."""
+    from huggingface_hub import constants, get_token
+
+    address = urlsplit(constants.ENDPOINT)
+    endpoint = urlunsplit((address.scheme, address.netloc.rpartition("@")[2], address.path, "", ""))  # no password
+    token = get_token() is not None
+    if constants.is_offline_mode() if hasattr(constants, "is_offline_mode") else constants.HF_HUB_OFFLINE:
+        return Hub(endpoint, True, None, None, token)
+    from huggingface_hub.utils import get_session
+
+    start = time.perf_counter()
+    try:
+        get_session().head(constants.ENDPOINT, timeout=seconds)
+    except Exception as error:  # depends on huggingface_hub's HTTP library, and on proxies
+        return Hub(endpoint, False, False, None, token, _first_line(error))
+    return Hub(endpoint, False, True, time.perf_counter() - start, token)
+
+
+ESSENTIAL: Mapping[str, str] = {
+    "torch": "all computation",
+    "transformers": "the models",
+    "safetensors": "the format of layer files",
+    "huggingface_hub": "downloads of models",
+    "accelerate": "moving outputs between devices",
+    "psutil": "measuring free memory",
+    "filelock": "locks between processes",
+}
+WANTED: Mapping[str, str] = {
+    "bitsandbytes": "compression, 8bit and 4bit",
+    "numba": "full speed of compressed models on the CPU",
+}
+OPTIONAL: Mapping[str, str] = {
+    "hf_xet": "faster downloads on the standard route",
+    "matplotlib": "plots (--plot)",
+    "kernels": "transformers' own kernels for FP8 and MXFP4 on GPUs",
+    "flash-attn": "FlashAttention 2, on GPUs with bfloat16",
+    "sentencepiece": "tokenizers of some older models",
+    "tiktoken": "tokenizers of some models",
+    "compressed-tensors": "checkpoints in the compressed-tensors format",
+}
+"""Packages -> their use."""
+_LOADED: Mapping[str, Callable[[], object]] = {
+    "torch": lambda: importlib.import_module("torch"),
+    "transformers": lambda: importlib.import_module("transformers"),
+    "bitsandbytes": lambda: check_compression("4bit"),
+    "numba": lambda: importlib.import_module("numba"),
+}
+"""Packages with compiled parts, which may not fit this machine -> a function that loads them."""
+
+
+def probe_packages(*, load: bool = True) -> tuple[Package, ...]:
+    """Return all packages that are used, the essential first.
+
+    Args:
+        load: try to import those with compiled parts; this takes seconds.
+    """
+    wanted = _wanted_versions()
+    return tuple(
+        _package(name, use, wanted.get(_plain(name), ""), uses, load)
+        for uses in (ESSENTIAL, WANTED, OPTIONAL)
+        for name, use in uses.items()
+    )
+
+
+def _package(name: str, use: str, wanted: str, uses: Mapping[str, str], load: bool) -> Package:
+    from packaging.specifiers import SpecifierSet
+
+    try:
+        version: str | None = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        version = None
+    fits = version is not None and (not wanted or SpecifierSet(wanted).contains(version, prereleases=True))
+    problem = None
+    if load and version is not None and name in _LOADED:
+        try:
+            _LOADED[name]()
+        except Exception as error:  # a broken library may raise anything
+            problem = _first_line(error)
+    return Package(name, version, wanted, fits, use, uses is ESSENTIAL, uses is OPTIONAL, problem)
+
+
+def _wanted_versions() -> dict[str, str]:
+    """Return package -> required versions; empty if this package is on the path but not installed."""
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    found = {}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        for line in metadata.requires("rabbitllm") or []:
+            with contextlib.suppress(InvalidRequirement):
+                one = Requirement(line)
+                if str(one.specifier):
+                    found[_plain(one.name)] = str(one.specifier)
+    return found
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+SPLITS = "splits of hub models"
+CACHE = "hub cache"
+TEMPORARY = "temporary files"
+HERE = "this folder"
+
+
+def probe_folders(host: Host | None = None, mounts: Path = Path("/proc/self/mountinfo")) -> tuple[Folder, ...]:
+    """Return the folders of weights, each path once; the one for layer files first."""
+    from huggingface_hub import constants
+
+    named = [
+        (SPLITS, locations.home()),
+        (CACHE, Path(constants.HF_HUB_CACHE)),
+        (HERE, Path.cwd()),
+        (TEMPORARY, Path(tempfile.gettempdir())),
+        *(("Kaggle", path) for path in (KAGGLE_TMP, KAGGLE_WORKING) if path.exists()),
+    ]
+    uses: dict[Path, list[str]] = {}
+    for use, path in named:
+        uses.setdefault(path.expanduser().absolute(), []).append(use)
+    kinds = file_systems(mounts)
+    return tuple(folder_of(tuple(found), path, kinds, host) for path, found in uses.items())
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0]
+
+
+# The report.
+
 
 class Probes:
-    """Calls probes, and records which of them failed."""
+    """Runs probes, and records which of them failed."""
 
-    def __init__(self, say: Say) -> None:
+    def __init__(self, on_probe: Callable[[str], None]) -> None:
         self.failures: list[Failure] = []
-        self._say = say
+        self._on_probe = on_probe
 
-    def ask(self, what: str, probe: Callable[[], Found]) -> Found | None:
+    def run(self, name: str, probe: Callable[[], Found]) -> Found | None:
         """Return the result of a probe; if it fails, record that and return None."""
-        self._say(what)
+        self._on_probe(name)
         try:
             return probe()
         except Exception as error:  # one broken part of a machine must not hide the others
-            self.failures.append(Failure(what, f"{type(error).__name__}: {error}".split("\n")[0]))
+            self.failures.append(Failure(name, _first_line(error)))
             return None
 
-    def begin(self, what: str, probe: Callable[[], Found], seconds: float) -> Callable[[], Found | None]:
+    def begin(self, name: str, probe: Callable[[], Found], seconds: float) -> Callable[[], Found | None]:
         """Begin a probe that may not return; the returned function waits for it until `seconds` from now at most."""
         found: Future[Found] = Future()
 
-        def run() -> None:
+        def work() -> None:
             try:
                 found.set_result(probe())
             except Exception as error:
                 found.set_exception(error)
 
         until = time.perf_counter() + seconds
-        thread = threading.Thread(target=run, name=f"probe-{what}", daemon=True)
+        thread = threading.Thread(target=work, name=f"probe-{name}", daemon=True)
         thread.start()
 
         def wait() -> Found:
@@ -88,40 +308,40 @@ class Probes:
                 raise TimeoutError(f"no answer within {seconds:.0f} s")
             return found.result()
 
-        return lambda: self.ask(what, wait)
+        return lambda: self.run(name, wait)
 
 
-def examine(*, quick: bool = False, every: bool = False, say: Say = lambda what: None) -> Report:
+def examine(*, quick: bool = False, every: bool = False, on_probe: Callable[[str], None] = lambda name: None) -> Report:
     """Run all probes and return the report.
 
     Args:
         quick: measure nothing and load no libraries: seconds less, and no times of tokens.
         every: also estimate times of models for which the disk has no room.
-        say: called with the name of each probe.
+        on_probe: called with the name of each probe.
     """
     start = time.perf_counter()
-    asking = Probes(say)
-    memory = asking.ask("memory", probes.memory)  # before any library takes its share
-    hub = asking.begin("the hub", probes.hub, QUICK_HUB_SECONDS if quick else HUB_SECONDS)
-    host = asking.ask("the host", lambda: host_of(os.environ))
-    folders = asking.ask("disks", lambda: probes.folders(host)) or ()
+    probes = Probes(on_probe)
+    memory = probes.run("memory", probe_memory)  # before any library takes its share
+    hub = probes.begin("the hub", probe_hub, QUICK_HUB_SECONDS if quick else HUB_SECONDS)
+    host = probes.run("the host", lambda: host_of(os.environ))
+    folders = probes.run("disks", lambda: probe_folders(host)) or ()
     models = [
         found
-        for model in asking.ask("the list of models", outline.published) or ()
-        if (found := asking.ask(model.repository, partial(on_disk, model, folders)))
+        for model in probes.run("the list of models", outline.published) or ()
+        if (found := probes.run(model.repository, partial(on_disk, model, folders)))
     ]
-    packages = asking.ask("packages", lambda: probes.packages(load=not quick)) or ()
-    gpus = asking.ask("GPUs", lambda: probes.gpus(ask_torch=not quick))
+    packages = probes.run("packages", lambda: probe_packages(load=not quick)) or ()
+    gpus = probes.run("GPUs", lambda: probe_gpus(ask_torch=not quick))
     rates: tuple[Speed, ...] = ()
     devices: tuple[str, ...] = ()
     if not quick and (memory is None or memory.usable >= MEASURING_BYTES):
-        rates, models, devices = _measured(asking, models, every)
+        rates, models, devices = _measured(probes, models, every)
     elif not quick and memory is not None:
         little = f"{size(memory.usable)} of RAM is available; measuring takes up to {size(MEASURING_BYTES)}"
-        asking.failures.append(Failure("times", little))
+        probes.failures.append(Failure("times", little))
     machine = MachineInfo(
         memory=memory,
-        processor=asking.ask("the processor", probes.processor),
+        processor=probes.run("the processor", probe_processor),
         gpus=gpus,
         folders=folders,
         host=host,
@@ -129,47 +349,45 @@ def examine(*, quick: bool = False, every: bool = False, say: Say = lambda what:
         packages=packages,
         rates=rates,
     )
-    advice = advise(machine, smallest_need(models))
+    smallest = min((need.disk_bytes for model in models for one in model.at for need in one.needs), default=0)
+    advice = advise(machine, smallest)
     seconds = time.perf_counter() - start
-    return Report(__version__, machine, tuple(models), devices, advice, tuple(asking.failures), seconds)
+    return Report(__version__, machine, tuple(models), devices, advice, tuple(probes.failures), seconds)
 
 
 def _measured(
-    asking: Probes, models: list[ModelEstimate], every: bool
+    probes: Probes, models: list[ModelEstimate], every: bool
 ) -> tuple[tuple[Speed, ...], list[ModelEstimate], tuple[str, ...]]:
     """Measure the rates; return them, the models with their times, and the devices they would compute on."""
-    engine = asking.ask("the engine", lambda: importlib.import_module("rabbitllm.estimate.machine"))  # takes seconds
+    engine = probes.run("the engine", lambda: importlib.import_module("rabbitllm.estimate.machine"))  # takes seconds
     if engine is None:
         return (), models, ()
     known = {model.repository: model for model in outline.published()}
     rates: list[Speed] = []
 
-    def all_of_it() -> tuple[str, ...]:
-        from rabbitllm.store import locations
-
+    def measure_all() -> tuple[str, ...]:
         with engine.rough_machine(locations.home(), MIN_FREE_BYTES) as machine:
-            for measure, what in engine.measurements(machine):
-                rate = asking.ask(what, measure)
-                rates.extend([Speed(what, rate)] if rate else [])
-            begun = time.perf_counter()
-            for at, one in enumerate(models):
-                if time.perf_counter() - begun > MEASURING_SECONDS and not every:
+            for measure, name in engine.measurements(machine):
+                rate = probes.run(name, measure)
+                rates.extend([Speed(name, rate)] if rate else [])
+            start = time.perf_counter()
+            for index, model in enumerate(models):
+                if time.perf_counter() - start > MEASURING_SECONDS and not every:
                     why = f"measuring took longer than {MEASURING_SECONDS:.0f} s: this machine is busy"
-                    asking.failures.append(Failure(f"speed of {one.name} and later models", why))
+                    probes.failures.append(Failure(f"speed of {model.name} and later models", why))
                     break
-                timed = partial(with_times, known[one.repository], one, machine, locations.home(), every)
-                models[at] = asking.ask(one.name, timed) or one
+                timed = partial(with_times, known[model.repository], model, machine, locations.home(), every)
+                models[index] = probes.run(model.name, timed) or model
             return tuple(device.name for device in machine.devices)
 
-    devices = asking.ask("measuring", all_of_it) or ()
+    devices = probes.run("measuring", measure_all) or ()
     return tuple(rates), models, devices
 
 
-# The models of the short list: disk use by their sizes, generation as in a plan
+# The models of the short list: disk use by their sizes, generation as in a plan.
 
 MIN_FREE_BYTES = 1000**3
 """Bytes of a disk to keep free, as in a split by default."""
-_SHARDS = {"sequential_ahead": 2, "sequential_file": 1, "sequential_stream": 0}
 
 
 def on_disk(model: Published, folders: Iterable[Folder]) -> ModelEstimate:
@@ -179,20 +397,20 @@ def on_disk(model: Published, folders: Iterable[Folder]) -> ModelEstimate:
         model: the model.
         folders: those of splits and of the hub cache are used.
     """
-    tensors = model.outline
-    places = {use: folder for folder in folders for use in folder.uses}
+    model_outline = model.outline
+    by_use = {use: folder for folder in folders for use in folder.uses}
     found = tuple(
-        AtCompression(compression, output, tuple(_need(name, model, output, places) for name in ROUTES))
-        for compression in tensors.compressions
-        for output in [tensors.output_bytes(compression)]
+        AtCompression(compression, output, tuple(_need(name, model, output, by_use) for name in ROUTES))
+        for compression in model_outline.compressions
+        for output in [model_outline.output_bytes(compression)]
     )
-    return ModelEstimate(model.repository, model.parameters, tensors.checkpoint_bytes, found, model.quantized)
+    return ModelEstimate(model.repository, model.parameters, model_outline.checkpoint_bytes, found, model.quantized)
 
 
-def _need(route: str, model: Published, output: int, places: Mapping[str, Folder]) -> Need:
-    splits, cache = places.get(SPLITS), places.get(CACHE)
+def _need(route: str, model: Published, output: int, by_use: Mapping[str, Folder]) -> Need:
+    splits, cache = by_use.get(SPLITS), by_use.get(CACHE)
     downloads = model.outline.checkpoint_bytes if route == STANDARD else 0
-    created = output + _SHARDS.get(route, 0) * model.largest_shard_bytes
+    created = output + (0 if route == STANDARD else ROUTES[route].files * model.largest_shard_bytes)
     if splits is None:
         return Need(route, created + downloads, 0)
     if cache is None or cache.disk == splits.disk:
@@ -210,8 +428,8 @@ def with_times(
 
     Args:
         model: the model.
-        found: of it, from `on_disk`.
-        machine: a rough one.
+        found: its estimate from `on_disk`.
+        machine: a machine with rough rates.
         folder: the future folder of layer files.
         every: also for compressions for which the disk has no room.
     """
@@ -230,15 +448,10 @@ def with_times(
     )
 
 
-def smallest_need(models: Sequence[ModelEstimate]) -> int:
-    """Return the least bytes of disk with which any model of the list can be split."""
-    return min((need.disk_bytes for found in models for one in found.at for need in one.needs), default=0)
+# Advice: what is missing or could be better, each with its command if there is one.
 
 
-# Advice on what is missing or could be better, with the command for it
-
-
-LEAST_MEMORY = 1 << 30
+MIN_MEMORY = 1 << 30
 """Bytes of RAM needed to generate with any model of the list: torch and transformers take half of that."""
 LITTLE_MEMORY = 4 << 30
 LITTLE_DISK = 20 << 30
@@ -297,7 +510,7 @@ def _of_disks(machine: MachineInfo, needed: int) -> Iterator[Advice]:
             False, f"{splits.path} is in memory ({splits.filesystem}); layer files there use RAM: {name}.", command
         )
     elif splits.room < LITTLE_DISK:
-        text = f"Only {size(splits.room)} are available at {splits.path}{elsewhere}: larger models do not fit"
+        text = f"Only {size(splits.room)} is available at {splits.path}{elsewhere}: larger models do not fit"
         yield Advice(False, f"{text}; {name}, or use --dir.", command)
     elif better is not None:
         yield Advice(False, f"{splits.path} has {size(splits.room)}{elsewhere}: {name} for large models.", command)
@@ -311,7 +524,7 @@ def _of_memory(machine: MachineInfo) -> Iterator[Advice]:
     named += [(one.room, f"{one.name} allows {size(one.limit)}") for one in memory.limits]
     room, limit = min(named, default=(memory.free, ""))
     why = f": {limit}" if room < memory.free else ""
-    if memory.usable < LEAST_MEMORY:
+    if memory.usable < MIN_MEMORY:
         yield Advice(
             True, f"Only {size(memory.usable)} of RAM is available{why}. End other programs, or raise the limit."
         )
@@ -330,7 +543,7 @@ def _of_gpus(machine: MachineInfo) -> Iterator[Advice]:
         yield Advice(False, f"{text} a newer driver, or CUDA_VISIBLE_DEVICES hides it.", command)
     for gpu in gpus.found:
         if gpu.free < gpu.total // 2:
-            text = f"{gpu.device}: {size(gpu.total - gpu.free)} of {size(gpu.total)} are in use by other programs"
+            text = f"{gpu.device}: other programs use {size(gpu.total - gpu.free)} of {size(gpu.total)}"
             yield Advice(False, f"{text} (or by an earlier cell of this notebook).", "nvidia-smi")
 
 
@@ -338,7 +551,7 @@ def _of_processor(machine: MachineInfo) -> Iterator[Advice]:
     processor, gpus = machine.processor, machine.gpus
     if processor is None or gpus is None or gpus.found:
         return
-    # the names of `probes.py`; without AVX2 there is no kernel
+    # without AVX2 there is no kernel
     if processor.instructions.get("AVX2") and not processor.instructions.get("AVX512-BF16"):
         text = "Uncompressed models compute in bfloat16, and this processor has no bfloat16 instructions"
         yield Advice(False, f"{text}: --fast-bfloat16 (fast_bfloat16=True) uses a faster kernel.")
@@ -353,8 +566,8 @@ def _of_hub(machine: MachineInfo) -> Iterator[Advice]:
         yield Advice(False, f"{text}.", "unset HF_HUB_OFFLINE")
     elif not hub.reachable:
         kaggle = machine.host is not None and machine.host.name == "Kaggle"
-        do = "Turn on Internet in the notebook's settings" if kaggle else "Check the connection and the proxy"
-        text = f"The hub at {hub.endpoint} does not answer ({hub.problem}). {do}, or set HF_ENDPOINT to a mirror"
+        remedy = "Turn on Internet in the notebook's settings" if kaggle else "Check the connection and the proxy"
+        text = f"The hub at {hub.endpoint} does not answer ({hub.problem}). {remedy}, or set HF_ENDPOINT to a mirror"
         yield Advice(False, f"{text}. Models on this machine can be used.")
     if not hub.token and hub.reachable:
         yield Advice(False, "No access token for the hub is set; gated models (Llama) need one.", "hf auth login")

@@ -20,7 +20,7 @@ class Memory:
     Attributes:
         total: of the machine.
         free: memory of the machine that is available without swapping.
-        usable: memory that this process may still take, with control groups and its own limits.
+        usable: memory that this process may still take, within control groups and the limits of the process.
         groups: control groups with a limit, innermost first.
         limits: of the process itself.
     """
@@ -133,7 +133,7 @@ class Need:
 
     Attributes:
         route: a key of `estimate.split_estimate.ROUTES`.
-        disk_bytes: the most by which use of the disks exceeds the present one.
+        disk_bytes: the largest increase of the use of the disks.
         missing_bytes: the bytes that are lacking; 0 if it fits.
     """
 
@@ -201,7 +201,7 @@ class ModelEstimate:
 
     @property
     def best(self) -> AtCompression | None:
-        """The compression that fits the disk with the quickest token, or the least layer files if no time is known."""
+        """The compression that fits the disk with the fastest token, or the smallest one if no time is known."""
         fitting = [one for one in self.at if one.route is not None]
         timed = [one for one in fitting if one.token_seconds is not None]
         if timed:

@@ -1,6 +1,6 @@
 """The report of `rabbitllm doctor` as text. Decides nothing.
 
-Laid out for 80 columns. On a terminal there is colour and long lines are wrapped; elsewhere each is one plain line.
+The layout is for 80 columns. A terminal gets colours and wrapped lines; elsewhere each is one plain line.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def show(report: Report, console: Console, *, every: bool = False) -> None:
     """
     put(console, Text(f"RabbitLLM {report.version} on this machine", "bold"))
     console.print()
-    for name, value in _facts(report.machine):
+    for name, value in _machine_values(report.machine):
         put_fact(console, name, value)
     for failure in report.failures:
         put(console, Text(f"not checked: {failure.what} ({harmless(failure.problem)})", "yellow"))
@@ -61,10 +61,10 @@ def show(report: Report, console: Console, *, every: bool = False) -> None:
     _show_advice(console, report)
 
 
-# The machine
+# The machine.
 
 
-def _facts(machine: MachineInfo) -> Iterator[tuple[str, str]]:
+def _machine_values(machine: MachineInfo) -> Iterator[tuple[str, str]]:
     if machine.memory is not None:
         yield "memory", _memory(machine.memory)
     if machine.processor is not None:
@@ -83,22 +83,21 @@ def _facts(machine: MachineInfo) -> Iterator[tuple[str, str]]:
 
 
 def _memory(memory: Memory) -> str:
-    said = f"{size(memory.total)}, {size(memory.free)} free"
+    text = f"{size(memory.total)}, {size(memory.free)} free"
     named = [(f"a control group (v{one.version})", one.limit, one.room) for one in memory.groups]
     named += [(one.name, one.limit, one.room) for one in memory.limits]
     for name, limit, room in named:
         if limit < memory.total:
-            said += f"; {name} allows {size(limit)}, {size(room)} of it free"
-    return said
+            text += f"; {name} allows {size(limit)}, {size(room)} of it free"
+    return text
 
 
 def _processor(processor: Processor) -> str:
-    has = [name for name, there in processor.instructions.items() if there]
-    lacks = [name for name, there in processor.instructions.items() if not there]
+    present = ", ".join(name for name, has in processor.instructions.items() if has)
+    absent = ", ".join(name for name, has in processor.instructions.items() if not has)
+    instructions = "; ".join(filter(None, (present, absent and f"no {absent}")))
     cores = f"{processor.usable:g} of {counted(processor.cores, 'core')}"
-    said = [", ".join(has)] if has else []
-    said += [f"no {', '.join(lacks)}"] if lacks else []
-    return f"{harmless(processor.name)}, {cores}" + (f": {'; '.join(said)}" if said else "")
+    return f"{harmless(processor.name)}, {cores}" + (f": {instructions}" if instructions else "")
 
 
 def _gpus(machine: MachineInfo) -> Iterator[tuple[str, str]]:
@@ -113,18 +112,18 @@ def _gpus(machine: MachineInfo) -> Iterator[tuple[str, str]]:
 
 
 def _folders(folders: Sequence[Folder]) -> Iterator[tuple[str, str]]:
-    said: dict[int, str] = {}
+    first_use: dict[int, str] = {}
     for number, folder in enumerate(folders):
-        if folder.disk in said:
-            room = f"on the disk of {said[folder.disk]}"
+        if folder.disk in first_use:
+            room = f"on the disk of {first_use[folder.disk]}"
         else:
             kind = f", {folder.filesystem}" if folder.filesystem else ""
             room = f"{size(folder.free)} free of {size(folder.total)}{kind}" + (", in RAM" if folder.in_memory else "")
-        said.setdefault(folder.disk, folder.uses[0])
+        first_use.setdefault(folder.disk, folder.uses[0])
         quota = f", {size(folder.quota)} at most" if folder.quota is not None else ""
-        barred = "" if folder.writable else ", not writable"
+        access = "" if folder.writable else ", not writable"
         path = shortened(folder.path)
-        yield "" if number else "disks", f"{' and '.join(folder.uses)}: {room}{quota}{barred} ({path})"
+        yield "" if number else "disks", f"{' and '.join(folder.uses)}: {room}{quota}{access} ({path})"
 
 
 def _hub(hub: Hub) -> str:
@@ -137,16 +136,15 @@ def _hub(hub: Hub) -> str:
 
 
 def _packages(packages: Sequence[Package]) -> str:
-    sound = [package for package in packages if package.sound]
-    shown = ", ".join(
-        f"{one.name} {one.found}" for one in sound if one.name in ("torch", "transformers", "bitsandbytes")
-    )
-    absent = [f"{one.name} ({one.brings})" for one in packages if one.optional and one.found is None]
-    said = f"{len(sound)} of {len(packages)} usable" + (f", such as {shown}" if shown else "")
-    return said + (f"; optional, not installed: {', '.join(absent)}" if absent else "")
+    usable = [package for package in packages if package.sound]
+    main = ("torch", "transformers", "bitsandbytes")
+    shown = ", ".join(f"{package.name} {package.found}" for package in usable if package.name in main)
+    absent = [f"{package.name} ({package.brings})" for package in packages if package.optional and not package.found]
+    text = f"{len(usable)} of {len(packages)} usable" + (f", such as {shown}" if shown else "")
+    return text + (f"; optional, not installed: {', '.join(absent)}" if absent else "")
 
 
-# Models
+# Models.
 
 
 def _show_models(console: Console, report: Report, every: bool) -> None:
@@ -173,7 +171,9 @@ def _line(model: ModelEstimate, shown: Sequence[str | None], timed: bool) -> Tex
     name = model.name.replace("-Instruct", "")
     marked = f"{name} ({model.quantized})"
     name = marked if model.quantized and len(marked) < _NAME else name
-    line = Text.assemble((f"{name:<{_NAME}}", "bold"), f"{_short(model.parameters):>6}  ")
+    billions = model.parameters / 1e9
+    parameters = f"{billions:.1f} B" if billions < 99.5 else f"{billions:.0f} B"
+    line = Text.assemble((f"{name:<{_NAME}}", "bold"), f"{parameters:>6}  ")
     at = {one.compression: one for one in model.at}
     for compression in shown:
         cell, style = _cell(at[compression], timed) if compression in at else ("", "")
@@ -181,10 +181,6 @@ def _line(model: ModelEstimate, shown: Sequence[str | None], timed: bool) -> Tex
         line.append(" " * (_CELL - len(cell)))
     line.rstrip()
     return line
-
-
-def _short(parameters: int) -> str:
-    return f"{parameters / 1e9:.1f} B" if parameters < 99.5e9 else f"{parameters / 1e9:.0f} B"
 
 
 def _cell(one: AtCompression, timed: bool) -> tuple[str, str]:
@@ -202,16 +198,15 @@ def _rough(nbytes: int) -> str:
 def _show_model(console: Console, model: ModelEstimate) -> None:
     console.print()
     kind = f", {model.quantized}" if model.quantized else ""
-    about = f": {large(model.parameters)} parameters, {size(model.checkpoint_bytes)} as published{kind}"
-    put(console, Text.assemble((model.repository, "bold"), about))
+    sizes = f": {large(model.parameters)} parameters, {size(model.checkpoint_bytes)} as published{kind}"
+    put(console, Text.assemble((model.repository, "bold"), sizes))
     heads = ("standard", "sequential", "stream", "fits by", "stays", "read", "a token")
     put(console, Text(_columns("GiB", *heads), "dim"))
     for one in model.at:
         needs = {need.route: need.disk_bytes for need in one.needs}
         disk = [f"{needs[route] / 2**30:,.1f}" for route in _ROUTES]
-        route = (
-            "nothing" if one.route is None else {"sequential_stream": "stream"}.get(one.route, one.route.split("_")[0])
-        )
+        name = one.route or "nothing"
+        route = "stream" if name == "sequential_stream" else name.split("_")[0]
         found = one.generation
         stays, read = (f"{found.stays_bytes / 2**30:,.1f}", f"{found.read_bytes / 2**30:,.1f}") if found else ("", "")
         row = _columns(one.compression or "uncompressed", *disk, route, stays, read, moment(one.token_seconds))
@@ -226,7 +221,7 @@ def _columns(name: str, *values: str) -> str:
     return lead + "".join(f"{value:>{width}}" for value, width in zip(values, widths, strict=True))
 
 
-# What to do
+# Advice.
 
 
 def _show_advice(console: Console, report: Report) -> None:

@@ -190,9 +190,9 @@ def limits_of(model: StreamedModel, room: Room) -> ScoringLimits:
         value = getattr(room, name)
         if value is not None and value < (name == "tokens"):
             raise OptionError(f"{name}={value}; expected a positive number.", "Use a positive number.")
-    devices = [executor.device for executor in model.streamer.executors.values()]
-    on_host = all(device.shares_host_memory for device in devices)
-    free = min(device.free_bytes() for device in devices)
+    executors = model.streamer.executors.values()
+    on_host = all(executor.device.shares_host_memory for executor in executors)
+    free = min(executor.free_bytes() for executor in executors)
     config, itemsize = model.config.get_text_config(decoder=True), model.dtype.itemsize
     on_device = max(free // WAITING_SHARE, MIN_WAITING_BYTES)
     memory = room.memory_bytes

@@ -9,8 +9,7 @@ import pytest
 
 from rabbitllm.engine.free_memory import GroupLimit, ProcessLimit
 from rabbitllm.estimate.cost_model import Speed
-from rabbitllm.estimate.doctor.examine import advise
-from rabbitllm.estimate.doctor.probes import HERE, SPLITS
+from rabbitllm.estimate.doctor.examine import HERE, SPLITS, advise
 from rabbitllm.estimate.doctor.records import Advice, Gpu, Gpus, Hub, MachineInfo, Memory, Package, Processor
 from rabbitllm.storage.folders import Folder, Host
 
@@ -105,7 +104,7 @@ def test_the_kernel_for_bfloat16_is_named_where_it_is_used(
         ),
         ({"folders": (folder(writable=False), ROOMY)}, True, "is not writable", None),
         ({"folders": (folder(free=9),)}, False, "Only 9.00 GiB are available", None),
-        ({"folders": (folder(quota=2 * GIB),)}, False, "Only 2.00 GiB are available", None),
+        ({"folders": (folder(quota=2 * GIB),)}, False, "Only 2.00 GiB is available", None),
         ({"folders": (folder(free=40), ROOMY)}, False, "for large models", "export RABBITLLM_HOME="),
         ({"folders": (folder(filesystem="tmpfs"),)}, False, "layer files there use RAM", None),
         ({"memory": Memory(8 * GIB, 8 * GIB, GIB // 2)}, True, "Only 512.00 MiB of RAM", None),

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from rabbitllm.estimate import machine, outline
 from rabbitllm.estimate.doctor import examine as examining
-from rabbitllm.estimate.doctor import probes as probing
 from rabbitllm.estimate.doctor.examine import Probes, examine
 from rabbitllm.estimate.doctor.records import Memory, Report, as_record
 from rabbitllm.estimate.doctor.report import show
@@ -26,13 +25,13 @@ from tests.support.tiny_models import one_thread  # noqa: F401  one more
 
 GIB = 1 << 30
 PROBES = {
-    "memory": (probing, "memory"),
-    "the processor": (probing, "processor"),
-    "GPUs": (probing, "gpus"),
+    "memory": (examining, "probe_memory"),
+    "the processor": (examining, "probe_processor"),
+    "GPUs": (examining, "probe_gpus"),
     "the host": (examining, "host_of"),
-    "disks": (probing, "folders"),
-    "the hub": (probing, "hub"),
-    "packages": (probing, "packages"),
+    "disks": (examining, "probe_folders"),
+    "the hub": (examining, "probe_hub"),
+    "packages": (examining, "probe_packages"),
     "the list of models": (outline, "published"),
 }
 
@@ -140,7 +139,7 @@ def test_a_machine_that_is_too_busy_is_not_waited_for(monkeypatch: pytest.Monkey
 
 
 def test_where_memory_is_short_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probing, "memory", lambda: Memory(4 * GIB, 2 * GIB, 2 * GIB))
+    monkeypatch.setattr(examining, "probe_memory", lambda: Memory(4 * GIB, 2 * GIB, 2 * GIB))
     report = examine()
     assert report.machine.rates == ()
     assert [failure.what for failure in report.failures] == ["times"]
@@ -162,7 +161,7 @@ def room(free: int, *, apart: int | None = None) -> list[Folder]:
     def folder(use: str, disk: int, free: int) -> Folder:
         return Folder((use,), Path("/x", use), True, "ext4", disk, 9 * free, free)
 
-    return [folder(probing.SPLITS, 1, free), folder(probing.CACHE, 2 if apart else 1, apart or free)]
+    return [folder(examining.SPLITS, 1, free), folder(examining.CACHE, 2 if apart else 1, apart or free)]
 
 
 def test_routes_that_fit() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from rabbitllm.estimate.doctor import probes
+from rabbitllm.estimate.doctor import examine
 from rabbitllm.storage.folders import host_of
 
 V2 = "sys/fs/cgroup"
@@ -30,10 +30,10 @@ def write(root: Path, files: dict[str, str]) -> Path:
 
 
 def test_memory_of_this_machine_and_of_a_control_group(tmp_path: Path) -> None:
-    found = probes.memory()
+    found = examine.probe_memory()
     assert 0 < found.usable <= found.free <= found.total == psutil.virtual_memory().total
     root = write(tmp_path, {f"{V2}/memory.max": "5000\n", f"{V2}/memory.stat": "anon 2000\n"})
-    (group,) = probes.memory(root).groups
+    (group,) = examine.probe_memory(root).groups
     assert (group.version, group.limit, group.room) == (2, 5000, 3000)
 
 
@@ -41,8 +41,8 @@ LIMITED = """
 import resource
 resource.setrlimit(resource.RLIMIT_AS, (40 << 30, 40 << 30))
 import dataclasses
-from rabbitllm.estimate.doctor import probes, report
-found = dataclasses.replace(probes.memory(), total=64 << 30, groups=())
+from rabbitllm.estimate.doctor import examine, report
+found = dataclasses.replace(examine.probe_memory(), total=64 << 30, groups=())
 (limit,) = found.limits
 assert (limit.name, limit.limit) == ("RLIMIT_AS", 40 << 30) and 0 < limit.room < limit.limit
 assert found.usable <= limit.room + (64 << 20)
@@ -60,31 +60,31 @@ CPUINFO = "processor\t: 0\nmodel name\t: A Chip\nflags\t\t: sse avx2 avx512f avx
 
 
 def test_processors(tmp_path: Path) -> None:
-    found = probes.processor()
+    found = examine.probe_processor()
     assert found.name
     assert 0 < found.usable <= found.cores
-    other = probes.processor(write(tmp_path, {"proc/cpuinfo": CPUINFO, f"{V2}/cpu.max": "50000 100000\n"}))
+    other = examine.probe_processor(write(tmp_path, {"proc/cpuinfo": CPUINFO, f"{V2}/cpu.max": "50000 100000\n"}))
     assert (other.name, other.usable) == ("A Chip", 0.5)
     assert {name for name, there in other.instructions.items() if there} == {"AVX2", "AVX-512", "VNNI"}
     (tmp_path / "proc/cpuinfo").write_text("processor: 0\nFeatures: fp asimd sha2\n")
     (tmp_path / V2 / "cpu.max").write_text("max 100000\n")
-    arm = probes.processor(tmp_path)
+    arm = examine.probe_processor(tmp_path)
     assert [name for name, there in arm.instructions.items() if there] == ["NEON", "SHA"]
     assert arm.usable == found.usable
-    assert probes.processor(tmp_path / "nothing").instructions == {}
+    assert examine.probe_processor(tmp_path / "nothing").instructions == {}
 
 
 def test_gpus_are_those_of_torch() -> None:
-    found = probes.gpus()
+    found = examine.probe_gpus()
     assert len(found.found) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
     assert found.torch == torch.__version__
 
 
 def test_no_driver_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "has_nvidia_driver", lambda: False)
-    assert probes.gpus(ask_torch=False).torch is None
-    monkeypatch.setattr(probes, "has_nvidia_driver", lambda: True)
-    assert probes.gpus(ask_torch=False).torch == torch.__version__
+    monkeypatch.setattr(examine, "has_nvidia_driver", lambda: False)
+    assert examine.probe_gpus(ask_torch=False).torch is None
+    monkeypatch.setattr(examine, "has_nvidia_driver", lambda: True)
+    assert examine.probe_gpus(ask_torch=False).torch == torch.__version__
 
 
 @pytest.mark.parametrize(
@@ -110,24 +110,24 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     working.mkdir()
     monkeypatch.setenv("RABBITLLM_HOME", str(home))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home))
-    monkeypatch.setattr(probes, "KAGGLE_WORKING", working)
+    monkeypatch.setattr(examine, "KAGGLE_WORKING", working)
     mounts = tmp_path / "mountinfo"
     mounts.write_text(f"1 0 8:1 / / rw - ext4 /dev/a rw\n2 1 0:5 / {working.resolve()} rw shared:1 - tmpfs none rw\n")
-    kaggle = probes.Host("Kaggle", (), {str(working.resolve()): 7})
-    found = probes.folders(kaggle, mounts)
-    assert found[0].uses == (probes.SPLITS, probes.CACHE)
+    kaggle = examine.Host("Kaggle", (), {str(working.resolve()): 7})
+    found = examine.probe_folders(kaggle, mounts)
+    assert found[0].uses == (examine.SPLITS, examine.CACHE)
     assert (found[0].path, found[0].filesystem, found[0].quota) == (home, "ext4", None)
     assert found[0].disk == os.stat(tmp_path).st_dev
     assert 0 < found[0].free <= found[0].total
     kept = next(folder for folder in found if folder.path == working)
     assert (kept.in_memory, kept.room) == (True, 7)
-    assert probes.folders(None, tmp_path / "nothing")[0].filesystem is None
+    assert examine.probe_folders(None, tmp_path / "nothing")[0].filesystem is None
 
 
 def test_a_file_in_the_place_of_a_folder_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("RABBITLLM_HOME", str(tmp_path / "file" / "home"))
-    assert not probes.folders()[0].writable
+    assert not examine.probe_folders()[0].writable
 
 
 class _Refuses(BaseHTTPRequestHandler):
@@ -154,7 +154,7 @@ def test_a_hub_that_answers_is_there_whatever_it_answers(address: str, monkeypat
     monkeypatch.setattr(constants, "ENDPOINT", address)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    found = probes.hub()
+    found = examine.probe_hub()
     assert (found.reachable, found.offline, found.token) == (True, False, True)
     assert found.seconds is not None
     assert "secret" not in repr(found)
@@ -163,16 +163,16 @@ def test_a_hub_that_answers_is_there_whatever_it_answers(address: str, monkeypat
 def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://me:secret@127.0.0.1:1")
-    found = probes.hub()
+    found = examine.probe_hub()
     assert found.reachable is False
     assert found.problem
     assert "secret" not in found.endpoint
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert (probes.hub().offline, probes.hub().reachable) == (True, None)
+    assert (examine.probe_hub().offline, examine.probe_hub().reachable) == (True, None)
 
 
 def test_packages_are_those_that_are_installed() -> None:
-    found = {package.name: package for package in probes.packages()}
+    found = {package.name: package for package in examine.probe_packages()}
     assert found["torch"].found == metadata.version("torch")
     assert found["torch"].wanted.startswith(">=")
     assert all(package.sound for package in found.values() if package.essential)
@@ -191,8 +191,8 @@ def test_packages_that_are_too_old_missing_or_broken(monkeypatch: pytest.MonkeyP
         raise OSError("libcudart.so.12: cannot open shared object file")
 
     monkeypatch.setattr(metadata, "version", version)
-    monkeypatch.setitem(probes._LOADED, "bitsandbytes", broken)  # type: ignore[index]
-    found = {package.name: package for package in probes.packages()}
+    monkeypatch.setitem(examine._LOADED, "bitsandbytes", broken)  # type: ignore[index]
+    found = {package.name: package for package in examine.probe_packages()}
     assert not found["transformers"].fits
     assert found["numba"].found is None
     assert "libcudart" in (found["bitsandbytes"].problem or "")

@@ -1,0 +1,189 @@
+"""Which published matrices are multiplied from their codes, from names, dtypes and shapes alone.
+
+A kernel multiplies what a conversion of `published_conversions.py` or `published_modelopt.py` would dequantize, if its
+parts are codes with a scale for each block: FP8, FP4, or symmetric integers of 4 bits. All else is dequantized. Reads
+no weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rabbitllm.formats.tensor_spec import dtype_name
+from rabbitllm.quant.coded import FP4, FP8, INT4, CodedForm, CodedMatrix, is_scale
+
+if TYPE_CHECKING:
+    from rabbitllm.engine.weights import Recipe
+    from rabbitllm.store.layer_store import StoredTensor
+
+CODES, SCALES, _FACTOR, _DIVISOR, _UNUSED = "codes", "scales", "factor", "divisor", ""
+_ROLES: Mapping[str, str] = {
+    "weight": CODES,
+    "weight_packed": CODES,
+    "weight_scale": SCALES,
+    "weight_scale_inv": SCALES,
+    "_proj": CODES,
+    "_proj_scale_inv": SCALES,
+    "_proj_blocks": CODES,
+    "_proj_scales": SCALES,
+    "weight_scale_2": _FACTOR,
+    "weight_global_scale": _DIVISOR,
+    "weight_shape": _UNUSED,
+}
+"""Ending of a source's pattern -> what the tensor is, in all formats."""
+_MATRICES = frozenset({"QuickFp8", "FusedFp8", "QuickMxfp4", "ExpertMatrices", "Dequantize"})
+"""Operations whose results a kernel may multiply with."""
+_OF_4_BITS = {"U8": FP4, "I8": FP4, "F4": FP4, "I32": INT4}
+Part = tuple[str, tuple[int, ...]]
+"""The dtype and the shape of a stored tensor, of experts of one of them."""
+
+
+@dataclass(frozen=True)
+class CodedRecipe:
+    """The parts of a matrix of a Linear.
+
+    Attributes:
+        form: of the matrix.
+        codes, scales: the names of the stored tensors.
+        factor: the name of a number that multiplies all scales, or divides them, and -1 in this case; None without one.
+        cast: the dtype that scales are rounded to first; None if they are used as stored.
+    """
+
+    form: CodedForm
+    codes: str
+    scales: str
+    factor: tuple[str, int] | None
+    cast: torch.dtype | None
+
+    def matrix(self, read: Callable[[str], torch.Tensor]) -> CodedMatrix:
+        """The matrix of its stored tensors, on the CPU; views of them where possible."""
+        scales = read(self.scales)
+        if self.cast is not None:
+            scales = scales.to(self.cast)
+        factor = 1.0 if self.factor is None else float(read(self.factor[0]).float() ** self.factor[1])
+        return CodedMatrix(self.form, _bytes(read(self.codes)), _bytes(scales), factor)
+
+
+def linear_recipe(
+    recipe: Recipe, tensors: Mapping[str, StoredTensor], shape: tuple[int, ...], dtype: torch.dtype
+) -> CodedRecipe | None:
+    """The parts of the matrix (N, K) that a conversion makes for a Linear; None if it has to dequantize them."""
+    operations: Sequence[Any] = getattr(recipe.converter, "operations", ())
+    if len(operations) != 1 or type(operations[0]).__name__ not in _MATRICES or recipe.targets != (recipe.key,):
+        return None
+    found = _by_role([(pattern, name) for pattern, name in recipe.sources])
+    if found is None or not all(tensors[name].is_one_run for name in found.values()):
+        return None
+    codes, scales = (_part(tensors[found[role]]) for role in (CODES, SCALES))
+    form = form_of(operations[0], recipe.key.rpartition(".")[0], codes, scales, (shape[0], shape[-1]))
+    if form is None or len(shape) != 2:
+        return None
+    cast = cast_of(operations[0], scales[0], dtype)
+    if cast is not None:
+        form = replace(form, scales=dtype_name(cast))
+    factors = [(found[role], power) for role, power in ((_FACTOR, 1), (_DIVISOR, -1)) if role in found]
+    if len(factors) != (form.scales == "F8_E4M3") or any(math.prod(tensors[name].shape) != 1 for name, _ in factors):
+        return None
+    return CodedRecipe(form, found[CODES], found[SCALES], factors[0] if factors else None, cast)
+
+
+def form_of(operation: Any, path: str, codes: Part, scales: Part, shape: tuple[int, int]) -> CodedForm | None:
+    """The form of a matrix (N, K) from its parts; None if no kernel could multiply it.
+
+    Args:
+        operation: the conversion that dequantizes it.
+        path: of its module.
+        codes, scales: the parts.
+        shape: (N, K).
+    """
+    kind = FP8 if codes[0] == "F8_E4M3" else _OF_4_BITS.get(codes[0])
+    width = {FP8: shape[1], FP4: shape[1] // 2, INT4: shape[1] // 8}.get(kind or "")
+    if kind is None or width is None or codes[1][0] != shape[0] or math.prod(codes[1][1:]) != width or shape[1] % 8:
+        return None
+    if not is_scale(scales[0]) or (kind == INT4) != _has_integers(operation, path):
+        return None
+    block = _block(_said_block(operation, path), scales[1], shape)
+    return CodedForm(kind, scales[0], block, shape) if block is not None else None
+
+
+def _by_role(sources: Sequence[tuple[str, str]]) -> dict[str, str] | None:
+    """What it is -> the name of each source; None if one is not known, or if codes or scales are missing."""
+    found: dict[str, str] = {}
+    for pattern, name in sources:
+        role, _ = role_of(pattern)
+        if role is None or role in found:
+            return None
+        if role != _UNUSED:
+            found[role] = name
+    return found if {CODES, SCALES} <= found.keys() else None
+
+
+def role_of(pattern: str) -> tuple[str | None, str]:
+    """What the tensors of a pattern are, None if that is not known, and the projection that they belong to."""
+    plain = pattern.removesuffix("$")
+    for ending, role in _ROLES.items():
+        before = plain.removesuffix(ending)
+        if before != plain and (ending.startswith("_") or before.endswith(".") or not before):
+            return role, before.removesuffix(".")
+    return None, plain
+
+
+def _part(stored: StoredTensor) -> Part:
+    return stored.parts[0].dtype, stored.shape
+
+
+def cast_of(operation: Any, scales: str, dtype: torch.dtype, *, is_expert: bool = False) -> torch.dtype | None:
+    """The dtype to which a conversion casts scales of another dtype first, for a parameter of `dtype`."""
+    casts = ("Dequantize",) if is_expert else ("ExpertMatrices", "Dequantize")
+    is_other = scales in ("F32", "BF16", "F16") and scales != dtype_name(dtype)
+    return dtype if is_other and type(operation).__name__ in casts else None
+
+
+def _has_integers(operation: Any, path: str) -> bool:
+    """Whether its codes are symmetric integers of 4 bits, of compressed-tensors."""
+    if type(operation).__name__ != "ExpertMatrices":
+        return False
+    weights = _weights_of(operation, path)
+    return str(getattr(weights.type, "value", weights.type)) == "int" and weights.num_bits == 4 and weights.symmetric
+
+
+def _said_block(operation: Any, path: str) -> tuple[int, int] | None:
+    """Rows and columns of a block by the settings; None if all blocks are equal."""
+    if type(operation).__name__ == "QuickFp8":
+        said = getattr(operation.hf_quantizer.quantization_config, "weight_block_size", None)
+    else:
+        said = _weights_of(operation, path).block_structure if type(operation).__name__ == "ExpertMatrices" else None
+    return (int(said[0]), int(said[1])) if said is not None else None
+
+
+def _weights_of(operation: Any, path: str) -> Any:
+    from rabbitllm.engine.published_conversions import scheme_of
+
+    return scheme_of(operation.hf_quantizer.compressor.quantization_config, path).weights
+
+
+def _block(said: tuple[int, int] | None, scales: tuple[int, ...], shape: tuple[int, int]) -> tuple[int, int] | None:
+    """Rows and columns of a block, 0 for all, from the shape of the scales; None if they are of no grid."""
+    if math.prod(scales) == 1:
+        return 0, 0
+    if len(scales) == 1:
+        return (1, 0) if scales[0] == shape[0] else None
+    if len(scales) == 4 and scales[1] == scales[3] == 1:
+        scales = scales[0], scales[2]
+    if len(scales) != 2:
+        return None
+    if said is not None and all(-(-of // by) == n for of, by, n in zip(shape, said, scales, strict=True)):
+        return said
+    if any(not n or of % n for of, n in zip(shape, scales, strict=True)):
+        return None
+    rows, columns = (0 if n == 1 else of // n for of, n in zip(shape, scales, strict=True))
+    return rows if shape[0] != 1 else 1, columns
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,224 @@
+"""Kernels that multiply by published codes: FP8, FP4 and integers of 4 bits, with scales for groups of inputs.
+
+One description, `CodeKernel`, is compiled for each kind of codes, dtype of scales and size of a group that is in use.
+A segment of 64 codes is decoded to vectors of those at even indices and of those at odd ones. So each lane of their
+products has codes of one group, and a vector of scales multiplies several groups at once. The loops and arguments are
+those of our own codes (`product_kernels.py`), but for `shift`, see `shift_of`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+
+from rabbitllm.quant import product_kernels
+from rabbitllm.quant.kernels import CODES, PAIRS, CodeKernel
+from rabbitllm.quant.vectors import F32, HALF_BYTES, I8, I16, I32, SEGMENT, Emitter, Pairs, number
+
+NIBBLES = "nibbles"
+_SCALE_BITS = {"f32": 32, "bf16": 16, "f16": 16, "power": 8, "float8": 8}
+_TABLE_BYTES = {NIBBLES: 64, "float8": 256}
+"""Bytes of a table; a factor follows, float32, which multiplies sums."""
+_SMALLER = 256.0
+"""A float8_e4m3fn whose bits are moved to those of a float16 is smaller by this factor."""
+_ALL = 62
+"""The logarithm of more rows or segments than a matrix has."""
+
+
+def shift_of(rows: int, columns: int) -> int:
+    """The argument `shift`, for a scale for so many rows and columns, both powers of two; 0 means all of them."""
+    by_columns = (max(columns, SEGMENT) // SEGMENT).bit_length() - 1 if columns else _ALL
+    return by_columns | (rows.bit_length() - 1 if rows else _ALL) << 8
+
+
+def table_of(kernel: CodeKernel, width: int, values: npt.NDArray[np.float32], factor: float) -> npt.NDArray[np.uint8]:
+    """The table of a kernel of `width` lanes.
+
+    Args:
+        kernel, width: of the kernel.
+        values: of all codes, exact in bfloat16.
+        factor: by which every product is multiplied.
+    """
+    words = (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    if kernel.codes == NIBBLES:
+        table = np.concatenate([words, words]).view(np.uint8) if width == PAIRS else values.view(np.uint8)
+    else:
+        table = words[:128].view(np.uint8)
+        factor *= _SMALLER if width != PAIRS else 1.0
+    factor *= _SMALLER if kernel.scales == "float8" else 1.0
+    return np.concatenate([table, np.array([factor], np.float32).view(np.uint8)])
+
+
+@functools.cache
+def address(kernel: CodeKernel, width: int) -> int:
+    """The address of a kernel, which is compiled at the first call, or loaded from numba's cache."""
+    name = "_".join((CODES, *map(str, kernel), str(width)))
+    kind = _PairSegment if width == PAIRS else _FloatSegment
+    return product_kernels.address_of(product_kernels.code_kernel(name, functools.partial(kind, kernel), width))
+
+
+class _Segment:
+    """Scales of segments; see `product_kernels.CodeSegment`."""
+
+    codes_a_part: int
+    """Consecutive codes whose products are in one vector."""
+
+    def __init__(self, kernel: CodeKernel, emit: Emitter, table: Any) -> None:
+        self._emit = emit
+        self._kernel = kernel
+        self._factor = emit.load(emit.add(table, _TABLE_BYTES[kernel.codes]), F32, 1)
+        self.segment_bytes = SEGMENT // 2 if kernel.codes == NIBBLES else SEGMENT
+
+    def scales(self, scales: Any, row: Any, segments: Any, at: Any, shift: Any) -> list[Any]:
+        emit, b, a_segment = self._emit, self._emit.b, SEGMENT // self._kernel.group
+        by_columns, by_rows = b.and_(shift, number(255)), b.lshr(shift, number(8))
+        in_row = emit.add(b.lshr(b.sub(segments, number(1)), by_columns), 1)
+        first = b.mul(emit.add(b.mul(b.lshr(row, by_rows), in_row), b.lshr(at, by_columns)), number(a_segment))
+        parts = SEGMENT // self.codes_a_part
+        each = max(a_segment // parts, 1)
+        return [self._spread(scales, emit.add(first, part * each), each) for part in range(parts)]
+
+    def _spread(self, scales: Any, index: Any, count: int) -> Any:
+        """So many consecutive scales, each in an equal share of the lanes."""
+        emit, b = self._emit, self._emit.b
+        bits = _SCALE_BITS[self._kernel.scales]
+        ints = ir.VectorType(ir.IntType(bits), count)
+        few = self._floats(emit.load(emit.add(scales, b.mul(index, number(bits // 8))), ints, 1), count)
+        order = [lane * count // emit.width for lane in range(emit.width)]
+        return b.shuffle_vector(few, few, ir.Constant(ir.VectorType(I32, emit.width), order))
+
+    def _floats(self, words: Any, count: int) -> Any:
+        b, kind, wide = self._emit.b, self._kernel.scales, ir.VectorType(I32, count)
+        floats = ir.VectorType(F32, count)
+
+        def every(value: int) -> Any:
+            return ir.Constant(wide, [value] * count)
+
+        if kind == "f32":
+            return b.bitcast(words, floats)
+        if kind == "f16":
+            return b.fpext(b.bitcast(words, ir.VectorType(ir.HalfType(), count)), floats)
+        if kind == "float8":
+            return _wider(b, b.zext(words, ir.VectorType(I16, count)), count)
+        if kind == "bf16":
+            return b.bitcast(b.shl(b.zext(words, wide), every(16)), floats)
+        exponents = b.zext(words, wide)
+        least = b.icmp_unsigned("==", exponents, every(0))  # 2 ** -127, below the normal numbers
+        return b.bitcast(b.select(least, every(1 << 22), b.shl(exponents, every(23))), floats)
+
+    def finished(self, total: Any) -> Any:
+        return self._emit.b.fmul(total, self._factor)
+
+    def _halves(self, words: Any, kind: ir.VectorType) -> tuple[Any, Any]:
+        """The even and the odd codes of a vector of bytes with two nibbles, or of words with two bytes."""
+        b, bits = self._emit.b, 4 if self._kernel.codes == NIBBLES else 8
+        low = b.and_(words, ir.Constant(kind, [(1 << bits) - 1] * kind.count))
+        return low, b.lshr(words, ir.Constant(kind, [bits] * kind.count))
+
+
+class _FloatSegment(_Segment):
+    """Multiplies in float32; even and odd inputs are in separate arrays."""
+
+    def __init__(self, kernel: CodeKernel, emit: Emitter, table: Any) -> None:
+        super().__init__(kernel, emit, table)
+        self._a_step = 2 * emit.width
+        self.codes_a_part = max(self._a_step, kernel.group)
+        halves = range(0, 64 if kernel.codes == NIBBLES else 0, emit.width * 4)
+        self._tables = [emit.load(emit.add(table, at), emit.floats, 1) for at in halves]
+
+    def inputs(self, even: Any, odd: Any, begin: Any) -> list[Any]:
+        emit, places = self._emit, range(0, HALF_BYTES, self._emit.width * 4)
+        return [emit.load(emit.add(half, begin, at), emit.floats, 4) for at in places for half in (even, odd)]
+
+    def products(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
+        emit, steps = self._emit, SEGMENT // self._a_step
+        parts = [[emit.zero] * len(inputs) for _ in range(SEGMENT // self.codes_a_part)]
+        for step in range(steps):
+            part = parts[step * self._a_step // self.codes_a_part]
+            both = self._weights(emit.add(address, step * self.segment_bytes // steps))
+            for t, vectors in enumerate(inputs):
+                for weight, value in zip(both, vectors[2 * step :], strict=False):
+                    part[t] = emit.fma(weight, value, part[t])
+        return parts
+
+    def _weights(self, address: Any) -> list[Any]:
+        """Even and odd weights of the codes at an address."""
+        emit, width = self._emit, self._emit.width
+        if self._kernel.codes == NIBBLES:
+            wide = emit.b.zext(emit.load(address, emit.bytes, 1), emit.ints)
+            return [self._look_up(index) for index in self._halves(wide, emit.ints)]
+        kind = ir.VectorType(I16, width)
+        return [_wider(emit.b, code, width) for code in self._halves(emit.load(address, kind, 1), kind)]
+
+    def _look_up(self, index: Any) -> Any:
+        emit = self._emit
+        found = [emit.look_up(table, index) for table in self._tables]
+        if len(found) == 1:
+            return found[0]
+        is_high = emit.b.icmp_unsigned(">=", index, emit.every(8))
+        return emit.b.select(is_high, found[1], found[0])
+
+
+class _PairSegment(_Segment):
+    """Multiplies pairs of bfloat16: of the even codes of a segment, then of the odd ones."""
+
+    codes_a_part = SEGMENT
+
+    def __init__(self, kernel: CodeKernel, emit: Emitter, table: Any) -> None:
+        super().__init__(kernel, emit, table)
+        self._words = ir.VectorType(I16, 32)
+        places = range(0, _TABLE_BYTES[kernel.codes], 64)
+        self._tables = [emit.load(emit.add(table, at), self._words, 1) for at in places]
+
+    def inputs(self, even: Any, odd: Any, begin: Any) -> list[Any]:
+        emit, order = self._emit, ir.VectorType(I32, 32)
+        one, two = (emit.load(emit.add(even, begin, at), self._words, 2) for at in (0, 64))
+        return [emit.b.shuffle_vector(one, two, ir.Constant(order, list(range(first, 64, 2)))) for first in (0, 1)]
+
+    def products(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
+        emit, paired = self._emit, Pairs.PAIRED
+        multiply = emit.function("llvm.x86.avx512bf16.dpbf16ps.512", emit.floats, emit.floats, paired, paired)
+        both = [emit.b.bitcast(words, paired) for words in self._weights(address)]
+        sums: list[Any] = [emit.zero] * len(inputs)
+        for t, vectors in enumerate(inputs):
+            for weight, value in zip(both, vectors, strict=True):
+                sums[t] = emit.b.call(multiply, [sums[t], weight, emit.b.bitcast(value, paired)])
+        return [sums]
+
+    def _weights(self, address: Any) -> list[Any]:
+        emit, words = self._emit, self._words
+        if self._kernel.codes == NIBBLES:
+            permute = emit.function("llvm.x86.avx512.permvar.hi.512", words, words, words)
+            wide = emit.b.zext(emit.load(address, ir.VectorType(I8, 32), 1), words)
+            return [emit.b.call(permute, [self._tables[0], index]) for index in self._halves(wide, words)]
+        return [self._of_128(code) for code in self._halves(emit.load(address, words, 1), words)]
+
+    def _of_128(self, code: Any) -> Any:
+        """The values of float8 codes, which are positive up to 127 and the same, negative, beyond."""
+        emit, b, words = self._emit, self._emit.b, self._words
+
+        def every(value: int) -> Any:
+            return ir.Constant(words, [value] * 32)
+
+        permute = emit.function("llvm.x86.avx512.vpermi2var.hi.512", words, words, words, words)
+        low, high = (b.call(permute, [self._tables[at], code, self._tables[at + 1]]) for at in (0, 2))
+        is_high = b.icmp_unsigned("!=", b.and_(code, every(64)), every(0))
+        return b.or_(b.select(is_high, high, low), b.shl(b.and_(code, every(128)), every(8)))
+
+
+def _wider(b: Any, codes: Any, count: int) -> Any:
+    """float8_e4m3fn codes in words as float32, smaller by `_SMALLER`, by way of a float16 with the same bits."""
+    words, floats = ir.VectorType(I16, count), ir.VectorType(F32, count)
+
+    def every(value: int) -> Any:
+        return ir.Constant(words, [value] * count)
+
+    size = b.and_(codes, every(127))
+    is_nan = b.icmp_unsigned("==", size, every(127))
+    moved = b.or_(b.shl(size, every(7)), b.shl(b.and_(codes, every(128)), every(8)))
+    moved = b.select(is_nan, every(0x7E00), moved)
+    return b.fpext(b.bitcast(moved, ir.VectorType(ir.HalfType(), count)), floats)

@@ -1,0 +1,188 @@
+"""Checkpoints that are published quantized, multiplied from their codes: as near to the exact result as transformers.
+
+Without `exact=True`; with it they have the bits of transformers, see `test_published.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from rabbitllm.engine.devices import CpuDevice
+from rabbitllm.engine.load_plan import LoadPlan, make_load_plan
+from rabbitllm.engine.placement import Tier
+from rabbitllm.engine.weight_tensors import QuantizedWeight
+from rabbitllm.quant import vectors
+from rabbitllm.quant.coded import CodedMatrix
+from rabbitllm.store.layer_store import LayerStore
+from tests.support import quantized
+from tests.support.builders import reference_logits
+from tests.support.hybrid_families import HYBRIDS
+from tests.support.rounding import assert_as_near, exact_logits
+from tests.support.tiny_models import (
+    ALL,
+    INPUT,
+    assert_same,
+    budget_that_keeps,
+    load,
+    options_for,
+    run,
+    split,
+    tiers,
+)
+
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+pytestmark = [
+    pytest.mark.skipif(VERSION < (5, 21), reason="its quantizers are others"),
+    pytest.mark.skipif(not (vectors.lanes() and vectors.reads_halves()), reason="codes are dequantized for each use"),
+]
+needs_compressed = pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="it is not installed")
+
+Build = Callable[[Path], Path]
+EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8}
+
+
+def compressed(family: str, scheme: str, **settings: Any) -> Build:
+    return lambda folder: quantized.build_compressed_tensors(folder, family, scheme, shards=2, **settings)
+
+
+def int4_experts(folder: Path) -> Path:
+    """And the model of its matrices, since transformers has no experts of them in double precision."""
+    compressed("qwen3_moe", "W4A16", **EXPERTS)(folder)
+    quantized.decompressed(folder.parent / "plain", folder, "W4A16", "qwen3_moe", **EXPERTS)
+    return folder
+
+
+CODED: dict[str, tuple[Build, set[str]]] = {
+    "fp8-llama": (lambda folder: quantized.build_fp8(folder, "llama", 32, shards=2), {"fp8 F32 32x32"}),
+    "fp8-qwen3_moe": (
+        lambda folder: quantized.build_fp8(folder, "qwen3_moe", 32, shards=2, **EXPERTS),
+        {"fp8 F32 32x32"},
+    ),
+    "fp8-static-mistral": (lambda folder: quantized.build_fp8_static(folder, "mistral"), {"fp8 BF16 0x0"}),
+    "mxfp8-qwen2": (lambda folder: quantized.build_mxfp8(folder, "qwen2", shards=2), {"fp8 U8 1x32"}),
+    "mxfp4-gpt_oss": (lambda folder: quantized.build_mxfp4(folder, shards=2), {"fp4 U8 1x32"}),
+    "fp4-fp8-deepseek_v4": (
+        lambda folder: quantized.build_deepseek_fp4(folder, HYBRIDS["deepseek_v4"]),
+        {"fp4 F8_E8M0 1x32", "fp8 F8_E8M0 16x16"},
+    ),
+    "int4-llama": (compressed("llama", "W4A16"), {"int4 BF16 1x16"}),
+    "int4-qwen3_moe": (int4_experts, {"int4 BF16 1x16"}),
+    "nvfp4-llama": (compressed("llama", "NVFP4A16"), {"fp4 F8_E4M3 1x16"}),
+    "fp8-dynamic-llama": (compressed("llama", "FP8-dynamic"), {"fp8 BF16 1x0"}),
+    "modelopt-mixed-llama": (
+        lambda folder: quantized.build_modelopt(folder, "llama", "MIXED_PRECISION", folder.parent / "plain"),
+        {"fp4 F8_E4M3 1x16", "fp8 BF16 0x0"},
+    ),
+}
+"""Name -> how it is built, and the forms of its matrices."""
+MODELS = [
+    pytest.param(name, marks=[needs_compressed] * name.startswith(("int4", "nvfp4", "fp8-dynamic"))) for name in CODED
+]
+QUANTIZED_INPUTS = ("fp8-dynamic-llama",)
+"""Rounding may send an input to another code."""
+
+
+def plan_of(directory: Path, **options: Any) -> LoadPlan:
+    settings = options_for(ALL, **options)
+    return make_load_plan(LayerStore(directory), settings, directory, [CpuDevice()])
+
+
+def forms_of(plan: LoadPlan) -> set[str]:
+    """The forms in which matrices of a model are multiplied."""
+    dense = (how.form.scheme for s in plan.sources.values() for job in s.jobs for how, _ in job.quantized)
+    leaves = (leaf for source in plan.experts for leaf in source.leaves.values())
+    return {*dense, *(leaf.coded.form.scheme for leaf in leaves if leaf.coded is not None)}
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("name", MODELS)
+def test_every_tier_is_as_near_as_transformers(tmp_path: Path, name: str) -> None:
+    build, forms = CODED[name]
+    folder = build(tmp_path / "model")
+    plain = tmp_path / "plain" if (tmp_path / "plain").is_dir() else folder
+    directory = split(folder)
+    assert forms_of(plan_of(directory, exact=False)) == forms
+    assert not forms_of(plan_of(directory, exact=True))
+    resident = load(directory, exact=False)
+    found = run(resident)
+    if name not in QUANTIZED_INPUTS:
+        expected = reference_logits(plain, INPUT, "auto")  # type: ignore[arg-type]
+        routed = bool(resident.placement.experts)
+        assert_as_near(found.logits, expected.logits, exact_logits(plain, INPUT), routed=routed)
+    streamed = load(directory, 0, exact=False)
+    assert {Tier.STREAMED, Tier.ROUTED} & set(tiers(streamed).values())
+    assert_same(run(streamed), found)
+    if resident.placement.experts:
+        model = load(directory, budget_that_keeps(directory, 0.25, exact=False), exact=False)
+        for _ in range(2):
+            assert_same(run(model), found)
+
+
+@pytest.mark.parametrize("name", ["fp8-llama", "mxfp4-gpt_oss"])
+def test_what_stays_is_as_large_as_the_codes(tmp_path: Path, name: str) -> None:
+    directory = split(CODED[name][0](tmp_path / "model"))
+    plan, exact = plan_of(directory, exact=False), plan_of(directory)
+    nbytes = sum(tensor.nbytes for tensor in LayerStore(directory).tensors.values())
+    assert sum(source.ready_bytes for source in (*plan.sources.values(), *plan.experts)) == nbytes
+    assert sum(source.ready_bytes for source in (*exact.sources.values(), *exact.experts)) > 1.2 * nbytes
+    assert plan.placement.is_resident
+    assert sum(placed.counted for placed in (*plan.placement.units, *plan.placement.experts)) <= nbytes
+
+
+def test_a_weight_is_its_codes(tmp_path: Path) -> None:
+    """Copied with the model, differentiable by its inputs, and a dequantized matrix for any other operation."""
+    directory = split(CODED["fp8-llama"][0](tmp_path / "model"))
+    model, exact = load(directory, exact=False), load(directory)
+    name = "model.layers.0.mlp.up_proj.weight"
+    weight, whole = model.get_parameter(name), exact.get_parameter(name)
+    assert isinstance(weight, QuantizedWeight)
+    assert isinstance(weight.matrix, CodedMatrix)
+    assert torch.equal(weight * 1, whole)
+    copied = copy.deepcopy(weight)
+    assert isinstance(copied, QuantizedWeight)
+    assert torch.equal(copied * 1, whole)
+    x = torch.randn(3, weight.shape[1], dtype=torch.bfloat16, requires_grad=True)
+    torch.nn.functional.linear(x, weight).sum().backward()
+    assert torch.equal(x.grad, torch.ones(3, len(weight), dtype=torch.bfloat16) @ whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "build"),
+    [
+        ("rows of no whole number of segments", lambda folder: quantized.build_fp8(folder, "llama", hidden_size=48)),
+        ("blocks of no power of two", lambda folder: quantized.build_fp8(folder, "llama", 24)),
+        pytest.param("int8", compressed("qwen3", "W8A16"), marks=needs_compressed),
+        pytest.param("with zeros", compressed("qwen3", "W4A16-asymmetric"), marks=needs_compressed),
+        ("in columns", lambda folder: quantized.build_gptq(folder, "llama", folder.parent / "plain")),
+    ],
+)
+def test_what_no_kernel_multiplies_has_the_bits_of_transformers(
+    tmp_path: Path, name: str, build: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = split(build(tmp_path / "model"))
+    plan = plan_of(directory, exact=False)
+    dense = [entry.target for source in plan.sources.values() for job in source.jobs for _, entry in job.quantized]
+    assert not any("q_proj" in target for target in dense)
+    with caplog.at_level(logging.WARNING):
+        found = run(load(directory, 0, exact=False))
+    assert (
+        "On cpu a part of the layers is dequantized" if dense else "On cpu each layer is dequantized"
+    ) in caplog.text
+    if not dense:
+        assert_same(found, run(load(directory)))
+
+
+def test_a_model_that_is_multiplied_from_its_codes_warns_of_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(split(CODED["mxfp4-gpt_oss"][0](tmp_path / "model")), exact=False)
+    assert "dequantized" not in caplog.text

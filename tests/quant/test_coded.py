@@ -1,0 +1,238 @@
+"""Products with published codes, by every kernel, against the matrices in double precision."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rabbitllm.formats.tensor_spec import torch_dtype
+from rabbitllm.quant import coded, kernels, vectors
+from rabbitllm.quant.coded import FP4, FP8, INT4, MAX_INPUTS, SCALES, CodedForm, CodedMatrix, form_named, multiplies
+from rabbitllm.quant.kernels import CODES, PAIRS
+from tests.support.rounding import assert_products
+
+needs_kernel = pytest.mark.skipif(
+    not (vectors.lanes() and vectors.reads_halves()), reason="no vectors of a kind that is used here"
+)
+FORMS = (
+    "fp8 F32 128x128",
+    "fp8 BF16 16x16",
+    "fp8 BF16 1x0",
+    "fp8 F32 0x0",
+    "fp8 U8 1x32",
+    "fp8 F8_E8M0 128x128",
+    "fp4 U8 1x32",
+    "fp4 F8_E4M3 1x16",
+    "int4 BF16 1x32",
+    "int4 F16 1x128",
+    "int4 F32 1x16",
+)
+"""As people publish: DeepSeek-V3, a channel, a matrix, MXFP8, DeepSeek-V4, MXFP4, NVFP4, Kimi; and odd ones."""
+VALUES = {
+    FP8: torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double(),
+    FP4: torch.tensor([sign * value for sign in (1, -1) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]).double(),
+    INT4: torch.arange(16).double() - 8,
+}
+
+
+def matrix(name: str, rows: int, columns: int, seed: int = 0, factor: float = 1.0) -> CodedMatrix:
+    """A matrix of any codes but those of FP8 that are no numbers, and of scales near 1."""
+    generator = torch.Generator().manual_seed(seed)
+    form = form_named(name, (rows, columns))
+    payload = torch.randint(0, 256, (rows * form.row_bytes,), dtype=torch.uint8, generator=generator)
+    if form.codes == FP8:
+        payload[payload & 127 == 127] = 5
+    count = math.prod(form.grid)
+    if SCALES[form.scales] == "power":
+        scales = torch.randint(124, 130, (count,), dtype=torch.uint8, generator=generator)
+    else:
+        scales = (torch.rand(count, generator=generator) + 0.5).to(torch_dtype(form.scales)).view(torch.uint8)
+    return CodedMatrix(form, payload, scales, factor)
+
+
+def meant(of: CodedMatrix) -> torch.Tensor:
+    """Code value times scale, float64, by indexing alone."""
+    form, payload = of.form, of.payload
+    codes = payload if form.codes == FP8 else torch.stack([payload & 15, payload >> 4], 1)
+    values = VALUES[form.codes][codes.reshape(form.shape).long()]
+    if SCALES[form.scales] == "power":
+        scales = 2.0 ** (of.scales.double() - 127)
+    else:
+        scales = of.scales.view(torch_dtype(form.scales)).double()
+    wide = scales.view(form.grid)
+    for dim, (size, whole) in enumerate(zip(form.block, form.shape, strict=True)):
+        wide = wide.repeat_interleave(size or whole, dim).narrow(dim, 0, whole)
+    return values * wide * of.factor
+
+
+def inputs(count: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(count, columns, generator=torch.Generator().manual_seed(9)).to(dtype)
+
+
+@pytest.mark.bits
+@needs_kernel
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("width", [PAIRS, 16, 8])
+def test_every_kernel_that_this_processor_can_run(name: str, width: int) -> None:
+    if not vectors.multiplies_pairs() if width == PAIRS else vectors.lanes() < width:
+        pytest.skip("needs other vectors")
+    dtype = torch.bfloat16 if width == PAIRS else torch.float32
+    for rows, columns, count in ((1, 64, 1), (9, 2048, 4), (200, 704, 11), (300, 320, 2)):
+        of, x = matrix(name, rows, columns, factor=0.25), inputs(count, columns, dtype)
+        assert_products(of.times(width, x), x, meant(of))
+
+
+@needs_kernel
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(FORMS), st.integers(1, 300), st.integers(1, 40), st.integers(1, 9), st.integers(0, 1 << 30))
+def test_shapes_of_all_kinds(name: str, rows: int, segments: int, count: int, seed: int) -> None:
+    """Blocks at the ends are smaller."""
+    of = matrix(name, rows, 64 * segments, seed)
+    x = inputs(count, 64 * segments)
+    assert multiplies(of.form)
+    assert_products(of.linear(x, None), x, meant(of))
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("count", [1, 3, 100])
+def test_inputs_of_every_dtype_and_a_bias(name: str, dtype: torch.dtype, count: int) -> None:
+    """Few by the codes, many with dequantized rows."""
+    of, x, bias = matrix(name, 150, 640), inputs(2 * count, 640, dtype).view(2, count, 640), inputs(1, 150, dtype)[0]
+    got = of.linear(x, bias)
+    assert (got.dtype, got.shape) == (dtype, (2, count, 150))
+    many = 2 * count > MAX_INPUTS[coded.kernel_for(of.form.kernel, dtype)]
+    sums = dtype if many else torch.float32
+    assert_products(got.view(-1, 150), x.reshape(-1, 640), meant(of), bias, sums=sums, weights=dtype if many else None)
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_each_code_meets_its_own_input_and_scale(name: str, dtype: torch.dtype) -> None:
+    of = matrix(name, 5, 128)
+    found = torch.cat([of.linear(row[None], None) for row in torch.eye(128, dtype=dtype)])
+    assert torch.equal(found.T, meant(of).to(dtype))
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_row_has_the_same_bits_alone_among_others_and_by_any_number_of_threads(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of, x = matrix(name, 333, 1024), inputs(7, 1024, dtype)
+    monkeypatch.setitem(kernels.WORTH_A_THREAD, CODES, 1 << 10)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads, team in itertools.product((1, 2, 3), (True, False)):
+            torch.set_num_threads(threads)
+            with monkeypatch.context() as patch:
+                if not team:
+                    patch.setattr(kernels, "torchs_team", lambda: None)
+                found.append(of.linear(x, None))
+                found.append(torch.cat([of.linear(row, None) for row in x.split(1)]))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_groups_have_the_bits_of_one_by_one(dtype: torch.dtype) -> None:
+    matrices = [matrix("fp4 U8 1x32", 70, 256, seed) for seed in range(4)]
+    most = MAX_INPUTS[coded.kernel_for(matrices[0].form.kernel, dtype)]
+    groups = [(0, 1), (1, 7), (9, 9 + most + 1), (most + 10, most + 12)]  # of rows 7 and 8 nothing is asked
+    x = inputs(most + 12, 256, dtype)
+    product = matrices[0].grouped(x)
+    assert product is not None
+    product.multiply(matrices[:3], groups[:3])
+    product.multiply(matrices[3:], groups[3:])
+    got = product.result()
+    assert got.dtype == dtype
+    for of, (begin, end) in zip(matrices, groups, strict=True):
+        assert torch.equal(got[begin:end], of.linear(x[begin:end], None))
+    assert not got[7:9].any()
+    assert matrices[0].grouped(inputs(coded.MAX_GROUPED + 1, 256)) is None
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_all_codes_and_scales_of_a_byte(dtype: torch.dtype) -> None:
+    """Those below the normal numbers, and what is not a number."""
+    codes = CodedMatrix(
+        CodedForm(FP8, "F32", (0, 0), (256, 64)), torch.zeros(256 * 64, dtype=torch.uint8), bytes_of(1.0)
+    )
+    codes.payload.view(256, 64)[:, 3] = torch.arange(256, dtype=torch.uint8)
+    x = torch.zeros(1, 64, dtype=dtype)
+    x[0, 3] = 1
+    found = codes.linear(x, None)[0].double()
+    assert torch.equal(found.nan_to_num(1e9), VALUES[FP8].nan_to_num(1e9))
+    powers = CodedMatrix(
+        CodedForm(FP4, "U8", (1, 32), (256, 64)), torch.full((256 * 32,), 0x22, dtype=torch.uint8), torch.empty(0)
+    )
+    scales = torch.arange(256, dtype=torch.uint8).repeat_interleave(2)
+    found = dataclasses.replace(powers, scales=scales).linear(x, None)[0]
+    assert torch.equal(found[:255].double(), (2.0 ** (torch.arange(255).double() - 127)).to(dtype).double())
+    assert not found[255].isfinite()
+
+
+def bytes_of(number: float) -> torch.Tensor:
+    return torch.tensor([number]).view(torch.uint8)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_dequantized_matrix_is_rounded_once(name: str, dtype: torch.dtype) -> None:
+    of = matrix(name, 150, 640)
+    found = of.dequantized(dtype)
+    assert found.dtype == dtype
+    assert torch.equal(found, meant(of).float().to(dtype))  # a product of 4 and 24 bits is rounded to float32 first
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_names_and_sizes_of_forms(name: str) -> None:
+    of = matrix(name, 150, 640)
+    assert of.form.scheme == name
+    assert coded.is_scheme(name)
+    assert of.form.nbytes == of.payload.nbytes + of.scales.nbytes
+    copied = of.clone()
+    assert copied.payload.data_ptr() != of.payload.data_ptr()
+    assert torch.equal(copied.dequantized(torch.float32), of.dequantized(torch.float32))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        CodedForm(FP8, "F32", (128, 128), (64, 96)),
+        CodedForm(FP8, "F32", (128, 8), (64, 128)),
+        CodedForm(FP8, "F32", (1, 96), (64, 192)),
+        CodedForm(FP4, "U8", (0, 32), (64, 128)),
+        CodedForm(INT4, "BF16", (16, 32), (64, 128)),
+        CodedForm(FP8, "F32", (1, 0), (0, 64)),
+    ],
+    ids=str,
+)
+def test_matrices_without_a_kernel(form: CodedForm) -> None:
+    assert not multiplies(form)
+
+
+def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    right = CodedMatrix.times
+    monkeypatch.setattr(CodedMatrix, "times", lambda *given: right(*given) * 1.001)
+    for cached in (coded._agrees, coded.kernel_for):
+        cached.cache_clear()
+    try:
+        assert not multiplies(CodedForm(FP8, "F32", (128, 128), (64, 128)))
+        if vectors.lanes():
+            assert "by float8 f32 64 codes is off by 1.0e-03 here and is not used" in caplog.text
+    finally:
+        for cached in (coded._agrees, coded.kernel_for):
+            cached.cache_clear()
