@@ -52,7 +52,7 @@ CATALOGUE: Mapping[str, Benchmark] = {
     "decode.gguf": Benchmark(
         "seconds a token from GGUF files, compared with llama.cpp on the same file",
         (GROUPS, PEERS),
-        "6 GB; 72 runs of at most 90 s",
+        "6 GB; 120 runs of at most 90 s",
     ),
     "decode.predict": Benchmark(
         "seconds a token, predicted by `rabbitllm plan` and measured", (), "10 GB; 27 plans and runs"

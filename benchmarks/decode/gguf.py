@@ -2,10 +2,11 @@
 
 A Llama of 0.7 billion random weights, or with `--mixture` a Qwen3 MoE of 0.85 billion, 4 of 32 experts for each token,
 quantized by llama.cpp's own tool, a prompt of 16 tokens, then greedy tokens, batch 1, in turns; files are not in the
-page cache at the start. llama.cpp maps the file; two more rows are its other ways with memory: direct I/O, which takes
-memory for the whole file, and for a mixture `--cpu-moe`. Under a cap every process runs in a control group that
-is bounded, once everything is imported, to what it takes then and a share of the file. Seconds a token are the median
-of the steps after the first token; bytes a token are what the process read from the disk in those steps.
+page cache at the start. llama.cpp maps the file, and rewrites some types for its kernels into memory of its own; more
+rows are its options about memory: `--no-repack`, direct I/O, which takes memory for the whole file, and for a mixture
+`--cpu-moe`. Under a cap every process runs in a control group that is bounded, once everything is imported, to what it
+takes then and a share of the file. Seconds a token are the median of the steps after the first token; bytes a token are
+what the process read from the disk in those steps.
 
     sudo python -m benchmarks decode.gguf [--turns 3] [--types Q4_K_M Q8_0] [--shares 50] [--mixture] [--only ROW ...]
 """
@@ -25,9 +26,10 @@ from benchmarks.lib.runs import carry_out, failures, ratios, status, versions
 from benchmarks.quality.llama_cpp import PLAIN, quantized, tool
 
 PEER, OURS, UNSPLIT = "llama.cpp", "rabbitllm-2", "rabbitllm-2-no-split"
-DIRECT, CPU_MOE = "llama.cpp-direct-io", "llama.cpp-cpu-moe"
+NO_REPACK, DIRECT, CPU_MOE = "llama.cpp-no-repack", "llama.cpp-direct-io", "llama.cpp-cpu-moe"
 RUNNERS = {
     PEER: Runner(LLAMA_CPP, "llama_cpp"),
+    NO_REPACK: Runner(LLAMA_CPP, "llama_cpp", options={"no_repack": True}),
     DIRECT: Runner(LLAMA_CPP, "llama_cpp", options={"direct_io": True}),
     CPU_MOE: Runner(LLAMA_CPP, "llama_cpp", options={"cpu_moe": True}),
     OURS: Runner(THIS, "rabbitllm"),

@@ -274,12 +274,13 @@ def predict(job: dict[str, Any]) -> dict[str, Any]:
 def llama_cpp(job: dict[str, Any]) -> dict[str, Any]:
     """llama.cpp: load the file and generate greedily; the same figures as the other rows'.
 
-    Options: `direct_io` loads the file by direct I/O instead of mapping it; `cpu_moe` is `--cpu-moe`.
+    Options, as of its own programs: `direct_io` loads the file by direct I/O instead of mapping it, `cpu_moe`, and
+    `no_repack`, without which some types are rewritten into memory of its own.
     """
     from llama_cpp import Llama  # type: ignore[import-not-found,unused-ignore]
 
     threads, is_mapped = len(os.sched_getaffinity(0)), not job["options"].get("direct_io")
-    kept = _set_parameters(is_mapped, bool(job["options"].get("cpu_moe")))
+    kept = _set_parameters(job["options"])
     begun = time.perf_counter()
     model = Llama(job["path"], n_ctx=512, n_threads=threads, n_threads_batch=threads, use_mmap=is_mapped, verbose=False)
     del kept
@@ -304,27 +305,27 @@ def llama_cpp(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _set_parameters(is_mapped: bool, keeps_experts: bool) -> Any:
-    """Options of llama.cpp that `Llama` has no argument for; returns memory that must live until it is loaded."""
+def _set_parameters(options: dict[str, Any]) -> Any:
+    """Choose what `Llama` has no argument for; returns memory that must live until the file is loaded."""
     import ctypes
 
     from llama_cpp import llama_cpp as library
     from llama_cpp._ggml import libggml  # type: ignore[import-not-found,unused-ignore]
 
-    if not is_mapped:
+    if options.get("direct_io"):
         library.LLAMA_LOAD_MODE_NONE = library.LLAMA_LOAD_MODE_DIRECT_IO
-    if not keeps_experts:
-        return None
-    # what `--cpu-moe` does (common/arg.cpp): matrices of these names go to the plain buffers of the CPU
-    libggml.ggml_backend_cpu_buffer_type.restype = ctypes.c_void_p
+    # what `--cpu-moe` does (common/arg.cpp): matrices of these names go to buffers of the CPU
     pattern = ctypes.c_char_p(rb"\.ffn_(up|down|gate|gate_up)_(ch|)exps")
+    libggml.ggml_backend_cpu_buffer_type.restype = ctypes.c_void_p
     name, buffer = ctypes.cast(pattern, ctypes.c_void_p).value, libggml.ggml_backend_cpu_buffer_type()
     overrides = (ctypes.c_void_p * 4)(name, buffer, None, None)
     defaults = library.llama_model_default_params
 
     def changed() -> Any:
         parameters = defaults()
-        parameters.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
+        parameters.use_extra_bufts = not options.get("no_repack")
+        if options.get("cpu_moe"):
+            parameters.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
         return parameters
 
     library.llama_model_default_params = changed
