@@ -1,11 +1,13 @@
 """Generating from GGUF files on the CPU, compared with llama.cpp on the same file, with and without a cap on memory.
 
-A Llama of 0.7 billion random weights, quantized by llama.cpp's own tool, a prompt of 16 tokens, then greedy tokens,
-batch 1, in turns; files are not in the page cache at the start. Under a cap every process runs in a control group that
+A Llama of 0.7 billion random weights, or with `--mixture` a Qwen3 MoE of 0.85 billion, 4 of 32 experts for each token,
+quantized by llama.cpp's own tool, a prompt of 16 tokens, then greedy tokens, batch 1, in turns; files are not in the
+page cache at the start. llama.cpp maps the file; two more rows are its other ways with memory: direct I/O, which takes
+memory for the whole file, and for a mixture `--cpu-moe`. Under a cap every process runs in a control group that
 is bounded, once everything is imported, to what it takes then and a share of the file. Seconds a token are the median
 of the steps after the first token; bytes a token are what the process read from the disk in those steps.
 
-    sudo python -m benchmarks decode.gguf [--turns 3] [--types Q4_K_M Q8_0] [--shares 50] [--only ROW ...]
+    sudo python -m benchmarks decode.gguf [--turns 3] [--types Q4_K_M Q8_0] [--shares 50] [--mixture] [--only ROW ...]
 """
 
 from __future__ import annotations
@@ -16,15 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.lib import command_line, llama, report
-from benchmarks.lib.checkpoint import make_checkpoint
+from benchmarks.lib.checkpoint import MIXTURE, make_checkpoint
 from benchmarks.lib.generation import Runner, StepsRun, Workload, prompt_for
 from benchmarks.lib.peers import LLAMA_CPP, THIS, make_layer_files, room
 from benchmarks.lib.runs import carry_out, failures, ratios, status, versions
 from benchmarks.quality.llama_cpp import PLAIN, quantized, tool
 
 PEER, OURS, UNSPLIT = "llama.cpp", "rabbitllm-2", "rabbitllm-2-no-split"
+DIRECT, CPU_MOE = "llama.cpp-direct-io", "llama.cpp-cpu-moe"
 RUNNERS = {
     PEER: Runner(LLAMA_CPP, "llama_cpp"),
+    DIRECT: Runner(LLAMA_CPP, "llama_cpp", options={"direct_io": True}),
+    CPU_MOE: Runner(LLAMA_CPP, "llama_cpp", options={"cpu_moe": True}),
     OURS: Runner(THIS, "rabbitllm"),
     UNSPLIT: Runner(THIS, "rabbitllm", options={"split": False}),
 }
@@ -83,11 +88,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=16, help="to generate, at least 2 (default: %(default)s)")
     parser.add_argument("--types", nargs="+", default=list(TYPES), help="of the files (default: %(default)s)")
     parser.add_argument("--shares", type=int, nargs="*", default=[50], help="of the file, in percent")
+    parser.add_argument("--mixture", action="store_true", help="of experts, instead of a Llama")
     options = command_line.parsed(parser, arguments, only=[OURS, UNSPLIT], tokens=3, types=[PLAIN], shares=[])
     command_line.settle(options, "gguf")
     command_line.check_tokens(options)
     work = options.work_dir
-    checkpoint = make_checkpoint(work, options.scale, "LlamaConfig")
+    if options.mixture:
+        checkpoint = make_checkpoint(work, options.scale, "Qwen3MoeConfig", MIXTURE)
+    else:
+        checkpoint = make_checkpoint(work, options.scale, "LlamaConfig")
+        options.only = [row for row in options.only if row != CPU_MOE]
     workload = Workload(checkpoint, work / "gguf-run", prompt_for(options.scale), options.tokens)
     shares = (None, *options.shares)
     cases = [FileCase(kind, row, share) for kind in options.types for share in shares for row in options.only]
@@ -109,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             work,
             f"gguf-{case.kind}-{case.runner}-{case.share}-{run.turn}",
             checkpoint=path,
-            place=path if case.runner == PEER else place,
+            place=place if case.runner in (OURS, UNSPLIT) else path,
             cap_bytes=room(sizes[case.kind], case.share),
             limit_seconds=RUN_LIMIT_SECONDS,
         )
@@ -124,6 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         *versions(runs),
         *failures(runs),
     ]
-    title = f"{options.tokens} tokens from a GGUF file, on the CPU, {command_line.turns(options)}"
+    what = "a GGUF file of a mixture of experts" if options.mixture else "a GGUF file"
+    title = f"{options.tokens} tokens from {what}, on the CPU, {command_line.turns(options)}"
     report.write(options.results, title, tabulate(runs, cases, options.turns), notes, runs, work=work)
     return status(runs, lambda row: OURS in row)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import mmap
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -66,26 +66,32 @@ def made_once(folder: Path, recipe: Any, write: Callable[[Path], None]) -> Path:
     return folder
 
 
-def make_checkpoint(work: Path, scale_name: str, config_class: str = "Qwen2Config") -> Path:
+MIXTURE = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 256, "norm_topk_prob": True}
+"""Of a Qwen3MoeConfig, in addition to a scale; "full" has 0.85 billion weights."""
+
+
+def make_checkpoint(
+    work: Path, scale_name: str, config_class: str = "Qwen2Config", more: Mapping[str, int | bool] | None = None
+) -> Path:
     """The checkpoint's folder.
 
     Random weights, no end-of-sequence token (so that a generation always has the wanted length), and a tokenizer of
-    one word a token, since some peers load one.
+    one word a token, since some peers load one. `more` are settings of the config.
     """
     kind = "" if config_class == "Qwen2Config" else f"-{config_class.removesuffix('Config').lower()}"
     scale = SCALES[scale_name]
-    folder, recipe = work / f"checkpoint-{scale_name}{kind}", {"shape": asdict(scale), "seed": SEED}
-    return made_once(folder, recipe, lambda empty: _write_model(empty, scale, config_class))
+    folder, recipe = work / f"checkpoint-{scale_name}{kind}", {"shape": asdict(scale), "seed": SEED, **(more or {})}
+    return made_once(folder, recipe, lambda empty: _write_model(empty, scale, config_class, more or {}))
 
 
-def _write_model(folder: Path, scale: Scale, config_class: str) -> None:
+def _write_model(folder: Path, scale: Scale, config_class: str, more: Mapping[str, int | bool]) -> None:
     import torch
     import transformers
 
     transformers_: Any = transformers
     settings = {name: value for name, value in asdict(scale).items() if name != "shard_bytes"}
     config = getattr(transformers_, config_class)(
-        **settings, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, pad_token_id=None
+        **settings, **more, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, pad_token_id=None
     )
     torch.manual_seed(SEED)
     model = transformers_.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -272,12 +272,17 @@ def predict(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def llama_cpp(job: dict[str, Any]) -> dict[str, Any]:
-    """llama.cpp: load the file, mapped, and generate greedily; the same figures as the other rows'."""
+    """llama.cpp: load the file and generate greedily; the same figures as the other rows'.
+
+    Options: `direct_io` loads the file by direct I/O instead of mapping it; `cpu_moe` is `--cpu-moe`.
+    """
     from llama_cpp import Llama  # type: ignore[import-not-found,unused-ignore]
 
-    threads = len(os.sched_getaffinity(0))
+    threads, is_mapped = len(os.sched_getaffinity(0)), not job["options"].get("direct_io")
+    kept = _set_parameters(is_mapped, bool(job["options"].get("cpu_moe")))
     begun = time.perf_counter()
-    model = Llama(job["path"], n_ctx=512, n_threads=threads, n_threads_batch=threads, use_mmap=True, verbose=False)
+    model = Llama(job["path"], n_ctx=512, n_threads=threads, n_threads_batch=threads, use_mmap=is_mapped, verbose=False)
+    del kept
     loaded = time.perf_counter()
     tokens, clock = [], Clock()
     clock.put(None)
@@ -295,8 +300,35 @@ def llama_cpp(job: dict[str, Any]) -> dict[str, Any]:
         "tokens": tokens,
         "threads": threads,
         "dtype": job["kind"],
-        "placed": "mapped",
+        "placed": "mapped" if is_mapped else "read by direct I/O",
     }
+
+
+def _set_parameters(is_mapped: bool, keeps_experts: bool) -> Any:
+    """Options of llama.cpp that `Llama` has no argument for; returns memory that must live until it is loaded."""
+    import ctypes
+
+    from llama_cpp import llama_cpp as library
+    from llama_cpp._ggml import libggml  # type: ignore[import-not-found,unused-ignore]
+
+    if not is_mapped:
+        library.LLAMA_LOAD_MODE_NONE = library.LLAMA_LOAD_MODE_DIRECT_IO
+    if not keeps_experts:
+        return None
+    # what `--cpu-moe` does (common/arg.cpp): matrices of these names go to the plain buffers of the CPU
+    libggml.ggml_backend_cpu_buffer_type.restype = ctypes.c_void_p
+    pattern = ctypes.c_char_p(rb"\.ffn_(up|down|gate|gate_up)_(ch|)exps")
+    name, buffer = ctypes.cast(pattern, ctypes.c_void_p).value, libggml.ggml_backend_cpu_buffer_type()
+    overrides = (ctypes.c_void_p * 4)(name, buffer, None, None)
+    defaults = library.llama_model_default_params
+
+    def changed() -> Any:
+        parameters = defaults()
+        parameters.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
+        return parameters
+
+    library.llama_model_default_params = changed
+    return overrides, pattern
 
 
 def prompt(number: int, length: int, vocabulary: int) -> list[int]:

@@ -6,7 +6,8 @@ all experts of a layer, more than there are transit slots; then the experts go t
 prefetched while others compute.
 
 For a device that does not share host memory, host memory is a second cache: of experts without a slot on the device. An
-expert is one read; several threads read at once.
+expert is one read; several threads read at once. There the host waits once a module, for the routing: grouped products
+read it from the ends of their groups, other kernels from the indices.
 """
 
 from __future__ import annotations
@@ -245,7 +246,8 @@ class ExpertPool:
         self._disk = disk
         self._nbytes = slot_bytes(sources)
         # staging first: every expert from the disk is copied from there
-        self._staging = deque(host.take_slots(EXPERT_STAGING, self._nbytes) if host is not None else ())
+        staging = host.take_slots(EXPERT_STAGING, self._nbytes) if host is not None else ()
+        self._staging = deque[tuple[torch.Tensor, Any]]((memory, None) for memory in staging)  # and its last copy
         on_host = host.take_slots(host_slots, self._nbytes) if host is not None else ()
         self._host = [ExpertSlot(memory, None) for memory in on_host]
         self._memory = host  # kept, since its buffers are unpinned when it is freed
@@ -260,11 +262,54 @@ class ExpertPool:
         counts = [source.experts for source in sources]
         self.cache, self.host_cache = ExpertCache(counts, slots), ExpertCache(counts, host_slots)
         self._call: _Call | None = None
+        self._expected: tuple[int, torch.Tensor] | None = None
+        self._copies: list[tuple[torch.Tensor, int | None, Numbers]] = []
         self._sent: list[tuple[Future[Any], ExpertSlot | None]] = []
 
     def close(self) -> None:
         """Stop the reading threads."""
         self._threads.shutdown()
+
+    def expect(self, module: int, index: torch.Tensor) -> None:
+        """Prepare the pass over a module that routes tokens by an index, integers (tokens, used).
+
+        If the host would have to wait for the index, reads begin with the first use of an expert.
+        """
+        self.end()
+        self._expected = module, index
+        if self._device.shares_host_memory:
+            self._begin_expected(module)
+
+    def numbers(self, index: torch.Tensor) -> Numbers:
+        """The values of an integer tensor (n,); a device is asked once for each tensor of a pass over a module."""
+        if self._device.shares_host_memory:
+            return index.detach().numpy().ravel()
+        version = None if index.is_inference() else index._version
+        kind = index.data_ptr(), index.numel(), index.dtype
+        for known, at, values in self._copies:
+            if at == version and (known.data_ptr(), known.numel(), known.dtype) == kind and index.is_contiguous():
+                return values
+        values = index.detach().cpu().numpy().ravel()
+        if index.is_contiguous():
+            self._copies.append((index, version, values))
+        return values
+
+    def ends(self, module: int, ends: torch.Tensor, rows: int) -> list[int]:
+        """See `experts.Supply`."""
+        found = self.numbers(ends)
+        expected = self._expected
+        if expected is not None and expected[0] == module and rows == expected[1].numel():
+            counts = np.append(found[:1], found[1:] - found[:-1])
+            chosen = np.flatnonzero(counts)
+            self.begin(module, chosen, counts[chosen], len(expected[1]))
+        return list(found.tolist())
+
+    def _begin_expected(self, module: int) -> None:
+        """Begin the pass over a module as its index says, if it was prepared and not begun."""
+        expected = self._expected
+        if expected is not None and expected[0] == module:
+            index = expected[1]
+            self.begin(module, *_counted(self.numbers(index), self.sources[module].experts), len(index))
 
     def begin(self, module: int, experts: Numbers, counts: Numbers, tokens: int) -> None:
         """Begin to read the experts of a module that a pass uses, as far as there are slots.
@@ -275,7 +320,8 @@ class ExpertPool:
             counts: the number of tokens that use each.
             tokens: the number of tokens of the pass.
         """
-        self.end()
+        self._expected = None
+        self._end_call()
         source = self.sources[module]
         for cache in (self.cache, self.host_cache):
             cache.use(module, experts, counts, tokens)
@@ -349,6 +395,11 @@ class ExpertPool:
 
     def end(self) -> None:
         """End the pass over the experts of its module, complete or interrupted."""
+        self._expected = None
+        self._copies.clear()
+        self._end_call()
+
+    def _end_call(self) -> None:
         wait([future for future, _ in self._sent])
         sent, self._sent = self._sent, []
         for future, slot in sent:
@@ -367,6 +418,7 @@ class ExpertPool:
 
     def each(self, module: int, leaf: str, experts: Sequence[int]) -> Iterator[torch.Tensor]:
         """See `experts.Supply`."""
+        self._begin_expected(module)
         call = self._call
         if call is None or call.module != module or not {*call.slots, *call.transit}.issuperset(experts):
             distinct = np.unique(np.asarray(experts, np.int64))  # `begin` was not called for these experts
@@ -380,6 +432,7 @@ class ExpertPool:
 
     def order(self, module: int, experts: Sequence[int]) -> tuple[list[int], list[int]]:
         """See `experts.Supply`."""
+        self._begin_expected(module)
         call = self._call
         if call is None or call.module != module:
             return [], list(range(len(experts)))
@@ -460,13 +513,14 @@ class ExpertPool:
             kept = self._host[in_host.number]
             kept.left = ticket = self._upload(kept.memory, slot, source.extent(leaf))
         else:
-            staged = self._staging.popleft()  # one for each thread
+            staged, ticket = self._staging.popleft()  # one for each thread; the first copy from it is over soonest
             try:
+                if ticket is not None:
+                    self._device.landed(ticket)
                 self._read(source, expert, leaf, staged)
                 ticket = self._upload(staged, slot, source.extent(leaf))
-                self._device.landed(ticket)
             finally:
-                self._staging.append(staged)
+                self._staging.append((staged, ticket))
         slot.expert = (module, expert) if leaf is None else None
         return ticket
 
@@ -502,11 +556,19 @@ class PooledExperts:
         """See `experts.Supply`."""
         return self._pool.order(self._module, experts)
 
+    def numbers(self, index: torch.Tensor) -> list[int]:
+        """See `experts.Supply`."""
+        return list(self._pool.numbers(index).tolist())
+
+    def ends(self, ends: torch.Tensor, rows: int) -> list[int]:
+        """See `experts.Supply`."""
+        return self._pool.ends(self._module, ends, rows)
+
     def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Begin to read the experts that the module's second argument routes to, before the module computes."""
-        found = routed(args, kwargs, self._pool.sources[self._module].experts)
-        if found is not None:
-            self._pool.begin(self._module, *found)
+        """Prepare the pass, before the module computes, from its second argument."""
+        index = _routing(args, kwargs)
+        if index is not None:
+            self._pool.expect(self._module, index)
 
     def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """End the pass over the module's experts."""
@@ -516,12 +578,21 @@ class PooledExperts:
 def routed(args: tuple[Any, ...], kwargs: Mapping[str, Any], experts: int) -> tuple[Numbers, Numbers, int] | None:
     """The experts that a call of an experts module uses: distinct experts, the number of tokens that use each, and the
     number of tokens; None if its second argument has no expert indices."""
+    index = _routing(args, kwargs)
+    return None if index is None else (*_counted(index.detach().cpu().numpy(), experts), len(index))
+
+
+def _routing(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The second argument of an experts module, if it is an index of experts."""
     index = args[1] if len(args) > 1 else kwargs.get("top_k_index")
-    if not isinstance(index, torch.Tensor) or index.is_floating_point() or not index.numel():
-        return None
-    chosen, counts = np.unique(index.detach().cpu().numpy(), return_counts=True)
+    return index if isinstance(index, torch.Tensor) and not index.is_floating_point() and index.numel() else None
+
+
+def _counted(index: Numbers, experts: int) -> tuple[Numbers, Numbers]:
+    """The distinct experts of an index, and how often each is in it."""
+    chosen, counts = np.unique(index, return_counts=True)
     known = (chosen >= 0) & (chosen < experts)
-    return chosen[known], counts[known], len(index)
+    return chosen[known], counts[known]
 
 
 def _filled_slots(cache: ExpertCache, slots: Sequence[ExpertSlot], module: int, experts: Numbers) -> Numbers:

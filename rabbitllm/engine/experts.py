@@ -46,6 +46,14 @@ class Supply(Protocol):
         order in which they are read."""
         ...
 
+    def numbers(self, index: torch.Tensor) -> list[int]:
+        """The values of an integer tensor in memory order."""
+        ...
+
+    def ends(self, ends: torch.Tensor, rows: int) -> list[int]:
+        """The same of the ends of each expert's group of rows, which tell what the pass uses."""
+        ...
+
 
 class ExpertStack(WeightStandIn):
     """A stack of matrices (experts, N, K), or transposed (experts, K, N).
@@ -128,7 +136,7 @@ class ExpertStack(WeightStandIn):
             (S, N).
         """
         groups, begin = [], 0
-        for expert, end in enumerate(ends.tolist()):
+        for expert, end in enumerate(self.supply.ends(ends, len(rows))):
             if end > begin:
                 groups.append((expert, begin, end))
             begin = max(begin, end)
@@ -184,7 +192,7 @@ def _getitem(stack: Any, index: Any) -> Any:
     if isinstance(index, torch.Tensor) and not index.is_floating_point() and index.dtype is not torch.bool:
         if index.dim() == 0:
             return _one(stack, int(index))
-        return stack.copied(index.flatten().tolist()).view(*index.shape, *stack.shape[1:])
+        return stack.copied(stack.supply.numbers(index)).view(*index.shape, *stack.shape[1:])
     return _one(stack, index) if type(index) is int else None
 
 
@@ -235,6 +243,14 @@ class MappedExperts:
     def order(self, experts: Sequence[int]) -> tuple[list[int], list[int]]:
         """See `experts.Supply`."""
         return list(range(len(experts))), []
+
+    def numbers(self, index: torch.Tensor) -> list[int]:
+        """See `experts.Supply`."""
+        return list(index.flatten().tolist())
+
+    def ends(self, ends: torch.Tensor, rows: int) -> list[int]:
+        """See `experts.Supply`."""
+        return self.numbers(ends)
 
     def strided(self, leaf: str) -> torch.Tensor | None:
         """All experts as one strided tensor over the mapped file; None if they are not at equal distances in it, or not

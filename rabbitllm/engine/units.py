@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ from rabbitllm.engine.weight_tensors import AbsentWeight, QuantizedWeight, Store
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
 from rabbitllm.quant.coded import CodedForm, CodedMatrix
+from rabbitllm.quant.gguf_blocks import work_bytes
 from rabbitllm.quant.products import FusedMatrix, Matrix
 from rabbitllm.quant.quantize import dequantize, operands
 from rabbitllm.quant.schemes import Quantized
@@ -290,11 +292,13 @@ class UnitSource:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes that each use takes besides the stored ones: parameters made for it, and parts of matrices."""
-        made = (job.entries for job in self.jobs if job.entries and not _is_view(job.recipe, self.stored))
+        """Bytes that each use takes besides the stored ones: parameters made for it, and the work of one of them."""
+        made = [job for job in self.jobs if job.entries and not _is_view(job.recipe, self.stored)]
         kept = 0 if self.is_view else self.scale_bytes
-        parts = (kind.scratch_bytes(form, dtype) for kind, form, dtype in self._matrices)
-        return sum(entry.nbytes for entries in made for _, entry in entries) + kept + max(parts, default=0)
+        work = [kind.scratch_bytes(form, dtype) for kind, form, dtype in self._matrices]
+        forms = (self.stored[name].quantized for job in made for _, name in job.recipe.sources)
+        work += [work_bytes(form.scheme, math.prod(form.shape)) for form in forms if form is not None]
+        return sum(entry.nbytes for job in made for _, entry in job.entries) + kept + max(work, default=0)
 
     @property
     def _matrices(self) -> Iterator[tuple[type[Matrix] | type[FusedMatrix], Quantized, torch.dtype]]:

@@ -228,7 +228,11 @@ DECODERS: Mapping[str, Decode] = {
 WORTH_A_KERNEL = 1 << 16
 """Elements; fewer are dequantized by torch before a kernel is compiled."""
 _CHUNK = 1 << 20
-"""Elements that are dequantized at a time: 4 MiB of float32."""
+"""Elements that are dequantized at a time on the host: 4 MiB of float32, which stay in the cache."""
+_BLOCK_WORK = 512
+"""Bytes that dequantizing a block on a GPU takes at most, besides its numbers; a group is made at a time."""
+_WORK_BYTES = 64 << 20
+"""The same for the blocks that are dequantized at a time: so many that the time of a launch does not count."""
 
 
 def dequantize(name: str, blocks: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -263,13 +267,21 @@ def dequantize(name: str, blocks: torch.Tensor, shape: tuple[int, ...], dtype: t
             "Download the file again.",
         )
     made = torch.empty(count, kind.elements, dtype=dtype, device=blocks.device)
-    compiled = elements >= WORTH_A_KERNEL and blocks.device.type == "cpu" and _kernel_agrees(name)
-    decode = _by_kernel if compiled else _by_torch
-    rows, step = blocks.reshape(count, kind.nbytes), max(_CHUNK // kind.elements, 1)
+    is_host = blocks.device == torch.device("cpu")
+    step = max(_CHUNK // kind.elements, 1) if is_host else _WORK_BYTES // _BLOCK_WORK
+    decode = _by_torch if name in DECODERS else _by_gguf
+    if name in DECODERS and elements >= WORTH_A_KERNEL and is_host and _kernel_agrees(name):
+        decode = _by_kernel
+    rows = blocks.reshape(count, kind.nbytes)
     for begin in range(0, count, step):
-        some = rows[begin : begin + step]
-        made[begin : begin + step] = decode(name, some) if name in DECODERS else _by_gguf(name, some)
+        decode(name, rows[begin : begin + step], made[begin : begin + step])
     return made.view(shape)
+
+
+def work_bytes(name: str, elements: int) -> int:
+    """Bytes of memory of a GPU that `dequantize` takes at most, besides the numbers; 0 for other schemes."""
+    kind = BLOCK_TYPES.get(name)
+    return min(elements // kind.elements * _BLOCK_WORK, _WORK_BYTES) if kind is not None else 0
 
 
 def lanes_for(name: str) -> int:
@@ -315,49 +327,75 @@ def _kernel_agrees(name: str) -> bool:
     if not lanes_for(name):
         return False
     some = sample(name, 64 * 256, torch.Generator().manual_seed(0)).view(-1, BLOCK_TYPES[name].nbytes)
-    agrees = torch.equal(_by_kernel(name, some), _by_torch(name, some))
+    found, expected = (torch.empty(len(some), BLOCK_TYPES[name].elements) for _ in range(2))
+    _by_kernel(name, some, found)
+    _by_torch(name, some, expected)
+    agrees = torch.equal(found, expected)
     if not agrees:
         logger.warning("The kernel that dequantizes %s is wrong here and is not used.", name)
     return agrees
 
 
-def _by_kernel(name: str, blocks: torch.Tensor) -> torch.Tensor:
-    """The numbers of blocks (n, bytes), float32 (n, elements)."""
+def _by_kernel(name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the numbers of blocks (n, bytes) to `out` (n, elements)."""
     import torch
 
     kind, width = BLOCK_TYPES[name], lanes_for(name)
     blocks = blocks.contiguous()
-    made = torch.empty(len(blocks), kind.elements)
+    made = out if out.dtype == torch.float32 else torch.empty(out.shape)
     if len(blocks):
         steps = kind.elements // (2 * width)
         shape = (kind.nbytes, steps, kind.elements, 1, len(blocks))
         kernels.run(
             kernels.NUMBERS, name, width, [(blocks.data_ptr(), *[0] * 4, made.data_ptr(), *shape)], blocks.numel()
         )
-    return made
+    if made is not out:
+        out.copy_(made)
 
 
-def _by_torch(name: str, blocks: torch.Tensor) -> torch.Tensor:
-    """The same, on any device."""
+def _by_torch(name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
+    """The same, on any device, in few operations: their number is the time on a GPU."""
     import torch
 
-    parts = []
+    at = 0
     for codes, scales, minima, signed in DECODERS[name](_TensorReader(blocks)):
-        values = (codes.view(torch.int8) if signed else codes).float()
-        for number, part in enumerate(values.chunk(len(scales), 1)):
-            product = scales[number] * part
-            parts.append(product - minima[number] if minima else product)
-    return torch.cat(parts, 1)
+        for number, part in enumerate((codes.view(torch.int8) if signed else codes).chunk(len(scales), 1)):
+            target = out[:, at : at + part.shape[1]]
+            # bytes are multiplied as float32, and the result is rounded to the dtype of `out`
+            if minima:
+                torch.sub(scales[number] * part, minima[number], out=target)
+            else:
+                torch.mul(scales[number], part, out=target)
+            at += part.shape[1]
 
 
-def _by_gguf(name: str, blocks: torch.Tensor) -> torch.Tensor:
+def _by_gguf(name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
     import gguf
     import numpy as np
     import torch
 
     with np.errstate(all="ignore"):  # scales may be infinite
         made = gguf.dequantize(blocks.cpu().numpy(), gguf.GGMLQuantizationType[name])
-    return torch.from_numpy(made).to(blocks.device)
+    out.copy_(torch.from_numpy(made))
+
+
+@functools.cache
+def _table(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Values on a device, int8; kept, since a copy to a GPU makes the host wait."""
+    import torch
+
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=torch.int8, device=device)
+
+
+@functools.cache
+def _bit_places(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The byte of each of so many bits, int64, and its offset in the byte, uint8; kept as `_table` is."""
+    import torch
+
+    with torch.inference_mode(False):
+        places = torch.arange(count, device=device)
+        return places // 8, (places % 8).to(torch.uint8)
 
 
 class _TensorReader:
@@ -369,27 +407,28 @@ class _TensorReader:
 
     def __init__(self, blocks: torch.Tensor) -> None:
         self._blocks = blocks
+        self._ints: dict[int, torch.Tensor] = {}
         self.halves: list[int] = []
 
     def bytes(self, offset: int, count: int) -> torch.Tensor:
         return self._blocks[:, offset : offset + count]
 
     def bits(self, offset: int, count: int) -> torch.Tensor:
-        import torch
-
-        places = torch.arange(count, device=self._blocks.device)
-        return self._blocks[:, offset + places // 8] >> (places % 8).to(torch.uint8) & 1
+        where, shifts = _bit_places(count, self._blocks.device)
+        return self._blocks[:, offset : offset + (count + 7) // 8][:, where] >> shifts & 1
 
     def look_up(self, values: tuple[int, ...], index: torch.Tensor) -> torch.Tensor:
         import torch
 
-        table = torch.tensor(values, dtype=torch.int8, device=index.device)
-        return table[index.int()].view(torch.uint8)
+        return _table(values, index.device)[index.int()].view(torch.uint8)
 
     def byte(self, offset: int) -> torch.Tensor:
         import torch
 
-        return self._blocks[:, offset : offset + 1].to(torch.int32)
+        run = offset // 16 * 16  # the bytes around it are scales too
+        if run not in self._ints:
+            self._ints[run] = self._blocks[:, run : run + 16].to(torch.int32)
+        return self._ints[run][:, offset - run : offset - run + 1]
 
     def signed(self, value: torch.Tensor) -> torch.Tensor:
         import torch
@@ -409,7 +448,7 @@ class _TensorReader:
         return torch.where(exponent < 2, (exponent + 1) << 21, usual).view(torch.float32)
 
     def times(self, scale: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        return scale * factor.float()
+        return scale * factor
 
     def negative(self, value: torch.Tensor) -> torch.Tensor:
         return -value

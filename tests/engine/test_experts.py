@@ -398,6 +398,12 @@ class Given:
         late = [at for at, expert in enumerate(experts) if expert % 2]
         return [at for at in range(len(experts)) if at not in late], late
 
+    def numbers(self, index: torch.Tensor) -> list[int]:
+        return list(index.flatten().tolist())
+
+    def ends(self, ends: torch.Tensor, rows: int) -> list[int]:
+        return self.numbers(ends)
+
     def stack(self, leaf: str) -> ExpertStack:
         whole = self.leaves[leaf]
         return ExpertStack(self, leaf, whole.shape, whole.dtype, whole.device)

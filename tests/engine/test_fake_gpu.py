@@ -4,8 +4,11 @@ would show it.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +22,15 @@ from transformers.integrations import sdpa_attention
 from rabbitllm import AutoModel
 from rabbitllm.base.options import RunOptions
 from rabbitllm.checkpoints.local import LocalCheckpoint
-from rabbitllm.engine import expert_pool, forwards, prefetch
+from rabbitllm.engine import expert_pool, forwards, placement, prefetch
 from rabbitllm.engine.devices import OutOfDeviceMemory, memory_explained
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import EXPERT_STAGING, SLOTS, STAGING, Tier
 from rabbitllm.engine.prefetch import FilledSlot, Uploader
 from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.engine.streamer import Boundary
+from rabbitllm.engine.units import UnitSource
+from rabbitllm.engine.weight_tensors import AbsentWeight
 from rabbitllm.errors import NotEnoughMemoryError, RabbitLLMError
 from rabbitllm.prepare import SmallFiles
 from rabbitllm.quant import products
@@ -80,16 +85,29 @@ def no_gpu_of_another_test_is_remembered(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3moe"])
 @pytest.mark.parametrize(("budget", "host"), [(0, 0), (0, ALL), (ALL, 0)])
-def test_a_gguf_file_without_a_split(family: str, budget: int, host: int, tmp_path: Path) -> None:
-    """Rows and values are rearranged on the device."""
+def test_a_gguf_file_without_a_split(
+    family: str, budget: int, host: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows and values are rearranged on the device. To dequantize them takes no more memory than was planned."""
     file = write_gguf(tmp_path / "model.gguf", family)
     expected = run(AutoModel.from_pretrained(file, device="cpu", exact=True, layer_shards_saving_path=tmp_path / "out"))
-    checkpoint, gpu = LocalCheckpoint(tmp_path, entry=file.name), FakeGpu(0)
+    checkpoint, gpu = LocalCheckpoint(tmp_path, entry=file.name), FakeGpu(0, capacity=ALL)
+    bind, bound = UnitSource.bind, list[str]()
+
+    def measured(source: UnitSource, *given: Any) -> None:
+        gpu.peak = before = gpu.used
+        bind(source, *given)
+        unaligned = max((one.nbytes for one in source.stored.values() if one.quantized is None), default=0)
+        assert gpu.peak - before <= source.scratch_bytes + unaligned  # which is copied first
+        bound.append(source.unit.name)
+
+    monkeypatch.setattr(UnitSource, "bind", measured)
     limits = {gpu.name: budget, "cpu": host}
     with SmallFiles(checkpoint.sidecars(), checkpoint.derived(), checkpoint.folder) as small, watched():
         options = RunOptions(max_memory=limits, show_progress=False, exact=True)
         found = run(load_model(UnsplitStore(checkpoint), options, small.folder, [gpu]))
     assert_same(found, expected)
+    assert bool(bound) == (budget == 0)
 
 
 # The fake itself
@@ -210,6 +228,86 @@ def test_tensors_know_where_they_are_and_do_not_mix() -> None:
         assert there[torch.tensor([0, 2])].device == first  # and indices
         with pytest.raises(WrongDevice):
             here[torch.arange(2, device=first)]
+
+
+def test_whatever_the_host_needs_to_know_is_a_wait() -> None:
+    gpu = FakeGpu(0)
+    with watched():
+        there = torch.arange(4, device=gpu.torch_device)
+        waits: dict[str, Any] = {
+            "item": lambda: int(there[2]) + bool((there > 2).any()),
+            "tolist": there.tolist,
+            "nonzero": lambda: (there > 2).nonzero(),
+            "where": lambda: torch.where(there > 2),
+            "an index of booleans": lambda: there[there > 2],
+            "an index from the host": lambda: there[torch.tensor([1, 2])],
+            "unique": lambda: torch.unique(there),
+            "equal": lambda: torch.equal(there, there),
+            "repeats": lambda: there.repeat_interleave(there),
+            "to the host": lambda: (there.cpu(), there.to("cpu")),
+            "from the host": lambda: (torch.ones(3).to(there.device), torch.tensor([1], device=there.device)),
+        }
+        for mode in (torch.no_grad, torch.inference_mode):
+            for name, work in waits.items():
+                gpu.waits = 0
+                with mode():
+                    work()
+                expected = 2 if name in ("item", "to the host", "from the host") else 1
+                assert gpu.waits == expected, (name, gpu.waited_for)
+        gpu.waits = 0
+        for work in (lambda: there.to("cpu", non_blocking=True), lambda: there[1:] * 2, there.sum, lambda: there[0]):
+            work()
+        there.repeat_interleave(2)
+        torch.ones(3).to(there.device, non_blocking=True)
+        assert gpu.waits == 0
+        with pytest.raises(TypeError, match="can't convert"):
+            there.numpy()
+
+
+def test_a_copy_to_the_host_that_is_not_waited_for_arrives_late() -> None:
+    gpu = FakeGpu(0)
+    ways: list[Any] = [gpu.synchronise, lambda: there.sum().item(), lambda: there.cpu()]
+    for wait in ways:
+        with watched():
+            there, target = torch.arange(3.0, device=gpu.torch_device), torch.zeros(3)
+            fetched = there.to("cpu", non_blocking=True)
+            target.copy_(there, non_blocking=True)
+            assert fetched.isnan().all()
+            assert target.isnan().all()
+            wait()
+            assert fetched.tolist() == target.tolist() == [0, 1, 2]
+
+
+def test_a_thread_of_a_pool_may_copy_and_not_compute() -> None:
+    gpu = FakeGpu(0)
+    with watched(), ThreadPoolExecutor(1) as pool:
+        host, buffer = gpu.host_buffer(4).fill_(1), gpu.device_buffer(4)
+        gpu.arrive(pool.submit(gpu.upload, host, buffer, gpu.leave()).result())
+        with pytest.raises(Race, match="no stream orders"):
+            pool.submit(lambda: buffer + 1).result()
+        assert pool.submit(lambda: host + 1).result().tolist() == [2] * 4
+
+
+def test_a_device_has_one_link() -> None:
+    gpus = [FakeGpu(0), FakeGpu(1)]
+    mega = 1 << 20
+    copies = [(gpu.host_buffer(mega), gpu.device_buffer(mega), gpu) for gpu in gpus for _ in range(3)]
+    tickets = [(gpu, gpu.upload(host, buffer, gpu.leave())) for host, buffer, gpu in copies]
+    seconds = mega / FakeGpu.link_rate
+    assert [ticket.end for _, ticket in tickets] == pytest.approx([seconds * count for count in (1, 2, 3)] * 2)
+    for gpu, ticket in tickets[:2]:
+        gpu.arrive(ticket)
+    assert [gpu.now for gpu in gpus] == pytest.approx([2 * seconds, 0])
+
+
+def test_what_stands_for_a_weight_takes_no_memory() -> None:
+    gpu = FakeGpu(0, capacity=1000)
+    with watched():
+        absent = AbsentWeight(lambda: torch.zeros(1), torch.Size((100, 100)), torch.float32, gpu.torch_device)
+        assert absent.detach().shape == (100, 100)
+        assert gpu.used == 0
+        torch.zeros(10, device=gpu.torch_device).sum()
+        assert gpu.peak >= 40
 
 
 # Whole models
@@ -709,6 +807,92 @@ def test_between_layers_the_host_waits_for_nothing_on_the_device(tmp_path: Path,
     assert counts[0] == counts[1]
 
 
+def decoding_waits(model: Any, gpu: FakeGpu) -> Counter[str]:
+    """What the host waits for on a GPU in a pass of one token."""
+    ids = INPUT.to(model.device)
+    with torch.no_grad():  # in inference mode not every operation is seen
+        cache = model(ids, use_cache=True).past_key_values
+        model(ids[:, :1], past_key_values=cache)
+        gpu.waited_for.clear()
+        model(ids[:, 1:2], past_key_values=cache)
+    return gpu.waited_for.copy()
+
+
+@pytest.mark.parametrize("where", ["streamed", "pinned", "packed"])
+def test_a_decode_pass_waits_for_a_row_of_the_embedding_alone(tmp_path: Path, where: str) -> None:
+    """Its number is fetched; the row, and its index in the rows that were read, are copied there."""
+    folder = build_checkpoint(tmp_path / "model", "qwen2", dtype=torch.bfloat16, num_hidden_layers=6)
+    directory, gpu = split(folder, "4bit"), FakeGpu(0)
+    budget = bytes_when_made(load(directory)) - 1 if where == "packed" else 0
+    with watched():
+        model = load_on([gpu], directory, budget, ALL if where == "pinned" else 0)
+        waits = decoding_waits(model, gpu)
+    tier = {"streamed": Tier.STREAMED, "pinned": Tier.PINNED, "packed": Tier.PACKED}[where]
+    assert {tiers(model)[f"model.layers.{number}"] for number in range(6)} == {tier}
+    assert waits == {"a copy to the host": 1, "a copy from ordinary memory": 2}
+
+
+@pytest.mark.parametrize("kernel", ["batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("compression", [None, "4bit"])
+def test_a_layer_of_experts_waits_for_its_routing_alone(tmp_path: Path, kernel: str, compression: str | None) -> None:
+    more = MANY_EXPERTS | {"num_hidden_layers": 5}
+    folder = build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **more)
+    directory, gpu = split(folder, compression), FakeGpu(0)
+    expected = run(load(directory))
+    with watched():
+        model = load_on([gpu], directory, 1 << 18, 1 << 19)
+        model.set_experts_implementation(kernel)
+        waits = decoding_waits(model, gpu)
+        found = run(model)
+    assert_same(found, expected)
+    assert waits - Counter({"a copy to the host": 1, "a copy from ordinary memory": 2}) == {"a copy to the host": 5}
+
+
+def test_an_expert_from_the_disk_is_not_waited_for_until_its_buffer_is_read_into_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **MANY_EXPERTS)
+    directory, landed = split(folder), FakeGpu.landed
+    waited: list[str] = []
+
+    def noted(self: FakeGpu, ticket: Any) -> None:
+        waited.append(threading.current_thread().name)
+        landed(self, ticket)
+
+    with watched(), torch.inference_mode():
+        model = load_on([FakeGpu(0)], directory)
+        (pool,) = model.streamer.pools.values()
+        monkeypatch.setattr(FakeGpu, "landed", noted)
+        read_spans, read = pool._disk.read, list[Any]()
+        monkeypatch.setattr(pool._disk, "read", lambda *given: (read.append(given), read_spans(*given)))
+        model(INPUT[:, :1].to(model.device))
+    in_pool = [name for name in waited if name.startswith("experts")]
+    assert len(in_pool) == len(read) - EXPERT_STAGING < len(read)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_pinned_layers_alternate_so_that_both_links_copy(
+    tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = split(build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=16))
+    seconds = []
+    for divide in (placement._in_turns, placement._runs):
+        monkeypatch.setattr(placement, "_in_turns", divide)
+        gpus = [FakeGpu(number) for number in range(count)]
+        with watched(), torch.inference_mode():
+            model = load_on(gpus, directory, 0, ALL)
+            ids = INPUT.to(model.device)
+            model(ids).logits.cpu()
+            begun = max(gpu.now for gpu in gpus)
+            model(ids).logits.cpu()
+            seconds.append(max(gpu.now for gpu in gpus) - begun)
+    layers = model.placement.uploaded_bytes / FakeGpu.link_rate
+    if count == 1:
+        assert seconds == pytest.approx([layers] * 2, rel=0.2)
+    else:
+        assert seconds[0] < 0.65 * layers < 0.8 * layers < seconds[1]
+
+
 def test_bytes_by_where_they_come_from(tmp_path: Path) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6))
     half = load_on([FakeGpu(0)], directory).placement.streamed_bytes // 2
@@ -818,6 +1002,16 @@ def test_an_exception_in_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 # Negative controls: the same runs with one mistake each
+
+
+def test_a_routing_that_is_fetched_without_a_wait_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = split(build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16))
+    expected, cpu = run(load(directory)), torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: tensor.to("cpu", non_blocking=True))
+    with watched(), torch.inference_mode():
+        model = load_on([FakeGpu(0)], directory)
+        with contextlib.suppress(Exception):
+            assert not torch.equal(cpu(model(INPUT.to(model.device)).logits), expected.logits)
 
 
 class NeverArrives(FakeGpu):

@@ -190,7 +190,12 @@ def test_types_without_a_kernel_are_dequantized(scheme: str) -> None:
 def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     right, by_kernel = Matrix.times_by, gguf_blocks._by_kernel
     monkeypatch.setattr(Matrix, "times_by", lambda *given: right(*given) * 1.001)
-    monkeypatch.setattr(gguf_blocks, "_by_kernel", lambda *given: by_kernel(*given) * 2)
+
+    def wrong(name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
+        by_kernel(name, blocks, out)
+        out *= 2
+
+    monkeypatch.setattr(gguf_blocks, "_by_kernel", wrong)
     products._agrees.cache_clear()
     gguf_blocks._kernel_agrees.cache_clear()
     try:

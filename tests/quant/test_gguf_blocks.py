@@ -10,7 +10,8 @@ import torch
 from rabbitllm.errors import UnreadableFormatError
 from rabbitllm.formats.gguf_types import BLOCK_TYPES, TENSOR_TYPES
 from rabbitllm.quant import gguf_blocks
-from rabbitllm.quant.gguf_blocks import DECODERS, WORTH_A_KERNEL, dequantize, lanes_for
+from rabbitllm.quant.gguf_blocks import DECODERS, WORTH_A_KERNEL, dequantize, lanes_for, work_bytes
+from tests.support.fake_gpu import FakeGpu, watched
 
 EXTREME = (0x0000, 0x8000, 0x0001, 0x83FF, 0x0400, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00, 0xFE00)
 """float16: zeros, denormals, the least and largest normal ones, infinities, not a number."""
@@ -80,7 +81,31 @@ def test_extreme_scales_are_dequantized_as_by_gguf(name: str) -> None:
     expected = by_gguf(name, blocks)
     assert_same_bits(dequantize(name, blocks, tuple(expected.shape), torch.float32), expected)
     if name in COMPILED_FAST and lanes_for(name):
-        assert_same_bits(gguf_blocks._by_kernel(name, blocks), expected)
+        found = torch.empty_like(expected)
+        gguf_blocks._by_kernel(name, blocks, found)
+        assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_gpu_needs_few_operations_little_memory_and_no_wait(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many blocks are dequantized at a time; the bits are the same."""
+    kind, gpu = BLOCK_TYPES[name], FakeGpu(0, capacity=1 << 40)
+    blocks = random_blocks(name, 64, 1024)
+    expected, count = by_gguf(name, blocks), 64 * 1024 // kind.elements
+    with watched() as operations:
+        there = blocks.to(gpu.torch_device)
+        dequantize(name, there, (64, 1024), torch.float32)  # tables are kept from here on
+        for most in (gguf_blocks._WORK_BYTES, count * gguf_blocks._BLOCK_WORK // 3):
+            monkeypatch.setattr(gguf_blocks, "_WORK_BYTES", most)
+            gpu.waits, operations.count, before = 0, 0, gpu.used
+            gpu.peak = before
+            found = dequantize(name, there, (64, 1024), torch.float32)
+            assert gpu.waits == 0
+            assert gpu.peak - before - found.nbytes <= work_bytes(name, 64 * 1024) <= most
+            assert operations.count <= 210 * (1 if most > count * gguf_blocks._BLOCK_WORK else 4)
+            assert_same_bits(found.cpu(), expected)
+            rounded = dequantize(name, there, (64, 1024), torch.bfloat16).cpu()
+            assert torch.equal(rounded.nan_to_num(7.0), expected.bfloat16().nan_to_num(7.0))
 
 
 def test_parts_of_a_tensor_are_those_of_the_whole() -> None:

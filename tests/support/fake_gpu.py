@@ -6,6 +6,10 @@ every operation of this thread is looked at as well: it must not mix tensors of 
 before its upload has arrived, and what it reads must not be uploaded into before a mark that comes later. Fresh memory
 needs such a mark too: as with CUDA's caching allocator, work asked earlier may not be done with it.
 
+The computation is late too: a copy to the host that is not waited for has its values once the host waits for the
+device, and no thread of a pool may compute on a device, since no stream orders its work. Each device has one link,
+whose copies come one after the other, by a modelled clock.
+
 The tensors are ordinary ones of the CPU, so results have the bits of the CPU. A device is told apart by the index in
 `torch.device("cpu", index)`, which torch itself ignores. Knows the contract, and nothing else of rabbitllm.
 """
@@ -14,10 +18,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -69,8 +73,9 @@ class RequestHandle:
     device: torch.Tensor
     staged: torch.Tensor | None = None
     """What was in the host buffer when the copy left it."""
-    seconds: float | None = None
-    """How long it took, once it is carried out."""
+    end: float = 0.0
+    """When it is over, by the modelled clock."""
+    is_over: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,16 @@ class Mark:
 
     owner: FakeGpu
     time: int
+    now: float
+    """When the computation reaches it, by the modelled clock."""
+
+
+def _has_memory(storage: torch.UntypedStorage) -> bool:
+    """Not that of a tensor which stands for a weight: it has a size, and no address."""
+    try:
+        return storage.data_ptr() != 0
+    except RuntimeError:
+        return False
 
 
 class _Ledger:
@@ -88,8 +103,9 @@ class _Ledger:
         self.lock = threading.RLock()
         self._time = 0
         self._known: dict[int, tuple[StorageWeakRef, _Memory]] = {}
-        self.limited: weakref.WeakValueDictionary[torch.device, FakeGpu] = weakref.WeakValueDictionary()
-        """Devices whose memory runs out."""
+        self.gpus: weakref.WeakValueDictionary[torch.device, FakeGpu] = weakref.WeakValueDictionary()
+        self.host_now = 0.0
+        """What the modelled clock shows when the host queues work."""
 
     def tick(self) -> int:
         self._time += 1
@@ -102,7 +118,7 @@ class _Ledger:
         memory = _Memory(device, self.tick())
         # while the weak reference is held, no other storage gets the same key
         self._known[storage._cdata] = (StorageWeakRef(storage), memory)
-        if (gpu := self.limited.get(device)) is not None and _has_bytes(storage):
+        if (gpu := self.gpus.get(device)) is not None:
             gpu.hold(storage)
         return memory
 
@@ -115,14 +131,6 @@ class _Ledger:
             return tensor.device
         memory = self.find(tensor)
         return memory.device if memory is not None else HOST
-
-
-def _has_bytes(storage: torch.UntypedStorage) -> bool:
-    """Whether it has memory: that of a tensor which stands for another one has a size, and no bytes."""
-    try:
-        return bool(storage.data_ptr())
-    except RuntimeError:
-        return False
 
 
 _ledger = _Ledger()
@@ -142,9 +150,15 @@ class FakeGpu:
     Attributes:
         used: bytes of the tensors on it, if it has a capacity.
         peak: the most of these so far.
+        now: seconds of the modelled clock at which all computation that was asked of it is over.
+        copied: the same for copies to it.
     """
 
     shares_host_memory = False
+    link_rate = 1e9
+    """Bytes a second of its link, by the modelled clock."""
+    memory_rate = 1e11
+    """Bytes a second that computation reads and writes."""
 
     def __init__(
         self,
@@ -167,7 +181,9 @@ class FakeGpu:
         self.uploaded_bytes = 0
         self.marks = 0
         self.waits = 0
-        """How often the main thread waited for it by `landed` or `synchronise`."""
+        """How often the main thread waited for it: by `landed` or `synchronise`, and in operations of `watched()`."""
+        self.waited_for: Counter[str] = Counter()
+        """The same by what it waited for."""
         self.interrupt_at: int | None = None
         """The number of the wait in which Ctrl-C comes."""
         self._under_way: list[RequestHandle] = []
@@ -175,8 +191,10 @@ class FakeGpu:
         self.capacity = capacity
         self.peak = 0
         self._held: list[tuple[StorageWeakRef, int]] = []
-        if capacity is not None:
-            _ledger.limited[self.torch_device] = self
+        self.now = self.copied = 0.0
+        self._late: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Tensors of the host that copies were asked into, and what they hold once these are over."""
+        _ledger.gpus[self.torch_device] = self
 
     @property
     def used(self) -> int:
@@ -185,7 +203,8 @@ class FakeGpu:
 
     def hold(self, storage: torch.UntypedStorage) -> None:
         """Count a tensor's memory; as CUDA's allocator, raise an error if it is too much."""
-        assert self.capacity is not None
+        if self.capacity is None or not _has_memory(storage):
+            return
         used = self.used + storage.nbytes()
         if used > self.capacity:
             raise torch.OutOfMemoryError(
@@ -244,21 +263,40 @@ class FakeGpu:
             device.fill_(GARBAGE)
             if memory.pending is not None:  # which is overwritten, since uploads are carried out in order
                 self._under_way.remove(memory.pending)
-            ticket = memory.pending = RequestHandle(host, device)
+            self.copied = max(self.copied, after.now) + host.nbytes / self.link_rate
+            ticket = memory.pending = RequestHandle(host, device, end=self.copied)
             self._under_way.append(ticket)
             self.uploads += 1
             self.uploaded_bytes += host.nbytes
             self.uploaded_from.append(host.data_ptr())
             return ticket
 
-    def _wait(self) -> None:
+    def _wait(self, why: str) -> None:
         if threading.current_thread() is threading.main_thread():
             self.waits += 1
+            self.waited_for[why] += 1
             if self.waits == self.interrupt_at:
                 raise KeyboardInterrupt
 
+    def compute(self, nbytes: int, after: float) -> None:
+        """Ask for a computation that reads and writes so many bytes, not before a moment."""
+        self.now = max(self.now, after) + nbytes / self.memory_rate
+
+    def fetch(self, target: torch.Tensor) -> None:
+        """Let a tensor of the host hold garbage until the host waits."""
+        self._late.append((target, target.clone()))
+        target.fill_(float("nan") if target.is_floating_point() else 1 if target.dtype is torch.bool else -1)
+
+    def finish(self, why: str) -> None:
+        """Let the host wait until all computation is over."""
+        self._wait(why)
+        _ledger.host_now = max(_ledger.host_now, self.now)
+        for target, value in self._late:
+            target.copy_(value)
+        self._late.clear()
+
     def landed(self, ticket: Any) -> None:
-        self._wait()
+        self._wait("a copy")
         with _ledger.lock, _disable_current_modes():
             if ticket.staged is None:  # the first time: from then on the host buffer may hold something else
                 ticket.staged = ticket.host.clone()
@@ -272,20 +310,22 @@ class FakeGpu:
             if ticket in self._under_way:
                 self._carry_out(ticket)
             memory.touched = _ledger.tick()
+            self.now = max(self.now, ticket.end)
 
     def seconds(self, ticket: Any) -> float:
-        if ticket.seconds is None:
+        if not ticket.is_over:
             raise RuntimeError("the copy is not over")
-        return float(ticket.seconds)
+        return float(ticket.host.nbytes / self.link_rate)
 
     def leave(self) -> Any:
         with _ledger.lock:
             self.marks += 1
-            return Mark(self, _ledger.tick())
+            return Mark(self, _ledger.tick(), self.now)
 
     def synchronise(self) -> None:
-        self._wait()
         with _ledger.lock, _disable_current_modes():
+            self.now = max(self.now, self.copied)
+            self.finish("all of its work")
             for ticket in list(self._under_way):
                 self._carry_out(ticket)
 
@@ -293,9 +333,8 @@ class FakeGpu:
         return self.memory
 
     def _carry_out(self, ticket: RequestHandle) -> None:
-        begun = time.perf_counter()
         ticket.device.copy_(ticket.staged if ticket.staged is not None else ticket.host)
-        ticket.seconds = time.perf_counter() - begun
+        ticket.is_over = True
         memory = _ledger.find(ticket.device)
         if memory is not None and memory.pending is ticket:
             memory.pending = None
@@ -304,9 +343,34 @@ class FakeGpu:
 
 @contextlib.contextmanager
 def watched() -> Iterator[Operations]:
-    """Look at every operation of this thread."""
-    with _DeviceOfTensors(), Operations() as operations:
-        yield operations
+    """Look at every operation of this thread, and of threads of a pool that get work meanwhile."""
+    submit = ThreadPoolExecutor.submit
+
+    def apart(job: Callable[..., Any], *args: Any, **given: Any) -> Any:
+        with _NoComputation():
+            return job(*args, **given)
+
+    def submitted(pool: ThreadPoolExecutor, job: Callable[..., Any], /, *args: Any, **given: Any) -> Any:
+        return submit(pool, apart, job, *args, **given)
+
+    ThreadPoolExecutor.submit = submitted  # type: ignore[assignment, method-assign]
+    try:
+        with _DeviceOfTensors(), Operations() as operations:
+            yield operations
+    finally:
+        ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
+
+
+class _NoComputation(TorchDispatchMode):
+    """For threads without a stream of their own."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if not func.is_view and any(_ledger.place(tensor) != HOST for tensor in _tensors(given, _tensors(args, []))):
+            raise Race(f"{func} in a thread whose work on the device no stream orders")
+        return func(*args, **given)
 
 
 _GET_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
@@ -317,6 +381,11 @@ _TRANSFERS = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
 # in inference mode an operation that is made of others is not taken apart
 _TRANSFERS |= {torch.ops.aten.to.device, torch.ops.aten.to.dtype_layout, torch.ops.aten.to.dtype}
 _INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default}
+_ASKS_THE_DEVICE = {
+    *("_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "nonzero_numpy", "argwhere"),
+    *("masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount"),
+}
+"""Operations whose result, or the size of it, is a number that the host needs."""
 
 
 def _answers_itself(kind: type) -> bool:
@@ -341,7 +410,14 @@ class _DeviceOfTensors(TorchFunctionMode):
             # to torch both are the CPU, so it would hand out the tensor itself
             Operations.look([args[0]])
             with _disable_current_modes():
-                return func(args[0].clone(), *args[1:], **given)
+                result = func(args[0].clone(), *args[1:], **given)
+                _to_the_host(result, _ledger.place(args[0]), is_waited_for=not given.get("non_blocking"))
+                return result
+        if func is torch.Tensor.numpy and _ledger.find(args[0]) is not None:
+            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
+        if func is torch.Tensor.tolist and (memory := _ledger.find(args[0])) is not None:
+            Operations.look([args[0]])
+            _asks(memory.device, "tolist")
         if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], torch.Tensor):  # to where another one is
             where = _ledger.place(args[1])
             if where != HOST and _ledger.find(args[0]) is None:
@@ -358,7 +434,9 @@ class _DeviceOfTensors(TorchFunctionMode):
                 self._answering.pop()
         result = func(*args, **given)
         if func in _MAKERS and given.get("device") is not None and torch.device(given["device"]).index is not None:
-            _ledger.put(result, torch.device(given["device"]))  # the operations below do not show its device
+            where = torch.device(given["device"])
+            _ledger.put(result, where)  # the operations below do not show its device
+            _asks(where, "a copy from ordinary memory")
         return result
 
     def _means_host(self, func: Callable[..., Any], wanted: tuple[Any, ...]) -> bool:
@@ -366,6 +444,21 @@ class _DeviceOfTensors(TorchFunctionMode):
             return True
         devices = [_ledger.place(value) if isinstance(value, torch.Tensor) else value for value in wanted]
         return any(str(device) == "cpu" for device in devices)
+
+
+def _asks(device: torch.device, why: str) -> None:
+    """Let the host wait for a device's computation."""
+    if (gpu := _ledger.gpus.get(device)) is not None:
+        with _ledger.lock, _disable_current_modes():
+            gpu.finish(why)
+
+
+def _to_the_host(result: torch.Tensor, device: torch.device, *, is_waited_for: bool) -> None:
+    """A copy from a device to the host."""
+    if is_waited_for:
+        _asks(device, "a copy to the host")
+    elif (gpu := _ledger.gpus.get(device)) is not None:
+        gpu.fetch(result)
 
 
 def _tensors(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -387,10 +480,12 @@ class Operations(TorchDispatchMode):
 
     Attributes:
         crossings: (from, to) -> copies of tensors from one device to another.
+        count: operations on devices, each of which is at least one launch.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.count = 0
         self.crossings: Counter[tuple[torch.device, torch.device]] = Counter()
 
     def __torch_dispatch__(
@@ -402,8 +497,12 @@ class Operations(TorchDispatchMode):
             if not func.is_view:
                 self.look(tensors)
             home = self._common_device(func, args, tensors)
+            if home != HOST and (why := self._asks_for(func, args, given)):
+                _asks(home, why)
         result = func(*args, **given)
         device = given.get("device")
+        if func is torch.ops.aten._to_copy.default and device is not None and torch.device(device).index is None:
+            device = home  # a cast inside another operation names the CPU; one that fetches was answered before
         with _ledger.lock:
             for made in _tensors(result, []):
                 if made.device.type == "cpu" and _ledger.find(made) is None:
@@ -412,14 +511,46 @@ class Operations(TorchDispatchMode):
                     if where != HOST:
                         _ledger.put(made, torch.device(where))
             if func in _TRANSFERS:
-                self._count(args, result)
+                self._cross(func, args, given, result)
+            elif home != HOST and not func.is_view and (gpu := _ledger.gpus.get(home)) is not None:
+                self.count += 1
+                used = [*tensors, *_tensors(result, [])]
+                gpu.compute(sum(one.nbytes for one in used), _ledger.host_now)
         return result
 
-    def _count(self, args: tuple[Any, ...], result: torch.Tensor) -> None:
+    def _cross(self, func: Any, args: tuple[Any, ...], given: Mapping[str, Any], result: torch.Tensor) -> None:
+        """Note a copy from one device to another."""
         source = args[1] if len(args) > 1 and isinstance(args[1], torch.Tensor) else args[0]  # copy_: its target first
         begin, end = _ledger.place(source), _ledger.place(result)
-        if begin != end:
-            self.crossings[begin, end] += 1
+        if begin == end:
+            return
+        self.crossings[begin, end] += 1
+        names = [argument.name for argument in func._schema.arguments]
+        is_waited_for = not {**dict(zip(names, args, strict=False)), **given}.get("non_blocking")
+        if end == HOST:
+            with _disable_current_modes():
+                _to_the_host(result, begin, is_waited_for=is_waited_for)
+        elif begin == HOST:
+            if is_waited_for:
+                _asks(end, "a copy from ordinary memory")
+        elif (gpu := _ledger.gpus.get(end)) is not None and (other := _ledger.gpus.get(begin)) is not None:
+            gpu.compute(result.nbytes, other.now)
+
+    @staticmethod
+    def _asks_for(func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> str:
+        """What of an operation the host has to wait for; "" for nothing."""
+        name = func._schema.name.partition("::")[2]
+        if name in _ASKS_THE_DEVICE or (name == "where" and len(args) == 1):
+            return str(name)
+        if name == "repeat_interleave" and given.get("output_size") is None and not isinstance(args[-1], int):
+            return str(name)
+        if func in _INDEXING:
+            index = _tensors(args[1], [])
+            if any(one.dtype in (torch.bool, torch.uint8) for one in index):
+                return "an index of booleans"
+            if any(one.dim() and _ledger.place(one) == HOST for one in index):
+                return "an index from the host"
+        return ""
 
     @staticmethod
     def look(tensors: list[torch.Tensor]) -> None:

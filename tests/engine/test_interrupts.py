@@ -1,0 +1,217 @@
+"""Ctrl-C in every wait of a pass: the next pass has the same logits, and no slot, thread or pinned piece is lost."""
+
+from __future__ import annotations
+
+import ast
+import concurrent.futures
+import inspect
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rabbitllm.engine import devices, expert_pool, first_use, span_reader
+from rabbitllm.engine.placement import EXPERT_STAGING, SLOTS
+from rabbitllm.engine.prefetch import Uploader
+from rabbitllm.engine.span_reader import SpanReader
+from tests.engine.test_fake_gpu import MANY_EXPERTS, load_on
+from tests.support.builders import build_checkpoint
+from tests.support.fake_gpu import FakeGpu
+from tests.support.tiny_models import ALL, INPUT, load, split
+
+ENGINE = Path(inspect.getfile(devices)).parent
+HELD_SECONDS = 0.5
+"""After which jobs go on that were held until an interrupt, in case that something waits for them before it comes."""
+
+
+class Waits:
+    """Counts the waits of the main thread in the engine, and interrupts one.
+
+    Jobs that begin after the wait before it are held, so that it is a wait for something that is not done.
+
+    Attributes:
+        places: functions that waited, as "module.Class.function".
+        count: waits so far.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.places: set[str] = set()
+        self.count = 0
+        self._target = 0
+        self._may_read = threading.Event()
+        self._may_read.set()
+        monkeypatch.setattr(Future, "result", self._around(Future.result))
+        for module in (expert_pool, first_use, span_reader):
+            monkeypatch.setattr(module, "wait", self._around(concurrent.futures.wait))
+        for name in ("landed", "synchronise"):
+            monkeypatch.setattr(FakeGpu, name, self._around(getattr(FakeGpu, name)))
+        monkeypatch.setattr(SpanReader, "read", self._held(SpanReader.read))
+        monkeypatch.setattr(FakeGpu, "upload", self._held(FakeGpu.upload))
+
+    def interrupt(self, number: int, work: Callable[[], Any]) -> bool:
+        """Do some work, with Ctrl-C in its wait of this number; whether it has so many."""
+        self._target = self.count + number
+        self._hold_before_the_target()
+        try:
+            work()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            self._target = 0
+            self._may_read.set()
+        return False
+
+    def _hold_before_the_target(self) -> None:
+        if self.count == self._target - 1:
+            self._may_read.clear()
+            threading.Timer(HELD_SECONDS, self._may_read.set).start()
+
+    def _around(self, ordinary: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(*args: Any, **given: Any) -> Any:
+            frame = inspect.currentframe()
+            caller = frame.f_back if frame is not None else None
+            is_main = threading.current_thread() is threading.main_thread()
+            if caller is None or not is_main or Path(caller.f_code.co_filename).parent != ENGINE:
+                return ordinary(*args, **given)
+            self.count += 1
+            self.places.add(f"{Path(caller.f_code.co_filename).stem}.{caller.f_code.co_name}")
+            if self.count == self._target:
+                raise KeyboardInterrupt
+            found = ordinary(*args, **given)
+            if self._target:
+                self._hold_before_the_target()
+            return found
+
+        return wait
+
+    def _held(self, ordinary: Callable[..., Any]) -> Callable[..., Any]:
+        def job(*args: Any, **given: Any) -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                self._may_read.wait()
+            return ordinary(*args, **given)
+
+        return job
+
+
+FORWARD = {"prefetch.take"}
+PROFILED = {"prefetch._record_copy", "streamer.before", "streamer._stop"}
+EXPERTS = {"expert_pool._end_call", "expert_pool._wait"}
+CASES: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "streamed to a GPU": ({"profiling": True}, FORWARD | PROFILED),
+    "pinned": ({"host": ALL, "profiling": True}, FORWARD | PROFILED),
+    "streamed to the CPU": ({"gpu": False}, FORWARD),
+    "experts of a GPU": ({"family": "qwen3_moe"}, FORWARD | EXPERTS),
+    "experts of the host": ({"family": "qwen3_moe", "host": 1 << 19, "budget": 1 << 20}, EXPERTS),
+    "experts of the CPU": ({"family": "qwen3_moe", "gpu": False, "budget": 1 << 20}, EXPERTS),
+}
+"""How a model is loaded, and the functions that wait in a pass of it."""
+OTHERS = {
+    "first_use.wait_for": "in the first pass of a model: test_ctrl_c_while_weights_are_compared",
+    "first_use.before": "the same",
+    "first_use.after": "the same",
+    "expert_pool._fill": "in a thread of the pool",
+    "expert_pool._fill_host_slot": "in a thread of the pool",
+    "prefetch._read": "in the thread that reads",
+    "prefetch._release": "when a model is freed",
+    "span_reader._read": "in the thread that reads",
+    "streamer._uploaded": "while a model is loaded",
+}
+"""Functions that wait elsewhere."""
+
+
+def case(name: str, tmp_path: Path) -> tuple[Any, FakeGpu | None]:
+    given = dict(CASES[name][0])
+    family = given.pop("family", "llama")
+    more: dict[str, Any] = MANY_EXPERTS if family == "qwen3_moe" else {"num_hidden_layers": 3}
+    directory = split(build_checkpoint(tmp_path / "model", family, dtype=torch.bfloat16, **more))
+    budget = given.pop("budget", 0)
+    if not given.pop("gpu", True):
+        return load(directory, budget), None
+    gpu = FakeGpu(0)
+    return load_on([gpu], directory, budget, given.pop("host", 0), **given), gpu
+
+
+def check_nothing_is_lost(model: Any) -> None:
+    """Between two passes."""
+    loaders = [executor.loader for executor in model.streamer.executors.values()]
+    for loader in loaders:  # what is prefetched for the next pass
+        for _, future in list(loader._prefetcher._pending.values()):
+            future.result(30)
+    loaders += [loader._disk for loader in loaders if isinstance(loader, Uploader)]
+    workers = [loader._prefetcher._thread for loader in loaders]
+    workers += [pool._threads for pool in model.streamer.pools.values()]
+    assert all(thread.is_alive() for worker in workers for thread in worker._pool._threads)
+    assert not any(slot.taken for loader in loaders for slot in loader._prefetcher._slots)
+    for pool in model.streamer.pools.values():
+        assert not pool._sent
+        assert not any(slot.pending for slot in (*pool._slots, *pool._transit))
+        assert len(pool._staging) == (0 if pool._device.shares_host_memory else EXPERT_STAGING)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ctrl_c_in_any_wait_of_a_pass(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As often as there are slots."""
+    monkeypatch.setattr(expert_pool, "MAX_TRANSIT", 1)  # so that experts go through slots one after the other
+    model, gpu = case(name, tmp_path)
+    waits = Waits(monkeypatch)
+    with torch.inference_mode():
+        expected = model(INPUT).logits
+        others = INPUT.flip(1)
+        model(others)
+        waits.places = set()
+        model(INPUT)
+        assert waits.places == CASES[name][1]
+        held = (gpu.locked.copy(), gpu.allocated) if gpu is not None else None
+        number, came = 0, [True]
+        while all(came):  # how many waits there are depends on the experts in the slots
+            number += 1
+            came = [waits.interrupt(number, lambda: model(INPUT)) for _ in range(SLOTS)]
+            assert torch.equal(model(INPUT).logits, expected), number
+            check_nothing_is_lost(model)
+            model(others)
+        assert number > len(waits.places)
+    assert held == ((gpu.locked, gpu.allocated) if gpu is not None else None)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_ctrl_c_while_weights_are_compared(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before their first use."""
+    directory = split(build_checkpoint(tmp_path / "model", family, dtype=torch.bfloat16))
+    with torch.inference_mode():
+        expected = load(directory, ALL)(INPUT).logits
+        waits = Waits(monkeypatch)
+        load(directory, ALL)(INPUT)
+        number, seen = waits.count, waits.places
+        of_experts = {"first_use.before", "first_use.after"} if family != "llama" else set()
+        assert seen == {"first_use.wait_for"} | of_experts
+        for at in range(1, number + 1):
+            model = load(directory, ALL)
+            assert waits.interrupt(at, lambda: model(INPUT))  # noqa: B023
+            assert torch.equal(model(INPUT).logits, expected), at
+
+
+def test_no_wait_of_the_engine_is_forgotten() -> None:
+    found = set()
+    for path in ENGINE.glob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(function, ast.FunctionDef):
+                inner = [node for node in ast.walk(function) if isinstance(node, ast.FunctionDef)][1:]
+                inside = {id(node) for one in inner for node in ast.walk(one)}
+                calls = [node for node in ast.walk(function) if isinstance(node, ast.Call) and id(node) not in inside]
+                if any(_waits(call) for call in calls):
+                    found.add(f"{path.stem}.{function.name}")
+    assert found == set().union(*(places for _, places in CASES.values()), OTHERS)
+
+
+def _waits(call: ast.Call) -> bool:
+    """Whether it is a wait: for a future, or for a device."""
+    if isinstance(call.func, ast.Name):
+        return call.func.id in ("wait", "as_completed")
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    of_future = call.func.attr == "result" and ast.unparse(call.func.value) != "product"
+    return of_future or call.func.attr in ("landed", "synchronise", "wait", "wait_for", "acquire", "join_thread")
