@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.formats.tensor_spec import DTYPES, torch_dtype
-from rabbitllm.quant import kernels
+from rabbitllm.quant import bfloat_products, kernels
 from rabbitllm.quant.kernels import CODES, PAIRS, CodeKernel, SegmentInputs
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ SCALES = {"F32": "f32", "BF16": "bf16", "F16": "f16", "U8": "power", "F8_E8M0": 
 """Dtypes of scales -> how kernels call them; U8 is the exponent of a power of two, as E8M0 is."""
 SEGMENT = 64
 """Codes that a kernel decodes at a time."""
-MAX_INPUTS = {PAIRS: 64, 16: 32, 8: 16}
-"""Lanes -> rows of input up to which codes are decoded for every few of them."""
+MAX_INPUTS = {PAIRS: 48, 16: 48, 8: 24}
+"""Lanes -> rows of input up to which codes are decoded for every few of them (see benchmarks/NOTES.md)."""
 MAX_GROUPED = 512
 """Maximum rows of all groups together, which are in memory in float32 as inputs and as results."""
 CHUNK_ELEMENTS = 1 << 21
@@ -198,11 +198,14 @@ class CodedMatrix:
 
         rows, columns = self.form.shape
         step = max(CHUNK_ELEMENTS // columns // (self.form.block[0] or 1), 1) * (self.form.block[0] or 1)
+        # processors without instructions for bfloat16 are slow at it, so float32 is used there
+        wide = x.float() if x.dtype == torch.bfloat16 and bfloat_products.kernel_here() else x
         out, scales = x.new_empty(len(x), rows), self._float_scales()
         for begin in range(0, rows, step):
             end = min(begin + step, rows)
-            part = self._rows(begin, end, scales, x.dtype)
-            out[:, begin:end] = torch.nn.functional.linear(x, part, None if bias is None else bias[begin:end])
+            part = self._rows(begin, end, scales, wide.dtype)
+            added = None if bias is None else bias[begin:end].to(wide.dtype)
+            out[:, begin:end] = torch.nn.functional.linear(wide, part, added)
         return out
 
     def _rows(self, begin: int, end: int, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
