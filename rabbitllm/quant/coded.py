@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rabbitllm.formats.tensor_spec import DTYPES, torch_dtype
 from rabbitllm.quant import bfloat_products, kernels
 from rabbitllm.quant.kernels import CODES, PAIRS, CodeKernel, SegmentInputs
+from rabbitllm.quant.products import CHUNK_ELEMENTS, MAX_GROUPED, SEGMENT
 
 if TYPE_CHECKING:
     import torch
@@ -26,14 +27,8 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2
 """The values of the 16 codes of FP4 (E2M1), in the Open Compute Project's Microscaling Formats Specification."""
 SCALES = {"F32": "f32", "BF16": "bf16", "F16": "f16", "U8": "power", "F8_E8M0": "power", "F8_E4M3": "float8"}
 """Dtypes of scales -> how kernels call them; U8 is the exponent of a power of two, as E8M0 is."""
-SEGMENT = 64
-"""Codes that a kernel decodes at a time."""
 MAX_INPUTS = {PAIRS: 48, 16: 48, 8: 24}
 """Lanes -> rows of input up to which codes are decoded for every few of them (see benchmarks/NOTES.md)."""
-MAX_GROUPED = 512
-"""Maximum rows of all groups together, which are in memory in float32 as inputs and as results."""
-CHUNK_ELEMENTS = 1 << 21
-"""Elements that are dequantized at a time: 4 MiB of bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from rabbitllm.formats.tensor_spec import torch_dtype
 from rabbitllm.quant import bfloat_products, coded, kernels, vectors
 from rabbitllm.quant.coded import FP4, FP8, INT4, MAX_INPUTS, SCALES, CodedForm, CodedMatrix, form_named, multiplies
 from rabbitllm.quant.kernels import CODES, PAIRS
+from rabbitllm.quant.products import MAX_GROUPED
 from tests.support.rounding import assert_products
 
 needs_kernel = pytest.mark.skipif(
@@ -160,7 +161,7 @@ def test_groups_have_the_bits_of_one_by_one(dtype: torch.dtype) -> None:
     for of, (begin, end) in zip(matrices, groups, strict=True):
         assert torch.equal(got[begin:end], of.linear(x[begin:end], None))
     assert not got[7:9].any()
-    assert matrices[0].grouped(inputs(coded.MAX_GROUPED + 1, 256)) is None
+    assert matrices[0].grouped(inputs(MAX_GROUPED + 1, 256)) is None
 
 
 @needs_kernel
