@@ -137,7 +137,7 @@ class AutoModel:
                 have the same size, the loss is smaller, the split is slower.
             verify_source: read all shards that still exist, and compare them with their recorded checksums or with the
                 hub's digests. If this call begins the split, record the checksums of all shards.
-            exact: dequantize 4bit and 8bit weights instead of multiplying by codes. Results have the bits of an
+            exact: dequantize quantized weights instead of multiplying by codes. Results have the bits of an
                 unquantized model with the dequantized weights; several times slower on the CPU.
             fast_bfloat16: use a faster bfloat16 kernel on CPUs without native bfloat16. Results differ in the last
                 bits.

@@ -3,7 +3,8 @@
 A quantizer of transformers changes the skeleton's modules before weights are loaded, and its conversions make their
 parameters from the stored codes and scales. Both are used unchanged; only the loading is ours, so the bytes of the file
 are streamed. A quantizer without kernels for a device dequantizes while it loads. Then a layer is dequantized each time
-it is used, by the same operation and with the same result bit for bit, and no file is written.
+it is used, by the same operation and with the same result bit for bit, and no file is written; unless a kernel of ours
+multiplies its codes (`published_codes.py`).
 
 Lists the tested methods, and the packages that they need in addition to transformers. Some conversions have no trial
 without bytes; names, counts and sizes show whether their parts belong together.

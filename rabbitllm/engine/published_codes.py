@@ -36,8 +36,9 @@ _ROLES: Mapping[str, str] = {
     "weight_shape": _UNUSED,
 }
 """Ending of a source's pattern -> what the tensor is, in all formats."""
-_MATRICES = frozenset({"QuickFp8", "FusedFp8", "QuickMxfp4", "ExpertMatrices", "Dequantize"})
-"""Operations whose results a kernel may multiply with."""
+_MODELOPT, _COMPRESSED, _FP8 = "ModelOpt", "ExpertMatrices", "QuickFp8"
+_MATRICES = frozenset({_FP8, "FusedFp8", "QuickMxfp4", _COMPRESSED, _MODELOPT})
+"""Operations whose parts a kernel may multiply, by `_name`."""
 _OF_4_BITS = {"U8": FP4, "I8": FP4, "F4": FP4, "I32": INT4}
 Part = tuple[str, tuple[int, ...]]
 """The dtype and the shape of a stored tensor, of experts of one of them."""
@@ -74,7 +75,7 @@ def linear_recipe(
 ) -> CodedRecipe | None:
     """The parts of the matrix (N, K) that a conversion makes for a Linear; None if it has to dequantize them."""
     operations: Sequence[Any] = getattr(recipe.converter, "operations", ())
-    if len(operations) != 1 or type(operations[0]).__name__ not in _MATRICES or recipe.targets != (recipe.key,):
+    if len(operations) != 1 or recipe.targets != (recipe.key,):
         return None
     found = _by_role([(pattern, name) for pattern, name in recipe.sources])
     if found is None or not all(tensors[name].is_one_run for name in found.values()):
@@ -103,7 +104,9 @@ def form_of(operation: Any, path: str, codes: Part, scales: Part, shape: tuple[i
     """
     kind = FP8 if codes[0] == "F8_E4M3" else _OF_4_BITS.get(codes[0])
     width = {FP8: shape[1], FP4: shape[1] // 2, INT4: shape[1] // 8}.get(kind or "")
-    if kind is None or width is None or codes[1][0] != shape[0] or math.prod(codes[1][1:]) != width or shape[1] % 8:
+    if _name(operation) not in _MATRICES or kind is None or width is None or not codes[1]:
+        return None
+    if codes[1][0] != shape[0] or math.prod(codes[1][1:]) != width or shape[1] % 8:
         return None
     if not is_scale(scales[0]) or (kind == INT4) != _has_integers(operation, path):
         return None
@@ -139,25 +142,38 @@ def _part(stored: StoredTensor) -> Part:
 
 def cast_of(operation: Any, scales: str, dtype: torch.dtype, *, is_expert: bool = False) -> torch.dtype | None:
     """The dtype to which a conversion casts scales of another dtype first, for a parameter of `dtype`."""
-    casts = ("Dequantize",) if is_expert else ("ExpertMatrices", "Dequantize")
+    casts = (_MODELOPT,) if is_expert else (_COMPRESSED, _MODELOPT)
     is_other = scales in ("F32", "BF16", "F16") and scales != dtype_name(dtype)
-    return dtype if is_other and type(operation).__name__ in casts else None
+    return dtype if is_other and _name(operation) in casts else None
+
+
+def _name(operation: Any) -> str:
+    """The name of a conversion; one by a quantizer of ours has the quantizer's name."""
+    name = type(operation).__name__
+    return type(operation.hf_quantizer).__name__ if name == "Dequantize" else name
 
 
 def _has_integers(operation: Any, path: str) -> bool:
     """Whether its codes are symmetric integers of 4 bits, of compressed-tensors."""
-    if type(operation).__name__ != "ExpertMatrices":
+    if _name(operation) != _COMPRESSED:
         return False
     weights = _weights_of(operation, path)
-    return str(getattr(weights.type, "value", weights.type)) == "int" and weights.num_bits == 4 and weights.symmetric
+    return (
+        weights is not None
+        and str(getattr(weights.type, "value", weights.type)) == "int"
+        and weights.num_bits == 4
+        and weights.symmetric
+    )
 
 
 def _said_block(operation: Any, path: str) -> tuple[int, int] | None:
     """Rows and columns of a block by the settings; None if all blocks are equal."""
-    if type(operation).__name__ == "QuickFp8":
+    if _name(operation) == _FP8:
         said = getattr(operation.hf_quantizer.quantization_config, "weight_block_size", None)
     else:
-        said = _weights_of(operation, path).block_structure if type(operation).__name__ == "ExpertMatrices" else None
+        said = (
+            getattr(_weights_of(operation, path), "block_structure", None) if _name(operation) == _COMPRESSED else None
+        )
     return (int(said[0]), int(said[1])) if said is not None else None
 
 

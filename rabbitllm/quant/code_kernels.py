@@ -61,7 +61,7 @@ def address(kernel: CodeKernel, width: int) -> int:
     return product_kernels.address_of(product_kernels.code_kernel(name, functools.partial(kind, kernel), width))
 
 
-class _Segment:
+class _ScaledSegment:
     """Scales of segments; see `product_kernels.CodeSegment`."""
 
     codes_a_part: int
@@ -120,7 +120,7 @@ class _Segment:
         return low, b.lshr(words, ir.Constant(kind, [bits] * kind.count))
 
 
-class _FloatSegment(_Segment):
+class _FloatSegment(_ScaledSegment):
     """Multiplies in float32; even and odd inputs are in separate arrays."""
 
     def __init__(self, kernel: CodeKernel, emit: Emitter, table: Any) -> None:
@@ -163,7 +163,7 @@ class _FloatSegment(_Segment):
         return emit.b.select(is_high, found[1], found[0])
 
 
-class _PairSegment(_Segment):
+class _PairSegment(_ScaledSegment):
     """Multiplies pairs of bfloat16: of the even codes of a segment, then of the odd ones."""
 
     codes_a_part = SEGMENT

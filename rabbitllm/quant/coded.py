@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.formats.tensor_spec import DTYPES, torch_dtype
-from rabbitllm.quant import kernels
+from rabbitllm.quant import bfloat_products, kernels
 from rabbitllm.quant.kernels import CODES, PAIRS, CodeKernel, SegmentInputs
+from rabbitllm.quant.products import CHUNK_ELEMENTS, MAX_GROUPED, SEGMENT
 
 if TYPE_CHECKING:
     import torch
@@ -26,14 +27,8 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2
 """The values of the 16 codes of FP4 (E2M1), in the Open Compute Project's Microscaling Formats Specification."""
 SCALES = {"F32": "f32", "BF16": "bf16", "F16": "f16", "U8": "power", "F8_E8M0": "power", "F8_E4M3": "float8"}
 """Dtypes of scales -> how kernels call them; U8 is the exponent of a power of two, as E8M0 is."""
-SEGMENT = 64
-"""Codes that a kernel decodes at a time."""
-MAX_INPUTS = {PAIRS: 64, 16: 32, 8: 16}
-"""Lanes -> rows of input up to which codes are decoded for every few of them."""
-MAX_GROUPED = 512
-"""Maximum rows of all groups together, which are in memory in float32 as inputs and as results."""
-CHUNK_ELEMENTS = 1 << 21
-"""Elements that are dequantized at a time: 4 MiB of bfloat16."""
+MAX_INPUTS = {PAIRS: 48, 16: 48, 8: 24}
+"""Lanes -> rows of input up to which codes are decoded for every few of them (see benchmarks/NOTES.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +193,14 @@ class CodedMatrix:
 
         rows, columns = self.form.shape
         step = max(CHUNK_ELEMENTS // columns // (self.form.block[0] or 1), 1) * (self.form.block[0] or 1)
+        # processors without instructions for bfloat16 are slow at it, so float32 is used there
+        wide = x.float() if x.dtype == torch.bfloat16 and bfloat_products.kernel_here() else x
         out, scales = x.new_empty(len(x), rows), self._float_scales()
         for begin in range(0, rows, step):
             end = min(begin + step, rows)
-            part = self._rows(begin, end, scales, x.dtype)
-            out[:, begin:end] = torch.nn.functional.linear(x, part, None if bias is None else bias[begin:end])
+            part = self._rows(begin, end, scales, wide.dtype)
+            added = None if bias is None else bias[begin:end].to(wide.dtype)
+            out[:, begin:end] = torch.nn.functional.linear(wide, part, added)
         return out
 
     def _rows(self, begin: int, end: int, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

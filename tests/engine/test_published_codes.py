@@ -54,11 +54,15 @@ def compressed(family: str, scheme: str, **settings: Any) -> Build:
     return lambda folder: quantized.build_compressed_tensors(folder, family, scheme, shards=2, **settings)
 
 
-def int4_experts(folder: Path) -> Path:
-    """And the model of its matrices, since transformers has no experts of them in double precision."""
-    compressed("qwen3_moe", "W4A16", **EXPERTS)(folder)
-    quantized.decompressed(folder.parent / "plain", folder, "W4A16", "qwen3_moe", **EXPERTS)
-    return folder
+def compressed_and_plain(family: str, scheme: str, **settings: Any) -> Build:
+    """And the model of its matrices, for schemes that transformers does not decompress to double precision."""
+
+    def build(folder: Path) -> Path:
+        compressed(family, scheme, **settings)(folder)
+        quantized.decompressed(folder.parent / "plain", folder, scheme, family, **settings)
+        return folder
+
+    return build
 
 
 CODED: dict[str, tuple[Build, set[str]]] = {
@@ -75,8 +79,8 @@ CODED: dict[str, tuple[Build, set[str]]] = {
         {"fp4 F8_E8M0 1x32", "fp8 F8_E8M0 16x16"},
     ),
     "int4-llama": (compressed("llama", "W4A16"), {"int4 BF16 1x16"}),
-    "int4-qwen3_moe": (int4_experts, {"int4 BF16 1x16"}),
-    "nvfp4-llama": (compressed("llama", "NVFP4A16"), {"fp4 F8_E4M3 1x16"}),
+    "int4-qwen3_moe": (compressed_and_plain("qwen3_moe", "W4A16", **EXPERTS), {"int4 BF16 1x16"}),
+    "nvfp4-llama": (compressed_and_plain("llama", "NVFP4A16"), {"fp4 F8_E4M3 1x16"}),
     "fp8-dynamic-llama": (compressed("llama", "FP8-dynamic"), {"fp8 BF16 1x0"}),
     "modelopt-mixed-llama": (
         lambda folder: quantized.build_modelopt(folder, "llama", "MIXED_PRECISION", folder.parent / "plain"),

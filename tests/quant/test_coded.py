@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.formats.tensor_spec import torch_dtype
-from rabbitllm.quant import coded, kernels, vectors
+from rabbitllm.quant import bfloat_products, coded, kernels, vectors
 from rabbitllm.quant.coded import FP4, FP8, INT4, MAX_INPUTS, SCALES, CodedForm, CodedMatrix, form_named, multiplies
 from rabbitllm.quant.kernels import CODES, PAIRS
+from rabbitllm.quant.products import MAX_GROUPED
 from tests.support.rounding import assert_products
 
 needs_kernel = pytest.mark.skipif(
@@ -160,7 +161,7 @@ def test_groups_have_the_bits_of_one_by_one(dtype: torch.dtype) -> None:
     for of, (begin, end) in zip(matrices, groups, strict=True):
         assert torch.equal(got[begin:end], of.linear(x[begin:end], None))
     assert not got[7:9].any()
-    assert matrices[0].grouped(inputs(coded.MAX_GROUPED + 1, 256)) is None
+    assert matrices[0].grouped(inputs(MAX_GROUPED + 1, 256)) is None
 
 
 @needs_kernel
@@ -236,3 +237,19 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, cap
     finally:
         for cached in (coded._agrees, coded.kernel_for):
             cached.cache_clear()
+
+
+@needs_kernel
+def test_many_rows_of_bfloat16_where_no_instructions_are_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are multiplied in float32, which torch is faster at there."""
+    of, x = matrix("fp8 F32 128x128", 150, 640), inputs(100, 640, torch.bfloat16)
+    ordinary, seen = torch.nn.functional.linear, []
+
+    def product(x: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+        seen.append(x.dtype)
+        return ordinary(x, *others)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", product)
+    monkeypatch.setattr(bfloat_products, "kernel_here", lambda: 16)
+    assert_products(of.linear(x, None), x, meant(of))
+    assert set(seen) == {torch.float32}
