@@ -131,6 +131,33 @@ def test_every_tier_is_as_near_as_transformers(tmp_path: Path, name: str) -> Non
             assert_same(run(model), found)
 
 
+@needs_compressed
+@pytest.mark.parametrize("scheme", ["FP8-dynamic", "FP8-static", "NVFP4"])
+def test_linears_with_quantized_inputs(tmp_path: Path, scheme: str) -> None:
+    """One by one with the same inputs, since a rounded input may get another code in the next layer."""
+    directory = split(compressed("llama", scheme)(tmp_path / "model"))
+    model, exact = load(directory, exact=False), load(directory)
+    calls: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def record(name: str) -> Any:
+        def hook(module: Any, args: Any, output: torch.Tensor) -> None:
+            calls.setdefault(name, (args[0].clone(), output.clone()))
+
+        return hook
+
+    for name, module in exact.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(record(name))
+    run(exact)
+    coded = [name for name in calls if isinstance(model.get_submodule(name).weight, QuantizedWeight)]
+    assert len(coded) == 7 * model.config.num_hidden_layers
+    with torch.inference_mode():
+        for name in coded:
+            x, expected = calls[name]
+            error = (model.get_submodule(name)(x).float() - expected.float()).norm()
+            assert error <= 2**-7 * expected.float().norm(), name
+
+
 @pytest.mark.parametrize("name", ["fp8-llama", "mxfp4-gpt_oss"])
 def test_what_stays_is_as_large_as_the_codes(tmp_path: Path, name: str) -> None:
     directory = split(CODED[name][0](tmp_path / "model"))
