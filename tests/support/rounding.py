@@ -89,6 +89,9 @@ def exact_logits(folder: Path, ids: torch.Tensor, compression: str | None = None
     if compression is not None:
         folder = dequantized(folder, folder.parent / f"exact-{compression}", compression, torch.float64)
     model = plain_model(folder, dtype=torch.float64, experts_implementation="eager").eval()
+    for parameter in model.parameters():  # transformers 5.23 leaves a part of published FP8 models in bfloat16
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.double()
     decoder = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
     with torch.inference_mode():
         logits: torch.Tensor = model(ids, **decoder).logits
