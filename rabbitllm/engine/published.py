@@ -162,12 +162,10 @@ def quantizer_for(folder: Path, config: PretrainedConfig, devices: Iterable[Devi
     try:
         if method in (MODELOPT, TORCHAO):  # transformers does not know the first, and needs torchao for the second
             from rabbitllm.engine.published_conversions import PlainSettings
-            from rabbitllm.engine.published_modelopt import ModelOpt
-            from rabbitllm.engine.published_torchao import TorchAo
+            from rabbitllm.engine.published_exports import QUANTIZERS
 
             config.quantization_config = PlainSettings(method, settings)
-            own = ModelOpt if method == MODELOPT else TorchAo
-            quantizer: HfQuantizer = own(config.quantization_config, pre_quantized=True)
+            quantizer: HfQuantizer = QUANTIZERS[method](config.quantization_config, pre_quantized=True)
         else:
             config.quantization_config = AutoHfQuantizer.merge_quantization_configs(settings, None)
             if method in (*_INTEGERS, "fp8"):

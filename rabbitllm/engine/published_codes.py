@@ -1,6 +1,6 @@
 """Which published matrices are multiplied from their codes, from names, dtypes and shapes alone.
 
-A kernel multiplies what a conversion of `published_conversions.py` or `published_modelopt.py` would dequantize, if its
+A kernel multiplies what a conversion of `published_conversions.py` or `published_exports.py` would dequantize, if its
 parts are codes with a scale for each block: FP8, FP4, or symmetric integers of 4 bits. All else is dequantized. Reads
 no weights.
 """
@@ -110,7 +110,7 @@ def form_of(operation: Any, path: str, codes: Part, scales: Part, shape: tuple[i
         return None
     if not is_scale(scales[0]) or (kind == INT4) != _has_integers(operation, path):
         return None
-    block = _block(_said_block(operation, path), scales[1], shape)
+    block = _block(_configured_block(operation, path), scales[1], shape)
     return CodedForm(kind, scales[0], block, shape) if block is not None else None
 
 
@@ -166,15 +166,15 @@ def _has_integers(operation: Any, path: str) -> bool:
     )
 
 
-def _said_block(operation: Any, path: str) -> tuple[int, int] | None:
+def _configured_block(operation: Any, path: str) -> tuple[int, int] | None:
     """Rows and columns of a block by the settings; None if all blocks are equal."""
     if _name(operation) == _FP8:
-        said = getattr(operation.hf_quantizer.quantization_config, "weight_block_size", None)
+        configured = getattr(operation.hf_quantizer.quantization_config, "weight_block_size", None)
     else:
-        said = (
+        configured = (
             getattr(_weights_of(operation, path), "block_structure", None) if _name(operation) == _COMPRESSED else None
         )
-    return (int(said[0]), int(said[1])) if said is not None else None
+    return (int(configured[0]), int(configured[1])) if configured is not None else None
 
 
 def _weights_of(operation: Any, path: str) -> Any:
@@ -183,7 +183,9 @@ def _weights_of(operation: Any, path: str) -> Any:
     return scheme_of(operation.hf_quantizer.compressor.quantization_config, path).weights
 
 
-def _block(said: tuple[int, int] | None, scales: tuple[int, ...], shape: tuple[int, int]) -> tuple[int, int] | None:
+def _block(
+    configured: tuple[int, int] | None, scales: tuple[int, ...], shape: tuple[int, int]
+) -> tuple[int, int] | None:
     """Rows and columns of a block, 0 for all, from the shape of the scales; None if they are of no grid."""
     if math.prod(scales) == 1:
         return 0, 0
@@ -193,8 +195,8 @@ def _block(said: tuple[int, int] | None, scales: tuple[int, ...], shape: tuple[i
         scales = scales[0], scales[2]
     if len(scales) != 2:
         return None
-    if said is not None and all(-(-of // by) == n for of, by, n in zip(shape, said, scales, strict=True)):
-        return said
+    if configured is not None and all(-(-of // by) == n for of, by, n in zip(shape, configured, scales, strict=True)):
+        return configured
     if any(not n or of % n for of, n in zip(shape, scales, strict=True)):
         return None
     rows, columns = (0 if n == 1 else of // n for of, n in zip(shape, scales, strict=True))

@@ -36,6 +36,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from rabbitllm.errors import UnknownArchitectureError
 from rabbitllm.quant import published_kernels as kernels
+from rabbitllm.quant.coded import FP4_VALUES
 from rabbitllm.quant.published_kernels import integers
 
 AWQ, GPTQ = "awq", "gptq"
@@ -244,7 +245,7 @@ _BITS = {torch.bfloat16: np.uint16, torch.float16: np.uint16, torch.float32: np.
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def is_codes(dtype: torch.dtype) -> bool:
+def is_fp8(dtype: torch.dtype) -> bool:
     """Whether elements are FP8."""
     return dtype in _CODES
 
@@ -362,10 +363,6 @@ def blocks(
     return made
 
 
-FOURS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""The values of the 16 codes of FP4 (E2M1), in the Open Compute Project's Microscaling Formats Specification."""
-
-
 def fours(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The matrix (N, K) of FP4 codes with a scale for each run of inputs: value * scale in float32, rounded once.
 
@@ -380,7 +377,7 @@ def fours(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torc
     rows, inputs = codes.shape[0], 2 * codes.shape[1]
     if scales.dim() != 2 or scales.shape[0] != rows or inputs % (2 * scales.shape[1]):
         raise ValueError(f"codes of shape {tuple(codes.shape)} and scales of shape {tuple(scales.shape)}")
-    packed, table = codes.view(torch.uint8), torch.tensor(FOURS, device=codes.device)
+    packed, table = codes.view(torch.uint8), torch.tensor(FP4_VALUES, device=codes.device)
     if codes.device == CPU and dtype in (torch.bfloat16, torch.float32):
         made = torch.empty(rows, inputs, dtype=dtype)
         given = (packed.contiguous().numpy(), table.numpy(), scales.contiguous().numpy())

@@ -17,7 +17,7 @@ from llvmlite import ir
 
 from rabbitllm.quant import product_kernels
 from rabbitllm.quant.kernels import CODES, PAIRS, CodeKernel
-from rabbitllm.quant.vectors import F32, HALF_BYTES, I8, I16, I32, SEGMENT, Emitter, Pairs, number
+from rabbitllm.quant.vectors import F32, HALF_BYTES, I8, I16, I32, SEGMENT, Emitter, number, pair_products, pairs_apart
 
 NIBBLES = "nibbles"
 _SCALE_BITS = {"f32": 32, "bf16": 16, "f16": 16, "power": 8, "float8": 8}
@@ -175,19 +175,10 @@ class _PairSegment(_ScaledSegment):
         self._tables = [emit.load(emit.add(table, at), self._words, 1) for at in places]
 
     def inputs(self, even: Any, odd: Any, begin: Any) -> list[Any]:
-        emit, order = self._emit, ir.VectorType(I32, 32)
-        one, two = (emit.load(emit.add(even, begin, at), self._words, 2) for at in (0, 64))
-        return [emit.b.shuffle_vector(one, two, ir.Constant(order, list(range(first, 64, 2)))) for first in (0, 1)]
+        return pairs_apart(self._emit, self._emit.add(even, begin))
 
     def products(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
-        emit, paired = self._emit, Pairs.PAIRED
-        multiply = emit.function("llvm.x86.avx512bf16.dpbf16ps.512", emit.floats, emit.floats, paired, paired)
-        both = [emit.b.bitcast(words, paired) for words in self._weights(address)]
-        sums: list[Any] = [emit.zero] * len(inputs)
-        for t, vectors in enumerate(inputs):
-            for weight, value in zip(both, vectors, strict=True):
-                sums[t] = emit.b.call(multiply, [sums[t], weight, emit.b.bitcast(value, paired)])
-        return [sums]
+        return [pair_products(self._emit, self._weights(address), inputs)]
 
     def _weights(self, address: Any) -> list[Any]:
         emit, words = self._emit, self._words

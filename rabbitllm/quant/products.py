@@ -251,7 +251,6 @@ class _Inputs:
     """Rows (T, K) as kernels of blocks or by panels read them; K is a multiple of 64, or of the elements of a block."""
 
     def __init__(self, method: str, scheme: str, width: int, x: torch.Tensor) -> None:
-
         count, columns = x.shape
         self._step, self._odd, self._odd_step = columns * 2, 0, 0  # bytes of a row in bfloat16, and of its sums
         if scheme in BLOCK_TYPES and width == kernels.PAIRS:

@@ -16,6 +16,7 @@ Rows and scales are left to the kernels.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import numba
@@ -345,23 +346,13 @@ class Pairs:
 
     def inputs(self, even: Any, odd: Any, begin: Any) -> list[Any]:
         """Two vectors of a segment's inputs; at 4bit the even ones first, as the codes of a byte are separated."""
-        emit = self._emit
-        one, two = (emit.load(emit.add(even, begin, at), _WORDS, 2) for at in (0, 64))
         if self._scheme == "8bit":
-            return [one, two]
-        order = ir.VectorType(I32, 32)
-        return [emit.b.shuffle_vector(one, two, ir.Constant(order, list(range(odd, 64, 2)))) for odd in (0, 1)]
+            return [self._emit.load(self._emit.add(even, begin, at), _WORDS, 2) for at in (0, 64)]
+        return pairs_apart(self._emit, self._emit.add(even, begin))
 
     def products(self, address: Any, inputs: list[list[Any]]) -> list[Any]:
         """Sums of a segment's codes times the inputs of each token, still apart in lanes."""
-        emit, paired = self._emit, self.PAIRED
-        multiply = emit.function("llvm.x86.avx512bf16.dpbf16ps.512", emit.floats, emit.floats, paired, paired)
-        both = [emit.b.bitcast(words, paired) for words in self._weights(address)]
-        parts: list[Any] = [emit.zero] * len(inputs)
-        for t, vectors in enumerate(inputs):
-            for weight, value in zip(both, vectors, strict=True):
-                parts[t] = emit.b.call(multiply, [parts[t], weight, emit.b.bitcast(value, paired)])
-        return parts
+        return pair_products(self._emit, self._weights(address), inputs)
 
     def _weights(self, address: Any) -> tuple[Any, Any]:
         emit = self._emit
@@ -374,6 +365,25 @@ class Pairs:
         nibbles = (emit.b.lshr(wide, ir.Constant(_WORDS, [4] * 32)), wide)  # the first is in the high half
         first, second = (emit.b.call(permute, [self._tables[0], index]) for index in nibbles)
         return first, second
+
+
+def pairs_apart(emit: Emitter, address: Any) -> list[Any]:
+    """The 64 inputs at an address: a vector of those at even indices, and one of those at odd ones."""
+    one, two = (emit.load(emit.add(address, at), _WORDS, 2) for at in (0, 64))
+    order = ir.VectorType(I32, 32)
+    return [emit.b.shuffle_vector(one, two, ir.Constant(order, list(range(odd, 64, 2)))) for odd in (0, 1)]
+
+
+def pair_products(emit: Emitter, weights: Iterable[Any], inputs: list[list[Any]]) -> list[Any]:
+    """Sums of vectors of weights times the inputs of each token, in pairs of bfloat16, still apart in lanes."""
+    paired = Pairs.PAIRED
+    multiply = emit.function("llvm.x86.avx512bf16.dpbf16ps.512", emit.floats, emit.floats, paired, paired)
+    both = [emit.b.bitcast(words, paired) for words in weights]
+    sums: list[Any] = [emit.zero] * len(inputs)
+    for t, vectors in enumerate(inputs):
+        for weight, value in zip(both, vectors, strict=True):
+            sums[t] = emit.b.call(multiply, [sums[t], weight, emit.b.bitcast(value, paired)])
+    return sums
 
 
 def codebook(emit: Emitter, scheme: str, table: Any) -> Any:
