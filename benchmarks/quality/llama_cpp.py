@@ -6,9 +6,10 @@ sensitive, and where rows are no multiple of a type's block.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,35 +46,51 @@ def quantized(program: Path, plain: Path, path: Path, preset: str) -> Path:
     return path
 
 
-def next_tokens(path: Path, contexts: Sequence[Sequence[int]], vocabulary: int, work: Path) -> torch.Tensor:
-    """Logarithms of the probabilities of all tokens behind each context: float32 (contexts, vocabulary).
+@contextlib.contextmanager
+def serving(path: Path, room: int, work: Path) -> Iterator[Callable[..., Any]]:
+    """llama.cpp's server for a file, as a function that posts a body of JSON to a route and returns the answer.
 
     Args:
         path: of the file.
-        contexts: ids of tokens.
-        vocabulary: tokens of the model.
+        room: tokens of a context.
         work: for environments and logs.
 
     Raises:
-        PeerError: the program cannot be built, failed, or left a token out.
+        PeerError: the program cannot be built, or failed.
     """
-    room = str(max(map(len, contexts)) + 16)
     job = {"how": "program", "package": None, "program": str(llama.built(work, "llama-server"))}
-    arguments = ["--model", str(path), "--ctx-size", room, *_ARGUMENTS]
+    arguments = ["--model", str(path), "--ctx-size", str(room), *_ARGUMENTS]
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with served(LLAMA_SERVER, {**job, "arguments": arguments}, work, "llama-logits", []) as server:
-        found = torch.full((len(contexts), vocabulary), -torch.inf)
-        # what is drawn does not matter, but of the end of a text, or of half a character, nothing would be told
-        drawn = [[vocabulary - 1, 1e6]]
-        for number, ids in enumerate(contexts):
-            body: dict[str, Any] = {"prompt": list(ids), "n_predict": 1, "n_probs": vocabulary, "cache_prompt": False}
-            body["logit_bias"] = drawn
-            request = urllib.request.Request(
-                f"{server.url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
-            )
-            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=_SECONDS) as answer:
-                (said,) = json.load(answer)["completion_probabilities"]
-            for one in said["top_logprobs"]:
-                found[number, one["id"]] = one["logprob"]
+
+        def ask(route: str, **body: Any) -> Any:
+            headers = {"Content-Type": "application/json"}
+            request = urllib.request.Request(f"{server.url}{route}", json.dumps(body).encode(), headers)
+            with opener.open(request, timeout=_SECONDS) as answer:
+                return json.load(answer)
+
+        yield ask
+
+
+def next_tokens(ask: Callable[..., Any], contexts: Sequence[Sequence[int]], vocabulary: int) -> torch.Tensor:
+    """Logarithms of the probabilities of all tokens behind each context: float32 (contexts, vocabulary).
+
+    Args:
+        ask: of `serving`.
+        contexts: ids of tokens.
+        vocabulary: tokens of the model.
+
+    Raises:
+        PeerError: the program left a token out.
+    """
+    found = torch.full((len(contexts), vocabulary), -torch.inf)
+    # what is drawn does not matter, but of the end of a text, or of half a character, nothing would be told
+    drawn = [[vocabulary - 1, 1e6]]
+    for number, ids in enumerate(contexts):
+        options = {"n_predict": 1, "n_probs": vocabulary, "cache_prompt": False, "logit_bias": drawn}
+        (step,) = ask("/completion", prompt=list(ids), **options)["completion_probabilities"]
+        for one in step["top_logprobs"]:
+            found[number, one["id"]] = one["logprob"]
     if not torch.isfinite(found).all():
         raise PeerError("llama-server did not give every token's probability")
     return found

@@ -28,7 +28,7 @@ import rabbitllm.demo
 from benchmarks.lib import command_line, llama, pictures, report
 from benchmarks.lib.idle_process import PeerError
 from benchmarks.lib.measure import fresh_folder
-from benchmarks.quality.llama_cpp import PLAIN, PRESETS, next_tokens, quantized, tool, types
+from benchmarks.quality.llama_cpp import PLAIN, PRESETS, next_tokens, quantized, serving, tool, types
 from rabbitllm import AutoModel
 from rabbitllm.demo.tasks import held_out
 from rabbitllm.errors import RabbitLLMError
@@ -211,9 +211,11 @@ def of_llama_cpp(subject: Subject, work: Path) -> Iterator[Row]:
                     )
                     summary, expected = subject.summary(model), subject.at_middles(model)
                     del model
-                said = next_tokens(path, [ids for ids, _ in subject.middles()], expected.shape[1], work.parent)
+                contexts = [ids for ids, _ in subject.middles()]
+                with serving(path, max(map(len, contexts)) + 16, work.parent) as ask:
+                    found = next_tokens(ask, contexts, expected.shape[1])
                 targets = torch.tensor([token for _, token in subject.middles()])
-                own = summary_of([at_positions(expected, said, targets)])
+                own = summary_of([at_positions(expected, found, targets)])
                 tensors = read_gguf(path).header.tensors
                 note = (
                     f"{types(tensors)}. llama.cpp itself is "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,8 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-from benchmarks.lib import llama
 from benchmarks.lib.idle_process import PeerError
-from benchmarks.lib.peers import LLAMA_SERVER
-from benchmarks.lib.server_process import served
+from benchmarks.quality.llama_cpp import next_tokens, serving
 from rabbitllm import AutoModel
 from rabbitllm.cli.main import app
 from rabbitllm.demo.models import SmolLM2
@@ -127,45 +124,34 @@ def test_compressed_answers_are_those_of_transformers_with_the_same_weights(
         assert of.right_answers(model, tokenizer_of(model), of.problems(12)) >= 11
 
 
-@pytest.fixture(scope="module")
-def llama_server() -> Path:
-    """The program, compiled once, to build/, which takes many minutes."""
-    try:
-        return llama.built(PEERS, "llama-server")
-    except PeerError as error:
-        pytest.skip(str(error))
-
-
-def asked(url: str, **body: Any) -> Any:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
-        return json.load(answer)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("outtype", ["bf16", "q8_0"])
 def test_llama_cpp_answers_with_the_file_that_convert_writes(
-    checkpoint: Path, llama_server: Path, tmp_path: Path, outtype: str
+    checkpoint: Path, plain: Any, tmp_path: Path, outtype: str
 ) -> None:
-    """Its prompts, from the vocabulary and the template in the file, have the same tokens.
+    """Its prompts, from the vocabulary and the template in the file, have the same tokens, and what follows them has
+    the same probabilities but for its rounding: to the type of the weights, inputs of products included.
 
-    It rounds activations to the type of the weights, so a few answers of so small a model differ.
+    The program is compiled once, to build/, which takes many minutes.
     """
     path = tmp_path / f"{outtype}.gguf"
     ran = CliRunner().invoke(app, ["convert", str(checkpoint), "-o", str(path), "--to", "gguf", "--outtype", outtype])
     assert ran.exit_code == 0, ran.output
-    model = AutoModel.from_pretrained(path, device="cpu", dtype="float32", split=False, show_layer_progress=False)
-    arguments = ["--model", str(path), "--ctx-size", "512", "--parallel", "1", "--threads", "2", "--flash-attn", "off"]
-    job = {"how": "program", "package": None, "program": str(llama_server), "arguments": arguments}
-    equal = 0
-    with served(LLAMA_SERVER, job, PEERS, f"smollm2-{outtype}", []) as server:
-        for question in PROMPTS:
-            messages = [{"role": "user", "content": question}]
-            prompt = asked(f"{server.url}/apply-template", messages=messages)["prompt"]
-            theirs = asked(f"{server.url}/tokenize", content=prompt, add_special=True, parse_special=True)["tokens"]
-            ours = greedy(model, model.tokenizer, question)
-            assert ours[: len(theirs)] == theirs
-            body = {"messages": messages, "max_tokens": NEW_TOKENS, "temperature": 0}
-            answer = asked(f"{server.url}/v1/chat/completions", **body)["choices"][0]["message"]["content"]
-            equal += answer == model.tokenizer.decode(ours[len(theirs) :], skip_special_tokens=True)
-    assert equal >= len(PROMPTS) // 2
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    contexts = []
+    try:
+        with serving(path, 512, PEERS) as ask:
+            for question in PROMPTS:
+                messages = [{"role": "user", "content": question}]
+                prompt = ask("/apply-template", messages=messages)["prompt"]
+                contexts.append(ask("/tokenize", content=prompt, add_special=True, parse_special=True)["tokens"])
+                given = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+                assert contexts[-1] == given["input_ids"]
+            found = next_tokens(ask, contexts, plain.config.vocab_size)
+    except PeerError as error:
+        pytest.skip(str(error))
+    with torch.inference_mode():
+        expected = torch.stack([plain(torch.tensor([ids])).logits[0, -1].log_softmax(-1) for ids in contexts])
+    divergence = torch.nn.functional.kl_div(found, expected, reduction="none", log_target=True).sum(-1)
+    assert float(divergence.mean()) < 0.01
+    assert float((found.argmax(-1) == expected.argmax(-1)).float().mean()) >= 0.9
