@@ -210,15 +210,16 @@ def _check_budget(source: Source, manifest: Manifest, options: SplitOptions) -> 
 
 
 def _refuse_without_evidence(source: Source, manifest: Manifest, found: list[ShardMetadata]) -> None:
-    """Refuse a split that lies elsewhere and whose model has another name, if no shard is left to compare."""
+    """Refuse a split that lies elsewhere and whose model has another name, if none of its shards is in the folder."""
     known = manifest.source
     if source.local is None or found or known.kind != "local" or source.split_folder.is_relative_to(source.local):
         return
     if known.name != source.local.resolve().name:
         raise SplitMismatchError(
-            f"{source.split_folder} was split from a folder named {known.name!r}, and {source.local} has no shards "
-            "left to compare with it.",
-            f"If it is the same model, load the split directory: {source.split_folder}.",
+            f"{source.split_folder} was split from a folder named {known.name!r}, and {source.local} has none "
+            "of the shards that were split.",
+            f"If it is the same model, load the split directory: {source.split_folder}. For another model give another "
+            "folder (layer_shards_saving_path).",
         )
 
 
