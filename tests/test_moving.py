@@ -1,4 +1,4 @@
-"""docs/guides/from-rabbitllm-1.1.md says of every argument and name what the code does."""
+"""docs/reference/rabbitllm-1.1.md says of every argument and name what the code does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rabbitllm import AutoModel
 from rabbitllm.auto_model import WITHOUT_EFFECT
 from tests.support.builders import build_checkpoint
 
-PAGE = (Path(__file__).parent.parent / "docs" / "guides" / "from-rabbitllm-1.1.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parent.parent / "docs" / "reference" / "rabbitllm-1.1.md").read_text(encoding="utf-8")
 PARAMETERS = [
     parameter
     for parameter in inspect.signature(AutoModel.from_pretrained).parameters.values()
