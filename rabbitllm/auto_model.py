@@ -139,8 +139,8 @@ class AutoModel:
                 hub's digests. If this call begins the split, record the checksums of all shards.
             exact: dequantize quantized weights instead of multiplying by codes. Results have the bits of an
                 unquantized model with the dequantized weights; several times slower on the CPU.
-            fast_bfloat16: use a faster bfloat16 kernel on CPUs without native bfloat16. Results differ in the last
-                bits.
+            fast_bfloat16: multiply bfloat16 by this package's kernel where it is faster than torch: all rows on CPUs
+                without native bfloat16, up to 4 rows with AVX512-BF16. Results differ in the last bits.
             verify_checksums: compare layer files with their checksums when this process first reads them.
             split: False reads the checkpoint's own shards and writes nothing; not with `compression`. An existing split
                 is still used.

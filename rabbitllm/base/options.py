@@ -119,7 +119,7 @@ class RunOptions:
         show_progress: a line during a slow pass.
         trust_remote_code: allow the model's own Python code.
         exact: compute with the matrices that 4bit and 8bit dequantize to, even if products with their codes are faster.
-        fast_bfloat16: multiply bfloat16 with a kernel of this package if the processor has no instructions for it.
+        fast_bfloat16: multiply bfloat16 with a kernel of this package where it is faster than torch's.
         verify_checksums: compare layer files with their checksums when they are first read.
     """
 

@@ -86,7 +86,7 @@ FastOption = Annotated[
     typer.Option(
         "--fast-bfloat16",
         rich_help_panel=RARE_PANEL,
-        help="Use a faster bfloat16 kernel on CPUs without native bfloat16; results differ in the last bits.",
+        help="Use this package's bfloat16 kernel where it is faster than torch's; results differ in the last bits.",
     ),
 ]
 NoVerifyOption = Annotated[

@@ -1,13 +1,15 @@
-"""Products of a few rows with a matrix of bfloat16, on processors that have no instructions for bfloat16.
+"""Products of rows with a matrix of bfloat16, where torch's are slow.
 
-There torch multiplies input by input: 16 rows took six times as long as one (see docs/PERFORMANCE.md). Sums are in
-float32 and rounded once, as torch's are, but in another order: last bits differ. A row of the result is the same bit
-for bit alone and among others, up to `MAX_INPUTS` rows.
+Without instructions for bfloat16, torch multiplies input by input: 16 rows took six times as long as one. With them it
+reads a matrix for one row at two thirds of the memory's speed (see docs/PERFORMANCE.md). Sums are in float32 and
+rounded once, as torch's are, but in another order: last bits differ. A row of the result is the same bit for bit alone
+and among others, up to `MAX_INPUTS` rows.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
 
 MAX_INPUTS = 512
 """Maximum rows for the kernel; for more, it is faster to widen parts of the matrix and multiply them by torch."""
+FEW_ROWS = 4
+"""Maximum rows for the kernel on a processor with AVX512-BF16. In a pass of an EPYC one row took 0.6 to 0.8 of torch's
+time, 2 to 4 rows 0.95, 8 rows 1.06."""
+ALL_ROWS = sys.maxsize
 CHUNK_ELEMENTS = 1 << 22
 """Elements that are widened at a time: 16 MiB of float32. With smaller parts torch's threads synchronise more often,
 which is slow on a busy machine: 256 rows by parts of 4 MiB took three times as long there as by the kernel."""
@@ -26,20 +32,23 @@ which is slow on a busy machine: 256 rows by parts of 4 MiB took three times as 
 def multiplies(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether `linear` is faster than torch for such inputs (…, K) and such a matrix (N, K).
 
-    Both have to be bfloat16, on a CPU without products of that type and with vectors of the kernel's width.
+    Both have to be bfloat16 and on the CPU, with K a multiple of the kernel's width, and the rows at most `max_rows`.
     """
     import torch
 
+    most = max_rows()
     if (
-        weight.dtype != torch.bfloat16
+        not most
+        or weight.dtype != torch.bfloat16
         or x.dtype != torch.bfloat16
         or type(weight) not in (torch.Tensor, torch.nn.Parameter)
     ):
         return False
     if weight.dim() != 2 or weight.device.type != "cpu" or x.device.type != "cpu" or not weight.is_contiguous():
         return False
-    width = kernel_here()
-    return bool(width) and not weight.shape[1] % (2 * width) and weight.numel() > 0
+    from rabbitllm.quant import vectors
+
+    return not weight.shape[1] % (2 * vectors.lanes()) and weight.numel() > 0 and x.shape[:-1].numel() <= most
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -53,8 +62,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     Returns:
         (..., N), bfloat16.
     """
+    from rabbitllm.quant import vectors
+
     flat = x.reshape(-1, x.shape[-1])
-    result = times(kernel_here(), flat, weight) if len(flat) <= MAX_INPUTS else _in_chunks(flat, weight)
+    result = times(vectors.lanes(), flat, weight) if len(flat) <= MAX_INPUTS else _in_chunks(flat, weight)
     if bias is not None:
         result += bias
     return result.to(x.dtype).view(*x.shape[:-1], len(weight))
@@ -87,12 +98,22 @@ def _in_chunks(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def kernel_here() -> int:
-    """Lanes of the kernel for this processor; 0 if torch's own products are faster, or no kernel's result is right."""
+def max_rows() -> int:
+    """Rows up to which the kernel is faster than torch here; 0 if none are, or if its result is wrong.
+
+    With AMX nothing was measured, so torch's products are used.
+    """
     from rabbitllm.quant import vectors
 
-    width = 0 if vectors.multiplies_pairs() else vectors.lanes()
-    return width if width and _agrees(width) else 0
+    width = vectors.lanes()
+    if not width or "amx-bf16" in vectors.features() or not _agrees(width):
+        return 0
+    return FEW_ROWS if vectors.multiplies_pairs() else ALL_ROWS
+
+
+def widens() -> bool:
+    """Whether many rows are multiplied faster here once they and the matrix are float32."""
+    return max_rows() == ALL_ROWS
 
 
 def _agrees(width: int) -> bool:

@@ -194,7 +194,7 @@ class CodedMatrix:
         rows, columns = self.form.shape
         step = max(CHUNK_ELEMENTS // columns // (self.form.block[0] or 1), 1) * (self.form.block[0] or 1)
         # processors without instructions for bfloat16 are slow at it, so float32 is used there
-        wide = x.float() if x.dtype == torch.bfloat16 and bfloat_products.kernel_here() else x
+        wide = x.float() if x.dtype == torch.bfloat16 and bfloat_products.widens() else x
         out, scales = x.new_empty(len(x), rows), self._float_scales()
         for begin in range(0, rows, step):
             end = min(begin + step, rows)

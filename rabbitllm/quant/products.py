@@ -385,7 +385,7 @@ def _in_chunks(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> to
     step = block // math.gcd(block, columns)  # rows that are whole blocks
     step *= max(CHUNK_ELEMENTS // columns // step, 1)
     # processors without instructions for bfloat16 are slow at it, so float32 is used there
-    wide = x.float() if x.dtype == torch.bfloat16 and bfloat_products.kernel_here() else x
+    wide = x.float() if x.dtype == torch.bfloat16 and bfloat_products.widens() else x
     out = x.new_empty(len(x), rows)
     codes = matrix.payload.view(rows, -1)
     for begin in range(0, rows, step):

@@ -19,7 +19,7 @@ from rabbitllm.quant import bfloat_products
 def main() -> None:
     """See above."""
     torch.set_num_threads(2)
-    bfloat_products.kernel_here()
+    bfloat_products.max_rows()
     assert AutoModelForCausalLM
     assert answers
     folder, out, cache_memory = sys.argv[1:4]

@@ -180,7 +180,7 @@ def test_every_linear_layer_goes_through_it_and_loses_no_more_than_torchs(
 def test_where_the_processor_multiplies_bfloat16_nothing_changes(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bfloat_products, "kernel_here", lambda: 0)
+    monkeypatch.setattr(bfloat_products, "max_rows", lambda: 0)
     folder = split(checkpoint)
     found, expected = run(load(folder, 0, fast_bfloat16=True, exact=False)), run(load(folder, 0))
     assert torch.equal(found.logits, expected.logits)

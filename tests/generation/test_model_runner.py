@@ -138,9 +138,9 @@ def test_float32_codes_and_exact_passes_have_their_own_ways(
 def test_the_kernel_is_made_before_anybody_waits(folder: Path, compression: str | None) -> None:
     found = split(folder.parent, compression) if compression else folder
     model = load(found, 0, dtype="bfloat16")
-    bfloat_products.kernel_here.cache_clear()
+    bfloat_products.max_rows.cache_clear()
     ModelRunner(model).coroutines.close()
-    assert bfloat_products.kernel_here.cache_info().currsize == 1
+    assert bfloat_products.max_rows.cache_info().currsize == 1
 
 
 def test_afterwards_the_model_is_as_it_was(folder: Path, kernel_rows: list[int]) -> None:

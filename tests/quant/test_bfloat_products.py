@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.quant import bfloat_products, kernels, product_kernels, vectors
-from rabbitllm.quant.bfloat_products import MAX_INPUTS, linear, multiplies, times
+from rabbitllm.quant.bfloat_products import ALL_ROWS, FEW_ROWS, MAX_INPUTS, linear, multiplies, times
 from tests.support.rounding import assert_products
 
 WIDTHS = [width for width in (8, 16) if width <= vectors.lanes()]
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.skipif(not WIDTHS, reason="no vectors of a kind that is
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Used here even where torch's own products are sooner."""
-    monkeypatch.setattr(bfloat_products, "kernel_here", lambda: WIDTHS[-1])
+    monkeypatch.setattr(bfloat_products, "max_rows", lambda: ALL_ROWS)
 
 
 def some(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
@@ -117,28 +118,41 @@ def test_other_types_shapes_and_kinds_are_torchs(kernel: None) -> None:
     assert not multiplies(x, weight.to("meta"))
 
 
-def test_a_processor_that_multiplies_bfloat16_does_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def width(pairs: bool) -> int:
-        monkeypatch.setattr(vectors, "multiplies_pairs", lambda: pairs)
-        bfloat_products.kernel_here.cache_clear()
-        return bfloat_products.kernel_here()
-
-    try:
-        assert [width(True), width(False)] == [0, WIDTHS[-1]]
-    finally:
-        bfloat_products.kernel_here.cache_clear()
+@pytest.fixture
+def no_cache() -> Iterator[None]:
+    """`max_rows` is found by each test for its own processor."""
+    bfloat_products.max_rows.cache_clear()
+    yield
+    bfloat_products.max_rows.cache_clear()
 
 
-def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("more", "rows"), [((), ALL_ROWS), (("avx512bf16",), FEW_ROWS), (("avx512bf16", "amx-bf16"), 0)], ids=str
+)
+def test_the_number_of_rows_depends_on_the_instructions(
+    more: tuple[str, ...], rows: int, monkeypatch: pytest.MonkeyPatch, no_cache: None
+) -> None:
+    if more and vectors.lanes() < 16:
+        pytest.skip("no AVX-512 here")
+    here = vectors.features() - {"avx512bf16", "amx-bf16"}
+    monkeypatch.setattr(vectors, "features", lambda: here | {"avx512bw", *more} if more else here)
+    assert bfloat_products.max_rows() == rows
+    assert bfloat_products.widens() == (rows == ALL_ROWS)
+    weight = some(8, 128)
+    assert [multiplies(some(count, 128), weight) for count in (1, FEW_ROWS, FEW_ROWS + 1)] == [
+        rows >= count for count in (1, FEW_ROWS, FEW_ROWS + 1)
+    ]
+
+
+def test_a_kernel_that_is_wrong_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, no_cache: None
+) -> None:
     right = times
     monkeypatch.setattr(bfloat_products, "times", lambda width, x, weight: right(width, x, weight) * 1.001)
-    monkeypatch.setattr(vectors, "multiplies_pairs", lambda: False)
-    bfloat_products.kernel_here.cache_clear()
-    try:
-        assert not bfloat_products.kernel_here()
-        assert "is off by 1.0e-03 here and is not used" in caplog.text
-    finally:
-        bfloat_products.kernel_here.cache_clear()
+    here = vectors.features() - {"amx-bf16"}
+    monkeypatch.setattr(vectors, "features", lambda: here)
+    assert not bfloat_products.max_rows()
+    assert "is off by 1.0e-03 here and is not used" in caplog.text
 
 
 def test_several_threads_of_python_at_a_time() -> None:

@@ -250,6 +250,6 @@ def test_many_rows_of_bfloat16_where_no_instructions_are_for_it(monkeypatch: pyt
         return ordinary(x, *others)
 
     monkeypatch.setattr(torch.nn.functional, "linear", product)
-    monkeypatch.setattr(bfloat_products, "kernel_here", lambda: 16)
+    monkeypatch.setattr(bfloat_products, "max_rows", lambda: bfloat_products.ALL_ROWS)
     assert_products(of.linear(x, None), x, meant(of))
     assert set(seen) == {torch.float32}

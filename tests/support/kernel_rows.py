@@ -20,6 +20,6 @@ def kernel_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         rows.append(x.shape[:-1].numel())
         return ordinary(x, weight, bias)
 
-    monkeypatch.setattr(bfloat_products, "kernel_here", vectors.lanes)
+    monkeypatch.setattr(bfloat_products, "max_rows", lambda: bfloat_products.ALL_ROWS)
     monkeypatch.setattr(bfloat_products, "linear", linear)
     return rows
