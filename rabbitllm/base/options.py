@@ -84,7 +84,8 @@ class SplitOptions:
             hub's digest; when a split begins, record the checksums.
         profiling: record the time spent on each layer.
         threads: workers that read, quantize and write; by default one per core, at least 2.
-        keeps_blocks: keep blocks of GGUF files that compression does not touch; else dequantize them.
+        gguf_dtype: None keeps blocks of GGUF files that compression does not touch. Else the dtype of all tensors, a
+            key of `DTYPES`, or "auto": the file's own, float32 if it is quantized.
         min_free: bytes; free disk below which a split stops cleanly, since the system needs some.
     """
 
@@ -99,7 +100,7 @@ class SplitOptions:
     memory_is_given: bool = False
     fit_scales: bool = False
     verify_source: bool = False
-    keeps_blocks: bool = True
+    gguf_dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

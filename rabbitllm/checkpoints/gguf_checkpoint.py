@@ -59,7 +59,7 @@ class GgufCheckpoint:
 
     def __init__(self, shards: Sequence[str], files: Mapping[str, GgufFile], read: ReadAt) -> None:
         self.shards = tuple(shards)
-        self.keeps_blocks = True
+        self._keeps_blocks = True
         self._first = shards[-1]
         self._files = files
         self._read = read
@@ -71,6 +71,12 @@ class GgufCheckpoint:
         for name, file in files.items():
             self._check_part(name, file)
         self.dtype = _DTYPES.get(self._number("general.file_type", -1), "F32")
+
+    def set_dtype(self, dtype: str | None) -> None:
+        """Dequantize all tensors to a dtype, a key of `DTYPES`; "auto": to the file's own; None: keep their blocks."""
+        self._keeps_blocks = dtype is None
+        if dtype not in (None, "auto"):
+            self.dtype = dtype
 
     def _check_part(self, name: str, file: GgufFile) -> None:
         """Refuse a file that is another part than its name says."""
@@ -108,7 +114,7 @@ class GgufCheckpoint:
         specs, left_out = [], []
         for stored in header.tensors:
             targets = self._model.targets(stored.name, stored.shape)
-            specs += [target.spec(stored, self.dtype, may_stay=self.keeps_blocks) for target in targets]
+            specs += [target.spec(stored, self.dtype, may_stay=self._keeps_blocks) for target in targets]
             left_out += [] if targets or stored.name in FACTOR_TENSORS else [stored.name]
         if left_out:
             _warn_of(shard, tuple(left_out))
@@ -144,7 +150,7 @@ class GgufCheckpoint:
         # A quantized file does not say the dtype of its model. Nearly all are published in bfloat16, and float32 takes
         # twice the memory and, where pairs of bfloat16 are multiplied, twice the time.
         is_quantized = self._number("general.file_type", -1) not in _DTYPES
-        computed = "BF16" if is_quantized and self.keeps_blocks else self.dtype
+        computed = "BF16" if is_quantized and self._keeps_blocks else self.dtype
         files = {CONFIG_NAME: as_json(self._model.config_json(computed))}
         files[GENERATION_NAME] = as_json(self._generation())
         if "tokenizer.ggml.model" in self.metadata and not (

@@ -32,7 +32,8 @@ def convert_command(
         str,
         typer.Option(
             metavar="TYPE",
-            help="Type of a GGUF file: auto (as in the source), f32, f16, bf16, q8_0, q4_0 and others.",
+            help="Type of a GGUF file: auto (as in the source), f32, f16, bf16, q8_0, q4_0 and others. From GGUF to "
+            "safetensors: bf16, f16, f32, or auto (as in the file; f32 if it is quantized).",
         ),
     ] = "auto",
     sequential: Annotated[

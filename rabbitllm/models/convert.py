@@ -284,13 +284,14 @@ def shards_at_hand(checkpoint: Checkpoint) -> Iterator[ShardMetadata]:
 # It resumes after a crash, since files that have their final name are skipped. Uses only the identity of the source.
 
 
-def publish(folder: Path, split_folder: Path, manifest: Manifest) -> None:
+def publish(folder: Path, split_folder: Path, manifest: Manifest, dtype: str = AUTO) -> None:
     """Move every file to its final path, and write the index once all of them are durable there.
 
     Args:
         folder: the destination.
         split_folder: the split; its files may have been moved already.
         manifest: the manifest of the split.
+        dtype: of GGUF tensors, if not their file's own.
 
     Raises:
         IncompleteSplitError: a layer is in neither folder, or has another size.
@@ -309,7 +310,7 @@ def publish(folder: Path, split_folder: Path, manifest: Manifest) -> None:
         durable.sync_folder((folder / name).parent)
     durable.sync_folder(folder)
     files = {name: read_header(folder / name).tensors for name in names}
-    durable.write_whole(folder / INDEX_NAME, index_of_files(files, converted_from(manifest.source)))
+    durable.write_whole(folder / INDEX_NAME, index_of_files(files, converted_from(manifest.source, dtype)))
 
 
 def _move(path: Path, to: Path) -> None:
@@ -323,7 +324,7 @@ def sidecars_of(folder: Path) -> dict[str, Path]:
     return {name: path for name, path in sidecars_in(folder).items() if name != MANIFEST_NAME}
 
 
-def converted_from(source: SourceIdentity) -> dict[str, Any]:
+def converted_from(source: SourceIdentity, dtype: str = AUTO) -> dict[str, Any]:
     """The index metadata that records the source of the shards; `origin_of` reads it back."""
     origin = {
         "kind": source.kind,
@@ -331,7 +332,7 @@ def converted_from(source: SourceIdentity) -> dict[str, Any]:
         "commit": source.commit,
         "fingerprints": dict(source.fingerprints),
     }
-    return {"converted_from": origin}
+    return {"converted_from": origin if dtype == AUTO else {**origin, "dtype": dtype}}
 
 
 def origin_of(folder: Path) -> SourceIdentity:
@@ -353,8 +354,9 @@ def origin_of(folder: Path) -> SourceIdentity:
 
 SAFETENSORS, GGUF = "safetensors", "gguf"
 """The formats that are written."""
+_DTYPES = {AUTO: AUTO, "f32": "F32", "f16": "F16", "bf16": "BF16"}
+"""`outtype` -> the dtype of safetensors that are made from GGUF files."""
 WORK_NAME = ".converting"
-"""Name of the work folder inside the new folder, which exists until the conversion is complete."""
 _READY_NAME = "split.is.whole"
 """File in that folder: the split is complete and cleaned up; its files may be moved."""
 SHARD_BYTES = 5_000_000_000
@@ -406,7 +408,9 @@ def convert(
         folder: the destination, empty or not existing yet; of GGUF the file.
         to: "safetensors" or "gguf".
         outtype: with GGUF the type of matrices: "auto" for those of the source, "f32", "f16", "bf16", "q8_0" or another
-            type that the package `gguf` can encode. Vectors, norms and routers are float32.
+            type that the package `gguf` can encode. Vectors, norms and routers are float32. With safetensors, of a GGUF
+            checkpoint only, the dtype of all tensors: "f32", "f16", "bf16", or "auto" for the file's own, float32 if it
+            is quantized.
         sequential: take one shard at a time, and delete it as soon as all its tensors are copied.
         delete_original: remove the original once all of it is in the new folder.
         revision: branch, tag or commit of the repository.
@@ -426,7 +430,6 @@ def convert(
     options = prepare.split_options(
         None, shards, max_disk=max_disk, min_free_disk=min_free_disk, shard_transfer=shard_transfer
     )
-    options = replace(options, keeps_blocks=False)  # the layers become a plain checkpoint
     access = HubAccess(revision, token, expand(cache_dir) if cache_dir else None)
     target = expand(folder)
     if to == GGUF:
@@ -439,11 +442,17 @@ def convert(
         return convert_to_gguf(
             str(path_or_repo_id), target, outtype, access, max_disk=options.max_disk, min_free=options.min_free
         )
-    if to != SAFETENSORS or outtype != "auto":
+    if to != SAFETENSORS or outtype not in _DTYPES:
         raise OptionError(
-            f"to={to!r} with outtype={outtype!r}; expected safetensors without a type, or gguf.",
-            "Use to='gguf' for a type.",
+            f"to={to!r} with outtype={outtype!r}; expected safetensors with {', '.join(_DTYPES)}, or gguf.",
+            "Use to='gguf' for other types.",
         )
+    if sequential and outtype == "f16":
+        raise OptionError(
+            "outtype='f16' with sequential: a value that exceeds float16 would be found after shards are deleted.",
+            "Use outtype='bf16', or leave sequential out.",
+        )
+    options = replace(options, gguf_dtype=_DTYPES[outtype])  # the layers become a plain checkpoint
     if target.exists() and not target.is_dir():
         raise OptionError(
             f"{target} is a file; expected a folder.", "Use an output folder that is empty or does not exist."
@@ -454,20 +463,33 @@ def convert(
                 f"{made} is a split directory; sequential and delete_original apply only to checkpoints.",
                 "Remove these options; `rabbitllm rm` removes a split.",
             )
+        _refuse_dtype(outtype, str(made))
         return _join_split(made, expand(path_or_repo_id), target)
+    if is_single_file(str(path_or_repo_id)):
+        _refuse_dtype(outtype, str(path_or_repo_id))
     with system_errors_by_name(target), locked(target):
         return _convert_by_split(str(path_or_repo_id), access, target, options)
 
 
+def _refuse_dtype(outtype: str, name: str) -> None:
+    if outtype != "auto":
+        raise OptionError(f"{name} is not a GGUF checkpoint; its tensors keep their dtypes.", "Leave outtype out.")
+
+
 def _convert_by_split(name: str, access: HubAccess, folder: Path, options: SplitOptions) -> Conversion:
     """Split a checkpoint in the work folder, or resume that, and make the layer files shards; or check a conversion."""
-    work = folder / WORK_NAME
+    dtype = str(options.gguf_dtype)
+    work = folder / _work_name(dtype)
     before = False
     if (folder / INDEX_NAME).exists():
         known = origin_of(folder)
         require_same(known, input_of(name, access, work), folder)
+        _require_dtype(dtype, read_json(folder / INDEX_NAME)["metadata"]["converted_from"].get("dtype", AUTO), folder)
         before = not work.exists()
     else:
+        for other in _DTYPES.values():
+            if other != dtype and _begun(folder / _work_name(other) / directory_name(None)) is not None:
+                _require_dtype(dtype, other, folder)
         if not work.exists():
             _require_empty(folder)
         split_folder, source = work / directory_name(None), input_of(name, access, work)
@@ -480,13 +502,29 @@ def _convert_by_split(name: str, access: HubAccess, folder: Path, options: Split
         require_same(manifest.source, source, folder)
         if not is_ready:
             durable.write_whole(work / _READY_NAME, b"")
-        publish(folder, split_folder, manifest)
-    _clear(work)
+        publish(folder, split_folder, manifest, dtype)
+    for one in _DTYPES.values():
+        _clear(folder / _work_name(one))
     return _made(folder, before=before)
 
 
+def _work_name(dtype: str) -> str:
+    """The name of the work folder inside the new folder, which exists until the conversion is complete."""
+    return WORK_NAME if dtype == AUTO else f"{WORK_NAME}.{dtype}"
+
+
+def _require_dtype(dtype: str, known: str, folder: Path) -> None:
+    if dtype != known:
+        names = {name: outtype for outtype, name in _DTYPES.items()}
+        raise SplitMismatchError(
+            f"{folder} holds the conversion with outtype={names.get(known, known)!r}, not {names[dtype]!r}.",
+            "Use another output folder, or delete this one if you do not need it.",
+        )
+
+
 def _require_empty(folder: Path) -> None:
-    others = sorted(path.name for path in folder.iterdir() if path.name not in (LOCK_NAME, HOLDER_NAME))
+    own = {LOCK_NAME, HOLDER_NAME, *map(_work_name, _DTYPES.values())}
+    others = sorted(path.name for path in folder.iterdir() if path.name not in own)
     if others:
         raise OptionError(
             f"{folder} is not empty: it holds {len(others)} items, such as {others[0]!r}. Nothing was changed.",

@@ -318,9 +318,17 @@ def ensure_split(
 
 
 def _with_blocks(checkpoint: Checkpoint, options: SplitOptions) -> Checkpoint:
-    """Return the checkpoint, set to keep blocks of GGUF files or to dequantize them."""
+    """Return the checkpoint, set to keep blocks of GGUF files or to dequantize them.
+
+    Raises:
+        OptionError: a dtype is given for a checkpoint of another format.
+    """
     if checkpoint.gguf is not None:
-        checkpoint.gguf.keeps_blocks = options.keeps_blocks
+        checkpoint.gguf.set_dtype(options.gguf_dtype)
+    elif options.gguf_dtype not in (None, AUTO):
+        raise OptionError(
+            f"{checkpoint.label} is not a GGUF checkpoint; its tensors keep their dtypes.", "Leave outtype out."
+        )
     return checkpoint
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rabbitllm.base.rounding import round_up
+from rabbitllm.errors import UnreadableFormatError
 from rabbitllm.formats.tensor_spec import (
     DTYPES,
     GAP_BYTES,
@@ -98,7 +99,14 @@ class _Values:
             raw = bytearray(length)
             if self._file.read_into(memoryview(raw), self._spec.offset + begins) != length:
                 return max(at - first, 0) * self._width
-            values = _dequantized(self._blocks, torch.frombuffer(raw, dtype=torch.uint8)).to(self._dtype)
+            exact = _dequantized(self._blocks, torch.frombuffer(raw, dtype=torch.uint8))
+            values = exact.to(self._dtype)
+            if self._dtype == torch.float16 and not torch.equal(values.isinf(), exact.isinf()):
+                largest = float(exact[exact.isfinite()].abs().max())
+                raise UnreadableFormatError(
+                    f"{self._spec.name} has the value {largest}, which exceeds float16.",
+                    "Convert the file with --outtype bf16 or f32.",
+                )
             wanted = values[max(first - at, 0) : first + count - at].view(torch.uint8)
             to = max(at - first, 0) * self._width
             into[to : to + wanted.numel()] = wanted

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 import transformers
@@ -22,6 +23,7 @@ from rabbitllm.errors import (
     NotEnoughSpaceException,
     OptionError,
     SplitMismatchError,
+    UnreadableFormatError,
     UnsafePickleError,
 )
 from rabbitllm.models.convert import WORK_NAME, Conversion, convert
@@ -37,6 +39,7 @@ from tests.support.builders import (
     write_torch,
 )
 from tests.support.crashes import KILLED
+from tests.support.gguf_files import write_gguf
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
 from tests.support.meta_files import tiny_llama, weights_of, write_meta
@@ -361,6 +364,61 @@ def test_published_codes_of_a_split_stay_as_they_were_published(tmp_path: Path) 
     found = read_tensors(tmp_path / "new")
     assert found.keys() == before.keys()
     assert all(torch.equal(raw(found[name]), raw(before[name])) for name in before)
+
+
+@pytest.mark.parametrize("types", ["mixed", "Q4_K", "F32"])
+@pytest.mark.parametrize("outtype", ["bf16", "f16", "f32"])
+def test_a_gguf_file_at_a_chosen_dtype(tmp_path: Path, types: str, outtype: str) -> None:
+    """Half the size of float32; each value is rounded once."""
+    dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[outtype]
+    file = write_gguf(tmp_path / "model.gguf", types=types)
+    run(file, "-o", tmp_path / "as is")
+    exact = read_tensors(tmp_path / "as is")
+    assert {tensor.dtype for tensor in exact.values()} == {torch.float32}
+    found = tmp_path / "new"
+    run(file, "-o", found, "--outtype", outtype)
+    check(found, {name: tensor.to(dtype) for name, tensor in exact.items()})
+    assert transformers.AutoModelForCausalLM.from_pretrained(found, dtype="auto").dtype is dtype
+    with pytest.raises(SplitMismatchError, match=f"with outtype='{outtype}', not 'auto'"):
+        convert(file, found)
+    assert "complete already" in run(file, "-o", found, "--outtype", outtype)
+
+
+@pytest.mark.parametrize("part", ["split.json.part", f"{INDEX_NAME}.part"])
+def test_a_chosen_dtype_while_a_conversion_is_unfinished(tmp_path: Path, part: str) -> None:
+    file, new = write_gguf(tmp_path / "model.gguf"), tmp_path / "new"
+
+    def stop(number: int, step: Step) -> None:
+        if step.kind == "rename" and step.path.name == part:
+            raise KeyboardInterrupt
+
+    with observe_ticks(Counter(stop)), pytest.raises(KeyboardInterrupt):
+        convert(file, new, outtype="bf16")
+    with pytest.raises(SplitMismatchError, match="with outtype='bf16', not 'f32'"):
+        convert(file, new, outtype="f32")
+    convert(file, new, outtype="bf16")
+    assert {tensor.dtype for tensor in read_tensors(new).values()} == {torch.bfloat16}
+
+
+def test_a_dtype_is_refused_where_nothing_is_converted(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "model", cut(llama_tensors(), 2))
+    for source in (folder, folder / "model-00001-of-00002.safetensors", split(folder)):
+        with pytest.raises(OptionError, match="is not a GGUF checkpoint; its tensors keep their dtypes"):
+            convert(source, tmp_path / "new", outtype="bf16")
+    file = write_gguf(tmp_path / "model.gguf")
+    with pytest.raises(OptionError, match="would be found after shards are deleted"):
+        convert(file, tmp_path / "new", outtype="f16", sequential=True)
+    convert(file, tmp_path / "new", outtype="bf16")  # what was refused left nothing behind
+
+
+def test_a_value_beyond_float16_is_refused(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", types="F32")
+    tensors = gguf.GGUFReader(file, "r+").tensors
+    next(one for one in tensors if one.name == "output_norm.weight").data[3] = 1e6
+    with pytest.raises(UnreadableFormatError, match=r"norm.weight has the value 1000000.0, which exceeds float16"):
+        convert(file, tmp_path / "new", outtype="f16")
+    assert file.exists()
+    convert(file, tmp_path / "other", outtype="bf16")
 
 
 def test_what_cannot_be_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

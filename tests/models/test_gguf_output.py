@@ -516,7 +516,7 @@ def test_options(tmp_path: Path) -> None:
     for options, message in (
         ({"to": "gguf", "outtype": "q4_k"}, "outtype='q4_k' is not a type"),
         ({"to": "gguf", "sequential": True}, "apply only to safetensors"),
-        ({"outtype": "q8_0"}, "expected safetensors without a type"),
+        ({"outtype": "q8_0"}, "expected safetensors with auto, f32, f16, bf16, or gguf"),
         ({"to": "ggml"}, "to='ggml'"),
     ):
         with pytest.raises(OptionError, match=re.escape(message)):
