@@ -30,7 +30,7 @@ def ls_command(
 ) -> None:
     """List the splits on this machine, complete or not.
 
-    Searches RABBITLLM_HOME and the folders given.
+    Searches RABBITLLM_HOME, two levels of the working folder, and the folders given with their subfolders.
 
     Examples:
       rabbitllm ls
@@ -39,10 +39,10 @@ def ls_command(
     from rich.console import Console
 
     from rabbitllm.base.options import expand
-    from rabbitllm.models.library import as_record, below, known
+    from rabbitllm.models.library import NEAR_DEPTH, as_record, below, known
     from rabbitllm.models.library_report import put_entries
 
-    found = {entry.folder.resolve(): entry for entry in known()}
+    found = {entry.folder.resolve(): entry for entry in (*known(), *below(Path.cwd(), NEAR_DEPTH))}
     for folder in folders or ():
         found |= {entry.folder.resolve(): entry for entry in below(expand(folder))}
     if as_json:

@@ -208,6 +208,8 @@ def _size(path: Path) -> int | None:
 
 DEPTH = 4
 """Levels below a folder that are searched: `home()` has its splits three below it."""
+NEAR_DEPTH = 2
+"""The same of the working folder: a split of CHECKPOINT is in CHECKPOINT/splitted_model."""
 
 
 def known() -> list[SplitEntry]:
@@ -215,15 +217,19 @@ def known() -> list[SplitEntry]:
     return _entries(_split_directories(locations.home()))
 
 
-def below(folder: Path) -> list[SplitEntry]:
+def below(folder: Path, depth: int = DEPTH) -> list[SplitEntry]:
     """Split directories in a folder, or the folder itself if it is one.
+
+    Args:
+        folder: where the search starts.
+        depth: levels below it that are searched.
 
     Raises:
         CheckpointNotFoundError: there is no such folder.
     """
     if not folder.is_dir():
         raise CheckpointNotFoundError(f"There is no folder {str(folder)!r}.", "Check the path.")
-    return _entries(_split_directories(folder))
+    return _entries(_split_directories(folder, depth))
 
 
 def of_model(name: str, compression: str | None = None, saving_path: Path | None = None) -> list[SplitEntry]:
@@ -318,11 +324,11 @@ def _entries(folders: Iterable[Path]) -> list[SplitEntry]:
     return sorted(entries, key=lambda one: (one.name.lower(), one.folder.parent, losses_first(one.compression)))
 
 
-def _split_directories(folder: Path) -> Iterator[Path]:
+def _split_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
     for name, below, _ in os.walk(folder):
         path = Path(name)
         is_split = _record_in(path) is not None or is_legacy(path)
         if is_split:
             yield path
-        if is_split or len(path.relative_to(folder).parts) == DEPTH:
+        if is_split or len(path.relative_to(folder).parts) == depth:
             below.clear()

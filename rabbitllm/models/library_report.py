@@ -50,7 +50,12 @@ def _label(entry: SplitEntry) -> str:
 def put_entries(entries: Sequence[SplitEntry], console: Console) -> None:
     """Print a table of split directories, with problems and the sum of their sizes."""
     if not entries:
-        put(console, Text("No model is split here yet. `rabbitllm pull MODEL` does it."))
+        put(
+            console,
+            Text(
+                "No model is split here yet. `rabbitllm pull MODEL` does it; `rabbitllm ls FOLDER` looks into a folder."
+            ),
+        )
         return
     left_out = put_table(console, _COLUMNS, [_row(entry) for entry in entries])
     for entry in entries:

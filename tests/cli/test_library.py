@@ -86,6 +86,19 @@ def test_progress_of_a_pull_is_not_on_stdout(folder: Path) -> None:
     assert result.stderr.count("split into ") == 1
 
 
+def test_ls_finds_a_split_inside_a_checkpoint_of_the_working_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("pull", folder)
+    for place, count in ((folder.parent, 1), (folder, 1), (folder / "splitted_model", 1), (folder.parent.parent, 0)):
+        monkeypatch.chdir(place)
+        assert [entry["folder"] for entry in record("ls")] == [str(folder / "splitted_model")] * count
+    monkeypatch.chdir(folder.parent)
+    assert len(record("ls", ".", folder)) == 1  # not twice
+    run("rm", "hare", "--yes")
+    assert record("ls") == []
+
+
 @pytest.mark.long
 def test_ls_of_folders_with_unfinished_ones(folder: Path) -> None:
     interrupted(Call(str(folder), compression="8bit", sequential=False), 2)
