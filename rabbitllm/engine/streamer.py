@@ -217,7 +217,8 @@ class Streamer:
         self._prefetching = prefetching
         self.pools = pools
         self.executors = executors
-        self._mapped = mapped_part(store)
+        # between the weights of a layer are experts that the pools read
+        self._mapped = mapped_part(store, reads_ahead=not pools)
         self._quantized: dict[str, PartReader] = {}
         self._memos: dict[str, Memo] = {name: {} for name in executors}
         self._started: dict[str, float] = {}

@@ -34,6 +34,7 @@ from rabbitllm.quant.products import FusedMatrix, Matrix
 from rabbitllm.quant.quantize import dequantize, operands
 from rabbitllm.quant.schemes import Quantized
 from rabbitllm.quant.stored_blocks import arranged
+from rabbitllm.storage.files import begin_to_read, expect_random_reads
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
 
@@ -393,13 +394,22 @@ def typed(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return flat.view(dtype).view(shape)
 
 
-def mapped_part(store: WeightFiles) -> PartReader:
-    """A reader of parts as views of the mapped layer files."""
+def mapped_part(store: WeightFiles, *, reads_ahead: bool = True) -> PartReader:
+    """A reader of parts as views of the mapped files.
+
+    Args:
+        store: provides the files.
+        reads_ahead: whether the system may read more than the parts, which would evict used pages if memory is short.
+    """
 
     def read(spec: TensorSpec) -> torch.Tensor:
         if not spec.nbytes:
             return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
-        return typed(torch.frombuffer(store.mapped(spec.file).bytes_of(spec), dtype=torch.uint8), spec)
+        data = store.mapped(spec.file).bytes_of(spec)
+        if not reads_ahead:
+            expect_random_reads(data)
+            begin_to_read(data)
+        return typed(torch.frombuffer(data, dtype=torch.uint8), spec)
 
     return read
 

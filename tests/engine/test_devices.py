@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers.models.llama.modeling_llama  # noqa: F401  it needs torch.cuda as it was
 
 from rabbitllm.base.options import RunOptions
 from rabbitllm.engine import devices, load_plan
@@ -18,6 +18,7 @@ from rabbitllm.engine.devices import CpuDevice, CudaDevice, _warn_of_no_cuda, re
 from rabbitllm.errors import DeviceError
 from rabbitllm.store.layer_store import LayerStore
 from tests.support.builders import build_checkpoint
+from tests.support.mappings import flags_of
 from tests.support.tiny_models import split
 
 
@@ -274,13 +275,7 @@ def test_host_buffers_are_locked_where_they_are_and_no_byte_more(driver: Driver,
 def test_locked_memory_is_not_copied_by_a_fork(driver: Driver, pins: bool) -> None:
     """proc_pid_smaps(5): "dc" is "do not copy area on fork"."""
     buffer = CudaDevice(1, pin_memory=pins).host_buffer(80_000)
-    flags: list[str] = []
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = int(found[1], 16) <= buffer.data_ptr() < int(found[2], 16)
-        elif inside and line.startswith("VmFlags:"):
-            flags = line.split()
+    flags = flags_of(buffer.data_ptr())
     assert "rd" in flags
     assert ("dc" in flags) == pins
 

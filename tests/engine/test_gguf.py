@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from rabbitllm.store.layer_store import LayerStore, verify
 from tests.support.gguf_files import CONVERTED, FAMILIES, VOCABULARY, write_converted, write_gguf
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
+from tests.support.mappings import flags_of
 from tests.support.rounding import assert_as_near
 from tests.support.splitting import contents, split
 
@@ -214,6 +216,22 @@ def test_a_file_without_blocks_keeps_its_dtype(types: str, dtype: torch.dtype, t
     model = rabbitllm.AutoModel.from_pretrained(file, device="cpu")
     assert model.dtype is dtype
     assert torch.equal(logits(model), logits(plain(file, dtype)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="smaps is Linux's")
+@pytest.mark.parametrize("is_split", [True, False])
+def test_nothing_is_read_ahead_where_experts_lie_between_mapped_weights(is_split: bool, tmp_path: Path) -> None:
+    """Their pages would evict those of the weights, which half of the memory cannot hold: 408 MB were read a token."""
+    file = write_gguf(tmp_path / "model.gguf", "qwen3moe", types="Q4_K")
+    named = split(file, sequential=False) if is_split else file
+    expected = None
+    for memory, flag in (("1GB", False), ("1.2MB", True)):
+        model = rabbitllm.AutoModel.from_pretrained(named, "cpu", split=is_split, max_memory={"cpu": memory})
+        assert bool(model.placement.pools) == flag
+        weight = model.model.layers[1].self_attn.q_proj.weight
+        assert ("rr" in flags_of(weight.matrix.payload.data_ptr())) == flag
+        expected = logits(model) if expected is None else expected
+        assert torch.equal(logits(model), expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3moe"])
