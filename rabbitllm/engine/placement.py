@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import itertools
 import operator
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -489,12 +489,12 @@ def _runs(costs: Sequence[UnitCost], budgets: Sequence[Budget]) -> list[list[Uni
     runs: list[list[UnitCost]] = [[] for _ in budgets]
     ends = list(itertools.accumulate(share / sum(shares) for share in shares))
     passed, device = 0, 0
-    for cost in costs:
-        middle = (passed + (cost.stored + cost.routed) / 2) / total
-        while device < len(budgets) - 1 and middle > ends[device]:
+    for group in _groups(costs):
+        nbytes = sum(cost.stored + cost.routed for cost in group)
+        while device < len(budgets) - 1 and (passed + nbytes / 2) / total > ends[device]:
             device += 1
-        runs[device].append(cost)
-        passed += cost.stored + cost.routed
+        runs[device] += group
+        passed += nbytes
     return runs
 
 
@@ -504,12 +504,22 @@ def _in_turns(costs: Sequence[UnitCost], budgets: Sequence[Budget]) -> list[list
     beyond = max(sum(cost.stored + cost.routed for cost in costs) - sum(budget.nbytes for budget in budgets), 1)
     wanted = [budget.nbytes + beyond / len(budgets) for budget in budgets]
     given, shares = [0] * len(budgets), [list[UnitCost]() for _ in budgets]
-    for cost in costs:
-        nbytes = cost.stored + cost.routed
+    for group in _groups(costs):
+        nbytes = sum(cost.stored + cost.routed for cost in group)
         device = min(range(len(budgets)), key=lambda at: (given[at] + nbytes / 2) / wanted[at])
-        shares[device].append(cost)
+        shares[device] += group
         given[device] += nbytes
     return shares
+
+
+def _groups(costs: Sequence[UnitCost]) -> Iterator[list[UnitCost]]:
+    """The units that need one device: each decoder layer, and the others between two layers, before them or after them.
+
+    Models add what such others return, as token and position embeddings.
+    """
+    for is_layer, found in itertools.groupby(costs, key=lambda cost: cost.is_layer):
+        group = list(found)
+        yield from [[cost] for cost in group] if is_layer else [group]
 
 
 def _tiers(costs: Sequence[UnitCost], budget: Budget, small_first: bool) -> tuple[dict[str, Tier], int]:

@@ -352,6 +352,24 @@ def test_devices_take_turns_and_links_copy_as_much_if_not_everything_fits(rounds
         assert all(len(set(devices[at : at + len(rooms)])) == len(rooms) for at in range(len(devices) - len(rooms) + 1))
 
 
+@given(
+    st.lists(st.integers(1, 400), min_size=1, max_size=4),
+    st.lists(st.integers(1, 400), min_size=1, max_size=4),
+    st.integers(2, 9),
+    st.lists(st.integers(0, 2000), min_size=2, max_size=3),
+)
+def test_what_lies_between_layers_is_on_one_device(
+    before: list[int], after: list[int], layers: int, rooms: list[int]
+) -> None:
+    """Models add the results of token, position and per-layer embeddings, which GPUs do only on one of them."""
+    first = [layer(f"before.{at}", stored, is_layer=False) for at, stored in enumerate(before)]
+    last = [layer(f"after.{at}", stored, is_layer=False) for at, stored in enumerate(after)]
+    costs = [*first, *(layer(f"layers.{at}", 100) for at in range(layers)), *last]
+    placement = place(costs, [Budget(f"cuda:{at}", room, False) for at, room in enumerate(rooms)])
+    for group in (first, last):
+        assert len({placement.of(cost.name).device for cost in group}) == 1
+
+
 def test_each_device_keeps_what_fits_it() -> None:
     costs = [layer(f"layers.{i}", 100) for i in range(9)]
     placement = place(costs, [Budget("cuda:0", 450, False), Budget("cuda:1", 450, False)])
