@@ -432,9 +432,15 @@ def place_units(
 ) -> Placement:
     """The placement of every unit, within the free memory or the caller's limits; see `LoadPlan` for `choosers`.
 
-    GPUs try their products only if not all units are resident.
+    GPUs try their products only if not all units are resident. bitsandbytes' own products take a part of their
+    memory in each pass.
     """
-    budgets = [Budget(device.name, budget_of(device, options), device.shares_host_memory) for device in devices]
+    work = published.product_bytes(model)
+    budgets = [
+        Budget(device.name, max(budget_of(device, options) - (0 if is_host else work), 0), is_host)
+        for device in devices
+        for is_host in [device.shares_host_memory]
+    ]
     costs_of_experts, host_bytes = expert_costs(experts), host_room(devices, options)
 
     def placed(choosers: Mapping[str, MatrixChooser]) -> Placement:

@@ -301,6 +301,21 @@ def _restore_4bit(module: Any, args: Any, output: Any) -> None:
     module.quant_state = None  # the weight has it too
 
 
+def product_bytes(model: torch.nn.Module) -> int:
+    """Bytes that bitsandbytes' own 4bit product takes besides weights and activations.
+
+    Of more rows than one it dequantizes the whole matrix, to the dtype in which it was published, and casts that to the
+    dtype of the product (bitsandbytes 0.50, `autograd._functions.MatMul4Bit.forward`). The first is taken for bfloat16.
+    """
+
+    def taken(module: Any) -> int:
+        dtype = module.compute_dtype
+        cast = 0 if dtype in (None, torch_dtype("BF16")) else dtype.itemsize
+        return int(module.in_features * module.out_features * (2 + cast))
+
+    return max((taken(one) for one in model.modules() if type(one).__name__ == "Linear4bit"), default=0)
+
+
 def finish(model: PreTrainedModel, quantizer: HfQuantizer | None) -> None:
     """Set the quantizer on the model and postprocess it, as transformers' own loading does."""
     if quantizer is not None:

@@ -16,6 +16,9 @@ from safetensors.torch import save_file
 
 import rabbitllm
 from rabbitllm import AutoModel
+from rabbitllm.base.options import RunOptions
+from rabbitllm.engine.devices import CpuDevice
+from rabbitllm.engine.load_plan import make_load_plan
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import IncompleteSplitError, MissingPackageError, OptionError
 from rabbitllm.store.layer_store import LayerStore
@@ -392,6 +395,20 @@ def test_scales_without_codes(tmp_path: Path) -> None:
     take_out(folder, "layers.1.mlp.experts.down_proj_blocks")
     with pytest.raises(IncompleteSplitError, match=r"model.layers.1.mlp.experts.down_proj"):
         load(split(folder))
+
+
+@pytest.mark.parametrize(("compute", "each"), [(torch.bfloat16, 2), (torch.float16, 4), (torch.float32, 6)], ids=str)
+def test_a_gpu_keeps_memory_for_the_matrix_that_bitsandbytes_dequantizes(
+    tmp_path: Path, compute: torch.dtype, each: int
+) -> None:
+    folder = quantized.build_bitsandbytes(
+        tmp_path / "model", "llama", 4, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute
+    )
+    directory, gpu = split(folder), FakeGpu(0)
+    limits = {gpu.name: 10_000_000, "cpu": 1_000_000}
+    for device, taken in ((gpu, each * 64 * 128), (CpuDevice(), 0)):
+        plan = make_load_plan(LayerStore(directory), RunOptions(max_memory=limits), directory, [device])
+        assert plan.placement.limits == {device.name: limits[device.name] - taken}
 
 
 @pytest.mark.parametrize("gone", ["absmax", "quant_map", "quant_state.bitsandbytes__nf4"])
