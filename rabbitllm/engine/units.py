@@ -204,6 +204,8 @@ def _is_linear(module: nn.Module) -> bool:
 PartReader = Callable[[TensorSpec], torch.Tensor]
 """A stored part -> its tensor, on the device where the unit is made."""
 
+GPU_ALIGNMENT = 16
+"""Alignment below which kernels of a GPU round differently."""
 _PLAIN = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
 """Dtypes of values; tensors of other dtypes have codes."""
 
@@ -299,7 +301,15 @@ class UnitSource:
         work = [kind.scratch_bytes(form, dtype) for kind, form, dtype in self._matrices]
         forms = (self.stored[name].quantized for job in made for _, name in job.recipe.sources)
         work += [work_bytes(form.scheme, math.prod(form.shape)) for form in forms if form is not None]
-        return sum(entry.nbytes for job in made for _, entry in job.entries) + kept + max(work, default=0)
+        kept += sum(entry.nbytes for job in made for _, entry in job.entries) + self._copied_bytes
+        return kept + max(work, default=0)
+
+    @property
+    def _copied_bytes(self) -> int:
+        """Bytes that `typed` copies on any device: those of unaligned tensors, in files that others wrote."""
+        viewed = (job.recipe for job in self.jobs if _is_view(job.recipe, self.stored))
+        parts = (part for recipe in viewed for _, name in recipe.sources for part in self.stored[name].parts)
+        return sum(part.nbytes for part in parts if part.offset % GPU_ALIGNMENT)
 
     @property
     def _matrices(self) -> Iterator[tuple[type[Matrix] | type[FusedMatrix], Quantized, torch.dtype]]:
@@ -381,12 +391,13 @@ class UnitSource:
 def typed(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """Bytes as in the file, uint8 (extent,), as a tensor of the spec's dtype and shape.
 
-    They are copied if they have to be rearranged, or are not aligned to 64 bytes: kernels round differently on weights
-    with an alignment below 16 bytes. Codes on a CPU are read byte by byte, and need no copy.
+    They are copied if they have to be rearranged, or are not aligned: on a CPU to 64 bytes, as torch allocates, on a
+    GPU to 16, as GGUF files are; kernels round differently below that. Codes on a CPU are read by bytes and need none.
     """
     dtype = torch_dtype(spec.dtype)
-    is_code = spec.dtype == "U8" and flat.device.type == "cpu"
-    if flat.data_ptr() % TENSOR_ALIGNMENT and not is_code:
+    on_cpu = flat.device.type == "cpu"
+    is_code = spec.dtype == "U8" and on_cpu
+    if flat.data_ptr() % (TENSOR_ALIGNMENT if on_cpu else GPU_ALIGNMENT) and not is_code:
         flat = flat.clone()
     if not spec.is_one_run:
         return arranged(flat, spec)

@@ -109,6 +109,33 @@ def test_a_gguf_file_without_a_split(
     assert bool(bound) == (budget == 0)
 
 
+def test_unaligned_shards_without_a_split_take_no_more_than_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors of a safetensors file may begin at any multiple of 8; kernels get aligned copies."""
+    folder = build_checkpoint(tmp_path / "model", "llama", dtype=torch.float32)
+    (file,) = folder.glob("*.safetensors")
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    more = (8 - (8 + length)) % 16  # spaces after the header: the data begins 8 after a multiple of 16
+    header = content[8 : 8 + length] + b" " * more
+    file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+    gpu, bind, bound = FakeGpu(0, capacity=ALL), UnitSource.bind, list[str]()
+
+    def measured(source: UnitSource, *given: Any) -> None:
+        gpu.peak = before = gpu.used
+        bind(source, *given)
+        assert gpu.peak - before <= source.scratch_bytes
+        bound.append(source.unit.name)
+
+    monkeypatch.setattr(UnitSource, "bind", measured)
+    with watched():
+        options = RunOptions(max_memory={gpu.name: 0, "cpu": 0}, show_progress=False, exact=True)
+        found = run(load_model(UnsplitStore(LocalCheckpoint(folder)), options, folder, [gpu]))
+    assert_same(found, run(load(split(folder))))
+    assert bound
+
+
 # The fake itself
 
 
