@@ -295,7 +295,8 @@ def memory_explained(devices: Iterable[Device], budgets: Mapping[str, int], doin
         lacks_memory = isinstance(error, torch.OutOfMemoryError) or _LACKS_MEMORY.search(str(error))
         if isinstance(error, OutOfDeviceMemory) or not lacks_memory:
             raise
-        reason = ". ".join(str(error).splitlines()[0].split(". ")[:2]).rstrip(".")
+        first, *_ = str(error).splitlines() or ["no reason given"]
+        reason = ". ".join(first.split(". ")[:2]).rstrip(".")
         cause: BaseException | None = error
         while cause is not None:
             _drop_frames(cause.__traceback__)

@@ -37,6 +37,8 @@ from rabbitllm.store.layer_store import StoredTensor, WeightFiles
 _EXPERT = re.compile(r"\.(\d+)(?=\.)")
 _WITHIN_AN_EXPERT = {"MergeModulelist": 0, "Concatenate": 1, "Interleave": 1, "Chunk": 1}
 """transformers' conversions that do not mix experts -> the least `dim` for which that holds."""
+_PLAIN_ALONE = "Inkling2LoopDequantizeExperts"
+"""A conversion that returns the weights unchanged if they have no scales."""
 _USUAL = 8
 """Experts that a token uses, if the config does not say."""
 _STACKING = frozenset({"MergeModulelist", "Concatenate"})
@@ -192,7 +194,7 @@ def _stacks(recipe: Recipe, entry: ParameterEntry, blocks: Sequence[Block]) -> b
             only_rows = only_rows and rows
         elif kind in BY_MATRIX:
             only_rows = False
-        else:
+        elif kind != _PLAIN_ALONE or len(blocks) > 1:
             return None
     if not only_rows:
         return False
