@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.support.pages import Piece, pieces_of, run
 
 ROOT = Path(__file__).parent.parent
@@ -17,7 +15,6 @@ PAGE = ROOT / "docs" / "walkthrough" / "README.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 
 
-@pytest.mark.long
 def test_every_piece_prints_what_the_page_says(tmp_path: Path) -> None:
     """By the command that writes it, on a copy."""
     assert len(pieces_of(TEXT)) > 10
