@@ -25,6 +25,7 @@ REFUSED_TYPES = {
     "prophetnet",  # predicts several tokens at each position
     "hrm_text",  # goes through its layers several times
     "rwkv",  # rescales its weights
+    *("dory", "xlstm"),  # change or split the output of a layer before the next one
 }
 """Types that cannot be spread, of those that are built small here."""
 SHORT: set[str] = {"llama"}

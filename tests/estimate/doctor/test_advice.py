@@ -104,7 +104,7 @@ def test_the_kernel_for_bfloat16_is_named_where_it_is_used(
             "export RABBITLLM_HOME=/this-folder/rabbitllm",
         ),
         ({"folders": (folder(writable=False), ROOMY)}, True, "is not writable", None),
-        ({"folders": (folder(free=9),)}, False, "Only 9.00 GiB are available", None),
+        ({"folders": (folder(free=9),)}, False, "Only 9.00 GiB is available", None),
         ({"folders": (folder(quota=2 * GIB),)}, False, "Only 2.00 GiB is available", None),
         ({"folders": (folder(free=40), ROOMY)}, False, "for large models", "export RABBITLLM_HOME="),
         ({"folders": (folder(filesystem="tmpfs"),)}, False, "layer files there use RAM", None),
@@ -116,7 +116,7 @@ def test_the_kernel_for_bfloat16_is_named_where_it_is_used(
             "RLIMIT_AS allows 3.00 GiB",
             None,
         ),
-        ({"gpus": gpu(3)}, False, "12.00 GiB of 15.00 GiB are in use", "nvidia-smi"),
+        ({"gpus": gpu(3)}, False, "other programs use 12.00 GiB of 15.00 GiB", "nvidia-smi"),
         ({"gpus": Gpus((), True, "2.13+cpu")}, False, "torch 2.13+cpu finds no GPU", "pip install"),
         ({"hub": hub(offline=True, reachable=None)}, False, "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"),
         (
