@@ -66,6 +66,17 @@ def require_room_for_a_thread() -> None:
         raise MemoryError("can't start new thread")
 
 
+class DaemonThread(threading.Thread):  # noqa: TID251
+    """A daemon thread; its start raises MemoryError if the thread has no room, where Python's own never returns."""
+
+    def __init__(self, target: Callable[..., object], name: str, *args: object) -> None:
+        super().__init__(target=target, name=name, args=args, daemon=True)
+
+    def start(self) -> None:
+        require_room_for_a_thread()
+        super().start()
+
+
 class ForkGuard:
     """Stores its owner: the process that created it."""
 
@@ -110,6 +121,7 @@ class Workers:
 
     def submit(self, job: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run a job in one of the threads."""
+        require_room_for_a_thread()  # the pool starts its threads on demand
         future = self._pool.submit(job, *args)
         self._jobs.add(future)
         return future

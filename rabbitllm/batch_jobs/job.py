@@ -17,7 +17,6 @@ import hashlib
 import json
 import queue
 import sys
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +27,7 @@ import transformers
 from rich.console import Console
 
 from rabbitllm.auto_model import LoadRequest
+from rabbitllm.base.forks import DaemonThread
 from rabbitllm.batch_jobs.answers import answered
 from rabbitllm.batch_jobs.display import JobDisplay, Progress
 from rabbitllm.batch_jobs.inputs import CHARACTERS_OF_A_TOKEN, InputScan, scanned
@@ -185,7 +185,7 @@ def keep(groups: Groups, journal: BatchJournal, tell: Callable[[Progress], objec
         if failed:
             raise failed[0]
 
-    writer = threading.Thread(target=write, name="rabbitllm-journal", daemon=True)
+    writer = DaemonThread(write, "rabbitllm-journal")
     writer.start()
     try:
         with contextlib.closing(groups):

@@ -14,7 +14,6 @@ import importlib
 import logging
 import queue
 import random
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rabbitllm.base.forks import DaemonThread
 from rabbitllm.errors import HubError
 from rabbitllm.storage import durable
 
@@ -62,7 +62,7 @@ def side_by_side(call: Callable[[Item], Result], items: Iterable[Item], threads:
                     later.cancel()
 
     for number in range(min(threads, len(tasks))):
-        threading.Thread(target=work, name=f"side-by-side-{number}", daemon=True).start()
+        DaemonThread(work, f"side-by-side-{number}").start()
     futures = [future for _, future in tasks]
     try:
         for future in wait(futures, return_when=FIRST_EXCEPTION).done:

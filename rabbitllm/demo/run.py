@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rabbitllm.base import progress
+from rabbitllm.base.forks import DaemonThread
 from rabbitllm.base.terminal import amount
 from rabbitllm.demo.models import BundledModel, DemoModel
 from rabbitllm.demo.tasks import Problem
@@ -59,7 +60,7 @@ def watching(folder: Path) -> Iterator[DemoPeaks]:
             peaks.disk = max(peaks.disk, disk_bytes(folder))
             peaks.memory = max(peaks.memory, process.memory_info().rss)
 
-    thread = threading.Thread(target=sample, daemon=True)
+    thread = DaemonThread(sample, "demo-peaks")
     thread.start()
     try:
         yield peaks

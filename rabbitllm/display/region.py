@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 from rich.cells import cell_len
 
-from rabbitllm.base.forks import in_child
+from rabbitllm.base.forks import DaemonThread, in_child
 from rabbitllm.base.terminal import PLAIN_LETTERS, STYLES, Row, text_of
 
 
@@ -468,7 +468,7 @@ class Region:
                 self._show()
             if self._ticking is None:
                 self._ticking = threading.Event()
-                threading.Thread(target=self._tick_on, args=(self._ticking,), name="live", daemon=True).start()
+                DaemonThread(self._tick_on, "live", self._ticking).start()
         return claim
 
     def observe(self) -> None:

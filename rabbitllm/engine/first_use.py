@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rabbitllm.base.forks import Workers, fail_unfinished, in_child
+from rabbitllm.base.forks import DaemonThread, Workers, fail_unfinished, in_child
 from rabbitllm.base.options import usable_cores
 from rabbitllm.engine import span_reader
 from rabbitllm.engine.embedding_rows import check_rows
@@ -54,15 +54,14 @@ class ReadAhead:
         stop = threading.Event()
         weakref.finalize(self, stop.set)
         spans = [span for runs in units.values() for span in runs]
-        work = [threading.Thread(target=_prefetch, args=(spans, store), name="read-ahead", daemon=True)]
+        work = [DaemonThread(_prefetch, "read-ahead", spans, store)]
         self._checked: dict[str, Future[None]] = {}
         self._units, self._checks = units, checks
         if checks is not None:
             self._checked = {unit: Future() for unit in units}
             queue = iter(tuple(units.items()))  # which the threads share
             for _ in range(usable_cores() // 2):
-                args = (queue, checks, self._checked, stop)
-                work.append(threading.Thread(target=_check, args=args, name="checksums", daemon=True))
+                work.append(DaemonThread(_check, "checksums", queue, checks, self._checked, stop))
         self.threads = tuple(work)
         in_child(self._fail_unfinished)
         for thread in work:

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from rabbitllm.base.forks import DaemonThread
 from rabbitllm.base.rounding import round_up
 from rabbitllm.engine.devices import Device, aligned_host
 from rabbitllm.engine.free_memory import available_ram
@@ -355,9 +356,7 @@ class FileSample:
     def reading(self, mode: ReadMode) -> Iterator[list[float | None]]:
         """Read repeatedly in a thread while the context is open; its rate is in the list afterwards."""
         stop, found = threading.Event(), list[float | None]()
-        thread = threading.Thread(
-            target=lambda: found.append(self._read(mode, stop)), name="background-read", daemon=True
-        )
+        thread = DaemonThread(lambda: found.append(self._read(mode, stop)), "background-read")
         thread.start()
         try:
             yield found

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rabbitllm.base.forks import DaemonThread
 from rabbitllm.base.options import BIG_LAYER_BYTES
 from rabbitllm.base.plain_json import plain
 from rabbitllm.checkpoints.config import quantized_as
@@ -508,7 +509,7 @@ def fetch_rate(repository: HubRepository, shard: str) -> Rate | None:
                 if enough.is_set():
                     return
 
-    taker = threading.Thread(target=take, name="fetch-rate", daemon=True)  # a hub may not answer, and retries pause
+    taker = DaemonThread(take, "fetch-rate")  # a hub may not answer, and retries pause
     taker.start()
     taker.join(MAX_SECONDS)
     enough.set()

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rabbitllm.base.forks import ForkGuard
+from rabbitllm.base.forks import DaemonThread, ForkGuard
 from rabbitllm.base.terminal import size
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.memory import CacheMemory
@@ -68,7 +67,7 @@ class Batch:
         self._scheduler = Scheduler(model, limits)
         self._waited_before = model.streamer.waited()
         self._home = ForkGuard()
-        self._thread = threading.Thread(target=self._work, name="rabbitllm-batch", daemon=True)
+        self._thread = DaemonThread(self._work, "rabbitllm-batch")
         self._thread.start()
 
     def __enter__(self) -> Batch:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from transformers.cache_utils import Cache
 
-from rabbitllm.base.forks import ForkGuard
+from rabbitllm.base.forks import DaemonThread, ForkGuard
 from rabbitllm.errors import HostGoneError, HostsError
 from rabbitllm.pipeline.caches import Ledger, MirroredCaches, lengths_of, stand_in
 from rabbitllm.pipeline.frames import Frame, Packer, Word, unpack
@@ -139,7 +139,7 @@ class _HostChannel:
         self._home = ForkGuard()
         self._passes: queue.SimpleQueue[tuple[_DriverPass, Future[torch.Tensor]] | None] = queue.SimpleQueue()
         self.error: HostGoneError | None = None
-        self._thread = threading.Thread(target=self._work, name="rabbitllm-hosts", daemon=True)
+        self._thread = DaemonThread(self._work, "rabbitllm-hosts")
         self._thread.start()
         atexit.register(self.close)
 

@@ -29,6 +29,7 @@ from rich.text import Text
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rabbitllm.auto_model import LoadRequest
+from rabbitllm.base.forks import DaemonThread
 from rabbitllm.base.terminal import harmless, put, put_fact, size
 from rabbitllm.engine.free_memory import trimming
 from rabbitllm.engine.tier_picture import bytes_by_device
@@ -196,7 +197,7 @@ class Server(uvicorn.Server):
         """
         self._service.is_closing = True
         self.was_forced = self.was_forced or now
-        threading.Thread(target=self._close, args=(0.0 if now else self._grace,), daemon=True).start()
+        DaemonThread(self._close, "close", 0.0 if now else self._grace).start()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn."""

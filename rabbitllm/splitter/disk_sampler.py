@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rabbitllm.base.forks import require_room_for_a_thread
+from rabbitllm.base.forks import DaemonThread
 from rabbitllm.base.progress import DiskSampled, tell
 from rabbitllm.base.terminal import size
 from rabbitllm.errors import DiskFullError
@@ -60,7 +60,7 @@ class DiskSampler:
         self._max_disk = max_disk
         self._interval = interval
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample_on, name="watch", daemon=True)
+        self._thread = DaemonThread(self._sample_on, "watch")
         self._process: Any = None
         self._memory_at_start = 0
         self._max_memory = 0
@@ -74,7 +74,6 @@ class DiskSampler:
         self._process = psutil.Process()
         self._memory_at_start = self._max_memory = anonymous_bytes(self._process)
         self._tell(self._sample())  # so the first check raises on a disk that is too full at the start
-        require_room_for_a_thread()
         self._thread.start()
         return self
 

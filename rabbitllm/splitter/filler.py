@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from rabbitllm.base.forks import DaemonThread
 from rabbitllm.base.options import SplitOptions
 from rabbitllm.base.progress import BytesFetched, tell
 from rabbitllm.checkpoints.checkpoint import Checkpoint
@@ -258,14 +259,14 @@ class ShardFetcher:
         self._stop = threading.Event()
         self._fetches = room > 0
         self._room = threading.Semaphore(room)
-        self._thread: threading.Thread | None = None
+        self._thread: DaemonThread | None = None
 
     def shards(self, wanted: Sequence[PlannedShard]) -> Iterator[tuple[PlannedShard, IncomingShard]]:
         """Yield each shard; a fetched one must be released before the next one is requested."""
         fetching = {shard.name: _FetchedShard() for shard in wanted if shard.staged and self._fetches}
         if fetching:
             # a daemon, so that a hub that has stopped answering does not keep an interrupted process alive
-            self._thread = threading.Thread(target=self._fetch_all, args=(fetching,), name="fetch", daemon=True)
+            self._thread = DaemonThread(self._fetch_all, "fetch", fetching)
             self._thread.start()
         for shard in wanted:
             yield shard, fetching.get(shard.name) or _LocalShard(self._checkpoint, shard.name)

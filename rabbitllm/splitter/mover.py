@@ -155,7 +155,6 @@ class Mover:
         *,
         fitted: bool = False,
     ) -> None:
-        require_room_for_a_thread()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="split")
         self._threads = threads
         self._fitted = fitted
@@ -171,7 +170,7 @@ class Mover:
 
     def sync(self, targets: Iterable[FillTarget]) -> None:
         """Sync these files; on return everything written to them is durable."""
-        self._finish([self._pool.submit(self._sync, target) for target in targets])
+        self._finish([self._submit(self._sync, target) for target in targets])
 
     def _sync(self, target: FillTarget) -> None:
         with self._profiler.stage(target.layout.layer.id, SYNC):
@@ -210,7 +209,7 @@ class Mover:
                     while len(running) >= QUEUED_BATCHES * self._threads:
                         wait(running, return_when=FIRST_COMPLETED)
                         running = _still_running(running)
-                    running.append(self._pool.submit(self._run_from_file, source, targets, batch, label))
+                    running.append(self._submit(self._run_from_file, source, targets, batch, label))
                 self._finish(running)
             finally:
                 wait(running)
@@ -236,7 +235,7 @@ class Mover:
                     stream.skip_to(begin)
                     stream.read_into(buffer[: end - begin])
                 tell(BytesFetched(label, end - begin))
-                running.append(self._pool.submit(self._run_from_buffer, label, buffer, spare, targets, batch))
+                running.append(self._submit(self._run_from_buffer, label, buffer, spare, targets, batch))
         finally:
             wait(running)
         _still_running(running)
@@ -250,7 +249,7 @@ class Mover:
         work = [(form, target, path) for target, path in targets for form in target.layout.settles]
         self.sums.forget(form for form, _, _ in work)
         self.sums.expect(form for form, _, _ in work)
-        self._finish([self._pool.submit(self._settle, *one) for one in work])
+        self._finish([self._submit(self._settle, *one) for one in work])
 
     def _settle(self, form: Settling, target: FillTarget, path: Path) -> None:
         self._watch()
@@ -383,6 +382,10 @@ class Mover:
         target.write(name, begin, data, aligned=aligned)
         waits = name in target.layout.scratch_offsets
         self.sums.add(form, part, begin, data, None if waits else target.layout.offsets[name])
+
+    def _submit(self, job: Callable[..., None], *args: object) -> Future[None]:
+        require_room_for_a_thread()  # the pool starts its threads on demand
+        return self._pool.submit(job, *args)
 
     def _own_buffer(self) -> memoryview:
         """Return this thread's own page-aligned buffer, allocated once."""

@@ -12,7 +12,6 @@ import os
 import platform
 import shlex
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
+from rabbitllm.base.forks import DaemonThread
 from rabbitllm.base.terminal import size, speed
 from rabbitllm.engine.free_memory import available_ram, group_limits, has_nvidia_driver, process_limits
 from rabbitllm.estimate import outline
@@ -299,7 +299,7 @@ class Probes:
                 found.set_exception(error)
 
         until = time.perf_counter() + seconds
-        thread = threading.Thread(target=work, name=f"probe-{name}", daemon=True)
+        thread = DaemonThread(work, f"probe-{name}")
         thread.start()
 
         def wait() -> Found:

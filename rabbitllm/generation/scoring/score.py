@@ -33,7 +33,7 @@ from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.placement import READY, Tier
 from rabbitllm.errors import BatchError, OptionError, RabbitLLMError, ScoringError, missing_package
 from rabbitllm.generation.coroutines import Coroutine, Coroutines, PendingCall, RowKind, SyncPoint, called, rowwise
-from rabbitllm.generation.memory import cost_of_a_pass
+from rabbitllm.generation.memory import cost_of_a_pass, repeated_bytes
 from rabbitllm.generation.packed_batch import (
     PACKABLE,
     NotPackable,
@@ -180,8 +180,10 @@ def layout_of(model: StreamedModel, *, exact: bool) -> TextLayout:
     return TextLayout.FILLED if fills else TextLayout.EQUAL
 
 
-def limits_of(model: StreamedModel, room: Room) -> ScoringLimits:
+def limits_of(model: StreamedModel, room: Room, longest: int = 0) -> ScoringLimits:
     """The memory and disk space that scoring may take, with the weights of the model loaded.
+
+    `longest`: tokens of the longest text, whose keys and values a GPU may repeat for all query heads.
 
     Raises:
         OptionError: a number in `room` is out of its range, or its folder does not exist.
@@ -204,7 +206,8 @@ def limits_of(model: StreamedModel, room: Room) -> ScoringLimits:
     disk = room.disk_bytes if room.disk_bytes is not None else shutil.disk_usage(folder).free // WAITING_SHARE
     if not NamelessFile.READS_AT_OFFSETS:  # one offset cannot be read while another is written
         disk = 0
-    computing = free // COMPUTING_SHARE
+    repeated = 0 if on_host else repeated_bytes(config, itemsize, longest)
+    computing = max(free // COMPUTING_SHARE - repeated, 0)
     cost = cost_of_a_pass(config, itemsize)
     most = min(cost.max_tokens, MAX_TOKENS) if on_host else MAX_TOKENS
     tokens = room.tokens or min(max(cost.tokens_in(computing), MIN_TOKENS), most)
@@ -296,7 +299,8 @@ def score(
     while waiting:
         tasks, layout = waiting.popleft()
         streamed = not model.placement.is_resident
-        plan = planned(tasks, layout, limits_of(model, room), streamed=streamed, shares=shares)
+        longest = max(len(task.ids) for task in tasks)
+        plan = planned(tasks, layout, limits_of(model, room, longest), streamed=streamed, shares=shares)
         logger.info("scoring %s", plan)
         on_plan(plan)
         retried: dict[TextLayout, list[Task]] = {}

@@ -18,7 +18,7 @@ from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import BatchError, OptionError, RabbitLLMError, ScoringError
-from rabbitllm.generation.memory import HEAP_BLOCK_BYTES, PassCost, cost_of_a_pass
+from rabbitllm.generation.memory import HEAP_BLOCK_BYTES, PassCost, cost_of_a_pass, repeated_bytes
 from rabbitllm.generation.scoring import Room, ScoredText, score
 from rabbitllm.generation.scoring.micro_batches import TextLayout
 from rabbitllm.generation.scoring.score import (
@@ -364,6 +364,20 @@ def test_on_a_processor_no_tensor_is_too_large_for_a_heap(split_folder: Path, mo
     monkeypatch.setattr(lane.device, "free_bytes", lambda: 0)
     assert limits_of(model, Room()).tokens == MIN_TOKENS
     assert limits_of(model, Room(tokens=7)).tokens == 7
+
+
+def test_a_gpu_keeps_memory_for_the_keys_that_attention_repeats(tmp_path: Path) -> None:
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}
+    folder = split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, **sizes))
+    gpu = FakeGpu(0, memory=16 << 20)
+    model = load_model(folder, RunOptions(max_memory={gpu.name: 0, "cpu": 0}, show_progress=False), None, [gpu])
+    found = [limits_of(model, Room(), longest).tokens for longest in (0, 400, 800)]
+    each = cost_of_a_pass(model.config, 2).each
+    assert found[2] > MIN_TOKENS
+    for less, longest in ((found[0] - found[1], 400), (found[0] - found[2], 800)):
+        assert less * each == pytest.approx(repeated_bytes(model.config, 2, longest), abs=each)
+    host = load(folder)
+    assert limits_of(host, Room(), 800).tokens == limits_of(host, Room()).tokens
 
 
 def test_a_model_too_wide_for_that_still_has_parts_that_are_worth_it() -> None:
