@@ -14,7 +14,7 @@ from rabbitllm.base.options import expand, parse_size
 from rabbitllm.batch_jobs.inputs import STDIN
 from rabbitllm.batch_jobs.items import Defaults, JobLimits, pooling_of
 from rabbitllm.errors import missing_package, system_errors_by_name
-from rabbitllm.generation.request import Pooling
+from rabbitllm.generation.request import Pooling, Sampling
 
 if TYPE_CHECKING:
     from rabbitllm.batch_jobs.display import Progress
@@ -101,7 +101,8 @@ def batch(
 
     texts = (stop,) if isinstance(stop, str) else tuple(stop)
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "cache_memory")
-    defaults = Defaults(max_new_tokens, temperature, top_p, seed, texts, pooling_of(pooling), normalise)
+    sampling = Sampling(temperature, top_p, seed)
+    defaults = Defaults(max_new_tokens, sampling, texts, pooling_of(pooling), normalise)
     disk_bytes = None if cache_disk is None else parse_size(cache_disk, "cache_disk")
     limits = JobLimits(sequences, cache_bytes, exact, disk_bytes)
     to_run: StreamedModel | LoadRequest

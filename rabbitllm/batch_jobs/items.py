@@ -16,7 +16,7 @@ such as whether a prompt fits the model's context, come later.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rabbitllm.errors import OptionError
@@ -32,32 +32,18 @@ class Defaults:
 
     Attributes:
         max_new_tokens: limit of generated tokens.
-        temperature, top_p, seed: see `rabbitllm.generation.request.Sampling`; greedy without the first two.
-            A sampled line combines the seed with its index in the input, so that all lines differ.
+        sampling: how tokens are chosen. A sampled line combines the seed with its index in the input, so that all lines
+            differ.
         stop: texts at which an answer ends.
         pooling: pooling of embeddings.
         normalise: whether to scale embeddings to length one.
     """
 
     max_new_tokens: int = 512
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
+    sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     pooling: Pooling = "last"
     normalise: bool = False
-
-    def __post_init__(self) -> None:
-        """
-        Raises:
-            OptionError: a temperature or top_p out of its range.
-        """
-        _ = self.sampling
-
-    @property
-    def sampling(self) -> Sampling:
-        """The default sampling."""
-        return Sampling(self.temperature, self.top_p, self.seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +54,14 @@ class Generate:
         given: the text; token ids; or messages, each a mapping with `role` and `content` (a text, or a list of parts in
             OpenAI's form), for the chat template.
         max_new_tokens: limit of generated tokens.
-        temperature, top_p, seed: see `Defaults`; the seed is that of this line.
+        sampling: see `Defaults`; the seed is that of this line.
         stop: texts at which an answer ends; the answer excludes them.
         n: number of answers.
     """
 
     given: str | tuple[int, ...] | tuple[Mapping[str, Any], ...]
     max_new_tokens: int
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
+    sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     n: int = 1
 
@@ -334,10 +318,9 @@ def _generation(value: Mapping[str, Any], kind: str, index: int, defaults: Defau
         raise LineError(f"{kind} is empty")
     limit = "max_new_tokens" if value.get("max_tokens") is None else "max_tokens"
     most = _number(value, limit, defaults.max_new_tokens)
-    temperature = _number(value, "temperature", defaults.temperature)
-    top_p = _number(value, "top_p", defaults.top_p)
-    seed = _number(value, "seed", defaults.sampling.nth(index).seed)
-    return Generate(what, most, temperature, top_p, seed, _stops(value, defaults), _number(value, "n", 1))
+    usual = asdict(defaults.sampling.nth(index))
+    sampling = Sampling(**{name: _number(value, name, default) for name, default in usual.items()})
+    return Generate(what, most, sampling, _stops(value, defaults), _number(value, "n", 1))
 
 
 def _messages(given: Any) -> tuple[Mapping[str, Any], ...]:

@@ -101,7 +101,8 @@ def work(batch: BatchJob) -> Progress:
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(opened_input(batch.source, batch.columns))
         scan = scanned(file, batch.defaults)
-        defaults = {name: list(one) if isinstance(one, tuple) else one for name, one in asdict(batch.defaults).items()}
+        defaults = asdict(batch.defaults)
+        defaults |= defaults.pop("sampling")  # journals have these options side by side
         head = {"input": scan.digest, "lines": len(scan), "model": batch.name, **batch.settings, **defaults}
         if not batch.overwrite and (errors := errors_of_finished(batch.out, head)) is not None:
             return Progress(len(scan), len(scan), errors, len(scan), 0, 0, 0.0)

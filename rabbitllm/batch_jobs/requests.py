@@ -123,9 +123,8 @@ class RequestBuilder:
             most = self.limits.new_tokens(len(prompt.ids), asked.max_new_tokens, cut=True)
         except OptionError as error:
             raise bad(error.problem, code="context_length_exceeded") from None
-        sampling = Sampling(asked.temperature, asked.top_p if asked.temperature != 0 else None, asked.seed)
         requests = tuple(
-            Request(prompt.ids, most, sampling.nth(number), stop, media=prompt.media) for number in range(asked.n)
+            Request(prompt.ids, most, asked.sampling.nth(number), stop, media=prompt.media) for number in range(asked.n)
         )
         return PreparedItem(item, requests, lambda _, results: _own_line(item, results))
 
@@ -139,7 +138,7 @@ class RequestBuilder:
 
         defaults = asked.defaults
         most = defaults.max_new_tokens
-        sampling = Sampling(defaults.temperature or 0.0, defaults.top_p)
+        sampling = Sampling(defaults.sampling.temperature or 0.0, defaults.sampling.top_p)
         settings = Settings(self.name, max_new_tokens=most, completion_new_tokens=most, sampling=sampling)
         given, spelling = _with_defaults(asked, item.index), Spelling(self.tokenizer)
         body: ChatBody | CompletionBody
@@ -188,11 +187,12 @@ def _with_media(messages: Sequence[Any]) -> list[dict[str, Any]]:
 
 def _with_defaults(asked: BatchCall, index: int) -> dict[str, Any]:
     body = {name: value for name, value in asked.body.items() if value is not None}
-    if asked.defaults.seed is not None:
-        body.setdefault("seed", asked.defaults.sampling.nth(index).seed)
+    usual = asked.defaults.sampling.nth(index)
+    if usual.seed is not None:
+        body.setdefault("seed", usual.seed)
     if asked.defaults.stop:
         body.setdefault("stop", list(asked.defaults.stop))
-    if asked.defaults.top_p is not None and asked.defaults.temperature is None:
+    if usual.top_p is not None and usual.temperature is None:
         body.setdefault("temperature", 1.0)  # top_p without temperature means sampling, as elsewhere
     return body
 

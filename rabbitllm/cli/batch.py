@@ -131,17 +131,19 @@ def batch_command(
     from rabbitllm.batch_jobs.inputs import STDIN, columns_of
     from rabbitllm.batch_jobs.items import Defaults, JobLimits, pooling_of
     from rabbitllm.batch_jobs.job import BatchJob, work
+    from rabbitllm.generation.request import Sampling
 
     request = options.request(model)
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "--cache-memory")
     disk_bytes = None if cache_disk is None else parse_size(cache_disk, "--cache-disk")
     limits = JobLimits(sequences, cache_bytes, exact, disk_bytes)
+    sampling = Sampling(temperature, top_p, seed)
     output = expand(out)
     task = BatchJob(
         source if source == STDIN else expand(source),
         output,
         request,
-        Defaults(max_new_tokens, temperature, top_p, seed, tuple(stop or ()), pooling_of(pooling), normalise),
+        Defaults(max_new_tokens, sampling, tuple(stop or ()), pooling_of(pooling), normalise),
         limits,
         columns_of(column or ()),
         overwrite,

@@ -1,4 +1,4 @@
-"""How `--help` looks: panels in one order, a word for each value (SIZE) where typer shows the type in Python."""
+"""The look of `--help`: panels in one order, a word for each value (SIZE) where typer shows the type in Python."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PANELS = (
 
 
 class _InWords:
-    """What commands and the group of them have in common."""
+    """The common part of commands and their group."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         found: list[Any] = super().get_params(ctx)  # type: ignore[misc]

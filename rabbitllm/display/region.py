@@ -445,8 +445,7 @@ class Claim:
 class Region:
     """Claims, and the thread that paints the last of them."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._lock = threading.RLock()
         self._claims: list[Claim] = []
         self._terminal: Terminal | None = None
@@ -460,7 +459,7 @@ class Region:
             pace: schedule of its lines, for repeated claims.
         """
         form = form_of(sys.stderr)
-        claim = Claim(self, content, pace or LinePace(self._clock()), form)
+        claim = Claim(self, content, pace or LinePace(time.monotonic()), form)
         with self._lock:
             self._claims.append(claim)
             if form is DisplayForm.TERMINAL:
@@ -526,8 +525,8 @@ class Region:
         if claim.form is DisplayForm.TERMINAL and self._terminal is not None:
             self._terminal.paint(claim.content.rows(size_of(self._terminal.stream)[0] - 1))
         elif claim.output is not None:
-            claim.output.show("\n".join(map(text_of, claim.content.rows(COLUMNS))), self._clock())
-        elif claim.pace.is_due(self._clock()):
+            claim.output.show("\n".join(map(text_of, claim.content.rows(COLUMNS))), time.monotonic())
+        elif claim.pace.is_due(time.monotonic()):
             _print(claim.content.line())
 
     def _end(self) -> None:

@@ -30,15 +30,10 @@ MIN_SHARED_WIDTH = 90
 
 
 class SplitDisplay:
-    """Shows the events of a split on stderr.
+    """Shows the events of a split on stderr."""
 
-    Args:
-        clock: returns seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._ledger = SplitLedger(clock)
+    def __init__(self) -> None:
+        self._ledger = SplitLedger()
         self._lock = threading.Lock()
         self._claim: Claim | None = None
 

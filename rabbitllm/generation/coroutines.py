@@ -47,7 +47,7 @@ class RowKind(Enum):
 
 def rowwise(module: nn.Module) -> RowKind | None:
     """The kind of a module; None if it may combine rows."""
-    forward = type(module).forward  # subclasses with a forward of their own may combine rows
+    forward = type(module).forward  # subclasses that override it may combine rows
     if forward in (nn.Linear.forward, Conv1D.forward):
         return RowKind.FEATURES
     if forward is nn.Embedding.forward:

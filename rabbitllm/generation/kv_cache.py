@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationMixin
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 if TYPE_CHECKING:
     from transformers import Cache, PretrainedConfig
@@ -47,7 +47,7 @@ def is_window(layer: CacheLayerMixin) -> bool:
 
 def is_nothing(layer: CacheLayerMixin) -> bool:
     """Whether a layer has no attention, or uses another layer's KV cache."""
-    return type(layer).__name__ == "DummyLayer"  # not in every version
+    return type(layer) is DummyLayer
 
 
 def can_be_cut(layer: CacheLayerMixin) -> bool:

@@ -48,7 +48,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen.
+    """The choice of tokens: greedy or sampled.
 
     Attributes:
         temperature: 0 for greedy decoding; None is greedy too, unless `top_p` is given.
@@ -467,7 +467,7 @@ class ModelLimits:
             raise OptionError(f"{name} has the token {wrong}; the model's vocabulary has {self.vocabulary:,} tokens.")
 
     def new_tokens(self, prompt_tokens: int, wanted: int | None, usual: int = MAX_TOKENS, *, cut: bool = False) -> int:
-        """How many tokens may follow a prompt: `wanted`, by default `usual` limited by the rest of the context.
+        """Maximum tokens after a prompt: `wanted`, by default `usual` limited by the rest of the context.
 
         Args:
             prompt_tokens: number of tokens of the prompt.

@@ -19,28 +19,21 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import cache_utils
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionCacheLayerMixin
 
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.generation.kv_cache import without_room
 from rabbitllm.storage import durable
 from rabbitllm.storage.folders import folder_at
 
-if TYPE_CHECKING:
-    from transformers import Cache
-
 logger = logging.getLogger(__name__)
 
 SHARE = 4
 """A swapped-out cache may take at most 1 / `SHARE` of the free memory or space."""
-_HOLDERS = tuple(
-    getattr(cache_utils, name)
-    for name in ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "DummyLayer")
-    if hasattr(cache_utils, name)  # not every version has all of them
-)
+_HOLDERS = (Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin, DummyLayer)
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size, type)
 
 

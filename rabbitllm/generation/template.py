@@ -171,7 +171,7 @@ class ChatTemplate:
         return self._media_prompt(made) if files else Prompt(tuple(map(int, made["input_ids"])))
 
     def raw(self, text: str, files: Sequence[MediaFile] = ()) -> Prompt:
-        """A text as it is. With pictures and sounds it has the model's placeholders, in the order of the files.
+        """A text without the template; with media it has the model's placeholders, in the order of the files.
 
         Raises:
             PromptRefused: there are more or fewer placeholders than files.

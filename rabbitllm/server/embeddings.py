@@ -44,7 +44,7 @@ MAX_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class PoolingRecipe:
-    """How hidden states become a vector.
+    """The way from hidden states to a vector.
 
     Attributes:
         pooling: "last", "mean" or "cls".

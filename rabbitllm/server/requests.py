@@ -13,6 +13,7 @@ from rabbitllm.generation.request import ModelLimits, Prompt, Request, Sampling
 from rabbitllm.generation.template import ChatTemplate
 from rabbitllm.server.api_error import BAD_MEDIA, PROMPT_ERRORS, UNSUPPORTED, bad, prompt_error, unsupported
 from rabbitllm.server.schemas import (
+    MAX_CHOICES,
     ChatBody,
     CompletionBody,
     ContentPart,
@@ -77,8 +78,6 @@ def _requests_of(
 ) -> tuple[Request, ...]:
     """A request for each choice: all of the first prompt, then all of the second; each prompt with its new tokens."""
     count = body.n or 1
-    if count * len(prompts) > settings.choices:
-        raise bad(f"{len(prompts)} prompts with n={count} are more than {settings.choices} choices.", "n")
     if any(len(stop) > MAX_STOP_CHARACTERS for stop in stops):
         raise bad(f"A text of stop has more than {MAX_STOP_CHARACTERS:,} characters.", "stop")
     temperature = body.temperature if body.temperature is not None else settings.sampling.temperature
@@ -245,8 +244,8 @@ def checked_completion(
     given = listed(body.prompt)
     if not given:
         raise bad("There is no prompt.", "prompt")
-    if len(given) * (body.n or 1) > settings.choices:  # before any of them becomes tokens
-        raise bad(f"{len(given)} prompts with n={body.n or 1} are more than {settings.choices} choices.", "prompt")
+    if len(given) * (body.n or 1) > MAX_CHOICES:  # before any of them becomes tokens
+        raise bad(f"{len(given)} prompts with n={body.n or 1} are more than {MAX_CHOICES} choices.", "prompt")
     prompts = [Prompt(tuple(token_ids(one, tokenizer))) for one in given]
     wanted = body.max_tokens if body.max_tokens is not None else settings.completion_new_tokens
     if body.max_tokens is None and limits.context is not None:

@@ -27,7 +27,6 @@ class Settings:
         max_new_tokens: default limit of new tokens.
         completion_new_tokens: likewise in `/v1/completions`, where OpenAI has its own default.
         sampling: default temperature and top_p.
-        choices: limit of answers to one request.
         heartbeat_seconds: an idle stream sends a comment after this time.
         stall_seconds: a client that reads nothing for this time is disconnected.
         media_folder: folder whose pictures and sounds requests may name by `file:` URLs; None for none.
@@ -43,7 +42,6 @@ class Settings:
     max_new_tokens: int = 4096
     completion_new_tokens: int = 16
     sampling: Sampling = Sampling(1.0)  # noqa: RUF009  immutable
-    choices: int = 128
     heartbeat_seconds: float = 15.0
     stall_seconds: float = 60.0
     media_folder: Path | None = None

@@ -98,11 +98,11 @@ def expert_table(sums: Mapping[str, PassSums]) -> list[str]:
     return _aligned(rows) if rows[1:] else []
 
 
-def slowest_layers(layers: Mapping[str, Mapping[str, Total]], count: int = SLOWEST) -> list[str]:
+def slowest_layers(layers: Mapping[str, Mapping[str, Total]]) -> list[str]:
     """The layers on which a caller spends the most time in the mean pass, by stage."""
     rows: list[Sequence[str]] = [("slowest layers", "mean ms", *CALLER_STAGES)]
     spent = {layer: [_mean_ms(stages.get(stage)) for stage in CALLER_STAGES] for layer, stages in layers.items()}
-    for layer in sorted(spent, key=lambda layer: -sum(spent[layer]))[:count]:
+    for layer in sorted(spent, key=lambda layer: -sum(spent[layer]))[:SLOWEST]:
         rows.append((layer, f"{sum(spent[layer]):.2f}", *(f"{mean:.2f}" for mean in spent[layer])))
     return _aligned(rows)
 

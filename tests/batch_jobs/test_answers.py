@@ -13,6 +13,7 @@ import torch
 
 from rabbitllm.batch_jobs.answers import answered
 from rabbitllm.batch_jobs.items import BatchCall, Choose, Defaults, Embed, Generate, Item, JobLimits, Refused, ScoreItem
+from rabbitllm.generation.request import Sampling
 from rabbitllm.generation.swap import default_folder
 from tests.batch_jobs.answering import LIMITS, answers
 from tests.support.builders import VOCABULARY_SIZE
@@ -47,8 +48,8 @@ def test_texts_messages_and_several_answers(model: Any, plain: Any) -> None:
     items = [
         Item(0, 0, Generate("the hare", 6)),
         Item(1, 1, Generate(said, 6)),
-        Item(2, 2, Generate("the hare", 6, temperature=1.0, seed=5, n=3)),
-        Item(3, 3, Generate("the hare", 6, temperature=1.0, seed=6)),
+        Item(2, 2, Generate("the hare", 6, Sampling(1.0, seed=5), n=3)),
+        Item(3, 3, Generate("the hare", 6, Sampling(1.0, seed=6))),
     ]
     found = {one.index: one.line for one in answers(model, items)}
     tokenizer = model.tokenizer

@@ -20,22 +20,23 @@ from rabbitllm.batch_jobs.items import (
     pooling_of,
 )
 from rabbitllm.errors import OptionError
+from rabbitllm.generation.request import Sampling
 
-DEFAULTS = Defaults(max_new_tokens=9, temperature=0.5, seed=100, stop=("END",))
+DEFAULTS = Defaults(max_new_tokens=9, sampling=Sampling(0.5, seed=100), stop=("END",))
 
 
 @pytest.mark.parametrize(
     ("value", "asked"),
     [
-        ({"prompt": "a"}, Generate("a", 9, 0.5, None, 103, ("END",))),
-        ({"prompt": [4, 5], "max_tokens": 2, "seed": 7}, Generate((4, 5), 2, 0.5, None, 7, ("END",))),
-        ({"tokens": [4, 5], "stop": "x", "n": 2}, Generate((4, 5), 9, 0.5, None, 103, ("x",), 2)),
-        ({"prompt": "a", "stop": ["x", "", "x"], "top_p": 1}, Generate("a", 9, 0.5, 1.0, 103, ("x",))),
-        ({"prompt": "a", "temperature": 0, "label": object()}, Generate("a", 9, 0.0, None, 103, ("END",))),
-        ({"prompt": "a", "max_new_tokens": 3, "messages": None}, Generate("a", 3, 0.5, None, 103, ("END",))),
+        ({"prompt": "a"}, Generate("a", 9, Sampling(0.5, None, 103), ("END",))),
+        ({"prompt": [4, 5], "max_tokens": 2, "seed": 7}, Generate((4, 5), 2, Sampling(0.5, None, 7), ("END",))),
+        ({"tokens": [4, 5], "stop": "x", "n": 2}, Generate((4, 5), 9, Sampling(0.5, None, 103), ("x",), 2)),
+        ({"prompt": "a", "stop": ["x", "", "x"], "top_p": 1}, Generate("a", 9, Sampling(0.5, 1.0, 103), ("x",))),
+        ({"prompt": "a", "temperature": 0, "label": object()}, Generate("a", 9, Sampling(0.0, None, 103), ("END",))),
+        ({"prompt": "a", "max_new_tokens": 3, "messages": None}, Generate("a", 3, Sampling(0.5, None, 103), ("END",))),
         (
             {"messages": [{"role": "user", "content": "a"}]},
-            Generate(({"role": "user", "content": "a"},), 9, 0.5, None, 103, ("END",)),
+            Generate(({"role": "user", "content": "a"},), 9, Sampling(0.5, None, 103), ("END",)),
         ),
         ({"context": "a", "continuation": " b"}, ScoreItem("a", (" b",))),
         ({"context": "a", "continuation": [" b", " c"]}, ScoreItem("a", (" b", " c"), True)),
