@@ -101,8 +101,9 @@ def work(batch: BatchJob) -> Progress:
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(opened_input(batch.source, batch.columns))
         scan = scanned(file, batch.defaults)
-        defaults = asdict(batch.defaults)
-        defaults |= defaults.pop("sampling")  # journals have these options side by side
+        defaults: dict[str, Any] = {}
+        for name, value in asdict(batch.defaults).items():  # files on disk have all options on one level, in this order
+            defaults |= value if isinstance(value, dict) else {name: value}
         head = {"input": scan.digest, "lines": len(scan), "model": batch.name, **batch.settings, **defaults}
         if not batch.overwrite and (errors := errors_of_finished(batch.out, head)) is not None:
             return Progress(len(scan), len(scan), errors, len(scan), 0, 0, 0.0)
