@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -33,3 +35,29 @@ def test_what_is_right_and_what_is_off(scheme: str, dtype: torch.dtype, caplog: 
         assert not agrees("tried", of_codes(scheme, dtype, SHAPES, off))
         assert caplog.messages[-1] == f"The kernel for products tried is off by {error} here and is not used."
     assert torch.equal(torch.get_rng_state(), before)
+
+
+TRIAL = """
+import os, time
+import torch
+from rabbitllm.quant.kernels import agrees
+torch.set_num_threads(4)
+def products():
+    found = torch.ones(1 << 20).mul(2)  # by a team of four threads
+    assert threads() > before + 1
+    yield found, found
+threads = lambda: len(os.listdir("/proc/self/task"))
+before = threads()
+assert agrees("tried", products())
+until = time.monotonic() + 20
+while threads() > before and time.monotonic() < until:
+    time.sleep(0.05)
+print(threads() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_team_of_threads_stays_behind() -> None:
+    """Two teams are more threads than cores: libgomp then lets all of them sleep at each barrier."""
+    done = subprocess.run([sys.executable, "-c", TRIAL], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "0\n", done.stderr
