@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import statistics
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from rabbitllm.engine.devices import CudaDevice
 
 REHEARSED_BYTES = 1 << 34
 """Of a GPU in a rehearsal."""
+LINK_FIELDS = "driver_version,pcie.link.gen.current,pcie.link.width.current,pcie.link.gen.max,pcie.link.width.max"
 
 
 def sleep(device: torch.device, cycles: int) -> None:
@@ -101,8 +103,16 @@ def peak(gpu: Any) -> int:
     return int(torch.cuda.max_memory_allocated(gpu.torch_device) if is_cuda(gpu) else gpu.peak)
 
 
+def held(gpu: Any) -> int:
+    """The most bytes that the allocator had taken from the GPU since."""
+    return int(torch.cuda.max_memory_reserved(gpu.torch_device) if is_cuda(gpu) else gpu.peak)
+
+
 def limit(gpu: Any, nbytes: int | None) -> None:
-    """Refuse allocations beyond so many bytes; None for all that there is."""
+    """Refuse allocations beyond so many bytes; None for all that there is.
+
+    This binds every implementation alike, since torch's allocator refuses; it does not count the CUDA context.
+    """
     if not is_cuda(gpu):
         gpu.capacity = REHEARSED_BYTES if nbytes is None else nbytes
         return
@@ -124,3 +134,47 @@ def seconds_of(gpus: Sequence[Any], work: Callable[[], Any], turns: int = 5) -> 
             gpu.synchronise()
         taken.append(time.perf_counter() - begun)
     return statistics.median(taken[1:])
+
+
+def copy_rate(gpu: Any, nbytes: int, host: torch.Tensor) -> float:
+    """Bytes a second of copies to a GPU, the median."""
+    buffer = gpu.device_buffer(nbytes)
+    return nbytes / seconds_of([gpu], lambda: copy_to([gpu], [host], [buffer]))
+
+
+def copy_to(gpus: Sequence[Any], hosts: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
+    """Copy each of the tensors to one of the GPUs in turn, into its only buffer."""
+    for number, host in enumerate(hosts):
+        gpu, buffer = gpus[number % len(gpus)], buffers[number % len(gpus)]
+        gpu.arrive(gpu.upload(host, buffer, gpu.leave()))
+
+
+def facts(index: int) -> dict[str, Any]:
+    """Name, memory, compute capability, CUDA, driver and link of a GPU."""
+    found = torch.cuda.get_device_properties(index)
+    which = ["-i", f"GPU-{found.uuid}"] if hasattr(found, "uuid") else []
+    return {
+        "gpu": found.name,
+        "vram_gib": round(found.total_memory / 2**30, 1),
+        "vram_bytes": found.total_memory,
+        "compute_capability": f"{found.major}.{found.minor}",
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        **link_of(_first_line(["nvidia-smi", f"--query-gpu={LINK_FIELDS}", "--format=csv,noheader", *which])),
+    }
+
+
+def link_of(line: str) -> dict[str, str]:
+    """Driver and link from a line of nvidia-smi with `LINK_FIELDS`; "unknown" for another line."""
+    fields = [field.strip() for field in line.split(",")]
+    if len(fields) != len(LINK_FIELDS.split(",")):
+        return {"driver": "unknown", "link": "unknown"}
+    driver, generation, width, most, widest = fields
+    return {"driver": driver, "link": f"PCIe {generation} x{width} (at most {most} x{widest})"}
+
+
+def _first_line(command: list[str]) -> str:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()
+        return lines[0] if lines else ""
+    return ""

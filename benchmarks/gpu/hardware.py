@@ -7,7 +7,7 @@ import itertools
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu import devices
 from benchmarks.gpu.child import Place
-from benchmarks.gpu.work import Cuda
 from benchmarks.lib.machine import versions_here
 from rabbitllm.engine.free_memory import available_ram
 
@@ -36,20 +35,12 @@ def versions(place: Place) -> Iterator[Row]:
         sources = {"pinned here": gpu.host_buffer(nbytes), "ordinary": torch.ones(nbytes, dtype=torch.uint8)}
         if not place.is_rehearsal:
             free, total = torch.cuda.mem_get_info(number)
-            yield {"GPU": gpu.name, **Cuda().facts(number), "free GiB": free / 2**30, "GiB": total / 2**30}
+            yield {"GPU": gpu.name, **devices.facts(number), "free GiB": free / 2**30, "GiB": total / 2**30}
             sources["pinned by torch"] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        buffer = gpu.device_buffer(nbytes)
         for kind, host in sources.items():
-            up = devices.seconds_of([gpu], partial(_copy, [gpu], [host], [buffer]))
-            down = devices.seconds_of([gpu], partial(host.copy_, buffer))
-            yield {"GPU": gpu.name, "memory": kind, "GB/s to it": nbytes / up / 1e9, "GB/s back": nbytes / down / 1e9}
-
-
-def _copy(gpus: Sequence[Any], hosts: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
-    """Each to one of the GPUs in turn, into its only buffer."""
-    for number, host in enumerate(hosts):
-        gpu, buffer = gpus[number % len(gpus)], buffers[number % len(gpus)]
-        gpu.arrive(gpu.upload(host, buffer, gpu.leave()))
+            down = devices.seconds_of([gpu], partial(host.copy_, gpu.device_buffer(nbytes)))
+            rate = devices.copy_rate(gpu, nbytes, host)
+            yield {"GPU": gpu.name, "memory": kind, "GB/s to it": rate / 1e9, "GB/s back": nbytes / down / 1e9}
 
 
 FORMS = ("4bit", "8bit", "Q4_K", "Q6_K")
@@ -168,7 +159,7 @@ def pinned(place: Place) -> Iterator[Row]:
     row = {"blocks": len(held), "wanted": most, "GB": len(held) * block / 1e9, "seconds": taken}
     yield row | {"refused": refused, "ok": bool(held)}
     for some in [*([gpu] for gpu in found), *([found] if len(found) > 1 else [])]:
-        work = partial(_copy, some, held, [gpu.device_buffer(block) for gpu in some])
+        work = partial(devices.copy_to, some, held, [gpu.device_buffer(block) for gpu in some])
         rate = len(held) * block / devices.seconds_of(some, work, 2) / 1e9
         yield {"copies to": " and ".join(gpu.name for gpu in some), "GB/s": rate}
     yield _forked(len(held) * block)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import json
 import shutil
 import time
 import traceback
@@ -19,9 +18,8 @@ from typing import Any
 import torch
 
 import rabbitllm
-from benchmarks.gpu import devices, sized_model
+from benchmarks.gpu import devices, passes, sized_model
 from benchmarks.gpu.child import Place
-from benchmarks.gpu.work import GpuWork
 from benchmarks.lib import worker
 from benchmarks.lib.models import MODELS
 from benchmarks.lib.published import checkpoint
@@ -38,13 +36,14 @@ MIB, GIB = 1 << 20, 1 << 30
 ALL = 1 << 40
 MAX_MARGIN = 256 << 20
 """Of a cap, for activations and the KV cache of 24 tokens; an eighth of it, if that is less."""
-TEST_DEVICE = "tests.support.rehearsed_gpu:RehearsedGpu"
+COPIED_BYTES = 256 << 20
+"""From which the link's rate is measured."""
 Row = dict[str, Any]
 
 
-def _split(source: Path, target: Path) -> Path:
-    """Layer files at 4bit, unless they are there."""
-    options = {"layer_shards_saving_path": str(target), "compression": "4bit"}
+def _split(source: Path, target: Path, compression: str | None = "4bit") -> Path:
+    """Layer files, unless they are there."""
+    options = {"layer_shards_saving_path": str(target), "compression": compression}
     return Path(worker.split({"package": "rabbitllm", "checkpoint": str(source), "options": options})["folder"])
 
 
@@ -153,51 +152,55 @@ def _interrupted(name: str, folder: Path, gpu: Any) -> Row:
 def little_vram(place: Place) -> Iterator[Row]:
     """Tokens with less VRAM than the model: accelerate, whose tokens are expected, and this project.
 
-    What does not fit comes from pinned memory or from layer files that are out of the page cache.
+    Other weights come from pinned memory, or from layer files that are out of the page cache.
     """
-    cap = (2 << 20) if place.is_rehearsal else GIB
+    cap, gpu = (2 << 20) if place.is_rehearsal else GIB, devices.gpus(place)[0]
     part, expected = sized_model.model_of(0.01 if place.is_rehearsal else 2, tiny=place.is_rehearsal), None
     sized_model.write(part, place.work / "vram")
+    weights = cap - min(cap // 8, MAX_MARGIN)
     for runner, host in (("accelerate", ALL), ("none", ALL), ("4bit", ALL), ("none", 0), ("4bit", 0)):
-        work, is_ours = GpuWork(TEST_DEVICE if place.is_rehearsal else "", cap), runner != "accelerate"
-        job = _job(work, place, "vram", None if runner == "none" else runner, host) | {"tokens": 8}
-        job |= {"weights_bytes": cap - min(cap // 8, MAX_MARGIN), "cold": [] if host else [str(place.work)]}
-        job |= {} if is_ours else {"package": "transformers", "loader": "placed", "is_ours": False}
-        found, said = {}, None
+        is_ours, found, said, copied = runner != "accelerate", Row(), None, 0
+        devices.limit(gpu, None if place.is_rehearsal else cap)
+        devices.forget_peak(gpu)
         try:
-            found = work.decode(job)
+            with devices.watched(place), torch.inference_mode():
+                model = (
+                    _streamed(place, "vram", runner, gpu, weights, host) if is_ours else _placed(place, gpu, weights)
+                )
+                found = passes.generate(model, 8, [] if host else [place.work])
+                copied = passes.copied_bytes(model)
         except Exception:  # other rows may work
             said = traceback.format_exc()
         expected = found.get("tokens") if not is_ours else expected
         equal = found.get("tokens") == expected if runner == "none" and found else None
-        held = found.get("vram_reserved", 0)
+        held = devices.held(gpu)
         row: Row = {"runner": runner, "from": "pinned memory" if host else "layer files"}
-        row |= {"s/token": found.get("token_seconds"), "GiB held": held / GIB}
-        row |= {"GB/token to it": (found.get("copied_bytes") or 0) / 1e9}
+        row |= {"s/token": found.get("token_seconds"), "GiB held": held / GIB, "GB/token to it": copied / 1e9}
         row |= {"of the limit": held / cap, "tokens equal": equal, "failed": said}
         yield row | {"ok": said is None and equal is not False}
         shutil.rmtree(place.work / "offload", ignore_errors=True)
+        model = None
         gc.collect()
+    devices.limit(gpu, None)
 
 
-def _job(work: GpuWork, place: Place, name: str, compression: str | None, host: int) -> dict[str, Any]:
-    """For `GpuWork.decode`, of this project."""
-    config = json.loads((place.work / name / "config.json").read_text())
-    return {
-        "package": "rabbitllm",
-        "loader": "layered",
-        "is_ours": True,
-        "dtype": work.gpu.dtype(),
-        "checkpoint": str(place.work / name),
-        "options": {"layer_shards_saving_path": str(place.work / f"layers-{name}"), "compression": compression},
-        "offload_folder": str(place.work / "offload"),
-        "weights_bytes": 0,
-        "host_bytes": host,
-        "told_ram": None,
-        "cold": [],
-        "prompt": [(i * 37 + 11) % config["vocab_size"] for i in range(16)],
-        "tokens": 6,
-    }
+def _streamed(place: Place, name: str, compression: str, gpu: Any, weights: int, host: int) -> Any:
+    """This project's model, with so many bytes for weights on the GPU and in pinned memory."""
+    folder = _split(place.work / name, place.work / f"layers-{name}", None if compression == "none" else compression)
+    return _load(folder, [gpu], weights, host, dtype=_dtype(gpu))
+
+
+def _placed(place: Place, gpu: Any, weights: int) -> Any:
+    """A model of transformers that accelerate places: so many bytes on the GPU, the others in memory."""
+    auto: Any = importlib.import_module("transformers").AutoModelForCausalLM
+    limits = {"cpu": ALL, 0: weights} if devices.is_cuda(gpu) else {"cpu": weights}
+    options = {"device_map": "auto", "max_memory": limits, "offload_folder": str(place.work / "offload")}
+    return auto.from_pretrained(place.work / "vram", dtype=getattr(torch, _dtype(gpu)), **options)
+
+
+def _dtype(gpu: Any) -> str:
+    """GPUs before compute capability 8.0 only emulate bfloat16."""
+    return "bfloat16" if gpu.has_bf16 else "float16"
 
 
 T4_BYTES = 14 * GIB
@@ -261,16 +264,23 @@ def pace(place: Place) -> Iterator[Row]:
     """Seconds of a token over the longer of its copies alone, at the link's rate, and computing alone."""
     part = sized_model.model_of(0.004 if place.is_rehearsal else 8, tiny=place.is_rehearsal)
     sized_model.write(part, place.work / "pace")
-    work = GpuWork(TEST_DEVICE if place.is_rehearsal else "")
-    rate = work.probe()["copy_speed"]
-    for compression, host in ((None, ALL), ("4bit", ALL), (None, 0)):
-        found = work.decode(_job(work, place, "pace", compression, host))
-        link, bring, compute = found["copied_bytes"] / rate, found["bring_seconds"], found["compute_seconds"]
-        ratio = found["token_seconds"] / max(link if host else max(link, bring), compute)
-        row = {"compression": compression or "none", "from": "pinned memory" if host else "layer files"}
-        row |= {"GB a pass": found["copied_bytes"] / 1e9, "link GB/s": rate / 1e9, "s/token": found["token_seconds"]}
+    gpu, nbytes = devices.gpus(place)[0], MIB if place.is_rehearsal else COPIED_BYTES
+    rate = devices.copy_rate(gpu, nbytes, gpu.host_buffer(nbytes))
+    for compression, host in (("none", ALL), ("4bit", ALL), ("none", 0)):
+        with devices.watched(place), torch.inference_mode():
+            model = _streamed(place, "pace", compression, gpu, 0, host)
+            seconds, copied = passes.generate(model, 6)["token_seconds"], passes.copied_bytes(model)
+            link, bring, compute = (
+                copied / rate,
+                passes.seconds_to_bring(model, gpu),
+                passes.seconds_to_compute(model, 6),
+            )
+        ratio = seconds / max(link if host else max(link, bring), compute)
+        row: Row = {"compression": compression, "from": "pinned memory" if host else "layer files"}
+        row |= {"GB a pass": copied / 1e9, "link GB/s": rate / 1e9, "s/token": seconds}
         row |= {"link alone": link, "bringing alone": bring, "computing alone": compute, "of its limit": ratio}
         yield row | {"ok": ratio <= LIMIT_GOAL or place.is_rehearsal}
+        del model
         gc.collect()
 
 

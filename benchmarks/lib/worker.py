@@ -105,7 +105,7 @@ class Clock:
         return [later - earlier for earlier, later in itertools.pairwise(self.read[1:])]
 
 
-def generate(model: Any, ids: list[int], length: int, clock: Clock, device: str = "cpu") -> dict[str, Any]:
+def generate(model: Any, ids: list[int], length: int, clock: Clock, device: Any = "cpu") -> dict[str, Any]:
     """Generate greedily: time to the first token, and of the steps after it.
 
     Raises:
@@ -113,7 +113,7 @@ def generate(model: Any, ids: list[int], length: int, clock: Clock, device: str 
     """
     import torch
 
-    prompt = torch.tensor([ids], device=device)
+    prompt = torch.tensor([ids]).to(device)
     begun = time.perf_counter()
     output = model.generate(  # by name: one peer's takes nothing else
         input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=length, do_sample=False, streamer=clock

@@ -1,6 +1,4 @@
-"""What a GPU measures, on the test device: the model of a size, the rate of the link, and generating with its memory
-capped; and what is said without a GPU.
-"""
+"""The parts of the benchmark on GPUs, on the device of the tests: models, passes, and the message without a GPU."""
 
 from __future__ import annotations
 
@@ -13,16 +11,17 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.gpu import gpu, sized_model
-from benchmarks.gpu import work as work_of
-from benchmarks.gpu.models import TEST_DEVICE
-from benchmarks.gpu.work import GpuWork
+from benchmarks.gpu import devices, gpu, passes, sized_model
+from benchmarks.gpu.child import Place
+from benchmarks.gpu.models import _placed
 from benchmarks.lib import worker
-from rabbitllm.engine import devices, load_plan
+from benchmarks.lib.measure import drop_cached
+from rabbitllm.base.options import RunOptions
+from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import SLOTS, STAGING
-from rabbitllm.engine.span_reader import THROUGH_THE_CACHE
 from tests.benchmarks.test_benchmarks import resident_pages
 from tests.support.builders import build_checkpoint
+from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.tiny_models import load, split
 
 PROMPT = [1, 40, 81, 7]
@@ -105,110 +104,73 @@ def test_a_model_that_was_finished_stays_and_another_replaces_it(tmp_path: Path)
 
 
 def test_the_link_is_what_nvidia_smi_says() -> None:
-    said = work_of.link_of("550.54.15, 3, 16, 3, 16")
+    said = devices.link_of("550.54.15, 3, 16, 3, 16")
     assert said == {"driver": "550.54.15", "link": "PCIe 3 x16 (at most 3 x16)"}
-    assert work_of.link_of("") == {"driver": "unknown", "link": "unknown"}
-    assert work_of._said(["no-such-command"]) == ""
+    assert devices.link_of("") == {"driver": "unknown", "link": "unknown"}
+    assert devices._first_line(["no-such-command"]) == ""
 
 
-@pytest.fixture
-def work(monkeypatch: pytest.MonkeyPatch) -> GpuWork:
-    monkeypatch.setattr(devices, "_gpu", devices._gpu)  # the stand-in puts itself there
-    monkeypatch.setattr(load_plan, "available_ram", load_plan.available_ram)
-    return GpuWork(TEST_DEVICE, 1 << 20)
+def test_the_link_is_measured() -> None:
+    device = FakeGpu(0)
+    assert devices.copy_rate(device, 1 << 20, device.host_buffer(1 << 20)) > 0
 
 
-def job_for(folder: Path, **changed: Any) -> dict[str, Any]:
-    return {
-        "package": "rabbitllm",
-        "loader": "layered",
-        "is_ours": True,
-        "checkpoint": str(folder),
-        "options": {"layer_shards_saving_path": str(folder.parent / "layers"), "exact": True},
-        "weights_bytes": 0,
-        "host_bytes": 0,
-        "dtype": "float32",
-        "cold": [],
-        "told_ram": None,
-        "prompt": PROMPT,
-        "tokens": 4,
-        **changed,
-    }
-
-
-def test_the_link_is_measured_and_the_hardware_named(work: GpuWork) -> None:
-    found = work.probe()
-    assert found["copy_speed"] > 0
-    assert (found["dtype"], found["facts"]["gpu"]) == ("bfloat16", "the test device")
+def loaded(folder: Path, device: FakeGpu, device_bytes: int = 0, host_bytes: int = 0) -> Any:
+    limits = {device.name: device_bytes, "cpu": host_bytes}
+    return load_model(split(folder), RunOptions(max_memory=limits, show_progress=False, exact=True), None, [device])
 
 
 @pytest.mark.parametrize(("device_bytes", "host_bytes"), [(0, 0), (0, 1 << 30), (1 << 30, 0)])
-def test_this_project_is_measured_on_the_device(
-    work: GpuWork, tmp_path: Path, device_bytes: int, host_bytes: int
-) -> None:
-    folder = build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6)
+def test_this_project_is_measured_on_the_device(tmp_path: Path, device_bytes: int, host_bytes: int) -> None:
+    folder, device = build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6), FakeGpu(0)
     plain = load(split(folder))
-    expected = plain.generate(torch.tensor([PROMPT]), max_new_tokens=4, do_sample=False)[0, len(PROMPT) :].tolist()
-    found = work.decode(job_for(folder, weights_bytes=device_bytes, host_bytes=host_bytes))
-    assert found["tokens"] == expected
+    with watched(), torch.inference_mode():
+        model = loaded(folder, device, device_bytes, host_bytes)
+        found = passes.generate(model, 4)
+        bring, compute = passes.seconds_to_bring(model, device), passes.seconds_to_compute(model, 4)
+    prompt = torch.tensor([[(i * 37 + 11) % plain.config.vocab_size for i in range(16)]])
+    assert found["tokens"] == plain.generate(prompt, max_new_tokens=4, do_sample=False)[0, 16:].tolist()
     assert len(found["step_seconds"]) == len(found["step_bytes"]) == 3
-    assert min(*found["step_seconds"], found["bring_seconds"], found["compute_seconds"]) > 0
-    layers = sum(placed.stored for placed in plain.placement.units if "layers" in placed.unit)
-    assert found["copied_bytes"] >= layers if not device_bytes else found["copied_bytes"] == 0
-    assert found["planned_read_bytes"] == (0 if host_bytes else found["copied_bytes"])
-    assert found["vram_reserved"] > 0
+    assert min(*found["step_seconds"], bring, compute) > 0
+    layers, copied = sum(p.stored for p in plain.placement.units if "layers" in p.unit), passes.copied_bytes(model)
+    assert copied >= layers if not device_bytes else copied == 0
 
 
-@pytest.mark.parametrize("told", [None, 0])
-def test_what_is_told_of_no_free_memory_reads_past_the_page_cache(
-    work: GpuWork, tmp_path: Path, told: int | None
-) -> None:
-    job = job_for(build_checkpoint(tmp_path / "model", "llama"), told_ram=told)
-    model = work_of.LOADERS["layered"](job, work.gpu)
-    assert (model.streamer.executors[model.placement.home].read_mode == THROUGH_THE_CACHE) == (told is None)
-
-
-def test_what_brings_nothing_uploads_nothing_and_leaves_the_model_as_it_was(work: GpuWork, tmp_path: Path) -> None:
-    job = job_for(build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6))
-    model = work_of.LOADERS["layered"](job, work.gpu)
-    before = work._generate(model, job)
-    (executor,) = model.streamer.executors.values()
-    brought = executor.loader.loads
-    work._bring_alone(model, job)
-    passes = work_of.BRINGING_TURNS * len(executor.follower)
-    assert abs(executor.loader.loads - brought - passes) <= SLOTS + STAGING  # that many are brought ahead
-    loader, brought = executor.loader, executor.loader.loads
-    assert work._compute_alone(model, job) > 0
-    assert executor.loader is loader
-    assert loader.loads - brought <= SLOTS + STAGING
-    assert work._generate(model, job)["tokens"] == before["tokens"]
-
-
-def test_a_model_that_accelerate_placed_tells_what_it_brings(work: GpuWork, tmp_path: Path) -> None:
+def test_bringing_computes_nothing_and_computing_brings_nothing(tmp_path: Path) -> None:
+    device = FakeGpu(0)
     folder = build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6)
-    plain: Any = AutoModelForCausalLM.from_pretrained(folder)
+    with watched(), torch.inference_mode():
+        model = loaded(folder, device)
+        before = passes.generate(model, 4)
+        (executor,) = model.streamer.executors.values()
+        brought = executor.loader.loads
+        passes.seconds_to_bring(model, device)
+        expected = passes.BRINGING_TURNS * len(executor.follower)
+        assert abs(executor.loader.loads - brought - expected) <= SLOTS + STAGING  # that many are brought ahead
+        loader, brought = executor.loader, executor.loader.loads
+        assert passes.seconds_to_compute(model, 4) > 0
+        assert executor.loader is loader
+        assert loader.loads - brought <= SLOTS + STAGING
+        assert passes.generate(model, 4)["tokens"] == before["tokens"]
+
+
+def test_a_model_that_accelerate_placed_tells_what_it_brings(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "vram", "llama", num_hidden_layers=6, dtype=torch.bfloat16)
+    plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     whole = sum(parameter.nbytes for parameter in plain.parameters())
     layer = sum(parameter.nbytes for parameter in plain.model.layers[0].parameters())
-    places = {"loader": "placed", "is_ours": False, "offload_folder": str(tmp_path / "offload")}
-    found = work.decode(job_for(folder, **places, weights_bytes=whole - 2 * layer))
-    expected = plain.generate(torch.tensor([PROMPT]), max_new_tokens=4, do_sample=False)
-    assert found["tokens"] == expected[0, len(PROMPT) :].tolist()
-    assert 2 * layer <= found["copied_bytes"] < whole
-    assert "bring_seconds" not in found
-    everything = work.decode(job_for(folder, **places, weights_bytes=2 * whole))
-    assert everything["copied_bytes"] == 0
+    model = _placed(Place(tmp_path, is_rehearsal=True), FakeGpu(0), whole - 2 * layer)
+    assert passes.generate(model, 4)["tokens"] == passes.generate(plain, 4)["tokens"]
+    assert 2 * layer <= passes.copied_bytes(model) < whole
+    assert passes.copied_bytes(_placed(Place(tmp_path, is_rehearsal=True), FakeGpu(0), 2 * whole)) == 0
 
 
 def test_after_each_token_files_are_out_of_the_page_cache_and_the_clock_stands_still(tmp_path: Path) -> None:
     path = tmp_path / "below" / "file"
     path.parent.mkdir()
     path.write_bytes(np.zeros(1 << 20, np.uint8).tobytes())
-    clock = worker.Clock()
-    clock.put(None)
     before = resident_pages(path)
-    with path.open("rb") as file:  # what is not on the disk yet cannot be dropped
-        work_of.os.fsync(file.fileno())
-    clock = worker.Clock(lambda: work_of.forget_files([str(tmp_path)]))
+    clock = worker.Clock(lambda: drop_cached(tmp_path))
     clock.put(None)
     if before == resident_pages(path):
         pytest.skip("this file system keeps its files in memory")
