@@ -1,4 +1,4 @@
-"""The benchmarks: what each measures, needs and takes. `python -m benchmarks list` prints this."""
+"""The benchmarks with their subjects, needs and costs. `python -m benchmarks list` prints them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 GROUPS = "control groups (root)"
-"""Memory is limited by control groups. At the smallest size too."""
+"""These limit memory, at the smallest size too."""
 PEERS = "peers from PyPI (10 GB of disk)"
-"""Each in a virtual environment of its own, made when first needed. `--only` leaves out what is not wanted."""
+"""Each in a virtual environment, made when first needed; `--only` leaves peers out."""
 
 
 class Main(Protocol):
-    """The `main` of a benchmark's module."""
+    """The `main` of a benchmark."""
 
     def __call__(self, arguments: Sequence[str] | None = None) -> int:
         """Run with these arguments; return the exit status."""
@@ -22,13 +22,7 @@ class Main(Protocol):
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One benchmark.
-
-    Attributes:
-        measures: in a few words.
-        needs: in addition to Linux and this project.
-        takes: disk, and how many runs with the default options.
-    """
+    """One benchmark: its subject, its needs beside Linux and this project, its disk and its number of runs."""
 
     measures: str
     needs: tuple[str, ...]

@@ -35,7 +35,7 @@ import typer
 
 import rabbitllm.demo
 from benchmarks.catalogue import CATALOGUE, GROUPS, module_of
-from benchmarks.lib.control_group import can_limit_memory
+from benchmarks.lib.process import can_limit_memory
 from benchmarks.lib.server_process import free_port
 from rabbitllm.cli.main import app
 from tests.conftest import PROCESSOR_SECONDS

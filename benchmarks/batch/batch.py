@@ -1,16 +1,11 @@
-"""Many prompts at once with less memory than the model has: tokens a second over how many, with others.
+"""Many prompts at once with less memory than the model: tokens a second by the number of prompts, beside peers.
 
-Every process runs in a control group of its own, which is bounded, once everything is imported, to what it takes then
-and a share of the size of the weights. A Llama of 1.43 GB in bfloat16, random weights, no end token; so many prompts of
-so many tokens, no two alike, and so many greedy tokens for each: FlexGen's shape is 512 in and 32 out. Tokens a second
-are those that were generated over all the time from the first prompt to the last token, loading not counted. "of
-linear": over as many times those of one prompt.
+A Llama of 1.43 GB in bfloat16 without an end token; different prompts, 512 tokens in and 32 out, which is FlexGen's
+shape. Tokens a second are the generated ones over the time from the first prompt to the last token, without loading.
 
-This project runs as `rabbitllm.batch`; AirLLM and transformers (every decoder layer offloaded to disk by accelerate)
-get all prompts as one batch of their `generate`. A row that is killed for memory or takes too long has no figure.
-
-"rabbitllm-2-no-file" keeps keys and values of all that run in memory; `--cache-memory` says how much of it they get in
-this project's rows.
+This project runs as `rabbitllm.batch`; AirLLM and transformers (accelerate offloads every decoder layer to disk) get
+all prompts as one batch of their `generate`. A row that is killed for memory or takes too long has no figure.
+"rabbitllm-2-no-file" keeps its KV cache in memory; `--cache-memory` limits that memory in this project's rows.
 
     sudo python -m benchmarks batch [--share 50] [--sequences 1 4 16 64 256] [--prompt-tokens 512] [--tokens 32]
                                     [--turns 3] [--cache-memory 100MB] [--only ROW ...] [--limit 1800] [--scale tiny]
@@ -44,7 +39,7 @@ LINEAR_GOAL = 0.9
 
 @dataclass(frozen=True)
 class Case:
-    """A row: a runner with so many prompts at once."""
+    """A row: a runner and its number of prompts at once."""
 
     runner: str
     sequences: int
@@ -60,8 +55,8 @@ class BatchRun(Run):
 
     Attributes:
         seconds: from the first prompt to the last token.
-        new_tokens: that were generated.
-        disk_bytes: read meanwhile, loading included.
+        new_tokens: generated.
+        disk_bytes: read, with loading.
     """
 
     seconds: float = 0.0
@@ -81,7 +76,7 @@ class BatchRun(Run):
 
 @dataclass(frozen=True)
 class Workload:
-    """What every row does, with the options of the command line."""
+    """The job of every row, with the options of the command line."""
 
     checkpoint: Path
     weights: int
@@ -89,15 +84,15 @@ class Workload:
     options: argparse.Namespace
 
     def files(self, runner: str) -> Path:
-        """Where a runner's layer files are."""
+        """The folder of a runner's layer files."""
         return self.folder / RUNNERS[runner].files_name
 
 
 def measure(run: BatchRun, case: Case, workload: Workload, work: Path) -> None:
-    """Carry out one row of one turn."""
+    """Run one row of one turn."""
     chosen, is_ours, place = RUNNERS[case.runner], case.runner in OURS, str(workload.files(case.runner))
     asked, options = workload.options, {"layer_shards_saving_path": place, **chosen.options}
-    if is_ours:  # `rabbitllm.batch` finds by itself how layer files are compressed
+    if is_ours:  # `rabbitllm.batch` reads the compression from the layer files
         options = {name: value for name, value in chosen.options.items() if name != "compression"}
         options |= {} if asked.cache_memory is None else {"cache_memory": asked.cache_memory}
     job: dict[str, Any] = {
@@ -121,13 +116,13 @@ def measure(run: BatchRun, case: Case, workload: Workload, work: Path) -> None:
 
 
 def of_linear(runs: Sequence[BatchRun], case: Case) -> list[float]:
-    """Tokens a second over as many times those of one prompt, for every turn that has both."""
+    """Tokens a second over the number of prompts times those of one prompt, for every turn with both."""
     alone = {run.turn: run.rate for run in good(runs, Case(case.runner, 1).name)}
     return [run.rate / alone[run.turn] / case.sequences for run in good(runs, case.name) if run.turn in alone]
 
 
 def against_ours(runs: Sequence[BatchRun], case: Case, numbers: Sequence[int]) -> list[float]:
-    """Tokens a second over the best of this project's, whatever its number, for every turn."""
+    """Tokens a second over this project's best with any number of prompts, for every turn."""
     best: dict[int, float] = {}
     for number in numbers:
         for run in good(runs, Case("rabbitllm-2", number).name):
@@ -150,10 +145,10 @@ def tabulate(runs: Sequence[BatchRun], cases: Sequence[Case], turns: int) -> rep
 
 
 def notes_on(runs: Sequence[BatchRun], cases: Sequence[Case]) -> list[str]:
-    """What the columns mean, errors, and the goals."""
+    """The meaning of the columns, errors, and the goals."""
     notes = [
-        "of linear: tokens/s over those of as many times one prompt, of the same row and turn.",
-        "x our best: tokens/s over those of rabbitllm-2 with the number of prompts at which it made most.",
+        "of linear: tokens/s over the number of prompts times those of one prompt, in the same row and turn.",
+        "x our best: tokens/s over those of rabbitllm-2 with its best number of prompts.",
         report.MEMORY_NOTE,
         *versions(runs),
         *failures(runs),
@@ -166,7 +161,7 @@ def notes_on(runs: Sequence[BatchRun], cases: Sequence[Case]) -> list[str]:
 
 
 def picture(title: str, runs: Sequence[BatchRun], cases: Sequence[Case]) -> pictures.Picture | None:
-    """Medians of tokens a second over prompts at once, a line a row."""
+    """Medians of tokens a second over prompts at once, a line for each runner."""
     points: dict[str, tuple[dict[int, float], bool]] = {}
     for case in cases:
         middle = report.median(spread(run.rate for run in good(runs, case.name)))
@@ -182,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4, 16, 64, 256], help="prompts at once")
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=32, help="of each answer (default: %(default)s)")
-    parser.add_argument("--cache-memory", help="for keys and values of this project's rows; by default it decides")
+    parser.add_argument("--cache-memory", help="for the KV cache of this project's rows (default: it decides)")
     parser.add_argument("--limit", type=float, default=1800, help="seconds for a row (default: %(default)s)")
     smallest = {"sequences": [4], "prompt_tokens": 16, "tokens": 3}
     options = command_line.parsed(parser, arguments, only=["rabbitllm-2"], **smallest)

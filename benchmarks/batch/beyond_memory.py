@@ -1,8 +1,8 @@
-"""Prompts for whose keys and values memory has no room: in a file, or waiting for memory, or with room for all.
+"""Prompts whose KV caches do not fit in memory: in a file, or waiting for memory, or with memory for all.
 
-One process, one thread, no cap: memory is bounded by what the model and the batch are told. So the file's pages stay in
-the page cache where the machine has room; how much was read of it is in the table, to be reckoned with a disk's speed.
-A Llama in bfloat16 with random weights and no end token; greedy tokens. "the same texts": as those of the first row.
+One process, one thread, no cap: options limit the memory. The pages of the file may stay in the page cache; the table
+has the bytes read from it, to be divided by a disk's speed. A Llama in bfloat16 without an end token. "the same texts":
+as those of the first row.
 
     python -m benchmarks batch.beyond_memory [--scale medium] [--sequences 16] [--prompt-tokens 128] [--tokens 32]
                                        [--cache-memory 8MB] [--weights-memory 80MB] [--turns 1] [--work-dir DIR]
@@ -33,7 +33,7 @@ ROOM_FOR_ALL = 1 << 30
 
 @dataclass(frozen=True)
 class Row:
-    """What keys and values may take: in memory, and in a file (None for what is worth it)."""
+    """Bytes for KV caches in memory and in a file (None: as many as pay)."""
 
     name: str
     cache_bytes: int
@@ -47,8 +47,8 @@ class BeyondRun:
     Attributes:
         row: its name.
         seconds: for all prompts.
-        new_tokens, passes: that were made.
-        streamed_bytes, file_bytes: read of weights, and of the file of keys and values.
+        new_tokens, passes: their numbers.
+        streamed_bytes, file_bytes: read of weights, and of the file of KV caches.
         texts: the answers.
     """
 
@@ -106,7 +106,7 @@ def tabulate(runs: Sequence[BeyondRun]) -> report.Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run and print; not 0 if the file and memory for all do not make the same texts."""
+    """Run and print; not 0 if the texts with the file and with memory for all differ."""
     parser = command_line.parser(__doc__, 1, [])
     parser.set_defaults(scale="medium")
     parser.add_argument("--sequences", type=int, default=16)

@@ -1,11 +1,7 @@
-"""Generating on the CPU with less memory than the model has, compared with the projects that claim to do that.
+"""Generating on the CPU with less memory than the model, beside the projects that claim to do that.
 
-Every process runs in a control group of its own, which is bounded, once everything is imported, to what it takes then
-and a share of the size of the weights. A Llama of 1.43 GB in bfloat16, a prompt of 16 tokens, then greedy tokens,
-batch 1, in turns; files are not in the page cache at the start. Seconds a token are the median of the steps after the
-first token; bytes a token are what the process read from the disk in those steps, as the system counts it. The limit
-of this project's rows is the longer of reading alone (the same bytes by the same reader, nothing computing, in the same
-process) and computing alone (the row without a cap, in the same turn).
+A Llama of 1.43 GB in bfloat16. The limit of this project's rows is the longer of reading alone (the same bytes by the
+same reader in the same process, without computing) and computing alone (the row without a cap, in the same turn).
 
     sudo python -m benchmarks decode.capped [--turns 3] [--tokens 8] [--shares 25 50 75] [--only ROW ...] [--scale tiny]
 """
@@ -38,7 +34,7 @@ REFERENCE = "transformers"
 OURS, OURS_4BIT = "rabbitllm-2", "rabbitllm-2-4bit"
 AT_4BIT = (OURS_4BIT, "llama.cpp-q4_0")
 UNCAPPED = (REFERENCE, OURS, OURS_4BIT, "llama.cpp-bf16", "llama.cpp-q4_0")
-"""Run without a cap too: whose tokens are compared, and what computing alone takes."""
+"""These also run without a cap, for tokens to compare and seconds of computing alone."""
 RUN_LIMIT_SECONDS = 90
 
 
@@ -59,12 +55,12 @@ class Case:
 
     @property
     def ours(self) -> Case:
-        """The row of this project that it is compared with: at 4bit where it is, under the same cap."""
+        """The row of this project to compare with: as many bits, the same cap."""
         return Case(OURS_4BIT if self.runner in AT_4BIT else OURS, self.share)
 
 
 def of_the_limit(runs: Sequence[StepsRun], case: Case) -> list[float]:
-    """Seconds a token over the longer of reading alone and computing alone, for every turn that has them."""
+    """Seconds a token over the longer of reading alone and computing alone, for every turn with both."""
     computing = {run.turn: run.token_seconds for run in good(runs, Case(case.runner, None).name)}
     return [
         run.token_seconds / max(run.read_seconds, computing[run.turn])
@@ -91,7 +87,7 @@ def tabulate(runs: Sequence[StepsRun], cases: Sequence[Case], turns: int) -> rep
 
 
 def notes_on(runs: Sequence[StepsRun], cases: Sequence[Case]) -> list[str]:
-    """What the columns mean, errors, and the goals."""
+    """The meaning of the columns, errors, and the goals."""
     notes = [
         "x ours: seconds a token beside this project's row under the same cap in the same turn, at 4bit for the rows "
         "at 4 bits.",
@@ -109,14 +105,14 @@ def notes_on(runs: Sequence[StepsRun], cases: Sequence[Case]) -> list[str]:
 
 
 def picture(title: str, runs: Sequence[StepsRun], cases: Sequence[Case]) -> pictures.Picture:
-    """A group a cap."""
+    """A group of bars for each cap."""
     seconds = {case: spread(run.token_seconds for run in good(runs, case.name)) for case in cases}
     rows = [(pictures.under_cap(case.share), case.runner, seconds[case], case.is_ours) for case in cases]
     return pictures.bars(title, "seconds a token", rows)
 
 
 def _for_ollm(checkpoint: Path) -> None:
-    """Its transformers is of before version 5 and knows the tokenizer's class by its earlier name."""
+    """Give the tokenizer's class the name that its transformers (before version 5) knows."""
     path = checkpoint / "tokenizer_config.json"
     settings = json.loads(path.read_text())
     path.write_text(json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=1))
@@ -158,8 +154,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         workload.folder,
         lambda row: workload.prepare(RUNNERS[row], work, f"capped-{row}-files"),
     )
-    title = f"{options.tokens} tokens of a model of {weights / 1e9:.2f} GB with memory capped, on the CPU, "
-    title += command_line.turns(options)
+    size, turns = f"{weights / 1e9:.2f} GB", command_line.turns(options)
+    title = f"{options.tokens} tokens of a model of {size} with memory capped, on the CPU, {turns}"
     table, drawn = tabulate(runs, cases, options.turns), picture(title, runs, cases)
     report.write(options.results, title, table, notes_on(runs, cases), runs, work=work, picture=drawn)
     return status(runs, lambda row: row.startswith(OURS))

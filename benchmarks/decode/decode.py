@@ -1,10 +1,8 @@
 """Generating on the CPU: load time, time to the first token, seconds a token, peak anonymous memory, equal tokens.
 
-A prompt of 16 tokens (or `--prompt-tokens`), then greedy tokens, in bfloat16, batch 1, each run in a process of its
-own, in turns. The layered rows load layer files that they made before, outside the timing, from a checkpoint that is
-still there. At the start of each run neither the checkpoint nor the layer files are in the page cache; what a run reads
-more than once may come from there, which helps all rows but those that read past it. Seconds a token are the median of
-the steps after the first token; tokens are compared with those of plain transformers in the same turn.
+In bfloat16. The layered rows load layer files that were made before, outside the timing; the checkpoint still exists.
+Files that a run reads repeatedly may come from the page cache, which helps all rows except those that read past it.
+Tokens are compared with those of plain transformers in the same turn.
 
     python -m benchmarks decode [--turns 3] [--tokens 8] [--only ROW ...] [--scale tiny] [--work-dir FOLDER]
 """
@@ -22,7 +20,7 @@ from benchmarks.lib.runs import carry_out, failures, ratios, status, versions
 
 STREAMED = {"max_memory": {"cpu": 0}}
 ROOM = {"max_memory": {"cpu": "700MB"}}
-"""Less than the dequantized model, so that each layer is dequantized for each use."""
+"""Less than the dequantized model: each layer is dequantized for each use."""
 REFERENCE = "transformers"
 RUNNERS = {
     REFERENCE: Runner(TRANSFORMERS, "transformers", "in memory"),
@@ -46,7 +44,7 @@ GOALS = (
     *((row, "rabbitllm-1.1.0", 10.0) for row in ("rabbitllm-2", "rabbitllm-2-streamed")),
     *((row, "airllm-4.0.0", 10.0) for row in ("rabbitllm-2", "rabbitllm-2-streamed")),
 )
-"""Row, which other, and how many times as many tokens a second it should make."""
+"""Row, another row, and the goal for their ratio of tokens a second."""
 
 
 def tabulate(runs: Sequence[StepsRun], rows: Sequence[str], turns: int) -> report.Table:
@@ -66,7 +64,7 @@ def tabulate(runs: Sequence[StepsRun], rows: Sequence[str], turns: int) -> repor
 
 
 def notes_on(runs: Sequence[StepsRun], rows: Sequence[str]) -> list[str]:
-    """What the columns mean, errors, and the goals."""
+    """The meaning of the columns, errors, and the goals."""
     notes = [
         "x transformers: how many times as many tokens a second as plain transformers in the same turn.",
         report.MEMORY_NOTE,

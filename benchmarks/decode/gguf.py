@@ -1,12 +1,9 @@
-"""Generating from GGUF files on the CPU, compared with llama.cpp on the same file, with and without a cap on memory.
+"""Generating from GGUF files on the CPU, beside llama.cpp on the same file, with and without a cap on memory.
 
 A Llama of 0.7 billion random weights, or with `--mixture` a Qwen3 MoE of 0.85 billion, 4 of 32 experts for each token,
-quantized by llama.cpp's own tool, a prompt of 16 tokens, then greedy tokens, batch 1, in turns; files are not in the
-page cache at the start. llama.cpp maps the file, and rewrites some types for its kernels into memory of its own; more
-rows are its options about memory: `--no-repack`, direct I/O, which takes memory for the whole file, and for a mixture
-`--cpu-moe`. Under a cap every process runs in a control group that is bounded, once everything is imported, to what it
-takes then and a share of the file. Seconds a token are the median of the steps after the first token; bytes a token are
-what the process read from the disk in those steps.
+quantized by llama.cpp's own tool. llama.cpp maps the file, and rewrites some types for its kernels into memory of its
+own; further rows are its memory options: `--no-repack`, direct I/O, which takes memory for the whole file, and
+`--cpu-moe` for a mixture. A cap is a share of the file.
 
     sudo python -m benchmarks decode.gguf [--turns 3] [--types Q4_K_M Q8_0] [--shares 50] [--mixture] [--only ROW ...]
 """
@@ -41,7 +38,7 @@ RUN_LIMIT_SECONDS = 90
 
 @dataclass(frozen=True)
 class FileCase:
-    """A row: a file, what reads it, and a cap, as a share of the file in percent, or none."""
+    """A row: the type of a file, a runner, and a cap, as a share of the file in percent, or none."""
 
     kind: str
     runner: str
@@ -136,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         *versions(runs),
         *failures(runs),
     ]
-    what = "a GGUF file of a mixture of experts" if options.mixture else "a GGUF file"
-    title = f"{options.tokens} tokens from {what}, on the CPU, {command_line.turns(options)}"
+    kind = " of a mixture of experts" if options.mixture else ""
+    title = f"{options.tokens} tokens from a GGUF file{kind}, on the CPU, {command_line.turns(options)}"
     report.write(options.results, title, tabulate(runs, cases, options.turns), notes, runs, work=work)
     return status(runs, lambda row: OURS in row)

@@ -1,13 +1,12 @@
-"""What `rabbitllm plan` predicts of a token, and what generating then takes, by compression and memory.
+"""Seconds a token as `rabbitllm plan` predicts them and as measured, by compression and memory.
 
-Each row is predicted from the checkpoint alone, as if there were no layer files yet, and then run, in two processes,
-one after the other. The prompt, the tokens and the state of the page cache are those of `decode`; seconds a token are
-the median of the steps after the first token.
+A plan predicts each row from the checkpoint alone, as if there were no layer files; then the row runs in another
+process.
 
     python -m benchmarks decode.predict [--turns 3] [--tokens 16] [--only ROW ...] [--scale tiny] [--work-dir FOLDER]
                                         [--experts]
 
-`--experts` takes a mixture of experts that uses all of them alike, as a plan assumes (`lib/even_experts.py`).
+`--experts` takes a mixture that uses all its experts evenly, as a plan assumes (`lib/checkpoint.py`).
 """
 
 from __future__ import annotations
@@ -18,33 +17,32 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import command_line, report
-from benchmarks.lib.checkpoint import make_checkpoint
-from benchmarks.lib.even_experts import even_prompt, make_even_checkpoint
+from benchmarks.lib.checkpoint import even_prompt, make_checkpoint, make_even_checkpoint
 from benchmarks.lib.generation import PROMPT_TOKENS, Runner, StepsRun, Workload, prompt_for
 from benchmarks.lib.measure import CACHE_STATE
 from benchmarks.lib.peers import THIS, run_worker
 from benchmarks.lib.runs import carry_out, failures, status, versions
 
 CLOSE = 0.25
-"""The goal: what was predicted differs from what is measured by at most so much of it."""
+"""The goal: the difference from the measured seconds, as a share of them, at most."""
 COMPRESSIONS = {
     "none": Runner(THIS, "rabbitllm"),
     "8bit": Runner(THIS, "rabbitllm", options={"compression": "8bit"}),
     "4bit": Runner(THIS, "rabbitllm", options={"compression": "4bit"}),
 }
 SHARES = {"all": None, "half": 0.5, "nothing": 0.0}
-"""Of a model's layer files, what `max_memory` allows."""
+"""Of a model's layer files, the share that `max_memory` allows."""
 ROWS = {f"{name} {share}": (runner, SHARES[share]) for name, runner in COMPRESSIONS.items() for share in SHARES}
 
 
 @dataclass
 class PredictRun(StepsRun):
-    """One row of one turn; seconds and bytes, and what `StepsRun` has.
+    """One row of one turn; seconds and bytes.
 
     Attributes:
-        plan_seconds: the whole plan, all compressions.
-        predicted_token_seconds, predicted_first_token_seconds, predicted_streamed_bytes: what it says.
-        speeds: what that rests on, bytes a second.
+        plan_seconds: of the plan, for all compressions.
+        predicted_token_seconds, predicted_first_token_seconds, predicted_streamed_bytes: in the plan.
+        speeds: their basis, bytes a second.
     """
 
     plan_seconds: float = 0.0
@@ -55,17 +53,17 @@ class PredictRun(StepsRun):
 
     @property
     def headline(self) -> float:
-        """What was estimated, divided by what was measured."""
+        """Predicted seconds over measured ones."""
         return self.predicted_token_seconds / self.token_seconds if self.token_seconds else 0.0
 
     @property
     def is_close(self) -> bool:
-        """Whether the goal is reached."""
+        """Whether the run reaches the goal."""
         return abs(self.predicted_token_seconds - self.token_seconds) <= CLOSE * self.token_seconds
 
 
 def measure(run: PredictRun, workload: Workload, work: Path) -> None:
-    """Predict, then carry out, one row of one turn."""
+    """Predict and run one row of one turn."""
     runner, share = ROWS[run.row]
     options: dict[str, Any] = {}
     if share is not None:
@@ -96,12 +94,12 @@ def tabulate(runs: Sequence[PredictRun], rows: Sequence[str], turns: int) -> rep
 
 
 def notes_on(runs: Sequence[PredictRun]) -> list[str]:
-    """What the columns mean, errors, and the goal."""
+    """The meaning of the columns, errors, and the goal."""
     done = [run for run in runs if run.error is None]
     close = sum(run.is_close for run in done)
     return [
-        "all, half, nothing: of the layer files, what max_memory allows to stay in memory (all: no limit).",
-        "Predicted before there are layer files, each time by a plan in a process of its own.",
+        "all, half, nothing: the share of the layer files that max_memory allows in memory (all: no limit).",
+        "Predicted without layer files, by a plan in a process of its own in each turn.",
         f"Page cache {CACHE_STATE}.",
         *versions(runs),
         *failures(runs),
@@ -113,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, write; not 0 if a row failed."""
     parser = command_line.parser(__doc__, 3, list(ROWS))
     parser.add_argument("--tokens", type=int, default=16, help="to generate, at least 2 (default: %(default)s)")
-    parser.add_argument("--experts", action="store_true", help="a mixture of experts, all used alike")
+    parser.add_argument("--experts", action="store_true", help="a mixture of experts, all used evenly")
     options = command_line.parsed(parser, arguments, only=["none half"], tokens=3)
     command_line.settle(options, "predict-experts" if options.experts else "predict")
     command_line.check_tokens(options)
@@ -132,8 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         workload.folder,
         lambda row: workload.prepare(ROWS[row][0], work, f"predict-{ROWS[row][0].files_name}"),
     )
-    what = " of a mixture of experts" if options.experts else ""
-    title = f"Seconds a token{what}, predicted and measured, {options.tokens} tokens, on the CPU, "
-    title += command_line.turns(options)
+    kind, turns = " of a mixture of experts" if options.experts else "", command_line.turns(options)
+    title = f"Seconds a token{kind}, predicted and measured, {options.tokens} tokens, on the CPU, {turns}"
     report.write(options.results, title, tabulate(runs, rows, options.turns), notes_on(runs), runs, work=work)
     return status(runs)

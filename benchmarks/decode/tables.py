@@ -1,7 +1,7 @@
 """A table of 10 GB of which a token uses a few rows: bytes read from the disk, memory and seconds a token.
 
-The model is a small Qwen4-Exp with an n-gram table of that size, stored in eight tensors, as such models are published;
-all other weights stay in memory. The files are out of the page cache at first.
+The model is a small Qwen4-Exp whose n-gram table is stored in eight tensors, as such models are published; all other
+weights stay in memory.
 
     python -m benchmarks decode.tables [--megabytes 10000] [--tokens 64] [--work-dir DIR] [--results FILE]
 """
@@ -63,14 +63,14 @@ _CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Row:
-    """The passes of one token each.
+    """Passes of one token each.
 
     Attributes:
         table_bytes: of the whole table.
-        rows: looked up.
-        read: bytes from the disk, one of each pass.
-        seconds: one of each pass.
-        memory: anonymous bytes of the process, added by the model and its passes.
+        rows: looked up in all passes.
+        read: bytes from the disk, for each pass.
+        seconds: for each pass.
+        memory: anonymous bytes added to the process by the model and its passes.
     """
 
     table_bytes: int
@@ -117,7 +117,7 @@ def build(folder: Path, megabytes: int) -> int:
 
 
 def _write_table(path: Path, names: Sequence[str], ends: Sequence[int]) -> None:
-    """Random small numbers, the same ones again after 8 MiB; not a sparse file, of which nothing would be read."""
+    """Random small numbers, repeated every 8 MiB: the system would read nothing of a sparse file."""
     import torch
 
     header = {
@@ -138,7 +138,7 @@ def _write_table(path: Path, names: Sequence[str], ends: Sequence[int]) -> None:
 
 
 def measure(folder: Path, table_bytes: int, tokens: int) -> Row:
-    """Load the model with memory for all but the table, and compute passes of one token."""
+    """Load the model with memory for all weights except the table, and compute passes of one token."""
     import torch
 
     from rabbitllm import AutoModel

@@ -1,12 +1,11 @@
-"""A checkpoint of Qwen3-Next's kind whose expert use is like a trained model's, and whose texts it knows by heart.
+"""A Qwen3-Next checkpoint that uses its experts like a trained model and continues its texts from memory.
 
-Most weights are random. What is not: a token of the vocabulary is a place in one of several texts. Its embedding holds
-what it means (`routing.meanings`), which the routers look at, and what tells it from all others, by which the head
-finds the token after it. So greedy generation goes on with the text that the prompt is from, in every program, and
-at 4bit too; after the last token comes the first. What the layers add to the embedding is small; it is the
-context that makes routers choose otherwise than the word alone would.
+Most weights are random. Each token of the vocabulary is a place in one of several texts. Its embedding is its meaning
+(`routing.meanings`), from which the routers choose, and its identity, by which the head finds the next token. So greedy
+generation continues the text of the prompt in every program, at 4bit too; the first token follows the last. The layers
+add little to the embedding: the context, by which routers choose other experts than by the word alone.
 
-Written tensor by tensor, so that no more than one of them is in memory.
+It is written tensor by tensor, with one of them in memory.
 """
 
 from __future__ import annotations
@@ -27,20 +26,19 @@ from benchmarks.lib.published import Config, Model, Placed, Tensor
 
 FORMAT = 1
 TEXTS = 16
-"""Of one length. The first half of them has habits like the model that `routing.PUBLISHED` is about, the other half
-more pronounced ones."""
+"""Of one length; each half has other habits."""
 HABITS: dict[str, Habits] = {"flat": routing.FLAT, "skewed": routing.SKEWED}
 MEANING_SHARE = 0.6
 """Of an embedding's squared length."""
 HEAD_DIVISOR = 64.0
-"""Of what tells tokens apart, in the head: the right one's logit is then some 6, and all others' about 0."""
+"""Of identities in the head: the next token's logit is about 6, and all others' about 0."""
 WRITERS = {"linear_attn.out_proj": 0.5, "self_attn.o_proj": 0.5, "down_proj": 2.0, "conv1d": 16.0}
-"""What these matrices have as their standard deviation, in `SCALE`: what they write is added to the embedding."""
+"""Standard deviations of the matrices whose output is added to the embedding, in `SCALE`."""
 
 
 @dataclass(frozen=True)
 class MoeScale:
-    """What differs from the published config."""
+    """The differences from the published config."""
 
     hidden_size: int
     moe_intermediate_size: int
@@ -77,8 +75,7 @@ SCALES = {
     "medium": MoeScale(512, 128, 8, 128, 8, 4, 64, 4, 8, 64, 64, 4096, 100_000_000),
     "tiny": MoeScale(512, 32, 4, 32, 4, 4, 32, 2, 4, 32, 32, 512, 4_000_000),
 }
-"""By name; "full" has 6.6 GB, "medium" 0.4, "tiny" 16 MB. A token uses 2 % of the full one's experts, as
-of the published model's."""
+"""By name; "full" has 6.6 GB, "medium" 0.4, "tiny" 16 MB. A token uses 2 % of the experts of "full", as published."""
 
 
 def config_of(scale: MoeScale) -> Config:
@@ -147,7 +144,7 @@ class _Weights:
         self._meanings, self._identities = self._embeddings()
 
     def of(self, placed: Placed, position: int) -> Iterator[memoryview | bytes]:
-        """Piece by piece; `position` is that among the bytes of all tensors."""
+        """Piece by piece; `position` is among the bytes of all tensors."""
         tensor = placed.tensor
         made = self._made(tensor)
         if made is not None:
@@ -157,7 +154,7 @@ class _Weights:
         yield from self._contents[factor].pieces(position, tensor.nbytes)
 
     def _made(self, tensor: Tensor) -> npt.NDArray[np.float32] | None:
-        """What is not simply random."""
+        """A tensor that is not simply random; else None."""
         name = tensor.name
         if name == "model.embed_tokens.weight":
             return np.concatenate([self._meanings, self._identities], axis=1)
@@ -179,12 +176,12 @@ class _Weights:
         return None
 
     def _embeddings(self) -> tuple[Floats, Floats]:
-        """What tokens mean, and what tells them apart; together of a mean square of about one."""
+        """Meanings and identities of tokens, together of a mean square of about one."""
         scale = self._scale
         each = TEXTS // len(HABITS)
         texts = [(habits, text) for habits in HABITS.values() for text in range(each)]
         meanings = np.concatenate([routing.meanings(habits, text, scale.text_tokens, 0) for habits, text in texts])
-        # every meaning as long as the next, as after a normalisation: a token is not to be louder than another
+        # equally long meanings, as after a normalisation: no token outweighs another
         wanted = np.sqrt(MEANING_SHARE * scale.hidden_size)
         lengths = np.linalg.norm(meanings, axis=1, keepdims=True)
         self._lengthened = wanted / lengths.mean()

@@ -1,13 +1,9 @@
-"""A mixture of experts on the CPU with less memory than it has: seconds and bytes a token, and how good the cache is.
+"""A mixture of experts on the CPU with less memory than the model: seconds and bytes a token, and hits of its cache.
 
-The checkpoint (6.6 GB in bfloat16) routes its texts the way trained models do: "flat" texts as was
-published of a model with 512 experts, "skewed" ones more pronouncedly. Requests take turns among 4 topics, batch 1,
-greedy; the first round warms the cache up, the second one is measured, without its prompts. Every process runs in a
-control group of its own, bounded, once everything is imported, to what it takes then and a share of the size of the
-weights in bfloat16; page cache counts too. Rows of others get two requests and few tokens, and no warm-up, since they
-read all experts for each token.
-
-Hits are counted by the engine.
+The checkpoint (6.6 GB in bfloat16) routes its texts as trained models do: "flat" texts as published of a model with 512
+experts, "skewed" ones with stronger preferences. Requests alternate among 4 topics; the first round warms the cache up,
+and the steps of the second one are measured. Rows of peers get two requests with few tokens and no warm-up, since they
+read all experts for each token. The engine counts hits.
 
     sudo python -m benchmarks experts [--turns 3] [--tokens 48] [--shares 25 50] [--only ROW ...] [--scale tiny]
 """
@@ -34,19 +30,19 @@ RUNNERS: Mapping[str, Runner] = {
     "rabbitllm-2-4bit": Runner(THIS, "rabbitllm", options={"profiling_mode": True, "compression": "4bit"}),
 }
 UNCAPPED = ("transformers", "rabbitllm-2")
-"""Run without a cap too, with the first habits: what computing alone takes."""
+"""These also run without a cap, with the first habits, for seconds of computing alone."""
 NEEDED_BYTES = {"full": 26 * 1000**3, "medium": 3 * 1000**3, "tiny": 300 * 1000**2}
-"""Checkpoint, layer files of both kinds, and what transformers writes to offload it."""
+"""Checkpoint, layer files of both kinds, and transformers' offloaded weights."""
 PROMPT_TOKENS = {"full": 16, "medium": 16, "tiny": 6}
 TOPICS = 4
-"""Of which each has a request that warms up, and one that is measured."""
+"""Each has a request that warms up, and one that is measured."""
 OTHERS_REQUESTS, OTHERS_TOKENS = 2, 4
 RUN_LIMIT_SECONDS = 600
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What every row does."""
+    """The job of every row."""
 
     checkpoint: Path
     weights: int
@@ -55,7 +51,7 @@ class Workload:
     tokens: int
 
     def requests(self, case: Case) -> tuple[list[list[int]], int]:
-        """Passages, prompt and what is to come; and how many of them only warm up."""
+        """Passages, each a prompt and its continuation; and the number of them that only warm up."""
         length = PROMPT_TOKENS[self.scale] + self.made(case)
         count = 2 * TOPICS if case.is_ours else OTHERS_REQUESTS
         found = [passage(self.scale, case.habits, at % TOPICS, at // TOPICS, length) for at in range(count)]
@@ -66,12 +62,12 @@ class Workload:
         return self.tokens if case.is_ours else min(self.tokens, OTHERS_TOKENS)
 
     def files(self, runner: str) -> Path:
-        """Where a runner's layer files are."""
+        """The folder of a runner's layer files."""
         return self.folder / f"layers-{RUNNERS[runner].options.get('compression', 'none')}"
 
 
 def measure(run: MoeRun, case: Case, workload: Workload, work: Path) -> None:
-    """Carry out one row of one turn."""
+    """Run one row of one turn."""
     chosen, (passages, warm_up) = RUNNERS[case.runner], workload.requests(case)
     prompt, made = PROMPT_TOKENS[workload.scale], workload.made(case)
     label = f"moe-{case.runner}-{case.habits}-{case.share}-{run.turn}"
@@ -96,7 +92,7 @@ def measure(run: MoeRun, case: Case, workload: Workload, work: Path) -> None:
 
 
 def cases_of(rows: Sequence[str], shares: Sequence[int], habits: Sequence[str]) -> list[Case]:
-    """This project's rows with all habits, those of others with the first, since they read all experts anyway."""
+    """This project's rows with all habits, peers' rows with the first, since they read all experts anyway."""
     found = [Case(row, habits[0], None) for row in UNCAPPED if row in rows]
     for share in shares:
         found += [Case(row, one, share) for row in rows for one in habits[: None if row in OURS else 1]]
@@ -108,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line.parser(__doc__, 3, list(RUNNERS))
     parser.add_argument("--tokens", type=int, default=48, help="of each request, at least 2 (default: %(default)s)")
     parser.add_argument("--shares", type=int, nargs="+", default=[25, 50], help="of the weights, in percent")
-    parser.add_argument("--keep-files", action="store_true", help="layer files are left for the next run, and taken")
+    parser.add_argument("--keep-files", action="store_true", help="keep layer files for the next run, and use them")
     parser.add_argument("--habits", nargs="+", choices=list(HABITS), default=list(HABITS), help="of the texts")
     smallest = {"tokens": 3, "shares": [50], "habits": list(HABITS)[:1], "keep_files": False}
     options = command_line.parsed(parser, arguments, only=["rabbitllm-2"], **smallest)

@@ -1,4 +1,4 @@
-"""What is measured of a mixture of experts under a memory cap, and the table, notes and bars that are made of it."""
+"""The figures of a mixture of experts under a memory cap, and their table, notes and picture."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BYTES_GOAL, SPEED_GOAL = 1.1, 10.0
 
 @dataclass(frozen=True)
 class Case:
-    """A row: a runner, the habits of the texts it gets, and its cap in percent of the weights, or None."""
+    """A row: a runner, the habits of its texts, and its cap in percent of the weights, or None."""
 
     runner: str
     habits: str
@@ -33,19 +33,19 @@ class Case:
 
 @dataclass
 class MoeRun(Run):
-    """One row of one turn; seconds and bytes. What is said of steps leaves out first tokens and the warm-up.
+    """One row of one turn; seconds and bytes. Steps exclude first tokens and the warm-up.
 
     Attributes:
-        load_seconds: until the model can be used; layer files are there already.
+        load_seconds: of loading the model from existing layer files.
         first_token_seconds: median over the requests.
         token_seconds: mean of `step_seconds`.
-        step_bytes: read from the disk in each step, as the system counts it.
-        tokens: made, request by request.
+        step_bytes: read from the disk in each step, as the system counts.
+        tokens: of each request.
         follows: whether they are those of the texts.
-        hits, missed: experts that a step asked for and that were there, or were not.
-        missed_bytes: of the latter.
-        read_bytes: in those steps, as the profiler counts it.
-        slots: experts that the cache holds.
+        hits, missed: experts that steps needed, in the cache or not.
+        missed_bytes: of the missed ones.
+        read_bytes: in those steps, as the profiler counts.
+        slots: experts that the cache can hold.
         stage_seconds, wall_seconds: the profiler's, of those steps.
     """
 
@@ -78,17 +78,17 @@ class MoeRun(Run):
 
 
 def of_missed(runs: Sequence[MoeRun], case: Case) -> list[float]:
-    """Bytes that the process read from the disk, over those of the experts it missed."""
+    """Bytes that the process read from the disk, over those of the missed experts."""
     return [sum(run.step_bytes) / run.missed_bytes for run in good(runs, case.name) if run.missed_bytes]
 
 
 def our_case_for(case: Case) -> Case:
-    """The row of this project that a row is compared with, under the same cap."""
+    """The row of this project to compare with, under the same cap."""
     return Case("rabbitllm-2-4bit" if case.runner == "rabbitllm-2-4bit" else "rabbitllm-2", case.habits, case.share)
 
 
 def tabulate(runs: Sequence[MoeRun], cases: Sequence[Case], turns: int, experts: int) -> report.Table:
-    """A line a row; `experts` are those of all layers."""
+    """A line for each row; `experts` is the number in all layers."""
 
     def cached(of: Callable[[MoeRun], float], digits: int) -> Callable[[Case, Sequence[MoeRun]], str]:
         column = report.each(of, digits, 0.01)
@@ -110,13 +110,13 @@ def tabulate(runs: Sequence[MoeRun], cases: Sequence[Case], turns: int, experts:
 
 
 def notes_on(runs: Sequence[MoeRun], cases: Sequence[Case]) -> list[str]:
-    """What the columns mean, where the time goes, errors, and the goals."""
+    """The meaning of the columns, the stages, errors, and the goals."""
     notes = [
-        "s/token: mean over the steps of a turn, first tokens left out. x ours: beside this project's row with the "
+        "s/token: mean over the steps of a turn, without first tokens. x ours: beside this project's row with the "
         "same texts under the same cap in the same turn.",
         "of missed experts': bytes read from the disk over the bytes of the experts that were not in the cache.",
-        "hits: of the experts that steps asked for.",
-        "text right: whether what was generated is the text that the prompt is from.",
+        "hits: of the experts that steps needed.",
+        "text right: whether the answer continues the text of the prompt.",
         report.MEMORY_NOTE,
         *versions(runs),
         *failures(runs),
@@ -135,7 +135,7 @@ def notes_on(runs: Sequence[MoeRun], cases: Sequence[Case]) -> list[str]:
 
 
 def _time_of(runs: Sequence[MoeRun], case: Case) -> list[str]:
-    """A line on where the seconds of a step went, as the profiler says, in the median turn."""
+    """A line with the profiler's stages of a step, in the median turn."""
     found = sorted(good(runs, case.name), key=lambda run: run.token_seconds)
     if not found or not found[len(found) // 2].stage_seconds:
         return []
@@ -147,7 +147,7 @@ def _time_of(runs: Sequence[MoeRun], case: Case) -> list[str]:
 
 
 def picture(title: str, runs: Sequence[MoeRun], cases: Sequence[Case]) -> pictures.Picture:
-    """A group a cap."""
+    """A group of bars for each cap."""
     seconds = {case: spread(run.token_seconds for run in good(runs, case.name)) for case in cases}
     rows = [(pictures.under_cap(c.share), f"{c.runner}, {c.habits}", seconds[c], c.is_ours) for c in cases]
     return pictures.bars(title, "seconds a token", rows)

@@ -1,10 +1,10 @@
-"""Texts and routers whose expert use is like that of a model that was trained. Draws numbers; knows no model.
+"""Random texts and routers that use experts like a trained model.
 
-A router's logits are the sum of parts, each normally distributed over the experts: what is always there (popular
-experts), the topic of the text, a theme that lasts for tens of tokens, the moment, which lasts for a few, and the word
-(drawn by Zipf's law). Every part is a block of a vector that a token carries, its meaning, and a router is a random
-matrix: so the same parts give other experts in each layer. The strengths were fitted to what was published of a model
-with 512 experts of which each token uses 10; tests/support/expert_use.py has it.
+A router's logits are the sum of parts, each normally distributed over the experts: a constant (popular experts), the
+topic of the text, a theme of tens of tokens, a moment of a few tokens, and the word (by Zipf's law). Every part is a
+block of a token's vector, its meaning, and a router is a random matrix, so each layer chooses other experts. The
+strengths were fitted to published figures of a model with 512 experts of which each token uses 10
+(tests/support/expert_use.py).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ DIMENSIONS: Mapping[str, int] = {"always": 1, "topic": 64, "theme": 64, "moment"
 
 @dataclass(frozen=True)
 class Habits:
-    """How strong each part of a router's logits is (standard deviation), and for how many tokens two of them last.
+    """Standard deviations of the parts of a router's logits, and the tokens that two of them last.
 
     Attributes:
-        noise: what else comes in, which nothing in the meaning explains (in a model: the context).
+        noise: a part that the meaning does not explain (in a model: the context).
     """
 
     always: float = 0.35
@@ -45,12 +45,12 @@ SKEWED = Habits(always=0.8, topic=1.0, theme=0.8, moment=1.5, word=0.7)
 
 
 def meanings(habits: Habits, topic: int, tokens: int, seed: int) -> Floats:
-    """[tokens, dimensions] of a text of one topic. Each block has a mean square of its strength's square in all.
+    """[tokens, dimensions] of a text; the squares of each block add up to the square of its strength, on average.
 
     Args:
         habits: strengths.
-        topic: which.
-        tokens: how long.
+        topic: its number.
+        tokens: length of the text.
         seed: of the text; topics and words have the same meaning for every seed.
     """
     random = np.random.default_rng((1, topic, seed))
@@ -69,7 +69,7 @@ def meanings(habits: Habits, topic: int, tokens: int, seed: int) -> Floats:
 
 
 def router(layer: int, experts: int) -> Floats:
-    """[experts, dimensions]: what a layer's router multiplies meanings by."""
+    """[experts, dimensions]: the matrix of a layer's router."""
     random = np.random.default_rng((2, layer, experts))
     return random.standard_normal((experts, sum(DIMENSIONS.values())), np.float32)
 

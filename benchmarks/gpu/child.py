@@ -1,4 +1,4 @@
-"""One step in a process of its own: its rows go into a file as they come, and so does the error that ends it.
+"""One step in a process of its own; each row is written to a file at once, and so is an error.
 
 python -m benchmarks.gpu.child JOB
 """
@@ -18,17 +18,12 @@ from typing import Any
 from rabbitllm.errors import MissingPackageError
 
 ERROR = "error of the step"
-"""The only key of the line that says why a step ended early."""
+"""The only key of the line with the error of a step."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a step runs.
-
-    Attributes:
-        work: folder for its files.
-        is_rehearsal: whether the device of the tests stands for the GPUs, and sizes are tiny.
-    """
+    """The place of a step: the folder of its files, and whether it runs on the device of the tests at tiny sizes."""
 
     work: Path
     is_rehearsal: bool
@@ -58,7 +53,7 @@ def main(job: dict[str, Any]) -> int:
 
 
 def _end_with_the_caller() -> None:
-    os.read(0, 1)  # not by sys.stdin, whose lock a thread may not hold at the end
+    os.read(0, 1)  # not sys.stdin, whose lock a thread may not hold at the end
     os._exit(1)
 
 

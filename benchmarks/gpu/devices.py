@@ -22,18 +22,18 @@ LINK_FIELDS = "driver_version,pcie.link.gen.current,pcie.link.width.current,pcie
 
 
 def sleep(device: torch.device, cycles: int) -> None:
-    """Have the current stream of a GPU do nothing for so many cycles of its clock."""
+    """Let the current stream of a GPU wait for so many cycles of its clock."""
     with torch.cuda.device(device):
         torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 
 class DelayedGpu(CudaDevice):
-    """A GPU.
+    """A GPU whose copies can be late and whose waits can be interrupted.
 
     Attributes:
-        cycles: of its clock that pass before each copy.
-        waits: how often the main thread waited for it.
-        interrupt_at: the number of the wait in which Ctrl-C comes.
+        cycles: of its clock before each copy.
+        waits: of the main thread for it.
+        interrupt_at: number of the wait in which Ctrl-C comes.
     """
 
     cycles = 0
@@ -41,7 +41,7 @@ class DelayedGpu(CudaDevice):
     interrupt_at: int | None = None
 
     def upload(self, host: torch.Tensor, device: torch.Tensor, after: Any) -> Any:
-        """Later than need be."""
+        """Copy late."""
         if self.cycles:
             with torch.cuda.stream(self._copies):
                 sleep(self.torch_device, self.cycles)
@@ -65,14 +65,14 @@ class DelayedGpu(CudaDevice):
 
 
 def gpus(place: Place) -> list[Any]:
-    """Every GPU; two of the tests' in a rehearsal."""
+    """All GPUs; in a rehearsal two devices of the tests."""
     if place.is_rehearsal:
         return [_tests().FakeGpu(index, capacity=REHEARSED_BYTES) for index in range(2)]
     return [DelayedGpu(index) for index in range(torch.cuda.device_count())]
 
 
 def watched(place: Place) -> contextlib.AbstractContextManager[Any]:
-    """In which the tests' GPUs look at every operation, and count memory."""
+    """A context in which the devices of the tests check every operation and count memory."""
     made: contextlib.AbstractContextManager[Any] = (
         _tests().watched() if place.is_rehearsal else contextlib.nullcontext()
     )
@@ -84,12 +84,12 @@ def _tests() -> Any:
 
 
 def is_cuda(gpu: Any) -> bool:
-    """Whether it is no GPU of the tests."""
+    """Whether it is not a device of the tests."""
     return isinstance(gpu, CudaDevice)
 
 
 def forget_peak(gpu: Any) -> int:
-    """Begin to look for a peak; return the bytes of tensors now."""
+    """Start a new peak; return the present bytes of tensors."""
     if is_cuda(gpu):
         gpu.empty_cache()
         torch.cuda.reset_peak_memory_stats(gpu.torch_device)
@@ -99,12 +99,12 @@ def forget_peak(gpu: Any) -> int:
 
 
 def peak(gpu: Any) -> int:
-    """The most bytes of tensors since."""
+    """The most bytes of tensors since `forget_peak`."""
     return int(torch.cuda.max_memory_allocated(gpu.torch_device) if is_cuda(gpu) else gpu.peak)
 
 
 def held(gpu: Any) -> int:
-    """The most bytes that the allocator had taken from the GPU since."""
+    """The most bytes that the allocator held since `forget_peak`."""
     return int(torch.cuda.max_memory_reserved(gpu.torch_device) if is_cuda(gpu) else gpu.peak)
 
 
@@ -123,7 +123,7 @@ def limit(gpu: Any, nbytes: int | None) -> None:
 
 
 def seconds_of(gpus: Sequence[Any], work: Callable[[], Any], turns: int = 5) -> float:
-    """The median of a few turns, after one that does not count."""
+    """The median of a few turns, after one to warm up."""
     taken = []
     for _ in range(turns + 1):
         for gpu in gpus:

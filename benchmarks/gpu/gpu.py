@@ -1,18 +1,17 @@
-"""The questions that only a GPU answers, in about ten minutes: kernels, copies, races, peaks, and how near the link is.
+"""Measurements on a GPU, in about ten minutes: kernels, copies, races, peaks of memory, and passes beside the link.
 
     python -m benchmarks gpu [--only STEP ...] [--out FOLDER] [--again] [--seconds 580] [--list]
     python -m benchmarks gpu --rehearse
 
-Each step runs in a process of its own, for at most its own time, so a crash costs that step alone; figures that came
-before it are kept. Results are in gpu.json as soon as a step is over, and gpu.md is made from that. The same command
-goes on where it stopped: a step that has a result is not repeated, unless `--again`. `--rehearse` takes the device of
-the tests for the GPUs, and tiny sizes, in one process of less than a minute; its figures mean nothing.
+Each step runs in a process of its own with a time limit, so a crash costs that step alone, and its earlier figures are
+kept. gpu.json has the results of each finished step, and gpu.md is made from it. The same command continues: it skips
+steps with a result, unless `--again`. `--rehearse` uses the device of the tests and tiny sizes, in one process of less
+than a minute; its figures mean nothing.
 
-Needed wheels: `pip install ".[dev]"` has all, but its torch must be built with CUDA, and bitsandbytes must have a
-library for the same CUDA. Steps use torch, transformers, accelerate, bitsandbytes (4bit, 8bit), gguf (GGUF), numba and
-greenlet (an estimate in "wide"). A step that lacks one says so, and the others run.
+`pip install ".[dev]"` installs all packages, but torch must be built with CUDA, and bitsandbytes needs a library for
+the same CUDA. A step without one of its packages fails with their names, and the others run.
 
-Without a GPU it says so, and the exit status is 1; so it is if a step failed or a check did not hold.
+The exit status is 1 without a GPU, if a step failed, or if a check did not hold.
 """
 
 from __future__ import annotations
@@ -33,23 +32,23 @@ from typing import Any
 
 from benchmarks.gpu import child
 from benchmarks.lib import command_line, report
-from benchmarks.lib.idle_process import REPOSITORY
 from benchmarks.lib.machine import describe_machine, versions_here
+from benchmarks.lib.process import REPOSITORY
 
 TOTAL_SECONDS = 580
 LEAST_SECONDS = 10
-"""With less left, no other step begins."""
+"""With less time left, no other step begins."""
 _LINES = 20
 """Of the log of a process that died."""
 OK = "ok"
-"""The column of a row that says whether a check held."""
+"""The column with the result of a check."""
 
 
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def what_is_missing(driver: Path = DRIVER) -> str | None:
-    """None where torch sees a GPU; else three lines: what was found, what is needed, what to do."""
+    """None where torch sees a GPU; else three lines: the finding, the need, the remedy."""
     import torch
 
     if torch.cuda.is_available():
@@ -77,12 +76,12 @@ def what_is_missing(driver: Path = DRIVER) -> str | None:
 
 @dataclass(frozen=True)
 class Step:
-    """One question.
+    """One step.
 
     Attributes:
         name: on the command line.
-        title: of its part of the page.
-        seconds: after which its process is ended.
+        title: on the page.
+        seconds: after which its process is killed.
         function: "module:name"; it takes a `Place` and yields rows.
     """
 
@@ -109,13 +108,13 @@ def run_step(step: Step, folder: Path, is_rehearsal: bool, seconds: float) -> di
     """Run a step in a process of its own; in a rehearsal in this one, since imports would take most of the time.
 
     Args:
-        step: which.
-        folder: for its log and its rows; its other files are in a folder there, which is removed at the end.
+        step: to run.
+        folder: of its log and rows, and of a folder with its other files, which is removed at the end.
         is_rehearsal: on the device of the tests.
-        seconds: after which its process and those that it started are killed.
+        seconds: after which its process and its children are killed.
 
     Returns:
-        Its `rows`, its `seconds`, and its `error` or None; `is_over` tells whether it ended by itself.
+        Its `rows`, `seconds`, and `error` or None; `is_over` if it ended by itself.
     """
     work = folder / step.name
     work.mkdir(parents=True, exist_ok=True)
@@ -154,7 +153,7 @@ def _in_a_process(job: Mapping[str, Any], work: Path, log: Path, seconds: float)
     with log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.gpu.child", json.dumps(job)],
-            stdin=subprocess.PIPE,  # if this process dies, the pipe ends, and with it the other process
+            stdin=subprocess.PIPE,  # if this process dies, the pipe ends, and so does the child
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"},
@@ -186,7 +185,7 @@ def _cell(value: Any) -> str:
 
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> list[report.Table]:
-    """A table for each set of columns, in the order in which they came."""
+    """A table for each set of columns, in their order."""
     groups: dict[tuple[str, ...], list[Sequence[str]]] = {}
     for row in rows:
         groups.setdefault(tuple(row), []).append([_cell(value) for value in row.values()])
@@ -227,7 +226,7 @@ def run(steps: Sequence[Step], base: Path, *, is_rehearsal: bool, again: bool, s
         seconds: for all together; a step that they cut short has no result, and is run by the next call.
 
     Returns:
-        What is in the JSON.
+        The content of the JSON.
     """
     base.parent.mkdir(parents=True, exist_ok=True)
     path, end = base.with_suffix(".json"), time.perf_counter() + seconds

@@ -56,14 +56,14 @@ def kernels(place: Place) -> Iterator[Row]:
     values[0] = 0
     yield from _quantized(gpu, values.bfloat16())
     yield from _dequantized(gpu, values.bfloat16())
-    for what, shape in {"small": (64, 512)}.items() if place.is_rehearsal else WIDE.items():
+    for name, shape in {"small": (64, 512)}.items() if place.is_rehearsal else WIDE.items():
         for dtype in (torch.float16, torch.bfloat16)[: 1 + gpu.has_bf16]:
-            yield from _products(gpu, what, shape, dtype)
+            yield from _products(gpu, name, shape, dtype)
 
 
 def _quantized(gpu: Any, values: torch.Tensor) -> Iterator[Row]:
-    """Splits quantize on the CPU, so what differs is not wrong; the first row is of zeros, which bitsandbytes' kernel
-    for CUDA divides by zero."""
+    """Splits quantize on the CPU, so differences are no errors; bitsandbytes' CUDA kernel divides by the zeros of the
+    first row."""
     from rabbitllm.quant.quantize import quantize_blocks
 
     for scheme in ("4bit", "8bit"):
@@ -81,10 +81,10 @@ def _dequantized(gpu: Any, values: torch.Tensor) -> Iterator[Row]:
     from rabbitllm.quant.quantize import dequantize, expand_scales, quantize_blocks
     from rabbitllm.quant.schemes import Quantized, code_values
 
-    def compared(what: str, dtype: torch.dtype, sides: list[torch.Tensor]) -> Row:
+    def compared(form: str, dtype: torch.dtype, sides: list[torch.Tensor]) -> Row:
         expected, found = (one.cpu().float() for one in sides)
         count, most = int((expected != found).sum()), float((expected - found).abs().max())
-        named = {"dequantized": what, "to": str(dtype).removeprefix("torch.")}
+        named = {"dequantized": form, "to": str(dtype).removeprefix("torch.")}
         return named | {"elements": found.numel(), "differ": count, "by at most": most, "ok": not count}
 
     generator, places = torch.Generator().manual_seed(0), (torch.device("cpu"), gpu.torch_device)
@@ -106,8 +106,8 @@ def _dequantized(gpu: Any, values: torch.Tensor) -> Iterator[Row]:
             yield compared(scheme, dtype, sides)
 
 
-def _products(gpu: Any, what: str, shape: tuple[int, int], dtype: torch.dtype) -> Iterator[Row]:
-    """Errors from float64, by the norm; inputs and weights of one sign show sums in 16 bits."""
+def _products(gpu: Any, name: str, shape: tuple[int, int], dtype: torch.dtype) -> Iterator[Row]:
+    """Relative errors from float64, by the norm; inputs and weights of one sign show sums in 16 bits."""
     from rabbitllm.quant.products import FusedMatrix
     from rabbitllm.quant.schemes import NF4_BLOCK, Quantized, code_values
 
@@ -126,11 +126,11 @@ def _products(gpu: Any, what: str, shape: tuple[int, int], dtype: torch.dtype) -
             "dequantized": partial(_by_torch, matrix),
         }
         for count in INPUTS:
-            row: Row = {"product": what, "dtype": form.dtype, "signs": signs, "inputs": count}
-            for name, linear in ways.items():
+            row: Row = {"product": name, "dtype": form.dtype, "signs": signs, "inputs": count}
+            for way, linear in ways.items():
                 error = float((linear(x[:count], None).double() - expected[:count]).norm())
-                row[f"{name}: error"] = error / float(expected[:count].norm())
-                row[f"{name}: ms"] = 1e3 * devices.seconds_of([gpu], partial(linear, x[:count], None))
+                row[f"{way}: error"] = error / float(expected[:count].norm())
+                row[f"{way}: ms"] = 1e3 * devices.seconds_of([gpu], partial(linear, x[:count], None))
             limit = max(8 * torch.finfo(dtype).eps, 2 * row["dequantized: error"])
             yield row | {"ok": row["fused: error"] <= limit}
 
@@ -140,11 +140,11 @@ def _by_torch(matrix: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.
 
 
 BLOCK_BYTES, MOST_BLOCKS = 494 * MIB, 43
-"""A layer of Qwen2.5-72B at 4bit, and how many of them a Kaggle machine can hold."""
+"""Bytes of a layer of Qwen2.5-72B at 4bit, and the number of them that a Kaggle machine can hold."""
 
 
 def pinned(place: Place) -> Iterator[Row]:
-    """Blocks until a limit or a refusal, copies from all of them, and a child process meanwhile."""
+    """Pin blocks up to a limit or a refusal, copy from all of them, and fork a process meanwhile."""
     found, block, most = devices.gpus(place), BLOCK_BYTES, min(MOST_BLOCKS, int(available_ram() * 0.7) // BLOCK_BYTES)
     if place.is_rehearsal:
         block, most, found[0].lockable = MIB, 8, 5 * MIB
@@ -168,7 +168,7 @@ def pinned(place: Place) -> Iterator[Row]:
 
 
 def _forked(nbytes: int) -> Row:
-    """A child that is really forked, as by a notebook's `!command`; pinned pages must not be copied for it."""
+    """A forked child, as of a notebook's `!command`; pinned pages must not be copied for it."""
     reading, writing = os.pipe()
     before, begun = available_ram(), time.perf_counter()
     subprocess.run(["true"], check=True, preexec_fn=lambda: os.write(writing, str(available_ram()).encode()))
@@ -180,7 +180,7 @@ def _forked(nbytes: int) -> Row:
 
 
 def attention(place: Place) -> Iterator[Row]:
-    """torch's kernels, with grouped keys and with repeated ones: which take them, in how much memory."""
+    """Memory and time of torch's kernels, with grouped keys and with repeated ones."""
     gpu = devices.gpus(place)[0]
     heads, groups, tokens, width = (4, 2, 64, 16) if place.is_rehearsal else (64, 8, 2048, 128)
     backends = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH")
@@ -206,6 +206,6 @@ def attention(place: Place) -> Iterator[Row]:
                     work()
                     row["MiB"] = (devices.peak(gpu) - before) / MIB
                     row["ms"] = 1e3 * devices.seconds_of([gpu], work)
-                except RuntimeError:  # which says so in warnings, in the log
+                except RuntimeError:  # the log has its warnings
                     row |= {"MiB": "refused", "ms": None}
             yield row

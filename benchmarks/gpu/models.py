@@ -35,9 +35,9 @@ from rabbitllm.models.gguf_output import convert_to_gguf
 MIB, GIB = 1 << 20, 1 << 30
 ALL = 1 << 40
 MAX_MARGIN = 256 << 20
-"""Of a cap, for activations and the KV cache of 24 tokens; an eighth of it, if that is less."""
+"""Of a cap, for activations and the KV cache of 24 tokens; at most an eighth of it."""
 COPIED_BYTES = 256 << 20
-"""From which the link's rate is measured."""
+"""In each copy that measures the link's rate."""
 Row = dict[str, Any]
 
 
@@ -48,7 +48,7 @@ def _split(source: Path, target: Path, compression: str | None = "4bit") -> Path
 
 
 def _load(folder: Path, gpus: Sequence[Any], budget: int, host: int, **options: Any) -> Any:
-    """With so many bytes for weights on all of these together, and of pinned memory."""
+    """A model with `budget` bytes for weights on all GPUs together, and `host` bytes of pinned memory."""
     limits = {gpu.name: budget // len(gpus) for gpu in gpus} | {"cpu": host}
     return load_model(folder, RunOptions(max_memory=limits, show_progress=False, **options), None, gpus)
 
@@ -66,12 +66,12 @@ def _ids(model: Any, tokens: int = 24, sequences: int = 1) -> torch.Tensor:
 FAMILIES = ("llama", "qwen3_moe", "gpt_oss", "qwen3_next")
 PASSES = 50
 CYCLES = 2_000_000
-"""Of a GPU's clock, a millisecond or so: longer than a small layer computes, or is copied."""
+"""Of a GPU's clock, about a millisecond: more than computing or copying a small layer takes."""
 NEAR = 2e-2
 
 
 def races(place: Place) -> Iterator[Row]:
-    """Small models at 4bit: equal logits wherever weights are and whatever is late; near those of the CPU otherwise."""
+    """Small models at 4bit: equal logits with `exact` in every place and with late copies; else near the CPU's."""
     build: Any = importlib.import_module("tests.support.builders").build_checkpoint
     sources = {"demo": Path(rabbitllm.__file__).parent / "demo" / "model"}
     for family in FAMILIES[:1] if place.is_rehearsal else FAMILIES:
@@ -121,7 +121,7 @@ def _late(name: str, folder: Path, gpus: Sequence[Any], passes: int) -> Iterator
 
 
 def _beside_the_cpu(name: str, folder: Path, gpu: Any) -> Iterator[Row]:
-    """Without `exact`, from the CPU's exact logits in float32, by the norm."""
+    """Relative errors without `exact` from the CPU's exact logits in float32, by the norm."""
     plain = _load(folder, [CpuDevice()], ALL, ALL, exact=True, dtype="float32")
     expected = plain(_ids(plain)).logits
     for dtype, near in (("float32", NEAR), ("bfloat16", None)):
@@ -131,7 +131,7 @@ def _beside_the_cpu(name: str, folder: Path, gpu: Any) -> Iterator[Row]:
 
 
 def _interrupted(name: str, folder: Path, gpu: Any) -> Row:
-    """Ctrl-C in every wait for the GPU, as often as there are buffers."""
+    """Ctrl-C in every wait for the GPU, once for each buffer."""
     model = _load(folder, [gpu], 0, 0, exact=True, profiling=True)
     ids = _ids(model)
     expected, before = model(ids).logits, gpu.waits
@@ -207,7 +207,7 @@ T4_BYTES = 14 * GIB
 
 
 def wide(place: Place) -> Iterator[Row]:
-    """Peaks of passes in a T4's memory; and that a pass works after one for which there was too little."""
+    """Peaks of passes in a T4's memory, and a pass after one with too little memory."""
     shape = MODELS["tiny" if place.is_rehearsal else "qwen2.5-72b"]
     endless = {**shape.config, "bos_token_id": None, "eos_token_id": None}
     model = replace(shape, config=endless, generation_config={"do_sample": False})
@@ -222,7 +222,7 @@ def wide(place: Place) -> Iterator[Row]:
 
 
 def _peaks(model: Any, gpu: Any, most: int, long: int) -> Iterator[Row]:
-    """Of passes of one sequence, of several, of a long prompt; and again in half the memory that the last one takes."""
+    """Of passes of one sequence, of several, of a long prompt; and again in half the memory of the last one."""
     cost, weights = _cost(model), devices.forget_peak(gpu)
     last, found = f"a prompt of {long}", dict[str, torch.Tensor]()
     generate = partial(model.generate, max_new_tokens=4, do_sample=False)
@@ -253,7 +253,7 @@ def _peaks(model: Any, gpu: Any, most: int, long: int) -> Iterator[Row]:
 
 
 def _cost(model: Any) -> Any:
-    """The estimate of a pass; None without the package greenlet, which no other step needs."""
+    """The estimate of a pass; None without the package greenlet, an option of this step."""
     with contextlib.suppress(ModuleNotFoundError):
         memory = importlib.import_module("rabbitllm.generation.memory")
         return memory.cost_of_a_pass(model.config.get_text_config(), model.dtype.itemsize)
@@ -286,14 +286,14 @@ def pace(place: Place) -> Iterator[Row]:
 
 FORMS = ("none", "8bit", "auto", "GGUF", "experts")
 AUTO_SHARE = 0.45
-"""Of a checkpoint, for layer files at "auto"."""
+"""Of a checkpoint: the size of layer files at "auto"."""
 EXPERTS = 64
 """Of a layer; the model has 512."""
 TOKENS = 6
 
 
 def forms(place: Place) -> Iterator[Row]:
-    """Seconds to load and of a token, and whether tokens are equal wherever the weights are."""
+    """Seconds of loading and of a token, and equal tokens in every place of the weights."""
     part = sized_model.model_of(0.004 if place.is_rehearsal else 1, tiny=place.is_rehearsal)
     sized_model.write(part, place.work / "dense")
     gpu = devices.gpus(place)[0]
@@ -318,12 +318,12 @@ def forms(place: Place) -> Iterator[Row]:
 
 
 def _in_form(form: str, place: Place, nbytes: int) -> Path:
-    """A split directory, made from the dense model or from one of experts."""
+    """A split directory of the dense model or of one with experts."""
     source, given = place.work / "dense", dict[str, Any](compression=None if form in ("none", "GGUF") else form)
     if form == "auto":
         given["max_disk"] = int(nbytes * AUTO_SHARE)
     elif form == "GGUF":
-        bare = place.work / "without-a-tokenizer"  # that of the model is none that a GGUF file can have
+        bare = place.work / "without-a-tokenizer"  # a GGUF file cannot have this model's
         shutil.copytree(source, bare, ignore=shutil.ignore_patterns("tokenizer*", "*.safetensors"))
         for shard in source.glob("*.safetensors"):
             (bare / shard.name).hardlink_to(shard)

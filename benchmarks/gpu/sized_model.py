@@ -1,6 +1,6 @@
-"""A Qwen2 of as many layers as a size allows, written without being made.
+"""Writes a Qwen2 with as many layers as a size allows, without holding it in memory.
 
-Layers have the shapes of a model of 7 billion weights. Weights are `generated`'s, normally distributed; norms are one.
+Layers have the shapes of a model of 7 billion weights; weights are normally distributed, norms are one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ONE = 0x3F80
 _SHAPE: Config = {
     **models.QWEN2_5_72B,
     "bos_token_id": None,
-    "eos_token_id": None,  # so that a generation always has the wanted length
+    "eos_token_id": None,  # every generation has the asked length
     "hidden_size": 4096,
     "intermediate_size": 11008,
     "max_position_embeddings": 4096,

@@ -1,11 +1,10 @@
-"""Clients of one server, all in this process: so many at once, each sends its next request when one is answered.
+"""Clients of one server, all in this process; each sends its next request once the last one is answered.
 
     python -P -m benchmarks.lib.clients < job.json
 
-The job: `url` of a route of OpenAI's form that streams, `bodies` of the requests, how many `at_once`, the `seconds`
-after which clients hang up, and the `cores` to run on. One JSON object comes out: `answers`, as
-`server_process.Answer` has them, and `seconds`. Knows no server in particular: text is what is in `choices`, tokens are
-what `usage` says.
+The job: `url` of a streaming route in OpenAI's form, `bodies` of the requests, the number of clients `at_once`, the
+`seconds` after which they disconnect, and the `cores` to run on. The output is one JSON object: `answers` (see
+`server_process.Answer`) and `seconds`.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ async def ask(client: httpx.AsyncClient, url: str, body: dict[str, Any], noted: 
 async def one_client(
     client: httpx.AsyncClient, url: str, bodies: Iterator[dict[str, Any]], answers: list[dict[str, Any]], start: float
 ) -> None:
-    """Takes the next body whenever it has an answer."""
+    """Send the next body after each answer."""
     for body in bodies:
         noted = _note(time.perf_counter() - start)
         answers.append(noted)
@@ -68,7 +67,7 @@ async def one_client(
 
 
 async def level(url: str, bodies: list[dict[str, Any]], at_once: int, seconds: float) -> dict[str, Any]:
-    """All bodies, so many at once, until the last answer or the limit."""
+    """Send all bodies, until the last answer or the time limit."""
     answers: list[dict[str, Any]] = []
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(timeout=None, limits=limits, trust_env=False) as client:
@@ -85,7 +84,7 @@ async def level(url: str, bodies: list[dict[str, Any]], at_once: int, seconds: f
 
 
 def main() -> None:
-    """Read the job, carry it out, write what was noted."""
+    """Read the job, run it, write the answers."""
     job = json.load(sys.stdin)
     os.sched_setaffinity(0, job["cores"])
     made = asyncio.run(level(job["url"], job["bodies"], job["at_once"], job["seconds"]))

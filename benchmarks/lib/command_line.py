@@ -1,4 +1,4 @@
-"""What both benchmarks take on the command line, and what they refuse."""
+"""The options that benchmarks share, and the checks of them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from benchmarks.lib.checkpoint import SCALES
 _BENCHMARKS = Path(__file__).resolve().parent.parent
 WORK, RESULTS = _BENCHMARKS / "work", _BENCHMARKS / "results"
 SMALLEST = "RABBITLLM_BENCHMARK_SMALLEST"
-"""Variable of the environment that is set at the smallest size, for every process of a benchmark."""
+"""Environment variable of every process of a benchmark at the smallest size."""
 NEEDED_BYTES: Mapping[str, int] = {"full": 10 * 1000**3, "medium": 2 * 1000**3, "tiny": 100 * 1000**2}
-"""For checkpoints and splits; environments come on top."""
+"""For checkpoints and splits, without environments."""
 
 
 def parser(description: str | None, turns: int, rows: Sequence[str]) -> argparse.ArgumentParser:
-    """The arguments that both have."""
+    """The options of a benchmark of rows."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--turns", type=int, default=turns, help="how often each row is run (default: %(default)s)")
     made.add_argument("--only", nargs="+", choices=rows, default=rows, metavar="ROW", help=f"of {', '.join(rows)}")
@@ -36,27 +36,26 @@ def parser(description: str | None, turns: int, rows: Sequence[str]) -> argparse
 
 
 def parsed(made: argparse.ArgumentParser, arguments: Sequence[str] | None, **smallest: Any) -> argparse.Namespace:
-    """Parse a command line that may also say `--smallest`: the size of every benchmark that only shows that it runs.
+    """Parse a command line, with `--smallest`: the size that shows that a benchmark runs.
 
-    It is to take at most 20 s of processor time, most of which goes into imports: then layer files are made in the
-    process of the benchmark itself, and workers import fewer libraries beforehand.
+    That size has 20 s of processor time, most of it for imports: the benchmark itself makes layer files, and workers
+    import fewer libraries beforehand.
 
     Args:
         made: the parser, without `--smallest`.
         arguments: None for those of the process.
-        smallest: at that size, options and their values, which replace what the command line says; of `only`, rows that
-            the command line does not name stay left out. One turn, the scale "tiny" and a work folder that is deleted
-            at the end need not be named.
+        smallest: options at that size, beside one turn, the scale "tiny" and a temporary work folder; they replace
+            those of the command line, except rows of `only` that it leaves out.
     """
     made.add_argument("--smallest", action="store_true", help="show that it runs: within seconds, writes nothing")
     options = made.parse_args(arguments)
     if not options.smallest:
         return options
-    print("Smallest size: the figures mean nothing, and what is written is deleted at the end.", flush=True)
+    print("Smallest size: the figures mean nothing, and all files are deleted at the end.", flush=True)
     work = Path(tempfile.mkdtemp(prefix="rabbitllm-benchmark-"))
     atexit.register(shutil.rmtree, work, ignore_errors=True)
     os.environ[SMALLEST] = "1"
-    os.environ["OMP_NUM_THREADS"] = "1"  # of matrices as small as these several threads only wait for each other
+    os.environ["OMP_NUM_THREADS"] = "1"  # with such small matrices, threads only wait for each other
     given = vars(options)
     folders = {"work_dir": work, "work": work / "work", "results": work / "figures"}
     values = {"turns": 1, "scale": "tiny", **folders, **smallest}
@@ -69,12 +68,15 @@ def parsed(made: argparse.ArgumentParser, arguments: Sequence[str] | None, **sma
 
 
 def settle(options: argparse.Namespace, name: str, needed_bytes: Mapping[str, int] = NEEDED_BYTES) -> None:
-    """Make the work folder, choose the results file, and refuse what cannot work.
+    """Check options, make the work folder, and choose the results file.
 
     Args:
-        options: what `parser` made of the command line.
+        options: of `parser`.
         name: of the benchmark.
         needed_bytes: on the disk, by scale.
+
+    Raises:
+        SystemExit: the benchmark cannot run.
     """
     if sys.platform != "linux":
         raise SystemExit("The benchmarks need Linux: /proc, posix_fadvise and the cp of GNU coreutils.")
@@ -91,12 +93,12 @@ def settle(options: argparse.Namespace, name: str, needed_bytes: Mapping[str, in
 
 
 def check_tokens(options: argparse.Namespace) -> None:
-    """Refuse to generate so few tokens that there is no step after the first one."""
+    """Refuse a generation without a step after the first one."""
     if options.tokens < 2:
         raise SystemExit("--tokens must be at least 2: the first one is counted apart.")
 
 
 def turns(options: argparse.Namespace) -> str:
-    """What a title ends with: how many, and whether the figures are to be believed."""
+    """The end of a title: the number of turns, and a warning at a trial scale."""
     trial = "" if options.scale == "full" else f" (scale {options.scale}: a trial, the figures mean nothing)"
     return f"{options.turns} turns{trial}"

@@ -1,11 +1,9 @@
-"""Weights that are not stored: any range of a checkpoint of any size, from one prepared block, and the shards' digests.
+"""Weights made on demand: any range of a checkpoint of any size, by repeating one block; and the shards' digests.
 
-The bytes of all tensors of a checkpoint, one after another, are the block over and over. Its length is no multiple of
-any power of two but 2 (it has a prime number of elements), so that equal places of two tensors, or of two chunks of
-one, hold different bytes: a run that was put into the wrong place shows.
+The block has a prime number of elements, so that equal places of two tensors, or of two chunks of one, hold different
+bytes: a misplaced run shows.
 
-A shard's SHA-256 has to be worked out over all of it, since each shard begins otherwise. That is done once: the digests
-are kept in a file, by everything that they depend on, and the shards that two scales share are hashed for one of them.
+The SHA-256 of a shard is computed once and kept in a file, under a key of all that it depends on. Scales share shards.
 """
 
 from __future__ import annotations
@@ -37,22 +35,22 @@ PIECE_BYTES = 1 << 20
 DIGESTS_FORMAT = 1
 _DRAWN_AT_ONCE = 1 << 20
 _SAID_BYTES = 1000**3
-"""Hashing more is said, since it takes a while."""
+"""Hashing more than this is announced."""
 
 
 class Content:
-    """The block, of weights of one standard deviation, and what is made of it."""
+    """A block of normally distributed weights, repeated."""
 
     def __init__(self, scale: np.float32 = SCALE) -> None:
         self.block = _normal_bfloat16(BLOCK_ELEMENTS, scale).data.cast("B").toreadonly()
 
     @cached_property
     def mark(self) -> str:
-        """What tells this block from any other."""
+        """Identifies this block."""
         return hashlib.sha256(self.block).hexdigest()
 
     def pieces(self, position: int, nbytes: int, most: int = PIECE_BYTES) -> Iterator[memoryview]:
-        """The bytes from `position` among those of all tensors, as views of at most `most` bytes."""
+        """`nbytes` from `position` among the bytes of all tensors, as views of at most `most` bytes."""
         while nbytes > 0:
             at = position % len(self.block)
             piece = self.block[at : at + min(nbytes, most)]
@@ -90,13 +88,7 @@ def bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 
 @dataclass(frozen=True)
 class Digests:
-    """SHA-256 of every shard, by name, and what it took.
-
-    Attributes:
-        hashed: bytes that were not known before.
-        seconds: for them.
-        threads: with which.
-    """
+    """SHA-256 of every shard, by name; and the bytes hashed for it, with the seconds and threads."""
 
     of: dict[str, str]
     hashed: int
@@ -105,7 +97,7 @@ class Digests:
 
 
 def digests(checkpoint: Checkpoint, content: Content, known: Path, threads: int | None = None) -> Digests:
-    """The digests of all shards; those that are not in the file `known` are worked out and put there, one by one."""
+    """The digests of all shards; those missing from the file `known` are computed and added to it."""
     held: dict[str, str] = {}
     if known.exists() and (read := json.loads(known.read_text())).get("format") == DIGESTS_FORMAT:
         held = read["digests"]
@@ -134,13 +126,13 @@ def digests(checkpoint: Checkpoint, content: Content, known: Path, threads: int 
 
 
 def _key(shard: Shard, content: Content) -> str:
-    """Everything that a shard's bytes depend on, in short."""
+    """A digest of all that a shard's bytes depend on."""
     place = f"{content.mark} {shard.position % len(content.block)} {shard.size}\n"
     return hashlib.sha256(place.encode() + shard.header).hexdigest()
 
 
 def write_around(folder: Path, made: Checkpoint, vocab_size: int) -> None:
-    """Write what a checkpoint has besides its shards: configs, index and tokenizer."""
+    """Write the files of a checkpoint beside its shards: configs, index and tokenizer."""
     files = {
         "config.json": made.config,
         "generation_config.json": made.model.generation_config,

@@ -1,4 +1,4 @@
-"""Rows that generate one token after the other: what generates, what it is asked, and what is measured of it."""
+"""Rows that generate one token after the other: runners, the workload, and the figures."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ PROMPT_TOKENS = 16
 
 @dataclass(frozen=True)
 class Runner:
-    """What generates, and how.
+    """An implementation with its options.
 
     Attributes:
-        environment: what it runs in.
-        package: what is imported there.
-        loader: see `worker.py`; the type of the file for llama.cpp.
+        environment: of its process.
+        package: its Python package.
+        loader: see `worker.py`; for llama.cpp the type of the file.
         options: for its `AutoModel.from_pretrained`.
     """
 
@@ -37,14 +37,14 @@ class Runner:
 
     @property
     def files_name(self) -> str:
-        """Of what it loads beside the checkpoint; rows of one environment and compression share layer files."""
+        """Of its layer files or its one file; rows of one environment and compression share layer files."""
         if self.environment == LLAMA_CPP:
             return f"{self.loader}.gguf"
         return f"{self.environment.name}-{self.options.get('compression', 'none')}"
 
 
 def prepare_files(runner: Runner, checkpoint: Path, place: Path, work: Path, label: str) -> None:
-    """Make a runner's layer files, or its one file, at `place`, unless they are there or it loads the checkpoint.
+    """Make a runner's layer files or its one file at `place`, unless they exist or it loads the checkpoint.
 
     Raises:
         PeerError: it failed.
@@ -63,12 +63,12 @@ class StepsRun(Run):
     """One row of one turn; seconds.
 
     Attributes:
-        load_seconds: until the model can be used; layer files are there already.
+        load_seconds: of loading the model from existing layer files.
         first_token_seconds: from the call of `generate`.
-        token_seconds: median of `step_seconds`, which leave out the first token.
+        token_seconds: median of `step_seconds`, which exclude the first token.
         step_bytes: read from the disk in those steps.
-        read_bytes, read_seconds: what this project's pass reads, and how long that takes when nothing computes.
-        placed: where the weights were, as far as the model tells.
+        read_bytes, read_seconds: of a pass of this project that only reads.
+        placed: the places of the weights, if the model has them.
     """
 
     load_seconds: float = 0.0
@@ -91,7 +91,7 @@ class StepsRun(Run):
 
 @dataclass(frozen=True)
 class Workload:
-    """What every row does: generate after a prompt, from a checkpoint or from files in a folder."""
+    """The job of every row: generate after a prompt, from a checkpoint or from files in a folder."""
 
     checkpoint: Path
     folder: Path
@@ -114,13 +114,13 @@ class Workload:
         limit_seconds: float | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Outcome:
-        """Carry out one row of one turn; the files are in no cache when it begins.
+        """Run one row of one turn; its files are out of the page cache when it begins.
 
         Args:
-            runner: what generates.
+            runner: of the row.
             work, label, cap_bytes, limit_seconds: see `run_worker`.
-            checkpoint: another one, for a runner that cannot read this one.
-            place: of the files that it loads beside it; by default those that `prepare_files` made.
+            checkpoint: instead of the workload's.
+            place: of the runner's files; by default those of `prepare`.
             options: in addition to the runner's.
 
         Raises:
@@ -144,10 +144,10 @@ class Workload:
 
 
 def prompt_for(scale: str, tokens: int = PROMPT_TOKENS) -> list[int]:
-    """So many tokens of a scale's vocabulary, the same each time."""
+    """Token ids of a scale's vocabulary, always the same."""
     return [(i * 37 + 11) % SCALES[scale].vocab_size for i in range(tokens)]
 
 
 def tokens_equal(runs: Sequence[StepsRun], row: str, reference: str) -> list[bool]:
-    """Whether a row made the tokens of another one, for every turn in which both ran."""
+    """Whether a row's tokens equal another's, for every turn in which both ran."""
     return equal_in_turn(runs, row, reference, lambda run: run.tokens)

@@ -1,8 +1,7 @@
 """llama.cpp: its file of a checkpoint, as `rabbitllm convert --to gguf` writes it, and its own programs.
 
-The programs are built from the source package of llama-cpp-python, for this processor, without web page, TLS and tests,
-since those would have to be fetched. That package's Python server answers one request after the other; llama.cpp's puts
-all of them into one batch.
+The programs are built for this processor from the source package of llama-cpp-python, without web page, TLS and tests,
+which need a download. llama.cpp's own server batches requests; that package's Python server does not.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from benchmarks.lib.idle_process import run_tool
 from benchmarks.lib.peers import LLAMA_SERVER, interpreter
+from benchmarks.lib.process import run_tool
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import CorruptVocabularyError
 from rabbitllm.models.gguf_output import convert_to_gguf
@@ -35,11 +34,11 @@ _OFF = (
 
 
 def built(work: Path, name: str) -> Path:
-    """A program of llama.cpp's, in a folder of its own, built unless an earlier run did.
+    """The path of a program of llama.cpp, which is built unless an earlier run did.
 
     Args:
-        work: for environments.
-        name: of the program, and of its target.
+        work: folder of environments.
+        name: of the program, and of its build target.
 
     Raises:
         PeerError: it cannot be built here.
@@ -74,8 +73,8 @@ def built(work: Path, name: str) -> Path:
 def write_file(checkpoint: Path, path: Path, kind: str) -> Path:
     """Write the file, and return its path.
 
-    llama.cpp loads no file without a vocabulary, and has no tokenizer like those of random models and of the bundled
-    one. They are only asked by token ids, so any vocabulary of the right size will do.
+    llama.cpp loads no file without a vocabulary, and lacks the tokenizers of random models and of the bundled one. All
+    requests are token ids, so such a file gets made-up words.
 
     Args:
         checkpoint: folder of safetensors.
@@ -97,7 +96,7 @@ def write_file(checkpoint: Path, path: Path, kind: str) -> Path:
 
 
 def _link(file: Path, link: Path) -> None:
-    """A hard link: links that lead out of a folder are refused."""
+    """A hard link, since this project refuses links that lead out of a folder."""
     try:
         link.hardlink_to(file)
     except OSError:  # on another disk

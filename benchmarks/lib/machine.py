@@ -1,4 +1,4 @@
-"""What results say of the machine and of the versions that they come from."""
+"""The machine and the versions that results name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _SETS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
-"""Instruction sets, as Linux names them, that change how fast products are."""
+"""Instruction sets, as Linux names them, that change the speed of products."""
 _PACKAGES = ("torch", "transformers", "numpy", "numba", "bitsandbytes", "safetensors", "huggingface_hub")
 
 
@@ -22,7 +22,7 @@ def describe_machine(work: Path) -> dict[str, Any]:
     return {
         "cpu": _field("/proc/cpuinfo", "model name"),
         "cores": len(os.sched_getaffinity(0)),
-        "instruction_sets": " ".join(name for name in _SETS if name in flags) or "none of those that matter",
+        "instruction_sets": " ".join(name for name in _SETS if name in flags) or "none of them",
         "ram_gib": round(int(_field("/proc/meminfo", "MemTotal").split()[0]) / 2**20, 1),
         "kernel": platform.release(),
         "file_system": said(["df", "--output=fstype", str(work)])[-1],

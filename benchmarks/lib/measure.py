@@ -1,12 +1,12 @@
-"""What is measured from outside a process: disk, memory, time, and the state of the page cache before it. Linux only.
+"""Disk, memory and time of a process, measured from outside, and control of the page cache. Linux only.
 
 A thread samples every 10 ms:
 
-* disk: the blocks allocated to the files below the given folders, each inode once. A file that was unlinked counts on
-  for as long as the process holds it open or mapped, since its blocks are not free before.
-* anonymous memory: RssAnon + RssShmem of the process, from /proc; what only maps a file is reported apart (RssFile).
+* disk: the blocks of the files below the given folders, each inode once. An unlinked file counts while the process
+  holds it open or mapped, since its blocks are not free before.
+* anonymous memory: RssAnon + RssShmem of the process, from /proc; pages of mapped files (RssFile) are separate.
 
-What is shorter than the interval can be missed; `Sampler.longest_gap` says how long that really was.
+A sampler can miss a peak that is shorter than `Sampler.longest_gap`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
 
 
 def files_below(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Regular files below a folder; those that vanish on the way are left out, links are not followed."""
+    """Regular files below a folder, without links and files that vanish meanwhile."""
     pending = [folder]
     while pending:
         try:
@@ -81,7 +81,7 @@ class DiskWatch:
         self._known: dict[tuple[int, int], int] = {}
 
     def allocated(self) -> int:
-        """Bytes allocated now, to files that have a name and to nameless ones that the process still holds."""
+        """Bytes allocated now, to files with a name and to unlinked ones that the process holds."""
         found = {
             (status.st_dev, status.st_ino): status.st_blocks * BLOCK_BYTES
             for folder in self.folders
@@ -113,7 +113,7 @@ def _held_inodes(pid: int) -> set[int]:
 
 @dataclass(frozen=True)
 class Memory:
-    """Resident bytes of a process: its own (anonymous and shared anonymous), and pages of files it maps."""
+    """Resident bytes of a process: anonymous (private and shared), and pages of mapped files."""
 
     anonymous: int
     file: int
@@ -134,17 +134,16 @@ def memory_of(pid: int) -> Memory | None:
 
 
 class Sampling:
-    """Takes a sample when its context opens, then again and again in a thread, and a last one when it closes.
+    """Takes samples from the opening to the closing of its context, in a thread.
 
     Attributes:
-        longest_gap: seconds between the two samples in the thread that were furthest apart.
+        longest_gap: seconds between two samples, the most.
+
+    Args:
+        interval: seconds from the end of one sample to the next.
     """
 
     def __init__(self, interval: float) -> None:
-        """
-        Args:
-            interval: seconds from the end of one sample to the next.
-        """
         self.longest_gap = 0.0
         self._interval = interval
         self._stop = threading.Event()
@@ -172,12 +171,12 @@ class Sampling:
 
 
 class Sampler(Sampling):
-    """Samples while its context is open. Every figure is in bytes; those called `idle` or `start` are of the opening.
+    """Samples of disk and memory, in bytes; `idle` and `start` are of the first sample.
 
     Attributes:
         disk_start, disk_peak, disk_end: allocated below the folders.
         anonymous_idle, anonymous_peak, file_peak: of the process; 0 without one.
-        samples: how many.
+        samples: their number.
     """
 
     def __init__(self, folders: Sequence[Path], pid: int | None = None) -> None:
@@ -211,7 +210,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def drop_cached(folder: Path) -> None:
-    """Make the next read of every file below a folder come from the disk; needs no privilege."""
+    """Drop every file below a folder from the page cache; this needs no privilege."""
     sync_tree(folder)
     for path, _ in files_below(folder):
         with path.open("rb") as file:
@@ -219,7 +218,7 @@ def drop_cached(folder: Path) -> None:
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """`cp` of a folder, every byte really copied; not synced."""
+    """Copy a folder with `cp`, every byte, without fsync."""
     command = ["cp", "-r", "--reflink=never", str(source), str(target)]
     made = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     if made.returncode:
@@ -227,7 +226,7 @@ def copy_files(source: Path, target: Path) -> None:
 
 
 def fresh_copy(source: Path, target: Path) -> None:
-    """A new copy of a folder, on the disk and not in the page cache."""
+    """Copy a folder anew, onto the disk and out of the page cache."""
     shutil.rmtree(target, ignore_errors=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     copy_files(source, target)
@@ -236,7 +235,7 @@ def fresh_copy(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def fresh_folder(path: Path, *, keep: bool = False) -> Iterator[Path]:
-    """Empty at the start and gone at the end, unless it is to be kept."""
+    """A folder that is empty at the start and removed at the end, unless `keep`."""
     if not keep:
         shutil.rmtree(path, ignore_errors=True)
     path.mkdir(exist_ok=True)

@@ -1,10 +1,17 @@
-"""The models that can be rehearsed, by the name on the command line: configs as published, and names of tensors."""
+"""The models of `split.kaggle`: configs as published, and the names and shapes of their tensors."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from benchmarks.lib.published import Config, Model, Tensor
+
+
+def _published(name: str) -> Config:
+    config: Config = json.loads((Path(__file__).parent / "configs" / f"{name}.json").read_text())
+    return config
 
 
 def qwen2(config: Config) -> Iterator[Tensor]:
@@ -29,32 +36,7 @@ def qwen2(config: Config) -> Iterator[Tensor]:
         yield Tensor("lm_head.weight", (vocabulary, hidden))
 
 
-QWEN2_5_72B: Config = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151643,
-    "hidden_act": "silu",
-    "hidden_size": 8192,
-    "initializer_range": 0.02,
-    "intermediate_size": 29568,
-    "max_position_embeddings": 131072,
-    "max_window_layers": 80,
-    "model_type": "qwen2",
-    "num_attention_heads": 64,
-    "num_hidden_layers": 80,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 1000000.0,
-    "sliding_window": 131072,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.40.1",
-    "use_cache": True,
-    "use_mrope": False,
-    "use_sliding_window": False,
-    "vocab_size": 152064,
-}
+QWEN2_5_72B = _published("qwen2.5-72b")
 """https://huggingface.co/Qwen/Qwen2.5-72B/blob/main/config.json"""
 TINY_QWEN2: Config = {
     **QWEN2_5_72B,
@@ -72,9 +54,9 @@ TINY_QWEN2: Config = {
 def qwen3_next(config: Config) -> Iterator[Tensor]:
     """Names and shapes as transformers' `Qwen3NextForCausalLM` saves them.
 
-    Their order is derived, not published: with the experts last in each layer the first shard has its published size
-    (3,999,619,288 bytes), and so have all together (159,358,031,480) and the index (6,759,619). Which shard a tensor is
-    in may still differ: the digest of the published index does.
+    Their order is derived: with the experts last in each layer, the first shard (3,999,619,288 bytes), all shards
+    (159,358,031,480) and the index (6,759,619) have their published sizes. Another tensor may still be in another
+    shard: the digest of the index differs from the published one.
     """
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     yield Tensor("model.embed_tokens.weight", (vocabulary, hidden))
@@ -95,7 +77,7 @@ def qwen3_next(config: Config) -> Iterator[Tensor]:
 
 
 def _full_attention(layer: str, config: Config) -> Iterator[Tensor]:
-    """Grouped queries; `q_proj` has a gate for every element of the output in addition to the queries."""
+    """Grouped queries; `q_proj` also has a gate for every element of the output."""
     hidden, head = config["hidden_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     for which, rows in {"q": 2 * queries, "k": keys, "v": keys}.items():
@@ -126,60 +108,8 @@ def _expert(name: str, hidden: int, inner: int) -> Iterator[Tensor]:
     yield Tensor(f"{name}.down_proj.weight", (hidden, inner))
 
 
-QWEN3_CODER_NEXT: Config = {
-    "architectures": ["Qwen3NextForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0,
-    "bos_token_id": 151643,
-    "decoder_sparse_step": 1,
-    "eos_token_id": 151645,
-    "full_attention_interval": 4,
-    "head_dim": 256,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "initializer_range": 0.02,
-    "intermediate_size": 5120,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_value_head_dim": 128,
-    "max_position_embeddings": 262144,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_next",
-    "moe_intermediate_size": 512,
-    "norm_topk_prob": True,
-    "num_attention_heads": 16,
-    "num_experts": 512,
-    "num_experts_per_tok": 10,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 2,
-    "output_router_logits": False,
-    "partial_rotary_factor": 0.25,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 5000000,
-    "router_aux_loss_coef": 0.001,
-    "shared_expert_intermediate_size": 512,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.57.0.dev0",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+QWEN3_CODER_NEXT = _published("qwen3-coder-next")
 """https://huggingface.co/Qwen/Qwen3-Coder-Next/blob/main/config.json, byte for byte once it is encoded."""
-QWEN3_CODER_NEXT_GENERATION: Config = {
-    "bos_token_id": 151643,
-    "do_sample": True,
-    "eos_token_id": [151645, 151643],
-    "pad_token_id": 151643,
-    "temperature": 1.0,
-    "top_k": 40,
-    "top_p": 0.95,
-    "transformers_version": "4.57.3",
-}
-"""generation_config.json of the same repository."""
 TINY_QWEN3_NEXT: Config = {
     **QWEN3_CODER_NEXT,
     "bos_token_id": 0,
@@ -200,7 +130,7 @@ TINY_QWEN3_NEXT: Config = {
 }
 
 SHARD_BYTES = 4 * 1000**3
-"""As both published checkpoints are packed."""
+"""Of both published checkpoints."""
 
 MODELS: Mapping[str, Model] = {
     "qwen2.5-72b": Model(
@@ -216,10 +146,10 @@ MODELS: Mapping[str, Model] = {
         "Qwen3-Coder-Next",
         "generated/Qwen3-Coder-Next",
         QWEN3_CODER_NEXT,
-        QWEN3_CODER_NEXT_GENERATION,
+        _published("qwen3-coder-next-generation"),
         qwen3_next,
         shard_bytes=SHARD_BYTES,
-        max_disk=48 << 30,  # its layer files are 4 GB larger, and so the next shard can be fetched here too
+        max_disk=48 << 30,  # its layer files are 4 GB larger; the next shard can be fetched within this, too
     ),
     "tiny": Model(
         "a tiny model",
@@ -240,4 +170,4 @@ MODELS: Mapping[str, Model] = {
         max_disk=5 << 20,
     ),
 }
-"""The tiny ones try the machinery out, and their figures mean nothing."""
+"""The tiny ones are for trials; their figures mean nothing."""

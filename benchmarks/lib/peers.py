@@ -1,4 +1,4 @@
-"""The peers: an environment of its own for each, made when first needed, and a process that works in it."""
+"""The peers: a virtual environment for each, made when first needed, and processes that run jobs in it."""
 
 from __future__ import annotations
 
@@ -13,30 +13,29 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.command_line import SMALLEST
-from benchmarks.lib.control_group import control_group
-from benchmarks.lib.idle_process import REPOSITORY, Cap, PeerError, idle_process, run_tool
 from benchmarks.lib.measure import Sampler
+from benchmarks.lib.process import REPOSITORY, Cap, PeerError, control_group, idle_process, run_tool
 from benchmarks.lib.worker import split
 
 WORKER = Path(__file__).resolve().with_name("worker.py")
 RUN_LIMIT_SECONDS = 1800
 _NOT_INSTALLED = "cannot be installed"
 LEAST_ROOM_BYTES = 128 << 20
-"""More than the idle process, whatever the share: with less, a tiny model cannot compute."""
+"""On top of the idle process, at least: with less, a tiny model cannot compute."""
 
 _COMMON = ("torch==2.13.0", "accelerate==1.15.0", "safetensors==0.8.0", "bitsandbytes==0.50.2", "numpy==2.4.6")
-"""As in constraints.txt, so that all rows compute with the same libraries."""
+"""As in constraints.txt: all rows compute with the same libraries."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What pip installs for a peer.
+    """The packages of a peer.
 
     Attributes:
         name: of the folder.
-        requirements: pinned; what they need in turn is up to pip.
-        without_dependencies: installed after those, whatever they declare.
-        built_here: of `requirements`, names of those that are compiled from their source package.
+        requirements: pinned; pip chooses their dependencies.
+        without_dependencies: installed after those, without their dependencies.
+        built_here: names of requirements that are compiled from their source package.
     """
 
     name: str
@@ -57,8 +56,8 @@ AIRLLM = Environment(
     (*_COMMON, "transformers==5.24.0", "scipy==1.17.1", "sentencepiece==0.2.3"),
     ("airllm==4.0.0",),
 )
-# RabbitLLM 1.1.0 declares torch<2.6; it runs with 2.13, which makes the comparison one of like with like. What else it
-# declares is installed but for transformers-stream-generator, which it does not import.
+# RabbitLLM 1.1.0 declares torch<2.6 but runs with 2.13, the version of all other rows. It never imports its dependency
+# transformers-stream-generator.
 RABBITLLM_1 = Environment(
     "rabbitllm-1.1.0",
     (
@@ -72,7 +71,7 @@ RABBITLLM_1 = Environment(
     ),
     ("rabbitllm==1.1.0",),
 )
-# what it declares in addition to these (flash-attn, flash-linear-attention, kvikio) needs CUDA; it runs without
+# its other dependencies (flash-attn, flash-linear-attention, kvikio) need CUDA; it runs without them
 OLLM = Environment(
     "ollm-1.0.3", (*_COMMON, "transformers==4.57.3", "requests==2.32.5", "peft==0.18.0"), ("ollm==1.0.3",)
 )
@@ -81,15 +80,15 @@ LLAMA_CPP = Environment(
     ("llama-cpp-python==0.3.36", "numpy==2.4.6"),
     built_here=("llama-cpp-python",),
 )
-"""Compiled for this processor, with the compiler that is here: the published wheels are for any."""
+"""Compiled for this processor: the published wheels are for any."""
 LLAMA_SERVER = Environment("llama-server-0.3.36", ("cmake>=3.28", "ninja"))
-"""What builds llama.cpp's own server (`lib/llama_server.py`)."""
+"""The tools that build llama.cpp's own programs (`lib/llama.py`)."""
 
 
 def interpreter(environment: Environment, work: Path) -> Path:
-    """Python of an environment, which is made, or made again if its pins have changed.
+    """The interpreter of an environment, which is made anew if its pins have changed.
 
-    Which build of torch comes is up to pip's own configuration.
+    pip's own configuration decides which build of torch is installed.
 
     Raises:
         PeerError: pip failed.
@@ -117,7 +116,7 @@ def interpreter(environment: Environment, work: Path) -> Path:
 
 
 def prepare(environments: Mapping[str, Environment], work: Path) -> dict[str, str]:
-    """Make the environments of rows before anything is measured; return the rows without one, and why."""
+    """Make the environments of rows before anything is measured; return each row without one, and the reason."""
     unusable: dict[str, str] = {}
     errors: dict[Environment, str] = {}
     for row, environment in environments.items():
@@ -132,17 +131,26 @@ def prepare(environments: Mapping[str, Environment], work: Path) -> dict[str, st
 
 
 def room(weights: int, share: int | None) -> int | None:
-    """Bytes for a process in addition to what it takes idle: a share of the weights in percent; None for no limit."""
+    """Bytes for a process on top of its idle use: a share of the weights in percent; None for no limit."""
     return None if share is None else max(weights * share // 100, LEAST_ROOM_BYTES)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a worker answered, what was sampled meanwhile, and the versions it ran with."""
+    """A worker's answer, the samples taken meanwhile, and the versions of its packages."""
 
     answer: Mapping[str, Any]
     sampler: Sampler
     versions: Mapping[str, str]
+
+
+def worker_command(environment: Environment, job: Mapping[str, Any], work: Path) -> list[str | Path]:
+    """The command line of a worker (`lib/worker.py`).
+
+    Raises:
+        PeerError: its environment cannot be made.
+    """
+    return [interpreter(environment, work), "-P", WORKER, json.dumps(job)]
 
 
 def run_worker(
@@ -156,41 +164,30 @@ def run_worker(
     cap_bytes: int | None = None,
     limit_seconds: float | None = None,
 ) -> Outcome:
-    """Start a worker, wait until it is idle, drop files from the page cache, let it work while it is sampled.
+    """Start a worker, wait until it is idle, drop files from the page cache, and sample it while it works.
 
     Args:
-        environment: what it runs in.
+        environment: of the worker.
         job: see `lib/worker.py`.
-        work: holds environments and logs.
-        label: names the log.
-        cold: folders whose files are to be in no cache when it begins.
+        work: folder of environments and logs.
+        label: name of the log.
+        cold: folders whose files are out of the page cache when the job begins.
         watched: folders whose disk use is sampled.
-        cap_bytes: what its memory may grow by from when it is idle; None for no limit.
-        limit_seconds: when it is stopped; by default after `RUN_LIMIT_SECONDS`.
+        cap_bytes: memory on top of its idle use; None for no limit.
+        limit_seconds: after which it is stopped; `RUN_LIMIT_SECONDS` by default, and always at the smallest size, when
+            the machine may be busy.
 
     Raises:
         PeerError: it failed, died, or took too long.
     """
-    python = interpreter(environment, work)
-    # at the smallest size the machine may have other things to do
     seconds = RUN_LIMIT_SECONDS if limit_seconds is None or SMALLEST in os.environ else limit_seconds
+    given: dict[str, Any] = {"variables": variables(environment, work), "stop_seconds": seconds, "cap": None}
+    command = worker_command(environment, job, work)
     with contextlib.ExitStack() as held:
-        cap = None
         if cap_bytes is not None:
-            cap = Cap(held.enter_context(control_group(f"rabbitllm-benchmark-{os.getpid()}")), cap_bytes)
-        idle = held.enter_context(
-            idle_process(
-                python,
-                WORKER,
-                job,
-                work,
-                label,
-                cold,
-                variables=variables(environment, work),
-                cap=cap,
-                stop_seconds=seconds,
-            )
-        )
+            group = held.enter_context(control_group(f"rabbitllm-benchmark-{os.getpid()}"))
+            given["cap"] = Cap(group, cap_bytes)
+        idle = held.enter_context(idle_process(command, work, label, cold, **given))
         sampler = held.enter_context(Sampler(watched, idle.process.pid))
         idle.go()
         answer = idle.message()
@@ -206,7 +203,7 @@ def make_layer_files(
     work: Path,
     label: str,
 ) -> None:
-    """Split a checkpoint with one of the packages that do so, into a folder that is made.
+    """Split a checkpoint with one of the packages, into a new folder.
 
     Raises:
         PeerError: it failed.
@@ -220,12 +217,12 @@ def make_layer_files(
         else:
             run_worker(environment, job, work, label, [checkpoint if checkpoint.is_dir() else checkpoint.parent])
     except BaseException:
-        shutil.rmtree(folder)  # another row of these layer files is not to take them for made
+        shutil.rmtree(folder)  # so that no other row takes these layer files for finished
         raise
 
 
 def variables(environment: Environment, work: Path) -> dict[str, str]:
-    """Of a process in an environment."""
+    """The environment variables of a process."""
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     variables |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "hf-home"), "TOKENIZERS_PARALLELISM": "false"}
     if environment == THIS:

@@ -1,8 +1,8 @@
-"""Pictures of results, drawn by matplotlib from what the JSON of the results holds.
+"""Pictures of results, drawn by matplotlib from the JSON of the results.
 
     python -m benchmarks picture FILE.json
 
-A picture is a mapping with its `kind` and `title`; the functions below that make one say what else it holds.
+A picture is a mapping with `kind`, `title`, and the keys of its kind; a function for each kind makes it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def bars(title: str, unit: str, rows: Iterable[tuple[str, str, Spread | None, bo
     """Bars in groups, the least first, on a logarithmic scale.
 
     Args:
-        title: above all.
-        unit: below the scale.
+        title: of the picture.
+        unit: of the scale.
         rows: group, name, figures (None for a row that failed), and whether it is this project's.
     """
     groups: dict[str, list[dict[str, Any]]] = {}
@@ -44,10 +44,10 @@ def under_cap(share: int | None) -> str:
 
 
 def lines(title: str, across: str, upwards: str, drawn: Mapping[str, tuple[Mapping[int, float], bool]]) -> Picture:
-    """Lines over a number that doubles, both scales logarithmic; with ours, thin, what would be linear.
+    """Lines over a number that doubles, both scales logarithmic; a thin line shows linear growth for ours.
 
     Args:
-        title: above all.
+        title: of the picture.
         across, upwards: the axes.
         drawn: name -> points, and whether it is this project's.
     """
@@ -56,10 +56,10 @@ def lines(title: str, across: str, upwards: str, drawn: Mapping[str, tuple[Mappi
 
 
 def points(title: str, across: str, upwards: str, drawn: Mapping[str, Sequence[tuple[str, float, float]]]) -> Picture:
-    """Points with names, upwards logarithmic; those of the first maker are joined.
+    """Points with names, upwards logarithmic; a line joins those of the first maker.
 
     Args:
-        title: above all.
+        title: of the picture.
         across, upwards: the axes.
         drawn: maker -> name, across and upwards of each point; four makers at most.
     """
@@ -67,11 +67,11 @@ def points(title: str, across: str, upwards: str, drawn: Mapping[str, Sequence[t
 
 
 def panels(title: str, drawn: Mapping[str, tuple[str, Sequence[tuple[str, Mapping[int, float], bool]]]]) -> Picture:
-    """Panels, two a row, with lines, both scales logarithmic.
+    """Panels, two in a row, with lines, both scales logarithmic.
 
     Args:
-        title: above all.
-        drawn: title -> what goes across, and of each line its name, its points and whether it is dashed.
+        title: of the picture.
+        drawn: title -> the axis across, and of each line its name, its points and whether it is dashed.
     """
     made = {
         heading: {"across": across, "lines": [[name, sorted(found.items()), dashed] for name, found, dashed in found_]}
@@ -87,14 +87,14 @@ def areas(
     levels: Mapping[str, float],
     marks: Sequence[float],
 ) -> Picture:
-    """GB over time, one part on the other, with horizontal lines and marked moments.
+    """GB over time, stacked, with horizontal lines and marked moments.
 
     Args:
-        title: above all.
+        title: of the picture.
         parts: name -> GB at each moment.
         seconds: the moments.
         levels: name -> GB of a horizontal line.
-        marks: moments at which something happened.
+        marks: marked moments, seconds.
     """
     return {"kind": "areas", "title": title, "parts": parts, "seconds": seconds, "levels": levels, "marks": marks}
 
@@ -114,7 +114,7 @@ def draw(picture: Picture, path: Path) -> None:
 
 
 def redraw(results: Path) -> list[Path]:
-    """Draw the pictures of a results file next to it: `picture`, and each of `pictures` with its name behind.
+    """Draw the pictures of a results file next to it: `picture`, and each of `pictures` with its name appended.
 
     Raises:
         SystemExit: the results have no picture.

@@ -1,7 +1,7 @@
-"""What a published checkpoint is: config, tensors, and how they are packed into shards. Knows no weights and no model.
+"""The layout of published checkpoints: config, tensors, and their packing into shards, without weights.
 
-A model has its config as published, and a function that names its tensors from that config. A
-part of a model has fewer decoder layers; its shapes are those of the whole.
+A model has its published config and a function that lists the tensors of a config. A part of a model has fewer decoder
+layers of the same shapes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Config = Mapping[str, Any]
 ELEMENT_BYTES = 2
 """bfloat16, as all of these are published."""
 NF4_BITS = 4.5
-"""Of an element at 4bit: its code, and its share of a float32 scale for 64 of them."""
+"""Of an element at 4bit: its code, and a 64th of a float32 scale."""
 LEAST_QUANTIZED = 4096
 """Elements; smaller matrices stay as they are."""
 _HEADER_ALIGNMENT = 8
@@ -26,7 +26,7 @@ _HEADER_ALIGNMENT = 8
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor by name and shape; `plain` if it stays as it is at 4bit whatever its shape (a router, a convolution)."""
+    """A tensor; `plain` if it is not quantized in spite of its shape (a router, a convolution)."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Tensor:
 
     @property
     def nbytes_4bit(self) -> int:
-        """In a layer file at 4bit, but for a few hundred bytes of constants."""
+        """In a layer file at 4bit, without a few hundred bytes of constants."""
         return math.ceil(self.elements * NF4_BITS / 8) if self.is_quantized else self.nbytes
 
 
@@ -57,13 +57,13 @@ class Model:
     """A published model.
 
     Attributes:
-        title: for people.
-        repository: what the local hub calls it; never the real name, since the weights are not the real ones.
+        title: in tables.
+        repository: on the local hub; never the real name, since the weights are made up.
         config: its config.json.
         generation_config: its generation_config.json.
-        tensors: of a config, in the order in which they are packed.
-        shard_bytes: the most that a shard's tensors have together.
-        max_disk: what a split of the whole model is allowed, bytes.
+        tensors: lists the tensors of a config, in the order of packing.
+        shard_bytes: the most bytes of a shard's tensors.
+        max_disk: bytes that a split of the whole model may take.
     """
 
     title: str
@@ -94,10 +94,10 @@ class Shard:
 
     Attributes:
         name: of the file.
-        header: its leading bytes, length included.
-        tensors: by name, as the format's own writer sorts those of one dtype.
-        size: of the whole file, bytes.
-        position: of its first tensor's first byte among those of all tensors of the checkpoint.
+        header: its leading bytes, with their length.
+        tensors: by name, the order of the format's own writer.
+        size: bytes of the file.
+        position: of its first tensor's first byte among the bytes of all tensors.
     """
 
     name: str
@@ -127,7 +127,7 @@ class Checkpoint:
 
     @cached_property
     def nbytes_4bit(self) -> int:
-        """Of all layer files at 4bit, about."""
+        """Of all layer files at 4bit, approximately."""
         return sum(placed.tensor.nbytes_4bit for shard in self.shards for placed in shard.tensors)
 
     def index(self) -> Config:
@@ -138,7 +138,7 @@ class Checkpoint:
 
 
 def checkpoint(model: Model, scale: float) -> Checkpoint:
-    """A model with `scale` times its layers, at least one, packed as `save_pretrained` does."""
+    """A model with `scale` times its layers (at least one), packed as `save_pretrained` packs."""
     config = {**model.config, "num_hidden_layers": max(1, round(model.layers * scale))}
     groups: list[list[Tensor]] = [[]]
     filled = 0
@@ -157,9 +157,9 @@ def checkpoint(model: Model, scale: float) -> Checkpoint:
 
 
 def max_disk(model: Model, part: Checkpoint) -> int:
-    """What a split of a part of a model is allowed: as much room besides its layer files as the whole model has.
+    """Bytes that a split of a part of a model may take: its layer files, and the whole model's room beside them.
 
-    Shards do not get smaller with fewer layers, so this is the limit under which a part behaves like the whole.
+    The shards of a part are as large as those of the whole, so under this limit it behaves like the whole.
     """
     return model.max_disk - checkpoint(model, 1).nbytes_4bit + part.nbytes_4bit
 

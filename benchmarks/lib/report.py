@@ -1,4 +1,4 @@
-"""Results: tables for people, JSON with the machine, versions, spread and every run, and pictures made of the JSON."""
+"""Results: tables, JSON with the machine, versions, spread and every run, and pictures drawn from the JSON."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from benchmarks.lib.measure import Spread, spread
 from benchmarks.lib.runs import AnyRun, good
 
 MEMORY_NOTE = (
-    "Anonymous memory above that of the same process with everything imported; mapped: peak of pages of mapped files, "
-    "libraries included, which the system may take back."
+    "Anonymous memory on top of that of the same process with its libraries imported; mapped: peak of pages of mapped "
+    "files, with libraries, which the system may take back."
 )
 LIMIT_GOAL = 1.10
-"""A token's seconds over the longer of reading and computing alone."""
+"""Of a token's seconds over the longer of reading alone and computing alone."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ Columns = Mapping[str, Callable[[AnyCase, Sequence[AnyRun]], str]]
 def tabulated(
     runs: Sequence[AnyRun], cases: Mapping[str, AnyCase], turns: int, columns: Columns[AnyCase, AnyRun]
 ) -> Table:
-    """A line a row: its name, how many of its runs have figures, and the columns: medians, in brackets the extremes.
+    """A line for each row: its name, the number of its runs with figures, and the columns: medians (extremes).
 
     Args:
         runs: of all rows.
-        cases: name of a row -> what the columns know it by.
-        turns: how often each was run.
+        cases: name of a row -> the case that columns take.
+        turns: runs of each row.
         columns: those after the second.
     """
     lines = []
@@ -95,10 +95,10 @@ ADDED_MEMORY = each(lambda run: run.anonymous_added, 0, 2**20)
 
 
 class Shown(str):
-    """A cell of a table that is made of figures.
+    """A cell with figures.
 
     Attributes:
-        figures: median, lowest and highest, in the unit of the column; None for nothing.
+        figures: median, low and high, in the unit of the column; None without figures.
     """
 
     figures: dict[str, float] | None = None
@@ -126,7 +126,7 @@ def verdict(checks: Sequence[bool]) -> str:
 
 
 def reach(name: str, value: float | None, limit: float, *, at_most: bool) -> str:
-    """A line that says whether a goal was reached; "not measured" without a value."""
+    """A line on a goal: reached, not reached, or not measured."""
     goal = f"{'at most' if at_most else 'at least'} {limit:.4g}"
     if value is None:
         return f"{name}: not measured ({goal})"
@@ -135,17 +135,12 @@ def reach(name: str, value: float | None, limit: float, *, at_most: bool) -> str
 
 
 def of_its_limit(name: str, figures: Spread | None) -> str:
-    """Whether a row of this project is as near as it should be to what reading and computing alone allow.
-
-    Args:
-        name: of the row.
-        figures: seconds a token over the longer of the two.
-    """
+    """A line on the goal `LIMIT_GOAL` of a row of this project."""
     return reach(f"{name}, of its limit", median(figures), LIMIT_GOAL, at_most=True)
 
 
 def against_ours(name: str, figures: Spread | None, goal: float = 1.0) -> str:
-    """Whether another's row takes as much longer as it should than this project's under the same cap."""
+    """A line on the goal of a peer's row: its seconds over those of this project under the same cap."""
     return reach(f"{name}, seconds beside ours", median(figures), goal, at_most=False)
 
 
@@ -161,18 +156,18 @@ def write(
     more: Mapping[str, Table] | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> None:
-    """Print the tables; write them to `base`.md, everything to `base`.json, and from that the pictures to .svg.
+    """Print the tables; write them to `base`.md, all results to `base`.json, and its pictures to .svg.
 
     Args:
-        base: of the files.
+        base: path of the files, without suffix.
         title: of the results.
         table: the main one.
         notes: below it.
-        runs: dataclasses, one for each row and repeat, some with `versions` and `load_average`.
-        work: folder that was worked in; its file system is named.
+        runs: dataclasses, one for each row and turn, some with `versions` and `load_average`.
+        work: the work folder, whose file system is named.
         picture: from `pictures`.
-        more: further tables by their headings.
-        facts: what else is in the JSON; of `machine`, further facts of it.
+        more: heading -> further table.
+        facts: further keys of the JSON; `machine` has further facts of the machine.
     """
     facts = dict(facts or {})
     machine = {**describe_machine(work or Path.cwd()), **facts.pop("machine", {})}

@@ -1,4 +1,4 @@
-"""Rows run in turns, and what is compared within a turn."""
+"""Runs of rows in turns, and comparisons within a turn."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from benchmarks.lib.idle_process import PeerError
 from benchmarks.lib.measure import Spread, drop_cached, fresh_folder, spread
 from benchmarks.lib.peers import Environment, Outcome, prepare
+from benchmarks.lib.process import PeerError
 
 
 @dataclass
 class Run:
-    """One row of one turn, as measured; memory in bytes.
+    """One row of one turn; memory in bytes.
 
     Attributes:
-        error: why there are no figures.
-        anonymous_idle: of the process with everything imported, before the job.
+        error: why there are no figures; None for a run with figures.
+        anonymous_idle: of the process with its libraries imported, before the job.
         anonymous_peak, file_peak: during the job.
         load_average: of the last minute, at the start.
-        versions: of the packages it ran with.
+        versions: of its packages.
     """
 
     row: str
@@ -43,11 +43,11 @@ class Run:
 
     @property
     def headline(self) -> float:
-        """The seconds that matter most."""
+        """The most important seconds."""
         raise NotImplementedError
 
     def take(self, outcome: Outcome) -> None:
-        """Take what a process said of itself, by the names of figures here, and what was sampled from outside."""
+        """Take the figures of a worker's answer, by their names, and those of its sampler."""
         for name, value in outcome.answer.items():
             setattr(self, name, value)
         sampler = outcome.sampler
@@ -59,7 +59,7 @@ AnyRun = TypeVar("AnyRun", bound=Run)
 
 
 def in_turns(rows: Sequence[str], turns: int) -> Iterator[tuple[int, str]]:
-    """Every row once a turn; each turn begins one row later, so that no row always has the same place."""
+    """Every row once in each turn; each turn begins one row later."""
     for turn in range(turns):
         first = turn % len(rows)
         for row in (*rows[first:], *rows[:first]):
@@ -67,7 +67,7 @@ def in_turns(rows: Sequence[str], turns: int) -> Iterator[tuple[int, str]]:
 
 
 class Case(Protocol):
-    """A row that is more than a name: one of several of the same runner."""
+    """A row; several rows may have the same runner."""
 
     @property
     def name(self) -> str:
@@ -75,7 +75,7 @@ class Case(Protocol):
 
     @property
     def runner(self) -> str:
-        """Its name."""
+        """Name of the runner."""
 
 
 AnyCase = TypeVar("AnyCase", bound=Case)
@@ -92,17 +92,17 @@ def carry_out(
     *,
     keep: bool = False,
 ) -> list[AnyRun]:
-    """Prepare runners, and run their rows in turns. A row that fails has an error.
+    """Prepare runners, and run their rows in turns; a row that fails has an error.
 
     Args:
         options: `turns` and `work_dir`.
         cases: rows, or names of runners that are rows.
-        make: a run without figures, of a row and a turn.
+        make: row and turn -> a run without figures.
         measure: fills in the run of a case.
-        environments: of the runners.
-        folder: of their files, empty at first, and gone at the end.
-        files: makes those of a runner.
-        keep: leave the folder for the next run, and take what is in it.
+        environments: runner -> its environment.
+        folder: of the runners' files, empty at the start and removed at the end.
+        files: makes the files of a runner.
+        keep: keep the folder for the next run, and use its files.
     """
     named: dict[str, Any] = {case if isinstance(case, str) else case.name: case for case in cases}
     runner_of = {name: case if isinstance(case, str) else case.runner for name, case in named.items()}
@@ -126,14 +126,14 @@ def run_all(
     measure: Callable[[AnyRun], None],
     unusable: Mapping[str, str],
 ) -> list[AnyRun]:
-    """Run every row in every turn, saying how far it is.
+    """Run every row in every turn, and print the progress.
 
     Args:
         rows: their names.
-        turns: how many.
-        make: a run without figures, of a row and a turn.
+        turns: their number.
+        make: row and turn -> a run without figures.
         measure: fills it in; a `PeerError` becomes its error.
-        unusable: rows that are not tried, and why.
+        unusable: row -> the reason not to run it.
     """
     runs = []
     for turn, row in in_turns(rows, turns):
@@ -161,7 +161,7 @@ def ratios(runs: Sequence[AnyRun], row: str, to: str) -> Spread | None:
 
 
 def equal_in_turn(runs: Sequence[AnyRun], row: str, to: str, of: Callable[[AnyRun], object]) -> list[bool]:
-    """Whether a row made the same as another, for every turn in which both ran."""
+    """Whether a row's result equals another's, for every turn in which both ran."""
     expected = {run.turn: of(run) for run in good(runs, to)}
     return [of(run) == expected[run.turn] for run in good(runs, row) if run.turn in expected]
 

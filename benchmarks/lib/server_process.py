@@ -1,4 +1,4 @@
-"""A server of some project as a process of its own, its memory bounded, and clients that ask it. Linux only."""
+"""A server in a process with limited memory, and clients that send it requests. Linux only."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib.idle_process import REPOSITORY, Cap, Idle, PeerError, idle_process
 from benchmarks.lib.measure import Sampler
-from benchmarks.lib.peers import WORKER, Environment, interpreter, variables
+from benchmarks.lib.peers import Environment, variables, worker_command
+from benchmarks.lib.process import REPOSITORY, Cap, Idle, PeerError, idle_process
 
 START_LIMIT_SECONDS = 300.0
 END_LIMIT_SECONDS = 20.0
@@ -29,15 +29,15 @@ END_LIMIT_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client noted of one request.
+    """One request and its answer; seconds since the first request.
 
     Attributes:
-        sent: when.
-        pieces: when each piece of text came.
-        new_tokens: as the server counted them at the end; None if the end did not come.
-        text: what came.
+        sent: time of sending.
+        pieces: time of each piece of text.
+        new_tokens: the server's own count at the end; None if the end did not come.
+        text: of all pieces.
         status: of HTTP; None if there was none.
-        error: why it was not answered to its end; None if it was.
+        error: why the answer has no end; None for a whole answer.
     """
 
     sent: float
@@ -63,18 +63,18 @@ class Answer:
 
     @property
     def tokens(self) -> int:
-        """That came; without the server's count, one a piece."""
+        """By the server's count, or the number of pieces."""
         return len(self.pieces) if self.new_tokens is None else self.new_tokens
 
 
 @dataclass(frozen=True)
 class Level:
-    """So many requests at once, for a while.
+    """A number of clients at once, for a while.
 
     Attributes:
-        at_once: requests under way at the same time.
-        answers: all that were sent.
-        seconds: from the first that was sent to the last piece of any; to the limit, where that cut some short.
+        at_once: clients.
+        answers: of all requests.
+        seconds: from the first request to the last piece; to the time limit, if it cut answers short.
     """
 
     at_once: int
@@ -83,7 +83,7 @@ class Level:
 
     @property
     def tokens_a_second(self) -> float:
-        """Of all together, prompts included in the time."""
+        """Of all clients together; the time includes prompts."""
         return sum(answer.tokens for answer in self.answers) / self.seconds if self.seconds > 0 else 0.0
 
     @property
@@ -93,23 +93,23 @@ class Level:
 
     @property
     def firsts(self) -> list[float]:
-        """Waits for first pieces; infinite for the requests that got none."""
+        """Seconds to the first piece; infinite for requests without one."""
         return [math.inf if answer.first is None else answer.first for answer in self.answers]
 
     @property
     def betweens(self) -> list[float]:
-        """Waits for further pieces, of all requests."""
+        """Seconds between pieces, of all requests."""
         return [later - earlier for answer in self.answers for earlier, later in itertools.pairwise(answer.pieces)]
 
 
 @dataclass(frozen=True)
 class Served:
-    """A server that answers.
+    """A running server.
 
     Attributes:
-        idle: the process that it runs in, no longer idle.
+        idle: its process.
         url: without a path.
-        sampler: of its memory, from before it loads the model on.
+        sampler: of its memory, since before it loaded the model.
         load_seconds: until it answered.
     """
 
@@ -127,7 +127,7 @@ class Served:
             self.idle.message()
 
     def core_seconds(self) -> float:
-        """That all its threads have computed so far.
+        """Processor seconds of all its threads so far.
 
         Raises:
             PeerError: it has died.
@@ -137,7 +137,7 @@ class Served:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def bytes_read(self) -> int:
-        """From the disk so far (proc(5), io).
+        """Bytes that it read from the disk so far (proc(5), io).
 
         Raises:
             PeerError: it has died.
@@ -148,7 +148,7 @@ class Served:
 
 
 def cores() -> tuple[list[int], list[int]]:
-    """Those of the server, and those of the clients: apart where there are three or more."""
+    """The server's cores and the clients': disjoint on a machine with three or more."""
     here = sorted(os.sched_getaffinity(0))
     return (here[:-1], here[-1:]) if len(here) > 2 else (here, here)
 
@@ -164,34 +164,25 @@ def served(
     cap: Cap | None = None,
     start_limit_seconds: float = START_LIMIT_SECONDS,
 ) -> Iterator[Served]:
-    """Start a server, bound its memory once it has imported its libraries, and wait until it answers.
+    """Start a server, limit its memory once its libraries are imported, and wait until it answers.
 
     Args:
-        environment: what it runs in.
-        job: see `lib/worker.py`; port and cores are put in here.
-        work: holds environments and logs.
-        label: names the log.
-        cold: folders whose files are to be in no cache when it begins.
-        cap: bounds its memory from when it is idle.
+        environment: of the server.
+        job: see `lib/worker.py`, without port and cores.
+        work: folder of environments and logs.
+        label: name of the log.
+        cold: folders whose files are out of the page cache when it begins.
+        cap: limits its memory once it is idle.
         start_limit_seconds: in which it must answer.
 
     Raises:
         PeerError: it died, or did not answer in time.
     """
-    python = interpreter(environment, work)
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    with idle_process(
-        python,
-        WORKER,
-        {**job, "task": "serve", "port": port, "cores": cores()[0]},
-        work,
-        label,
-        cold,
-        variables=variables(environment, work),
-        cap=cap,
-        stop_seconds=None,
-    ) as idle:
+    command = worker_command(environment, {**job, "task": "serve", "port": port, "cores": cores()[0]}, work)
+    given: dict[str, Any] = {"variables": variables(environment, work), "cap": cap, "stop_seconds": None}
+    with idle_process(command, work, label, cold, **given) as idle:
         try:
             with Sampler((), idle.process.pid) as sampler:
                 begun = time.perf_counter()
@@ -199,7 +190,10 @@ def served(
                 _wait_until_it_answers(idle, url, start_limit_seconds)
                 yield Served(idle, url, sampler, time.perf_counter() - begun)
         finally:
-            _end(idle.process)
+            if idle.process.poll() is None:
+                idle.process.send_signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    idle.process.wait(END_LIMIT_SECONDS)
 
 
 def free_port() -> int:
@@ -228,21 +222,14 @@ def _is_well(url: str) -> bool:
         return False
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(END_LIMIT_SECONDS)
-
-
 def asked(url: str, bodies: Sequence[Mapping[str, Any]], at_once: int, seconds: float) -> Level:
-    """Let so many clients at once ask, from another process, on other cores where there are some.
+    """Send requests from another process, on cores of its own where there are enough.
 
     Args:
         url: of a route that streams.
-        bodies: of the requests; each goes out once.
+        bodies: of the requests; each is sent once.
         at_once: clients.
-        seconds: after so long they hang up.
+        seconds: after which clients disconnect.
 
     Raises:
         PeerError: the clients failed.

@@ -1,9 +1,9 @@
-"""Does one job with one implementation, in the environment of that implementation. Imports nothing of this repository.
+"""Runs one job with one implementation, in the environment of that implementation, without this repository.
 
     python -P worker.py '{"task": "split", "package": "airllm", ...}'
 
-The protocol: `{"ready": {package: version}}` on stdout once the libraries are imported; then a line on stdin starts the
-job; then one JSON object with its outcome, or `{"error": "..."}`. What the libraries print goes to stderr.
+Protocol: `{"ready": {package: version}}` on stdout once the libraries are imported; a line on stdin starts the job; one
+JSON object with its outcome follows, or `{"error": "..."}`. The output of libraries goes to stderr.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _SPLITTERS = ("rabbitllm", "airllm")
 
 
 def import_libraries(package: str) -> dict[str, str]:
-    """Import what any implementation imports sooner or later, so that all are idle alike; return versions.
+    """Import the libraries of all implementations, so that all idle processes are alike; return versions.
 
-    At the smallest size only what every model needs.
+    At the smallest size, import only the libraries that every model needs.
     """
     is_smallest = "RABBITLLM_BENCHMARK_SMALLEST" in os.environ
     others = ("transformers.modeling_utils",) if is_smallest else ("accelerate", "bitsandbytes")
@@ -56,7 +56,7 @@ def import_libraries(package: str) -> dict[str, str]:
 
 
 def split(job: dict[str, Any]) -> dict[str, Any]:
-    """Split a checkpoint into layer files: the time of that call alone, what all cores took, and where they are."""
+    """Split a checkpoint into layer files: seconds of the call, seconds of all cores, and the folder."""
     package = importlib.import_module(job["package"])
     start, begun = time.perf_counter(), time.process_time()
     folder = package.split_and_save_layers(job["checkpoint"], **job["options"])
@@ -68,16 +68,16 @@ READING_TURNS = 5
 
 
 def bytes_read() -> int:
-    """By this process from the disk so far (proc(5), io); mapped files and reads past the page cache included."""
+    """By this process from the disk so far (proc(5), io), with mapped files and reads past the page cache."""
     with open("/proc/self/io") as lines:
         return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
 
 
 class Clock:
-    """Notes when each token comes and what was read from the disk until then, as a streamer of `generate`.
+    """A streamer of `generate` that notes the time of each token and the bytes read from the disk until then.
 
     Args:
-        between: called after each token, its time not counted.
+        between: called after each token; its time does not count.
     """
 
     def __init__(self, between: Callable[[], None] = lambda: None) -> None:
@@ -106,7 +106,7 @@ class Clock:
 
 
 def generate(model: Any, ids: list[int], length: int, clock: Clock, device: Any = "cpu") -> dict[str, Any]:
-    """Generate greedily: time to the first token, and of the steps after it.
+    """Generate greedily: seconds to the first token and of the steps after it.
 
     Raises:
         RuntimeError: another number of tokens came.
@@ -141,9 +141,9 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def requests(job: dict[str, Any]) -> dict[str, Any]:
-    """Load a model of experts and generate greedily for one prompt after another; see `moe.MoeRun`.
+    """Load a model of experts and generate greedily for one prompt after another; see `experts.MoeRun`.
 
-    What is timed and counted are the steps after the first token, of all requests but the first `warm_up`.
+    Only the steps after first tokens count, of all requests after the first `warm_up`.
     """
     start = time.perf_counter()
     model = LOADERS[job["loader"]](job)
@@ -168,7 +168,7 @@ def requests(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _experts(model: Any) -> dict[str, Any]:
-    """This project's: what its profiler says of the steps after the first token, and where their time went."""
+    """This project's: the profiler's figures of the steps after the first token."""
     sums = getattr(getattr(model, "profiler", None), "sums", {}).get("further")
     if sums is None:
         return {}
@@ -191,7 +191,7 @@ def _load_layered(job: dict[str, Any]) -> Any:
 
 
 def _load_in_memory(job: dict[str, Any]) -> Any:
-    """transformers, all of the model in RAM (it maps the files)."""
+    """transformers, with the whole model in RAM (it maps the files)."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(job["checkpoint"], dtype="auto")
@@ -210,7 +210,7 @@ def _load_offloaded(job: dict[str, Any]) -> Any:
 
 
 def _load_ollm(job: dict[str, Any]) -> Any:
-    """oLLM, every decoder layer from disk; it wants a Llama by one of the names it knows."""
+    """oLLM, every decoder layer from disk; it needs one of the names of models that it knows."""
     from ollm import Inference  # type: ignore[import-not-found,unused-ignore]
 
     inference = Inference("llama3-8B-chat", device="cpu", logging=False)
@@ -227,7 +227,7 @@ LOADERS = {
 
 
 def _limits(model: Any) -> dict[str, Any]:
-    """This project's: what a pass reads, and how long that takes by the same means when nothing computes."""
+    """This project's: bytes that a pass reads, and seconds of reading them without computing."""
     executors = getattr(getattr(model, "streamer", None), "executors", None)
     if not executors:
         return {}
@@ -247,7 +247,7 @@ def _limits(model: Any) -> dict[str, Any]:
 
 
 def _placed(model: Any) -> str:
-    """Where the weights are, as far as the model tells."""
+    """The places of the weights, if the model has them."""
     placement = getattr(model, "placement", None)
     if placement is not None:
         return f"{placement.streamed_bytes / 1e6:.0f} MB streamed"
@@ -256,7 +256,7 @@ def _placed(model: Any) -> str:
 
 
 def predict(job: dict[str, Any]) -> dict[str, Any]:
-    """What this project foretells of one compression, before there is a split, and how long that took."""
+    """This project's prediction for one compression without a split, and the seconds it took."""
     package = importlib.import_module(job["package"])
     start = time.perf_counter()
     plan = package.plan(job["checkpoint"], device="cpu", **job["options"])
@@ -272,10 +272,10 @@ def predict(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def llama_cpp(job: dict[str, Any]) -> dict[str, Any]:
-    """llama.cpp: load the file and generate greedily; the same figures as the other rows'.
+    """llama.cpp: load the file and generate greedily.
 
-    Options, as of its own programs: `direct_io` loads the file by direct I/O instead of mapping it, `cpu_moe`, and
-    `no_repack`, without which some types are rewritten into memory of its own.
+    Options, as of its own programs: `direct_io` loads the file by direct I/O instead of mapping it; `cpu_moe`;
+    `no_repack` keeps it from rewriting some types into memory of its own.
     """
     from llama_cpp import Llama  # type: ignore[import-not-found,unused-ignore]
 
@@ -306,7 +306,7 @@ def llama_cpp(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _set_parameters(options: dict[str, Any]) -> Any:
-    """Choose what `Llama` has no argument for; returns memory that must live until the file is loaded."""
+    """Set options that `Llama` has no argument for; returns memory that must live until the file is loaded."""
     import ctypes
 
     from llama_cpp import llama_cpp as library
@@ -314,7 +314,7 @@ def _set_parameters(options: dict[str, Any]) -> Any:
 
     if options.get("direct_io"):
         library.LLAMA_LOAD_MODE_NONE = library.LLAMA_LOAD_MODE_DIRECT_IO
-    # what `--cpu-moe` does (common/arg.cpp): matrices of these names go to buffers of the CPU
+    # as `--cpu-moe` does (common/arg.cpp): matrices of these names go to buffers of the CPU
     pattern = ctypes.c_char_p(rb"\.ffn_(up|down|gate|gate_up)_(ch|)exps")
     libggml.ggml_backend_cpu_buffer_type.restype = ctypes.c_void_p
     name, buffer = ctypes.cast(pattern, ctypes.c_void_p).value, libggml.ggml_backend_cpu_buffer_type()
@@ -333,12 +333,12 @@ def _set_parameters(options: dict[str, Any]) -> Any:
 
 
 def prompt(number: int, length: int, vocabulary: int) -> list[int]:
-    """Token ids; no two numbers begin alike. Made here, since thousands are more than a command line holds."""
+    """Token ids, with another first token for each number; a command line cannot hold thousands of them."""
     return [(number * 7919 + place * (37 + number % 11) + 11) % vocabulary for place in range(length)]
 
 
 def bulk(job: dict[str, Any]) -> dict[str, Any]:
-    """Generate for so many prompts at once: seconds from the first to the last of them, loading not counted."""
+    """Generate for many prompts at once: seconds from the first to the last of them, without loading."""
     count, before = job["sequences"], bytes_read()
     prompts = [prompt(number, job["length"], job["vocabulary"]) for number in range(count)]
     made, seconds = (_batch if job["is_ours"] else _one_batch)(job, prompts)
@@ -385,7 +385,7 @@ def serve(job: dict[str, Any]) -> None:
         sys.argv = ["rabbitllm", "serve", job["model"], "--port", str(job["port"]), *job["arguments"]]
         importlib.import_module("rabbitllm.cli.main").main()
         return
-    # transformers: its loading of a model is replaced by one with every layer offloaded to disk by accelerate
+    # transformers has no option for offloading: accelerate's disk offload replaces its loading of a model
     manager = importlib.import_module("transformers.cli.serving.model_manager").ModelManager
     manager._load_model = lambda self, name, *args, **kwargs: _load_offloaded({"checkpoint": name.split("@")[0], **job})
     command = importlib.import_module("transformers.cli.serve").Serve
@@ -401,11 +401,11 @@ TASKS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "serve": serve,
 }
 _OF_SERVERS = ("uvicorn", "fastapi", "openai", "transformers.cli.serve")
-"""Imported too before a server's memory is bounded."""
+"""Imported before a server's memory is limited."""
 
 
 def main() -> None:
-    """Talk over what was stdout; let everything that is printed go to stderr."""
+    """Send messages over the original stdout, and all other output to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

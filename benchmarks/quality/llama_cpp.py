@@ -1,7 +1,7 @@
-"""llama.cpp's own tools: its quantizer, and what its server finds likely to come next, which proves its file.
+"""llama.cpp's own tools: its quantizer, and its server's probabilities of next tokens, which prove a file.
 
-Which type a matrix gets is the quantizer's choice: another than the preset is named after where it deems a matrix
-sensitive, and where rows are no multiple of a type's block.
+The quantizer may choose another type than the preset's for matrices that it deems sensitive, and for rows that are no
+multiple of a block.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from benchmarks.lib import llama
-from benchmarks.lib.idle_process import PeerError, run_tool
 from benchmarks.lib.peers import LLAMA_SERVER
+from benchmarks.lib.process import PeerError, run_tool
 from benchmarks.lib.server_process import served
 from rabbitllm.formats.tensor_spec import TensorSpec
 
@@ -37,7 +37,7 @@ def tool(work: Path) -> Path:
 
 
 def quantized(program: Path, plain: Path, path: Path, preset: str) -> Path:
-    """What the tool makes of a file, on one thread.
+    """Quantize a file, on one thread, and return the new path.
 
     Raises:
         PeerError: it failed.
@@ -84,7 +84,7 @@ def next_tokens(ask: Callable[..., Any], contexts: Sequence[Sequence[int]], voca
         PeerError: the program left a token out.
     """
     found = torch.full((len(contexts), vocabulary), -torch.inf)
-    # what is drawn does not matter, but of the end of a text, or of half a character, nothing would be told
+    # any drawn token will do, except the end of a text or half a character, for which it returns no probabilities
     drawn = [[vocabulary - 1, 1e6]]
     for number, ids in enumerate(contexts):
         options = {"n_predict": 1, "n_probs": vocabulary, "cache_prompt": False, "logit_bias": drawn}
@@ -97,7 +97,7 @@ def next_tokens(ask: Callable[..., Any], contexts: Sequence[Sequence[int]], voca
 
 
 def types(found: Sequence[TensorSpec]) -> str:
-    """Which types the matrices of a file have, for people: "1 Q4_0 and 1 Q6_K: ffn_down", …"""
+    """The types of the matrices of a file, as text: "1 Q4_0 and 1 Q6_K: ffn_down", …"""
     counted: dict[str, dict[str, int]] = {}
     for spec in found:
         if len(spec.shape) > 1:

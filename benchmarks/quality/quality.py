@@ -1,14 +1,14 @@
 """Loss against bytes: formats of RabbitLLM, of bitsandbytes through transformers, and of llama.cpp, on the same models.
 
-Each row is the same text, predicted by the model as the format leaves its weights, in float32: the mean divergence of
-its next-token distributions from those of the checkpoint (docs/guides/compression.md), and the bytes of all weights as
-stored. So only weights are compared: bitsandbytes' LLM.int8 rounds what comes in too, which is in its row; llama.cpp's
-kernels also do, which is not. What its own program makes of the same file is said below the table.
+Each row computes the same text in float32 with the weights of a format: the mean divergence of its next-token
+distributions from those of the checkpoint (docs/guides/compression.md), and the bytes of all stored weights. Rounding
+of inputs is in the row of bitsandbytes' LLM.int8, but not in those of llama.cpp; notes below the table compare its own
+program with the same file.
 
     python -m benchmarks quality --model NAME=FOLDER [--model …] [--text NAME=FILE] [--work DIR] [--results FILE]
 
-Without a --model it takes the bundled one. A text is a file; by default the held-out problems, and for a model that is
-called `larger` prose that it was not trained on. RabbitLLM's rows go through the engine, others through transformers.
+Without --model it takes the bundled one. A text is a file; the default is the held-out problems, and held-out prose for
+a model with the name `larger`. RabbitLLM's rows go through the engine, others through transformers.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import torch
 
 import rabbitllm.demo
 from benchmarks.lib import command_line, llama, pictures, report
-from benchmarks.lib.idle_process import PeerError
 from benchmarks.lib.measure import fresh_folder
+from benchmarks.lib.process import PeerError
 from benchmarks.quality.llama_cpp import PLAIN, PRESETS, next_tokens, quantized, serving, tool, types
 from rabbitllm import AutoModel
 from rabbitllm.demo.tasks import held_out
@@ -40,7 +40,7 @@ from tools.demo_prose import held_out_prose
 
 WINDOW, TOKENS, PROBLEMS = 128, 4096, 400
 ASKED = 32
-"""Texts, in the middle of which llama.cpp's own program says what comes next."""
+"""Texts in the middle of which llama.cpp's own program predicts the next token."""
 AUTO, OURS, BITSANDBYTES, LLAMA_CPP = "RabbitLLM auto", "RabbitLLM", "bitsandbytes", "llama.cpp"
 COMPRESSED = ("8bit", "4bit", "4bit-double")
 BUDGETS = (0.27, 0.285, 0.31, 0.35, 0.4, 0.45, 0.5, 0.53)
@@ -59,7 +59,7 @@ class Row:
         name: of the format.
         nbytes: of all weights.
         summary: against the checkpoint.
-        note: what else is to be said of it.
+        note: below the table.
     """
 
     model: str
@@ -72,7 +72,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is measured: bundled problems, or tokens of prose, and the budgets of `auto`."""
+    """The number of bundled problems or of tokens of prose, and the budgets of `auto`."""
 
     problems: int = PROBLEMS
     tokens: int = TOKENS
@@ -83,12 +83,12 @@ WHOLE = Extent()
 
 
 class Subject:
-    """A model to be measured, and the text.
+    """A model and its text.
 
     Args:
-        name: for the table.
+        name: in the table.
         folder: of the checkpoint.
-        text: a file; None for what goes with the model.
+        text: a file; None for the model's default.
         extent: of the measurement.
     """
 
@@ -123,19 +123,19 @@ class Subject:
         return summary_of([at_positions(true, other, targets) for true, other, targets in found])
 
     def middles(self) -> list[tuple[list[int], int]]:
-        """What is read until the middle of some texts, and the token that follows there."""
+        """Some texts up to their middle, and the next token."""
         cut = [(text, len(text.continuation) // 2) for text in self.texts[:ASKED]]
         return [([*text.context, *text.continuation[:at]], text.continuation[at]) for text, at in cut]
 
     @torch.inference_mode()
     def at_middles(self, model: Any) -> torch.Tensor:
-        """Logits there."""
+        """Logits of those next tokens."""
         read = [torch.tensor([ids]) for ids, _ in self.middles()]
         return torch.stack([model(input_ids=ids, use_cache=False).logits[0, -1] for ids in read])
 
 
 def ours(subject: Subject, work: Path) -> Iterator[Row]:
-    """Every compression there is, and `auto` at several budgets."""
+    """Every compression, and `auto` at several budgets."""
     reference = AutoModel.from_pretrained(subject.folder, device="cpu", dtype="float32", split=False)
     wishes: list[tuple[str, str, dict[str, Any]]] = [(OURS, name, {"compression": name}) for name in COMPRESSED]
     for share in subject.extent.budgets:
@@ -162,7 +162,7 @@ def ours(subject: Subject, work: Path) -> Iterator[Row]:
 
 
 def of_bitsandbytes(subject: Subject) -> Iterator[Row]:
-    """As transformers loads them, with everything but embedding and head quantized, which is its default."""
+    """bitsandbytes' formats as transformers loads them: embedding and head are not quantized, its default."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
@@ -171,7 +171,7 @@ def of_bitsandbytes(subject: Subject) -> Iterator[Row]:
         "NF4, double": {**nf4, "bnb_4bit_use_double_quant": True},
         "LLM.int8": {"load_in_8bit": True},
     }
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it says for each product that inputs are rounded
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of rounded inputs at each product
     for name, wish in wishes.items():
         try:
             model = AutoModelForCausalLM.from_pretrained(
@@ -184,7 +184,7 @@ def of_bitsandbytes(subject: Subject) -> Iterator[Row]:
 
 
 def _stored(parameter: Any) -> int:
-    """Bytes of a parameter of transformers with bitsandbytes: what is not quantized as bfloat16."""
+    """Bytes of a parameter of transformers with bitsandbytes; others count as bfloat16."""
     if (state := getattr(parameter, "quant_state", None)) is not None:
         nbytes = int(parameter.numel() * parameter.element_size()) + _bytes(state.absmax, state.code)
         return nbytes + (_bytes(state.state2.absmax, state.state2.code, state.offset) if state.nested else 0)
@@ -198,7 +198,7 @@ def _bytes(*tensors: torch.Tensor) -> int:
 
 
 def of_llama_cpp(subject: Subject, work: Path) -> Iterator[Row]:
-    """What its tool makes of the checkpoint's GGUF file, which is the first row; norms are float32 in both."""
+    """llama.cpp's formats, made by its tool from the checkpoint's GGUF file, the first row; all norms are float32."""
     try:
         program = tool(work.parent)
         with fresh_folder(work / "gguf") as folder:
@@ -258,9 +258,9 @@ def _digits(value: float, large: int, small: int) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", action="append", default=[], metavar="NAME=FOLDER", help="what to measure")
-    parser.add_argument("--text", action="append", default=[], metavar="NAME=FILE", help="on which text")
-    parser.add_argument("--work", type=Path, default=_WORK, help="for files that are gone afterwards")
+    parser.add_argument("--model", action="append", default=[], metavar="NAME=FOLDER", help="a model")
+    parser.add_argument("--text", action="append", default=[], metavar="NAME=FILE", help="its text")
+    parser.add_argument("--work", type=Path, default=_WORK, help="for temporary files")
     parser.add_argument("--results", type=Path, default=_RESULTS, help="file to write, without suffix")
     options = command_line.parsed(parser, arguments)
     extent = Extent(4, 2 * WINDOW, BUDGETS[3:4]) if options.smallest else WHOLE
@@ -293,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def picture(name: str, rows: Sequence[Row]) -> pictures.Picture:
-    """Loss over bytes, a colour a maker."""
+    """Loss over bytes, a colour for each maker."""
     makers: dict[str, list[tuple[str, float, float]]] = {AUTO: []}
     for row in rows:
         if row.summary.divergence.mean > 0:

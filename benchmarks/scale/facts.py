@@ -1,6 +1,7 @@
-"""What machines have and what they cost: rates as published or assumed, each with where it is from. Pure data.
+"""Rates and prices of machines, published or assumed, each with its source.
 
-Nothing here was measured but what says so; a price is what a provider charged on a date, and is there to be replaced.
+Only figures with "measured" in their source were measured here. A price is a provider's on a date; `--price` replaces
+it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Figure:
-    """A number, where it is from, and whether that is a guess of ours."""
+    """A number with its source; `is_assumed` for a guess."""
 
     value: float
     source: str
@@ -26,24 +27,23 @@ class Host:
     """One machine; bytes, seconds, bytes a second.
 
     Attributes:
-        name: as tables have it.
-        gpus: how many; 0 where the processor computes.
-        room: that weights, keys and values may take on each GPU, or in memory where there is none.
-        memory: of what computes: how fast it is read.
+        name: in tables.
+        gpus: their number; 0 for computing on the processor.
+        room: bytes for weights and KV cache on each GPU, or in memory without a GPU.
+        memory: read rate of the memory that products use.
         flops: 16-bit operations a second, dense.
-        link: to one GPU; None where there is none.
-        host: memory other than the GPUs' that weights may take.
-        disk: how fast it is read.
-        disk_room: bytes that layer files may take.
-        network: to another machine.
+        link: rate to one GPU; None without a GPU.
+        host: bytes for weights in memory beside the GPUs.
+        disk: read rate.
+        disk_room: bytes for layer files.
+        network: rate to another machine.
         latency: of a message to another machine.
         hourly: dollars.
-        weekly_hours: that it can be had.
-        codes: how fast quantized weights are read where they are multiplied with as they are; None where they are made
-            into 16 bits for each use.
-        layer: what a decoder layer takes in addition to its weights.
-        routed_layer: the same for one with experts.
-        strain: what reading and computing do to each other.
+        weekly_hours: of availability.
+        codes: read rate of quantized weights in products that use their codes; None where each use dequantizes them.
+        layer: seconds of a decoder layer beside its weights.
+        routed_layer: the same with experts.
+        strain: slowdown of reading and computing by each other.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Host:
 
 
 REACHED_MEMORY, REACHED_FLOPS = 0.75, 0.5
-"""Of a data sheet's memory and operations, what a model's products are taken to reach."""
+"""Shares of a data sheet's memory rate and operations that products are assumed to reach."""
 _T4_SHEET = "PNY's product brief of the T4, https://manualmachine.com/pny/tcst4mpb/8129101-user-manual"
 _T4_FLOPS = "65 TFLOPS in FP16, https://sysrqmts.com/en/gpus/nvidia/tesla/t4"
 _4090_SHEET = "https://waredb.com/processor/nvidia-geforce-rtx-4090"
@@ -92,7 +92,7 @@ _LAYER, _ROUTED_LAYER = _assumed(0.5e-3, _LAUNCHES), _assumed(4e-3, _ROUTED)
 _T4_MEMORY = _reached(320e9, REACHED_MEMORY, f"320 GB/s, {_T4_SHEET}")
 _T4_COMPUTE = _reached(65e12, REACHED_FLOPS, _T4_FLOPS)
 _T4_LINK = Figure(12e9, "PCIe 3.0 x16, measured with a V100: https://github.com/ZaidQureshi/bam/issues/54")
-_T4_ROOM = Figure(int(15 * GIB * 0.9) - 15 * GIB // 16, "of 15 GiB what the engine takes without a limit")
+_T4_ROOM = Figure(int(15 * GIB * 0.9) - 15 * GIB // 16, "of 15 GiB, the engine's default")
 
 KAGGLE = Host(
     "Kaggle, 2 x T4",
@@ -133,7 +133,7 @@ RTX_4090 = Host(
     room=_assumed(21 * GIB, "of 24 GiB, the share that the engine takes of a T4"),
     memory=_reached(1008e9, REACHED_MEMORY, f"1,008 GB/s, {_4090_SHEET}"),
     flops=_reached(165.15e12, REACHED_FLOPS, f"165 TFLOPS in BF16, {_4090_SHEET}"),
-    link=_assumed(24e9, "PCIe 4.0 x16: twice what was measured of 3.0"),
+    link=_assumed(24e9, "PCIe 4.0 x16: twice the measured 3.0"),
     host=_assumed(48 * GIB, "of 64 GiB"),
     disk=_assumed(3.5e9, "an NVMe like that of docs/PERFORMANCE.md"),
     disk_room=_assumed(500e9, "an NVMe of a rented machine"),
@@ -149,7 +149,7 @@ H200 = Host(
     room=_assumed(120e9, "of 141 GB, the share that the engine takes of a T4"),
     memory=_reached(4800e9, REACHED_MEMORY, f"4.8 TB/s, {_H200_SHEET}"),
     flops=_reached(989e12, REACHED_FLOPS, _H200_FLOPS),
-    link=_assumed(48e9, "PCIe 5.0 x16: four times what was measured of 3.0"),
+    link=_assumed(48e9, "PCIe 5.0 x16: four times the measured 3.0"),
     host=_assumed(180e9, "an eighth of a machine with eight"),
     disk=_assumed(5e9, "an NVMe shared by eight"),
     disk_room=_assumed(2e12, "an NVMe shared by eight"),
@@ -180,7 +180,7 @@ EPYC = Host(
     routed_layer=_NOTHING,
     codes=Figure(38e9, f"4bit from its codes, {_HERE}"),
 )
-"""Where the CPU benchmarks whose results are committed ran."""
+"""The committed results of CPU benchmarks are from it."""
 XEON = Host(
     "4 cores of an Intel Xeon",
     gpus=0,
@@ -197,4 +197,4 @@ XEON = Host(
     layer=Figure(3.5e-3 / 13, f"as on the EPYC, {_HERE}"),
     routed_layer=Figure(1.0e-3, "assumed: four of the other kind", is_assumed=True),
 )
-"""Where the mixtures of experts and the server were measured."""
+"""Mixtures of experts and the server were measured on it."""

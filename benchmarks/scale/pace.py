@@ -1,14 +1,13 @@
-"""How long a pass takes on a machine of which only rates are known, and what bounds it. Pure: sizes and rates in.
+"""Seconds of a pass on a machine of which only rates are known, and its bottleneck, computed from sizes and rates.
 
-    a unit computes      the longer of reading its weights and the sequences' keys and values, and of its operations,
-                         and what Python takes for a layer
-    meanwhile            the next one that does not stay comes: the longer of the disk and of the link
-    experts              come when they are asked for, so nothing hides them; which are asked for, as if all were used
-                         alike
-    weights of 4 or 8 bits on a GPU are made into 16 bits for each use, but for a single row
+    computing a unit     the longer of reading its weights with the sequences' KV caches, and of its operations; plus
+                         Python's seconds of a layer
+    meanwhile            the next streamed unit comes: the longer of the disk and of the link
+    experts              come on demand, so no computation hides them; they are chosen evenly
+    4bit, 8bit on a GPU  are dequantized to 16 bits for each use, except for a single row
 
-Several layers follow each other as `planning.pace` has it. Of activations nothing is reckoned, nor attention's own
-operations, nor that two GPUs of a machine could compute at once: one is in turn after the other, as the engine does it.
+Layers follow each other as in `rabbitllm.estimate`. Activations and attention's own operations are left out, and the
+GPUs of a machine compute one after the other, as in the engine.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from benchmarks.scale.shape import TWO_BYTES, Drawn, Shape, Unit, fits_disk
 from rabbitllm.estimate.cost_model import RoutedWork, UnitTime, pass_seconds
 
 PROMPT, ANSWER = 512, 32
-"""Tokens of each sequence: what is asked, and what is made."""
+"""Tokens of each sequence, in and out."""
 MAX_SEQUENCES = 4096
 DISK, LINK, MEMORY, COMPUTE, PYTHON, NETWORK = "disk", "link", "memory", "compute", "Python", "network"
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds of one pass: of all, and of each thing by itself."""
+    """Seconds of one pass, and of each part alone."""
 
     seconds: float
     parts: dict[str, float]
 
     @property
     def bound(self) -> str:
-        """What takes longest."""
+        """The longest part."""
         return max(self.parts, key=lambda name: self.parts[name])
 
 
@@ -45,10 +44,10 @@ class Outcome:
     """A batch on one machine, or on a group of them.
 
     Attributes:
-        hosts: machines that it takes.
+        hosts: number of machines.
         sequences: in the batch, on all of them.
-        prompt, step: a pass over the prompts, and one that makes a token of each sequence.
-        tokens_a_second: of the answers, prompts included in the time.
+        prompt, step: a pass over the prompts, and one for a token of each sequence.
+        tokens_a_second: of the answers; the time includes prompts.
     """
 
     hosts: int
@@ -59,13 +58,13 @@ class Outcome:
 
     @property
     def waited(self) -> float:
-        """The share of the time in which a micro-batch is on its way between machines."""
+        """The share of the time that a micro-batch spends between machines."""
         sent = self.prompt.parts.get(NETWORK, 0.0) + (ANSWER - 1) * self.step.parts.get(NETWORK, 0.0)
         return sent / (self.prompt.seconds + (ANSWER - 1) * self.step.seconds)
 
     @property
     def bound(self) -> str:
-        """Of the part that takes most of the time."""
+        """The bottleneck of prompts or of steps, whichever take longer."""
         return (self.prompt if self.prompt.seconds > (ANSWER - 1) * self.step.seconds else self.step).bound
 
 
@@ -77,8 +76,8 @@ def pass_over(units: Sequence[Unit], shape: Shape, host: Host, sequences: int, e
         shape: the model.
         host: the machine.
         sequences: at once.
-        each: tokens of each that go through.
-        context: tokens of each whose keys and values are read.
+        each: tokens of each in the pass.
+        context: tokens of each in its KV cache.
     """
     rows = sequences * each
     parts = dict.fromkeys((DISK, LINK, MEMORY, COMPUTE, PYTHON), 0.0)
@@ -102,7 +101,7 @@ def pass_over(units: Sequence[Unit], shape: Shape, host: Host, sequences: int, e
 
 @dataclass(frozen=True)
 class _Asked:
-    """Of the experts of one module what some rows need; bytes. `used`: of all rows together, a row at a time."""
+    """Bytes of one module's experts that some rows need; `used` counts an expert for each row that uses it."""
 
     stored: float
     made: float
@@ -119,7 +118,7 @@ def _asked_for(module: RoutedWork, shape: Shape, rows: int) -> _Asked:
 
 
 def _reading(stored: float, made: float, shape: Shape, host: Host, rows: int) -> float:
-    """Seconds in which what computes reads its weights."""
+    """Seconds of reading weights for products."""
     if shape.compression is None:
         return made / host.memory.value
     if host.codes is not None:
@@ -132,13 +131,13 @@ def _over(nbytes: float, host: Host) -> float:
 
 
 def cache_bytes(shape: Shape, sequences: int) -> int:
-    """What keys, values and states take at the end of the answers."""
+    """Of KV caches and states at the end of the answers."""
     return sequences * shape.cache.bytes_for(PROMPT + ANSWER)
 
 
 def streaming(host: Host, drawn: Drawn, sequences: int) -> Outcome | None:
-    """A batch on one machine, which keeps what fits and streams the rest; None where it cannot: there is no room for
-    keys and values with two buffers, or none on the disk for the layer files."""
+    """A batch on one machine that streams the weights that do not fit; None without room for KV caches and two buffers,
+    or for the layer files on the disk."""
     devices = max(host.gpus, 1)
     room = int(host.room.value) - cache_bytes(drawn.shape, sequences) // devices
     if room < drawn.buffers or not fits_disk(drawn.shape, host):
@@ -150,10 +149,10 @@ def streaming(host: Host, drawn: Drawn, sequences: int) -> Outcome | None:
 
 
 def spread(host: Host, drawn: Drawn, sequences: int) -> Outcome | None:
-    """Layers over the fewest machines on which all of them stay, with micro-batches of so many sequences, one for each
-    GPU, that go around; None where not even one layer fits with its share of keys and values.
+    """Layers over the fewest machines that hold all of them, with a micro-batch of sequences for each GPU; None if even
+    one layer does not fit with its share of KV caches.
 
-    What a micro-batch takes between machines is waited for.
+    Machines wait for the transfer of a micro-batch.
     """
     shape = drawn.shape
     room = host.room.value - cache_bytes(shape, sequences)
@@ -173,7 +172,7 @@ def spread(host: Host, drawn: Drawn, sequences: int) -> Outcome | None:
 
 
 def _around(alone: Pass, shape: Shape, host: Host, hosts: int, rows: int) -> Pass:
-    """A micro-batch goes once around: through all layers, and from each machine to the next."""
+    """A micro-batch goes through all layers, and from each machine to the next."""
     sent = 0.0
     if hosts > 1:
         sent = hosts * (rows * shape.hidden_bytes / host.network.value + host.latency.value)
@@ -185,12 +184,12 @@ def _rate(sequences: int, prompt: Pass, step: Pass) -> float:
 
 
 def batches(host: Host, drawn: Drawn) -> Iterator[Outcome]:
-    """What one machine does with 1, 2, 4 … sequences, as many as it has room for."""
+    """One machine with 1, 2, 4 … sequences, as many as fit."""
     return _while_there_is_room(lambda sequences: streaming(host, drawn, sequences))
 
 
 def groups(host: Host, drawn: Drawn) -> Iterator[Outcome]:
-    """The same of machines over which the layers lie, with micro-batches of 1, 2, 4 … sequences."""
+    """Machines that share the layers, with micro-batches of 1, 2, 4 … sequences."""
     return _while_there_is_room(lambda sequences: spread(host, drawn, sequences))
 
 
@@ -203,7 +202,7 @@ def _while_there_is_room(outcome: Callable[[int], Outcome | None]) -> Iterator[O
 
 
 def of_many(found: Outcome, hosts: int) -> float:
-    """Tokens a second of so many machines, in groups that know nothing of each other."""
+    """Tokens a second of so many machines, in independent groups."""
     return hosts // found.hosts * found.tokens_a_second
 
 

@@ -1,10 +1,7 @@
-"""A model over several processes, each too small for it, compared with one process as small that streams.
+"""A model over several processes, each with too little memory for it, beside one such process that streams.
 
-Every process runs in a control group of its own, which is bounded, once everything is imported, to what it takes then
-and a share of the size of the weights. A Llama of 1.43 GB in bfloat16, a prompt of 16 tokens, then greedy tokens,
-batch 1, in turns; files are not in the page cache at the start. Seconds a token are the median of the steps after the
-first token. All processes are on one machine, and talk over its loopback: what a network adds is not in here. Tokens
-are compared with those of one process without a cap.
+A Llama of 1.43 GB in bfloat16. Every process has a cap. All are on one machine and use its loopback, so the figures
+lack a network's share. Tokens are compared with those of one process without a cap.
 
     sudo python -m benchmarks scale.pipeline [--turns 3] [--tokens 24] [--shares 80 55] [--only ROW ...] [--scale tiny]
 """
@@ -12,6 +9,7 @@ are compared with those of one process without a cap.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,11 +19,10 @@ from typing import Any
 
 from benchmarks.lib import command_line, pictures, report
 from benchmarks.lib.checkpoint import make_checkpoint, weight_bytes
-from benchmarks.lib.control_group import control_group
 from benchmarks.lib.generation import StepsRun, prompt_for, tokens_equal
-from benchmarks.lib.idle_process import Cap, idle_process
 from benchmarks.lib.measure import Sampler, fresh_folder, spread
 from benchmarks.lib.peers import THIS, Outcome, make_layer_files, room, variables
+from benchmarks.lib.process import Cap, control_group, idle_process
 from benchmarks.lib.runs import failures, good, ratios, run_all, status, versions
 
 PROCESSES = {"1 process": 1, "2 processes": 2, "3 processes": 3}
@@ -38,10 +35,10 @@ GOAL = 1.0
 
 @dataclass
 class PipelineRun(StepsRun):
-    """One row of one turn; what is measured of a process is that of the first one, with the others' loading.
+    """One row of one turn; the figures of a process are those of the first one, with the loading of all.
 
     Attributes:
-        streamed: bytes that all processes read from their disks in each pass, by their placements.
+        streamed: bytes that all processes read in each pass, by their placements.
         spans: layers of each process.
     """
 
@@ -51,7 +48,7 @@ class PipelineRun(StepsRun):
 
 @dataclass(frozen=True)
 class Workload:
-    """What every row does.
+    """The job of every row.
 
     Attributes:
         folder: the split directory.
@@ -65,12 +62,12 @@ class Workload:
 
 
 def row_name(processes: str, share: int) -> str:
-    """A row: so many processes, each with a share of the weights in percent."""
+    """Name of the row of processes with a share of the weights in percent."""
     return f"{processes}, {share} %"
 
 
 def measure(run: PipelineRun, processes: int, share: int | None, workload: Workload, work: Path) -> None:
-    """Carry out one row of one turn.
+    """Run one row of one turn.
 
     Raises:
         PeerError: a process failed.
@@ -88,18 +85,10 @@ def measure(run: PipelineRun, processes: int, share: int | None, workload: Workl
             cap = None
             if (nbytes := room(workload.weights, share)) is not None:
                 cap = Cap(stack.enter_context(control_group(f"rabbitllm-pipeline-{os.getpid()}-{rank}")), nbytes)
-            waiting = idle_process(
-                Path(sys.executable),
-                CHILD,
-                job | {"rank": rank},
-                work,
-                f"pipeline-{run.row.replace(' ', '-')}-{run.turn}-{rank}",
-                [workload.folder],
-                variables=variables(THIS, work),
-                cap=cap,
-                stop_seconds=RUN_LIMIT_SECONDS,
-            )
-            idle.append(stack.enter_context(waiting))
+            command: list[str | Path] = [sys.executable, "-P", CHILD, json.dumps(job | {"rank": rank})]
+            given: dict[str, Any] = {"variables": variables(THIS, work), "stop_seconds": RUN_LIMIT_SECONDS}
+            label = f"pipeline-{run.row.replace(' ', '-')}-{run.turn}-{rank}"
+            idle.append(stack.enter_context(idle_process(command, work, label, [workload.folder], cap=cap, **given)))
         with Sampler((), idle[0].process.pid) as sampler:
             for one in idle:
                 one.go()
@@ -114,7 +103,7 @@ def measure(run: PipelineRun, processes: int, share: int | None, workload: Workl
 
 
 Rows = Mapping[str, tuple[int, int | None]]
-"""Row -> processes, and the share of the weights that each has memory for, in percent."""
+"""Row -> number of processes, and the memory of each as a share of the weights in percent."""
 
 
 def tabulate(runs: Sequence[PipelineRun], rows: Rows, turns: int) -> report.Table:
@@ -136,9 +125,9 @@ def tabulate(runs: Sequence[PipelineRun], rows: Rows, turns: int) -> report.Tabl
 
 
 def notes_on(runs: Sequence[PipelineRun], rows: Rows) -> list[str]:
-    """What the columns mean, errors, and the goal."""
+    """The meaning of the columns, errors, and the goal."""
     notes = [
-        "layers: of each process. streamed: what all processes together read from the disk for each token.",
+        "layers: of each process. streamed: bytes that all processes read from the disk for each token.",
         "tokens/s beside 1 process: with the same cap, in the same turn.",
         *versions(runs),
         *failures(runs),
@@ -172,16 +161,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = run_all(
             list(rows), options.turns, PipelineRun, lambda run: measure(run, *rows[run.row], workload, work), {}
         )
-    size = f"{weights / 1e9:.2f} GB"
-    title = f"{options.tokens} tokens of a model of {size} over processes with memory capped, on the CPU, "
-    title += command_line.turns(options)
+    model, turns = f"a model of {weights / 1e9:.2f} GB", command_line.turns(options)
+    title = f"{options.tokens} tokens of {model} over processes with memory capped, on the CPU, {turns}"
     table, notes = tabulate(runs, rows, options.turns), notes_on(runs, rows)
     report.write(options.results, title, table, notes, runs, work=work, picture=picture(title, runs, rows))
     return status(runs)
 
 
 def picture(title: str, runs: Sequence[PipelineRun], rows: Rows) -> pictures.Picture:
-    """A group a cap."""
+    """A group of bars for each cap."""
     seconds = {row: spread(run.token_seconds for run in good(runs, row)) for row in rows}
     drawn = [
         (pictures.under_cap(share), row.partition(",")[0], seconds[row], processes > 1)

@@ -1,6 +1,6 @@
-"""A process of `scale.pipeline`: loads its part of a model within a bounded memory, then generates or works.
+"""A process of `scale.pipeline`: loads its part of a model in limited memory, then generates or works.
 
-Says "ready" when everything is imported, waits for "go", and says what it measured, each a line of JSON.
+It prints lines of JSON: "ready" once its libraries are imported, and its figures after "go" on stdin.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def main() -> None:
     """Carry out the job that is the only argument."""
     job = json.loads(sys.argv[1])
     import torch
-    import transformers.models.llama.modeling_llama  # so that it counts as idle
+    import transformers.models.llama.modeling_llama  # counts as idle memory
     import transformers.models.llama.tokenization_llama
     from torch.distributed import ProcessGroupGloo  # noqa: F401
 
@@ -35,7 +35,7 @@ def main() -> None:
         address = sys.stdin.readline().strip() if job["rank"] else "127.0.0.1:0"
         workers = 0 if job["rank"] else job["processes"] - 1
         hosts = Hosts(address, workers, job["rank"], patience=300, timeout=300, announce=say)
-    # what is free in this process's own control group, which the others do not share
+    # each process has a control group of its own
     limits = None if job["all"] else {"cpu": default_budget(CpuDevice())}
     start = time.perf_counter()
     model = AutoModel.from_pretrained(

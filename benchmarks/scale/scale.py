@@ -1,10 +1,10 @@
-"""What a large model would make of machines that are not at hand: tokens a second and dollars, from rates and sizes.
+"""Tokens a second and dollars of large models on machines that are not at hand, computed from rates and sizes.
 
     python -m benchmarks scale [--price NAME=DOLLARS ...] [--results FILE]
 
-Two ways to use several machines are compared: each streams for itself ("alone"), or the layers lie over as many as hold
-all of them, and micro-batches go around ("spread"). The model is in `scale/pace.py`, rates, prices and where they are
-from in `scale/facts.py`. tests/benchmarks/scale_checks.py compares it with what was measured.
+Several machines either stream independently ("alone"), or share the layers, with micro-batches that go around
+("spread"). `scale/pace.py` has the model, `scale/facts.py` rates, prices and their sources;
+tests/benchmarks/scale_checks.py compares it with measured figures.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def alone(host: Host, model: str, compression: str | None) -> tuple[Outcome, ...
 
 @functools.cache
 def spread(host: Host, model: str, compression: str | None) -> tuple[Outcome, ...]:
-    """Machines over which the layers lie, with micro-batches of 1, 2, 4 … sequences."""
+    """Machines that share the layers, with micro-batches of 1, 2, 4 … sequences."""
     return tuple(groups(host, drawn_for(model, compression)))
 
 
@@ -51,13 +51,13 @@ WAYS: Mapping[str, Callable[[Host, str, str | None], tuple[Outcome, ...]]] = {"a
 
 
 def best_of(way: str, host: Host, model: str, count: int) -> tuple[str | None, Outcome] | None:
-    """Compression and batch with which so many machines make the most tokens a second; None where they can none."""
+    """The compression and batch with the most tokens a second on so many machines; None without any."""
     found = [(c, one) for c in COMPRESSIONS for one in WAYS[way](host, model, c) if one.hosts <= count]
     return max(found, key=lambda pair: of_many(pair[1], count), default=None)
 
 
 def figure(value: float) -> str:
-    """Three digits that count."""
+    """With three significant digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -121,7 +121,7 @@ def many_machines(hosts: Sequence[Host]) -> Table:
 
 
 def facts(hosts: Sequence[Host]) -> Table:
-    """Every rate, and where it is from."""
+    """Every rate with its source."""
     lines = []
     for host in hosts:
         for name, one in host.figures().items():
@@ -133,7 +133,7 @@ def facts(hosts: Sequence[Host]) -> Table:
 
 _WORDS: Mapping[str, str] = {
     "room": "for weights, keys and values, of each GPU",
-    "memory": "what computes reads",
+    "memory": "memory of products",
     "flops": "operations",
     "link": "to a GPU",
     "host": "RAM beside the GPUs",
@@ -144,7 +144,7 @@ _WORDS: Mapping[str, str] = {
     "hourly": "price",
     "layer": "of a layer beside its weights",
     "routed_layer": "of one with experts",
-    "codes": "what computes reads of codes",
+    "codes": "memory of products from codes",
 }
 _BYTES, _TIMES = ("room", "host", "disk_room"), ("latency", "layer", "routed_layer")
 
@@ -162,17 +162,17 @@ def _in_units(name: str, one: Figure) -> str:
 HEADINGS: Mapping[str, Callable[[Sequence[Host]], Table]] = {
     "One machine": one_machine,
     "1 to 1,000 machines": many_machines,
-    "What goes in": lambda hosts: facts((*hosts, EPYC, XEON)),
+    "Rates": lambda hosts: facts((*hosts, EPYC, XEON)),
 }
 
 
 def tables(hosts: Sequence[Host] = HOSTS) -> dict[str, Table]:
-    """All of them, by heading."""
+    """All tables, by heading."""
     return {heading: make(hosts) for heading, make in HEADINGS.items()}
 
 
 def notes(hosts: Sequence[Host] = HOSTS) -> list[str]:
-    """What the tables come to, a sentence each."""
+    """A sentence on each result."""
     said = []
     for host, model in itertools.product(hosts, MODELS):
         single, group = (best_of(way, host, model, 100) for way in WAYS)
@@ -187,7 +187,7 @@ def notes(hosts: Sequence[Host] = HOSTS) -> list[str]:
 
 
 def with_prices(hosts: Sequence[Host], given: Sequence[str]) -> tuple[Host, ...]:
-    """The same at other prices, as NAME=DOLLARS.
+    """Machines at other prices, given as NAME=DOLLARS.
 
     Raises:
         SystemExit: no such machine, or no number.

@@ -1,7 +1,7 @@
-"""A published model on a machine of which only rates are known: what a pass reads, copies and multiplies with there.
+"""Bytes that a pass of a published model reads, copies and multiplies with on a machine of which only rates are known.
 
-Sizes come of the package's own short list of models, places from the engine's placement, and a pass's work from the
-code that `rabbitllm plan` uses. Reads no weights.
+Sizes are from the package's short list of models, places from the engine's placement, and a pass's work from the code
+of `rabbitllm plan`. No weights are read.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ DENSE, MIXTURE = "Qwen/Qwen2.5-72B-Instruct", "Qwen/Qwen3-Coder-Next"
 MODELS = (DENSE, MIXTURE)
 COMPRESSIONS = (None, "8bit", "4bit")
 TWO_BYTES = 2
-"""Of a weight as it is multiplied with."""
+"""Of a weight in a product."""
 
 
 class PaperGpu(CpuDevice):
-    """A GPU of which only the name and the kind are known; nothing can be done with it."""
+    """A GPU with a name and a kind only, for placement."""
 
     shares_host_memory = False
 
@@ -54,14 +54,14 @@ class PaperGpu(CpuDevice):
 
 @dataclass(frozen=True)
 class Shape:
-    """A model at one compression, on no machine yet.
+    """A model at one compression, without a machine.
 
     Attributes:
         name: of the repository.
         compression: None, "8bit" or "4bit".
         config: as published.
         outline: its tensors.
-        cache: what the keys, values and states of a sequence take.
+        cache: bytes of a sequence's KV cache and states.
     """
 
     name: str
@@ -82,20 +82,20 @@ class Shape:
 
     @property
     def hidden_bytes(self) -> int:
-        """Of what one token hands from layer to layer."""
+        """Of a token's hidden state between layers."""
         return TWO_BYTES * int(self.config["hidden_size"])
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit's work in a pass, where it was placed; bytes.
+    """A placed unit's work in a pass; bytes.
 
     Attributes:
-        device: where it computes.
+        device: on which it computes.
         is_layer: whether it is a decoder layer.
-        read, copied: for each pass: from the disk, and to the device.
-        stored, made: its matrices as they are stored, and in 16 bits.
-        experts: modules of experts in it.
+        read, copied: in each pass, from the disk and to the device.
+        stored, made: its matrices as stored, and in 16 bits.
+        experts: its modules of experts.
     """
 
     device: str
@@ -115,7 +115,7 @@ def shape_of(name: str, compression: str | None) -> Shape:
 
 
 def shape_of_layers(name: str, compression: str | None, config: Mapping[str, Any], layer: Mapping[str, Any]) -> Shape:
-    """A model whose layers are equal, with the shapes of a layer's tensors as models.json has them."""
+    """A model with equal layers, from the shapes of a layer's tensors."""
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     tensors = {f"model.layers.0.{inner}": shape for inner, shape in layer.items()}
     tensors |= {"model.embed_tokens.weight": [vocabulary, hidden], "lm_head.weight": [vocabulary, hidden]}
@@ -126,19 +126,19 @@ def shape_of_layers(name: str, compression: str | None, config: Mapping[str, Any
 
 
 def shape_of_outline(name: str, compression: str | None, outline: Outline) -> Shape:
-    """With the cache that its config gives."""
+    """A model with the cache of its config."""
     return Shape(name, compression, outline.config, outline, cache_of(outline.config))
 
 
 def cache_of(config: Mapping[str, Any]) -> CacheCost:
-    """What a sequence keeps: as the server counts it, but with states for the layers that have them instead."""
+    """Bytes of a sequence, as the server counts, with states for layers of linear attention."""
     every = int(config.get("full_attention_interval", 1))
     layers = int(config["num_hidden_layers"])
     keyed = layers // every
     found = cost_by_config(SimpleNamespace(**{**config, "num_hidden_layers": keyed}), torch.float16)
     if every == 1:
         return found
-    keys, values = (config[f"linear_num_{what}_heads"] * config[f"linear_{what}_head_dim"] for what in ("key", "value"))
+    keys, values = (config[f"linear_num_{part}_heads"] * config[f"linear_{part}_head_dim"] for part in ("key", "value"))
     state = 4 * config["linear_num_value_heads"] * config["linear_key_head_dim"] * config["linear_value_head_dim"]
     window = TWO_BYTES * (2 * keys + values) * config["linear_conv_kernel_dim"]
     return dataclasses.replace(found, fixed=(layers - keyed) * (state + window))
@@ -146,7 +146,7 @@ def cache_of(config: Mapping[str, Any]) -> CacheCost:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A model drawn for one or more GPUs, or for the processor, that can be placed with any limits."""
+    """A model prepared for GPUs or for the processor, to be placed with any limits."""
 
     shape: Shape
     make_load_plan: LoadPlan
@@ -155,12 +155,12 @@ class Drawn:
 
     @property
     def buffers(self) -> int:
-        """The least that a device needs to stream all of it."""
+        """The least bytes with which a device can stream all of it."""
         largest = max(cost.stored for cost in self.costs if not cost.by_rows)
         return SLOTS * largest + max((cost.transit * cost.slot for cost in self.experts), default=0)
 
     def units(self, room: int, count: int, host: int) -> tuple[Unit, ...]:
-        """Its work with so many bytes for weights on each of so many devices, and in the host's memory."""
+        """Its work with `room` bytes for weights on each of `count` GPUs, and `host` bytes in memory."""
         names = [f"cuda:{at}" for at in range(count)] or ["cpu"]
         budgets = [Budget(name, room, is_host=not count) for name in names]
         placement = place(self.costs, budgets, host_bytes=host, experts=self.experts)
@@ -177,13 +177,13 @@ def _unit(work: UnitWork, stored: int, experts: tuple[RoutedWork, ...]) -> Unit:
 
 
 def _in_two_bytes(product: Product) -> int:
-    """What a product takes in 16 bits, whatever it is multiplied from."""
+    """Bytes of a product's matrix in 16 bits, whatever its form."""
     rows, columns = product.shape
     return product.nbytes if hasattr(torch, product.form) else TWO_BYTES * rows * columns
 
 
 def draw(shape: Shape, on_gpu: bool) -> Drawn:
-    """For a GPU of which nothing is known, or for the processor, which multiplies with codes as they are."""
+    """Prepare a model for an unknown GPU, or for the processor, whose products use codes."""
     device: Device = PaperGpu(0) if on_gpu else CpuDevice()
     options = RunOptions(dtype="bfloat16", max_memory={device.name: 0}, show_progress=False, exact=on_gpu)
     machine = Machine([device], options, 0)
@@ -199,7 +199,7 @@ def draw(shape: Shape, on_gpu: bool) -> Drawn:
 
 
 def _fused(form: Quantized | CodedForm, dtype: torch.dtype) -> type[FusedMatrix] | None:
-    """What a GPU that cannot be asked multiplies from its codes: all that bitsandbytes has kernels for."""
+    """The products of an unknown GPU: from codes wherever bitsandbytes has a kernel."""
     return FusedMatrix if isinstance(form, Quantized) and can_multiply(form) else None
 
 

@@ -1,4 +1,4 @@
-"""What is shown of servers that were asked by more and more clients: the table, the notes, the lines."""
+"""The table, the notes and the picture of servers with more and more clients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ServeRun(Run):
     """One server, asked by more and more clients at once.
 
     Attributes:
-        share: of the weights that it has in addition to what it takes idle, in percent.
+        share: of the weights, in percent: its memory on top of its idle use.
         limit_bytes: of its control group.
         load_seconds: until it answered.
         levels: `figures` for each number of clients, in order; those after one that failed are missing.
@@ -43,7 +43,7 @@ class ServeRun(Run):
 
 
 def figures(level: Level, disk_bytes: int, core_seconds: float) -> dict[str, Any]:
-    """What is kept of a level; None for what did not happen, a first token that did not come included."""
+    """The figures of a level; None for events that did not happen, such as a first token."""
     tokens = sum(answer.tokens for answer in level.answers)
 
     def waits(values: Sequence[float], percent: float) -> float | None:
@@ -68,7 +68,7 @@ def figures(level: Level, disk_bytes: int, core_seconds: float) -> dict[str, Any
 
 
 def of_linear(run: ServeRun, at_once: int) -> float | None:
-    """Tokens a second over those of so many times one client alone; None where one of the two is missing."""
+    """Tokens a second over the number of clients times those of one client; None where one of them is missing."""
     alone, together = run.level(1), run.level(at_once)
     if alone is None or together is None or not alone["tokens_a_second"]:
         return None
@@ -76,7 +76,7 @@ def of_linear(run: ServeRun, at_once: int) -> float | None:
 
 
 def against_ours(runs: Sequence[ServeRun], run: ServeRun, at_once: int) -> float | None:
-    """Tokens a second over those of this project's row of as many bits in the same turn."""
+    """Tokens a second over those of this project with as many bits, in the same turn."""
     own = next((name for name, server in SERVERS.items() if server.is_ours and server.bits == SERVERS[run.row].bits))
     level = run.level(at_once)
     other = next((found.level(at_once) for found in good(runs, own) if found.turn == run.turn), None)
@@ -103,7 +103,7 @@ HEADINGS = (
 
 
 def tabulate(runs: Sequence[ServeRun], rows: Sequence[str], at_once: Sequence[int]) -> report.Table:
-    """A line a row and number of clients: medians, and in brackets the extremes where there are several turns."""
+    """A line for each row and number of clients: medians, with extremes for several turns."""
     made = []
     for row in rows:
         for number in at_once:
@@ -115,7 +115,7 @@ def tabulate(runs: Sequence[ServeRun], rows: Sequence[str], at_once: Sequence[in
 def _cells(runs: Sequence[ServeRun], found: Sequence[tuple[ServeRun, Mapping[str, Any]]], at_once: int) -> list[str]:
     def shown(values: Sequence[float | None], digits: int = 2) -> str:
         known = _known(values)
-        if len(known) < len(values) or not known:  # a median of what is left would be too good
+        if len(known) < len(values) or not known:  # a median of the others would be too good
             return "-"
         return report.shown(spread(known), digits) if len(known) > 1 else f"{known[0]:.{digits}f}"
 
@@ -136,16 +136,15 @@ def _cells(runs: Sequence[ServeRun], found: Sequence[tuple[ServeRun, Mapping[str
 
 
 def notes_on(runs: Sequence[ServeRun], rows: Sequence[str], at_once: Sequence[int], seconds: float) -> list[str]:
-    """What the columns mean, errors, and the goals."""
+    """The meaning of the columns, errors, and the goals."""
     limits = {run.row: run for run in runs if run.limit_bytes}
     errors = {(run.row, level["at_once"], error) for run in runs for level in run.levels for error in level["errors"]}
     notes = [
-        f"answered: requests that were answered to their end, of those sent within {seconds:g} s; what came of the "
-        "others counts in tokens/s.",
-        "of linear: tokens/s over those of as many times one client alone.",
-        "x ours: tokens/s over those of this project at as many bits, in the same turn.",
-        "first token: from sending a request to its first text; a dash where fewer than so many percent of the "
-        "requests got any.",
+        f"answered: requests with a whole answer, of those sent within {seconds:g} s; the tokens of all count in "
+        "tokens/s.",
+        "of linear: tokens/s over the number of clients times those of one client.",
+        "x ours: tokens/s over those of this project with as many bits, in the same turn.",
+        "first token: from sending a request to its first text; a dash where that percentile of requests got none.",
         "between: from one piece of a text to the next.",
         report.MEMORY_NOTE,
         *(
@@ -173,7 +172,7 @@ def _known(values: Iterable[float | None]) -> list[float]:
 
 
 def picture(title: str, runs: Sequence[ServeRun], rows: Sequence[str]) -> pictures.Picture:
-    """A line a row: medians of tokens a second over clients."""
+    """A line for each row: medians of tokens a second over clients."""
     made = {}
     for row in rows:
         points = {}

@@ -1,4 +1,4 @@
-"""The servers that `benchmarks serve` compares: what starts each, what it needs before, and how it is asked."""
+"""The servers of `benchmarks serve`: their files, their command lines, and their requests."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Server:
     """A row.
 
     Attributes:
-        environment: what it runs in.
-        package: what is imported there; None for a program that is no Python.
+        environment: of its process.
+        package: its Python package; None for a program.
         how: see `worker.serve`.
-        options: for that.
-        arguments: on its command line.
-        bits: of a weight; 4 where the figures are to be compared with those of other rows at 4 bits.
+        options: see `worker.serve`.
+        arguments: of its command line.
+        bits: of a weight, 16 or 4; rows with as many bits are compared.
         kind: of llama.cpp's file.
         compression: of this project's layer files.
     """
@@ -47,7 +47,7 @@ _BATCHING: Mapping[str, Any] = {
     "cb_block_size": _BLOCK_TOKENS,
     "cb_max_batch_tokens": 512,
 }
-"""Without sizes it takes most of the machine's memory for keys and values, whatever its group may, and is killed."""
+"""Without these sizes its KV cache takes most of the machine's memory, in spite of its group, and it is killed."""
 SERVERS: Mapping[str, Server] = {
     "transformers-serve-disk-batching": Server(TRANSFORMERS_SERVE, "transformers", "transformers", _BATCHING),
     "llama-server-bf16": Server(LLAMA_SERVER, None, "program", kind="BF16"),
@@ -59,16 +59,16 @@ SERVERS: Mapping[str, Server] = {
 
 @dataclass(frozen=True)
 class Workload:
-    """What all rows do.
+    """The job of all rows.
 
     Attributes:
         checkpoint: of a Llama, in bfloat16.
-        weights: bytes of it.
-        vocabulary: tokens it knows; token n is the word wn.
-        folder: for what rows need in addition to it.
+        weights: its bytes.
+        vocabulary: its number of tokens; token n is the word wn.
+        folder: of further files.
         prompt_tokens, new_tokens: of each request.
-        rounds: requests that each client sends, one after the other.
-        at_once: numbers of clients, in the order in which they are tried.
+        rounds: requests of each client, one after the other.
+        at_once: numbers of clients, in order.
         limit_seconds: for each number of clients.
     """
 
@@ -83,13 +83,13 @@ class Workload:
     limit_seconds: float
 
     def prompt(self, number: int) -> list[int]:
-        """Token ids of a request's prompt; every number has another one."""
+        """Token ids of a request's prompt, another for each number."""
         chance = random.Random(number)
         return [chance.randrange(1, self.vocabulary) for _ in range(self.prompt_tokens)]
 
 
 def prepare_files(row: str, workload: Workload, work: Path) -> None:
-    """What a row needs before its server can start, unless it is there.
+    """Make the files of a row's server, unless they exist.
 
     Raises:
         PeerError: it failed.
@@ -108,7 +108,7 @@ def prepare_files(row: str, workload: Workload, work: Path) -> None:
 
 
 def prepared(row: str, workload: Workload) -> Path:
-    """What a row's server opens: layer files, llama.cpp's file, or the checkpoint itself."""
+    """The path that a row's server opens: layer files, llama.cpp's file, or the checkpoint."""
     server = SERVERS[row]
     if server.is_ours:
         suffix = "" if server.compression is None else f".{server.compression}"
@@ -140,11 +140,11 @@ def job_of(row: str, workload: Workload, work: Path) -> dict[str, Any]:
 
 
 def body_of(row: str, workload: Workload, number: int, new_tokens: int) -> dict[str, Any]:
-    """Of a request: greedy, streamed, and not ended by the model."""
+    """The body of a request: greedy, streamed, and of a fixed length."""
     ids = workload.prompt(number)
     body: dict[str, Any] = {"max_tokens": new_tokens, "temperature": 0, "stream": True}
     body["stream_options"] = {"include_usage": True}
-    if SERVERS[row].environment == LLAMA_SERVER:  # its file's tokens are other words, and one of them ends a text
+    if SERVERS[row].environment == LLAMA_SERVER:  # its file has other words, and one of them ends a text
         return {**body, "prompt": ids, "ignore_eos": True}
     words = " ".join(f"w{i}" for i in ids)
     name = {"model": str(workload.checkpoint)} if SERVERS[row].environment == TRANSFORMERS_SERVE else {}

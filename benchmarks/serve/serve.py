@@ -1,15 +1,13 @@
-"""Servers with less memory than the model has: tokens a second for 1, 4, 16 and 64 requests at once, with others.
+"""Servers with less memory than the model: tokens a second for 1, 4, 16 and 64 clients at once, beside peers.
 
-Every server runs in a control group of its own, bounded, once its libraries are imported, to what it takes then and a
-share of the size of the weights; those of 4 bits to a smaller share, so that theirs do not fit either. A Llama of 1.43
-GB in bfloat16, random weights; prompts of 16 tokens, no two alike; 32 greedy tokens, streamed over HTTP. So many
-clients at once, in another process (on a core of their own where there are three), send two requests each, one after
-the other, and hang up after a minute: a server that answers one after the other would take hours otherwise. Tokens a
-second are all that came over all the time, prompts included. Before that, one short request that does not count.
+Servers of 4 bits get a smaller share of the weights, so that their weights do not fit either. A Llama of 1.43 GB in
+bfloat16; different prompts of 16 tokens; 32 greedy tokens, streamed over HTTP. The clients, in another process (on a
+core of their own where there are three), send two requests each, one after the other, and disconnect after a minute,
+since a server without batching would take hours. Tokens a second are all tokens over all the time, with prompts. One
+short request before does not count.
 
-`transformers serve` has no option for offloading: its loading of the model is replaced by accelerate's disk offload;
-"-batching" is its option for continuous batching. llama.cpp's server is its own `llama-server`, with a slot for each
-client.
+`transformers serve` has no option for offloading: accelerate's disk offload replaces its loading of the model;
+"-batching" is its option for continuous batching. `llama-server` has a slot for each client.
 
     sudo python -m benchmarks serve [--share 50] [--share-4bit 25] [--at-once 1 4 16 64] [--seconds 60]
                                     [--only ROW ...] [--scale tiny]
@@ -24,22 +22,21 @@ from pathlib import Path
 
 from benchmarks.lib import command_line, report
 from benchmarks.lib.checkpoint import SCALES, make_checkpoint, weight_bytes
-from benchmarks.lib.control_group import control_group
-from benchmarks.lib.idle_process import Cap, PeerError
+from benchmarks.lib.process import Cap, PeerError, control_group
 from benchmarks.lib.runs import carry_out, status
 from benchmarks.lib.server_process import Served, asked, served
 from benchmarks.serve.report import ServeRun, figures, notes_on, picture, tabulate
 from benchmarks.serve.rows import SERVERS, Workload, body_of, job_of, prepare_files
 
 LEAST_ROOM_BYTES = 384 << 20
-"""More than the idle process, whatever the share: with less, a model that is only tried out with cannot compute."""
+"""On top of the idle process, at least: with less, a tiny model cannot compute."""
 WARM_UP_TOKENS = 2
 _OFFSET = 10_000
-"""Between the prompts of one number of clients and the next: none comes twice, so that nothing is kept of it."""
+"""Between the prompts of one number of clients and the next: no prompt comes twice, so that none is cached."""
 
 
 def measure(run: ServeRun, workload: Workload, shares: Mapping[int, int], work: Path) -> None:
-    """Carry out one row of one turn."""
+    """Run one row of one turn."""
     run.share = shares[SERVERS[run.row].bits]
     nbytes = max(workload.weights * run.share // 100, LEAST_ROOM_BYTES)
     with control_group(f"rabbitllm-benchmark-{os.getpid()}") as group:

@@ -1,4 +1,4 @@
-"""The splitting half of `AutoModel.from_pretrained`, for a process that may be killed; events as JSON lines on stdout.
+"""The splitting part of `AutoModel.from_pretrained`, in a process that may be killed; events as JSON lines on stdout.
 
 python -m benchmarks.split.child '{"repository": "...", "folder": "...", "mode": "stream", "max_disk": 48318382080}'
 """
@@ -20,13 +20,13 @@ TOLD = (progress.SplitStarted, progress.ShardDone, progress.SplitDone)
 
 
 def say(event: progress.Event) -> None:
-    """Print an event of those kinds, flushed, since the next moment may be the last."""
+    """Print an event of those kinds at once: a kill may follow."""
     if isinstance(event, TOLD):
         print(json.dumps({type(event).__name__: asdict(event)}), flush=True)
 
 
 def main() -> None:
-    """Find the source and make, or go on with, its split directory; with its libraries imported, as in `AutoModel`."""
+    """Find the source, and start or continue its split, with the libraries of `AutoModel` imported."""
     for library in LIBRARIES:
         importlib.import_module(library)
     job = json.loads(sys.argv[1])

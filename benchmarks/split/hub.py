@@ -2,38 +2,38 @@
 
     python -m benchmarks.split.hub --model qwen2.5-72b --scale 0.05 --work-dir FOLDER
 
-The server is that of the tests (`tests/support/local_hub.py`). Once the digests are known it says on stdout, in one
-line of JSON, where it is; it ends when its stdin does. What it has sent is counted in a file (`Counters`), so that a
-watching process need not ask. `HubProcess` starts and ends it.
+The server is that of the tests (`tests/support/local_hub.py`). It prints its address as a line of JSON once the digests
+are known, and the bytes sent so far (`Sent`) for each line on stdin; it ends at the end of stdin. `HubProcess` starts
+and ends it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
 import re
-import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.lib.generated import Content, digests
-from benchmarks.lib.idle_process import REPOSITORY
+from benchmarks.lib.generated import Content, digests, write_around
 from benchmarks.lib.models import MODELS
+from benchmarks.lib.process import REPOSITORY
 from benchmarks.lib.published import Checkpoint, Shard, checkpoint
 from tests.support.local_hub import GeneratedFile, LocalHub, Request
 
-DIGESTS_NAME, _COUNTERS_NAME = "kaggle-72b-digests.json", "kaggle-72b-sent"
-_FORM = struct.Struct("<4q")
+DIGESTS_NAME = "kaggle-72b-digests.json"
+WORDS = 64
+"""Of the tokenizer; loading a model needs one."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Sent:
     """Bytes of shards.
 
     Attributes:
-        sent: to a client that fetches a shard to its end.
+        sent: to clients that fetch a shard to its end.
         again: of those, bytes that had been sent before.
-        probed: looked at: ranges that end before their file does, for headers.
-        open: no bytes but answers that are under way.
+        probed: in ranges that end before their file, for headers.
+        open: answers under way, not bytes.
     """
 
     sent: int = 0
@@ -54,43 +54,12 @@ class Sent:
 
     @property
     def new(self) -> int:
-        """Sent for the first time: how far the whole is."""
+        """Sent for the first time."""
         return self.sent - self.again
 
 
-class Counters:
-    """The counters in a file, which one process writes (`new`) and others read. A context manager."""
-
-    def __init__(self, path: Path, *, new: bool = False) -> None:
-        if new:
-            path.write_bytes(bytes(_FORM.size))
-        with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), _FORM.size)
-
-    def __enter__(self) -> Counters:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._map.close()
-
-    def add(self, *, sent: int = 0, again: int = 0, probed: int = 0, open: int = 0) -> None:
-        """Add to them; one thread at a time."""
-        old = self.read()
-        _FORM.pack_into(self._map, 0, old.sent + sent, old.again + again, old.probed + probed, old.open + open)
-
-    def read(self) -> Sent:
-        return Sent(*_FORM.unpack_from(self._map, 0))
-
-
 def files_of(made: Checkpoint, content: Content, shard_digests: Mapping[str, str]) -> dict[str, GeneratedFile]:
-    """Everything in the repository: config, generation config, index, a small tokenizer, and the shards."""
-    small: dict[str, Any] = {
-        "config.json": made.config,
-        "generation_config.json": made.model.generation_config,
-        "model.safetensors.index.json": made.index(),
-        "tokenizer.json": _tokenizer(),
-        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0"},
-    }
+    """All files of the repository."""
 
     def shard_file(shard: Shard) -> GeneratedFile:
         def read(offset: int, length: int) -> bytes | memoryview:
@@ -99,56 +68,39 @@ def files_of(made: Checkpoint, content: Content, shard_digests: Mapping[str, str
 
         return GeneratedFile(shard.size, read, shard_digests[shard.name])
 
-    encoded = {name: (json.dumps(held, indent=2) + "\n").encode() for name, held in small.items()}
-    files = {name: GeneratedFile.from_bytes(data) for name, data in encoded.items()}
+    with tempfile.TemporaryDirectory() as around:
+        write_around(Path(around), made, WORDS)
+        files = {path.name: GeneratedFile.from_bytes(path.read_bytes()) for path in Path(around).iterdir()}
     return files | {shard.name: shard_file(shard) for shard in made.shards}
 
 
-def _tokenizer() -> dict[str, Any]:
-    """One word a token, for the first few; what a model needs to be loaded."""
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Whitespace"},
-        "post_processor": None,
-        "decoder": None,
-        "model": {"type": "WordLevel", "vocab": {f"w{i}": i for i in range(64)}, "unk_token": "w0"},
-    }
-
-
 class GeneratedHub(LocalHub):
-    """The server, in this process, which counts what it sends of shards.
+    """The server, in this process.
+
+    Attributes:
+        sent: so far.
 
     Args:
-        made: what to serve.
-        content: the weights.
+        made: the checkpoint to serve.
+        content: its weights.
         shard_digests: SHA-256 of each shard.
-        counters: told of what is sent.
-        rate: bytes a second and connection, as if over a network; None for as fast as it goes.
+        rate: bytes a second of each connection, as over a network; None for no limit.
     """
 
     def __init__(
-        self,
-        made: Checkpoint,
-        content: Content,
-        shard_digests: Mapping[str, str],
-        counters: Counters,
-        rate: float | None = None,
+        self, made: Checkpoint, content: Content, shard_digests: Mapping[str, str], rate: float | None = None
     ) -> None:
         super().__init__(Path(os.devnull))
-        self.repository, self.counters = made.model.repository, counters
+        self.repository, self.sent = made.model.repository, Sent()
         self.add_generated(self.repository, files_of(made, content, shard_digests))
         self.faults.delay_per_mib = (1 << 20) / rate if rate else 0.0
         self._sizes = {shard.name: shard.size for shard in made.shards}
-        self._at: dict[int, tuple[str, int, bool]] = {}  # of bodies under way: file, offset, whether it is a probe
+        self._at: dict[int, tuple[str, int, bool]] = {}  # of answers under way: file, offset, whether it is a probe
         self._reached: dict[str, int] = {}
         self._counting = threading.Lock()
 
     def record(self, request: Request) -> int:
-        """Note it; a range that ends before its file is a look at a header, no part of the transfer."""
+        """Note a request; a range that ends before its file is a probe of a header, not part of the transfer."""
         key = super().record(request)
         if request.method == "GET" and request.file in self._sizes and request.status in (200, 206):
             found = re.fullmatch(r"bytes=(\d+)-(\d*)", request.range or "")
@@ -156,11 +108,11 @@ class GeneratedHub(LocalHub):
             with self._counting:
                 is_probe = bool(found and found[2] and int(found[2]) < size - 1)
                 self._at[key] = request.file, int(found[1]) if found else 0, is_probe
-                self.counters.add(open=1)
+                self._add(open=1)
         return key
 
     def record_bytes(self, key: int, count: int) -> None:
-        """Add to the counters."""
+        """Note bytes of an answer."""
         super().record_bytes(key, count)
         with self._counting:
             if key not in self._at:
@@ -168,17 +120,20 @@ class GeneratedHub(LocalHub):
             file, start, is_probe = self._at[key]
             self._at[key] = file, start + count, is_probe
             if is_probe:
-                self.counters.add(probed=count)
+                self._add(probed=count)
                 return
             reached = self._reached.get(file, 0)
-            self.counters.add(sent=count, again=max(min(start + count, reached) - start, 0))
+            self._add(sent=count, again=max(min(start + count, reached) - start, 0))
             self._reached[file] = max(reached, start + count)
 
     def body_ended(self, key: int) -> None:
-        """It is no longer under way."""
+        """Note the end of an answer."""
         with self._counting:
             if self._at.pop(key, None):
-                self.counters.add(open=-1)
+                self._add(open=-1)
+
+    def _add(self, **counts: int) -> None:
+        self.sent = replace(self.sent, **{name: getattr(self.sent, name) + count for name, count in counts.items()})
 
 
 _QUIET_SECONDS = 5
@@ -186,11 +141,11 @@ _UNSET = ("PYTHONHOME", "HF_HUB_OFFLINE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", 
 
 
 class HubProcess:
-    """The running hub: a context manager, ready when it is entered.
+    """The hub in a process: a context manager.
 
     Attributes:
         url, commit: of the repository `made.model.repository`.
-        digests: how many bytes had to be hashed for it, in what time.
+        digests: bytes hashed for it, and the seconds and threads.
     """
 
     def __init__(self, made: Checkpoint, scale: float, work: Path, rate: float | None = None) -> None:
@@ -198,7 +153,6 @@ class HubProcess:
         self._command = [sys.executable, "-m", "benchmarks.split.hub", "--model", name, "--scale", repr(scale)]
         self._command += ["--work-dir", str(work)]
         self._command += ["--rate", repr(rate)] if rate is not None else []
-        self._work = work
         self.url = self.commit = ""
         self.digests: Mapping[str, Any] = {}
 
@@ -212,32 +166,33 @@ class HubProcess:
             raise SystemExit(f"The hub ended with exit status {self._process.wait()} before it was ready.")
         ready = json.loads(line)
         self.url, self.commit, self.digests = ready["url"], ready["commit"], ready["digests"]
-        self._counters = Counters(self._work / _COUNTERS_NAME)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._counters.__exit__()
         self._process.communicate("")
-        (self._work / _COUNTERS_NAME).unlink(missing_ok=True)
 
     def sent(self) -> Sent:
-        """Since it was started."""
-        return self._counters.read()
+        """Since its start."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return Sent(**json.loads(self._process.stdout.readline()))
 
     def quiet(self) -> Sent:
-        """The same, once no shard is being sent any more: a client that was killed leaves answers behind."""
+        """The same, once no answers are under way: a killed client leaves some."""
         limit = time.monotonic() + _QUIET_SECONDS
         while self.sent().open and time.monotonic() < limit:
             time.sleep(0.001)
         return self.sent()
 
     def cpu_seconds(self) -> float:
-        """Of all its threads, since it was started."""
+        """Of all its threads, since its start."""
         times = psutil.Process(self._process.pid).cpu_times()
         return float(times.user + times.system)
 
     def variables(self, home: Path) -> dict[str, str]:
-        """The environment of a process whose hub this is, with `home` as its Hugging Face home."""
+        """The environment of a process that uses this hub, with `home` as its Hugging Face home."""
         kept = {
             name: value
             for name, value in os.environ.items()
@@ -268,13 +223,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made, content = checkpoint(MODELS[options.model], options.scale), Content()
     found = digests(made, content, options.work_dir / DIGESTS_NAME)
     rate = options.rate * 1e6 if options.rate else None
-    with (
-        Counters(options.work_dir / _COUNTERS_NAME, new=True) as counters,
-        GeneratedHub(made, content, found.of, counters, rate) as hub,
-    ):
+    hub = GeneratedHub(made, content, found.of, rate)
+    with hub:
         took = {key: value for key, value in asdict(found).items() if key != "of"}
         print(json.dumps({"url": hub.url, "commit": hub.commit(made.model.repository), "digests": took}), flush=True)
-        sys.stdin.read()
+        for _ in sys.stdin:
+            print(json.dumps(asdict(hub.sent)), flush=True)
     return 0
 
 

@@ -1,17 +1,17 @@
-"""A rehearsal of what the README promises: a model of 150 GB split to 4bit on a Kaggle disk, killed on the way.
+"""A rehearsal of the README's promise: a model of 150 GB is split to 4bit on a Kaggle disk, and killed on the way.
 
 A hub in a process of its own serves a checkpoint with the published config, names and shapes (Qwen2.5-72B: 145 GB in 37
 shards, 45 GiB of disk; Qwen3-Coder-Next: 159 GB in 40 shards with 74,000 matrices of experts, 48 GiB) and weights that
-are made while they are sent. The splitting half of `AutoModel` takes it one shard at a time, in a process that is
-killed with SIGKILL at random moments and started again with the same call. Afterwards every layer file is verified, and
-a sample of every tensor is compared with what bitsandbytes itself makes of the weights.
+are made while they are sent. The splitting part of `AutoModel` takes it one shard at a time, in a process that is
+killed with SIGKILL at random moments and restarted with the same call. Then every layer file is verified, and a sample
+of every tensor is compared with bitsandbytes' own quantization of the weights.
 
     python -m benchmarks split.kaggle [--model coder-next] [--scale 0.05] [--modes file,stream] [--kills 5] [--forward]
                                       [--work-dir FOLDER]
 
-`--scale` leaves out decoder layers, and with them their share of the allowed disk, but changes no shape; embeddings and
-head alone are 5 GB of the 72B model and 1.2 GB of the other. The whole wants 51 or 54 GB of free disk. The first run of
-a scale hashes every shard once.
+`--scale` leaves decoder layers out, and their share of the allowed disk, but changes no shape; embeddings and head are
+5 GB of the 72B model and 1.2 GB of the other. The whole needs 51 or 54 GB of free disk. The first run of a scale hashes
+every shard once.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from typing import Any
 
 from benchmarks.lib import command_line, pictures, report
 from benchmarks.lib.generated import Content
-from benchmarks.lib.idle_process import PeerError
 from benchmarks.lib.measure import THREADS, drop_cached, read_speed
 from benchmarks.lib.models import MODELS
 from benchmarks.lib.peers import THIS, run_worker
+from benchmarks.lib.process import PeerError
 from benchmarks.lib.published import Checkpoint, checkpoint, max_disk
 from benchmarks.split import spot_check
 from benchmarks.split.hub import HubProcess
@@ -43,22 +43,26 @@ from rabbitllm.store.layer_store import Verification, verify
 MODES = ("file", "stream", "auto")
 DEFAULT_MODEL = "qwen2.5-72b"
 SPARE_BYTES = 2 * 1000**3
-"""In addition to what the split may take: what stays free during it, the hub cache, logs."""
+"""Of disk beside the split: the room that stays free, the hub cache, logs."""
 SPEED_BYTES = 2 * 1000**3
-"""Read from the disk to say how fast it is by itself."""
+"""Read from the disk to measure its speed alone."""
 MAX_POINTS = 600
-"""Of the curve that is kept."""
+"""Of the curve in the results."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line, with what follows from it; refuses what cannot work."""
+    """The options, checked and completed.
+
+    Raises:
+        SystemExit: the rehearsal cannot run.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(MODELS), default=DEFAULT_MODEL, help="tiny, tiny-moe: try it out")
     parser.add_argument("--scale", type=float, default=1.0, help="how many times the model's layers (at least one)")
     parser.add_argument("--modes", default="file,stream", help=f"of {', '.join(MODES)} (default: %(default)s)")
     parser.add_argument("--kills", type=int, default=5, help="in each mode (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills (default: %(default)s)")
-    parser.add_argument("--max-disk", help="for the split (default: see above, less what layers left out would take)")
+    parser.add_argument("--max-disk", help="for the split (default: see above, less the share of the layers left out)")
     parser.add_argument("--rate", type=float, help="MB/s of each of the hub's connections (default: all it can)")
     parser.add_argument("--forward", action="store_true", help="three tokens on the CPU, when the split is whole")
     parser.add_argument("--work-dir", type=Path, default=command_line.WORK, help="for splits and digests")
@@ -81,7 +85,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.trial = options.scale < 1 or options.model.startswith("tiny")
     options.work_dir = options.work_dir.resolve()
     options.work_dir.mkdir(parents=True, exist_ok=True)
-    for mode in options.modes:  # what a run that was broken off has left there
+    for mode in options.modes:  # an interrupted run leaves some
         shutil.rmtree(_folder(options, mode), ignore_errors=True)
     needed, free = options.max_disk + SPARE_BYTES, shutil.disk_usage(options.work_dir).free
     if free < needed:
@@ -96,23 +100,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _folder(options: argparse.Namespace, mode: str) -> Path:
-    """Where a mode is rehearsed."""
-    folder: Path = options.work_dir / f"kaggle-{options.model}-{mode}"
-    return folder
+    return Path(options.work_dir, f"kaggle-{options.model}-{mode}")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """All there is to say of one mode; seconds and bytes.
+    """The results of one mode; seconds and bytes.
 
     Attributes:
-        setting: what was asked for.
-        rehearsal: how it went.
         verification: of all layer files.
         spots: a sample of every tensor compared with bitsandbytes.
-        checking_seconds: for both.
+        checking_seconds: of both.
         checksums: of the layer files, by layer.
-        forward: of a few tokens, or its error; None if none was asked for.
+        forward: figures of a few tokens, or an error; None without `--forward`.
         load_average: at the start.
     """
 
@@ -127,11 +127,11 @@ class Outcome:
 
     @property
     def standard_route(self) -> int:
-        """What the standard route would need: the checkpoint in the hub cache, and the layer files."""
+        """Bytes of the standard route: the checkpoint in the hub cache, and the layer files."""
         return self.setting.made.nbytes + self.verification.nbytes
 
     def peaks(self) -> dict[str, int]:
-        """The most at any sample: on the disk, and of the memory of whichever process ran."""
+        """The most at any sample, of disk and of the running process's memory."""
         samples = self.rehearsal.samples
         return {
             "split_directory": peak_of(samples, lambda sample: sample.splits),
@@ -142,11 +142,11 @@ class Outcome:
         }
 
     def checks(self) -> dict[str, bool]:
-        """What must hold."""
+        """Conditions of success."""
         setting = self.setting
         return {
             "all layer files are sound (verify)": not self.verification.damaged,
-            "every tensor is what bitsandbytes makes of it (sample)": not self.spots.wrong,
+            "every tensor equals bitsandbytes' own (sample)": not self.spots.wrong,
             f"killed {setting.kills} times": len(self.rehearsal.kills) == setting.kills,
             "the split directory stayed within max_disk": self.peaks()["split_directory"] <= setting.max_disk,
             **({"tokens were generated": "error" not in self.forward} if self.forward is not None else {}),
@@ -154,7 +154,7 @@ class Outcome:
 
 
 def measure(options: argparse.Namespace, mode: str, hub: HubProcess, content: Content) -> Outcome:
-    """Rehearse one mode, check what it made, and clear it away."""
+    """Rehearse one mode, check its layer files, and remove them."""
     folder = _folder(options, mode)
     folder.mkdir()
     setting = Setting(options.made, mode, options.max_disk, options.kills, options.seed, folder)
@@ -176,7 +176,7 @@ def measure(options: argparse.Namespace, mode: str, hub: HubProcess, content: Co
 
 
 def _forward(folder: Path, work: Path) -> dict[str, Any]:
-    """A few tokens in a process of its own, with nothing of the layer files in the page cache; or its error."""
+    """Figures of a few tokens, with the layer files out of the page cache; or an error."""
     drop_cached(folder)
     disk = read_speed(sorted(folder.glob("*.safetensors")), SPEED_BYTES)
     job = {"task": "decode", "package": "rabbitllm", "loader": "layered", "checkpoint": str(folder)}
@@ -198,7 +198,7 @@ def _forward(folder: Path, work: Path) -> dict[str, Any]:
 
 
 def figures(outcome: Outcome, cores: int) -> report.Table:
-    """A line for each figure; `cores` that the split and the hub had."""
+    """A line for each figure; the split and the hub had `cores` together."""
     took, made, peaks = outcome.rehearsal, outcome.setting.made, outcome.peaks()
     uninterrupted = took.seconds - sum(kill.lost_seconds for kill in took.kills)
     shared = (took.cpu_seconds + took.hub_cpu_seconds) / cores
@@ -235,7 +235,7 @@ def figures(outcome: Outcome, cores: int) -> report.Table:
             ("first token on the CPU", f"{forward['token_seconds']:.2f} s on {forward['threads']} threads"),
             ("… further tokens", ", ".join(f"{seconds:.2f} s" for seconds in further)),
             ("… read for one of these", f"{read / 1e9:.2f} GB ({forward['placed']})"),
-            ("… what the disk gives", f"{disk / 1e9:.2f} GB/s"),
+            ("… the disk alone", f"{disk / 1e9:.2f} GB/s"),
             ("… loading before it", f"{forward['load_seconds']:.1f} s"),
             ("… peak anonymous memory", f"{forward['anonymous_peak'] / 2**30:.2f} GiB"),
         ]
@@ -267,25 +267,25 @@ def stages(outcome: Outcome) -> report.Table:
 
 
 def notes_on(outcome: Outcome, hashed: Mapping[str, Any], rate: float | None, others: Sequence[Outcome]) -> list[str]:
-    """What the figures mean, and what held; `others` are modes that made the same layer files."""
+    """The meaning of the figures, and the checks; `others` are modes that made the same layer files."""
     setting, spots = outcome.setting, outcome.spots
     same = [(other.setting.mode, other.checksums == outcome.checksums) for other in others]
     return [
         "MB and GB are 10^6 and 10^9 bytes.",
-        "Killed with SIGKILL when the hub had sent so much for the first time; one moment at random in each of "
+        "Killed with SIGKILL when the hub had sent that many new bytes; one random moment in each of "
         f"{setting.kills} equal parts of the checkpoint (seed {setting.seed}).",
-        "s lost: from a kill until the layer files grew beyond what they were; the start of Python and its libraries "
-        "is in it.",
-        "Stages: of the process that finished. What fetches in the background shows as the wait for it; busy s is what "
-        "the threads of a stage spent in it, each, waiting included.",
+        "s lost: from a kill until the layer files outgrew their size at it, with the start of Python and its "
+        "libraries.",
+        "Stages: of the process that finished. Fetching in the background shows as the wait for it; busy s: seconds of "
+        "each thread of a stage, with waiting.",
         f"Disk and memory were sampled every {INTERVAL_SECONDS} s; the longest time between two samples was "
         f"{outcome.rehearsal.longest_gap:.3f} s.",
-        f"The hub sends {'all it can' if rate is None else f'{rate:g} MB/s a connection'}; the disk by itself: whole "
+        f"The hub sends {'all it can' if rate is None else f'{rate:g} MB/s a connection'}; the disk alone: whole "
         f"chunks of 4 MiB of layer files, read with O_DIRECT in {THREADS} threads.",
         f"Digests: {hashed['hashed'] / 1e9:.1f} GB were hashed before, by {hashed['threads']} threads in "
         f"{hashed['seconds']:.1f} s; the rest was known.",
         f"Load average at the start: {outcome.load_average:.2f}.",
-        *(f"{'yes' if held else 'NO'}: {what}" for what, held in outcome.checks().items()),
+        *(f"{'yes' if held else 'NO'}: {check}" for check, held in outcome.checks().items()),
         *(f"DAMAGED {damage.file}: {damage.problem}" for damage in outcome.verification.damaged),
         *([f"WRONG: {spot_check.named(spots.wrong)}"] if spots.wrong else []),
         *(f"{'yes' if so else 'NO'}: the layer files have the checksums of those of {mode!r}" for mode, so in same),
@@ -309,7 +309,7 @@ def picture(outcome: Outcome) -> pictures.Picture:
 
 
 def facts(outcome: Outcome) -> dict[str, Any]:
-    """For the JSON."""
+    """Further keys of the JSON."""
     setting, made, took = outcome.setting, outcome.setting.made, asdict(outcome.rehearsal)
     took["samples"] = [list(asdict(one).values()) for one in thinned(outcome.rehearsal.samples, MAX_POINTS)]
     del took["folder"]
@@ -327,7 +327,7 @@ def facts(outcome: Outcome) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print, write; not 0 if a mode failed or something that must hold did not."""
+    """Run, print, write; not 0 if a mode or a check failed."""
     options = parse(arguments)
     made: Checkpoint = options.made
     content = Content()

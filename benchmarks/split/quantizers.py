@@ -23,7 +23,7 @@ from rabbitllm.splitter.plan import CHUNK_BYTES
 
 DTYPES = ("BF16", "F16", "F32")
 SLOW_PART = 8
-"""bitsandbytes gets such a part of the values: it is that much slower."""
+"""bitsandbytes gets one part in so many of the values, since it is slower."""
 GOALS = {("4bit", "BF16"): 15.0, ("8bit", "BF16"): 6.0}
 _RESULTS = command_line.RESULTS / "quantizers"
 
@@ -32,11 +32,7 @@ Quantize = Callable[[memoryview], tuple[memoryview, memoryview]]
 
 @dataclass(frozen=True)
 class Row:
-    """One scheme and dtype; bytes of the source a second, one a turn.
-
-    Attributes:
-        same: whether both gave the same bytes.
-    """
+    """One scheme and dtype: bytes of the source a second in each turn, and whether both gave the same bytes."""
 
     scheme: str
     dtype: str
@@ -51,7 +47,7 @@ class Row:
 
 
 def measure(scheme: str, dtype: str, nbytes: int, turns: int) -> Row:
-    """Take turns; the first call of each, which compiles or loads, is not timed."""
+    """Run both in turns; the first call of each, which compiles or loads, is not timed."""
     import torch
 
     values = torch.randn(nbytes // torch_dtype(dtype).itemsize, generator=torch.Generator().manual_seed(0)) * 0.02

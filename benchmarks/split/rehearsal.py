@@ -1,8 +1,8 @@
-"""Splits a repository of the local hub in processes that are killed on the way, and measures what that takes.
+"""Splits a repository of the local hub in processes that are killed on the way, and measures disk, memory and time.
 
-Each process makes the same call. One is killed with SIGKILL when the hub has sent so many bytes for the first time; the
-next one goes on, until one ends by itself. Disk and memory are sampled ten times a second. What a kill cost is what the
-hub sends once more after it, and the time until the layer files grow beyond what they were.
+Each process makes the same call. It is killed with SIGKILL once the hub has sent a number of new bytes; the next one
+goes on, until one ends by itself. Disk and memory are sampled ten times a second. The cost of a kill is the bytes that
+the hub sends again after it, and the time until the layer files outgrow their size at the kill.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from rabbitllm.splitter.split import STAGING_NAME
 from rabbitllm.store.manifest import directory_name
 
 INTERVAL_SECONDS = 0.1
-_POLL_SECONDS = 0.005
+_POLL_SECONDS = 0.02
 _JOURNAL_BYTES = 64 << 10
-"""By which a split directory may grow without a layer file's doing."""
+"""By which a split directory may grow while its layer files do not."""
 
 
 class RehearsalError(Exception):
-    """A split failed; the message says what the process said last."""
+    """A split failed; the message has the last words of its process."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Sample:
     """One moment; seconds since the start, and bytes.
 
     Attributes:
-        splits: allocated below the split directory.
-        home: allocated below the Hugging Face home.
+        splits: on the disk below the split directory.
+        home: on the disk below the Hugging Face home.
         staged: of `splits`, fetched shards.
-        anonymous, resident: of the process that runs; 0 between two.
+        anonymous, resident: memory of the running process; 0 between two.
     """
 
     seconds: float
@@ -62,12 +62,12 @@ class Sample:
 
     @property
     def layers(self) -> int:
-        """Of the split directory, without fetched shards."""
+        """The split directory without fetched shards."""
         return self.splits - self.staged
 
 
 class SeriesSampler(Sampling):
-    """Samples while its context is open, through processes that follow each other.
+    """Samples of processes that follow each other.
 
     Args:
         splits, home, staged: folders; the last one is within the first.
@@ -88,7 +88,7 @@ class SeriesSampler(Sampling):
         return time.perf_counter() - self._start
 
     def follow(self, pid: int | None) -> None:
-        """Watch this process from now on; files that it holds open count though they have no name any more."""
+        """Watch this process from now on, with the unlinked files that it holds open."""
         for watch in self._watches:
             watch.pid = pid
 
@@ -101,12 +101,12 @@ class SeriesSampler(Sampling):
 
 
 def peak_of(samples: Iterable[Sample], which: Callable[[Sample], int]) -> int:
-    """The largest value of something."""
+    """The largest value of a figure."""
     return max((which(sample) for sample in samples), default=0)
 
 
 def thinned(samples: Sequence[Sample], most: int) -> list[Sample]:
-    """At most so many of them: of each stretch of equal length the one with the most disk in use."""
+    """At most so many samples: of each stretch of equal length the one with the most disk in use."""
     if len(samples) <= most:
         return list(samples)
     bounds = [len(samples) * number // most for number in range(most + 1)]
@@ -115,15 +115,15 @@ def thinned(samples: Sequence[Sample], most: int) -> list[Sample]:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is rehearsed.
+    """One rehearsal.
 
     Attributes:
         made: the checkpoint that the hub serves.
         mode: "file", "stream" or "auto".
         max_disk: bytes.
-        kills: how many.
+        kills: their number.
         seed: of their moments.
-        folder: everything is put below it; empty or absent.
+        folder: of all files; empty or absent at the start.
     """
 
     made: Checkpoint
@@ -147,13 +147,13 @@ class Kill:
     """One kill; bytes of shards, seconds since the start.
 
     Attributes:
-        planned: bytes sent for the first time at which it was due.
-        sent: that were when it came.
+        planned: new bytes sent at which it was due.
+        sent: new bytes sent when it came.
         seconds: when it came.
-        again_at: when the next process was started.
-        used_shards: that the next process found used up.
-        again: bytes that were sent once more after it, until the next kill or the end.
-        lost_seconds: until the layer files had more than at the kill.
+        again_at: when the next process started.
+        used_shards: used up by then.
+        again: bytes that the hub sent again after it, until the next kill or the end.
+        lost_seconds: until the layer files outgrew their size at the kill.
     """
 
     planned: int
@@ -167,18 +167,18 @@ class Kill:
 
 @dataclass
 class Rehearsal:
-    """What came of it; bytes and seconds.
+    """The figures of a rehearsal; bytes and seconds.
 
     Attributes:
         folder: the finished split directory; None until then.
-        kills: those that came; one that was due after the end did not.
-        seconds: wall time of everything.
-        cpu_seconds: of the processes that split.
+        kills: those that came before the end.
+        seconds: wall time of the whole.
+        cpu_seconds: of the splitting processes.
         hub_cpu_seconds: of the hub meanwhile.
         sent, again, probed: by the hub, see `hub.Sent`.
-        planned_peak: what the first process said that it would add to the disk.
-        added_memory: anonymous memory of the last process, above that when its split began.
-        stages: of the last process, as the profiler has them.
+        planned_peak: added to the disk at most, as the first process announced.
+        added_memory: anonymous memory of the last process, on top of that when its split began.
+        stages: of the last process, from the profiler.
         longest_gap: between two samples.
     """
 
@@ -198,13 +198,13 @@ class Rehearsal:
 
 
 def moments(total: int, kills: int, seed: int) -> list[int]:
-    """When to kill, in bytes: at random, one in each of as many equal parts of the whole."""
+    """Moments of kills, in bytes: random, one in each of `kills` equal parts of the whole."""
     chance = random.Random(seed)
     return [int(total * (part + chance.uniform(0.05, 0.95)) / kills) for part in range(kills)]
 
 
 def rehearse(setting: Setting, hub: HubProcess) -> Rehearsal:
-    """Split, kill, go on, until it is whole.
+    """Split, kill and go on until the split is whole.
 
     Raises:
         RehearsalError: a process that was not killed failed.
@@ -240,7 +240,7 @@ def _run_once(
 ) -> None:
     """One process, to its kill or its end."""
     at_start, last = hub.quiet(), found.kills[-1] if found.kills else None
-    if last is not None:  # what was on its way to the process that was killed counts as well
+    if last is not None:  # bytes on their way to the killed process count
         last.sent, last.again_at = at_start.new - sent_before, sampler.now()
     said, errors = setting.folder / f"said-{number}", setting.folder / f"errors-{number}"
     wanted = due[len(found.kills)] if len(found.kills) < len(due) else None
@@ -253,7 +253,7 @@ def _run_once(
                 kill = Kill(wanted, sent, sampler.now())
                 os.kill(process.pid, signal.SIGKILL)
             time.sleep(_POLL_SECONDS)
-        times = psutil.Process(process.pid).cpu_times()  # of an ended process that was not waited for
+        times = psutil.Process(process.pid).cpu_times()  # the process has ended but was not waited for
         found.cpu_seconds += times.user + times.system
     finally:
         sampler.follow(None)
@@ -295,14 +295,14 @@ def _start(setting: Setting, hub: HubProcess, said: Path, errors: Path) -> subpr
 
 
 def _last_words(text: str) -> str:
-    """The last line of a process's errors that is not indented, and what is below it: of a traceback, the error."""
+    """The last line that is not indented, and the lines below it: of a traceback, the error."""
     lines = text.strip().splitlines() or ["nothing"]
     begin = max((number for number, line in enumerate(lines) if not line[:1].isspace()), default=0)
     return " ".join(line.strip() for line in lines[begin:])
 
 
 def _grown_at(samples: Sequence[Sample], since: float) -> float:
-    """When after a moment the layer files had more than they had at it; the end, if they never had."""
+    """The time after a moment at which the layer files outgrew their size at it; the end, if they never did."""
     before = peak_of((one for one in samples if one.seconds <= since + INTERVAL_SECONDS), lambda one: one.layers)
     later = (one.seconds for one in samples if one.seconds > since and one.layers > before + _JOURNAL_BYTES)
     return next(later, samples[-1].seconds)

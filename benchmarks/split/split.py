@@ -1,10 +1,9 @@
-"""Splitting a checkpoint into layer files: time compared with `cp` of the same bytes, peak disk, peak anonymous memory.
+"""Splitting a checkpoint into layer files: time beside `cp` of the same bytes, peak disk, peak anonymous memory.
 
-In each turn every row gets a fresh copy of the checkpoint, synced and out of the page cache, made outside the timing,
-and splits it into a folder inside that copy. Time runs until the layer files are on the disk: the call itself, and
-then fsync of every file and folder (which finds nothing to do after a splitter that syncs). `cp` is measured the same
-way, `cp -r --reflink=never` and then fsync, once a turn, and ratios are to the `cp` of the same turn. Process start
-and imports are not timed. Uncompressed layer files are compared with the checkpoint, tensor by tensor.
+In each turn every row splits a fresh copy of the checkpoint, synced and out of the page cache, into a folder inside
+that copy. The time ends when the layer files are on the disk: the call, then fsync of every file and folder. `cp -r
+--reflink=never` and fsync are timed once in each turn, and ratios are to it. Process start and imports are not timed.
+Uncompressed layer files are compared with the checkpoint, tensor by tensor.
 
     python -m benchmarks split [--turns 5] [--only ROW ...] [--scale tiny] [--work-dir FOLDER]
 """
@@ -27,18 +26,12 @@ from benchmarks.lib.runs import Run, failures, good, ratios, run_all, status, ve
 
 RATIO_GOAL = 1.3
 BYTES_A_LAYER_FILE = 64 << 10
-"""What a layer file may add to the peak beyond the largest shard."""
+"""That each layer file may add to the peak beyond the largest shard."""
 
 
 @dataclass(frozen=True)
 class Splitter:
-    """A row: what splits, and how.
-
-    Attributes:
-        environment: what it runs in.
-        package: with RabbitLLM's `split_and_save_layers`.
-        options: for that.
-    """
+    """A row: a package with RabbitLLM's `split_and_save_layers`, and its options."""
 
     environment: Environment
     package: str
@@ -73,15 +66,15 @@ class SplitRun(Run):
     """One row of one turn; bytes and seconds.
 
     Attributes:
-        seconds: the call (or `cp`).
-        sync_seconds: fsync of everything after it.
-        disk_added_peak, disk_added_end: above the start, when only the checkpoint is there.
-        longest_gap: between two samples of that, seconds.
-        shards_left: of the checkpoint's.
-        layer_files: that there are afterwards.
-        same_tensors: whether the layer files hold what the checkpoint holds; None where that is not to be expected.
+        seconds: of the call (or `cp`).
+        sync_seconds: of fsync after it.
+        disk_added_peak, disk_added_end: on top of the checkpoint.
+        longest_gap: between two samples of the disk, seconds.
+        shards_left: of the checkpoint.
+        layer_files: their number.
+        same_tensors: whether the layer files hold the checkpoint's tensors; None for compressed ones.
         core_seconds: of the call, all cores.
-        folder: of the layer files.
+        folder: name of the folder of the layer files.
     """
 
     seconds: float = 0.0
@@ -97,12 +90,12 @@ class SplitRun(Run):
 
     @property
     def headline(self) -> float:
-        """Until everything is on the disk."""
+        """Until all is on the disk."""
         return self.seconds + self.sync_seconds
 
 
 def measure(run: SplitRun, checkpoint: Path, work: Path) -> None:
-    """Carry out one row of one turn."""
+    """Run one row of one turn."""
     folder = work / "split-run"
     copy = folder / "checkpoint"
     fresh_copy(checkpoint, copy)
@@ -164,7 +157,7 @@ def tabulate(runs: Sequence[SplitRun], rows: Sequence[str], turns: int) -> repor
 
 
 def notes_on(runs: Sequence[SplitRun], rows: Sequence[str], checkpoint: Path, layer_files: int) -> list[str]:
-    """What the columns mean, errors, and the goals."""
+    """The meaning of the columns, errors, and the goals."""
     bound = max(shard.stat().st_size for shard in shards(checkpoint)) + BYTES_A_LAYER_FILE * layer_files
     notes = [
         "Disk in MB (10^6), above the start, when only the checkpoint is there; a negative end: less than before.",

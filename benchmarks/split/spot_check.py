@@ -1,8 +1,8 @@
-"""Whether 4bit layer files hold what bitsandbytes itself makes of the checkpoint's weights; uses nothing of rabbitllm.
+"""Compares 4bit layer files with bitsandbytes' own quantization of the checkpoint's weights, without rabbitllm.
 
-The weights are made again, a piece of every matrix at a random place and its end are quantized by bitsandbytes, and
-codes and scales are compared with the layer file bit for bit; tensors that are not quantized are compared whole. A
-piece is a whole number of blocks, which do not depend on each other.
+bitsandbytes quantizes a piece of every matrix at a random place, and its end; codes and scales are compared with the
+layer file bit for bit. Tensors that are not quantized are compared whole. A piece is a whole number of blocks, which do
+not depend on each other.
 """
 
 from __future__ import annotations
@@ -20,23 +20,17 @@ from benchmarks.lib.published import ELEMENT_BYTES, Checkpoint, Placed, Shard
 
 BLOCK = 64
 SAMPLE_BYTES = 1 << 30
-"""Of a checkpoint's weights, about, since bitsandbytes takes a second for every 67 MB."""
+"""Of a checkpoint's weights, about: bitsandbytes takes a second for every 67 MB."""
 PIECE_BYTES = (16 << 10, 1 << 20)
 """Least and most of a matrix in one piece."""
 END_BYTES = 64 << 10
-"""At most, of what a matrix ends with."""
+"""Of a matrix's end, at most."""
 _MAX_NAMED = 5
 
 
 @dataclass(frozen=True)
 class SpotCheck:
-    """What was compared.
-
-    Attributes:
-        tensors: all of the checkpoint's, each looked at.
-        nbytes: of their weights that were compared, in the checkpoint's own form.
-        wrong: what differs, in words.
-    """
+    """The result: the number of tensors, the bytes of the checkpoint's weights that were compared, and differences."""
 
     tensors: int
     nbytes: int
@@ -47,15 +41,9 @@ def check(made: Checkpoint, content: Content, folder: Path, seed: int) -> SpotCh
     """Compare a sample of every tensor of every layer file in `folder` with the checkpoint's weights."""
     from safetensors import safe_open
 
-    logging.getLogger("bitsandbytes").setLevel(
-        logging.ERROR
-    )  # it asks for faster kernels, which the referee must not use
-    where = {}
-    files: dict[str, Any] = {
-        path.name: safe_open(path, framework="pt") for path in sorted(folder.glob("*.safetensors"))
-    }
-    for file, opened in files.items():
-        where.update(dict.fromkeys(opened.keys(), file))
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it recommends faster kernels, which must not be used
+    files: dict[str, Any] = {p.name: safe_open(p, framework="pt") for p in sorted(folder.glob("*.safetensors"))}
+    where = {name: file for file, opened in files.items() for name in opened.keys()}  # noqa: SIM118  no mapping
     chance, nbytes, wrong = random.Random(seed), 0, []
     piece = piece_elements(sum(len(shard.tensors) for shard in made.shards))
     for shard in made.shards:
@@ -72,13 +60,13 @@ def check(made: Checkpoint, content: Content, folder: Path, seed: int) -> SpotCh
 
 
 def piece_elements(tensors: int) -> int:
-    """How much of each matrix is compared at a random place: many small ones are sampled more thinly than a few."""
+    """Elements of each matrix compared at a random place: the more matrices, the fewer."""
     least, most = PIECE_BYTES
     return min(max(SAMPLE_BYTES // max(tensors, 1), least), most) // ELEMENT_BYTES // BLOCK * BLOCK
 
 
 def named(wrong: tuple[str, ...]) -> str:
-    """The first few of what is wrong."""
+    """The first few differences."""
     more = len(wrong) - _MAX_NAMED
     return "; ".join(wrong[:_MAX_NAMED]) + (f"; and {more} more" if more > 0 else "")
 
@@ -86,7 +74,7 @@ def named(wrong: tuple[str, ...]) -> str:
 def _compare(
     opened: Any, shard: Shard, placed: Placed, content: Content, chance: random.Random, piece: int
 ) -> tuple[int, str | None]:
-    """Bytes compared, and what is wrong."""
+    """Bytes compared, and the difference."""
     import torch
 
     tensor = placed.tensor
@@ -105,13 +93,13 @@ def _compare(
         count = min(most, tensor.elements - first)
         weights = content.of_tensor(shard, placed, first, count)
         if not _same_piece(opened, tensor.name, first, weights):
-            return compared, f"elements {first:,} to {first + count:,} are not what bitsandbytes makes of them"
+            return compared, f"elements {first:,} to {first + count:,} differ from bitsandbytes' own"
         compared += len(weights)
     return compared, None
 
 
 def _constants(opened: Any, name: str, shape: tuple[int, ...]) -> str | None:
-    """What is wrong with the parts of a quantized tensor that its weights do not decide."""
+    """The difference in the parts of a quantized tensor that do not depend on its weights."""
     from bitsandbytes.functional import get_4bit_type
 
     raw = opened.get_tensor(f"{name}.4bit.quant_state.bitsandbytes__nf4").numpy().tobytes()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.lib.control_group import ControlGroup, control_group
+from benchmarks.lib.process import ControlGroup, control_group
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import split
 

@@ -13,9 +13,9 @@ import pytest
 from benchmarks.decode import capped
 from benchmarks.decode.capped import Case
 from benchmarks.lib import worker
-from benchmarks.lib.control_group import ControlGroup, can_limit_memory, control_group
 from benchmarks.lib.generation import StepsRun
 from benchmarks.lib.measure import drop_cached
+from benchmarks.lib.process import ControlGroup, can_limit_memory, control_group
 
 MOUNT = Path("/sys/fs/cgroup")
 

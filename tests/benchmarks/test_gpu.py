@@ -17,7 +17,7 @@ import torch
 from benchmarks.gpu import gpu
 from benchmarks.gpu.gpu import STEPS, Step, is_right, main, page, run
 from benchmarks.lib import peers
-from benchmarks.lib.idle_process import REPOSITORY
+from benchmarks.lib.process import REPOSITORY
 
 LIGHT = "tests.benchmarks.gpu_steps"
 """The module of steps that need no torch."""

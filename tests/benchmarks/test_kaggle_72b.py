@@ -21,7 +21,7 @@ from benchmarks.lib.models import MODELS
 from benchmarks.lib.published import Checkpoint, Model, checkpoint, max_disk
 from benchmarks.split import kaggle as kaggle_72b
 from benchmarks.split import rehearsal, spot_check
-from benchmarks.split.hub import Counters, GeneratedHub, HubProcess, Sent, files_of
+from benchmarks.split.hub import GeneratedHub, HubProcess, Sent, files_of
 from benchmarks.split.rehearsal import Sample, SeriesSampler, thinned
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant.schemes import is_compressible
@@ -199,8 +199,8 @@ def test_digests_are_worked_out_once(
 @pytest.fixture
 def hub(content: Content, tiny: Checkpoint, tmp_path: Path) -> Iterator[GeneratedHub]:
     found = digests(tiny, content, tmp_path / "digests.json")
-    counters = Counters(tmp_path / "counters", new=True)
-    with counters, GeneratedHub(tiny, content, found.of, counters) as made:
+    made = GeneratedHub(tiny, content, found.of)
+    with made:
         yield made
 
 
@@ -258,9 +258,9 @@ def test_our_own_fetching_and_what_is_counted(
 
 def quiet(hub: GeneratedHub) -> Sent:
     """The counters once the last answer has been counted, which comes after it has arrived."""
-    while hub.counters.read().open:
+    while hub.sent.open:
         pass
-    return hub.counters.read()
+    return hub.sent
 
 
 def test_a_hub_in_a_process_ends_with_its_context(tiny: Checkpoint, tmp_path: Path) -> None:

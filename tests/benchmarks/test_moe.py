@@ -14,7 +14,7 @@ from benchmarks.experts import report as moe_report
 from benchmarks.experts import routing
 from benchmarks.experts.checkpoint import HABITS, SCALES, TEXTS, make_moe_checkpoint, passage
 from benchmarks.experts.report import Case, MoeRun
-from benchmarks.lib.control_group import can_limit_memory
+from benchmarks.lib.process import can_limit_memory
 from benchmarks.lib.published import ELEMENT_BYTES
 from tests.support.expert_use import PUBLISHED, PUBLISHED_OVERLAP, Routed, joined, of_tokens, trace, use_of
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-from benchmarks.lib.idle_process import PeerError
+from benchmarks.lib.process import PeerError
 from benchmarks.quality.llama_cpp import next_tokens, serving
 from rabbitllm import AutoModel
 from rabbitllm.cli.main import app

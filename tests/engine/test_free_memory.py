@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.lib.control_group import can_limit_memory, control_group
+from benchmarks.lib.process import can_limit_memory, control_group
 from rabbitllm import AutoModel
 from rabbitllm.engine import devices, free_memory
 from rabbitllm.engine.devices import CpuDevice
