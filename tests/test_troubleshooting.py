@@ -90,9 +90,12 @@ def spoken(call: ast.Call) -> str | None:
     return "" if is_log and name == "warning" and call.func.value.id == "logger" else None  # type: ignore[attr-defined]
 
 
+MAKERS = ("missing_package", "require_package")
+
+
 def missing(call: ast.Call, around: ast.AST) -> list[str] | None:
-    """The messages of a call of `errors.missing_package`."""
-    if getattr(call.func, "id", "") != "missing_package":
+    """The messages of a call of `errors.missing_package` or `errors.require_package`."""
+    if getattr(call.func, "id", "") not in MAKERS:
         return None
     uses, packages = (text_of(arg, around) or [HOLE] for arg in call.args[:2])
     return [f"{use} the package {package}, which is not installed." for use in uses for package in packages]
@@ -107,7 +110,7 @@ def messages() -> Iterator[Message]:
             around = next((f for f in reversed(functions) if f.lineno <= call.lineno <= (f.end_lineno or 0)), tree)
             where = f"{path.relative_to(PACKAGE)}:{call.lineno}"
             yield from (Message(text, "MissingPackageError", where) for text in missing(call, around) or ())
-            if error is None or any(map(passes_on, call.args)) or getattr(around, "name", "") == "missing_package":
+            if error is None or any(map(passes_on, call.args)) or getattr(around, "name", "") in MAKERS:
                 continue
             bare = isinstance(call.args[0], ast.Constant) and call.args[0].value == "%s"
             for text in text_of(call.args[bare], around) or [HOLE]:

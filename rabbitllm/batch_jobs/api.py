@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import tempfile
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rabbitllm.base.options import expand, parse_size
 from rabbitllm.batch_jobs.inputs import STDIN
 from rabbitllm.batch_jobs.items import Defaults, JobLimits, pooling_of
-from rabbitllm.errors import missing_package, system_errors_by_name
+from rabbitllm.errors import require_package, system_errors_by_name
 from rabbitllm.generation.request import Pooling, Sampling
 
 if TYPE_CHECKING:
@@ -27,8 +26,7 @@ def check_installed() -> None:
     Raises:
         MissingPackageError: greenlet, by which lines share passes, is not installed.
     """
-    if importlib.util.find_spec("greenlet") is None:
-        raise missing_package("A batch needs", "greenlet", "batch")
+    require_package("A batch needs", "greenlet", "batch")
 
 
 @system_errors_by_name()

@@ -143,9 +143,7 @@ def quantizer_for(folder: Path, config: PretrainedConfig, devices: Iterable[Devi
         MissingPackageError: the quantizer needs a package that is not installed.
         UnknownArchitectureError: the settings are malformed.
     """
-    import transformers
     from transformers.quantizers.auto import AutoHfQuantizer
-    from transformers.quantizers.base import HfQuantizer
 
     settings = settings_in(config)
     if settings is None:
@@ -153,12 +151,6 @@ def quantizer_for(folder: Path, config: PretrainedConfig, devices: Iterable[Devi
     if _method(settings).endswith(AUTO_ROUND):
         settings = _of_auto_round(folder, settings)
     method, names = _method(settings), [str(device.torch_device) for device in devices]
-    if not hasattr(HfQuantizer, "serialized_names"):  # identifies its conversions
-        raise MissingPackageError(
-            f"The weights that belong to {folder} are already quantized ({method}), which needs transformers 5.21 or "
-            f"later; found {transformers.__version__}.",
-            "Update RabbitLLM, which installs a transformers version that it supports.",
-        )
     try:
         if method in (MODELOPT, TORCHAO):  # transformers does not know the first, and needs torchao for the second
             from rabbitllm.engine.published_conversions import PlainSettings

@@ -8,7 +8,6 @@ of the work done on the cluster.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import shutil
 import socket
@@ -21,7 +20,7 @@ from typing import Any
 
 from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base.options import expand
-from rabbitllm.errors import ClusterError, OptionError, RabbitLLMError, missing_package
+from rabbitllm.errors import ClusterError, OptionError, RabbitLLMError, require_package
 from rabbitllm.splitter.lock import LEASE_NAME, Lease
 from rabbitllm.version import __version__
 
@@ -54,8 +53,7 @@ def check_installed() -> None:
     Raises:
         MissingPackageError: Ray is not installed.
     """
-    if importlib.util.find_spec("ray") is None:
-        raise missing_package("--ray needs", "ray", "ray")
+    require_package("--ray needs", "ray", "ray")
 
 
 def say(line: str) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rabbitllm.errors import OptionError, missing_package
+from rabbitllm.errors import OptionError, require_package
 from rabbitllm.generation.request import Sampling
 
 
@@ -148,6 +147,5 @@ def check_installed() -> None:
     Raises:
         MissingPackageError: one of them is not installed.
     """
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise missing_package("A server needs", missing[0], "serve")
+    for name in NEEDED:
+        require_package("A server needs", name, "serve")

@@ -14,7 +14,6 @@ of several micro-batches as one matrix, since each would load them again.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import shutil
@@ -31,7 +30,7 @@ from torch import nn
 from rabbitllm.engine.devices import OutOfDeviceMemory
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.placement import READY, Tier
-from rabbitllm.errors import BatchError, OptionError, RabbitLLMError, ScoringError, missing_package
+from rabbitllm.errors import BatchError, OptionError, RabbitLLMError, ScoringError, require_package
 from rabbitllm.generation.coroutines import Coroutine, Coroutines, PendingCall, RowKind, SyncPoint, called, rowwise
 from rabbitllm.generation.memory import cost_of_a_pass, repeated_bytes
 from rabbitllm.generation.packed_batch import (
@@ -279,8 +278,7 @@ def score(
         OSError, RabbitLLMError: the weights cannot be read, there is no room for waiting micro-batches, or a value in
             the model is beyond the range of float16.
     """
-    if importlib.util.find_spec("greenlet") is None:
-        raise missing_package("Scoring needs", "greenlet", "batch")
+    require_package("Scoring needs", "greenlet", "batch")
     check_scores(model)
     limits, has_head = ModelLimits.of(model), model.get_output_embeddings() is not None
     if model.shared_passes is not None:
