@@ -16,6 +16,7 @@ from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base.options import Hosts
 from rabbitllm.base.terminal import counted, harmless, put_fact, size
 from rabbitllm.errors import OptionError
+from rabbitllm.generation.draft import prepare_draft
 from rabbitllm.generation.media import MediaFile
 from rabbitllm.generation.request import FinishReason, Prompt, Result
 from rabbitllm.generation.template import SYSTEM, USER, ChatTemplate, PromptRefused
@@ -107,6 +108,23 @@ def prompt_of(
     return prompt
 
 
+def loaded_pair(
+    request: LoadRequest, draft: LoadRequest | None, console: Console
+) -> tuple[StreamedModel, StreamedModel | None]:
+    """Load a model, and before it its draft model, so that the model is placed in the memory that is left.
+
+    Raises:
+        OptionError: the draft model does not suit the model; see `prepare_draft`.
+        RabbitLLMError: see `AutoModel.from_pretrained`.
+    """
+    if draft is None:
+        return loaded_model(request, console), None
+    drafting = loaded_model(draft, console)
+    model = loaded_model(request, console)
+    prepare_draft(model, drafting)
+    return model, drafting
+
+
 # The answer.
 
 _STAGES = {
@@ -129,7 +147,11 @@ def put_statistics(console: Console, result: Result, load_seconds: float, sums: 
     speed = f", {rate:.2f} a second after the first" if rate is not None else ""
     put_fact(console, "answer", f"{counted(len(result.tokens), 'token')} in {result.seconds:.2f} s{speed}")
     for kind, total in sums.items():
-        put_fact(console, "prompt" if kind == PROMPT else "each token", _pass_of(total))
+        further = max(len(result.tokens) - 1, 0) / total.passes
+        if kind == PROMPT or further <= 1:
+            put_fact(console, "prompt" if kind == PROMPT else "each token", _pass_of(total))
+        else:  # a draft model
+            put_fact(console, "each pass", f"{further:.1f} tokens in {_pass_of(total)}")
 
 
 def _pass_of(total: PassSums) -> str:

@@ -109,8 +109,10 @@ def messages() -> Iterator[Message]:
             error = spoken(call)
             around = next((f for f in reversed(functions) if f.lineno <= call.lineno <= (f.end_lineno or 0)), tree)
             where = f"{path.relative_to(PACKAGE)}:{call.lineno}"
+            if getattr(around, "name", "") in MAKERS:
+                continue
             yield from (Message(text, "MissingPackageError", where) for text in missing(call, around) or ())
-            if error is None or any(map(passes_on, call.args)) or getattr(around, "name", "") in MAKERS:
+            if error is None or any(map(passes_on, call.args)):
                 continue
             bare = isinstance(call.args[0], ast.Constant) and call.args[0].value == "%s"
             for text in text_of(call.args[bare], around) or [HOLE]:

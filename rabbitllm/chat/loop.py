@@ -125,8 +125,7 @@ def show_stats(console: Console, answers: Sequence[Result], session: Session, in
         put_fact(console, "in place", f"{size(nbytes)} {place}, used in place by each pass")
     of = f" of {session.context:,}" if session.context is not None else ""
     held = f"{session.cached_tokens:,}{of} tokens, {size(session.cache_bytes)}"
-    is_kept = session.cache is not None
-    put_fact(console, "KV cache", held if is_kept else "not kept: for this type of model it would not be exact")
+    put_fact(console, "KV cache", held if session.cache is not None else f"not kept: {session.uncached}")
 
 
 def _show(console: Console, answers: Sequence[Result]) -> None:

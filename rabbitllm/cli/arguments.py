@@ -231,6 +231,15 @@ AudioOption = Annotated[
         show_default=False,
     ),
 ]
+DraftOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        rich_help_panel=ANSWER_PANEL,
+        help="A small model with the same vocabulary; it proposes tokens, and a pass checks several of them.",
+        autocompletion=complete_model,
+    ),
+]
 TemperatureOption = Annotated[
     float | None, typer.Option(rich_help_panel=SAMPLING_PANEL, help="Sampling temperature; 0, the default, is greedy.")
 ]
@@ -329,6 +338,16 @@ class ModelOptions:
         if self.no_split:
             check_unsplit(SplitOptions(compression))
         return replace(request, split=None) if self.no_split else request
+
+    def draft_request(self, draft: str) -> LoadRequest:
+        """The request for a draft model: on the same device, in its own split and dtype.
+
+        Raises:
+            OptionError: see `request`.
+        """
+        device = None if self.device == "auto" else self.device
+        options = ModelOptions(device=device, no_split=self.no_split, trust_remote_code=self.trust_remote_code)
+        return options.request(draft)
 
 
 NO_OPTIONS = ModelOptions()

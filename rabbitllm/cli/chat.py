@@ -12,6 +12,7 @@ from rabbitllm.cli import exit_codes
 from rabbitllm.cli.arguments import (
     NO_OPTIONS,
     AddressOption,
+    DraftOption,
     ModelArgument,
     ModelOptions,
     SeedOption,
@@ -37,6 +38,7 @@ def chat_command(
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
     seed: SeedOption = None,
+    draft: DraftOption = None,
     options: ModelOptions = NO_OPTIONS,
     workers: WorkersOption = 0,
     address: AddressOption = None,
@@ -55,15 +57,14 @@ def chat_command(
     from rich.console import Console
 
     from rabbitllm.generation.request import Sampling
-    from rabbitllm.models.pull import loaded_model
-    from rabbitllm.run import hosts_for
+    from rabbitllm.run import hosts_for, loaded_pair
 
     sampling = Sampling(temperature, top_p, seed)
     errors = Console(stderr=True, highlight=False)
     disable_progress_bars()  # shards have our own bar, and other files are small
     request = options.request(model, hosts_for(workers, address, model, errors))
     with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the answer
-        loaded = loaded_model(request, errors)
+        loaded, drafting = loaded_pair(request, options.draft_request(draft) if draft is not None else None, errors)
     loaded.profiler.enabled = True  # only now: no profile of a split, no timers at resident layers
 
     from transformers import logging
@@ -74,7 +75,7 @@ def chat_command(
 
     logging.set_verbosity_error()  # no warnings about missing kernels amid an answer
     chat = ChatLoop(
-        Session(loaded, max_new_tokens, sampling),
+        Session(loaded, max_new_tokens, sampling, drafting),
         standard_streams(),
         model,
         Conversation().with_system(system),

@@ -15,6 +15,7 @@ from rabbitllm.cli.arguments import (
     NO_OPTIONS,
     AddressOption,
     AudioOption,
+    DraftOption,
     ImageOption,
     JsonOption,
     ModelArgument,
@@ -55,6 +56,7 @@ def run_command(
     ] = False,
     image: ImageOption = None,
     audio: AudioOption = None,
+    draft: DraftOption = None,
     options: ModelOptions = NO_OPTIONS,
     workers: WorkersOption = 0,
     address: AddressOption = None,
@@ -86,8 +88,16 @@ def run_command(
     from rabbitllm.generation.request import FinishReason, ModelLimits, Request, Sampling, tokenizer_of
     from rabbitllm.generation.session import answer
     from rabbitllm.generation.streams import print_text
-    from rabbitllm.models.pull import loaded_model
-    from rabbitllm.run import answer_record, hosts_for, how_it_ended, own_device, prompt_of, put_statistics, work
+    from rabbitllm.run import (
+        answer_record,
+        hosts_for,
+        how_it_ended,
+        loaded_pair,
+        own_device,
+        prompt_of,
+        put_statistics,
+        work,
+    )
 
     sampling = Sampling(temperature, top_p, seed)
     files = media_files(image or (), audio or ())  # now, not after an hour of splitting
@@ -100,7 +110,7 @@ def run_command(
         return
     start = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the answer
-        loaded = loaded_model(request, errors)
+        loaded, drafting = loaded_pair(request, options.draft_request(draft) if draft is not None else None, errors)
     load_seconds = time.perf_counter() - start
     made = prompt_of(loaded, text, system, files, raw=raw)
     most = ModelLimits.of(loaded).new_tokens(len(made.ids), max_new_tokens)
@@ -108,7 +118,7 @@ def run_command(
     logging.set_verbosity_error()  # no warnings about missing kernels amid an answer
     write = (lambda piece: None) if as_json else print_text
     with errors.status("reading the prompt …") as status:
-        found = answer(loaded, generation, write, status.stop)
+        found = answer(loaded, generation, write, status.stop, drafting)
     if as_json:
         put_json(answer_record(model, found, load_seconds, _where(loaded, request.spec.compression)))
     elif found.text and not found.text.endswith("\n"):

@@ -72,6 +72,7 @@ def generate(
     write: Write,
     *,
     cache: Any = None,
+    draft: StreamedModel | None = None,
     prompt_done: Callable[[], object] = lambda: None,
 ) -> Result:
     """Generate the answer to a request. On an interrupt or `Stopped` the answer is the text generated until then.
@@ -81,14 +82,21 @@ def generate(
         request: the request. Random numbers continue the thread's, whatever its seed is.
         write: called with each piece of the text; its exceptions are passed on.
         cache: KV cache to continue; None leaves it to `generate`.
+        draft: a model prepared by `prepare_draft`, with an empty cache only; not used for pictures and sounds.
         prompt_done: called once, before the first piece.
 
     Raises:
+        OptionError: the model's KV cache cannot drop tokens of a wrong draft.
         OSError: `write` raised it.
     """
-    stream = TextStream(tokenizer_of(model), write, stops=request.stop, prompt_done=prompt_done)
+    stops = request.stop
     arguments = generate_arguments(model, request, cache=cache)
-    if request.stop:
+    if draft is not None and request.media is None:
+        # the draft cannot look for stop strings in its own text
+        stops += tuple(model.generation_config.stop_strings or ())
+        arguments |= {"assistant_model": draft, "stop_strings": None}
+    stream = TextStream(tokenizer_of(model), write, stops=stops, prompt_done=prompt_done)
+    if stops:
         arguments["stopping_criteria"] = StoppingCriteriaList([_AtStopString(stream)])
     before = model.profiler.sums
     start = time.perf_counter()
@@ -99,6 +107,13 @@ def generate(
     except (Stopped, KeyboardInterrupt):
         finish = FinishReason.CANCELLED
         stream.end()
+    except ValueError as error:  # known after the first pass, or to transformers before 5.24 by the class
+        if draft is not None and ("cache that can be cropped" in str(error) or "stateful models" in str(error)):
+            raise OptionError(
+                f"A {type(model).__name__} takes no draft model: the states of its layers cannot drop tokens.",
+                "Leave the draft model out.",
+            ) from error
+        raise
     if finish is None:
         is_over = not stream.tokens or stream.tokens[-1] in end_tokens(model) or stream.stop is not None
         finish = FinishReason.STOP if is_over else FinishReason.LENGTH
@@ -115,7 +130,11 @@ def generate(
 
 
 def answer(
-    model: StreamedModel, request: Request, write: Write, prompt_done: Callable[[], object] = lambda: None
+    model: StreamedModel,
+    request: Request,
+    write: Write,
+    prompt_done: Callable[[], object] = lambda: None,
+    draft: StreamedModel | None = None,
 ) -> Result:
     """Generate a single answer; see `generate`. Random numbers begin at the request's seed.
 
@@ -125,7 +144,7 @@ def answer(
     check_generates(model)
     if request.sampling.seed is not None:
         torch.manual_seed(request.sampling.seed)
-    return generate(model, request, write, prompt_done=prompt_done)
+    return generate(model, request, write, draft=draft, prompt_done=prompt_done)
 
 
 def work_between(before: Mapping[str, PassSums], after: Mapping[str, PassSums]) -> Work:
@@ -152,16 +171,23 @@ class Session:
         model: as `AutoModel.from_pretrained` returns it; with `profiling_mode=True` answers have `work`.
         max_new_tokens: maximum tokens of an answer; None for as many as the model's settings or its context allow.
         sampling: how tokens are chosen; its seed is set once, at the start of the session.
+        draft: a model prepared by `prepare_draft`, which proposes tokens; no KV cache is reused then.
 
     Attributes:
-        cache: the KV cache; None if this type of model cannot reuse it, so that each prompt is computed whole.
+        cache: the KV cache; None if it cannot be reused, so that each prompt is computed whole.
 
     Raises:
         ChatError: the model has no tokenizer, or is not a causal language model.
         OptionError: the model generates no text.
     """
 
-    def __init__(self, model: StreamedModel, max_new_tokens: int | None = None, sampling: Sampling = _GREEDY) -> None:
+    def __init__(
+        self,
+        model: StreamedModel,
+        max_new_tokens: int | None = None,
+        sampling: Sampling = _GREEDY,
+        draft: StreamedModel | None = None,
+    ) -> None:
         if model.tokenizer is None:
             raise ChatError(
                 "The model has no tokenizer.", "Put the tokenizer files into the folder with its config.json."
@@ -177,7 +203,8 @@ class Session:
         self._limits = ModelLimits.of(model)
         self._max_new_tokens = max_new_tokens
         self._sampling = sampling
-        self.cache = ConversationCache(model) if keeps(model) else None
+        self._draft = draft
+        self.cache = ConversationCache(model) if draft is None and keeps(model) else None
         self._is_consistent = True
         if sampling.seed is not None:
             torch.manual_seed(sampling.seed)
@@ -194,8 +221,14 @@ class Session:
         if not self._template.is_there:
             found.append("the model has no chat template; the prompt is made of User: and Assistant: lines")
         if self.cache is None:
-            found.append("this model type has no reusable KV cache; each answer reads the full conversation")
+            found.append(f"{self.uncached}; each answer reads the full conversation")
         return tuple(found)
+
+    @property
+    def uncached(self) -> str:
+        """Why there is no `cache`."""
+        # transformers' assisted generation begins at the first token, whatever is in a cache
+        return "a draft model needs an empty KV cache" if self._draft else "this model type has no reusable KV cache"
 
     @property
     def cached_tokens(self) -> int:
@@ -240,7 +273,7 @@ class Session:
         cache = self.cache if media is None else None  # other pictures may have the same ids
         if cache is None:
             with self._watched(stopped, at_unit) as prompt_done:
-                return generate(self._model, request, write, prompt_done=prompt_done)
+                return generate(self._model, request, write, draft=self._draft, prompt_done=prompt_done)
         # at least one token is computed, since it yields the first one of the answer
         kept = cache.crop(min(common_prefix(ids, cache.ids), len(ids) - 1))
         cache.snapshot(ids[:kept])

@@ -1,0 +1,77 @@
+"""A draft model: a small model proposes tokens, and the model checks all of them in one pass (speculative decoding).
+
+A streamed model reads its weights once for each pass, so an answer takes as many passes fewer as proposals are right.
+The answer is the model's own: greedy decoding gives the same tokens except for rounding, sampling the same
+distribution. The steps are transformers' assisted generation (Leviathan et al. 2023, arXiv:2211.17192).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from rabbitllm.base.terminal import size
+from rabbitllm.errors import OptionError
+from rabbitllm.generation.request import check_generates, tokenizer_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rabbitllm.engine.streamed_model import StreamedModel
+
+SAME_TOKENS = 0.9
+"""The least share of the smaller vocabulary that both have under the same ids; others are only never right."""
+_LEAVE_OUT = "Leave the draft model out, or use a smaller model of the same family."
+
+
+def prepare_draft(model: StreamedModel, draft: StreamedModel) -> None:
+    """Check that a draft model suits a model, and fit its logits to the model's vocabulary.
+
+    Models of one family often have the same tokens, but embeddings of different lengths.
+
+    Raises:
+        OptionError: it is no decoder, its vocabulary is another one, or its weights are not all in memory.
+    """
+    for one in (model, draft):
+        check_generates(one)
+        if one.config.is_encoder_decoder:
+            raise OptionError(
+                f"{type(one).__name__} has an encoder; a draft needs two decoder-only models.", _LEAVE_OUT
+            )
+    share = _same_share(tokenizer_of(model), tokenizer_of(draft))
+    if share < SAME_TOKENS:
+        raise OptionError(
+            f"The draft model has another vocabulary: {share:.0%} of its tokens have the model's ids; expected "
+            f"{SAME_TOKENS:.0%}.",
+            _LEAVE_OUT,
+        )
+    if streamed := draft.placement.streamed_bytes:
+        raise OptionError(
+            f"The draft model does not fit in memory: it would stream {size(streamed)} in each pass.", _LEAVE_OUT
+        )
+    ours, theirs = model.config.get_text_config(decoder=True), draft.config.get_text_config(decoder=True)
+    if theirs.vocab_size != ours.vocab_size:
+        draft.register_forward_hook(_FitLogits(ours.vocab_size))
+        theirs.vocab_size = ours.vocab_size  # transformers compares them
+
+
+class _FitLogits:
+    """A forward hook that cuts logits to a number of tokens, or fills them up with tokens that are never chosen."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self._vocabulary = vocabulary
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        missing = self._vocabulary - output.logits.shape[-1]
+        least = torch.finfo(output.logits.dtype).min  # -inf would make NaN of a difference of two such logits
+        output.logits = nn.functional.pad(output.logits, (0, missing), value=least)
+        return output
+
+
+def _same_share(model: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> float:
+    """The share of the smaller vocabulary that both have under the same ids."""
+    ours, theirs = model.get_vocab(), draft.get_vocab()
+    same = sum(ours.get(token) == number for token, number in theirs.items())
+    return float(same / max(min(len(ours), len(theirs)), 1))

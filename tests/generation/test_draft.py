@@ -1,0 +1,121 @@
+"""A draft model: the answer stays the model's own, in fewer passes; other vocabularies and models are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rabbitllm.errors import OptionError
+from rabbitllm.generation.draft import prepare_draft
+from rabbitllm.generation.request import FinishReason, Request, Result, Sampling
+from rabbitllm.generation.session import Session, answer
+from rabbitllm.telemetry.passes import FURTHER
+from tests.chat.talkers import characters, parrot_folder, talker, talker_folder
+from tests.support.builders import VOCABULARY_SIZE, build_checkpoint
+from tests.support.hybrid_families import HYBRIDS
+from tests.support.tiny_models import load, one_thread, split  # noqa: F401  a fixture that applies by itself
+
+PROMPT = (1, 40, 81, 7, 200)
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_checkpoint(tmp_path_factory.mktemp("drafts") / "model", "llama")
+
+
+def asked(model: Any, draft: Any = None, **request: Any) -> Result:
+    return answer(model, Request(PROMPT, TOKENS, **request), lambda piece: None, draft=draft)
+
+
+@pytest.mark.parametrize("vocabulary", [VOCABULARY_SIZE, VOCABULARY_SIZE + 64, VOCABULARY_SIZE - 8])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, 0.9, seed=4)], ids=["greedy", "sampled"])
+def test_with_any_draft_the_answer_is_the_models_own(
+    folder: Path, tmp_path: Path, vocabulary: int, sampling: Sampling
+) -> None:
+    """A draft of other weights, with embeddings of another length, that is mostly wrong."""
+    small = build_checkpoint(tmp_path / "small", "llama", num_hidden_layers=1, seed=3, vocab_size=vocabulary)
+    model, draft = load(split(folder), 0), load(split(small))
+    prepare_draft(model, draft)
+    found = asked(model, draft, sampling=sampling)
+    assert len(found.tokens) == TOKENS or found.finish is FinishReason.STOP
+    assert max(found.tokens) < VOCABULARY_SIZE
+    if sampling.samples:
+        assert found.tokens == asked(model, draft, sampling=sampling).tokens
+    else:
+        assert found.tokens == asked(model).tokens
+    assert draft(torch.tensor([PROMPT])).logits.shape[-1] == VOCABULARY_SIZE
+
+
+def test_a_right_draft_saves_passes(folder: Path) -> None:
+    model, draft = load(split(folder), 0, profiling=True), load(split(folder))
+    prepare_draft(model, draft)
+    draft.generation_config.assistant_confidence_threshold = 0  # a random model is never sure
+    found = asked(model, draft)
+    passes = model.profiler.sums[FURTHER].passes
+    assert passes <= TOKENS / 3
+    model.profiler.clear()
+    assert found.tokens == asked(model).tokens
+    assert model.profiler.sums[FURTHER].passes == TOKENS - 1
+
+
+def test_it_ends_where_it_ends_without(folder: Path) -> None:
+    model, draft = load(split(folder)), load(split(folder))
+    prepare_draft(model, draft)
+    whole = asked(model)
+    last = next(at for at, token in enumerate(whole.tokens) if at > 3 and token not in whole.tokens[:at])
+    text = model.tokenizer.decode(whole.tokens[last : last + 2])
+    stopped = asked(model, stop=(text,))
+    assert (stopped.stop, stopped.finish) == (text, FinishReason.STOP)
+    found = asked(model, draft, stop=(text,))
+    assert (found.text, found.stop, found.finish) == (stopped.text, text, FinishReason.STOP)
+    model.generation_config.stop_strings = [text]
+    assert asked(model, draft).text == stopped.text
+    model.generation_config.stop_strings = None
+    model.generation_config.eos_token_id = [whole.tokens[last]]
+    assert asked(model, draft).tokens == asked(model).tokens == whole.tokens[: last + 1]
+
+
+def test_a_chat_with_a_draft(tmp_path: Path) -> None:
+    folder = parrot_folder(tmp_path / "model", {"a": "b", "b": "c", "c": "a", " ": "a"})
+    small = parrot_folder(tmp_path / "small", {"a": "b", "b": "c", "c": "a", " ": "b"})
+    model, draft = talker(folder), load(split(small))
+    draft.tokenizer = characters()
+    prepare_draft(model, draft)
+    sessions = Session(model, 12), Session(model, 12, draft=draft)
+    assert sessions[1].cache is None
+    assert sessions[1].remarks == ("a draft model needs an empty KV cache; each answer reads the full conversation",)
+    messages: list[dict[str, Any]] = []
+    for question in ("hi", "and then?"):
+        messages.append({"role": "user", "content": question})
+        plain, drafted = (session.answer(list(messages), lambda piece: None) for session in sessions)
+        assert drafted.text == plain.text == "abcabcabcabc"
+        assert drafted.work.passes < plain.work.passes
+        messages.append({"role": "assistant", "content": plain.text})
+
+
+def test_other_vocabularies_are_refused(folder: Path, tmp_path: Path) -> None:
+    other = talker_folder(tmp_path / "other", "llama")
+    model, draft = load(split(folder)), load(split(other))
+    draft.tokenizer = characters()
+    with pytest.raises(OptionError, match=r"another vocabulary: \d+% of its tokens have the model's ids"):
+        prepare_draft(model, draft)
+
+
+def test_a_draft_that_would_stream_is_refused(folder: Path) -> None:
+    with pytest.raises(OptionError, match="does not fit in memory"):
+        prepare_draft(load(split(folder)), load(split(folder), 0))
+
+
+def test_models_that_take_no_draft_are_refused(folder: Path, tmp_path: Path) -> None:
+    draft = load(split(folder))
+    encoder = load(split(build_checkpoint(tmp_path / "t5", "t5", tied=True)))
+    with pytest.raises(OptionError, match="has an encoder"):
+        prepare_draft(encoder, draft)
+    states = load(split(build_checkpoint(tmp_path / "states", HYBRIDS["mamba"])))
+    prepare_draft(states, draft)
+    with pytest.raises(OptionError, match="takes no draft model"):
+        asked(states, draft)
