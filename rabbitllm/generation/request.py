@@ -447,8 +447,11 @@ class ModelLimits:
     def of(cls, model: StreamedModel) -> ModelLimits:
         """The bounds of a model."""
         context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        is_set = isinstance(context, int) and context > 0
-        return cls(context if is_set else None, model.get_input_embeddings().num_embeddings)
+        table = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
+        padding = getattr(table, "padding_idx", None)  # the positions of RoBERTa's kind begin after this row
+        skipped = 0 if padding is None else padding + 1
+        left = context - skipped if isinstance(context, int) and context > 0 else None
+        return cls(left, model.get_input_embeddings().num_embeddings)
 
     def check_ids(self, ids: Sequence[int], name: str = "The prompt") -> None:
         """Check token ids.
