@@ -223,7 +223,16 @@ def _types(parameters: dict[str, Any] | None) -> dict[str, str]:
     properties = (parameters or {}).get("properties")
     if not isinstance(properties, dict):
         return {}
-    return {str(name): str(schema.get("type", "")) for name, schema in properties.items() if isinstance(schema, dict)}
+    return {str(name): _type(schema) for name, schema in properties.items() if isinstance(schema, dict)}
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """The type of a parameter; of several, as of an optional one, "string" if it is among them."""
+    several = (schema.get(word) for word in ("anyOf", "oneOf"))
+    branches = [schema, *(one for listed in several if isinstance(listed, list) for one in listed)]
+    given = [one.get("type") for one in branches if isinstance(one, dict)]
+    kinds = [kind for one in given for kind in (one if isinstance(one, list) else [one]) if isinstance(kind, str)]
+    return "string" if "string" in kinds else next(iter(kinds), "")
 
 
 def checked_completion(
