@@ -408,9 +408,9 @@ def _stops(value: Mapping[str, Any], defaults: Defaults) -> tuple[str, ...]:
 
 
 _NUMBERS: Mapping[str, tuple[type, Callable[[Any], bool], str]] = {
-    "max_tokens": (int, lambda n: n >= 1, "1 or more"),
-    "max_new_tokens": (int, lambda n: n >= 1, "1 or more"),
-    "temperature": (float, lambda n: 0 <= n <= 100, "0 or more"),
+    "max_tokens": (int, lambda n: n >= 1, "a whole number from 1"),
+    "max_new_tokens": (int, lambda n: n >= 1, "a whole number from 1"),
+    "temperature": (float, lambda n: 0 <= n <= 100, "a number from 0 to 100"),
     "top_p": (float, lambda n: 0 < n <= 1, "more than 0 and at most 1"),
     "seed": (int, lambda n: -SEEDS <= n <= SEEDS, "one of 64 bits"),
     "n": (int, lambda n: 1 <= n <= MAX_ANSWERS, f"1 to {MAX_ANSWERS}"),

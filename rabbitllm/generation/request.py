@@ -6,6 +6,7 @@ many. A batch reports a request by events: any number of `Delta`, then a `Result
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,9 @@ MAX_TOKENS = 512
 """Default number of tokens to generate."""
 SEEDS = (1 << 63) - 1
 """The largest seed; larger ones and negative ones are cut to these bits."""
+COLDEST = 1e-30
+"""The least temperature to sample with: logits divided by less overflow float32, and the most likely token has all of
+the probability long before."""
 Pooling = Literal["last", "mean"]
 """Pooling of last hidden states to one vector: that of the last token, or the mean of all."""
 POOLINGS: tuple[Pooling, ...] = ("last", "mean")
@@ -51,7 +55,7 @@ class Sampling:
     """The choice of tokens: greedy or sampled.
 
     Attributes:
-        temperature: 0 for greedy decoding; None is greedy too, unless `top_p` is given.
+        temperature: 0, or less than `COLDEST`, for greedy decoding; None is greedy too, unless `top_p` is given.
         top_p: choose among the most likely tokens whose probabilities add up to this.
         seed: seed of the random numbers.
     """
@@ -65,15 +69,15 @@ class Sampling:
         Raises:
             OptionError: a number out of its range.
         """
-        if self.temperature is not None and self.temperature < 0:
-            raise OptionError(f"temperature={self.temperature} is negative.", "Use 0 for greedy decoding, or more.")
+        if self.temperature is not None and not 0 <= self.temperature < math.inf:
+            raise OptionError(f"temperature={self.temperature} is out of range.", "Use 0 for greedy decoding, or more.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise OptionError(f"top_p={self.top_p} is out of range.", "It must be above 0 and at most 1.")
 
     @property
     def samples(self) -> bool:
         """Whether tokens are sampled, not chosen greedily."""
-        return self.temperature != 0 and (self.temperature is not None or self.top_p is not None)
+        return self.top_p is not None if self.temperature is None else self.temperature >= COLDEST
 
     def nth(self, number: int) -> Sampling:
         """The sampling of one of several requests with the same options: each has its own seed, counted from 0."""

@@ -124,7 +124,7 @@ def answer(
     """
     check_generates(model)
     if request.sampling.seed is not None:
-        torch.manual_seed(request.sampling.seed)
+        torch.manual_seed(request.sampling.nth(0).seed)
     return generate(model, request, write, prompt_done=prompt_done)
 
 
@@ -180,7 +180,7 @@ class Session:
         self.cache = ConversationCache(model) if keeps(model) else None
         self._is_consistent = True
         if sampling.seed is not None:
-            torch.manual_seed(sampling.seed)
+            torch.manual_seed(sampling.nth(0).seed)
 
     @property
     def context(self) -> int | None:
