@@ -58,11 +58,14 @@ class Sampling:
         temperature: 0, or less than `COLDEST`, for greedy decoding; None is greedy too, unless `top_p` is given.
         top_p: choose among the most likely tokens whose probabilities add up to this.
         seed: seed of the random numbers.
+        top_k: choose among this many of the most likely tokens; 0 for all, None for the number that the model
+            recommends, else transformers' 50.
     """
 
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
+    top_k: int | None = None
 
     def __post_init__(self) -> None:
         """
@@ -87,7 +90,7 @@ class Sampling:
         """Arguments for `generate`."""
         if not self.samples:
             return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        given = {"temperature": self.temperature, "top_p": self.top_p}
+        given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         return {"do_sample": True, **{name: value for name, value in given.items() if value is not None}}
 
 
@@ -400,6 +403,16 @@ def end_tokens(model: StreamedModel) -> list[int]:
     ends = [] if given is None else [given] if isinstance(given, int) else [*given]
     own = tokenizer_of(model).eos_token_id
     return list(dict.fromkeys([*ends, *([own] if own is not None else [])]))
+
+
+OF_THE_MODEL = ("repetition_penalty", "min_p", "typical_p")
+"""Options of `generate` that a checkpoint may recommend, and a request cannot change."""
+
+
+def options_of(model: StreamedModel) -> dict[str, float]:
+    """Those of `OF_THE_MODEL` that the model's generation config sets."""
+    config = model.generation_config if model.can_generate() else None
+    return {name: value for name in OF_THE_MODEL if (value := getattr(config, name, None)) is not None}
 
 
 def generate_arguments(

@@ -82,7 +82,8 @@ def _requests_of(
         raise bad(f"A text of stop has more than {MAX_STOP_CHARACTERS:,} characters.", "stop")
     temperature = body.temperature if body.temperature is not None else settings.sampling.temperature
     top_p = body.top_p if body.top_p is not None else settings.sampling.top_p
-    sampling = Sampling(temperature, top_p if temperature else None, body.seed)
+    top_k = None if body.top_k is None else max(body.top_k, 0)
+    sampling = Sampling(temperature, top_p if temperature else None, body.seed, top_k)
     return tuple(
         Request(prompt.ids, most, sampling.nth(number), stops, top_logprobs, settings.seconds, prompt.media)
         for number, (prompt, most) in enumerate(pair for pair in prompts for _ in range(count))
@@ -95,7 +96,7 @@ def checked_chat(body: ChatBody, template: ChatTemplate, limits: ModelLimits, se
     Raises:
         APIError: the body asks for something unsupported or invalid.
     """
-    refuse_unsupported(body)
+    refuse_unsupported(body, settings.of_the_model)
     tools = _tools(body, template)
     if body.top_logprobs and not body.logprobs:
         raise bad("top_logprobs needs logprobs to be true.", "top_logprobs")
@@ -243,7 +244,7 @@ def checked_completion(
     Raises:
         APIError: the body asks for something unsupported or invalid.
     """
-    refuse_unsupported(body)
+    refuse_unsupported(body, settings.of_the_model)
     if body.suffix:
         raise unsupported("suffix is not supported; omit it.", "suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
