@@ -192,6 +192,22 @@ def errors_of_finished(out: Path, head: Mapping[str, Any]) -> int | None:
         return None
 
 
+def check_output(out: Path, source: Any) -> None:
+    """Refuse an output that is no file, or would replace the input.
+
+    Args:
+        out: path of the output.
+        source: see `inputs.opened`.
+
+    Raises:
+        ResultsError: see above.
+    """
+    if not out.name or (out.exists() and not out.is_file()):
+        raise ResultsError(f"The output {str(out)!r} is not a file.", "Use the path of a file, such as answers.jsonl.")
+    if isinstance(source, str | os.PathLike) and out.exists() and os.path.exists(source) and out.samefile(source):
+        raise ResultsError(f"The output {str(out)!r} is the input.", "Use another output.")
+
+
 @contextlib.contextmanager
 def opened(out: Path, lines: int, head: Mapping[str, Any], *, overwrite: bool = False) -> Iterator[BatchJournal]:
     """The journal of an output, new or continued. A lock excludes other processes while the context is open.
