@@ -2,7 +2,7 @@
 
     line of the input  ->  Item(index, key, asked)  ->  BatchAnswer(index, key, line)  ->  line of the output
 
-    {"prompt": …} | {"messages": […]} | {"tokens": […]}      generate; max_tokens, temperature, top_p, seed, stop, n
+    {"prompt": …} | {"messages": […]} | {"tokens": […]}      generate; temperature, top_p, top_k, seed, stop, n, …
     {"context": …, "continuation": … or […]}                 score
     {"context": …, "choices": […]}                           choose
     {"input": … or […]}                                      embed; pooling, normalise
@@ -213,7 +213,18 @@ MAX_ANSWERS = 128
 """Limit of answers to one line."""
 MAX_KEY_CHARACTERS = 1_000
 _KINDS = ("prompt", "messages", "tokens", "continuation", "choices", "input")
-_OPTIONS = ("max_tokens", "max_new_tokens", "temperature", "top_p", "seed", "stop", "n", "pooling", "normalise")
+_OPTIONS = (
+    "max_tokens",
+    "max_new_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "stop",
+    "n",
+    "pooling",
+    "normalise",
+)
 KEYS = frozenset({"id", "custom_id", "method", "url", "body", "context", *_KINDS, *_OPTIONS})
 """All keys that are read."""
 _NAMES = {bool: "true or false", str: "a text", int: "a number", float: "a number", list: "a list", dict: "an object"}
@@ -408,11 +419,12 @@ def _stops(value: Mapping[str, Any], defaults: Defaults) -> tuple[str, ...]:
 
 
 _NUMBERS: Mapping[str, tuple[type, Callable[[Any], bool], str]] = {
-    "max_tokens": (int, lambda n: n >= 1, "1 or more"),
-    "max_new_tokens": (int, lambda n: n >= 1, "1 or more"),
-    "temperature": (float, lambda n: 0 <= n <= 100, "0 or more"),
+    "max_tokens": (int, lambda n: n >= 1, "a whole number from 1"),
+    "max_new_tokens": (int, lambda n: n >= 1, "a whole number from 1"),
+    "temperature": (float, lambda n: 0 <= n <= 100, "a number from 0 to 100"),
     "top_p": (float, lambda n: 0 < n <= 1, "more than 0 and at most 1"),
     "seed": (int, lambda n: -SEEDS <= n <= SEEDS, "one of 64 bits"),
+    "top_k": (int, lambda n: 0 <= n <= SEEDS, "a whole number from 0"),
     "n": (int, lambda n: 1 <= n <= MAX_ANSWERS, f"1 to {MAX_ANSWERS}"),
 }
 """Key -> its kind, whether a value is allowed, and what is expected."""

@@ -33,7 +33,7 @@ from rabbitllm.batch_jobs.display import JobDisplay, Progress
 from rabbitllm.batch_jobs.inputs import CHARACTERS_OF_A_TOKEN, InputScan, scanned
 from rabbitllm.batch_jobs.inputs import opened as opened_input
 from rabbitllm.batch_jobs.items import BatchAnswer, Defaults, JobLimits
-from rabbitllm.batch_jobs.journal import BatchJournal, errors_of_finished, opened
+from rabbitllm.batch_jobs.journal import BatchJournal, check_output, errors_of_finished, opened
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.display.region import THE_REGION
 from rabbitllm.engine.devices import resolve_devices
@@ -98,6 +98,7 @@ def work(batch: BatchJob) -> Progress:
         RabbitLLMError: the input cannot be read, the output exists already or belongs to another input, the model
             cannot be loaded, or the disk is full; earlier answers are kept.
     """
+    check_output(batch.out, batch.source)
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(opened_input(batch.source, batch.columns))
         scan = scanned(file, batch.defaults)

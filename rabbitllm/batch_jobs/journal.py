@@ -181,7 +181,7 @@ def errors_of_finished(out: Path, head: Mapping[str, Any]) -> int | None:
     """Number of errors in a finished output; None if it is unfinished, has another head, or was changed."""
     try:
         found = json.loads(out.with_name(out.name + DONE_SUFFIX).read_bytes())
-        if out.with_name(out.name + SUFFIX).exists() or _as_parsed(found["head"]) != json.loads(_dumped(head)):
+        if out.with_name(out.name + SUFFIX).exists() or _differences(_as_parsed(found["head"]), head):
             return None
         nbytes = checksum = 0
         with out.open("rb") as file:
@@ -190,6 +190,22 @@ def errors_of_finished(out: Path, head: Mapping[str, Any]) -> int | None:
         return int(found["errors"]) if (nbytes, checksum) == (found["bytes"], found["crc32"]) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def check_output(out: Path, source: Any) -> None:
+    """Refuse an output that is no file, or would replace the input.
+
+    Args:
+        out: path of the output.
+        source: see `inputs.opened`.
+
+    Raises:
+        ResultsError: see above.
+    """
+    if not out.name or (out.exists() and not out.is_file()):
+        raise ResultsError(f"The output {str(out)!r} is not a file.", "Use the path of a file, such as answers.jsonl.")
+    if isinstance(source, str | os.PathLike) and out.exists() and os.path.exists(source) and out.samefile(source):
+        raise ResultsError(f"The output {str(out)!r} is the input.", "Use another output.")
 
 
 @contextlib.contextmanager
@@ -254,14 +270,18 @@ def _check_head(line: bytes, head: Mapping[str, Any], path: Path) -> None:
             f"{path} is a journal of version {version}; this version of RabbitLLM resumes {VERSION}.",
             "Use the version that started it, or --overwrite (overwrite=True) to start again.",
         )
-    asked = json.loads(_dumped(head))
-    pairs = {name: (before.get(name), asked.get(name)) for name in {**before, **asked}}
-    differences = [f"{name} was {_short(was)}, now {_short(now)}" for name, (was, now) in pairs.items() if was != now]
-    if differences:
+    if differences := _differences(before, head):
         raise ResultsError(
             f"{path} was started with other inputs or options: {'; '.join(differences)}.",
             "Use the same ones to resume, another output, or --overwrite (overwrite=True) to start again.",
         )
+
+
+def _differences(before: Mapping[str, Any], head: Mapping[str, Any]) -> list[str]:
+    """How a recorded head differs from today's; an option that only one of them has counts as not given."""
+    asked = json.loads(_dumped(head))
+    pairs = {name: (before.get(name), asked.get(name)) for name in {**before, **asked}}
+    return [f"{name} was {_short(was)}, now {_short(now)}" for name, (was, now) in pairs.items() if was != now]
 
 
 def _as_parsed(head: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from rabbitllm.generation.request import (
     Result,
     Sampling,
     end_tokens,
+    options_of,
 )
 from rabbitllm.generation.template import ChatTemplate
 from rabbitllm.server.api_error import BAD_MEDIA, BROKEN, PROMPT_ERRORS, APIError, bad, prompt_error
@@ -79,6 +80,7 @@ class RequestBuilder:
         self.limits = ModelLimits.of(model)
         self.width = int(model.config.get_text_config(decoder=True).hidden_size)
         self.ends = frozenset(end_tokens(model))
+        self._of_the_model = options_of(model)
         self.name = name
 
     def prepared(self, item: Item) -> PreparedItem:
@@ -139,7 +141,13 @@ class RequestBuilder:
         defaults = asked.defaults
         most = defaults.max_new_tokens
         sampling = Sampling(defaults.sampling.temperature or 0.0, defaults.sampling.top_p)
-        settings = Settings(self.name, max_new_tokens=most, completion_new_tokens=most, sampling=sampling)
+        settings = Settings(
+            self.name,
+            max_new_tokens=most,
+            completion_new_tokens=most,
+            sampling=sampling,
+            of_the_model=self._of_the_model,
+        )
         given, spelling = _with_defaults(asked, item.index), Spelling(self.tokenizer)
         body: ChatBody | CompletionBody
         choices: ChatChoices | CompletionChoices

@@ -20,6 +20,7 @@ from rabbitllm.base.options import parse_size
 from rabbitllm.base.terminal import listed
 from rabbitllm.engine.placement import READY, enclosing
 from rabbitllm.engine.processor import FILES
+from rabbitllm.engine.weight_tensors import AbsentWeight
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.errors import OptionError, RabbitLLMError
 from rabbitllm.formats.bounded import read_json
@@ -53,6 +54,7 @@ class Origin:
         dtypes: stored name -> dtype in which the model computes with it.
         config, generation: as they were when the model was loaded, as dicts.
         names: of all parameters.
+        absent: those of them that are not in memory.
         resident: resident parameter -> its recipe, and its target in that recipe.
     """
 
@@ -62,6 +64,7 @@ class Origin:
     config: Mapping[str, Any]
     generation: Mapping[str, Any]
     names: frozenset[str] = field(repr=False)
+    absent: frozenset[str] = field(repr=False)
     resident: Mapping[str, tuple[Recipe, str]] = field(repr=False)
 
 
@@ -80,15 +83,16 @@ def origin_of(
     dtypes = {name: recipe.dtype for recipe in weights.recipes.values() for _, name in recipe.sources if recipe.dtype}
     placed = [] if changes_itself else [*model.placement.units, *model.placement.experts]
     tiers = {p.unit: p.tier for p in placed}
-    names = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
-    resident = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    names, resident = frozenset(parameters), {}
+    absent = frozenset(name for name, parameter in parameters.items() if isinstance(parameter, AbsentWeight))
     for name in names:
         recipe = weights.recipe(name)
         tier = tiers.get(enclosing(name, tiers) or "")
         if tier in READY and recipe is not None and not recipe.wraps:
             resident[name] = recipe, name if name in recipe.targets else weights.ties[name]
     generation = model.generation_config.to_dict() if model.can_generate() else {}
-    return Origin(store, home, dtypes, model.config.to_dict(), generation, names, resident)
+    return Origin(store, home, dtypes, model.config.to_dict(), generation, names, absent, resident)
 
 
 def save(
@@ -143,7 +147,8 @@ def _changeable(model: StreamedModel, origin: Origin, reader: PlainReader) -> di
         RabbitLLMError: parameters were added or removed; or one that is not in stored form was changed.
     """
     now = dict(model.named_parameters(remove_duplicate=False))
-    changed = sorted(now.keys() ^ origin.names)
+    replaced = {name for name in origin.absent & now.keys() if not isinstance(now[name], AbsentWeight)}
+    changed = sorted((now.keys() ^ origin.names) | replaced)
     found: dict[str, torch.Tensor] = {}
     for name, (recipe, target) in origin.resident.items():
         if name not in now:

@@ -325,6 +325,15 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
         buffers = (buffer.nbytes for buffer in self.buffers()) if return_buffers else ()
         return self._held_bytes + sum(buffers)
 
+    def tie_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Tie weights as transformers does; those that are not in memory stay so, and are stored as one tensor."""
+        weights = self.named_parameters(remove_duplicate=False)
+        absent = [(name, weight) for name, weight in weights if isinstance(weight, AbsentWeight)]
+        super().tie_weights(*args, **kwargs)
+        for name, weight in absent:
+            module, _, leaf = name.rpartition(".")
+            setattr(self.get_submodule(module), leaf, weight)
+
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> Any:

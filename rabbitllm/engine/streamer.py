@@ -430,6 +430,9 @@ class Streamer:
         name, module = source.unit.name, source.unit.module
 
         def before(module: nn.Module, args: Any) -> None:
+            if name not in self._release:  # else it is bound, by a call that was interrupted
+                for entry in source.entries:
+                    entry.check_absent()
             self._release[name] = release
             part = load()
             if is_plain := not source.dequantizes:

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from rabbitllm.engine.published import linear_with_activations
 from rabbitllm.engine.published_codes import CodedRecipe, linear_recipe
 from rabbitllm.engine.span_reader import BLOCK, FileSpan
-from rabbitllm.engine.weight_tensors import AbsentWeight, QuantizedWeight, StoredMatrix
+from rabbitllm.engine.weight_tensors import AbsentWeight, QuantizedWeight, StoredMatrix, read_only
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
 from rabbitllm.quant.coded import CodedForm, CodedMatrix
@@ -68,6 +68,14 @@ class ParameterEntry:
     def bind(self, tensor: torch.Tensor) -> None:
         """Set the entry to a tensor or a placeholder; see `bindable`."""
         self.table[self.leaf] = self.bindable(tensor)
+
+    def check_absent(self) -> None:
+        """
+        Raises:
+            ReadOnlyWeightError: another weight was set in place of the placeholder; binding would lose it.
+        """
+        if not isinstance(self.table.get(self.leaf), AbsentWeight):
+            raise read_only(f"{self.target} was replaced, but is read from the disk when its layer computes")
 
     def bindable(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor as it is bound: as a parameter if the table is one of parameters.

@@ -40,6 +40,15 @@ _BY_MEMORY = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__
 _ADDRESSES = frozenset({torch.Tensor.data_ptr, torch.Tensor.storage})
 
 
+def read_only(why: str) -> ReadOnlyWeightError:
+    """The error for writing to a weight."""
+    return ReadOnlyWeightError(
+        f"A weight of this model cannot be written to: {why}.",
+        "Leave an adapter unmerged: then it changes no weights. To merge it, or to change weights, load the model "
+        "uncompressed and with enough max_memory for all of it, or with transformers itself.",
+    )
+
+
 class WeightStandIn(torch.Tensor):
     """A read-only tensor that stands for a weight which is not in memory as a matrix.
 
@@ -79,11 +88,7 @@ class WeightStandIn(torch.Tensor):
         """Raise `ReadOnlyWeightError` for a function of torch that would write to a weight of this kind."""
         target = args[0] if args else given.get("tensor", given.get("input"))  # torch.nn.init passes it by name
         if (isinstance(target, cls) and _writes_to_the_first(func)) or isinstance(given.get("out"), cls):
-            raise ReadOnlyWeightError(
-                f"A weight of this model cannot be written to: {cls._why}.",
-                "Leave an adapter unmerged: then it changes no weights. To merge it, or to change weights, load the "
-                "model uncompressed and with enough max_memory for all of it, or with transformers itself.",
-            )
+            raise read_only(cls._why)
 
     @classmethod
     def __torch_function__(

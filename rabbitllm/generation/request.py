@@ -6,6 +6,7 @@ many. A batch reports a request by events: any number of `Delta`, then a `Result
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,9 @@ MAX_TOKENS = 512
 """Default number of tokens to generate."""
 SEEDS = (1 << 63) - 1
 """The largest seed; larger ones and negative ones are cut to these bits."""
+COLDEST = 1e-30
+"""The least temperature to sample with: logits divided by less overflow float32, and the most likely token has all of
+the probability long before."""
 Pooling = Literal["last", "mean"]
 """Pooling of last hidden states to one vector: that of the last token, or the mean of all."""
 POOLINGS: tuple[Pooling, ...] = ("last", "mean")
@@ -51,29 +55,32 @@ class Sampling:
     """The choice of tokens: greedy or sampled.
 
     Attributes:
-        temperature: 0 for greedy decoding; None is greedy too, unless `top_p` is given.
+        temperature: 0, or less than `COLDEST`, for greedy decoding; None is greedy too, unless `top_p` is given.
         top_p: choose among the most likely tokens whose probabilities add up to this.
         seed: seed of the random numbers.
+        top_k: choose among this many of the most likely tokens; 0 for all, None for the number that the model
+            recommends, else transformers' 50.
     """
 
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
+    top_k: int | None = None
 
     def __post_init__(self) -> None:
         """
         Raises:
             OptionError: a number out of its range.
         """
-        if self.temperature is not None and self.temperature < 0:
-            raise OptionError(f"temperature={self.temperature} is negative.", "Use 0 for greedy decoding, or more.")
+        if self.temperature is not None and not 0 <= self.temperature < math.inf:
+            raise OptionError(f"temperature={self.temperature} is out of range.", "Use 0 for greedy decoding, or more.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise OptionError(f"top_p={self.top_p} is out of range.", "It must be above 0 and at most 1.")
 
     @property
     def samples(self) -> bool:
         """Whether tokens are sampled, not chosen greedily."""
-        return self.temperature != 0 and (self.temperature is not None or self.top_p is not None)
+        return self.top_p is not None if self.temperature is None else self.temperature >= COLDEST
 
     def nth(self, number: int) -> Sampling:
         """The sampling of one of several requests with the same options: each has its own seed, counted from 0."""
@@ -83,7 +90,7 @@ class Sampling:
         """Arguments for `generate`."""
         if not self.samples:
             return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        given = {"temperature": self.temperature, "top_p": self.top_p}
+        given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         return {"do_sample": True, **{name: value for name, value in given.items() if value is not None}}
 
 
@@ -398,6 +405,16 @@ def end_tokens(model: StreamedModel) -> list[int]:
     return list(dict.fromkeys([*ends, *([own] if own is not None else [])]))
 
 
+OF_THE_MODEL = ("repetition_penalty", "min_p", "typical_p")
+"""Options of `generate` that a checkpoint may recommend, and a request cannot change."""
+
+
+def options_of(model: StreamedModel) -> dict[str, float]:
+    """Those of `OF_THE_MODEL` that the model's generation config sets."""
+    config = model.generation_config if model.can_generate() else None
+    return {name: value for name in OF_THE_MODEL if (value := getattr(config, name, None)) is not None}
+
+
 def generate_arguments(
     model: StreamedModel, request: Request, tokens: Sequence[int] = (), cache: Any = None
 ) -> dict[str, Any]:
@@ -447,8 +464,11 @@ class ModelLimits:
     def of(cls, model: StreamedModel) -> ModelLimits:
         """The bounds of a model."""
         context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        is_set = isinstance(context, int) and context > 0
-        return cls(context if is_set else None, model.get_input_embeddings().num_embeddings)
+        table = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
+        padding = getattr(table, "padding_idx", None)  # the positions of RoBERTa's kind begin after this row
+        skipped = 0 if padding is None else padding + 1
+        left = context - skipped if isinstance(context, int) and context > 0 else None
+        return cls(left, model.get_input_embeddings().num_embeddings)
 
     def check_ids(self, ids: Sequence[int], name: str = "The prompt") -> None:
         """Check token ids.

@@ -143,7 +143,7 @@ def answer(
     """
     check_generates(model)
     if request.sampling.seed is not None:
-        torch.manual_seed(request.sampling.seed)
+        torch.manual_seed(request.sampling.nth(0).seed)
     return generate(model, request, write, draft=draft, prompt_done=prompt_done)
 
 
@@ -207,7 +207,7 @@ class Session:
         self.cache = ConversationCache(model) if draft is None and keeps(model) else None
         self._is_consistent = True
         if sampling.seed is not None:
-            torch.manual_seed(sampling.seed)
+            torch.manual_seed(sampling.nth(0).seed)
 
     @property
     def context(self) -> int | None:

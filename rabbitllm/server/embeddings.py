@@ -20,6 +20,8 @@ import torch
 from rabbitllm.errors import InvalidIndexError, OptionError
 from rabbitllm.formats.bounded import decode_json, read_json
 from rabbitllm.generation.request import ModelLimits
+from rabbitllm.generation.scoring.micro_batches import TextLayout
+from rabbitllm.generation.scoring.score import layout_of
 from rabbitllm.server.api_error import bad
 from rabbitllm.server.requests import listed, token_ids
 from rabbitllm.server.schemas import Embedding
@@ -104,6 +106,7 @@ class Embedder:
     def __init__(self, model: StreamedModel, recipe: PoolingRecipe) -> None:
         self._model = model
         self._recipe = recipe
+        self._pads = layout_of(model, exact=False) is not TextLayout.EQUAL  # in an encoder each token sees the padding
         self._lock = asyncio.Lock()
 
     @property
@@ -115,7 +118,7 @@ class Embedder:
         """A vector for each input; cancellation when the client disconnects takes effect between two passes."""
         found: list[list[float]] = [[]] * len(inputs)
         async with self._lock:
-            for group in groups([len(ids) for ids in inputs]):
+            for group in groups([len(ids) for ids in inputs], pads=self._pads):
                 vectors = await asyncio.to_thread(self.vectors, [inputs[index] for index in group])
                 for index, vector in zip(group, vectors, strict=True):
                     found[index] = vector
@@ -127,7 +130,7 @@ class Embedder:
         Shorter inputs are padded at the end, where causal attention does not look: padding changes only the rounding.
 
         Args:
-            inputs: token ids of each input.
+            inputs: token ids of each input; of one group, see `groups`.
         """
         longest = max(map(len, inputs))
         tokens = torch.zeros(len(inputs), longest, dtype=torch.long)
@@ -144,18 +147,20 @@ class Embedder:
         return [float(value) for value in pooled.tolist()]
 
 
-def groups(lengths: Sequence[int]) -> list[list[int]]:
+def groups(lengths: Sequence[int], *, pads: bool = True) -> list[list[int]]:
     """Group inputs of similar length into passes of at most `MAX_TOKENS` tokens each, padding included.
 
     Args:
         lengths: the length of each input.
+        pads: whether a group may have inputs of several lengths.
 
     Returns:
         Indices of inputs, each in one group.
     """
     found: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        if found and lengths[found[-1][0]] * (len(found[-1]) + 1) <= MAX_TOKENS:
+        longest = lengths[found[-1][0]] if found else None
+        if longest and longest * (len(found[-1]) + 1) <= MAX_TOKENS and (pads or lengths[index] == longest):
             found[-1].append(index)
         else:
             found.append([index])

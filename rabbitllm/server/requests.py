@@ -82,7 +82,8 @@ def _requests_of(
         raise bad(f"A text of stop has more than {MAX_STOP_CHARACTERS:,} characters.", "stop")
     temperature = body.temperature if body.temperature is not None else settings.sampling.temperature
     top_p = body.top_p if body.top_p is not None else settings.sampling.top_p
-    sampling = Sampling(temperature, top_p if temperature else None, body.seed)
+    top_k = None if body.top_k is None else max(body.top_k, 0)
+    sampling = Sampling(temperature, top_p if temperature else None, body.seed, top_k)
     return tuple(
         Request(prompt.ids, most, sampling.nth(number), stops, top_logprobs, settings.seconds, prompt.media)
         for number, (prompt, most) in enumerate(pair for pair in prompts for _ in range(count))
@@ -95,7 +96,7 @@ def checked_chat(body: ChatBody, template: ChatTemplate, limits: ModelLimits, se
     Raises:
         APIError: the body asks for something unsupported or invalid.
     """
-    refuse_unsupported(body)
+    refuse_unsupported(body, settings.of_the_model)
     tools = _tools(body, template)
     if body.top_logprobs and not body.logprobs:
         raise bad("top_logprobs needs logprobs to be true.", "top_logprobs")
@@ -223,7 +224,16 @@ def _types(parameters: dict[str, Any] | None) -> dict[str, str]:
     properties = (parameters or {}).get("properties")
     if not isinstance(properties, dict):
         return {}
-    return {str(name): str(schema.get("type", "")) for name, schema in properties.items() if isinstance(schema, dict)}
+    return {str(name): _type(schema) for name, schema in properties.items() if isinstance(schema, dict)}
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """The type of a parameter; of several, as of an optional one, "string" if it is among them."""
+    several = (schema.get(word) for word in ("anyOf", "oneOf"))
+    branches = [schema, *(one for listed in several if isinstance(listed, list) for one in listed)]
+    given = [one.get("type") for one in branches if isinstance(one, dict)]
+    kinds = [kind for one in given for kind in (one if isinstance(one, list) else [one]) if isinstance(kind, str)]
+    return "string" if "string" in kinds else next(iter(kinds), "")
 
 
 def checked_completion(
@@ -234,7 +244,7 @@ def checked_completion(
     Raises:
         APIError: the body asks for something unsupported or invalid.
     """
-    refuse_unsupported(body)
+    refuse_unsupported(body, settings.of_the_model)
     if body.suffix:
         raise unsupported("suffix is not supported; omit it.", "suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):

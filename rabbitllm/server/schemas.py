@@ -44,6 +44,7 @@ class GenerationBody(_Strict):
     stop: str | list[str] | None = None
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    top_k: int | None = Field(None, ge=-1, le=SEEDS)
     seed: int | None = Field(None, ge=-SEEDS - 1, le=SEEDS)
     max_tokens: int | None = Field(None, ge=1)
     stream: bool | None = None
@@ -188,7 +189,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "length_penalty": (1,),
     "logit_bias": ({},),
-    "top_k": (0, -1),
     "min_p": (0,),
     "typical_p": (1,),
     "min_tokens": (0,),
@@ -217,11 +217,15 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "prediction": (),
 }
-"""Field -> values without effect; None counts for every field."""
+"""Field -> values without effect, unless the model has a value of its own; None counts for every field."""
 
 
-def refuse_unsupported(body: GenerationBody) -> None:
+def refuse_unsupported(body: GenerationBody, of_the_model: Mapping[str, float]) -> None:
     """Refuse a field that would change the answer and is not supported.
+
+    Args:
+        body: the body.
+        of_the_model: field -> the value that every answer is made with, where that is not the neutral one.
 
     Raises:
         APIError: there is one.
@@ -229,9 +233,9 @@ def refuse_unsupported(body: GenerationBody) -> None:
     for name, value in (body.model_extra or {}).items():
         if name not in NEUTRAL or value is None:
             continue
+        kept = (of_the_model[name],) if name in of_the_model else NEUTRAL[name]
         if not any(
-            value == neutral and (value is neutral or bool not in (type(value), type(neutral)))
-            for neutral in NEUTRAL[name]
+            value == neutral and (value is neutral or bool not in (type(value), type(neutral))) for neutral in kept
         ):
-            what = f" or use {' or '.join(map(repr, NEUTRAL[name]))}" if NEUTRAL[name] else ""
+            what = f" or use {' or '.join(map(repr, kept))}" if kept else ""
             raise unsupported(f"{name} is not supported; omit it{what}.", name)

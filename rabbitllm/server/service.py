@@ -25,6 +25,7 @@ from rabbitllm.generation.request import (
     Sampling,
     check_generates,
     end_tokens,
+    options_of,
     tokenizer_of,
 )
 from rabbitllm.generation.template import ChatTemplate
@@ -150,7 +151,7 @@ class Service:
     ) -> None:
         self.model = model
         self.batch = batch
-        self.settings = replace(settings, sampling=recommended_sampling(model))
+        self.settings = replace(settings, sampling=recommended_sampling(model), of_the_model=options_of(model))
         self.embedder = embedder
         self.limits = ModelLimits.of(model)
         self.ends = frozenset(end_tokens(model))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rabbitllm.errors import OptionError, require_package
@@ -26,6 +26,7 @@ class Settings:
         max_new_tokens: default limit of new tokens.
         completion_new_tokens: likewise in `/v1/completions`, where OpenAI has its own default.
         sampling: default temperature and top_p.
+        of_the_model: options by which the model chooses tokens in every request; see `request.options_of`.
         heartbeat_seconds: an idle stream sends a comment after this time.
         stall_seconds: a client that reads nothing for this time is disconnected.
         media_folder: folder whose pictures and sounds requests may name by `file:` URLs; None for none.
@@ -41,6 +42,7 @@ class Settings:
     max_new_tokens: int = 4096
     completion_new_tokens: int = 16
     sampling: Sampling = Sampling(1.0)  # noqa: RUF009  immutable
+    of_the_model: Mapping[str, float] = field(default_factory=dict)
     heartbeat_seconds: float = 15.0
     stall_seconds: float = 60.0
     media_folder: Path | None = None

@@ -31,7 +31,8 @@ MARKERS = (OPEN, MISTRAL, PYTHON)
 SPECIAL = (*MARKERS, CLOSE, ARGUMENTS, "[CALL_ID]")
 """Markers that may be special tokens, and so missing from decoded text."""
 
-_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*|\Z)", re.DOTALL)
+# without an end it was cut off, perhaps in the middle of a value
+_FUNCTION = re.compile(rf"<function=([^>\n]+)>(.*?)(?:</function>|{CLOSE})", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
 _NAMED = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)")
 
@@ -110,8 +111,7 @@ class CallReader:
         text = ""
         found: list[ParsedToolCall] = []
         for part in re.split(f"({OPEN}.*?(?:{CLOSE}|\\Z))", pending, flags=re.DOTALL):
-            inside = part.removeprefix(OPEN).removesuffix(CLOSE) if part.startswith(OPEN) else None
-            calls = () if inside is None else tuple(self._hermes(inside))
+            calls = tuple(self._hermes(part.removeprefix(OPEN))) if part.startswith(OPEN) else ()
             found += calls
             text += "" if calls else part
         return (text.rstrip() if found else text), tuple(found)

@@ -51,6 +51,19 @@ def test_into_a_file_and_what_is_there_is_not_overwritten(model: Any, tmp_path: 
     assert [json.loads(line) for line in out.read_text().splitlines()] == first
 
 
+def test_an_output_that_is_no_file_or_the_input(tmp_path: Path) -> None:
+    """Told before the answers are computed, and nothing is replaced."""
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "the rabbit"}\n')
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(source)
+    for out, why in (("", "not a file"), (tmp_path, "not a file"), (link, "the input"), (source, "the input")):
+        with pytest.raises(ResultsError, match=why):
+            rabbitllm.batch("there-is-no-such-model", source, out, overwrite=True)
+    assert source.read_text() == '{"prompt": "the rabbit"}\n'
+    assert sorted(tmp_path.iterdir()) == [source, link]
+
+
 def test_a_model_by_its_name_is_split_and_loaded(checkpoint: Path, tmp_path: Path, plain: Any, model: Any) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"question": "the rabbit"}\n')

@@ -204,6 +204,13 @@ def test_a_dtype_that_was_recorded_as_typed_is_the_same(tmp_path: Path, typed: s
     assert errors_of_finished(out, {**HEAD, "dtype": "bfloat16"}) is None
 
 
+def test_a_finished_output_of_a_version_with_fewer_options(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    make(out, [])
+    assert errors_of_finished(out, {**HEAD, "new option": None}) == 1
+    assert errors_of_finished(out, {**HEAD, "new option": 5}) is None
+
+
 def test_while_it_is_replaced_the_old_output_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text("old")

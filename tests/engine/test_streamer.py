@@ -17,6 +17,7 @@ from torch import nn
 from rabbitllm.engine.placement import READY, Tier
 from rabbitllm.engine.streamer import Boundary
 from rabbitllm.engine.weight_tensors import AbsentWeight
+from rabbitllm.errors import RabbitLLMError, ReadOnlyWeightError
 from rabbitllm.telemetry.passes import READ
 from tests.support.builders import Reference, build_checkpoint, reference_logits
 from tests.support.fake_gpu import FakeGpu, watched
@@ -122,6 +123,42 @@ def test_weights_that_are_not_bound_are_absent(model: Any, expected: Reference) 
     assert_nothing_is_bound(model)
     assert model.lm_head.weight.shape == (272, 64)
     assert model.num_parameters() == sum(weight.numel() for weight in model.parameters())
+
+
+def test_a_weight_that_is_set_anew_is_refused_rather_than_lost(tmp_path: Path, model: Any) -> None:
+    """Its place is taken by the stored one in each pass."""
+    state = {name: torch.zeros(weight.shape) for name, weight in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    with pytest.raises(ReadOnlyWeightError, match=r"model\.layers\.0\..* was replaced"):
+        logits(model)
+    with pytest.raises(RabbitLLMError, match="was changed since it was loaded"):
+        model.save_pretrained(tmp_path / "copy")
+
+
+@pytest.mark.parametrize("budget", [0, 100_000, ALL])
+def test_tying_what_is_tied_changes_nothing(tmp_path: Path, budget: int) -> None:
+    folder = build_checkpoint(tmp_path / "model", "llama", tied=True)
+    model, wanted = load(split(folder), budget), reference_logits(folder, INPUT, torch.float32)
+    model.tie_weights()
+    assert_same(run(model), wanted)
+    model.save_pretrained(tmp_path / "copy")
+
+
+def test_a_call_after_an_interrupted_one(model: Any) -> None:
+    """Of a layer by itself, which leaves its weights bound."""
+    layer = model.model.layers[0]
+    states, angles = torch.ones(1, 3, 64), (torch.ones(1, 3, 16), torch.zeros(1, 3, 16))
+    interrupted = layer.mlp.register_forward_pre_hook(_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        layer(states, position_embeddings=angles)
+    interrupted.remove()
+    assert model.streamer.bound == {LAYERS[0]}
+    layer(states, position_embeddings=angles)
+    assert_nothing_is_bound(model)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_unit_is_bound_while_it_computes_and_no_other(model: Any) -> None:

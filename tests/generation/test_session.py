@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from rabbitllm.chat.conversation import Conversation, Exchange
 from rabbitllm.errors import ChatError, OptionError
 from rabbitllm.generation.request import (
+    COLDEST,
     MAX_TOKENS,
     FinishReason,
     ModelLimits,
@@ -109,6 +111,8 @@ def test_a_seed_gives_the_same_text_again(model: Any) -> None:
         (Sampling(0.7), True),
         (Sampling(top_p=0.9), True),
         (Sampling(seed=3), False),
+        (Sampling(1e-40), False),  # logits divided by it overflow
+        (Sampling(5e-324, top_p=0.5), False),
     ],
 )
 def test_chance_only_where_it_is_asked_for(sampling: Sampling, samples: bool) -> None:
@@ -116,10 +120,23 @@ def test_chance_only_where_it_is_asked_for(sampling: Sampling, samples: bool) ->
     assert sampling.arguments()["do_sample"] is samples
 
 
-@pytest.mark.parametrize(("wrong", "message"), [({"temperature": -0.1}, "negative"), ({"top_p": 0.0}, "out of range")])
-def test_numbers_out_of_range(wrong: dict[str, float], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
+@pytest.mark.parametrize(
+    "wrong",
+    [{"temperature": -0.1}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_p": 0.0}, {"top_p": math.nan}],
+)
+def test_numbers_out_of_range(wrong: dict[str, float]) -> None:
+    with pytest.raises(OptionError, match="out of range"):
         Sampling(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_temperature_near_the_least_is_sampled(model: Any) -> None:
+    assert asked(model, Sampling(COLDEST))[0].tokens == asked(model)[0].tokens
+
+
+def test_a_seed_of_more_bits(model: Any) -> None:
+    (few, _), (many, _) = (asked(model, Sampling(1.0, seed=5 + more)) for more in (0, 1 << 70))
+    assert many.tokens == few.tokens
+    Session(model, sampling=Sampling(1.0, seed=1 << 70))
 
 
 def test_an_interrupt_ends_the_text_where_it_is(model: Any) -> None:
@@ -163,8 +180,8 @@ def test_how_many_may_follow(model: Any) -> None:
 
 
 def test_as_many_as_asked_for_may_follow_where_the_model_sets_no_limit() -> None:
-    embeddings = SimpleNamespace(num_embeddings=9)
-    endless: Any = SimpleNamespace(config=transformers.MambaConfig(), get_input_embeddings=lambda: embeddings)
+    config = transformers.MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1)
+    endless: Any = transformers.MambaModel(config)
     limits = ModelLimits.of(endless)
     assert limits == ModelLimits(None, 9)
     assert limits.new_tokens(6, None) == MAX_TOKENS

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from rabbitllm.server.embeddings import MAX_TOKENS, PoolingRecipe, groups, recipe_in
 from tests.server.serving import NAME, PATIENT, Running, running
-from tests.support.builders import build_checkpoint
+from tests.support.builders import COMMON, build_checkpoint, make_tokenizer
 from tests.support.rounding import assert_as_near
 from tests.support.tiny_models import split
 
@@ -133,6 +133,36 @@ def test_vectors_are_those_of_the_model_alone(checkpoint: Path, served: Running,
     assert np.allclose(np.array(short) / short[0], np.array(wanted[0][:8]) / wanted[0][0], atol=1e-5)
 
 
+ENCODERS = {
+    "bert": {},
+    "gemma3_text": {"use_bidirectional_attention": True, "num_key_value_heads": 2, "head_dim": 16},
+    "mpnet": {"max_position_embeddings": 66},
+}
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_texts_of_an_encoder_are_not_padded(tmp_path: Path, family: str) -> None:
+    """Each token would see the padding, in a model whose tokens see those after them."""
+    settings = {**COMMON, "num_hidden_layers": 2, "num_key_value_heads": None, "pad_token_id": 1, **ENCODERS[family]}
+    torch.manual_seed(0)
+    plain = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(family, **settings)).eval()
+    plain.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    write_recipe(tmp_path, "mean_tokens", more=())
+    split_folder = split(tmp_path)
+    with running(split_folder, recipe=recipe_in(split_folder)) as served:
+        texts = [*TEXTS, TEXTS[0][::-1]]
+        found = served.post("/v1/embeddings", {"input": texts}).json()["data"]
+        ids = [served.model.tokenizer(text, return_tensors="pt") for text in texts]
+        with torch.inference_mode():
+            wanted = torch.stack([plain(one["input_ids"]).last_hidden_state[0].mean(dim=0) for one in ids])
+        assert torch.allclose(torch.tensor([one["embedding"] for one in found]), wanted, atol=1e-5)
+        context = served.service.limits.context
+        assert context is not None
+        for tokens, status in ((context, 200), (context + 1, 400)):
+            assert served.post("/v1/embeddings", {"input": [5] * tokens}).status_code == status
+
+
 def test_other_poolings(served: Running, states: list[torch.Tensor]) -> None:
     embedder = served.service.embedder
     assert embedder is not None
@@ -184,9 +214,10 @@ def test_what_has_no_vector(served: Running, body: dict[str, Any], param: str | 
 
 
 @PATIENT
-@given(st.lists(st.integers(1, 6000), max_size=40))
-def test_each_input_is_in_one_group(lengths: list[int]) -> None:
-    found = groups(lengths)
+@given(st.lists(st.integers(1, 6000), max_size=40), st.booleans())
+def test_each_input_is_in_one_group(lengths: list[int], pads: bool) -> None:
+    found = groups(lengths, pads=pads)
+    assert pads or all(len({lengths[at] for at in group}) == 1 for group in found)
     assert sorted(place for group in found for place in group) == [*range(len(lengths))]
     assert all(len(group) == 1 or max(lengths[at] for at in group) * len(group) <= MAX_TOKENS for group in found)
 

@@ -138,6 +138,23 @@ def test_a_seed_gives_the_same_again(served: Running) -> None:
     assert drawn(8, 1) == first[1:2]
 
 
+def test_top_k_is_transformers_50_unless_a_request_has_its_own(served: Running, plain: Any) -> None:
+    body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 1, "temperature": 2, "n": 30, "seed": 1, "logprobs": 0}
+
+    def least(**more: Any) -> float:
+        """The least likely of the tokens that were drawn."""
+        choices = served.openai().completions.create(model=NAME, **body, extra_body=more).choices
+        return min(choice.logprobs.token_logprobs[0] for choice in choices)
+
+    with torch.inference_mode():
+        logits = plain(torch.tensor([served.model.tokenizer(PROMPT)["input_ids"]])).logits[0, -1]
+    likely = torch.log_softmax(logits, dim=-1).sort(descending=True).values.tolist()
+    for more, most in (({}, 50), ({"top_k": 3}, 3), ({"top_k": 1}, 1)):
+        assert least(**more) > likely[most - 1] - 1e-4
+    for top_k in (0, -1):
+        assert least(top_k=top_k) < likely[49] - 1e-4
+
+
 def test_probabilities_are_those_of_plain_logits(served: Running, plain: Any) -> None:
     ids = chat_ids(served)
     tokens = alone(plain, ids, 6)

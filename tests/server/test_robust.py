@@ -19,6 +19,8 @@ from rabbitllm.generation.request import Limits
 from rabbitllm.server.schemas import ChatBody, CompletionBody, Embedding
 from rabbitllm.server.server import Connection
 from tests.server.serving import NAME, PATIENCE, Running, running
+from tests.support.builders import build_checkpoint
+from tests.support.tiny_models import split
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -110,6 +112,15 @@ def test_what_changes_nothing_is_accepted(served: Running) -> None:
     assert found.status_code == 200, found.text
     found = served.post(CHAT, {"messages": HELLO, "max_tokens": 1, "response_format": {"type": "text"}})
     assert found.status_code == 200, found.text
+
+
+def test_a_penalty_of_the_model_is_not_taken_for_none(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "model", "llama")
+    (folder / "generation_config.json").write_text(json.dumps({"repetition_penalty": 1.3}))
+    with running(split(folder)) as served:
+        for own in ({}, {"repetition_penalty": 1.3}, {"min_p": 0}):
+            assert served.post(COMPLETION, {"prompt": "a", "max_tokens": 1, **own}).status_code == 200
+        refused(served.post(COMPLETION, {"prompt": "a", "repetition_penalty": 1}), 400, param="repetition_penalty")
 
 
 def test_another_model_is_not_found(served: Running) -> None:

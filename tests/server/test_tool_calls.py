@@ -27,6 +27,7 @@ LINES = (
     ("<talk>", "It is ", "three."),
     ("<json>", '{"a": ', "1}"),
     ("<later>", "So: ", "[TOOL_CALLS]"),
+    ("<coder>", "<tool_call>\n<function=add>", "<parameter=a>1</parameter>", "<parameter=b>7</parameter></function>"),
     ("<mistral>", "[TOOL_CALLS]", '[{"name": "add", ', '"arguments": {}}]'),
 )
 ADD: Any = {
@@ -45,6 +46,23 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     scripted_checkpoint(folder, LINES, TEMPLATE, special=("[TOOL_CALLS]",))
     with running(split(folder)) as found:
         yield found
+
+
+@pytest.mark.parametrize(
+    ("of_a", "of_b"),
+    [
+        ({"type": "integer"}, {"type": "string"}),
+        ({"type": ["null", "integer"]}, {"type": ["null", "string"]}),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, {"anyOf": [{"type": "string"}, {"type": "integer"}]}),
+        ({"oneOf": [{"type": "integer"}]}, {}),
+        ({"type": "integer", "anyOf": 7}, {"type": 7}),
+    ],
+)
+def test_values_without_quotes_have_the_types_of_the_schema(scripted: Running, of_a: Any, of_b: Any) -> None:
+    """Also those of optional parameters, which have several."""
+    function = {"name": "add", "parameters": {"type": "object", "properties": {"a": of_a, "b": of_b}}}
+    choice = ask(scripted, "<coder>", tools=[{"type": "function", "function": function}]).choices[0]
+    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"a": 1, "b": "7"}
 
 
 def ask(scripted: Running, word: str, **more: Any) -> Any:

@@ -36,6 +36,19 @@ FORMS = {
         "",
         (ADD,),
     ),
+    "qwen 3 coder, no end of the function": (
+        "<tool_call>\n<function=weather>\n<parameter=city>\nKöln\n</tool_call>",
+        "",
+        (WEATHER,),
+    ),
+    **{
+        f"qwen 3 coder, cut off in {where}": (written, written, ())
+        for where, written in {
+            "a name": "<tool_call>\n<function=wea",
+            "a value": "<tool_call>\n<function=weather>\n<parameter=city>\nKö",
+            "the end": "<tool_call>\n<function=weather>\n<parameter=city>\nKöln\n</parameter>\n</func",
+        }.items()
+    },
     "mistral": ('[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}]', "", (ADD,)),
     "mistral, two": (
         '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}, '
