@@ -186,6 +186,15 @@ def test_rm_of_a_link_and_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:
     assert (folder / "splitted_model" / "split.json").exists()
 
 
+def test_rm_of_a_file_that_is_not_here_removes_nothing(folder: Path) -> None:
+    run("pull", folder)
+    before = contents(folder)
+    for command in (["rm", "--yes"], ["verify"]):
+        with pytest.raises(CheckpointNotFoundError, match="no known split of"):
+            run(command[0], folder / "other.safetensors", *command[1:])
+    assert contents(folder) == before
+
+
 def test_names_that_are_not_here(hub_environment: HubEnvironment, repository: Path) -> None:
     run("pull", REPO)
     for command in ("rm", "verify"):
