@@ -22,6 +22,7 @@ from typing import TypeVar
 from rabbitllm.base.options import expand
 from rabbitllm.checkpoints import hub_cache
 from rabbitllm.checkpoints.index import (
+    GGUF_SUFFIX,
     WEIGHT_SUFFIXES,
     gguf_models,
     is_gguf,
@@ -168,6 +169,42 @@ def meant(name: str) -> str:
     if path.suffix in WEIGHT_SUFFIXES and _is_used_up(path):
         return str(path.parent)
     return name
+
+
+def one_of_several(name: str) -> tuple[str, str]:
+    """The folder or repository that a resolved name means, and which of its GGUF models: "" if it has a single one.
+
+    The name of that model is a part of the names of its split directories.
+
+    Raises:
+        OptionError: the quantization is not the name of one.
+    """
+    path = expand(name)
+    if path.is_dir():
+        return name, ""
+    if is_gguf(path.name) and path.parent.is_dir():
+        [entry] = gguf_models([path.name]) or [path.name]
+        return str(path.parent), entry.removesuffix(GGUF_SUFFIX)
+    repo_id, _, quantization = name.partition(":")
+    if quantization and is_repo_id(repo_id):
+        return repo_id, checked_quantization(quantization)
+    return name, ""
+
+
+def base_for(model: str, saving_path: Path | None, base: str = SPLIT_DIRECTORY) -> str:
+    """The base name of the split directories of one of several models; a folder that the user chose is for one."""
+    return f"{base}-{model}" if model and saving_path is None else base
+
+
+def model_of(folder: Path, compression: str | None) -> str:
+    """The model of several whose split directory a folder is, by its name; "" if there is no other."""
+    base = folder.name.removesuffix(f".{compression}")
+    return base.removeprefix(f"{SPLIT_DIRECTORY}-") if base.startswith(f"{SPLIT_DIRECTORY}-") else ""
+
+
+def spelled_out(folder: Path) -> Path:
+    """The path of a folder that ends with its own name, where it is `.` or ends with `..`."""
+    return folder.resolve() if folder.name in ("", "..") else folder
 
 
 def _is_the_only(file: Path) -> bool:
