@@ -58,6 +58,7 @@ from rabbitllm.store.manifest import (
     is_finished,
     is_fitted,
     read_manifest,
+    require_fitted,
 )
 from rabbitllm.telemetry.profiler import Profiler
 
@@ -169,11 +170,7 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
             "Split into another folder (layer_shards_saving_path, --dir).",
         )
     _check_budget(source, manifest, options)
-    if options.fit_scales and not is_fitted(manifest.quantizer):
-        raise SplitMismatchError(
-            f"{source.split_folder} is a split with the scales of bitsandbytes; requested was fit_scales=True.",
-            "Split into another folder (layer_shards_saving_path, --dir), or remove fit_scales.",
-        )
+    require_fitted(source.split_folder, manifest.quantizer, fit_scales=options.fit_scales)
     if is_writable(source.split_folder):
         clean_up(source.split_folder)
     if source.repository is not None:
