@@ -432,7 +432,7 @@ _REMEDIES = (
     (_numbers("EROFS"), "The disk is mounted read-only: use a folder on another disk, or mount it for writing."),
     (_numbers("EACCES", "EPERM"), "Use a folder that this user can write to, or change its permissions."),
     (
-        _numbers("EIO", "ESTALE", "ENXIO", "ENODEV", "ENOLCK"),
+        _numbers("EIO", "ESTALE", "ENXIO", "ENODEV", "ENOLCK", "ENOTCONN"),
         "Check the disk or file server (on Linux see `dmesg`), and make the same call again.",
     ),
     (
@@ -440,6 +440,7 @@ _REMEDIES = (
         "Check the path and the targets of its links.",
     ),
     (_numbers("ENOTDIR", "EEXIST"), _IN_THE_WAY),
+    (_numbers("EFBIG"), "Use a disk without FAT32, which has no files of 4 GiB and more, or raise `ulimit -f`."),
     (_numbers("EMFILE", "ENFILE"), "Raise the limit of open files (`ulimit -n`), or end other processes."),
 )
 """Error numbers of an `OSError`, and their remedies."""

@@ -64,7 +64,9 @@ def test_a_target_that_can_be_no_folder(model: Path, tmp_path: Path, entry: str,
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.EMFILE])
+@pytest.mark.parametrize(
+    "number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.EMFILE, errno.EFBIG]
+)
 def test_a_disk_that_fails_at_any_step(model: Path, tmp_path: Path, entry: str, number: int) -> None:
     before = {path: path.read_bytes() for path in model.iterdir()}
     for at in (0, 3, 9):

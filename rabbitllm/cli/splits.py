@@ -170,12 +170,11 @@ def rm_command(
     from rabbitllm.models.library import one_of_model
     from rabbitllm.models.library_report import put_removal
     from rabbitllm.models.remove import original_of, plan_removal, refuse_only_copy, remove
-    from rabbitllm.store.locations import meant
+    from rabbitllm.store.locations import meant, one_of_several
 
-    plain = expand(model)
-    entry = None if plain.is_symlink() else one_of_model(model, compression, expand(folder) if folder else None)
-    removal = plan_removal(plain if entry is None else entry.folder)
-    named = expand(meant(model))
+    entry = one_of_model(model, compression, expand(folder) if folder else None)
+    removal = plan_removal(entry.folder)
+    named = expand(one_of_several(meant(model))[0])
     original = original_of(removal.entry, named if named.is_dir() and named != removal.entry.folder else None)
     errors = Console(stderr=True, highlight=False)
     put_removal(removal, original, errors)

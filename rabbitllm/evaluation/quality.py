@@ -35,8 +35,8 @@ from rabbitllm.generation.request import ModelLimits
 from rabbitllm.generation.scoring import ScoredText
 from rabbitllm.models.library import compression_here
 from rabbitllm.prepare import ModelSpec, split_options
-from rabbitllm.store.locations import meant
-from rabbitllm.store.manifest import directory_name, read_manifest
+from rabbitllm.store.locations import meant, spelled_out
+from rabbitllm.store.manifest import read_manifest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,11 +79,13 @@ def reference_spec(spec: ModelSpec) -> ModelSpec:
         return replace(spec, compression=None)
     if manifest.compression is None:
         return spec
-    uncompressed = folder.parent / directory_name(None)
-    if read_manifest(uncompressed) is not None:
+    own = spelled_out(folder)
+    uncompressed = own.with_name(own.name.removesuffix(f".{manifest.compression}"))
+    other = read_manifest(uncompressed)
+    if other is not None and other.compression is None and other.source.fingerprints == manifest.source.fingerprints:
         return ModelSpec(str(uncompressed), folder=spec.folder)
-    if _is_checkpoint(folder.parent):
-        return ModelSpec(str(folder.parent), folder=spec.folder)
+    if _is_checkpoint(own.parent):
+        return ModelSpec(str(own.parent), folder=spec.folder)
     if manifest.source is not None and manifest.source.kind == "hub":
         return ModelSpec(manifest.source.name, folder=spec.folder, access=HubAccess(manifest.source.commit))
     raise QualityError(

@@ -90,7 +90,7 @@ def look(folder: Path) -> SplitEntry | None:
     Raises:
         OSError: the folder cannot be read.
     """
-    if folder.is_symlink() or not folder.is_dir():
+    if not folder.is_dir():
         return None
     if (record := _record_in(folder)) is not None:
         entry = (_finished if record.startswith(MANIFEST_NAME) else _unfinished)(folder, record)
@@ -192,7 +192,7 @@ def _legacy(folder: Path) -> SplitEntry:
     ending = folder.name.rpartition(".")[2]
     compression = ending if ending in COMPRESSIONS else None
     state, marked = DAMAGED if unmarked else WHOLE, len(files) - len(unmarked)
-    name = folder.parent.name
+    name = locations.spelled_out(folder).parent.name
     return SplitEntry(folder, name, state, None, compression, marked, len(files), problem=problem, legacy=True)
 
 
@@ -296,20 +296,21 @@ def no_split_of(name: str) -> CheckpointNotFoundError:
 
 def _locations(name: str, saving_path: Path | None) -> Iterator[Path]:
     """Folders that may be splits of a model; some may not exist."""
-    folder = expand(name)
+    name, model = locations.one_of_several(name)
+    folder, base = expand(name), locations.base_for(model, saving_path)
     if name and folder.is_dir():
-        if look(folder) is not None:
+        if not model and look(folder) is not None:
             yield folder
             return
         for compression in SPLITS:
-            yield locations.for_local(folder, saving_path, compression)
+            yield locations.for_local(folder, saving_path, compression, base)
         return
     if saving_path is not None:
         yield from (saving_path / directory_name(compression) for compression in SPLITS)
         return
     if locations.is_repo_id(name):
         for compression in SPLITS:
-            yield from locations.of_other_commits(name, "", compression)
+            yield from locations.of_other_commits(name, "", compression, base)
         if "/" not in name:
             found = (locations.home() / locations.LOCAL_FOLDER).glob(f"{name}-*/{SPLIT_DIRECTORY}*")
             yield from sorted(path for path in found if path.parent.name.rpartition("-")[0] == name)
@@ -327,8 +328,13 @@ def _entries(folders: Iterable[Path]) -> list[SplitEntry]:
 def _split_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
     for name, below, _ in os.walk(folder):
         path = Path(name)
-        is_split = _record_in(path) is not None or is_legacy(path)
-        if is_split:
+        if _is_split(path):
             yield path
-        if is_split or len(path.relative_to(folder).parts) == depth:
             below.clear()
+        elif len(path.relative_to(folder).parts) == depth:
+            below.clear()
+        yield from (link for link in map(path.joinpath, below) if link.is_symlink() and _is_split(link))
+
+
+def _is_split(folder: Path) -> bool:
+    return _record_in(folder) is not None or is_legacy(folder)

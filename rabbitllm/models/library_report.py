@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -23,6 +24,8 @@ from rabbitllm.base.terminal import (
     shortened,
     size,
 )
+from rabbitllm.checkpoints.checkpoint import SourceIdentity
+from rabbitllm.checkpoints.index import GGUF_SUFFIX
 from rabbitllm.models.library import DAMAGED, HALF_REMOVED, UNFINISHED, WHOLE, SplitEntry
 from rabbitllm.models.remove import Original, Removal
 from rabbitllm.models.show import ConfigSummary, Shown
@@ -97,13 +100,25 @@ def _note(entry: SplitEntry) -> str | None:
 
 def resume_command(entry: SplitEntry) -> str:
     """The command that resumes an unfinished split, as far as its folder records it."""
-    hub = entry.source is not None and entry.source.kind == "hub"
-    words = ["rabbitllm", "pull", entry.name if hub else str(entry.folder.parent)]
+    folder, source = locations.spelled_out(entry.folder), entry.source
+    around, model = folder.parent, locations.model_of(folder, entry.compression)
+    is_hub = source is not None and source.kind == "hub"
+    is_inside = not is_hub and (around.resolve().name == entry.name or _has_any_shard(around, source))
+    place = str(around) if is_inside else entry.name if is_hub else f"PATH/TO/{entry.name}"
+    words = [
+        "rabbitllm",
+        "pull",
+        (f"{place}:{model}" if is_hub else f"{place}/{model}{GGUF_SUFFIX}") if model else place,
+    ]
     if entry.compression is not None:
         words += ["--compression", entry.compression]
-    if hub and not entry.folder.is_relative_to(locations.home()):
-        words += ["--dir", str(entry.folder.parent)]
+    if not is_inside and not entry.folder.is_relative_to(locations.home()):
+        words += ["--dir", str(around)]
     return harmless(shlex.join(words), 400)
+
+
+def _has_any_shard(folder: Path, source: SourceIdentity | None) -> bool:
+    return source is not None and any((folder / shard).is_file() for shard in source.fingerprints)
 
 
 def put_shown(shown: Shown, console: Console) -> None:

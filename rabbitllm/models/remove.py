@@ -57,7 +57,7 @@ def original_of(entry: SplitEntry, folder: Path | None = None) -> Original:
     if source is not None and source.kind == "hub":
         commit = f" at commit {source.commit[:8]}" if source.commit else ""
         return Original(True, f"on the hub, {source.name}{commit}")
-    parent = folder or entry.folder.parent
+    parent = folder or locations.spelled_out(entry.folder).parent
     if source is None:
         return _of_an_unknown(parent)
     needed = _needed(entry)

@@ -22,7 +22,7 @@ from rabbitllm.models.inspection import Inspection, Tensors
 from rabbitllm.models.inspection import look as look_inside
 from rabbitllm.models.library import WHOLE, SplitEntry, as_record, of_model
 from rabbitllm.models.remove import Original, original_of
-from rabbitllm.store.locations import meant
+from rabbitllm.store.locations import meant, spelled_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def show(
     whole = [entry for entry in entries if entry.state == WHOLE]
     if whole and revision is None:
         best = next((entry for entry in whole if not entry.legacy), whole[0])
-        config = _config_in(best.folder) or _config_in(best.folder.parent)
+        config = _config_in(best.folder) or _config_in(spelled_out(best.folder).parent)
         return Shown(plain, config, look_inside(best.folder), splits)
     try:
         inside = look_inside(plain, revision=revision, token=token)

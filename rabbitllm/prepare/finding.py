@@ -34,7 +34,6 @@ from rabbitllm.checkpoints.index import (
     GGUF_SUFFIX,
     META_PARAMETERS,
     gguf_entry,
-    gguf_models,
     is_gguf,
     is_meta,
 )
@@ -358,29 +357,21 @@ def find(spec: ModelSpec, *, only_look: bool = False) -> Source:
         DiskFullError: no space for the note about a repository's commit.
     """
     spec = dataclasses.replace(spec, name=meant(spec.name))
-    folder = expand(spec.name)
+    place, model = locations.one_of_several(spec.name)
+    spec = dataclasses.replace(spec, base=locations.base_for(model, spec.folder, spec.base))
+    folder = expand(place)
     with system_errors_by_name(spec.name):
-        if is_gguf(folder.name) and folder.parent.is_dir() and not folder.is_dir():
-            [entry] = gguf_models([folder.name]) or [folder.name]
-            spec = _with_base(spec, entry.removesuffix(GGUF_SUFFIX))
-            return _find_local(folder.parent, spec, only_look=only_look, entry=entry)
-        if spec.name and folder.is_dir():  # an empty name would be the current folder
-            return _find_local(folder, spec, only_look=only_look)
+        if place and folder.is_dir():  # an empty name would be the current folder
+            return _find_local(folder, spec, only_look=only_look, entry=model + GGUF_SUFFIX if model else None)
         return _find_elsewhere(spec, only_look=only_look)
-
-
-def _with_base(spec: ModelSpec, model: str) -> ModelSpec:
-    """Return the spec with a split directory for one of several models; a folder of the user is for one model."""
-    return spec if spec.folder is not None else dataclasses.replace(spec, base=f"{spec.base}-{model}")
 
 
 def _find_elsewhere(spec: ModelSpec, *, only_look: bool) -> Source:
     """Find the source for a name that is not a local folder."""
     try:
-        name, _, quantization = spec.name.partition(":")
-        if quantization and locations.is_repo_id(name):
-            named = _with_base(spec, locations.checked_quantization(quantization))
-            named = dataclasses.replace(named, name=name)
+        name, quantization = locations.one_of_several(spec.name)
+        if quantization:
+            named = dataclasses.replace(spec, name=name)
             found = _find_repository(named, only_look=only_look, quantization=quantization)
             return dataclasses.replace(found, name=spec.name)
         if not locations.is_repo_id(spec.name):

@@ -46,6 +46,7 @@ from rabbitllm.splitter.source_check import check_finished_source
 from rabbitllm.splitter.split import STAGING_NAME, clean_up, discard_original, repair, shards_for, split
 from rabbitllm.storage import folder_lock
 from rabbitllm.storage.folder_lock import FolderKind, FolderLock
+from rabbitllm.store import locations
 from rabbitllm.store.layer_store import LayerStore
 from rabbitllm.store.manifest import (
     AUTO,
@@ -57,6 +58,7 @@ from rabbitllm.store.manifest import (
     is_finished,
     is_fitted,
     read_manifest,
+    require_fitted,
 )
 from rabbitllm.telemetry.profiler import Profiler
 
@@ -168,11 +170,7 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
             "Split into another folder (layer_shards_saving_path, --dir).",
         )
     _check_budget(source, manifest, options)
-    if options.fit_scales and not is_fitted(manifest.quantizer):
-        raise SplitMismatchError(
-            f"{source.split_folder} is a split with the scales of bitsandbytes; requested was fit_scales=True.",
-            "Split into another folder (layer_shards_saving_path, --dir), or remove fit_scales.",
-        )
+    require_fitted(source.split_folder, manifest.quantizer, fit_scales=options.fit_scales)
     if is_writable(source.split_folder):
         clean_up(source.split_folder)
     if source.repository is not None:
@@ -410,21 +408,29 @@ def _open(source: Source, options: SplitOptions, *, by_executor: bool = False) -
 
 
 def _with_other_splits(error: MissingShardError, source: Source) -> MissingShardError:
-    """Return the same error, naming finished splits at other compressions that may have used up the missing shards."""
-    parent = source.split_folder.parent
-    others = [c for c in SPLITS if (parent / directory_name(c) / MANIFEST_NAME).exists()]
-    if not others or (source.split_folder / JOURNAL_NAME).exists():
+    """Return the same error, naming other splits, finished or not, that may have used up the missing shards."""
+    own = source.split_folder
+    if (own / JOURNAL_NAME).exists():
         return error
-    choices = " or ".join(f"compression={other!r}" for other in others)
-    return MissingShardError(
-        error.problem, f"A split at another compression may have deleted them: load that split with {choices}."
-    )
+    folders = {own.parent / directory_name(c, source.base): c for c in SPLITS}
+    if source.local is not None:  # also where they are if the user names no folder
+        folders |= {locations.for_local(source.local, None, c, source.base): c for c in SPLITS}
+    others = [
+        f"compression={c!r} in {folder}"
+        for folder, c in folders.items()
+        if (folder / MANIFEST_NAME).exists() or (folder / JOURNAL_NAME).exists()
+    ]
+    if not others:
+        return error
+    remedy = f"Another split may have deleted them. Load or resume that one: {' or '.join(others)}."
+    return MissingShardError(error.problem, remedy)
 
 
 def original_around(folder: Path, manifest: Manifest, layers: Collection[str]) -> Path | None:
     """Return the folder around a split directory, if it has every shard that these layers were made from."""
     shards = shards_for(manifest, layers)
-    return folder.parent if shards and all((folder.parent / shard).is_file() for shard in shards) else None
+    parent = locations.spelled_out(folder).parent
+    return parent if shards and all((parent / shard).is_file() for shard in shards) else None
 
 
 def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], original: Path | None = None) -> None:

@@ -52,6 +52,7 @@ from rabbitllm.store.manifest import (
     LayerRecord,
     Manifest,
     read_manifest,
+    require_fitted,
     write_manifest,
 )
 from rabbitllm.telemetry.profiler import Profiler
@@ -245,6 +246,7 @@ def _resume(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
             "Split into another folder (layer_shards_saving_path, --dir). If all shards of that other model still "
             "exist, you can delete this folder.",
         )
+    require_fitted(request.folder, earlier.quantizer, fit_scales=request.options.fit_scales)
     require_shards([s.name for s in earlier.plan.shards if s.name not in earlier.used], metadata, checkpoint)
     _require_begun_layers(request.folder, earlier)
     if request.accept is not None:

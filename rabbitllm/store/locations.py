@@ -2,7 +2,8 @@
 
 A folder and a repository as `organisation/name` are returned unchanged; an address on the hub
 (`hf://organisation/name`, or the browser's URL) means that repository, and a file of weights means the checkpoint in
-its folder. Opens at most an index, and never contacts the hub: other code checks whether the repository exists.
+its folder. Opens at most an index and manifests, and never contacts the hub: other code checks whether the repository
+exists.
 
 A local checkpoint is split into a directory in its own folder. A hub repository is split into our own folder next to
 the hub cache (`HF_HOME/rabbitllm`, or `RABBITLLM_HOME`), since a snapshot in the cache may be pruned at any time.
@@ -21,6 +22,7 @@ from typing import TypeVar
 from rabbitllm.base.options import expand
 from rabbitllm.checkpoints import hub_cache
 from rabbitllm.checkpoints.index import (
+    GGUF_SUFFIX,
     WEIGHT_SUFFIXES,
     gguf_models,
     is_gguf,
@@ -32,7 +34,7 @@ from rabbitllm.checkpoints.index import (
 from rabbitllm.checkpoints.local import entry_in, is_writable
 from rabbitllm.errors import CheckpointNotFoundError, OptionError, RabbitLLMError
 from rabbitllm.storage import durable
-from rabbitllm.store.manifest import SPLIT_DIRECTORY, directory_name, is_legacy
+from rabbitllm.store.manifest import JOURNAL_NAME, SPLIT_DIRECTORY, directory_name, is_legacy, read_manifest
 
 HOME_VARIABLE = "RABBITLLM_HOME"
 LOCAL_FOLDER = "local"
@@ -152,6 +154,7 @@ def meant(name: str) -> str:
         OptionError: an address on the hub that is not a repository's.
         CheckpointNotFoundError: the file does not belong to the checkpoint of its folder.
         InvalidIndexError, UnsafePathError: see `read_index`.
+        IncompleteSplitError, SplitMismatchError: see `read_manifest`.
     """
     address = _HUB_ADDRESS.fullmatch(name)
     if address is not None:
@@ -163,9 +166,45 @@ def meant(name: str) -> str:
         return str(path.parent) if _is_the_only(path) else name
     if path.is_file():
         return str(_folder_of(path))
-    if path.suffix in WEIGHT_SUFFIXES and any(path.parent.glob(f"{SPLIT_DIRECTORY}*")):
-        return str(path.parent)  # a split has deleted that file
+    if path.suffix in WEIGHT_SUFFIXES and _is_used_up(path):
+        return str(path.parent)
     return name
+
+
+def one_of_several(name: str) -> tuple[str, str]:
+    """The folder or repository that a resolved name means, and which of its GGUF models: "" if it has a single one.
+
+    The name of that model is a part of the names of its split directories.
+
+    Raises:
+        OptionError: the quantization is not the name of one.
+    """
+    path = expand(name)
+    if path.is_dir():
+        return name, ""
+    if is_gguf(path.name) and path.parent.is_dir():
+        [entry] = gguf_models([path.name]) or [path.name]
+        return str(path.parent), entry.removesuffix(GGUF_SUFFIX)
+    repo_id, _, quantization = name.partition(":")
+    if quantization and is_repo_id(repo_id):
+        return repo_id, checked_quantization(quantization)
+    return name, ""
+
+
+def base_for(model: str, saving_path: Path | None, base: str = SPLIT_DIRECTORY) -> str:
+    """The base name of the split directories of one of several models; a folder that the user chose is for one."""
+    return f"{base}-{model}" if model and saving_path is None else base
+
+
+def model_of(folder: Path, compression: str | None) -> str:
+    """The model of several whose split directory a folder is, by its name; "" if there is no other."""
+    base = folder.name.removesuffix(f".{compression}")
+    return base.removeprefix(f"{SPLIT_DIRECTORY}-") if base.startswith(f"{SPLIT_DIRECTORY}-") else ""
+
+
+def spelled_out(folder: Path) -> Path:
+    """The path of a folder that ends with its own name, where it is `.` or ends with `..`."""
+    return folder.resolve() if folder.name in ("", "..") else folder
 
 
 def _is_the_only(file: Path) -> bool:
@@ -189,15 +228,38 @@ def _repository(name: str, rest: str) -> str:
     return repo_id
 
 
+def _is_used_up(file: Path) -> bool:
+    """Whether a split next to a file that does not exist has deleted it.
+
+    A finished split records its shards. With any other split the file must belong to what is left of the checkpoint.
+    """
+    for folder in file.parent.glob(f"{SPLIT_DIRECTORY}*"):
+        manifest = read_manifest(folder)
+        if manifest is not None:
+            is_of = file.name in manifest.source.fingerprints
+        elif (folder / JOURNAL_NAME).exists() or is_legacy(folder):
+            try:
+                is_of = _belongs(file, entry_in(file.parent))
+            except CheckpointNotFoundError:  # nothing is left
+                is_of = True
+        else:
+            is_of = False
+        if is_of:
+            return True
+    return False
+
+
+def _belongs(file: Path, entry: str) -> bool:
+    """Whether a file of weights belongs to the checkpoint of its folder that begins with `entry`."""
+    if is_index(entry) and file.name in read_index(file.parent / entry).shards:
+        return True
+    return entry == file.name or (is_meta(entry) and is_rank(file.name))
+
+
 def _folder_of(file: Path) -> Path:
     folder = file.parent
     entry = entry_in(folder)
-    belongs = entry == file.name
-    if is_index(entry):
-        belongs = belongs or file.name in read_index(folder / entry).shards
-    if is_meta(entry):
-        belongs = belongs or is_rank(file.name)
-    if not belongs:
+    if not _belongs(file, entry):
         raise CheckpointNotFoundError(
             f"{file} does not belong to the checkpoint in {folder}, which is {entry}.",
             "Use the folder, or move the file into a separate folder with config and tokenizer.",

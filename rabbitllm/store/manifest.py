@@ -149,6 +149,19 @@ def is_fitted(quantizer: str | None) -> bool:
     return quantizer is not None and quantizer.endswith(FITTED)
 
 
+def require_fitted(folder: Path, quantizer: str | None, *, fit_scales: bool) -> None:
+    """Refuse a split, finished or not, whose scales are not fitted although the call wants that.
+
+    Raises:
+        SplitMismatchError: they are not.
+    """
+    if fit_scales and not is_fitted(quantizer):
+        raise SplitMismatchError(
+            f"{folder} is a split with the scales of bitsandbytes; requested was fit_scales=True.",
+            "Split into another folder (layer_shards_saving_path, --dir), or remove fit_scales.",
+        )
+
+
 def directory_name(compression: str | None, base: str = SPLIT_DIRECTORY) -> str:
     """`splitted_model`, or with the compression: `splitted_model.4bit`, `splitted_model.auto`."""
     return base if compression is None else f"{base}.{compression}"

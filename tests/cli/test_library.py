@@ -186,6 +186,53 @@ def test_rm_of_a_link_and_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:
     assert (folder / "splitted_model" / "split.json").exists()
 
 
+def test_rm_by_a_link_to_the_checkpoint_and_of_the_working_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = contents(folder)
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    run("pull", folder)
+    run("rm", f"{link}/", "--yes")
+    assert contents(folder) == before
+    run("pull", folder)
+    monkeypatch.chdir(folder / "splitted_model")
+    for name in (".", "../splitted_model/../splitted_model", f"{folder}/splitted_model/."):
+        assert record("show", name)["splits"][0]["original_there"]
+    run("rm", ".", "--yes")
+    assert contents(folder) == before
+
+
+def test_layers_on_another_disk_by_a_link(folder: Path, tmp_path: Path) -> None:
+    before = contents(folder)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (folder / "splitted_model").symlink_to(disk)
+    assert "is ready" in run("pull", folder).stdout
+    run("verify", folder)
+    with pytest.raises(SplitError, match="is a link to"):
+        run("rm", folder, "--yes")
+    assert (disk / "split.json").exists()
+    assert contents(folder) == before
+
+
+def test_the_command_that_resumes_a_split_in_another_folder(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    interrupted(Call(str(folder), str(out), compression="8bit", sequential=False), 2)
+    assert f"to resume: rabbitllm pull PATH/TO/hare --compression 8bit --dir {out}\n" in run("ls", out).stdout
+    run("pull", folder, "--compression", "8bit", "--dir", out)
+    assert record("ls", out)[0]["state"] == "whole"
+
+
+def test_rm_of_a_file_that_is_not_here_removes_nothing(folder: Path) -> None:
+    run("pull", folder)
+    before = contents(folder)
+    for command in (["rm", "--yes"], ["verify"]):
+        with pytest.raises(CheckpointNotFoundError, match="no known split of"):
+            run(command[0], folder / "other.safetensors", *command[1:])
+    assert contents(folder) == before
+
+
 def test_names_that_are_not_here(hub_environment: HubEnvironment, repository: Path) -> None:
     run("pull", REPO)
     for command in ("rm", "verify"):

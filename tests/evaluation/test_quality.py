@@ -81,6 +81,21 @@ def _make(checkpoint: Path) -> bool:
     return True
 
 
+def test_a_split_directory_in_the_working_folder(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(split(checkpoint, "8bit"))
+    assert quality(".", **FEW).reference.name == str(checkpoint)
+
+
+def test_the_uncompressed_split_of_another_model_is_no_reference(checkpoint: Path, tmp_path: Path) -> None:
+    other = build_checkpoint(tmp_path / "other", "llama", seed=1)
+    out = {"layer_shards_saving_path": tmp_path / "out", "device": "cpu"}
+    AutoModel.from_pretrained(other, **out)
+    AutoModel.from_pretrained(checkpoint, compression="8bit", **out)
+    with pytest.raises(QualityError, match="parent folder does not hold the uncompressed model"):
+        quality(tmp_path / "out" / "splitted_model.8bit", **FEW)
+    assert quality(tmp_path / "out" / "splitted_model", checkpoint, **FEW).summary.divergence.mean > 0.1
+
+
 def test_where_the_original_is_used_up(tmp_path: Path, checkpoint: Path) -> None:
     spare = shutil.copytree(checkpoint, tmp_path / "spare")
     AutoModel.from_pretrained(checkpoint, compression="4bit", sequential_shard_processing=True, device="cpu")

@@ -15,6 +15,7 @@ from rabbitllm.models.library import (
     SplitEntry,
     as_record,
     below,
+    compression_here,
     known,
     look,
     of_model,
@@ -23,6 +24,7 @@ from rabbitllm.models.library import (
 from rabbitllm.store import locations
 from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME
 from tests.support.builders import cut, llama_tensors, write_shards
+from tests.support.gguf_files import write_gguf
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
 from tests.support.splitting import Call, interrupted, occupied
@@ -97,13 +99,21 @@ def test_one_of_rabbitllm_1(tmp_path: Path) -> None:
     assert seen(folder).problem == "lm_head.safetensors has no .done marker"
 
 
-@pytest.mark.parametrize("what", ["nothing", "checkpoint", "file", "link"])
+@pytest.mark.parametrize("what", ["nothing", "checkpoint", "file"])
 def test_what_is_none(tmp_path: Path, folder: Path, what: str) -> None:
-    place = {"nothing": tmp_path / "no", "checkpoint": folder, "file": folder / "config.json"}.get(what)
-    if place is None:
-        place = tmp_path / "link"
-        place.symlink_to(Call(str(folder), sequential=False).make())
+    place = {"nothing": tmp_path / "no", "checkpoint": folder, "file": folder / "config.json"}[what]
     assert look(place) is None
+
+
+def test_one_behind_a_link(folder: Path, tmp_path: Path) -> None:
+    """A user's way to put the layers on another disk."""
+    (tmp_path / "disk").mkdir()
+    link = folder / "splitted_model.4bit"
+    link.symlink_to(tmp_path / "disk")
+    assert Call(str(folder), compression="4bit", sequential=False).make() == link
+    assert seen(link).state == WHOLE
+    for found in (of_model(str(folder)), below(folder), below(folder.parent)):
+        assert [entry.folder for entry in found] == [link]
 
 
 def test_those_below_a_folder(folder: Path) -> None:
@@ -146,6 +156,21 @@ def test_those_of_a_folder(folder: Path, tmp_path: Path) -> None:
     assert [entry.folder for entry in of_model(str(shard))] == [made]
     assert [entry.folder for entry in of_model(str(made))] == [made]
     assert [entry.folder for entry in of_model(str(folder), saving_path=tmp_path / "out")] == [elsewhere]
+
+
+def test_those_of_one_of_several_models(tmp_path: Path, hub_environment: HubEnvironment) -> None:
+    hub = tmp_path / "hub" / REPO
+    for place in (tmp_path, hub):
+        place.mkdir(parents=True, exist_ok=True)
+        for seed, name in enumerate(("a-Q8_0", "b-Q4_K_M")):
+            write_gguf(place / f"{name}.gguf", seed=seed)
+    for file, name in ((tmp_path / "b-Q4_K_M.gguf", "b-Q4_K_M"), (f"{REPO}:q4_k_m", "Q4_K_M")):
+        made = [Call(str(file), compression=c, sequential=False).make() for c in ("8bit", "4bit")]
+        assert [one.name for one in made] == [f"splitted_model-{name}.8bit", f"splitted_model-{name}.4bit"]
+        assert [entry.folder for entry in of_model(str(file))] == made
+        assert compression_here(str(file)) == "8bit"
+    for other in (tmp_path / "a-Q8_0.gguf", f"{REPO}:Q8_0"):
+        assert of_model(str(other)) == []
 
 
 def test_a_folder_that_cannot_be_written_to_is_found_by_its_name(

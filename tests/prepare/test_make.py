@@ -225,14 +225,23 @@ def test_missing_shards_and_a_split_at_another_compression(model: Path) -> None:
         split(model)
     assert "lacks 3 of the shards in its index" in missing.value.problem
     assert missing.value.remedy == (
-        "A split at another compression may have deleted them: load that split with compression='4bit'."
+        "Another split may have deleted them. Load or resume that one: "
+        f"compression='4bit' in {model}/splitted_model.4bit."
     )
+
+
+def test_missing_shards_and_an_unfinished_split(model: Path, tmp_path: Path) -> None:
+    begun = interrupted(Call(str(model), compression="8bit"), 2)
+    for compression, out in ((None, None), ("8bit", tmp_path / "out")):
+        with pytest.raises(MissingShardError, match="Load or resume") as missing:
+            split(model, out, compression=compression)
+        assert f"compression='8bit' in {begun}." in missing.value.remedy
 
 
 def test_missing_shards_and_splits_at_two_other_compressions(model: Path) -> None:
     split(model, sequential=False)
     split(model, compression="8bit")
-    with pytest.raises(MissingShardError, match="load that split with compression=None or compression='8bit'"):
+    with pytest.raises(MissingShardError, match=r"compression=None in .* or compression='8bit' in "):
         split(model, compression="4bit")
 
 

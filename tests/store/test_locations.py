@@ -17,6 +17,7 @@ from rabbitllm.store import locations
 from rabbitllm.store.locations import meant, near
 from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards, write_torch
 from tests.support.hub_fixtures import HubEnvironment
+from tests.support.splitting import Call, interrupted
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -183,8 +184,26 @@ def test_a_file_that_is_not_the_checkpoint_of_its_folder(tmp_path: Path) -> None
 
 
 def test_a_file_that_its_split_used_up_still_names_it(tmp_path: Path) -> None:
-    (tmp_path / "splitted_model.4bit").mkdir()
-    assert meant(str(tmp_path / "weights.pth")) == str(tmp_path)
+    single = build_checkpoint(tmp_path / "single", "llama")
+    Call(str(single), compression="4bit", delete_original=True).make()
+    sharded = write_shards(tmp_path / "sharded", cut(llama_tensors(), 3))
+    interrupted(Call(str(sharded)), 2)
+    old = tmp_path / "old"
+    (old / "splitted_model").mkdir(parents=True)
+    (old / "splitted_model" / "lm_head.safetensors.done").touch()
+    for file in (single / "model.safetensors", sharded / "model-00001-of-00003.safetensors", old / "weights.pth"):
+        assert not file.exists()
+        assert meant(str(file)) == str(file.parent)
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+def test_a_file_that_never_was_does_not_name_the_split_of_another(tmp_path: Path, sequential: bool) -> None:
+    folder = write_shards(tmp_path / "m", cut(llama_tensors(), 3))
+    begun = interrupted(Call(str(folder), sequential=sequential), 1)
+    for _ in range(2):  # of an unfinished split, then of a finished one
+        for name in ("other.safetensors", "other.gguf", "model-00004-of-00004.safetensors"):
+            assert meant(str(folder / name)) == str(folder / name)
+        assert Call(str(folder), sequential=sequential).make() == begun
 
 
 def test_near_names_are_those_that_are_here(home: Path, tmp_path: Path) -> None:
