@@ -132,6 +132,13 @@ def at_a_terminal(folder: Path, *options: str) -> Iterator[Terminal]:
         os.close(ours)
 
 
+def test_with_a_draft_model(demo: Path) -> None:
+    plain, drafted = (piped(demo, "1 + 2 =\nAnd 2 + 2 =\n", *more) for more in ((), ("--draft", str(demo))))
+    assert (drafted.returncode, drafted.stdout) == (0, plain.stdout)
+    assert b"a draft model needs an empty KV cache; each answer reads the full conversation" in drafted.stderr
+
+
+@pytest.mark.long
 def test_at_a_terminal(endless: Path, tmp_path: Path) -> None:
     """Ctrl-C stops an answer and not the conversation; at the prompt it says how to leave."""
     talk = tmp_path / "talk.json"

@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 
 from rabbitllm.cli.main import app
 from rabbitllm.errors import OptionError
+from tests.chat.talkers import talker_folder
 from tests.support.builders import build_checkpoint
 from tests.support.demo_models import DEMO
 from tests.support.hub_fixtures import HubEnvironment
@@ -86,6 +87,14 @@ def test_statistics_are_on_stderr(checkpoint: Path) -> None:
     assert "dequantizing" not in result.stderr
     packed = run(str(checkpoint), PROMPT, "--raw", *SHORT, *streamed, "--compression", "4bit")
     assert "dequantizing" in packed.stderr
+
+
+def test_a_draft_model(checkpoint: Path, tmp_path: Path) -> None:
+    result = run(str(checkpoint), PROMPT, "--raw", *SHORT, "--draft", str(checkpoint))
+    assert result.stdout.rstrip("\n") == expected(checkpoint, PROMPT).rstrip("\n")
+    other = talker_folder(tmp_path / "other", "llama")
+    with pytest.raises(OptionError, match="another vocabulary"):
+        run(str(checkpoint), PROMPT, "--raw", *SHORT, "--draft", str(other))
 
 
 def test_an_answer_that_ends_at_once_says_so(tmp_path: Path) -> None:
