@@ -47,9 +47,9 @@ def prepare_draft(model: StreamedModel, draft: StreamedModel) -> None:
             f"{SAME_TOKENS:.0%}.",
             _LEAVE_OUT,
         )
-    if streamed := draft.placement.streamed_bytes:
+    if moved := max(draft.placement.streamed_bytes, draft.placement.uploaded_bytes):
         raise OptionError(
-            f"The draft model does not fit in memory: it would stream {size(streamed)} in each pass.", _LEAVE_OUT
+            f"The draft model does not fit in memory: each pass would move {size(moved)} of its weights.", _LEAVE_OUT
         )
     ours, theirs = model.config.get_text_config(decoder=True), draft.config.get_text_config(decoder=True)
     if theirs.vocab_size != ours.vocab_size:

@@ -33,7 +33,7 @@ REPOSITORY = "org/demo"
 ROOM = 3 << 20
 """The bundled model has 7 MiB in shards of 0.6, and 2 MiB at 4bit."""
 QUESTION, ANSWER = "What is 12 + 30?", "42"
-PARAMETERS = {"MODEL": REPOSITORY, "PROMPT": QUESTION, "MAX_NEW_TOKENS": 8}
+PARAMETERS = {"MODEL": REPOSITORY, "DRAFT": None, "PROMPT": QUESTION, "MAX_NEW_TOKENS": 8}
 PATIENCE_SECONDS = 120
 
 
@@ -170,6 +170,14 @@ def test_what_is_attached_is_read_in_place_and_kept(
     others = {name for name in left.keys() - before.keys() if not name.startswith("splitted_model.auto/")}
     assert others == set()  # root may write where it may not, and then the layer files are there
     assert names_in(machine / "kaggle/working") == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("vram", [12_000_000, 1_200_000], ids=["fits", "too large"])
+def test_a_draft_model(machine: Path, repository: Path, vram: int) -> None:
+    output = run_all(machine, gpus=2, gpu_bytes=vram, parameters={**PARAMETERS, "DRAFT": str(MODEL)})
+    assert ANSWER in output
+    assert ("The draft model does not fit in memory" in output) == (vram < 10_000_000)
 
 
 @pytest.mark.long
