@@ -14,6 +14,7 @@ from torch import nn
 
 from rabbitllm.base.terminal import size
 from rabbitllm.errors import OptionError
+from rabbitllm.generation.kv_cache import can_drop_tokens
 from rabbitllm.generation.request import check_generates, tokenizer_of
 
 if TYPE_CHECKING:
@@ -32,13 +33,14 @@ def prepare_draft(model: StreamedModel, draft: StreamedModel) -> None:
     Models of one family often have the same tokens, but embeddings of different lengths.
 
     Raises:
-        OptionError: it is no decoder, its vocabulary is another one, or its weights are not all in memory.
+        OptionError: its vocabulary is another one, its weights are not all in memory, or the KV cache of one of the
+            models cannot drop tokens.
     """
     for one in (model, draft):
         check_generates(one)
-        if one.config.is_encoder_decoder:
+        if not can_drop_tokens(one):
             raise OptionError(
-                f"{type(one).__name__} has an encoder; a draft needs two decoder-only models.", _LEAVE_OUT
+                f"A {type(one).__name__} cannot be used with a draft: its KV cache cannot drop tokens.", _LEAVE_OUT
             )
     share = _same_share(tokenizer_of(model), tokenizer_of(draft))
     if share < SAME_TOKENS:

@@ -369,6 +369,21 @@ MAX_SNAPSHOTS = 2
 """Maximum snapshots: at the beginning of a turn and at the end of its prompt."""
 
 
+def can_drop_tokens(model: StreamedModel) -> bool:
+    """Whether a model's cache can drop its last tokens, as after a wrong draft: with full attention and windows.
+
+    States of other layers cannot go back. Indexes that choose tokens choose others for several tokens at once than for
+    one after the other, so that the answer would not be the model's own.
+    """
+    if model.config.is_encoder_decoder or not model._supports_default_dynamic_cache():
+        return False
+    return all(map(_is_plain, DynamicCache(config=model.config.get_text_config(decoder=True)).layers))
+
+
+def _is_plain(layer: CacheLayerMixin) -> bool:
+    return keeps_every_token(layer) or is_window(layer) or is_nothing(layer)
+
+
 def keeps(model: StreamedModel) -> bool:
     """Whether a model's cache continues exactly, so that it can be kept.
 
@@ -382,7 +397,7 @@ def keeps(model: StreamedModel) -> bool:
         return False
     config = model.config.get_text_config(decoder=True)
     layers = DynamicCache(config=config).layers
-    plain = [layer for layer in layers if keeps_every_token(layer) or is_window(layer) or is_nothing(layer)]
+    plain = [layer for layer in layers if _is_plain(layer)]
     if not any(isinstance(layer, DynamicLayer) for layer in layers):
         return False  # the number of its tokens would be unknown
     if getattr(model, "hosts", None) is not None and not all(map(keeps_every_token, layers)):

@@ -86,7 +86,6 @@ def generate(
         prompt_done: called once, before the first piece.
 
     Raises:
-        OptionError: the model's KV cache cannot drop tokens of a wrong draft.
         OSError: `write` raised it.
     """
     stops = request.stop
@@ -107,13 +106,6 @@ def generate(
     except (Stopped, KeyboardInterrupt):
         finish = FinishReason.CANCELLED
         stream.end()
-    except ValueError as error:  # known after the first pass, or to transformers before 5.24 by the class
-        if draft is not None and ("cache that can be cropped" in str(error) or "stateful models" in str(error)):
-            raise OptionError(
-                f"A {type(model).__name__} takes no draft model: the states of its layers cannot drop tokens.",
-                "Leave the draft model out.",
-            ) from error
-        raise
     if finish is None:
         is_over = not stream.tokens or stream.tokens[-1] in end_tokens(model) or stream.stop is not None
         finish = FinishReason.STOP if is_over else FinishReason.LENGTH

@@ -113,9 +113,19 @@ def test_a_draft_that_would_stream_is_refused(folder: Path) -> None:
 def test_models_that_take_no_draft_are_refused(folder: Path, tmp_path: Path) -> None:
     draft = load(split(folder))
     encoder = load(split(build_checkpoint(tmp_path / "t5", "t5", tied=True)))
-    with pytest.raises(OptionError, match="has an encoder"):
+    with pytest.raises(OptionError, match="cannot drop tokens"):
         prepare_draft(encoder, draft)
-    states = load(split(build_checkpoint(tmp_path / "states", HYBRIDS["mamba"])))
-    prepare_draft(states, draft)
-    with pytest.raises(OptionError, match="takes no draft model"):
-        asked(states, draft)
+    for name in ("qwen3_next", "mamba", "deepseek_v32"):  # states beside attention, states alone, chosen tokens
+        model = load(split(build_checkpoint(tmp_path / name, HYBRIDS[name], tied=HYBRIDS[name].ties[0])))
+        for pair in ((model, draft), (draft, model)):
+            with pytest.raises(OptionError, match="cannot drop tokens"):
+                prepare_draft(*pair)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
+def test_windows_take_back_wrong_tokens(folder: Path, tmp_path: Path, name: str) -> None:
+    model = load(split(build_checkpoint(tmp_path / name, HYBRIDS[name], tied=HYBRIDS[name].ties[0])))
+    draft = load(split(folder))
+    prepare_draft(model, draft)
+    draft.generation_config.assistant_confidence_threshold = 0
+    assert asked(model, draft).tokens == asked(model).tokens
