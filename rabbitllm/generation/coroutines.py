@@ -100,9 +100,11 @@ def joined(kind: RowKind, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]
 
 # coroutines and their sync points ------------------------------------------------------------------------------------
 
-POSITIONS = "rope_deltas"
-"""The attribute in which models of the Qwen2-VL kind remember positions from one call to the next; it belongs to a
-sequence, not to the model."""
+STATES = ("conv1d_state", "recurrent_states")
+"""Attributes in which layers of RecurrentGemma keep their state from one call to the next."""
+OF_A_SEQUENCE = ("rope_deltas", *STATES)
+"""Attributes of modules that belong to a sequence, not to the model; models of the Qwen2-VL kind remember positions in
+the first one."""
 
 
 class SyncPoint:
@@ -180,7 +182,7 @@ class Coroutine(greenlet):  # type: ignore[misc]
         call: the call at which it waits; None while it runs and after it has ended.
         is_in_pass: whether it computes a call of the model, and so waits at sync points.
         inside: the modules whose calls it computes by itself; a unit may have another one in it, such as a table.
-        positions: offsets by which its pictures shift later positions; modules with `POSITIONS` store them.
+        attributes: modules, their attributes of `OF_A_SEQUENCE`, and the values of these while it waits.
     """
 
     def __init__(
@@ -198,7 +200,7 @@ class Coroutine(greenlet):  # type: ignore[misc]
         self.error: BaseException | None = None
         self.is_in_pass = False
         self.inside: list[SyncPoint] = []
-        self.positions: list[Any] = []
+        self.attributes: list[tuple[nn.Module, str, Any]] = []
 
     def _run(self, answer: Any = None) -> None:
         work = self._work
@@ -220,6 +222,11 @@ class Coroutine(greenlet):  # type: ignore[misc]
     def is_outside(self) -> bool:
         """Whether it waits for the next pass."""
         return self.call is not None and self.call.point is None
+
+    @property
+    def has_state(self) -> bool:
+        """Whether modules keep a state for it, which its KV cache lacks."""
+        return any(name in STATES and value is not None for _, name, value in self.attributes)
 
     @property
     def tokens(self) -> int:
@@ -275,7 +282,9 @@ class Coroutines:
         self._after = after
         self._hub: greenlet | None = None
         self.active: list[Coroutine] = []
-        self._with_positions = [module for module in model.modules() if hasattr(module, POSITIONS)]
+        self._attributes = [
+            (module, name, None) for module in model.modules() for name in OF_A_SEQUENCE if hasattr(module, name)
+        ]
         head = model.get_output_embeddings()
         self._head = next((point for point in self._points if point.module is head), None)
         for point in self._points:
@@ -394,11 +403,10 @@ class Coroutines:
         self._hub = coroutine.parent = getcurrent()
         coroutine.call = None
         gradients = torch.is_grad_enabled()
-        own = coroutine.positions or [None] * len(self._with_positions)
-        for module, positions in zip(self._with_positions, own, strict=True):
-            setattr(module, POSITIONS, positions)
+        for module, name, value in coroutine.attributes or self._attributes:
+            setattr(module, name, value)
         into()
-        coroutine.positions = [getattr(module, POSITIONS) for module in self._with_positions]
+        coroutine.attributes = [(module, name, getattr(module, name)) for module, name, _ in self._attributes]
         torch.set_grad_enabled(gradients)
 
     # called in coroutines --------------------------------------------------------------------------------------------

@@ -154,13 +154,15 @@ class Sequence:
     def resumable_cache(self, *, continues: bool) -> Any | None:
         """The KV cache from which `generate` can continue: of all tokens except those of the next pass.
 
-        None if the request has just begun, or if its cache does not report its number of tokens.
+        None if the request has just begun, if its cache does not report its number of tokens, or has no state.
 
         Args:
             continues: whether the model can continue the cache with several tokens at once; otherwise the next pass
                 must have one token.
         """
-        if self.request.media is not None or self.coroutine is None or not self.coroutine.is_outside:
+        if self.coroutine is None or not self.coroutine.is_outside or self.coroutine.has_state:
+            return None
+        if self.request.media is not None:
             return None  # its positions depend on the pictures, so it begins again with them
         entry, cache = self.coroutine.inputs
         if not entry.past or entry.past >= self.length.tokens or not (continues or entry.length == 1):

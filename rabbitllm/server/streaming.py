@@ -158,6 +158,9 @@ class Submission:
                 self._handles.append(batch.submit(request, partial(inbox.put, choice)))
         except Exception as error:
             self.cancel()
+            most = batch.stats.most_running + batch.stats.most_waiting
+            if isinstance(error, BusyError) and len(requests) > most:  # however long the client waits
+                raise bad(f"{len(requests)} choices are too many: this server holds at most {most}.", "n") from error
             raise api_error_of_batch(error) from error
 
     def cancel(self) -> None:

@@ -19,6 +19,7 @@ from rabbitllm.generation.request import BatchStats, Delta, Event, FinishReason,
 from rabbitllm.storage.durable import Step, observe_steps
 from tests.generation.submitting import Open, Submitted, alone, answered, prompt
 from tests.support.builders import FAMILIES, build_checkpoint, make_tokenizer
+from tests.support.hybrid_families import HYBRIDS
 from tests.support.tiny_models import plain_model, split
 
 CAUSAL = sorted(name for name, family in FAMILIES.items() if not family.encoder_decoder)
@@ -86,6 +87,20 @@ def test_tokens_are_those_alone(tmp_path: Path, open_batch: Open, family: str) -
     for one in answered(batch, requests()):
         assert one.tokens == alone(plain, one.request)
     assert_resumed(family, plain, batch.stats)
+
+
+@pytest.mark.parametrize("rooms", [1, 100])
+def test_states_that_modules_keep_are_of_one_text_each(tmp_path: Path, open_batch: Open, rooms: int) -> None:
+    """With room for few of them, and for all."""
+    folder = build_checkpoint(tmp_path / "recurrent_gemma", HYBRIDS["recurrent_gemma"], dtype=torch.float32)
+    plain = plain_model(folder, dtype=torch.float32).eval()
+    few = limits(plain).cache_bytes
+    assert few is not None
+    batch, _ = open_batch(Limits(cache_bytes=rooms * few, chunk=24), folder=split(folder))
+    for one in answered(batch, requests()):
+        assert one.tokens == alone(plain, one.request)
+    assert batch.stats.resumed == 0
+    assert (batch.stats.preempted > 0) is (rooms == 1)
 
 
 @each_family

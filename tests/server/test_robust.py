@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rabbitllm.generation.request import Limits
 from rabbitllm.server.schemas import ChatBody, CompletionBody, Embedding
 from rabbitllm.server.server import Connection
-from tests.server.serving import NAME, PATIENCE, Running, running
+from tests.server.serving import LIMITS, NAME, PATIENCE, Running, running
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import split
 
@@ -222,6 +222,12 @@ def test_a_client_that_leaves_gives_the_place_back(served: Running, stream: bool
     made.close()
     idle(served)
     assert served.batch.stats.ended["cancelled"] == before + 3
+
+
+def test_more_choices_than_may_ever_wait_are_refused_for_good(served: Running) -> None:
+    most = LIMITS.running + LIMITS.waiting
+    assert served.post(COMPLETION, {"prompt": "a", "max_tokens": 1, "n": most}).status_code == 200
+    refused(served.post(COMPLETION, {"prompt": "a", "max_tokens": 1, "n": most + 1}), 400, param="n")
 
 
 @pytest.mark.long
