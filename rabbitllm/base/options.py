@@ -297,5 +297,14 @@ def reject_unknown(given: Iterable[str], known: Iterable[str], function: str) ->
 
 
 def expand(path: str | Path) -> Path:
-    """Expand `~` in a path."""
-    return Path(path).expanduser()
+    """Expand `~` in a path.
+
+    Raises:
+        OptionError: no home folder is known.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise OptionError(
+            f"{str(path)!r} is not a folder: there is no such home folder.", "Use the full path of the folder."
+        ) from None

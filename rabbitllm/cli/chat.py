@@ -56,7 +56,7 @@ def chat_command(
 
     from rabbitllm.generation.request import Sampling
     from rabbitllm.models.pull import loaded_model
-    from rabbitllm.run import hosts_for
+    from rabbitllm.run import hosts_for, typed
 
     sampling = Sampling(temperature, top_p, seed)
     errors = Console(stderr=True, highlight=False)
@@ -77,7 +77,7 @@ def chat_command(
         Session(loaded, max_new_tokens, sampling),
         standard_streams(),
         model,
-        Conversation().with_system(system),
+        Conversation().with_system(typed(system)),
     )
     if not chat.run(dict(loaded.profiler.in_place)):
         raise typer.Exit(exit_codes.ERROR)

@@ -6,6 +6,7 @@ many. A batch reports a request by events: any number of `Delta`, then a `Result
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -65,10 +66,14 @@ class Sampling:
         Raises:
             OptionError: a number out of its range.
         """
-        if self.temperature is not None and self.temperature < 0:
-            raise OptionError(f"temperature={self.temperature} is negative.", "Use 0 for greedy decoding, or more.")
+        if self.temperature is not None and not 0 <= self.temperature < math.inf:
+            raise OptionError(
+                f"temperature={self.temperature} is out of range.", "Use 0 for greedy decoding, or a number above 0."
+            )
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise OptionError(f"top_p={self.top_p} is out of range.", "It must be above 0 and at most 1.")
+        if self.seed is not None and not -SEEDS - 1 <= self.seed <= SEEDS:
+            raise OptionError(f"seed={self.seed} is out of range.", "Use a whole number of 64 bits with sign.")
 
     @property
     def samples(self) -> bool:

@@ -103,6 +103,8 @@ def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/somewhere")
     assert expand("~/models") == Path("/somewhere/models")
     assert expand(Path("models")) == Path("models")
+    with pytest.raises(OptionError, match="there is no such home folder"):
+        expand("~a-user-that-is-not-here/models")
 
 
 @pytest.mark.parametrize("options", [SplitOptions(), RunOptions()])

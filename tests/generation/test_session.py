@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,10 +117,13 @@ def test_chance_only_where_it_is_asked_for(sampling: Sampling, samples: bool) ->
     assert sampling.arguments()["do_sample"] is samples
 
 
-@pytest.mark.parametrize(("wrong", "message"), [({"temperature": -0.1}, "negative"), ({"top_p": 0.0}, "out of range")])
-def test_numbers_out_of_range(wrong: dict[str, float], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        Sampling(**wrong)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [*(("temperature", t) for t in (-0.1, math.nan, math.inf)), ("top_p", 0.0), ("seed", 1 << 63), ("seed", -1 << 64)],
+)
+def test_numbers_out_of_range(name: str, wrong: float) -> None:
+    with pytest.raises(OptionError, match=f"^{name}=.* is out of range"):
+        Sampling(**{name: wrong})  # type: ignore[arg-type]
 
 
 def test_an_interrupt_ends_the_text_where_it_is(model: Any) -> None:
@@ -196,7 +200,9 @@ def test_what_is_said_of_it(model: Any) -> None:
     assert "computing" in text
     assert how_it_ended(Result("2", (5, 2), 1, FinishReason.STOP, 0.1, 0.1), 5) is None
     assert "the answer is empty" in str(how_it_ended(Result("", (2,), 1, FinishReason.STOP, 0.1, 0.1), 5))
-    assert "stopped after 12 tokens" in str(how_it_ended(found, TOKENS))
+    assert "stopped after 12 tokens, the limit of --max" in str(how_it_ended(found, TOKENS, 256))
+    context = found.prompt_tokens + TOKENS
+    assert f"where the model's context of {context} tokens ends" in str(how_it_ended(found, TOKENS, context))
     assert "interrupted after 1 token" in str(how_it_ended(Result("", (5,), 1, FinishReason.CANCELLED, 0.1, 0.1), 5))
     record = answer_record("m", found, 1.5, {"device": "cpu"})
     assert (record["new_tokens"], record["device"], record["text"]) == (TOKENS, "cpu", found.text)
