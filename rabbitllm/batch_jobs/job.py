@@ -38,6 +38,7 @@ from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.display.region import THE_REGION
 from rabbitllm.engine.devices import resolve_devices
 from rabbitllm.engine.skeleton import read_config
+from rabbitllm.errors import ResultsError
 from rabbitllm.generation.kv_cache import cost_by_config
 from rabbitllm.generation.memory import cost_of_a_pass, free_memory, weight_limits
 from rabbitllm.models.pull import load, pulled
@@ -98,6 +99,7 @@ def work(batch: BatchJob) -> Progress:
         RabbitLLMError: the input cannot be read, the output exists already or belongs to another input, the model
             cannot be loaded, or the disk is full; earlier answers are kept.
     """
+    _refuse_output(batch)
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(opened_input(batch.source, batch.columns))
         scan = scanned(file, batch.defaults)
@@ -113,6 +115,15 @@ def work(batch: BatchJob) -> Progress:
             progress = _answer(batch, scan, journal)
         journal.write_output(batch.out)
         return progress
+
+
+def _refuse_output(batch: BatchJob) -> None:
+    """Refuse an output that cannot take the answers, or that would replace the questions."""
+    if batch.out.is_dir():
+        raise ResultsError(f"The output {batch.out} is a folder.", "Use the path of a file.")
+    source, out = batch.source, batch.out
+    if isinstance(source, Path) and source.exists() and out.exists() and out.samefile(source):
+        raise ResultsError(f"The output {out} is the input.", "Use another output; the input is kept.")
 
 
 def _answer(batch: BatchJob, scan: InputScan, journal: BatchJournal) -> Progress:

@@ -51,6 +51,17 @@ def test_into_a_file_and_what_is_there_is_not_overwritten(model: Any, tmp_path: 
     assert [json.loads(line) for line in out.read_text().splitlines()] == first
 
 
+def test_an_output_that_is_the_input_or_a_folder(model: Any, tmp_path: Path) -> None:
+    questions = '{"prompt": "the rabbit"}\n'
+    (path := tmp_path / "in.jsonl").write_text(questions)
+    (tmp_path / "link").symlink_to(path)
+    for out, message in ((path, "is the input"), (tmp_path / "link", "is the input"), (tmp_path, "is a folder")):
+        with pytest.raises(ResultsError, match=message):
+            rabbitllm.batch(model, path, out, overwrite=True)
+    assert path.read_text() == questions
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["in.jsonl", "link"]
+
+
 def test_a_model_by_its_name_is_split_and_loaded(checkpoint: Path, tmp_path: Path, plain: Any, model: Any) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"question": "the rabbit"}\n')
