@@ -33,13 +33,20 @@ _NO_SYSTEM = "Remove --system, or put the instruction into the prompt."
 # The prompt.
 
 
+def typed(text: str | None) -> str | None:
+    """Text of the command line, read as UTF-8 where the locale has another encoding or none; None stays None."""
+    if text is None or text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text):
+        return text
+    return os.fsencode(text).decode("utf-8", "replace")
+
+
 def joined(argument: str | None, piped: str | None) -> str:
     """Join the piped text and the argument, which is usually a question about it, by an empty line.
 
     Raises:
         OptionError: both are missing or blank.
     """
-    parts = [part for part in (piped.strip("\n") if piped is not None else None, argument) if part]
+    parts = [part for part in (piped.strip("\n") if piped is not None else None, typed(argument)) if part]
     if not any(part.strip() for part in parts):
         raise OptionError(
             "There is no prompt.", 'Pass one, e.g. rabbitllm run MODEL "What is a rabbit?", or pipe one to stdin.'
@@ -163,12 +170,13 @@ def _pass_of(total: PassSums) -> str:
     return f"{mean:.3f} s: {shown}, {size(read) if read else 'nothing'} read"
 
 
-def how_it_ended(result: Result, max_tokens: int, *, raw: bool = False) -> Text | None:
+def how_it_ended(result: Result, max_tokens: int, context: int | None = None, *, raw: bool = False) -> Text | None:
     """A remark on how the answer ended; None for a normal end.
 
     Args:
         result: the answer.
         max_tokens: its limit of tokens.
+        context: maximum tokens of prompt and answer together, if the model sets one.
         raw: whether an existing chat template was not used.
     """
     match result.finish:
@@ -180,7 +188,10 @@ def how_it_ended(result: Result, max_tokens: int, *, raw: bool = False) -> Text 
         case FinishReason.CANCELLED:
             note = f"interrupted after {counted(len(result.tokens), 'token')}"
         case _:
-            note = f"stopped after {counted(max_tokens, 'token')}, the limit of --max-new-tokens"
+            limit = "the limit of --max-new-tokens"
+            if context is not None and result.prompt_tokens + max_tokens >= context:
+                limit = f"where the model's context of {context:,} tokens ends"
+            note = f"stopped after {counted(max_tokens, 'token')}, {limit}"
     return Text(note, "yellow")
 
 

@@ -41,7 +41,13 @@ class ShardPolicy(enum.Flag):
 
     @classmethod
     def of(cls, *, sequential: bool, delete_original: bool, keep_fetched: bool = True) -> ShardPolicy:
-        """Return the policy for the arguments of users; `keep_fetched` has no effect with `sequential`."""
+        """Return the policy for the arguments of users; `keep_fetched` has no effect with `sequential`.
+
+        Raises:
+            OptionError: a text such as "no", which Python takes for true, would delete shards.
+        """
+        check_flag(sequential, "sequential_shard_processing")
+        check_flag(delete_original, "delete_original")
         shards = cls.DELETE_USED if sequential else cls.KEEP if keep_fetched else cls.DELETE_FETCHED
         return shards | cls.DELETE_REST if delete_original else shards
 
@@ -142,8 +148,9 @@ class RunOptions:
     def __post_init__(self) -> None:
         """
         Raises:
-            OptionError: two options that contradict each other.
+            OptionError: two options that contradict each other, or a text such as "no" that would allow code.
         """
+        check_flag(self.trust_remote_code, "trust_remote_code")
         if self.exact and self.fast_bfloat16:
             raise OptionError(
                 "exact=True requires the bits of transformers; fast_bfloat16=True changes the last bits.",
@@ -259,6 +266,19 @@ def check_transfer(transfer: str, sequential: bool) -> str:
     return transfer
 
 
+_LIMITS = "Example: max_memory={0: '14GiB', 'cpu': '24GiB'}."
+
+
+def check_flag(value: bool, name: str) -> None:
+    """Refuse a value other than True and False.
+
+    Raises:
+        OptionError: it is another one.
+    """
+    if value not in (True, False, None):
+        raise OptionError(f"{name}={value!r} is not a truth value.", "Use True or False, without quotes.")
+
+
 def parse_max_memory(limits: Mapping[int | str, int | str] | None) -> Mapping[str, int] | None:
     """Convert accelerate's `max_memory` to devices as text ("cuda:0", "cpu") and sizes in bytes.
 
@@ -267,14 +287,13 @@ def parse_max_memory(limits: Mapping[int | str, int | str] | None) -> Mapping[st
     """
     if limits is None:
         return None
+    if not isinstance(limits, Mapping):
+        raise OptionError(f"max_memory={limits!r} names no device.", _LIMITS)
     parsed = {}
     for key, size in limits.items():
         device = f"cuda:{key}" if isinstance(key, int) or str(key).isdigit() else str(key)
         if device != "cpu" and not re.fullmatch(r"cuda:\d+", device):
-            raise OptionError(
-                f"max_memory names the device {key!r}; expected 0, 1, … for GPUs or 'cpu'.",
-                "Example: max_memory={0: '14GiB', 'cpu': '24GiB'}.",
-            )
+            raise OptionError(f"max_memory names the device {key!r}; expected 0, 1, … for GPUs or 'cpu'.", _LIMITS)
         parsed[device] = parse_size(size, f"max_memory[{key!r}]")
     return parsed
 
@@ -297,5 +316,14 @@ def reject_unknown(given: Iterable[str], known: Iterable[str], function: str) ->
 
 
 def expand(path: str | Path) -> Path:
-    """Expand `~` in a path."""
-    return Path(path).expanduser()
+    """Expand `~` in a path.
+
+    Raises:
+        OptionError: no home folder is known.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise OptionError(
+            f"{str(path)!r} is not a folder: there is no such home folder.", "Use the full path of the folder."
+        ) from None

@@ -109,7 +109,7 @@ def put(console: Console, text: Text) -> None:
 
 def put_fact(console: Console, name: str, value: str) -> None:
     """Print a named value, with its further lines below its first."""
-    width = max(console.width - LABEL, 20) if console.is_terminal else len(value)
+    width = max(console.width - LABEL, 20) if console.is_terminal else _columns(value)
     for number, line in enumerate(Text(value).wrap(console, width)):
         line.rstrip()
         lead = Text(f"{'' if number else name:<{LABEL}}", "cyan")

@@ -48,6 +48,7 @@ _DEVICE = re.compile(r"(?:con|prn|aux|nul|com\d|lpt\d)(?:\..*)?", re.IGNORECASE)
 _REMEDY = "Download the index again."
 _HOSTILE = "Do not use this checkpoint: an honest index has no such name. Nothing was opened or deleted."
 _LINKS = "Put the files themselves (or hard links) into one folder. Nothing was opened or deleted."
+_SHARD = re.compile(r"-\d+-of-\d+\.")
 _DIGITS = re.compile(r"(\d+)")
 
 
@@ -213,12 +214,15 @@ def _is_torch_file(name: str) -> bool:
 def _nothing_there(found: Collection[str], where: str) -> CheckpointNotFoundError:
     weights = sorted(name for name in found if name.endswith(WEIGHT_SUFFIXES))
     what = f"the weights {listed(weights)}" if weights else f"{len(found)} other files"
+    remedy = "Use the folder that holds the weights, or a repository id."
+    if any(map(_SHARD.search, weights)):
+        remedy = f"Put the index of these shards ({ENTRY_NAMES[0]}) next to them; it was published with them."
+    elif weights:
+        remedy = "Use the complete model (safetensors or torch.save files); apply adapters after loading."
     return CheckpointNotFoundError(
         f"{where} holds no checkpoint: looked for {', '.join(ENTRY_NAMES)}, a single file of torch.save, and GGUF; "
         f"found {what}.",
-        "Use the complete model (safetensors or torch.save files); apply adapters after loading."
-        if weights
-        else "Use the folder that holds the weights, or a repository id.",
+        remedy,
     )
 
 

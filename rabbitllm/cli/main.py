@@ -101,8 +101,16 @@ _add("quality", MEASURE, quality_command)
 _add("demo", MEASURE, demo)
 
 
+def _open_standard_streams() -> None:
+    """Open those that are closed, without effect: the next file would get their descriptor, and Python has None."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
+
 def main() -> None:
     """Run the command line."""
+    _open_standard_streams()
     try:
         app()
     except RabbitLLMError as error:

@@ -96,6 +96,7 @@ def run_command(
         own_device,
         prompt_of,
         put_statistics,
+        typed,
         work,
     )
 
@@ -112,8 +113,9 @@ def run_command(
     with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the answer
         loaded, drafting = loaded_pair(request, options.draft_request(draft) if draft is not None else None, errors)
     load_seconds = time.perf_counter() - start
-    made = prompt_of(loaded, text, system, files, raw=raw)
-    most = ModelLimits.of(loaded).new_tokens(len(made.ids), max_new_tokens)
+    made = prompt_of(loaded, text, typed(system), files, raw=raw)
+    limits = ModelLimits.of(loaded)
+    most = limits.new_tokens(len(made.ids), max_new_tokens)
     generation = Request(made.ids, most, sampling, media=made.media)
     logging.set_verbosity_error()  # no warnings about missing kernels amid an answer
     write = (lambda piece: None) if as_json else print_text
@@ -123,7 +125,7 @@ def run_command(
         put_json(answer_record(model, found, load_seconds, _where(loaded, request.spec.compression)))
     elif found.text and not found.text.endswith("\n"):
         print_text("\n")
-    ended = how_it_ended(found, most, raw=raw and bool(tokenizer_of(loaded).chat_template))
+    ended = how_it_ended(found, most, limits.context, raw=raw and bool(tokenizer_of(loaded).chat_template))
     if ended is not None and not as_json:
         errors.print(ended)
     if verbose:

@@ -327,6 +327,7 @@ def quality(
         exact=exact,
         verify_checksums=verify_checksums,
     )
+    given = text_of(expand(Path(text))) if text is not None else None  # before an hour of splitting
     say("loading")
     own = compared_spec(replace(request.spec, compression=compression), alone=against is None) if is_named else None
     if isinstance(against, str | os.PathLike):
@@ -339,8 +340,14 @@ def quality(
     if text is None and asked:
         shown, texts = PROBLEMS_TEXT, answers_of(tokenizer, asked)
     else:
-        shown, written = (BUNDLED_TEXT, bundled_text()) if text is None else (str(text), text_of(expand(Path(text))))
-        chosen = min(WINDOW, ModelLimits.of(reference).context or WINDOW) if window is None else window
+        shown, written = (str(text), given) if given is not None else (BUNDLED_TEXT, bundled_text())
+        context = ModelLimits.of(reference).context
+        if window is not None and context is not None and window > context:
+            raise OptionError(
+                f"A window of {window:,} tokens is too long; the model's context has {context:,}.",
+                "Use a smaller window.",
+            )
+        chosen = min(WINDOW, context or WINDOW) if window is None else window
         texts = windows(tokenizer, written, window=chosen, tokens=tokens)
     summary = compare(compared, reference, texts, say=say)
     sides = []

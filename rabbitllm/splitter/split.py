@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rabbitllm.base.options import BIG_LAYER_BYTES
 from rabbitllm.base.progress import SplitDone, tell
-from rabbitllm.base.terminal import size
+from rabbitllm.base.terminal import listed, size
 from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal, SourceIdentity
 from rabbitllm.checkpoints.index import natural_key
 from rabbitllm.checkpoints.naming import LayerName
@@ -376,11 +376,11 @@ def repair(request: SplitRequest, manifest: Manifest, layers: Collection[str]) -
     # grouped as before: a family's naming may have changed since, or may have been given by the caller
     assigned = {tensor: LayerName(record.id, record.stem) for record in manifest.layers for tensor in record.tensors}
     plan = plan_split(replace(request, chosen=manifest.chosen), manifest.format_version, assigned)
-    _refuse_another(plan, manifest, folder)
+    needed = set(shards_for(manifest, layers))
+    _refuse_another(plan, manifest, folder, needed)
     quantizer = quantizer_of(request)
     if quantizer != manifest.quantizer:
         logger.warning("The other layers were quantized by %s, these will be by %s.", manifest.quantizer, quantizer)
-    needed = set(shards_for(manifest, layers))
     known = manifest.source_checksums
     # the shards that are read must be unchanged since the split was made; changes of the others do not matter
     shards = [
@@ -408,8 +408,10 @@ def repair(request: SplitRequest, manifest: Manifest, layers: Collection[str]) -
     split(request)
 
 
-def _refuse_another(plan: SplitPlan, manifest: Manifest, folder: Path) -> None:
+def _refuse_another(plan: SplitPlan, manifest: Manifest, folder: Path, needed: Collection[str]) -> None:
     why = manifest.source.differs_from(plan.source)
+    if why is None and (absent := set(needed).difference(shard.name for shard in plan.shards)):
+        why = f"it has other shards, without {listed(sorted(absent, key=natural_key), 3)}"
     planned = {layer: (layout.file_name, layout.size) for layer, layout in plan.layouts.items()}
     if why is None and planned != {record.id: (record.file, record.size) for record in manifest.layers}:
         why = "its layer files would differ"

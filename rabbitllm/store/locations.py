@@ -48,7 +48,7 @@ def home() -> Path:
     """The folder for splits of hub models: `RABBITLLM_HOME`, else `rabbitllm` in huggingface_hub's `HF_HOME`."""
     chosen = os.environ.get(HOME_VARIABLE)
     if chosen:
-        return Path(chosen).expanduser()
+        return expand(chosen)
     from huggingface_hub import constants
 
     return Path(constants.HF_HOME) / "rabbitllm"

@@ -77,6 +77,21 @@ def test_limit_of_an_unknown_device(key: Any) -> None:
     assert f"max_memory names the device {key!r}" in str(refused.value)
 
 
+def test_limit_without_a_device() -> None:
+    wrong: Any = "24GiB"
+    with pytest.raises(OptionError, match="max_memory='24GiB' names no device"):
+        parse_max_memory(wrong)
+
+
+@pytest.mark.parametrize("option", ["sequential", "delete_original"])
+@pytest.mark.parametrize("word", ["no", "False", ["x"]])
+def test_a_word_deletes_nothing(option: str, word: Any) -> None:
+    with pytest.raises(OptionError, match="is not a truth value"):
+        ShardPolicy.of(**{"sequential": False, "delete_original": False, option: word})
+    with pytest.raises(OptionError, match=r"trust_remote_code=.* is not a truth value"):
+        RunOptions(trust_remote_code=word)
+
+
 def test_limit_that_is_no_size_names_its_device() -> None:
     with pytest.raises(OptionError, match=r"max_memory\['cpu'\]='lots' is not a size"):
         parse_max_memory({"cpu": "lots"})
@@ -103,6 +118,8 @@ def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/somewhere")
     assert expand("~/models") == Path("/somewhere/models")
     assert expand(Path("models")) == Path("models")
+    with pytest.raises(OptionError, match="there is no such home folder"):
+        expand("~a-user-that-is-not-here/models")
 
 
 @pytest.mark.parametrize("options", [SplitOptions(), RunOptions()])

@@ -65,6 +65,12 @@ def test_harmless(text: str, shown: str) -> None:
     assert printed(made).count(shown) == 2
 
 
+def test_a_value_in_a_file_is_one_line_however_wide_its_characters_are() -> None:
+    made = console()
+    put_fact(made, "folder", "a 兎 of 兎兎兎兎")
+    assert printed(made) == "folder        a 兎 of 兎兎兎兎\n"
+
+
 @given(st.text(alphabet=st.characters(codec=None)))
 def test_no_character_that_a_terminal_acts_upon_gets_through(text: str) -> None:
     shown = harmless(text)

@@ -114,6 +114,12 @@ def test_the_folder_outside_is_sound(tmp_path: Path) -> None:
 # What a checkpoint begins with
 
 
+def test_shards_without_their_index_lack_it() -> None:
+    with pytest.raises(CheckpointNotFoundError, match=r"found the weights model-00001-of-00002\.safetensors") as caught:
+        entry_of([*shard_names(2), "config.json"], "here")
+    assert caught.value.remedy.startswith("Put the index of these shards (model.safetensors.index.json) next to them")
+
+
 def test_entries_in_the_order_that_transformers_has() -> None:
     others = ["config.json", "last.ckpt", "consolidated.00.pth", "params.json"]
     for number, name in enumerate(ENTRY_NAMES):

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from rabbitllm.version import __version__
 
@@ -25,3 +30,27 @@ def test_help_names_the_subcommands() -> None:
 
 def test_a_wrong_option_exits_with_2() -> None:
     assert rabbitllm("demo", "--problem", "7").returncode == 2
+
+
+USES_ALL = """
+import sys
+from rabbitllm.cli.main import main
+sys.argv[1:] = ["--version"]
+try:
+    main()
+except SystemExit:
+    sys.exit(sys.stdin.read() or sys.stderr.isatty())
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a shell")
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_error(tmp_path: Path, closed: str) -> None:
+    for words in (["-m", "rabbitllm", "ls", str(tmp_path), "--json"], ["-c", USES_ALL]):
+        run = subprocess.run(
+            ["sh", "-c", f"{shlex.join([sys.executable, *words])} {closed}"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        assert (run.returncode, run.stderr) == (0, "")

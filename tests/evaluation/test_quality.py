@@ -200,6 +200,17 @@ def test_no_more_is_predicted_than_asked_for(tokenizer: Any, tokens: int) -> Non
     assert sum(len(one.continuation) for one in found) == tokens
 
 
+def test_an_unreadable_text_is_refused_before_the_split(checkpoint: Path) -> None:
+    with pytest.raises(OptionError, match=r"nowhere\.txt cannot be read as text"):
+        quality(checkpoint, compression="4bit", text=checkpoint / "nowhere.txt", device="cpu")
+    assert names_in(checkpoint, "splitted*") == []
+
+
+def test_a_window_beyond_the_context_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(OptionError, match="A window of 257 tokens is too long; the model's context has 256"):
+        quality(checkpoint, checkpoint, device="cpu", window=257)
+
+
 def test_too_short_a_text_and_impossible_numbers_are_refused(tokenizer: Any) -> None:
     with pytest.raises(QualityError, match="has 0 tokens to predict; expected at least 16"):
         windows(tokenizer, "", window=32, tokens=100)

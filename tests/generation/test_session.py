@@ -213,7 +213,9 @@ def test_what_is_said_of_it(model: Any) -> None:
     assert "computing" in text
     assert how_it_ended(Result("2", (5, 2), 1, FinishReason.STOP, 0.1, 0.1), 5) is None
     assert "the answer is empty" in str(how_it_ended(Result("", (2,), 1, FinishReason.STOP, 0.1, 0.1), 5))
-    assert "stopped after 12 tokens" in str(how_it_ended(found, TOKENS))
+    assert "stopped after 12 tokens, the limit of --max" in str(how_it_ended(found, TOKENS, 256))
+    context = found.prompt_tokens + TOKENS
+    assert f"where the model's context of {context} tokens ends" in str(how_it_ended(found, TOKENS, context))
     assert "interrupted after 1 token" in str(how_it_ended(Result("", (5,), 1, FinishReason.CANCELLED, 0.1, 0.1), 5))
     record = answer_record("m", found, 1.5, {"device": "cpu"})
     assert (record["new_tokens"], record["device"], record["text"]) == (TOKENS, "cpu", found.text)

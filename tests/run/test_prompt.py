@@ -34,6 +34,8 @@ def prompt_ids(tokenizer: Any, text: str, system: str | None = None, *, raw: boo
         ("say", "\n", "say"),
         ("", "text", "text"),
         (None, "  indented\n", "  indented"),
+        ("é 兎".encode().decode("ascii", "surrogateescape"), None, "é 兎"),  # where the locale has no encoding
+        ("say \udcff", None, "say \ufffd"),
     ],
 )
 def test_both_become_one(argument: str | None, piped: str | None, prompt: str) -> None:

@@ -137,6 +137,12 @@ def test_local_split_wants_its_checkpoint_named(tmp_path: Path) -> None:
     changed = write_shards(tmp_path / "changed" / "model", cut(llama_tensors(seed=3), 3))
     with pytest.raises(SplitMismatchError, match="has other contents"):
         repair(made, changed)
+    spoiled = contents(made)
+    for parts in (1, 2):  # the same model even, but no shard to read
+        other = write_shards(tmp_path / f"in {parts}", cut(llama_tensors(), parts))
+        with pytest.raises(SplitMismatchError, match=r"it has other shards, without model-0000\d-of-00003"):
+            repair(made, other)
+        assert contents(made) == spoiled
     repair(made, model)
     assert contents(made) == whole
     assert len(names_in(model, "*.safetensors")) == 3
