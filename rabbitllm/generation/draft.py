@@ -7,6 +7,9 @@ distribution. The steps are transformers' assisted generation (Leviathan et al. 
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +28,27 @@ if TYPE_CHECKING:
 SAME_TOKENS = 0.9
 """The least share of the smaller vocabulary that both have under the same ids; others are only never right."""
 _LEAVE_OUT = "Leave the draft model out, or use a smaller model of the same family."
+
+
+@contextlib.contextmanager
+def continuing(model: StreamedModel, tokens: int) -> Iterator[None]:
+    """Let assisted generation continue a KV cache of so many tokens.
+
+    transformers (5.23, 5.24) feeds the whole prompt to its first pass, as if the cache were empty.
+    """
+    ordinary = model.prepare_inputs_for_generation
+
+    @functools.wraps(ordinary)  # `generate` reads the signature
+    def prepared(ids: torch.Tensor, *args: Any, next_sequence_length: int | None = None, **given: Any) -> Any:
+        if given.get("is_first_iteration") and next_sequence_length is None:
+            next_sequence_length = ids.shape[1] - tokens
+        return ordinary(ids, *args, next_sequence_length=next_sequence_length, **given)
+
+    model.prepare_inputs_for_generation = prepared
+    try:
+        yield
+    finally:
+        del model.prepare_inputs_for_generation
 
 
 def prepare_draft(model: StreamedModel, draft: StreamedModel) -> None:

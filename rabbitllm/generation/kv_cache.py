@@ -380,6 +380,11 @@ def can_drop_tokens(model: StreamedModel) -> bool:
     return all(map(_is_plain, DynamicCache(config=model.config.get_text_config(decoder=True)).layers))
 
 
+def has_full_cache(model: StreamedModel) -> bool:
+    """Whether every layer of a model keeps the KV cache of every token and nothing else."""
+    return all(map(keeps_every_token, DynamicCache(config=model.config.get_text_config(decoder=True)).layers))
+
+
 def _is_plain(layer: CacheLayerMixin) -> bool:
     return keeps_every_token(layer) or is_window(layer) or is_nothing(layer)
 

@@ -20,7 +20,8 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import ChatError, OptionError
-from rabbitllm.generation.kv_cache import ConversationCache, common_prefix, keeps
+from rabbitllm.generation.draft import continuing
+from rabbitllm.generation.kv_cache import ConversationCache, common_prefix, has_full_cache, keeps
 from rabbitllm.generation.request import (
     FinishReason,
     ModelLimits,
@@ -82,7 +83,7 @@ def generate(
         request: the request. Random numbers continue the thread's, whatever its seed is.
         write: called with each piece of the text; its exceptions are passed on.
         cache: KV cache to continue; None leaves it to `generate`.
-        draft: a model prepared by `prepare_draft`, with an empty cache only; not used for pictures and sounds.
+        draft: a model prepared by `prepare_draft`; not used for pictures and sounds.
         prompt_done: called once, before the first piece.
 
     Raises:
@@ -101,8 +102,10 @@ def generate(
     start = time.perf_counter()
     finish = None
     try:
-        # the tokenizer is for stop strings in the checkpoint's generation config
-        model.generate(streamer=stream, tokenizer=model.tokenizer, **arguments)
+        cached = cache.get_seq_length() if cache is not None else 0
+        with continuing(model, cached) if draft is not None and cached else contextlib.nullcontext():
+            # the tokenizer is for stop strings in the checkpoint's generation config
+            model.generate(streamer=stream, tokenizer=model.tokenizer, **arguments)
     except (Stopped, KeyboardInterrupt):
         finish = FinishReason.CANCELLED
         stream.end()
@@ -163,7 +166,7 @@ class Session:
         model: as `AutoModel.from_pretrained` returns it; with `profiling_mode=True` answers have `work`.
         max_new_tokens: maximum tokens of an answer; None for as many as the model's settings or its context allow.
         sampling: how tokens are chosen; its seed is set once, at the start of the session.
-        draft: a model prepared by `prepare_draft`, which proposes tokens; no KV cache is reused then.
+        draft: a model prepared by `prepare_draft`, which proposes tokens.
 
     Attributes:
         cache: the KV cache; None if it cannot be reused, so that each prompt is computed whole.
@@ -196,7 +199,7 @@ class Session:
         self._max_new_tokens = max_new_tokens
         self._sampling = sampling
         self._draft = draft
-        self.cache = ConversationCache(model) if draft is None and keeps(model) else None
+        self.cache = ConversationCache(model) if keeps(model) and (draft is None or has_full_cache(model)) else None
         self._is_consistent = True
         if sampling.seed is not None:
             torch.manual_seed(sampling.nth(0).seed)
@@ -219,8 +222,9 @@ class Session:
     @property
     def uncached(self) -> str:
         """Why there is no `cache`."""
-        # transformers' assisted generation begins at the first token, whatever is in a cache
-        return "a draft model needs an empty KV cache" if self._draft else "this model type has no reusable KV cache"
+        # a snapshot of windows would have the draft's tokens
+        kind = "with a draft model this" if self._draft else "this"
+        return f"{kind} model type has no reusable KV cache"
 
     @property
     def cached_tokens(self) -> int:
@@ -276,7 +280,7 @@ class Session:
                 prompt_done()
                 cache.snapshot(ids)
 
-            result = generate(self._model, request, write, cache=cache.cache, prompt_done=snapshot)
+            result = generate(self._model, request, write, cache=cache.cache, draft=self._draft, prompt_done=snapshot)
         known = [*ids, *result.tokens]
         if result.finish is FinishReason.CANCELLED:
             cache.recover(len(known) - 1 if result.tokens else kept, known)

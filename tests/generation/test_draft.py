@@ -86,15 +86,52 @@ def test_a_chat_with_a_draft(tmp_path: Path) -> None:
     draft.tokenizer = characters()
     prepare_draft(model, draft)
     sessions = Session(model, 12), Session(model, 12, draft=draft)
-    assert sessions[1].cache is None
-    assert sessions[1].remarks == ("a draft model needs an empty KV cache; each answer reads the full conversation",)
     messages: list[dict[str, Any]] = []
     for question in ("hi", "and then?"):
         messages.append({"role": "user", "content": question})
         plain, drafted = (session.answer(list(messages), lambda piece: None) for session in sessions)
         assert drafted.text == plain.text == "abcabcabcabc"
         assert drafted.work.passes < plain.work.passes
+        assert drafted.kept_tokens == plain.kept_tokens
+        assert (drafted.kept_tokens > 0) == (len(messages) > 1)
         messages.append({"role": "assistant", "content": plain.text})
+
+
+def test_a_chat_continues_its_cache_whatever_the_draft(tmp_path: Path) -> None:
+    """Random weights, drafts that are mostly wrong, and an answer that is stopped in the middle of a pass."""
+    model, small = (
+        talker(talker_folder(tmp_path / "model", "llama")),
+        talker_folder(tmp_path / "small", "llama", seed=3),
+    )
+    draft = load(split(small))
+    draft.tokenizer = characters()
+    prepare_draft(model, draft)
+    draft.generation_config.assistant_confidence_threshold = 0
+    sessions = Session(model, 12), Session(model, 12, draft=draft)
+    messages: list[dict[str, Any]] = []
+    for number, question in enumerate(("hi", "and then?", "why?", "so?")):
+        messages.append({"role": "user", "content": question})
+        plain = sessions[0].answer(list(messages), lambda piece: None)
+        if number == 2:
+            units = iter(range(60))
+            stopped = sessions[1].answer(
+                list(messages), lambda piece: None, stopped=lambda u=units: next(u, None) is None
+            )
+            assert stopped.finish is FinishReason.CANCELLED
+            assert plain.text.startswith(stopped.text)
+        drafted = sessions[1].answer(list(messages), lambda piece: None)
+        assert drafted.tokens == plain.tokens
+        assert drafted.kept_tokens >= plain.kept_tokens
+        messages.append({"role": "assistant", "content": plain.text})
+
+
+def test_windows_are_not_kept_with_a_draft(tmp_path: Path) -> None:
+    model = talker(talker_folder(tmp_path / "model", "gemma3"))
+    session = Session(model, 12, draft=model)
+    assert session.cache is None
+    assert session.remarks == (
+        "with a draft model this model type has no reusable KV cache; each answer reads the full conversation",
+    )
 
 
 def test_other_vocabularies_are_refused(folder: Path, tmp_path: Path) -> None:
