@@ -11,12 +11,11 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.lib import command_line, pictures, report
+from benchmarks.lib import command_line, report
 from benchmarks.lib.checkpoint import make_checkpoint, weight_bytes
-from benchmarks.lib.generation import Runner, StepsRun, Workload, prompt_for, tokens_equal
+from benchmarks.lib.generation import CappedCase, Runner, StepsRun, Workload, prompt_for, tokens_equal
 from benchmarks.lib.measure import spread
 from benchmarks.lib.peers import LLAMA_CPP, OLLM, THIS, TRANSFORMERS, room
 from benchmarks.lib.runs import carry_out, failures, good, ratios, status, versions
@@ -38,44 +37,33 @@ UNCAPPED = (REFERENCE, OURS, OURS_4BIT, "llama.cpp-bf16", "llama.cpp-q4_0")
 RUN_LIMIT_SECONDS = 90
 
 
-@dataclass(frozen=True)
-class Case:
-    """A row: a runner under a cap, as a share of the weights in percent, or without one."""
-
-    runner: str
-    share: int | None
-
-    @property
-    def name(self) -> str:
-        return f"{self.runner}, {'no cap' if self.share is None else f'{self.share} %'}"
-
-    @property
-    def is_ours(self) -> bool:
-        return self.runner in (OURS, OURS_4BIT)
-
-    @property
-    def ours(self) -> Case:
-        """The row of this project to compare with: as many bits, the same cap."""
-        return Case(OURS_4BIT if self.runner in AT_4BIT else OURS, self.share)
+def is_ours(case: CappedCase) -> bool:
+    """Whether a row is this project's."""
+    return case.runner in (OURS, OURS_4BIT)
 
 
-def of_the_limit(runs: Sequence[StepsRun], case: Case) -> list[float]:
+def our_case(case: CappedCase) -> CappedCase:
+    """The row of this project to compare with: as many bits, the same cap."""
+    return CappedCase(OURS_4BIT if case.runner in AT_4BIT else OURS, case.share)
+
+
+def of_the_limit(runs: Sequence[StepsRun], case: CappedCase) -> list[float]:
     """Seconds a token over the longer of reading alone and computing alone, for every turn with both."""
-    computing = {run.turn: run.token_seconds for run in good(runs, Case(case.runner, None).name)}
+    computing = {run.turn: run.token_seconds for run in good(runs, CappedCase(case.runner, None).name)}
     return [
         run.token_seconds / max(run.read_seconds, computing[run.turn])
         for run in good(runs, case.name)
-        if run.turn in computing and case.is_ours
+        if run.turn in computing and is_ours(case)
     ]
 
 
-def tabulate(runs: Sequence[StepsRun], cases: Sequence[Case], turns: int) -> report.Table:
+def tabulate(runs: Sequence[StepsRun], cases: Sequence[CappedCase], turns: int) -> report.Table:
     """A line a row."""
-    free = Case(REFERENCE, None).name
-    columns: report.Columns[Case, StepsRun] = {
+    free = CappedCase(REFERENCE, None).name
+    columns: report.Columns[CappedCase, StepsRun] = {
         "first token s": report.each(lambda run: run.first_token_seconds),
         "s/token": report.each(lambda run: run.token_seconds, 3),
-        "x ours": lambda case, found: report.shown(ratios(runs, case.name, case.ours.name)),
+        "x ours": lambda case, found: report.shown(ratios(runs, case.name, our_case(case).name)),
         "MB/token from disk": report.each(lambda run: statistics.median(run.step_bytes), 0, 1e6),
         "of its limit": lambda case, found: report.shown(spread(of_the_limit(runs, case))),
         "anon MiB over idle": report.ADDED_MEMORY,
@@ -86,7 +74,7 @@ def tabulate(runs: Sequence[StepsRun], cases: Sequence[Case], turns: int) -> rep
     return report.tabulated(runs, {case.name: case for case in cases}, turns, columns)
 
 
-def notes_on(runs: Sequence[StepsRun], cases: Sequence[Case]) -> list[str]:
+def notes_on(runs: Sequence[StepsRun], cases: Sequence[CappedCase]) -> list[str]:
     """The meaning of the columns, errors, and the goals."""
     notes = [
         "x ours: seconds a token beside this project's row under the same cap in the same turn, at 4bit for the rows "
@@ -97,18 +85,11 @@ def notes_on(runs: Sequence[StepsRun], cases: Sequence[Case]) -> list[str]:
         *failures(runs),
     ]
     for case in cases:
-        if case.share is not None and case.is_ours:
+        if case.share is not None and is_ours(case):
             notes.append(report.of_its_limit(case.name, spread(of_the_limit(runs, case))))
         elif case.share is not None:
-            notes.append(report.against_ours(case.name, ratios(runs, case.name, case.ours.name)))
+            notes.append(report.against_ours(case.name, ratios(runs, case.name, our_case(case).name)))
     return notes
-
-
-def picture(title: str, runs: Sequence[StepsRun], cases: Sequence[Case]) -> pictures.Picture:
-    """A group of bars for each cap."""
-    seconds = {case: spread(run.token_seconds for run in good(runs, case.name)) for case in cases}
-    rows = [(pictures.under_cap(case.share), case.runner, seconds[case], case.is_ours) for case in cases]
-    return pictures.bars(title, "seconds a token", rows)
 
 
 def _for_ollm(checkpoint: Path) -> None:
@@ -131,10 +112,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _for_ollm(checkpoint)
     weights = weight_bytes(checkpoint)
     workload = Workload(checkpoint, work / "capped-run", prompt_for(options.scale), options.tokens)
-    cases = [Case(row, None) for row in UNCAPPED if row in options.only]
-    cases += [Case(row, share) for share in options.shares for row in options.only]
+    cases = [CappedCase(row, None) for row in UNCAPPED if row in options.only]
+    cases += [CappedCase(row, share) for share in options.shares for row in options.only]
 
-    def measure(run: StepsRun, case: Case) -> None:
+    def measure(run: StepsRun, case: CappedCase) -> None:
         outcome = workload.decode(
             RUNNERS[case.runner],
             work,
@@ -156,6 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     size, turns = f"{weights / 1e9:.2f} GB", command_line.turns(options)
     title = f"{options.tokens} tokens of a model of {size} with memory capped, on the CPU, {turns}"
-    table, drawn = tabulate(runs, cases, options.turns), picture(title, runs, cases)
+    table = tabulate(runs, cases, options.turns)
+    drawn = report.bars_by_cap(title, runs, {one.name: (one.share, one.runner, is_ours(one)) for one in cases})
     report.write(options.results, title, table, notes_on(runs, cases), runs, work=work, picture=drawn)
     return status(runs, lambda row: row.startswith(OURS))

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.lib import command_line, llama, report
 from benchmarks.lib.checkpoint import MIXTURE, make_checkpoint
-from benchmarks.lib.generation import Runner, StepsRun, Workload, prompt_for
+from benchmarks.lib.generation import CappedCase, Runner, StepsRun, Workload, prompt_for
 from benchmarks.lib.peers import LLAMA_CPP, THIS, make_layer_files, room
 from benchmarks.lib.runs import carry_out, failures, ratios, status, versions
 from benchmarks.quality.llama_cpp import PLAIN, quantized, tool
@@ -36,30 +36,13 @@ TYPES = ("Q4_0", "Q4_K_M", "Q6_K", "Q8_0")
 RUN_LIMIT_SECONDS = 90
 
 
-@dataclass(frozen=True)
-class FileCase:
-    """A row: the type of a file, a runner, and a cap, as a share of the file in percent, or none."""
-
-    kind: str
-    runner: str
-    share: int | None
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind}, {self.runner}, {'no cap' if self.share is None else f'{self.share} %'}"
-
-    @property
-    def peer(self) -> FileCase:
-        return FileCase(self.kind, PEER, self.share)
-
-
-def tabulate(runs: Sequence[StepsRun], cases: Sequence[FileCase], turns: int) -> report.Table:
+def tabulate(runs: Sequence[StepsRun], cases: Sequence[CappedCase], turns: int) -> report.Table:
     """A line a row."""
-    columns: report.Columns[FileCase, StepsRun] = {
+    columns: report.Columns[CappedCase, StepsRun] = {
         "load s": report.each(lambda run: run.load_seconds),
         "first token s": report.each(lambda run: run.first_token_seconds),
         "s/token": report.each(lambda run: run.token_seconds, 3),
-        "x llama.cpp": lambda case, found: report.shown(ratios(runs, case.peer.name, case.name)),
+        "x llama.cpp": lambda case, found: report.shown(ratios(runs, replace(case, runner=PEER).name, case.name)),
         "MB/token from disk": report.each(lambda run: statistics.median(run.step_bytes), 0, 1e6),
         "anon MiB over idle": report.ADDED_MEMORY,
     }
@@ -99,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.only = [row for row in options.only if row != CPU_MOE]
     workload = Workload(checkpoint, work / "gguf-run", prompt_for(options.scale), options.tokens)
     shares = (None, *options.shares)
-    cases = [FileCase(kind, row, share) for kind in options.types for share in shares for row in options.only]
+    cases = [CappedCase(row, share, kind) for kind in options.types for share in shares for row in options.only]
     paths: dict[str, Path] = {}
     sizes: dict[str, int] = {}
 
@@ -110,16 +93,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for kind in options.types if row == OURS else ():
             make_layer_files(THIS, "rabbitllm", paths[kind], workload.folder / kind, None, work, f"gguf-{kind}-split")
 
-    def measure(run: StepsRun, case: FileCase) -> None:
-        path = paths[case.kind]
-        place = workload.folder / (case.kind if case.runner == OURS else "none")
+    def measure(run: StepsRun, case: CappedCase) -> None:
+        path = paths[case.given]
+        place = workload.folder / (case.given if case.runner == OURS else "none")
         outcome = workload.decode(
             RUNNERS[case.runner],
             work,
-            f"gguf-{case.kind}-{case.runner}-{case.share}-{run.turn}",
+            f"gguf-{case.given}-{case.runner}-{case.share}-{run.turn}",
             checkpoint=path,
             place=place if case.runner in (OURS, UNSPLIT) else path,
-            cap_bytes=room(sizes[case.kind], case.share),
+            cap_bytes=room(sizes[case.given], case.share),
             limit_seconds=RUN_LIMIT_SECONDS,
         )
         run.take(outcome)
@@ -136,4 +119,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kind = " of a mixture of experts" if options.mixture else ""
     title = f"{options.tokens} tokens from a GGUF file{kind}, on the CPU, {command_line.turns(options)}"
     report.write(options.results, title, tabulate(runs, cases, options.turns), notes, runs, work=work)
-    return status(runs, lambda row: OURS in row)
+    return status(runs, lambda row: row.startswith(OURS))

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.experts.checkpoint import HABITS, SCALES, make_moe_checkpoint, passage
-from benchmarks.experts.report import OURS, Case, MoeRun, notes_on, picture, tabulate
+from benchmarks.experts.report import OURS, MoeRun, notes_on, tabulate
 from benchmarks.lib import command_line, report
 from benchmarks.lib.checkpoint import weight_bytes
-from benchmarks.lib.generation import Runner, prepare_files
+from benchmarks.lib.generation import CappedCase, Runner, prepare_files
 from benchmarks.lib.peers import THIS, room, run_worker
 from benchmarks.lib.runs import carry_out, status
 
@@ -50,27 +50,27 @@ class Workload:
     scale: str
     tokens: int
 
-    def requests(self, case: Case) -> tuple[list[list[int]], int]:
+    def requests(self, case: CappedCase) -> tuple[list[list[int]], int]:
         """Passages, each a prompt and its continuation; and the number of them that only warm up."""
         length = PROMPT_TOKENS[self.scale] + self.made(case)
-        count = 2 * TOPICS if case.is_ours else OTHERS_REQUESTS
-        found = [passage(self.scale, case.habits, at % TOPICS, at // TOPICS, length) for at in range(count)]
-        return found, TOPICS if case.is_ours else 0
+        count = 2 * TOPICS if case.runner in OURS else OTHERS_REQUESTS
+        found = [passage(self.scale, case.given, at % TOPICS, at // TOPICS, length) for at in range(count)]
+        return found, TOPICS if case.runner in OURS else 0
 
-    def made(self, case: Case) -> int:
+    def made(self, case: CappedCase) -> int:
         """Tokens of each request."""
-        return self.tokens if case.is_ours else min(self.tokens, OTHERS_TOKENS)
+        return self.tokens if case.runner in OURS else min(self.tokens, OTHERS_TOKENS)
 
     def files(self, runner: str) -> Path:
         """The folder of a runner's layer files."""
         return self.folder / f"layers-{RUNNERS[runner].options.get('compression', 'none')}"
 
 
-def measure(run: MoeRun, case: Case, workload: Workload, work: Path) -> None:
+def measure(run: MoeRun, case: CappedCase, workload: Workload, work: Path) -> None:
     """Run one row of one turn."""
     chosen, (passages, warm_up) = RUNNERS[case.runner], workload.requests(case)
     prompt, made = PROMPT_TOKENS[workload.scale], workload.made(case)
-    label = f"moe-{case.runner}-{case.habits}-{case.share}-{run.turn}"
+    label = f"moe-{case.runner}-{case.given}-{case.share}-{run.turn}"
     offload = workload.folder / "offload"
     job = {
         "task": "requests",
@@ -91,11 +91,11 @@ def measure(run: MoeRun, case: Case, workload: Workload, work: Path) -> None:
     run.follows = run.tokens == [one[prompt:] for one in passages]
 
 
-def cases_of(rows: Sequence[str], shares: Sequence[int], habits: Sequence[str]) -> list[Case]:
+def cases_of(rows: Sequence[str], shares: Sequence[int], habits: Sequence[str]) -> list[CappedCase]:
     """This project's rows with all habits, peers' rows with the first, since they read all experts anyway."""
-    found = [Case(row, habits[0], None) for row in UNCAPPED if row in rows]
+    found = [CappedCase(row, None, habits[0]) for row in UNCAPPED if row in rows]
     for share in shares:
-        found += [Case(row, one, share) for row in rows for one in habits[: None if row in OURS else 1]]
+        found += [CappedCase(row, share, one) for row in rows for one in habits[: None if row in OURS else 1]]
     return found
 
 
@@ -129,6 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     experts = f"{SCALES[options.scale].num_experts} experts a layer, {weights / 1e9:.2f} GB"
     title = f"A mixture of {experts}, with memory capped, on the CPU, {command_line.turns(options)}"
     table = tabulate(runs, cases, options.turns, SCALES[options.scale].experts)
-    drawn = picture(title, runs, cases)
+    bars = {one.name: (one.share, f"{one.runner}, {one.given}", one.runner in OURS) for one in cases}
+    drawn = report.bars_by_cap(title, runs, bars)
     report.write(options.results, title, table, notes_on(runs, cases), runs, work=work, picture=drawn)
     return status(runs, lambda row: row.startswith(OURS))

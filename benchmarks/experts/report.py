@@ -4,31 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from benchmarks.lib import pictures, report
+from benchmarks.lib import report
+from benchmarks.lib.generation import CappedCase
 from benchmarks.lib.measure import spread
 from benchmarks.lib.runs import Run, failures, good, ratios, versions
 
 OURS = ("rabbitllm-2", "rabbitllm-2-4bit")
 BYTES_GOAL, SPEED_GOAL = 1.1, 10.0
-
-
-@dataclass(frozen=True)
-class Case:
-    """A row: a runner, the habits of its texts, and its cap in percent of the weights, or None."""
-
-    runner: str
-    habits: str
-    share: int | None
-
-    @property
-    def name(self) -> str:
-        return f"{self.runner}, {self.habits}, {'no cap' if self.share is None else f'{self.share} %'}"
-
-    @property
-    def is_ours(self) -> bool:
-        return self.runner in OURS
 
 
 @dataclass
@@ -77,24 +61,24 @@ class MoeRun(Run):
         return self.hits / asked if asked and self.slots else None
 
 
-def of_missed(runs: Sequence[MoeRun], case: Case) -> list[float]:
+def of_missed(runs: Sequence[MoeRun], case: CappedCase) -> list[float]:
     """Bytes that the process read from the disk, over those of the missed experts."""
     return [sum(run.step_bytes) / run.missed_bytes for run in good(runs, case.name) if run.missed_bytes]
 
 
-def our_case_for(case: Case) -> Case:
+def our_case_for(case: CappedCase) -> CappedCase:
     """The row of this project to compare with, under the same cap."""
-    return Case("rabbitllm-2-4bit" if case.runner == "rabbitllm-2-4bit" else "rabbitllm-2", case.habits, case.share)
+    return replace(case, runner=OURS[case.runner == OURS[1]])
 
 
-def tabulate(runs: Sequence[MoeRun], cases: Sequence[Case], turns: int, experts: int) -> report.Table:
+def tabulate(runs: Sequence[MoeRun], cases: Sequence[CappedCase], turns: int, experts: int) -> report.Table:
     """A line for each row; `experts` is the number in all layers."""
 
-    def cached(of: Callable[[MoeRun], float], digits: int) -> Callable[[Case, Sequence[MoeRun]], str]:
+    def cached(of: Callable[[MoeRun], float], digits: int) -> Callable[[CappedCase, Sequence[MoeRun]], str]:
         column = report.each(of, digits, 0.01)
         return lambda case, found: column(case, [run for run in found if run.hit_rate is not None])
 
-    columns: report.Columns[Case, MoeRun] = {
+    columns: report.Columns[CappedCase, MoeRun] = {
         "first token s": report.each(lambda run: run.first_token_seconds),
         "s/token": report.each(lambda run: run.token_seconds, 3),
         "tokens/s": report.each(lambda run: 1 / run.token_seconds, 1),
@@ -109,7 +93,7 @@ def tabulate(runs: Sequence[MoeRun], cases: Sequence[Case], turns: int, experts:
     return report.tabulated(runs, {case.name: case for case in cases}, turns, columns)
 
 
-def notes_on(runs: Sequence[MoeRun], cases: Sequence[Case]) -> list[str]:
+def notes_on(runs: Sequence[MoeRun], cases: Sequence[CappedCase]) -> list[str]:
     """The meaning of the columns, the stages, errors, and the goals."""
     notes = [
         "s/token: mean over the steps of a turn, without first tokens. x ours: beside this project's row with the "
@@ -125,7 +109,7 @@ def notes_on(runs: Sequence[MoeRun], cases: Sequence[Case]) -> list[str]:
     for case in cases:
         if case.share is None:
             continue
-        if case.is_ours:
+        if case.runner in OURS:
             missed = report.median(spread(of_missed(runs, case)))
             notes.append(report.reach(f"{case.name}, bytes of the missed", missed, BYTES_GOAL, at_most=True))
         else:
@@ -134,7 +118,7 @@ def notes_on(runs: Sequence[MoeRun], cases: Sequence[Case]) -> list[str]:
     return notes
 
 
-def _time_of(runs: Sequence[MoeRun], case: Case) -> list[str]:
+def _time_of(runs: Sequence[MoeRun], case: CappedCase) -> list[str]:
     """A line with the profiler's stages of a step, in the median turn."""
     found = sorted(good(runs, case.name), key=lambda run: run.token_seconds)
     if not found or not found[len(found) // 2].stage_seconds:
@@ -144,10 +128,3 @@ def _time_of(runs: Sequence[MoeRun], case: Case) -> list[str]:
     stages = sorted(run.stage_seconds.items(), key=lambda item: -item[1])
     told = ", ".join(f"{stage} {seconds / steps * 1000:.1f}" for stage, seconds in stages)
     return [f"{case.name}, ms a step ({run.wall_seconds / steps * 1000:.1f} in the pass), threads added up: {told}."]
-
-
-def picture(title: str, runs: Sequence[MoeRun], cases: Sequence[Case]) -> pictures.Picture:
-    """A group of bars for each cap."""
-    seconds = {case: spread(run.token_seconds for run in good(runs, case.name)) for case in cases}
-    rows = [(pictures.under_cap(c.share), f"{c.runner}, {c.habits}", seconds[c], c.is_ours) for c in cases]
-    return pictures.bars(title, "seconds a token", rows)

@@ -43,6 +43,20 @@ class Runner:
         return f"{self.environment.name}-{self.options.get('compression', 'none')}"
 
 
+@dataclass(frozen=True)
+class CappedCase:
+    """A row: a runner, the file or the texts that it gets, and a cap in percent of the weights, or none."""
+
+    runner: str
+    share: int | None
+    given: str = ""
+
+    @property
+    def name(self) -> str:
+        cap = "no cap" if self.share is None else f"{self.share} %"
+        return ", ".join(part for part in (self.runner, self.given, cap) if part)
+
+
 def prepare_files(runner: Runner, checkpoint: Path, place: Path, work: Path, label: str) -> None:
     """Make a runner's layer files or its one file at `place`, unless they exist or it loads the checkpoint.
 

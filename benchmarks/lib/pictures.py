@@ -38,11 +38,6 @@ def bars(title: str, unit: str, rows: Iterable[tuple[str, str, Spread | None, bo
     return {"kind": "bars", "title": title, "unit": unit, "groups": groups}
 
 
-def under_cap(share: int | None) -> str:
-    """The group of rows under a cap in percent of the weights."""
-    return "no cap" if share is None else f"idle process + {share} % of the weights"
-
-
 def lines(title: str, across: str, upwards: str, drawn: Mapping[str, tuple[Mapping[int, float], bool]]) -> Picture:
     """Lines over a number that doubles, both scales logarithmic; a thin line shows linear growth for ours.
 

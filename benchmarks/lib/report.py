@@ -115,6 +115,28 @@ def shown(figures: Spread | None, digits: int = 2, unit: float = 1.0) -> Shown:
     return made
 
 
+def bars_by_cap(
+    title: str, runs: Sequence[AnyRun], rows: Mapping[str, tuple[int | None, str, bool]]
+) -> pictures.Picture:
+    """A group of bars for each cap: medians of the headline.
+
+    Args:
+        title: of the picture.
+        runs: of all rows.
+        rows: row -> share of the weights in percent, name of the bar, whether it is this project's.
+    """
+    drawn = [
+        (
+            "no cap" if share is None else f"idle process + {share} % of the weights",
+            name,
+            spread(run.headline for run in good(runs, row)),
+            is_ours,
+        )
+        for row, (share, name, is_ours) in rows.items()
+    ]
+    return pictures.bars(title, "seconds a token", drawn)
+
+
 def median(figures: Spread | None) -> float | None:
     """None for nothing."""
     return figures.median if figures else None

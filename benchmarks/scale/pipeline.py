@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib import command_line, pictures, report
+from benchmarks.lib import command_line, report
 from benchmarks.lib.checkpoint import make_checkpoint, weight_bytes
 from benchmarks.lib.generation import StepsRun, prompt_for, tokens_equal
-from benchmarks.lib.measure import Sampler, fresh_folder, spread
+from benchmarks.lib.measure import Sampler, fresh_folder
 from benchmarks.lib.peers import THIS, Outcome, make_layer_files, room, variables
 from benchmarks.lib.process import Cap, control_group, idle_process
 from benchmarks.lib.runs import failures, good, ratios, run_all, status, versions
@@ -164,15 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model, turns = f"a model of {weights / 1e9:.2f} GB", command_line.turns(options)
     title = f"{options.tokens} tokens of {model} over processes with memory capped, on the CPU, {turns}"
     table, notes = tabulate(runs, rows, options.turns), notes_on(runs, rows)
-    report.write(options.results, title, table, notes, runs, work=work, picture=picture(title, runs, rows))
+    bars = {row: (share, row.partition(",")[0], processes > 1) for row, (processes, share) in rows.items()}
+    drawn = report.bars_by_cap(title, runs, bars)
+    report.write(options.results, title, table, notes, runs, work=work, picture=drawn)
     return status(runs)
-
-
-def picture(title: str, runs: Sequence[PipelineRun], rows: Rows) -> pictures.Picture:
-    """A group of bars for each cap."""
-    seconds = {row: spread(run.token_seconds for run in good(runs, row)) for row in rows}
-    drawn = [
-        (pictures.under_cap(share), row.partition(",")[0], seconds[row], processes > 1)
-        for row, (processes, share) in rows.items()
-    ]
-    return pictures.bars(title, "seconds a token", drawn)

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.decode import capped, decode, predict
+from benchmarks.decode import decode, predict
 from benchmarks.lib import command_line, generation, peers, pictures, report, runs
 from benchmarks.lib.checkpoint import SCALES, make_checkpoint, same_tensors, shards
 from benchmarks.lib.measure import (
@@ -260,7 +260,7 @@ def test_a_row_that_lacks_its_files_is_not_run(monkeypatch: pytest.MonkeyPatch, 
             raise peers.PeerError("no room")
 
     monkeypatch.setattr(runs, "prepare", lambda environments, work: {"absent": "cannot be installed"})
-    cases = [capped.Case(runner, share) for runner in ("fine", "broken", "absent") for share in (None, 50)]
+    cases = [generation.CappedCase(runner, share) for runner in ("fine", "broken", "absent") for share in (None, 50)]
     options = argparse.Namespace(turns=1, work_dir=tmp_path)
     made = runs.carry_out(
         options,

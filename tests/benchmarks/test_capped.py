@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.decode import capped
-from benchmarks.decode.capped import Case
-from benchmarks.lib import worker
-from benchmarks.lib.generation import StepsRun
+from benchmarks.lib import report, worker
+from benchmarks.lib.generation import CappedCase, StepsRun
 from benchmarks.lib.measure import drop_cached
 from benchmarks.lib.process import ControlGroup, can_limit_memory, control_group
 
@@ -68,18 +67,18 @@ def test_what_is_compared_with_what() -> None:
         made.token_seconds, made.read_seconds, made.tokens = seconds, read, [1, 2]
         return made
 
-    ours = Case("rabbitllm-2", 50)
+    ours = CappedCase("rabbitllm-2", 50)
     runs = [
         run(ours.name, 0, 0.6, 0.5),
-        run(Case("rabbitllm-2", None).name, 0, 0.1),
+        run(CappedCase("rabbitllm-2", None).name, 0, 0.1),
         run(ours.name, 1, 0.6, 0.2),
-        run(Case("rabbitllm-2", None).name, 1, 0.4),
+        run(CappedCase("rabbitllm-2", None).name, 1, 0.4),
         run(ours.name, 2, 0.6, 0.2),  # of a turn without the other
     ]
     assert capped.of_the_limit(runs, ours) == pytest.approx([1.2, 1.5])
-    assert capped.of_the_limit(runs, Case("transformers", 50)) == []
-    assert Case("llama.cpp-q4_0", 25).ours == Case("rabbitllm-2-4bit", 25)
-    assert Case("llama.cpp-bf16", 25).ours == Case("rabbitllm-2", 25)
+    assert capped.of_the_limit(runs, CappedCase("transformers", 50)) == []
+    assert capped.our_case(CappedCase("llama.cpp-q4_0", 25)) == CappedCase("rabbitllm-2-4bit", 25)
+    assert capped.our_case(CappedCase("llama.cpp-bf16", 25)) == CappedCase("rabbitllm-2", 25)
 
 
 def test_bytes_that_this_process_reads_are_counted(tmp_path: Path) -> None:
@@ -95,7 +94,8 @@ def test_bytes_that_this_process_reads_are_counted(tmp_path: Path) -> None:
 def test_bars_are_drawn_for_what_ran_and_what_failed() -> None:
     runs = [StepsRun("rabbitllm-2, 50 %", 0), StepsRun("transformers, 50 %", 0, error="died")]
     runs[0].token_seconds = 0.25
-    found = capped.picture("title", runs, [Case("transformers", 50), Case("rabbitllm-2", 50)])
+    rows = {one.row: (50, one.row.partition(",")[0], "rabbit" in one.row) for one in runs}
+    found = report.bars_by_cap("title", runs, rows)
     assert found["groups"] == {
         "idle process + 50 % of the weights": [
             {"name": "rabbitllm-2", "figures": [0.25] * 3, "ours": True},

@@ -13,7 +13,8 @@ from benchmarks.experts import experts as moe
 from benchmarks.experts import report as moe_report
 from benchmarks.experts import routing
 from benchmarks.experts.checkpoint import HABITS, SCALES, TEXTS, make_moe_checkpoint, passage
-from benchmarks.experts.report import Case, MoeRun
+from benchmarks.experts.report import MoeRun
+from benchmarks.lib.generation import CappedCase
 from benchmarks.lib.process import can_limit_memory
 from benchmarks.lib.published import ELEMENT_BYTES
 from tests.support.expert_use import PUBLISHED, PUBLISHED_OVERLAP, Routed, joined, of_tokens, trace, use_of
@@ -85,7 +86,7 @@ def test_passages_follow_one_another_in_their_text() -> None:
 
 
 def test_what_was_read_is_compared_with_what_was_missed() -> None:
-    case = Case("rabbitllm-2", "flat", 25)
+    case = CappedCase("rabbitllm-2", 25, "flat")
     run = MoeRun(case.name, 0, hits=2, missed=2, slots=2, step_bytes=[110, 110], missed_bytes=200)
     assert run.hit_rate == 0.5
     assert moe_report.of_missed([run], case) == [1.1]
