@@ -513,6 +513,11 @@ def _work_name(dtype: str) -> str:
     return WORK_NAME if dtype == AUTO else f"{WORK_NAME}.{dtype}"
 
 
+def outtype_of(folder: Path) -> str | None:
+    """The `outtype` of the conversion whose work folder this is; None for any other folder."""
+    return next((outtype for outtype, dtype in _DTYPES.items() if folder.name == _work_name(dtype)), None)
+
+
 def _require_dtype(dtype: str, known: str, folder: Path) -> None:
     if dtype != known:
         names = {name: outtype for outtype, name in _DTYPES.items()}

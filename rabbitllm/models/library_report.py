@@ -26,6 +26,7 @@ from rabbitllm.base.terminal import (
 )
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.index import GGUF_SUFFIX
+from rabbitllm.models.convert import outtype_of
 from rabbitllm.models.library import DAMAGED, HALF_REMOVED, UNFINISHED, WHOLE, SplitEntry
 from rabbitllm.models.remove import Original, Removal
 from rabbitllm.models.show import ConfigSummary, Shown
@@ -91,11 +92,15 @@ def _note(entry: SplitEntry) -> str | None:
             used = f"{entry.shards_used} of {counted(entry.shards, 'shard')} used, {left} to go"
             return f"{used}; to resume: {resume_command(entry)}"
         case state if state == HALF_REMOVED:
-            return f"its removal was interrupted; `rabbitllm rm {shortened(entry.folder)}` finishes it"
+            return f"its removal was interrupted; `rabbitllm rm {_quoted(entry.folder)}` finishes it"
         case state if state == DAMAGED:
-            return f"{harmless(entry.problem or 'damaged')}; see `rabbitllm verify {shortened(entry.folder)}`"
+            return f"{harmless(entry.problem or 'damaged')}; see `rabbitllm verify {_quoted(entry.folder)}`"
         case _:
             return None
+
+
+def _quoted(folder: Path) -> str:
+    return harmless(shlex.quote(str(folder)), 400)
 
 
 def resume_command(entry: SplitEntry) -> str:
@@ -105,6 +110,9 @@ def resume_command(entry: SplitEntry) -> str:
     is_hub = source is not None and source.kind == "hub"
     is_inside = not is_hub and (around.resolve().name == entry.name or _has_any_shard(around, source))
     place = str(around) if is_inside else entry.name if is_hub else f"PATH/TO/{entry.name}"
+    if (outtype := outtype_of(around)) is not None:
+        words = ["rabbitllm", "convert", place, "-o", str(around.parent), "--outtype", outtype]
+        return harmless(shlex.join(words), 400)
     words = [
         "rabbitllm",
         "pull",
@@ -214,12 +222,12 @@ def repair_advice(found: Verification) -> str:
     shards = shards_for(found.manifest, layers)
     of = f"{len(shards)} of {len(found.manifest.source.fingerprints)} shards"
     if found.manifest.source.kind == "hub":
-        return f"To repair (downloads {of} again): rabbitllm verify {found.folder} --repair"
+        return f"To repair (downloads {of} again): rabbitllm verify {_quoted(found.folder)} --repair"
     if (around := original_around(found.folder, found.manifest, layers)) is not None:
-        return f"To repair (reads {of} in {around}): rabbitllm verify {found.folder} --repair"
+        return f"To repair (reads {of} in {around}): rabbitllm verify {_quoted(found.folder)} --repair"
     return (
         f"To repair, if the checkpoint still has {', '.join(shards)}:\n"
-        f"  rabbitllm verify {found.folder} --repair --original CHECKPOINT_FOLDER\n"
+        f"  rabbitllm verify {_quoted(found.folder)} --repair --original CHECKPOINT_FOLDER\n"
         "Otherwise split another copy of the model. Keep this folder until then: it may hold the only copy of the "
         "other layers."
     )

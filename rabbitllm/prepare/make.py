@@ -15,7 +15,7 @@ from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata
 from rabbitllm.checkpoints.config import quantized_as
 from rabbitllm.checkpoints.hub import HubAccess, HubCheckpoint, HubRepository, download_all, open_repository
 from rabbitllm.checkpoints.index import GGUF_SUFFIX, WEIGHT_SUFFIXES, gguf_models, is_index
-from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, is_writable
+from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, entry_in, is_writable
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME
 from rabbitllm.checkpoints.naming import LayerNaming
 from rabbitllm.errors import (
@@ -224,8 +224,11 @@ def _refuse_without_evidence(source: Source, manifest: Manifest, found: list[Sha
 def _remaining_checkpoint(source: Source, manifest: Manifest) -> Checkpoint | None:
     """Return the local weights that a finished split was made from; None if they are used up.
 
-    The folder may have the weights in another form too. The split does not use that form: it is not opened, and never
-    discarded.
+    The folder may have the weights in another format too. The split does not use that one: it is not opened, and never
+    discarded. Other shards of the same format are other weights.
+
+    Raises:
+        SplitMismatchError: the folder has those, or nothing shows that the split is of this folder.
     """
     shards = manifest.source.fingerprints
     try:
@@ -239,6 +242,15 @@ def _remaining_checkpoint(source: Source, manifest: Manifest) -> Checkpoint | No
             return None
         if begins_with_any(source.local, shards, source.entry):
             return LocalCheckpoint(source.local, known_shards=shards, entry=source.entry)
+        entry = source.entry or entry_in(source.local)
+        suffix = Path(entry.removesuffix(".index.json")).suffix
+        if (source.local / entry).exists() and any(shard.endswith(suffix) for shard in shards):
+            raise SplitMismatchError(
+                f"{source.split_folder} was split from {manifest.source.instead_of(source.name)}: the folder has other "
+                f"weights now, {entry}.",
+                f"To use the split, load the split directory: {source.split_folder}. To split these weights, use "
+                "another folder (layer_shards_saving_path, --dir), or remove the split (`rabbitllm rm`).",
+            )
     except CheckpointNotFoundError:
         return None
     _refuse_without_evidence(source, manifest, [])

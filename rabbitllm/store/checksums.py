@@ -22,6 +22,7 @@ import functools
 import itertools
 import mmap
 import os
+import shlex
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -188,8 +189,9 @@ def damaged(path: Path, problem: str) -> IncompleteSplitError:
     """The error for a layer file that differs from what was written; `problem` ends the sentence."""
     return IncompleteSplitError(
         f"{path} is damaged: {problem}.",
-        f"`rabbitllm verify {path.parent} --repair` writes damaged layer files again from the original shards; add "
-        "--original CHECKPOINT_FOLDER if the model was split from a folder. Then load the model again.",
+        f"`rabbitllm verify {shlex.quote(str(path.parent))} --repair` writes damaged layer files again from the "
+        "original shards; add --original CHECKPOINT_FOLDER if the model was split from a folder. Then load the model "
+        "again.",
     )
 
 

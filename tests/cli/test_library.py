@@ -12,6 +12,8 @@ from typer.testing import CliRunner, Result
 
 from rabbitllm.cli.main import app
 from rabbitllm.errors import CheckpointNotFoundError, OptionError, SplitError
+from rabbitllm.models.convert import convert
+from rabbitllm.storage.durable import Step, observe_steps
 from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
@@ -214,6 +216,22 @@ def test_layers_on_another_disk_by_a_link(folder: Path, tmp_path: Path) -> None:
         run("rm", folder, "--yes")
     assert (disk / "split.json").exists()
     assert contents(folder) == before
+
+
+def test_the_commands_that_ls_proposes_can_be_copied(folder: Path, tmp_path: Path) -> None:
+    spaced = folder.rename(tmp_path / "a hare")
+    run("pull", spaced)
+    (spaced / "splitted_model" / "lm_head.safetensors").unlink()
+    assert f"see `rabbitllm verify '{spaced}/splitted_model'`" in run("ls", spaced).stdout
+
+    def stop(step: Step) -> None:
+        if step.kind == "unlink" and step.path.parent == spaced:
+            raise KeyboardInterrupt
+
+    with observe_steps(stop), pytest.raises(KeyboardInterrupt):
+        convert(spaced, tmp_path / "out", sequential=True)
+    command = f"rabbitllm convert 'PATH/TO/a hare' -o {tmp_path}/out --outtype auto"
+    assert f"to resume: {command}\n" in run("ls", tmp_path / "out").stdout
 
 
 def test_the_command_that_resumes_a_split_in_another_folder(folder: Path, tmp_path: Path) -> None:

@@ -201,6 +201,20 @@ def test_used_up_folder_of_another_name_is_not_taken_for_the_one_that_was_split(
     assert split(renamed) == renamed / third.name  # it moved with its split
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_weights_with_other_shards_are_not_those_that_were_split(model: Path, tmp_path: Path, parts: int) -> None:
+    """Not in a folder of the same name, nor in the same folder, where they replaced the former ones."""
+    inside, out = split(model, sequential=False), split(model, tmp_path / "out", sequential=False)
+    other = write_shards(tmp_path / "b" / model.name, cut(llama_tensors(seed=1), parts))
+    shutil.move(inside, other / inside.name)
+    before = contents(other)
+    for place in (None, out.parent):
+        with pytest.raises(SplitMismatchError, match=r"the folder has other weights now, model\.") as refused:
+            split(other, place, delete_original=True)
+        assert "load the split directory" in refused.value.remedy
+    assert contents(other) == before
+
+
 def test_snapshot_given_as_a_folder_is_the_repository(repository: Path, tmp_path: Path) -> None:
     made = split(REPO, tmp_path / "splits")
     snapshot = Path(snapshot_download(REPO))
