@@ -182,11 +182,15 @@ def serve_command(
 
     from rabbitllm.base import logs
     from rabbitllm.base.options import parse_size
+    from rabbitllm.errors import OptionError
 
     body_bytes = parse_size(max_body, "--max-body")
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "--cache-memory")
     aside_bytes = None if aside is None else parse_size(aside, "--aside")
     swap_folder = None if aside_dir is None else expand(str(aside_dir))
+    media_folder = None if media_dir is None else expand(str(media_dir))
+    if media_folder is not None and not media_folder.is_dir():
+        raise OptionError(f"--media-dir: {media_folder} is not a folder.", "Use an existing folder.")
     request = options.request(model)
     disable_progress_bars()  # shards have our own bar, and other files are small
     logs.show("rabbitllm.server")
@@ -206,7 +210,7 @@ def serve_command(
         body_bytes=body_bytes,
         seconds=timeout,
         max_new_tokens=max_new_tokens,
-        media_folder=None if media_dir is None else expand(str(media_dir)),
+        media_folder=media_folder,
     )
     if serve_model(request, limits, settings, listening, console, grace):
         sys.stderr.flush()

@@ -154,6 +154,10 @@ def _longer(tensor: torch.Tensor, tokens: int) -> torch.Tensor:
 # sizes ---------------------------------------------------------------------------------------------------------------
 
 
+STATE_TOKENS = 8
+"""More than the tokens that a convolution before a state looks back on, and than RWKV's vectors of a layer."""
+
+
 @dataclass(frozen=True, slots=True)
 class CacheCost:
     """The size of the KV cache of one sequence: measured for caches that exist, estimated for future tokens.
@@ -190,13 +194,15 @@ def layer_configs(config: PretrainedConfig) -> Sequence[Any]:
 
 
 def cost_by_config(config: PretrainedConfig, dtype: torch.dtype) -> CacheCost:
-    """The cost according to the config: the KV cache of all heads in all layers.
+    """The cost according to the config: the KV cache of all heads in all layers; without attention, the states.
 
     Args:
         config: config of the text model.
         dtype: dtype of the KV cache.
     """
     layers = layer_configs(config)
+    if not any(getattr(one, "num_attention_heads", None) for one in layers):
+        return CacheCost(0, config.num_hidden_layers, fixed=config.num_hidden_layers * _state_bytes(config))
     values = sum(map(_values_of_a_token, layers)) * (config.num_hidden_layers // len(layers))
     return CacheCost(values * dtype.itemsize, config.num_hidden_layers)
 
@@ -210,6 +216,13 @@ def _values_of_a_token(config: PretrainedConfig) -> int:
     if getattr(config, "kv_lora_rank", None) and getattr(config, "v_head_dim", None):  # DeepSeek's latent attention
         both = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
     return int(both)
+
+
+def _state_bytes(config: PretrainedConfig) -> int:
+    """At least the bytes of a layer's state, in float32, in Mamba, xLSTM and RWKV."""
+    wide = getattr(config, "intermediate_size", None) or 2 * config.hidden_size
+    deep = getattr(config, "state_size", None) or getattr(config, "qk_head_dim", None) or 0
+    return int(4 * wide * (deep + STATE_TOKENS))
 
 
 def cost_by_cache(cache: Cache) -> CacheCost | None:

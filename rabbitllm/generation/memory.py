@@ -245,7 +245,9 @@ class CacheMemory:
         # KV caches and activations are in memory at once, the activations of a layer on one device
         left = (free - self.limit) // len(executors)
         if not all(executor.device.shares_host_memory for executor in executors):
-            longest = min(self.limit // self._cost.every_token, getattr(config, "max_position_embeddings", 1 << 40))
+            longest = min(
+                self.limit // max(self._cost.every_token, 1), getattr(config, "max_position_embeddings", 1 << 40)
+            )
             left -= repeated_bytes(config, model.dtype.itemsize, longest)
         left = max(left, 0)
         cost = cost_of_a_pass(config, model.dtype.itemsize)

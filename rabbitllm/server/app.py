@@ -27,7 +27,7 @@ from rabbitllm.engine.tier_picture import bytes_by_device
 from rabbitllm.formats.bounded import decode_message
 from rabbitllm.server.answers import ChatChoices, CompletionChoices, Envelope
 from rabbitllm.server.api_error import CLOSE, CLOSING, NOT_FOUND, TIMED_OUT, TOO_LARGE, APIError, bad, closing
-from rabbitllm.server.embeddings import checked_embedding, embedding_object
+from rabbitllm.server.embeddings import NO_RECIPE, checked_embedding, embedding_object
 from rabbitllm.server.guards import (
     SCOPE_KEY,
     Guard,
@@ -154,7 +154,7 @@ def _routes(service: Service) -> list[BaseRoute]:
         if service.embedder is None:
             raise APIError(
                 NOT_FOUND,
-                "This model has no embeddings: its checkpoint has no modules.json.",
+                f"This model has no embeddings: {NO_RECIPE}.",
                 code="no_embeddings",
             )
         embedder = service.embedder

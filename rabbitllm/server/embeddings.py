@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
 
 MODULES = "modules.json"
+NO_RECIPE = f"the checkpoint has no {MODULES} with a supported pooling"
 POOLINGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",

@@ -35,7 +35,7 @@ from rabbitllm.engine.free_memory import trimming
 from rabbitllm.engine.tier_picture import bytes_by_device
 from rabbitllm.generation.request import BatchStats, Limits
 from rabbitllm.server.app import create_app
-from rabbitllm.server.embeddings import Embedder
+from rabbitllm.server.embeddings import NO_RECIPE, Embedder
 from rabbitllm.server.service import Service, batch_of, loaded
 from rabbitllm.server.settings import Settings, address_of, is_local, listen
 
@@ -275,7 +275,7 @@ def put_greeting(
         put_fact(console, "split", f"{'existed' if before else 'made'}, in {harmless(str(folder))}")
     put_fact(console, "weights", _weights(service.model))
     put_fact(console, "requests", _requests(stats))
-    put_fact(console, "embeddings", "yes" if service.embedder is not None else "no, the checkpoint has no modules.json")
+    put_fact(console, "embeddings", "yes" if service.embedder is not None else f"no, {NO_RECIPE}")
     put_fact(console, "API key", "required" if settings.api_key else "none")
     put_fact(console, "try", _curl(service, address))
     if not is_local and not settings.api_key:

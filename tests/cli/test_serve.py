@@ -167,6 +167,13 @@ def test_a_port_that_is_taken_is_found_out_before_the_model(endless: Path) -> No
     assert "--port" in done.stderr
 
 
+def test_a_folder_of_pictures_that_is_not_there(endless: Path, tmp_path: Path) -> None:
+    wrong = command(endless, "--port", "0", "--media-dir", str(tmp_path / "nowhere"))
+    done = subprocess.run(wrong, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (exit_codes.USAGE, "")
+    assert "nowhere is not a folder" in done.stderr
+
+
 def test_what_is_missing_is_named(endless: Path) -> None:
     code = (
         "import sys; sys.modules['uvicorn'] = None; sys.argv = ['rabbitllm', 'serve', 'x']\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import threading
 import weakref
 from collections.abc import Iterator
@@ -12,15 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicCache
 
 from rabbitllm.errors import BusyError, ClosedError, OptionError
 from rabbitllm.generation.batch import Batch
+from rabbitllm.generation.kv_cache import bytes_of, cost_by_config
 from rabbitllm.generation.memory import PassCost
 from rabbitllm.generation.model_runner import PackedGroup
 from rabbitllm.generation.packed_batch import PackedSequence
 from rabbitllm.generation.request import Delta, Event, Failed, FinishReason, Limits, Request, Result, Sampling
 from tests.generation.submitting import Open, Submitted, alone, answered, answered_together, begin, prompt
 from tests.support.builders import FAMILIES, VOCABULARY_SIZE, build_checkpoint
+from tests.support.hybrid_families import HYBRIDS
 from tests.support.tiny_models import plain_model, split
 
 
@@ -452,6 +456,24 @@ def every_way() -> Iterator[Any]:
             later = number > 0 and streamed == bool(number % 2)
             name = f"{'streamed' if streamed else 'resident'}-{family}"
             yield pytest.param(family, streamed, id=name, marks=pytest.mark.long if later else ())
+
+
+@pytest.mark.parametrize("family", ["falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"])
+def test_a_config_without_attention(tmp_path: Path, open_batch: Open, family: str) -> None:
+    """As such models are published: nothing in it is about heads."""
+    folder = build_checkpoint(tmp_path / family, FAMILIES.get(family) or HYBRIDS[family], dtype=torch.float32)
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        config.pop(name, None)
+    (folder / "config.json").write_text(json.dumps(config))
+    plain = plain_model(folder, dtype=torch.float32).eval()
+    batch, model = open_batch(Limits(chunk=24), folder=split(folder), budget=1 << 30)
+    assert not hasattr(model.config, "num_attention_heads")
+    for one in answered(batch, [Request(prompt(3 + 5 * number, number), 6) for number in range(4)]):
+        assert one.tokens == alone(plain, one.request)
+    cache = plain(torch.tensor([prompt(9)]), use_cache=True).get("cache")
+    if isinstance(cache, DynamicCache):
+        assert bytes_of(cache) <= cost_by_config(plain.config, torch.float32).bytes_for(9)
 
 
 @pytest.mark.parametrize(("family", "streamed"), [*every_way()])

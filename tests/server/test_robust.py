@@ -125,7 +125,9 @@ def test_a_penalty_of_the_model_is_not_taken_for_none(tmp_path: Path) -> None:
 
 def test_another_model_is_not_found(served: Running) -> None:
     refused(served.post(CHAT, {"messages": HELLO, "model": "gpt-4"}), 404, "model_not_found", "model")
-    refused(served.post("/v1/embeddings", {"input": "a"}), 404, "no_embeddings")
+    none = served.post("/v1/embeddings", {"input": "a"})
+    refused(none, 404, "no_embeddings")
+    assert "no modules.json with a supported pooling" in none.json()["error"]["message"]
 
 
 def test_what_is_no_json(served: Running) -> None:
