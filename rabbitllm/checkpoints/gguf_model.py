@@ -61,9 +61,18 @@ class Target:
     piece: TensorPiece | None = None
 
     def spec(self, stored: TensorSpec, dtype: str, *, may_stay: bool = True) -> TensorSpec:
-        """The specification of the tensor, read from `stored` and converted to `dtype`."""
+        """The specification of the tensor, read from `stored`.
+
+        Args:
+            stored: the tensor of the file.
+            dtype: of the tensor, if it has to be converted.
+            may_stay: whether it keeps its blocks, or its floating dtype: llama.cpp writes vectors in float32 into every
+                file. Halves that several tensors make have `dtype` in any case.
+        """
         blocks = stored.blocks
         kind = blocks.kind if blocks is not None else TENSOR_TYPES[stored.dtype]
+        if may_stay and blocks is None and (self.piece is None or self.piece.dim == 0):
+            dtype = stored.dtype if self.change is ValueChange.NONE else "F32"
         elements = math.prod(self.shape)
         offset = stored.offset + self.first // kind.elements * kind.nbytes
         is_plain = kind.dtype == dtype and self.change is ValueChange.NONE

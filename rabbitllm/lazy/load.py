@@ -20,7 +20,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -408,44 +408,51 @@ def _open_folder(folder: Path, mapped: bool) -> LazyCheckpoint:
     return _open(folder, paths, index.weight_map if index is not None else None, mapped)
 
 
-@uncollected()
 def _open_meta(folder: Path, mapped: bool) -> LazyCheckpoint:
     """Open Meta's own files, under the names and in the order of transformers; pieces of ranks are joined."""
     ranks = ranks_of((path.name for path in folder.iterdir() if path.is_file()), str(folder))
     for name in (META_PARAMETERS, *ranks):
         check_path(folder / name, folder, hub_cache.snapshot_of(folder))
     meta = read_meta(folder / META_PARAMETERS, ranks)
+    return _joined(folder, {rank: folder / rank for rank in ranks}, meta.taken_from, mapped)
+
+
+def _open_gguf(folder: Path, mapped: bool) -> LazyCheckpoint:
+    """Open GGUF files, under the names of transformers; blocks are dequantized when a tensor is used."""
+    checkpoint = LocalCheckpoint(folder)
+    paths = {shard: checkpoint.acquire(shard) for shard in sorted(checkpoint.index.shards)}
+    return _joined(folder, paths, checkpoint.taken_from, mapped)
+
+
+@uncollected()
+def _joined(
+    folder: Path, paths: Mapping[str, Path], taken_from: Callable[[str, Header], Header], mapped: bool
+) -> LazyCheckpoint:
+    """Open files, name -> path, of whose tensors some are pieces, or in another order than the model's.
+
+    Args:
+        folder: of the checkpoint.
+        paths: the files.
+        taken_from: the tensors of the model that a file has, by its name and header.
+        mapped: see `lazy_load`.
+    """
     files: dict[str, ShardFile] = {}
     pieces: dict[str, list[TensorSpec]] = {}
     with contextlib.ExitStack() as failed:
-        for rank in ranks:
-            files[rank] = ShardFile(folder / rank, rank, mapped=mapped)
-            failed.callback(files[rank].close)
-            for spec in meta.taken_from(rank, files[rank].header).tensors:
+        for name, path in paths.items():
+            files[name] = ShardFile(path, name, mapped=mapped)
+            failed.callback(files[name].close)
+            for spec in taken_from(name, files[name].header).tensors:
                 pieces.setdefault(spec.whole.name, []).append(spec)
         failed.pop_all()
+    for parts in pieces.values():  # halves of fused experts may be in any order
+        parts.sort(key=lambda spec: spec.piece.begin if spec.piece is not None else 0)
     joined = JoinedFiles(folder, files, pieces)
     places: dict[str, tuple[TensorSpec, ShardFile | JoinedFiles]] = {}
     for name, (first, *_) in pieces.items():
         plain = first.piece is None and first.view is None
         described = first._replace(strides=None, view=None) if first.piece is None else first.whole
         places[name] = (first, files[first.file]) if plain else (described, joined)
-    return LazyCheckpoint(folder, files, places)
-
-
-@uncollected()
-def _open_gguf(folder: Path, mapped: bool) -> LazyCheckpoint:
-    """Open GGUF files, under the names of transformers; blocks are dequantized when a tensor is used."""
-    checkpoint = LocalCheckpoint(folder)
-    files: dict[str, ShardFile] = {}
-    places: dict[str, tuple[TensorSpec, ShardFile | JoinedFiles]] = {}
-    with contextlib.ExitStack() as failed:
-        for shard in sorted(checkpoint.index.shards):
-            files[shard] = ShardFile(checkpoint.acquire(shard), shard, mapped=mapped)
-            failed.callback(files[shard].close)
-            for spec in checkpoint.taken_from(shard, files[shard].header).tensors:
-                places[spec.name] = spec, files[shard]
-        failed.pop_all()
     return LazyCheckpoint(folder, files, places)
 
 

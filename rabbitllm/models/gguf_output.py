@@ -3,7 +3,7 @@
 The header is made first, and read as `GgufCheckpoint` reads any GGUF file: that says which tensors of the model each
 tensor of the file becomes, and by which order and change of its elements. Writing does the opposite. So there is no
 table of permutations here, and a file is what transformers reads back. Of a source that is GGUF itself, all metadata
-and names are kept.
+but empty arrays, and all names, are kept.
 
 Tensors are written one after the other, a few megabytes at a time. The file gets its name when it is complete and
 synced. Until then a log next to it counts the tensors that are synced, and identifies header and source: the same call
@@ -543,8 +543,9 @@ def _of_gguf(first: Path) -> _Metadata:
 
     def fill(writer: gguf.GGUFWriter) -> None:
         for key, field in reader.fields.items():
-            if not key.startswith(("GGUF.", "split.", *of_writer)):
-                kind, *inner = field.types
+            kind, *inner = field.types
+            is_empty = kind is gguf.GGUFValueType.ARRAY and not inner  # the package writes none
+            if not (is_empty or key.startswith(("GGUF.", "split.", *of_writer))):
                 writer.add_key_value(key, field.contents(), kind, inner[-1] if inner else None)
 
     return _Metadata(architecture, fill)

@@ -95,10 +95,9 @@ def test_what_llama_cpp_converts_is_the_model_again(family: str, grouped: bool, 
 def test_blocks_of_tensors_in_another_order_are_kept(family: str, types: str, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     write_converted(file, family, types)
-    dtype = torch.float32 if types == "Q8_0" else torch.float16
-    own: dict[str, Any] = {"device": "cpu", "exact": True, "dtype": dtype}
+    own: dict[str, Any] = {"device": "cpu", "exact": True, "dtype": torch.float32}
     model = rabbitllm.AutoModel.from_pretrained(file, **own)
-    assert_weights_are_those_of_transformers(model, plain(file, dtype))
+    assert_weights_are_those_of_transformers(model, plain(file))  # of float16 files too: vectors are float32
     stored = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
     assert stored < 1.1 * file.stat().st_size
     in_turns = rabbitllm.AutoModel.from_pretrained(file, max_memory={"cpu": 0}, sequential_shard_processing=True, **own)
@@ -159,7 +158,7 @@ def test_a_repository_in_the_cache_without_the_hub(
     for name in ("acme/tiny:q4_k_m", "acme/tiny"):
         again = rabbitllm.AutoModel.from_pretrained(name, local_files_only=True, **own)
         assert torch.equal(logits(again), found)
-    with pytest.raises(CheckpointNotFoundError, match="0 of them match 'q8_0'"):
+    with pytest.raises(CheckpointNotFoundError, match="0 of them match 'Q8_0'"):
         rabbitllm.AutoModel.from_pretrained("acme/tiny:q8_0", local_files_only=True, **own)
 
 

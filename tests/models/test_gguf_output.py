@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -159,6 +160,18 @@ def test_wider_types_hold_the_same_numbers(tmp_path: Path) -> None:
         convert(folder, file, to="gguf", outtype=outtype)
         assert {kind for kind, data in stored(file).values() if data.ndim > 1} == {outtype.upper()}
         assert torch.equal(logits(theirs(file, dtype=torch.float32)), logits(plain))
+
+
+def test_an_empty_array_of_the_metadata_is_left_out(tmp_path: Path) -> None:
+    """The package gguf writes none: here one takes the place of a text of as many bytes."""
+    (tmp_path / "in").mkdir()
+    source = write_gguf(tmp_path / "in" / "model.gguf", changed=lambda to: to.add_string("general.tags", "text"))
+    text, empty = struct.pack("<IQ", 8, 4) + b"text", struct.pack("<IIQ", 9, 8, 0)
+    source.write_bytes(source.read_bytes().replace(b"general.tags" + text, b"general.tags" + empty))
+    convert(source, tmp_path / "same.gguf", to="gguf")
+    old, new = (gguf.GGUFReader(path).fields for path in (source, tmp_path / "same.gguf"))
+    assert old["general.tags"].contents() == []
+    assert old.keys() - new.keys() == {"general.tags"}
 
 
 def permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from rabbitllm.cli.main import app
 from rabbitllm.errors import CheckpointNotFoundError, InvalidIndexError, MissingShardError
 from rabbitllm.store.layer_store import verify
 from tests.support.crashes import KILLED, CrashServer
-from tests.support.gguf_files import write_gguf
+from tests.support.gguf_files import CONVERTED, write_converted, write_gguf
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.scenes import sample
 from tests.support.splitting import Call, contents, layer_files, names_in, split, steps_of
@@ -191,3 +191,24 @@ def test_lazy_loading_dequantizes_a_tensor_when_it_is_used(tmp_path: Path) -> No
             assert torch.equal(torch.clone(weights[name]), model.state_dict()[name])
         expert = torch.cat([weights[f"model.layers.1.mlp.experts.3.{part}_proj.weight"] for part in ("gate", "up")])
         assert torch.equal(expert, model.model.layers[1].mlp.experts.gate_up_proj[3])
+
+
+@pytest.mark.parametrize("types", ["F16", "Q8_0"])
+@pytest.mark.parametrize("family", ["llama", "qwen35"])
+@pytest.mark.parametrize("mapped", [True, False])
+def test_lazy_loading_gives_tensors_in_the_model_s_order_and_whole(
+    family: str, types: str, mapped: bool, tmp_path: Path
+) -> None:
+    """Heads that the file has in another order, some in pieces, and float32 vectors in a float16 file."""
+    file = tmp_path / "model.gguf"
+    if family in CONVERTED:
+        write_converted(file, family, types)
+    else:
+        write_gguf(file, family, types=types)
+    model = rabbitllm.AutoModel.from_pretrained(file, device="cpu", dtype="float32")
+    expected = model.state_dict()
+    with rabbitllm.lazy_load(tmp_path, mapped=mapped) as weights:
+        assert weights.keys() == expected.keys() - ({"lm_head.weight"} if model.config.tie_word_embeddings else set())
+        for name, lazy in weights.items():
+            assert lazy.dtype is (torch.float16 if types == "F16" and lazy.dim() == 2 else torch.float32)
+            assert torch.equal(lazy.float(), expected[name]), name

@@ -145,10 +145,10 @@ def problem_of(text: ScoredText, limits: ModelLimits, *, has_head: bool = True, 
             f"{name} has {inputs:,} tokens; the model's context has {limits.context:,}.",
             "Shorten it, or use truncate, which removes its beginning.",
         )
-    if len(text.continuation) > limits.context:
+    if inputs - len(text.context) >= limits.context:  # the first token needs one before it
         return OptionError(
             f"{name} has a continuation of {len(text.continuation):,} tokens; the model's context has "
-            f"{limits.context:,}.",
+            f"{limits.context:,}, and it needs a token before it.",
             "Score it in parts, each with the text before it as context.",
         )
     return None

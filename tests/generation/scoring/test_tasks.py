@@ -69,6 +69,8 @@ def test_truncating_keeps_the_continuation_whole() -> None:
     problem = problem_of(ScoredText(0, range(20), range(9)), ABLE, truncate=True)
     assert problem is not None
     assert "continuation of 9 tokens" in str(problem)
+    assert problem_of(ScoredText(0, range(20), range(7), "last"), ABLE, truncate=True) is None
+    assert problem_of(ScoredText(0, range(20), range(8), "last"), ABLE, truncate=True) is not None
 
 
 def test_a_model_without_a_head_has_embeddings_only() -> None:
