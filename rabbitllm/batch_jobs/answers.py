@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm.batch_jobs.inputs import ERRORS, GENERATIONS, kind_of
 from rabbitllm.batch_jobs.items import (
-    MAX_ANSWERS,
     BatchAnswer,
     BatchCall,
     Choose,
@@ -48,6 +47,7 @@ from rabbitllm.engine.devices import OutOfDeviceMemory
 from rabbitllm.errors import BatchError, OptionError, RabbitLLMError
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.request import (
+    MAX_CHOICES,
     MEDIA_BYTES,
     BatchStats,
     Delta,
@@ -240,7 +240,7 @@ def generated(
     done: queue.SimpleQueue[_OpenGeneration] = queue.SimpleQueue()
     max_open = READY * limits.sequences
     batch_limits = BatchLimits(
-        *(limits.sequences, max_open + MAX_ANSWERS, limits.cache_bytes, WHOLE_PROMPT, limits.exact),
+        *(limits.sequences, max_open + MAX_CHOICES, limits.cache_bytes, WHOLE_PROMPT, limits.exact),
         throughput=True,
         file_bytes=limits.cache_disk,
     )

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rabbitllm.errors import OptionError
-from rabbitllm.generation.request import POOLINGS, SEEDS, Pooling, Sampling
+from rabbitllm.generation.request import MAX_CHOICES, POOLINGS, SEEDS, Pooling, Sampling
 
 Key = str | int
 """The identity of a line in the output: its `id`, its `custom_id`, else its number in the input, from 1."""
@@ -209,8 +209,6 @@ class JobLimits:
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 PARTS = ("text", "image_url", "input_audio")
 """Kinds of parts of a message."""
-MAX_ANSWERS = 128
-"""Limit of answers to one line."""
 MAX_KEY_CHARACTERS = 1_000
 _KINDS = ("prompt", "messages", "tokens", "continuation", "choices", "input")
 _OPTIONS = (
@@ -425,7 +423,7 @@ _NUMBERS: Mapping[str, tuple[type, Callable[[Any], bool], str]] = {
     "top_p": (float, lambda n: 0 < n <= 1, "more than 0 and at most 1"),
     "seed": (int, lambda n: -SEEDS <= n <= SEEDS, "one of 64 bits"),
     "top_k": (int, lambda n: 0 <= n <= SEEDS, "a whole number from 0"),
-    "n": (int, lambda n: 1 <= n <= MAX_ANSWERS, f"1 to {MAX_ANSWERS}"),
+    "n": (int, lambda n: 1 <= n <= MAX_CHOICES, f"1 to {MAX_CHOICES}"),
 }
 """Key -> its kind, whether a value is allowed, and what is expected."""
 

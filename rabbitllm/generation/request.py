@@ -30,6 +30,8 @@ SEEDS = (1 << 63) - 1
 COLDEST = 1e-30
 """The least temperature to sample with: logits divided by less overflow float32, and the most likely token has all of
 the probability long before."""
+MAX_CHOICES = 128
+"""The most answers to one prompt."""
 Pooling = Literal["last", "mean"]
 """Pooling of last hidden states to one vector: that of the last token, or the mean of all."""
 POOLINGS: tuple[Pooling, ...] = ("last", "mean")

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm.errors import MediaError, OptionError
 from rabbitllm.generation.media import openai_part, text_of_parts
-from rabbitllm.generation.request import ModelLimits, Prompt, Request, Sampling
+from rabbitllm.generation.request import MAX_CHOICES, ModelLimits, Prompt, Request, Sampling
 from rabbitllm.generation.template import ChatTemplate
 from rabbitllm.server.api_error import BAD_MEDIA, PROMPT_ERRORS, UNSUPPORTED, bad, prompt_error, unsupported
 from rabbitllm.server.schemas import (
-    MAX_CHOICES,
     ChatBody,
     CompletionBody,
     ContentPart,

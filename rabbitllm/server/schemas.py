@@ -11,12 +11,11 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rabbitllm.generation.request import SEEDS
+from rabbitllm.generation.request import MAX_CHOICES, SEEDS
 from rabbitllm.server.api_error import bad, unsupported
 
 MAX_STOPS = 4
 MAX_TOP_LOGPROBS = 20
-MAX_CHOICES = 128
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 128
 
