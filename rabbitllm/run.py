@@ -7,7 +7,7 @@ import stat
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.text import Text
@@ -116,19 +116,18 @@ def prompt_of(
 
 
 def loaded_pair(
-    request: LoadRequest, draft: LoadRequest | None, console: Console
-) -> tuple[StreamedModel, StreamedModel | None]:
+    request: LoadRequest, draft: LoadRequest | Literal["ngram"] | None, console: Console
+) -> tuple[StreamedModel, StreamedModel | Literal["ngram"] | None]:
     """Load a model, and before it its draft model, so that the model is placed in the memory that is left.
 
     Raises:
-        OptionError: the draft model does not suit the model; see `prepare_draft`.
+        OptionError: the draft does not suit the model; see `prepare_draft`.
         RabbitLLMError: see `AutoModel.from_pretrained`.
     """
-    if draft is None:
-        return loaded_model(request, console), None
-    drafting = loaded_model(draft, console)
+    drafting = loaded_model(draft, console) if isinstance(draft, LoadRequest) else draft
     model = loaded_model(request, console)
-    prepare_draft(model, drafting)
+    if drafting is not None:
+        prepare_draft(model, drafting)
     return model, drafting
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -236,7 +236,8 @@ DraftOption = Annotated[
     typer.Option(
         metavar="MODEL",
         rich_help_panel=ANSWER_PANEL,
-        help="A small model with the same vocabulary; it proposes tokens, and a pass checks several of them.",
+        help="A small model with the same vocabulary proposes tokens, and a pass checks several of them; ngram takes "
+        "those that followed the same words before.",
         autocompletion=complete_model,
     ),
 ]
@@ -339,12 +340,14 @@ class ModelOptions:
             check_unsplit(SplitOptions(compression))
         return replace(request, split=None) if self.no_split else request
 
-    def draft_request(self, draft: str) -> LoadRequest:
+    def draft_request(self, draft: str | None) -> LoadRequest | Literal["ngram"] | None:
         """The request for a draft model: on the same device, in its own split and dtype.
 
         Raises:
             OptionError: see `request`.
         """
+        if draft is None or draft == "ngram":
+            return "ngram" if draft else None
         device = None if self.device == "auto" else self.device
         options = ModelOptions(device=device, no_split=self.no_split, trust_remote_code=self.trust_remote_code)
         return options.request(draft)

@@ -64,7 +64,7 @@ def chat_command(
     disable_progress_bars()  # shards have our own bar, and other files are small
     request = options.request(model, hosts_for(workers, address, model, errors))
     with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the answer
-        loaded, drafting = loaded_pair(request, options.draft_request(draft) if draft is not None else None, errors)
+        loaded, drafting = loaded_pair(request, options.draft_request(draft), errors)
     loaded.profiler.enabled = True  # only now: no profile of a split, no timers at resident layers
 
     from transformers import logging

@@ -111,7 +111,7 @@ def run_command(
         return
     start = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the answer
-        loaded, drafting = loaded_pair(request, options.draft_request(draft) if draft is not None else None, errors)
+        loaded, drafting = loaded_pair(request, options.draft_request(draft), errors)
     load_seconds = time.perf_counter() - start
     made = prompt_of(loaded, text, typed(system), files, raw=raw)
     limits = ModelLimits.of(loaded)

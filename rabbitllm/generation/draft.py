@@ -1,8 +1,9 @@
-"""A draft model: a small model proposes tokens, and the model checks all of them in one pass (speculative decoding).
+"""Drafts: a small model or the text so far proposes tokens, and the model checks them in a pass (speculative decoding).
 
 A streamed model reads its weights once for each pass, so an answer takes as many passes fewer as proposals are right.
 The answer is the model's own: greedy decoding gives the same tokens except for rounding, sampling the same
-distribution. The steps are transformers' assisted generation (Leviathan et al. 2023, arXiv:2211.17192).
+distribution. The steps are transformers' assisted generation (Leviathan et al. 2023, arXiv:2211.17192), and its prompt
+lookup, which proposes the tokens that followed the last two the last time.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 
 SAME_TOKENS = 0.9
 """The least share of the smaller vocabulary that both have under the same ids; others are only never right."""
+NGRAM: Literal["ngram"] = "ngram"
+"""The draft from the text so far."""
+NGRAM_TOKENS = 10
+"""The most tokens that it proposes."""
 _LEAVE_OUT = "Leave the draft model out, or use a smaller model of the same family."
 
 
@@ -51,8 +56,13 @@ def continuing(model: StreamedModel, tokens: int) -> Iterator[None]:
         del model.prepare_inputs_for_generation
 
 
-def prepare_draft(model: StreamedModel, draft: StreamedModel) -> None:
-    """Check that a draft model suits a model, and fit its logits to the model's vocabulary.
+def draft_arguments(draft: StreamedModel | Literal["ngram"]) -> dict[str, Any]:
+    """Arguments for `generate`."""
+    return {"prompt_lookup_num_tokens": NGRAM_TOKENS} if draft == NGRAM else {"assistant_model": draft}
+
+
+def prepare_draft(model: StreamedModel, draft: StreamedModel | Literal["ngram"]) -> None:
+    """Check that a draft suits a model, and fit the logits of a draft model to the model's vocabulary.
 
     Models of one family often have the same tokens, but embeddings of different lengths.
 
@@ -60,12 +70,14 @@ def prepare_draft(model: StreamedModel, draft: StreamedModel) -> None:
         OptionError: its vocabulary is another one, its weights are not all in memory, or the KV cache of one of the
             models cannot drop tokens.
     """
-    for one in (model, draft):
+    for one in (model,) if draft == NGRAM else (model, draft):
         check_generates(one)
         if not can_drop_tokens(one):
             raise OptionError(
                 f"A {type(one).__name__} cannot be used with a draft: its KV cache cannot drop tokens.", _LEAVE_OUT
             )
+    if draft == NGRAM:
+        return
     share = _same_share(tokenizer_of(model), tokenizer_of(draft))
     if share < SAME_TOKENS:
         raise OptionError(

@@ -13,14 +13,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import ChatError, OptionError
-from rabbitllm.generation.draft import continuing
+from rabbitllm.generation.draft import continuing, draft_arguments
 from rabbitllm.generation.kv_cache import ConversationCache, common_prefix, has_full_cache, keeps
 from rabbitllm.generation.request import (
     FinishReason,
@@ -73,7 +73,7 @@ def generate(
     write: Write,
     *,
     cache: Any = None,
-    draft: StreamedModel | None = None,
+    draft: StreamedModel | Literal["ngram"] | None = None,
     prompt_done: Callable[[], object] = lambda: None,
 ) -> Result:
     """Generate the answer to a request. On an interrupt or `Stopped` the answer is the text generated until then.
@@ -83,7 +83,7 @@ def generate(
         request: the request. Random numbers continue the thread's, whatever its seed is.
         write: called with each piece of the text; its exceptions are passed on.
         cache: KV cache to continue; None leaves it to `generate`.
-        draft: a model prepared by `prepare_draft`; not used for pictures and sounds.
+        draft: a model, or "ngram", after `prepare_draft`; not used for pictures and sounds.
         prompt_done: called once, before the first piece.
 
     Raises:
@@ -94,7 +94,7 @@ def generate(
     if draft is not None and request.media is None:
         # the draft cannot look for stop strings in its own text
         stops += tuple(model.generation_config.stop_strings or ())
-        arguments |= {"assistant_model": draft, "stop_strings": None}
+        arguments |= draft_arguments(draft) | {"stop_strings": None}
     stream = TextStream(tokenizer_of(model), write, stops=stops, prompt_done=prompt_done)
     if stops:
         arguments["stopping_criteria"] = StoppingCriteriaList([_AtStopString(stream)])
@@ -129,7 +129,7 @@ def answer(
     request: Request,
     write: Write,
     prompt_done: Callable[[], object] = lambda: None,
-    draft: StreamedModel | None = None,
+    draft: StreamedModel | Literal["ngram"] | None = None,
 ) -> Result:
     """Generate a single answer; see `generate`. Random numbers begin at the request's seed.
 
@@ -166,7 +166,7 @@ class Session:
         model: as `AutoModel.from_pretrained` returns it; with `profiling_mode=True` answers have `work`.
         max_new_tokens: maximum tokens of an answer; None for as many as the model's settings or its context allow.
         sampling: how tokens are chosen; its seed is set once, at the start of the session.
-        draft: a model prepared by `prepare_draft`, which proposes tokens.
+        draft: a model, or "ngram", after `prepare_draft`; it proposes tokens.
 
     Attributes:
         cache: the KV cache; None if it cannot be reused, so that each prompt is computed whole.
@@ -181,7 +181,7 @@ class Session:
         model: StreamedModel,
         max_new_tokens: int | None = None,
         sampling: Sampling = _GREEDY,
-        draft: StreamedModel | None = None,
+        draft: StreamedModel | Literal["ngram"] | None = None,
     ) -> None:
         if model.tokenizer is None:
             raise ChatError(
@@ -223,7 +223,7 @@ class Session:
     def uncached(self) -> str:
         """Why there is no `cache`."""
         # a snapshot of windows would have the draft's tokens
-        kind = "with a draft model this" if self._draft else "this"
+        kind = "with a draft this" if self._draft else "this"
         return f"{kind} model type has no reusable KV cache"
 
     @property

@@ -62,6 +62,19 @@ def test_a_right_draft_saves_passes(folder: Path) -> None:
     assert model.profiler.sums[FURTHER].passes == TOKENS - 1
 
 
+def test_a_text_that_repeats_itself_is_its_own_draft(tmp_path: Path) -> None:
+    model = talker(parrot_folder(tmp_path / "model", {"a": "b", "b": "c", "c": "a", " ": "a"}))
+    prepare_draft(model, "ngram")
+    sessions, messages = (Session(model, 60), Session(model, 60, draft="ngram")), [{"role": "user", "content": "hi"}]
+    plain, drafted = (session.answer(list(messages), lambda piece: None) for session in sessions)
+    assert drafted.text == plain.text == "abc" * 20
+    assert (plain.work.passes, drafted.work.passes <= 12) == (60, True)
+    messages += [{"role": "assistant", "content": plain.text}, {"role": "user", "content": "on"}]
+    again = [session.answer(list(messages), lambda piece: None) for session in sessions]
+    assert again[0].text == again[1].text
+    assert again[1].kept_tokens == again[0].kept_tokens > 0
+
+
 def test_it_ends_where_it_ends_without(folder: Path) -> None:
     model, draft = load(split(folder)), load(split(folder))
     prepare_draft(model, draft)
@@ -130,7 +143,7 @@ def test_windows_are_not_kept_with_a_draft(tmp_path: Path) -> None:
     session = Session(model, 12, draft=model)
     assert session.cache is None
     assert session.remarks == (
-        "with a draft model this model type has no reusable KV cache; each answer reads the full conversation",
+        "with a draft this model type has no reusable KV cache; each answer reads the full conversation",
     )
 
 
@@ -154,7 +167,7 @@ def test_models_that_take_no_draft_are_refused(folder: Path, tmp_path: Path) -> 
         prepare_draft(encoder, draft)
     for name in ("qwen3_next", "mamba", "deepseek_v32"):  # states beside attention, states alone, chosen tokens
         model = load(split(build_checkpoint(tmp_path / name, HYBRIDS[name], tied=HYBRIDS[name].ties[0])))
-        for pair in ((model, draft), (draft, model)):
+        for pair in ((model, draft), (draft, model), (model, "ngram")):
             with pytest.raises(OptionError, match="cannot drop tokens"):
                 prepare_draft(*pair)
 
