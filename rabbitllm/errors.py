@@ -430,7 +430,7 @@ _FULL_ERRORS = _numbers("ENOSPC", "EDQUOT")
 _IN_THE_WAY = "The path of a folder is a file or a broken link: use another path, or move it away."
 _REMEDIES = (
     (_numbers("EROFS"), "The disk is mounted read-only: use a folder on another disk, or mount it for writing."),
-    (_numbers("EACCES", "EPERM"), "Use a folder that this user can write to, or change its permissions."),
+    (_numbers("EACCES", "EPERM"), "Use a folder that this user can read and write, or change its permissions."),
     (
         _numbers("EIO", "ESTALE", "ENXIO", "ENODEV", "ENOLCK", "ENOTCONN"),
         "Check the disk or file server (on Linux see `dmesg`), and make the same call again.",

@@ -43,10 +43,6 @@ class _Commands(GroupInWords):
                 result = super().invoke(ctx)
             sys.stdout.flush()
             return result
-        except SystemExit as stopped:  # rich exits with 1 if it notices the broken pipe first
-            if isinstance(stopped.__context__, BrokenPipeError):
-                raise typer.Exit(exit_codes.BROKEN_PIPE) from None
-            raise
         except BrokenPipeError:
             # otherwise the rest of the buffer fails again at exit, with a message
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -116,5 +112,9 @@ def main() -> None:
     except RabbitLLMError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(exit_codes.USAGE if isinstance(error, OptionError) else exit_codes.ERROR)
+    except SystemExit as stopped:  # rich, or typer in a help, exits with 1 if it notices the broken pipe first
+        if isinstance(stopped.__context__, BrokenPipeError):
+            sys.exit(exit_codes.BROKEN_PIPE)
+        raise
     except KeyboardInterrupt:
         sys.exit(exit_codes.INTERRUPTED)

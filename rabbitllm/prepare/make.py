@@ -252,7 +252,7 @@ def _remaining_checkpoint(source: Source, manifest: Manifest) -> Checkpoint | No
                 "another folder (layer_shards_saving_path, --dir), or remove the split (`rabbitllm rm`).",
             )
     except CheckpointNotFoundError:
-        return None
+        pass  # no weights are left
     _refuse_without_evidence(source, manifest, [])
     return None
 

@@ -54,3 +54,13 @@ def test_closed_streams_are_no_error(tmp_path: Path, closed: str) -> None:
             text=True,
         )
         assert (run.returncode, run.stderr) == (0, "")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes")
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], []])
+def test_a_help_whose_reader_has_ended(words: list[str]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as out:
+        run = subprocess.run([sys.executable, "-m", "rabbitllm", *words], stdout=out, stderr=subprocess.PIPE)
+    assert (run.returncode, run.stderr) == (141, b"")

@@ -201,6 +201,14 @@ def test_used_up_folder_of_another_name_is_not_taken_for_the_one_that_was_split(
     assert split(renamed) == renamed / third.name  # it moved with its split
 
 
+def test_a_folder_without_weights_has_no_claim_to_the_split_of_another(model: Path, tmp_path: Path) -> None:
+    made = split(model, tmp_path / "out")
+    assert split(model, tmp_path / "out") == made  # all its shards are used up
+    (empty := tmp_path / "empty").mkdir()
+    with pytest.raises(SplitMismatchError, match="has none of the shards that were split"):
+        split(empty, tmp_path / "out")
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 def test_weights_with_other_shards_are_not_those_that_were_split(model: Path, tmp_path: Path, parts: int) -> None:
     """Not in a folder of the same name, nor in the same folder, where they replaced the former ones."""
