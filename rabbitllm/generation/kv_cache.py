@@ -378,8 +378,20 @@ CONTINUING = frozenset(
 )
 """Model types whose states continue with further prompts (transformers 5.23 and 5.24), tested in
 `tests/generation/test_kv_cache.py`."""
+NOT_CONTINUING = frozenset({"big_bird", "cpmant", "megatron-bert", "prophetnet", "rembert", "roformer", "xlm"})
+"""Model types that take a KV cache but compute something else with it, or fail, if a prompt comes in parts. The
+published models of most are encoders."""
 MAX_SNAPSHOTS = 2
 """Maximum snapshots: at the beginning of a turn and at the end of its prompt."""
+
+
+def looks_ahead(model: StreamedModel) -> bool:
+    """Whether tokens of a model's text attend to later ones, as in an encoder."""
+    # in some models it is "vision", which concerns images
+    sees_both = getattr(model.config.get_text_config(decoder=True), "use_bidirectional_attention", False)
+    return sees_both in (True, "all") or any(
+        getattr(module, "is_causal", True) is False for module in (model.get_decoder() or model).modules()
+    )
 
 
 def keeps(model: StreamedModel) -> bool:
@@ -389,11 +401,16 @@ def keeps(model: StreamedModel) -> bool:
     attention and sliding windows. With states it depends on the model's own code, which in some models resets the state
     at every prompt (Jamba, RecurrentGemma). `CONTINUING` names the models that continue, each with a test. For all
     others nothing is kept, and each prompt is computed whole: other models with states, caches of other kinds (indexes
-    that choose tokens, where rounding changes the choice) and models without attention.
+    that choose tokens, where rounding changes the choice), models without attention or a cache (GPT-1), and models
+    whose tokens attend to later ones.
     """
     if model.config.is_encoder_decoder or not model._supports_default_dynamic_cache():
         return False
     config = model.config.get_text_config(decoder=True)
+    if config.model_type in NOT_CONTINUING or CACHE_ARGUMENT not in inspect.signature(model.forward).parameters:
+        return False
+    if config.model_type not in CONTINUING and looks_ahead(model):  # Inkling 2 attends to other layers so, not tokens
+        return False
     layers = DynamicCache(config=config).layers
     plain = [layer for layer in layers if keeps_every_token(layer) or is_window(layer) or is_nothing(layer)]
     if not any(isinstance(layer, DynamicLayer) for layer in layers):
