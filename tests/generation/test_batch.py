@@ -460,6 +460,17 @@ def every_way() -> Iterator[Any]:
             yield pytest.param(family, streamed, id=name, marks=pytest.mark.long if later else ())
 
 
+def test_a_token_that_is_forced_at_the_end(tmp_path: Path, open_batch: Open) -> None:
+    """As BART's checkpoints recommend."""
+    folder = build_checkpoint(tmp_path / "model", "llama", dtype=torch.float32)
+    transformers.GenerationConfig(forced_eos_token_id=2, pad_token_id=0).save_pretrained(folder)
+    plain = plain_model(folder, dtype=torch.float32).eval()
+    batch, _ = open_batch(folder=split(folder))
+    for one in answered(batch, [Request(prompt(9, number), 1 + number) for number in range(3)]):
+        assert one.tokens == alone(plain, one.request)
+        assert one.tokens[-1] == 2
+
+
 @pytest.mark.parametrize("family", ["falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"])
 def test_a_config_without_attention(tmp_path: Path, open_batch: Open, family: str) -> None:
     """As such models are published: nothing in it is about heads."""
