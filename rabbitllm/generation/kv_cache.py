@@ -378,6 +378,9 @@ CONTINUING = frozenset(
 )
 """Model types whose states continue with further prompts (transformers 5.23 and 5.24), tested in
 `tests/generation/test_kv_cache.py`."""
+NOT_CONTINUING = frozenset({"big_bird", "cpmant", "megatron-bert", "prophetnet", "rembert", "roformer", "xlm"})
+"""Model types that take a KV cache but compute something else with it, or fail, if a prompt comes in parts. The
+published models of most are encoders."""
 MAX_SNAPSHOTS = 2
 """Maximum snapshots: at the beginning of a turn and at the end of its prompt."""
 
@@ -388,18 +391,31 @@ def can_drop_tokens(model: StreamedModel) -> bool:
     States of other layers cannot go back. Indexes that choose tokens choose others for several tokens at once than for
     one after the other, so that the answer would not be the model's own.
     """
-    if model.config.is_encoder_decoder or not model._supports_default_dynamic_cache():
-        return False
-    return all(map(_is_plain, DynamicCache(config=model.config.get_text_config(decoder=True)).layers))
+    return keeps(model) and all(map(_is_plain, _layers(model)))
 
 
 def has_full_cache(model: StreamedModel) -> bool:
     """Whether every layer of a model keeps the KV cache of every token and nothing else."""
-    return all(map(keeps_every_token, DynamicCache(config=model.config.get_text_config(decoder=True)).layers))
+    return all(map(keeps_every_token, _layers(model)))
+
+
+def _layers(model: StreamedModel) -> Sequence[CacheLayerMixin]:
+    """Those of the cache that transformers makes for a model."""
+    layers: Sequence[CacheLayerMixin] = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    return layers
 
 
 def _is_plain(layer: CacheLayerMixin) -> bool:
     return keeps_every_token(layer) or is_window(layer) or is_nothing(layer)
+
+
+def looks_ahead(model: StreamedModel) -> bool:
+    """Whether tokens of a model's text attend to later ones, as in an encoder."""
+    # in some models it is "vision", which concerns images
+    sees_both = getattr(model.config.get_text_config(decoder=True), "use_bidirectional_attention", False)
+    return sees_both in (True, "all") or any(
+        getattr(module, "is_causal", True) is False for module in (model.get_decoder() or model).modules()
+    )
 
 
 def keeps(model: StreamedModel) -> bool:
@@ -409,12 +425,17 @@ def keeps(model: StreamedModel) -> bool:
     attention and sliding windows. With states it depends on the model's own code, which in some models resets the state
     at every prompt (Jamba, RecurrentGemma). `CONTINUING` names the models that continue, each with a test. For all
     others nothing is kept, and each prompt is computed whole: other models with states, caches of other kinds (indexes
-    that choose tokens, where rounding changes the choice) and models without attention.
+    that choose tokens, where rounding changes the choice), models without attention or a cache (GPT-1), and models
+    whose tokens attend to later ones.
     """
     if model.config.is_encoder_decoder or not model._supports_default_dynamic_cache():
         return False
     config = model.config.get_text_config(decoder=True)
-    layers = DynamicCache(config=config).layers
+    if config.model_type in NOT_CONTINUING or CACHE_ARGUMENT not in inspect.signature(model.forward).parameters:
+        return False
+    if config.model_type not in CONTINUING and looks_ahead(model):  # Inkling 2 attends to other layers so, not tokens
+        return False
+    layers = _layers(model)
     plain = [layer for layer in layers if _is_plain(layer)]
     if not any(isinstance(layer, DynamicLayer) for layer in layers):
         return False  # the number of its tokens would be unknown

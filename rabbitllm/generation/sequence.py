@@ -221,7 +221,6 @@ class Sequence:
 
     def _generate(self, chunk: int | None) -> None:
         arguments = generate_arguments(self._model, self.request, self.tokens, self.cache)
-        arguments["max_new_tokens"] += 1  # `_take` ends it, not `generate`
         arguments["stopping_criteria"] = StoppingCriteriaList([_EachToken(self._take)])
         if self._logprobs is not None:
             arguments["logits_processor"] = LogitsProcessorList([self._logprobs])

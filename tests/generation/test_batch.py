@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers.cache_utils import DynamicCache
 
 from rabbitllm.errors import BusyError, ClosedError, OptionError
@@ -23,8 +24,9 @@ from rabbitllm.generation.model_runner import PackedGroup
 from rabbitllm.generation.packed_batch import PackedSequence
 from rabbitllm.generation.request import Delta, Event, Failed, FinishReason, Limits, Request, Result, Sampling
 from tests.generation.submitting import Open, Submitted, alone, answered, answered_together, begin, prompt
-from tests.support.builders import FAMILIES, VOCABULARY_SIZE, build_checkpoint
+from tests.support.builders import FAMILIES, VOCABULARY_SIZE, build_checkpoint, make_tokenizer
 from tests.support.hybrid_families import HYBRIDS
+from tests.support.tiny_configs import models
 from tests.support.tiny_models import plain_model, split
 
 
@@ -458,6 +460,17 @@ def every_way() -> Iterator[Any]:
             yield pytest.param(family, streamed, id=name, marks=pytest.mark.long if later else ())
 
 
+def test_a_token_that_is_forced_at_the_end(tmp_path: Path, open_batch: Open) -> None:
+    """As BART's checkpoints recommend."""
+    folder = build_checkpoint(tmp_path / "model", "llama", dtype=torch.float32)
+    transformers.GenerationConfig(forced_eos_token_id=2, pad_token_id=0).save_pretrained(folder)
+    plain = plain_model(folder, dtype=torch.float32).eval()
+    batch, _ = open_batch(folder=split(folder))
+    for one in answered(batch, [Request(prompt(9, number), 1 + number) for number in range(3)]):
+        assert one.tokens == alone(plain, one.request)
+        assert one.tokens[-1] == 2
+
+
 @pytest.mark.parametrize("family", ["falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"])
 def test_a_config_without_attention(tmp_path: Path, open_batch: Open, family: str) -> None:
     """As such models are published: nothing in it is about heads."""
@@ -474,6 +487,19 @@ def test_a_config_without_attention(tmp_path: Path, open_batch: Open, family: st
     cache = plain(torch.tensor([prompt(9)]), use_cache=True).get("cache")
     if isinstance(cache, DynamicCache):
         assert bytes_of(cache) <= cost_by_config(plain.config, torch.float32).bytes_for(9)
+
+
+@pytest.mark.parametrize("name", ["openai-gpt", "bert", "cpmant", "xlm", "roformer"])
+def test_models_whose_prompts_cannot_come_in_parts(tmp_path: Path, open_batch: Open, name: str) -> None:
+    """Without a KV cache, with one of their own kind, or with tokens that attend to later ones."""
+    next(iter(models(transformers.AutoModelForCausalLM, name, []))).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    plain = plain_model(tmp_path, dtype=torch.float32).eval()
+    batch, model = open_batch(Limits(chunk=8), folder=split(tmp_path), budget=1 << 30)
+    size = model.get_input_embeddings().num_embeddings
+    texts = [tuple(id % size for id in prompt(3 + 9 * number, number)) for number in range(4)]
+    for one in answered(batch, [Request(text, 6) for text in texts]):
+        assert one.tokens == alone(plain, one.request)
 
 
 @pytest.mark.parametrize(("family", "streamed"), [*every_way()])

@@ -32,6 +32,7 @@ from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.placement import READY, Tier
 from rabbitllm.errors import BatchError, OptionError, RabbitLLMError, ScoringError, require_package
 from rabbitllm.generation.coroutines import Coroutine, Coroutines, PendingCall, RowKind, SyncPoint, called, rowwise
+from rabbitllm.generation.kv_cache import looks_ahead
 from rabbitllm.generation.memory import cost_of_a_pass, repeated_bytes
 from rabbitllm.generation.packed_batch import (
     PACKABLE,
@@ -167,11 +168,7 @@ def layout_of(model: StreamedModel, *, exact: bool) -> TextLayout:
     if exact:
         return TextLayout.ALONE
     config = model.config.get_text_config(decoder=True)
-    # in some models it is "vision", which concerns images
-    looks_ahead = getattr(config, "use_bidirectional_attention", False) in (True, "all") or any(
-        getattr(module, "is_causal", True) is False for module in (model.get_decoder() or model).modules()
-    )
-    if looks_ahead:
+    if looks_ahead(model):
         return TextLayout.EQUAL
     if can_be_packed(model):
         return TextLayout.PACKED
