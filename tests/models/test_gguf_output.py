@@ -174,6 +174,21 @@ def test_an_empty_array_of_the_metadata_is_left_out(tmp_path: Path) -> None:
     assert old.keys() - new.keys() == {"general.tags"}
 
 
+def test_a_head_that_differs_from_the_embedding_is_written_although_the_config_ties_it(tmp_path: Path) -> None:
+    folder = build(tmp_path / "in", "qwen2")
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    for name, head in (
+        ("own", weights["model.embed_tokens.weight"] * 2),
+        ("tied", weights["model.embed_tokens.weight"]),
+    ):
+        both = {**weights, "lm_head.weight": head.clone()}
+        safetensors.torch.save_file(both, folder / "model.safetensors", {"format": "pt"})
+        expected = logits(theirs(folder))
+        convert(folder, tmp_path / f"{name}.gguf", to="gguf")
+        assert torch.equal(logits(theirs(tmp_path / f"{name}.gguf", dtype=torch.bfloat16)), expected)
+        assert ("output.weight" in stored(tmp_path / f"{name}.gguf")) == (name == "own")
+
+
 def permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """The rows of a Llama's queries or keys in the order of GGUF (llama.cpp, conversion/llama.py)."""
     rows = weight.shape[0] // heads // 2
