@@ -476,10 +476,18 @@ def test_scaled_rotary_frequencies_are_written_for_llama_cpp(tmp_path: Path) -> 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 
+def test_biases_that_transformers_leaves_out_of_its_config_are_read(tmp_path: Path) -> None:
+    """llama.cpp takes the tensors that are there; transformers computes without them."""
+    folder = build(tmp_path / "in", attention_bias=True, mlp_bias=True)
+    convert(folder, tmp_path / "model.gguf", to="gguf")
+    assert {"blk.1.attn_q.bias", "blk.1.ffn_down.bias"} <= stored(tmp_path / "model.gguf").keys()
+    model = rabbitllm.AutoModel.from_pretrained(tmp_path / "model.gguf", device="cpu", exact=True)
+    assert torch.equal(logits(model), logits(theirs(folder)))
+
+
 @pytest.mark.parametrize(
     ("family", "more", "message"),
     [
-        ("llama", {"attention_bias": True}, "cannot store attention_bias=True"),
         ("llama", {"hidden_act": "gelu"}, "cannot store hidden_act='gelu'"),
         *(
             pytest.param(*row, marks=pytest.mark.long)
