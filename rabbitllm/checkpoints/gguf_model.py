@@ -123,7 +123,8 @@ def read_gguf_model(
                 known = load_gguf_checkpoint(str(folder / OUTLINE), return_tensors=False)["config"]
             if tokens is not None:
                 known.setdefault("vocab_size", tokens)
-            config = CONFIG_MAPPING[known["model_type"]].from_dict(known | _by_shapes(shapes))
+            kind = CONFIG_MAPPING[known["model_type"]]
+            config = kind.from_dict(known | _by_shapes(shapes, kind().to_dict()))
             operations = _processor(architecture, known)
         complete(config)
         return GgufModel(config, operations, file)
@@ -147,10 +148,22 @@ def stored_shapes(config: Any, architecture: str) -> dict[str, tuple[int, ...]]:
     return GgufModel(config, _processor(architecture, config.to_dict()), "").stored_shapes()
 
 
-def _by_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Entries of a config that transformers does not read from all metadata, but the shapes of tensors say."""
-    found = {}
+_BIASES = {".attn_output.bias": "attention_bias", ".ffn_down.bias": "mlp_bias"}
+"""Ending of a tensor -> the entry of configs that says whether there are such tensors."""
+
+
+def _by_shapes(shapes: Mapping[str, tuple[int, ...]], usual: Mapping[str, Any]) -> dict[str, int]:
+    """Entries of a config that transformers does not read from all metadata, but the names and shapes of tensors say.
+
+    Args:
+        shapes: of the tensors.
+        usual: a config of the same class without entries of its own.
+    """
+    found: dict[str, int] = {}
     for name, shape in shapes.items():
+        entry = next((entry for ending, entry in _BIASES.items() if name.endswith(ending)), None)
+        if entry is not None and usual.get(entry) is False:
+            found[entry] = True
         if name.endswith(".attn_k_norm.weight") and len(shape) == 1:
             found["head_dim"] = shape[0]
         elif name.endswith(".ffn_down_exps.weight") and len(shape) == 3:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import math
 import tempfile
@@ -438,10 +439,14 @@ def file_type_of(tensors: Iterable[TensorInFile]) -> int:
 # The two ways: metadata of a model of transformers, and metadata of a GGUF file.
 
 
-def _of_model(folder: Path, name: str) -> tuple[_Metadata, list[tuple[str, tuple[int, ...]]], _Extra]:
+def _of_model(
+    folder: Path, name: str, tensors: Mapping[str, SourceTensor]
+) -> tuple[_Metadata, list[tuple[str, tuple[int, ...]]], _Extra]:
     """The metadata, and the tensors with their shapes, of the model whose small files are in a folder."""
     family = gguf_metadata.family_of(folder, name)
     config = gguf_metadata.config_of(folder, family, name)
+    if config.tie_word_embeddings and _has_own_head(tensors):
+        config.tie_word_embeddings = False
     tokenizer = gguf_metadata.tokenizer_in(folder, name)
 
     def fill(writer: gguf.GGUFWriter) -> None:
@@ -464,6 +469,13 @@ def _of_model(folder: Path, name: str) -> tuple[_Metadata, list[tuple[str, tuple
         with tempfile.TemporaryDirectory(prefix="rabbitllm-tokenizer-") as scratch:
             gguf_metadata.warn_of_other_ids(tokenizer, checkpoint.derived(()), Path(scratch), name)
     return metadata, shapes, _Extra(checkpoint, factors)
+
+
+def _has_own_head(tensors: Mapping[str, SourceTensor]) -> bool:
+    """Whether the output head is another matrix than the embedding; transformers does not tie it then."""
+    pair = [tensors.get(name) for name in ("lm_head.weight", "model.embed_tokens.weight")]
+    both = [_in_steps(one.chunks(True), CHUNK_BYTES) for one in pair if one is not None]
+    return len(both) == 2 and any(own != other for own, other in itertools.zip_longest(*both))
 
 
 @dataclass(frozen=True)
@@ -614,8 +626,8 @@ def _source(name: str, outtype: str, access: HubAccess) -> Iterator[tuple[_Metad
         store = LayerStore(made)
         home = made if (made / CONFIG_NAME).exists() else expand(name)
         with prepare.SmallFiles(sidecars_in(home), {}) as files:
-            metadata, shapes, extra = _of_model(files.folder, name)
             stored = {key: _tensor_of_split(store, one, dtype_of(one, home)) for key, one in store.tensors.items()}
+            metadata, shapes, extra = _of_model(files.folder, name, stored)
             tensors, sources = _layout(shapes, extra, stored, outtype, name)
             yield metadata, _Layout(tensors, sources, identity_of_split(store))
         return
@@ -629,15 +641,16 @@ def _source(name: str, outtype: str, access: HubAccess) -> Iterator[tuple[_Metad
                 remote = prepare.open_weights(source, [source.split_folder])
                 assert remote is not None
                 with prepare.SmallFiles(remote.sidecars(), remote.derived()) as files:
-                    _of_model(files.folder, name)  # refused before a shard is fetched
+                    _of_model(files.folder, name, {})  # refused before a shard is fetched
             checkpoint, lock = prepare.whole_checkpoint(source)
             stack.callback(lock.close)
         if checkpoint.gguf is not None:
             yield _from_gguf(checkpoint, outtype)
             return
         with prepare.SmallFiles(checkpoint.sidecars(), checkpoint.derived()) as files:
-            metadata, shapes, extra = _of_model(files.folder, name)
-            tensors, sources = _layout(shapes, extra, _tensors_of_files(checkpoint), outtype, name)
+            found = _tensors_of_files(checkpoint)
+            metadata, shapes, extra = _of_model(files.folder, name, found)
+            tensors, sources = _layout(shapes, extra, found, outtype, name)
             yield metadata, _Layout(tensors, sources, checkpoint.identity(shards_at_hand(checkpoint)))
 
 

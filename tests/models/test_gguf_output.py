@@ -174,6 +174,21 @@ def test_an_empty_array_of_the_metadata_is_left_out(tmp_path: Path) -> None:
     assert old.keys() - new.keys() == {"general.tags"}
 
 
+def test_a_head_that_differs_from_the_embedding_is_written_although_the_config_ties_it(tmp_path: Path) -> None:
+    folder = build(tmp_path / "in", "qwen2")
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    for name, head in (
+        ("own", weights["model.embed_tokens.weight"] * 2),
+        ("tied", weights["model.embed_tokens.weight"]),
+    ):
+        both = {**weights, "lm_head.weight": head.clone()}
+        safetensors.torch.save_file(both, folder / "model.safetensors", {"format": "pt"})
+        expected = logits(theirs(folder))
+        convert(folder, tmp_path / f"{name}.gguf", to="gguf")
+        assert torch.equal(logits(theirs(tmp_path / f"{name}.gguf", dtype=torch.bfloat16)), expected)
+        assert ("output.weight" in stored(tmp_path / f"{name}.gguf")) == (name == "own")
+
+
 def permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """The rows of a Llama's queries or keys in the order of GGUF (llama.cpp, conversion/llama.py)."""
     rows = weight.shape[0] // heads // 2
@@ -461,10 +476,18 @@ def test_scaled_rotary_frequencies_are_written_for_llama_cpp(tmp_path: Path) -> 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 
+def test_biases_that_transformers_leaves_out_of_its_config_are_read(tmp_path: Path) -> None:
+    """llama.cpp takes the tensors that are there; transformers computes without them."""
+    folder = build(tmp_path / "in", attention_bias=True, mlp_bias=True)
+    convert(folder, tmp_path / "model.gguf", to="gguf")
+    assert {"blk.1.attn_q.bias", "blk.1.ffn_down.bias"} <= stored(tmp_path / "model.gguf").keys()
+    model = rabbitllm.AutoModel.from_pretrained(tmp_path / "model.gguf", device="cpu", exact=True)
+    assert torch.equal(logits(model), logits(theirs(folder)))
+
+
 @pytest.mark.parametrize(
     ("family", "more", "message"),
     [
-        ("llama", {"attention_bias": True}, "cannot store attention_bias=True"),
         ("llama", {"hidden_act": "gelu"}, "cannot store hidden_act='gelu'"),
         *(
             pytest.param(*row, marks=pytest.mark.long)
