@@ -36,7 +36,7 @@ from rabbitllm.generation.request import (
     tokenizer_of,
 )
 from rabbitllm.generation.streams import TextStream
-from rabbitllm.generation.template import SYSTEM, ChatTemplate, PromptRefused
+from rabbitllm.generation.template import SYSTEM, USER, ChatTemplate, PromptRefused
 from rabbitllm.telemetry.passes import EXPERT_TIERS, PINNED_UPLOAD, READ, UPLOAD, PassSums
 
 if TYPE_CHECKING:
@@ -263,7 +263,9 @@ class Session:
         """
         prompt = self._prompt(messages)
         ids, media = list(prompt.ids), prompt.media
-        request = Request(prompt.ids, self._new_tokens(len(ids)), self._sampling, self._template.stops, media=media)
+        request = Request(
+            prompt.ids, self._new_tokens(len(ids), messages), self._sampling, self._template.stops, media=media
+        )
         if not self._is_consistent or media is not None:
             self.forget()
         cache = self.cache if media is None else None  # other pictures may have the same ids
@@ -304,15 +306,18 @@ class Session:
             problem = f"The model's {error.program} refuses this conversation: {harmless(str(error), 300)}."
             raise ChatError(problem, reset) from error
 
-    def _new_tokens(self, prompt: int) -> int:
+    def _new_tokens(self, prompt: int, messages: list[dict[str, Any]]) -> int:
         """Maximum tokens of the answer."""
         wanted = self._max_new_tokens or self._model.generation_config.max_new_tokens
         try:
             return self._limits.new_tokens(prompt, wanted, self.context or WITHOUT_LIMIT, cut=True)
         except OptionError:
+            is_first = sum(message["role"] == USER for message in messages) == 1
             raise ChatError(
                 f"The conversation has {prompt:,} tokens with this question, and the model's context {self.context:,}.",
-                "/drop removes the oldest exchange, /drop 3 the oldest three, and /reset all exchanges.",
+                "Shorten the message."
+                if is_first
+                else "/drop removes the oldest exchange, /drop 3 the oldest three, and /reset all exchanges.",
             ) from None
 
     @contextlib.contextmanager

@@ -454,6 +454,8 @@ def test_the_context_is_the_limit(tmp_path: Path) -> None:
     with pytest.raises(ChatError, match=r"has \d+ tokens with this question, and the model's context 64"):
         session.answer(talk.messages("And?"), quietly)
     assert session.cached_tokens == held
+    with pytest.raises(ChatError, match=r"Shorten the message\."):
+        session.answer(Conversation().messages("And? " * 64), quietly)
     again = session.answer(talk.emptied().messages("Who are you?"), quietly)
     assert again.text == answer.text
     assert again.kept_tokens == again.prompt_tokens - 1
