@@ -176,9 +176,11 @@ def _tensor(arguments: tuple[Any, ...], dtype: object, metadata: object) -> Pick
     elements = math.prod(shape)
     if elements > available:
         raise RefusedValueError(f"makes {elements:,} elements of a storage that has {available:,}")
+    if not elements:  # an empty slice of an empty tensor begins behind its storage
+        first = 0
     last = first + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if elements else -1
-    if max(last + 1, first) > available:
-        raise RefusedValueError(f"reaches element {max(last, first):,} of a storage that has {available:,}")
+    if last >= available:
+        raise RefusedValueError(f"reaches element {last:,} of a storage that has {available:,}")
     return PickledTensor(storage, dtype, first, shape, strides)
 
 

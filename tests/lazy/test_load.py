@@ -102,6 +102,7 @@ def views() -> dict[str, torch.Tensor]:
         "steps": whole[:, ::2, 3::7],
         "scalar": whole[1, 2, 3],
         "none": whole[:0],
+        "none of none": torch.empty(5, 0)[4:],
         "expanded": torch.arange(6.0)[None].expand(1, 6),
         "overlapping": torch.arange(12, dtype=torch.int16).as_strided((3, 4), (2, 1)),
         "parameter": torch.nn.Parameter(torch.ones(2, 3)),
