@@ -135,14 +135,14 @@ def test_a_folder_with_no_checkpoint(tmp_path: Path, has_config: bool) -> None:
         (folder / "config.json").write_text('{"model_type": "llama"}')
     error = refused(CheckpointNotFoundError, folder)
     assert f"{folder} holds no checkpoint" in error.problem
-    assert "looked for model.safetensors.index.json, model.safetensors, pytorch_model.bin.index.json, " in error.problem
+    assert "looked for model.safetensors, model.safetensors.index.json, pytorch_model.bin, " in error.problem
 
 
 def test_a_repository_with_no_checkpoint(tmp_path: Path, hub_environment: HubEnvironment) -> None:
     folder = build_checkpoint(tmp_path / "hub" / "acme" / "tiny", "llama")
     (folder / "model.safetensors").rename(folder / "model.onnx")
     error = refused(CheckpointNotFoundError, "acme/tiny")
-    assert "looked for model.safetensors.index.json, model.safetensors, pytorch_model.bin.index.json, " in error.problem
+    assert "looked for model.safetensors, model.safetensors.index.json, pytorch_model.bin, " in error.problem
 
 
 def test_weights_without_a_config(checkpoint: Path) -> None:

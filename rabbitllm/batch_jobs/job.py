@@ -105,6 +105,8 @@ def work(batch: BatchJob) -> Progress:
         defaults: dict[str, Any] = {}
         for name, value in asdict(batch.defaults).items():  # files on disk have all options on one level, in this order
             defaults |= value if isinstance(value, dict) else {name: value}
+        if defaults["top_k"] is None:  # not recorded: earlier versions had no such option
+            del defaults["top_k"]
         head = {"input": scan.digest, "lines": len(scan), "model": batch.name, **batch.settings, **defaults}
         if not batch.overwrite and (errors := errors_of_finished(batch.out, head)) is not None:
             return Progress(len(scan), len(scan), errors, len(scan), 0, 0, 0.0)

@@ -21,7 +21,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 TORCH_INDEX_NAME = "pytorch_model.bin.index.json"
 TORCH_SINGLE_NAME = "pytorch_model.bin"
-ENTRY_NAMES = (INDEX_NAME, SINGLE_NAME, TORCH_INDEX_NAME, TORCH_SINGLE_NAME)
+ENTRY_NAMES = (SINGLE_NAME, INDEX_NAME, TORCH_SINGLE_NAME, TORCH_INDEX_NAME)
 """File names that a checkpoint may begin with, preferred ones first, in transformers' order."""
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Suffixes of files of `torch.save`; their format is recognised by their first bytes."""
@@ -216,7 +216,7 @@ def _nothing_there(found: Collection[str], where: str) -> CheckpointNotFoundErro
     what = f"the weights {listed(weights)}" if weights else f"{len(found)} other files"
     remedy = "Use the folder that holds the weights, or a repository id."
     if any(map(_SHARD.search, weights)):
-        remedy = f"Put the index of these shards ({ENTRY_NAMES[0]}) next to them; it was published with them."
+        remedy = f"Put the index of these shards ({INDEX_NAME}) next to them; it was published with them."
     elif weights:
         remedy = "Use the complete model (safetensors or torch.save files); apply adapters after loading."
     return CheckpointNotFoundError(

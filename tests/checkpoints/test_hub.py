@@ -444,7 +444,7 @@ def test_repository_without_weights(local_hub: LocalHub, tmp_path: Path) -> None
     bare.mkdir(parents=True)
     (bare / "config.json").write_text("{}")
     (bare / "mmproj-model.gguf").touch()
-    with pytest.raises(CheckpointNotFoundError, match=r"looked for model.safetensors.index.json, model.safetensors, "):
+    with pytest.raises(CheckpointNotFoundError, match=r"looked for model.safetensors, model.safetensors.index.json, "):
         HubCheckpoint(open_repository("acme/bare", HubAccess(), tmp_path))
 
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+import rabbitllm
 from rabbitllm.checkpoints.index import (
     ENTRY_NAMES,
+    SINGLE_NAME,
     check_inside,
     check_shard_name,
     entry_of,
@@ -25,6 +30,7 @@ from rabbitllm.checkpoints.index import (
 )
 from rabbitllm.errors import CheckpointError, CheckpointNotFoundError, InvalidIndexError, UnsafePathError
 from tests.attacks.folders import ATTACKS, HOSTILE_NAMES, FolderAttack, prepare, read_all
+from tests.support.builders import build_checkpoint
 
 
 def write(folder: Path, content: object) -> Path:
@@ -124,7 +130,18 @@ def test_entries_in_the_order_that_transformers_has() -> None:
     others = ["config.json", "last.ckpt", "consolidated.00.pth", "params.json"]
     for number, name in enumerate(ENTRY_NAMES):
         assert entry_of([*others, *reversed(ENTRY_NAMES[number:])], "here") == name
-    assert [is_index(name) for name in ENTRY_NAMES] == [True, False, True, False]
+    assert [is_index(name) for name in ENTRY_NAMES] == [False, True, False, True]
+
+
+def test_a_single_file_beside_an_index_is_what_transformers_takes(tmp_path: Path) -> None:
+    """As after `save_pretrained` onto a sharded checkpoint, which leaves the index."""
+    folder = build_checkpoint(tmp_path / "model", "llama", shards=2, seed=1)
+    build_checkpoint(tmp_path / "new", "llama", seed=2)
+    shutil.copy(tmp_path / "new" / SINGLE_NAME, folder)
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(folder).lm_head.weight
+    with rabbitllm.lazy_load(folder) as weights:
+        assert torch.equal(weights["lm_head.weight"], wanted)
+    assert entry_of([path.name for path in folder.iterdir()], "here") == SINGLE_NAME
 
 
 @pytest.mark.parametrize("name", ["model.bin", "a.pt", "step_100.pth", "last-v1.ckpt", "x.pkl", "consolidated.00.pth"])

@@ -81,11 +81,6 @@ def test_single_file(tmp_path: Path) -> None:
     assert set(checkpoint.index.weight_map) == set(llama_tensors(layers=1))
 
 
-def test_index_is_preferred_to_a_single_file(folder: Path) -> None:
-    write_shards(folder, {SINGLE_NAME: {"other": torch.zeros(2)}}, index=False)
-    assert LocalCheckpoint(folder).index.shards == (FIRST, SECOND)
-
-
 def test_shards_in_a_folder_of_their_own(tmp_path: Path) -> None:
     folder = write_shards(tmp_path, {"weights/a.safetensors": {"model.norm.weight": torch.zeros(4)}})
     checkpoint = LocalCheckpoint(folder)
@@ -146,8 +141,8 @@ def test_no_checkpoint_in_the_folder(tmp_path: Path, files: list[str], found: st
         (tmp_path / file).touch()
     with pytest.raises(
         CheckpointNotFoundError,
-        match="holds no checkpoint: looked for model.safetensors.index.json, model.safetensors, "
-        rf"pytorch_model.bin.index.json, pytorch_model.bin, a single file of torch.save, and GGUF; {found}",
+        match="holds no checkpoint: looked for model.safetensors, model.safetensors.index.json, "
+        rf"pytorch_model.bin, pytorch_model.bin.index.json, a single file of torch.save, and GGUF; {found}",
     ) as refused:
         LocalCheckpoint(tmp_path)
     remedy = "safetensors or torch.save files" if "weights" in found else "the folder that holds the weights"
