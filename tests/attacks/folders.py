@@ -127,7 +127,7 @@ def single_file_that_is_a_link(folder: Path) -> None:
 
 @attack("index.json is a link that leads outside its folder, to .*outside")
 def index_that_is_a_link(folder: Path) -> None:
-    (folder / SINGLE).write_bytes(SOUND)
+    (folder / "a.safetensors").write_bytes(SOUND)
     (folder / INDEX).symlink_to(folder.parent / "outside" / INDEX)
 
 
