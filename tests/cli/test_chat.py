@@ -132,6 +132,7 @@ def at_a_terminal(folder: Path, *options: str) -> Iterator[Terminal]:
         os.close(ours)
 
 
+@pytest.mark.long
 def test_with_a_draft_model(demo: Path) -> None:
     plain, drafted = (piped(demo, "1 + 2 =\nAnd 2 + 2 =\n", *more) for more in ((), ("--draft", str(demo))))
     assert (drafted.returncode, drafted.stdout) == (0, plain.stdout)
