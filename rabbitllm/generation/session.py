@@ -93,7 +93,8 @@ def generate(
     arguments = generate_arguments(model, request, cache=cache)
     if draft is not None and request.media is None:
         # the draft cannot look for stop strings in its own text
-        stops += tuple(model.generation_config.stop_strings or ())
+        given = model.generation_config.stop_strings or ()
+        stops += (given,) if isinstance(given, str) else tuple(given)
         arguments |= draft_arguments(draft) | {"stop_strings": None}
     stream = TextStream(tokenizer_of(model), write, stops=stops, prompt_done=prompt_done)
     if stops:
