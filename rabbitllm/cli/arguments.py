@@ -346,8 +346,10 @@ class ModelOptions:
         Raises:
             OptionError: see `request`.
         """
-        if draft is None or draft == "ngram":
-            return "ngram" if draft else None
+        if draft is None:
+            return None
+        if draft == "ngram":
+            return "ngram"
         device = None if self.device == "auto" else self.device
         options = ModelOptions(device=device, no_split=self.no_split, trust_remote_code=self.trust_remote_code)
         return options.request(draft)
