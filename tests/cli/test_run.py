@@ -176,7 +176,7 @@ def test_no_prompt_is_a_wrong_call(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--temperature", "-1"], "negative"),
+        (["--temperature", "-1"], "temperature=-1.0 is out of range"),
         (["--raw", "--system", "x"], "a system prompt is not possible"),
         (["--compression", "3bit"], "does not exist"),
         (["--max-memory", "much"], "names no device"),
