@@ -108,13 +108,16 @@ def verify_command(
     from rabbitllm.base.terminal import counted
     from rabbitllm.models.library import of_model, one_of_model
     from rabbitllm.models.library_report import repair_advice, verification_record, verification_text
-    from rabbitllm.prepare import read_lock, repair_split
+    from rabbitllm.prepare import finish_repair, read_lock, refuse_half_repaired, repair_split
 
     folder, saving_path = expand(model), expand(place) if place is not None else None
     if of_model(model, compression, saving_path) or not folder.is_dir():  # else the check itself reports the problem
         folder = one_of_model(model, compression, saving_path).folder
+    if repair:
+        finish_repair(folder, original)
     start = time.perf_counter()
     with read_lock(folder):
+        refuse_half_repaired(folder)
         found = _verify_and_show(folder)
     seconds = time.perf_counter() - start
     if as_json:

@@ -30,6 +30,7 @@ from rabbitllm.models.convert import outtype_of
 from rabbitllm.models.library import DAMAGED, HALF_REMOVED, UNFINISHED, WHOLE, SplitEntry
 from rabbitllm.models.remove import Original, Removal
 from rabbitllm.models.show import ConfigSummary, Shown
+from rabbitllm.splitter import journal
 from rabbitllm.store import locations
 from rabbitllm.store.layer_store import Verification
 
@@ -104,7 +105,9 @@ def _quoted(folder: Path) -> str:
 
 
 def resume_command(entry: SplitEntry) -> str:
-    """The command that resumes an unfinished split, as far as its folder records it."""
+    """The command that resumes an unfinished split or repair, as far as its folder records it."""
+    if (repair := journal.repair_command(entry.folder)) is not None:
+        return harmless(repair, 400)
     folder, source = locations.spelled_out(entry.folder), entry.source
     around, model = folder.parent, locations.model_of(folder, entry.compression)
     is_hub = source is not None and source.kind == "hub"
@@ -223,7 +226,7 @@ def repair_advice(found: Verification) -> str:
     of = f"{len(shards)} of {len(found.manifest.source.fingerprints)} shards"
     if found.manifest.source.kind == "hub":
         return f"To repair (downloads {of} again): rabbitllm verify {_quoted(found.folder)} --repair"
-    if (around := original_around(found.folder, found.manifest, layers)) is not None:
+    if (around := original_around(found.folder, shards)) is not None:
         return f"To repair (reads {of} in {around}): rabbitllm verify {_quoted(found.folder)} --repair"
     return (
         f"To repair, if the checkpoint still has {', '.join(shards)}:\n"

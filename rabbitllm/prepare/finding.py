@@ -414,7 +414,7 @@ def _manifest_of(folder: Path) -> Manifest | None:
     """Return the manifest of a folder, None if it is no split directory; wait while another process repairs it.
 
     Raises:
-        IncompleteSplitError: the directory is an unfinished split, and no process works on it.
+        IncompleteSplitError: the directory is an unfinished split or repair, and no process works on it.
     """
     manifest = read_manifest(folder)
     if manifest is not None or journal.glance(folder) is None or not is_writable(folder):
@@ -422,11 +422,24 @@ def _manifest_of(folder: Path) -> Manifest | None:
     with locked(folder):
         manifest = read_manifest(folder)
     if manifest is None and journal.glance(folder) is not None:
+        refuse_half_repaired(folder)
         raise IncompleteSplitError(
             f"{folder} is an unfinished split, and no process is working on it.",
             "Use the original checkpoint: the same call then resumes the split.",
         )
     return manifest
+
+
+def refuse_half_repaired(folder: Path) -> None:
+    """Refuse a split directory whose repair was interrupted.
+
+    Raises:
+        IncompleteSplitError: it was; the remedy is the command that finishes it.
+    """
+    if (command := journal.repair_command(folder)) is not None:
+        raise IncompleteSplitError(
+            f"The repair of {folder} was interrupted, and no process is working on it.", f"Finish it: {command}"
+        )
 
 
 def _finished_while_looking(folder: Path, repository: HubRepository | None, target: Path, entry: str | None) -> bool:

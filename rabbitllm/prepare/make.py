@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from rabbitllm.base.options import RunOptions, ShardPolicy, SplitOptions
-from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata
+from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata, SourceIdentity
 from rabbitllm.checkpoints.config import quantized_as
 from rabbitllm.checkpoints.hub import HubAccess, HubCheckpoint, HubRepository, download_all, open_repository
 from rabbitllm.checkpoints.index import GGUF_SUFFIX, WEIGHT_SUFFIXES, gguf_models, is_index
@@ -35,6 +35,7 @@ from rabbitllm.prepare.finding import (
     open_folder,
     refuse_another,
 )
+from rabbitllm.splitter import journal
 from rabbitllm.splitter import lock as split_lock
 from rabbitllm.splitter.bit_allocation import other_budget
 from rabbitllm.splitter.filler import ShardExecutor
@@ -438,9 +439,8 @@ def _with_other_splits(error: MissingShardError, source: Source) -> MissingShard
     return MissingShardError(error.problem, remedy)
 
 
-def original_around(folder: Path, manifest: Manifest, layers: Collection[str]) -> Path | None:
-    """Return the folder around a split directory, if it has every shard that these layers were made from."""
-    shards = shards_for(manifest, layers)
+def original_around(folder: Path, shards: Collection[str]) -> Path | None:
+    """Return the folder around a split directory, if it has all of these shards."""
     parent = locations.spelled_out(folder).parent
     return parent if shards and all((parent / shard).is_file() for shard in shards) else None
 
@@ -461,15 +461,53 @@ def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], orig
         SplitMismatchError: the source is another one; nothing was touched.
         InUseError: another process has loaded the model, or deletes shards of the source; nothing was touched.
     """
-    known = manifest.source
+    with _repairing(folder, manifest.source, shards_for(manifest, layers), original) as (checkpoint, policy):
+        options = SplitOptions(manifest.compression, policy, fit_scales=is_fitted(manifest.quantizer))
+        named = str(original.absolute()) if original is not None else ""
+        repair(SplitRequest(checkpoint, folder, family_of(folder), options), manifest, layers, named)
+
+
+def finish_repair(folder: Path, original: Path | None = None) -> None:
+    """Finish a repair that was interrupted, or the removal of what it left; do nothing if there is neither.
+
+    Args:
+        folder: the split directory.
+        original: as in `repair_split`.
+
+    Raises:
+        RabbitLLMError: as in `repair_split`.
+    """
+    if has_work_left(folder, SplitOptions()):
+        with locked(folder):
+            clean_up(folder)
+    if journal.repair_command(folder) is None or (earlier := journal.replay(folder)) is None:
+        return
+    sums, used = earlier.checksums, earlier.used
+    shards = [s.name for s in earlier.plan.shards if s.name not in used or any(t.name in sums for t in s.tensors)]
+    with _repairing(folder, earlier.plan.source, shards, original) as (checkpoint, policy):
+        if is_finished(folder):  # another process was quicker
+            return
+        options = SplitOptions(earlier.plan.compression, policy, fit_scales=is_fitted(earlier.quantizer))
+        split(SplitRequest(checkpoint, folder, family_of(folder), options))
+
+
+@contextlib.contextmanager
+def _repairing(
+    folder: Path, known: SourceIdentity, shards: Collection[str], original: Path | None
+) -> Iterator[tuple[Checkpoint, ShardPolicy]]:
+    """Hold a split directory and its source while these shards are read; yield the source and what happens to shards.
+
+    Raises:
+        OptionError, InUseError: see `repair_split`.
+    """
     repository = None
     if original is None and known.kind != "hub":
-        original = original_around(folder, manifest, layers)
+        original = original_around(folder, shards)
+    model = next(iter(gguf_models(known.fingerprints)), None)
     if original is not None:
-        checkpoint: Checkpoint = LocalCheckpoint(original, entry=next(iter(gguf_models(known.fingerprints)), None))
+        checkpoint: Checkpoint = LocalCheckpoint(original, entry=model)
     elif known.kind == "hub":
         access = HubAccess(revision=known.commit)
-        model = next(iter(gguf_models(known.fingerprints)), None)
         quantization = model.removesuffix(GGUF_SUFFIX) if model is not None else None
         repository = open_repository(known.name, access, folder / STAGING_NAME, quantization)
         checkpoint = HubCheckpoint(repository)
@@ -478,14 +516,12 @@ def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], orig
             f"{folder} was split from a folder named {known.name!r}, and its path is not known.",
             "Pass its path with --original, if its shards still exist; otherwise split another copy of the model.",
         )
-    fitted = is_fitted(manifest.quantizer)
-    shards = ShardPolicy.DELETE_FETCHED if original is None else ShardPolicy.KEEP
-    options = SplitOptions(manifest.compression, shards, fit_scales=fitted)
+    policy = ShardPolicy.DELETE_FETCHED if original is None else ShardPolicy.KEEP
     source = Source(known.name, folder, folder, finished=False, repository=repository, local=original)
     with (
         system_errors_by_name(folder),
         locked(folder, excluding_readers=True),
         reporting_interrupts(folder),
-        lock_source(source, options),
+        lock_source(source, SplitOptions(shards=policy)),
     ):
-        repair(SplitRequest(checkpoint, folder, family_of(folder), options), manifest, layers)
+        yield checkpoint, policy

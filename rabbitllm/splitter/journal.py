@@ -67,9 +67,17 @@ class Replay:
 
 
 @uncollected()
-def begin(folder: Path, plan: SplitPlan, quantizer: str | None) -> None:
-    """Write a journal with no shard used up yet, durably."""
-    line = json.dumps(_encode(plan, quantizer), separators=(",", ":"))
+def begin(folder: Path, plan: SplitPlan, quantizer: str | None, repair_from: str | None = None) -> None:
+    """Write a journal with no shard used up yet, durably.
+
+    Args:
+        folder: the split directory.
+        plan: the plan of the split.
+        quantizer: as in the manifest.
+        repair_from: of a repair, the original that the user named, "" if none; None for any other split.
+    """
+    mark = {} if repair_from is None else {"repair_from": repair_from}
+    line = json.dumps(_encode(plan, quantizer) | mark, separators=(",", ":"))
     durable.write_whole(folder / JOURNAL_NAME, (line + "\n").encode())
 
 
@@ -110,6 +118,7 @@ class UnfinishedSplit:
         source: identity of the source.
         compression: None, one for all tensors, or "auto".
         stems: stems of the layer files.
+        repair_from: see `begin`.
     """
 
     shards: frozenset[str]
@@ -117,6 +126,7 @@ class UnfinishedSplit:
     source: SourceIdentity
     compression: str | None
     stems: tuple[str, ...]
+    repair_from: str | None = None
 
 
 def glance(folder: Path, name: str = JOURNAL_NAME) -> UnfinishedSplit | None:
@@ -130,11 +140,21 @@ def glance(folder: Path, name: str = JOURNAL_NAME) -> UnfinishedSplit | None:
         fingerprints = {shard["name"]: shard["fingerprint"] for shard in content["shards"]}
         kind, source, commit = content["source"]
         compression, stems = content["compression"], tuple(stem for _, stem, _ in content["layers"])
+        repair_from = content.get("repair_from")
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
     used = frozenset(entry.shard for line in lines if (entry := _entry(line)) is not None)
     identity = SourceIdentity(kind, source, commit, fingerprints)
-    return UnfinishedSplit(frozenset(fingerprints), used, identity, compression, stems)
+    return UnfinishedSplit(frozenset(fingerprints), used, identity, compression, stems, repair_from)
+
+
+def repair_command(folder: Path) -> str | None:
+    """The command that finishes an interrupted repair; None if the folder has none."""
+    seen = glance(folder)
+    if seen is None or seen.repair_from is None or (folder / MANIFEST_NAME).exists():
+        return None
+    original = ["--original", seen.repair_from] if seen.repair_from else []
+    return shlex.join(["rabbitllm", "verify", str(folder), "--repair", *original])
 
 
 @dataclass(frozen=True, slots=True)

@@ -360,13 +360,14 @@ def shards_for(manifest: Manifest, layers: Collection[str]) -> list[str]:
     )
 
 
-def repair(request: SplitRequest, manifest: Manifest, layers: Collection[str]) -> None:
-    """Make these layers of a finished split again.
+def repair(request: SplitRequest, manifest: Manifest, layers: Collection[str], named: str) -> None:
+    """Make these layers of a finished split again. After a crash `split` with the same request finishes it.
 
     Args:
         request: with the source that the split was made from, and its compression.
         manifest: of the directory.
         layers: ids of the damaged layers; their files are deleted once the source is verified.
+        named: the original that the user named, "" if none; for the command that finishes it.
 
     Raises:
         SplitMismatchError: the source is another one, or would be split differently; nothing was touched.
@@ -388,7 +389,7 @@ def repair(request: SplitRequest, manifest: Manifest, layers: Collection[str]) -
         for shard in plan.shards
     ]
     plan = replace(plan, shards=tuple(shards))
-    journal.begin(folder, plan, manifest.quantizer)
+    journal.begin(folder, plan, manifest.quantizer, named)
     opened = journal.SplitJournal(folder)
     try:
         for shard in plan.shards:

@@ -232,9 +232,10 @@ def test_a_repair_that_was_killed_is_said(folder: Path, damaged: Path) -> None:
     with Paused("repair", folder=damaged, original=folder) as other:
         other.is_killed()
     with pytest.raises(
-        IncompleteSplitError, match=f"{damaged} is an unfinished split, and no process is working on it"
-    ):
+        IncompleteSplitError, match=f"The repair of {damaged} was interrupted, and no process is working on it"
+    ) as error:
         AutoModel.from_pretrained(damaged, device="cpu")
+    assert error.value.remedy == f"Finish it: rabbitllm verify {damaged} --repair --original {folder}"
     AutoModel.from_pretrained(folder, layer_shards_saving_path=damaged.parent, device="cpu")
     assert not verify(damaged).damaged
 

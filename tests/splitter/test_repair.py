@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from rabbitllm import prepare
 from rabbitllm.checkpoints import fetch
 from rabbitllm.cli.main import app
 from rabbitllm.errors import HubError, IncompleteSplitError, OptionError, SplitMismatchError
+from rabbitllm.storage.durable import Step
 from rabbitllm.store.layer_store import LayerStore, verify
 from rabbitllm.store.manifest import Manifest, read_manifest
 from tests.support.builders import cut, llama_tensors, write_shards
+from tests.support.dying import Death
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import Faults, LocalHub
 from tests.support.splitting import Counter, contents, names_in, split
@@ -201,6 +204,33 @@ def test_command_names_what_is_damaged_and_repairs_it(made: Path) -> None:
     assert code == 0
     assert text.endswith("repaired: 1 layer file\n")
     assert contents(made) == whole
+
+
+@pytest.mark.parametrize("kind", ["hub", "around", "elsewhere"])
+def test_an_interrupted_repair_is_finished_by_the_same_command(made: Path, tmp_path: Path, kind: str) -> None:
+    """From a hub, from the folder around the split, and from an original that is named."""
+    words = []
+    if kind != "hub":
+        model = write_shards(tmp_path / "model", cut(llama_tensors(dtype=torch.float16), 3))
+        made = split(model, tmp_path / "out" if kind == "elsewhere" else None, sequential=False)
+        words = ["--original", str(model)] if kind == "elsewhere" else []
+    whole, command = contents(made), shlex.join(["rabbitllm", "verify", str(made), "--repair", *words])
+    for moment in (("create", f"{LAYER}.part"), ("rename", "split.json.part"), ("unlink", "split.journal")):
+
+        def stop(number: int, step: Step, moment: tuple[str, str] = moment) -> None:
+            if (step.kind, step.path.name) == moment:
+                raise Death
+
+        spoil(made, LAYER)
+        with observe_ticks(Counter(stop)), pytest.raises(Death):
+            run(str(made), "--repair", *words)
+        if not (made / "split.json").exists():
+            with pytest.raises(IncompleteSplitError, match=f"The repair of {made} was interrupted") as error:
+                run(str(made))
+            assert error.value.remedy == f"Finish it: {command}"
+            assert command in CliRunner().invoke(app, ["ls", str(made)], env={"COLUMNS": "400"}).stdout
+        assert run(str(made), "--repair", *words)[0] == 0
+        assert contents(made) == whole, moment
 
 
 def test_command_in_json(made: Path) -> None:
