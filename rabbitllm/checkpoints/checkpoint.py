@@ -234,8 +234,14 @@ class Checkpoint(Protocol):
         """
         ...
 
-    def release(self, shard: str) -> Release:
-        """Release a shard whose tensors are all durable elsewhere."""
+    def release(self, shard: str, *, only_staged: bool = False) -> Release:
+        """Release a shard whose tensors are all durable elsewhere.
+
+        Args:
+            shard: its name.
+            only_staged: remove no more than its file in the staging folder. A file that another program has put into
+                the folder or into the hub cache meanwhile is the user's.
+        """
         ...
 
     def freed_bytes(self, shards: Iterable[str], device: int) -> Mapping[str, int]:

@@ -317,14 +317,14 @@ class HubRepository:
         with translated(self.repo_id):
             yield from fetch.stream(self._remote(shard, self.listed(shard)))
 
-    def release(self, shard: str) -> Release:
-        """Remove the staged shard, or free the cached one through huggingface_hub's deletion."""
+    def release(self, shard: str, *, only_staged: bool = False) -> Release:
+        """Remove the staged shard, or free the cached one through huggingface_hub's deletion, if that may go too."""
         part = self.staged(shard)
         if part.exists():
             size = part.stat().st_size
             durable.remove(part)
             return Release(shard, Disposal.DELETED, size)
-        if cached := self.cached(shard):
+        if not only_staged and (cached := self.cached(shard)):
             return hub_cache.release_file(cached[0], shard)
         return Release(shard, Disposal.DELETED)
 

@@ -204,11 +204,11 @@ class LocalCheckpoint(Checkpoint):
         self._fetched.add(shard)
         return self._missing_from.stream(shard)
 
-    def release(self, shard: str) -> Release:
+    def release(self, shard: str, *, only_staged: bool = False) -> Release:
         path = self.folder / shard
-        if not path.exists():
+        if only_staged or not path.exists():
             if self._missing_from is not None and (shard in self._fetched or self._missing_from.staged(shard).exists()):
-                return self._missing_from.release(shard)
+                return self._missing_from.release(shard, only_staged=only_staged)
             durable.sync_folder(path.parent)  # an earlier run may have been killed between the deletion and this sync
             return Release(shard, Disposal.DELETED)
         size = path.stat().st_size

@@ -453,7 +453,8 @@ def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], orig
         manifest: its manifest.
         layers: ids of the damaged layers.
         original: the checkpoint, for a split that was made from a folder; by default the folder around the split
-            directory, if it has the shards. A repository is found by its name.
+            directory, if it has the shards. A repository is found by its name; only shards that the repair fetches
+            itself are deleted.
 
     Raises:
         OptionError: the split was made from a folder, no `original` was given, and the shards are not around the split.
@@ -478,7 +479,7 @@ def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], orig
             "Pass its path with --original, if its shards still exist; otherwise split another copy of the model.",
         )
     fitted = is_fitted(manifest.quantizer)
-    shards = ShardPolicy.DELETE_USED if original is None else ShardPolicy.KEEP
+    shards = ShardPolicy.DELETE_FETCHED if original is None else ShardPolicy.KEEP
     options = SplitOptions(manifest.compression, shards, fit_scales=fitted)
     source = Source(known.name, folder, folder, finished=False, repository=repository, local=original)
     with (

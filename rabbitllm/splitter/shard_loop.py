@@ -389,7 +389,7 @@ class ShardLoop:
     def _release(self, shard: PlannedShard) -> Release:
         if not (self.work.options.shards.deletes_used or shard.staged):
             return Release(shard.name, Disposal.KEPT)
-        release = self.work.checkpoint.release(shard.name)
+        release = self.work.checkpoint.release(shard.name, only_staged=shard.staged)
         if release.disposal is Disposal.READ_ONLY:
             logger.warning("%s is used but cannot be deleted: its folder is read-only.", shard.name)
         return release

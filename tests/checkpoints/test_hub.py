@@ -244,6 +244,25 @@ def test_cached_shard_is_used_there_and_freed(
     assert done[1].source_left_bytes == 0
 
 
+@pytest.mark.parametrize("transfer", ["file", "stream"])
+@pytest.mark.parametrize("policy", [ShardPolicy.DELETE_FETCHED, ShardPolicy.DELETE_USED])
+def test_what_another_program_downloads_meanwhile_stays(
+    policy: ShardPolicy, transfer: str, folder: Path, shards: list[str], hub_environment: HubEnvironment
+) -> None:
+    """The split fetches each shard itself, so the copies that appear in the cache meanwhile are not its own."""
+    source = prepare.find(prepare.ModelSpec(REPO))
+    downloaded: list[Path] = []
+
+    def download(event: progress.Event) -> None:
+        if isinstance(event, progress.ShardStarted):
+            downloaded.append(Path(snapshot_download(REPO, allow_patterns=[event.shard])) / event.shard)
+
+    with progress.listening(download):
+        prepare.ensure_split(source, SplitOptions(shards=policy, shard_transfer=transfer))
+    assert [path.name for path in downloaded] == shards
+    assert [path.read_bytes() for path in downloaded] == [(folder / name).read_bytes() for name in shards]
+
+
 def blob_size(path: Path) -> int:
     return path.stat().st_size
 

@@ -64,6 +64,26 @@ def test_only_the_shards_that_are_needed_are_fetched(made: Path, local_hub: Loca
     assert twice == set(needed)
 
 
+@pytest.mark.parametrize("kept", range(7))
+def test_shards_that_the_user_has_in_the_hub_cache_stay(
+    kept: int, tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment
+) -> None:
+    """A repair deletes what it fetches itself; whichever shards the user has had before are the user's."""
+    shards = write_shards(tmp_path / "hub" / REPO, cut(llama_tensors(layers=6, vocabulary=512), 6))
+    made = split(REPO, compression="4bit", sequential=False)
+    whole = contents(made)
+    snapshot = next((hub_environment.cache / "models--acme--tiny" / "snapshots").iterdir())
+    for name in names_in(shards, "*.safetensors")[kept:]:
+        (snapshot / name).resolve().unlink()
+        (snapshot / name).unlink()
+    before = contents(snapshot)
+    assert len(names_in(snapshot, "*.safetensors")) == kept
+    spoil(made, LAYER)
+    repair(made)
+    assert contents(made) == whole
+    assert contents(snapshot) == before
+
+
 def test_missing_layers_come_back(made: Path) -> None:
     whole = contents(made)
     for file in (LAYER, "lm_head.safetensors", f"{LAYER}.done"):
