@@ -24,6 +24,7 @@ from rabbitllm.base.terminal import amount
 from rabbitllm.demo.models import BundledModel, DemoModel
 from rabbitllm.demo.tasks import Problem
 from rabbitllm.display.pictures import pictured
+from rabbitllm.errors import OptionError
 from rabbitllm.splitter.journal import not_resumable
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ QUESTIONS_SHOWN = 6
 BAR_WIDTH = 24
 SAMPLE_SECONDS = 0.005
 MIB = 1 << 20
+MARK = ".rabbitllm-demo"
+"""An empty file in a checkpoint that a demonstration wrote, which the next one may replace."""
 
 
 @dataclass
@@ -173,6 +176,9 @@ def run(
         plot: path for a picture of the disk use during the split.
         console: receives the output; stdout by default.
         of: the model to demonstrate; the bundled one by default.
+
+    Raises:
+        OptionError: the working folder has a folder of the model's name which no demonstration wrote.
     """
     from rabbitllm import AutoModel
     from rabbitllm.generation.request import tokenizer_of
@@ -219,13 +225,25 @@ def run(
 
 
 def _fresh(folder: Path, of: DemoModel) -> Path:
-    """Write the checkpoint into the working folder, replacing that of an earlier demonstration."""
+    """Write the checkpoint into the working folder, replacing that of an earlier demonstration.
+
+    Raises:
+        OptionError: there is a folder of that name which no demonstration wrote.
+    """
     checkpoint = folder / of.folder
     if checkpoint.exists():
+        if not (checkpoint / MARK).is_file():
+            raise OptionError(
+                f"{checkpoint} was not written by a complete demonstration, and is not replaced.",
+                "Use another folder (--dir), or move or delete that one.",
+            )
         shutil.rmtree(checkpoint)
     folder.mkdir(parents=True, exist_ok=True)
-    of.write(checkpoint)
-    return checkpoint
+    part = folder / f"{MARK}.part"  # what a killed demonstration leaves is under this name
+    shutil.rmtree(part, ignore_errors=True)
+    of.write(part)
+    (part / MARK).touch()
+    return part.rename(checkpoint)
 
 
 def _ask(

@@ -19,7 +19,7 @@ from rabbitllm.cli import exit_codes
 from rabbitllm.cli.main import app
 from rabbitllm.demo import run as demo
 from rabbitllm.demo.models import BundledModel, SmolLM2
-from rabbitllm.errors import CheckpointNotFoundError, CorruptShardError
+from rabbitllm.errors import CheckpointNotFoundError, CorruptShardError, OptionError
 
 SHARDS = sorted(p.name for p in (files("rabbitllm.demo") / "model").iterdir() if p.name.endswith(".safetensors"))
 
@@ -80,12 +80,29 @@ def test_what_passes() -> None:
     assert not dataclasses.replace(good, recorded_exact_match=score + drop * 2).passed
 
 
+@pytest.mark.parametrize("model", [BundledModel(), SmolLM2()])
+def test_a_folder_of_the_same_name_that_is_the_user_s_stays(tmp_path: Path, model: BundledModel | SmolLM2) -> None:
+    own = tmp_path / model.folder / "model.safetensors"
+    own.parent.mkdir()
+    own.write_bytes(b"the user's own weights")
+    with pytest.raises(OptionError, match="was not written by a complete demonstration, and is not replaced"):
+        demo.run(tmp_path, 8, of=model)
+    assert own.read_bytes() == b"the user's own weights"
+
+
+def test_the_folder_of_an_earlier_demonstration_is_replaced(tmp_path: Path) -> None:
+    checkpoint = demo._fresh(tmp_path, BundledModel())
+    (checkpoint / SHARDS[0]).unlink()
+    assert demo._fresh(tmp_path, BundledModel()) == checkpoint
+    assert sorted(path.name for path in checkpoint.glob("*.safetensors")) == SHARDS
+
+
 @pytest.mark.long
 def test_demo_fails_when_a_shard_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rabbitllm.checkpoints.checkpoint import Disposal, Release
     from rabbitllm.checkpoints.local import LocalCheckpoint
 
-    monkeypatch.setattr(LocalCheckpoint, "release", lambda self, shard: Release(shard, Disposal.KEPT))
+    monkeypatch.setattr(LocalCheckpoint, "release", lambda self, shard, **_: Release(shard, Disposal.KEPT))
     outcome = demo.run(tmp_path, 8)
     assert (outcome.passed, list(outcome.shards_left)) == (False, SHARDS)
 
