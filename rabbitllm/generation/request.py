@@ -407,7 +407,10 @@ def end_tokens(model: StreamedModel) -> list[int]:
     return list(dict.fromkeys([*ends, *([own] if own is not None else [])]))
 
 
-OF_THE_MODEL = ("repetition_penalty", "min_p", "typical_p")
+OF_THE_MODEL = (
+    *("repetition_penalty", "min_p", "typical_p", "min_length", "min_new_tokens", "no_repeat_ngram_size"),
+    "suppress_tokens",
+)
 """Options of `generate` that a checkpoint may recommend, and a request cannot change."""
 
 

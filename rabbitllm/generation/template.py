@@ -20,13 +20,14 @@ is refused: the model would read it as a picture.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
@@ -122,12 +123,20 @@ class ChatTemplate:
         """
         return name in self._names[with_tools]
 
+    def settable(self, *, with_tools: bool = False) -> frozenset[str]:
+        """The variables that a request may set: those that only the template reads; see `variables_in`."""
+        return self._settable[with_tools]
+
     @cached_property
     def _names(self) -> tuple[frozenset[str], frozenset[str]]:
-        given = self.tokenizer.chat_template if self.is_there else ""
-        named = {"default": given} if isinstance(given, str) else dict(given)
-        default = named.get("default", "")
-        return names_in(str(default)), names_in(str(named.get("tool_use", default)))
+        default, with_tools = _sources(self.tokenizer)
+        return names_in(default), names_in(with_tools)
+
+    @cached_property
+    def _settable(self) -> tuple[frozenset[str], frozenset[str]]:
+        default, with_tools = _sources(self.tokenizer)
+        special = frozenset(getattr(self.tokenizer, "special_tokens_map", {}))
+        return variables_in(default) - special, variables_in(with_tools) - special
 
     def prompt(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **variables: Any
@@ -137,10 +146,11 @@ class ChatTemplate:
         Args:
             messages: each with its `role` and its `content`: a text, or a list of parts; see `media`.
             tools: tools as templates expect them.
-            variables: further variables of the template.
+            variables: further variables of the template; see `settable`.
 
         Raises:
-            PromptRefused: the template or the processor refuses these messages.
+            PromptRefused: the template or the processor refuses these messages, or the template does not read one of
+                the variables. A processor would take it as an argument: `images` with an address, or a `size`.
             MediaError: the model takes no such files, or one of them cannot be used.
             ProcessorError, MissingPackageError: the processor cannot be made.
         """
@@ -155,8 +165,10 @@ class ChatTemplate:
                     "Use --raw with the model's placeholders in the prompt, or add chat_template.jinja to the "
                     "checkpoint.",
                 )
+            _refuse_arguments(variables, variables_in(_sources(program)[0]))
             variables["return_tensors"] = "pt"
         elif self.is_there:
+            _refuse_arguments(variables, variables_in(_sources(self.tokenizer)[bool(tools)]))
             program, given = self.tokenizer, [dict(message) for message in messages]
         else:
             return self.raw(_plain(messages))
@@ -225,12 +237,51 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+def _sources(program: Any) -> tuple[str, str]:
+    """The chat template of a tokenizer or a processor, and the one for a prompt with tools; empty for none."""
+    given = getattr(program, "chat_template", None) or ""
+    named = {"default": given} if isinstance(given, str) else dict(given)
+    default = str(named.get("default", ""))
+    return default, str(named.get("tool_use", default))
+
+
+def _refuse_arguments(variables: Mapping[str, Any], settable: frozenset[str]) -> None:
+    for name in variables:
+        if name not in settable:
+            raise PromptRefused(jinja2.TemplateError(f"it does not read the variable {harmless(name, 60)}"))
+
+
+@cache
+def _arguments() -> frozenset[str]:
+    """Everything that tokenizers and processors of transformers take, and that templates get from them."""
+    from transformers import PreTrainedTokenizerBase, processing_utils
+
+    programs = PreTrainedTokenizerBase, processing_utils.ProcessorMixin
+    calls = [call for program in programs for call in (program.apply_chat_template, program.__call__)]
+    names = {name for call in calls for name in inspect.signature(call).parameters}
+    for part in ("TextKwargs", "ImagesKwargs", "VideosKwargs", "AudioKwargs", "ProcessingKwargs"):
+        names |= getattr(processing_utils, part).__annotations__.keys()
+    return frozenset({*names, "messages", "raise_exception", "strftime_now", *jinja2.defaults.DEFAULT_NAMESPACE})
+
+
+def _parsed(source: str) -> nodes.Template | None:
+    try:
+        return jinja2.Environment(extensions=[loopcontrols, _GenerationTag]).parse(source)
+    except jinja2.TemplateError:  # an unknown extension
+        return None
+
+
+@cache
+def variables_in(source: str) -> frozenset[str]:
+    """Variables that a template's source reads, without those that transformers sets or takes as its own arguments."""
+    tree = _parsed(source)
+    return frozenset() if tree is None else frozenset(meta.find_undeclared_variables(tree)) - _arguments()
+
+
 def names_in(source: str) -> frozenset[str]:
     """Names of the variables, attributes and keys in a template's source."""
-    environment = jinja2.Environment(extensions=[loopcontrols, _GenerationTag])
-    try:
-        tree = environment.parse(source)
-    except jinja2.TemplateError:  # an unknown extension
+    tree = _parsed(source)
+    if tree is None:
         return frozenset(re.findall(r"[A-Za-z_]\w*", source))
     found = {node.name for node in tree.find_all(nodes.Name)}
     found |= {node.attr for node in tree.find_all(nodes.Getattr)}

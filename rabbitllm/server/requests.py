@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import MediaError, OptionError
 from rabbitllm.generation.media import openai_part, text_of_parts
 from rabbitllm.generation.request import MAX_CHOICES, ModelLimits, Prompt, Request, Sampling
 from rabbitllm.generation.template import ChatTemplate
 from rabbitllm.server.api_error import BAD_MEDIA, PROMPT_ERRORS, UNSUPPORTED, bad, prompt_error, unsupported
 from rabbitllm.server.schemas import (
+    NO_LIMIT,
     ChatBody,
     CompletionBody,
     ContentPart,
@@ -27,14 +29,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_STOP_CHARACTERS = 1_000
-_RESERVED = frozenset(
-    {
-        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"),
-        *("return_dict", "return_tensors", "padding", "truncation", "max_length", "chat_template", "conversation"),
-        *("tokenizer_kwargs", "return_assistant_tokens_mask", "processor_kwargs"),
-    }
-)
-"""Arguments of `apply_chat_template` that requests must not set."""
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names under which clients send the reasoning of an earlier answer, and templates read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +103,7 @@ def checked_chat(body: ChatBody, template: ChatTemplate, limits: ModelLimits, se
     except PROMPT_ERRORS as error:
         raise prompt_error(error) from error
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    wanted = None if wanted == NO_LIMIT else wanted
     new_tokens = _new_tokens(prompt, wanted, limits, settings, "messages")
     requests = _requests_of(body, [(prompt, new_tokens)], (*body.stops, *template.stops), top_logprobs, settings)
     functions = [tool.function for tool in tools]
@@ -136,18 +133,21 @@ def _tools(body: ChatBody, template: ChatTemplate) -> list[Tool]:
 
 def _variables(body: ChatBody, template: ChatTemplate, *, with_tools: bool) -> dict[str, Any]:
     """The further variables of the template; messages and tools are passed to it separately."""
-    found: dict[str, Any] = {}
-    if body.chat_template_kwargs:
-        wrong = sorted(_RESERVED & body.chat_template_kwargs.keys())
-        if wrong:
-            raise bad(f"chat_template_kwargs: {wrong[0]} cannot be set.", "chat_template_kwargs")
-        found |= body.chat_template_kwargs
+    settable = template.settable(with_tools=with_tools)
+    named = body.chat_template_kwargs or {}
+    for name, value in named.items():
+        if name not in settable and value is not None:
+            known = f" It reads {', '.join(sorted(settable))}." if settable else ""
+            raise unsupported(
+                f"chat_template_kwargs: {harmless(name, 60)} is no variable of this model's chat template.{known}",
+                "chat_template_kwargs",
+            )
     form = body.response_format.model_dump(exclude_none=True) if body.response_format is not None else {"type": "text"}
     asked = {"response_format": form if form["type"] != "text" else None, "reasoning_effort": body.reasoning_effort}
     for name, value in asked.items():
-        if value is not None and not template.reads(name, with_tools=with_tools):
+        if value is not None and name not in settable:
             raise unsupported(f"{name} is not supported: this model's chat template does not use it.", name)
-    return found | {name: value for name, value in asked.items() if value is not None}
+    return {name: value for name, value in {**named, **asked}.items() if value is not None}
 
 
 def _messages(messages: list[Message], template: ChatTemplate, settings: Settings) -> list[dict[str, Any]]:
@@ -160,6 +160,7 @@ def _messages(messages: list[Message], template: ChatTemplate, settings: Setting
             role = "system"
         made: dict[str, Any] = {"role": role, "content": _content(message, where, settings)}
         made |= message.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
+        made |= _reasoning(message, template, where)
         if message.tool_calls:
             if role != "assistant":
                 raise bad(f"{where} is of {role}; only an assistant can call tools.", f"{where}.tool_calls")
@@ -177,10 +178,18 @@ def _messages(messages: list[Message], template: ChatTemplate, settings: Setting
     return found
 
 
+def _reasoning(message: Message, template: ChatTemplate, where: str) -> dict[str, str]:
+    """The reasoning of an earlier answer, under the names that the template reads; most templates leave it out."""
+    texts = [text for name in _REASONING if (text := getattr(message, name))]
+    if texts and message.role != "assistant":
+        raise bad(f"{where} is of {message.role}; only an assistant has reasoning.", where)
+    return {name: texts[0] for name in _REASONING if texts and template.reads(name, with_tools=True)}
+
+
 def _content(message: Message, where: str, settings: Settings) -> str | list[Mapping[str, Any]]:
     """The text of a message, or its parts if there are pictures or sounds among them."""
     if message.content is None:
-        if message.role != "assistant":
+        if message.role not in ("assistant", "tool"):
             raise bad(f"{where} has no content.", f"{where}.content")
         return ""
     if isinstance(message.content, str):
@@ -188,6 +197,9 @@ def _content(message: Message, where: str, settings: Settings) -> str | list[Map
     parts = []
     for number, part in enumerate(message.content):
         at = f"{where}.content.{number}"
+        others = [name for name in sorted(ContentPart.model_fields.keys() - {"type", part.type}) if getattr(part, name)]
+        if others:
+            raise unsupported(f"{at} is of type {harmless(part.type, 40)} and has {others[0]}; omit it.", at)
         try:
             media = openai_part(part.model_dump(exclude_none=True), at, settings.media_folder)
         except MediaError as error:
@@ -202,16 +214,18 @@ def _text(part: ContentPart, where: str) -> str:
     if part.type not in ("text", "refusal"):
         wanted = "text, image_url and input_audio are supported"
         raise bad(f"{where} is of type {part.type[:40]}; {wanted}.", where, UNSUPPORTED)
-    text = part.text if part.text is not None else (part.model_extra or {}).get("refusal")
+    text = part.text if part.type == "text" else part.refusal
     if not isinstance(text, str):
         raise bad(f"{where} has no text.", where)
     return text
 
 
-def _arguments(given: str | dict[str, Any]) -> Any:
+def _arguments(given: str | dict[str, Any] | None) -> Any:
     """Arguments as a dict, which templates expect; unchanged if they are not a JSON object."""
     if isinstance(given, dict):
         return given
+    if given is None or not given.strip():  # a call without arguments
+        return {}
     try:
         value = json.loads(given)
     except (ValueError, RecursionError):
@@ -257,7 +271,8 @@ def checked_completion(
         raise bad(f"{len(given)} prompts with n={body.n or 1} are more than {MAX_CHOICES} choices.", "prompt")
     prompts = [Prompt(tuple(token_ids(one, tokenizer))) for one in given]
     wanted = body.max_tokens if body.max_tokens is not None else settings.completion_new_tokens
-    if body.max_tokens is None and limits.context is not None:
+    wanted = settings.max_new_tokens if wanted == NO_LIMIT else wanted
+    if body.max_tokens in (None, NO_LIMIT) and limits.context is not None:
         wanted = min(wanted, max(limits.context - max(len(prompt.ids) for prompt in prompts), 1))
     pairs = [(prompt, _new_tokens(prompt, wanted, limits, settings, "prompt")) for prompt in prompts]
     requests = _requests_of(body, pairs, body.stops, body.logprobs, settings)

@@ -1,24 +1,43 @@
 """Schemas of request bodies: the fields of OpenAI's interface, with their types and bounds.
 
-Other fields are kept in `model_extra`. Those that would change an answer are refused, not ignored (`NEUTRAL`); unknown
-fields, and those that change no answer (`user`, `store`, `metadata`), are ignored as in OpenAI-compatible servers.
+Other fields, also those of messages, tools and all other objects, are refused, not ignored, unless they change no
+answer (`HARMLESS`) or have a value that changes none (`NEUTRAL`).
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from rabbitllm.base.terminal import harmless
 from rabbitllm.generation.request import MAX_CHOICES, SEEDS
 from rabbitllm.server.api_error import bad, unsupported
 
-MAX_STOPS = 4
+MAX_STOPS = 64
 MAX_TOP_LOGPROBS = 20
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 128
 
+NO_LIMIT = -1
+"""`max_tokens` of clients that want an answer as long as the server gives."""
+
+
+def _whole(value: Any) -> Any:
+    """2.0 as 2: some clients know one kind of number."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _count(value: int) -> int:
+    if value < 1 and value != NO_LIMIT:
+        raise ValueError(f"expected at least 1, or {NO_LIMIT} for no limit")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Count = Annotated[int, BeforeValidator(_whole), AfterValidator(_count)]
 Token = Annotated[int, Field(ge=0)]
 _Parsed = TypeVar("_Parsed", bound=BaseModel)
 
@@ -39,13 +58,13 @@ class GenerationBody(_Strict):
     """Fields shared by chats and completions."""
 
     model: str | None = None
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    n: Whole | None = Field(None, ge=1, le=MAX_CHOICES)
     stop: str | list[str] | None = None
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
-    top_k: int | None = Field(None, ge=-1, le=SEEDS)
-    seed: int | None = Field(None, ge=-SEEDS - 1, le=SEEDS)
-    max_tokens: int | None = Field(None, ge=1)
+    top_k: Whole | None = Field(None, ge=-1, le=SEEDS)
+    seed: Whole | None = Field(None, ge=-SEEDS - 1, le=SEEDS)
+    max_tokens: Count | None = None
     stream: bool | None = None
     stream_options: StreamOptionsBody | None = None
 
@@ -67,20 +86,35 @@ class GenerationBody(_Strict):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
+class ImageURL(_Strict):
+    """`image_url` of a part."""
+
+    url: str | None = None
+    detail: str | None = None
+
+
+class InputAudio(_Strict):
+    """`input_audio` of a part."""
+
+    data: str | None = None
+    format: str | None = None
+
+
 class ContentPart(_Strict):
-    """A part of a message's content."""
+    """A part of a message's content; only the field of its type is set."""
 
     type: str
     text: str | None = None
-    image_url: str | dict[str, Any] | None = None
-    input_audio: dict[str, Any] | None = None
+    refusal: str | None = None
+    image_url: str | ImageURL | None = None
+    input_audio: InputAudio | None = None
 
 
 class CalledFunction(_Strict):
     """`tool_calls[].function`."""
 
     name: str
-    arguments: str | dict[str, Any] = "{}"
+    arguments: str | dict[str, Any] | None = None
 
 
 class ToolCall(_Strict):
@@ -99,6 +133,9 @@ class Message(_Strict):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
 
 
 class Function(_Strict):
@@ -127,9 +164,9 @@ class ChatBody(GenerationBody):
     """Body of `/v1/chat/completions`."""
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    top_logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -143,8 +180,8 @@ class CompletionBody(GenerationBody):
 
     prompt: str | list[str] | list[Token] | list[list[Token]]
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    best_of: int | None = Field(None, ge=1)
+    logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    best_of: Whole | None = Field(None, ge=1)
     suffix: str | None = None
 
 
@@ -154,25 +191,27 @@ class Embedding(_Strict):
     model: str | None = None
     input: str | list[str] | list[Token] | list[list[Token]]
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = Field(None, ge=1)
+    dimensions: Whole | None = Field(None, ge=1)
 
 
 def parsed(kind: type[_Parsed], body: Any) -> _Parsed:
     """A body as one of these schemas.
 
     Raises:
-        APIError: the body does not fit; the message names the field and the problem.
+        APIError: the body does not fit, or has an unknown field; the message names the field and the problem.
     """
     if not isinstance(body, dict):
         raise bad("The request body is not a JSON object.")
     try:
-        return kind.model_validate(body)
+        made = kind.model_validate(body)
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False, include_context=False)
         where = _field(found[0]["loc"])
         same = [one["msg"] for one in found if _field(one["loc"]) == where]
         problems = "; or ".join(dict.fromkeys(text[:1].lower() + text[1:] for text in same[:4]))
         raise bad(f"{where or 'The body'}: {problems}.", where or None) from None
+    _refuse_unknown(made, "")
+    return made
 
 
 def _field(location: tuple[int | str, ...]) -> str:
@@ -182,6 +221,76 @@ def _field(location: tuple[int | str, ...]) -> str:
     return ".".join(kept)[:200]
 
 
+def _refuse_unknown(value: Any, where: str) -> None:
+    """Refuse unknown fields of a body, and of all objects in it.
+
+    Raises:
+        APIError: there is one; the message names fields that are near.
+    """
+    if isinstance(value, list):
+        for number, item in enumerate(value):
+            if isinstance(item, BaseModel):
+                _refuse_unknown(item, f"{where}.{number}")
+    if not isinstance(value, _Strict) or (
+        isinstance(value, ContentPart) and value.type not in type(value).model_fields
+    ):
+        return  # such a part is refused for its type
+    known = {name for kind in type(value).__mro__ for name in HARMLESS.get(kind, ())}
+    if isinstance(value, GenerationBody):
+        known |= NEUTRAL.keys()
+    for name, content in (value.model_extra or {}).items():
+        if content is None or name in known or _is_one_of(content, _NEUTRAL_IN.get((type(value), name), ())):
+            continue
+        fields = [name for name in type(value).model_fields if name != "type"]
+        near = [_INSTEAD[name]] if _INSTEAD.get(name) in fields else difflib.get_close_matches(name, fields)
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        if not near and isinstance(value, ChatBody):
+            hint = " Variables of the chat template are set in chat_template_kwargs."
+        full = f"{where}.{name}".strip(".")[:200]
+        raise unsupported(f"{harmless(full, 100)} is not supported; omit it.{hint}", full)
+    for name in type(value).model_fields:
+        _refuse_unknown(getattr(value, name), f"{where}.{name}".strip("."))
+
+
+def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Whether a value is one of these; true is not 1."""
+    return any(value == each and (value is each or bool not in (type(value), type(each))) for each in neutral)
+
+
+HARMLESS: Mapping[type, tuple[str, ...]] = {
+    GenerationBody: (
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("prompt_cache_retention", "cache_prompt", "keep_alive", "priority", "request_id", "session_id", "chat_id"),
+        *("id", "usage"),
+    ),
+    StreamOptionsBody: ("include_obfuscation",),
+    Message: ("id", "annotations", "parsed", "cache_control", "provider_specific_fields", "reasoning_details"),
+    ContentPart: ("cache_control",),
+    ImageURL: ("format",),
+    ToolCall: ("index",),
+    CalledFunction: ("parsed_arguments",),
+    Tool: ("cache_control",),
+    Function: ("strict", "return"),
+    Embedding: ("user", "metadata"),
+}
+"""Schema -> fields that change no answer, of any value; `strict` and `return` of a tool are shown to the model."""
+_NEUTRAL_IN: Mapping[tuple[type, str], tuple[Any, ...]] = {
+    (Message, "refusal"): ("",),
+    (Message, "prefix"): (False,),
+    (Message, "partial"): (False,),
+    (StreamOptionsBody, "continuous_usage_stats"): (False,),
+}
+"""Schema and field -> values without effect."""
+_INSTEAD: Mapping[str, str] = {
+    **dict.fromkeys(("max_new_tokens", "max_length", "n_predict", "num_predict", "max_output_tokens"), "max_tokens"),
+    **dict.fromkeys(("stop_sequences", "stop_strings", "stop_token_ids"), "stop"),
+    **dict.fromkeys(("enable_thinking", "thinking", "documents"), "chat_template_kwargs"),
+    **dict.fromkeys(("format", "guided_decoding"), "response_format"),
+    "reasoning": "reasoning_effort",
+    "do_sample": "temperature",
+    "num_return_sequences": "n",
+}
+"""Field of another server -> the field here."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -191,10 +300,25 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "min_p": (0,),
     "typical_p": (1,),
     "min_tokens": (0,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "no_repeat_ngram_size": (0,),
+    "repeat_penalty": (1,),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+    "mirostat": (0,),
+    "tfs_z": (1,),
+    "num_beams": (1,),
+    "echo": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
     "use_beam_search": (False,),
     "ignore_eos": (False,),
     "stop_token_ids": ([],),
     "bad_words": ([],),
+    "suppress_tokens": ([],),
+    "include_reasoning": (True,),
+    "separate_reasoning": (True,),
     "skip_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
     "prompt_logprobs": (0,),
@@ -217,6 +341,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "prediction": (),
 }
 """Field -> values without effect, unless the model has a value of its own; None counts for every field."""
+_SAME: Mapping[str, str] = {"repeat_penalty": "repetition_penalty", "min_tokens": "min_new_tokens"}
+"""Field -> transformers' name for it."""
 
 
 def refuse_unsupported(body: GenerationBody, of_the_model: Mapping[str, float]) -> None:
@@ -232,9 +358,8 @@ def refuse_unsupported(body: GenerationBody, of_the_model: Mapping[str, float]) 
     for name, value in (body.model_extra or {}).items():
         if name not in NEUTRAL or value is None:
             continue
-        kept = (of_the_model[name],) if name in of_the_model else NEUTRAL[name]
-        if not any(
-            value == neutral and (value is neutral or bool not in (type(value), type(neutral))) for neutral in kept
-        ):
+        own = _SAME.get(name, name)
+        kept = (of_the_model[own],) if own in of_the_model else NEUTRAL[name]
+        if not _is_one_of(value, kept):
             what = f" or use {' or '.join(map(repr, kept))}" if kept else ""
             raise unsupported(f"{name} is not supported; omit it{what}.", name)

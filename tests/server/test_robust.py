@@ -78,7 +78,7 @@ def idle(served: Running) -> None:
         (CHAT, {"messages": HELLO, "temperature": 3}, "temperature"),
         (CHAT, {"messages": HELLO, "temperature": "1"}, "temperature"),
         (CHAT, {"messages": HELLO, "n": 129}, "n"),
-        (CHAT, {"messages": HELLO, "stop": ["a"] * 5}, "stop"),
+        (CHAT, {"messages": HELLO, "stop": ["a"] * 65}, "stop"),
         (CHAT, {"messages": HELLO, "stop": "a" * 1001}, "stop"),
         (CHAT, {"messages": HELLO, "top_logprobs": 3}, "top_logprobs"),
         (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -107,11 +107,188 @@ def test_what_cannot_be_honoured_is_refused(served: Running, path: str, body: An
 
 
 def test_what_changes_nothing_is_accepted(served: Running) -> None:
-    more = {"user": "u", "store": True, "metadata": {"a": "b"}, "frequency_penalty": 0, "logit_bias": {}, "unheard": 1}
+    more = {
+        "user": "u",
+        "store": True,
+        "metadata": {"a": "b"},
+        "frequency_penalty": 0,
+        "logit_bias": {},
+        "unheard": None,
+    }
     found = served.post(CHAT, {"messages": HELLO, "max_tokens": 1, "model": "", "tool_choice": "none", **more})
     assert found.status_code == 200, found.text
     found = served.post(CHAT, {"messages": HELLO, "max_tokens": 1, "response_format": {"type": "text"}})
     assert found.status_code == 200, found.text
+
+
+OF_OTHER_SERVERS: dict[str, Any] = {
+    "no_repeat_ngram_size": 3,
+    "repeat_penalty": 1.1,
+    "repeat_last_n": 64,
+    "bad_words_ids": [[4]],
+    "regex": "a+",
+    "format": "json",
+    "chat_template": "{{ 1 }}",
+    "enable_thinking": False,
+    "thinking": {"type": "disabled"},
+    "allowed_token_ids": [4],
+    "suppress_tokens": [4],
+    "min_length": 5,
+    "min_new_tokens": 5,
+    "max_new_tokens": 5,
+    "n_predict": 5,
+    "num_predict": 5,
+    "ebnf": "a",
+    "guided_decoding": {},
+    "guided_json": {},
+    "documents": [],
+    "reasoning": {"effort": "high"},
+    "stop_sequences": ["a"],
+    "dry_multiplier": 0.8,
+    "xtc_probability": 0.5,
+    "mirostat": 2,
+    "tfs_z": 0.5,
+    "typical_p": 0.5,
+    "top_a": 0.5,
+    "min_p": 0.1,
+    "num_beams": 4,
+    "do_sample": False,
+    "penalty_alpha": 0.6,
+    "num_return_sequences": 2,
+    "options": {"temperature": 0},
+    "system": "a",
+    "raw": True,
+    "ignore_eos": True,
+    "add_bos_token": False,
+    "logits_processors": ["a"],
+    "lora_request": "a",
+    "cache_salt": "a",
+    "images": ["a"],
+    "continue_final_message": True,
+    "return_token_ids": True,
+    "unheard": 1,
+    "extra_body": {},
+}
+"""Field -> a value that would change an answer there."""
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+def test_a_field_of_another_server_is_refused_by_name(served: Running, path: str) -> None:
+    body: dict[str, Any] = {"max_tokens": 1} | ({"messages": HELLO} if path == CHAT else {"prompt": "a"})
+    for name, value in OF_OTHER_SERVERS.items():
+        message = refused(served.post(path, {**body, name: value}), 400, "unsupported_parameter", name)
+        assert message.startswith(f"{name} is not supported; omit it"), message
+    assert served.post(path, body | dict.fromkeys(OF_OTHER_SERVERS)).status_code == 200  # null is no value
+
+
+@pytest.mark.parametrize(
+    ("field", "hint"),
+    [
+        ("max_new_tokens", " Did you mean max_tokens?"),
+        ("n_predict", " Did you mean max_tokens?"),
+        ("temprature", " Did you mean temperature?"),
+        ("stop_sequences", " Did you mean stop?"),
+        ("enable_thinking", " Did you mean chat_template_kwargs?"),
+        ("keep_thoughts", " Variables of the chat template are set in chat_template_kwargs."),
+    ],
+)
+def test_a_refusal_names_what_is_near(served: Running, field: str, hint: str) -> None:
+    message = refused(served.post(CHAT, {"messages": HELLO, field: 1}), 400, param=field)
+    assert message == f"{field} is not supported; omit it.{hint}"
+
+
+FUNCTION = {"name": "f", "parameters": {}}
+
+
+@pytest.mark.parametrize(
+    ("where", "inner"),
+    [
+        ("messages.0", {"messages": [{"role": "user", "content": "a", "unheard": 1}]}),
+        ("messages.0", {"messages": [{"role": "assistant", "content": "a", "unheard": True}]}),
+        (
+            "messages.0.content.0",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "unheard": 1}]}]},
+        ),
+        (
+            "messages.0.content.0.image_url",
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a", "unheard": 1}}]}
+                ]
+            },
+        ),
+        (
+            "messages.0.tool_calls.0",
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}, "unheard": 1}]}]},
+        ),
+        (
+            "messages.0.tool_calls.0.function",
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "unheard": 1}}]}]},
+        ),
+        ("tools.0", {"tools": [{"type": "function", "function": FUNCTION, "unheard": 1}]}),
+        ("tools.0.function", {"tools": [{"type": "function", "function": {**FUNCTION, "unheard": 1}}]}),
+        ("stream_options", {"stream": True, "stream_options": {"include_usage": True, "unheard": 1}}),
+        ("response_format", {"response_format": {"type": "text", "unheard": 1}}),
+    ],
+)
+def test_an_unknown_field_of_an_inner_object_is_refused_by_name(served: Running, where: str, inner: Any) -> None:
+    message = refused(served.post(CHAT, {"messages": HELLO, **inner}), 400, "unsupported_parameter", f"{where}.unheard")
+    assert message.startswith(f"{where}.unheard is not supported; omit it.")
+
+
+def test_a_part_has_the_field_of_its_type_only(served: Running) -> None:
+    part = {"type": "text", "text": "a", "image_url": {"url": "http://127.0.0.1:9/a.png"}}
+    answer = served.post(CHAT, {"messages": [{"role": "user", "content": [part]}]})
+    assert refused(answer, 400) == "messages.0.content.0 is of type text and has image_url; omit it."
+
+
+def test_requests_of_real_clients_are_answered(served: Running) -> None:
+    """What these send besides, and numbers and texts in their form."""
+    harmless_fields = {
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+        "prompt_cache_retention": "24h",
+        "parallel_tool_calls": None,
+        "modalities": ["text"],
+        "stream": True,
+        "stream_options": {"include_usage": True, "include_obfuscation": False},
+        "usage": {"include": True},
+        "cache_prompt": True,
+        "keep_alive": "5m",
+        "verbosity": "medium",
+    }
+    for more in (
+        harmless_fields,
+        {"max_tokens": 2.0, "n": 1.0, "top_k": 20.0, "seed": 3.0},
+        {"max_tokens": -1},
+        {"max_completion_tokens": -1},
+        {"stop": list("vwxyz")},
+        {"messages": [{**HELLO[0], "cache_control": {"type": "ephemeral"}}]},
+        {
+            "messages": [  # the first answer's message, sent back as it came
+                *HELLO,
+                {
+                    "role": "assistant",
+                    "content": "hi",
+                    "refusal": None,
+                    "annotations": [],
+                    "audio": None,
+                    "tool_calls": None,
+                },
+                *HELLO,
+            ]
+        },
+    ):
+        answer = served.post(CHAT, {"messages": HELLO, "temperature": 0, "max_tokens": 1, **more})
+        assert answer.status_code == 200, answer.text
+    for wrong in (0, -2, 2.5, True):
+        refused(served.post(CHAT, {"messages": HELLO, "max_tokens": wrong}), 400, param="max_tokens")
+    unbounded = served.post(COMPLETION, {"prompt": "the rain", "max_tokens": -1, "temperature": 0})
+    assert unbounded.json()["usage"]["completion_tokens"] > 16
 
 
 def test_a_penalty_of_the_model_is_not_taken_for_none(tmp_path: Path) -> None:
@@ -120,7 +297,8 @@ def test_a_penalty_of_the_model_is_not_taken_for_none(tmp_path: Path) -> None:
     with running(split(folder)) as served:
         for own in ({}, {"repetition_penalty": 1.3}, {"min_p": 0}):
             assert served.post(COMPLETION, {"prompt": "a", "max_tokens": 1, **own}).status_code == 200
-        refused(served.post(COMPLETION, {"prompt": "a", "repetition_penalty": 1}), 400, param="repetition_penalty")
+        for own in ("repetition_penalty", "repeat_penalty"):
+            refused(served.post(COMPLETION, {"prompt": "a", own: 1}), 400, param=own)
 
 
 def test_another_model_is_not_found(served: Running) -> None:
@@ -385,7 +563,8 @@ def test_no_body_whatever_is_a_fault_of_the_server(
     served: Running, path: str, body: Any, messages: Any, prompt: Any
 ) -> None:
     if isinstance(body, dict):
-        body = {"max_tokens": 1, "messages": messages, "prompt": prompt, "input": prompt, **body}
+        right = {CHAT: {"messages": messages}, COMPLETION: {"prompt": prompt}}.get(path, {"input": prompt})
+        body = {**({} if path.endswith("embeddings") else {"max_tokens": 1}), **right, **body}
     try:
         raw = json.dumps(body).encode()
     except ValueError:

@@ -130,6 +130,23 @@ def test_calls_and_answers_go_to_the_template(scripted: Running) -> None:
     assert found.choices[0].message.content == "It is three."
 
 
+@pytest.mark.parametrize("arguments", ["", " ", None, "{}", {}])
+def test_a_call_without_arguments_goes_to_the_template(scripted: Running, arguments: Any) -> None:
+    """Clients send it back in any of these forms; some send the answer of a tool as null."""
+    call = {"id": "1", "type": "function", "index": 0, "function": {"name": "add", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "add"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": None},
+        {"role": "user", "content": "<talk>"},
+    ]
+    answer = scripted.post("/v1/chat/completions", {"messages": messages, "temperature": 0})
+    said = "addcalled add with []\ngot <talk>"
+    assert answer.status_code == 200, answer.text
+    tokens = len(scripted.model.tokenizer(said, add_special_tokens=False)["input_ids"])
+    assert answer.json()["usage"]["prompt_tokens"] == tokens
+
+
 def test_json_is_asked_of_a_template_that_has_a_place_for_it(scripted: Running) -> None:
     found = ask(scripted, "", tools=None, response_format={"type": "json_object"})
     assert json.loads(found.choices[0].message.content) == {"a": 1}
