@@ -67,10 +67,14 @@ class Replay:
 
 
 @uncollected()
-def begin(folder: Path, plan: SplitPlan, quantizer: str | None) -> None:
-    """Write a journal with no shard used up yet, durably."""
+def begin(folder: Path, plan: SplitPlan, quantizer: str | None, *, new: bool = False) -> None:
+    """Write a journal with no shard used up yet, durably.
+
+    Raises:
+        FileExistsError: `new`, and there is one.
+    """
     line = json.dumps(_encode(plan, quantizer), separators=(",", ":"))
-    durable.write_whole(folder / JOURNAL_NAME, (line + "\n").encode())
+    durable.write_whole(folder / JOURNAL_NAME, (line + "\n").encode(), new=new)
 
 
 @uncollected()
