@@ -28,7 +28,8 @@ from rabbitllm.base.options import parse_dtype
 from rabbitllm.batch_jobs.inputs import BLOCK_BYTES, in_blocks
 from rabbitllm.batch_jobs.items import BatchAnswer
 from rabbitllm.errors import ResultsError
-from rabbitllm.storage import durable
+from rabbitllm.storage import durable, leases
+from rabbitllm.storage.folder_lock import LOCKED, NO_LOCKS
 
 SUFFIX = ".journal"
 DONE_SUFFIX = ".done"
@@ -326,7 +327,7 @@ def _unwritten(error: OSError, path: Path) -> ResultsError:
 
 @contextlib.contextmanager
 def _locked(lock: Path, path: Path) -> Iterator[None]:
-    """Hold a journal exclusively, by a lock of the operating system that ends with this process.
+    """Hold a journal exclusively, by a lock of the operating system that ends with this process, or else by a lease.
 
     Args:
         lock: a separate file, since the journal is replaced and removed while the lock is held.
@@ -340,14 +341,19 @@ def _locked(lock: Path, path: Path) -> Iterator[None]:
         return
     import fcntl
 
+    lease = None
     with durable.open_scratch(lock) as descriptor:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_ours = lock.exists() and os.path.samestat(os.fstat(descriptor), lock.stat())
-        except BlockingIOError:
-            is_ours = False
-        except OSError:  # a file system without locks
-            is_ours = True
+        except OSError as error:
+            if error.errno not in (*LOCKED, *NO_LOCKS):
+                raise
+            if error.errno in NO_LOCKS:
+                output = path.name.removesuffix(SUFFIX)
+                covers = os.path.join(os.path.realpath(path.parent), output)
+                lease = leases.take(lock.with_name(lock.name + ".lease"), covers=covers)
+            is_ours = lease is not None
         if not is_ours:
             raise ResultsError(
                 f"Another process is writing {path}.", "Wait for that process or end it, and run the command again."
@@ -356,3 +362,5 @@ def _locked(lock: Path, path: Path) -> Iterator[None]:
             yield
         finally:
             durable.remove_scratch(lock)
+            if lease is not None:
+                lease.release()

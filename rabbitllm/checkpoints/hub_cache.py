@@ -94,6 +94,7 @@ def free_file(snapshot: CachedSnapshot, name: str) -> int:
     chosen = [file for file in every if Path(file.file_path).absolute() == wanted]
     if hasattr(info, "delete_files"):
         strategy = info.delete_files(*chosen)
+        durable.require_guards(wanted)
         strategy.execute()
         return int(strategy.expected_freed_size)
     freed = 0  # huggingface_hub before 1.33 deletes whole revisions only; its blobs are not shared between repositories
@@ -170,5 +171,6 @@ def free_rest(snapshot: CachedSnapshot) -> list[Path]:
     info = scan_cache_dir(snapshot.cache)
     known = {revision.commit_hash for repo in info.repos for revision in repo.revisions}
     if snapshot.commit in known:
+        durable.require_guards(snapshot.folder / "config.json")
         info.delete_revisions(snapshot.commit).execute()
     return paths

@@ -57,7 +57,7 @@ from rabbitllm.formats.tensor_spec import DTYPES
 from rabbitllm.quant.schemes import DOUBLE
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.journal import reporting_interrupts
-from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME, locked
+from rabbitllm.splitter.lock import is_lock_file, locked
 from rabbitllm.splitter.request import Acceptance, SplitRequest
 from rabbitllm.splitter.split import clean_up, discard_original, split
 from rabbitllm.storage import durable
@@ -528,8 +528,8 @@ def _require_dtype(dtype: str, known: str, folder: Path) -> None:
 
 
 def _require_empty(folder: Path) -> None:
-    own = {LOCK_NAME, HOLDER_NAME, *map(_work_name, _DTYPES.values())}
-    others = sorted(path.name for path in folder.iterdir() if path.name not in own)
+    own = {*map(_work_name, _DTYPES.values())}
+    others = sorted(path.name for path in folder.iterdir() if path.name not in own and not is_lock_file(path.name))
     if others:
         raise OptionError(
             f"{folder} is not empty: it holds {len(others)} items, such as {others[0]!r}. Nothing was changed.",
@@ -569,9 +569,9 @@ def _clear(work: Path) -> None:
 def _made(folder: Path, *, before: bool = False) -> Conversion:
     index = read_index(folder / INDEX_NAME)
     others = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
-    known = {INDEX_NAME, LOCK_NAME, HOLDER_NAME, *index.shards}
+    known = {INDEX_NAME, *index.shards}
     size = read_json(folder / INDEX_NAME)["metadata"]["total_size"]
-    beside = tuple(name for name in others if name not in known)
+    beside = tuple(name for name in others if name not in known and not is_lock_file(name))
     return Conversion(folder, len(index.shards), len(index.weight_map), size, beside, before)
 
 

@@ -22,7 +22,7 @@ from rabbitllm.errors import CheckpointError, SplitError, system_errors_by_name
 from rabbitllm.models.library import DAMAGED, RECORDS, REMOVED_SUFFIX, SplitEntry, look
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.disk_sampler import disk_bytes
-from rabbitllm.splitter.lock import HOLDER_NAME, LEASE_NAME, LOCK_NAME, locked_without_waiting
+from rabbitllm.splitter.lock import LEASE_NAME, is_lock_file, locked_without_waiting
 from rabbitllm.splitter.split import STAGING_NAME
 from rabbitllm.storage import durable
 from rabbitllm.store import locations
@@ -112,7 +112,7 @@ _CONFIGS = frozenset(
 )
 """Files that a split copies from the checkpoint, and that users may edit afterwards."""
 _PARTS = tuple(name + durable.PART_SUFFIX for name in RECORDS)
-_OWN_NAMES = _CONFIGS.union(RECORDS, _PARTS, (LOCK_NAME, HOLDER_NAME, LEASE_NAME))
+_OWN_NAMES = _CONFIGS.union(RECORDS, _PARTS, (LEASE_NAME,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +166,8 @@ def plan_removal(folder: Path) -> Removal:
             "Nothing was removed.",
             "Move them to another folder, and run the command again.",
         )
-    records = {folder / name for name in (*RECORDS, LOCK_NAME, HOLDER_NAME)}
-    files = [path for path in found if not path.is_dir() and path not in records]
+    last = {folder / name for name in RECORDS} | {path for path in folder.iterdir() if is_lock_file(path.name)}
+    files = [path for path in found if not path.is_dir() and path not in last]
     files.sort(key=lambda path: not path.name.endswith(DONE_SUFFIX))  # first: a partial removal never looks complete
     folders = sorted((path for path in found if path.is_dir()), key=lambda path: -len(path.parts))
     return Removal(entry, tuple(files), tuple(folders), disk_bytes(folder))
@@ -246,7 +246,7 @@ def _is_ours(path: Path, folder: Path, layers: frozenset[str] | None, written: f
     is_copied = is_sidecar(at.as_posix(), status.st_size) and status.st_mtime <= written
     if len(at.parts) > 1:
         return at.parts[0] == STAGING_NAME or is_copied
-    if path.name in _OWN_NAMES:
+    if path.name in _OWN_NAMES or is_lock_file(path.name):
         return True
     if path.name.endswith(_OWN_SUFFIXES):
         layer = path.name.partition(LAYER_SUFFIX)[0] + LAYER_SUFFIX

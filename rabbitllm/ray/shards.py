@@ -17,7 +17,7 @@ from rabbitllm.errors import ClusterError, OptionError
 from rabbitllm.models.pull import Pulled, pull
 from rabbitllm.ray.cluster import Node, check_machines, connected, error_of, everywhere, say
 from rabbitllm.splitter.filler import ROOM, Filled, Filler, ShardFetcher, SplitWork
-from rabbitllm.splitter.lock import Lease, LeaseCheck, granted, revoke
+from rabbitllm.splitter.lock import Lease, LeaseCheck, granted
 from rabbitllm.splitter.mover import FillTarget, Mover
 from rabbitllm.splitter.plan import PlannedShard
 from rabbitllm.splitter.sums import ShardChecksums
@@ -159,7 +159,7 @@ class RayShardExecutor:
                     yield shard, sums
         finally:
             if in_work:
-                revoke(self._lease.folder)
+                self._lease.end()
                 _wait_for_end([*in_work])
 
 

@@ -67,7 +67,9 @@ class Replay:
 
 
 @uncollected()
-def begin(folder: Path, plan: SplitPlan, quantizer: str | None, repair_from: str | None = None) -> None:
+def begin(
+    folder: Path, plan: SplitPlan, quantizer: str | None, repair_from: str | None = None, *, new: bool = False
+) -> None:
     """Write a journal with no shard used up yet, durably.
 
     Args:
@@ -75,10 +77,14 @@ def begin(folder: Path, plan: SplitPlan, quantizer: str | None, repair_from: str
         plan: the plan of the split.
         quantizer: as in the manifest.
         repair_from: of a repair, the original that the user named, "" if none; None for any other split.
+        new: refuse to replace a journal.
+
+    Raises:
+        FileExistsError: `new`, and there is one.
     """
     mark = {} if repair_from is None else {"repair_from": repair_from}
     line = json.dumps(_encode(plan, quantizer) | mark, separators=(",", ":"))
-    durable.write_whole(folder / JOURNAL_NAME, (line + "\n").encode())
+    durable.write_whole(folder / JOURNAL_NAME, (line + "\n").encode(), new=new)
 
 
 @uncollected()

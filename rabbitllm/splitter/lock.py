@@ -1,8 +1,9 @@
 """A lock on a split directory: one process (and thread) at a time; others wait, print one message, and then take over.
 
 It is an operating system lock, through filelock: flock, or its counterpart on Windows. It ends with the process that
-holds it, so nothing has to be cleaned up after a kill. This module is independent of splits and shards: after the lock
-is acquired the caller must check the directory again, since the previous holder may have finished the split. The holder
+holds it, so nothing has to be cleaned up after a kill. On a file system without locks it is a lease (`leases.py`), and
+the next process waits `STALE_SECONDS` after a kill. This module is independent of splits and shards: after the lock is
+acquired the caller must check the directory again, since the previous holder may have finished the split. The holder
 may grant a lease on the directory to processes that fill layer files for it elsewhere (`granted`).
 
 A process that has loaded a model holds a shared lock on the directory (`read_lock`, `folder_lock.py`). It prevents only
@@ -15,22 +16,21 @@ remains, nor the directory if it was created for the lock and is empty.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
-import socket
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rabbitllm.errors import ClusterError, InUseError
-from rabbitllm.storage import durable, folder_lock
+from rabbitllm.storage import durable, folder_lock, leases
 from rabbitllm.storage.folder_lock import BROKEN_LOCKS, NO_LOCKS, FolderKind, FolderLock, lock_failure
+from rabbitllm.storage.leases import FOLDER_LEASE, KeptLease
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -84,14 +84,12 @@ def locked(folder: Path, *, excluding_readers: bool = False) -> Iterator[None]:
     try:
         lock = _wait_for(folder, made)
         try:
-            with contextlib.suppress(OSError):  # a full disk is reported elsewhere; the note is only informative
-                since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-                note = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
-                durable.write_scratch(folder / HOLDER_NAME, json.dumps(note).encode())
+            if not isinstance(lock, KeptLease):
+                with contextlib.suppress(OSError):  # a full disk is reported elsewhere; the note is only informative
+                    durable.write_scratch(folder / HOLDER_NAME, leases.note())
             with folder_lock.exclusive(folder, FolderKind.SPLIT) if excluding_readers else contextlib.nullcontext():
                 yield
         finally:
-            durable.remove_scratch(folder / HOLDER_NAME)
             _unlock(folder, lock)
     finally:
         for path in made:
@@ -106,14 +104,11 @@ def locked_without_waiting(folder: Path) -> Iterator[None]:
         InUseError: another process works on it, or has loaded its model.
         SplitError: the file system fails to lock.
     """
-    with durable.open_scratch(folder / LOCK_NAME) as descriptor:
-        try:
-            lock, has_locks = _try(folder / LOCK_NAME, descriptor), True
-        except _NoLocksError:
-            lock, has_locks = None, False
-        except _Unlinked:
-            lock, has_locks = None, True
-    if lock is None and has_locks:
+    try:
+        lock = _attempt(folder)
+    except _Unlinked:
+        lock = None
+    if lock is None:
         raise InUseError(
             f"{folder} is in use by {_holder(folder)}.", "Wait for that process or end it, and make the call again."
         )
@@ -145,23 +140,31 @@ def read_lock(folder: Path) -> FolderLock:
 
 def is_left_over(folder: Path) -> bool:
     """Whether files of a lock are in the folder: a process holds it, or was killed while holding it."""
-    return (folder / LOCK_NAME).exists() or (folder / HOLDER_NAME).exists()
+    return any((folder / name).exists() for name in (LOCK_NAME, HOLDER_NAME, FOLDER_LEASE))
 
 
-def _wait_for(folder: Path, made: list[Path]) -> BaseFileLock | None:
-    """Acquire the lock; None on a file system without locks. Adds the folders it creates to `made`, innermost first."""
+def is_lock_file(name: str) -> bool:
+    """Whether a file of this name in a split directory belongs to its lock."""
+    return name in (LOCK_NAME, HOLDER_NAME) or name.startswith(FOLDER_LEASE)
+
+
+def _wait_for(folder: Path, made: list[Path]) -> BaseFileLock | KeptLease:
+    """Acquire the lock. Adds the folders it creates to `made`, innermost first."""
     report_at = time.monotonic() + SILENT_SECONDS
     reported, restarts = False, 0
+
+    def report(rest: str = "") -> None:
+        nonlocal reported
+        if not reported and time.monotonic() >= report_at:
+            _report_wait(folder, rest)
+            reported = True
+
+    until_stale = f", at most {leases.STALE_SECONDS:.0f} s if that process has ended"
     while True:
         made[:0] = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             durable.make_folder(folder)
-            with durable.open_scratch(folder / LOCK_NAME) as descriptor:
-                lock = _try(folder / LOCK_NAME, descriptor)
-        except _NoLocksError:
-            text = "The file system of %s has no locks; make sure that no other process splits into it."
-            logger.warning(text, folder)
-            return None
+            lock = _attempt(folder, partial(report, until_stale))
         except _Unlinked:
             restarts += 1
             continue
@@ -174,10 +177,23 @@ def _wait_for(folder: Path, made: list[Path]) -> BaseFileLock | None:
             if restarts:  # filelock itself may have created the folder again, without a sync
                 durable.sync_folder(folder.parent)
             return lock
-        if not reported and time.monotonic() >= report_at:
-            _report_wait(folder)
-            reported = True
+        report()
         time.sleep(POLL_SECONDS)
+
+
+def _attempt(folder: Path, waiting: Callable[[], None] | None = None) -> BaseFileLock | KeptLease | None:
+    """Try to lock an existing folder; None if it is locked. A lease is waited for if there is `waiting` (`take`).
+
+    Raises:
+        _Unlinked: see there.
+        SplitError: the file system fails to lock, or has neither locks nor hard links.
+    """
+    try:
+        with durable.open_scratch(folder / LOCK_NAME) as descriptor:
+            return _try(folder / LOCK_NAME, descriptor)
+    except _NoLocksError:
+        durable.remove_scratch(folder / LOCK_NAME)
+    return leases.take(folder / FOLDER_LEASE, waiting)
 
 
 class _Unlinked(Exception):
@@ -237,20 +253,20 @@ def _require_locks(descriptor: int) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
-def _unlock(folder: Path, lock: BaseFileLock | None) -> None:
-    """Release the lock and remove its file."""
-    if lock is not None:
-        with contextlib.suppress(OSError):  # a failing file system releases it when this process ends
-            lock.release()
-    _remove_lock_file(folder / LOCK_NAME, contended=lock is not None)
+def _unlock(folder: Path, lock: BaseFileLock | KeptLease) -> None:
+    """Release the lock and remove its files."""
+    if isinstance(lock, KeptLease):
+        lock.release()
+        return
+    durable.remove_scratch(folder / HOLDER_NAME)
+    with contextlib.suppress(OSError):  # a failing file system releases it when this process ends
+        lock.release()
+    _remove_lock_file(folder / LOCK_NAME)
 
 
-def _remove_lock_file(path: Path, *, contended: bool) -> None:
-    """Remove the lock file, unless another process has the lock by now; that process then removes it.
-
-    With `contended` False this file system has no locks, and the file is removed without this check.
-    """
-    if sys.platform == "win32" or not contended:
+def _remove_lock_file(path: Path) -> None:
+    """Remove the lock file, unless another process has the lock by now; that process then removes it."""
+    if sys.platform == "win32":
         durable.remove_scratch(path)
         return
     import fcntl
@@ -263,16 +279,13 @@ def _remove_lock_file(path: Path, *, contended: bool) -> None:
 
 def _holder(folder: Path) -> str:
     """Describe the holder of the lock."""
-    try:
-        note = json.loads((folder / HOLDER_NAME).read_bytes())
-        return f"process {note['pid']} on {note['host']} since {note['since']}"
-    except (OSError, ValueError, KeyError, TypeError):  # an incomplete note, or none
-        return "another process"
+    note = folder / HOLDER_NAME
+    return leases.described(note) if note.exists() else leases.holder(folder / FOLDER_LEASE)
 
 
-def _report_wait(folder: Path) -> None:
+def _report_wait(folder: Path, rest: str = "") -> None:
     """Report which process this one waits for."""
-    text = f"{folder} is in use by {_holder(folder)}; waiting."
+    text = f"{folder} is in use by {_holder(folder)}; waiting{rest}."
     logger.warning("%s", text)
     if logger.hasHandlers():  # without handlers logging itself writes the warning to stderr
         print(text, file=sys.stderr, flush=True)
@@ -310,6 +323,11 @@ class Lease:
         except OSError:
             return False
 
+    def end(self) -> None:
+        """End it, unless it is over: then the file is another run's, whose workers go on."""
+        if self.holds():
+            revoke(self.folder)
+
 
 class LeaseCheck:
     """Checks a lease at intervals, from any thread.
@@ -346,9 +364,12 @@ def granted(folder: Path) -> Iterator[Lease]:
     try:
         yield lease
     finally:
-        revoke(folder)
+        lease.end()
 
 
 def revoke(folder: Path) -> None:
-    """End the lease on a folder. Workers that fill layer files there stop within `LOOK_SECONDS` and a chunk."""
+    """End the lease of any run on a folder. Workers that fill layer files there stop within `LOOK_SECONDS` and a chunk.
+
+    The caller must hold the lock of the folder.
+    """
     durable.remove_scratch(folder / LEASE_NAME)

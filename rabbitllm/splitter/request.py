@@ -32,6 +32,7 @@ from rabbitllm.splitter.filler import ShardExecutor
 from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME
 from rabbitllm.splitter.plan import PlannedFiles, PlannedShard, SplitPlan, make_plan, recompressed, tensors_by_shard
 from rabbitllm.storage.folders import existing
+from rabbitllm.storage.leases import FOLDER_LEASE
 from rabbitllm.store.layer_file import FORMAT_VERSION
 from rabbitllm.store.layer_store import WeightFiles
 from rabbitllm.store.manifest import AUTO, FITTED, BitAllocation
@@ -130,7 +131,7 @@ def disk_budget_of(request: SplitRequest, plan: SplitPlan, fetched: Iterable[Pla
     """
     checkpoint = request.checkpoint
     small_files = sum(on_disk(size) for size in checkpoint.sidecar_sizes().values()) + own_records_bytes(plan)
-    lock_bytes = sum(map(occupied, (request.folder / LOCK_NAME, request.folder / HOLDER_NAME)))
+    lock_bytes = sum(occupied(request.folder / name) for name in (LOCK_NAME, HOLDER_NAME, FOLDER_LEASE))
     freed: Mapping[str, int] = {}
     if request.options.shards.deletes_used and checkpoint.deletable:
         freed = checkpoint.freed_bytes((shard.name for shard in plan.shards), existing(request.folder).stat().st_dev)

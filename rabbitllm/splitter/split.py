@@ -8,8 +8,10 @@ models, and of devices other than the one that quantizes.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import logging
+import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +23,7 @@ from rabbitllm.base.terminal import listed, size
 from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal, SourceIdentity
 from rabbitllm.checkpoints.index import natural_key
 from rabbitllm.checkpoints.naming import LayerName
-from rabbitllm.errors import IncompleteSplitError, SplitMismatchError
+from rabbitllm.errors import IncompleteSplitError, InUseError, SplitMismatchError
 from rabbitllm.quant.schemes import Settling, StoredForm, constants
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.bit_allocation import other_budget
@@ -220,8 +222,15 @@ def _begin(request: SplitRequest) -> SplitWork:
         except BaseException:
             _remove(request.folder, copied)
             raise
-    _clear_stale(request.folder, plan)
-    journal.begin(request.folder, plan, quantizer)
+    try:
+        _clear_stale(request.folder, plan)
+        journal.begin(request.folder, plan, quantizer, new=True)
+    except FileExistsError as error:
+        raise InUseError(
+            f"{request.folder} is in use by another process, which began a split there although this one has locked "
+            "it: the locks of this file system do not work between them.",
+            "Make the same call again when that process has ended. Nothing of it was changed.",
+        ) from error
     return work
 
 
@@ -341,13 +350,25 @@ def _remove(folder: Path, files: Sequence[Path]) -> None:
 def _clear_stale(folder: Path, plan: SplitPlan) -> None:
     """Remove layer files of an attempt that has no journal (RabbitLLM 1.1's, unfinished).
 
-    Every shard exists at this point, so nothing in them is the only copy.
+    Every shard exists at this point, so nothing in them is the only copy. That is not so if another process splits here
+    despite the lock, or has just finished: then a journal or a manifest has come since.
+
+    Raises:
+        FileExistsError: one of these exists.
     """
     for layout in plan.layouts.values():
         for suffix in (DONE_SUFFIX, "", durable.PART_SUFFIX, SCRATCH_SUFFIX):
             stale = folder / (layout.file_name + suffix)
             if stale.exists():
+                _require_no_record(folder)
                 durable.remove(stale)
+    _require_no_record(folder)
+
+
+def _require_no_record(folder: Path) -> None:
+    for record in (folder / JOURNAL_NAME, folder / MANIFEST_NAME):  # a finished split has its manifest first
+        if record.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(record))
 
 
 # Repair: makes damaged layers of a finished split again, from only the shards that they need.

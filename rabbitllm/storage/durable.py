@@ -17,6 +17,7 @@ import os
 import sys
 import tempfile
 import threading
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,9 +65,37 @@ def observe_steps(observer: Callable[[Step], None]) -> Iterator[None]:
         _observer = None
 
 
+_guards: list[tuple[str, Callable[[], None]]] = []
+
+
+def add_guard(covers: str, check: Callable[[], None]) -> None:
+    """Call `check`, which may raise, right before each step on a path whose resolved form begins with `covers`."""
+    _guards.append((covers, check))
+
+
+def remove_guard(check: Callable[[], None]) -> None:
+    """Remove a guard."""
+    _guards[:] = [guard for guard in _guards if guard[1] != check]
+
+
+def require_guards(path: Path) -> None:
+    """Check the guards before a step on `path` that is carried out elsewhere.
+
+    Raises:
+        InUseError: a lease that covers the path is lost (`leases.py`).
+    """
+    if not _guards:
+        return
+    resolved = os.path.join(os.path.realpath(path.parent), path.name)
+    for covers, check in [*_guards]:
+        if resolved.startswith(covers):
+            check()
+
+
 def _announce(step: Step) -> None:
     if _observer is not None:
         _observer(step)
+    require_guards(step.path)  # last: between the check and the step is no wait
 
 
 class GrowingFile:
@@ -242,8 +271,12 @@ class Log:
         os.close(self._descriptor)
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write `path` so that it is always either absent (or old) or complete."""
+def write_whole(path: Path, data: bytes, *, new: bool = False) -> None:
+    """Write `path` so that it is always either absent (or old) or complete.
+
+    Raises:
+        FileExistsError: `new`, and the path exists by the time at which it would be replaced.
+    """
     part = path.with_name(path.name + PART_SUFFIX)
     if part.exists():
         remove(part)
@@ -253,6 +286,8 @@ def write_whole(path: Path, data: bytes) -> None:
         file.sync()
     finally:
         file.close()
+    if new and path.exists():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
     publish(part, path)
 
 
@@ -334,6 +369,21 @@ def open_scratch(path: Path, *, create: bool = True) -> Iterator[int]:
 def write_scratch(path: Path, data: bytes) -> None:
     """Write a scratch file; a reader must be able to handle a partial one."""
     path.write_bytes(data)
+
+
+def create_scratch(path: Path, data: bytes) -> None:
+    """Create a scratch file that other processes see whole or not at all; only one of them can create it.
+
+    Raises:
+        FileExistsError: the path exists.
+        OSError: the file system has no hard links, or fails.
+    """
+    new = path.with_name(f"{path.name}.{uuid.uuid4().hex}.new")
+    try:
+        write_scratch(new, data)
+        os.link(new, path)
+    finally:
+        remove_scratch(new)
 
 
 @contextlib.contextmanager

@@ -7,8 +7,9 @@ checkpoints.
 
 A call locks the split directory first and the source second, and never waits for the second: so there is no deadlock.
 
-Without flock there is no lock. Windows has none: it cannot open a directory as a file, and filelock has no shared locks
-there; an exclusive lock for each reader would refuse the second reader.
+On a file system without flock a process that deletes shards holds a lease on their folder (`leases.py`), which excludes
+other such processes; readers are not known there. Windows has no lock: it cannot open a directory as a file, and
+filelock has no shared locks there; an exclusive lock for each reader would refuse the second reader.
 """
 
 from __future__ import annotations
@@ -21,18 +22,23 @@ import re
 import socket
 import sys
 import weakref
+from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from rabbitllm.base.forks import ForkGuard
 from rabbitllm.base.terminal import listed
 from rabbitllm.errors import InUseError, SplitError
+from rabbitllm.storage import leases
+from rabbitllm.storage.leases import FOLDER_LEASE
 
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 """Errors of flock on a file system without locks (Lustre mounted without them, some FUSE file systems)."""
 BROKEN_LOCKS = (errno.EIO, errno.ESTALE)
 """Errors of flock on a file system that supports locks and fails at this moment."""
-_LOCKED = (errno.EWOULDBLOCK, errno.EACCES)
+LOCKED = (errno.EWOULDBLOCK, errno.EACCES)
+"""Errors of flock on a file that another process has locked."""
 MAX_NAMED = 3
 """A message names at most this many processes."""
 
@@ -50,11 +56,11 @@ class FolderLock:
     As a context manager it closes itself at the end of the context, unless `keep_for` was called.
 
     Args:
-        descriptor: of the locked folder; None if the system has no locks.
+        release: ends it; None if the system has no locks.
     """
 
-    def __init__(self, descriptor: int | None = None) -> None:
-        self._end = weakref.finalize(self, _release, descriptor, ForkGuard()) if descriptor is not None else None
+    def __init__(self, release: Callable[[], None] | None = None) -> None:
+        self._end = weakref.finalize(self, release) if release is not None else None
         self._kept = False
 
     def close(self) -> None:
@@ -82,7 +88,7 @@ def shared(folder: Path, kind: FolderKind) -> FolderLock:
         InUseError: another process holds the lock exclusively.
         SplitError: the file system failed.
     """
-    lock = _try_lock(folder, exclusive=False)
+    lock = _try_lock(folder)
     if lock is None:
         if kind is FolderKind.SOURCE:
             problem = f"{folder} is being split by {_holders(folder)}, which deletes its shards."
@@ -95,11 +101,13 @@ def shared(folder: Path, kind: FolderKind) -> FolderLock:
 def exclusive(folder: Path, kind: FolderKind) -> FolderLock:
     """Lock a folder for deleting or replacing its files, without waiting.
 
+    A split directory is locked by `splitter/lock.py` before, so a lease is only taken on a source.
+
     Raises:
         InUseError: another process, or another model in this process, holds a lock.
         SplitError: the file system failed.
     """
-    lock = _try_lock(folder, exclusive=True)
+    lock = _try_lock(folder, kind)
     if lock is None:
         shared(folder, kind).close()  # raises the error for an exclusive holder, if there is one
         raise InUseError(
@@ -109,8 +117,8 @@ def exclusive(folder: Path, kind: FolderKind) -> FolderLock:
     return lock
 
 
-def _try_lock(folder: Path, *, exclusive: bool) -> FolderLock | None:
-    """Try to lock; return None if another holder prevents it."""
+def _try_lock(folder: Path, exclusive: FolderKind | None = None) -> FolderLock | None:
+    """Try to lock, for reading unless a kind is given; return None if another holder prevents it."""
     if sys.platform == "win32":
         return FolderLock()
     import fcntl
@@ -123,12 +131,15 @@ def _try_lock(folder: Path, *, exclusive: bool) -> FolderLock | None:
         fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except OSError as error:
         os.close(descriptor)
-        if error.errno in _LOCKED:
+        if error.errno in LOCKED:
             return None
-        if error.errno in NO_LOCKS:
+        if error.errno not in NO_LOCKS:
+            raise lock_failure(folder, error) from error
+        if exclusive is not FolderKind.SOURCE:
             return FolderLock()
-        raise lock_failure(folder, error) from error
-    return FolderLock(descriptor)
+        lease = leases.take(folder / FOLDER_LEASE)
+        return None if lease is None else FolderLock(lease.release)
+    return FolderLock(partial(_release, descriptor, ForkGuard()))
 
 
 def lock_failure(folder: Path, error: OSError) -> SplitError:
@@ -153,7 +164,7 @@ def _release(descriptor: int, guard: ForkGuard) -> None:
 def _holders(folder: Path) -> str:
     """Describe the processes that hold locks on a folder; Linux lists them, other systems do not."""
     found = _processes(folder)
-    return listed(map(_named, found), MAX_NAMED, " and ") or "another process"
+    return listed(map(_named, found), MAX_NAMED, " and ") or leases.holder(folder / FOLDER_LEASE)
 
 
 def _named(process: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -14,9 +16,10 @@ import pytest
 
 from rabbitllm.batch_jobs.items import BatchAnswer
 from rabbitllm.batch_jobs.journal import DONE_SUFFIX, errors_of_finished, opened
-from rabbitllm.errors import ResultsError
-from rabbitllm.storage import durable
+from rabbitllm.errors import InUseError, ResultsError
+from rabbitllm.storage import durable, leases
 from rabbitllm.storage.durable import Step
+from rabbitllm.storage.folder_lock import NO_LOCKS
 from tests.support.dying import dying_at
 from tests.support.failing_disk import FAULTS, Fault, room_for
 
@@ -260,6 +263,43 @@ with opened(Path({str(out)!r}), {LINES}, {HEAD!r}):
     assert "Another process is writing" in second.stderr
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
     assert other_files(out) == ["out.jsonl.journal"]
+
+
+@pytest.mark.parametrize("code", NO_LOCKS)
+def test_a_second_one_is_kept_off_where_there_are_no_locks(
+    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", failing_flock(code))
+    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.1)
+    out, head = tmp_path / "out[1]", {"n": 1}
+    with opened(out, 1, head) as journal:
+        assert (error := error_of(lambda: opened(out, 1, head).__enter__()))
+        assert "Another process is writing" in error.problem
+        with opened(tmp_path / "other", 1, head):
+            pass
+        journal.add([answer(0)])
+        (tmp_path / "out[1].journal.lock.lease").unlink()  # the lease is lost
+        with pytest.raises(InUseError, match="may be in use by another process now"):
+            journal.write_output(out)
+    assert not out.exists()
+    with opened(out, 1, head) as journal:
+        assert journal.done == 1
+        journal.write_output(out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other.journal", "out[1]", "out[1].done"]
+
+
+def test_locks_that_fail_are_no_locks_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", failing_flock(errno.EIO))
+    error = error_of(lambda: opened(tmp_path / "out", 1, {"n": 1}).__enter__())
+    assert error is not None
+    assert error.problem == f"{tmp_path / 'out.journal'} cannot be written: {os.strerror(errno.EIO)}."
+
+
+def failing_flock(code: int) -> Callable[[int, int], None]:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return flock
 
 
 def test_an_output_where_nothing_can_be_written(tmp_path: Path) -> None:

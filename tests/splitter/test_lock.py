@@ -21,8 +21,19 @@ import pytest
 
 from rabbitllm.errors import InUseError, SplitError
 from rabbitllm.splitter import lock
-from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME, is_left_over, locked, locked_without_waiting, read_lock
+from rabbitllm.splitter.lock import (
+    HOLDER_NAME,
+    LEASE_NAME,
+    LOCK_NAME,
+    granted,
+    is_left_over,
+    locked,
+    locked_without_waiting,
+    read_lock,
+)
+from rabbitllm.storage import durable, leases
 from rabbitllm.storage.durable import Step, observe_steps
+from rabbitllm.storage.leases import FOLDER_LEASE
 from tests.support.splitting import contents, names_in
 
 ROOT = Path(__file__).parent.parent.parent
@@ -378,14 +389,69 @@ def test_file_system_without_locks(
 ) -> None:
     """No such one can be had here, so its answer is put in place of the real one."""
     answering(monkeypatch, code, lets_go)
-    with locked(folder):
+    for enter in (locked, functools.partial(locked, excluding_readers=True), locked_without_waiting):
+        with enter(folder):
+            assert names_in(folder) == [FOLDER_LEASE, "split.journal"]
+            assert is_left_over(folder)
+            read_lock(folder).close()
+        assert names_in(folder) == ["split.journal"]
+    assert caplog.records == []
+    with locked(folder.parent / "new"):
         pass
-    assert [record.message for record in caplog.records] == [
-        f"The file system of {folder} has no locks; make sure that no other process splits into it."
-    ]
+    assert names_in(folder.parent) == ["splitted_model"]
+
+
+def test_without_locks_the_next_one_waits_for_the_lease(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answering(monkeypatch, errno.ENOLCK, lets_go=False)
+    monkeypatch.setattr(lock, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.1)
+    told: list[str] = []
+
+    def enter() -> None:
+        with locked(folder):
+            told.append("in")
+
+    second = threading.Thread(target=enter)
+    with locked(folder):
+        second.start()
+        with (
+            pytest.raises(InUseError, match=rf"{folder} is in use by process {os.getpid()} on .* since 2"),
+            locked_without_waiting(folder),
+        ):
+            pass
+        deadline = time.monotonic() + 30
+        while not caplog.records:
+            assert time.monotonic() < deadline, "nothing was said"
+            time.sleep(0.01)
+        assert not told
+    second.join(60)
+    assert told == ["in"]
+    (record,) = caplog.records
+    assert record.message.startswith(f"{folder} is in use by process {os.getpid()} on {socket.gethostname()} since 2")
+    assert record.message.endswith("; waiting, at most 120 s if that process has ended.")
     assert names_in(folder) == ["split.journal"]
-    with locked(folder, excluding_readers=True), locked_without_waiting(folder):
-        read_lock(folder).close()
+
+
+def test_lost_lease_takes_nothing_from_its_next_holder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answering(monkeypatch, errno.ENOLCK, lets_go=False)
+    other = b'{"run": "0123456789abcdef0123456789abcdef", "process": "other"}'
+    with locked(folder):
+        (folder / FOLDER_LEASE).write_bytes(other)
+        with pytest.raises(InUseError, match="may be in use by another process now"):
+            durable.remove(folder / "split.journal")
+    assert (folder / FOLDER_LEASE).read_bytes() == other
+    assert (folder / "split.journal").exists()
+
+
+def test_workers_of_the_next_run_keep_their_lease(folder: Path) -> None:
+    with granted(folder):
+        (folder / LEASE_NAME).write_text("another run's")
+    assert (folder / LEASE_NAME).read_text() == "another run's"
+    with granted(folder) as lease:
+        assert lease.holds()
+    assert not lease.holds()
     assert names_in(folder) == ["split.journal"]
 
 

@@ -18,7 +18,9 @@ from pathlib import Path
 import pytest
 
 from rabbitllm.errors import InUseError, SplitError
-from rabbitllm.storage.folder_lock import NO_LOCKS, FolderKind, FolderLock, exclusive, shared
+from rabbitllm.storage import leases
+from rabbitllm.storage.folder_lock import NO_LOCKS, FolderKind, exclusive, shared
+from rabbitllm.storage.leases import FOLDER_LEASE
 from tests.support.small_disk import formatted_disk, small_disk
 from tests.support.splitting import contents
 
@@ -198,9 +200,18 @@ def test_the_process_is_known_on_a_btrfs(tmp_path: Path, hold: Start) -> None:
 def test_a_file_system_without_locks(tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No such one can be had here, so its answer is put in place of the real one."""
     monkeypatch.setattr(fcntl, "flock", _answering(code))
-    holds: list[FolderLock] = [exclusive(tmp_path, FolderKind.SOURCE), shared(tmp_path, FolderKind.SOURCE)]
-    for hold in holds:
-        hold.close()
+    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.1)
+    with exclusive(tmp_path, FolderKind.SOURCE):
+        assert list(contents(tmp_path)) == [FOLDER_LEASE]
+        shared(tmp_path, FolderKind.SOURCE).close()
+        exclusive(tmp_path, FolderKind.SPLIT).close()  # in the lock of the split directory
+        with pytest.raises(InUseError, match=rf"{tmp_path} is in use by process {os.getpid()} on .*; this call would"):
+            exclusive(tmp_path, FolderKind.SOURCE)
+    assert contents(tmp_path) == {}
+    forgotten = [exclusive(tmp_path, FolderKind.SOURCE)]
+    forgotten.clear()
+    gc.collect()
+    assert contents(tmp_path) == {}
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])

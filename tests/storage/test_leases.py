@@ -1,0 +1,284 @@
+"""Leases: one holder at a time, also while stale ones are taken over; and a holder that has lost its lease stops."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rabbitllm.errors import InUseError, SplitError
+from rabbitllm.storage import durable, leases
+from rabbitllm.storage.leases import FOLDER_LEASE, KeptLease, take
+from tests.support.splitting import names_in
+
+ROOT = Path(__file__).parent.parent.parent
+RUN = "0123456789abcdef" * 2
+LOST = "may be in use by another process now: this one stood still for more than"
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(leases, "STALE_SECONDS", 0.5)
+    return tmp_path / FOLDER_LEASE
+
+
+@pytest.fixture
+def lease(path: Path) -> Iterator[KeptLease]:
+    taken = take(path)
+    assert taken is not None
+    yield taken
+    taken.release()
+
+
+def stale(path: Path, run: str = RUN) -> None:
+    """Write the file of a holder that has ended."""
+    path.write_text(json.dumps({"run": run, "process": "other", "pid": 1, "host": "node7", "since": "2026-11-25"}))
+
+
+def taken(path: Path) -> KeptLease:
+    lease = take(path, lambda: None)
+    assert lease is not None
+    return lease
+
+
+def test_lease_is_a_file_while_it_is_held(path: Path, lease: KeptLease) -> None:
+    assert names_in(path.parent) == [FOLDER_LEASE]
+    assert leases.holder(path).startswith(f"process {os.getpid()} on ")
+    lease.check()
+    lease.release()
+    assert names_in(path.parent) == []
+    assert leases.holder(path) == "another process"
+
+
+def test_holder_that_lives_is_not_waited_for(path: Path, lease: KeptLease, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "STALE_SECONDS", 60.0)
+    beats = threading.Timer(0.3, os.utime, [path])
+    beats.start()
+    assert take(path) is None
+    beats.join()
+    lease.check()
+    assert names_in(path.parent) == [FOLDER_LEASE]
+
+
+def test_holder_beats(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.01)
+    held = taken(path)
+    before = path.stat().st_mtime_ns
+    deadline = time.monotonic() + 30
+    while path.stat().st_mtime_ns == before:
+        assert time.monotonic() < deadline, "no beat"
+        time.sleep(0.01)
+    held.release()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "null", '{"run": 5, "process": ""}', '{"run": "../x", "process": ""}'])
+def test_file_that_no_process_keeps_is_taken_over(path: Path, content: str) -> None:
+    path.write_text(content)
+    held = taken(path)
+    held.check()
+    held.release()
+    assert names_in(path.parent) == []
+
+
+def test_chain_of_ended_holders_is_taken_over_and_cleared(path: Path) -> None:
+    stale(path)
+    stale(path.with_name(f"{FOLDER_LEASE}.{RUN}"), RUN[::-1])
+    stale(path.with_name(f"{FOLDER_LEASE}.{'f' * 32}"), "e" * 32)  # of a chain that was given back
+    path.with_name(f"{FOLDER_LEASE}.x.new").write_text("of a process that was killed while it made a file")
+    held = taken(path)
+    held.check()
+    assert names_in(path.parent) == [FOLDER_LEASE, f"{FOLDER_LEASE}.{RUN}", f"{FOLDER_LEASE}.{RUN[::-1]}"]
+    held.release()
+    assert names_in(path.parent) == []
+
+
+def test_circle_of_files_ends(path: Path) -> None:
+    stale(path)
+    stale(path.with_name(f"{FOLDER_LEASE}.{RUN}"))
+    with pytest.raises(InUseError, match=LOST):
+        KeptLease(path, path, "f" * 32, str(path.parent)).check()
+    durable._guards.clear()
+
+
+def test_link_is_not_followed(path: Path) -> None:
+    (path.parent / "other").write_text("kept")
+    path.symlink_to("other")
+    with pytest.raises(OSError, match=os.strerror(errno.ELOOP)):
+        take(path)
+
+
+CONTEST = """
+import os, random, sys, time
+from pathlib import Path
+from rabbitllm.storage import leases
+path, seed = Path(sys.argv[1]), int(sys.argv[2])
+leases.BEAT_SECONDS, leases.LATE_SECONDS, leases.STALE_SECONDS, leases.POLL_SECONDS = 0.1, 1.0, 2.0, 0.001
+chance = random.Random(seed)
+for number in range(4):
+    lease = leases.take(path, lambda: None)
+    with open(path.parent / "held", "a") as file:
+        file.write(f"{seed} takes it\\n")
+        file.flush()
+        time.sleep(chance.random() * 0.05)
+        lease.check()
+        file.write(f"{seed} gives it\\n")
+    if number == 3 and seed % 2:
+        os._exit(9)  # without giving it back
+    lease.release()
+"""
+
+
+def test_one_process_at_a_time_takes_over(path: Path) -> None:
+    """Six processes; three of them end without giving the lease back, and all wait for the same moment then."""
+    stale(path)
+    command = [sys.executable, "-c", CONTEST, str(path)]
+    processes = [subprocess.Popen([*command, str(seed)], cwd=ROOT, stderr=subprocess.PIPE) for seed in range(6)]
+    told = [process.communicate(timeout=300)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 9, 0, 9, 0, 9], told
+    lines = (path.parent / "held").read_text().split("\n")[:-1]
+    assert len(lines) == 48
+    for begin, end in zip(lines[::2], lines[1::2], strict=True):
+        assert (begin.split()[1], end.split()) == ("takes", [begin.split()[0], "gives", "it"]), lines
+
+
+def test_late_creation_does_not_take_over_what_was_given_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process sees a stale file, and makes its successor when others have taken it over and given it back."""
+    stale(path)
+    create = durable.create_scratch
+    others: list[KeptLease] = []
+
+    def later(own: Path, data: bytes) -> None:
+        if not others:
+            monkeypatch.setattr(durable, "create_scratch", create)
+            path.unlink()
+            others.append(taken(path))
+        create(own, data)
+
+    monkeypatch.setattr(durable, "create_scratch", later)
+    waits: list[bool] = []
+
+    def waiting() -> None:
+        if not waits:
+            waits.append(True)
+            return
+        if others:
+            others[0].check()
+            assert names_in(path.parent) == [FOLDER_LEASE]
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        take(path, waiting)
+    others[0].check()
+    others[0].release()
+
+
+def test_answer_of_the_file_server_that_was_lost(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS repeats a request, and is told that the file exists: by the first one."""
+    link = os.link
+
+    def repeated(source: Path, target: Path) -> None:
+        link(source, target)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", repeated)
+    held = take(path)
+    assert held is not None
+    held.release()
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_file_system_without_hard_links(path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(source: Path, target: Path) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(SplitError, match="has neither locks nor hard links, so that two processes"):
+        take(path)
+    assert names_in(path.parent) == []
+
+
+def test_full_disk_is_no_missing_feature(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(source: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        take(path)
+
+
+# A lease that is lost
+
+
+def test_no_step_below_the_folder_once_another_process_holds_it(path: Path, lease: KeptLease) -> None:
+    run = json.loads(path.read_bytes())["run"]
+    shard = path.parent / "shard"
+    shard.write_text("kept")
+    stale(path.with_name(f"{FOLDER_LEASE}.{run}"))
+    for step in (durable.remove, durable.touch, lambda shard: durable.write_whole(shard, b"")):
+        with pytest.raises(InUseError, match=LOST):
+            step(shard)
+    with pytest.raises(InUseError, match=LOST):
+        durable.rename(shard, path.parent / "other")
+    lease.release()
+    assert shard.read_text() == "kept"
+    assert names_in(path.parent) == [FOLDER_LEASE, f"{FOLDER_LEASE}.{run}", "shard"]
+    durable.remove(shard)
+
+
+def test_no_step_below_the_folder_once_the_file_is_gone(path: Path, lease: KeptLease) -> None:
+    path.unlink()
+    with pytest.raises(InUseError, match=f"or {FOLDER_LEASE} was removed"):
+        durable.touch(path.parent / "x")
+
+
+def test_steps_elsewhere_go_on(path: Path, lease: KeptLease, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = tmp_path_factory.mktemp("other")
+    path.unlink()
+    durable.write_whole(other / "file", b"content")
+    (other / "link").symlink_to(path.parent)
+    with pytest.raises(InUseError, match=LOST):
+        durable.touch(other / "link" / "file")
+
+
+STOPPED = """
+import os, signal, sys, threading
+from pathlib import Path
+from rabbitllm.storage import durable, leases
+leases.BEAT_SECONDS, leases.LATE_SECONDS = 0.05, 1.0
+path = Path(sys.argv[1])
+lease = leases.take(path)
+print("in", flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+durable.remove(path.parent / "shard")
+"""
+
+
+def test_holder_that_stood_still_stops_although_no_other_process_came(path: Path) -> None:
+    """One may come at any moment: it has seen that the lease is stale."""
+    (path.parent / "shard").write_text("kept")
+    command = [sys.executable, "-c", STOPPED, str(path)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    time.sleep(1.5)
+    process.send_signal(signal.SIGCONT)
+    said = process.communicate(timeout=60)[1]
+    assert LOST in said, said
+    assert (path.parent / "shard").read_text() == "kept"
+
+
+def test_forked_child_gives_nothing_back(path: Path, lease: KeptLease) -> None:
+    child = os.fork()
+    if not child:
+        lease.release()
+        os._exit(0)
+    os.waitpid(child, 0)
+    lease.check()
