@@ -20,6 +20,7 @@ from rabbitllm.base.options import parse_size
 from rabbitllm.base.terminal import listed
 from rabbitllm.engine.placement import READY, enclosing
 from rabbitllm.engine.processor import FILES
+from rabbitllm.engine.span_reader import compare
 from rabbitllm.engine.weight_tensors import AbsentWeight
 from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.errors import OptionError, RabbitLLMError
@@ -93,6 +94,18 @@ def origin_of(
             resident[name] = recipe, name if name in recipe.targets else weights.ties[name]
     generation = model.generation_config.to_dict() if model.can_generate() else {}
     return Origin(store, home, dtypes, model.config.to_dict(), generation, names, absent, resident)
+
+
+def compare_resident(origin: Origin) -> None:
+    """Compare the stored parts of resident parameters with their checksums, as far as that has not been done.
+
+    Raises:
+        IncompleteSplitError: a checksum differs.
+    """
+    checks, tensors = origin.store.checks, origin.store.tensors
+    if checks is not None:
+        names = {name for recipe, _ in origin.resident.values() for _, name in recipe.sources}
+        compare(checks, (part for name in sorted(names) for part in tensors[name].parts))
 
 
 def save(

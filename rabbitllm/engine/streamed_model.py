@@ -23,7 +23,7 @@ from rabbitllm.engine.expert_pool import read_uses, write_uses
 from rabbitllm.engine.pass_line import PassLine, pass_input_of
 from rabbitllm.engine.placement import Placement
 from rabbitllm.engine.processor import read_processor
-from rabbitllm.engine.saving import Origin, save
+from rabbitllm.engine.saving import Origin, compare_resident, save
 from rabbitllm.engine.streamer import Streamer
 from rabbitllm.engine.weight_tensors import AbsentWeight, untrainable
 from rabbitllm.errors import CopyError, RabbitLLMError
@@ -324,6 +324,15 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
         """
         buffers = (buffer.nbytes for buffer in self.buffers()) if return_buffers else ()
         return self._held_bytes + sum(buffers)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The weights by name, as of any module; resident ones are compared with their checksums first.
+
+        Raises:
+            IncompleteSplitError: a checksum differs.
+        """
+        compare_resident(self._origin)
+        return super().state_dict(*args, **kwargs)
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
         """Tie weights as transformers does; those that are not in memory stay so, and are stored as one tensor."""

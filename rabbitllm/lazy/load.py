@@ -7,7 +7,8 @@ A view is a tensor over a private mapping of the file, with the strides of the f
 views that share bytes share memory, and a write to one is seen in the others, as with tensors of `torch.load`. Once
 `hold_mapping` is called, the mapping is kept until the file is closed; without it, the mapping and its pages are freed
 with the last view. A tensor that is misaligned for its dtype is read instead, in row-major order and into memory of its
-own, as are all tensors if files are not mapped.
+own, as are all tensors if files are not mapped. A tensor of a layer file is compared with its checksums when it is
+made.
 
 Before either, the file must still be the one that was opened, of the same length and time of change: touching a mapping
 of a truncated file would end the process. A file that is truncated while a view is alive still does that, as with
@@ -21,6 +22,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -104,6 +106,7 @@ class ShardFile:
         Raises:
             ClosedCheckpointError: the file is closed.
             CorruptShardError: the file has changed since it was opened.
+            IncompleteSplitError: a checksum differs.
         """
         import torch
 
@@ -130,7 +133,7 @@ class ShardFile:
             False, without a read, while there are views: the tensor may have been changed through them.
 
         Raises:
-            ClosedCheckpointError, CorruptShardError: as `tensor`.
+            ClosedCheckpointError, CorruptShardError, IncompleteSplitError: as `tensor`.
         """
         with self._lock:
             if self._map is not None and self._map() is not None:
@@ -160,6 +163,8 @@ class ShardFile:
                 except OSError:  # the file system cannot map files, or there is no address space left
                     return None
                 self._map = weakref.ref(pages)
+        if self._checks is not None:  # of the file, since a view may have been written to
+            self._checks.stored(self._name, [(spec.offset, spec.extent)])
         return memoryview(pages).cast("B")[spec.offset : spec.offset + spec.extent]
 
     def _read(self, spec: TensorSpec) -> memoryview:
@@ -364,8 +369,8 @@ def lazy_load(path: str | os.PathLike[str], *, mapped: bool = True, verify_check
         mapped: make tensors views of the mapped files, without a copy; writing to them never changes the file. False
             reads them into memory, so that a disk error or a truncated file raises an error; with a mapping it would
             end the process.
-        verify_checksums: compare bytes that are read of a split directory's layer files with its checksums. Views of
-            mapped files are read later, by the computation, and are not compared.
+        verify_checksums: compare the bytes of a tensor with the checksums of its split directory when it is first used,
+            all of them also if it is mapped and only some of its pages are used.
 
     Returns:
         Tensor names -> lazy tensors, with the shape and dtype of the file, on the CPU, in the order of the file or of
@@ -380,7 +385,7 @@ def lazy_load(path: str | os.PathLike[str], *, mapped: bool = True, verify_check
     """
     given = Path(path)
     if given.is_file():
-        return _open(given, {given.name: given}, None, mapped)
+        return _open(given, {given.name: given}, None, mapped, _checks_of(given) if verify_checksums else None)
     if not given.is_dir():
         raise CheckpointNotFoundError(
             f"{given} is neither a file nor a folder.", "Check the path; repositories cannot be loaded lazily."
@@ -466,6 +471,13 @@ def _open_split(folder: Path, mapped: bool, verify_checksums: bool) -> LazyCheck
     files = {name: tensor.parts[0].file for name, tensor in store.tensors.items()}
     paths = {file: store.path(file) for file in dict.fromkeys(files.values())}
     return _open(folder, paths, files, mapped, store.checks)
+
+
+def _checks_of(path: Path) -> LayerChecks | None:
+    """The checks of a single layer file, by the manifest beside it; None for any other file."""
+    manifest = read_manifest(path.parent)
+    own = () if manifest is None else tuple(record for record in manifest.layers if record.file == path.name)
+    return LayerStore(path.parent, replace(manifest, layers=own)).checks if manifest is not None and own else None
 
 
 @uncollected()

@@ -68,8 +68,8 @@ class LazyTensor(torch.Tensor):
 
     Shape, dtype, strides and all that follows from them are available without reading. Results of torch functions are
     ordinary tensors; an in-place function returns the lazy tensor itself. Pickles and deep copies are ordinary tensors
-    too. Indexing a mapped tensor reads only the pages that are used; if the file is read and not mapped, `tensor[3:5]`
-    reads these rows alone, into a tensor of their own.
+    too. Indexing a mapped tensor reads only the pages that are used (of a split, all of it is compared first); if the
+    file is read and not mapped, `tensor[3:5]` reads these rows alone, into a tensor of their own.
 
     Attributes:
         spec: its name, dtype, shape, location (`file`, `offset`, `nbytes`) and strides in the file.
@@ -103,6 +103,7 @@ class LazyTensor(torch.Tensor):
         Raises:
             ClosedCheckpointError: it has not been read, and its file is closed.
             CorruptShardError: it has not been read, and its file has changed since it was opened.
+            IncompleteSplitError: it has not been read, and a checksum of its layer file differs.
         """
         return self._keep(self._ordinary())
 

@@ -247,6 +247,12 @@ def _refuse_one_of_several(folder: Path, name: str) -> None:
             raise OptionError(
                 f"{folder / name} is one of the {len(shards)} shards of a checkpoint.", f"Use the folder: {folder}."
             )
+    manifest = read_manifest(folder)
+    if manifest is not None and name in (record.file for record in manifest.layers):
+        raise OptionError(
+            f"{folder / name} is one of the {len(manifest.layers)} layer files of a split.",
+            f"Use the folder: {folder}.",
+        )
 
 
 def require_same(known: SourceIdentity, source: Input, folder: Path) -> None:

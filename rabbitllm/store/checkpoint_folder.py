@@ -97,6 +97,9 @@ class PlainReader:
         import torch
 
         if tensor.memory is not None:
+            if self._store.checks is not None:  # it may be a view of the mapped file that was not used yet
+                for part in tensor.stored.parts:
+                    self._store.checks.stored(part.file, [(part.offset, part.extent)])
             whole = tensor.memory.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
             for begin in range(0, len(whole), CHUNK_BYTES):
                 yield whole[begin : begin + CHUNK_BYTES]

@@ -174,19 +174,21 @@ class LayerStore(MappedWeights):
     Attributes:
         folder: the split directory.
         manifest: None for a directory of RabbitLLM 1.1.
-        tensors: checkpoint name -> stored tensor.
-        checks: checks of bytes read, if requested and if the split has checksums.
+        tensors, dtype: see `WeightFiles`.
+        checks: checks of bytes read; None for a directory of RabbitLLM 1.1, which has no checksums, or without
+            `verify_checksums`.
     """
 
     is_split = True
 
     @uncollected()
-    def __init__(self, folder: Path, manifest: Manifest | None = None, *, verify_checksums: bool = False) -> None:
+    def __init__(self, folder: Path, manifest: Manifest | None = None, *, verify_checksums: bool = True) -> None:
         """
         Args:
             folder: the split directory.
             manifest: its manifest, if that has not been written yet.
-            verify_checksums: whether to compare bytes read, headers included, with their checksums.
+            verify_checksums: whether to compare bytes read, headers included, with their checksums. False only where
+                the user asks for it.
 
         Raises:
             IncompleteSplitError: a layer file is missing, differs in size from the manifest, or is damaged.
@@ -230,7 +232,7 @@ class LayerStore(MappedWeights):
             self.checks.open(file, header, lambda: self.mapped(file).whole(), record.crc32, record.blocks)
             if record.blocks is not None:
                 states = (key for name, scheme in stored_schemes(keys).items() if (key := state_key(name, scheme)))
-                self.checks.stored(file, [(keys[key].offset, keys[key].nbytes) for key in states])
+                self.checks.stored(file, [(keys[key].offset, keys[key].nbytes) for key in states], unmapped=True)
         try:
             for name, quantized in read_forms(self.folder / file, keys).items():
                 parts = tuple(keys[part] for part in part_names(name, quantized.scheme if quantized else None))
@@ -251,7 +253,7 @@ class UnsplitStore(MappedWeights):
 
     Attributes:
         folder: the checkpoint.
-        tensors: name -> stored tensor.
+        tensors, dtype: see `WeightFiles`.
         checks: none; a checkpoint's shards have no checksums.
     """
 

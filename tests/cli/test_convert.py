@@ -429,6 +429,9 @@ def test_what_cannot_be_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(OptionError, match="is an index"):
         convert(folder / INDEX_NAME, new)
     made = split(folder, tmp_path / "layers", sequential=False)
+    for to, target in (("safetensors", new), ("gguf", tmp_path / "new.gguf")):
+        with pytest.raises(OptionError, match=rf"one of the 6 layer files of a split(?s:.)*Use the folder: {made}\."):
+            convert(made / "model.norm.safetensors", target, to=to)
     for deleting in ({"sequential": True}, {"delete_original": True}):
         with pytest.raises(OptionError, match="is a split directory"):
             convert(made, new, **deleting)

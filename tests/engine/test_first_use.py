@@ -27,6 +27,7 @@ from rabbitllm.engine.span_reader import FileSpan
 from rabbitllm.errors import HostsError, IncompleteSplitError
 from rabbitllm.generation.scoring import ScoredText, score
 from rabbitllm.lazy.load import lazy_load
+from rabbitllm.models.convert import convert
 from rabbitllm.storage.files import PositionalFile
 from rabbitllm.store import checksums
 from rabbitllm.store.layer_store import LayerStore
@@ -260,11 +261,11 @@ def test_a_model_that_is_loaded_again_compares_nothing_again(dense: Path, monkey
     for budget in (ALL, 0):
         logits(load(dense, budget))
     read: list[int] = []
-    monkeypatch.setattr(checksums._FileChecks, "_crc", lambda self, begin, *more, **options: read.append(begin) or 0)
-    logits(load(dense))
+    with monkeypatch.context() as patched:
+        patched.setattr(checksums._FileChecks, "_crc", lambda self, begin, *more, **options: read.append(begin) or 0)
+        logits(load(dense))
     assert read == []
-    monkeypatch.undo()
-    with flip_in(dense, DOWN), pytest.raises(IncompleteSplitError):
+    with flip_in(dense, DOWN), pytest.raises(IncompleteSplitError, match=r"is damaged: .*down_proj"):
         logits(load(dense))  # the file is another one now
 
 
@@ -386,16 +387,71 @@ def test_saving_a_damaged_model(dense: Path, tmp_path: Path, budget: int) -> Non
     model.save_pretrained(tmp_path / "sound")
 
 
-def test_lazy_tensors(dense: Path) -> None:
+USES: dict[str, Callable[[Any], Any]] = {
+    "read": lambda tensor: tensor.read(),
+    "copied": lambda tensor: torch.empty(tensor.shape, dtype=torch.bfloat16).copy_(tensor),
+    "a row": lambda tensor: tensor[0],
+    "computed": lambda tensor: tensor * 2,
+    "a parameter": torch.nn.Parameter,
+}
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+@pytest.mark.parametrize("use", USES)
+def test_lazy_tensors(dense: Path, use: str, mapped: bool) -> None:
     with flip_in(dense, DOWN):
-        for mapped in (True, False):
-            with lazy_load(dense, mapped=mapped) as weights:
-                target = torch.empty(weights[DOWN].shape, dtype=torch.bfloat16)
-                with pytest.raises(IncompleteSplitError, match="is damaged"):
-                    target.copy_(weights[DOWN])  # read, and not mapped, either way
-                weights["model.norm.weight"].read()
-        with lazy_load(dense, mapped=False, verify_checksums=False) as weights:
-            weights[DOWN].read()
+        for path in (dense, dense / "model.layers.1.safetensors"):
+            with lazy_load(path, mapped=mapped) as weights:
+                with pytest.raises(IncompleteSplitError, match=r"is damaged: .*down_proj"):
+                    USES[use](weights[DOWN])
+                weights["model.layers.1.mlp.up_proj.weight"].read()
+            with lazy_load(path, mapped=mapped, verify_checksums=False) as weights:
+                USES[use](weights[DOWN])
+
+
+def test_lazy_tensors_that_were_written_to_are_no_damage(dense: Path) -> None:
+    with lazy_load(dense) as weights:
+        norm = weights["model.layers.1.input_layernorm.weight"]
+        norm.zero_()  # in the block of other small tensors
+        assert weights["model.layers.1.post_attention_layernorm.weight"].read().numel() == 64
+        assert not norm.any()
+
+
+def every_tensor(weights: Any) -> None:
+    for tensor in weights.values():
+        tensor.read()
+
+
+READERS: dict[str, Callable[[Path, Path], Any]] = {
+    "convert": lambda folder, out: convert(folder, out / "new"),
+    "convert to GGUF": lambda folder, out: convert(folder, out / "new.gguf", to="gguf"),
+    "save": lambda folder, out: load(folder, ALL).save_pretrained(out / "new"),
+    "save what is streamed": lambda folder, out: load(folder, 0).save_pretrained(out / "new"),
+    "state_dict": lambda folder, out: load(folder, ALL).state_dict(),
+    "lazy_load": lambda folder, out: every_tensor(lazy_load(folder)),
+    "lazy_load, read": lambda folder, out: every_tensor(lazy_load(folder, mapped=False)),
+    "lazy_load of a file": lambda folder, out: [every_tensor(lazy_load(p)) for p in folder.glob("*.safetensors")],
+}
+CODES = ["convert", "convert to GGUF", "save", "save what is streamed", "lazy_load of a file"]
+
+
+@pytest.mark.parametrize(
+    ("reader", "compression"),
+    [*((name, None) for name in READERS), *((name, scheme) for name in CODES for scheme in ("8bit", "4bit"))],
+)
+def test_every_reader_of_a_whole_split(tmp_path: Path, reader: str, compression: str | None) -> None:
+    """Each kind of byte, also the header; nothing is left that looks complete, and the repaired split can be read."""
+    checkpoint = build_checkpoint(tmp_path / "model", "llama", shards=2, dtype=torch.bfloat16)
+    folder, out = split(checkpoint, compression), tmp_path / "out"
+    out.mkdir()
+    for flip in flips(folder, 100, reader):
+        with flip, pytest.raises(IncompleteSplitError) as caught:
+            READERS[reader](folder, out)
+        assert flip.path.name in caught.value.problem, flip
+        assert f"rabbitllm verify {folder} --repair" in caught.value.remedy, flip
+        left = [path.name for path in out.rglob("*") if path.is_file()]
+        assert set(left) <= {"new.gguf.part", "new.gguf.progress"}, flip
+    READERS[reader](folder, out)
 
 
 def test_the_command_line(dense: Path) -> None:
