@@ -16,6 +16,7 @@ Where W < M the file is not used. Only sequences that are packed into one forwar
 from __future__ import annotations
 
 import shutil
+import sys
 import time
 from collections import abc
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from transformers import GenerationMixin
 from transformers.cache_utils import DynamicCache
 
 from rabbitllm.engine.forwards import make_kernels
@@ -34,6 +36,7 @@ from rabbitllm.generation.cache_file import TAIL_TOKENS, CacheFile
 from rabbitllm.generation.kv_cache import (
     MIN_PREFIX_TOKENS,
     PrefixCache,
+    angles_change_after,
     common_prefix,
     copied,
     keeps,
@@ -163,7 +166,6 @@ class CacheManager:
     Attributes:
         memory: the memory limit of KV caches, and the bytes of a token.
         chunk: maximum tokens of a prompt in one pass.
-        prompt_chunk: the same; None if a prompt goes through the model as a whole.
         resumed: how often a sequence was swapped in.
         file: KV caches of running sequences in a file; its limit is 0 if that would not pay.
         swap: KV caches of preempted sequences, swapped out.
@@ -186,7 +188,11 @@ class CacheManager:
         self._config = model.config.get_text_config(decoder=True)
         self._keeps = keeps(model)
         self._shares = self._keeps and not limits.exact
-        self.prompt_chunk = self.chunk if self._shares else None
+        same_angles = angles_change_after(self._config)
+        self._same_angles = same_angles if same_angles is not None else sys.maxsize
+        # Phi-3's own code drops the cache where the angles change; transformers' ordinary code goes on with it
+        ordinary = GenerationMixin.prepare_inputs_for_generation
+        self._has_own_inputs = type(model).prepare_inputs_for_generation is not ordinary
         self._finished = PrefixCache()
         swap_bytes = limits.swap_bytes if limits.swap_bytes is not None else SWAP_SHARE * self.memory.limit
         folder = limits.swap_folder or default_folder()
@@ -279,8 +285,13 @@ class CacheManager:
     def measure(self) -> None:
         """Measure the bytes of a token after a pass; for unusual kinds of caches the config's estimate is kept.
 
+        A cache that the model has dropped, to compute all tokens again with other angles, becomes a prefix cache.
+
         In batch jobs, free memory is returned to the system, at most once in `TRIM_SECONDS`.
         """
+        for one in self._running:
+            if one.has_dropped_cache:
+                self.keep(one)
         if self._keeps:
             self.memory.measure(one.resumable_cache(continues=True) for one in self._running)
         if self._trim is not None and time.monotonic() - self._trimmed > TRIM_SECONDS:
@@ -288,6 +299,25 @@ class CacheManager:
             self._trimmed = time.monotonic()
 
     # the life of a sequence ------------------------------------------------------------------------------------------
+
+    def _continues(self, sequence: Sequence) -> bool:
+        """Whether a sequence that begins may continue a KV cache with several tokens at once, as with a prefix."""
+        if sequence.request.media is not None:  # other pictures may have the same ids, so their caches are never shared
+            return False
+        return self._shares and sequence.length.tokens <= self._same_angles
+
+    def prompt_chunk(self, sequence: Sequence) -> int | None:
+        """Maximum tokens of a sequence's prompt in one pass; None if it goes through the model as a whole.
+
+        Args:
+            sequence: a sequence that begins, or continues after it was preempted.
+        """
+        if self._continues(sequence):
+            return self.chunk
+        was_short = len(sequence.request.prompt) <= self._same_angles < sequence.length.tokens
+        # its angles changed while it decoded, and its first tokens kept the earlier ones
+        is_mixed = was_short and self._keeps and sequence.request.media is None and not self._has_own_inputs
+        return self._same_angles if is_mixed else None
 
     def allocate(self, sequence: Sequence, *, in_file: bool = False) -> bool:
         """Give a sequence that begins its KV cache; False if another one is computing a prefix that both share.
@@ -307,8 +337,8 @@ class CacheManager:
                 if in_file:
                     self._write(sequence)
                 return True
-        if not self._shares or sequence.request.media is not None:
-            return True  # other pictures may have the same ids, so their caches are never shared
+        if not self._continues(sequence):
+            return True
         ids = sequence.ids
         candidates = ((usable(ids, known, cache), known, cache) for known, cache in self._prefixes())
         tokens, known, cache = max(candidates, key=itemgetter(0), default=(0, (), None))
@@ -346,7 +376,7 @@ class CacheManager:
     def keep(self, sequence: Sequence) -> None:
         """Put the KV cache of a finished sequence into the prefix cache."""
         cache, sequence.cache = sequence.cache, None
-        if self._shares and cache is not None and (tokens := cache.get_seq_length()):
+        if self._shares and cache is not None and 0 < (tokens := cache.get_seq_length()) <= self._same_angles:
             self._finished.put(sequence.ids[:tokens], cache)
             self._finished.shrink(self.memory.limit - self._running_bytes())
 
@@ -363,7 +393,7 @@ class CacheManager:
         """Ids and KV cache of each sequence whose prefix can be reused."""
         yield from self._finished.entries()
         for one in self._running:
-            if tokens := one.cached_tokens:
+            if 0 < (tokens := one.cached_tokens) <= self._same_angles:
                 yield one.ids[:tokens], one.cache
 
     def _write(self, sequence: Sequence) -> bool:

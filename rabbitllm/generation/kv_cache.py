@@ -12,6 +12,7 @@ Two caches outlive an answer: `ConversationCache`, of one conversation, and `Pre
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
@@ -389,9 +390,15 @@ def can_drop_tokens(model: StreamedModel) -> bool:
     """Whether a model's cache can drop its last tokens, as after a wrong draft: with full attention and windows.
 
     States of other layers cannot go back. Indexes that choose tokens choose others for several tokens at once than for
-    one after the other, so that the answer would not be the model's own.
+    one after the other, so that the answer would not be the model's own. So do angles that change within the context:
+    with a draft they change a few tokens too early.
     """
-    return keeps(model) and all(map(_is_plain, _layers(model)))
+    config = model.config.get_text_config(decoder=True)
+    same_angles = angles_change_after(config)
+    changes = same_angles is not None and same_angles < (
+        getattr(config, "max_position_embeddings", None) or sys.maxsize
+    )
+    return keeps(model) and not changes and all(map(_is_plain, _layers(model)))
 
 
 def has_full_cache(model: StreamedModel) -> bool:
@@ -416,6 +423,36 @@ def looks_ahead(model: StreamedModel) -> bool:
     return sees_both in (True, "all") or any(
         getattr(module, "is_causal", True) is False for module in (model.get_decoder() or model).modules()
     )
+
+
+def angles_change_after(config: PretrainedConfig) -> int | None:
+    """Number of tokens after which the rotary angles of all tokens are other ones; None if they never change.
+
+    The angles of a pass follow from its largest position with some kinds of rotary embeddings. What was computed up to
+    this number of tokens is right for longer sequences only if transformers' own `generate` goes on from it, too.
+
+    Args:
+        config: config of the text model.
+    """
+    found = [tokens for rope in _ropes(config) if (tokens := _angles_change_after(config, rope)) is not None]
+    return min(found, default=None)
+
+
+def _angles_change_after(config: PretrainedConfig, rope: Mapping[str, Any]) -> int | None:
+    kind = str(rope.get("rope_type", rope.get("type")))
+    if "dynamic" in kind:
+        return int(config.max_position_embeddings)
+    if "longrope" not in kind:
+        return None
+    # the rotary embedding reads the first one, and Phi-3's code that drops the cache the second one
+    both = (rope.get("original_max_position_embeddings"), getattr(config, "original_max_position_embeddings", None))
+    return min((tokens for tokens in both if isinstance(tokens, int)), default=0)
+
+
+def _ropes(config: PretrainedConfig) -> Iterator[Mapping[str, Any]]:
+    """The settings of the rotary embeddings of all layers."""
+    given = getattr(config, "rope_parameters", None) or {}
+    yield from (one for one in (given, *given.values()) if isinstance(one, Mapping))
 
 
 def keeps(model: StreamedModel) -> bool:

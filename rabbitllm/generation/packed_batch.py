@@ -34,11 +34,17 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rabbitllm.generation.cache_file import CacheFile
-from rabbitllm.generation.kv_cache import CACHE_ARGUMENT, append, is_nothing, is_window, keeps_every_token
+from rabbitllm.generation.kv_cache import (
+    CACHE_ARGUMENT,
+    angles_change_after,
+    append,
+    is_nothing,
+    is_window,
+    keeps_every_token,
+)
 from rabbitllm.generation.request import ModelLimits
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
     from transformers.cache_utils import CacheLayerMixin
 
     from rabbitllm.engine.streamed_model import StreamedModel
@@ -395,8 +401,6 @@ PACKABLE = frozenset(
 """Model types (transformers 5.23 and 5.24), tested in `tests/generation/test_packed_batch.py`."""
 WITH_IMAGES = frozenset({"gemma3", "gemma4", "llava", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"})
 """Model types around a text model of `PACKABLE`; calls with images are not packed: their arguments are unknown."""
-_BY_LONGEST = ("dynamic", "longrope")
-"""Rotary embeddings whose angles depend on the largest position in a pass."""
 _EXTRAS = ("output_attentions", "output_hidden_states", "output_router_logits", "alibi")
 """Config settings that must be off."""
 
@@ -412,19 +416,10 @@ def can_be_packed(model: StreamedModel) -> bool:
         and getattr(config, "return_dict", True)
         and not model.training
         and not any(getattr(one, extra, False) for one in (config, text) for extra in _EXTRAS)
-        and not depends_on_longest(text)
+        and angles_change_after(text) is None
         and all(keeps_every_token(one) or is_window(one) or is_nothing(one) for one in DynamicCache(config=text).layers)
         and not (shares_keys(model) and len(set(model.hf_device_map.values())) > 1)
     )
-
-
-def depends_on_longest(config: PretrainedConfig) -> bool:
-    """Whether the results of a sequence depend on the longest sequence of the same pass.
-
-    Args:
-        config: config of the text model.
-    """
-    return any(rope in kind for kind in _rope_types(config) for rope in _BY_LONGEST)
 
 
 def attending_configs(model: StreamedModel) -> list[Any]:
@@ -441,15 +436,6 @@ def shares_keys(model: StreamedModel) -> bool:
 def _is_one_sequence(layer: CacheLayerMixin) -> bool:
     keys = getattr(layer, "keys", None)
     return keys is None or keys.dim() < 2 or len(keys) == 1
-
-
-def _rope_types(config: PretrainedConfig) -> Iterator[str]:
-    """The rotary embedding types of all layers."""
-    given = getattr(config, "rope_parameters", None) or {}
-    for one in (given, *(value for value in given.values() if isinstance(value, Mapping))):
-        kind = one.get("rope_type", one.get("type"))
-        if isinstance(kind, str):
-            yield kind
 
 
 _READ = frozenset({"input_ids", "position_ids", "attention_mask", CACHE_ARGUMENT, "logits_to_keep"})

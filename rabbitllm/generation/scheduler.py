@@ -310,7 +310,7 @@ class Scheduler:
 
     def resume(self, sequence: Sequence) -> None:
         """Move a waiting sequence, which may have been preempted, to the running ones."""
-        sequence.start(self._runner.coroutines, self.caches.prompt_chunk if sequence.request.media is None else None)
+        sequence.start(self._runner.coroutines, self.caches.prompt_chunk(sequence))
         with self._change:
             self._waiting.remove(sequence)
             self.running.append(sequence)

@@ -151,6 +151,13 @@ class Sequence:
         """The error by which it has left `generate`, if any."""
         return self.coroutine.error if self.coroutine is not None else None
 
+    @property
+    def has_dropped_cache(self) -> bool:
+        """Whether the model goes on with another KV cache than `cache`, as Phi-3 does from some length on."""
+        if self.cache is None or self.coroutine is None or not self.coroutine.is_outside:
+            return False
+        return self.coroutine.inputs[1] is not self.cache
+
     def resumable_cache(self, *, continues: bool) -> Any | None:
         """The KV cache from which `generate` can continue: of all tokens except those of the next pass.
 

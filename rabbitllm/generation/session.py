@@ -9,6 +9,7 @@ rounding. An answer can be stopped between two layers. The cache keeps all token
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import ChatError, OptionError
 from rabbitllm.generation.draft import continuing, draft_arguments
-from rabbitllm.generation.kv_cache import ConversationCache, common_prefix, has_full_cache, keeps
+from rabbitllm.generation.kv_cache import ConversationCache, angles_change_after, common_prefix, has_full_cache, keeps
 from rabbitllm.generation.request import (
     FinishReason,
     ModelLimits,
@@ -201,6 +202,8 @@ class Session:
         self._sampling = sampling
         self._draft = draft
         self.cache = ConversationCache(model) if keeps(model) and (draft is None or has_full_cache(model)) else None
+        same_angles = angles_change_after(model.config.get_text_config(decoder=True))
+        self._same_angles = same_angles if same_angles is not None else sys.maxsize
         self._is_consistent = True
         if sampling.seed is not None:
             torch.manual_seed(sampling.nth(0).seed)
@@ -269,7 +272,8 @@ class Session:
         )
         if not self._is_consistent or media is not None:
             self.forget()
-        cache = self.cache if media is None else None  # other pictures may have the same ids
+        # other pictures may have the same ids, and a longer prompt has other angles than the tokens in the cache
+        cache = self.cache if media is None and len(ids) <= self._same_angles else None
         if cache is None:
             with self._watched(stopped, at_unit) as prompt_done:
                 return generate(self._model, request, write, draft=self._draft, prompt_done=prompt_done)
@@ -289,6 +293,7 @@ class Session:
             cache.recover(len(known) - 1 if result.tokens else kept, known)
         else:  # all tokens but the last, which was not fed to the model
             cache.ids = known[: cache.cache.get_seq_length()]
+        cache.crop(self._same_angles)
         self._is_consistent = True
         return replace(result, kept_tokens=kept)
 

@@ -14,6 +14,9 @@ import pytest
 PARTS: Mapping[str, int] = {
     "run/test_prompt.py::test_a_template_that_does_not_end": 6,
     "generation/test_model_runner.py::test_texts_on_gpus": 4,
+    "generation/test_long_prompts.py::test_long_prompts": 1,
+    "generation/test_long_prompts.py::test_preempted_while_the_angles_change": 1,
+    "generation/test_long_prompts.py::test_a_conversation_across_the_change_and_back": 1,
     "generation/test_batch.py::test_several_requests": 12,
     "generation/test_preemption.py::test_exact_has_the_bits_of_one_that_made_no_way": 6,
     "generation/test_preemption.py::test_tokens_are_those_alone": 12,

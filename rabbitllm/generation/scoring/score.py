@@ -32,13 +32,12 @@ from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.placement import READY, Tier
 from rabbitllm.errors import BatchError, OptionError, RabbitLLMError, ScoringError, require_package
 from rabbitllm.generation.coroutines import Coroutine, Coroutines, PendingCall, RowKind, SyncPoint, called, rowwise
-from rabbitllm.generation.kv_cache import looks_ahead
+from rabbitllm.generation.kv_cache import angles_change_after, looks_ahead
 from rabbitllm.generation.memory import cost_of_a_pass, repeated_bytes
 from rabbitllm.generation.packed_batch import (
     PACKABLE,
     NotPackable,
     can_be_packed,
-    depends_on_longest,
     grouped,
     shares_keys,
 )
@@ -172,7 +171,7 @@ def layout_of(model: StreamedModel, *, exact: bool) -> TextLayout:
         return TextLayout.EQUAL
     if can_be_packed(model):
         return TextLayout.PACKED
-    fills = config.model_type in FILLABLE and not depends_on_longest(config)
+    fills = config.model_type in FILLABLE and angles_change_after(config) is None
     return TextLayout.FILLED if fills else TextLayout.EQUAL
 
 
