@@ -49,6 +49,7 @@ class Disposal(enum.Enum):
     KEPT = "kept"
     READ_ONLY = "kept: the source is read-only"
     SHARED = "kept: another revision in the hub cache uses the same file"
+    CHANGED = "kept: it has changed since it was split"
 
 
 @dataclass(frozen=True, slots=True)

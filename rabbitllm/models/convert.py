@@ -59,7 +59,7 @@ from rabbitllm.splitter import journal
 from rabbitllm.splitter.journal import reporting_interrupts
 from rabbitllm.splitter.lock import is_lock_file, locked
 from rabbitllm.splitter.request import Acceptance, SplitRequest
-from rabbitllm.splitter.split import clean_up, discard_original, split
+from rabbitllm.splitter.split import clean_up, discard_finished, split
 from rabbitllm.storage import durable
 from rabbitllm.store import locations
 from rabbitllm.store.checkpoint_folder import index_of_files, plan_shards, write_checkpoint
@@ -192,13 +192,13 @@ class WeightsInput:
             prepare.lock_source(source, options),
         ):
             checkpoint = self.open()
-            if read_manifest(self.split_folder) is None:
+            if (manifest := read_manifest(self.split_folder)) is None:
                 family = prepare.family_of(self.path.parent)
                 split(SplitRequest(checkpoint, self.split_folder, family, options, _naming(family)))
                 return
             clean_up(self.split_folder)
             if options.shards.deletes_rest:
-                discard_original(checkpoint)
+                discard_finished(checkpoint, manifest, [*shards_at_hand(checkpoint)], self.split_folder)
 
     def checkpoint(self) -> Checkpoint | None:
         return self.open() if self.path.exists() else None

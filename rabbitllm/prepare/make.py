@@ -44,7 +44,15 @@ from rabbitllm.splitter.lock import LEASE_NAME, is_left_over, locked, read_lock
 from rabbitllm.splitter.plan import PlannedFiles
 from rabbitllm.splitter.request import Acceptance, SplitRequest, check_before_download, plan_split
 from rabbitllm.splitter.source_check import check_finished_source
-from rabbitllm.splitter.split import STAGING_NAME, clean_up, discard_original, repair, shards_for, split
+from rabbitllm.splitter.split import (
+    STAGING_NAME,
+    clean_up,
+    discard_finished,
+    repair,
+    shards_for,
+    split,
+    warn_of_read_only,
+)
 from rabbitllm.storage import folder_lock
 from rabbitllm.storage.folder_lock import FolderKind, FolderLock
 from rabbitllm.store import locations
@@ -159,7 +167,8 @@ def has_work_left(folder: Path, options: SplitOptions) -> bool:
 def check_finished(source: Source, options: SplitOptions, accept: Acceptance | None = None) -> None:
     """Check that a finished split is of this source, as far as the source still exists.
 
-    If the policy deletes the rest of the original, that is then deleted, if `accept` accepts the split.
+    If the policy deletes the rest of the original, that is then deleted, if `accept` accepts the split, and both are
+    read and have their recorded checksums.
     """
     manifest = read_manifest(source.split_folder)
     if manifest is None:
@@ -182,12 +191,15 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
     found = [one for shard in checkpoint.index.shards if (one := _local_metadata(checkpoint, shard)) is not None]
     refuse_another(source, manifest, checkpoint.identity(found))
     _refuse_without_evidence(source, manifest, found)
-    check_finished_source(manifest, found, checkpoint, source.split_folder, verify=options.verify_source)
-    if options.shards.deletes_rest:
+    if options.shards.deletes_rest and checkpoint.deletable:
         store = LayerStore(source.split_folder)  # checks all sizes and headers before anything is deleted
         if accept is not None:
             accept(store)
-        discard_original(checkpoint)
+        discard_finished(checkpoint, manifest, found, source.split_folder)
+        return
+    check_finished_source(manifest, found, checkpoint, source.split_folder, verify=options.verify_source)
+    if options.shards.deletes_rest and found:
+        warn_of_read_only(len(found), checkpoint)
 
 
 def _check_budget(source: Source, manifest: Manifest, options: SplitOptions) -> None:

@@ -32,7 +32,7 @@ from rabbitllm.splitter.disk_sampler import disk_bytes
 from rabbitllm.splitter.filler import ROOM, Filler, IncomingShard, ShardExecutor, ShardFetcher, SplitWork
 from rabbitllm.splitter.mover import FillTarget, Mover
 from rabbitllm.splitter.plan import PlannedShard, moves_of
-from rabbitllm.splitter.source_check import require_unmodified, source_crc32
+from rabbitllm.splitter.source_check import release_if_same, require_unmodified, source_crc32
 from rabbitllm.splitter.sums import PartSums, ShardChecksums, TensorSums
 from rabbitllm.storage import durable
 from rabbitllm.store.layer_file import DONE_SUFFIX, SCRATCH_SUFFIX, LayerLayout
@@ -387,9 +387,11 @@ class ShardLoop:
         return crc
 
     def _release(self, shard: PlannedShard) -> Release:
-        if not (self.work.options.shards.deletes_used or shard.staged):
+        if shard.staged:
+            return self.work.checkpoint.release(shard.name, only_staged=True)
+        if not self.work.options.shards.deletes_used:
             return Release(shard.name, Disposal.KEPT)
-        release = self.work.checkpoint.release(shard.name, only_staged=shard.staged)
+        release = release_if_same(self.work.checkpoint, shard, self.source_checksums.get(shard.name))
         if release.disposal is Disposal.READ_ONLY:
             logger.warning("%s is used but cannot be deleted: its folder is read-only.", shard.name)
         return release

@@ -18,9 +18,17 @@ from datetime import datetime
 from pathlib import Path
 
 from rabbitllm.base import progress
-from rabbitllm.checkpoints.checkpoint import Checkpoint, FileStat, ShardMetadata, file_stat, has_digest
+from rabbitllm.checkpoints.checkpoint import (
+    Checkpoint,
+    Disposal,
+    FileStat,
+    Release,
+    ShardMetadata,
+    file_stat,
+    has_digest,
+)
 from rabbitllm.display.split_display import shown_reading
-from rabbitllm.errors import CorruptShardError, SplitMismatchError
+from rabbitllm.errors import CorruptShardError, MissingShardError, SplitMismatchError
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant.stored_blocks import read_tensor
 from rabbitllm.splitter.journal import Replay
@@ -140,6 +148,9 @@ def check_resumed(
 ) -> SplitPlan:
     """Return an earlier run's plan with the current metadata of its shards, after a check that they are unchanged.
 
+    A used shard of which nothing shows that it is unchanged has its old metadata there, or none; `release_if_same`
+    reads it, if it is to be deleted.
+
     Args:
         earlier: the journal of that run.
         metadata: of the shards that still exist; the caller has compared their fingerprints.
@@ -154,13 +165,16 @@ def check_resumed(
         (s, found.stat) for s in earlier.plan.shards if (found := metadata.get(s.name)) is not None and found.stat
     ]
     complete = all(shard.name in metadata or shard.staged for shard in earlier.plan.shards)
-    to_read = []
+    to_read, current = [], {}
     for shard, now in present:
         change = change_between(shard.stat, now) if shard.stat is not None else Change.NONE
         has_checksum = shard.name in earlier.source_checksums or shard.expected_crc32 is not None
         comparable = now.size == shard.size and (has_checksum or has_digest(shard.fingerprint))
         used = shard.name in earlier.used
-        if comparable and (verify or change in _DOUBTFUL or (used and change is Change.COPIED)):
+        is_doubtful = change in _DOUBTFUL or (used and change is Change.COPIED)
+        if not used or (shard.stat is not None and (comparable or not is_doubtful)):
+            current[shard.name] = now
+        if comparable and (verify or is_doubtful):
             to_read.append(shard)
         elif change is Change.MODIFIED:
             assert shard.stat is not None
@@ -178,7 +192,6 @@ def check_resumed(
             if not _is_same(checkpoint.acquire(shard.name), shard, expected):
                 raise _changed(checkpoint, shard, folder, "its bytes differ", complete)
             tell(shard.name, shard.size)
-    current = {shard.name: now for shard, now in present}
     shards = (dataclasses.replace(s, stat=current.get(s.name, s.stat)) for s in earlier.plan.shards)
     return dataclasses.replace(earlier.plan, shards=tuple(shards))
 
@@ -188,7 +201,7 @@ _DOUBTFUL = (Change.MODIFIED, Change.METADATA)
 
 def check_finished_source(
     manifest: Manifest, metadata: Sequence[ShardMetadata], checkpoint: Checkpoint, folder: Path, *, verify: bool
-) -> None:
+) -> list[PlannedShard]:
     """Compare a finished split with the shards of its source that still exist.
 
     Args:
@@ -198,28 +211,36 @@ def check_finished_source(
         folder: the split directory.
         verify: read and compare them. If False, warn of shards that are newer than the split.
 
+    Returns:
+        The shards that were compared, with the metadata of before; those without a checksum are not among them.
+
     Raises:
         SplitMismatchError: a shard has changed since the split was made.
     """
     present = [found for found in metadata if found.stat is not None and found.name in manifest.source.fingerprints]
     if not verify:
         _warn_of_newer(present, checkpoint, folder)
-        return
+        return []
     known = [found for found in present if has_digest(found.fingerprint) or found.name in manifest.source_checksums]
     if missing := len(present) - len(known):
-        _warn_of_missing_checksums(missing, checkpoint)
+        logger.warning(
+            "%d shards of %s have no recorded checksum; they are neither compared nor deleted.",
+            missing,
+            checkpoint.label,
+        )
     tensors = tensors_by_shard(checkpoint.index, known)
-    shards = [PlannedShard(f.name, f.size, f.fingerprint, tensors[f.name], staged=False) for f in known]
+    shards = [PlannedShard(f.name, f.size, f.fingerprint, tensors[f.name], staged=False, stat=f.stat) for f in known]
     with _shown(shards) as tell:
         for shard in shards:
             path = checkpoint.acquire(shard.name)
             if not _is_same(path, shard, manifest.source_checksums.get(shard.name)):
                 raise SplitMismatchError(
-                    f"{path} has changed since the split in {folder} was made: its bytes differ.",
-                    f"To use the split unchanged, remove verify_source, or load {folder}. To split the changed "
-                    "checkpoint, use another folder (layer_shards_saving_path, --dir).",
+                    f"{path} has changed since the split in {folder} was made: its bytes differ. Nothing was deleted.",
+                    f"To use the split unchanged, remove verify_source and delete_original, or load {folder}. To split "
+                    "the changed checkpoint, use another folder (layer_shards_saving_path, --dir).",
                 )
             tell(shard.name, shard.size)
+    return shards
 
 
 def _warn_of_newer(present: Iterable[ShardMetadata], checkpoint: Checkpoint, folder: Path) -> None:
@@ -239,12 +260,43 @@ def _warn_of_missing_checksums(count: int, checkpoint: Checkpoint) -> None:
     logger.warning("%d shards of %s have no recorded checksum and cannot be compared.", count, checkpoint.label)
 
 
+def release_if_same(checkpoint: Checkpoint, shard: PlannedShard, crc32: int | None) -> Release:
+    """Release a used shard of the source, unless its file is no longer the one that was split.
+
+    A file is read and compared if its metadata differ from the shard's, or if these are unknown.
+
+    Args:
+        checkpoint: the source.
+        shard: with the metadata of when it was read or compared.
+        crc32: `source_crc32` of it; None if it has a digest, or is not known.
+    """
+    path = at_hand(checkpoint, shard.name)
+    if path is not None:
+        is_unchanged = shard.stat is not None and change_between(shard.stat, file_stat(path)) is Change.NONE
+        if not is_unchanged and not _is_same(path, shard, crc32):
+            logger.warning(
+                "%s is kept: it has changed since it was split, or no checksum shows that it has not. The split has "
+                "the earlier weights.",
+                path,
+            )
+            return Release(shard.name, Disposal.CHANGED)
+    return checkpoint.release(shard.name)
+
+
+def at_hand(checkpoint: Checkpoint, shard: str) -> Path | None:
+    """The path of a shard that is on this machine; None for any other."""
+    try:
+        return None if checkpoint.stages(shard) else checkpoint.acquire(shard)
+    except MissingShardError:
+        return None
+
+
 def _is_same(path: Path, shard: PlannedShard, crc32: int | None) -> bool:
-    """Whether the file has the digest of the shard, or else this checksum."""
+    """Whether the file has the digest of the shard, or else this checksum; False if neither is known."""
     if has_digest(shard.fingerprint):
         return _matches_digest(path, shard.fingerprint)
     try:
-        return source_crc32(path, shard.tensors) == crc32
+        return crc32 is not None and source_crc32(path, shard.tensors) == crc32
     except CorruptShardError:
         return False
 

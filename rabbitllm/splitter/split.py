@@ -13,14 +13,14 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rabbitllm.base.options import BIG_LAYER_BYTES
 from rabbitllm.base.progress import SplitDone, tell
 from rabbitllm.base.terminal import listed, size
-from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal, SourceIdentity
+from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal, ShardMetadata, SourceIdentity
 from rabbitllm.checkpoints.index import natural_key
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import IncompleteSplitError, InUseError, SplitMismatchError
@@ -30,7 +30,7 @@ from rabbitllm.splitter.bit_allocation import other_budget
 from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer, choose_shard_transfer, disk_use
 from rabbitllm.splitter.disk_sampler import DiskSampler
 from rabbitllm.splitter.filler import SplitWork
-from rabbitllm.splitter.plan import PlannedFiles, SplitPlan
+from rabbitllm.splitter.plan import PlannedFiles, PlannedShard, SplitPlan
 from rabbitllm.splitter.request import (
     SplitRequest,
     disk_budget_of,
@@ -42,12 +42,18 @@ from rabbitllm.splitter.request import (
     resumed_disk_budget,
 )
 from rabbitllm.splitter.shard_loop import ShardLoop
-from rabbitllm.splitter.source_check import check_resumed, with_checksums
+from rabbitllm.splitter.source_check import (
+    at_hand,
+    check_finished_source,
+    check_resumed,
+    release_if_same,
+    with_checksums,
+)
 from rabbitllm.splitter.sums import PartSums, TensorSums, runs_of, sums_of, whole_sum
 from rabbitllm.storage import durable
 from rabbitllm.store.checksums import block_starts, block_sums, combine_all, sums_of_file
 from rabbitllm.store.layer_file import DONE_SUFFIX, SCRATCH_SUFFIX, LayerLayout
-from rabbitllm.store.layer_store import LayerStore
+from rabbitllm.store.layer_store import LayerStore, verify
 from rabbitllm.store.manifest import (
     JOURNAL_NAME,
     MANIFEST_NAME,
@@ -97,8 +103,6 @@ def finish(request: SplitRequest, manifest: Manifest) -> None:
     if read_manifest(request.folder) is None:
         write_manifest(request.folder, manifest)
     clean_up(request.folder)
-    if request.options.shards.deletes_rest:
-        discard_original(request.checkpoint)
 
 
 def _checksums(layout: LayerLayout, known: TensorSums, folder: Path) -> tuple[int, bytes | None]:
@@ -144,16 +148,58 @@ def clean_up(folder: Path) -> None:
     durable.remove_folder(folder / STAGING_NAME)
 
 
-def discard_original(checkpoint: Checkpoint) -> None:
+def discard_original(checkpoint: Checkpoint, shards: Iterable[PlannedShard], checksums: Mapping[str, int]) -> None:
     """Remove the remaining shards of a checkpoint, and the other files that its kind allows (`delete_original`).
 
     The caller must have made sure that the split directory is complete and was made from this checkpoint.
+
+    Args:
+        checkpoint: the source.
+        shards: those to remove, with the metadata of when they were read or compared; others are kept.
+        checksums: shard -> `source_check.source_crc32`.
     """
-    disposals = [checkpoint.release(shard).disposal for shard in checkpoint.index.shards]
+    known = {shard.name: shard for shard in shards}
+    disposals = [
+        release_if_same(checkpoint, known[shard], checksums.get(shard)).disposal
+        for shard in checkpoint.index.shards
+        if shard in known
+    ]
     if kept := disposals.count(Disposal.READ_ONLY):
-        logger.warning("%d shards of %s cannot be deleted: their folder is read-only.", kept, checkpoint.label)
+        warn_of_read_only(kept, checkpoint)
+    if any(at_hand(checkpoint, shard) for shard in checkpoint.index.shards):
+        return  # its index, and the other files of a revision in the hub cache, belong to it
     for path in checkpoint.discard_rest():
         logger.info("Deleted %s.", path)
+
+
+def warn_of_read_only(count: int, checkpoint: Checkpoint) -> None:
+    """Warn that shards stay because nothing can be deleted there."""
+    logger.warning("%d shards of %s cannot be deleted: their folder is read-only.", count, checkpoint.label)
+
+
+def discard_finished(
+    checkpoint: Checkpoint, manifest: Manifest, metadata: Sequence[ShardMetadata], folder: Path
+) -> None:
+    """Remove the original of a split that an earlier call finished, after both are compared with their checksums.
+
+    Args:
+        checkpoint: the source.
+        manifest: of the split.
+        metadata: of the shards that still exist; the caller has compared their fingerprints.
+        folder: the split directory.
+
+    Raises:
+        SplitMismatchError: a shard has changed since the split was made; nothing was deleted.
+        IncompleteSplitError: a layer file is damaged; nothing was deleted.
+    """
+    compared = check_finished_source(manifest, metadata, checkpoint, folder, verify=True)
+    if compared and (damaged := verify(folder).damaged):
+        names = listed((damage.file for damage in damaged), 3)
+        raise IncompleteSplitError(
+            f"{folder} is damaged ({names}), so {checkpoint.label} is not deleted.",
+            f"Make the damaged layers again: rabbitllm verify {folder} --repair. Then make the same call.",
+        )
+    discard_original(checkpoint, compared, manifest.source_checksums)
 
 
 def split(request: SplitRequest) -> Profiler:
@@ -184,6 +230,8 @@ def split(request: SplitRequest) -> Profiler:
         finally:
             loop.close()
         finish(request, manifest)
+        if request.options.shards.deletes_rest:
+            discard_original(request.checkpoint, work.plan.shards, manifest.source_checksums)
     peaks = watch.peaks
     logger.info(
         "Peaks: %s of disk in %s, %s of memory.", size(peaks.disk_bytes), request.folder, size(peaks.anonymous_bytes)

@@ -18,12 +18,19 @@ from rabbitllm import AutoModel, prepare
 from rabbitllm.base import progress
 from rabbitllm.checkpoints.checkpoint import WHOLE_BYTES
 from rabbitllm.cli.main import app
-from rabbitllm.errors import CorruptShardError, OptionError, RabbitLLMError, SplitMismatchError
+from rabbitllm.errors import (
+    CorruptShardError,
+    IncompleteSplitError,
+    OptionError,
+    RabbitLLMError,
+    SplitMismatchError,
+)
+from rabbitllm.models.convert import convert
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.source_check import source_crc32
 from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.store.layer_store import verify
-from rabbitllm.store.manifest import JOURNAL_NAME, read_manifest
+from rabbitllm.store.manifest import JOURNAL_NAME, Manifest, read_manifest
 from tests.support.builders import build_checkpoint, cut, llama_tensors, torch_files, write_shards, write_torch
 from tests.support.dying import dying_at
 from tests.support.hub_fixtures import HubEnvironment
@@ -400,6 +407,193 @@ def test_repair_takes_nothing_of_an_edited_original(model: Path) -> None:
         edit(model / name, back=True)
     Call(str(model), sequential=False).make()  # which finishes the repair
     assert contents(made) == whole
+
+
+# Before a deletion
+
+
+def killed_before_the_deletion(call: Call, shard: Path) -> None:
+    """Make the call until the shard is used up by the journal, and about to be deleted."""
+
+    def die(step: Step) -> None:
+        if step.kind == "unlink" and step.path == shard:
+            raise KeyboardInterrupt
+
+    with observe_steps(die), pytest.raises(KeyboardInterrupt):
+        call.make()
+    assert shard.exists()
+
+
+def replace_by_another_file(shard: Path, source: Path) -> None:
+    """Put a copy of `source` there: another inode, with the size and the time of the file that was there."""
+    before = shard.stat()
+    copy = shard.with_name("copy")
+    shutil.copyfile(source, copy)
+    os.utime(copy, ns=(before.st_atime_ns, before.st_mtime_ns))
+    os.replace(copy, shard)
+    now = shard.stat()
+    assert now.st_ino != before.st_ino
+    assert (now.st_size, now.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+@pytest.mark.parametrize("is_edited", [True, False])
+def test_another_file_in_the_place_of_a_used_shard_is_read_before_it_is_deleted(
+    model: Path, original: Path, tmp_path: Path, is_edited: bool
+) -> None:
+    call = Call(str(model), compression="4bit")
+    first = model / shards_of(model)[0]
+    killed_before_the_deletion(call, first)
+    other = Path(shutil.copyfile(original / first.name, tmp_path / "other"))
+    if is_edited:
+        edit(other)
+    replace_by_another_file(first, other)
+    if is_edited:
+        refused(call, "its bytes differ")
+        assert first.exists()
+    else:
+        assert layer_files(call.make()) == expected(original, tmp_path, "4bit")
+        assert not shards_of(model)
+
+
+@pytest.mark.parametrize("lacks", [("source_crc32",), ("source_crc32", "stat")])
+def test_a_used_shard_that_nothing_can_be_compared_with_is_kept(
+    model: Path, lacks: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The journal of an earlier version has no checksum of it."""
+    call = Call(str(model), compression="4bit")
+    first = model / shards_of(model)[0]
+    killed_before_the_deletion(call, first)
+    journal_path = model / "splitted_model.4bit" / JOURNAL_NAME
+    lines = [json.loads(line) for line in journal_path.read_text().splitlines()]
+    for entry in (*lines, *lines[0]["shards"]):
+        for key in lacks:
+            entry.pop(key, None)
+    journal_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    replace_by_another_file(first, first)
+    call.make()
+    assert shards_of(model) == [first.name]
+    assert f"{first} is kept: it has changed since it was split, or no checksum shows that it has not" in caplog.text
+
+
+def test_a_shard_that_is_written_to_just_before_its_deletion_is_kept(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    call = Call(str(model))
+    second = model / shards_of(model)[1]
+    listed: list[str] = []
+
+    def listen(step: Step) -> None:
+        if step.kind == "sync" and step.path.name == JOURNAL_NAME and not listed:
+            earlier = journal.replay(step.path.parent)
+            if earlier is not None and second.name in earlier.used:
+                listed.append(second.name)
+                edit(second, back=True)
+
+    with observe_steps(listen):
+        call.make()
+    assert listed == shards_of(model) == [second.name]
+    assert f"{second} is kept: it has changed since it was split" in caplog.text
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("sequential", [False, True])
+@pytest.mark.parametrize("number", [0, 2])
+def test_an_edited_original_of_a_finished_split_is_not_deleted(
+    model: Path, number: int, sequential: bool, back: bool
+) -> None:
+    """Nor is any other shard: the checkpoint stays whole."""
+    made = Call(str(model), compression="4bit", sequential=False).make()
+    shard = model / shards_of(model)[number]
+    edit(shard, back=back)
+    call = Call(str(model), compression="4bit", sequential=sequential, delete_original=True)
+    error = refused(
+        call, rf"{shard} has changed since the split in {made} was made: its bytes differ\. Nothing was del"
+    )
+    assert "remove verify_source and delete_original" in error.remedy
+    edit(shard)
+    call.make()
+    assert names_in(model, "*.safetensors*") == []
+
+
+def test_an_original_that_is_edited_before_the_rest_of_it_is_deleted(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = model / shards_of(model)[0]
+
+    def listen(event: progress.Event) -> None:
+        if isinstance(event, progress.ShardDone) and event.number == 2:
+            edit(first, back=True)
+
+    with progress.listening(listen):
+        Call(str(model), sequential=False, delete_original=True).make()
+    assert names_in(model, "*.safetensors*") == [first.name, "model.safetensors.index.json"]
+    assert f"{first} is kept: it has changed since it was split" in caplog.text
+
+
+def test_the_original_of_a_damaged_split_is_not_deleted(model: Path) -> None:
+    made = Call(str(model), sequential=False).make()
+    whole = contents(made)
+    with (made / "lm_head.safetensors").open("r+b") as file:
+        file.seek(-10, os.SEEK_END)
+        file.write(b"damaged")
+    before = contents(model)
+    call = Call(str(model), sequential=False, delete_original=True)
+    with pytest.raises(
+        IncompleteSplitError, match=rf"is damaged \(lm_head\.safetensors\), so {model} is not del"
+    ) as error:
+        call.make()
+    assert f"rabbitllm verify {made} --repair" in error.value.remedy
+    assert contents(model) == before
+    prepare.repair_split(made, require(read_manifest(made)), {"lm_head"}, model)
+    assert contents(call.make()) == whole
+    assert names_in(model, "*.safetensors*") == []
+
+
+def require(manifest: Manifest | None) -> Manifest:
+    assert manifest is not None
+    return manifest
+
+
+def test_an_original_without_recorded_checksums_is_not_deleted(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = Call(str(model), sequential=False).make()
+    record = json.loads((made / "split.json").read_text())
+    assert len(record["source"].pop("crc32")) == 3
+    (made / "split.json").write_text(json.dumps(record))
+    before = contents(model)
+    Call(str(model), sequential=False, delete_original=True).make()
+    assert contents(model) == before
+    assert f"3 shards of {model} have no recorded checksum; they are neither compared nor deleted" in caplog.text
+
+
+def test_an_edited_shard_in_the_hub_cache_is_not_deleted(cached: Callable[[str], Path]) -> None:
+    edit(cached("00002"), back=True)
+    call = Call(REPO, sequential=False, delete_original=True)
+    with pytest.raises(SplitMismatchError, match=r"its bytes differ\. Nothing was deleted"):
+        call.make()
+    assert all(cached(number).exists() for number in ("00001", "00002", "00003"))
+    edit(cached("00002"))
+    call.make()
+    assert not any(cached(number).exists() for number in ("00001", "00002", "00003"))
+
+
+def test_an_edited_file_is_not_deleted_by_a_conversion(tmp_path: Path) -> None:
+    """The first one was killed when the conversion was complete, and the file about to be deleted."""
+    [shard] = write_shards(tmp_path / "model", cut(llama_tensors(**LARGE), 1)).glob("*.safetensors")
+    source = shard.rename(tmp_path / "x.safetensors")
+
+    def die(step: Step) -> None:
+        if step.kind == "unlink" and step.path == source:
+            raise KeyboardInterrupt
+
+    with observe_steps(die), pytest.raises(KeyboardInterrupt):
+        convert(source, tmp_path / "out", delete_original=True)
+    edit(source, back=True)
+    with pytest.raises(SplitMismatchError, match=r"its bytes differ\. Nothing was deleted"):
+        convert(source, tmp_path / "out", delete_original=True)
+    assert source.exists()
+    edit(source)
+    convert(source, tmp_path / "out", delete_original=True)
+    assert not source.exists()
 
 
 # What a user types

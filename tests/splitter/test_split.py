@@ -428,7 +428,11 @@ def test_read_only_source_is_split_in_place_and_kept(
     assert disposals == ["kept: the source is read-only"] * 3
     said = [record.message for record in caplog.records if "read-only" in record.message]
     each = [f"{shard} is used but cannot be deleted: its folder is read-only." for shard in SHARDS]
-    assert said == [*each, f"3 shards of {model} cannot be deleted: their folder is read-only."]
+    rest = f"3 shards of {model} cannot be deleted: their folder is read-only."
+    assert said == [*each, rest]
+    caplog.clear()
+    assert split(model, delete_original=True) == made
+    assert [record.message for record in caplog.records] == [rest]
 
 
 @pytest.mark.parametrize("how", ["repository", "snapshot"])
