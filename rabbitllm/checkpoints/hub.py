@@ -312,10 +312,25 @@ class HubRepository:
             )
         return listed
 
+    def require_access(self, shard: str) -> None:
+        """Check that the hub gives a file to this user: one request, of no data.
+
+        Raises:
+            GatedRepositoryError, HubError, CheckpointNotFoundError: see `translated`.
+        """
+        from huggingface_hub import get_hf_file_metadata
+
+        with translated(self.repo_id):
+            get_hf_file_metadata(self._remote(shard, self.listed(shard)).url, token=self.access.token)
+
     def stream(self, shard: str) -> Generator[bytes]:
         """The shard's bytes as the hub sends them, in order; the digest is compared after the last."""
         with translated(self.repo_id):
             yield from fetch.stream(self._remote(shard, self.listed(shard)))
+
+    def at_hand(self, shard: str) -> Path | None:
+        """The shard in the user's cache, or None."""
+        return None if self.cached(shard) is None else self.acquire(shard)
 
     def release(self, shard: str, *, only_staged: bool = False) -> Release:
         """Remove the staged shard, or free the cached one through huggingface_hub's deletion, if that may go too."""

@@ -158,7 +158,7 @@ def rm_command(
     """Remove a split, and keep the original checkpoint.
 
     Asks for confirmation. Refuses a folder with other files in it, a split in use by another process, and, without
-    --only-copy, a split whose original checkpoint is not found.
+    --only-copy, a split whose original checkpoint is not found: in its folder, in the hub cache, or on the hub.
 
     Examples:
       rabbitllm rm my-checkpoint --compression 4bit
@@ -178,7 +178,8 @@ def rm_command(
     entry = one_of_model(model, compression, expand(folder) if folder else None)
     removal = plan_removal(entry.folder)
     named = expand(one_of_several(meant(model))[0])
-    original = original_of(removal.entry, named if named.is_dir() and named != removal.entry.folder else None)
+    folder_of_it = named if named.is_dir() and named != removal.entry.folder else None
+    original = original_of(removal.entry, folder_of_it, asks_hub=not only_copy)
     errors = Console(stderr=True, highlight=False)
     put_removal(removal, original, errors)
     if not only_copy:

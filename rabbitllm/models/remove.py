@@ -10,15 +10,16 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rabbitllm.base.terminal import counted, listed
-from rabbitllm.checkpoints.checkpoint import is_sidecar
+from rabbitllm.checkpoints.checkpoint import SourceIdentity, is_sidecar
+from rabbitllm.checkpoints.hub import HubAccess, cached_snapshot, open_repository
 from rabbitllm.checkpoints.index import index_of
 from rabbitllm.checkpoints.local import LocalCheckpoint
-from rabbitllm.errors import CheckpointError, SplitError, system_errors_by_name
+from rabbitllm.errors import CheckpointError, HubError, SplitError, system_errors_by_name
 from rabbitllm.models.library import DAMAGED, RECORDS, REMOVED_SUFFIX, SplitEntry, look
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.disk_sampler import disk_bytes
@@ -29,8 +30,7 @@ from rabbitllm.store import locations
 from rabbitllm.store.layer_file import DONE_SUFFIX, LAYER_SUFFIX, SCRATCH_SUFFIX, layer_file_name
 from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME, is_legacy, read_manifest
 
-# The source: reads headers and samples of local shards; never contacts the hub. A source fetched from the hub is
-# assumed to be still there, at its pinned commit.
+# The source: reads headers and samples of local shards, and asks the hub only for a removal.
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +46,19 @@ class Original:
     where: str
 
 
-def original_of(entry: SplitEntry, folder: Path | None = None) -> Original:
+def original_of(entry: SplitEntry, folder: Path | None = None, *, asks_hub: bool = False) -> Original:
     """Look for the original of a split.
 
     Args:
         entry: the split directory.
         folder: the checkpoint's folder, if the user named it; else the parent of the split directory is searched.
+        asks_hub: look whether a repository is still in the hub cache or on the hub; else it is assumed to be.
     """
     source = entry.source
     if source is not None and source.kind == "hub":
         commit = f" at commit {source.commit[:8]}" if source.commit else ""
-        return Original(True, f"on the hub, {source.name}{commit}")
+        found = Original(True, f"on the hub, {source.name}{commit}")
+        return _of_a_repository(source, _needed(entry), found) if asks_hub else found
     parent = folder or locations.spelled_out(entry.folder).parent
     if source is None:
         return _of_an_unknown(parent)
@@ -68,6 +70,39 @@ def original_of(entry: SplitEntry, folder: Path | None = None) -> Original:
         return Original(True, f"in {parent}")
     of = f"{len(missing)} of its {len(needed)} shards" if len(missing) > 1 else "its shard"
     return Original(False, f"{of} not in {parent}: {listed(missing, 3)}")
+
+
+def _of_a_repository(source: SourceIdentity, needed: Sequence[str], on_hub: Original) -> Original:
+    """Look for shards of a repository at its commit: in the hub cache, and then on the hub.
+
+    Args:
+        source: the repository.
+        needed: the shards.
+        on_hub: the result if the hub lists them with the digests of the source, and gives the first one to this user.
+    """
+    access = HubAccess(revision=source.commit)
+    snapshot = cached_snapshot(source.name, access)
+    cached = [shard for shard in needed if snapshot is not None and (snapshot / shard).exists()]
+    if snapshot is not None and all(_is_blob(snapshot / one, source.fingerprints[one]) for one in needed):
+        return Original(True, f"in the hub cache, {snapshot}")
+    try:
+        repository = open_repository(source.name, access, Path())
+        listed_there = repository.identity_of(needed).fingerprints
+        missing = [shard for shard in needed if listed_there.get(shard) != source.fingerprints[shard]]
+        if not missing:
+            for shard in needed[:1]:
+                repository.require_access(shard)
+            return on_hub
+        why = f"it lists other files, or none, for {listed(missing, 3)}"
+    except (CheckpointError, HubError) as error:
+        why = error.problem.rstrip(".")
+    here = f"the hub cache has {len(cached)} of the {counted(len(needed), 'shard')} of {source.name}"
+    return Original(False, f"{here}, and the hub was asked: {why}")
+
+
+def _is_blob(path: Path, fingerprint: str) -> bool:
+    """Whether a file of the hub cache exists, and its blob has the name of this digest."""
+    return path.exists() and path.resolve().name == fingerprint.partition(":")[2]
 
 
 def _needed(entry: SplitEntry) -> list[str]:
@@ -266,5 +301,6 @@ def refuse_only_copy(removal: Removal, original: Original) -> None:
         return
     raise SplitError(
         f"{removal.entry.folder} may be the only copy of this model: {original.where}. Nothing was removed.",
-        "Pass --only-copy to remove it, also if you know that the checkpoint is in another place.",
+        "Pass --only-copy to remove it, also if you know that the checkpoint is in another place. If the hub did not "
+        "answer, run the command again with a connection.",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,16 +11,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from huggingface_hub import snapshot_download
+from typer.testing import CliRunner
 
+from rabbitllm.cli.main import app
 from rabbitllm.errors import SplitError
 from rabbitllm.models.library import HALF_REMOVED, look
-from rabbitllm.models.remove import original_of, plan_removal, refuse_only_copy, remove
+from rabbitllm.models.remove import Removal, original_of, plan_removal, refuse_only_copy, remove
 from rabbitllm.splitter.lock import locked
 from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.store import locations
 from rabbitllm.store.manifest import MANIFEST_NAME
 from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
+from tests.support.local_hub import Faults, LocalHub
 from tests.support.splitting import Call, contents, interrupted, occupied
 
 SHARDS = 3
@@ -253,11 +258,85 @@ def test_of_an_unfinished_one_only_what_is_used_up_counts(folder: Path, sequenti
         assert "2 of its 2 shards not in" in found.where
 
 
-def test_a_repository_is_taken_to_be_there(tmp_path: Path, hub_environment: HubEnvironment) -> None:
-    build_checkpoint(tmp_path / "hub" / "org/rabbit", "llama")
-    entry = plan_removal(Call("org/rabbit").make()).entry
-    assert original_of(entry).there
-    assert "on the hub, org/rabbit at commit" in original_of(entry).where
+@pytest.fixture
+def of_a_repository(tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment) -> Removal:
+    build_checkpoint(tmp_path / "hub" / "org/rabbit", "llama", shards=2)
+    return plan_removal(Call("org/rabbit").make())
+
+
+def test_a_repository_that_is_there(of_a_repository: Removal, local_hub: LocalHub) -> None:
+    local_hub.forget_requests()
+    assert original_of(of_a_repository.entry).there
+    assert local_hub.requests == []
+    found = original_of(of_a_repository.entry, asks_hub=True)
+    assert (found.there, found.where.startswith("on the hub, org/rabbit at commit ")) == (True, True)
+    assert local_hub.body_bytes(".safetensors") == 0
+
+
+def gone(hub: LocalHub, folder: Path) -> str:
+    shutil.rmtree(folder)
+    return r"no repository 'org/rabbit' on the hub that this token may see"
+
+
+def gated(hub: LocalHub, folder: Path) -> str:
+    hub.token, hub.faults = "hf_right", Faults(gated=True)
+    return "org/rabbit is gated"
+
+
+def offline(hub: LocalHub, folder: Path) -> str:
+    hub.stop()
+    return "The hub did not answer for org/rabbit"
+
+
+def overwritten(hub: LocalHub, folder: Path) -> str:
+    build_checkpoint(folder, "llama", shards=2, seed=5)
+    return "org/rabbit has no such revision"
+
+
+@pytest.mark.parametrize("change", [gone, gated, offline, overwritten])
+def test_a_repository_that_is_not_there(
+    of_a_repository: Removal, local_hub: LocalHub, tmp_path: Path, change: Callable[[LocalHub, Path], str]
+) -> None:
+    why = change(local_hub, tmp_path / "hub" / "org/rabbit")
+    before, made = contents(of_a_repository.entry.folder), str(of_a_repository.entry.folder)
+    with pytest.raises(
+        SplitError, match="may be the only copy of this model: the hub cache has 0 of the 2 sh"
+    ) as caught:
+        CliRunner().invoke(app, ["rm", made, "--yes"], catch_exceptions=False)
+    assert f"shards of org/rabbit, and the hub was asked: {why}" in re.sub(
+        r"There is no folder .* and ", "", str(caught.value)
+    )
+    assert "Pass --only-copy" in caught.value.remedy
+    assert "run the command again with a connection" in caught.value.remedy
+    assert contents(of_a_repository.entry.folder) == before
+    result = CliRunner().invoke(app, ["rm", made, "--yes", "--only-copy"], catch_exceptions=False)
+    assert (result.exit_code, of_a_repository.entry.folder.exists()) == (0, False)
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_a_complete_copy_in_the_hub_cache_is_enough(
+    of_a_repository: Removal, local_hub: LocalHub, is_complete: bool
+) -> None:
+    snapshot = Path(snapshot_download("org/rabbit"))
+    local_hub.stop()
+    if not is_complete:
+        next(snapshot.glob("*.safetensors")).unlink()
+    found = original_of(of_a_repository.entry, asks_hub=True)
+    assert found.there is is_complete
+    assert (found.where == f"in the hub cache, {snapshot}") is is_complete
+    assert ("the hub cache has 1 of the 2 shards of org/rabbit" in found.where) is not is_complete
+
+
+def test_an_unfinished_one_of_a_repository(
+    tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment
+) -> None:
+    """An unfinished split needs the shards that it has used, and no others."""
+    build_checkpoint(tmp_path / "hub" / "org/rabbit", "llama", shards=2)
+    removal = plan_removal(interrupted(Call("org/rabbit"), 1))
+    assert original_of(removal.entry, asks_hub=True).there
+    local_hub.stop()
+    found = original_of(removal.entry, asks_hub=True)
+    assert "the hub cache has 0 of the 1 shard of org/rabbit" in found.where
 
 
 def test_of_rabbitllm_1_the_checkpoint_around_it_is_the_original(tmp_path: Path) -> None:
