@@ -115,7 +115,8 @@ class AutoModel:
             hf_token: another name of `token`.
             prefetching: read the next layer while the current one computes.
             prefetch_pin_memory: use pinned host memory for a GPU. False also keeps no layers in RAM for it.
-            delete_original: delete the original checkpoint when the split is complete.
+            delete_original: delete the original checkpoint when the split is complete. A local file with tensors that
+                the split leaves out is deleted only with `sequential_shard_processing=True`.
             attn_implementation: as in transformers. "auto" prefers FlashAttention 2 on a GPU that supports it.
             show_layer_progress: show the progress of a split on stderr, and one line for each pass of 2 seconds or
                 more.

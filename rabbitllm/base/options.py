@@ -32,6 +32,8 @@ class ShardPolicy(enum.Flag):
       repository are all fetched into the hub cache before the split begins.
     - DELETE_USED: each as soon as it is used up, one at a time, wherever it is.
     - DELETE_REST: the rest of the original, when the split is complete.
+
+    A local file with tensors that no layer file has is kept, except by DELETE_USED and DELETE_REST together.
     """
 
     KEEP = 0
@@ -65,6 +67,11 @@ class ShardPolicy(enum.Flag):
     def deletes_rest(self) -> bool:
         """Whether the rest of the original is deleted when the split is complete."""
         return ShardPolicy.DELETE_REST in self
+
+    @property
+    def deletes_all(self) -> bool:
+        """Whether also files are deleted that have tensors which the split leaves out."""
+        return self.deletes_used and self.deletes_rest
 
     @property
     def deletes_original(self) -> bool:

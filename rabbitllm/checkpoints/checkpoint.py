@@ -50,6 +50,7 @@ class Disposal(enum.Enum):
     READ_ONLY = "kept: the source is read-only"
     SHARED = "kept: another revision in the hub cache uses the same file"
     CHANGED = "kept: it has changed since it was split"
+    LEAVES_OUT = "kept: the split leaves tensors of it out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +234,10 @@ class Checkpoint(Protocol):
         Raises:
             HubError: the bytes do not match the hub's digest, or the hub refused.
         """
+        ...
+
+    def at_hand(self, shard: str) -> Path | None:
+        """The file, other than a staged one, that `release` would delete; None if there is none."""
         ...
 
     def release(self, shard: str, *, only_staged: bool = False) -> Release:

@@ -31,7 +31,7 @@ from rabbitllm.errors import (
 )
 from rabbitllm.formats.bounded import short
 from rabbitllm.formats.gguf import READ_BYTES, GgufArray, GgufFile, outline, strings
-from rabbitllm.formats.tensor_spec import Header, ReadAt
+from rabbitllm.formats.tensor_spec import Header, LeftOut, ReadAt
 
 if TYPE_CHECKING:
     import numpy as np
@@ -115,10 +115,11 @@ class GgufCheckpoint:
         for stored in header.tensors:
             targets = self._model.targets(stored.name, stored.shape)
             specs += [target.spec(stored, self.dtype, may_stay=self._keeps_blocks) for target in targets]
-            left_out += [] if targets or stored.name in FACTOR_TENSORS else [stored.name]
+            # divisors of rotary frequencies are in the config
+            left_out += [] if targets or stored.name in FACTOR_TENSORS else [LeftOut(stored.name, stored.extent)]
         if left_out:
-            _warn_of(shard, tuple(left_out))
-        return Header(tuple(specs), header.metadata, header.data_start, header.comes_first)
+            _warn_of(shard, tuple(left.name for left in left_out))
+        return Header(tuple(specs), header.metadata, header.data_start, header.comes_first, tuple(left_out))
 
     @property
     def config(self) -> Any:

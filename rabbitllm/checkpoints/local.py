@@ -204,6 +204,11 @@ class LocalCheckpoint(Checkpoint):
         self._fetched.add(shard)
         return self._missing_from.stream(shard)
 
+    def at_hand(self, shard: str) -> Path | None:
+        if (self.folder / shard).exists():
+            return self.acquire(shard)
+        return self._missing_from.at_hand(shard) if self._missing_from is not None and shard in self._fetched else None
+
     def release(self, shard: str, *, only_staged: bool = False) -> Release:
         path = self.folder / shard
         if only_staged or not path.exists():

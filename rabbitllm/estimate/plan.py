@@ -19,6 +19,7 @@ from typing import Any
 from rabbitllm import prepare
 from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base.options import ShardPolicy, SplitOptions, parse_size
+from rabbitllm.base.terminal import listed
 from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity
 from rabbitllm.checkpoints.config import experts_a_token, quantized_as, read_config
 from rabbitllm.errors import InvalidIndexError, NotEnoughSpaceException, OptionError, system_errors_by_name
@@ -130,12 +131,19 @@ class SourceScan:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Reasons for which `from_pretrained` would refuse a source that can be planned."""
+        """Reasons for which `from_pretrained` would refuse the source, and what a split of it leaves out."""
+        found = []
+        for shard in self.base.shards if self.base is not None else ():
+            if shard.left_out:
+                found.append(f"the split leaves out tensors of {shard.name}: {listed(map(str, shard.left_out), 3)}")
+                if self.base is not None and shard.is_kept(self.base.source, ShardPolicy.DELETE_USED):
+                    found[-1] += "; it is kept where shards are deleted"
         if self.config:
-            return ()
+            return tuple(found)
         state = "cannot be read" if (self.source.config_folder / "config.json").exists() else "is missing"
         return (
             f"config.json {state}: from_pretrained cannot load this model; this estimate assumes Llama's layer names.",
+            *found,
         )
 
     @property

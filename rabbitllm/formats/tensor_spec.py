@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from rabbitllm.base import terminal
 from rabbitllm.base.rounding import round_up
 from rabbitllm.formats.gguf_types import TensorType
 
@@ -215,6 +216,29 @@ class TensorSpec(NamedTuple):
         return TensorSpec(self.piece.of, self.dtype, shape, self.file, 0, nbytes, blocks=blocks)
 
 
+MAX_SHOWN = 160
+"""Limit of the letters of a name in a message."""
+
+
+class LeftOut(NamedTuple):
+    """Tensors of a file that are no weights of the model, such as an optimizer's.
+
+    Attributes:
+        name: theirs, or that of what they belong to.
+        nbytes: bytes of all of them.
+        tensors: how many they are.
+    """
+
+    name: str
+    nbytes: int
+    tensors: int = 1
+
+    def __str__(self) -> str:
+        """For messages: `optimizer (2 tensors, 1.50 GiB)`."""
+        tensors = terminal.counted(self.tensors, "tensor")
+        return f"{terminal.harmless(self.name, MAX_SHOWN)} ({tensors}, {terminal.size(self.nbytes)})"
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
     """A checked header, or its equivalent in another format.
@@ -224,12 +248,14 @@ class Header:
         metadata: `__metadata__` of the file.
         data_start: offset of the data in bytes.
         comes_first: whether it precedes all data, so that the file can be processed as a stream.
+        left_out: what is in the file and not in `tensors`.
     """
 
     tensors: tuple[TensorSpec, ...]
     metadata: Mapping[str, str]
     data_start: int
     comes_first: bool = True
+    left_out: tuple[LeftOut, ...] = ()
 
 
 @functools.lru_cache(maxsize=4096)

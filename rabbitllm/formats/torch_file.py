@@ -16,14 +16,15 @@ is used before it has been compared with the size of the file. Independent of mo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rabbitllm.errors import CorruptShardError
 from rabbitllm.formats.pickle_reader import MAX_PICKLE_BYTES, describe
-from rabbitllm.formats.tensor_spec import DTYPES, Header, ReadAt, TensorSpec, byte_size, is_contiguous
+from rabbitllm.formats.tensor_spec import DTYPES, Header, LeftOut, ReadAt, TensorSpec, byte_size, is_contiguous
 from rabbitllm.formats.torch_pickle import (
+    PickledTensor,
     Storage,
     element_bytes,
     name_tensors,
@@ -102,13 +103,15 @@ class TorchFile:
 
     Attributes:
         tensors: in the pickle's order.
-        left_out: keys of a training checkpoint other than its state dict; they hold no weights.
+        left_out: keys of a training checkpoint other than its state dict; they hold no weights of the model.
         size: size of the file in bytes.
+        left_tensors: the tensors that they hold.
     """
 
     tensors: tuple[TorchTensor, ...]
     left_out: tuple[str, ...]
     size: int
+    left_tensors: tuple[LeftOut, ...] = ()
 
     def header(self) -> Header:
         """The same as a safetensors header, but with strides.
@@ -117,18 +120,44 @@ class TorchFile:
             CorruptShardError: see `TorchTensor.spec`.
         """
         specs = sorted((tensor.spec() for tensor in self.tensors), key=lambda spec: (spec.offset, spec.nbytes))
-        return Header(tuple(specs), {}, specs[0].offset if specs else self.size, comes_first=False)
+        start = specs[0].offset if specs else self.size
+        return Header(tuple(specs), {}, start, comes_first=False, left_out=self.left_tensors)
 
 
 def _file_of(root: object, spans: Mapping[str, tuple[int, int]], size: int, file: str) -> TorchFile:
     """The tensors of a saved value; `spans` are the bytes of each storage, from the start of the file."""
-    named, left_out = name_tensors(root, file)
+    named, others = name_tensors(root, file)
     tensors = []
     for name, one in named.items():
         begin, end = spans[one.storage.key]
         offset = begin + one.first * element_bytes(one.dtype)
         tensors.append(TorchTensor(name, one.dtype, one.shape, one.strides, file, one.storage.key, begin, end, offset))
-    return TorchFile(tuple(tensors), left_out, size)
+    keys = tuple(key for key, _ in others)
+    return TorchFile(tuple(tensors), keys, size, _left_tensors(named.values(), others, spans))
+
+
+def _left_tensors(
+    named: Iterable[PickledTensor],
+    others: Sequence[tuple[str, Iterable[PickledTensor]]],
+    spans: Mapping[str, tuple[int, int]],
+) -> tuple[LeftOut, ...]:
+    """The tensors of a file that have no name in the state dict, unless they are the same elements as one that has.
+
+    Args:
+        named: those of the state dict.
+        others: those below each other key.
+        spans: the bytes of each storage; of one that no tensor above refers to, all of it is left out.
+    """
+    taken = set(named)
+    seen, left = {one.storage.key for one in taken}, []
+    for key, tensors in others:
+        seen |= {one.storage.key for one in tensors}
+        if lost := set(tensors) - taken:
+            nbytes = sum(math.prod(one.shape) * element_bytes(one.dtype) for one in lost)
+            left.append(LeftOut(key, nbytes, len(lost)))
+    if unnamed := [end - begin for key, (begin, end) in spans.items() if key not in seen]:
+        left.append(LeftOut("tensors without a name", sum(unnamed), len(unnamed)))
+    return tuple(left)
 
 
 PICKLE = "data.pkl"

@@ -359,8 +359,8 @@ _TRAINING = {
 _REMEDY = "Save a dict of names and tensors, for instance model.state_dict(), and use that file."
 
 
-def name_tensors(root: object, file: str) -> tuple[dict[str, PickledTensor], tuple[str, ...]]:
-    """The tensors of a checkpoint by name, in the pickle's order, and the keys left out because they hold no weights.
+def name_tensors(root: object, file: str) -> tuple[dict[str, PickledTensor], list[tuple[str, list[PickledTensor]]]]:
+    """The tensors of a checkpoint by name, in the pickle's order; and the keys that are left out, with their tensors.
 
     Args:
         root: the value of the pickle.
@@ -373,7 +373,7 @@ def name_tensors(root: object, file: str) -> tuple[dict[str, PickledTensor], tup
     if not isinstance(root, dict):
         raise CorruptShardError(f"{file} holds {describe(root)}; expected a dict of tensors.", _REMEDY)
     looked_at = itertools.count(1)
-    weights, left_out = _unwrapped(root, looked_at, file)
+    weights, others = _unwrapped(root, looked_at, file)
     tensors: dict[str, PickledTensor] = {}
     for path, tensor in _tensors_in(weights, looked_at, file):
         name = ".".join(path)
@@ -384,14 +384,14 @@ def name_tensors(root: object, file: str) -> tuple[dict[str, PickledTensor], tup
         tensors[name] = tensor
     if not tensors:
         raise CorruptShardError(f"{file} has no named tensor.", _REMEDY)
-    return tensors, left_out
+    return tensors, [(key, [one for _, one in _tensors_in(value, itertools.count(1), file)]) for key, value in others]
 
 
 def _unwrapped(
     root: Mapping[Any, object], looked_at: Iterator[int], file: str
-) -> tuple[Mapping[Any, object], tuple[str, ...]]:
-    """The innermost state dict, and the other keys of the dicts around it."""
-    weights, left_out = root, []
+) -> tuple[Mapping[Any, object], list[tuple[str, object]]]:
+    """The innermost state dict, and the other keys of the dicts around it with their values."""
+    weights, left_out = root, list[tuple[str, object]]()
     for _ in range(MAX_DEPTH):
         holding = [
             key
@@ -400,11 +400,11 @@ def _unwrapped(
         ]
         if len(holding) != 1 or holding[0] not in WRAPPERS or not isinstance(weights[holding[0]], dict):
             break
-        left_out += [str(key) for key in weights if key != holding[0]]
+        left_out += [(str(key), value) for key, value in weights.items() if key != holding[0]]
         inner = weights[holding[0]]
         assert isinstance(inner, dict)
         weights = inner
-    return weights, tuple(left_out)
+    return weights, left_out
 
 
 def _tensors_in(

@@ -198,7 +198,8 @@ class WeightsInput:
                 return
             clean_up(self.split_folder)
             if options.shards.deletes_rest:
-                discard_finished(checkpoint, manifest, [*shards_at_hand(checkpoint)], self.split_folder)
+                found = [*shards_at_hand(checkpoint)]
+                discard_finished(checkpoint, manifest, found, self.split_folder, options.shards)
 
     def checkpoint(self) -> Checkpoint | None:
         return self.open() if self.path.exists() else None

@@ -29,7 +29,7 @@ from rabbitllm.formats.bounded import open_regular, read_json
 from rabbitllm.formats.pickle_reader import MAX_LISTED, MAX_PICKLE_BYTES, list_opcodes
 from rabbitllm.formats.sentencepiece_model import SentencePieceModel, read_model
 from rabbitllm.formats.shard_header import HEAD_BYTES, TORCH, Weights, read_shard_header, recognise
-from rabbitllm.formats.tensor_spec import TensorSpec
+from rabbitllm.formats.tensor_spec import LeftOut, TensorSpec
 from rabbitllm.formats.torch_file import PICKLE, TorchTensor, pickle_of, read_legacy_torch, read_torch_zip
 from rabbitllm.splitter.plan import tensors_by_shard
 from rabbitllm.splitter.request import require_shards
@@ -76,13 +76,15 @@ class Tensors:
         tensors: in the order of the file.
         layers: ids in the order of a pass.
         metadata: `__metadata__` of a safetensors file.
-        left_out: keys of a training checkpoint that hold no weights.
+        left_out: keys of a training checkpoint that hold no weights of the model.
+        left_tensors: the tensors that they hold.
     """
 
     tensors: tuple[TensorInfo, ...]
     layers: tuple[str, ...]
     metadata: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    left_tensors: tuple[LeftOut, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -358,6 +360,7 @@ def _read_weights(path: Path, kind: Weights | WeightlessFile) -> Tensors:
             tuple(_of_torch(tensor, layers[tensor.name], zipped=kind is Weights.TORCH_ZIP) for tensor in read.tensors),
             order,
             left_out=read.left_out,
+            left_tensors=read.left_tensors,
         )
     header = read_shard_header(path)
     layers, order = layers_of((spec.name for spec in header.tensors), family)

@@ -202,6 +202,8 @@ def as_record(found: Inspection, choice: RowChoice) -> dict[str, Any]:
             record |= {"parameters": content.parameters, "dtypes": dict(content.dtypes)}
             record |= {"layers": list(content.layers), "sharing": content.sharing, "strided": content.strided}
             record |= {"metadata": dict(content.metadata), "left_out": list(content.left_out)}
+            if content.left_tensors:
+                record["left_out_bytes"] = {left.name: left.nbytes for left in content.left_tensors}
             record |= _tensors(content).record("tensors", choice)
         case Vocabulary(model):
             record |= _vocabulary_record(model) | _pieces(model).record("pieces", choice)
@@ -296,8 +298,10 @@ def _of_tensors(tensors: Tensors) -> Iterator[tuple[str, str]]:
         yield "shared", f"{counted(tensors.sharing, 'tensor')} in the bytes of others"
     if tensors.strided:
         yield "strided", f"{counted(tensors.strided, 'tensor')} not in row-major order"
-    if tensors.left_out:
-        yield "left out", f"{_some(tensors.left_out)}: no weights"
+    if tensors.left_tensors:
+        yield "left out", f"{_some([*map(str, tensors.left_tensors)])}: a split keeps the file for them"
+    if others := [key for key in tensors.left_out if key not in {left.name for left in tensors.left_tensors}]:
+        yield "left out", f"{_some(others)}: no weights"
     if tensors.metadata:
         yield "metadata", _some([f"{key}={value}" for key, value in tensors.metadata.items()])
 

@@ -24,14 +24,14 @@ from rabbitllm.base.options import (
     ShardPolicy,
     SplitOptions,
 )
-from rabbitllm.base.terminal import counted, put, put_fact, size, size_rounded_up
+from rabbitllm.base.terminal import counted, listed, put, put_fact, size, size_rounded_up
 from rabbitllm.display.split_display import shown
 from rabbitllm.errors import IncompleteSplitError, OptionError, RabbitLLMError, system_errors_by_name
 from rabbitllm.estimate.split_estimate import STANDARD, CompressionEstimate, Rates, Route
 from rabbitllm.models.library import SplitEntry, as_record, look
 from rabbitllm.prepare.make import TooLittle
 from rabbitllm.splitter.filler import ShardExecutor
-from rabbitllm.splitter.plan import PlannedFiles
+from rabbitllm.splitter.plan import PlannedFiles, PlannedShard
 
 
 class Shards(enum.Enum):
@@ -100,11 +100,13 @@ class DryRun:
         name: the user's name for it, normalised.
         estimate: the estimate at the requested compression.
         routes: those that the request allows, preferred ones first.
+        kept: shards that are kept although others are deleted, since the split leaves out tensors of them.
     """
 
     name: str
     estimate: CompressionEstimate
     routes: tuple[Route, ...]
+    kept: tuple[PlannedShard, ...] = ()
 
     @property
     def route(self) -> Route | None:
@@ -205,7 +207,9 @@ def dry_run(request: LoadRequest) -> DryRun:
     if options.shard_transfer != "auto" and not standard:
         stream = options.shard_transfer == "stream"
         routes = tuple(route for route in routes if (route.name == "sequential_stream") is stream)
-    return DryRun(source.name, estimate, routes)
+    plan = scan.plans.get(compression)
+    kept = tuple(shard for shard in plan.shards if shard.is_kept(plan.source, policy)) if plan is not None else ()
+    return DryRun(source.name, estimate, routes, kept if policy.deletes_original else ())
 
 
 def pulled_record(pulled: Pulled) -> dict[str, Any]:
@@ -349,6 +353,8 @@ def show_dry_run(found: DryRun, request: LoadRequest, console: Console) -> None:
         created = f"{size_rounded_up(route.created_bytes)} ({route.created_bytes:,} bytes)"
         put_fact(console, "written", f"at most {created}; --max-disk limits this")
         put_fact(console, "shards", _shards_text(found, request))
+    for shard in found.kept:
+        put_fact(console, "kept", f"{shard.name}, since the split leaves out {listed(map(str, shard.left_out), 3)}")
     put(console, _verdict(found))
 
 

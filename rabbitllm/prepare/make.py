@@ -195,7 +195,7 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
         store = LayerStore(source.split_folder)  # checks all sizes and headers before anything is deleted
         if accept is not None:
             accept(store)
-        discard_finished(checkpoint, manifest, found, source.split_folder)
+        discard_finished(checkpoint, manifest, found, source.split_folder, options.shards)
         return
     check_finished_source(manifest, found, checkpoint, source.split_folder, verify=options.verify_source)
     if options.shards.deletes_rest and found:

@@ -32,7 +32,7 @@ from rabbitllm.checkpoints.checkpoint import FileStat, SourceIdentity
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.gguf_types import TENSOR_TYPES
-from rabbitllm.formats.tensor_spec import StoredBlocks, TensorPiece, TensorSpec, ValueChange
+from rabbitllm.formats.tensor_spec import LeftOut, StoredBlocks, TensorPiece, TensorSpec, ValueChange
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan
 from rabbitllm.splitter.sums import PartSums, TensorSums, part_sums, whole_sum
 from rabbitllm.storage import durable
@@ -260,6 +260,7 @@ def _encode(plan: SplitPlan, quantizer: str | None) -> dict[str, Any]:
                 **({} if shard.header_first else {"header_first": False}),
                 **({} if shard.stat is None else {"stat": dataclasses.astuple(shard.stat)}),
                 **({} if shard.expected_crc32 is None else {"expected_crc32": shard.expected_crc32}),
+                **({"left_out": shard.left_out} if shard.left_out else {}),
             }
             for shard in plan.shards
         ],
@@ -318,6 +319,7 @@ def _decode(content: dict[str, Any]) -> tuple[SplitPlan, str | None]:
             shard.get("header_first", True),
             FileStat(*map(int, shard["stat"])) if "stat" in shard else None,
             shard.get("expected_crc32"),
+            tuple(LeftOut(name, int(nbytes), int(count)) for name, nbytes, count in shard.get("left_out", ())),
         )
         for shard in content["shards"]
     )

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rabbitllm.base.collection import uncollected
+from rabbitllm.base.options import ShardPolicy
 from rabbitllm.checkpoints.checkpoint import FileStat, ShardMetadata, SourceIdentity, has_digest
 from rabbitllm.checkpoints.index import CheckpointIndex, index_of
 from rabbitllm.checkpoints.naming import LayerName, layer_order
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.safetensors_file import MappedFile
-from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size
+from rabbitllm.formats.tensor_spec import DTYPES, LeftOut, TensorSpec, byte_size
 from rabbitllm.quant.schemes import DOUBLE, STORED, Quantized, StoredForm, form_in, stored_form
 from rabbitllm.store.checksums import LayerChecks
 from rabbitllm.store.layer_file import FORMAT_VERSION, LayerLayout, join, lay_out
@@ -157,6 +158,7 @@ class PlannedShard:
         stat: metadata of its file when the split was begun; None if the shard is not on this machine, or if an earlier
             version of this package began the split.
         expected_crc32: `source_check.source_crc32` of it, if it was read in advance.
+        left_out: tensors of its file that are in no layer file.
     """
 
     name: str
@@ -167,12 +169,20 @@ class PlannedShard:
     header_first: bool = True
     stat: FileStat | None = None
     expected_crc32: int | None = None
+    left_out: tuple[LeftOut, ...] = ()
 
     @property
     def streams(self) -> bool:
         """Whether it can be used while it arrives: its header is first, or is in gaps, which are kept; and no run of
         bytes that has to be read at once is longer than a chunk."""
         return (self.header_first or has_small_gaps(self.tensors, self.size)) and all(map(_fits_a_chunk, self.tensors))
+
+    def is_kept(self, source: SourceIdentity, policy: ShardPolicy) -> bool:
+        """Whether it is kept although the policy deletes shards: its file has tensors that are nowhere else.
+
+        Those of a repository are on the hub.
+        """
+        return bool(self.left_out) and source.kind == "local" and not self.staged and not policy.deletes_all
 
     @property
     def needs_checksum(self) -> bool:

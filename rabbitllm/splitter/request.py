@@ -31,6 +31,7 @@ from rabbitllm.splitter.disk_sampler import disk_bytes, occupied
 from rabbitllm.splitter.filler import ShardExecutor
 from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME
 from rabbitllm.splitter.plan import PlannedFiles, PlannedShard, SplitPlan, make_plan, recompressed, tensors_by_shard
+from rabbitllm.splitter.source_check import left_out_of
 from rabbitllm.storage.folders import existing
 from rabbitllm.storage.leases import FOLDER_LEASE
 from rabbitllm.store.layer_file import FORMAT_VERSION
@@ -110,8 +111,12 @@ def _plan_of_headers(
     metadata = metadata_of(checkpoint, checkpoint.index.shards)
     require_shards(checkpoint.index.shards, metadata, checkpoint)
     tensors = tensors_by_shard(checkpoint.index, metadata.values())
+    left_out = left_out_of(checkpoint, metadata.values(), tensors)
     shards = tuple(
-        PlannedShard(f.name, f.size, f.fingerprint, tensors[f.name], f.staged, f.header.comes_first, f.stat)
+        PlannedShard(
+            *(f.name, f.size, f.fingerprint, tensors[f.name], f.staged, f.header.comes_first, f.stat),
+            left_out=left_out[f.name],
+        )
         for f in metadata.values()
     )
     names = [tensor.name for shard in shards for tensor in shard.tensors]
@@ -134,7 +139,9 @@ def disk_budget_of(request: SplitRequest, plan: SplitPlan, fetched: Iterable[Pla
     lock_bytes = sum(occupied(request.folder / name) for name in (LOCK_NAME, HOLDER_NAME, FOLDER_LEASE))
     freed: Mapping[str, int] = {}
     if request.options.shards.deletes_used and checkpoint.deletable:
-        freed = checkpoint.freed_bytes((shard.name for shard in plan.shards), existing(request.folder).stat().st_dev)
+        policy = request.options.shards
+        goes = (shard.name for shard in plan.shards if not shard.is_kept(plan.source, policy))
+        freed = checkpoint.freed_bytes(goes, existing(request.folder).stat().st_dev)
     downloads: tuple[tuple[Path, int], ...] = ()
     if (coming := checkpoint.downloads()) is not None:
         sizes = [*coming.sizes.values(), *(shard.size for shard in fetched)]

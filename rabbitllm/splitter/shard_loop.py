@@ -391,11 +391,14 @@ class ShardLoop:
             return self.work.checkpoint.release(shard.name, only_staged=True)
         if not self.work.options.shards.deletes_used:
             return Release(shard.name, Disposal.KEPT)
+        if shard.is_kept(self.plan.source, self.work.options.shards):
+            return Release(shard.name, Disposal.LEAVES_OUT)
         release = release_if_same(self.work.checkpoint, shard, self.source_checksums.get(shard.name))
         if release.disposal is Disposal.READ_ONLY:
             logger.warning("%s is used but cannot be deleted: its folder is read-only.", shard.name)
         return release
 
     def _source_left(self) -> int:
+        source, policy = self.plan.source, self.work.options.shards
         left = (s for s in self.plan.shards if not s.staged)
-        return sum(s.size for s in left if not self._deletes or s.name not in self.used)
+        return sum(s.size for s in left if not self._deletes or s.name not in self.used or s.is_kept(source, policy))

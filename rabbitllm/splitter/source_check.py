@@ -28,8 +28,8 @@ from rabbitllm.checkpoints.checkpoint import (
     has_digest,
 )
 from rabbitllm.display.split_display import shown_reading
-from rabbitllm.errors import CorruptShardError, MissingShardError, SplitMismatchError
-from rabbitllm.formats.tensor_spec import TensorSpec
+from rabbitllm.errors import CorruptShardError, SplitMismatchError
+from rabbitllm.formats.tensor_spec import LeftOut, TensorSpec
 from rabbitllm.quant.stored_blocks import read_tensor
 from rabbitllm.splitter.journal import Replay
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, tensors_by_shard
@@ -192,7 +192,11 @@ def check_resumed(
             if not _is_same(checkpoint.acquire(shard.name), shard, expected):
                 raise _changed(checkpoint, shard, folder, "its bytes differ", complete)
             tell(shard.name, shard.size)
-    shards = (dataclasses.replace(s, stat=current.get(s.name, s.stat)) for s in earlier.plan.shards)
+    left_out = {name: found.header.left_out for name, found in metadata.items()}  # earlier versions did not record it
+    shards = (
+        dataclasses.replace(s, stat=current.get(s.name, s.stat), left_out=s.left_out or left_out.get(s.name, ()))
+        for s in earlier.plan.shards
+    )
     return dataclasses.replace(earlier.plan, shards=tuple(shards))
 
 
@@ -260,6 +264,50 @@ def _warn_of_missing_checksums(count: int, checkpoint: Checkpoint) -> None:
     logger.warning("%d shards of %s have no recorded checksum and cannot be compared.", count, checkpoint.label)
 
 
+def left_out_of(
+    checkpoint: Checkpoint, metadata: Iterable[ShardMetadata], tensors: Mapping[str, tuple[TensorSpec, ...]]
+) -> dict[str, tuple[LeftOut, ...]]:
+    """The tensors of each shard's file that a split leaves out.
+
+    These are tensors that are no weights of the model, and those that the index takes from another shard, unless both
+    have the same bytes, which are read for that.
+
+    Args:
+        checkpoint: the source.
+        metadata: of the shards that exist.
+        tensors: shard -> those that the split takes of it (`tensors_by_shard`).
+    """
+    found = {}
+    taken = {spec.name: spec for specs in tensors.values() for spec in specs}
+    for shard in metadata:
+        left = [*shard.header.left_out]
+        if len(shard.header.tensors) != len(tensors[shard.name]):
+            own = {spec.name for spec in tensors[shard.name]}
+            for spec in shard.header.tensors:
+                if spec.name not in own and not _is_copy(checkpoint, spec, taken.get(spec.name)):
+                    owner = checkpoint.index.weight_map.get(spec.name, "another shard")
+                    left.append(LeftOut(f"{spec.name}, which is taken from {owner}", spec.extent))
+        found[shard.name] = tuple(left)
+    return found
+
+
+def _is_copy(checkpoint: Checkpoint, spec: TensorSpec, other: TensorSpec | None) -> bool:
+    """Whether two tensors on this machine have the same bytes."""
+    if other is None or (spec.dtype, spec.shape) != (other.dtype, other.shape):
+        return False
+    path, other_path = checkpoint.at_hand(spec.file), checkpoint.at_hand(other.file)
+    if path is None or other_path is None:
+        return False
+    first, second = memoryview(bytearray(READ_BYTES)), memoryview(bytearray(READ_BYTES))
+    with PositionalFile(path) as file, PositionalFile(other_path) as other_file:
+        for begin in range(0, spec.nbytes, READ_BYTES):
+            length = min(READ_BYTES, spec.nbytes - begin)
+            read = read_tensor(file, spec, begin, first[:length])
+            if read != read_tensor(other_file, other, begin, second[:length]) or first[:read] != second[:read]:
+                return False
+    return True
+
+
 def release_if_same(checkpoint: Checkpoint, shard: PlannedShard, crc32: int | None) -> Release:
     """Release a used shard of the source, unless its file is no longer the one that was split.
 
@@ -270,7 +318,7 @@ def release_if_same(checkpoint: Checkpoint, shard: PlannedShard, crc32: int | No
         shard: with the metadata of when it was read or compared.
         crc32: `source_crc32` of it; None if it has a digest, or is not known.
     """
-    path = at_hand(checkpoint, shard.name)
+    path = checkpoint.at_hand(shard.name)
     if path is not None:
         is_unchanged = shard.stat is not None and change_between(shard.stat, file_stat(path)) is Change.NONE
         if not is_unchanged and not _is_same(path, shard, crc32):
@@ -281,14 +329,6 @@ def release_if_same(checkpoint: Checkpoint, shard: PlannedShard, crc32: int | No
             )
             return Release(shard.name, Disposal.CHANGED)
     return checkpoint.release(shard.name)
-
-
-def at_hand(checkpoint: Checkpoint, shard: str) -> Path | None:
-    """The path of a shard that is on this machine; None for any other."""
-    try:
-        return None if checkpoint.stages(shard) else checkpoint.acquire(shard)
-    except MissingShardError:
-        return None
 
 
 def _is_same(path: Path, shard: PlannedShard, crc32: int | None) -> bool:

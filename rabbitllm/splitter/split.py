@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rabbitllm.base.options import BIG_LAYER_BYTES
+from rabbitllm.base.options import BIG_LAYER_BYTES, ShardPolicy
 from rabbitllm.base.progress import SplitDone, tell
 from rabbitllm.base.terminal import listed, size
 from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal, ShardMetadata, SourceIdentity
@@ -30,7 +30,7 @@ from rabbitllm.splitter.bit_allocation import other_budget
 from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer, choose_shard_transfer, disk_use
 from rabbitllm.splitter.disk_sampler import DiskSampler
 from rabbitllm.splitter.filler import SplitWork
-from rabbitllm.splitter.plan import PlannedFiles, PlannedShard, SplitPlan
+from rabbitllm.splitter.plan import PlannedFiles, PlannedShard, SplitPlan, tensors_by_shard
 from rabbitllm.splitter.request import (
     SplitRequest,
     disk_budget_of,
@@ -43,9 +43,9 @@ from rabbitllm.splitter.request import (
 )
 from rabbitllm.splitter.shard_loop import ShardLoop
 from rabbitllm.splitter.source_check import (
-    at_hand,
     check_finished_source,
     check_resumed,
+    left_out_of,
     release_if_same,
     with_checksums,
 )
@@ -166,10 +166,31 @@ def discard_original(checkpoint: Checkpoint, shards: Iterable[PlannedShard], che
     ]
     if kept := disposals.count(Disposal.READ_ONLY):
         warn_of_read_only(kept, checkpoint)
-    if any(at_hand(checkpoint, shard) for shard in checkpoint.index.shards):
+    if any(checkpoint.at_hand(shard) for shard in checkpoint.index.shards):
         return  # its index, and the other files of a revision in the hub cache, belong to it
     for path in checkpoint.discard_rest():
         logger.info("Deleted %s.", path)
+
+
+def _name_left_out(
+    shards: Iterable[PlannedShard], source: SourceIdentity, policy: ShardPolicy, checkpoint: Checkpoint
+) -> None:
+    """Name what the split leaves out of each shard, and whether its file is kept for that."""
+    for shard in shards:
+        if not shard.left_out:
+            continue
+        what = listed(map(str, shard.left_out), 3)
+        if policy.deletes_original and shard.is_kept(source, policy):
+            logger.warning(
+                "%s in %s is kept, since the split leaves out %s. To delete it too, use "
+                "sequential_shard_processing=True and delete_original=True together.",
+                *(shard.name, checkpoint.label, what),
+            )
+        elif policy.deletes_original and not shard.staged:
+            on_hub = "; the repository has them" if source.kind == "hub" else ""
+            logger.warning("%s is deleted with tensors that the split leaves out%s: %s.", shard.name, on_hub, what)
+        elif checkpoint.gguf is None:  # which has said it already
+            logger.warning("The split leaves out tensors of %s: %s.", shard.name, what)
 
 
 def warn_of_read_only(count: int, checkpoint: Checkpoint) -> None:
@@ -178,7 +199,7 @@ def warn_of_read_only(count: int, checkpoint: Checkpoint) -> None:
 
 
 def discard_finished(
-    checkpoint: Checkpoint, manifest: Manifest, metadata: Sequence[ShardMetadata], folder: Path
+    checkpoint: Checkpoint, manifest: Manifest, metadata: Sequence[ShardMetadata], folder: Path, policy: ShardPolicy
 ) -> None:
     """Remove the original of a split that an earlier call finished, after both are compared with their checksums.
 
@@ -187,12 +208,22 @@ def discard_finished(
         manifest: of the split.
         metadata: of the shards that still exist; the caller has compared their fingerprints.
         folder: the split directory.
+        policy: of deletion; a shard with tensors that the split leaves out may be kept.
 
     Raises:
         SplitMismatchError: a shard has changed since the split was made; nothing was deleted.
         IncompleteSplitError: a layer file is damaged; nothing was deleted.
     """
-    compared = check_finished_source(manifest, metadata, checkpoint, folder, verify=True)
+    tensors = tensors_by_shard(checkpoint.index, metadata)
+    left_out = left_out_of(checkpoint, metadata, tensors)
+    shards = [
+        PlannedShard(f.name, f.size, f.fingerprint, tensors[f.name], f.staged, left_out=left_out[f.name])
+        for f in metadata
+    ]
+    _name_left_out(shards, manifest.source, policy, checkpoint)
+    kept = {shard.name for shard in shards if shard.is_kept(manifest.source, policy)}
+    rest = [found for found in metadata if found.name not in kept]
+    compared = check_finished_source(manifest, rest, checkpoint, folder, verify=True)
     if compared and (damaged := verify(folder).damaged):
         names = listed((damage.file for damage in damaged), 3)
         raise IncompleteSplitError(
@@ -231,7 +262,8 @@ def split(request: SplitRequest) -> Profiler:
             loop.close()
         finish(request, manifest)
         if request.options.shards.deletes_rest:
-            discard_original(request.checkpoint, work.plan.shards, manifest.source_checksums)
+            goes = [s for s in work.plan.shards if not s.is_kept(work.plan.source, request.options.shards)]
+            discard_original(request.checkpoint, goes, manifest.source_checksums)
     peaks = watch.peaks
     logger.info(
         "Peaks: %s of disk in %s, %s of memory.", size(peaks.disk_bytes), request.folder, size(peaks.anonymous_bytes)
@@ -270,6 +302,7 @@ def _begin(request: SplitRequest) -> SplitWork:
         except BaseException:
             _remove(request.folder, copied)
             raise
+    _name_left_out(plan.shards, plan.source, request.options.shards, request.checkpoint)
     try:
         _clear_stale(request.folder, plan)
         journal.begin(request.folder, plan, quantizer, new=True)
@@ -313,6 +346,7 @@ def _resume(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
         logger.warning("%s was started %s, and keeps its original bit allocation.", request.folder, other)
     verify = request.options.verify_source
     plan = located(check_resumed(earlier, metadata, checkpoint, request.folder, verify=verify), checkpoint)
+    _name_left_out(plan.shards, plan.source, request.options.shards, checkpoint)
     disk_budget = resumed_disk_budget(disk_budget_of(request, plan), earlier.used)
     work = _work(request, plan, disk_budget, earlier.checksums, earlier.quantizer)
     work = dataclasses.replace(work, source_checksums=earlier.source_checksums)

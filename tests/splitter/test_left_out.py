@@ -1,0 +1,273 @@
+"""Tensors that a split leaves out of a file are named, and the file is kept, unless the user says that they may go."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+import rabbitllm
+from rabbitllm.base import progress
+from rabbitllm.base.options import ShardPolicy, SplitOptions
+from rabbitllm.checkpoints.local import LocalCheckpoint
+from rabbitllm.cli.main import app
+from rabbitllm.estimate.report import show
+from rabbitllm.models.convert import convert
+from rabbitllm.splitter.request import SplitRequest, disk_budget_of, plan_split
+from rabbitllm.storage.durable import Step, observe_steps
+from rabbitllm.store.manifest import JOURNAL_NAME
+from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards
+from tests.support.gguf_files import write_gguf
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.splitting import Call, layer_files, names_in
+
+TORCH_FILE = "pytorch_model.bin"
+EXTRA = torch.arange(1000, dtype=torch.float32)
+SEQUENTIAL = {"sequential": True}
+DELETE = {"sequential": False, "delete_original": True}
+BOTH = {"sequential": True, "delete_original": True}
+HINT = "To delete it too, use sequential_shard_processing=True and delete_original=True together."
+
+
+def training_checkpoint(folder: Path) -> Path:
+    """A model's state dict with an optimizer's tensors, 8,000 bytes of them."""
+    weights = llama_tensors()
+    write_shards(folder, {"x.safetensors": weights}, index=False)
+    (folder / "x.safetensors").unlink()
+    moments = {0: {"exp_avg": EXTRA, "exp_avg_sq": EXTRA * EXTRA}}
+    # an optimizer may refer to the weights themselves, which are not lost
+    optimizer = {"state": moments, "params": [weights["model.norm.weight"]]}
+    torch.save({"state_dict": weights, "optimizer": optimizer, "epoch": 3}, folder / TORCH_FILE)
+    return folder
+
+
+def gguf_with_more(folder: Path) -> Path:
+    folder.mkdir()
+    write_gguf(folder / "x.gguf", changed=lambda writer: writer.add_tensor("blk.0.extra.weight", EXTRA.numpy()))
+    return folder
+
+
+def tensor_in_two_shards(folder: Path) -> Path:
+    """The index takes the norm from the last shard; the first has other values of it."""
+    shards = cut(llama_tensors(), 2)
+    first, second = shards
+    write_shards(folder, {first: {**shards[first], "model.norm.weight": torch.ones(64)}, second: shards[second]})
+    return folder
+
+
+KINDS: dict[str, tuple[Callable[[Path], Path], str, str]] = {
+    "training": (training_checkpoint, TORCH_FILE, "optimizer (2 tensors, 8,000 bytes)"),
+    "gguf": (gguf_with_more, "x.gguf", "blk.0.extra.weight (1 tensor, 4,000 bytes)"),
+    "twice": (
+        tensor_in_two_shards,
+        "model-00001-of-00002.safetensors",
+        "model.norm.weight, which is taken from model-00002-of-00002.safetensors (1 tensor, 256 bytes)",
+    ),
+}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def model(kind: str, tmp_path: Path) -> Path:
+    return KINDS[kind][0](tmp_path / "model")
+
+
+def weights_in(folder: Path) -> list[str]:
+    return [name for name in names_in(folder) if name.endswith((".safetensors", ".bin", ".gguf"))]
+
+
+def source_of(model: Path) -> str:
+    return str(next(model.glob("*.gguf"), model))
+
+
+@pytest.mark.parametrize("options", [SEQUENTIAL, DELETE])
+def test_the_file_is_kept_and_what_it_has_is_named_before(
+    model: Path, kind: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    _, file, what = KINDS[kind]
+    before, message = (
+        (model / file).read_bytes(),
+        f"{file} in {model} is kept, since the split leaves out {what}. {HINT}",
+    )
+    told: list[tuple[str, bool]] = []
+
+    def listen(event: progress.Event) -> None:
+        if isinstance(event, progress.ShardDone):
+            told.append((event.disposal, message in caplog.text))
+
+    with progress.listening(listen):
+        Call(source_of(model), **options).make()
+    assert weights_in(model) == [file]
+    assert (model / file).read_bytes() == before
+    assert all(was_named for _, was_named in told)
+    if options is SEQUENTIAL:
+        assert "kept: the split leaves tensors of it out" in [disposal for disposal, _ in told]
+
+
+def test_both_options_delete_the_file_too(model: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    _, file, what = KINDS[kind]
+    Call(source_of(model), **BOTH).make()
+    assert weights_in(model) == []
+    assert f"{file} is deleted with tensors that the split leaves out: {what}." in caplog.text
+
+
+def test_the_original_of_a_finished_split(model: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    _, file, what = KINDS[kind]
+    source = source_of(model)
+    made = Call(source, sequential=False).make()
+    whole, everything = layer_files(made), weights_in(model)
+    if kind != "gguf":  # which says it in other words
+        assert f"The split leaves out tensors of {file}: {what}." in caplog.text
+    assert f"{file} in" not in caplog.text
+    assert len(everything) == (2 if kind == "twice" else 1)
+    Call(source, **DELETE).make()
+    assert weights_in(model) == [file]
+    assert f"{file} in {model} is kept, since the split leaves out {what}" in caplog.text
+    Call(source, **BOTH).make()
+    assert weights_in(model) == []
+    assert layer_files(made) == whole
+
+
+@pytest.mark.parametrize("by_this_version", [True, False])
+def test_a_call_that_was_killed(model: Path, kind: str, by_this_version: bool) -> None:
+    """Also one of a version that did not record what is left out; a tensor that is there twice is recorded only."""
+    _, file, _ = KINDS[kind]
+    if kind == "twice" and not by_this_version:
+        pytest.skip("an earlier version deletes it")
+    call = Call(source_of(model))
+
+    def die(step: Step) -> None:
+        if step.kind == "sync" and step.path.name == JOURNAL_NAME:
+            lines = step.path.read_bytes().splitlines()
+            if len(lines) > 1:
+                raise KeyboardInterrupt
+
+    with observe_steps(die), pytest.raises(KeyboardInterrupt):
+        call.make()
+    [journal_path] = model.glob(f"splitted_model*/{JOURNAL_NAME}")
+    head, *rest = journal_path.read_text().splitlines()
+    content = json.loads(head)
+    left_out = [shard.pop("left_out", None) for shard in content["shards"]]
+    assert sum(left is not None for left in left_out) == 1
+    if not by_this_version:
+        journal_path.write_text("\n".join([json.dumps(content), *rest, ""]))
+    call.make()
+    assert weights_in(model) == [file]
+
+
+@pytest.mark.parametrize("value", [torch.ones(64), torch.ones(64, dtype=torch.float16), torch.ones(8, 8)])
+def test_what_is_another_tensor(tmp_path: Path, value: torch.Tensor) -> None:
+    weights = {**llama_tensors(), "model.norm.weight": torch.ones(64)}
+    first, second = shards = cut(weights, 2)
+    put = {first: {**shards[first], "model.norm.weight": value}, second: shards[second]}
+    Call(str(write_shards(tmp_path / "model", put))).make()
+    is_same = value.dtype == torch.float32 and value.shape == (64,)
+    assert weights_in(tmp_path / "model") == ([] if is_same else [first])
+
+
+def test_equal_bytes_need_no_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    weights = llama_tensors()
+    first, second = shards = cut(weights, 2)
+    put = {first: {**shards[first], "model.norm.weight": weights["model.norm.weight"]}, second: shards[second]}
+    model = write_shards(tmp_path / "model", put)
+    Call(str(model)).make()
+    assert weights_in(model) == []
+    assert caplog.text == ""
+
+
+def test_a_training_checkpoint_without_other_tensors_is_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = training_checkpoint(tmp_path / "model")
+    torch.save({"state_dict": llama_tensors(), "epoch": 3, "optimizer": {"lr": 0.1}}, model / TORCH_FILE)
+    Call(str(model)).make()
+    assert weights_in(model) == []
+    assert caplog.text == ""
+
+
+def test_a_repository_has_them(
+    tmp_path: Path, hub_environment: HubEnvironment, caplog: pytest.LogCaptureFixture
+) -> None:
+    training_checkpoint(tmp_path / "hub" / "acme" / "trained")
+    Call("acme/trained", sequential=False).make()
+    [cached] = hub_environment.cache.rglob(TORCH_FILE)
+    assert "The split leaves out tensors of" in caplog.text
+    Call("acme/trained", saving_path=str(tmp_path / "other")).make()
+    assert not cached.exists()
+    assert (
+        f"{TORCH_FILE} is deleted with tensors that the split leaves out; the repository has them: opt" in caplog.text
+    )
+
+
+# The disk
+
+
+def test_a_kept_file_counts_as_not_freed(model: Path, kind: str) -> None:
+    _, file, _ = KINDS[kind]
+    checkpoint = LocalCheckpoint(model, entry="x.gguf" if kind == "gguf" else None)
+    freed = {}
+    for policy in (ShardPolicy.DELETE_USED, ShardPolicy.DELETE_USED | ShardPolicy.DELETE_REST):
+        request = SplitRequest(checkpoint, model / "made", "llama", SplitOptions(shards=policy))
+        freed[policy] = disk_budget_of(request, plan_split(request)).freed
+    kept, gone = freed.values()
+    assert {*gone} == {*weights_in(model)}
+    assert {*kept} == {*gone} - {file}
+
+
+# What says it before
+
+
+@pytest.fixture
+def loadable(tmp_path: Path) -> Path:
+    folder = build_checkpoint(tmp_path / "hare", "llama", shards=2)
+    first, second = names_in(folder, "*-of-*.safetensors")
+    from safetensors.torch import load_file, save_file
+
+    norm = next(name for name in load_file(folder / second) if name.endswith("norm.weight"))
+    found = load_file(folder / second)[norm]
+    save_file({**load_file(folder / first), norm: found + 1}, folder / first, metadata={"format": "pt"})
+    return folder
+
+
+def test_pull_and_plan_name_it(loadable: Path) -> None:
+    first = names_in(loadable, "*-of-*.safetensors")[0]
+    words = ["pull", str(loadable), "--dry-run", "--device", "cpu"]
+    for more, is_kept in ((["--sequential"], True), (["--sequential", "--delete-original"], False), ([], False)):
+        shown = CliRunner().invoke(app, [*words, *more], catch_exceptions=False, env={"COLUMNS": "200"})
+        assert (f"{first}, since the split leaves out " in " ".join(shown.output.split())) is is_kept
+    plan = rabbitllm.plan(loadable, device="cpu", bandwidth="1GB")
+    [warning] = plan.warnings
+    assert warning.startswith(f"the split leaves out tensors of {first}: ")
+    assert warning.endswith("; it is kept where shards are deleted")
+    console = Console(record=True, width=200)
+    show(plan, console)
+    assert warning in console.export_text()
+
+
+def test_inspect_names_it(tmp_path: Path) -> None:
+    model = training_checkpoint(tmp_path / "model")
+    words = ["inspect", str(model / TORCH_FILE)]
+    shown = CliRunner().invoke(app, words, catch_exceptions=False, env={"COLUMNS": "200"})
+    assert "optimizer (2 tensors, 8,000 bytes): a split keeps the file for them" in shown.output
+    record = json.loads(CliRunner().invoke(app, [*words, "--json"], catch_exceptions=False).output)
+    assert (record["left_out"], record["left_out_bytes"]) == (["optimizer", "epoch"], {"optimizer": 8000})
+
+
+def test_a_conversion_keeps_it_too(tmp_path: Path) -> None:
+    source = training_checkpoint(tmp_path / "model") / TORCH_FILE
+    (source.parent / "config.json").unlink()
+    for number, options in enumerate(({"sequential": True}, {"delete_original": True})):
+        convert(source, tmp_path / f"out-{number}", **options)
+        assert source.exists()
+    convert(source, tmp_path / "out", sequential=True, delete_original=True)
+    assert not source.exists()
