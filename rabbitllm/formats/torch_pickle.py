@@ -384,7 +384,8 @@ def name_tensors(root: object, file: str) -> tuple[dict[str, PickledTensor], lis
         tensors[name] = tensor
     if not tensors:
         raise CorruptShardError(f"{file} has no named tensor.", _REMEDY)
-    return tensors, [(key, [one for _, one in _tensors_in(value, itertools.count(1), file)]) for key, value in others]
+    looked_at = itertools.count(1)
+    return tensors, [(key, [one for _, one in _tensors_in(value, looked_at, file)]) for key, value in others]
 
 
 def _unwrapped(

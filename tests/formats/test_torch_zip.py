@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from rabbitllm.errors import CheckpointError, CorruptShardError, UnsafePickleError
 from rabbitllm.formats.pickle_reader import list_opcodes
 from rabbitllm.formats.safetensors_file import view_bytes
-from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
+from rabbitllm.formats.tensor_spec import DTYPES, LeftOut, TensorSpec, torch_dtype
 from rabbitllm.formats.torch_file import TorchFile, TorchTensor, parse_torch_zip, pickle_of, read_torch_zip
 from rabbitllm.storage.files import PositionalFile
 from tests.attacks import pickles, torch_zips
@@ -450,3 +450,24 @@ def test_equal_bytes_only(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(AssertionError):
         assert_equal(path, read_torch_zip(path), {"w": torch.tensor([0.0, 1.0, 2.0, 3.0])})
+
+
+def test_tensors_that_no_weight_has_are_counted(tmp_path: Path) -> None:
+    """By key; not those that are weights too, but also the bytes of a storage without a tensor."""
+    weight, moment = torch.ones(4), torch.ones(6)
+    value = {
+        "model": {"w": weight, "tied": weight},
+        "optimizer": {"state": {0: {"exp_avg": moment, "again": [moment, weight]}}, "lr": 0.1},
+        "rng_state": torch.zeros(5, dtype=torch.uint8),
+        "epoch": 3,
+        "args": torch.ones(3).untyped_storage(),
+    }
+    read = saved(tmp_path / "x.ckpt", value)
+    assert read.left_tensors == (
+        LeftOut("optimizer", 24),
+        LeftOut("rng_state", 5),
+        LeftOut("tensors without a name", 12),
+    )
+    assert read.header().left_out == read.left_tensors
+    assert str(LeftOut("a\x1b" + "b" * 200, 200_000, 2)).endswith("b… (2 tensors, 0.19 MiB)")
+    assert saved(tmp_path / "y.ckpt", {"model": {"w": weight}, "optimizer": {"lr": 0.1}}).left_tensors == ()
