@@ -157,14 +157,14 @@ class _Part:
 
 
 def _require_whole(pieces: Iterable[tuple[int, int]], name: str, expected: int) -> None:
-    """Check that sorted pieces leave no gap: shards are deleted because of this."""
-    at = 0
+    """Check that sorted pieces leave no gap and do not overlap: shards are deleted because of this."""
+    end = 0
     for begin, nbytes in pieces:
-        if begin != at:
-            break
-        at += nbytes
-    if at != expected:
-        raise AssertionError(f"{name} was written up to byte {at} of {expected}")
+        if begin != end:
+            raise AssertionError(f"{name} was written up to byte {end} of {expected}, and then from byte {begin}")
+        end += nbytes
+    if end != expected:
+        raise AssertionError(f"{name} was written up to byte {end} of {expected}")
 
 
 def _runs(at: int, nbytes: int, sums: bytes) -> Iterator[tuple[int, int, int]]:

@@ -288,6 +288,23 @@ def test_a_second_one_is_kept_off_where_there_are_no_locks(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other.journal", "out[1]", "out[1].done"]
 
 
+def test_a_lock_on_a_file_that_lost_its_name_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first process removed it when it ended, and a third one may have made a new file by then."""
+    flock, lock = fcntl.flock, tmp_path / "out.journal.lock"
+
+    def late(descriptor: int, operation: int) -> None:
+        flock(descriptor, operation)
+        lock.unlink()
+        if again:
+            lock.touch()
+
+    for again in (False, True):
+        monkeypatch.setattr(fcntl, "flock", late)
+        assert (error := error_of(lambda: opened(tmp_path / "out", 1, {"n": 1}).__enter__()))
+        assert "Another process is writing" in error.problem
+        assert lock.exists() is again
+
+
 def test_locks_that_fail_are_no_locks_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", failing_flock(errno.EIO))
     error = error_of(lambda: opened(tmp_path / "out", 1, {"n": 1}).__enter__())

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 
+import filelock
 import pytest
 
 from rabbitllm.errors import InUseError, SplitError
@@ -367,6 +368,55 @@ def test_link_in_place_of_the_lock_file_is_not_followed(folder: Path) -> None:
     with pytest.raises(OSError, match=os.strerror(errno.ELOOP)), locked(folder):
         pass
     assert (folder / "split.journal").read_text() == "{}"
+
+
+def test_lock_on_a_file_that_lost_its_name_does_not_count(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its holder removed it while this process waited for it, and a third process made a new one."""
+    acquire = filelock.FileLock.acquire
+    attempts: list[int] = []
+
+    def late(self: filelock.FileLock, *arguments: object, **options: object) -> object:
+        proxy = acquire(self, *arguments, **options)  # type: ignore[arg-type]
+        attempts.append(1)
+        if len(attempts) == 1:
+            (folder / LOCK_NAME).unlink()
+            (folder / LOCK_NAME).touch()
+        return proxy
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", late)
+    with locked(folder):
+        assert len(attempts) == 2
+        with pytest.raises(InUseError), locked_without_waiting(folder):
+            pass
+    assert names_in(folder) == ["split.journal"]
+
+
+def test_lock_file_of_another_process_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has come after this process let the lock go, and before this one removes the file."""
+    flock, holder = fcntl.flock, list[int]()
+
+    def late(descriptor: int, operation: int) -> None:
+        flock(descriptor, operation)
+        if released:
+            (folder / LOCK_NAME).unlink()
+            holder.append(os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT))
+
+    released: list[bool] = []
+    release = filelock.FileLock.release
+
+    def letting_go(self: filelock.FileLock, *arguments: object, **options: object) -> None:
+        release(self, *arguments, **options)  # type: ignore[arg-type]
+        if not released:
+            (folder / LOCK_NAME).touch()  # newer versions of filelock have removed it
+        released.append(True)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    monkeypatch.setattr(filelock.FileLock, "release", letting_go)
+    with locked(folder):
+        pass
+    assert len(holder) == 1
+    os.close(holder[0])
+    assert LOCK_NAME in names_in(folder)
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, code: int, lets_go: bool) -> None:

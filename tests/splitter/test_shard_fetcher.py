@@ -18,6 +18,7 @@ from rabbitllm.splitter.plan import PlannedShard
 from rabbitllm.splitter.split import STAGING_NAME
 from rabbitllm.storage import durable
 from rabbitllm.storage.durable import Step, observe_steps
+from rabbitllm.store.manifest import read_manifest
 from tests.support.builders import cut, llama_tensors, plain_torch_files, write_shards, write_torch
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import Faults, GeneratedFile, LocalHub
@@ -133,6 +134,43 @@ def test_staged_bytes_that_are_damaged_make_the_shard_start_over(
     assert layer_files(call.make()) == layer_files(split(model, compression=compression))
     asked = [request.range for request in local_hub.requests if request.file == shards[1]]
     assert asked[-1] == f"bytes=0-{len(content) - 1}"  # all of it, after the rest
+
+
+@pytest.mark.parametrize("compression", [None, "4bit"])
+def test_nothing_of_damaged_bytes_is_left_in_the_sums(
+    model: Path, shards: list[str], local_hub: LocalHub, hub_environment: HubEnvironment, compression: str | None
+) -> None:
+    """The damaged bytes are in layer files, and summed, before the rest comes and shows that they are damaged."""
+    call = Call(REPO, compression=compression, shard_transfer="file")
+    content = (model / shards[0]).read_bytes()
+    prefix = bytearray(content[:6_000_000])
+    prefix[read_header(model / shards[0]).data_start + 10] ^= 1
+    gate = Gate(local_hub, model, shards[0], len(prefix))
+    staging = call.find().split_folder / STAGING_NAME
+    staging.mkdir(parents=True)
+    (staging / f"{shards[0]}.part").write_bytes(prefix)
+    damaged: list[Step] = []
+
+    def look(step: Step) -> None:
+        if step.kind == "write" and step.path.name.endswith(".safetensors.part") and step.path.parent != staging:
+            if not gate.opens.is_set():
+                damaged.append(step)
+            if gate.reached.is_set():
+                gate.opens.set()
+
+    with observe_steps(look):
+        made = call.make()
+    assert damaged
+    assert gate.in_time
+    expected = split(model, compression=compression)
+    assert layer_files(made) == layer_files(expected)
+    assert sums_of_layers(made) == sums_of_layers(expected)
+
+
+def sums_of_layers(folder: Path) -> dict[str, tuple[int, bytes | None]]:
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    return {record.file: (record.crc32, record.blocks) for record in manifest.layers}
 
 
 # One by one

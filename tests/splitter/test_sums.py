@@ -73,6 +73,39 @@ def test_a_part_that_was_not_written_whole_has_no_sum(missing: int) -> None:
         sums.take([FORM])
 
 
+OVERLAPPING = {
+    "a gap as long as the overlap": [(0, 400), (300, 500), (600, 1000)],
+    "an overlap": [(0, 400), (300, 1000)],
+    "all of it twice": [(0, 1000), (0, 1000)],
+    "an end twice": [(0, 1000), (900, 1000)],
+    "the first piece twice": [(0, 500), (0, 500)],
+}
+
+
+@pytest.mark.parametrize("pieces", OVERLAPPING.values(), ids=OVERLAPPING)
+@pytest.mark.parametrize("place", [0, None])
+def test_pieces_that_overlap_have_no_sum(pieces: list[tuple[int, int]], place: int | None) -> None:
+    sums = Sums()
+    sums.expect([FORM])
+    for begin, end in pieces:
+        sums.add(FORM, 0, begin, memoryview(CONTENT[begin:end]), place)
+    end, begin = pieces[0][1], pieces[1][0]
+    with pytest.raises(AssertionError, match=f"w was written up to byte {end} of 1000, and then from byte {begin}"):
+        sums.take([FORM])
+
+
+def test_source_that_was_read_in_pieces_that_overlap_has_no_sum() -> None:
+    form = stored_form(TensorSpec("w", "F32", (64, 64), "shard", 0, 1 << 14), "8bit")
+    sums = Sums()
+    sums.expect([form], sources=True)
+    for part, tensor in enumerate(form.parts):
+        sums.add(form, part, 0, memoryview(bytes(tensor.nbytes)), 0)
+    for begin, nbytes in [(0, 1 << 13), (1 << 12, 1 << 13)]:
+        sums.add_source(form, begin, memoryview(bytes(nbytes)))
+    with pytest.raises(AssertionError, match="w was written up to byte 8192 of 16384, and then from byte 4096"):
+        sums.take_with_sources([form])
+
+
 def test_what_is_written_again_is_summed_again() -> None:
     sums = Sums()
     sums.expect([FORM])
