@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from rabbitllm.batch_jobs.inputs import STDIN
 from rabbitllm.batch_jobs.items import Defaults, JobLimits, pooling_of
 from rabbitllm.errors import require_package, system_errors_by_name
 from rabbitllm.generation.request import Pooling, Sampling
+from rabbitllm.storage.durable import ScratchFolder
 
 if TYPE_CHECKING:
     from rabbitllm.batch_jobs.display import Progress
@@ -129,8 +129,8 @@ def batch(
 
     if out is not None:
         return made(expand(Path(out)))
-    with tempfile.TemporaryDirectory(prefix="rabbitllm-") as folder:
-        path = Path(folder) / "answers.jsonl"
+    with ScratchFolder() as folder:
+        path = folder / "answers.jsonl"
         made(path)
         with path.open("rb") as file:
             return [json.loads(line) for line in file]

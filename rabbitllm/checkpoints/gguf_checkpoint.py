@@ -11,7 +11,6 @@ import functools
 import hashlib
 import json
 import logging
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +31,7 @@ from rabbitllm.errors import (
 from rabbitllm.formats.bounded import short
 from rabbitllm.formats.gguf import READ_BYTES, GgufArray, GgufFile, outline, strings
 from rabbitllm.formats.tensor_spec import Header, LeftOut, ReadAt
+from rabbitllm.storage.durable import ScratchFolder
 
 if TYPE_CHECKING:
     import numpy as np
@@ -226,7 +226,7 @@ class GgufCheckpoint:
         # AutoTokenizer first reads the whole vocabulary by slower code, to choose a class that, of decoders, makes the
         # same tokenizer.json: 45 of 55 seconds for the 262,000 tokens of Gemma 3
         maker = AutoTokenizer if self._model.config.is_encoder_decoder else PreTrainedTokenizerFast
-        with self._outline() as folder, tempfile.TemporaryDirectory(prefix="rabbitllm-tokenizer-") as made:
+        with self._outline() as folder, ScratchFolder() as made:
             try:
                 maker.from_pretrained(folder, gguf_file=OUTLINE).save_pretrained(made)
             except Exception as error:  # a vocabulary of strangers makes transformers raise any error
@@ -234,7 +234,7 @@ class GgufCheckpoint:
                     f"transformers cannot build a tokenizer from the metadata of {self._first}: {error_line(error)}",
                     "Put the tokenizer.json of the original model into the same folder; it is then used instead.",
                 ) from error
-            files = {path.name: path.read_bytes() for path in sorted(Path(made).iterdir()) if path.is_file()}
+            files = {path.name: path.read_bytes() for path in sorted(made.iterdir()) if path.is_file()}
         if self.metadata.get("tokenizer.ggml.pre") in _DIGITS_FIRST:
             whole = json.loads(files["tokenizer.json"])
             digits = {"type": "Digits", "individual_digits": True}
@@ -268,10 +268,10 @@ class GgufCheckpoint:
             raise InvalidIndexError(
                 f"Two files of the model have the tensor {short(twice)}.", "Download the files again."
             )
-        with tempfile.TemporaryDirectory(prefix="rabbitllm-gguf-") as folder:
-            with (Path(folder) / OUTLINE).open("wb") as file:
+        with ScratchFolder() as folder:
+            with (folder / OUTLINE).open("wb") as file:
                 file.writelines(outline(self._files[self._first], self._read, names, long_arrays=long_arrays))
-            yield Path(folder)
+            yield folder
 
     @functools.cached_property
     def _model(self) -> GgufModel:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -37,14 +36,15 @@ def demo(
 
     from rabbitllm.demo.models import BundledModel, SmolLM2
     from rabbitllm.demo.run import as_record, run
+    from rabbitllm.storage.durable import ScratchFolder
 
     of = SmolLM2() if smollm2 else BundledModel()
     console = Console(stderr=as_json)
     if folder is not None:
         outcome = run(folder, problems, plot, console, of)
     else:
-        with tempfile.TemporaryDirectory(prefix="rabbitllm-demo-") as temporary:
-            outcome = run(Path(temporary), problems, plot, console, of)
+        with ScratchFolder() as temporary:
+            outcome = run(temporary, problems, plot, console, of)
     if as_json:
         put_json(as_record(outcome))
     if not outcome.passed:

@@ -8,7 +8,6 @@ from memory, with the caller's changes; changes of other weights are refused.
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.errors import OptionError, RabbitLLMError
 from rabbitllm.formats.bounded import read_json
 from rabbitllm.formats.tensor_spec import TensorSpec, dtype_name, torch_dtype
+from rabbitllm.storage.durable import ScratchFolder
 from rabbitllm.store.checkpoint_folder import PlainReader, PlainTensor, in_memory, plain, plan_shards, write_checkpoint
 from rabbitllm.store.layer_store import LayerStore, WeightFiles
 
@@ -224,9 +224,9 @@ def _sidecars(model: StreamedModel, origin: Origin, tokenizer: bool) -> dict[str
             raise OptionError(
                 f"The model has no tokenizer: none could be read from {origin.home}.", "Remove tokenizer=True."
             )
-        with tempfile.TemporaryDirectory() as scratch:
+        with ScratchFolder() as scratch:
             model.tokenizer.save_pretrained(scratch)
-            files = [path for path in sorted(Path(scratch).rglob("*")) if path.is_file()]
+            files = [path for path in sorted(scratch.rglob("*")) if path.is_file()]
             found |= {path.relative_to(scratch).as_posix(): path.read_bytes() for path in files}
         found |= {name: (origin.home / name).read_bytes() for name in FILES if (origin.home / name).is_file()}
     return found

@@ -61,7 +61,7 @@ from rabbitllm.splitter.lock import is_lock_file, locked
 from rabbitllm.splitter.request import Acceptance, SplitRequest
 from rabbitllm.splitter.split import clean_up, discard_finished, split
 from rabbitllm.storage import durable
-from rabbitllm.store import locations
+from rabbitllm.store import checkpoint_folder, locations
 from rabbitllm.store.checkpoint_folder import index_of_files, plan_shards, write_checkpoint
 from rabbitllm.store.layer_store import LayerStore, StoredTensor
 from rabbitllm.store.manifest import AUTO, MANIFEST_NAME, Manifest, directory_name, is_finished, read_manifest
@@ -605,13 +605,12 @@ def _join_split(split_folder: Path, named: Path, folder: Path) -> Conversion:
     tensors = {name: plain(stored, dtype_of(stored, home)) for name, stored in store.tensors.items()}
     shards = plan_shards((tensor.placed for tensor in tensors.values()), SHARD_BYTES)
     before = (folder / INDEX_NAME).exists()
-    if before:
-        if (why := origin_of(folder).differs_from(identity)) is not None:
-            raise SplitMismatchError(
-                f"{folder} holds the conversion of another model than {split_folder}: {why}.",
-                "Use another output folder, or delete this one if you do not need it.",
-            )
-    else:
+    if before and (why := origin_of(folder).differs_from(identity)) is not None:
+        raise SplitMismatchError(
+            f"{folder} holds the conversion of another model than {split_folder}: {why}.",
+            "Use another output folder, or delete this one if you do not need it.",
+        )
+    if not before or (folder / checkpoint_folder.WORK_NAME).exists():
         with PlainReader(store) as reader:
             write_checkpoint(
                 folder,

@@ -21,7 +21,6 @@ import hashlib
 import itertools
 import json
 import math
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -44,6 +43,7 @@ from rabbitllm.errors import (
     CorruptShardError,
     IncompleteCheckpointError,
     OptionError,
+    RabbitLLMError,
     UnreadableFormatError,
     system_errors_by_name,
 )
@@ -400,8 +400,8 @@ class _Metadata:
         import gguf
         import numpy as np
 
-        with tempfile.TemporaryDirectory(prefix="rabbitllm-gguf-") as folder:
-            path = Path(folder) / "header.gguf"
+        with durable.ScratchFolder() as folder:
+            path = folder / "header.gguf"
             writer = gguf.GGUFWriter(path, self.architecture)
             self.fill(writer)
             writer.add_file_type(file_type)
@@ -466,8 +466,8 @@ def _of_model(
     checkpoint = _as_read(head, data, end)
     gguf_metadata.require_same_config(config, checkpoint.config, name)
     if tokenizer is not None:
-        with tempfile.TemporaryDirectory(prefix="rabbitllm-tokenizer-") as scratch:
-            gguf_metadata.warn_of_other_ids(tokenizer, checkpoint.derived(()), Path(scratch), name)
+        with durable.ScratchFolder() as scratch:
+            gguf_metadata.warn_of_other_ids(tokenizer, checkpoint.derived(()), scratch, name)
     return metadata, shapes, _Extra(checkpoint, factors)
 
 
@@ -583,7 +583,7 @@ def convert_to_gguf(
 
     Args:
         path_or_repo_id: a folder, a split directory, a repository or a single file of weights.
-        file: the file to write; must not exist.
+        file: the file to write; must not exist, unless it has the very bytes that would be written.
         outtype: a key of `OUTTYPES`, or "auto".
         access: options for the hub.
         max_disk: limit of the file, bytes.
@@ -602,6 +602,8 @@ def convert_to_gguf(
             f"{file} is not the name of a GGUF file.", f"Use a name such as {file.with_suffix(GGUF_SUFFIX)}."
         )
     if file.exists():
+        if (finished := _finished(path_or_repo_id, file, outtype, access)) is not None:
+            return finished
         raise OptionError(f"{file} exists already. Nothing was changed.", "Use another name, or delete the file.")
     with system_errors_by_name(str(file)), _source(path_or_repo_id, outtype, access) as (metadata, layout):
         tensors = layout.tensors
@@ -617,6 +619,39 @@ def convert_to_gguf(
                 durable.remove(file.with_name(file.name + suffix))
             raise
     return Conversion(file, 1, len(tensors), sum(tensor.nbytes for tensor in tensors), ())
+
+
+def _finished(name: str, file: Path, outtype: str, access: HubAccess) -> Conversion | None:
+    """The conversion, if a file is what it writes, byte for byte; an earlier call may have been killed at its end.
+
+    Fetches nothing.
+    """
+    try:
+        with _source(name, outtype, replace(access, local_files_only=True)) as (metadata, layout):
+            tensors = layout.tensors
+            head, offsets, nbytes = metadata.header(tensors, file_type_of(tensors))
+            if file.stat().st_size != nbytes:
+                return None
+            with file.open("rb") as written:
+                data = (_placed(layout, offsets, number) for number in range(len(tensors)))
+                for at, piece in itertools.chain([(0, memoryview(head))], *data):
+                    written.seek(at)
+                    if written.read(len(piece)) != piece:
+                        return None
+    except (RabbitLLMError, OSError):
+        return None
+    durable.remove(file.with_name(file.name + LOG_SUFFIX))
+    return Conversion(file, 1, len(tensors), sum(tensor.nbytes for tensor in tensors), (), before=True)
+
+
+def _placed(layout: _Layout, offsets: Sequence[int], number: int) -> Iterator[tuple[int, memoryview]]:
+    """The bytes of a tensor in pieces, each with its offset in the file."""
+    tensor = layout.tensors[number]
+    for part in tensor.parts:
+        at = offsets[number] + part.first // tensor.kind.elements * tensor.kind.nbytes
+        for piece in _pieces(layout.sources[part.source], part, tensor.kind, part.source):
+            yield at, piece
+            at += len(piece)
 
 
 @contextlib.contextmanager
@@ -685,13 +720,9 @@ def _write(file: Path, head: bytes, layout: _Layout, offsets: Sequence[int], nby
         try:
             unsynced = 0
             for number in range(complete, len(layout.tensors)):
-                tensor = layout.tensors[number]
-                for part in tensor.parts:
-                    at = offsets[number] + part.first // tensor.kind.elements * tensor.kind.nbytes
-                    for piece in _pieces(layout.sources[part.source], part, tensor.kind, part.source):
-                        written.write_at(piece, at)
-                        at += len(piece)
-                unsynced += tensor.nbytes
+                for at, piece in _placed(layout, offsets, number):
+                    written.write_at(piece, at)
+                unsynced += layout.tensors[number].nbytes
                 if unsynced >= SYNC_BYTES:
                     written.sync()
                     log.append(str(number + 1))

@@ -26,6 +26,7 @@ from rabbitllm.splitter.disk_sampler import disk_bytes
 from rabbitllm.splitter.lock import LEASE_NAME, is_lock_file, locked_without_waiting
 from rabbitllm.splitter.split import STAGING_NAME
 from rabbitllm.storage import durable
+from rabbitllm.storage.folders import existing
 from rabbitllm.store import locations
 from rabbitllm.store.layer_file import DONE_SUFFIX, LAYER_SUFFIX, SCRATCH_SUFFIX, layer_file_name
 from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME, is_legacy, read_manifest
@@ -235,11 +236,11 @@ def remove(removal: Removal) -> int:
         for name in (MANIFEST_NAME, JOURNAL_NAME):
             durable.remove(folder / (name + REMOVED_SUFFIX))
     durable.remove_empty_folder(folder)
-    durable.sync_folder(folder.parent)
     home = locations.home().absolute()
     parents = [parent for parent in folder.absolute().parents if parent.is_relative_to(home) and parent != home]
     for parent in parents[:2]:  # those between a split directory and `home()` are ours
         durable.remove_empty_folder(parent)
+    durable.sync_folder(existing(folder.absolute()))
     return again.nbytes
 
 

@@ -10,8 +10,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import os
-import tempfile
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -275,37 +273,28 @@ class SmallFiles:
     """
 
     def __init__(self, paths: Mapping[str, Path], contents: Mapping[str, bytes], home: Path | None = None) -> None:
-        self._delete: weakref.finalize[..., SmallFiles] | None = None
+        self._scratch: durable.ScratchFolder | None = None
         if home is not None and not contents:
             self.folder = home
             return
         copies = {name: path.read_bytes() for name, path in paths.items() if "/" not in name}
-        self.folder = Path(tempfile.mkdtemp(prefix="rabbitllm-config-"))
-        self._own = self.folder, (*copies, *contents), os.getpid()
-        self._delete = weakref.finalize(self, _delete_own, *self._own)
+        self._scratch = durable.ScratchFolder()
+        self.folder = self._scratch.path
         for name, content in {**copies, **contents}.items():
             durable.write_scratch(self.folder / name, content)
 
     def keep_for(self, user: object) -> None:
         """Keep the folder until `user` is garbage collected."""
-        if self._delete is not None and self._delete.detach() is not None:
-            weakref.finalize(user, _delete_own, *self._own)
+        if self._scratch is not None:
+            weakref.finalize(user, self._scratch.remove)
+            self._scratch = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._delete is not None:
-            self._delete()
-
-
-def _delete_own(folder: Path, names: Iterable[str], process: int) -> None:
-    """Delete a scratch folder of this process with these files; a forked child leaves it to its parent."""
-    if os.getpid() == process:
-        with contextlib.suppress(OSError):
-            for name in names:
-                (folder / name).unlink(missing_ok=True)
-            folder.rmdir()
+        if self._scratch is not None:
+            self._scratch.remove()
 
 
 def _is_gguf(source: Source) -> bool:

@@ -14,10 +14,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import sys
 import tempfile
 import threading
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -384,6 +386,78 @@ def create_scratch(path: Path, data: bytes) -> None:
         os.link(new, path)
     finally:
         remove_scratch(new)
+
+
+class ScratchFolder:
+    """A new folder among the system's temporary files, for this process; a context manager, which removes it.
+
+    After a kill the next scratch folder that is made removes it: its owner holds a lock on it, which the system ends
+    with the process. A forked child leaves it to its parent. Without locks (Windows) it stays after a kill.
+
+    Attributes:
+        path: the folder.
+    """
+
+    def __init__(self) -> None:
+        _remove_dead_scratch()
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX))
+            descriptor, has_locks = _lock_scratch(self.path)
+            if descriptor is not None or not has_locks:
+                break  # else another process took it for one of a dead process, before it was locked
+        self._finish = weakref.finalize(self, _remove_scratch, self.path, descriptor, os.getpid())
+
+    def remove(self) -> None:
+        """Remove it and everything in it, if this process made it."""
+        self._finish()
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+
+SCRATCH_PREFIX = "rabbitllm-scratch-"
+
+
+def _remove_dead_scratch() -> None:
+    """Remove scratch folders of this user whose processes are gone."""
+    for path in Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*"):
+        descriptor, _ = _lock_scratch(path)
+        if descriptor is not None:
+            _remove_scratch(path, descriptor, os.getpid())
+
+
+def _lock_scratch(path: Path) -> tuple[int | None, bool]:
+    """Lock a folder: its descriptor, None if that is not possible; and whether the system has locks."""
+    if sys.platform == "win32":
+        return None, False
+    import fcntl
+
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:  # another process removed it
+        return None, True
+    except OSError:
+        return None, False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        seen = os.fstat(descriptor)
+        if seen.st_uid == os.geteuid() and os.path.samestat(seen, path.stat()):
+            return descriptor, True
+        has_locks = True
+    except OSError as error:
+        has_locks = error.errno in (errno.EWOULDBLOCK, errno.ENOENT)
+    os.close(descriptor)
+    return None, has_locks
+
+
+def _remove_scratch(path: Path, descriptor: int | None, process: int) -> None:
+    if os.getpid() == process:
+        shutil.rmtree(path, ignore_errors=True)
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -251,7 +251,8 @@ def write_checkpoint(
 ) -> None:
     """Write a complete checkpoint, or nothing that looks like one.
 
-    A call that was interrupted after everything was written is finished by the same call, which then writes nothing.
+    A call that was interrupted after everything was written is finished by the same call, which then writes nothing:
+    also where the folder has these very files, byte for byte.
 
     Args:
         folder: the target; it may exist, without weights.
@@ -278,7 +279,27 @@ def write_checkpoint(
         _move_out(folder, work)
         if same:
             return
-    _refuse_other(folder, sidecars)
+    index = {}
+    if len(shards) > 1 or metadata:
+        index[INDEX_NAME] = index_of_files({shard.name: shard.tensors for shard in shards}, metadata)
+    is_there = _has_shards(folder, shards) and _has_files(folder, {**sidecars, **index})
+    if not (is_there and all(_is_written(folder / shard.name, shard, chunks, tell) for shard in shards)):
+        _refuse_other(folder, sidecars)
+        _write_all(folder, shards, sidecars, index, chunks, tell, mark)
+    durable.remove_folder(work)
+
+
+def _write_all(
+    folder: Path,
+    shards: Sequence[Shard],
+    sidecars: Mapping[str, bytes],
+    index: Mapping[str, bytes],
+    chunks: Callable[[str], Iterator[memoryview]],
+    tell: Callable[[int], object],
+    mark: bytes,
+) -> None:
+    """Write these files into the work folder, and move them out of it."""
+    work = folder / WORK_NAME
     durable.remove_folder(work)
     nbytes = sum(_file_size(shard) for shard in shards) + sum(map(len, sidecars.values()))
     require_room(folder, nbytes, f"Saving into {folder}")
@@ -288,9 +309,8 @@ def write_checkpoint(
             _write_shard(work / shard.name, shard, chunks, tell)
         for name, content in sidecars.items():
             durable.write_whole(work / quote(name, safe=""), content)  # the work folder has no subfolders
-        if len(shards) > 1 or metadata:
-            index = index_of_files({shard.name: shard.tensors for shard in shards}, metadata)
-            durable.write_whole(work / INDEX_NAME, index)
+        for name, content in index.items():
+            durable.write_whole(work / name, content)
         durable.sync_folder(work)
         durable.write_whole(work / _READY_NAME, mark)
     except BaseException:  # an interrupt too: partial files are useless and may be large
@@ -368,6 +388,34 @@ def _write_shard(
         file.sync()
     finally:
         file.close()
+
+
+def _has_shards(folder: Path, shards: Sequence[Shard]) -> bool:
+    """Whether a folder has files of these names and sizes."""
+    paths = {folder / shard.name: _file_size(shard) for shard in shards}
+    return all(path.is_file() and path.stat().st_size == nbytes for path, nbytes in paths.items())
+
+
+def _has_files(folder: Path, files: Mapping[str, bytes]) -> bool:
+    """Whether a folder has files with these contents."""
+    return all((folder / name).is_file() and (folder / name).read_bytes() == files[name] for name in files)
+
+
+def _is_written(
+    path: Path, shard: Shard, chunks: Callable[[str], Iterator[memoryview]], tell: Callable[[int], object]
+) -> bool:
+    """Whether a file of the right size has the bytes of a shard."""
+    header, offsets = encode_header(shard.tensors)
+    with path.open("rb") as file:
+        if file.read(len(header)) != header:
+            return False
+        for tensor, offset in zip(shard.tensors, offsets, strict=True):
+            file.seek(offset)
+            for chunk in chunks(tensor.name):
+                if file.read(len(chunk)) != chunk:
+                    return False
+                tell(len(chunk))
+    return True
 
 
 def _move_out(folder: Path, work: Path) -> None:

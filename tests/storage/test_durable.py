@@ -6,7 +6,9 @@ import ast
 import contextlib
 import errno
 import os
+import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +20,7 @@ import rabbitllm
 from rabbitllm.storage import durable
 from rabbitllm.storage.durable import GrowingFile, Log, Step, observe_steps
 from rabbitllm.storage.files import DIRECT_ALIGNMENT, OpenFiles, page_aligned, write_back_call
+from tests.support.forked import in_a_fork
 from tests.support.leftovers import open_files
 from tests.support.splitting import failing
 
@@ -569,3 +572,32 @@ def test_a_nameless_file_that_takes_part_of_whole_blocks_gets_the_rest(
     file.read_at(into, 0, aligned=True)
     assert into == data
     file.close()
+
+
+# folders among the system's temporary files
+
+
+def test_a_scratch_folder_of_a_killed_process_is_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def dies() -> None:
+        scratch = durable.ScratchFolder()
+        (scratch.path / "file").write_bytes(b"x")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    (tmp_path / "rabbitllm-other").mkdir()
+    with durable.ScratchFolder() as first:
+        (first / "folder").mkdir()
+        (first / "folder" / "file").write_bytes(b"x")
+        child = os.fork()
+        if not child:
+            dies()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        assert len([*tmp_path.iterdir()]) == 3
+        with durable.ScratchFolder() as second:
+            assert {*tmp_path.iterdir()} == {first, second, tmp_path / "rabbitllm-other"}
+            in_a_fork(lambda: None)  # a child that ends leaves its parent's
+            assert second.is_dir()
+    assert [*tmp_path.iterdir()] == [tmp_path / "rabbitllm-other"]

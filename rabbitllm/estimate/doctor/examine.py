@@ -44,6 +44,7 @@ from rabbitllm.estimate.doctor.records import (
 from rabbitllm.estimate.outline import Published
 from rabbitllm.estimate.split_estimate import ROUTES, STANDARD
 from rabbitllm.quant.schemes import check_compression
+from rabbitllm.storage.durable import ScratchFolder
 from rabbitllm.storage.folders import KAGGLE_TMP, KAGGLE_WORKING, Folder, Host, file_systems, folder_of, host_of
 from rabbitllm.store import locations
 from rabbitllm.version import __version__
@@ -436,9 +437,9 @@ def with_times(
     from rabbitllm.estimate.predict import predict_outline
 
     def timed(one: AtCompression) -> AtCompression:
-        with tempfile.TemporaryDirectory(prefix="rabbitllm-doctor-") as work:
+        with ScratchFolder() as work:
             try:
-                _, generation = predict_outline(model.outline, one.compression, folder, machine, (), Path(work))
+                _, generation = predict_outline(model.outline, one.compression, folder, machine, (), work)
             except Exception as error:  # one failed estimate must not end the list
                 return dataclasses.replace(one, problem=str(error).split("\n")[0] or type(error).__name__)
         return dataclasses.replace(one, generation=generation)
