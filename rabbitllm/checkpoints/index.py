@@ -16,6 +16,8 @@ from pathlib import Path
 from rabbitllm.base.terminal import listed
 from rabbitllm.errors import CheckpointNotFoundError, InvalidIndexError, UnsafePathError
 from rabbitllm.formats.bounded import read_json, short
+from rabbitllm.formats.safetensors_file import TensorToWrite
+from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -26,7 +28,8 @@ ENTRY_NAMES = (SINGLE_NAME, INDEX_NAME, TORCH_SINGLE_NAME, TORCH_INDEX_NAME)
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Suffixes of files of `torch.save`; their format is recognised by their first bytes."""
 GGUF_SUFFIX = ".gguf"
-WEIGHT_SUFFIXES = (".safetensors", *TORCH_SUFFIXES, GGUF_SUFFIX)
+SAFETENSORS_SUFFIX = ".safetensors"
+WEIGHT_SUFFIXES = (SAFETENSORS_SUFFIX, *TORCH_SUFFIXES, GGUF_SUFFIX)
 """Suffixes of files of weights that can be read here."""
 _NO_MODEL = re.compile(
     r"(?:optimizer|optim|scheduler|scaler|rng_state|random_states|training_args|trainer_state|adapter_model)(?:[._-].*)?"
@@ -50,6 +53,8 @@ _HOSTILE = "Do not use this checkpoint: an honest index has no such name. Nothin
 _LINKS = "Put the files themselves (or hard links) into one folder. Nothing was opened or deleted."
 _SHARD = re.compile(r"-\d+-of-\d+\.")
 _DIGITS = re.compile(r"(\d+)")
+MODEL_DTYPES = {name: DTYPES[name].torch_name for name in ("F64", "F32", "F16", "BF16")}
+"""Dtypes that a model may have: name in safetensors -> name in torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +64,12 @@ class CheckpointIndex:
     Attributes:
         weight_map: tensor name -> shard name, in the index's own order.
         shards: every shard once, in numerical order (`-2-` before `-10-`).
+        dtype: of the model, where the index names one: a torch name such as "bfloat16".
     """
 
     weight_map: Mapping[str, str]
     shards: tuple[str, ...]
+    dtype: str | None = None
 
 
 def shard_names(count: int) -> tuple[str, ...]:
@@ -236,9 +243,9 @@ def natural_key(name: str) -> tuple[object, ...]:
     return tuple(key)
 
 
-def index_of(weight_map: Mapping[str, str]) -> CheckpointIndex:
+def index_of(weight_map: Mapping[str, str], dtype: str | None = None) -> CheckpointIndex:
     """An index from a weight map whose shard names are already checked."""
-    return CheckpointIndex(dict(weight_map), tuple(sorted(set(weight_map.values()), key=natural_key)))
+    return CheckpointIndex(dict(weight_map), tuple(sorted(set(weight_map.values()), key=natural_key)), dtype)
 
 
 def read_index(path: Path) -> CheckpointIndex:
@@ -248,7 +255,8 @@ def read_index(path: Path) -> CheckpointIndex:
         InvalidIndexError: no `weight_map` of strings, or an empty one.
         UnsafePathError: a shard name is not a plain relative name, or two names can become one file.
     """
-    weight_map = read_json(path).get("weight_map")
+    content = read_json(path)
+    weight_map, metadata = content.get("weight_map"), content.get("metadata")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InvalidIndexError(f"{path} has no weight_map; expected a table of tensor name to shard.", _REMEDY)
     for tensor, shard in weight_map.items():
@@ -257,9 +265,44 @@ def read_index(path: Path) -> CheckpointIndex:
                 f"{path} puts tensor {tensor[:80]!r} into {short(shard, 120)}; expected the name of a shard.", _REMEDY
             )
         check_shard_name(shard, path.name)
-    index = index_of(weight_map)
+    dtype = metadata.get("dtype") if isinstance(metadata, dict) else None
+    index = index_of(weight_map, dtype if dtype in MODEL_DTYPES.values() else None)
     _check_distinct(index.shards, path.name)
     return index
+
+
+def model_dtype(value: object) -> str | None:
+    """A recorded dtype of a model: a torch name, or None.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if value is not None and value not in MODEL_DTYPES.values():
+        raise ValueError(f"{value!r} is not a dtype of a model")
+    return str(value) if value is not None else None
+
+
+def dtype_without_config(
+    index: CheckpointIndex, files: Mapping[str, Iterable[TensorSpec | TensorToWrite]]
+) -> str | None:
+    """The dtype of a model whose config names none, by transformers' rule: that of the index, else of the first
+    floating-point tensor in the first file. A safetensors file is read in the order of names, a torch file in its own.
+
+    Args:
+        index: of the checkpoint.
+        files: the tensors of each file, by the file's name.
+
+    Returns:
+        A torch name, such as "bfloat16"; None if all floating-point tensors have that dtype, or there are none. Floats
+        of a byte or less do not count.
+    """
+    floats = {file: [one for one in tensors if one.dtype in MODEL_DTYPES] for file, tensors in files.items()}
+    first = min(files, default="")
+    rows = floats.get(first, [])
+    if first.endswith(SAFETENSORS_SUFFIX):
+        rows = sorted(rows, key=lambda tensor: tensor.name)
+    found = index.dtype or (MODEL_DTYPES[rows[0].dtype] if rows else None)
+    return None if {MODEL_DTYPES[one.dtype] for tensors in floats.values() for one in tensors} <= {found} else found
 
 
 def check_shard_name(shard: str, source: str) -> None:

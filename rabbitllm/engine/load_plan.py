@@ -64,7 +64,6 @@ from rabbitllm.errors import (
     OptionError,
     RabbitLLMError,
 )
-from rabbitllm.formats.tensor_spec import torch_dtype
 from rabbitllm.quant import coded
 from rabbitllm.quant.coded import CodedForm, CodedMatrix
 from rabbitllm.quant.products import FusedMatrix, Matrix, can_multiply, multiplies
@@ -387,7 +386,8 @@ def _named_dtype(name: str | None) -> torch.dtype | None:
 
 
 def _config_dtype(config: PretrainedConfig) -> torch.dtype | None:
-    return getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    """The dtype of the whole model; that of a part does not count, as in transformers."""
+    return getattr(config, "dtype", None)
 
 
 def _own_dtype(config: PretrainedConfig, store: WeightFiles) -> torch.dtype:
@@ -395,14 +395,9 @@ def _own_dtype(config: PretrainedConfig, store: WeightFiles) -> torch.dtype:
 
 
 def _stored_dtype(store: WeightFiles) -> torch.dtype:
-    for tensor in store.tensors.values():
-        if tensor.quantized is not None and tensor.quantized.dtype is not None:
-            found: torch.dtype = getattr(torch, tensor.quantized.dtype)
-            return found
-        dtype = torch_dtype(tensor.parts[0].dtype)
-        if tensor.quantized is None and dtype.is_floating_point and dtype.itemsize > 1:  # a byte is a published code
-            return dtype
-    return torch.float32
+    known = (dtype for tensor in store.tensors.values() if (dtype := tensor.model_dtype) is not None)
+    found: torch.dtype = getattr(torch, store.dtype or next(known, "float32"))
+    return found
 
 
 def _attention(wanted: str, config: PretrainedConfig, devices: Sequence[Device], dtype: torch.dtype) -> str | None:

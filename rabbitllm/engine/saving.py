@@ -239,6 +239,9 @@ def _config(model: StreamedModel, origin: Origin) -> bytes:
     if any(stored.quantized for stored in origin.store.tensors.values()):
         key = "torch_dtype" if "torch_dtype" in content and "dtype" not in content else "dtype"
         changed[key] = str(model.dtype).removeprefix("torch.")
+    elif origin.store.dtype is not None and not (content.get("dtype") or content.get("torch_dtype")):
+        # the tensors get another order
+        changed["dtype"] = origin.store.dtype
     if not changed:
         return (origin.home / CONFIG_NAME).read_bytes()
     return (json.dumps({**content, **changed}, indent=2, sort_keys=True, default=str) + "\n").encode()

@@ -389,6 +389,8 @@ class UnitSource:
         begins = [(span.file, span.offset) for span in self.spans]
 
         def read(spec: TensorSpec) -> torch.Tensor:
+            if not spec.nbytes:  # it is in no span
+                return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=buffer.device)
             span = self.spans[bisect.bisect_right(begins, (spec.file, spec.offset)) - 1]
             begin = span.at + spec.offset - span.offset
             return typed(buffer[begin : begin + spec.extent], spec)

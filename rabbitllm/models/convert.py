@@ -62,7 +62,7 @@ from rabbitllm.splitter.request import Acceptance, SplitRequest
 from rabbitllm.splitter.split import clean_up, discard_finished, split
 from rabbitllm.storage import durable
 from rabbitllm.store import checkpoint_folder, locations
-from rabbitllm.store.checkpoint_folder import index_of_files, plan_shards, write_checkpoint
+from rabbitllm.store.checkpoint_folder import index_of_files, named_dtype, plan_shards, write_checkpoint
 from rabbitllm.store.layer_store import LayerStore, StoredTensor
 from rabbitllm.store.manifest import AUTO, MANIFEST_NAME, Manifest, directory_name, is_finished, read_manifest
 
@@ -317,7 +317,8 @@ def publish(folder: Path, split_folder: Path, manifest: Manifest, dtype: str = A
         durable.sync_folder((folder / name).parent)
     durable.sync_folder(folder)
     files = {name: read_header(folder / name).tensors for name in names}
-    durable.write_whole(folder / INDEX_NAME, index_of_files(files, converted_from(manifest.source, dtype)))
+    metadata = converted_from(manifest.source, dtype) | named_dtype(files, manifest.dtype)
+    durable.write_whole(folder / INDEX_NAME, index_of_files(files, metadata))
 
 
 def _move(path: Path, to: Path) -> None:
@@ -604,6 +605,11 @@ def _join_split(split_folder: Path, named: Path, folder: Path) -> Conversion:
     beside = {name: path.read_bytes() for name, path in sidecars_of(home).items()}
     tensors = {name: plain(stored, dtype_of(stored, home)) for name, stored in store.tensors.items()}
     shards = plan_shards((tensor.placed for tensor in tensors.values()), SHARD_BYTES)
+    dtype = named_dtype({shard.name: shard.tensors for shard in shards}, store.dtype)
+    content = read_json(home / CONFIG_NAME) if CONFIG_NAME in beside else {}
+    if dtype and content and not (content.get("dtype") or content.get("torch_dtype")):
+        # not in the index, which is not read beside a single file
+        beside[CONFIG_NAME] = (json.dumps(content | dtype, indent=2) + "\n").encode()
     before = (folder / INDEX_NAME).exists()
     if before and (why := origin_of(folder).differs_from(identity)) is not None:
         raise SplitMismatchError(

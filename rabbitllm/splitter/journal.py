@@ -29,6 +29,7 @@ from typing import Any
 
 from rabbitllm.base.collection import uncollected
 from rabbitllm.checkpoints.checkpoint import FileStat, SourceIdentity
+from rabbitllm.checkpoints.index import model_dtype
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.gguf_types import TENSOR_TYPES
@@ -249,6 +250,7 @@ def _encode(plan: SplitPlan, quantizer: str | None) -> dict[str, Any]:
         "source": [source.kind, source.name, source.commit],
         "compression": plan.compression,
         **({} if plan.chosen is None else {"chosen": plan.chosen.as_json()}),
+        **({} if plan.dtype is None else {"dtype": plan.dtype}),
         "quantiser": quantizer,
         "shards": [
             {
@@ -328,7 +330,8 @@ def _decode(content: dict[str, Any]) -> tuple[SplitPlan, str | None]:
     assigned = {tensor: LayerName(id, stem) for id, stem, tensors in content["layers"] for tensor in tensors}
     compression = content["compression"]
     chosen = manifest.allocation_from_json(content["chosen"]) if compression == AUTO else None
-    return make_plan(source, shards, assigned, compression, layout, chosen), content["quantiser"]
+    plan = make_plan(source, shards, assigned, compression, layout, chosen, model_dtype(content.get("dtype")))
+    return plan, content["quantiser"]
 
 
 # The report of an interrupt by Ctrl-C, SIGTERM or SIGHUP, in two lines on stderr: the progress, and how to resume.

@@ -17,7 +17,7 @@ from pathlib import Path
 from rabbitllm.base.collection import uncollected
 from rabbitllm.base.options import ShardPolicy
 from rabbitllm.checkpoints.checkpoint import FileStat, ShardMetadata, SourceIdentity, has_digest
-from rabbitllm.checkpoints.index import CheckpointIndex, index_of
+from rabbitllm.checkpoints.index import CheckpointIndex, dtype_without_config, index_of
 from rabbitllm.checkpoints.naming import LayerName, layer_order
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.safetensors_file import MappedFile
@@ -209,6 +209,7 @@ class SplitPlan:
         layouts: layer id -> its file.
         format_version: of the layer files.
         chosen: the schemes of tensors at "auto"; None at every other compression.
+        dtype: of the model, if neither its config nor its layer files show it (`index.dtype_without_config`).
     """
 
     source: SourceIdentity
@@ -218,6 +219,7 @@ class SplitPlan:
     layouts: Mapping[str, LayerLayout]
     format_version: int = FORMAT_VERSION
     chosen: BitAllocation | None = None
+    dtype: str | None = None
 
     def stored_form(self, spec: TensorSpec) -> StoredForm:
         """Return the form in which a whole tensor is stored."""
@@ -287,14 +289,19 @@ def make_plan(
     compression: str | None,
     format_version: int = FORMAT_VERSION,
     chosen: BitAllocation | None = None,
+    dtype: str | None = None,
 ) -> SplitPlan:
     """Lay out every layer file from the shards' tensors and the layer each belongs to.
 
-    At "auto" `chosen` has the scheme of each tensor; without it all are stored unchanged.
+    At "auto" `chosen` has the scheme of each tensor; without it all are stored unchanged. For `dtype` see `SplitPlan`;
+    None if headers with all tensors do not say more than the shards.
     """
     weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
     layer_map = build_layer_map(weight_map, assigned)
-    return _plan_with(source, shards, layer_map, compression, format_version, chosen)
+    plan = _plan_with(source, shards, layer_map, compression, format_version, chosen)
+    if dtype is None:
+        dtype = dtype_without_config(index_of({}), {shard.name: shard.tensors for shard in shards})
+    return dataclasses.replace(plan, dtype=dtype)
 
 
 def _plan_with(
@@ -353,7 +360,8 @@ def recompressed(plan: SplitPlan, compression: str | None, chosen: BitAllocation
     """Return the same split at another compression, or at "auto" with another choice."""
     if plan.compression is None and compression == AUTO and not (chosen and chosen.schemes):  # all are unchanged
         return dataclasses.replace(plan, compression=AUTO, chosen=chosen or BitAllocation({}))
-    return _plan_with(plan.source, plan.shards, plan.layer_map, compression, plan.format_version, chosen)
+    found = _plan_with(plan.source, plan.shards, plan.layer_map, compression, plan.format_version, chosen)
+    return dataclasses.replace(found, dtype=plan.dtype)
 
 
 # The runs of bytes that are moved from a shard to layer files, and their order.
@@ -453,6 +461,7 @@ class PlannedFiles:
     Attributes:
         folder: the future split directory.
         tensors: checkpoint name -> its future file and offsets.
+        dtype: see `SplitPlan`.
         checks: None, since there is nothing to read.
     """
 
@@ -463,6 +472,7 @@ class PlannedFiles:
     def __init__(self, plan: SplitPlan, folder: Path) -> None:
         self.folder = folder
         self.label = plan.source.name
+        self.dtype = plan.dtype
         self.tensors: dict[str, StoredTensor] = {}
         for layout in plan.layouts.values():
             file = layout.file_name

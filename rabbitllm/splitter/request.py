@@ -15,6 +15,7 @@ from rabbitllm.base.options import SplitOptions
 from rabbitllm.base.terminal import listed
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata
 from rabbitllm.checkpoints.fetch import side_by_side
+from rabbitllm.checkpoints.index import dtype_without_config
 from rabbitllm.checkpoints.naming import LayerName, LayerNaming, assign_layers
 from rabbitllm.errors import MissingShardError
 from rabbitllm.splitter import journal
@@ -123,7 +124,8 @@ def _plan_of_headers(
     others = [name for name in names if name not in assigned]
     assigned = {**assigned, **assign_layers(others, request.family, request.naming)}
     identity = checkpoint.identity(metadata.values())
-    return make_plan(identity, shards, assigned, request.options.compression, format_version)
+    dtype = dtype_without_config(checkpoint.index, {name: f.header.tensors for name, f in metadata.items()})
+    return make_plan(identity, shards, assigned, request.options.compression, format_version, dtype=dtype)
 
 
 def disk_budget_of(request: SplitRequest, plan: SplitPlan, fetched: Iterable[PlannedShard] = ()) -> DiskBudget:

@@ -95,7 +95,8 @@ def manifest_of(work: SplitWork, checksums: TensorSums, source_checksums: Mappin
         for crc, blocks in [_checksums(layout, checksums, work.folder)]
     )
     ordered = {s.name: source_checksums[s.name] for s in plan.shards if s.name in source_checksums}
-    return Manifest(plan.source, plan.compression, work.quantizer, records, plan.format_version, plan.chosen, ordered)
+    made = plan.source, plan.compression, work.quantizer, records, plan.format_version, plan.chosen, ordered
+    return Manifest(*made, plan.dtype)
 
 
 def finish(request: SplitRequest, manifest: Manifest) -> None:

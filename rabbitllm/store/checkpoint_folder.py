@@ -30,6 +30,8 @@ from rabbitllm.checkpoints.index import (
     SINGLE_NAME,
     TORCH_INDEX_NAME,
     WEIGHT_SUFFIXES,
+    dtype_without_config,
+    index_of,
     shard_names,
 )
 from rabbitllm.errors import IncompleteSplitError, OptionError
@@ -338,6 +340,11 @@ def index_of_files(
     }
     content = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def named_dtype(files: Mapping[str, Sequence[TensorToWrite | TensorSpec]], dtype: str | None) -> dict[str, str]:
+    """The entry of an index for the dtype that the source has without a config, if these files would show another."""
+    return {} if dtype is None or dtype_without_config(index_of({}), files) == dtype else {"dtype": dtype}
 
 
 def _mark(shards: Sequence[Shard], sidecars: Mapping[str, bytes], source: str) -> bytes:

@@ -10,7 +10,7 @@ Verification reads every byte of every layer file; it changes nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from rabbitllm.base.collection import uncollected
 from rabbitllm.base.forks import own_lock
 from rabbitllm.base.terminal import listed
+from rabbitllm.checkpoints.index import MODEL_DTYPES, SAFETENSORS_SUFFIX, dtype_without_config
 from rabbitllm.errors import (
     CorruptShardError,
     IncompleteSplitError,
@@ -87,6 +88,11 @@ class StoredTensor:
         return sum(part.extent for part in self.parts)
 
     @property
+    def model_dtype(self) -> str | None:
+        """Its dtype in the checkpoint, a torch name; None if a model cannot have it, or if it is not known."""
+        return MODEL_DTYPES.get(self.parts[0].dtype) if self.quantized is None else self.quantized.dtype
+
+    @property
     def is_one_run(self) -> bool:
         """Whether the bytes of each part are its elements in row-major order."""
         return all(part.is_one_run for part in self.parts)
@@ -119,6 +125,7 @@ class WeightFiles(Protocol):
         label: name in messages.
         is_split: whether they are the layer files of a split, whose original may be gone.
         tensors: checkpoint name -> stored tensor.
+        dtype: of a model whose config names none, a torch name; None if all floating-point tensors had the same.
         checks: checks of bytes read; None if the files have no checksums, or none are to be compared.
     """
 
@@ -126,6 +133,7 @@ class WeightFiles(Protocol):
     label: str
     is_split: bool
     tensors: dict[str, StoredTensor]
+    dtype: str | None
     checks: LayerChecks | None
 
     def mapped(self, file: str) -> MappedFile:
@@ -198,6 +206,19 @@ class LayerStore(MappedWeights):
         self.checks = LayerChecks(folder) if verify_checksums and self.manifest is not None else None
         for file, record in self._files().items():
             self._open(file, record)
+        self.dtype = None if self.manifest is None else self.manifest.dtype or self._likely_dtype(self.manifest.layers)
+
+    def _likely_dtype(self, layers: Sequence[LayerRecord]) -> str | None:
+        """The dtype of an older split, which did not record it: of the first tensor by name, of those that may have
+        been in the first shard. Shards of torch files had another order: that of the layers is nearest."""
+        if len({tensor.model_dtype for tensor in self.tensors.values()} - {None}) < 2:
+            return None
+        first = min((shard for record in layers for shard in record.shards), default="")
+        if not first.endswith(SAFETENSORS_SUFFIX):
+            return None
+        names = sorted(name for record in layers if first in record.shards for name in record.tensors)
+        tensors = (self.tensors[name] for name in names if name in self.tensors)
+        return next((dtype for tensor in tensors if (dtype := tensor.model_dtype) is not None), None)
 
     def _files(self) -> dict[str, LayerRecord | None]:
         if self.manifest is not None:
@@ -280,6 +301,8 @@ class UnsplitStore(MappedWeights):
             for spec in header.tensors:
                 if owner.get(spec.name, shard) == shard:
                     self.tensors[spec.name] = _stored(spec)
+        headers = {shard: header.tensors for shard, header in self._headers.items()}
+        self.dtype = dtype_without_config(checkpoint.index, headers)
 
 
 def _stored(spec: TensorSpec) -> StoredTensor:

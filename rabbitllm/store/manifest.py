@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
+from rabbitllm.checkpoints.index import model_dtype
 from rabbitllm.errors import IncompleteSplitError, InvalidIndexError, SplitMismatchError
 from rabbitllm.formats.bounded import read_json, text_of
 from rabbitllm.quant.schemes import COMPRESSIONS, SCHEMES, check_compression
@@ -129,6 +130,7 @@ class Manifest:
         chosen: the bits of each tensor at "auto"; None otherwise.
         source_checksums: shard -> CRC-32 of its data that the split used (`source_check.source_crc32`); only for shards
             without a digest of the hub.
+        dtype: of the model, if neither its config nor its layer files show it; earlier versions did not record it.
     """
 
     source: SourceIdentity
@@ -138,6 +140,7 @@ class Manifest:
     format_version: int = FORMAT_VERSION
     chosen: BitAllocation | None = None
     source_checksums: Mapping[str, int] = field(default_factory=dict)
+    dtype: str | None = None
 
 
 FITTED = ", scales fitted"
@@ -197,6 +200,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
             "fingerprints": dict(source.fingerprints),
             **({"crc32": checksums} if checksums else {}),
         },
+        **({} if manifest.dtype is None else {"dtype": manifest.dtype}),
         "compression": manifest.compression,
         **({} if manifest.chosen is None else {"chosen": manifest.chosen.as_json()}),
         "quantiser": manifest.quantizer,
@@ -252,7 +256,8 @@ def _parse(content: dict[str, Any]) -> Manifest:
     layers = tuple(_record(r) for r in content["layers"])
     chosen = allocation_from_json(content["chosen"]) if compression == AUTO else None
     checksums = {shard: int(text_of(crc), 16) for shard, crc in source.get("crc32", {}).items()}
-    return Manifest(identity, compression, content["quantiser"], layers, content["format_version"], chosen, checksums)
+    made = identity, compression, content["quantiser"], layers, content["format_version"], chosen, checksums
+    return Manifest(*made, model_dtype(content.get("dtype")))
 
 
 def _record(entry: dict[str, Any]) -> LayerRecord:

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from rabbitllm.engine import skeleton
-from rabbitllm.engine.units import ParameterEntry, Unit, find_units
+from rabbitllm.engine.units import ParameterEntry, Unit, UnitSource, find_units, typed
+from rabbitllm.formats.tensor_spec import TensorSpec
+from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from tests.support.builders import FAMILIES
 
 
@@ -207,3 +209,25 @@ def test_attention_that_reads_its_output_matrix_is_one_unit() -> None:
         "attention.out_proj.bias",
         "attention.out_proj.weight",
     ]
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0)])
+def test_a_tensor_without_elements_is_in_no_buffer(shape: tuple[int, ...]) -> None:
+    unit = Unit("adapter", nn.Linear(4, 3), (), False, False)
+    read = UnitSource(unit, (), {}, (), 0, 0, False).part_of(torch.empty(0, dtype=torch.uint8))
+    found = read(TensorSpec("adapter.weight", "BF16", shape, "adapter.safetensors", 4096, 0))
+    assert (found.shape, found.dtype) == (torch.Size(shape), torch.bfloat16)
+
+
+@pytest.mark.parametrize("lead", [0, 2, 16, 32, TENSOR_ALIGNMENT])
+def test_weights_that_kernels_read_are_aligned(lead: int) -> None:
+    """Kernels round differently below the alignment of torch's own memory, so such bytes are copied."""
+    room = torch.arange(512, dtype=torch.int16).view(torch.uint8)
+    begin = -room.data_ptr() % TENSOR_ALIGNMENT + lead
+    flat = room[begin : begin + 256]
+    found = typed(flat, TensorSpec("weight", "BF16", (8, 16), "a.safetensors", 4096, 256))
+    assert found.data_ptr() % TENSOR_ALIGNMENT == 0
+    assert (found.data_ptr() == flat.data_ptr()) == (lead % TENSOR_ALIGNMENT == 0)
+    assert torch.equal(found.view(-1).view(torch.uint8), flat)
+    codes = typed(flat, TensorSpec("weight", "U8", (256,), "a.safetensors", 4096, 256))
+    assert codes.data_ptr() == flat.data_ptr()  # codes are read by bytes
