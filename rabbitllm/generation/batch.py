@@ -18,6 +18,7 @@ from rabbitllm.base.forks import DaemonThread, ForkGuard
 from rabbitllm.base.terminal import size
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.memory import CacheMemory
+from rabbitllm.generation.recommended import check_options
 from rabbitllm.generation.request import (
     BatchStats,
     Event,
@@ -53,7 +54,8 @@ class Batch:
         error: the error that ended the batch's thread early; None otherwise.
 
     Raises:
-        OptionError: the model is not a causal language model or has no tokenizer, or no memory is left.
+        OptionError: the model is not a causal language model or has no tokenizer, its generation config demands what
+            cannot be had, or no memory is left.
     """
 
     def __init__(self, model: StreamedModel, limits: Limits = _DEFAULT) -> None:
@@ -61,6 +63,7 @@ class Batch:
         if model.config.is_encoder_decoder:
             raise OptionError("The model has an encoder; requests need a decoder-only model.", "Use a causal model.")
         end_tokens(model)  # refuses a model without a tokenizer
+        check_options(model)
         self.error: BaseException | None = None
         self._model = model
         self._limits = limits

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rabbitllm.checkpoints.local import is_writable
 from rabbitllm.errors import OptionError
+from rabbitllm.generation.recommended import neutral_arguments, stop_strings
 
 if TYPE_CHECKING:
     import torch
@@ -398,13 +399,17 @@ def tokenizer_of(model: StreamedModel) -> PreTrainedTokenizerBase:
 def end_tokens(model: StreamedModel) -> list[int]:
     """The tokens that end a text: those of the model's generation config and of its tokenizer.
 
+    A stop string of the generation config that is one token, such as a special one, which no text shows, is among them.
+
     Raises:
         OptionError: see `tokenizer_of`.
     """
     given = model.generation_config.eos_token_id if model.can_generate() else None
     ends = [] if given is None else [given] if isinstance(given, int) else [*given]
-    own = tokenizer_of(model).eos_token_id
-    return list(dict.fromkeys([*ends, *([own] if own is not None else [])]))
+    tokenizer = tokenizer_of(model)
+    own, added = tokenizer.eos_token_id, tokenizer.get_added_vocab()
+    stops = [added[text] for text in stop_strings(model) if text in added]
+    return list(dict.fromkeys([*ends, *([own] if own is not None else []), *stops]))
 
 
 OF_THE_MODEL = (
@@ -441,13 +446,13 @@ def generate_arguments(
         "inputs": ids,
         "attention_mask": torch.ones_like(ids),
         "max_new_tokens": request.max_new_tokens - len(tokens),
-        "num_beams": 1,  # a checkpoint may recommend more, which cannot be streamed
+        **neutral_arguments(model),
         "num_return_sequences": 1,
         "return_dict_in_generate": False,
         "use_cache": True,
         "eos_token_id": ends or None,
         "pad_token_id": pad if pad is not None else next(iter(ends), 0),
-        **({} if cache is None else {CACHE_ARGUMENT: cache, "cache_implementation": None}),
+        **({} if cache is None else {CACHE_ARGUMENT: cache}),
         **({} if request.media is None else request.media.arguments(ids.shape[1], ids.device)),
         **request.sampling.arguments(),
     }

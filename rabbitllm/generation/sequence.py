@@ -19,6 +19,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from rabbitllm.generation.coroutines import Coroutine, Coroutines
+from rabbitllm.generation.recommended import stop_strings
 from rabbitllm.generation.request import (
     Delta,
     Event,
@@ -105,8 +106,10 @@ class Sequence:
         self._first: float | None = None
         self._ends = end_tokens(model)
         self._pieces: list[str] = []
-        self._stream = TextStream(tokenizer_of(model), self._pieces.append, stops=request.stop)
+        stops = (*request.stop, *stop_strings(model))
+        self._stream = TextStream(tokenizer_of(model), self._pieces.append, stops=stops)
         self._logprobs = _Logprobs() if request.top_logprobs is not None else None
+        self._processors: LogitsProcessorList | None = None
         self._random = _seeded(request.sampling.seed, model.device) if request.sampling.samples else None
 
     def cancel(self) -> None:
@@ -229,10 +232,22 @@ class Sequence:
     def _generate(self, chunk: int | None) -> None:
         arguments = generate_arguments(self._model, self.request, self.tokens, self.cache)
         arguments["stopping_criteria"] = StoppingCriteriaList([_EachToken(self._take)])
-        if self._logprobs is not None:
-            arguments["logits_processor"] = LogitsProcessorList([self._logprobs])
+        arguments |= {"prefill_chunk_size": chunk, "custom_generate": self._choose_tokens}
         with contextlib.suppress(_Over):
-            self._model.generate(prefill_chunk_size=chunk, **arguments)
+            self._model.generate(**arguments)
+
+    def _choose_tokens(
+        self, model: Any, input_ids: torch.Tensor, logits_processor: LogitsProcessorList, **options: Any
+    ) -> Any:
+        """transformers' loop of one token after the other, called by `generate`.
+
+        The processors are those of the first run: some count from the end of the prompt, which for a later run is the
+        end of the tokens so far, or remember what they have seen.
+        """
+        if self._processors is None:
+            before = [] if self._logprobs is None else [self._logprobs]
+            self._processors = LogitsProcessorList([*before, *logits_processor])
+        return type(model)._sample(model, input_ids, logits_processor=self._processors, **options)
 
     def _take(self, token: int) -> None:
         """Take a token, report the text that it completes, and leave `generate` if it was the last one."""
@@ -278,7 +293,7 @@ class _EachToken(StoppingCriteria):  # type: ignore[misc]
 
 
 class _Logprobs(LogitsProcessor):  # type: ignore[misc]
-    """Keeps the log probabilities before temperature and the like; `generate` calls it first."""
+    """Keeps the log probabilities of the model itself: it is called before all other processors."""
 
     def __init__(self) -> None:
         self._logprobs: torch.Tensor | None = None

@@ -23,6 +23,7 @@ from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import ChatError, OptionError
 from rabbitllm.generation.draft import continuing, draft_arguments
 from rabbitllm.generation.kv_cache import ConversationCache, angles_change_after, common_prefix, has_full_cache, keeps
+from rabbitllm.generation.recommended import check_options, stop_strings
 from rabbitllm.generation.request import (
     FinishReason,
     ModelLimits,
@@ -90,13 +91,10 @@ def generate(
     Raises:
         OSError: `write` raised it.
     """
-    stops = request.stop
+    stops = (*request.stop, *stop_strings(model))
     arguments = generate_arguments(model, request, cache=cache)
     if draft is not None and request.media is None:
-        # the draft cannot look for stop strings in its own text
-        given = model.generation_config.stop_strings or ()
-        stops += (given,) if isinstance(given, str) else tuple(given)
-        arguments |= draft_arguments(draft) | {"stop_strings": None}
+        arguments |= draft_arguments(draft)
     stream = TextStream(tokenizer_of(model), write, stops=stops, prompt_done=prompt_done)
     if stops:
         arguments["stopping_criteria"] = StoppingCriteriaList([_AtStopString(stream)])
@@ -106,8 +104,7 @@ def generate(
     try:
         cached = cache.get_seq_length() if cache is not None else 0
         with continuing(model, cached) if draft is not None and cached else contextlib.nullcontext():
-            # the tokenizer is for stop strings in the checkpoint's generation config
-            model.generate(streamer=stream, tokenizer=model.tokenizer, **arguments)
+            model.generate(streamer=stream, **arguments)
     except (Stopped, KeyboardInterrupt):
         finish = FinishReason.CANCELLED
         stream.end()
@@ -136,9 +133,10 @@ def answer(
     """Generate a single answer; see `generate`. Random numbers begin at the request's seed.
 
     Raises:
-        OptionError: the model generates no text.
+        OptionError: the model generates no text, or its generation config demands what cannot be had.
     """
     check_generates(model)
+    check_options(model)
     if request.sampling.seed is not None:
         torch.manual_seed(request.sampling.nth(0).seed)
     return generate(model, request, write, draft=draft, prompt_done=prompt_done)
@@ -175,7 +173,7 @@ class Session:
 
     Raises:
         ChatError: the model has no tokenizer, or is not a causal language model.
-        OptionError: the model generates no text.
+        OptionError: the model generates no text, or its generation config demands what cannot be had.
     """
 
     def __init__(
@@ -195,6 +193,7 @@ class Session:
                 "The model has an encoder; chat needs a decoder-only model.",
                 "Use model.generate from Python.",
             )
+        check_options(model)
         self._model = model
         self._template = ChatTemplate(model)
         self._limits = ModelLimits.of(model)

@@ -1,0 +1,256 @@
+"""Options of a checkpoint's generation config: each has its effect in transformers, or none, which is said."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from rabbitllm.errors import OptionError
+from rabbitllm.generation import sequence
+from rabbitllm.generation.batch import Batch
+from rabbitllm.generation.recommended import OPTIONS, Use
+from rabbitllm.generation.request import Request, Sampling, end_tokens
+from rabbitllm.generation.session import Session, answer
+from tests.generation.submitting import Open, alone, answered, answered_together, prompt
+from tests.generation.test_preemption import limits
+from tests.support.tiny_models import load
+
+PROMPTS = ((7,), prompt(20, 3), tuple(range(3, 180)))
+"""A single token, after which a first token can be forced; and one that has most tokens of its answer."""
+NEW_TOKENS = 12
+SAMPLED = Sampling(temperature=1.5, seed=5)
+
+
+def read(folder: Path, **settings: Any) -> GenerationConfig:
+    """As from a checkpoint's file."""
+    folder.mkdir(exist_ok=True)
+    (folder / "generation_config.json").write_text(json.dumps({"pad_token_id": 0, **settings}))
+    return GenerationConfig.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def model(split_folder: Path) -> Any:
+    return load(split_folder, dtype="float32", exact=False)
+
+
+@pytest.fixture(scope="module")
+def first(plain: Any, model: Any) -> list[int]:
+    """The most likely tokens after the longer prompt."""
+    plain.generation_config = GenerationConfig(pad_token_id=0)
+    tokens = alone(plain, Request(PROMPTS[1], NEW_TOKENS))
+    assert len(set(tokens[:6])) == 6
+    return tokens
+
+
+def stop_in(tokens: list[int], tokenizer: Any) -> str:
+    """A character of their text that is a token."""
+    return next(text for one in tokens[1:8] if (text := tokenizer.decode([one])).isascii() and text.isalnum())
+
+
+def values(first: list[int], tokenizer: Any) -> Mapping[str, dict[str, Any]]:
+    """Settings for each option; its own is not the neutral one."""
+    sampling = {
+        "min_p": 0.9,
+        "top_h": 0.3,
+        "typical_p": 0.3,
+        "epsilon_cutoff": 0.02,
+        "eta_cutoff": 0.9,
+        "top_k": 3,
+        "top_p": 0.3,
+        "temperature": 0.1,
+        "do_sample": True,
+        "num_return_sequences": 2,
+    }
+    greedy: dict[str, Any] = {
+        "min_length": 31,
+        "min_new_tokens": 11,
+        "repetition_penalty": 1.8,
+        "encoder_repetition_penalty": 3.0,
+        "no_repeat_ngram_size": 1,
+        "encoder_no_repeat_ngram_size": 1,
+        "bad_words_ids": [[first[1]]],
+        "renormalize_logits": True,
+        "forced_bos_token_id": 9,
+        "forced_eos_token_id": 11,
+        "remove_invalid_values": True,
+        "exponential_decay_length_penalty": [1, 3.0],
+        "suppress_tokens": [first[2]],
+        "begin_suppress_tokens": [first[0]],
+        "sequence_bias": [[[first[0]], -50.0]],
+        "watermarking_config": {"bias": 4.0, "seeding_scheme": "selfhash"},
+        "stop_strings": [stop_in(first, tokenizer)],
+        "bos_token_id": 1,
+        "eos_token_id": first[3],
+        "decoder_start_token_id": 1,
+        "max_length": 23,
+        "max_new_tokens": 2,
+        "use_cache": False,
+        "cache_implementation": "static",
+        "prefill_chunk_size": 4,
+        "pad_token_id": 3,
+        **dict.fromkeys(("return_dict_in_generate", "output_attentions", "output_hidden_states"), True),
+        **dict.fromkeys(("output_scores", "output_logits", "early_stopping", "low_memory", "disable_compile"), True),
+        "length_penalty": 2.0,
+        "diversity_penalty": 0.5,
+        "max_matching_ngram_size": 3,
+        "num_assistant_tokens": 4,
+        "num_assistant_tokens_schedule": "heuristic",
+        "assistant_confidence_threshold": 0.9,
+        "assistant_lookbehind": 3,
+        "target_lookbehind": 3,
+        "assistant_ensemble_weight": 0.5,
+        "speculation_type": "dflash",
+        "cache_config": {"backend": "quanto"},
+        "max_cache_len": 64,
+        "compile_config": None,
+        "continuous_batching_config": None,
+        "transformers_version": "5.0.0",
+        "num_beams": 3,
+        "num_beam_groups": 2,
+        "penalty_alpha": 0.6,
+        "dola_layers": "high",
+        "guidance_scale": 3.0,
+        "token_healing": True,
+        "prompt_lookup_num_tokens": 3,
+        "assistant_early_exit": 1,
+        "use_mtp": True,
+        "is_assistant": True,
+        "max_time": 1e-9,
+        "constraints": [1],
+        "force_words_ids": [[5]],
+    }
+    return {name: {name: value, "do_sample": True} for name, value in sampling.items()} | {
+        name: {name: value} for name, value in greedy.items()
+    }
+
+
+FROM_A_FILE = ("compile_config", "continuous_batching_config")
+"""No file can set them: transformers takes an object of its own, or warns that the option is gone."""
+WITHOUT_EFFECT = {"renormalize_logits", "remove_invalid_values", "bos_token_id", "decoder_start_token_id"}
+"""Honoured, but nothing comes of them for a decoder with finite logits."""
+
+
+@torch.no_grad()
+def generated(plain: Any, request: Request, **options: Any) -> list[int]:
+    """The tokens of transformers."""
+    ids = torch.tensor([request.prompt])
+    if request.sampling.samples:
+        torch.manual_seed(request.sampling.seed or 0)
+    arguments = {"max_new_tokens": request.max_new_tokens, **request.sampling.arguments(), **options}
+    tokens: list[int] = plain.generate(ids, attention_mask=torch.ones_like(ids), **arguments)[
+        0, ids.shape[1] :
+    ].tolist()
+    return tokens
+
+
+def test_every_option_of_transformers_is_named() -> None:
+    """A new version of transformers may have more: decide what becomes of each."""
+    known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    assert known == OPTIONS.keys()
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONS))
+def test_an_option(
+    tmp_path: Path, plain: Any, model: Any, first: list[int], caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """In both executors."""
+    settings, use = values(first, model.tokenizer)[name], OPTIONS[name]
+    base = {"eos_token_id": first[8]} if "eos_token_id" not in settings else {}
+    model.generation_config = read(tmp_path / "model", **base, **({} if name in FROM_A_FILE else settings))
+    sampling = SAMPLED if settings.get("do_sample") else Sampling()
+    requests = [Request(ids, NEW_TOKENS, sampling) for ids in PROMPTS]
+    # what a request or the tokenizer sets: the end tokens of both count
+    options = {"eos_token_id": end_tokens(model), "pad_token_id": 0}
+    plain.generation_config = read(tmp_path / "plain", **base, **({"do_sample": True} if sampling.samples else {}))
+    without = [generated(plain, one, **options) for one in requests]
+    expected = without
+    if use is Use.HONOURED:
+        plain.generation_config = model.generation_config
+        more = {"tokenizer": model.tokenizer} if name == "stop_strings" else {}
+        expected = [generated(plain, one, **options, **more) for one in requests]
+        if name == "eos_token_id":
+            without = [generated(plain, one, eos_token_id=None) for one in requests]
+        assert (expected == without) is (name in WITHOUT_EFFECT)
+    if use is Use.REFUSED:
+        for kind in (Batch, Session, lambda model: answer(model, requests[0], print)):
+            with pytest.raises(OptionError, match=rf"sets {name}: words that each answer must have"):
+                kind(model)
+        return
+    with caplog.at_level(logging.WARNING, "rabbitllm"), Batch(model) as batch:
+        assert [one.tokens for one in answered(batch, requests)] == expected
+    alone = [list(answer(model, one, lambda text: None).tokens) for one in requests]
+    if name == "stop_strings":  # it is looked for after the token that completes it: there is one more
+        alone = [tokens[: len(other)] for tokens, other in zip(alone, expected, strict=True)]
+    assert alone == expected
+    assert (f"sets {name}=" in caplog.text) is (use is Use.DROPPED)
+    assert caplog.text.count("has no effect here") == (1 + len(requests) if use is Use.DROPPED else 0)
+
+
+def test_all_that_have_no_effect_are_said_in_one_line(
+    tmp_path: Path, model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model.generation_config = read(tmp_path, num_beams=3, prompt_lookup_num_tokens=2, num_beam_groups=1, min_length=0)
+    with Batch(model):
+        assert "sets num_beams=3 and prompt_lookup_num_tokens=2, which has no effect here" in caplog.text
+
+
+def test_an_answer_ends_before_a_stop_string(tmp_path: Path, plain: Any, model: Any, first: list[int]) -> None:
+    text = model.tokenizer.decode(first)
+    stop = stop_in(first, model.tokenizer)
+    model.generation_config = read(tmp_path, stop_strings=stop, eos_token_id=first[8])
+    with Batch(model) as batch:
+        (one,) = answered(batch, [Request(PROMPTS[1], NEW_TOKENS)])
+    alone = answer(model, Request(PROMPTS[1], NEW_TOKENS), lambda text: None)
+    assert one.text == alone.text == text[: text.index(stop)]
+    assert one.finished.stop == alone.stop == stop
+
+
+def test_a_stop_string_that_no_text_shows_is_a_token(tmp_path: Path, model: Any) -> None:
+    model.generation_config = read(tmp_path, stop_strings=["<pad>", "ab"], eos_token_id=9)
+    assert end_tokens(model) == [9, model.tokenizer.eos_token_id, model.tokenizer.pad_token_id]
+
+
+def test_probabilities_are_those_before_a_penalty(tmp_path: Path, plain: Any, model: Any) -> None:
+    model.generation_config = read(tmp_path, repetition_penalty=1.8)
+    with Batch(model) as batch:
+        (one,) = answered(batch, [Request(prompt(9), 6, top_logprobs=2)])
+    expected = torch.log_softmax(plain(torch.tensor([[*prompt(9), *one.tokens]])).logits[0].detach(), -1)
+    for number, chosen in enumerate(one.chosen, start=8):
+        assert chosen.logprob == pytest.approx(float(expected[number, chosen.token]), abs=1e-4)
+        best = expected[number].topk(2)
+        assert [like.token for like in chosen.top_logprobs] == best.indices.tolist()
+
+
+COUNTING: Mapping[str, Any] = {
+    "min_new_tokens": 20,
+    "exponential_decay_length_penalty": [14, 1.4],
+    "encoder_repetition_penalty": 0.5,
+    "encoder_no_repeat_ngram_size": 1,
+}
+"""Options that count from the end of the prompt, or look at the prompt alone."""
+
+
+@pytest.mark.parametrize("name", [*COUNTING, "begin_suppress_tokens"])
+def test_an_option_that_counts_after_a_preemption(
+    tmp_path: Path, open_batch: Open, plain: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The tokens are those without one."""
+    monkeypatch.setattr(sequence, "RESERVED_TOKENS", 4)
+    requests = [Request(prompt(length, length), 24) for length in (12, 17, 9)]
+    plain.generation_config = GenerationConfig(pad_token_id=0)
+    ends = generated(plain, requests[0])[6]
+    batch, model = open_batch(limits(plain, swap_bytes=0))
+    often = max(range(270), key=[token for one in requests for token in generated(plain, one)].count)
+    value = COUNTING.get(name, [often])
+    model.generation_config = plain.generation_config = read(tmp_path, eos_token_id=ends, **{name: value})
+    found = [one.tokens for one in answered_together(batch, requests)]
+    assert batch.stats.preempted > 0
+    assert batch.stats.resumed == 0
+    assert found == [generated(plain, one, eos_token_id=end_tokens(model)) for one in requests]
