@@ -105,7 +105,7 @@ class Sequence:
         self._first: float | None = None
         self._ends = end_tokens(model)
         self._pieces: list[str] = []
-        self._stream = TextStream(tokenizer_of(model), self._pieces.append, stops=request.stop)
+        self._stream = TextStream(tokenizer_of(model), self._pieces.append, stops=request.stop, shown=request.shown)
         self._logprobs = _Logprobs() if request.top_logprobs is not None else None
         self._random = _seeded(request.sampling.seed, model.device) if request.sampling.samples else None
 

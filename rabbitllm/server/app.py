@@ -135,7 +135,9 @@ def _routes(service: Service) -> list[BaseRoute]:
     async def chat(request: Request) -> Response:
         body = parsed(ChatBody, await body_of(request))
         service.check_name(body.model)
-        asked = await service.encoded(lambda: checked_chat(body, service.template, service.limits, settings))
+        asked = await service.encoded(
+            lambda: checked_chat(body, service.template, service.form, service.limits, settings)
+        )
         choices = ChatChoices(asked, service.spelling, service.ends, lambda: f"call_{uuid.uuid4().hex[:24]}")
         kinds = "chat.completion", "chat.completion.chunk"
         return await _generated(request, service, body, asked, choices, envelope("chatcmpl-", kinds, body, request))
@@ -200,7 +202,6 @@ async def _generated(
     inbox = Inbox(
         len(asked.requests),
         keep_tokens=asked.top_logprobs is not None,
-        text_of=choices.text_of,
         watch=service.metrics.watch(),
     )
     submission = Submission(service.batch, asked.requests, inbox)
