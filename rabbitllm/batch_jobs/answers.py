@@ -131,7 +131,7 @@ class _OpenGeneration:
     def put(self, number: int, event: Event) -> None:
         """Handle an event of one request; runs in the batch's thread."""
         if isinstance(event, Delta):
-            self._texts[number] += self.prepared.text_of(event)
+            self._texts[number] += event.text
             if self.prepared.keeps_tokens:
                 self._tokens[number] += event.tokens
             return

@@ -223,8 +223,13 @@ _OPTIONS = (
     "pooling",
     "normalise",
 )
-KEYS = frozenset({"id", "custom_id", "method", "url", "body", "context", *_KINDS, *_OPTIONS})
-"""All keys that are read."""
+_OF_CALLS = (
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_p", "max_completion_tokens"),
+    *("tools", "tool_choice", "response_format", "reasoning_effort", "chat_template_kwargs"),
+)
+"""Options that change an answer, and are read in OpenAI's batch format only, if at all."""
+KEYS = frozenset({"id", "custom_id", "method", "url", "body", "context", *_KINDS, *_OPTIONS, *_OF_CALLS})
+"""All keys that are read; others are columns of the user."""
 _NAMES = {bool: "true or false", str: "a text", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
 
@@ -317,6 +322,9 @@ def _own(value: Any, index: int, defaults: Defaults) -> Asked:
 
 def _generation(value: Mapping[str, Any], kind: str, index: int, defaults: Defaults) -> Generate:
     given: Any = value[kind]
+    for name in _OF_CALLS:
+        if value.get(name) and (name, value[name]) != ("repetition_penalty", 1):
+            raise LineError(f"{name} is not supported here; omit it, or write the line in OpenAI's batch format")
     if kind == "prompt" and isinstance(given, str):
         what: Any = given
     elif kind == "messages":

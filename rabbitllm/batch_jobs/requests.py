@@ -37,6 +37,7 @@ from rabbitllm.server.settings import Settings
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
+    from rabbitllm.server.reasoning import AnswerFormat
 
 FINISHES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
@@ -50,14 +51,12 @@ class PreparedItem:
         requests: one for each answer to it.
         line_of: makes the output line from the whole text of each answer, with its tokens, and from the results.
         keeps_tokens: whether the line needs tokens with their probabilities.
-        text_of: the text to keep of a delta.
     """
 
     item: Item
     requests: tuple[Request, ...]
     line_of: Callable[[Sequence[Delta], Sequence[Result]], Mapping[str, Any]]
     keeps_tokens: bool = False
-    text_of: Callable[[Delta], str] = lambda delta: delta.text
 
     @property
     def media_bytes(self) -> int:
@@ -81,6 +80,7 @@ class RequestBuilder:
         self.width = int(model.config.get_text_config(decoder=True).hidden_size)
         self.ends = frozenset(end_tokens(model))
         self._of_the_model = options_of(model)
+        self._form: AnswerFormat | None = None
         self.name = name
 
     def prepared(self, item: Item) -> PreparedItem:
@@ -133,6 +133,7 @@ class RequestBuilder:
     def _call(self, item: Item, asked: BatchCall) -> PreparedItem:
         try:
             from rabbitllm.server.answers import ChatChoices, CompletionChoices, Envelope, Spelling
+            from rabbitllm.server.reasoning import AnswerFormat
             from rabbitllm.server.requests import checked_chat, checked_completion
             from rabbitllm.server.schemas import ChatBody, CompletionBody, parsed
         except ImportError as error:
@@ -153,7 +154,8 @@ class RequestBuilder:
         choices: ChatChoices | CompletionChoices
         if asked.url == "/v1/chat/completions":
             body = parsed(ChatBody, given)
-            checked = checked_chat(body, self.template, self.limits, settings)
+            self._form = self._form or AnswerFormat.of(self.template)
+            checked = checked_chat(body, self.template, self._form, self.limits, settings)
             choices = ChatChoices(checked, spelling, self.ends, lambda: _new("call_"))
             kind, lead = "chat.completion", "chatcmpl-"
         else:
@@ -168,7 +170,7 @@ class RequestBuilder:
             made = [choices.whole(number, *pair) for number, pair in enumerate(zip(deltas, results, strict=True))]
             return call_line(item, 200, envelope.whole(made, results))
 
-        return PreparedItem(item, checked.requests, line_of, checked.top_logprobs is not None, choices.text_of)
+        return PreparedItem(item, checked.requests, line_of, checked.top_logprobs is not None)
 
 
 def _with_media(messages: Sequence[Any]) -> list[dict[str, Any]]:

@@ -156,6 +156,8 @@ class Request:
             None for no probabilities at all. Only in a batch.
         seconds: time limit from submission to the end; None for no limit. Only in a batch.
         media: pictures and sounds of the prompt; None for text alone.
+        shown: special tokens that are part of the text, and so of the text in which stop strings are looked for; others
+            are left out. Only in a batch.
     """
 
     prompt: tuple[int, ...]
@@ -165,6 +167,7 @@ class Request:
     top_logprobs: int | None = None
     seconds: float | None = None
     media: PromptMedia | None = None
+    shown: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ class Sequence:
         self._ends = end_tokens(model)
         self._pieces: list[str] = []
         stops = (*request.stop, *stop_strings(model))
-        self._stream = TextStream(tokenizer_of(model), self._pieces.append, stops=stops)
+        self._stream = TextStream(tokenizer_of(model), self._pieces.append, stops=stops, shown=request.shown)
         self._logprobs = _Logprobs() if request.top_logprobs is not None else None
         self._processors: LogitsProcessorList | None = None
         self._random = _seeded(request.sampling.seed, model.device) if request.sampling.samples else None

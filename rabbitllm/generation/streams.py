@@ -70,6 +70,7 @@ class TextStream:
         tokenizer: tokenizer of the model.
         write: called with each piece of text; an exception from it (a broken pipe) ends the generation.
         stops: stop strings; text that could be the beginning of one is held back until more tokens decide it.
+        shown: special tokens that are part of the text.
         prompt_done: called before the first token is decoded.
 
     Attributes:
@@ -84,6 +85,7 @@ class TextStream:
         write: Callable[[str], object],
         *,
         stops: tuple[str, ...] = (),
+        shown: frozenset[int] = frozenset(),
         prompt_done: Callable[[], object] = lambda: None,
     ) -> None:
         self.tokens: list[int] = []
@@ -92,6 +94,8 @@ class TextStream:
         self._tokenizer = tokenizer
         self._write = write
         self._stops = StoppedText(stops)
+        added = tokenizer.added_tokens_decoder.items() if shown else ()
+        self._hidden = {token for token, one in added if one.special} - shown if shown else None
         self._prompt_done = prompt_done
         self._prompt_is_next = True
         # Tokens from `_from` on are decoded at once, since the text of a token depends on those before it (a leading
@@ -147,7 +151,9 @@ class TextStream:
     def _decode(self, ids: Sequence[int]) -> str:
         if not ids:
             return ""
-        text = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        kept = list(ids) if self._hidden is None else [token for token in ids if token not in self._hidden]
+        skips = self._hidden is None
+        text = self._tokenizer.decode(kept, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 

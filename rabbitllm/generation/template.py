@@ -127,14 +127,19 @@ class ChatTemplate:
         """The variables that a request may set: those that only the template reads; see `variables_in`."""
         return self._settable[with_tools]
 
+    @property
+    def sources(self) -> tuple[str, str]:
+        """The template, and the one for a prompt with tools; empty for none."""
+        return _sources(self.tokenizer)
+
     @cached_property
     def _names(self) -> tuple[frozenset[str], frozenset[str]]:
-        default, with_tools = _sources(self.tokenizer)
+        default, with_tools = self.sources
         return names_in(default), names_in(with_tools)
 
     @cached_property
     def _settable(self) -> tuple[frozenset[str], frozenset[str]]:
-        default, with_tools = _sources(self.tokenizer)
+        default, with_tools = self.sources
         special = frozenset(getattr(self.tokenizer, "special_tokens_map", {}))
         return variables_in(default) - special, variables_in(with_tools) - special
 
@@ -168,7 +173,7 @@ class ChatTemplate:
             _refuse_arguments(variables, variables_in(_sources(program)[0]))
             variables["return_tensors"] = "pt"
         elif self.is_there:
-            _refuse_arguments(variables, variables_in(_sources(self.tokenizer)[bool(tools)]))
+            _refuse_arguments(variables, variables_in(self.sources[bool(tools)]))
             program, given = self.tokenizer, [dict(message) for message in messages]
         else:
             return self.raw(_plain(messages))

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm.generation.request import Delta, FinishReason, Result, TokenLogprob
 from rabbitllm.generation.streams import UNFINISHED
+from rabbitllm.server.reasoning import AnswerPiece, AnswerReader
 from rabbitllm.server.requests import CheckedCall
-from rabbitllm.server.tools import SPECIAL, CallReader, ParsedToolCall
+from rabbitllm.server.tools import ParsedToolCall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -147,17 +148,13 @@ class _Choices:
         self._spelling = spelling
         self._ends = ends
 
-    def text_of(self, delta: Delta) -> str:
-        """The text to keep of a delta; it must be called before deltas are joined."""
-        return delta.text
-
     def _without_end(self, tokens: Sequence[TokenLogprob]) -> Sequence[TokenLogprob]:
         """Tokens without the end-of-text token, which is not part of the text."""
         return tokens[:-1] if tokens and tokens[-1].token in self._ends else tokens
 
 
 class ChatChoices(_Choices):
-    """Choices of `/v1/chat/completions`: messages and their deltas, tool calls, log probabilities.
+    """Choices of `/v1/chat/completions`: messages and their deltas, reasoning, tool calls, log probabilities.
 
     Args:
         asked, spelling, ends: see `_Choices`.
@@ -167,46 +164,37 @@ class ChatChoices(_Choices):
     def __init__(self, asked: CheckedCall, spelling: Spelling, ends: frozenset[int], new_id: Callable[[], str]) -> None:
         super().__init__(asked, spelling, ends)
         self._new_id = new_id
-        self._readers = [CallReader(asked.tools, asked.types) for _ in asked.requests] if asked.tools else []
-
-    def text_of(self, delta: Delta) -> str:
-        """Text of a delta, with the tool call markers before it that are special tokens and so missing from its text.
-
-        For a `CallReader`. It must be called before deltas are joined, since a joined delta has lost the positions of
-        these markers.
-        """
-        if not self._asked.tools:
-            return delta.text
-        spelt = (self._spelling.of(chosen.token)[0] for chosen in delta.tokens)
-        return "".join(text for text in spelt if text in SPECIAL and text not in delta.text) + delta.text
+        self._readers = [AnswerReader(asked.form, asked.tail, asked.tools, asked.types) for _ in asked.requests]
 
     def begin(self, choice: int) -> list[dict[str, Any]]:
         """The role."""
         return [_delta(choice, {"role": "assistant", "content": ""})]
 
     def more(self, choice: int, delta: Delta) -> list[dict[str, Any]]:
-        """Text, unless it may belong to a tool call, and log probabilities."""
-        text = self._fed(choice, delta.text)
+        """Reasoning and text, unless it may belong to a tool call, and log probabilities."""
+        piece = self._readers[choice].feed(delta.text)
         logprobs = self._logprobs(delta.tokens)
-        if not text and not (logprobs and logprobs["content"]):
-            return []
-        return [_delta(choice, {"content": text}, logprobs)]
+        said = _said(piece) or ({"content": ""} if logprobs and logprobs["content"] else {})
+        return [_delta(choice, said, logprobs)] if said else []
 
     def end(self, choice: int, finished: Result) -> list[dict[str, Any]]:
-        """The withheld text, the tool calls and the finish reason."""
-        text, calls = self._rest(choice)
-        found = [_delta(choice, {"content": text})] if text else []
-        if calls:
-            listed = [{"index": at, **call} for at, call in enumerate(self._calls(calls))]
-            found.append(_delta(choice, {"tool_calls": listed}))
-        return [*found, _delta(choice, {}, reason=_reason(finished, calls))]
+        """The withheld reasoning and text, the tool calls and the finish reason."""
+        piece = self._readers[choice].end()
+        said = _said(piece)
+        chunks = [_delta(choice, said)] if said else []
+        if piece.calls:
+            listed = [{"index": at, **call} for at, call in enumerate(self._calls(piece.calls))]
+            chunks.append(_delta(choice, {"tool_calls": listed}))
+        return [*chunks, _delta(choice, {}, reason=_reason(finished, piece.calls))]
 
     def whole(self, choice: int, delta: Delta, finished: Result) -> dict[str, Any]:
         """The message."""
-        text = self._fed(choice, delta.text)
-        rest, calls = self._rest(choice)
-        text = (text + rest).rstrip() if calls else text + rest
+        piece, rest = self._readers[choice].feed(delta.text), self._readers[choice].end()
+        calls, text, reasoning = rest.calls, piece.text + rest.text, piece.reasoning + rest.reasoning
+        text = text.rstrip() if calls else text
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = self._calls(calls)
         return {
@@ -215,12 +203,6 @@ class ChatChoices(_Choices):
             "logprobs": self._logprobs(delta.tokens),
             "finish_reason": _reason(finished, calls),
         }
-
-    def _fed(self, choice: int, text: str) -> str:
-        return self._readers[choice].feed(text) if self._readers else text
-
-    def _rest(self, choice: int) -> tuple[str, tuple[ParsedToolCall, ...]]:
-        return self._readers[choice].end() if self._readers else ("", ())
 
     def _calls(self, calls: Sequence[ParsedToolCall]) -> list[dict[str, Any]]:
         return [{"id": self._new_id(), "type": "function", "function": asdict(call)} for call in calls]
@@ -291,6 +273,11 @@ class CompletionChoices(_Choices):
             found["text_offset"].append(self._lengths[choice])
             self._lengths[choice] += len(text)
         return found
+
+
+def _said(piece: AnswerPiece) -> dict[str, Any]:
+    reasoning = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
+    return {**reasoning, **({"content": piece.text} if piece.text else {})}
 
 
 def _choice(choice: int, text: str, logprobs: dict[str, Any] | None, reason: str | None = None) -> dict[str, Any]:

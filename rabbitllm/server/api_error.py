@@ -66,9 +66,11 @@ class APIError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def bad(message: str, param: str | None = None, code: str | None = None) -> APIError:
+def bad(
+    message: str, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
+) -> APIError:
     """The error for an invalid request."""
-    return APIError(BAD_REQUEST, message, param=param, code=code)
+    return APIError(BAD_REQUEST, message, param=param, code=code, headers=headers)
 
 
 def unsupported(message: str, param: str) -> APIError:

@@ -35,6 +35,8 @@ from rabbitllm.server.guards import (
     Record,
     RequestLog,
     api_error_of,
+    has_key,
+    no_such_path,
     response_of,
     wrong_caller,
     wrong_key,
@@ -60,6 +62,8 @@ PAGE = {
     },
 }
 """Path -> file of the page, and its media type."""
+OPEN = frozenset({"/health", *(f"/{path}" for path in PAGE)})
+"""Paths that need no API key."""
 PAGE_HEADERS = {
     # scripts, styles and pictures only from here, none inline; requests only to here; no frames
     "content-security-policy": (
@@ -81,7 +85,7 @@ def create_app(service: Service) -> ASGIApp:
     Args:
         service: the model and everything that answers requests.
     """
-    router = Router([*_routes(service), *(Route(f"/{path}", _page_file(*found)) for path, found in PAGE.items())])
+    router = Router(routes(service))
     settings = service.settings
 
     async def routed(scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,7 +94,7 @@ def create_app(service: Service) -> ASGIApp:
 
     def refused(scope: Scope) -> APIError | None:
         closed = service.is_closing and scope["path"] not in ALWAYS
-        return wrong_key(scope, settings.api_key) or (closing() if closed else None)
+        return wrong_key(scope, settings.api_key, OPEN) or (closing() if closed else None)
 
     answered = ExceptionMiddleware(routed, {HTTPException: _answer_error, Exception: _answer_error})
     guarded: ASGIApp = Guard(answered, refused)
@@ -107,12 +111,19 @@ def create_app(service: Service) -> ASGIApp:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException) and error.status_code == NOT_FOUND:
+        error = no_such_path(request.scope["path"])
     if isinstance(error, ClientDisconnect):
         _record(request).gone = True
         return Response(status_code=GONE)
     api_error = api_error_of(error)
     _record(request).error = api_error.code or api_error.message
     return response_of(api_error)
+
+
+def routes(service: Service) -> list[BaseRoute]:
+    """All routes: the interface, and the page's files."""
+    return [*_routes(service), *(Route(f"/{path}", _page_file(*found)) for path, found in PAGE.items())]
 
 
 def _routes(service: Service) -> list[BaseRoute]:
@@ -135,7 +146,9 @@ def _routes(service: Service) -> list[BaseRoute]:
     async def chat(request: Request) -> Response:
         body = parsed(ChatBody, await body_of(request))
         service.check_name(body.model)
-        asked = await service.encoded(lambda: checked_chat(body, service.template, service.limits, settings))
+        asked = await service.encoded(
+            lambda: checked_chat(body, service.template, service.form, service.limits, settings)
+        )
         choices = ChatChoices(asked, service.spelling, service.ends, lambda: f"call_{uuid.uuid4().hex[:24]}")
         kinds = "chat.completion", "chat.completion.chunk"
         return await _generated(request, service, body, asked, choices, envelope("chatcmpl-", kinds, body, request))
@@ -165,8 +178,9 @@ def _routes(service: Service) -> list[BaseRoute]:
         found = await unless_left(work, request.receive, work.cancel)
         return JsonResponse(embedding_object(asked, found, settings.name))
 
-    async def health(_: Request) -> Response:
-        return JsonResponse(_health(service), 200 if service.is_alive else CLOSING)
+    async def health(request: Request) -> Response:
+        state = _health(service, in_full=has_key(request.scope, settings.api_key))
+        return JsonResponse(state, 200 if service.is_alive else CLOSING)
 
     async def status(_: Request) -> Response:
         return JsonResponse(_status(service), headers={"cache-control": "no-store"})
@@ -200,7 +214,6 @@ async def _generated(
     inbox = Inbox(
         len(asked.requests),
         keep_tokens=asked.top_logprobs is not None,
-        text_of=choices.text_of,
         watch=service.metrics.watch(),
     )
     submission = Submission(service.batch, asked.requests, inbox)
@@ -261,9 +274,11 @@ def _model(service: Service) -> dict[str, Any]:
 _OF_HEALTH = ("running", "waiting", "most_running", "most_waiting", "cache_bytes", "cache_limit_bytes")
 
 
-def _health(service: Service) -> dict[str, Any]:
+def _health(service: Service, *, in_full: bool) -> dict[str, Any]:
     stats = service.batch.stats
     status = "ok" if service.is_alive else "shutting down" if service.is_closing else "failed"
+    if not in_full:
+        return {"status": status}
     return {
         "status": status,
         "model": service.settings.name,

@@ -2,10 +2,10 @@
 
     RequestLog     a request id, counts, one log line; exceptions inside are answered in one form
     Guard          `wrong_caller`: host names that may call this server, so that no web page reaches it by its own name
-    Guard          `wrong_key`: the API key, for every route that describes or uses the model; and no new requests
-                   while the server shuts down
+    Guard          `wrong_key`: the API key; and no new requests while the server shuts down
 
-Routes under `/v1` and `/metrics` require the key; `/health` and the page, which holds no data, do not.
+Every path requires the key but `/health`, which then tells only that the server lives, and the page, which holds no
+data.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rabbitllm.base.terminal import counted, harmless
 from rabbitllm.generation.request import Result
-from rabbitllm.server.api_error import CLOSE, FORBIDDEN, UNAUTHORISED, APIError, broken, closing
+from rabbitllm.server.api_error import CLOSE, FORBIDDEN, NOT_FOUND, UNAUTHORISED, APIError, bad, broken, closing
 from rabbitllm.server.metrics import Metrics
 from rabbitllm.server.streaming import text_of
 
@@ -98,7 +98,6 @@ errors = logging.getLogger(__name__)
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/health", "/metrics", "/")
 QUIET = ("/health", "/metrics", "/status")
 """Paths that are polled and so not logged."""
-PROTECTED = ("/v1", "/metrics", "/status")
 MAX_READ_OFF, MAX_READ_OFF_SECONDS = 1 << 20, 2.0
 """Limits in bytes and seconds for reading the body of a rejected request."""
 
@@ -181,6 +180,13 @@ class RequestLog:
                 logger.info("%s", record.line())
 
 
+def no_such_path(path: str) -> APIError:
+    """The error for a path that other servers have; it names those that are here."""
+    paths = [known for known in ENDPOINTS if known.startswith("/v1/")]
+    here = f"{', '.join(paths[:-1])} and {paths[-1]}"
+    return APIError(NOT_FOUND, f"There is no {harmless(path, 80)} here. This server has {here}.", code="not_found")
+
+
 def api_error_of(error: Exception) -> APIError:
     """The answer to an error; an unexpected error is logged, and its details are not sent to the client."""
     if isinstance(error, APIError):
@@ -217,10 +223,10 @@ class Guard:
 
 
 def wrong_caller(scope: Scope, hosts: tuple[str, ...] | None, origins: tuple[str, ...]) -> APIError | None:
-    """The error for a request that a page on another host makes through the user's browser.
+    """The error for a request whose end is ambiguous, or that a page on another host makes through the user's browser.
 
     An unknown host name means an attacker's page whose own name resolves to this machine (DNS rebinding); an
-    `Origin` of another host means a page that sends requests although it may not read the answers.
+    `Origin` of another host or scheme means a page that sends requests although it may not read the answers.
 
     Args:
         scope: the request.
@@ -228,13 +234,15 @@ def wrong_caller(scope: Scope, hosts: tuple[str, ...] | None, origins: tuple[str
         origins: other origins that may send requests.
     """
     headers = Headers(scope=scope)
+    if "content-length" in headers and "transfer-encoding" in headers:  # a proxy may see another request than we do
+        return bad("The request has both Content-Length and Transfer-Encoding; send one of them.", headers=CLOSE)
     host, origin = headers.get("host"), headers.get("origin")
     if host is not None and hosts is not None and (name := name_of(host)) not in hosts and not is_address(name):
         problem = "The Host header is not allowed; start the server with --allow-host NAME to allow it."
         return APIError(FORBIDDEN, problem, code="wrong_host", headers=CLOSE)
     if scope["method"] in ("GET", "HEAD", "OPTIONS") or origin is None or "*" in origins or origin in origins:
         return None
-    if host is not None and origin.partition("://")[2] == host:
+    if host is not None and origin.lower() == f"{scope['scheme']}://{host}".lower():
         return None
     return APIError(
         FORBIDDEN,
@@ -261,12 +269,17 @@ def is_address(name: str) -> bool:
     return True
 
 
-def wrong_key(scope: Scope, api_key: str | None) -> APIError | None:
-    """The error for a request without the API key, which is compared in constant time; None for no key."""
-    if not api_key or not scope["path"].startswith(PROTECTED):
-        return None
+def has_key(scope: Scope, api_key: str | None) -> bool:
+    """Whether a request has the API key, which is compared in constant time; True where there is none."""
     kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-    if kind.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), api_key.encode()):
+    return not api_key or (
+        kind.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), api_key.encode())
+    )
+
+
+def wrong_key(scope: Scope, api_key: str | None, open_paths: frozenset[str]) -> APIError | None:
+    """The error for a request without the API key, unless its path is one of the open ones."""
+    if scope["path"] in open_paths or has_key(scope, api_key):
         return None
     return APIError(
         UNAUTHORISED,

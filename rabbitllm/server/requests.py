@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.terminal import harmless
@@ -13,6 +13,7 @@ from rabbitllm.generation.media import openai_part, text_of_parts
 from rabbitllm.generation.request import MAX_CHOICES, ModelLimits, Prompt, Request, Sampling
 from rabbitllm.generation.template import ChatTemplate
 from rabbitllm.server.api_error import BAD_MEDIA, PROMPT_ERRORS, UNSUPPORTED, bad, prompt_error, unsupported
+from rabbitllm.server.reasoning import TAIL_TOKENS, AnswerFormat
 from rabbitllm.server.schemas import (
     NO_LIMIT,
     ChatBody,
@@ -43,6 +44,8 @@ class CheckedCall:
         tools: names of the tools in the prompt; empty for none.
         types: tool -> parameter -> its type in JSON schema.
         echoes: the prompt's text that each completion begins with; empty if `echo` is off.
+        form: how the model marks its reasoning.
+        tail: the end of a chat's prompt as text, special tokens included.
     """
 
     requests: tuple[Request, ...]
@@ -50,6 +53,8 @@ class CheckedCall:
     tools: tuple[str, ...] = ()
     types: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     echoes: tuple[str, ...] = ()
+    form: AnswerFormat = AnswerFormat()  # noqa: RUF009  immutable
+    tail: str = ""
 
 
 def _new_tokens(prompt: Prompt, wanted: int | None, limits: ModelLimits, settings: Settings, param: str) -> int:
@@ -85,7 +90,9 @@ def _requests_of(
     )
 
 
-def checked_chat(body: ChatBody, template: ChatTemplate, limits: ModelLimits, settings: Settings) -> CheckedCall:
+def checked_chat(
+    body: ChatBody, template: ChatTemplate, form: AnswerFormat, limits: ModelLimits, settings: Settings
+) -> CheckedCall:
     """Check the body and make its requests.
 
     Raises:
@@ -106,9 +113,13 @@ def checked_chat(body: ChatBody, template: ChatTemplate, limits: ModelLimits, se
     wanted = None if wanted == NO_LIMIT else wanted
     new_tokens = _new_tokens(prompt, wanted, limits, settings, "messages")
     requests = _requests_of(body, [(prompt, new_tokens)], (*body.stops, *template.stops), top_logprobs, settings)
+    shown = form.shown | form.shown_with_tools if tools else form.shown
+    requests = tuple(replace(request, shown=shown) for request in requests)
+    tail = template.tokenizer.decode(list(prompt.ids[-TAIL_TOKENS:]), skip_special_tokens=False)
     functions = [tool.function for tool in tools]
     types = {function.name: _types(function.parameters) for function in functions}
-    return CheckedCall(requests, top_logprobs, tuple(function.name for function in functions), types)
+    names = tuple(function.name for function in functions)
+    return CheckedCall(requests, top_logprobs, names, types, form=form, tail=str(tail))
 
 
 def _tools(body: ChatBody, template: ChatTemplate) -> list[Tool]:

@@ -3,6 +3,7 @@
     bound ── serves ── first signal: no new requests, running ones may finish within the grace period ── ended
                           └── second signal, or the period is over: running requests are cancelled ──┘
 
+Signals are SIGINT, SIGTERM and SIGHUP; a second SIGHUP changes nothing, since a shell and the kernel both send it.
 During the shutdown it still answers: new requests are refused with this reason, and `/health` reports it.
 """
 
@@ -14,11 +15,12 @@ import json
 import logging
 import os
 import shlex
+import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -180,9 +182,26 @@ class Server(uvicorn.Server):
         self._on_start = on_start
         self.was_forced = False
 
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """See uvicorn; a terminal that closes (SIGHUP) ends the server as SIGTERM does, unless `nohup` ignores it."""
+        with super().capture_signals():
+            hang_up = getattr(signal, "SIGHUP", None)
+            is_main = threading.current_thread() is threading.main_thread()
+            if hang_up is None or not is_main or signal.getsignal(hang_up) is signal.SIG_IGN:
+                yield
+                return
+            before = signal.signal(hang_up, self.handle_exit)
+            try:
+                yield
+            finally:
+                signal.signal(hang_up, before)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal: the first ends the server, the second ends it at once."""
         again = self._service.is_closing
+        if again and sig == getattr(signal, "SIGHUP", None):
+            return
         self.end(now=again)
         if again:  # a pass cannot be interrupted, and may take minutes
             last = threading.Timer(FORCED_SECONDS, os._exit, (FORCED,))

@@ -34,6 +34,7 @@ from rabbitllm.server.answers import Spelling
 from rabbitllm.server.api_error import NOT_FOUND, APIError
 from rabbitllm.server.embeddings import Embedder, PoolingRecipe, recipe_in
 from rabbitllm.server.metrics import Metrics
+from rabbitllm.server.reasoning import AnswerFormat
 from rabbitllm.server.settings import Settings
 from rabbitllm.store.locations import meant
 
@@ -142,6 +143,7 @@ class Service:
         limits: bounds that requests are checked against.
         settings: see above, with the sampling that the model recommends.
         ends: end-of-text tokens.
+        form: how the model marks its reasoning.
         created: seconds since 1970.
         is_closing: whether new requests are refused.
     """
@@ -160,6 +162,7 @@ class Service:
         self.is_closing = False
         self.tokenizer = tokenizer_of(model)
         self.template = ChatTemplate(model)
+        self.form = AnswerFormat.of(self.template)
         self.spelling = Spelling(self.tokenizer)
         # the first call may change a tokenizer's settings, which must not happen while another thread decodes
         self.tokenizer("a")

@@ -67,7 +67,6 @@ class Inbox:
     Args:
         choices: number of requests.
         keep_tokens: whether to keep tokens as well as text.
-        text_of: the text to keep of a delta; called in the batch's thread.
         watch: called with the choice, the event and `time.perf_counter()`, in the batch's thread.
     """
 
@@ -76,7 +75,6 @@ class Inbox:
         choices: int,
         *,
         keep_tokens: bool = True,
-        text_of: Callable[[Delta], str] = lambda delta: delta.text,
         watch: Callable[[int, Event, float], None] = lambda choice, event, now: None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -88,7 +86,6 @@ class Inbox:
         self._waiting: dict[int, None] = {}
         self._is_woken = False
         self._keep_tokens = keep_tokens
-        self._text_of = text_of
         self._watch = watch
 
     def put(self, choice: int, event: Event) -> None:
@@ -98,10 +95,9 @@ class Inbox:
             RuntimeError: the event loop is closed.
         """
         self._watch(choice, event, time.perf_counter())
-        text = self._text_of(event) if isinstance(event, Delta) else ""
         with self._lock:
             if isinstance(event, Delta):
-                self._texts[choice].append(text)
+                self._texts[choice].append(event.text)
                 if self._keep_tokens:
                     self._tokens[choice] += event.tokens
                 self._waiting[choice] = None

@@ -8,15 +8,16 @@ Models write a call in the form that their chat template shows:
     [TOOL_CALLS]NAME{…}    [TOOL_CALLS]NAME[ARGS]{…}                                  Mistral, later ones
     {"name": …, "parameters": {…}}    <|python_tag|>{…}                               Llama 3
 
-Text before a call belongs to the answer; so does text that looks like a call but is not (invalid JSON, no name).
-Independent of tokenizers: the caller inserts the markers that are special tokens into the text.
+Text before a call belongs to the answer; so does text that looks like a call but is not (invalid JSON, no name), and a
+call between marks of reasoning, which the model only considered. Independent of tokenizers: the text has the markers,
+also those that are special tokens.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,11 +57,21 @@ class CallReader:
     Args:
         tools: names of the tools; an answer that is bare JSON is a call only if it names one of these.
         types: tool -> parameter -> its type in JSON schema; for forms that write values without quotes.
+        pairs: opening and closing marks of reasoning.
     """
 
-    def __init__(self, tools: Collection[str], types: Mapping[str, Mapping[str, str]] | None = None) -> None:
+    def __init__(
+        self,
+        tools: Collection[str],
+        types: Mapping[str, Mapping[str, str]] | None = None,
+        pairs: Sequence[tuple[str, str]] = (),
+    ) -> None:
         self._tools = frozenset(tools)
         self._types = types or {}
+        self._closing_of = dict(pairs)
+        self._closing: str | None = None
+        spans = "|".join(f"{re.escape(first)}.*?(?:{re.escape(last)}|\\Z)" for first, last in ((OPEN, CLOSE), *pairs))
+        self._spans = re.compile(f"({spans})", re.DOTALL)
         self._pending = ""
         self._begun = False
         self._calling = False
@@ -82,13 +93,33 @@ class CallReader:
                 self._calling = True
                 return ""
             self._begun = True
-        at = min((found for marker in MARKERS if (found := self._pending.find(marker)) >= 0), default=-1)
-        if at >= 0:
-            self._calling = True
-        else:
-            at = len(self._pending) - begun(self._pending, MARKERS)
-        out, self._pending = self._pending[:at], self._pending[at:]
+        out = ""
+        while not self._calling and self._pending:
+            certain = self._certain()
+            out, self._pending = out + self._pending[:certain], self._pending[certain:]
+            if not certain:
+                break
         return out
+
+    def _certain(self) -> int:
+        """How much of the pending text belongs to no call, as far as to the next mark."""
+        pending = self._pending
+        if self._closing is not None:
+            at = pending.find(self._closing)
+            if at < 0:
+                return len(pending) - begun(pending, (self._closing,))
+            at, self._closing = at + len(self._closing), None
+            return at
+        marks = (*MARKERS, *self._closing_of)
+        places = [(at, mark) for mark in marks if (at := pending.find(mark)) >= 0]
+        if not places:
+            return len(pending) - begun(pending, marks)
+        at, mark = min(places)
+        if mark in MARKERS:
+            self._calling = True
+            return at
+        self._closing = self._closing_of[mark]
+        return at + len(mark)
 
     def end(self) -> tuple[str, tuple[ParsedToolCall, ...]]:
         """The rest of the text, and the calls."""
@@ -102,19 +133,42 @@ class CallReader:
                 calls = tuple(self._bare(lead.removeprefix(marker)))
                 if calls:
                     return "", calls
-        if MISTRAL in pending:
-            before, _, rest = pending.partition(MISTRAL)
-            calls = tuple(_mistral(rest))
+        before, marker, rest = pending.partition(MISTRAL)
+        if marker and not any(mark in before for mark in (OPEN, *self._closing_of)):
+            calls = tuple(self._mistral(rest))
             return (before.rstrip(), calls) if calls else (pending, ())
         if OPEN not in pending:
             return pending, ()
-        text = ""
+        text = read = ""
         found: list[ParsedToolCall] = []
-        for part in re.split(f"({OPEN}.*?(?:{CLOSE}|\\Z))", pending, flags=re.DOTALL):
+        for part in self._spans.split(pending):
             calls = tuple(self._hermes(part.removeprefix(OPEN))) if part.startswith(OPEN) else ()
-            found += calls
-            text += "" if calls else part
+            found, text, read = [*found, *calls], text + ("" if calls else part), read + part
+            is_span = part.startswith((OPEN, *self._closing_of))
+            if not is_span and self._closes(part):
+                found, text = [], read  # what was before is only considered
         return (text.rstrip() if found else text), tuple(found)
+
+    def _mistral(self, rest: str) -> list[ParsedToolCall]:
+        calls: list[ParsedToolCall] = []
+        for part in rest.split(MISTRAL):
+            named = _NAMED.match(part)
+            start = named.end() if named is not None else 0
+            values, end = _values(part[start:])
+            if named is None:
+                calls += [call for value in values for call in _calls_of(value)]
+            elif values and isinstance(values[0], dict):
+                calls.append(ParsedToolCall(named[1], json.dumps(values[0], ensure_ascii=False)))
+            behind = part[start + end :]
+            if any(mark in behind for mark in self._closing_of):
+                break  # the rest is only considered
+            if self._closes(behind):
+                calls = []
+        return calls
+
+    def _closes(self, text: str) -> bool:
+        """Whether a text ends reasoning whose opening mark is missing."""
+        return any(mark in text for mark in self._closing_of.values())
 
     def _hermes(self, inside: str) -> Iterator[ParsedToolCall]:
         functions = _FUNCTION.findall(inside)
@@ -125,32 +179,19 @@ class CallReader:
                 given = {key: _value(text, types.get(key, "")) for key, text in texts.items()}
                 yield ParsedToolCall(name.strip(), json.dumps(given, ensure_ascii=False))
             return
-        for value in _values(inside):
+        for value in _values(inside)[0]:
             yield from _calls_of(value)
 
     def _bare(self, text: str) -> Iterator[ParsedToolCall]:
-        for value in _values(text):
-            for call in _calls_of(value):
-                if call.name in self._tools:
-                    yield call
+        values, end = _values(text)
+        if not self._closes(text[end:]):
+            yield from (call for value in values for call in _calls_of(value) if call.name in self._tools)
 
 
-def _mistral(rest: str) -> Iterator[ParsedToolCall]:
-    for part in rest.split(MISTRAL):
-        named = _NAMED.match(part)
-        if named is not None:
-            for value in _values(part[named.end() :]):
-                if isinstance(value, dict):
-                    yield ParsedToolCall(named[1], json.dumps(value, ensure_ascii=False))
-                break
-            continue
-        for value in _values(part):
-            yield from _calls_of(value)
-
-
-def _values(text: str) -> Iterator[Any]:
-    """Consecutive JSON values, up to the first invalid one."""
+def _values(text: str) -> tuple[list[Any], int]:
+    """Consecutive JSON values, up to the first invalid one, and where they end."""
     decoder = json.JSONDecoder()
+    values: list[Any] = []
     at = 0
     while at < len(text):
         while at < len(text) and text[at] in " \t\r\n;,":
@@ -158,8 +199,9 @@ def _values(text: str) -> Iterator[Any]:
         try:
             value, at = decoder.raw_decode(text, at)
         except (ValueError, RecursionError):
-            return
-        yield value
+            break
+        values.append(value)
+    return values, at
 
 
 def _calls_of(value: Any) -> Iterator[ParsedToolCall]:

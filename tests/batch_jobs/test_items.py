@@ -33,6 +33,7 @@ DEFAULTS = Defaults(max_new_tokens=9, sampling=Sampling(0.5, seed=100), stop=("E
         ({"tokens": [4, 5], "stop": "x", "n": 2}, Generate((4, 5), 9, Sampling(0.5, None, 103), ("x",), 2)),
         ({"prompt": "a", "stop": ["x", "", "x"], "top_p": 1}, Generate("a", 9, Sampling(0.5, 1.0, 103), ("x",))),
         ({"prompt": "a", "temperature": 0, "label": object()}, Generate("a", 9, Sampling(0.0, None, 103), ("END",))),
+        ({"prompt": "a", "repetition_penalty": 1, "tools": []}, Generate("a", 9, Sampling(0.5, None, 103), ("END",))),
         ({"prompt": "a", "max_new_tokens": 3, "messages": None}, Generate("a", 3, Sampling(0.5, None, 103), ("END",))),
         (
             {"messages": [{"role": "user", "content": "a"}]},
@@ -58,6 +59,8 @@ def test_what_a_line_asks_for(value: dict[str, Any], asked: object) -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
+        ({"prompt": "a", "repetition_penalty": 1.2}, "repetition_penalty is not supported here; omit it, or write the"),
+        ({"prompt": "a", "tools": [{}]}, "tools is not supported here"),
         ([], "The line is a list; expected an object"),
         ({}, "the line has none of them"),
         ({"prompt": "a", "messages": []}, "the line has prompt and messages"),

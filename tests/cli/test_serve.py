@@ -130,6 +130,22 @@ def test_it_says_where_it_is_and_ends_when_all_is_answered(endless: Path) -> Non
 
 
 @pytest.mark.long
+def test_a_terminal_that_closes_lets_running_answers_finish(endless: Path) -> None:
+    """The kernel and the shell both send SIGHUP."""
+    with serving(endless) as (process, address):
+        answers: list[Any] = []
+        thread = ask(address, 100, answers)
+        runs(address)
+        process.process.send_signal(signal.SIGHUP)
+        process.until("shutting down")
+        process.process.send_signal(signal.SIGHUP)
+        thread.join()
+        assert answers[0]["usage"]["completion_tokens"] == 100
+        assert process.ended() == exit_codes.SUCCESS
+        assert "Traceback" not in process.said
+
+
+@pytest.mark.long
 def test_a_second_start_splits_nothing(endless: Path) -> None:
     with serving(endless):
         pass

@@ -272,6 +272,8 @@ def test_a_line_of_a_batch_is_read_alike(
         lines.append(
             {"custom_id": str(number), "url": "/v1/chat/completions", "body": changed(body, where, name, value)}
         )
+    for name in ("no_repeat_ngram_size", "enable_thinking"):
+        lines.append({"custom_id": name, "url": "/v1/chat/completions", "body": {**body, name: 3}})
     batch(model, lines[:1])
     watch.is_on = True
     try:
@@ -281,5 +283,9 @@ def test_a_line_of_a_batch_is_read_alike(
         watch.is_on = False
         watch.seen.clear()
     assert answers["right"]["response"]["status_code"] == 200
+    for name in ("no_repeat_ngram_size", "enable_thinking"):
+        refusal = answers[name]["response"]
+        assert refusal["status_code"] == 400
+        assert refusal["body"]["error"]["message"].startswith(f"{name} is not supported; omit it")
     with pytest.raises(BlockingIOError):
         listener.accept()

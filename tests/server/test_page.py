@@ -214,6 +214,25 @@ BROKEN = {
 
 
 @needs_node
+def test_reasoning_comes_by_itself(modules: Path) -> None:
+    deltas = [{"reasoning_content": "so"}, {"content": "a"}, {"reasoning_content": "b", "content": "c"}]
+    stream = (
+        "".join(f"data: {json.dumps({'choices': [{'delta': delta}]})}\n\n" for delta in deltas) + "data: [DONE]\n\n"
+    )
+    found = evaluated(
+        modules,
+        """
+        globalThis.fetch = async () => new Response(given);
+        const came = [];
+        for await (const event of ask({}, { key: "", signal: new AbortController().signal })) came.push(event);
+        return came;
+        """,
+        stream,
+    )
+    assert found == [{"reasoning": "so"}, {"text": "a"}, {"reasoning": "b"}, {"text": "c"}]
+
+
+@needs_node
 def test_a_stream_that_breaks_off_gives_what_came_and_says_why(modules: Path) -> None:
     found = evaluated(
         modules,

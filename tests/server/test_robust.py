@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.generation.request import Limits
+from rabbitllm.server.app import routes
 from rabbitllm.server.schemas import ChatBody, CompletionBody, Embedding
 from rabbitllm.server.server import Connection
 from tests.server.serving import LIMITS, NAME, PATIENCE, Running, running
@@ -461,11 +462,92 @@ def test_keys_and_hosts_and_origins(split_folder: Path) -> None:
                 ("null", 403),
                 ("https://page.example", 200),
                 (served.address, 200),
+                (served.address.replace("http:", "HTTP:"), 200),
+                (served.address.replace("http:", "https:"), 403),
+                (served.address.replace("http:", "x:"), 403),
+                (served.address.removeprefix("http://"), 403),
             ):
                 answer = client.post(CHAT, json=body, headers={**right, "origin": origin})
                 assert answer.status_code == status, answer.text
                 allowed = answer.headers.get("access-control-allow-origin")
                 assert allowed == ("https://page.example" if origin == "https://page.example" else None)
+
+
+def test_every_route_but_two_needs_the_key(split_folder: Path) -> None:
+    """Also a route that somebody adds later, a path that is none, and odd spellings of those that need it."""
+    with running(split_folder, api_key="secret") as served:
+        served.key = None
+        paths = [route.path.replace("{name:path}", NAME) for route in routes(served.service)]  # type: ignore[attr-defined]
+        assert {"/v1/chat/completions", "/status", "/metrics", "/health", "/"} <= set(paths)
+        pages = {"/", *(path for path in paths if path.startswith("/static/"))}
+        odd = (
+            "/nowhere",
+            "/status/",
+            "/v1",
+            "/static/../status",
+            "/static/nothing.js",
+            "/health/",
+            "/%73tatus",
+        )
+        with served.http as client:
+            for path in [*paths, *odd]:
+                for method in ("GET", "POST", "HEAD", "OPTIONS"):
+                    answer = client.request(method, path)
+                    if path in pages or path == "/health":
+                        assert answer.status_code in (200, 405), (method, path)
+                    else:
+                        assert answer.status_code == 401, (method, path)
+            assert client.get("/health").json() == {"status": "ok"}
+            with_key = client.get("/health", headers={"authorization": "Bearer secret"}).json()
+            assert with_key["model"] == NAME
+            assert with_key["status"] == "ok"
+
+
+def test_the_prompt_counts_once_however_many_choices(served: Running) -> None:
+    one, three = (
+        served.post(CHAT, {"messages": HELLO, "max_tokens": 2, "n": n, "temperature": 0}).json()["usage"]
+        for n in (1, 3)
+    )
+    assert three["prompt_tokens"] == one["prompt_tokens"]
+    assert three["completion_tokens"] == 3 * one["completion_tokens"]
+    assert three["total_tokens"] == three["prompt_tokens"] + three["completion_tokens"]
+    prompts = served.post(COMPLETION, {"prompt": ["the rain", "the"], "max_tokens": 1, "n": 2}).json()["usage"]
+    each = [
+        served.post(COMPLETION, {"prompt": prompt, "max_tokens": 1}).json()["usage"] for prompt in ("the rain", "the")
+    ]
+    assert prompts["prompt_tokens"] == sum(usage["prompt_tokens"] for usage in each)
+    streamed = served.openai().chat.completions.create(
+        model=NAME,
+        messages=HELLO,
+        max_tokens=2,
+        n=3,
+        stream=True,
+        stream_options={"include_usage": True},  # type: ignore[arg-type]
+    )
+    usage = [*streamed][-1].usage
+    assert usage is not None
+    assert usage.prompt_tokens == one["prompt_tokens"]
+
+
+def test_a_request_with_two_lengths_is_refused(served: Running) -> None:
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
+    with served.socket() as made:
+        made.sendall(head + b"2\r\n{}\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        answer = everything(made)
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b"both Content-Length and Transfer-Encoding" in answer
+    assert answer.count(b"HTTP/1.1") == 1  # the connection is closed
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/api/chat", "/v1/chat/completion"])
+def test_a_path_of_another_server_is_told_what_there_is(served: Running, path: str) -> None:
+    message = refused(served.post(path, {}), 404, "not_found")
+    assert message == (
+        f"There is no {path} here. "
+        "This server has /v1/chat/completions, /v1/completions, /v1/embeddings and /v1/models."
+    )
 
 
 def test_request_ids_go_round(served: Running) -> None:

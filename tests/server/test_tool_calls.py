@@ -18,9 +18,11 @@ TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'tool' %}got {% endif %}"
     "{% if message.tool_calls %}{% for call in message.tool_calls %}"
     "called {{ call.function.name }} with {{ call.function.arguments.items() | list }}\n{% endfor %}{% endif %}"
+    "{% if message.reasoning_content %}({{ message.reasoning_content }}){% endif %}"
     "{{ message.content }}{% endfor %}"
     "{% if response_format %}{{ response_format.type }}<json>{% endif %}"
 )
+CONSIDERED = '<tool_call>{"name": "add", "arguments": {"a": 9}}</tool_call>'
 LINES = (
     ("<call>", "<tool_call>\n", '{"name": "add", "arguments": {"a": 1, "b": 2}}', "\n</tool_call>"),
     ("<both>", "Let me ", "see.\n", "<tool_call>\n"),
@@ -29,6 +31,10 @@ LINES = (
     ("<later>", "So: ", "[TOOL_CALLS]"),
     ("<coder>", "<tool_call>\n<function=add>", "<parameter=a>1</parameter>", "<parameter=b>7</parameter></function>"),
     ("<mistral>", "[TOOL_CALLS]", '[{"name": "add", ', '"arguments": {}}]'),
+    ("<spanned>", "I look.\n", "[TOOL_CALLS]"),
+    ("<ponder>", "<think>", f"Perhaps {CONSIDERED}?", "</think>", "No tool."),
+    ("<end>", "</think>"),
+    ("<forever>", "<think>Perhaps ", CONSIDERED, " or not"),
 )
 ADD: Any = {
     "type": "function",
@@ -43,7 +49,7 @@ ADD: Any = {
 @pytest.fixture(scope="module")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder: Path = tmp_path_factory.mktemp("serve") / "scripted"
-    scripted_checkpoint(folder, LINES, TEMPLATE, special=("[TOOL_CALLS]",))
+    scripted_checkpoint(folder, LINES, TEMPLATE, special=("[TOOL_CALLS]", "</think>"))
     with running(split(folder)) as found:
         yield found
 
@@ -94,6 +100,64 @@ def test_a_call(scripted: Running, word: str, text: str | None, arguments: dict[
     assert (streamed.index, streamed.function.name) == (0, "add")
     assert json.loads(streamed.function.arguments) == arguments
     assert streamed.id.startswith("call_")
+
+
+def streamed(chunks: Any) -> tuple[str, str, list[Any], str | None]:
+    """Reasoning, text, calls and finish reason."""
+    choices = [chunk.choices[0] for chunk in chunks]
+    reasoning = "".join(getattr(choice.delta, "reasoning_content", None) or "" for choice in choices)
+    text = "".join(choice.delta.content or "" for choice in choices)
+    return reasoning, text, [c for choice in choices for c in choice.delta.tool_calls or []], choices[-1].finish_reason
+
+
+@pytest.mark.parametrize("tools", [[ADD], None])
+@pytest.mark.parametrize(
+    ("word", "reasoning", "text"),
+    [
+        ("<ponder>", f"Perhaps {CONSIDERED}?", "No tool."),
+        ("<think>", f"Perhaps {CONSIDERED}?", "No tool."),  # the prompt ends inside
+        ("<forever>", f"Perhaps {CONSIDERED} or not", ""),
+        ("<end>", "", "</think>No tool."),
+    ],
+)
+def test_a_call_that_is_only_considered_is_none(
+    scripted: Running, word: str, reasoning: str, text: str, tools: Any
+) -> None:
+    choice = ask(scripted, word, tools=tools).choices[0]
+    assert choice.finish_reason == "stop"
+    assert (choice.message.content, choice.message.tool_calls) == (text, None)
+    assert getattr(choice.message, "reasoning_content", "") == reasoning
+    assert streamed(ask(scripted, word, tools=tools, stream=True)) == (reasoning, text, [], "stop")
+
+
+def test_a_stop_text_is_not_found_across_a_marker(scripted: Running) -> None:
+    """The marker is a special token, and part of the text in which stop texts are looked for."""
+    choice = ask(scripted, "<spanned>", stop=["\n[{", "k.\n["]).choices[0]
+    assert choice.finish_reason == "stop"
+    assert choice.message.content == "I loo"
+    choice = ask(scripted, "<spanned>", stop=["\n[{"]).choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I look.")
+    assert [call.function.name for call in choice.message.tool_calls] == ["add"]
+    reasoning, text, calls, reason = streamed(ask(scripted, "<spanned>", stop=["\n[{"], stream=True))
+    assert (reasoning, text.rstrip(), reason) == ("", "I look.", "tool_calls")
+    assert [call.function.name for call in calls] == ["add"]
+    without = ask(scripted, "<spanned>", stop=["\n[{"], tools=None).choices[0]
+    assert without.message.content == "I look."  # no tools, no marker: the text that the client sees
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_of_an_earlier_answer_goes_to_a_template_that_reads_it(scripted: Running, name: str) -> None:
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", name: "the hare"},
+        {"role": "user", "content": "<talk>"},
+    ]
+    answer = scripted.post("/v1/chat/completions", {"messages": messages, "temperature": 0})
+    assert answer.status_code == 200, answer.text
+    tokens = len(scripted.model.tokenizer("a(the hare)b<talk>", add_special_tokens=False)["input_ids"])
+    assert answer.json()["usage"]["prompt_tokens"] == tokens
+    answer = scripted.post("/v1/chat/completions", {"messages": [{**messages[0], name: "the hare"}]})
+    assert answer.json()["error"]["message"] == "messages.0 is of user; only an assistant has reasoning."
 
 
 def test_text_is_text(scripted: Running) -> None:

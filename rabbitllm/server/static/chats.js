@@ -1,6 +1,6 @@
 // Conversations: kept by the browser, one entry each, and as files that `rabbitllm chat` writes and reads too.
 // A chat is {id, title, changed, system, messages}; messages are questions and answers in turn, the last of them
-// perhaps a question without an answer. An answer may have `stopped`, and `took`.
+// perhaps a question without an answer. An answer may have `stopped`, `reasoning`, and `took`.
 
 const FORMAT = "rabbitllm chat";
 const VERSION = 1;

@@ -84,7 +84,7 @@ function nodeOf(message, isLast) {
   }
   if (nodes.get(message)?.actions !== actions.length) {
     const drawn = new Message(message.role, actions);
-    drawn.change(message.content, message.role === "assistant" ? wordsBelow(message) : "");
+    drawn.change(message.content, message.role === "assistant" ? wordsBelow(message) : "", message.reasoning);
     nodes.set(message, { node: drawn.node, actions: actions.length });
   }
   return nodes.get(message).node;
@@ -93,7 +93,7 @@ function nodeOf(message, isLast) {
 /** What is there already stays: screen readers read what is new, and what is selected stays so. */
 function draw() {
   const found = chat.messages.map((message, at) => nodeOf(message, at === chat.messages.length - 1));
-  if (work?.chat === chat && !work.answer.content) found.push(work.message.node);
+  if (work?.chat === chat && !chat.messages.includes(work.answer)) found.push(work.message.node);
   const trouble = work?.chat === chat ? null : troubles.get(chat.id) ?? unanswered();
   if (trouble) {
     const withKey = (key) => {
@@ -176,11 +176,12 @@ async function answer(asked, before = null) {
     for await (const event of ask(body, { key: keyOf(), signal: mine.abort.signal })) {
       if (event.finish) [coming.stopped, coming.ended] = [false, event.finish];
       if (event.tokens !== undefined) tokens = event.tokens;
-      if (!event.text) continue;
+      if (!event.text && !event.reasoning) continue;
       last = since(mine);
       mine.first ??= last;
       mine.pieces++;
-      coming.content += event.text;
+      coming.content += event.text ?? "";
+      if (event.reasoning) coming.reasoning = (coming.reasoning ?? "") + event.reasoning;
       if (asked.messages.at(-1) !== coming) asked.messages.push(coming);
       drawn ||= requestAnimationFrame(() => {
         drawn = 0;
@@ -194,7 +195,7 @@ async function answer(asked, before = null) {
   } catch (error) {
     if (error instanceof Trouble) trouble = error;
     else if (!mine.abort.signal.aborted) throw error;
-    else if (!coming.content) trouble = new Trouble("Stopped before the first token.");
+    else if (mine.first === null) trouble = new Trouble("Stopped before the first token.");
   } finally {
     clearInterval(clock);
     cancelAnimationFrame(drawn);
@@ -218,7 +219,7 @@ const since = (coming) => (performance.now() - coming.started) / 1000;
 function meanwhile() {
   const { chat: asked, answer: coming, message, first, pieces } = work;
   if (asked !== chat) return;
-  following(() => message.change(coming.content, wordsMeanwhile(first, pieces, since(work))));
+  following(() => message.change(coming.content, wordsMeanwhile(first, pieces, since(work)), coming.reasoning));
 }
 
 const stop = () => work?.abort.abort();

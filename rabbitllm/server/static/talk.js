@@ -49,7 +49,7 @@ const messageOf = (error) => (typeof error === "string" ? error : error?.message
 
 export const headersOf = (key) => (key ? { authorization: `Bearer ${key}` } : {});
 
-/** Yields {text}, {finish} and {tokens}; throws a Trouble, or an AbortError where `signal` ended it. */
+/** Yields {text}, {reasoning}, {finish} and {tokens}; throws a Trouble, or an AbortError where `signal` ended it. */
 export async function* ask(body, { key, signal }) {
   let reply;
   try {
@@ -79,6 +79,7 @@ export async function* ask(body, { key, signal }) {
       const said = read(event);
       if (said.error) throw new Trouble(`The server ended the answer. ${messageOf(said.error)}`);
       const [choice] = said.choices ?? [];
+      if (choice?.delta?.reasoning_content) yield { reasoning: choice.delta.reasoning_content };
       if (choice?.delta?.content) yield { text: choice.delta.content };
       if (choice?.finish_reason) {
         whole = true;

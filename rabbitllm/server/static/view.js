@@ -23,6 +23,8 @@ export async function copy(text) {
 
 /** A message; `change` shows what it has become. */
 export class Message {
+  #thoughts = made("div", { dir: "auto" });
+  #reasoning = made("details", { className: "reasoning", hidden: true }, made("summary", {}, "Reasoning"), this.#thoughts);
   #text = made("div", { className: "text", dir: "auto" });
   #words = made("span");
   #under = made("div", { className: "under" });
@@ -31,10 +33,12 @@ export class Message {
     this.isAnswer = role === "assistant";
     this.#under.append(this.#words, ...actions);
     const who = made("h2", { className: "unseen" }, this.isAnswer ? "Model" : "You");
-    this.node = made("article", { className: role }, who, this.#text, this.#under);
+    this.node = made("article", { className: role }, who, this.#reasoning, this.#text, this.#under);
   }
 
-  change(content, words = "") {
+  change(content, words = "", reasoning = "") {
+    if (this.#thoughts.textContent !== reasoning) this.#thoughts.textContent = reasoning;
+    this.#reasoning.hidden = !reasoning;
     if (this.isAnswer) update(this.#text, content);
     else this.#text.textContent = content;
     this.#words.textContent = words;

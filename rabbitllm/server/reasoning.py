@@ -1,0 +1,276 @@
+"""Reasoning and the answer, told apart in a model's output as it arrives; only then are tool calls looked for.
+
+    <think>REASONING</think>ANSWER      and other marks of this kind
+    REASONING</think>ANSWER             where the prompt ends with the opening mark
+    <|channel|>analysis<|message|>REASONING<|end|><|start|>assistant<|channel|>final<|message|>ANSWER        gpt-oss
+
+Reasoning without a closing mark ends with the output. Marks that are special tokens are kept in the text
+(`AnswerFormat.shown`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rabbitllm.generation.streams import begun
+from rabbitllm.server.tools import SPECIAL, CallReader, ParsedToolCall
+
+if TYPE_CHECKING:
+    from rabbitllm.generation.template import ChatTemplate
+
+USUAL = ("<think>", "</think>")
+"""Marks that models write also without a word of them in template or vocabulary."""
+PAIRS = (
+    USUAL,
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<longcat_think>", "</longcat_think>"),
+    ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|inner_prefix|>", "<|inner_suffix|>"),
+    ("<|channel>thought", "<channel|>"),
+)
+"""Opening and closing marks of reasoning, in force where the model's template or vocabulary has them."""
+START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
+CHANNEL_MARKS = (START, CHANNEL, MESSAGE, END, "<|return|>", "<|call|>")
+_SHOWN_OF_CHANNELS = (START, CHANNEL, MESSAGE, END, "<|constrain|>")
+_FINAL = "final"
+_TOOL = re.compile(r"\bto=functions\.([\w.\-]+)")
+TAIL_TOKENS = 48
+"""Tokens at the end of a prompt in which an opening mark is looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """How a model marks its reasoning.
+
+    Attributes:
+        pairs: opening and closing marks in force.
+        has_channels: whether answers are in gpt-oss's channels.
+        shown: special tokens that are marks of reasoning.
+        shown_with_tools: special tokens that are marks of tool calls.
+    """
+
+    pairs: tuple[tuple[str, str], ...] = (USUAL,)
+    has_channels: bool = False
+    shown: frozenset[int] = frozenset()
+    shown_with_tools: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, template: ChatTemplate) -> AnswerFormat:
+        """The format of a model, from its chat template and its vocabulary."""
+        tokens = template.tokenizer.get_added_vocab()
+        special = {name: token for token, name in special_tokens(template.tokenizer).items()}
+        known = "\n".join([*template.sources, *tokens])
+        pairs = tuple(pair for pair in PAIRS if pair == USUAL or pair[1] in known)
+        has_channels = CHANNEL in known and MESSAGE in known
+        marks = [mark for pair in pairs for mark in pair] + [*(_SHOWN_OF_CHANNELS if has_channels else ())]
+        shown = {token for name, token in special.items() if name.strip() and any(name in mark for mark in marks)}
+        with_tools = {token for name, token in special.items() if name in SPECIAL}
+        return cls(pairs, has_channels, frozenset(shown), frozenset(with_tools))
+
+
+def special_tokens(tokenizer: object) -> dict[int, str]:
+    """Id of each special token -> its text."""
+    decoder: Mapping[int, object] = getattr(tokenizer, "added_tokens_decoder", {})
+    return {token: str(added) for token, added in decoder.items() if getattr(added, "special", False)}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPiece:
+    """A piece of an output.
+
+    Attributes:
+        reasoning, text: what came of each.
+        calls: tool calls; only at the end.
+    """
+
+    reasoning: str
+    text: str
+    calls: tuple[ParsedToolCall, ...] = ()
+
+
+class AnswerReader:
+    """Splits an output into reasoning, text and tool calls, delta by delta.
+
+    Args:
+        form: the model's marks.
+        tail: the end of the prompt as text, special tokens included; it may open the reasoning.
+        tools, types: see `CallReader`; without tools there are no calls.
+    """
+
+    def __init__(
+        self,
+        form: AnswerFormat,
+        tail: str,
+        tools: Collection[str] = (),
+        types: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
+        self._split: _Channels | _Marks = _Channels(tail, tools) if form.has_channels else _Marks(form.pairs, tail)
+        self._calls = CallReader(tools, types, form.pairs) if tools else None
+
+    def feed(self, text: str) -> AnswerPiece:
+        """The next reasoning, and the next text that does not belong to a call.
+
+        Args:
+            text: the text since the last call of this method.
+        """
+        reasoning, answer = self._split.feed(text)
+        return AnswerPiece(reasoning, self._calls.feed(answer) if self._calls is not None else answer)
+
+    def end(self) -> AnswerPiece:
+        """The rest, and the calls."""
+        reasoning, answer = self._split.end()
+        calls = self._split.calls
+        if self._calls is None:
+            return AnswerPiece(reasoning, answer, calls)
+        answer = self._calls.feed(answer)
+        rest, more = self._calls.end()
+        return AnswerPiece(reasoning, answer + rest, (*calls, *more))
+
+
+class _Marks:
+    """Reasoning between two marks, at the beginning of the output; newlines around it are dropped."""
+
+    calls: tuple[ParsedToolCall, ...] = ()
+
+    def __init__(self, pairs: tuple[tuple[str, str], ...], tail: str) -> None:
+        self._closing_of = dict(pairs)
+        self._pending = ""
+        self._is_over = False
+        self._has_reasoned = False
+        self._begins = True
+        end = tail.rstrip()
+        self._closing = next((close for open_, close in pairs if end.endswith(open_)), None)
+
+    def feed(self, text: str) -> tuple[str, str]:
+        self._pending += text
+        reasoning = ""
+        while not self._is_over:
+            if self._closing is not None:
+                at = self._pending.find(self._closing)
+                if at < 0:
+                    certain = len(self._pending) - begun(self._pending, (self._closing,))
+                    return reasoning + self._reasoned(len(self._pending[:certain].rstrip("\n"))), ""
+                reasoning += self._reasoned(len(self._pending[:at].rstrip("\n")))
+                self._pending = self._pending.lstrip("\n").removeprefix(self._closing)
+                self._closing, self._has_reasoned = None, True
+            lead = self._pending.lstrip()
+            mark = next((mark for mark in self._closing_of if lead.startswith(mark)), None)
+            if mark is not None:
+                self._closing, self._begins = self._closing_of[mark], True
+                self._pending = lead.removeprefix(mark)
+            elif any(mark.startswith(lead) for mark in self._closing_of):
+                return reasoning, ""  # perhaps a mark, or nothing yet
+            else:
+                self._is_over = True
+                self._pending = self._pending.lstrip("\n") if self._has_reasoned else self._pending
+        answer, self._pending = self._pending, ""
+        return reasoning, answer
+
+    def end(self) -> tuple[str, str]:
+        rest, self._pending = self._pending, ""
+        if self._closing is not None:
+            return rest.strip("\n") if self._begins else rest.rstrip("\n"), ""
+        return "", rest.lstrip("\n") if self._has_reasoned and not self._is_over else rest
+
+    def _reasoned(self, length: int) -> str:
+        text, self._pending = self._pending[:length], self._pending[length:]
+        if self._begins:
+            text = text.lstrip("\n")
+            self._begins = not text
+        return text
+
+
+class _Channels:
+    """Messages of gpt-oss: a header that names a channel, and a body."""
+
+    def __init__(self, tail: str, tools: Collection[str]) -> None:
+        self._tools = frozenset(tools)
+        self._pending = ""
+        self._header: str | None = None
+        self._body: str | None = None
+        self._tool: str | None = None
+        self._arguments = ""
+        self._reasoning = self._answer = ""
+        self._has_reasoned = False
+        self.calls: tuple[ParsedToolCall, ...] = ()
+        if START in tail:
+            self.feed(tail[tail.rindex(START) :])
+            self._has_reasoned = False
+
+    def feed(self, text: str) -> tuple[str, str]:
+        self._pending += text
+        while True:
+            places = [(at, mark) for mark in CHANNEL_MARKS if (at := self._pending.find(mark)) >= 0]
+            if not places:
+                break
+            at, mark = min(places)
+            self._put(self._pending[:at])
+            self._pending = self._pending[at + len(mark) :]
+            self._turn(mark)
+        certain = len(self._pending) - begun(self._pending, CHANNEL_MARKS)
+        self._put(self._pending[:certain])
+        self._pending = self._pending[certain:]
+        return self._taken()
+
+    def end(self) -> tuple[str, str]:
+        self._put(self._pending)
+        self._pending = ""
+        self._turn(END)
+        return self._taken()
+
+    def _taken(self) -> tuple[str, str]:
+        made = self._reasoning, self._answer
+        self._reasoning = self._answer = ""
+        return made
+
+    def _turn(self, mark: str) -> None:
+        """Go on behind a mark."""
+        if mark == CHANNEL and self._header is not None:
+            self._header += " " + CHANNEL
+        elif mark == MESSAGE:
+            header = self._header or ""
+            words = header.partition(CHANNEL)[2].split()
+            tool = _TOOL.search(header)
+            self._tool = tool[1] if tool and tool[1] in self._tools else None
+            self._header, self._body = None, words[0] if words else _FINAL
+            if self._is_reasoning and self._has_reasoned:
+                self._reasoning += "\n"
+        else:
+            self._end_call()
+            self._body = None
+            self._header = {START: "", CHANNEL: CHANNEL}.get(mark)
+
+    @property
+    def _is_reasoning(self) -> bool:
+        return self._body is not None and self._body != _FINAL and self._tool is None
+
+    def _put(self, text: str) -> None:
+        if self._header is not None:
+            self._header += text
+        elif self._tool is not None:
+            self._arguments += text
+        elif self._is_reasoning:
+            self._reasoning += text
+            self._has_reasoned = self._has_reasoned or bool(text)
+        else:
+            self._answer += text
+
+    def _end_call(self) -> None:
+        """Keep a call whose arguments are complete; one that was cut off is no call, only considered."""
+        tool, text, self._tool, self._arguments = self._tool, self._arguments.strip(), None, ""
+        if tool is None:
+            return
+        try:
+            value = json.loads(text or "{}")
+        except (ValueError, RecursionError):
+            value = None
+        if isinstance(value, dict):
+            self.calls += (ParsedToolCall(tool, text or "{}"),)
+        else:
+            self._reasoning += text

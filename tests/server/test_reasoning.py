@@ -1,0 +1,200 @@
+"""Reasoning and the answer, whole and in any pieces; and a call that is only considered is no call."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rabbitllm.generation.template import ChatTemplate
+from rabbitllm.server.reasoning import PAIRS, USUAL, AnswerFormat, AnswerReader
+from rabbitllm.server.tools import ParsedToolCall
+from tests.server.scripted import scripted_checkpoint
+from tests.server.serving import NAME, PATIENT, running
+from tests.support.builders import make_tokenizer
+from tests.support.tiny_models import split
+
+TOOLS = ("delete_all", "add")
+CALL = '<tool_call>{"name": "delete_all", "arguments": {}}</tool_call>'
+ADD = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+ADDED = (ParsedToolCall("add", '{"a": 1}'),)
+MISTRAL = "[TOOL_CALLS]delete_all{}"
+BARE = '{"name": "delete_all", "parameters": {}}'
+CHANNELS = AnswerFormat((USUAL,), has_channels=True)
+ALL = AnswerFormat(PAIRS)
+ANALYSIS = "<|channel|>analysis<|message|>"
+FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"
+COMMENTARY = "<|end|><|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+
+Case = tuple[AnswerFormat, str, str, str, str, tuple[ParsedToolCall, ...]]
+FORMS: dict[str, Case] = {  # format, end of the prompt, output -> reasoning, text, calls
+    "plain": (ALL, "", "Hello.", "", "Hello.", ()),
+    "nothing": (ALL, "", "", "", "", ()),
+    "spaces": (ALL, "", " \n ", "", " \n ", ()),
+    "usual": (ALL, "", "<think>\nWhy?\n</think>\n\nHello.", "Why?", "Hello.", ()),
+    "indented answer": (ALL, "", "\n<think>a</think>\n    x = 1", "a", "    x = 1", ()),
+    "twice": (ALL, "", "<think>a</think>\n<think>b</think>c", "ab", "c", ()),
+    "empty": (ALL, "", "<think>\n\n</think>\n\nHello.", "", "Hello.", ()),
+    "opened by the prompt": (ALL, "assistant\n<think>\n", "Why?\n</think>\n\nHello.", "Why?", "Hello.", ()),
+    "closed by the prompt": (ALL, "<think>\n\n</think>\n\n", "Hello.", "", "Hello.", ()),
+    "cut off": (ALL, "", "<think>\nWhy", "Why", "", ()),
+    "cut off in a mark": (ALL, "", "<think>Why</thi", "Why</thi", "", ()),
+    "opened by the prompt, cut off": (ALL, "<think>\n", f"Why {CALL}", f"Why {CALL}", "", ()),
+    "no mark": (ALL, "", "<thinner>a", "", "<thinner>a", ()),
+    "considered": (ALL, "", f"<think>Perhaps {CALL}? No.</think>No tool.", f"Perhaps {CALL}? No.", "No tool.", ()),
+    "considered, opened by the prompt": (
+        ALL,
+        "<think>\n",
+        f"Perhaps {CALL}?</think>No.",
+        f"Perhaps {CALL}?",
+        "No.",
+        (),
+    ),
+    "considered, never closed": (ALL, "", f"<think>Perhaps {CALL} or", f"Perhaps {CALL} or", "", ()),
+    "considered, then made": (ALL, "", f"<think>{CALL}</think>\n{ADD}", CALL, "", ADDED),
+    "considered in the answer": (ALL, "", f"So <think>{CALL}</think> no.", "", f"So <think>{CALL}</think> no.", ()),
+    "considered after a call": (ALL, "", f"{ADD} <think>{CALL}</think>", "", f" <think>{CALL}</think>", ADDED),
+    "considered in the answer, never closed": (ALL, "", f"So <think>{CALL}", "", f"So <think>{CALL}", ()),
+    "closed, never opened": (ALL, "", f"Perhaps {CALL}?</think>No.", "", f"Perhaps {CALL}?</think>No.", ()),
+    "closed, never opened, then made": (ALL, "", f"{CALL}?</think>{ADD}", "", f"{CALL}?</think>", ADDED),
+    "a mark in an argument": (
+        ALL,
+        "",
+        '<tool_call>{"name": "add", "arguments": {"a": "<think>[TOOL_CALLS]"}}</tool_call>',
+        "",
+        "",
+        (ParsedToolCall("add", '{"a": "<think>[TOOL_CALLS]"}'),),
+    ),
+    "mistral, considered": (ALL, "", f"[THINK]{MISTRAL}[/THINK]No.", MISTRAL, "No.", ()),
+    "mistral, considered after a call": (
+        ALL,
+        "",
+        f"[TOOL_CALLS]add{{}}[THINK]{MISTRAL}[/THINK]",
+        "",
+        "",
+        (ParsedToolCall("add", "{}"),),
+    ),
+    "mistral, closed, never opened": (ALL, "", f"{MISTRAL}[/THINK]No.", "", f"{MISTRAL}[/THINK]No.", ()),
+    "bare, considered": (ALL, "", f"<think>{BARE}</think>No.", BARE, "No.", ()),
+    "bare, closed, never opened": (ALL, "", f"{BARE}</think>No.", "", f"{BARE}</think>No.", ()),
+    "bare, made": (ALL, "", f"<think>a</think>\n{BARE}", "a", "", (ParsedToolCall("delete_all", "{}"),)),
+    "gemma": (ALL, "", "<|channel>thought\nWhy?\n<channel|>Hello.", "Why?", "Hello.", ()),
+    "other marks": (AnswerFormat(), "", f"<seed:think>{ADD}</seed:think>", "", "<seed:think></seed:think>", ADDED),
+    "channels": (CHANNELS, "", f"{ANALYSIS}Why?{FINAL}Hello!", "Why?", "Hello!", ()),
+    "channels, end": (CHANNELS, "", f"{ANALYSIS}Why?{FINAL}Hello!<|return|>", "Why?", "Hello!", ()),
+    "channels, cut off": (CHANNELS, "", f"{ANALYSIS}Why", "Why", "", ()),
+    "channels, cut off in a header": (CHANNELS, "", f"{ANALYSIS}Why?<|end|><|start|>assi", "Why?", "", ()),
+    "channels, none": (CHANNELS, "", "Hello!", "", "Hello!", ()),
+    "channels, opened by the prompt": (CHANNELS, f"<|start|>assistant{ANALYSIS}", f"Why?{FINAL}Hi", "Why?", "Hi", ()),
+    "channels, only the final one": (CHANNELS, "<|start|>assistant", "<|channel|>final<|message|>Hi", "", "Hi", ()),
+    "channels, considered": (CHANNELS, "", f"{ANALYSIS}{CALL}{FINAL}No.", CALL, "No.", ()),
+    "channels, a call": (CHANNELS, "", f'{ANALYSIS}Why?{COMMENTARY}{{"a": 1}}<|call|>', "Why?", "", ADDED),
+    "channels, a call that is cut off": (CHANNELS, "", f'{ANALYSIS}Why?{COMMENTARY}{{"a": ', 'Why?{"a":', "", ()),
+    "channels, a preamble": (
+        CHANNELS,
+        "",
+        f"{ANALYSIS}Why?<|end|><|start|>assistant<|channel|>commentary<|message|>I look.{FINAL}Hi",
+        "Why?\nI look.",
+        "Hi",
+        (),
+    ),
+}
+
+
+def read(form: AnswerFormat, tail: str, pieces: list[str], tools: tuple[str, ...] = TOOLS) -> Any:
+    reader = AnswerReader(form, tail, tools)
+    found = [*map(reader.feed, pieces), reader.end()]
+    return "".join(one.reasoning for one in found), "".join(one.text for one in found), found[-1].calls
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_form(name: str) -> None:
+    form, tail, written, *wanted = FORMS[name]
+    reasoning, text, calls = read(form, tail, [written])
+    assert [reasoning, text.rstrip() if calls else text, calls] == [
+        wanted[0],
+        wanted[1].rstrip() if calls else wanted[1],
+        wanted[2],
+    ]
+
+
+@PATIENT
+@given(name=st.sampled_from(sorted(FORMS)), cuts=st.lists(st.integers(0, 200), max_size=12))
+def test_pieces_make_no_difference(name: str, cuts: list[int]) -> None:
+    form, tail, written, *_ = FORMS[name]
+    places = sorted({0, len(written), *(min(cut, len(written)) for cut in cuts)})
+    assert read(form, tail, [written[a:b] for a, b in pairwise(places)]) == read(form, tail, [written])
+    assert read(form, tail, list(written)) == read(form, tail, [written])
+
+
+@PATIENT
+@given(st.text(alphabet="<>/thinkTHINK[]\n a", max_size=60))
+def test_without_a_mark_at_its_beginning_a_text_is_whole(written: str) -> None:
+    if not written.lstrip().startswith(tuple(first for first, _ in PAIRS)):
+        assert read(ALL, "", list(written), ()) == ("", written, ())
+
+
+def test_text_is_not_held_back() -> None:
+    reader = AnswerReader(ALL, "")
+    assert reader.feed("<think>Why ").reasoning == "Why "
+    assert reader.feed("so</th").reasoning == "so"
+    assert reader.feed("ink>\nBe").text == "Be"
+    assert reader.feed("cause").text == "cause"
+
+
+def form_of(template: str, tokens: list[str] = [], special: list[str] = []) -> tuple[AnswerFormat, Any]:  # noqa: B006
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(tokens)
+    tokenizer.add_tokens(special, special_tokens=True)
+    tokenizer.chat_template = template
+    return AnswerFormat.of(ChatTemplate(SimpleNamespace(tokenizer=tokenizer))), tokenizer  # type: ignore[arg-type]
+
+
+def test_marks_are_those_of_the_template_and_the_vocabulary() -> None:
+    assert form_of("{{ messages }}")[0] == AnswerFormat()
+    assert form_of("{{ messages }}[/THINK]")[0].pairs == PAIRS[:2]
+    form, _ = form_of("{{ messages }}", ["<seed:think>", "</seed:think>"])
+    assert form == AnswerFormat((USUAL, PAIRS[2]))
+    form, tokenizer = form_of("", special=["<think>", "</think>", "[TOOL_CALLS]", "<|channel>", "<channel|>"])
+    assert form.pairs == (USUAL, PAIRS[-1])
+    ids = tokenizer.convert_tokens_to_ids
+    assert form.shown == {ids("<think>"), ids("</think>"), ids("<|channel>"), ids("<channel|>")}
+    assert form.shown_with_tools == {ids("[TOOL_CALLS]")}
+    form, tokenizer = form_of("", special=["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>"])
+    assert form.has_channels
+    assert form.shown == set(
+        map(tokenizer.convert_tokens_to_ids, ["<|channel|>", "<|message|>", "<|start|>", "<|end|>"])
+    )
+
+
+CHANNEL_LINE = (
+    *("<go>", "<|channel|>", "analysis", "<|message|>", "We need to say hi.", "<|end|>", "<|start|>", "assistant"),
+    "<|channel|>final<|message|>Hello!",
+)
+
+
+def test_the_content_of_channels_is_the_final_one(tmp_path: Path) -> None:
+    """The marks are special tokens; the last two are in an ordinary one, since each token has one successor here."""
+    special = ["<|channel|>", "<|message|>", "<|end|>", "<|start|>"]
+    folder = scripted_checkpoint(tmp_path / "channels", [CHANNEL_LINE], "{{ messages[0].content }}", special)
+    with running(split(folder)) as served:
+        ask: Any = served.openai().chat.completions.create
+        said: Any = {"model": NAME, "messages": [{"role": "user", "content": "<go>"}], "temperature": 0}
+        choice = ask(**said).choices[0]
+        assert (choice.message.content, choice.message.reasoning_content) == ("Hello!", "We need to say hi.")
+        deltas = [chunk.choices[0].delta for chunk in ask(**said, stream=True)]
+        assert "".join(delta.content or "" for delta in deltas) == "Hello!"
+        assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "We need to say hi."
+        cut = ask(**said, max_tokens=5).choices[0]
+        assert (cut.message.content, cut.message.reasoning_content, cut.finish_reason) == (
+            "",
+            "We need to say hi.",
+            "length",
+        )
+        completion = served.openai().completions.create(model=NAME, prompt="<go>", temperature=0, max_tokens=12)
+        assert completion.choices[0].text.startswith("analysisWe need")  # plain text is not taken apart
