@@ -19,33 +19,24 @@ is refused: the model would read it as a picture.
 
 from __future__ import annotations
 
-import contextlib
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
 
 from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import MediaError
 from rabbitllm.formats.media_file import MAX_PIXELS, read_picture, read_sound
-from rabbitllm.generation import template_limits
 from rabbitllm.generation.media import MAX_FILES, WORDS, MediaFile, files_in
-from rabbitllm.generation.request import Prompt, PromptMedia, tokenizer_of
+from rabbitllm.generation.request import ModelLimits, Prompt, PromptMedia, tokenizer_of
+from rabbitllm.generation.template_process import PROCESS, TooManyLetters, in_the_process
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 PLAIN_NAMES = {USER: "User:", ASSISTANT: "Assistant:"}
-TEMPLATE_SECONDS = 30.0
-"""Time limit of a template; conversations that fill a context take a second."""
-TEMPLATE_LETTERS = 64 << 20
-"""The most letters that one operation of a template may make; a context of a million tokens has 4 million."""
 _PLACEHOLDERS = (
     *("image_token", "boi_token", "eoi_token", "fake_image_token", "start_image_token", "end_image_token"),
     *("start_of_img_token", "end_of_img_token", "img_patch_token", "image_break_token", "image_end_token"),
@@ -70,26 +61,6 @@ class PromptRefused(Exception):
         self.error = error
         self.by_processor = by_processor
         self.program = "processor" if by_processor else "chat template"
-
-
-@contextlib.contextmanager
-def bounded_template() -> Iterator[None]:
-    """Limit the time and the output of the chat template that this thread runs while the context is open.
-
-    Raises:
-        ValueError: a template took too long, made too much, or calls itself without end.
-    """
-    template_limits.install()
-    mine = template_limits.MINE
-    before, mine.budget = mine.budget, template_limits.TemplateBudget(TEMPLATE_LETTERS, TEMPLATE_SECONDS)
-    try:
-        yield
-    except RecursionError as error:
-        raise ValueError("infinite recursion") from error
-    except MemoryError as error:
-        raise ValueError("it uses too much memory") from error
-    finally:
-        mine.budget = before
 
 
 class ChatTemplate:
@@ -127,7 +98,7 @@ class ChatTemplate:
         given = self.tokenizer.chat_template if self.is_there else ""
         named = {"default": given} if isinstance(given, str) else dict(given)
         default = named.get("default", "")
-        return names_in(str(default)), names_in(str(named.get("tool_use", default)))
+        return _names_in(str(default)), _names_in(str(named.get("tool_use", default)))
 
     def prompt(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **variables: Any
@@ -141,6 +112,7 @@ class ChatTemplate:
 
         Raises:
             PromptRefused: the template or the processor refuses these messages.
+            OptionError: the text is too long for the model's context.
             MediaError: the model takes no such files, or one of them cannot be used.
             ProcessorError, MissingPackageError: the processor cannot be made.
         """
@@ -161,11 +133,14 @@ class ChatTemplate:
         else:
             return self.raw(_plain(messages))
         variables |= {"tools": [dict(tool) for tool in tools] or None}
+        limits = ModelLimits.of(self._model)
         try:
-            with bounded_template():
+            with in_the_process(limits.letters):
                 made = program.apply_chat_template(
                     given, add_generation_prompt=True, tokenize=True, return_dict=True, **variables
                 )
+        except TooManyLetters as error:
+            raise limits.too_many_letters(error.letters) from None
         except Exception as error:  # templates and processors may raise anything
             raise PromptRefused(error, by_processor=bool(files)) from error
         return self._media_prompt(made) if files else Prompt(tuple(map(int, made["input_ids"])))
@@ -175,8 +150,10 @@ class ChatTemplate:
 
         Raises:
             PromptRefused: there are more or fewer placeholders than files.
+            OptionError: the text is too long for the model's context.
             MediaError, ProcessorError, MissingPackageError: see `prompt`.
         """
+        ModelLimits.of(self._model).check_letters(len(text))
         if not files:
             return Prompt(tuple(map(int, self.tokenizer(text)["input_ids"])))
         loader = _MediaLoader(self._model, files)
@@ -215,27 +192,12 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([*parts, PLAIN_NAMES[ASSISTANT]])
 
 
-class _GenerationTag(Extension):
-    """The tag `{% generation %}`, by which templates mark an answer for training; it is parsed as its content."""
-
-    tags = {"generation"}  # noqa: RUF012  jinja2's own way
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def names_in(source: str) -> frozenset[str]:
-    """Names of the variables, attributes and keys in a template's source."""
-    environment = jinja2.Environment(extensions=[loopcontrols, _GenerationTag])
+def _names_in(source: str) -> frozenset[str]:
+    """Names of the variables, attributes and keys in a template's source; of one that exceeds a limit none."""
     try:
-        tree = environment.parse(source)
-    except jinja2.TemplateError:  # an unknown extension
-        return frozenset(re.findall(r"[A-Za-z_]\w*", source))
-    found = {node.name for node in tree.find_all(nodes.Name)}
-    found |= {node.attr for node in tree.find_all(nodes.Getattr)}
-    found |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str) and len(node.value) < 64}
-    return frozenset(found)
+        return frozenset(PROCESS.names(source)[0]) if source else frozenset()
+    except (RuntimeError, ValueError):  # a prompt by this template tells why
+        return frozenset()
 
 
 class _MediaLoader:
