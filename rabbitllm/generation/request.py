@@ -31,6 +31,12 @@ SEEDS = (1 << 63) - 1
 COLDEST = 1e-30
 """The least temperature to sample with: logits divided by less overflow float32, and the most likely token has all of
 the probability long before."""
+LETTERS_OF_A_TOKEN = 16
+"""Letters of a token in a text of extremely long ones; in English it has 4 or 5."""
+SMALL_CONTEXT = 1 << 14
+"""Tokens; the letters of a prompt are limited as for a context of at least this size."""
+MAX_LETTERS = 8 << 20
+"""Limit of the letters of any prompt: a tokenizer takes some hundred bytes for each."""
 MAX_CHOICES = 128
 """The most answers to one prompt."""
 Pooling = Literal["last", "mean"]
@@ -482,6 +488,27 @@ class ModelLimits:
         skipped = 0 if padding is None else padding + 1
         left = context - skipped if isinstance(context, int) and context > 0 else None
         return cls(left, model.get_input_embeddings().num_embeddings)
+
+    @property
+    def letters(self) -> int:
+        """Maximum letters of a prompt; a longer text cannot fit into the context."""
+        return min(max(self.context or MAX_LETTERS, SMALL_CONTEXT) * LETTERS_OF_A_TOKEN, MAX_LETTERS)
+
+    def check_letters(self, letters: int) -> None:
+        """Check the length of a text before it is tokenized.
+
+        Raises:
+            OptionError: it cannot fit into the context, or is too long to tokenize.
+        """
+        if letters > self.letters:
+            raise self.too_many_letters(letters)
+
+    def too_many_letters(self, letters: int) -> OptionError:
+        """The error for a text that is too long."""
+        limit = f"expected at most {self.letters:,}"
+        if self.context:
+            limit = f"the model's context has {self.context:,} tokens"
+        return OptionError(f"The prompt has {letters:,} letters; {limit}.", "Shorten the prompt.")
 
     def check_ids(self, ids: Sequence[int], name: str = "The prompt") -> None:
         """Check token ids.

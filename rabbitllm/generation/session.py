@@ -310,6 +310,8 @@ class Session:
                 reset = "Try without a system prompt (/system -), or /reset."
             problem = f"The model's {error.program} refuses this conversation: {harmless(str(error), 300)}."
             raise ChatError(problem, reset) from error
+        except OptionError as error:
+            raise ChatError(error.problem, _shorter(messages)) from None
 
     def _new_tokens(self, prompt: int, messages: list[dict[str, Any]]) -> int:
         """Maximum tokens of the answer."""
@@ -317,12 +319,9 @@ class Session:
         try:
             return self._limits.new_tokens(prompt, wanted, self.context or WITHOUT_LIMIT, cut=True)
         except OptionError:
-            is_first = sum(message["role"] == USER for message in messages) == 1
             raise ChatError(
                 f"The conversation has {prompt:,} tokens with this question, and the model's context {self.context:,}.",
-                "Shorten the message."
-                if is_first
-                else "/drop removes the oldest exchange, /drop 3 the oldest three, and /reset all exchanges.",
+                _shorter(messages),
             ) from None
 
     @contextlib.contextmanager
@@ -355,3 +354,10 @@ class Session:
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+def _shorter(messages: list[dict[str, Any]]) -> str:
+    """What to do about a conversation that is too long."""
+    if sum(message["role"] == USER for message in messages) == 1:
+        return "Shorten the message."
+    return "/drop removes the oldest exchange, /drop 3 the oldest three, and /reset all exchanges."

@@ -19,34 +19,25 @@ is refused: the model would read it as a picture.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import jinja2
-from jinja2 import meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
 
 from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import MediaError
 from rabbitllm.formats.media_file import MAX_PIXELS, read_picture, read_sound
-from rabbitllm.generation import template_limits
 from rabbitllm.generation.media import MAX_FILES, WORDS, MediaFile, files_in
-from rabbitllm.generation.request import Prompt, PromptMedia, tokenizer_of
+from rabbitllm.generation.request import ModelLimits, Prompt, PromptMedia, tokenizer_of
+from rabbitllm.generation.template_process import PROCESS, TooManyLetters, in_the_process
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 PLAIN_NAMES = {USER: "User:", ASSISTANT: "Assistant:"}
-TEMPLATE_SECONDS = 30.0
-"""Time limit of a template; conversations that fill a context take a second."""
-TEMPLATE_LETTERS = 64 << 20
-"""The most letters that one operation of a template may make; a context of a million tokens has 4 million."""
 _PLACEHOLDERS = (
     *("image_token", "boi_token", "eoi_token", "fake_image_token", "start_image_token", "end_image_token"),
     *("start_of_img_token", "end_of_img_token", "img_patch_token", "image_break_token", "image_end_token"),
@@ -71,26 +62,6 @@ class PromptRefused(Exception):
         self.error = error
         self.by_processor = by_processor
         self.program = "processor" if by_processor else "chat template"
-
-
-@contextlib.contextmanager
-def bounded_template() -> Iterator[None]:
-    """Limit the time and the output of the chat template that this thread runs while the context is open.
-
-    Raises:
-        ValueError: a template took too long, made too much, or calls itself without end.
-    """
-    template_limits.install()
-    mine = template_limits.MINE
-    before, mine.budget = mine.budget, template_limits.TemplateBudget(TEMPLATE_LETTERS, TEMPLATE_SECONDS)
-    try:
-        yield
-    except RecursionError as error:
-        raise ValueError("infinite recursion") from error
-    except MemoryError as error:
-        raise ValueError("it uses too much memory") from error
-    finally:
-        mine.budget = before
 
 
 class ChatTemplate:
@@ -156,6 +127,7 @@ class ChatTemplate:
         Raises:
             PromptRefused: the template or the processor refuses these messages, or the template does not read one of
                 the variables. A processor would take it as an argument: `images` with an address, or a `size`.
+            OptionError: the text is too long for the model's context.
             MediaError: the model takes no such files, or one of them cannot be used.
             ProcessorError, MissingPackageError: the processor cannot be made.
         """
@@ -178,11 +150,14 @@ class ChatTemplate:
         else:
             return self.raw(_plain(messages))
         variables |= {"tools": [dict(tool) for tool in tools] or None}
+        limits = ModelLimits.of(self._model)
         try:
-            with bounded_template():
+            with in_the_process(limits.letters):
                 made = program.apply_chat_template(
                     given, add_generation_prompt=True, tokenize=True, return_dict=True, **variables
                 )
+        except TooManyLetters as error:
+            raise limits.too_many_letters(error.letters) from None
         except Exception as error:  # templates and processors may raise anything
             raise PromptRefused(error, by_processor=bool(files)) from error
         return self._media_prompt(made) if files else Prompt(tuple(map(int, made["input_ids"])))
@@ -192,8 +167,10 @@ class ChatTemplate:
 
         Raises:
             PromptRefused: there are more or fewer placeholders than files.
+            OptionError: the text is too long for the model's context.
             MediaError, ProcessorError, MissingPackageError: see `prompt`.
         """
+        ModelLimits.of(self._model).check_letters(len(text))
         if not files:
             return Prompt(tuple(map(int, self.tokenizer(text)["input_ids"])))
         loader = _MediaLoader(self._model, files)
@@ -232,16 +209,6 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([*parts, PLAIN_NAMES[ASSISTANT]])
 
 
-class _GenerationTag(Extension):
-    """The tag `{% generation %}`, by which templates mark an answer for training; it is parsed as its content."""
-
-    tags = {"generation"}  # noqa: RUF012  jinja2's own way
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
 def _sources(program: Any) -> tuple[str, str]:
     """The chat template of a tokenizer or a processor, and the one for a prompt with tools; empty for none."""
     given = getattr(program, "chat_template", None) or ""
@@ -269,29 +236,26 @@ def _arguments() -> frozenset[str]:
     return frozenset({*names, "messages", "raise_exception", "strftime_now", *jinja2.defaults.DEFAULT_NAMESPACE})
 
 
-def _parsed(source: str) -> nodes.Template | None:
-    try:
-        return jinja2.Environment(extensions=[loopcontrols, _GenerationTag]).parse(source)
-    except jinja2.TemplateError:  # an unknown extension
-        return None
+_parsed = cache(PROCESS.names)
 
 
-@cache
 def variables_in(source: str) -> frozenset[str]:
     """Variables that a template's source reads, without those that transformers sets or takes as its own arguments."""
-    tree = _parsed(source)
-    return frozenset() if tree is None else frozenset(meta.find_undeclared_variables(tree)) - _arguments()
+    return _names(source)[1] - _arguments()
 
 
 def names_in(source: str) -> frozenset[str]:
     """Names of the variables, attributes and keys in a template's source."""
-    tree = _parsed(source)
-    if tree is None:
-        return frozenset(re.findall(r"[A-Za-z_]\w*", source))
-    found = {node.name for node in tree.find_all(nodes.Name)}
-    found |= {node.attr for node in tree.find_all(nodes.Getattr)}
-    found |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str) and len(node.value) < 64}
-    return frozenset(found)
+    return _names(source)[0]
+
+
+def _names(source: str) -> tuple[frozenset[str], frozenset[str]]:
+    """See `TemplateProcess.names`; none for a template that exceeds a limit."""
+    try:
+        names, variables = _parsed(source) if source else ((), ())
+    except (RuntimeError, ValueError):  # a prompt by this template tells why
+        return frozenset(), frozenset()
+    return frozenset(names), frozenset(variables)
 
 
 class _MediaLoader:

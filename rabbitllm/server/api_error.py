@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 
 from rabbitllm.base.terminal import harmless
-from rabbitllm.errors import MediaError, MissingPackageError, ProcessorError
+from rabbitllm.errors import MediaError, MissingPackageError, OptionError, ProcessorError
 from rabbitllm.generation.template import PromptRefused
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def broken() -> APIError:
     return APIError(BROKEN, "The server failed to answer this request; its log has the reason.", code="internal_error")
 
 
-PROMPT_ERRORS = (PromptRefused, MediaError, ProcessorError, MissingPackageError)
+PROMPT_ERRORS = (PromptRefused, OptionError, MediaError, ProcessorError, MissingPackageError)
 """Errors of `ChatTemplate.prompt`."""
 UNSUPPORTED, BAD_MEDIA = "unsupported_content", "invalid_media"
 """Codes of errors about pictures and sounds."""
@@ -104,6 +104,8 @@ def prompt_error(error: Exception) -> APIError:
     Args:
         error: one of `PROMPT_ERRORS`.
     """
+    if isinstance(error, OptionError):
+        return bad(error.problem, "messages", "context_length_exceeded")
     if isinstance(error, MediaError):
         return bad(error.problem, "messages", UNSUPPORTED if "takes no" in error.problem else BAD_MEDIA)
     if not isinstance(error, PromptRefused):  # its message has paths of this machine

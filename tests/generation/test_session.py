@@ -6,7 +6,6 @@ import io
 import math
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +33,7 @@ from rabbitllm.run import answer_record, how_it_ended, put_statistics
 from rabbitllm.telemetry.passes import EXPERTS_READ, READ, UPLOAD, PassInput
 from rabbitllm.telemetry.profiler import Profiler
 from tests.chat.talkers import FORGETFUL, family_of, parrot_folder, talker, talker_folder
-from tests.support.builders import FAMILIES, build_checkpoint
+from tests.support.builders import FAMILIES, build_checkpoint, talking
 from tests.support.hybrid_families import HYBRIDS
 from tests.support.tiny_models import ALL, load, plain_model, split
 
@@ -283,7 +282,7 @@ def told(talk: Conversation, question: str, answer: Result) -> Conversation:
 
 def expected(plain: Any, tokenizer: Any, talk: Conversation, question: str) -> str:
     """What transformers makes of the whole conversation, without any cache from before."""
-    template = ChatTemplate(SimpleNamespace(tokenizer=tokenizer))  # type: ignore[arg-type]
+    template = ChatTemplate(talking(tokenizer))
     ids = torch.tensor([template.prompt(talk.messages(question)).ids])
     made = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False)
     text: str = tokenizer.decode(made[0, ids.shape[1] :])

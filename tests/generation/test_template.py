@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,12 +9,13 @@ import pytest
 from rabbitllm.chat.conversation import Conversation, Exchange
 from rabbitllm.generation.template import ChatTemplate, PromptRefused
 from tests.chat.talkers import TEMPLATE, characters
+from tests.support.builders import talking
 
 TALK = Conversation("Be brief.", (Exchange("Who?", " Me.\n"), Exchange("Why?", "", True)))
 
 
 def template_of(tokenizer: Any) -> ChatTemplate:
-    return ChatTemplate(SimpleNamespace(tokenizer=tokenizer))  # type: ignore[arg-type]
+    return ChatTemplate(talking(tokenizer))
 
 
 def text_of(tokenizer: Any, messages: list[dict[str, Any]]) -> str:

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from transformers.utils import chat_template_utils
 
 from rabbitllm.errors import OptionError
-from rabbitllm.generation import template
 from rabbitllm.run import joined, prompt_of
-from tests.support.builders import make_tokenizer
+from tests.support.builders import make_tokenizer, talking
 
 
 def prompt_ids(tokenizer: Any, text: str, system: str | None = None, *, raw: bool = False) -> list[int]:
-    model: Any = SimpleNamespace(tokenizer=tokenizer)
-    return list(prompt_of(model, text, system, raw=raw).ids)
+    return list(prompt_of(talking(tokenizer), text, system, raw=raw).ids)
 
 
 @pytest.mark.parametrize(
@@ -107,81 +100,6 @@ def test_a_template_that_fails(template: str, why: str) -> None:
     tokenizer.chat_template = template
     with pytest.raises(OptionError, match=f"chat template refuses this prompt: .*{why}"):
         prompt_ids(tokenizer, "Hello")
-
-
-TWICE = "{% for i in range(99999) %}{% for j in range(99999) %}"
-ENDLESS = {
-    "infinite recursion": "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
-    "it takes more than": TWICE + "{% endfor %}{% endfor %}",
-    "its output has more than": TWICE + "xxxxxxxx{% endfor %}{% endfor %}",
-    "its output": "{% set n = namespace(x='xx') %}{% for i in range(64) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-    "its outp": "{% set x = ['x' * 9999] * 9999 %}{% for y in x %}{{ y }}{% endfor %}",
-}
-
-
-@pytest.mark.parametrize("why", ENDLESS)
-def test_a_template_that_does_not_end(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "takes" in why:
-        monkeypatch.setattr(template, "TEMPLATE_SECONDS", 0.5)
-    else:
-        monkeypatch.setattr(template, "TEMPLATE_LETTERS", 1 << 20)
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = ENDLESS[why]
-    with pytest.raises(OptionError, match=f"chat template refuses this prompt: {why}"):
-        prompt_ids(tokenizer, "Hello")
-    assert prompt_ids(make_tokenizer(), "Hello")
-
-
-HUGE = (Path(__file__).parent / "templates_that_make_too_much.txt").read_text().splitlines()
-
-ONE_BY_ONE = """
-import resource, sys
-from tests.run.test_prompt import HUGE, prompt_ids
-from rabbitllm.generation import template
-from tests.support.builders import make_tokenizer
-
-template.TEMPLATE_SECONDS = 2.0
-tokenizer = make_tokenizer()
-prompt_ids(tokenizer, "Hello")
-(used,) = [int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmSize")]
-resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30), resource.RLIM_INFINITY))
-for tokenizer.chat_template in HUGE:
-    try:
-        prompt_ids(tokenizer, "Hello")
-        print("done", flush=True)
-    except Exception as error:
-        print(type(error).__name__, getattr(error, "problem", error), flush=True)
-"""
-
-
-@pytest.mark.long
-@pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process as Linux does")
-def test_an_operation_of_a_template_that_makes_too_much() -> None:
-    """In a process of its own, which may not take the memory."""
-    ran = subprocess.run([sys.executable, "-c", ONE_BY_ONE], capture_output=True, text=True, check=False, timeout=600)
-    said = ran.stdout.splitlines()
-    for made, why in zip(HUGE, [*said, *[ran.stderr[-300:]] * 99], strict=False):
-        assert re.match("OptionError .*: it(s output has| computes with integers of| takes) more than", why), made
-
-
-SANE = (Path(__file__).parent / "templates_within_limits.txt").read_text().splitlines()
-
-
-def test_a_template_within_the_limits_gives_what_transformers_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = make_tokenizer()
-    chat = [{"role": role, "content": f" Hello <{role}>\n world "} for role in ("system", "user", "assistant", "user")]
-
-    def texts() -> list[str]:
-        chat_template_utils._compile_jinja_template.cache_clear()
-        return [tokenizer.apply_chat_template(chat, chat_template=one, tokenize=False) for one in SANE]
-
-    with template.bounded_template():
-        bounded = texts()
-    monkeypatch.setattr(chat_template_utils, "ImmutableSandboxedEnvironment", ImmutableSandboxedEnvironment)
-    plain = texts()
-    chat_template_utils._compile_jinja_template.cache_clear()
-    assert bounded == plain
-    assert all(bounded)
 
 
 def test_an_empty_template_is_none() -> None:

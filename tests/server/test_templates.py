@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rabbitllm.generation.template import ChatTemplate
 from rabbitllm.server.api_error import PROMPT_ERRORS, APIError, prompt_error
-from tests.support.builders import make_tokenizer
+from tests.support.builders import make_tokenizer, talking
 
 
 def answer_of(template: Any, *messages: dict[str, str]) -> APIError:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
     with pytest.raises(PROMPT_ERRORS) as refused:
-        ChatTemplate(SimpleNamespace(tokenizer=tokenizer)).prompt(messages)  # type: ignore[arg-type]
+        ChatTemplate(talking(tokenizer, 4096)).prompt(messages)
     error: Any = refused.value
     return prompt_error(error)
 
@@ -35,3 +34,11 @@ def test_a_template_that_fails_is_a_refusal() -> None:
 
 def test_without_a_template_there_are_no_tool_messages() -> None:
     assert "need a template" in answer_of(None, {"role": "tool", "content": "a"}).message
+
+
+def test_a_text_that_is_too_long_for_the_tokenizer() -> None:
+    error = answer_of("{{ 'x y ' * 10000000 }}", {"role": "user", "content": "a"})
+    assert error.message == "The prompt has 40,000,000 letters; the model's context has 4,096 tokens."
+    assert error.code == "context_length_exceeded"
+    error = answer_of(None, {"role": "user", "content": "a" * 10**6})
+    assert error.message == "The prompt has 1,000,017 letters; the model's context has 4,096 tokens."

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import tokenizers
@@ -224,6 +225,15 @@ def make_tokenizer() -> Any:
     wrapped = fast(tokenizer_object=made, pad_token=pad, bos_token=bos, eos_token=eos, model_max_length=256)
     wrapped.chat_template = _CHAT_TEMPLATE
     return wrapped
+
+
+def talking(tokenizer: Any, context: int | None = None) -> Any:
+    """What prompts need of a model: its tokenizer and its context."""
+    config = transformers.PretrainedConfig()
+    if context is not None:
+        config.max_position_embeddings = context
+    table = SimpleNamespace(num_embeddings=VOCABULARY_SIZE)
+    return SimpleNamespace(tokenizer=tokenizer, config=config, base_model=None, get_input_embeddings=lambda: table)
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
