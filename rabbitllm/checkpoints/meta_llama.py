@@ -318,17 +318,20 @@ def translated(header: Header, params: MetaParams, rank: int, ranks: int, file: 
     for name in expected:
         if name != _HEAD or not shapes.tied:
             _required(found, name, file)
-    taken = []
+    taken, copies = [], []
     for name, tensor in found.items():
         own, _, dim = expected[name]
-        if (name == _HEAD and shapes.tied) or (dim is None and rank > 0):
+        if name == _HEAD and shapes.tied:
+            continue
+        if dim is None and rank > 0:
+            copies.append(tensor._replace(name=own))
             continue
         in_layer = _LAYER.fullmatch(name)
         rotated = {"attention.wq": params.n_heads, "attention.wk": params.n_kv_heads}
         own_heads = rotated.get(in_layer[2]) if in_layer is not None else None
         turned = tensor if own_heads is None else _halves_first(tensor, own_heads // ranks)
         taken.append(_as_piece(turned, own, dim, rank, ranks))
-    return dataclasses.replace(header, tensors=tuple(taken))
+    return dataclasses.replace(header, tensors=tuple(taken), copies=tuple(copies))
 
 
 def _expected_shapes(

@@ -249,6 +249,7 @@ class Header:
         data_start: offset of the data in bytes.
         comes_first: whether it precedes all data, so that the file can be processed as a stream.
         left_out: what is in the file and not in `tensors`.
+        copies: further tensors, which should have the bytes of those of the same name in another file.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -256,6 +257,7 @@ class Header:
     data_start: int
     comes_first: bool = True
     left_out: tuple[LeftOut, ...] = ()
+    copies: tuple[TensorSpec, ...] = ()
 
 
 @functools.lru_cache(maxsize=4096)

@@ -270,7 +270,7 @@ def left_out_of(
     """The tensors of each shard's file that a split leaves out.
 
     These are tensors that are no weights of the model, and those that the index takes from another shard, unless both
-    have the same bytes, which are read for that.
+    have the same bytes, which are read for that. Of a shard that is fetched these are not looked at.
 
     Args:
         checkpoint: the source.
@@ -280,13 +280,14 @@ def left_out_of(
     found = {}
     taken = {spec.name: spec for specs in tensors.values() for spec in specs}
     for shard in metadata:
-        left = [*shard.header.left_out]
+        left, copies = [*shard.header.left_out], [*shard.header.copies]
         if len(shard.header.tensors) != len(tensors[shard.name]):
             own = {spec.name for spec in tensors[shard.name]}
-            for spec in shard.header.tensors:
-                if spec.name not in own and not _is_copy(checkpoint, spec, taken.get(spec.name)):
-                    owner = checkpoint.index.weight_map.get(spec.name, "another shard")
-                    left.append(LeftOut(f"{spec.name}, which is taken from {owner}", spec.extent))
+            copies += [spec for spec in shard.header.tensors if spec.name not in own]
+        for spec in copies if not shard.staged else ():
+            if not _is_copy(checkpoint, spec, taken.get(spec.name)):
+                owner = checkpoint.index.weight_map.get(spec.name, "another shard")
+                left.append(LeftOut(f"{spec.name}, which is taken from {owner}", spec.extent))
         found[shard.name] = tuple(left)
     return found
 

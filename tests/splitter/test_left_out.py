@@ -25,6 +25,7 @@ from rabbitllm.store.manifest import JOURNAL_NAME
 from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards
 from tests.support.gguf_files import write_gguf
 from tests.support.hub_fixtures import HubEnvironment
+from tests.support.meta_files import tiny_llama, write_meta
 from tests.support.splitting import Call, layer_files, names_in
 
 TORCH_FILE = "pytorch_model.bin"
@@ -61,6 +62,14 @@ def tensor_in_two_shards(folder: Path) -> Path:
     return folder
 
 
+def ranks_with_two_norms(folder: Path) -> Path:
+    """Each of Meta's ranks has all norms; the second rank's last norm has other values."""
+    write_meta(folder, tiny_llama(), ranks=2)
+    second = torch.load(folder / "consolidated.01.pth", weights_only=True)
+    torch.save({**second, "norm.weight": second["norm.weight"] + 1}, folder / "consolidated.01.pth")
+    return folder
+
+
 KINDS: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "training": (training_checkpoint, TORCH_FILE, "optimizer (2 tensors, 8,000 bytes)"),
     "gguf": (gguf_with_more, "x.gguf", "blk.0.extra.weight (1 tensor, 4,000 bytes)"),
@@ -68,6 +77,11 @@ KINDS: dict[str, tuple[Callable[[Path], Path], str, str]] = {
         tensor_in_two_shards,
         "model-00001-of-00002.safetensors",
         "model.norm.weight, which is taken from model-00002-of-00002.safetensors (1 tensor, 256 bytes)",
+    ),
+    "ranks": (
+        ranks_with_two_norms,
+        "consolidated.01.pth",
+        "model.norm.weight, which is taken from consolidated.00.pth (1 tensor, 128 bytes)",
     ),
 }
 
@@ -83,7 +97,7 @@ def model(kind: str, tmp_path: Path) -> Path:
 
 
 def weights_in(folder: Path) -> list[str]:
-    return [name for name in names_in(folder) if name.endswith((".safetensors", ".bin", ".gguf"))]
+    return [name for name in names_in(folder) if name.endswith((".safetensors", ".bin", ".gguf", ".pth"))]
 
 
 def source_of(model: Path) -> str:
@@ -129,7 +143,7 @@ def test_the_original_of_a_finished_split(model: Path, kind: str, caplog: pytest
     if kind != "gguf":  # which says it in other words
         assert f"The split leaves out tensors of {file}: {what}." in caplog.text
     assert f"{file} in" not in caplog.text
-    assert len(everything) == (2 if kind == "twice" else 1)
+    assert len(everything) == (2 if kind in ("twice", "ranks") else 1)
     Call(source, **DELETE).make()
     assert weights_in(model) == [file]
     assert f"{file} in {model} is kept, since the split leaves out {what}" in caplog.text
@@ -142,7 +156,7 @@ def test_the_original_of_a_finished_split(model: Path, kind: str, caplog: pytest
 def test_a_call_that_was_killed(model: Path, kind: str, by_this_version: bool) -> None:
     """Also one of a version that did not record what is left out; a tensor that is there twice is recorded only."""
     _, file, _ = KINDS[kind]
-    if kind == "twice" and not by_this_version:
+    if kind in ("twice", "ranks") and not by_this_version:
         pytest.skip("an earlier version deletes it")
     call = Call(source_of(model))
 
