@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm.checkpoints.checkpoint import Disposal, Release
+from rabbitllm.checkpoints.index import WEIGHT_SUFFIXES
 from rabbitllm.errors import UnsafePathError
 from rabbitllm.storage import durable
 from rabbitllm.storage.folders import bytes_freed_by_deleting
@@ -161,13 +162,16 @@ def free_rest(snapshot: CachedSnapshot) -> list[Path]:
     """Delete the rest of a snapshot: the small files of that revision, and the revision itself.
 
     Returns:
-        The paths that were links of the snapshot; none if the cache is read-only.
+        The paths that were links of the snapshot; none if the cache is read-only, or if the snapshot has other weights,
+        such as another GGUF model, which the user did not name.
     """
     if not os.access(snapshot.cache, os.W_OK):
         return []
     from huggingface_hub import scan_cache_dir
 
     paths = sorted(path for path in snapshot.folder.rglob("*") if not path.is_dir())
+    if any(path.name.endswith(WEIGHT_SUFFIXES) for path in paths):
+        return []
     info = scan_cache_dir(snapshot.cache)
     known = {revision.commit_hash for repo in info.repos for revision in repo.revisions}
     if snapshot.commit in known:

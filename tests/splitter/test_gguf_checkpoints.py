@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from huggingface_hub import snapshot_download
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
@@ -86,6 +87,20 @@ def test_shards_that_are_kept_are_fetched_into_the_hub_cache(
     made = split(REPO, sequential=False)
     assert layer_files(made) == expected[None]
     assert len(list(hub_environment.cache.rglob("*.gguf"))) == FILES
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+def test_another_model_of_the_repository_stays_in_the_hub_cache(
+    tmp_path: Path, hub_environment: HubEnvironment, sequential: bool
+) -> None:
+    (tmp_path / "hub" / REPO).mkdir(parents=True)
+    write_gguf(tmp_path / "hub" / REPO / "tiny-Q4_K_M.gguf")
+    write_gguf(tmp_path / "hub" / REPO / "tiny-Q8_0.gguf", seed=1)
+    snapshot = Path(snapshot_download(REPO))
+    split(f"{REPO}:q4_k_m", sequential=sequential, delete_original=True)
+    assert names_in(snapshot, "*.gguf") == ["tiny-Q8_0.gguf"]
+    split(f"{REPO}:q8_0", sequential=sequential, delete_original=True)
+    assert not list(snapshot.glob("*.gguf"))
 
 
 def test_a_file_of_several_is_named(tmp_path: Path, expected: dict[str | None, dict[str, bytes]]) -> None:
