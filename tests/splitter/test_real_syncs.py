@@ -1,0 +1,162 @@
+"""The system calls of a split: what the next step depends on is really synced, not only announced (`durable.Step`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rabbitllm.splitter.split import STAGING_NAME
+from rabbitllm.storage import durable
+from rabbitllm.storage.durable import Log
+from rabbitllm.store.layer_file import SCRATCH_SUFFIX
+from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME
+from tests.splitter.conftest import MakeScene
+from tests.support.dying import dying_at
+from tests.support.real_syncs import SystemCall, recorded
+from tests.support.scenes import Route, Scene
+
+
+class Disk:
+    """What is not durable yet, call by call.
+
+    Attributes:
+        written: files with bytes that were not synced.
+        named: folders in which names were not synced.
+    """
+
+    def __init__(self) -> None:
+        self.written = set[Path]()
+        self.named = set[Path]()
+
+    def follow(self, call: SystemCall) -> None:
+        match call.name:
+            case "fsync":
+                self.written.discard(call.path)
+                self.named.discard(call.path)
+            case "write" | "truncate":
+                self.written.add(call.path)
+            case "replace":
+                assert call.target is not None
+                assert call.path not in self.written, f"{call.path} gets its name before it is synced"
+                self.named |= {call.path.parent, call.target.parent}
+            case "unlink":
+                self.written.discard(call.path)
+                self.named.add(call.path.parent)
+            case "mkdir":
+                self.named.add(call.path.parent)
+
+    def certain(self, what: str, but: Callable[[Path], bool] = lambda path: False) -> None:
+        """Nothing is left to sync when this happens."""
+        written = sorted(str(path) for path in self.written if not but(path))
+        assert not written, f"{what}, and not synced: {written}"
+        assert not self.named, f"{what}, and names not synced in {sorted(map(str, self.named))}"
+
+
+def follow(scene: Scene, calls: list[SystemCall], shards: Callable[[Path], bool]) -> int:
+    """Follow the calls below a scene's folder; return how many shards were deleted."""
+    disk, deleted = Disk(), 0
+    for call in calls:
+        if call.path != scene.folder.parent and not call.path.is_relative_to(scene.folder):
+            continue
+        if call.path.is_relative_to(scene.folder / "hub"):  # huggingface_hub's cache
+            continue
+        if call.path.name.startswith(".lock") or (STAGING_NAME in call.path.parts and not shards(call.path)):
+            continue  # describes a running process, or can be fetched again
+        if call.name == "unlink" and shards(call.path):
+            # scales that wait for nothing more are in a scratch file until the layer's name is durable
+            disk.certain(f"{call.path} is deleted", lambda path: path.name.endswith(SCRATCH_SUFFIX))
+            deleted += 1
+        elif call.name == "write" and call.path.name == JOURNAL_NAME:
+            disk.certain(f"the journal goes on at {call}", lambda path: path.name.endswith(SCRATCH_SUFFIX))
+        elif call.name == "unlink" and call.path.name == JOURNAL_NAME:
+            disk.certain("the journal is removed")
+        disk.follow(call)
+    assert not disk.written
+    return deleted
+
+
+ROUTES = [
+    Route(),
+    Route(compression="4bit-double"),
+    Route(delete_original=True),
+    Route(hub=True, compression="4bit"),
+    Route(hub=True, transfer="stream"),
+    Route(sequential=False),
+]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="paths of descriptors are those of Linux")
+@pytest.mark.parametrize("route", ROUTES, ids=str)
+def test_what_a_step_depends_on_is_synced(make_scene: MakeScene, route: Route) -> None:
+    scene = make_scene(route)
+    scene.reset()
+    with recorded() as calls:
+        scene.call.make()
+    local = not route.hub and (route.sequential or route.delete_original)
+    names = {path.name for path in scene.original.glob("*.safetensors")}
+    deleted = follow(scene, calls, lambda path: path.name in names and scene.made not in path.parents)
+    assert deleted == (3 if local else 0)
+    assert sum(call.name == "write" and call.path.name == JOURNAL_NAME for call in calls) == 3
+    last = [call for call in calls if call.path in (scene.made, scene.made / JOURNAL_NAME)]
+    assert [call.name for call in last[-2:]] == ["fsync", "unlink"]
+    assert any(call.target == scene.made / MANIFEST_NAME for call in calls)
+
+
+@pytest.mark.usefixtures("one_open_file")
+def test_file_is_synced_before_it_is_closed_for_another(make_scene: MakeScene) -> None:
+    scene = make_scene(Route())
+    scene.reset()
+    with recorded() as calls:
+        scene.call.make()
+    assert follow(scene, calls, lambda path: path.parent == scene.folder and path.suffix == ".safetensors") == 3
+
+
+def test_resumed_split_makes_durable_what_it_trusts(make_scene: MakeScene) -> None:
+    """Bytes of a process that died are visible and perhaps not durable: the journal's and the folder's."""
+    scene = make_scene(Route())
+    scene.reset()
+    with dying_at(0, kinds=("unlink",)):
+        scene.call.make()
+    with recorded() as calls:
+        scene.call.make()
+    journal = scene.made / JOURNAL_NAME
+    shard = next(number for number, call in enumerate(calls) if call.name == "unlink" and call.path.suffix != ".part")
+    before = [call.name for call in calls[:shard] if call.path == journal]
+    assert before == ["write", "fsync"]
+    assert calls[shard + 1] == SystemCall("fsync", calls[shard].path.parent)
+
+
+def test_line_is_synced_before_append_returns(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.touch()
+    log = Log(path)
+    with recorded() as calls:
+        log.append("line")
+    log.close()
+    assert calls == [SystemCall("write", path), SystemCall("fsync", path)]
+
+
+def test_each_new_folder_is_synced_in_its_parent(tmp_path: Path) -> None:
+    with recorded() as calls:
+        durable.make_folder(tmp_path / "a" / "b")
+    assert [(call.name, call.path.name) for call in calls] == [
+        ("mkdir", "a"),
+        ("fsync", tmp_path.name),
+        ("mkdir", "b"),
+        ("fsync", "a"),
+    ]
+
+
+def test_whole_file_and_its_name_are_synced(tmp_path: Path) -> None:
+    with recorded() as calls:
+        durable.write_whole(tmp_path / "file", b"content")
+    part = tmp_path / "file.part"
+    assert calls == [
+        SystemCall("write", part),
+        SystemCall("fsync", part),
+        SystemCall("replace", part, tmp_path / "file"),
+        SystemCall("fsync", tmp_path),
+    ]
