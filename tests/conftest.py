@@ -118,6 +118,7 @@ FIRST = (
     "test_attacks.py",
     "cli/test_quality.py",
     "demo/test_run.py",
+    "test_kills.py",
     "test_few_descriptors.py",
     "cli/test_chat.py",
     "evaluation/test_compare.py",

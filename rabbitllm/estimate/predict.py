@@ -49,6 +49,7 @@ from rabbitllm.estimate.outline import Outline
 from rabbitllm.estimate.plan import SourceScan
 from rabbitllm.quant.schemes import STORED
 from rabbitllm.splitter.plan import PlannedFiles
+from rabbitllm.storage import durable
 from rabbitllm.store.layer_file import LAYER_SUFFIX
 from rabbitllm.store.layer_store import LayerStore, WeightFiles
 
@@ -154,7 +155,7 @@ def predict_outline(
     Raises:
         RabbitLLMError: `load_model` would refuse the model.
     """
-    (work / "config.json").write_text(json.dumps(outline.sample))
+    durable.write_scratch(work / "config.json", json.dumps(outline.sample).encode())
     store = PlannedFiles(outline.plans[compression], folder)
     plan = stretched(make_load_plan(store, machine.options, work, machine.devices), outline.layers, machine)
     return plan, estimate(compression, plan, folder, machine, readable)

@@ -25,6 +25,7 @@ from tests.frozen import seam
 from tests.frozen.support import checkpoints, golden
 from tests.frozen.support.command_line import rabbitllm as command_line
 from tests.frozen.support.states import SCHEMES, STATES, State
+from tests.support.crashes import KILLED, CrashServer
 from tests.support.hub_fixtures import HubEnvironment, point_at
 from tests.support.local_hub import LocalHub
 from tests.support.meta_files import tiktoken_file, write_meta
@@ -175,8 +176,9 @@ def make_state(state: State, base: Path, folder: Path) -> None:
     for call in state.before:
         assert seam.make({**call, "folder": str(folder)}) == 0, state.name
     if state.dead is not None and state.by_a_kill:
-        with seam.Crashes() as crashes:
-            assert crashes.run({**state.dead, "folder": str(folder)}, state.moment) == seam.KILLED, state.name
+        with CrashServer() as server:
+            ended = server.ask(seam.MAKE, {**state.dead, "folder": str(folder)}, state.moment)
+        assert ended.status == KILLED, state.name
     elif state.dead is not None:
         assert seam.dead_from({**state.dead, "folder": str(folder)}, state.moment), state.name
 

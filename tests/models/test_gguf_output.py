@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import re
-import signal
 import struct
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,7 +35,6 @@ from rabbitllm.models.convert import convert
 from rabbitllm.models.gguf_metadata import FAMILIES
 from rabbitllm.models.gguf_output import OUTTYPES
 from rabbitllm.storage import durable
-from tests.support.crashes import KILLED
 from tests.support.gguf_files import TEMPLATE, write_gguf
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
@@ -577,37 +572,6 @@ def test_a_disk_without_room_is_refused_before_the_first_byte(tmp_path: Path) ->
         convert(folder, disk.path / "model.gguf", to="gguf", min_free_disk=0)
     with pytest.raises(NotEnoughSpaceException, match="allowed by max_disk"):
         convert(folder, tmp_path / "model.gguf", to="gguf", max_disk="1MiB")
-
-
-KILL = """
-import os, signal, sys
-from rabbitllm.models import gguf_output
-from rabbitllm.models.convert import convert
-from rabbitllm.storage import durable
-
-gguf_output.SYNC_BYTES = 1
-steps = []
-def die(step):
-    steps.append(step)
-    if len(steps) == int(sys.argv[3]):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-with durable.observe_steps(die):
-    convert(sys.argv[1], sys.argv[2], to="gguf")
-"""
-
-
-@pytest.mark.parametrize("number", [12, *(pytest.param(n, marks=pytest.mark.long) for n in (3, 5, 7, 31, 32, 33, 60))])
-def test_a_killed_conversion_leaves_no_file_and_the_same_call_continues(tmp_path: Path, number: int) -> None:
-    assert KILLED == -signal.SIGKILL
-    folder, file = build(tmp_path / "model", "llama"), tmp_path / "model.gguf"
-    command = [sys.executable, "-c", KILL, str(folder), str(file), str(number)]
-    assert subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode == KILLED
-    assert "model.gguf" not in names_in(tmp_path, "*.gguf*")
-    convert(folder, file, to="gguf")
-    convert(folder, tmp_path / "other.gguf", to="gguf")
-    assert file.read_bytes() == (tmp_path / "other.gguf").read_bytes()
-    assert names_in(tmp_path, "*.gguf*") == ["model.gguf", "other.gguf"]
 
 
 def fail_after(count: int, folder: Path, file: Path) -> None:

@@ -16,7 +16,7 @@ from rabbitllm.checkpoints import fetch
 from rabbitllm.cli.main import app
 from rabbitllm.errors import HubError, IncompleteSplitError, OptionError, SplitMismatchError
 from rabbitllm.storage.durable import Step
-from rabbitllm.store.layer_store import LayerStore, verify
+from rabbitllm.store.layer_store import verify
 from rabbitllm.store.manifest import Manifest, read_manifest
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.dying import Death
@@ -105,37 +105,6 @@ def test_hub_that_does_not_answer_leaves_all_as_it_was(
     with pytest.raises(HubError):
         repair(made)
     assert contents(made) == before
-
-
-@pytest.mark.long
-def test_broken_off_anywhere(made: Path) -> None:
-    """After every step the directory is refused, finished by the same call, or seen as damaged and repaired."""
-    whole = contents(made)
-    spoil(made, LAYER)
-    counter = Counter()
-    with observe_ticks(counter):
-        repair(made)
-    assert contents(made) == whole
-    for death in range(0, counter.count, max(counter.count // 25, 1)):
-        spoil(made, LAYER)
-        with (
-            observe_ticks(Counter(lambda number, step, at=death: _stop(number == at))),
-            pytest.raises(KeyboardInterrupt),
-        ):  # type: ignore[misc]
-            repair(made)
-        if read_manifest(made) is not None and (verify(made).damaged or LAYER not in names_in(made)):
-            if LAYER not in names_in(made):
-                with pytest.raises(IncompleteSplitError, match="is missing"):
-                    LayerStore(made)
-            repair(made)
-        else:
-            assert split(REPO, compression="4bit") == made
-        assert contents(made) == whole, death
-
-
-def _stop(now: bool) -> None:
-    if now:
-        raise KeyboardInterrupt
 
 
 def test_another_source_is_refused(made: Path, tmp_path: Path) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -156,3 +157,8 @@ def interrupted(call: Call, shards: int = 1) -> Path:
     with observe_steps(Counter(stop)), progress.listening(listen), pytest.raises(KeyboardInterrupt):
         call.make()
     return call.find().split_folder
+
+
+def make(call: Mapping[str, Any]) -> None:
+    """Make a call that is given as data, as `CrashServer` has it."""
+    Call(**call).make()
