@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rabbitllm.engine.expert_pool import ExpertCache
+from rabbitllm.engine.expert_pool import ExpertCache, HostSlot
+from rabbitllm.storage.files import read_range
+from tests.engine.test_fake_gpu import load_on
+from tests.support.builders import build_checkpoint
+from tests.support.fake_gpu import FakeGpu, watched
+from tests.support.tiny_models import split
 
 COUNTS = [3, 5, 4]
 
@@ -145,3 +153,48 @@ def test_skewed_use_hits_more_often_than_with_the_most_recent(slots: int) -> Non
             if len(recent) > slots:
                 recent.popitem(last=False)
     assert hits > lru_hits
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Any:
+    """Of a device with slots of its own and slots in host memory."""
+    many = {"num_experts": 24, "num_experts_per_tok": 3}
+    folder = split(build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **many))
+    model = load_on([FakeGpu(0)], folder, 1 << 20, 1 << 19)
+    (pool,) = model.streamer.pools.values()
+    pool.folder, pool.model = folder, model
+    return pool
+
+
+def bytes_of_expert(pool: Any, expert: int) -> bytes:
+    """What the file of the first module has of an expert, as a slot holds it."""
+    slot = bytearray(pool._nbytes)
+    for span in pool.sources[0].spans(expert):
+        slot[span.at : span.at + span.nbytes] = read_range(pool.folder / span.file, span.offset, span.nbytes)
+    return bytes(slot)
+
+
+def held(pool: Any, memory: torch.Tensor) -> bytes:
+    """The bytes of the first module's expert in a slot; what is between its parts is left blank."""
+    slot = bytearray(pool._nbytes)
+    for span in pool.sources[0].spans(0):
+        slot[span.at : span.at + span.nbytes] = bytes(memory[span.at : span.at + span.nbytes].numpy())
+    return bytes(slot)
+
+
+def test_a_slot_in_host_memory_is_read_into_when_its_copy_is_over(pool: Any) -> None:
+    """Two experts go through the same slot; the device gets the first one, however late it copies."""
+    first, second = pool._slots[:2]
+    tickets = [pool._fill(0, expert, slot, HostSlot(0, False), None) for expert, slot in enumerate((first, second))]
+    for ticket in tickets:
+        pool._device.arrive(ticket)
+    assert [held(pool, slot.memory) for slot in (first, second)] == [bytes_of_expert(pool, one) for one in (0, 1)]
+
+
+def test_a_routing_that_is_changed_in_place_is_asked_for_again(pool: Any) -> None:
+    with watched():  # else a copy to the host would be the tensor itself
+        index = torch.tensor([[3, 1], [2, 7]]).to(pool._device.torch_device)
+        assert pool.numbers(index).tolist() == [3, 1, 2, 7]
+        index[0, 0] = 5
+        assert pool.numbers(index).tolist() == [5, 1, 2, 7]
+        assert pool.numbers(index) is pool.numbers(index)

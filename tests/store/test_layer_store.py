@@ -136,39 +136,68 @@ RECORD = {
     "stem": "model.norm",
     "file": "model.norm.safetensors",
     "size": 1,
+    "crc32": "0000000a",
+    "blocks": "AAAAAA==",
+    "shards": ["model.safetensors"],
     "tensors": ["model.norm.weight"],
 }
+SOURCE = {"kind": "local", "name": "m", "commit": None, "fingerprints": {}}
+NO_NAME = "is not the name of a layer file"
+
+
+def test_the_record_that_is_damaged_below_is_sound(folder: Path) -> None:
+    rewrite(folder, source=SOURCE, layers=[RECORD])
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    assert [layer.file for layer in manifest.layers] == ["model.norm.safetensors"]
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "problem"),
     [
-        {"source": None},
-        {"source": []},
-        {"source": {"kind": "local"}},
-        {"source": {"kind": "local", "name": "m", "commit": None, "fingerprints": "abc"}},
-        {"source": {"kind": "local", "name": "m", "commit": None, "fingerprints": [["a"]]}},
-        {"source": {"kind": 5, "name": "m", "commit": None, "fingerprints": {}}},
-        {"layers": None},
-        {"layers": 5},
-        {"layers": ["norm"]},
-        {"layers": [{**RECORD, "size": "1"}]},
-        {"layers": [{**RECORD, "size": -1}]},
-        {"layers": [{**RECORD, "file": 5}]},
-        {"layers": [{**RECORD, "file": "../../other.safetensors"}]},
-        {"layers": [{**RECORD, "file": "/etc/passwd"}]},
-        {"layers": [{**RECORD, "file": ""}]},
-        {"layers": [{**RECORD, "file": ".."}]},
-        {"layers": [{**RECORD, "tensors": 5}]},
-        {"layers": [{**RECORD, "tensors": [5]}]},
-        {"compression": 4},
-        {"compression": "3bit"},
+        ({"source": None}, "'NoneType' object"),
+        ({"source": []}, "list indices"),
+        ({"source": {"kind": "local"}}, "KeyError 'fingerprints'"),
+        ({"source": {**SOURCE, "fingerprints": "abc"}}, "'str' object has no attribute 'items'"),
+        ({"source": {**SOURCE, "fingerprints": [["a"]]}}, "'list' object has no attribute 'items'"),
+        ({"source": {**SOURCE, "fingerprints": {"a": 5}}}, "5 is not"),
+        ({"source": {**SOURCE, "kind": 5}}, "5 is not"),
+        ({"source": {**SOURCE, "crc32": {"a": "x"}}}, "invalid literal"),
+        ({"layers": None}, "'NoneType' object is not iterable"),
+        ({"layers": 5}, "'int' object is not iterable"),
+        ({"layers": ["norm"]}, "string indices"),
+        *(
+            ({"layers": [{name: value for name, value in RECORD.items() if name != key}]}, f"KeyError '{key}'")
+            for key in RECORD
+            if key != "blocks"
+        ),
+        ({"layers": [{**RECORD, "size": "1"}]}, "'1' is not a size"),
+        ({"layers": [{**RECORD, "size": -1}]}, "-1 is not a size"),
+        ({"layers": [{**RECORD, "size": True}]}, "True is not a size"),
+        ({"layers": [{**RECORD, "file": 5}]}, "5 is not"),
+        ({"layers": [{**RECORD, "file": "../../other.safetensors"}]}, f"'../../other.safetensors' {NO_NAME}"),
+        ({"layers": [{**RECORD, "file": "inner/other.safetensors"}]}, f"'inner/other.safetensors' {NO_NAME}"),
+        ({"layers": [{**RECORD, "file": "/tmp/other.safetensors"}]}, f"'/tmp/other.safetensors' {NO_NAME}"),
+        ({"layers": [{**RECORD, "file": "/etc/passwd"}]}, f"'/etc/passwd' {NO_NAME}"),
+        ({"layers": [{**RECORD, "file": "passwd"}]}, f"'passwd' {NO_NAME}"),
+        ({"layers": [{**RECORD, "file": ""}]}, f"'' {NO_NAME}"),
+        ({"layers": [{**RECORD, "file": ".."}]}, f"'..' {NO_NAME}"),
+        ({"layers": [{**RECORD, "tensors": 5}]}, "'int' object is not iterable"),
+        ({"layers": [{**RECORD, "tensors": [5]}]}, "5 is not"),
+        ({"layers": [{**RECORD, "shards": [5]}]}, "5 is not"),
+        ({"layers": [{**RECORD, "crc32": 5}]}, "5 is not"),
+        ({"layers": [{**RECORD, "blocks": "AAAA"}]}, "3 bytes are not checksums"),
+        ({"layers": [{**RECORD, "blocks": "*"}]}, "Error"),
+        ({"compression": 4}, "4 is not a compression"),
+        ({"compression": "3bit"}, "'3bit' is not a compression"),
+        ({"dtype": "load"}, "'load' is not a dtype of a model"),
     ],
 )
-def test_damaged_manifest(folder: Path, changes: dict[str, Any]) -> None:
+def test_damaged_manifest(folder: Path, changes: dict[str, Any], problem: str) -> None:
     rewrite(folder, **changes)
     with pytest.raises(IncompleteSplitError, match=r"split.json is damaged") as refused:
         LayerStore(folder)
+    assert problem in refused.value.problem
     assert "Keep this one until then" in str(refused.value)
 
 
