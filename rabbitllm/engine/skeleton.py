@@ -24,6 +24,7 @@ from rabbitllm.errors import (
     RabbitLLMError,
     UnknownArchitectureError,
 )
+from rabbitllm.formats.bounded import FETCH_POINTER, check_begins_json, is_pointer_file
 from rabbitllm.version import TRANSFORMERS
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConf
     Raises:
         UnknownArchitectureError: transformers does not support the model type, its code is not trusted, or the weights
             are quantized by a method that is not supported.
+        InvalidIndexError: config.json is a git-lfs pointer, or begins with a byte-order mark.
     """
     from transformers import AutoConfig
 
@@ -52,6 +54,7 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConf
             "Use the model's folder; for a split in another folder set layer_shards_saving_path.",
         )
     try:
+        check_begins_json(folder / "config.json")
         config = _that_makes_text(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
         model_class(config)
     except RabbitLLMError:
@@ -391,11 +394,15 @@ def _tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase
     """The tokenizer in a folder.
 
     Raises:
+        CorruptVocabularyError: a file is a git-lfs pointer.
         TypeError: a setting that transformers does not check would make the first use of the tokenizer fail.
         Exception: any error of transformers.
     """
     from transformers import AutoTokenizer
 
+    for name in _TOKENIZER_FILES:
+        if is_pointer_file(folder / name):
+            raise CorruptVocabularyError(f"{folder / name} is a git-lfs pointer, not the file itself.", FETCH_POINTER)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     longest = getattr(tokenizer, "model_max_length", 0)
     if not isinstance(longest, int | float):
@@ -426,6 +433,8 @@ def check_tokenizer(folder: Path, trust_remote_code: bool = False) -> None:
         _tokenizer(folder, trust_remote_code)
     except (ImportError, OSError):
         return
+    except CorruptVocabularyError:
+        raise
     except Exception as error:
         if type(error) is ValueError and "side should be" not in str(error):  # a class that transformers lacks
             return
