@@ -20,11 +20,12 @@ from rabbitllm.engine.published import change_modules, check_method, drop_leftov
 from rabbitllm.errors import (
     CorruptVocabularyError,
     IncompleteCheckpointError,
+    InvalidIndexError,
     OptionError,
     RabbitLLMError,
     UnknownArchitectureError,
 )
-from rabbitllm.formats.bounded import FETCH_POINTER, check_begins_json, is_pointer_file
+from rabbitllm.formats.bounded import FETCH_POINTER, check_begins_json, is_pointer_file, read_json
 from rabbitllm.version import TRANSFORMERS
 
 if TYPE_CHECKING:
@@ -394,7 +395,7 @@ def _tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase
     """The tokenizer in a folder.
 
     Raises:
-        CorruptVocabularyError: a file is a git-lfs pointer.
+        CorruptVocabularyError, InvalidIndexError: a file is a git-lfs pointer, or chat_template.json is no JSON.
         TypeError: a setting that transformers does not check would make the first use of the tokenizer fail.
         Exception: any error of transformers.
     """
@@ -407,6 +408,8 @@ def _tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase
     longest = getattr(tokenizer, "model_max_length", 0)
     if not isinstance(longest, int | float):
         raise TypeError(f"model_max_length is {longest!r:.40}; expected a number.")
+    if not getattr(tokenizer, "chat_template", None) and (folder / _PROCESSOR_TEMPLATE).is_file():
+        tokenizer.chat_template = read_json(folder / _PROCESSOR_TEMPLATE).get("chat_template")
     template = getattr(tokenizer, "chat_template", None)
     texts = [*template, *template.values()] if isinstance(template, dict) else [template or ""]
     if not all(isinstance(text, str) for text in texts):
@@ -418,6 +421,8 @@ def _tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase
     return tokenizer
 
 
+_PROCESSOR_TEMPLATE = "chat_template.json"
+"""The chat template of older models for pictures; transformers reads it with the processor only."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
@@ -433,7 +438,7 @@ def check_tokenizer(folder: Path, trust_remote_code: bool = False) -> None:
         _tokenizer(folder, trust_remote_code)
     except (ImportError, OSError):
         return
-    except CorruptVocabularyError:
+    except (CorruptVocabularyError, InvalidIndexError):
         raise
     except Exception as error:
         if type(error) is ValueError and "side should be" not in str(error):  # a class that transformers lacks
