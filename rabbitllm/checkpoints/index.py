@@ -8,6 +8,7 @@ are checked before they are used to open or delete a file.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 from rabbitllm.base.terminal import listed
 from rabbitllm.errors import CheckpointNotFoundError, InvalidIndexError, UnsafePathError
 from rabbitllm.formats.bounded import read_json, short
+from rabbitllm.formats.gguf import MAGIC, begins_gguf
 from rabbitllm.formats.safetensors_file import TensorToWrite
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec
 
@@ -37,7 +39,7 @@ _NO_MODEL = re.compile(
 """Files of a training run without a model: state of the optimizer and similar, arguments, adapters."""
 META_PARAMETERS = "params.json"
 """The file with which a checkpoint in Meta's own format begins."""
-_GGUF_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_GGUF_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})(?P<of>-of-)(?P<count>\d{5})(?P<ending>\.gguf)", re.IGNORECASE)
 _NO_GGUF_MODEL = re.compile(r"(?:.*[-_.])?(?:mmproj|imatrix|vocab)(?:[-_.].*)?\.gguf", re.IGNORECASE)
 """Files without a model: a vision encoder, a calibration, a vocabulary."""
 MAX_GGUF_FILES = 4096
@@ -134,7 +136,32 @@ def is_rank(name: str) -> bool:
 
 def is_gguf(name: str) -> bool:
     """Whether a file name is that of a GGUF file."""
-    return name.endswith(GGUF_SUFFIX)
+    return name.lower().endswith(GGUF_SUFFIX)
+
+
+def is_gguf_file(path: Path) -> bool:
+    """Whether a local file is GGUF: by its name, or by its first bytes if its name says nothing (Ollama's blobs)."""
+    if is_gguf(path.name):
+        return True
+    if path.name.endswith((*WEIGHT_SUFFIXES, ".json")) or not path.is_file():
+        return False
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return begins_gguf(file.read(len(MAGIC)))
+    return False
+
+
+def gguf_stem(name: str) -> str:
+    """The name of a GGUF file without its suffix."""
+    return name[: -len(GGUF_SUFFIX)] if is_gguf(name) else name
+
+
+def gguf_named(folder: Path, stem: str) -> str:
+    """The name of the GGUF file in a folder that has this stem."""
+    usual = stem + GGUF_SUFFIX
+    if (folder / usual).exists():
+        return usual
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    return next((name for name in names if is_gguf(name) and gguf_stem(name) == stem), stem if stem in names else usual)
 
 
 def gguf_models(names: Iterable[str]) -> list[str]:
@@ -166,7 +193,7 @@ def gguf_files(entry: str) -> tuple[str, ...]:
 
 
 def _part(part: re.Match[str], number: int) -> str:
-    return f"{part['stem']}-{number:05}-of-{part['count']}.gguf"
+    return f"{part['stem']}-{number:05}{part['of']}{part['count']}{part['ending']}"
 
 
 def names_quantization(name: str, wanted: str) -> bool:

@@ -34,7 +34,7 @@ from rabbitllm.checkpoints.index import (
     entry_of,
     gguf_files,
     index_of,
-    is_gguf,
+    is_gguf_file,
     is_index,
     is_meta,
     is_rank,
@@ -107,7 +107,7 @@ class LocalCheckpoint(Checkpoint):
     def _find_index(self, known_shards: Collection[str]) -> CheckpointIndex:
         entry = self._entry = self._entry or entry_in(self.folder)
         self._check(entry)
-        if is_gguf(entry):
+        if is_gguf_file(self.folder / entry):
             self.gguf = self._read_gguf(entry)
             return self.gguf.index()
         if is_index(entry):
@@ -269,7 +269,14 @@ class LocalCheckpoint(Checkpoint):
 
 def entry_in(folder: Path) -> str:
     """The file with which the checkpoint in a folder begins; for errors see `entry_of`."""
-    return entry_of((path.name for path in folder.iterdir() if path.is_file()), str(folder))
+    names = [path.name for path in folder.iterdir() if path.is_file()]
+    try:
+        return entry_of(names, str(folder))
+    except CheckpointNotFoundError:
+        models = [name for name in names if not (folder / name).is_symlink() and is_gguf_file(folder / name)]
+        if len(models) != 1:
+            raise
+        return models[0]
 
 
 def begins_with_any(folder: Path, shards: Collection[str], entry: str | None = None) -> bool:
@@ -283,7 +290,7 @@ def begins_with_any(folder: Path, shards: Collection[str], entry: str | None = N
         InvalidIndexError, UnsafePathError: see `read_index`.
     """
     entry = entry or entry_in(folder)
-    if is_gguf(entry):
+    if is_gguf_file(folder / entry):
         return any(shard in shards and (folder / shard).exists() for shard in gguf_files(entry))
     if is_meta(entry):
         return any(is_rank(shard) and (folder / shard).exists() for shard in shards)

@@ -20,10 +20,12 @@ from rabbitllm.engine.published import change_modules, check_method, drop_leftov
 from rabbitllm.errors import (
     CorruptVocabularyError,
     IncompleteCheckpointError,
+    InvalidIndexError,
     OptionError,
     RabbitLLMError,
     UnknownArchitectureError,
 )
+from rabbitllm.formats.bounded import FETCH_POINTER, check_begins_json, is_pointer_file, read_json
 from rabbitllm.version import TRANSFORMERS
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConf
     Raises:
         UnknownArchitectureError: transformers does not support the model type, its code is not trusted, or the weights
             are quantized by a method that is not supported.
+        InvalidIndexError: config.json is a git-lfs pointer, or begins with a byte-order mark.
     """
     from transformers import AutoConfig
 
@@ -52,6 +55,7 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConf
             "Use the model's folder; for a split in another folder set layer_shards_saving_path.",
         )
     try:
+        check_begins_json(folder / "config.json")
         config = _that_makes_text(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
         model_class(config)
     except RabbitLLMError:
@@ -391,15 +395,21 @@ def _tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase
     """The tokenizer in a folder.
 
     Raises:
+        CorruptVocabularyError, InvalidIndexError: a file is a git-lfs pointer, or chat_template.json is no JSON.
         TypeError: a setting that transformers does not check would make the first use of the tokenizer fail.
         Exception: any error of transformers.
     """
     from transformers import AutoTokenizer
 
+    for name in _TOKENIZER_FILES:
+        if is_pointer_file(folder / name):
+            raise CorruptVocabularyError(f"{folder / name} is a git-lfs pointer, not the file itself.", FETCH_POINTER)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     longest = getattr(tokenizer, "model_max_length", 0)
     if not isinstance(longest, int | float):
         raise TypeError(f"model_max_length is {longest!r:.40}; expected a number.")
+    if not getattr(tokenizer, "chat_template", None) and (folder / _PROCESSOR_TEMPLATE).is_file():
+        tokenizer.chat_template = read_json(folder / _PROCESSOR_TEMPLATE).get("chat_template")
     template = getattr(tokenizer, "chat_template", None)
     texts = [*template, *template.values()] if isinstance(template, dict) else [template or ""]
     if not all(isinstance(text, str) for text in texts):
@@ -411,6 +421,8 @@ def _tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase
     return tokenizer
 
 
+_PROCESSOR_TEMPLATE = "chat_template.json"
+"""The chat template of older models for pictures; transformers reads it with the processor only."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
@@ -426,6 +438,8 @@ def check_tokenizer(folder: Path, trust_remote_code: bool = False) -> None:
         _tokenizer(folder, trust_remote_code)
     except (ImportError, OSError):
         return
+    except (CorruptVocabularyError, InvalidIndexError):
+        raise
     except Exception as error:
         if type(error) is ValueError and "side should be" not in str(error):  # a class that transformers lacks
             return

@@ -8,6 +8,7 @@ the content.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import os
@@ -111,6 +112,23 @@ def text_of(value: object) -> str:
     return value
 
 
+FETCH_POINTER = "Fetch the file itself: run `git lfs pull` in the clone, or download it. Then make the same call again."
+POINTER_BYTES = 32
+"""Bytes of a file that `is_lfs_pointer` needs."""
+
+
+def is_lfs_pointer(head: bytes) -> bool:
+    """Whether a file that begins with `head` is what a clone without git-lfs has in the place of a large file."""
+    return head.startswith(b"version https://git-lfs")
+
+
+def is_pointer_file(path: Path) -> bool:
+    """Whether a file in the folder is such a pointer; False for one that cannot be read."""
+    with contextlib.suppress(OSError), open_regular(path, OSError) as file:
+        return is_lfs_pointer(file.read(POINTER_BYTES))
+    return False
+
+
 MAX_BYTES = 40 << 20
 """Limit of a file's size. An index of 74,000 expert matrices has 7 MB."""
 _REMEDY = "Download the file again."
@@ -126,6 +144,7 @@ def read_json(path: Path) -> dict[str, Any]:
     raw = read_regular(
         path, MAX_BYTES, lambda what: InvalidIndexError(f"{path} is not a JSON file: it {what}.", _REMEDY)
     )
+    check_begins_json(path, raw)
     try:
         decoded = decode_json(raw)
     except ValueError as error:
@@ -133,6 +152,23 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(decoded, dict):
         raise InvalidIndexError(f"{path} holds a JSON {type(decoded).__name__}; expected an object.", _REMEDY)
     return decoded
+
+
+def check_begins_json(path: Path, head: bytes | None = None) -> None:
+    """Refuse a JSON file whose first bytes (`head`, or those of the file) show that it became another one on the way.
+
+    Raises:
+        InvalidIndexError: it is a git-lfs pointer, or an editor put a byte-order mark before its text.
+    """
+    if head is None:
+        with open_regular(path, OSError) as file:
+            head = file.read(POINTER_BYTES)
+    if is_lfs_pointer(head):
+        raise InvalidIndexError(f"{path} is a git-lfs pointer, not the file itself.", FETCH_POINTER)
+    if head.startswith(codecs.BOM_UTF8):
+        raise InvalidIndexError(
+            f"{path} begins with a byte-order mark, which JSON does not allow.", "Save it as UTF-8 without that mark."
+        )
 
 
 MAX_FILE_BYTES = 64 << 20

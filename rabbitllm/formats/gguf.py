@@ -22,7 +22,7 @@ from pathlib import Path
 
 from rabbitllm.base.rounding import round_up
 from rabbitllm.errors import CorruptShardError, UnreadableFormatError
-from rabbitllm.formats.bounded import short
+from rabbitllm.formats.bounded import FETCH_POINTER, POINTER_BYTES, is_lfs_pointer, short
 from rabbitllm.formats.gguf_types import BY_NUMBER, TensorType
 from rabbitllm.formats.tensor_spec import Header, ReadAt, StoredBlocks, TensorSpec
 from rabbitllm.storage.files import PositionalFile
@@ -129,9 +129,11 @@ def parse_gguf(read: ReadAt, size: int, file: str) -> GgufFile:
 
     Raises:
         CorruptShardError: the header is malformed, or contradicts the size of the file.
-        UnreadableFormatError: another version or byte order, or a tensor of an unknown type.
+        UnreadableFormatError: another version or byte order, a tensor of an unknown type, or a git-lfs pointer.
     """
     cursor = _Cursor(read, size, file)
+    if is_lfs_pointer(read(0, min(size, POINTER_BYTES))):
+        raise UnreadableFormatError(f"{file} is a git-lfs pointer, not the file itself.", FETCH_POINTER)
     if cursor.take(len(MAGIC)) != MAGIC:
         raise cursor.error("it does not begin with GGUF")
     version = cursor.number("I")

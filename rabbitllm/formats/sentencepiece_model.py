@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from rabbitllm.errors import CorruptVocabularyError
-from rabbitllm.formats.bounded import read_vocabulary, short
+from rabbitllm.formats.bounded import is_lfs_pointer, read_vocabulary, short
 from rabbitllm.formats.protobuf import (
     FieldKind,
     FieldRead,
@@ -487,7 +487,7 @@ def _normalizer(data: bytes, span: tuple[int, int] | None) -> NormalizerSpec:
 
 def _looks_like(data: bytes) -> str:
     """The real format of a file of this name, for messages."""
-    if data.startswith(b"version https://git-lfs"):
+    if is_lfs_pointer(data):
         return " (it is a git-lfs pointer, not the file itself)"
     if re.match(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\n", data):
         return " (it looks like a tiktoken vocabulary, as Llama 3's is)"

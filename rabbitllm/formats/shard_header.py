@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rabbitllm.errors import UnreadableFormatError
+from rabbitllm.formats.bounded import FETCH_POINTER, is_lfs_pointer
 from rabbitllm.formats.gguf import begins_gguf, parse_gguf
 from rabbitllm.formats.safetensors_file import begins_safetensors, header_at
 from rabbitllm.formats.tensor_spec import Header, ReadAt
@@ -37,6 +38,7 @@ class Weights(enum.Enum):
     TORCH_TAR = "a torch file in a tar archive, from before torch 0.1.10"
     PICKLE = "a bare pickle"
     GGUF = "GGUF"
+    POINTER = "a git-lfs pointer, not the file itself"
     UNKNOWN = "of no format known here"
 
 
@@ -59,7 +61,8 @@ class WeightFormat:
 
 
 FORMATS = (
-    # first, since the length of a header may look like the start of a pickle: 128 is 0x80, as is 640
+    WeightFormat(Weights.POINTER, is_lfs_pointer, remedy=FETCH_POINTER),  # its letters may be the length of a header
+    # before pickles, since the length of a header may look like the start of a pickle: 128 is 0x80, as is 640
     WeightFormat(
         Weights.SAFETENSORS, begins_safetensors, lambda read, size, file, scattered: header_at(read, size, file)
     ),
@@ -92,7 +95,7 @@ FORMATS = (
     WeightFormat(
         Weights.UNKNOWN,
         lambda head: True,
-        remedy="Download the file again; it may be a web page, or a git-lfs pointer.",
+        remedy="Download the file again; it may be a web page.",
     ),
 )
 """The formats, in the order in which a file is compared with them."""

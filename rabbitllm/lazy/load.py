@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rabbitllm.base.collection import uncollected
 from rabbitllm.base.forks import own_lock
 from rabbitllm.checkpoints import hub_cache
-from rabbitllm.checkpoints.index import META_PARAMETERS, is_gguf, is_index, is_meta, read_index
+from rabbitllm.checkpoints.index import META_PARAMETERS, is_gguf_file, is_index, is_meta, read_index
 from rabbitllm.checkpoints.local import LocalCheckpoint, check_path, entry_in
 from rabbitllm.checkpoints.meta_checkpoint import ranks_of, read_meta
 from rabbitllm.errors import (
@@ -399,7 +399,7 @@ def _open_folder(folder: Path, mapped: bool) -> LazyCheckpoint:
     entry = entry_in(folder)
     if is_meta(entry):
         return _open_meta(folder, mapped)
-    if is_gguf(entry):
+    if is_gguf_file(folder / entry):
         return _open_gguf(folder, mapped)
     snapshot = hub_cache.snapshot_of(folder)
     check_path(folder / entry, folder, snapshot)

@@ -31,7 +31,7 @@ from rabbitllm.checkpoints.index import (
     WEIGHT_SUFFIXES,
     CheckpointIndex,
     index_of,
-    is_gguf,
+    is_gguf_file,
     read_index,
     shard_names,
 )
@@ -105,7 +105,7 @@ def input_of(name: str, access: HubAccess, work: Path) -> Input:
 def is_single_file(name: str) -> bool:
     """Whether a user names a single file of weights, other than a GGUF file."""
     path = expand(name)
-    if not name or path.is_dir() or is_gguf(path.name):
+    if not name or path.is_dir() or is_gguf_file(path):
         return False
     return path.is_file() or (path.suffix in WEIGHT_SUFFIXES and path.parent.is_dir())
 

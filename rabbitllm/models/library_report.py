@@ -25,7 +25,7 @@ from rabbitllm.base.terminal import (
     size,
 )
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
-from rabbitllm.checkpoints.index import GGUF_SUFFIX
+from rabbitllm.checkpoints.index import gguf_named
 from rabbitllm.models.convert import outtype_of
 from rabbitllm.models.library import DAMAGED, HALF_REMOVED, UNFINISHED, WHOLE, SplitEntry
 from rabbitllm.models.remove import Original, Removal
@@ -119,7 +119,7 @@ def resume_command(entry: SplitEntry) -> str:
     words = [
         "rabbitllm",
         "pull",
-        (f"{place}:{model}" if is_hub else f"{place}/{model}{GGUF_SUFFIX}") if model else place,
+        (f"{place}:{model}" if is_hub else f"{place}/{gguf_named(around, model)}") if model else place,
     ]
     if entry.compression is not None:
         words += ["--compression", entry.compression]

@@ -29,10 +29,10 @@ from rabbitllm.checkpoints.hub import (
     open_repository,
 )
 from rabbitllm.checkpoints.index import (
-    GGUF_SUFFIX,
     META_PARAMETERS,
     gguf_entry,
-    is_gguf,
+    gguf_named,
+    is_gguf_file,
     is_meta,
 )
 from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, entry_in, is_writable
@@ -304,7 +304,7 @@ def _is_gguf(source: Source) -> bool:
     if source.local is None:
         return False
     try:
-        return is_gguf(source.entry or entry_in(source.local))
+        return is_gguf_file(source.local / (source.entry or entry_in(source.local)))
     except CheckpointNotFoundError:  # its files are used up
         return False
 
@@ -351,7 +351,7 @@ def find(spec: ModelSpec, *, only_look: bool = False) -> Source:
     folder = expand(place)
     with system_errors_by_name(spec.name):
         if place and folder.is_dir():  # an empty name would be the current folder
-            return _find_local(folder, spec, only_look=only_look, entry=model + GGUF_SUFFIX if model else None)
+            return _find_local(folder, spec, only_look=only_look, entry=gguf_named(folder, model) if model else None)
         return _find_elsewhere(spec, only_look=only_look)
 
 

@@ -14,7 +14,7 @@ from rabbitllm.base.options import RunOptions, ShardPolicy, SplitOptions
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata, SourceIdentity
 from rabbitllm.checkpoints.config import quantized_as
 from rabbitllm.checkpoints.hub import HubAccess, HubCheckpoint, HubRepository, download_all, open_repository
-from rabbitllm.checkpoints.index import GGUF_SUFFIX, WEIGHT_SUFFIXES, gguf_models, is_index
+from rabbitllm.checkpoints.index import WEIGHT_SUFFIXES, gguf_models, gguf_stem, is_gguf_file, is_index
 from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, entry_in, is_writable
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME
 from rabbitllm.checkpoints.naming import LayerNaming
@@ -517,10 +517,10 @@ def _repairing(
         original = original_around(folder, shards)
     model = next(iter(gguf_models(known.fingerprints)), None)
     if original is not None:
-        checkpoint: Checkpoint = LocalCheckpoint(original, entry=model)
+        checkpoint: Checkpoint = LocalCheckpoint(original, entry=_gguf_entry(original, known.fingerprints))
     elif known.kind == "hub":
         access = HubAccess(revision=known.commit)
-        quantization = model.removesuffix(GGUF_SUFFIX) if model is not None else None
+        quantization = gguf_stem(model) if model is not None else None
         repository = open_repository(known.name, access, folder / STAGING_NAME, quantization)
         checkpoint = HubCheckpoint(repository)
     else:
@@ -537,3 +537,9 @@ def _repairing(
         lock_source(source, SplitOptions(shards=policy)),
     ):
         yield checkpoint, policy
+
+
+def _gguf_entry(folder: Path, shards: Collection[str]) -> str | None:
+    """The first GGUF file among the shards of a split; None if they are of another format."""
+    named = next(iter(gguf_models(shards)), None)
+    return named or next((shard for shard in shards if len(shards) == 1 and is_gguf_file(folder / shard)), None)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base.options import expand
-from rabbitllm.checkpoints.index import GGUF_SUFFIX, is_gguf
+from rabbitllm.checkpoints.index import gguf_stem, is_gguf_file
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.memory import weight_limits
 from rabbitllm.generation.request import (
@@ -84,8 +84,8 @@ def served_name(name: str) -> str:
     Args:
         name: the name as the user wrote it.
     """
-    if is_gguf(name):
-        return expand(name).name.removesuffix(GGUF_SUFFIX)
+    if is_gguf_file(expand(name)):
+        return gguf_stem(expand(name).name)
     found = meant(name)
     path = expand(found)
     if not path.is_dir():

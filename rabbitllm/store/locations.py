@@ -12,7 +12,9 @@ RabbitLLM 1.1 wrote layers into the snapshot; they are still found there.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import glob
 import hashlib
 import os
 import re
@@ -22,10 +24,11 @@ from typing import TypeVar
 from rabbitllm.base.options import expand
 from rabbitllm.checkpoints import hub_cache
 from rabbitllm.checkpoints.index import (
-    GGUF_SUFFIX,
     WEIGHT_SUFFIXES,
     gguf_models,
+    gguf_stem,
     is_gguf,
+    is_gguf_file,
     is_index,
     is_meta,
     is_rank,
@@ -162,11 +165,11 @@ def meant(name: str) -> str:
     path = expand(name)
     if not name or path.is_dir():
         return name
-    if is_gguf(path.name) and (path.is_file() or any(path.parent.glob(f"{SPLIT_DIRECTORY}-{path.stem}*"))):
+    if (path.is_file() and is_gguf_file(path)) or _has_own_split(path):
         return str(path.parent) if _is_the_only(path) else name
     if path.is_file():
         return str(_folder_of(path))
-    if path.suffix in WEIGHT_SUFFIXES and _is_used_up(path):
+    if ((path.suffix in WEIGHT_SUFFIXES or is_gguf(path.name)) and _is_used_up(path)) or _is_recorded(path):
         return str(path.parent)
     return name
 
@@ -182,9 +185,9 @@ def one_of_several(name: str) -> tuple[str, str]:
     path = expand(name)
     if path.is_dir():
         return name, ""
-    if is_gguf(path.name) and path.parent.is_dir():
+    if path.parent.is_dir() and (is_gguf_file(path) or _has_own_split(path)):
         [entry] = gguf_models([path.name]) or [path.name]
-        return str(path.parent), entry.removesuffix(GGUF_SUFFIX)
+        return str(path.parent), gguf_stem(entry)
     repo_id, _, quantization = name.partition(":")
     if quantization and is_repo_id(repo_id):
         return repo_id, checked_quantization(quantization)
@@ -207,10 +210,28 @@ def spelled_out(folder: Path) -> Path:
     return folder.resolve() if folder.name in ("", "..") else folder
 
 
+def _has_own_split(file: Path) -> bool:
+    """Whether a GGUF file, which may be gone, has a split directory of its own among those of its folder."""
+    pattern = f"{SPLIT_DIRECTORY}-{glob.escape(gguf_stem(file.name))}*"
+    return any(file.parent.glob(pattern)) if is_gguf(file.name) else _is_recorded(file, pattern)
+
+
+def _is_recorded(file: Path, pattern: str = f"{SPLIT_DIRECTORY}*") -> bool:
+    """Whether a finished split next to a file that does not exist was made from it."""
+    if not file.name or file.exists():
+        return False
+    for folder in file.parent.glob(pattern):
+        with contextlib.suppress(RabbitLLMError):  # a damaged one says nothing about this name
+            manifest = read_manifest(folder)
+            if manifest is not None and file.name in manifest.source.fingerprints:
+                return True
+    return False
+
+
 def _is_the_only(file: Path) -> bool:
     """Whether the checkpoint in the folder of a GGUF file is the one that the file belongs to."""
     try:
-        return [entry_in(file.parent)] == gguf_models([file.name])
+        return [entry_in(file.parent)] == (gguf_models([file.name]) or [file.name])
     except CheckpointNotFoundError:
         return False
 

@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import save_file
 
 from rabbitllm.engine import skeleton
-from rabbitllm.errors import OptionError, UnknownArchitectureError
+from rabbitllm.errors import CorruptVocabularyError, OptionError, UnknownArchitectureError
 from tests.support.builders import FAMILIES, build_checkpoint, read_tensors, reference_logits, reshard
 from tests.support.tiny_models import INPUT, assert_same, load, run, split
 
@@ -241,3 +241,20 @@ def test_without_a_tokenizer_it_is_none_and_said(tmp_path: Path, caplog: pytest.
         assert skeleton.read_tokenizer(folder) is None
     assert str(folder) in caplog.text
     assert "model.tokenizer is None" in caplog.text
+
+
+def test_a_chat_template_that_only_the_processor_reads_is_used_for_text(tmp_path: Path) -> None:
+    """Older models for pictures have it in chat_template.json."""
+    folder = build_checkpoint(tmp_path, "llama")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    assert not (folder / "chat_template.json").exists()
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    tokenizer: Any = skeleton.read_tokenizer(folder)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "[user]hi"
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": 5}))
+    with pytest.raises(CorruptVocabularyError, match=r"chat_template is 5; expected a text"):
+        skeleton.check_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text("own")
+    tokenizer = skeleton.read_tokenizer(folder)
+    assert tokenizer.chat_template == "own"

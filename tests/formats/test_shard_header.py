@@ -65,7 +65,7 @@ def test_other_formats(tmp_path: Path) -> None:
         (b"\x80", Weights.UNKNOWN),
         (b"\x80\x06", Weights.UNKNOWN),
         (b"<!DOCTYPE html>", Weights.UNKNOWN),
-        (b"version https://git-lfs.github.com/spec/v1\n", Weights.UNKNOWN),
+        (b"version https://git-lfs.github.com/spec/v1\n", Weights.POINTER),
         (b"\x02\0\0\0\0\0\0\0{}", Weights.SAFETENSORS),
         (b"\x80\x00\0\0\0\0\0\0{}", Weights.SAFETENSORS),  # headers whose length begins like a pickle
         (b"\x80\x05\0\0\0\0\0\0{}", Weights.SAFETENSORS),
@@ -116,6 +116,7 @@ WRITERS: dict[Weights, Callable[[Tensors], bytes]] = {
     Weights.TORCH_TAR: _tar,
     Weights.PICKLE: lambda tensors: pickled({"x": 1}, 4),
     Weights.GGUF: _gguf,
+    Weights.POINTER: lambda tensors: b"version https://git-lfs.github.com/spec/v1\n",
     Weights.UNKNOWN: lambda tensors: b"<!DOCTYPE html>",
 }
 """A sound file of each format; a new entry of the registry needs one here."""

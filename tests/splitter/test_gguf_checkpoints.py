@@ -58,6 +58,39 @@ def test_a_folder_is_split_and_each_file_deleted(
     assert not verify(made).damaged
 
 
+BLOB = "sha256-4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393"
+
+
+@pytest.mark.parametrize("name", ["M.GGUF", BLOB])
+def test_a_file_is_told_by_its_first_bytes(
+    tmp_path: Path, expected: dict[str | None, dict[str, bytes]], name: str
+) -> None:
+    """Ollama's files have no suffix, those of some programs one in capitals."""
+    file = write_gguf(tmp_path / "m.gguf").rename(tmp_path / name)
+    (tmp_path / "notes").write_bytes(b"GG")
+    assert layer_files(split(tmp_path, sequential=False)) == expected[None]
+    shutil.rmtree(tmp_path / "splitted_model")
+    made = split(file)
+    assert layer_files(made) == expected[None]
+    assert not file.exists()
+    assert split(file) == made == tmp_path / "splitted_model"  # its file is deleted
+
+
+def test_a_blob_of_several_is_named(tmp_path: Path, expected: dict[str | None, dict[str, bytes]]) -> None:
+    first = write_gguf(tmp_path / "a.gguf").rename(tmp_path / BLOB)
+    write_gguf(tmp_path / "b.gguf", seed=1).rename(tmp_path / "sha256-5")
+    with pytest.raises(CheckpointNotFoundError, match="holds no checkpoint"):
+        split(tmp_path)
+    made = split(first)
+    assert layer_files(made) == expected[None]
+    assert names_in(tmp_path, "sha256-*") == ["sha256-5"]
+    assert split(first) == made == tmp_path / f"splitted_model-{BLOB}"
+    (made / names_in(made, "*.safetensors")[1]).write_bytes(b"")
+    write_gguf(tmp_path / "a.gguf").rename(tmp_path / BLOB)
+    assert CliRunner().invoke(app, ["verify", str(made), "--repair"]).exit_code == 0
+    assert layer_files(made) == expected[None]
+
+
 @pytest.mark.parametrize(("files", "transfer"), [(1, "file"), (FILES, "stream")])
 def test_a_repository_is_split_with_and_without_files(
     tmp_path: Path,

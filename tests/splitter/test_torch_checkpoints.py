@@ -580,7 +580,10 @@ def write_tar(path: Path) -> None:
     [
         (write_tar, "a torch file in a tar archive, from before torch 0.1.10"),
         (lambda path: path.write_bytes(pickles.pickled({"w": 1})), "is a bare pickle"),
-        (lambda path: path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n"), "of no format known here"),
+        (
+            lambda path: path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n"),
+            "a git-lfs pointer, not the file itself",
+        ),
         (lambda path: path.write_bytes(b""), "of no format known here"),
     ],
     ids=["tar", "pickle", "pointer", "empty"],
