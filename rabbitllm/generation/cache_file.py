@@ -51,6 +51,8 @@ TAIL_TOKENS = 32
 """Maximum tokens of a sequence in memory and not in the file; buffers have room for as many, written as zeros."""
 MIN_BLOCKS = 16
 """Smaller buffers are not padded to whole blocks, which could add more than a sixteenth."""
+NO_MEMORY = (MemoryError, RuntimeError)
+"""How a lack of memory is reported; torch has no class of its own for the host's."""
 READERS = 2
 """Number of reading threads: a disk is slower with a single read in flight."""
 
@@ -184,13 +186,18 @@ class BufferFile:
         try:
             slot = self._file.write(buffer.whole.numpy().data, nbytes, aligned=self._is_direct(buffer))
         except OSError as error:
-            logger.warning("KV caches cannot be written to a file in %s any more: %s.", self._folder, error)
-            self._has_failed = True
+            self.fail(error)
             return None
         if slot is None:
             self._limit -= self._limit // 8  # holes between slots take more than estimated
             return None
         return StoredBuffer(slot.offset, slot.nbytes, buffer.form)
+
+    def fail(self, error: OSError) -> None:
+        """Write nothing any more, since the disk has failed."""
+        if not self._has_failed:
+            logger.warning("KV caches cannot be written to a file in %s any more: %s.", self._folder, error)
+        self._has_failed = True
 
     def release(self, stored: StoredBuffer) -> None:
         """Free the slot of a buffer.
@@ -250,9 +257,13 @@ class BufferFile:
             self.prefetched_bytes and self.prefetched_bytes + self._next[0].nbytes > self._max_prefetch
         ):
             stored = self._next.popleft()
-            buffer = KVBuffer.new(stored.form)
+            try:
+                buffer = KVBuffer.new(stored.form)
+                future = self._file.prefetch(stored, buffer.whole.numpy().data, aligned=self._is_direct(buffer))
+            except NO_MEMORY:
+                self._next.clear()  # `take` reads each of them when it is needed
+                return
             self.prefetched_bytes += stored.nbytes
-            future = self._file.prefetch(stored, buffer.whole.numpy().data, aligned=self._is_direct(buffer))
             self._prefetched[stored] = buffer, future
 
     def _is_direct(self, buffer: KVBuffer) -> bool:
@@ -329,7 +340,7 @@ class CacheFile:
         return cache in self and not self._sequences[cache].returns
 
     def is_lost(self, cache: Cache) -> bool:
-        """Whether a cache is incomplete because a layer could not be written."""
+        """Whether a cache is incomplete because a layer could not be written or read."""
         return cache in self and self._sequences[cache].is_lost
 
     def add(self, cache: Cache) -> None:
@@ -382,25 +393,40 @@ class CacheFile:
 
     # in a pass -------------------------------------------------------------------------------------------------------
 
-    def begin(self, caches: Sequence[Any], others: Sequence[Any] = ()) -> None:
+    def lose(self, cache: Cache, error: Exception) -> None:
+        """Record that a cache cannot be read: after an error of the disk it is lost.
+
+        Args:
+            cache: KV cache of a sequence in the file.
+            error: the error, which ends the sequence's pass.
+        """
+        if isinstance(error, OSError):
+            self.buffers.fail(error)
+            self._sequences[cache].is_lost = True
+
+    def take_back(self, cache: Any) -> None:
+        """Return a cache (or None) to memory whole, before a pass in which its sequence is not packed.
+
+        Raises:
+            OSError: it cannot be read.
+            MemoryError, RuntimeError: there is no memory for it.
+        """
+        if cache not in self:
+            return
+        for layer, whole in zip(cache.layers, self.in_memory(cache).layers, strict=True):
+            if keeps_every_token(layer):
+                layer.keys, layer.values = whole.keys, whole.values
+        self.drop(cache)
+
+    def begin(self, caches: Sequence[Any]) -> None:
         """Begin to read the KV caches that a pass needs.
 
         Args:
             caches: caches of its packed sequences, in the order in which each layer attends to them.
-            others: caches (or None) of sequences that are not packed; they return to memory whole.
-
-        Raises:
-            OSError: a cache of `others` cannot be read.
         """
         self.buffers.forget()
         if not self._sequences and not self.buffers.limit:
             return
-        for cache in others:
-            if cache in self:
-                for layer, whole in zip(cache.layers, self.in_memory(cache).layers, strict=True):
-                    if keeps_every_token(layer):
-                        layer.keys, layer.values = whole.keys, whole.values
-                self.drop(cache)
         filed = [self._sequences[cache].layers for cache in caches if cache in self._sequences]
         numbers = sorted({number for layers in filed for number in layers})
         self.buffers.prefetch(layers[number].stored for number in numbers for layers in filed if number in layers)
@@ -472,12 +498,13 @@ class CacheFile:
         self, filed: _FiledSequence, layer: CacheLayerMixin, number: int, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
         """Write a layer whole, and empty it; if it cannot be written, the sequence is lost."""
-        buffer = KVBuffer.of(keys, values, TAIL_TOKENS)
         before = filed.layers.pop(number, None)
         if before is not None:
             self.buffers.release(before.stored)
         _empty(layer, keys, values, keys.shape[2])
-        stored = self.buffers.put(buffer) if not filed.is_lost else None
+        stored = None
+        with contextlib.suppress(*NO_MEMORY):
+            stored = self.buffers.put(KVBuffer.of(keys, values, TAIL_TOKENS)) if not filed.is_lost else None
         if stored is None:
             filed.is_lost = True
         else:

@@ -15,6 +15,7 @@ Where W < M the file is not used. Only sequences that are packed into one forwar
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
 import time
@@ -32,7 +33,7 @@ from transformers.cache_utils import DynamicCache
 from rabbitllm.engine.forwards import make_kernels
 from rabbitllm.engine.free_memory import keep_large_apart, trimming
 from rabbitllm.engine.placement import Placement
-from rabbitllm.generation.cache_file import TAIL_TOKENS, CacheFile
+from rabbitllm.generation.cache_file import NO_MEMORY, TAIL_TOKENS, CacheFile
 from rabbitllm.generation.kv_cache import (
     MIN_PREFIX_TOKENS,
     PrefixCache,
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
     from transformers import Cache
 
     from rabbitllm.engine.streamed_model import StreamedModel
+
+logger = logging.getLogger(__name__)
 
 FILE_SHARE = 4
 """By default the file may take 1 / `FILE_SHARE` of the free space on the disk."""
@@ -279,7 +282,7 @@ class CacheManager:
         self._finished.shrink(0)
 
     def lost(self) -> list[Sequence]:
-        """The sequences whose KV cache could not be written to the file."""
+        """The sequences whose KV cache could not be written to the file, or read from it."""
         return [one for one in self._running if self.file.is_lost(one.cache)]
 
     def measure(self) -> None:
@@ -347,15 +350,24 @@ class CacheManager:
         if any(prompt is not None and common_prefix(ids, prompt) >= worth for prompt in prefilling):
             return False
         if tokens:
-            sequence.cache = copied(self.file.in_memory(cache), tokens)
             self._finished.used(known)
-        else:
-            sequence.cache = DynamicCache(config=self._config)
+        self._finished.shrink(left)  # before the copy, which takes their memory
+        sequence.cache = self._copied(cache, tokens) if tokens else None
+        if sequence.cache is None:
+            sequence.cache, tokens = DynamicCache(config=self._config), 0
         if in_file and not self._write(sequence):
             tokens = 0
         sequence.kept_tokens = max(sequence.kept_tokens, min(tokens, len(sequence.request.prompt)))
-        self._finished.shrink(left)
         return True
+
+    def _copied(self, cache: Any, tokens: int) -> Any | None:
+        """A copy of a prefix, or None: without memory for it, or after an error of the disk, it is computed again."""
+        try:
+            return copied(self.file.in_memory(cache), tokens)
+        except (OSError, *NO_MEMORY) as error:
+            logger.warning("A shared prefix of %d tokens is computed again: %s", tokens, error)
+            self._finished.shrink(0)
+            return None
 
     def resumable(self, sequence: Sequence) -> Any:
         """The KV cache to continue a sequence from, see `Sequence.resumable_cache`; None if it is in the file."""

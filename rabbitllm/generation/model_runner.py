@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from rabbitllm.generation.cache_file import CacheFile
+from rabbitllm.generation.cache_file import NO_MEMORY, CacheFile
 from rabbitllm.generation.coroutines import (
     Coroutine,
     Coroutines,
@@ -106,8 +106,8 @@ class ModelRunner:
             packed = {coroutine for group in groups for coroutine in group.coroutines}
             others = [coroutine for coroutine in coroutines if coroutine not in packed]
             if self._file is not None:
-                caches = [one.cache for group in groups for one in group.inputs]
-                self._file.begin(caches, [coroutine.inputs[1] for coroutine in others])
+                others = [coroutine for coroutine in others if self._is_in_memory(coroutine, self._file)]
+                self._file.begin([one.cache for group in groups for one in group.inputs])
             if len(groups) == 1 and not others:
                 groups[0]()
             else:
@@ -119,6 +119,17 @@ class ModelRunner:
                 self.coroutines.run(others)
             for group in groups:
                 self._answer(group)
+
+    def _is_in_memory(self, coroutine: Coroutine, file: CacheFile) -> bool:
+        """Take back the KV cache of a coroutine that is not packed; if that fails, end the coroutine by the error."""
+        cache = coroutine.inputs[1]
+        try:
+            file.take_back(cache)
+        except (OSError, *NO_MEMORY) as error:
+            file.lose(cache, error)
+            self.coroutines.throw(coroutine, copy_of(error))
+            return False
+        return True
 
     def _packed_groups(self, coroutines: Sequence[Coroutine]) -> list[PackedGroup]:
         """Groups of those whose calls can be packed, in their order; the others are in none."""
@@ -139,11 +150,12 @@ class ModelRunner:
         if isinstance(group.error, NotPackable):
             logger.warning("Packed passes are disabled: %s.", group.error)
             self._packed = None
-        for number, coroutine in enumerate(group.coroutines):
-            if group.error is None:
-                self.coroutines.resume(coroutine, group.outputs[number])
+        outputs = group.outputs if group.error is None else [group.error] * len(group.coroutines)
+        for coroutine, output in zip(group.coroutines, outputs, strict=True):
+            if isinstance(output, Exception):
+                self.coroutines.throw(coroutine, copy_of(output))
             else:
-                self.coroutines.throw(coroutine, copy_of(group.error))
+                self.coroutines.resume(coroutine, output)
 
     def _kind_of(self, module: nn.Module) -> RowKind | None:
         if module is self._model.get_input_embeddings() and isinstance(module, nn.Embedding):

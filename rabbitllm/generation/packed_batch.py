@@ -33,7 +33,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rabbitllm.generation.cache_file import CacheFile
+from rabbitllm.generation.cache_file import NO_MEMORY, CacheFile
 from rabbitllm.generation.kv_cache import (
     CACHE_ARGUMENT,
     angles_change_after,
@@ -98,6 +98,10 @@ class PackedCache(Cache):  # type: ignore[misc]
         lengths: number of rows of each sequence.
         shares: whether layers use the KV cache of others.
         file: file in which some sequences may have their KV cache, unless `shares`.
+
+    Attributes:
+        lengths: see above.
+        errors: number of a sequence -> why its KV cache could not be read; its output is of no use.
     """
 
     def __init__(
@@ -109,6 +113,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         self._shares = shares
         self._file = file if file is not None and any(cache in file for cache in caches) else None
         self._mask_layer = 0
+        self.errors: dict[int, Exception] = {}
         # layer -> new key and value tensor of all sequences, and the whole pair of each; None for one in the file
         self._new: dict[int, tuple[torch.Tensor, torch.Tensor, list[Pair | None]]] = {}
         self._unused = 0
@@ -165,12 +170,21 @@ class PackedCache(Cache):  # type: ignore[misc]
         if self._file is None:
             yield from (pair for pair in pairs if pair is not None)
             return
-        for cache, pair, (key, value) in zip(self._caches, pairs, self._by_sequence(keys, values), strict=True):
+        by_sequence = zip(self._caches, pairs, self._by_sequence(keys, values), strict=True)
+        for number, (cache, pair, (key, value)) in enumerate(by_sequence):
             if pair is not None:
                 yield pair
                 continue
-            yield self._file.load(cache, layer, key, value)
-            self._file.store(cache, layer, key, value)
+            try:
+                pair = self._file.load(cache, layer, key, value)
+            except (OSError, *NO_MEMORY) as error:  # of this sequence alone: no other one attends to its zeros
+                self.errors.setdefault(number, error)
+                self._file.lose(cache, error)
+                tokens = cache.layers[layer].get_seq_length() + key.shape[2]
+                yield _zeros(key, tokens), _zeros(value, tokens)
+            else:
+                yield pair
+                self._file.store(cache, layer, key, value)
 
     def spans(self) -> list[MaskSpan]:
         """The sizes of each sequence's mask in the layer of the latest `get_mask_sizes` or `get_query_offset`."""
@@ -228,6 +242,11 @@ class PackedCache(Cache):  # type: ignore[misc]
     def is_compileable(self) -> bool:
         """Always False."""
         return False
+
+
+def _zeros(like: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Keys or values of so many tokens, all zero, which take no memory."""
+    return like.new_zeros((1, 1, 1, 1)).expand(*like.shape[:2], tokens, like.shape[3])
 
 
 class NotPackable(NotImplementedError):
@@ -524,6 +543,8 @@ class PackedForward:
     def __call__(self, sequences: Sequence[PackedSequence]) -> list[Any]:
         """Run one pass; returns for each sequence the output that the model's forward would return for it alone.
 
+        In its place is the error of a sequence whose KV cache could not be read.
+
         Raises:
             NotPackable: the model deviates from the tested behaviour of its family.
         """
@@ -545,8 +566,8 @@ class PackedForward:
             raise NotPackable(f"the model returned unknown values: {', '.join(sorted(unknown))}")
         parts = logits.split([sequence.logits for sequence in sequences], 1)
         return [
-            kind(logits=part, **{CACHE_ARGUMENT: sequence.cache})
-            for sequence, part in zip(sequences, parts, strict=True)
+            cache.errors.get(number) or kind(logits=part, **{CACHE_ARGUMENT: sequence.cache})
+            for number, (sequence, part) in enumerate(zip(sequences, parts, strict=True))
         ]
 
     def _knows(self, cache: Cache) -> TypeGuard[DynamicCache]:

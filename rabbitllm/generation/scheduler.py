@@ -27,6 +27,7 @@ from rabbitllm.base.terminal import size
 from rabbitllm.engine.devices import OutOfDeviceMemory
 from rabbitllm.errors import BatchError, BusyError, ClosedError
 from rabbitllm.generation.cache_manager import CacheAllocation, CacheManager
+from rabbitllm.generation.coroutines import Coroutine, copy_of
 from rabbitllm.generation.model_runner import ModelRunner
 from rabbitllm.generation.request import MEDIA_BYTES, BatchStats, FinishReason, Limits
 from rabbitllm.generation.sequence import Sequence
@@ -231,7 +232,7 @@ class Scheduler:
             made = sum(len(sequence.tokens) for sequence in self.running)
             tokens = sum(sequence.next_tokens for sequence in chosen)
             start = time.perf_counter()
-            self._runner.run([one.coroutine for one in chosen if one.coroutine is not None])
+            self._run([one.coroutine for one in chosen if one.coroutine is not None])
             seconds = time.perf_counter() - start
             self._budget = self._budget.after(tokens, seconds)
             self.totals.passes += 1
@@ -239,11 +240,21 @@ class Scheduler:
             self.totals.new_tokens += sum(len(sequence.tokens) for sequence in self.running) - made
             self.caches.measure()
             for sequence in reversed(self.caches.lost()):
-                if not sequence.has_ended:
+                if not sequence.has_ended or sequence.error is not None:
                     self.preempt(sequence)
             self._fit_memory(chosen)
         for sequence in [one for one in self.running if one.has_ended]:
             self.finish(sequence, sequence.error or sequence.finish_reason or FinishReason.LENGTH)
+
+    def _run(self, coroutines: list[Coroutine]) -> None:
+        """Run one pass; an error outside of the coroutines ends those of this pass, and none that come later."""
+        try:
+            self._runner.run(coroutines)
+        except Exception as error:
+            logger.exception("a pass has failed")
+            for one in coroutines:
+                if not one.dead:
+                    self._runner.coroutines.throw(one, copy_of(error))
 
     def _fit_memory(self, chosen: abc.Sequence[Sequence]) -> None:
         """After a pass that needed more memory than a device has left, compute its sequences again, half at a time."""
@@ -305,8 +316,11 @@ class Scheduler:
             allocation = self.caches.allocation(sequence, min(free, len(waiting) - number) - 1)
             if allocation is CacheAllocation.LATER:
                 return  # if smaller requests were admitted first, it might wait for ever
-            if self.caches.allocate(sequence, in_file=allocation is CacheAllocation.FILE):
-                self.resume(sequence)
+            try:
+                if self.caches.allocate(sequence, in_file=allocation is CacheAllocation.FILE):
+                    self.resume(sequence)
+            except Exception as error:  # such as a lack of memory: of this sequence, and of no other one
+                self.finish(sequence, error)
 
     def resume(self, sequence: Sequence) -> None:
         """Move a waiting sequence, which may have been preempted, to the running ones."""
@@ -340,8 +354,13 @@ class Scheduler:
             if isinstance(how, Exception):
                 logger.info("a request has failed", exc_info=how)
             sequence.fail(how if isinstance(how, Exception) else BatchError("The server has stopped."))
-        else:
+            sequence.cache = None  # the caller may keep the sequence
+            return
+        try:
             finished = sequence.finish(how)
+        except Exception as error:  # from the tokenizer
+            sequence.fail(error)
+        else:
             self._recent_seconds = 0.8 * self._recent_seconds + 0.2 * finished.seconds
             self.caches.keep(sequence)
 

@@ -17,7 +17,9 @@ import transformers
 from transformers.cache_utils import DynamicCache
 
 from rabbitllm.errors import BusyError, ClosedError, OptionError
+from rabbitllm.generation import cache_manager
 from rabbitllm.generation.batch import Batch
+from rabbitllm.generation.cache_file import CacheFile
 from rabbitllm.generation.kv_cache import bytes_of, cost_by_config
 from rabbitllm.generation.memory import PassCost
 from rabbitllm.generation.model_runner import PackedGroup
@@ -280,6 +282,115 @@ def test_an_error_of_one_touches_no_other(open_batch: Open, plain: Any) -> None:
     assert isinstance(one.end.error, ValueError)
     assert len(one.tokens) == 2
     assert [other.tokens for other in others] == [alone(plain, other.request) for other in others]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), OSError("input/output error")],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_prefix_that_cannot_be_copied_is_computed_again(
+    open_batch: Open, plain: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    batch, _ = open_batch()
+    shared = prompt(100)
+    answered(batch, [Request(shared, 2)])
+    copy = cache_manager.copied
+
+    def fails(*given: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(cache_manager, "copied", fails)
+    (one,) = answered(batch, [Request(shared + prompt(9, 2), 8)])
+    monkeypatch.setattr(cache_manager, "copied", copy)
+    (other,) = answered(batch, [Request(shared + prompt(9, 3), 8)])
+    for made in (one, other):
+        assert made.tokens == alone(plain, made.request)
+    assert (one.finished.kept_tokens, other.finished.kept_tokens) == (0, 100)
+    assert "A shared prefix of 100 tokens is computed again" in caplog.text
+    assert batch.error is None
+
+
+def test_finished_caches_give_way_before_a_prefix_is_copied(
+    open_batch: Open, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each = cost_by_config(plain.config, torch.float32).bytes_for(100)
+    batch, _ = open_batch(Limits(cache_bytes=4 * each))
+    answered(batch, [Request(prompt(99, number), 2) for number in range(4)])
+    copy, held = cache_manager.copied, []
+
+    def copied(*given: Any) -> Any:
+        held.append(batch._scheduler.caches._finished.nbytes)
+        return copy(*given)
+
+    monkeypatch.setattr(cache_manager, "copied", copied)
+    assert batch.stats.cache_bytes >= 3 * each
+    (one,) = answered(batch, [Request(prompt(99, 3) + prompt(60, 9), 2)])
+    assert one.finished.kept_tokens == 99
+    assert len(held) == 1
+    assert held[0] + 1.6 * each <= 4 * each
+
+
+def test_an_error_while_a_request_begins_ends_it_alone(
+    open_batch: Open, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, _ = open_batch()
+    unlucky, ordinary = prompt(40, 5), cache_manager.common_prefix
+
+    def fails_for_one(wanted: Any, ids: Any) -> int:
+        if tuple(wanted) == unlucky:
+            raise ZeroDivisionError("this one")
+        return ordinary(wanted, ids)
+
+    monkeypatch.setattr(cache_manager, "common_prefix", fails_for_one)
+    requests = [Request(prompt(20, 1), 9), Request(unlucky, 9), Request(prompt(30, 2), 9)]
+    before, one, after = answered_together(batch, requests)
+    assert isinstance(one.end, Failed)
+    assert str(one.end.error) == "this one"
+    assert [other.tokens for other in (before, after)] == [alone(plain, other.request) for other in (before, after)]
+    assert batch.stats.ended == {"length": 2, "failed": 1}
+
+
+def test_an_error_of_the_tokenizer_at_an_end_ends_one_request(
+    open_batch: Open, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, _ = open_batch()
+    one = Submitted(Request(prompt(9), 30))
+
+    def fails() -> None:
+        raise OverflowError("no such token")
+
+    def receive(event: Event) -> None:
+        one.receive(event)
+        if isinstance(event, Delta) and len(one.tokens) == 3:
+            assert one.handle is not None
+            monkeypatch.setattr(one.handle._stream, "end", fails)
+            one.handle.cancel()
+
+    with batch.paused():
+        one.handle = batch.submit(one.request, receive)
+    assert isinstance(one.end, Failed)
+    assert str(one.end.error) == "no such token"
+    (other,) = answered(batch, [Request(prompt(9), 6)])
+    assert other.tokens == alone(plain, other.request)
+
+
+def test_an_error_around_a_pass_ends_those_in_it_and_not_those_that_follow(
+    open_batch: Open, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, _ = open_batch()
+
+    def fails(*given: Any) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CacheFile, "begin", fails)
+        for one in answered(batch, [Request(prompt(7, number), 9) for number in range(2)]):
+            assert isinstance(one.end, Failed)
+            assert str(one.end.error) == "on purpose"
+    (after,) = answered(batch, [Request(prompt(7), 9)])
+    assert after.tokens == alone(plain, after.request)
+    assert batch.error is None
 
 
 def test_weights_that_cannot_be_read_fail_those_that_run_and_not_those_that_follow(

@@ -127,7 +127,9 @@ def test_texts_go_there_at_any_time_and_come_back(opened: Callable[..., CacheFil
     assert not file.stays_in_file(texts[0])
     attend(file, texts, plain, [1, 1, 1], 7)
     assert texts[0] not in file
-    file.begin([texts[0]], [texts[1], None])
+    for one in (texts[1], None):
+        file.take_back(one)
+    file.begin([texts[0]])
     for text in range(2):
         for one, two in zip(texts[text].layers, plain[text].layers, strict=True):
             assert torch.equal(one.keys, two.keys)
@@ -164,6 +166,49 @@ def test_a_pass_that_broke_off_leaves_nothing_behind(opened: Callable[..., Cache
     file.drop(texts[0])
     file.begin(texts[1:])
     attend(file, texts[1:], plain[1:], [1, 1], 1)
+
+
+def test_without_memory_to_read_ahead_each_is_read_when_it_is_needed(
+    opened: Callable[..., CacheFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, (texts, plain) = opened(), caches()
+    for one in texts:
+        file.add(one)
+    attend(file, texts, plain, [*PROMPTS], 0)
+    new, calls = KVBuffer.new, []
+
+    def fails_first(*given: Any) -> KVBuffer:
+        calls.append(given)
+        if len(calls) == 2:
+            raise MemoryError
+        return new(*given)
+
+    monkeypatch.setattr(KVBuffer, "new", fails_first)
+    attend(file, texts, plain, [1, 1, 1], 1)
+    assert file.buffers.prefetched_bytes == 0
+    assert len(calls) > 2
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: not enough memory")], ids=repr)
+def test_without_memory_to_write_one_it_is_lost_and_the_pass_is_right(
+    opened: Callable[..., CacheFile], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    file, (texts, plain) = opened(), caches()
+    for one in texts:
+        file.add(one)
+    of, calls = KVBuffer.of, []
+
+    def fails_once(*given: Any) -> KVBuffer:
+        calls.append(given)
+        if len(calls) == 2:
+            raise error
+        return of(*given)
+
+    monkeypatch.setattr(KVBuffer, "of", fails_once)
+    attend(file, texts, plain, [*PROMPTS], 0)
+    assert [file.is_lost(one) for one in texts] == [False, True, False]
+    file.drop(texts[1])
+    attend(file, texts[::2], plain[::2], [1, 1], 1)
 
 
 @pytest.mark.parametrize("full", [True, False], ids=["full disk", "limit"])

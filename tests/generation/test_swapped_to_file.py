@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import os
@@ -117,6 +118,38 @@ def test_a_full_disk_has_them_computed_again(
     assert [one.tokens for one in several] == [alone(plain, one.request) for one in several]
     assert batch.stats.preempted > 0
     assert batch.stats.file_bytes == 0
+    assert caplog.text.count("cannot be written to a file") == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="the file has no name")
+@pytest.mark.parametrize("packs", [True, False], ids=["packed", "by themselves"])
+def test_what_cannot_be_read_is_computed_again_and_touches_no_other(
+    open_batch: Open, plain: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, packs: bool
+) -> None:
+    """The file is cut: reads after its end fail, as from a broken disk."""
+    batch, _ = open_batch(limits(plain, tmp_path, swap_bytes=0), budget=0)
+    given, cut = requests(), []
+    with batch.paused():
+        made = [begin(batch, one) for one in given[1:]]
+        first = Submitted(given[0])
+
+        def receive(event: Any) -> None:
+            first.receive(event)
+            if not cut and batch.stats.file_read_bytes:
+                for link in Path("/proc/self/fd").iterdir():
+                    with contextlib.suppress(OSError):
+                        if os.readlink(link).startswith(str(tmp_path)):
+                            cut.append(link)
+                            os.truncate(link, os.stat(link).st_size // 3)
+                if not packs:
+                    batch._scheduler._runner._packed = None
+
+        batch.submit(first.request, receive)
+    several = [one.wait() for one in (first, *made)]
+    assert cut
+    assert [one.tokens for one in several] == [alone(plain, one.request) for one in several]
+    assert 0 < batch.stats.preempted < len(given)
+    assert batch.error is None
     assert caplog.text.count("cannot be written to a file") == 1
 
 
