@@ -47,7 +47,10 @@ def test_with_any_draft_the_answer_is_the_models_own(
         assert found.tokens == asked(model, draft, sampling=sampling).tokens
     else:
         assert found.tokens == asked(model).tokens
-    assert draft(torch.tensor([PROMPT])).logits.shape[-1] == VOCABULARY_SIZE
+    logits = draft(torch.tensor([PROMPT])).logits
+    assert logits.shape[-1] == VOCABULARY_SIZE
+    if vocabulary < VOCABULARY_SIZE:  # it never proposes a token that it does not have
+        assert logits[..., vocabulary:].max() < 2 * logits[..., :vocabulary].min() < 0
 
 
 def test_a_right_draft_saves_passes(folder: Path) -> None:

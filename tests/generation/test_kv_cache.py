@@ -215,6 +215,23 @@ def test_growing() -> None:
 
 
 @pytest.mark.usefixtures("small_layers_have_room")
+@pytest.mark.parametrize("kept", [20, 21, 24])
+def test_room_that_another_layer_uses_is_not_written(kept: int) -> None:
+    """Two layers with the same first tokens and the same room: each goes on with its own."""
+    first, plain = DynamicLayer(), DynamicLayer()
+    for tokens in (20, 1, 3):
+        both(first, plain, tokens)
+    other, other_plain = copy.copy(first), copy.copy(plain)
+    for layer in (other, other_plain):
+        layer.keys, layer.values = layer.keys[:, :, :kept], layer.values[:, :, :kept]
+    for pair in ((other, other_plain), (first, plain), (other, other_plain)):
+        both(*pair, 2)
+        for layer, expected in ((first, plain), (other, other_plain)):
+            assert torch.equal(layer.keys, expected.keys)
+            assert torch.equal(layer.values, expected.values)
+
+
+@pytest.mark.usefixtures("small_layers_have_room")
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_is_done_with_a_layer(seed: int) -> None:
     """Cut, copied with and without its tensors, both copies going on, put back to tensors of before."""

@@ -229,6 +229,35 @@ def test_a_model_that_is_not_what_its_family_was_goes_on_by_itself(folder: Path,
     assert_alike([found[0]], expected)
 
 
+def test_attention_that_sees_all_sequences_is_noticed(folder: Path, caplog: Any) -> None:
+    """A model that calls its attention function itself, past the interface: its rows would attend to each other."""
+    model = load(split(folder), 0)
+    given, found = prompts(), {}
+    layer = model.model.layers[1].self_attn
+    ordinary = type(layer).forward
+
+    def by_itself(self: Any, *args: Any, **kwargs: Any) -> Any:
+        own = self.config._attn_implementation_internal
+        self.config._attn_implementation_internal = "sdpa"
+        try:
+            return ordinary(self, *args, **{**kwargs, "attention_mask": None})
+        finally:
+            self.config._attn_implementation_internal = own
+
+    expected = [generated(model, given[0])]
+    layer.forward = by_itself.__get__(layer)
+    errors = run(model, [lambda: generated(model, given[0]) and None, lambda: generated(model, given[2]) and None])
+    assert [str(error) for error in errors] == ["attention was not computed by transformers' attention interface"] * 2
+    assert "Packed passes are disabled" in caplog.text
+    del layer.forward
+
+    def again() -> None:
+        found[0] = generated(model, given[0])
+
+    assert run(model, [again]) == [None]
+    assert_alike([found[0]], expected)
+
+
 ALONE = PACKABLE - {name + "_text" for name in WITH_IMAGES if name.startswith("qwen")}
 """Types that stand by themselves; the others are only parts of models that see, too."""
 SHORT = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3")

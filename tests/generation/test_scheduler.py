@@ -18,6 +18,7 @@ from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.load import load_model
 from rabbitllm.errors import BusyError, ClosedError, NotEnoughMemoryError
 from rabbitllm.generation.cache_manager import excess
+from rabbitllm.generation.kv_cache import cost_by_config
 from rabbitllm.generation.packed_batch import grouped
 from rabbitllm.generation.request import Delta, Event, Failed, FinishReason, Limits, Request
 from rabbitllm.generation.scheduler import (
@@ -98,6 +99,29 @@ def test_who_is_no_longer_wanted(scheduled: Open) -> None:
     assert dict(scheduler.unwanted())[wanted] is FinishReason.CANCELLED
     with pytest.raises(ClosedError):
         submit()
+
+
+def test_smaller_requests_do_not_overtake_a_large_one(split_folder: Path) -> None:
+    """It would never begin if they went on taking the memory that becomes free."""
+    model = load(split_folder, 60_000, dtype="float32")
+    each = cost_by_config(model.config, torch.float32)
+    scheduler = Scheduler(model, Limits(8, 8, cache_bytes=each.bytes_for(140), swap_bytes=0))
+
+    def submit(tokens: int) -> Sequence:
+        made = Sequence(model, Request((5,) * tokens, 4), lambda event: None, scheduler.wake)
+        scheduler.submit(made)
+        return made
+
+    first, large = submit(40), submit(100)
+    small = [submit(20) for _ in range(3)]
+    assert scheduler.schedule() == scheduler.running == [first]
+    small.append(submit(20))
+    assert scheduler.schedule() == scheduler.running == [first]
+    assert scheduler.waiting == [large, *small]
+    scheduler.finish(first, FinishReason.CANCELLED)
+    scheduler.schedule()
+    assert scheduler.running[0] is large
+    scheduler.end(FinishReason.CANCELLED)
 
 
 def test_nothing_is_to_be_done_while_it_is_held(scheduled: Open) -> None:
