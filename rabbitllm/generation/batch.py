@@ -17,6 +17,7 @@ import torch
 from rabbitllm.base.forks import DaemonThread, ForkGuard
 from rabbitllm.base.terminal import size
 from rabbitllm.errors import OptionError
+from rabbitllm.generation.kv_cache import layer_configs
 from rabbitllm.generation.memory import CacheMemory
 from rabbitllm.generation.recommended import check_options
 from rabbitllm.generation.request import (
@@ -62,6 +63,12 @@ class Batch:
         check_generates(model)
         if model.config.is_encoder_decoder:
             raise OptionError("The model has an encoder; requests need a decoder-only model.", "Use a causal model.")
+        layers = layer_configs(model.config.get_text_config(decoder=True))
+        if any(getattr(layer, "hidden_size", None) is None for layer in layers):
+            raise OptionError(
+                f"A {type(model).__name__} has no single decoder whose sizes tell the memory of a request.",
+                "Call model.generate.",
+            )
         end_tokens(model)  # refuses a model without a tokenizer
         check_options(model)
         self.error: BaseException | None = None
