@@ -20,6 +20,7 @@ from tests.support.builders import FAMILIES, build_checkpoint, read_tensors, ref
 from tests.support.tiny_models import INPUT, assert_same, load, run, split
 
 VARIANTS = [(name, dtype) for name in FAMILIES for dtype in (torch.float32, torch.bfloat16)]
+VARIANTS += [("t5", torch.float16)]  # some modules are kept in float32 then
 
 
 def plain(folder: Path, family: str, dtype: torch.dtype) -> Any:

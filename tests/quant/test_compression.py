@@ -434,3 +434,29 @@ def test_the_8bit_table_is_that_of_bitsandbytes_with_fused_multiply_add() -> Non
     assert hashlib.sha256(int8_code()).hexdigest().startswith(digest)
     if torch.backends.cpu.get_cpu_capability() != "DEFAULT":
         assert bytes(functional.create_dynamic_map().numpy()) == int8_code()
+
+
+@pytest.mark.parametrize("scheme", ["4bit", "8bit"])
+@pytest.mark.parametrize("shape", [(64, 80), (53, 80), (7, 3, 200), (2, 2112)])
+def test_blocks_go_on_across_rows(scheme: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a row is no whole number of blocks: some kernels of bitsandbytes would begin a block with each row, so
+    they get rows of whole blocks, or a single one."""
+    asked, state = list[tuple[int, ...]](), quantize._nf4_quant_state
+    monkeypatch.setattr(
+        quantize, "_nf4_quant_state", lambda form, *parts: (asked.append(form.shape), state(form, *parts))[1]
+    )
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
+    payload, scales = quantize_blocks(scheme, memoryview(raw(values)), "F32", "cpu")
+    form = stored_form(spec_of("w", shape, "F32"), scheme)
+    codes = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    absmax = torch.frombuffer(bytearray(scales), dtype=torch.float32)
+    block = SCHEMES[scheme].block
+    table = torch.frombuffer(bytearray(SCHEMES[scheme].values()), dtype=torch.float32)
+    found = dequantize(Quantized(scheme, shape, "float32"), codes, absmax, table, torch.float32)
+    assert form.scheme == scheme
+    assert all(len(rows) == 1 or rows[-1] % NF4_BLOCK == 0 for rows in asked)
+    assert len(asked) == (scheme == "4bit")
+    numbers = torch.stack([codes >> 4, codes & 15], 1).view(-1) if scheme == "4bit" else codes
+    numbers = numbers[: math.prod(shape)].long()
+    expected = table[numbers] * absmax.repeat_interleave(block)[: len(numbers)]
+    assert torch.equal(found.view(-1), expected)
