@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import sys
@@ -11,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rabbitllm.base.terminal import size
 from rabbitllm.cli import exit_codes
 from rabbitllm.cli.batch import batch_command
 from rabbitllm.cli.bench import bench_command
@@ -27,7 +29,8 @@ from rabbitllm.cli.run import run_command
 from rabbitllm.cli.serve import serve_command
 from rabbitllm.cli.splits import ls_command, rm_command, show_command, verify_command
 from rabbitllm.cli.worker import worker_command
-from rabbitllm.errors import OptionError, RabbitLLMError, system_errors_by_name
+from rabbitllm.engine.free_memory import group_limits, process_limits, swap_bytes
+from rabbitllm.errors import NotEnoughMemoryError, OptionError, RabbitLLMError, system_errors_by_name
 from rabbitllm.version import __version__
 
 
@@ -69,6 +72,34 @@ def root(
     """Options that come before a subcommand."""
 
 
+TORCH_BYTES = 232 << 20
+"""Memory that a command with a model takes before any weights, less what the command line took: 256 MiB on a processor
+with one thread (torch 2.13); more with CUDA."""
+TORCH_ADDRESSES = 512 << 20
+"""Address space that torch's libraries alone take: 589 MiB with Python."""
+
+
+def _needs_torch(function: Callable[..., None]) -> Callable[..., None]:
+    """A command that first refuses to start where the system would end the process without a word."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> None:
+        swap = swap_bytes()
+        found = [("control group", group.limit, group.room + swap, TORCH_BYTES) for group in group_limits()]
+        for own in process_limits():
+            found.append((own.name, own.limit, own.room, TORCH_ADDRESSES if own.name == "RLIMIT_AS" else TORCH_BYTES))
+        for name, limit, room, needed in found:
+            if room < needed:
+                raise NotEnoughMemoryError(
+                    f"This process may take {size(room)} more memory ({name}, limit {size(limit)}); Python with torch "
+                    f"takes {size(needed)} before any weights.",
+                    "Raise the limit (container, `ulimit -v`), or end other processes in it.",
+                )
+        function(*args, **kwargs)
+
+    return called
+
+
 def _add(name: str, panel: str, function: Callable[..., None]) -> None:
     """Add a command. Each paragraph of its help is one line, which the terminal wraps; examples keep their lines."""
     paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
@@ -78,13 +109,13 @@ def _add(name: str, panel: str, function: Callable[..., None]) -> None:
 
 MAIN, MANY = "Main commands", "Many prompts, several machines"
 SPLITS, OTHER, MEASURE = "Splits on this machine", "Machine and checkpoints", "Measure"
-_add("pull", MAIN, pull_command)
-_add("run", MAIN, run_command)
-_add("chat", MAIN, chat_command)
-_add("serve", MAIN, serve_command)
-_add("plan", MAIN, plan_command)
-_add("batch", MANY, batch_command)
-_add("worker", MANY, worker_command)
+_add("pull", MAIN, _needs_torch(pull_command))
+_add("run", MAIN, _needs_torch(run_command))
+_add("chat", MAIN, _needs_torch(chat_command))
+_add("serve", MAIN, _needs_torch(serve_command))
+_add("plan", MAIN, _needs_torch(plan_command))
+_add("batch", MANY, _needs_torch(batch_command))
+_add("worker", MANY, _needs_torch(worker_command))
 _add("ls", SPLITS, ls_command)
 _add("show", SPLITS, show_command)
 _add("verify", SPLITS, verify_command)
@@ -92,9 +123,9 @@ _add("rm", SPLITS, rm_command)
 _add("doctor", OTHER, doctor_command)
 _add("inspect", OTHER, inspect_command)
 _add("convert", OTHER, convert_command)
-_add("bench", MEASURE, bench_command)
-_add("quality", MEASURE, quality_command)
-_add("demo", MEASURE, demo)
+_add("bench", MEASURE, _needs_torch(bench_command))
+_add("quality", MEASURE, _needs_torch(quality_command))
+_add("demo", MEASURE, _needs_torch(demo))
 
 
 def _open_standard_streams() -> None:

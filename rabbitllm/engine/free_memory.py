@@ -151,10 +151,15 @@ def _upwards(path: str) -> Iterator[PurePosixPath]:
     yield from own.parents if own != PurePosixPath() else ()
 
 
-def _status_bytes(root: Path, field: str) -> int:
-    """A size of this process in bytes, from /proc/self/status (proc_pid_status(5)); 0 if it is not there."""
+def swap_bytes(root: Path = Path("/")) -> int:
+    """Bytes of swap that are free: memory beyond a group's limit may go there. 0 if the system does not say."""
+    return _status_bytes(root, "SwapFree", "proc/meminfo")
+
+
+def _status_bytes(root: Path, field: str, file: str = "proc/self/status") -> int:
+    """A size in bytes, by default of this process (proc_pid_status(5)); 0 if it is not there."""
     try:
-        for line in (root / "proc/self/status").read_text().splitlines():
+        for line in (root / file).read_text().splitlines():
             if line.startswith(f"{field}:"):
                 return int(line.split()[1]) << 10
     except (OSError, ValueError):
