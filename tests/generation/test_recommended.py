@@ -51,7 +51,8 @@ def first(plain: Any, model: Any) -> list[int]:
 
 def stop_in(tokens: list[int], tokenizer: Any) -> str:
     """A character of their text that is a token."""
-    return next(text for one in tokens[1:8] if (text := tokenizer.decode([one])).isascii() and text.isalnum())
+    texts: list[str] = [tokenizer.decode([one]) for one in tokens[1:8]]
+    return next(text for text in texts if text.isascii() and text.isalnum())
 
 
 def values(first: list[int], tokenizer: Any) -> Mapping[str, dict[str, Any]]:
