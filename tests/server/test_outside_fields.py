@@ -142,7 +142,8 @@ def picture_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def served(kind: str, request: pytest.FixtureRequest) -> Iterator[Running]:
-    with running(request.getfixturevalue(kind), budget=1 << 30) as found:  # in memory: no weight is read later
+    # in memory, so that no weight is read later; short answers, since -1 asks for as many tokens as there may be
+    with running(request.getfixturevalue(kind), budget=1 << 30, max_new_tokens=4) as found:
         yield found
 
 
