@@ -89,7 +89,7 @@ def write_single(
     folder: Path, tensors: Weights, name: str = TORCH_SINGLE_NAME, protocol: int = 2, *, legacy: bool = False
 ) -> Path:
     """One file, of a training checkpoint with its state dict in a wrapper."""
-    training = {"optimizer": {"state": {0: {"exp_avg": torch.ones(300)}}}, "epoch": 3}
+    training = {"optimizer": {"param_groups": [{"lr": 1e-3}]}, "epoch": 3}  # of one with tensors: `test_left_out.py`
     return write_torch(folder, {name: {"state_dict": tied(tensors), **training}}, protocol=protocol, legacy=legacy)
 
 

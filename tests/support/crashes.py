@@ -118,18 +118,24 @@ def is_due(step: Step, at: int | Moment | None, seen: list[int]) -> bool:
     return seen[0] > number
 
 
-def _serve() -> None:
+def import_everything() -> None:
+    """Import what the calls need, and compute what they would compute in each process."""
     import bitsandbytes.functional  # noqa: F401
     import torch
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    from rabbitllm.models import convert, gguf_output
     from rabbitllm.quant.quantize import _compiled_kernels_agree
 
     torch.set_num_threads(1)
     get_checkpoint_conversion_mapping("llama")  # the table of all models, longer in the making than a split
     for scheme in ("4bit", "8bit"):
         _compiled_kernels_agree(scheme)
+
+
+def _serve() -> None:
+    from rabbitllm.models import convert, gguf_output
+
+    import_everything()
     gguf_output.SYNC_BYTES = 1  # each tensor of a small model is a step of its own, as those of a large one are
     convert.SHARD_BYTES = 60_000
     for line in sys.stdin:

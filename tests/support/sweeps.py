@@ -12,7 +12,6 @@ from zlib import crc32
 import pytest
 
 PARTS: Mapping[str, int] = {
-    "run/test_prompt.py::test_a_template_that_does_not_end": 6,
     "generation/test_model_runner.py::test_texts_on_gpus": 4,
     "generation/test_long_prompts.py::test_long_prompts": 1,
     "generation/test_long_prompts.py::test_preempted_while_the_angles_change": 1,

@@ -28,7 +28,7 @@ from types import TracebackType
 from rabbitllm.errors import RabbitLLMError
 from rabbitllm.storage import leases
 from rabbitllm.storage.durable import Step
-from tests.support.crashes import _import_everything
+from tests.support.crashes import import_everything
 from tests.support.splitting import Call, Counter
 from tests.support.ticks import observe_ticks
 
@@ -108,7 +108,7 @@ def refuse_locks(code: int = errno.ENOLCK) -> None:
 
 
 def _serve() -> None:
-    _import_everything()
+    import_everything()
     refuse_locks()
     for line in sys.stdin:
         wanted = [(Call(**call), Actor(**actor)) for call, actor in json.loads(line)]
