@@ -33,7 +33,7 @@ from rabbitllm.batch_jobs.display import JobDisplay, Progress
 from rabbitllm.batch_jobs.inputs import CHARACTERS_OF_A_TOKEN, InputScan, scanned
 from rabbitllm.batch_jobs.inputs import opened as opened_input
 from rabbitllm.batch_jobs.items import BatchAnswer, Defaults, JobLimits
-from rabbitllm.batch_jobs.journal import BatchJournal, check_output, errors_of_finished, opened
+from rabbitllm.batch_jobs.journal import BatchJournal, check_output, clear_lock, errors_of_finished, opened
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.display.region import THE_REGION
 from rabbitllm.engine.devices import resolve_devices
@@ -109,6 +109,7 @@ def work(batch: BatchJob) -> Progress:
             del defaults["top_k"]
         head = {"input": scan.digest, "lines": len(scan), "model": batch.name, **batch.settings, **defaults}
         if not batch.overwrite and (errors := errors_of_finished(batch.out, head)) is not None:
+            clear_lock(batch.out)
             return Progress(len(scan), len(scan), errors, len(scan), 0, 0, 0.0)
         journal = stack.enter_context(opened(batch.out, len(scan), head, overwrite=batch.overwrite))
         progress = Progress(len(journal), journal.done, journal.errors, journal.resumed, 0, 0, 0.0)

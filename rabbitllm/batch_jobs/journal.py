@@ -193,6 +193,15 @@ def errors_of_finished(out: Path, head: Mapping[str, Any]) -> int | None:
         return None
 
 
+def clear_lock(out: Path) -> None:
+    """Remove the lock of a finished output, if the process that held it was killed at its end."""
+    path = out.with_name(out.name + SUFFIX)
+    lock = path.with_name(path.name + LOCK_SUFFIX)
+    if lock.exists():
+        with contextlib.suppress(ResultsError, OSError), _locked(lock, path):
+            pass
+
+
 def check_output(out: Path, source: Any) -> None:
     """Refuse an output that is no file, or would replace the input.
 

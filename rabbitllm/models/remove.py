@@ -234,7 +234,8 @@ def remove(removal: Removal) -> int:
             durable.remove_folder(path)
         durable.sync_folder(folder)
         for name in (MANIFEST_NAME, JOURNAL_NAME):
-            durable.remove(folder / (name + REMOVED_SUFFIX))
+            if (folder / (name + REMOVED_SUFFIX)).exists():  # nothing comes after the last one but the empty folder
+                durable.remove(folder / (name + REMOVED_SUFFIX))
     durable.remove_empty_folder(folder)
     home = locations.home().absolute()
     parents = [parent for parent in folder.absolute().parents if parent.is_relative_to(home) and parent != home]
