@@ -379,9 +379,9 @@ CONTINUING = frozenset(
 )
 """Model types whose states continue with further prompts (transformers 5.23 and 5.24), tested in
 `tests/generation/test_kv_cache.py`."""
-NOT_CONTINUING = frozenset({"big_bird", "cpmant", "megatron-bert", "prophetnet", "rembert", "roformer", "xlm"})
+NOT_CONTINUING = frozenset({"big_bird", "cpmant", "megatron-bert", "moshi", "prophetnet", "rembert", "roformer", "xlm"})
 """Model types that take a KV cache but compute something else with it, or fail, if a prompt comes in parts. The
-published models of most are encoders."""
+published models of most are encoders; Moshi attends to all tokens of a prompt, and its KV cache is a window."""
 MAX_SNAPSHOTS = 2
 """Maximum snapshots: at the beginning of a turn and at the end of its prompt."""
 

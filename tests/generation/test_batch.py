@@ -600,9 +600,9 @@ def test_a_config_without_attention(tmp_path: Path, open_batch: Open, family: st
         assert bytes_of(cache) <= cost_by_config(plain.config, torch.float32).bytes_for(9)
 
 
-@pytest.mark.parametrize("name", ["openai-gpt", "bert", "cpmant", "xlm", "roformer"])
+@pytest.mark.parametrize("name", ["openai-gpt", "bert", "cpmant", "moshi", "xlm", "roformer"])
 def test_models_whose_prompts_cannot_come_in_parts(tmp_path: Path, open_batch: Open, name: str) -> None:
-    """Without a KV cache, with one of their own kind, or with tokens that attend to later ones."""
+    """Without a KV cache, with one of another kind, or with tokens that attend to later ones or beyond the window."""
     next(iter(models(transformers.AutoModelForCausalLM, name, []))).save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     plain = plain_model(tmp_path, dtype=torch.float32).eval()
