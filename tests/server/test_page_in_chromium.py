@@ -194,7 +194,7 @@ def test_an_answer_comes_in_pieces_and_is_there_after_a_reload(tab: Tab) -> None
     assert below.endswith("reached the maximum tokens")
     tab.wait("/disk \\d+ % .*copies \\d+ % .*computing \\d+ %/.test(document.querySelector('#shares').textContent)")
     tab.wait("document.querySelector('#requests').textContent === 'requests: 0 running, 0 waiting'")
-    tab.click("summary")
+    tab.click("#work > summary")
     tab.wait("document.querySelector('#facts').innerText.includes('KV cache')")
 
     tab.reload()
