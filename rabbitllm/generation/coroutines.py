@@ -280,7 +280,6 @@ class Coroutines:
         self._compute = compute
         self._before = before
         self._after = after
-        self._hub: greenlet | None = None
         self.active: list[Coroutine] = []
         self._attributes = [
             (module, name, None) for module in model.modules() for name in OF_A_SEQUENCE if hasattr(module, name)
@@ -400,7 +399,8 @@ class Coroutines:
         self._after(coroutine)
 
     def _switch(self, coroutine: Coroutine, into: Callable[[], Any]) -> None:
-        self._hub = coroutine.parent = getcurrent()
+        # not kept here: greenlet frees that of a thread with the thread, and a garbage collection that finds it crashes
+        coroutine.parent = getcurrent()
         coroutine.call = None
         gradients = torch.is_grad_enabled()
         for module, name, value in coroutine.attributes or self._attributes:
@@ -429,11 +429,10 @@ class Coroutines:
         return output
 
     def _wait(self, coroutine: Coroutine, call: PendingCall) -> Any:
-        assert self._hub is not None
         coroutine.call = call
         gradients = torch.is_grad_enabled()  # belongs to the thread, and `generate` changes it
         try:
-            return self._hub.switch()
+            return coroutine.parent.switch()
         finally:
             torch.set_grad_enabled(gradients)
 

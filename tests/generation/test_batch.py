@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from greenlet import greenlet
 from transformers.cache_utils import DynamicCache
 
 from rabbitllm.errors import BusyError, ClosedError, OptionError
@@ -59,6 +60,15 @@ def test_requests_join_while_others_run_and_leave_when_they_are_done(open_batch:
     passes = batch.stats.passes
     assert passes < sum(len(one.tokens) for one in (first, *later))  # they shared them
     assert batch.stats.running == batch.stats.waiting == 0
+
+
+def test_nothing_refers_to_the_greenlet_of_a_thread_that_has_ended(open_batch: Open) -> None:
+    """A garbage collection that finds one ends the process; greenlet has freed it with the thread."""
+    batch, _ = open_batch()
+    answered(batch, [Request(prompt(4), 3)])
+    batch.close()
+    ended = [one for one in gc.get_objects() if type(one) is greenlet and one.dead]
+    assert [user for user in gc.get_referrers(*ended) if user is not ended] == []
 
 
 def test_the_totals_have_a_request_when_its_end_is_reported(open_batch: Open) -> None:
