@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from rabbitllm.base.terminal import listed
 from rabbitllm.errors import OptionError
 
 if TYPE_CHECKING:
@@ -106,9 +107,10 @@ def check_options(model: StreamedModel) -> None:
     given = _set_options(model)
     refused = [name for name in given if OPTIONS.get(name) is Use.REFUSED]
     if refused:
+        names = listed(refused, len(refused), " and ")
         raise OptionError(
-            f"The model's generation_config.json sets {_listed(refused)}: words that each answer must have, which need "
-            "a beam search that transformers no longer has.",
+            f"The model's generation_config.json sets {names}: words that each answer must have, which need a beam "
+            "search that transformers no longer has.",
             "Remove this from the file, if answers without these words are of use.",
         )
     dropped = [name for name in given if OPTIONS.get(name) is Use.DROPPED]
@@ -116,7 +118,7 @@ def check_options(model: StreamedModel) -> None:
         logger.warning(
             "The model's generation_config.json sets %s, which has no effect here: answers are made one token after "
             "the other, with one pass for each.",
-            _listed([f"{name}={given[name]}" for name in dropped]),
+            listed([f"{name}={given[name]}" for name in dropped], len(dropped), " and "),
         )
 
 
@@ -128,7 +130,3 @@ def _set_options(model: StreamedModel) -> dict[str, Any]:
         for name in OPTIONS
         if settings.get(name) is not None and (name not in _NEUTRAL or settings[name] != _NEUTRAL[name])
     }
-
-
-def _listed(names: list[str]) -> str:
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -474,7 +474,7 @@ def _open_split(folder: Path, mapped: bool, verify_checksums: bool) -> LazyCheck
 
 
 def _checks_of(path: Path) -> LayerChecks | None:
-    """The checks of a single layer file, by the manifest beside it; None for any other file."""
+    """The checks of a single layer file, by the manifest in its folder; None for any other file."""
     manifest = read_manifest(path.parent)
     own = () if manifest is None else tuple(record for record in manifest.layers if record.file == path.name)
     return LayerStore(path.parent, replace(manifest, layers=own)).checks if manifest is not None and own else None

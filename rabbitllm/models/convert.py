@@ -608,7 +608,7 @@ def _join_split(split_folder: Path, named: Path, folder: Path) -> Conversion:
     dtype = named_dtype({shard.name: shard.tensors for shard in shards}, store.dtype)
     content = read_json(home / CONFIG_NAME) if CONFIG_NAME in beside else {}
     if dtype and content and not (content.get("dtype") or content.get("torch_dtype")):
-        # not in the index, which is not read beside a single file
+        # not in the index, which nothing reads where there is a single file
         beside[CONFIG_NAME] = (json.dumps(content | dtype, indent=2) + "\n").encode()
     before = (folder / INDEX_NAME).exists()
     if before and (why := origin_of(folder).differs_from(identity)) is not None:

@@ -242,7 +242,9 @@ def _refuse_unknown(value: Any, where: str) -> None:
         if content is None or name in known or _is_one_of(content, _NEUTRAL_IN.get((type(value), name), ())):
             continue
         fields = [name for name in type(value).model_fields if name != "type"]
-        near = [_INSTEAD[name]] if _INSTEAD.get(name) in fields else difflib.get_close_matches(name, fields)
+        near = difflib.get_close_matches(name, fields)
+        if name in _INSTEAD:
+            near = [field for field in (_INSTEAD[name],) if field in fields]
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
         if not near and isinstance(value, ChatBody):
             hint = " Variables of the chat template are set in chat_template_kwargs."
@@ -286,11 +288,12 @@ _INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(("stop_sequences", "stop_strings", "stop_token_ids"), "stop"),
     **dict.fromkeys(("enable_thinking", "thinking", "documents"), "chat_template_kwargs"),
     **dict.fromkeys(("format", "guided_decoding"), "response_format"),
+    "chat_template": "",
     "reasoning": "reasoning_effort",
     "do_sample": "temperature",
     "num_return_sequences": "n",
 }
-"""Field of another server -> the field here."""
+"""Field of another server -> the field here; empty if a near name would mislead."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),

@@ -148,9 +148,10 @@ class KeptLease:
                 self._beat_at = now
 
     def check(self) -> None:
-        """
+        """Check that this process still holds the lease.
+
         Raises:
-            InUseError: the lease is lost.
+            InUseError: it is lost.
         """
         last = _last(self._path) if _now() - self._beat_at <= LATE_SECONDS else None
         if last is None or last.run != self._run:
