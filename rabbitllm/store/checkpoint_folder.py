@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,6 +212,7 @@ WORK_NAME = ".saving"
 """Name of the work folder inside the target."""
 _READY_NAME = "all.is.there"
 """File in that folder: all files are durable and may be moved."""
+_VERSION_LINE = re.compile(rb'(,\s*)?"transformers_version": "[^"]*"')
 _ENTRIES = (INDEX_NAME, TORCH_INDEX_NAME, META_PARAMETERS, MANIFEST_NAME, JOURNAL_NAME)
 
 
@@ -404,8 +406,16 @@ def _has_shards(folder: Path, shards: Sequence[Shard]) -> bool:
 
 
 def _has_files(folder: Path, files: Mapping[str, bytes]) -> bool:
-    """Whether a folder has files with these contents."""
-    return all((folder / name).is_file() and (folder / name).read_bytes() == files[name] for name in files)
+    """Whether a folder has files with these contents; another version of transformers may have written them."""
+    paths = {name: folder / name for name in files}
+    return all(
+        path.is_file() and _unversioned(name, path.read_bytes()) == _unversioned(name, files[name])
+        for name, path in paths.items()
+    )
+
+
+def _unversioned(name: str, content: bytes) -> bytes:
+    return _VERSION_LINE.sub(b"", content) if name in ("config.json", "generation_config.json") else content
 
 
 def _is_written(

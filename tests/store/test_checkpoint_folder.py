@@ -117,6 +117,21 @@ def test_another_model_is_not_mistaken_for_the_interrupted_one(tmp_path: Path) -
     assert_whole(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_newer_transformers_finds_the_same_checkpoint(tmp_path: Path, name: str) -> None:
+    """Its version is in the configs, and an update may come between a kill and the call that finishes."""
+
+    def save_with(version: str, other: str) -> None:
+        content = json.dumps({"x": other, "transformers_version": version, "y": 1}, indent=2).encode()
+        write_checkpoint(tmp_path, SHARDS, {**OTHER_FILES, name: content}, chunks, source="a model")
+
+    save_with("5.23.0", "a")
+    save_with("5.24.0", "a")
+    assert json.loads((tmp_path / name).read_text())["transformers_version"] == "5.23.0"  # nothing was written
+    with pytest.raises(OptionError, match="already holds a model"):
+        save_with("5.23.0", "b")
+
+
 def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
     def fail(step: durable.Step) -> None:
         if step.kind == "sync" and step.path.name.startswith("model-00002"):

@@ -143,7 +143,6 @@ def _others() -> list[State]:
             save,
             dead=save,
             moment={"kind": "rename", "name": ".saving/model-*", "number": 1},
-            code=2,  # the model lies elsewhere by now, so it is another one; what was begun is finished all the same
         ),
         State(
             "cut batch",
