@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
@@ -26,12 +27,17 @@ from rabbitllm.base.options import (
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.display import split_display
 from rabbitllm.errors import OptionError, system_errors_by_name
+from rabbitllm.splitter.filler import ShardExecutor
 from rabbitllm.storage.folder_lock import FolderLock
+from rabbitllm.store.layer_store import LayerStore, UnsplitStore, WeightFiles
+from rabbitllm.telemetry.profiler import Profiler
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from rabbitllm.engine.devices import Device
-    from rabbitllm.prepare.make import TooLittle
-    from rabbitllm.store.layer_store import WeightFiles
+    from rabbitllm.engine.load_plan import LoadPlanner, PartChooser, TooLittle
+    from rabbitllm.engine.streamed_model import StreamedModel
 
 logger = logging.getLogger(__name__)
 
@@ -268,31 +274,133 @@ class LoadRequest:
         return replace(self, split=None)
 
 
+class Prepared:
+    """A model whose weights can be loaded: its split directory is whole, or its checkpoint was found.
+
+    Args:
+        request: the model, its split and its run.
+        source: where it was found.
+        devices: the devices to run it on.
+        planner: has checked it, and keeps the plan of its layer files.
+        profile: of the split; empty where nothing was split.
+
+    Attributes:
+        was_finished: whether its split directory was complete before.
+        folder: its split directory; None if its checkpoint is read as it is.
+    """
+
+    def __init__(
+        self,
+        request: LoadRequest,
+        source: prepare.Source,
+        devices: Sequence[Device],
+        planner: LoadPlanner,
+        profile: Profiler,
+    ) -> None:
+        self.request, self.source, self.profile = request, source, profile
+        self.was_finished = source.finished
+        self.folder = source.split_folder if request.split is not None or source.finished else None
+        self._devices, self._planner = devices, planner
+
+    @property
+    def config_folder(self) -> Path:
+        """The folder of config and tokenizer."""
+        has_own = self.folder is not None and (self.folder / "config.json").exists()
+        return self.source.split_folder if has_own else self.source.config_folder
+
+    @system_errors_by_name()
+    def load(self, run: RunOptions | None = None) -> Any:
+        """Return the model as `AutoModel.from_pretrained` does.
+
+        Args:
+            run: how it runs, if its limits of memory are other ones by now.
+
+        Raises:
+            RabbitLLMError: as `AutoModel.from_pretrained`.
+        """
+        run = self.request.run if run is None else run
+        if self.folder is None:
+            return self._load_unsplit(run)
+        with prepare.read_lock(self.folder) as lock:
+            store = self._planner.store
+            if not (isinstance(store, LayerStore) and run.verify_checksums and store.is_current()):
+                store = LayerStore(self.folder, verify_checksums=run.verify_checksums)
+            return self._loaded(store, run, self.config_folder, lock)
+
+    def _load_unsplit(self, run: RunOptions) -> Any:
+        with split_display.shown(run.show_progress):
+            checkpoint, lock = prepare.whole_checkpoint(self.source)
+        with lock, prepare.SmallFiles(checkpoint.sidecars(), checkpoint.derived(), checkpoint.folder) as files:
+            model = self._loaded(UnsplitStore(checkpoint), run, files.folder, lock)
+            files.keep_for(model)
+            return model
+
+    def _loaded(self, store: WeightFiles, run: RunOptions, home: Path, lock: FolderLock) -> Any:
+        """Return the model, which keeps the lock on the folder of its weights until it is garbage collected."""
+        from rabbitllm.engine import load
+
+        def load_part(share: PartChooser | None = None) -> StreamedModel:
+            return load.load_model(store, run, home, self._devices, share, self._planner)
+
+        hosts = self.request.hosts
+        if hosts is None:
+            model: Any = load_part()
+        else:
+            from rabbitllm.pipeline.spread import load_spread
+
+            model = load_spread(hosts, run, load_part)
+        lock.keep_for(model)
+        return model
+
+
 @system_errors_by_name()
-def load(request: LoadRequest) -> Any:
+def prepare_model(request: LoadRequest, executor: ShardExecutor | None = None, *, loads: bool = True) -> Prepared:
+    """Find a model, and split it unless that is done or not requested.
+
+    Args:
+        request: the model, its split and its run, errors in which are raised before the split.
+        executor: fills layer files elsewhere, quantizing on the CPU; None for this process.
+        loads: whether this process will load the model; if not, a layer too large for memory is only a warning,
+            unless the request has a device or limits.
+
+    Raises:
+        RabbitLLMError: as `AutoModel.from_pretrained`; anything that can be refused is refused before the split.
+    """
+    from rabbitllm.engine.devices import resolve_devices
+
+    run, split = request.run, request.split
+    devices = resolve_devices(run.device, run.max_memory, run.pin_memory)
+    source = prepare.find(request.spec, only_look=split is None)
+    loads = loads or run.device is not None or run.max_memory is not None
+    too_little: TooLittle = "ignore" if request.hosts or executor else "refuse" if loads else "warn"
+    profile = Profiler()
+    with (
+        split_display.shown(run.show_progress),
+        prepare.acceptance(source, run, devices, too_little=too_little) as planner,
+    ):
+        if split is not None:
+            options = prepare.with_memory(split, run, devices)
+            profile = prepare.ensure_split(source, options, executor=executor, accept=planner)
+        elif not source.finished:
+            prepare.check_before_fetching(source, planner)
+    return Prepared(request, source, devices, planner, profile)
+
+
+def load(request: LoadRequest, console: Console | None = None) -> Any:
     """Return the model as `AutoModel.from_pretrained` does, and split it first unless that is done.
+
+    Args:
+        request: the model, its split and its run.
+        console: shows that the model is being loaded; None to show nothing.
 
     Raises:
         RabbitLLMError: as `AutoModel.from_pretrained`.
     """
-    from rabbitllm.engine.devices import resolve_devices
-
-    options = request.run
-    devices = resolve_devices(options.device, options.max_memory, options.pin_memory)
-    source = prepare.find(request.spec, only_look=request.split is None)
-    if request.split is None and not source.finished:
-        return _load_unsplit(request, source, devices)
-    if request.split is not None:
-        split_options = prepare.with_memory(request.split, options, devices)
-        with (
-            split_display.shown(options.show_progress),
-            prepare.acceptance(source, options, devices, too_little=_too_little(request.hosts)) as accept,
-        ):
-            profile = prepare.ensure_split(source, split_options, accept=accept)
-        if profile.enabled and profile.stages:
-            print(profile.report())
-    with prepare.read_lock(source.split_folder) as lock:
-        return _locked(_model(source.split_folder, options, source.config_folder, devices, request.hosts), lock)
+    prepared = prepare_model(request)
+    if prepared.profile.stages:
+        print(prepared.profile.report())
+    with console.status("loading …") if console is not None else contextlib.nullcontext():  # deletes nothing
+        return prepared.load()
 
 
 def check_unsplit(options: SplitOptions) -> None:
@@ -311,43 +419,3 @@ def check_unsplit(options: SplitOptions) -> None:
         raise OptionError(
             f"{wrong} works only while splitting, and split=False does not split.", "Remove one of the two."
         )
-
-
-def _load_unsplit(request: LoadRequest, source: prepare.Source, devices: Sequence[Device]) -> Any:
-    from rabbitllm.store.layer_store import UnsplitStore
-
-    with split_display.shown(request.run.show_progress):
-        with prepare.acceptance(source, request.run, devices, too_little=_too_little(request.hosts)) as accept:
-            prepare.check_before_fetching(source, accept)
-        checkpoint, lock = prepare.whole_checkpoint(source)
-    with lock, prepare.SmallFiles(checkpoint.sidecars(), checkpoint.derived(), checkpoint.folder) as files:
-        model = _model(UnsplitStore(checkpoint), request.run, files.folder, devices, request.hosts)
-        files.keep_for(model)
-        return _locked(model, lock)
-
-
-def _too_little(hosts: Hosts | None) -> TooLittle:
-    """Return "refuse" for a single process. Of several each loads a part, whose size is known only then: "ignore"."""
-    return "refuse" if hosts is None else "ignore"
-
-
-def _locked(model: Any, lock: FolderLock) -> Any:
-    """Return the model, which keeps the lock on the folder of its weights until it is garbage collected."""
-    lock.keep_for(model)
-    return model
-
-
-def _model(
-    files: Path | WeightFiles,
-    options: RunOptions,
-    config_folder: Path,
-    devices: Sequence[Device],
-    hosts: Hosts | None,
-) -> Any:
-    from rabbitllm.engine import load
-
-    if hosts is None:
-        return load.load_model(files, options, config_folder, devices)
-    from rabbitllm.pipeline.spread import load_spread
-
-    return load_spread(hosts, options, lambda share: load.load_model(files, options, config_folder, devices, share))

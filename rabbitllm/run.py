@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Console
 from rich.text import Text
 
-from rabbitllm.auto_model import LoadRequest
+from rabbitllm.auto_model import LoadRequest, load
 from rabbitllm.base.options import Hosts
 from rabbitllm.base.terminal import counted, harmless, put_fact, size
 from rabbitllm.errors import OptionError
@@ -20,7 +20,6 @@ from rabbitllm.generation.draft import prepare_draft
 from rabbitllm.generation.media import MediaFile
 from rabbitllm.generation.request import FinishReason, Prompt, Result
 from rabbitllm.generation.template import SYSTEM, USER, ChatTemplate, PromptRefused
-from rabbitllm.models.pull import loaded_model
 from rabbitllm.telemetry.passes import BETWEEN_LAYERS, COMPUTE, DEQUANTIZE, PROMPT, READ_WAIT, UPLOAD_WAIT, PassSums
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ def prompt_of(
     return prompt
 
 
-def loaded_pair(
+def load_with_draft(
     request: LoadRequest, draft: LoadRequest | Literal["ngram"] | None, console: Console
 ) -> tuple[StreamedModel, StreamedModel | Literal["ngram"] | None]:
     """Load a model, and before it its draft model, so that the model is placed in the memory that is left.
@@ -124,8 +123,8 @@ def loaded_pair(
         OptionError: the draft does not suit the model; see `prepare_draft`.
         RabbitLLMError: see `AutoModel.from_pretrained`.
     """
-    drafting = loaded_model(draft, console) if isinstance(draft, LoadRequest) else draft
-    model = loaded_model(request, console)
+    drafting = load(draft, console) if isinstance(draft, LoadRequest) else draft
+    model = load(request, console)
     if drafting is not None:
         prepare_draft(model, drafting)
     return model, drafting
@@ -268,9 +267,9 @@ def work(request: LoadRequest, console: Console) -> None:
         console: console for messages.
 
     Raises:
-        RabbitLLMError: as `loaded_model` does; or another process ended unexpectedly.
+        RabbitLLMError: as `load` does; or another process ended unexpectedly.
     """
-    worker: Any = loaded_model(request, console)
+    worker: Any = load(request, console)
     span = worker.span
     console.print(f"ready: layers {span.begin + 1} to {span.end}, of {len(worker.names)} hosts")
     console.print(str(worker.model.placement), markup=False)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import transformers
 from rich.console import Console
 
-from rabbitllm.auto_model import LoadRequest
+from rabbitllm.auto_model import LoadRequest, prepare_model
 from rabbitllm.base.forks import DaemonThread
 from rabbitllm.batch_jobs.answers import answered
 from rabbitllm.batch_jobs.display import JobDisplay, Progress
@@ -40,7 +40,7 @@ from rabbitllm.engine.devices import resolve_devices
 from rabbitllm.engine.skeleton import read_config
 from rabbitllm.generation.kv_cache import cost_by_config
 from rabbitllm.generation.memory import cost_of_a_pass, free_memory, weight_limits
-from rabbitllm.models.pull import load, pulled
+from rabbitllm.store.manifest import read_manifest
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -125,7 +125,7 @@ def _answer(batch: BatchJob, scan: InputScan, journal: BatchJournal) -> Progress
         with _displayed(display):
             return keep(batch.elsewhere(scan, journal), journal, display.update)
     if isinstance(batch.model, LoadRequest):
-        ready = loaded(batch.model, scan.longest(batch.limits.sequences), batch.limits)
+        ready = BatchModel.load(batch.model, scan.longest(batch.limits.sequences), batch.limits)
     else:
         ready = BatchModel(batch.model)
     if ready.weights is not None:
@@ -229,38 +229,39 @@ class BatchModel:
     folder: Path | None = None
     weights: str | None = None
 
+    @classmethod
+    def load(cls, request: LoadRequest, lengths: Sequence[int], limits: JobLimits) -> BatchModel:
+        """Load the model, and split it first if necessary.
 
-def loaded(request: LoadRequest, lengths: Sequence[int], limits: JobLimits) -> BatchModel:
-    """Load the model.
+        Args:
+            request: the model, its split and its run.
+            lengths: estimated tokens of the longest lines that ask for a generation.
+            limits: limits of the batch; without one of the KV cache it gets the need of the lines, up to half of the
+                free memory.
 
-    Args:
-        request: the model, its split and its run.
-        lengths: estimated tokens of the longest lines that ask for a generation.
-        limits: limits of the batch; without one of the KV cache it gets the need of the lines, up to half of the free
-            memory.
-
-    Raises:
-        RabbitLLMError: see `pull` and `AutoModel.from_pretrained`.
-    """
-    with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the result
-        run, found = request.run, pulled(request)
-        cache_bytes, pass_bytes = limits.cache_bytes, 0
-        if found is not None and run.max_memory is None:
-            free = sum(device.free_bytes() for device in resolve_devices(run.device, None))
-            config = read_config(found.config_folder, run.trust_remote_code)
-            if cache_bytes is None:
-                needed = needed_bytes(config, lengths, limits.sequences, run.dtype)
-                cache_bytes = min(needed, free // CACHE_SHARE) or None
-            texts = min(len(lengths), limits.sequences)
-            pass_bytes = min(worthwhile_pass_bytes(config, texts, run.dtype), free // MAX_PASS_SHARE)
-        run = replace(run, max_memory=weight_limits(run, cache_bytes, pass_bytes), show_progress=False)
-        model = load(replace(request, run=run), found, Console(stderr=True, highlight=False))
-    transformers.logging.set_verbosity_error()  # no warnings about missing kernels amid progress
-    if cache_bytes is not None and limits.cache_bytes is None:  # less may be free now than was predicted
-        cache_bytes = left_of(free_memory(model), cache_bytes, pass_bytes)
-    if found is None:
-        return BatchModel(model, cache_bytes)
-    return BatchModel(model, cache_bytes, found.entry.folder, digest_of(found.entry.source))
+        Raises:
+            RabbitLLMError: see `AutoModel.from_pretrained`.
+        """
+        console = Console(stderr=True, highlight=False)
+        with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the result
+            run, prepared = request.run, prepare_model(request)
+            cache_bytes, pass_bytes = limits.cache_bytes, 0
+            if request.split is not None and run.max_memory is None:
+                free = sum(device.free_bytes() for device in resolve_devices(run.device, None))
+                config = read_config(prepared.config_folder, run.trust_remote_code)
+                if cache_bytes is None:
+                    needed = needed_bytes(config, lengths, limits.sequences, run.dtype)
+                    cache_bytes = min(needed, free // CACHE_SHARE) or None
+                texts = min(len(lengths), limits.sequences)
+                pass_bytes = min(worthwhile_pass_bytes(config, texts, run.dtype), free // MAX_PASS_SHARE)
+            run = replace(run, max_memory=weight_limits(run, cache_bytes, pass_bytes), show_progress=False)
+            with console.status("loading …"):
+                model = prepared.load(run)
+        transformers.logging.set_verbosity_error()  # no warnings about missing kernels amid progress
+        if cache_bytes is not None and limits.cache_bytes is None:  # less may be free now than was predicted
+            cache_bytes = left_of(free_memory(model), cache_bytes, pass_bytes)
+        manifest = read_manifest(prepared.folder) if prepared.folder is not None else None
+        return cls(model, cache_bytes, prepared.folder, digest_of(manifest.source if manifest is not None else None))
 
 
 def left_of(free: int, cache_bytes: int, pass_bytes: int) -> int:

@@ -57,14 +57,14 @@ def chat_command(
     from rich.console import Console
 
     from rabbitllm.generation.request import Sampling
-    from rabbitllm.run import hosts_for, loaded_pair, typed
+    from rabbitllm.run import hosts_for, load_with_draft, typed
 
     sampling = Sampling(temperature, top_p, seed)
     errors = Console(stderr=True, highlight=False)
     disable_progress_bars()  # shards have our own bar, and other files are small
     request = options.request(model, hosts_for(workers, address, model, errors))
     with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the answer
-        loaded, drafting = loaded_pair(request, options.draft_request(draft), errors)
+        loaded, drafting = load_with_draft(request, options.draft_request(draft), errors)
     loaded.profiler.enabled = True  # only now: no profile of a split, no timers at resident layers
 
     from transformers import logging

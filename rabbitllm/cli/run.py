@@ -92,7 +92,7 @@ def run_command(
         answer_record,
         hosts_for,
         how_it_ended,
-        loaded_pair,
+        load_with_draft,
         own_device,
         prompt_of,
         put_statistics,
@@ -111,7 +111,7 @@ def run_command(
         return
     start = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the answer
-        loaded, drafting = loaded_pair(request, options.draft_request(draft), errors)
+        loaded, drafting = load_with_draft(request, options.draft_request(draft), errors)
     load_seconds = time.perf_counter() - start
     made = prompt_of(loaded, text, typed(system), files, raw=raw)
     limits = ModelLimits.of(loaded)

@@ -23,10 +23,10 @@ from rabbitllm.engine.forwards import RowProducts, keep_finite, repeat_keys_on
 from rabbitllm.engine.load_plan import (
     SCALES_IN_PLACE,
     LoadPlan,
+    LoadPlanner,
     PartChooser,
     cache_room,
     held_bytes,
-    make_load_plan,
     only_a_part,
     refuse_too_little_memory,
 )
@@ -59,6 +59,7 @@ def load_model(
     config_folder: Path | None = None,
     devices: Sequence[Device] | None = None,
     share: PartChooser | None = None,
+    planner: LoadPlanner | None = None,
 ) -> StreamedModel:
     """A model of transformers' own class with the weights in `folder`.
 
@@ -68,6 +69,8 @@ def load_model(
         config_folder: the folder of config and tokenizer, if not `folder` (a directory of RabbitLLM 1.1 has none).
         devices: the devices to compute on; by default those of `options`.
         share: chooses the part of the model that this process computes; None for the whole.
+        planner: made the plan of these files, or of the same ones when they were planned, for these devices; None if
+            nothing did.
 
     Returns:
         The model, with the attributes `tokenizer`, `processor`, `profiler`, `placement` and `unused_tensors`.
@@ -89,15 +92,23 @@ def load_model(
         check_compression(scheme)  # fails now rather than in the first pass
     home = folder if (folder / "config.json").exists() or config_folder is None else config_folder
     chosen = list(devices or resolve_devices(options.device, options.max_memory, options.pin_memory))
+    planner = planner or LoadPlanner(options, chosen, home)
     limits = {device.name: budget_of(device, options) for device in chosen}
     with memory_explained(chosen, limits, "loading"):  # no variable here keeps what is to be freed after an error
-        return _bound(_planned(store, options, home, chosen, share), store, home, chosen, options)
+        model = _bound(_planned(planner, store, options, home, chosen, share), store, home, chosen, options)
+    model.tokenizer = planner.tokenizer(home)
+    return model
 
 
 def _planned(
-    store: WeightFiles, options: RunOptions, home: Path, devices: Sequence[Device], share: PartChooser | None
+    planner: LoadPlanner,
+    store: WeightFiles,
+    options: RunOptions,
+    home: Path,
+    devices: Sequence[Device],
+    share: PartChooser | None,
 ) -> LoadPlan:
-    plan = make_load_plan(store, options, home, devices)
+    plan = planner.take(store, home, options)
     if share is not None:
         plan = only_a_part(plan, share, store, devices, options)
     refuse_too_little_memory(plan, devices)
@@ -149,7 +160,6 @@ def _bound(
     if options.fast_bfloat16:
         RowProducts(model)
     streamed = adopt(model, home_device, placement)
-    streamed.tokenizer = skeleton.read_tokenizer(home, options.trust_remote_code)
     streamed.profiler = profiler
     streamed.streamer = streamer
     if options.show_progress and (placement.streamed_bytes or placement.uploaded_bytes):

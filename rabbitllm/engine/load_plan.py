@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -69,10 +69,10 @@ from rabbitllm.quant.coded import CodedForm, CodedMatrix
 from rabbitllm.quant.products import FusedMatrix, Matrix, can_multiply, multiplies
 from rabbitllm.quant.quantize import NestedScales
 from rabbitllm.quant.schemes import NESTED_BLOCK, NF4_BLOCK, Quantized
-from rabbitllm.store.layer_store import WeightFiles
+from rabbitllm.store.layer_store import StoredTensor, WeightFiles
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
     from transformers.quantizers.base import HfQuantizer
 
 logger = logging.getLogger(__name__)
@@ -220,25 +220,183 @@ class LoadPlan:
 _AS_STORED = (*HOOKED, Tier.ROUTED)
 
 
-@uncollected()
-def make_load_plan(store: WeightFiles, options: RunOptions, home: Path, devices: Sequence[Device]) -> LoadPlan:
-    """Decide all that `load_model` decides from names and sizes alone.
+TooLittle: TypeAlias = Literal["refuse", "warn", "ignore"]
+"""Action if this process may not take the memory that one layer needs."""
 
-    Raises:
-        IncompleteSplitError, UnknownArchitectureError, OptionError: as `load_model` does.
-        IncompleteCheckpointError: instead of IncompleteSplitError, for a checkpoint that is not split yet.
-        RabbitLLMError: the model changes its weights, and not all of them can be resident.
+
+@dataclass(frozen=True)
+class BareModel:
+    """A model without weights, and how it will compute.
+
+    Attributes:
+        config_file: the content of its config.json.
+        config: the config before the model was built.
+        model: the skeleton.
+        quantizer, is_narrowed: see `LoadPlan`.
+        dtype_is_final: whether the weights cannot change its dtype.
     """
-    config = skeleton.read_config(home, options.trust_remote_code)
-    skeleton.check_counts(config, len(store.tensors), store.label)
-    quantizer = published.quantizer_for(home, config, devices)
-    dtype = _choose_dtype(options.dtype, config, store, devices)
-    is_narrowed = options.dtype is None and dtype == torch.float16 and _own_dtype(config, store) == torch.bfloat16
-    if quantizer is not None:
-        dtype = quantizer.update_dtype(dtype)
-    attention = _attention(options.attn_implementation, config, devices, dtype)
-    model = skeleton.build_skeleton(home, config, dtype, attention, options.trust_remote_code, quantizer)
-    route_llama4(model)
+
+    config_file: bytes
+    config: PretrainedConfig
+    model: PreTrainedModel
+    quantizer: HfQuantizer | None
+    is_narrowed: bool
+    dtype_is_final: bool
+
+
+def make_load_plan(store: WeightFiles, options: RunOptions, home: Path, devices: Sequence[Device]) -> LoadPlan:
+    """Decide all that `load_model` decides from names and sizes alone; see `LoadPlanner`."""
+    return LoadPlanner(options, devices, home).take(store, home, options)
+
+
+class LoadPlanner:
+    """Makes the load plan of a model, once: the plan of planned layer files becomes that of the finished ones.
+
+    It is also the check of a split: called with planned layer files before the first shard is touched, and with the
+    finished ones before the last shard is deleted, it raises the errors of `load_model`.
+
+    Args:
+        options: of the run.
+        devices: the devices to compute on.
+        folder: of config and tokenizer, until the folder of the weights has them.
+        too_little: action if this process may not take the memory that one layer needs: "refuse" if it will load the
+            model itself, "warn" (once) if the split may be for another machine, "ignore" if several processes will load
+            it.
+
+    Attributes:
+        store: the files of the last plan; None before it.
+    """
+
+    def __init__(
+        self, options: RunOptions, devices: Sequence[Device], folder: Path, too_little: TooLittle = "refuse"
+    ) -> None:
+        self.store: WeightFiles | None = None
+        self._options, self._devices, self._folder, self._too_little = options, devices, folder, too_little
+        self._bare: BareModel | None = None
+        self._plan: LoadPlan | None = None
+        self._tokenizer: tuple[Path, PreTrainedTokenizerBase | None] | None = None
+
+    def check_config(self) -> None:
+        """Check the model, the dtype and the attention by the config alone, without a request for a header.
+
+        Raises:
+            UnknownArchitectureError, OptionError: as `load_model` does.
+        """
+        self._bare_model(self._folder, None)
+
+    def __call__(self, store: WeightFiles) -> None:
+        """Raise the errors of `load_model` for existing or planned layer files.
+
+        Raises:
+            RabbitLLMError: as `take` does.
+            NotEnoughMemoryError: if the action is "refuse".
+            CorruptVocabularyError: the tokenizer's files are malformed.
+        """
+        home = store.folder if (store.folder / "config.json").exists() else self._folder
+        plan = self._planned(store, home, self._options)
+        if self._tokenizer is None or self._tokenizer[0] != home:
+            self._tokenizer = home, skeleton.check_tokenizer(home, self._options.trust_remote_code)
+        error = None if self._too_little == "ignore" else too_little_memory(plan, self._devices)
+        if error is not None and self._too_little == "refuse":
+            raise error
+        if error is not None:
+            logger.warning("This machine cannot load the model: %s", error.problem)
+        if self._too_little == "warn":
+            self._too_little = "ignore"
+
+    def take(self, store: WeightFiles, home: Path, options: RunOptions) -> LoadPlan:
+        """The plan to load a model from these files; its skeleton is no longer kept here.
+
+        Args:
+            store: the files of the weights.
+            home: the folder of config and tokenizer.
+            options: of the run, perhaps with other limits than those of the check.
+
+        Raises:
+            IncompleteSplitError, UnknownArchitectureError, OptionError: as `load_model` does.
+            IncompleteCheckpointError: instead of IncompleteSplitError, for a checkpoint that is not split yet.
+            RabbitLLMError: the model changes its weights, and not all of them can be resident.
+        """
+        checked = self._plan
+        try:
+            plan = self._planned(store, home, options)
+        finally:
+            self._bare = self._plan = None
+        if plan is not checked:
+            return plan
+        # other memory may be free now than when it was checked
+        placement = place_units(plan.model, plan.sources, plan.experts, self._devices, options, plan.choosers)
+        return replace(plan, placement=placement)
+
+    def tokenizer(self, home: Path) -> PreTrainedTokenizerBase | None:
+        """The tokenizer in a folder, as `skeleton.read_tokenizer` gives it."""
+        checked_home, tokenizer = self._tokenizer or (None, None)
+        if tokenizer is not None and checked_home == home:
+            return tokenizer
+        return skeleton.read_tokenizer(home, self._options.trust_remote_code)
+
+    @uncollected()
+    def _planned(self, store: WeightFiles, home: Path, options: RunOptions) -> LoadPlan:
+        bare, devices = self._bare_model(home, store), self._devices
+        if self.store is None or not _have_same_layout(self.store, store):
+            self._plan = None
+        if self._plan is None or self.store is None or self.store.tensors != store.tensors:
+            # not equal: the means of quantized scales, which are known when the layer files are made
+            weights = None if self._plan is None else self._plan.weights
+            self._plan = _plan_of(bare, weights, store, options, devices)
+        self.store = store
+        return self._plan
+
+    def _bare_model(self, home: Path, store: WeightFiles | None) -> BareModel:
+        """The skeleton, built by the config alone if that names the dtype; else the weights do."""
+        bare, options, devices = self._bare, self._options, self._devices
+        if bare is not None and bare.config_file != (home / "config.json").read_bytes():
+            bare = None
+        if bare is not None and (bare.dtype_is_final or store is None):
+            if bare.model.config.name_or_path != str(home):  # its own files are there by now
+                skeleton.settle(bare.model, home)
+            if store is not None:
+                skeleton.check_counts(bare.config, len(store.tensors), store.label)
+            return bare
+        config = skeleton.read_config(home, options.trust_remote_code)
+        tensors, label = (None, str(home)) if store is None else (len(store.tensors), store.label)
+        skeleton.check_counts(config, tensors, label)
+        dtype_is_final = store is not None or options.dtype is not None or _config_dtype(config) is not None
+        quantizer = published.quantizer_for(home, config, devices)
+        dtype = _choose_dtype(options.dtype, config, store, devices)
+        is_narrowed = options.dtype is None and dtype == torch.float16 and _own_dtype(config, store) == torch.bfloat16
+        if quantizer is not None:
+            dtype = quantizer.update_dtype(dtype)
+        attention = _attention(options.attn_implementation, config, devices, dtype)
+        model = skeleton.build_skeleton(home, config, dtype, attention, options.trust_remote_code, quantizer)
+        route_llama4(model)
+        content = (home / "config.json").read_bytes()
+        self._bare = BareModel(content, config, model, quantizer, is_narrowed, dtype_is_final)
+        self._plan = None
+        return self._bare
+
+
+def _have_same_layout(first: WeightFiles, second: WeightFiles) -> bool:
+    """Whether files have the same tensors in the same places; the means of quantized scales may differ."""
+
+    def without_offset(tensor: StoredTensor) -> StoredTensor:
+        form = tensor.quantized
+        return tensor if form is None or form.offset is None else replace(tensor, quantized=replace(form, offset=None))
+
+    return first.tensors.keys() == second.tensors.keys() and all(
+        without_offset(tensor) == without_offset(second.tensors[name]) for name, tensor in first.tensors.items()
+    )
+
+
+def _plan_of(
+    bare: BareModel,
+    weights: WeightMap | None,
+    store: WeightFiles,
+    options: RunOptions,
+    devices: Sequence[Device],
+) -> LoadPlan:
+    """The plan of a skeleton with these files; `weights` are the recipes, if they are known."""
+    model = bare.model
     choose_matrix: MatrixChooser | None = None
     choosers: dict[str, MatrixChooser] = {}
     if not options.exact and all(device.shares_host_memory for device in devices):
@@ -247,9 +405,10 @@ def make_load_plan(store: WeightFiles, options: RunOptions, home: Path, devices:
         choosers = {device.name: fused_chooser(device) for device in devices}
     units = find_units(model)
     try:
-        weights = map_weights(model, store.tensors, store.label, quantizer)
-        if not store.is_split:
-            check_unused(model, weights, store)
+        if weights is None:
+            weights = map_weights(model, store.tensors, store.label, bare.quantizer)
+            if not store.is_split:
+                check_unused(model, weights, store)
         experts = expert_sources(model, units, weights, store, choose_matrix)
     except IncompleteSplitError as error:
         if store.is_split:
@@ -257,54 +416,7 @@ def make_load_plan(store: WeightFiles, options: RunOptions, home: Path, devices:
         raise IncompleteCheckpointError(f"{error.problem} Nothing was deleted.", _CHECK_THE_SOURCE) from error
     sources = {unit.name: source_of(without_experts(unit, experts), weights, store, choose_matrix) for unit in units}
     placement = place_units(model, sources, experts, devices, options, choosers)
-    if config.model_type in SCALES_IN_PLACE and not placement.is_resident:
-        raise RabbitLLMError(
-            f"{config.model_type} rescales its weights in place, so all of them must be resident; they need "
-            f"{size(ready_once(unit_costs(model, sources)))}, more than the limits allow.",
-            "Raise max_memory.",
-        )
-    return LoadPlan(model, weights, sources, tuple(experts), placement, quantizer, is_narrowed, choosers)
-
-
-def check(config_folder: Path, options: RunOptions, devices: Sequence[Device]) -> None:
-    """Check the model, the dtype and the attention by the config alone, without a request for a header.
-
-    Raises:
-        UnknownArchitectureError, OptionError: as `load_model` does.
-    """
-    config = skeleton.read_config(config_folder, options.trust_remote_code)
-    skeleton.check_counts(config, None, str(config_folder))
-    quantizer = published.quantizer_for(config_folder, config, devices)
-    dtype = _named_dtype(options.dtype) or _config_dtype(config) or torch.float32
-    attention = _attention(options.attn_implementation, config, devices, dtype)
-    skeleton.build_skeleton(config_folder, config, dtype, attention, options.trust_remote_code, quantizer)
-
-
-def accept(
-    store: WeightFiles,
-    options: RunOptions,
-    home: Path,
-    devices: Sequence[Device],
-    too_little: Callable[[LoadPlan, Sequence[Device]], None] | None = None,
-) -> None:
-    """Raise the errors of `load_model`; called before the first shard is deleted, and before the last one is.
-
-    Args:
-        store: the layer files, existing or planned.
-        options: those of the run.
-        home: the folder of config and tokenizer.
-        devices: the devices that it will run on.
-        too_little: `refuse_too_little_memory` for a model that this process will load, `warn_of_too_little_memory` for
-            one that another machine may load; None for one that several processes will load.
-
-    Raises:
-        RabbitLLMError: as `make_load_plan` and `too_little` do.
-        CorruptVocabularyError: the tokenizer's files are malformed.
-    """
-    plan = make_load_plan(store, options, home, devices)
-    skeleton.check_tokenizer(home, options.trust_remote_code)
-    if too_little is not None:
-        too_little(plan, devices)
+    return LoadPlan(model, weights, sources, tuple(experts), placement, bare.quantizer, bare.is_narrowed, choosers)
 
 
 def too_little_memory(plan: LoadPlan, devices: Sequence[Device]) -> NotEnoughMemoryError | None:
@@ -338,13 +450,6 @@ def refuse_too_little_memory(plan: LoadPlan, devices: Sequence[Device]) -> None:
         raise error
 
 
-def warn_of_too_little_memory(plan: LoadPlan, devices: Sequence[Device]) -> None:
-    """Log the error of `refuse_too_little_memory` as a warning."""
-    if (error := too_little_memory(plan, devices)) is not None:
-        problem = error.problem
-        logger.warning("This machine cannot load the model: %s", problem)
-
-
 def only_a_part(
     plan: LoadPlan, share: PartChooser, store: WeightFiles, devices: Sequence[Device], options: RunOptions
 ) -> LoadPlan:
@@ -364,7 +469,7 @@ def only_a_part(
 
 
 def _choose_dtype(
-    wanted: str | None, config: PretrainedConfig, store: WeightFiles, devices: Sequence[Device]
+    wanted: str | None, config: PretrainedConfig, store: WeightFiles | None, devices: Sequence[Device]
 ) -> torch.dtype:
     """The caller's dtype, else the config's, else that of the weights; fp16 for bf16 if a GPU has no bf16."""
     if (named := _named_dtype(wanted)) is not None:
@@ -390,11 +495,13 @@ def _config_dtype(config: PretrainedConfig) -> torch.dtype | None:
     return getattr(config, "dtype", None)
 
 
-def _own_dtype(config: PretrainedConfig, store: WeightFiles) -> torch.dtype:
+def _own_dtype(config: PretrainedConfig, store: WeightFiles | None) -> torch.dtype:
     return _config_dtype(config) or _stored_dtype(store)
 
 
-def _stored_dtype(store: WeightFiles) -> torch.dtype:
+def _stored_dtype(store: WeightFiles | None) -> torch.dtype:
+    if store is None:
+        return torch.float32
     known = (dtype for tensor in store.tensors.values() if (dtype := tensor.model_dtype) is not None)
     found: torch.dtype = getattr(torch, store.dtype or next(known, "float32"))
     return found
@@ -418,7 +525,7 @@ def _attention(wanted: str, config: PretrainedConfig, devices: Sequence[Device],
 
 
 def place_units(
-    model: nn.Module,
+    model: PreTrainedModel,
     sources: Mapping[str, UnitSource],
     experts: Sequence[ExpertSource],
     devices: Sequence[Device],
@@ -429,6 +536,9 @@ def place_units(
 
     GPUs try their products only if not all units are resident. bitsandbytes' own products take a part of their
     memory in each pass.
+
+    Raises:
+        RabbitLLMError: the model changes its weights, and not all of them can be resident.
     """
     work = published.product_bytes(model)
     budgets = [
@@ -448,8 +558,17 @@ def place_units(
             experts=costs_of_experts,
         )
 
-    found = placed(MappingProxyType({}))
-    return placed(choosers) if choosers and any(one.tier in HOOKED for one in found.units) else found
+    placement = placed(MappingProxyType({}))
+    if choosers and any(unit.tier in HOOKED for unit in placement.units):
+        placement = placed(choosers)
+    name = model.config.model_type
+    if name in SCALES_IN_PLACE and not placement.is_resident:
+        raise RabbitLLMError(
+            f"{name} rescales its weights in place, so all of them must be resident; they need "
+            f"{size(ready_once(unit_costs(model, sources)))}, more than the limits allow.",
+            "Raise max_memory.",
+        )
+    return placement
 
 
 def _matrix_on_host(form: Quantized | CodedForm, dtype: torch.dtype) -> type[StoredMatrix] | None:

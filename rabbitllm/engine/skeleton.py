@@ -254,9 +254,18 @@ def build_skeleton(
         raise _unknown(folder, error) from error
     model.eval()
     _apply_dtype_plan(model, dtype)
-    _read_generation_config(model, folder)
-    model.config.name_or_path = str(folder)
+    settle(model, folder)
     return model
+
+
+def settle(model: PreTrainedModel, folder: Path) -> None:
+    """Name a folder in a model and its config, and read its generation settings from there.
+
+    Raises:
+        UnknownArchitectureError: transformers cannot read the settings.
+    """
+    _read_generation_config(model, folder)
+    model.name_or_path = model.config.name_or_path = str(folder)
 
 
 def _apply_dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -426,23 +435,26 @@ _PROCESSOR_TEMPLATE = "chat_template.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
-def check_tokenizer(folder: Path, trust_remote_code: bool = False) -> None:
-    """Refuse a tokenizer with malformed files; one that needs a package or code is accepted.
+def check_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
+    """Refuse a tokenizer with malformed files.
+
+    Returns:
+        The tokenizer; None if there is none, or it needs a package or code, which is accepted.
 
     Raises:
         CorruptVocabularyError: transformers cannot read or use it.
     """
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        return
+        return None
     try:
-        _tokenizer(folder, trust_remote_code)
+        return _tokenizer(folder, trust_remote_code)
     except (ImportError, OSError):
-        return
+        return None
     except (CorruptVocabularyError, InvalidIndexError):
         raise
     except Exception as error:
         if type(error) is ValueError and "side should be" not in str(error):  # a class that transformers lacks
-            return
+            return None
         raise CorruptVocabularyError(
             f"transformers cannot read the tokenizer in {folder}: {error_line(error)}",
             f"Download {', '.join(_TOKENIZER_FILES[:2])} again, or remove them: model.tokenizer is then None.",

@@ -94,7 +94,7 @@ def reference_spec(spec: ModelSpec) -> ModelSpec:
     )
 
 
-def loaded(request: LoadRequest, spec: ModelSpec, *, split: bool) -> Any:
+def _load_as(request: LoadRequest, spec: ModelSpec, *, split: bool) -> Any:
     """Load a model.
 
     Args:
@@ -333,7 +333,7 @@ def quality(
     if isinstance(against, str | os.PathLike):
         against = replace(request.spec, name=str(against))
     other, reference = _reference(request, own, against)
-    compared: Any = loaded(request, own, split=True) if own is not None else model
+    compared: Any = _load_as(request, own, split=True) if own is not None else model
     tokenizer = _tokenizer_of(reference, compared)
     wanted = problems if problems is not None else PROBLEMS if text is None else 0
     asked = _problems(wanted) if is_trained_here(tokenizer) else []
@@ -364,7 +364,7 @@ def quality(
 def _reference(request: LoadRequest, own: ModelSpec | None, against: Any) -> tuple[ModelSpec | None, Any]:
     """The reference: its name if it was given by name, and the loaded model."""
     if isinstance(against, ModelSpec):
-        return against, loaded(request, against, split=False)
+        return against, _load_as(request, against, split=False)
     if against is not None:
         return None, against
     if own is None:
@@ -373,7 +373,7 @@ def _reference(request: LoadRequest, own: ModelSpec | None, against: Any) -> tup
         )
     other = reference_spec(own)
     try:
-        return other, loaded(request, other, split=False)
+        return other, _load_as(request, other, split=False)
     except CheckpointError as error:
         raise QualityError(
             f"The uncompressed model cannot be read. {error.problem}",

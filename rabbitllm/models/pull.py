@@ -1,4 +1,4 @@
-"""Prepares a model and reports where its parts are; or predicts whether it would fit; and loads it.
+"""Prepares a model and reports where its parts are; or predicts whether it would fit.
 
 A split as `AutoModel.from_pretrained` makes it, with one difference: the shards of a repository are by default taken
 one at a time, and those fetched for the split are not kept; files that the user had before are kept, in the hub cache
@@ -10,26 +10,22 @@ from __future__ import annotations
 import enum
 import shlex
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from rabbitllm import auto_model, prepare
-from rabbitllm.auto_model import LoadRequest
+from rabbitllm import prepare
+from rabbitllm.auto_model import LoadRequest, prepare_model
 from rabbitllm.base import progress
-from rabbitllm.base.options import (
-    ShardPolicy,
-    SplitOptions,
-)
+from rabbitllm.base.options import ShardPolicy
 from rabbitllm.base.terminal import counted, listed, put, put_fact, size, size_rounded_up
-from rabbitllm.display.split_display import shown
+from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.errors import IncompleteSplitError, OptionError, RabbitLLMError, system_errors_by_name
 from rabbitllm.estimate.split_estimate import STANDARD, CompressionEstimate, Rates, Route
 from rabbitllm.models.library import SplitEntry, as_record, look
-from rabbitllm.prepare.make import TooLittle
 from rabbitllm.splitter.filler import ShardExecutor
 from rabbitllm.splitter.plan import PlannedFiles, PlannedShard
 
@@ -57,14 +53,6 @@ def shard_policy(*, sequential: bool = False, keep_shards: bool = False, delete_
     if sequential and keep_shards:
         raise OptionError("sequential deletes shards, but keep_shards keeps them.", "Remove one of the two options.")
     return ShardPolicy.of(sequential=sequential, delete_original=delete_original, keep_fetched=keep_shards)
-
-
-def _too_little(request: LoadRequest, *, loads: bool = False) -> TooLittle:
-    """The reaction if one layer does not fit the memory of this process: a split may be for another machine, unless
-    this process `loads` it or the request names a device or limits."""
-    if request.hosts is not None:
-        return "ignore"
-    return "refuse" if loads or request.run.device is not None or request.run.max_memory is not None else "warn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,54 +108,47 @@ class DryRun:
 
 
 @system_errors_by_name()
-def pull(request: LoadRequest, executor: ShardExecutor | None = None, *, loads: bool = False) -> Pulled:
+def pull(request: LoadRequest, executor: ShardExecutor | None = None) -> Pulled:
     """Find a model, split it unless that is done, and report where its parts are.
 
     Args:
-        request: the model, its split and its later run, errors in which are raised before the split.
+        request: the model, its split and its later run; a layer too large for the memory of this machine is only a
+            warning, unless the request has a device or limits.
         executor: fills layer files elsewhere, quantizing on the CPU; None for this process.
-        loads: whether this process will load the model; if not, a layer too large for memory is only a warning,
-            unless the request has a device or limits.
 
     Raises:
         RabbitLLMError: see `AutoModel.from_pretrained`; anything that can be refused is refused before the split.
     """
-    from rabbitllm.engine.devices import resolve_devices  # with torch
-
     start = time.perf_counter()
-    assert request.split is not None
-    source, run = prepare.find(request.spec), request.run
-    before, options = source.finished, prepare.with_memory(request.split, run)
-    done: list[progress.SplitDone] = []
+    ends: list[progress.SplitDone] = []
 
     def note(event: progress.Event) -> None:
         if isinstance(event, progress.SplitDone):
-            done.append(event)
+            ends.append(event)
 
     with progress.listening(note, shows=False):
-        if before:
-            prepare.ensure_split(source, options)
-        else:
-            devices = resolve_devices(run.device, run.max_memory, run.pin_memory)
-            too_little = _too_little(request, loads=loads) if executor is None else "ignore"
-            with prepare.acceptance(source, run, devices, too_little=too_little) as accept:
-                prepare.ensure_split(source, options, executor=executor, accept=accept)
+        prepared = prepare_model(request, executor, loads=False)
+    source = prepared.source
     entry = look(source.split_folder)
     if entry is None:
         raise IncompleteSplitError(f"{source.split_folder} was removed during the split.", "Make the same call again.")
-    shards, at = _shards(source, entry)
-    own_config = source.split_folder if (source.split_folder / "config.json").exists() else source.config_folder
-    peak = done[-1].peak_disk_bytes if done else 0
-    return Pulled(source.name, entry, own_config, before, time.perf_counter() - start, shards, at, peak)
+    shards, folder = shards_of(source, entry.source)
+    peak, seconds = ends[-1].peak_disk_bytes if ends else 0, time.perf_counter() - start
+    return Pulled(source.name, entry, prepared.config_folder, prepared.was_finished, seconds, shards, folder, peak)
 
 
-def _shards(source: prepare.Source, entry: SplitEntry) -> tuple[Shards | None, Path | None]:
-    """The state of the shards now, and the folder that has some."""
-    if entry.source is None or (source.repository is None and source.local is None):
+def shards_of(source: prepare.Source, origin: SourceIdentity | None) -> tuple[Shards | None, Path | None]:
+    """The state of a split's shards now, and the folder that has some; None where it is unknown.
+
+    Args:
+        source: where the model was found.
+        origin: the checkpoint that was split, if that is recorded.
+    """
+    if origin is None or (source.repository is None and source.local is None):
         return None, None
-    names = list(entry.source.fingerprints)
+    names = list(origin.fingerprints)
     if source.repository is not None:
-        cached = [found[1] for name in names if (found := source.repository.cached(name)) is not None]
+        cached = [file[1] for name in names if (file := source.repository.cached(name)) is not None]
         here, gone = len(cached), Shards.FETCHED
         folder = cached[0].parent if cached else None
     else:
@@ -196,7 +177,8 @@ def dry_run(request: LoadRequest) -> DryRun:
     compression = options.compression if options.compression in scan.folders else next(iter(scan.folders))
     if compression in scan.plans and compression not in scan.manifests:
         try:
-            with prepare.acceptance(source, request.run, too_little=_too_little(request)) as accept:
+            limited = request.run.device is not None or request.run.max_memory is not None
+            with prepare.acceptance(source, request.run, too_little="refuse" if limited else "warn") as accept:
                 accept(PlannedFiles(scan.plans[compression], scan.folders[compression]))
         except RabbitLLMError as error:
             scan.refused[compression] = error.problem
@@ -242,56 +224,6 @@ def dry_run_record(found: DryRun) -> dict[str, Any]:
         "lacking": lacking.record() if lacking is not None else None,
         "obstacle": found.estimate.obstacle,
     }
-
-
-# Loading
-
-
-def loaded_model(request: LoadRequest, console: Console) -> Any:
-    """The model, as `AutoModel.from_pretrained` gives it, split first if necessary.
-
-    Args:
-        request: the model, its split and its run.
-        console: receives the progress messages.
-
-    Raises:
-        RabbitLLMError: see `pull` and `AutoModel.from_pretrained`.
-    """
-    return load(request, pulled(request), console)
-
-
-def pulled(request: LoadRequest) -> Pulled | None:
-    """Split the model unless that is done, with a progress display; this process will load it.
-
-    Returns:
-        None if the request is to stream from the checkpoint's own shards.
-
-    Raises:
-        RabbitLLMError: see `pull`.
-    """
-    if request.split is None:
-        return None
-    with shown():
-        return pull(request, loads=True)
-
-
-def load(request: LoadRequest, found: Pulled | None, console: Console) -> Any:
-    """The model, as `AutoModel.from_pretrained` gives it.
-
-    Args:
-        request: the model and its run.
-        found: its split, by `pulled`.
-        console: receives the progress messages.
-
-    Raises:
-        RabbitLLMError: see `AutoModel.from_pretrained`.
-    """
-    if found is None:
-        with shown():
-            return auto_model.load(request)
-    spec = request.spec if found.config_folder != found.entry.folder else prepare.ModelSpec(str(found.entry.folder))
-    with console.status("loading …"):  # deletes nothing
-        return auto_model.load(replace(request, spec=spec, split=SplitOptions(spec.compression)))
 
 
 # The final report of `rabbitllm pull`: locations, sizes, and the next command

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
 from rabbitllm.base.options import RunOptions, ShardPolicy, SplitOptions
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata, SourceIdentity
@@ -16,7 +16,6 @@ from rabbitllm.checkpoints.config import quantized_as
 from rabbitllm.checkpoints.hub import HubAccess, HubCheckpoint, HubRepository, download_all, open_repository
 from rabbitllm.checkpoints.index import WEIGHT_SUFFIXES, gguf_models, gguf_stem, is_gguf_file, is_index
 from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, entry_in, is_writable
-from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME
 from rabbitllm.checkpoints.naming import LayerNaming
 from rabbitllm.errors import (
     CheckpointNotFoundError,
@@ -73,7 +72,7 @@ from rabbitllm.telemetry.profiler import Profiler
 
 if TYPE_CHECKING:
     from rabbitllm.engine.devices import Device
-    from rabbitllm.store.layer_store import WeightFiles
+    from rabbitllm.engine.load_plan import LoadPlanner, TooLittle
 
 logger = logging.getLogger(__name__)
 
@@ -104,10 +103,6 @@ def with_memory(
 # The loader's own check of a model, passed to a split so that it runs before anything is deleted.
 
 
-TooLittle: TypeAlias = Literal["refuse", "warn", "ignore"]
-"""Action if this process may not take the memory that one layer needs."""
-
-
 @contextlib.contextmanager
 def acceptance(
     source: Source,
@@ -115,38 +110,28 @@ def acceptance(
     devices: Sequence[Device] | None = None,
     *,
     too_little: TooLittle = "warn",
-) -> Iterator[Acceptance]:
+) -> Iterator[LoadPlanner]:
     """Yield the check that refuses what loading would refuse: of planned layer files, and of finished ones.
 
-    `from_pretrained`, `pull`, `convert` and RabbitLLM 1.1's functions pass it to `ensure_split`, which calls it
-    before the first shard is touched and before the last one is deleted; `plan` decides by the same code.
+    It is passed to `ensure_split`, which calls it before the first shard is touched and before the last one is deleted.
+    `plan` decides by the same code, and loading uses the plan that the check has made.
 
     Args:
         source: the source of the split.
         options: options for running the model.
         devices: devices to run it on; by default those that the options name.
-        too_little: action if this process may not take the memory that one layer needs: "refuse" if it will load the
-            model itself, "warn" (once) if the split may be for another machine, "ignore" if several processes will load
-            it.
+        too_little: see `LoadPlanner`.
     """
-    from rabbitllm.engine import load_plan  # with torch
-    from rabbitllm.engine.devices import resolve_devices
+    from rabbitllm.engine.devices import resolve_devices  # with torch
+    from rabbitllm.engine.load_plan import LoadPlanner
 
     if devices is None:
         devices = resolve_devices(options.device, options.max_memory, options.pin_memory)
     with config_folder(source) as folder:
-        if not source.finished or too_little == "warn":  # else the model is loaded next, which checks the same
-            load_plan.check(folder, options, devices)
-        actions = {"refuse": load_plan.refuse_too_little_memory, "warn": load_plan.warn_of_too_little_memory}
-        action = actions.get(too_little)
-
-        def accept(store: WeightFiles) -> None:
-            nonlocal action
-            home = store.folder if (store.folder / CONFIG_NAME).exists() else folder
-            load_plan.accept(store, options, home, devices, action)
-            action = action if too_little == "refuse" else None  # a warning is given once
-
-        yield accept
+        planner = LoadPlanner(options, devices, folder, too_little)
+        if not source.finished:
+            planner.check_config()
+        yield planner
 
 
 # Checks of a finished split directory against the part of its source that still exists.

@@ -92,11 +92,11 @@ class Answerer:
         Raises:
             RabbitLLMError: see `pull` and `AutoModel.from_pretrained`.
         """
-        from rabbitllm.batch_jobs.job import loaded
+        from rabbitllm.batch_jobs.job import BatchModel
         from rabbitllm.store.manifest import read_manifest
 
         job = self._with_its_share()
-        found = loaded(job.request, job.longest, job.limits)
+        found = BatchModel.load(job.request, job.longest, job.limits)
         self._model = found.model
         self._model.pass_line = None
         self._limits = replace(job.limits, cache_bytes=found.cache_bytes)

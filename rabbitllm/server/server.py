@@ -38,7 +38,7 @@ from rabbitllm.engine.tier_picture import bytes_by_device
 from rabbitllm.generation.request import BatchStats, Limits
 from rabbitllm.server.app import create_app
 from rabbitllm.server.embeddings import NO_RECIPE, Embedder
-from rabbitllm.server.service import Service, batch_of, loaded
+from rabbitllm.server.service import ServedModel, Service, batch_of
 from rabbitllm.server.settings import Settings, address_of, is_local, listen
 
 if TYPE_CHECKING:
@@ -353,10 +353,10 @@ def serve_model(
         Whether the end was forced: then the batch's thread may still be in a pass, which cannot be interrupted.
 
     Raises:
-        RabbitLLMError: see `service.loaded` and `serve`.
+        RabbitLLMError: see `ServedModel.load` and `serve`.
     """
     with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the result
-        found = loaded(request, console, limits.cache_bytes)
+        found = ServedModel.load(request, console, limits.cache_bytes)
 
     from transformers import logging
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
-from rabbitllm.auto_model import LoadRequest
+from rabbitllm.auto_model import LoadRequest, prepare_model
 from rabbitllm.base.options import expand
 from rabbitllm.checkpoints.index import gguf_stem, is_gguf_file
 from rabbitllm.generation.batch import Batch
@@ -29,7 +29,6 @@ from rabbitllm.generation.request import (
     tokenizer_of,
 )
 from rabbitllm.generation.template import ChatTemplate
-from rabbitllm.models.pull import load, pulled
 from rabbitllm.server.answers import Spelling
 from rabbitllm.server.api_error import NOT_FOUND, APIError
 from rabbitllm.server.embeddings import Embedder, PoolingRecipe, recipe_in
@@ -56,26 +55,28 @@ class ServedModel:
     split: tuple[bool, Path] | None
     recipe: PoolingRecipe | None
 
+    @classmethod
+    def load(cls, request: LoadRequest, console: Console, cache_bytes: int | None = None) -> ServedModel:
+        """Load the model, and split it first if necessary.
 
-def loaded(request: LoadRequest, console: Console, cache_bytes: int | None = None) -> ServedModel:
-    """Load the model, and split it first if necessary.
+        Args:
+            request: the model, its split and its run.
+            console: receives the progress messages.
+            cache_bytes: limit of the KV cache; None for the default.
 
-    Args:
-        request: the model, its split and its run.
-        console: receives the progress messages.
-        cache_bytes: limit of the KV cache; None for the default.
-
-    Raises:
-        RabbitLLMError: see `pull` and `AutoModel.from_pretrained`.
-    """
-    found = pulled(request)
-    run = replace(request.run, max_memory=weight_limits(request.run, cache_bytes))
-    model = load(replace(request, run=run), found, console)
-    if found is None:
-        return ServedModel(model, None, recipe_in(expand(meant(request.spec.name))))
-    places = (found.entry.folder, found.config_folder, found.shards_at)
-    recipes = (recipe_in(place) for place in places if place is not None)
-    return ServedModel(model, (found.before, found.entry.folder), next(filter(None, recipes), None))
+        Raises:
+            RabbitLLMError: see `AutoModel.from_pretrained`.
+        """
+        prepared = prepare_model(request)
+        run = replace(request.run, max_memory=weight_limits(request.run, cache_bytes))
+        with console.status("loading …"):
+            model = prepared.load(run)
+        folder, source = prepared.folder, prepared.source
+        if folder is None:
+            return cls(model, None, recipe_in(expand(meant(request.spec.name))))
+        places = (folder, prepared.config_folder, source.local)
+        recipes = (recipe_in(place) for place in places if place is not None)
+        return cls(model, (prepared.was_finished, folder), next(filter(None, recipes), None))
 
 
 def served_name(name: str) -> str:

@@ -241,6 +241,13 @@ class LayerStore(MappedWeights):
             )
         return dict.fromkeys(files)
 
+    def is_current(self) -> bool:
+        """Whether the directory still has this manifest, and files of these sizes."""
+        try:
+            return self.manifest is not None and read_manifest(self.folder) == self.manifest and bool(self._files())
+        except RabbitLLMError:
+            return False
+
     def _open(self, file: str, record: LayerRecord | None) -> None:
         remedy = REMAKE if record is None else damaged(self.folder / file, "").remedy
         try:

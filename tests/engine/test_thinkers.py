@@ -12,7 +12,7 @@ import transformers
 
 from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.devices import CpuDevice
-from rabbitllm.engine.load_plan import check
+from rabbitllm.engine.load_plan import LoadPlanner
 from rabbitllm.store.layer_store import LayerStore
 from tests.support import quantized, tiny_configs, tiny_inputs
 from tests.support.builders import make_tokenizer, read_tensors
@@ -110,7 +110,7 @@ def test_published_quantized(tmp_path: Path) -> None:
 
 def test_the_config_alone(tmp_path: Path) -> None:
     build(tmp_path / "model", "qwen2_5_omni")
-    check(tmp_path / "model", RunOptions(device="cpu"), [CpuDevice()])
+    LoadPlanner(RunOptions(device="cpu"), [CpuDevice()], tmp_path / "model").check_config()
 
 
 def test_processor_of_the_whole_model(tmp_path: Path) -> None:

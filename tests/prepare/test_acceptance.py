@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 import rabbitllm
 from rabbitllm import prepare
-from rabbitllm.auto_model import AutoModel
+from rabbitllm.auto_model import AutoModel, prepare_model
 from rabbitllm.base.options import RunOptions, ShardPolicy, SplitOptions
 from rabbitllm.engine import devices
 from rabbitllm.errors import (
@@ -347,7 +347,7 @@ def memory_for_no_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "available_ram", lambda: 1 << 16)
 
 
-@pytest.mark.parametrize("how", ["from_pretrained", "pull for a device", "pull to load"])
+@pytest.mark.parametrize("how", ["from_pretrained", "pull for a device", "prepare_model"])
 def test_too_little_memory_is_given_before_the_first_shard_goes(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
@@ -357,7 +357,7 @@ def test_too_little_memory_is_given_before_the_first_shard_goes(
     calls: dict[str, Callable[[], object]] = {
         "from_pretrained": lambda: AutoModel.from_pretrained(checkpoint, sequential_shard_processing=True, **LOAD),
         "pull for a device": lambda: pull(asked(checkpoint, sequential=True, device="cpu")),
-        "pull to load": lambda: pull(wish, loads=True),
+        "prepare_model": lambda: prepare_model(wish),
     }
     with pytest.raises(NotEnoughMemoryError, match=r"A pass takes at least .*may take 65,536 bytes"):
         calls[how]()
