@@ -6,6 +6,7 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -35,7 +36,7 @@ from rabbitllm.engine.placement import READY, Placement, Tier, enclosing
 from rabbitllm.engine.prefetch import keep_units
 from rabbitllm.engine.saving import origin_of
 from rabbitllm.engine.span_reader import PROBES, THROUGH_THE_CACHE, ReadMode, choose_read_mode
-from rabbitllm.engine.streamed_model import StreamedModel, adopt
+from rabbitllm.engine.streamed_model import Internals, StreamedModel, adopt
 from rabbitllm.engine.streamer import Streamer, device_executors
 from rabbitllm.engine.units import UnitSource, input_embedding
 from rabbitllm.engine.weights import check_unused
@@ -119,16 +120,28 @@ def _bound(
     plan: LoadPlan, store: WeightFiles, home: Path, devices: Sequence[Device], options: RunOptions
 ) -> StreamedModel:
     """The model of a plan, with its weights resident or streamed; see `load_model`."""
-    plan = plan.as_multiplied()
-    model, weights, sources, placement = plan.model, plan.weights, plan.sources, plan.placement
     by_name = {device.name: device for device in devices}
-    skeleton.materialise_buffers(model, _device_finder(placement, by_name), weights.absent)
+    plan = plan.as_multiplied()
+    skeleton.materialise_buffers(plan.model, _device_finder(plan.placement, by_name), plan.weights.absent)
     profiler = Profiler(options.profiling, "Passes, by stage")
-    # depends on whether they fit into host memory with all resident weights
-    spans = [span for p in placement.units if p.tier is Tier.STREAMED for span in sources[p.unit].spans]
-    read_mode = choose_read_mode(store, spans, cache_room(placement))
-    read_modes = _expert_read_modes(plan.experts, placement, store)
-    placement, pinned = keep_units(placement, sources, by_name, store)
+    plan, streamer = _with_weights(plan, store, by_name, profiler, options)
+    _warn_of_unused(plan, store)
+    _adapt_modules(plan, store, by_name, options)
+    return _streamed(plan, store, home, streamer, profiler, options)
+
+
+def _with_weights(
+    plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Device], profiler: Profiler, options: RunOptions
+) -> tuple[LoadPlan, Streamer]:
+    """Load what is resident, and install the hooks that stream the rest; the plan may then pin other units.
+
+    Read modes come first: they depend on whether what is streamed fits into host memory with all resident weights.
+    """
+    model, sources = plan.model, plan.sources
+    streamed = (sources[placed.unit] for placed in plan.placement.units if placed.tier is Tier.STREAMED)
+    read_mode = choose_read_mode(store, [span for s in streamed for span in s.spans], cache_room(plan.placement))
+    read_modes = _expert_read_modes(plan.experts, plan.placement, store)
+    placement, pinned = keep_units(plan.placement, sources, by_name, store)
     profiler.in_place = _in_place(model, sources, placement)
     in_files = (p.unit for p in placement.units if p.tier in _IN_PLACE and by_name[p.device].shares_host_memory)
     mapped = [sources[unit] for unit in in_files]
@@ -141,37 +154,50 @@ def _bound(
         executors = device_executors(sources, placement, by_name, store, profiler, pinned, read_mode)
         streamer = Streamer(model, sources, placement, executors, store, profiler, pools, options.prefetching)
     _compare_before_use(mapped, whole, read_ahead, store.checks)
-    home_device = by_name[placement.home].torch_device
+    return replace(plan, placement=placement), streamer
+
+
+def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Device], options: RunOptions) -> None:
+    """Change what modules compute where a device, a dtype, a published format or an option needs it."""
+    model, devices = plan.model, list(by_name.values())
     if len(devices) > 1:  # callers expect the output on the device of their inputs
+        home_device = by_name[plan.placement.home].torch_device
         model.register_forward_hook(lambda module, args, output: send_to_device(output, home_device))
-    if weights.unused:
-        logger.info("%d stored tensors are not used by %s.", len(weights.unused), type(model).__name__)
-        try:
-            check_unused(model, weights, store)
-        except IncompleteSplitError as error:
-            logger.warning("%s The config and the weights may belong to different models.", error.problem)
     for device in devices:
         if not device.has_bf16:
             repeat_keys_on(device.torch_device)
     if plan.is_narrowed:
-        keep_finite(source.unit.module for source in sources.values() if source.unit.is_layer)
+        keep_finite(source.unit.module for source in plan.sources.values() if source.unit.is_layer)
     published.finish(model, plan.quantizer)
     published.warn_of_dequantizing(plan.quantizer, store.folder, model.dtype, devices, _coded(plan))
     if options.fast_bfloat16:
         RowProducts(model)
-    streamed = adopt(model, home_device, placement)
-    streamed.profiler = profiler
-    streamed.streamer = streamer
+
+
+def _warn_of_unused(plan: LoadPlan, store: WeightFiles) -> None:
+    model, unused = plan.model, plan.weights.unused
+    if unused:
+        logger.info("%d stored tensors are not used by %s.", len(unused), type(model).__name__)
+        try:
+            check_unused(model, plan.weights, store)
+        except IncompleteSplitError as error:
+            logger.warning("%s The config and the weights may belong to different models.", error.problem)
+
+
+def _streamed(
+    plan: LoadPlan, store: WeightFiles, home: Path, streamer: Streamer, profiler: Profiler, options: RunOptions
+) -> StreamedModel:
+    """The model with the methods and attributes of `StreamedModel`; all of it is bound by now."""
+    placement, sources = plan.placement, plan.sources
+    home_device = streamer.executors[placement.home].device.torch_device
+    model = adopt(plan.model, home_device, placement)
+    model.profiler, model.streamer, model.unused_tensors = profiler, streamer, plan.weights.unused
     if options.show_progress and (placement.streamed_bytes or placement.uploaded_bytes):
-        units = [sources[placed.unit].unit.module for placed in placement.units]
-        streamed.pass_line = PassLine(units, streamer.waited)
-    streamed.unused_tensors = weights.unused
-    in_place = model.config.model_type in SCALES_IN_PLACE
-    streamed._origin = origin_of(streamed, store, home, weights, changes_itself=in_place)
-    streamed._held_bytes = held_bytes(placement, sources, plan.experts)
-    streamed._show_progress = options.show_progress
-    streamed._trust_remote_code = options.trust_remote_code
-    return streamed
+        model.pass_line = PassLine([sources[placed.unit].unit.module for placed in placement.units], streamer.waited)
+    origin = origin_of(model, store, home, plan.weights, changes_itself=model.config.model_type in SCALES_IN_PLACE)
+    held = held_bytes(placement, sources, plan.experts)
+    model._internals = Internals(home_device, placement.is_resident, origin, held, options)
+    return model
 
 
 def _in_place(model: nn.Module, sources: Mapping[str, UnitSource], placement: Placement) -> dict[str, int]:

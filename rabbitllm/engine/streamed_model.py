@@ -10,13 +10,14 @@ import contextlib
 import functools
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rabbitllm.base.options import expand
+from rabbitllm.base.options import RunOptions, expand
 from rabbitllm.base.rounding import round_up
 from rabbitllm.engine import placeholders
 from rabbitllm.engine.expert_pool import read_uses, write_uses
@@ -68,6 +69,25 @@ def refuse_overflow(values: torch.Tensor, name: str) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Internals:
+    """What a model knows of its loading, for its own methods.
+
+    Attributes:
+        device: of the inputs.
+        is_resident: whether all weights are always ready to use.
+        origin: the files of its weights, and its config as it was loaded.
+        held_bytes: see `StreamedModel.get_memory_footprint`.
+        options: of the run.
+    """
+
+    device: torch.device
+    is_resident: bool
+    origin: Origin
+    held_bytes: int
+    options: RunOptions
+
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel as _TransformersModel
 else:
@@ -101,12 +121,7 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
     shared_passes: SharedPasses | None = None
     hosts: Any | None = None
     unused_tensors: tuple[str, ...]
-    _compute_device: torch.device
-    _all_resident: bool
-    _origin: Origin
-    _show_progress: bool
-    _held_bytes: int
-    _trust_remote_code: bool
+    _internals: Internals
 
     @functools.cached_property
     def processor(self) -> Any | None:
@@ -116,12 +131,12 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
             ProcessorError: one of its files is missing or malformed.
             MissingPackageError: Pillow or torchvision is not installed.
         """
-        return read_processor(self._origin.home, self.config, self._trust_remote_code)
+        return read_processor(self._internals.origin.home, self.config, self._internals.options.trust_remote_code)
 
     @property
     def device(self) -> torch.device:
         """The device of the inputs."""
-        return self._compute_device
+        return self._internals.device
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a pass.
@@ -164,7 +179,7 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
                 return self._finite(computed)
             with self.streamer.passing(), torch.no_grad():
                 return self._finite(super().__call__(*args, **kwargs))
-        if self._all_resident:
+        if self._internals.is_resident:
             with self.streamer.memory_explained():
                 return self._finite(self._pass(*args, **kwargs))
         with self.streamer.passing(), torch.no_grad():
@@ -239,7 +254,7 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
 
         Not if weights are streamed: compiled code or a captured graph would use the weights of an earlier pass.
         """
-        return super()._valid_auto_compile_criteria(*args, **kwargs) and self._all_resident
+        return super()._valid_auto_compile_criteria(*args, **kwargs) and self._internals.is_resident
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Return the model unchanged: the placement was decided when it was loaded.
@@ -247,7 +262,7 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
         Logs a warning with the alternative unless the model has this device and dtype already.
         """
         wanted = [value for value in (*args, *kwargs.values()) if value is not None and not isinstance(value, bool)]
-        device, dtype = self._compute_device, str(self.dtype)
+        device, dtype = self.device, str(self.dtype)
         present = {str(device), dtype, dtype.removeprefix("torch.")} | ({device.type} if not device.index else set())
         if not {str(value) for value in wanted} <= present:
             self._warn_of_no_effect(", ".join(map(str, wanted)))
@@ -255,7 +270,7 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Leave the weights unchanged; `type`, `double` and a wrapper's own `to` call it; see `to`."""
-        sample = torch.empty(0, dtype=self.dtype, device=self._compute_device)
+        sample = torch.empty(0, dtype=self.dtype, device=self.device)
         moved = fn(sample)
         if (moved.device, moved.dtype) != (sample.device, sample.dtype):
             self._warn_of_no_effect(f"{moved.device}, {moved.dtype}")
@@ -323,7 +338,7 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
             Bytes.
         """
         buffers = (buffer.nbytes for buffer in self.buffers()) if return_buffers else ()
-        return self._held_bytes + sum(buffers)
+        return self._internals.held_bytes + sum(buffers)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The weights by name, as of any module; resident ones are compared with their checksums first.
@@ -331,7 +346,7 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
         Raises:
             IncompleteSplitError: a checksum differs.
         """
-        compare_resident(self._origin)
+        compare_resident(self._internals.origin)
         return super().state_dict(*args, **kwargs)
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
@@ -400,11 +415,11 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
         elif is_main_process:
             save(
                 self,
-                self._origin,
+                self._internals.origin,
                 expand(save_directory),
                 max_shard_size=max_shard_size,
                 tokenizer=tokenizer,
-                show_progress=self._show_progress,
+                show_progress=self._internals.options.show_progress,
                 **kwargs,
             )
 
@@ -447,9 +462,7 @@ def adopt(model: PreTrainedModel, device: torch.device, placement: Placement) ->
     body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     model.__class__ = type(kind.__name__, (StreamedModel, kind), body)
     streamed = cast("StreamedModel", model)
-    streamed._compute_device = device
     streamed.placement = placement
-    streamed._all_resident = placement.is_resident
     # for transformers: pipelines do not move the model, and a static cache has each layer's part on the layer's device
     where = {placed.unit: placed.device for placed in placement.units}
     # not a device's name: with "cpu" accelerate and peft assume that they placed the model, and place it again

@@ -412,7 +412,7 @@ def _side_of(model: StreamedModel, named: ModelSpec | None) -> Side:
     name = named.name if named is not None else str(model.name_or_path)
     compression = named.compression if named is not None else None
     folder = Path(model.name_or_path)
-    used = (tensor for own, tensor in model._origin.store.tensors.items() if own not in model.unused_tensors)
+    used = (tensor for own, tensor in model._internals.origin.store.tensors.items() if own not in model.unused_tensors)
     manifest = read_manifest(folder) if folder.is_dir() else None
     recorded = manifest.compression if manifest is not None else None
     return Side(name, compression or recorded, sum(tensor.nbytes for tensor in used))

@@ -617,7 +617,7 @@ def tied_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def stored(model: Any) -> int:
     """Bytes of all tensors in the layer files."""
-    return sum(tensor.nbytes for tensor in model._origin.store.tensors.values())
+    return sum(tensor.nbytes for tensor in model._internals.origin.store.tensors.values())
 
 
 @pytest.mark.parametrize("exact", [True, False])
