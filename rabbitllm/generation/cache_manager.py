@@ -357,7 +357,7 @@ class CacheManager:
             sequence.cache, tokens = DynamicCache(config=self._config), 0
         if in_file and not self._write(sequence):
             tokens = 0
-        sequence.kept_tokens = max(sequence.kept_tokens, min(tokens, len(sequence.request.prompt)))
+        sequence.num_cached_tokens = max(sequence.num_cached_tokens, min(tokens, len(sequence.request.prompt)))
         return True
 
     def _copied(self, cache: Any, tokens: int) -> Any | None:
@@ -405,7 +405,7 @@ class CacheManager:
         """Ids and KV cache of each sequence whose prefix can be reused."""
         yield from self._finished.entries()
         for one in self._running:
-            if 0 < (tokens := one.cached_tokens) <= self._same_angles:
+            if 0 < (tokens := one.num_computed_tokens) <= self._same_angles:
                 yield one.ids[:tokens], one.cache
 
     def _write(self, sequence: Sequence) -> bool:
@@ -424,5 +424,5 @@ class CacheManager:
     def _running_bytes(self) -> int:
         in_memory, in_file = self.by_location()
         # computed from token counts, since the batch's thread may change the tensors meanwhile
-        counts = [one.cached_tokens if one.cache is not None else one.length.tokens for one in in_memory]
+        counts = [one.num_computed_tokens if one.cache is not None else one.length.tokens for one in in_memory]
         return sum(map(self.memory.bytes_for, counts)) + len(in_file) * self.memory.tail_bytes()

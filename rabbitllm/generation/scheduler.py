@@ -30,7 +30,7 @@ from rabbitllm.generation.cache_manager import CacheAllocation, CacheManager
 from rabbitllm.generation.coroutines import Coroutine, copy_of
 from rabbitllm.generation.model_runner import ModelRunner
 from rabbitllm.generation.request import MEDIA_BYTES, BatchStats, FinishReason, Limits
-from rabbitllm.generation.sequence import Sequence
+from rabbitllm.generation.sequence import Sequence, SequenceStatus
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
@@ -89,15 +89,15 @@ def within_budget(tokens: abc.Sequence[int], budget: int) -> list[int]:
         tokens: number of tokens that each sequence brings; one for a sequence in decode.
         budget: maximum prompt tokens in a pass; the first prompt is computed in any case.
     """
-    found = []
-    left = budget
+    chosen = []
+    remaining = budget
     for index, count in enumerate(tokens):
         if count <= 1:
-            found.append(index)
-        elif left == budget or count <= left:
-            found.append(index)
-            left -= count
-    return found
+            chosen.append(index)
+        elif remaining == budget or count <= remaining:
+            chosen.append(index)
+            remaining -= count
+    return chosen
 
 
 def retry_after(waiting: int, max_running: int, seconds: float) -> float:
@@ -109,6 +109,14 @@ def retry_after(waiting: int, max_running: int, seconds: float) -> float:
         seconds: recent duration of a request.
     """
     return min(max(1.0, seconds * max(waiting, 1) / max(max_running, 1)), 600.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledPass:
+    """What the next pass computes: its sequences, in the order in which they run, and their new tokens together."""
+
+    sequences: tuple[Sequence, ...]
+    num_tokens: int
 
 
 class Scheduler:
@@ -164,7 +172,7 @@ class Scheduler:
 
     def _check_media(self, sequence: Sequence) -> None:
         new = sequence.request.media
-        known = {id(one.request.media): one.request.media for one in (*self.running, *self._waiting)}
+        known = {id(other.request.media): other.request.media for other in (*self.running, *self._waiting)}
         others = sum(media.nbytes for media in known.values() if media is not None and media is not new)
         if new is not None and others and others + new.nbytes > MEDIA_BYTES:
             after = retry_after(len(self._waiting), self._limits.running, self._recent_seconds)
@@ -227,24 +235,26 @@ class Scheduler:
 
     def step(self) -> None:
         """Run one pass, for the sequences that `schedule` chooses, and finish those that have ended."""
-        chosen = self.schedule()
-        if chosen:
-            made = sum(len(sequence.tokens) for sequence in self.running)
-            tokens = sum(sequence.next_tokens for sequence in chosen)
+        scheduled = self.schedule()
+        if scheduled.sequences:
+            before = self._num_generated_tokens()
             start = time.perf_counter()
-            self._run([one.coroutine for one in chosen if one.coroutine is not None])
+            self._run([s.coroutine for s in scheduled.sequences if s.coroutine is not None])
             seconds = time.perf_counter() - start
-            self._budget = self._budget.after(tokens, seconds)
+            self._budget = self._budget.after(scheduled.num_tokens, seconds)
             self.totals.passes += 1
             self.totals.pass_seconds += seconds
-            self.totals.new_tokens += sum(len(sequence.tokens) for sequence in self.running) - made
+            self.totals.new_tokens += self._num_generated_tokens() - before
             self.caches.measure()
             for sequence in reversed(self.caches.lost()):
                 if not sequence.has_ended or sequence.error is not None:
                     self.preempt(sequence)
-            self._fit_memory(chosen)
-        for sequence in [one for one in self.running if one.has_ended]:
+            self._fit_memory(scheduled.sequences)
+        for sequence in [sequence for sequence in self.running if sequence.has_ended]:
             self.finish(sequence, sequence.error or sequence.finish_reason or FinishReason.LENGTH)
+
+    def _num_generated_tokens(self) -> int:
+        return sum(len(sequence.tokens) for sequence in self.running)
 
     def _run(self, coroutines: list[Coroutine]) -> None:
         """Run one pass; an error outside of the coroutines ends those of this pass, and none that come later."""
@@ -252,13 +262,13 @@ class Scheduler:
             self._runner.run(coroutines)
         except Exception as error:
             logger.exception("a pass has failed")
-            for one in coroutines:
-                if not one.dead:
-                    self._runner.coroutines.throw(one, copy_of(error))
+            for coroutine in coroutines:
+                if not coroutine.dead:
+                    self._runner.coroutines.throw(coroutine, copy_of(error))
 
     def _fit_memory(self, chosen: abc.Sequence[Sequence]) -> None:
         """After a pass that needed more memory than a device has left, compute its sequences again, half at a time."""
-        failed = [one for one in chosen if isinstance(one.error, OutOfDeviceMemory)]
+        failed = [sequence for sequence in chosen if isinstance(sequence.error, OutOfDeviceMemory)]
         if not failed:
             self._max_running = min(self._max_running + 1 / PASSES_FOR_ONE_MORE, self._limits.running)
         elif len(self.running) > 1:
@@ -270,17 +280,18 @@ class Scheduler:
                 self.preempt(sequence)
             self.caches.evict_all()
 
-    def schedule(self) -> list[Sequence]:
+    def schedule(self) -> ScheduledPass:
         """Finish unwanted sequences, preempt and admit others, and choose those that compute in the next pass."""
         for sequence, why in self.unwanted():
             self.finish(sequence, why)
         self._preempt_excess()
         self._admit()
-        ready = [one for one in self.running if one.next_tokens]
+        ready = [(sequence, count) for sequence in self.running if (count := sequence.num_new_tokens)]
         budget = self.caches.memory.max_tokens
         if not self._limits.throughput:
             budget = min(self._budget.prompt_tokens(self.caches.chunk), budget)
-        return [ready[index] for index in within_budget([one.next_tokens for one in ready], budget)]
+        chosen = [ready[index] for index in within_budget([count for _, count in ready], budget)]
+        return ScheduledPass(tuple(sequence for sequence, _ in chosen), sum(count for _, count in chosen))
 
     def unwanted(self) -> list[tuple[Sequence, FinishReason]]:
         """Sequences that are cancelled or past their deadline, each with its finish reason."""
@@ -309,11 +320,11 @@ class Scheduler:
         waiting = self.waiting
         if not waiting:
             self.caches.from_file()
-        for number, sequence in enumerate(waiting):
+        for index, sequence in enumerate(waiting):
             free = min(self.caches.memory.max_sequences, int(self._max_running)) - len(self.running)
             if free <= 0:
                 return
-            allocation = self.caches.allocation(sequence, min(free, len(waiting) - number) - 1)
+            allocation = self.caches.allocation(sequence, min(free, len(waiting) - index) - 1)
             if allocation is CacheAllocation.LATER:
                 return  # if smaller requests were admitted first, it might wait for ever
             try:
@@ -328,6 +339,7 @@ class Scheduler:
         with self._change:
             self._waiting.remove(sequence)
             self.running.append(sequence)
+            sequence.status = SequenceStatus.RUNNING
 
     def preempt(self, sequence: Sequence) -> None:
         """Move a running sequence to the front of the queue, and swap out its KV cache."""
@@ -338,18 +350,20 @@ class Scheduler:
         with self._change:
             self.running.remove(sequence)
             self._waiting.appendleft(sequence)
+            sequence.status = SequenceStatus.PREEMPTED
 
     def finish(self, sequence: Sequence, how: BaseException | FinishReason) -> None:
         """Remove a sequence, report its end, and keep its KV cache as a prefix cache."""
         sequence.stop(self._runner.coroutines)
         with self._change:
-            (self.running if sequence in self.running else self._waiting).remove(sequence)
+            (self.running if sequence.status is SequenceStatus.RUNNING else self._waiting).remove(sequence)
+            sequence.status = SequenceStatus.FINISHED
         self.caches.drop(sequence)
         # before the end is reported: a client that then asks for the totals finds its request
         reason = FAILED if isinstance(how, BaseException) else str(sequence.finish_reason or how)
         self.totals.ended[reason] = self.totals.ended.get(reason, 0) + 1
         self.totals.prompt_tokens += len(sequence.request.prompt)
-        self.totals.kept_tokens += sequence.kept_tokens
+        self.totals.kept_tokens += sequence.num_cached_tokens
         if isinstance(how, BaseException):
             if isinstance(how, Exception):
                 logger.info("a request has failed", exc_info=how)

@@ -8,6 +8,7 @@ saves the pass for a token that is not needed. A preempted sequence keeps its to
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 import os
 import time
@@ -62,6 +63,15 @@ class SequenceLength:
         return self.tokens + min(self.room, RESERVED_TOKENS)
 
 
+class SequenceStatus(enum.Enum):
+    """Where a sequence is: in the queue, in passes, in the queue again with its tokens, or reported as ended."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
 class _Over(Exception):
     """Raised after the last token, to leave `generate`."""
 
@@ -77,8 +87,9 @@ class Sequence:
 
     Attributes:
         request: see above.
+        status: set by the scheduler, when it moves the sequence.
         tokens: ids generated so far.
-        kept_tokens: number of prompt tokens taken from the prefix cache.
+        num_cached_tokens: prompt tokens taken from the prefix cache.
         cache: its KV cache, a `DynamicCache`; None leaves it to `generate`.
         swapped_out: its KV cache, if it was preempted and the cache is swapped out.
         coroutine: its suspended call of `generate`, while it runs.
@@ -91,8 +102,9 @@ class Sequence:
         self, model: StreamedModel, request: Request, notify: Callable[[Event], object], wake: Callable[[], object]
     ) -> None:
         self.request = request
+        self.status = SequenceStatus.WAITING
         self.tokens: list[int] = []
-        self.kept_tokens = 0
+        self.num_cached_tokens = 0
         self.cache: Any = None
         self.swapped_out: SwappedOutCache | None = None
         self.coroutine: Coroutine | None = None
@@ -129,19 +141,19 @@ class Sequence:
         return SequenceLength(len(self.request.prompt) + made, self.request.max_new_tokens - made)
 
     @property
-    def cached_tokens(self) -> int:
-        """Number of tokens in its cache; 0 without one."""
+    def num_computed_tokens(self) -> int:
+        """Tokens in its KV cache; 0 without one."""
         return self.cache.get_seq_length() if self.cache is not None else 0
 
     @property
     def prefilling(self) -> tuple[int, ...] | None:
         """Its prompt, if that is not completely in its cache yet."""
         prompt = self.request.prompt
-        return prompt if self.cache is not None and self.cached_tokens < len(prompt) else None
+        return prompt if self.cache is not None and self.num_computed_tokens < len(prompt) else None
 
     @property
-    def next_tokens(self) -> int:
-        """Number of tokens that it brings into the next pass; 0 if it does not wait for one."""
+    def num_new_tokens(self) -> int:
+        """Tokens that it brings into the next pass; 0 if it does not wait for one."""
         return self.coroutine.tokens if self.coroutine is not None and self.coroutine.is_outside else 0
 
     @property
@@ -209,7 +221,7 @@ class Sequence:
             self.finish_reason,
             None if self._first is None else self._first - self._submitted,
             time.monotonic() - self._submitted,
-            self.kept_tokens,
+            self.num_cached_tokens,
             self._stream.stop,
         )
         self._report(result)

@@ -30,7 +30,7 @@ from rabbitllm.generation.scheduler import (
     retry_after,
     within_budget,
 )
-from rabbitllm.generation.sequence import Sequence, SequenceLength
+from rabbitllm.generation.sequence import Sequence, SequenceLength, SequenceStatus
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.tiny_models import ALL, load, split
@@ -62,7 +62,7 @@ def scheduled(split_folder: Path) -> Iterator[Open]:
 def test_preempted_sequences_come_before_those_that_wait(scheduled: Open) -> None:
     scheduler, submit = scheduled(2, 2)
     made = [submit() for _ in range(4)]
-    assert scheduler.schedule() == scheduler.running == made[:2]
+    assert list(scheduler.schedule().sequences) == scheduler.running == made[:2]
     scheduler.preempt(made[1])
     assert scheduler.running == made[:1]
     assert scheduler.waiting == made[1:]
@@ -70,7 +70,12 @@ def test_preempted_sequences_come_before_those_that_wait(scheduled: Open) -> Non
     scheduler.finish(made[2], FinishReason.CANCELLED)
     assert not scheduler.running
     assert scheduler.waiting == [made[1], made[3]]
-    assert scheduler.schedule() == [made[1], made[3]]
+    expected = (SequenceStatus.FINISHED, SequenceStatus.PREEMPTED, SequenceStatus.FINISHED, SequenceStatus.WAITING)
+    assert tuple(sequence.status for sequence in made) == expected
+    scheduled_pass = scheduler.schedule()
+    assert scheduled_pass.sequences == (made[1], made[3])
+    assert scheduled_pass.num_tokens == 4
+    assert made[1].status is SequenceStatus.RUNNING
 
 
 def test_as_many_wait_as_may_and_as_there_are_places(scheduled: Open) -> None:
@@ -93,7 +98,7 @@ def test_who_is_no_longer_wanted(scheduled: Open) -> None:
     assert scheduler.unwanted() == [(late, FinishReason.TIMEOUT), (cancelled, FinishReason.CANCELLED)]
     scheduler.close()
     assert scheduler.unwanted() == [(late, FinishReason.TIMEOUT), (cancelled, FinishReason.CANCELLED)]
-    assert scheduler.schedule() == [wanted]
+    assert list(scheduler.schedule().sequences) == [wanted]
     scheduler.close(0)
     scheduler.close(60)  # it was to be over already
     assert dict(scheduler.unwanted())[wanted] is FinishReason.CANCELLED
@@ -114,9 +119,9 @@ def test_smaller_requests_do_not_overtake_a_large_one(split_folder: Path) -> Non
 
     first, large = submit(40), submit(100)
     small = [submit(20) for _ in range(3)]
-    assert scheduler.schedule() == scheduler.running == [first]
+    assert list(scheduler.schedule().sequences) == scheduler.running == [first]
     small.append(submit(20))
-    assert scheduler.schedule() == scheduler.running == [first]
+    assert list(scheduler.schedule().sequences) == scheduler.running == [first]
     assert scheduler.waiting == [large, *small]
     scheduler.finish(first, FinishReason.CANCELLED)
     scheduler.schedule()
