@@ -6,7 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+from rabbitllm.auto_model import AutoModel
+from tests.frozen.support import checkpoints
+from tests.support.call_counts import counted_calls
 from tools import rooms_picture
 
 ROOT = Path(__file__).parent.parent
@@ -17,6 +21,22 @@ HARD_PARTS = {
     part.partition("\n")[0]: part
     for part in TEXT.partition("\n## Hard parts\n")[2].partition("\n## ")[0].split("\n### ")[1:]
 }
+
+
+READING_PATH = re.findall(r"`(\w+(?:/\w+)?\.py)`", TEXT.partition("## Reading path")[2].partition("\n## ")[0])
+
+
+def test_the_reading_path_is_what_runs(tmp_path: Path) -> None:
+    """Each file is entered by a call that splits, loads and streams a token; together they have at most 6,000 lines."""
+    folder = checkpoints.write(tmp_path / "model")
+    with counted_calls() as counts:
+        options = {"device": "cpu", "show_layer_progress": False, "max_memory": {"cpu": 0}}
+        model = AutoModel.from_pretrained(folder, sequential_shard_processing=True, **options)
+        model.generate(torch.tensor([[1, 40, 81]]), max_new_tokens=1)
+    assert {f"rabbitllm/{name}" for name in READING_PATH} <= counts.files
+    lines = [len((ROOT / "rabbitllm" / name).read_text(encoding="utf-8").splitlines()) for name in READING_PATH]
+    assert 4_500 < sum(lines) < 6_000
+    assert len(READING_PATH) > 10
 
 
 @pytest.mark.parametrize("name", NAMED)
