@@ -280,8 +280,8 @@ class Prepared:
     Args:
         request: the model, its split and its run.
         source: where it was found.
-        devices: the devices to run it on.
-        planner: has checked it, and keeps the plan of its layer files.
+        devices: the devices to run it on; None for those that the request names.
+        planner: has checked it, and keeps the plan of its layer files; None if nothing was checked.
         profile: of the split; empty where nothing was split.
 
     Attributes:
@@ -293,8 +293,8 @@ class Prepared:
         self,
         request: LoadRequest,
         source: prepare.Source,
-        devices: Sequence[Device],
-        planner: LoadPlanner,
+        devices: Sequence[Device] | None,
+        planner: LoadPlanner | None,
         profile: Profiler,
     ) -> None:
         self.request, self.source, self.profile = request, source, profile
@@ -322,7 +322,7 @@ class Prepared:
         if self.folder is None:
             return self._load_unsplit(run)
         with prepare.read_lock(self.folder) as lock:
-            store = self._planner.store
+            store = None if self._planner is None else self._planner.store
             if not (isinstance(store, LayerStore) and run.verify_checksums and store.is_current()):
                 store = LayerStore(self.folder, verify_checksums=run.verify_checksums)
             return self._loaded(store, run, self.config_folder, lock)
@@ -366,11 +366,14 @@ def prepare_model(request: LoadRequest, executor: ShardExecutor | None = None, *
     Raises:
         RabbitLLMError: as `AutoModel.from_pretrained`; anything that can be refused is refused before the split.
     """
+    run, split = request.run, request.split
+    source = prepare.find(request.spec, only_look=split is None)
+    if split is not None and source.finished and not loads:  # without a check, which would import torch
+        options = prepare.with_memory(split, run)
+        return Prepared(request, source, None, None, prepare.ensure_split(source, options, executor=executor))
     from rabbitllm.engine.devices import resolve_devices
 
-    run, split = request.run, request.split
     devices = resolve_devices(run.device, run.max_memory, run.pin_memory)
-    source = prepare.find(request.spec, only_look=split is None)
     loads = loads or run.device is not None or run.max_memory is not None
     too_little: TooLittle = "ignore" if request.hosts or executor else "refuse" if loads else "warn"
     profile = Profiler()

@@ -300,7 +300,8 @@ class LoadPlanner:
         if error is not None and self._too_little == "refuse":
             raise error
         if error is not None:
-            logger.warning("This machine cannot load the model: %s", error.problem)
+            problem = error.problem
+            logger.warning("This machine cannot load the model: %s", problem)
         if self._too_little == "warn":
             self._too_little = "ignore"
 

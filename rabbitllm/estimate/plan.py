@@ -135,7 +135,7 @@ class SourceScan:
         found = []
         for shard in self.base.shards if self.base is not None else ():
             if shard.left_out:
-                found.append(f"the split leaves out tensors of {shard.name}: {listed(map(str, shard.left_out), 3)}")
+                found.append(f"the split leaves out of {shard.name}: {listed(map(str, shard.left_out), 3)}")
                 if self.base is not None and shard.is_kept(self.base.source, ShardPolicy.DELETE_USED):
                     found[-1] += "; it is kept where shards are deleted"
         if self.config:

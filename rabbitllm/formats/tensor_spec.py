@@ -221,12 +221,12 @@ MAX_SHOWN = 160
 
 
 class LeftOut(NamedTuple):
-    """Tensors of a file that are no weights of the model, such as an optimizer's.
+    """Tensors of a file that are no weights of the model, such as an optimizer's, or other values, such as an epoch.
 
     Attributes:
         name: theirs, or that of what they belong to.
-        nbytes: bytes of all of them.
-        tensors: how many they are.
+        nbytes: bytes of all tensors.
+        tensors: number of the tensors.
     """
 
     name: str
@@ -234,7 +234,9 @@ class LeftOut(NamedTuple):
     tensors: int = 1
 
     def __str__(self) -> str:
-        """For messages: `optimizer (2 tensors, 1.50 GiB)`."""
+        """For messages: `optimizer (2 tensors, 1.50 GiB)`, `epoch (no tensor)`."""
+        if not self.tensors:
+            return f"{terminal.harmless(self.name, MAX_SHOWN)} (no tensor)"
         tensors = terminal.counted(self.tensors, "tensor")
         return f"{terminal.harmless(self.name, MAX_SHOWN)} ({tensors}, {terminal.size(self.nbytes)})"
 

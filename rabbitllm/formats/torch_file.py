@@ -141,7 +141,7 @@ def _left_tensors(
     others: Sequence[tuple[str, Iterable[PickledTensor]]],
     spans: Mapping[str, tuple[int, int]],
 ) -> tuple[LeftOut, ...]:
-    """The tensors of a file that have no name in the state dict, unless they are the same elements as one that has.
+    """What a file has besides its state dict: other values, and tensors unless they are the same elements as one there.
 
     Args:
         named: those of the state dict.
@@ -152,8 +152,9 @@ def _left_tensors(
     seen, left = {one.storage.key for one in taken}, []
     for key, tensors in others:
         seen |= {one.storage.key for one in tensors}
-        if lost := set(tensors) - taken:
-            nbytes = sum(math.prod(one.shape) * element_bytes(one.dtype) for one in lost)
+        lost = set(tensors) - taken
+        if lost or not tensors:  # other values, such as hyperparameters, are nowhere else either
+            nbytes = sum(math.prod(tensor.shape) * element_bytes(tensor.dtype) for tensor in lost)
             left.append(LeftOut(key, nbytes, len(lost)))
     if unnamed := [end - begin for key, (begin, end) in spans.items() if key not in seen]:
         left.append(LeftOut("tensors without a name", sum(unnamed), len(unnamed)))

@@ -299,7 +299,7 @@ def _of_tensors(tensors: Tensors) -> Iterator[tuple[str, str]]:
     if tensors.strided:
         yield "strided", f"{counted(tensors.strided, 'tensor')} not in row-major order"
     if tensors.left_tensors:
-        yield "left out", f"{_some([*map(str, tensors.left_tensors)])}: a split keeps the file for them"
+        yield "left out", f"{_some([*map(str, tensors.left_tensors)])}: a split keeps the file for it"
     if others := [key for key in tensors.left_out if key not in {left.name for left in tensors.left_tensors}]:
         yield "left out", f"{_some(others)}: no weights"
     if tensors.metadata:

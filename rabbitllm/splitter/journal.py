@@ -263,6 +263,7 @@ def _encode(plan: SplitPlan, quantizer: str | None) -> dict[str, Any]:
                 **({} if shard.stat is None else {"stat": dataclasses.astuple(shard.stat)}),
                 **({} if shard.expected_crc32 is None else {"expected_crc32": shard.expected_crc32}),
                 **({"left_out": shard.left_out} if shard.left_out else {}),
+                **({"metadata": shard.metadata} if shard.metadata else {}),
             }
             for shard in plan.shards
         ],
@@ -322,6 +323,7 @@ def _decode(content: dict[str, Any]) -> tuple[SplitPlan, str | None]:
             FileStat(*map(int, shard["stat"])) if "stat" in shard else None,
             shard.get("expected_crc32"),
             tuple(LeftOut(name, int(nbytes), int(count)) for name, nbytes, count in shard.get("left_out", ())),
+            dict(shard.get("metadata", {})),
         )
         for shard in content["shards"]
     )

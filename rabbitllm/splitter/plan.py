@@ -11,7 +11,7 @@ import dataclasses
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rabbitllm.base.collection import uncollected
@@ -158,7 +158,8 @@ class PlannedShard:
         stat: metadata of its file when the split was begun; None if the shard is not on this machine, or if an earlier
             version of this package began the split.
         expected_crc32: `source_check.source_crc32` of it, if it was read in advance.
-        left_out: tensors of its file that are in no layer file.
+        left_out: what its file has that is in no layer file.
+        metadata: texts in its header besides the format, of a shard that is not on the hub.
     """
 
     name: str
@@ -170,6 +171,7 @@ class PlannedShard:
     stat: FileStat | None = None
     expected_crc32: int | None = None
     left_out: tuple[LeftOut, ...] = ()
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def streams(self) -> bool:
@@ -178,9 +180,9 @@ class PlannedShard:
         return (self.header_first or has_small_gaps(self.tensors, self.size)) and all(map(_fits_a_chunk, self.tensors))
 
     def is_kept(self, source: SourceIdentity, policy: ShardPolicy) -> bool:
-        """Whether it is kept although the policy deletes shards: its file has tensors that are nowhere else.
+        """Whether it is kept although the policy deletes shards: its file has what is nowhere else.
 
-        Those of a repository are on the hub.
+        What the files a repository have is on the hub.
         """
         return bool(self.left_out) and source.kind == "local" and not self.staged and not policy.deletes_all
 

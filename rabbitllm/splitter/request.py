@@ -117,6 +117,7 @@ def _plan_of_headers(
         PlannedShard(
             *(f.name, f.size, f.fingerprint, tensors[f.name], f.staged, f.header.comes_first, f.stat),
             left_out=left_out[f.name],
+            metadata={} if f.staged else {key: text for key, text in f.header.metadata.items() if key != "format"},
         )
         for f in metadata.values()
     )

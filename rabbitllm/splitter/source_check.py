@@ -247,6 +247,24 @@ def check_finished_source(
     return shards
 
 
+def require_same(shards: Iterable[PlannedShard], checkpoint: Checkpoint) -> None:
+    """Read shards on this machine, and compare them with their digests, or with the checksums of when they were split.
+
+    Raises:
+        CorruptShardError: one of them differs; one with neither is not compared.
+    """
+    present = [s for s in shards if not s.staged and (has_digest(s.fingerprint) or s.expected_crc32 is not None)]
+    with _shown(present) as tell:
+        for shard in present:
+            path = checkpoint.acquire(shard.name)
+            if not _is_same(path, shard, shard.expected_crc32):
+                raise CorruptShardError(
+                    f"{path} differs from its checksum. Nothing was changed.",
+                    "Restore the file as it was when it was split, or name another copy with --original.",
+                )
+            tell(shard.name, shard.size)
+
+
 def _warn_of_newer(present: Iterable[ShardMetadata], checkpoint: Checkpoint, folder: Path) -> None:
     made = (folder / MANIFEST_NAME).stat().st_mtime_ns
     for found in present:

@@ -47,6 +47,7 @@ from rabbitllm.splitter.source_check import (
     check_resumed,
     left_out_of,
     release_if_same,
+    require_same,
     with_checksums,
 )
 from rabbitllm.splitter.sums import PartSums, TensorSums, runs_of, sums_of, whole_sum
@@ -96,7 +97,7 @@ def manifest_of(work: SplitWork, checksums: TensorSums, source_checksums: Mappin
     )
     ordered = {s.name: source_checksums[s.name] for s in plan.shards if s.name in source_checksums}
     made = plan.source, plan.compression, work.quantizer, records, plan.format_version, plan.chosen, ordered
-    return Manifest(*made, plan.dtype)
+    return Manifest(*made, plan.dtype, {shard.name: shard.metadata for shard in plan.shards if shard.metadata})
 
 
 def finish(request: SplitRequest, manifest: Manifest) -> None:
@@ -177,6 +178,12 @@ def _name_left_out(
     shards: Iterable[PlannedShard], source: SourceIdentity, policy: ShardPolicy, checkpoint: Checkpoint
 ) -> None:
     """Name what the split leaves out of each shard, and whether its file is kept for that."""
+    shards = tuple(shards)
+    if checkpoint.gguf is not None and source.kind == "local" and policy.deletes_original:
+        logger.warning(
+            "%s is deleted once it is split, and of its metadata the split keeps config, tokenizer and chat template.",
+            listed((shard.name for shard in shards if not shard.is_kept(source, policy)), 3),
+        )
     for shard in shards:
         if not shard.left_out:
             continue
@@ -188,10 +195,10 @@ def _name_left_out(
                 *(shard.name, checkpoint.label, what),
             )
         elif policy.deletes_original and not shard.staged:
-            on_hub = "; the repository has them" if source.kind == "hub" else ""
-            logger.warning("%s is deleted with tensors that the split leaves out%s: %s.", shard.name, on_hub, what)
+            on_hub = "; the repository has it" if source.kind == "hub" else ""
+            logger.warning("%s is deleted with what the split leaves out%s: %s.", shard.name, on_hub, what)
         elif checkpoint.gguf is None:  # which has said it already
-            logger.warning("The split leaves out tensors of %s: %s.", shard.name, what)
+            logger.warning("The split leaves out of %s: %s.", shard.name, what)
 
 
 def warn_of_read_only(count: int, checkpoint: Checkpoint) -> None:
@@ -296,16 +303,17 @@ def _begin(request: SplitRequest) -> SplitWork:
         plan = with_checksums(plan, request.checkpoint)
         work = dataclasses.replace(work, plan=plan)
     durable.make_folder(request.folder)
-    copied = _copy_sidecars(request)
-    if request.accept is not None:
-        try:
-            request.accept(PlannedFiles(plan, request.folder))
-        except BaseException:
-            _remove(request.folder, copied)
-            raise
-    _name_left_out(plan.shards, plan.source, request.options.shards, request.checkpoint)
     try:
-        _clear_stale(request.folder, plan)
+        _refuse_files_of_others(request, plan)
+        copied = _copy_sidecars(request)
+        if request.accept is not None:
+            try:
+                request.accept(PlannedFiles(plan, request.folder))
+            except BaseException:
+                _remove(request.folder, copied)
+                raise
+        _name_left_out(plan.shards, plan.source, request.options.shards, request.checkpoint)
+        _require_no_record(request.folder)
         journal.begin(request.folder, plan, quantizer, new=True)
     except FileExistsError as error:
         raise InUseError(
@@ -405,6 +413,36 @@ def _require_begun_layers(folder: Path, earlier: journal.Replay) -> None:
             )
 
 
+def _refuse_files_of_others(request: SplitRequest, plan: SplitPlan) -> None:
+    """Refuse a folder without a record of a split that has files which this split would replace.
+
+    A run that was killed before its first record has left the same config and tokenizer.
+
+    Raises:
+        SplitMismatchError: it has; nothing was changed.
+        FileExistsError: there is a record by now: another process splits here despite the lock.
+    """
+    folder, derived = request.folder, request.checkpoint.derived()
+    contents: dict[str, bytes | Path] = {**request.checkpoint.sidecars(), **derived}
+    for name, content in contents.items():
+        path = folder / name
+        if path.exists() and path.read_bytes() != (content.read_bytes() if isinstance(content, Path) else content):
+            raise _holds_other(path, request.checkpoint.label, "with other content")
+    for layout in plan.layouts.values():
+        for suffix in ("", durable.PART_SUFFIX, SCRATCH_SUFFIX):
+            if (path := folder / (layout.file_name + suffix)).exists():
+                _require_no_record(folder)
+                raise _holds_other(path, request.checkpoint.label, "and nothing records a split")
+
+
+def _holds_other(path: Path, label: str, how: str) -> SplitMismatchError:
+    return SplitMismatchError(
+        f"{path} exists, {how}; the split of {label} would replace it. Nothing was changed.",
+        "Split into another folder (layer_shards_saving_path, --dir), or move this file away; delete it only if you do "
+        "not need it.",
+    )
+
+
 def _copy_sidecars(request: SplitRequest) -> list[Path]:
     """Copy config, tokenizer and the like, so that the folder loads without the original; return the new files."""
     derived = request.checkpoint.derived()
@@ -430,24 +468,6 @@ def _remove(folder: Path, files: Sequence[Path]) -> None:
         durable.remove_empty_folder(parent)
 
 
-def _clear_stale(folder: Path, plan: SplitPlan) -> None:
-    """Remove layer files of an attempt that has no journal (RabbitLLM 1.1's, unfinished).
-
-    Every shard exists at this point, so nothing in them is the only copy. That is not so if another process splits here
-    despite the lock, or has just finished: then a journal or a manifest has come since.
-
-    Raises:
-        FileExistsError: one of these exists.
-    """
-    for layout in plan.layouts.values():
-        for suffix in (DONE_SUFFIX, "", durable.PART_SUFFIX, SCRATCH_SUFFIX):
-            stale = folder / (layout.file_name + suffix)
-            if stale.exists():
-                _require_no_record(folder)
-                durable.remove(stale)
-    _require_no_record(folder)
-
-
 def _require_no_record(folder: Path) -> None:
     for record in (folder / JOURNAL_NAME, folder / MANIFEST_NAME):  # a finished split has its manifest first
         if record.exists():
@@ -470,11 +490,12 @@ def repair(request: SplitRequest, manifest: Manifest, layers: Collection[str], n
     Args:
         request: with the source that the split was made from, and its compression.
         manifest: of the directory.
-        layers: ids of the damaged layers; their files are deleted once the source is verified.
+        layers: ids of the damaged layers; their files are deleted once the shards that they need are compared.
         named: the original that the user named, "" if none; for the command that finishes it.
 
     Raises:
         SplitMismatchError: the source is another one, or would be split differently; nothing was touched.
+        CorruptShardError: a shard differs from its checksum; nothing was touched.
         CheckpointError, HubError: the source is not available; nothing was touched.
     """
     folder = request.folder
@@ -493,6 +514,7 @@ def repair(request: SplitRequest, manifest: Manifest, layers: Collection[str], n
         for shard in plan.shards
     ]
     plan = replace(plan, shards=tuple(shards))
+    require_same([shard for shard in shards if shard.name in needed], request.checkpoint)
     journal.begin(folder, plan, manifest.quantizer, named)
     opened = journal.SplitJournal(folder)
     try:

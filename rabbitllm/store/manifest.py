@@ -131,6 +131,7 @@ class Manifest:
         source_checksums: shard -> CRC-32 of its data that the split used (`source_check.source_crc32`); only for shards
             without a digest of the hub.
         dtype: of the model, if neither its config nor its layer files show it; earlier versions did not record it.
+        source_metadata: shard -> texts in its header besides the format, which layer files do not have.
     """
 
     source: SourceIdentity
@@ -141,6 +142,7 @@ class Manifest:
     chosen: BitAllocation | None = None
     source_checksums: Mapping[str, int] = field(default_factory=dict)
     dtype: str | None = None
+    source_metadata: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 FITTED = ", scales fitted"
@@ -199,6 +201,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
             "commit": source.commit,
             "fingerprints": dict(source.fingerprints),
             **({"crc32": checksums} if checksums else {}),
+            **({"metadata": manifest.source_metadata} if manifest.source_metadata else {}),
         },
         **({} if manifest.dtype is None else {"dtype": manifest.dtype}),
         "compression": manifest.compression,
@@ -256,8 +259,12 @@ def _parse(content: dict[str, Any]) -> Manifest:
     layers = tuple(_record(r) for r in content["layers"])
     chosen = allocation_from_json(content["chosen"]) if compression == AUTO else None
     checksums = {shard: int(text_of(crc), 16) for shard, crc in source.get("crc32", {}).items()}
-    made = identity, compression, content["quantiser"], layers, content["format_version"], chosen, checksums
-    return Manifest(*made, model_dtype(content.get("dtype")))
+    metadata = {
+        shard: {key: text_of(text) for key, text in texts.items()}
+        for shard, texts in source.get("metadata", {}).items()
+    }
+    known = identity, compression, content["quantiser"], layers, content["format_version"], chosen, checksums
+    return Manifest(*known, model_dtype(content.get("dtype")), metadata)
 
 
 def _record(entry: dict[str, Any]) -> LayerRecord:

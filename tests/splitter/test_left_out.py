@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import rabbitllm
@@ -21,12 +22,12 @@ from rabbitllm.estimate.report import show
 from rabbitllm.models.convert import convert
 from rabbitllm.splitter.request import SplitRequest, disk_budget_of, plan_split
 from rabbitllm.storage.durable import Step, observe_steps
-from rabbitllm.store.manifest import JOURNAL_NAME
+from rabbitllm.store.manifest import JOURNAL_NAME, read_manifest
 from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards
 from tests.support.gguf_files import write_gguf
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.meta_files import tiny_llama, write_meta
-from tests.support.splitting import Call, layer_files, names_in
+from tests.support.splitting import Call, interrupted, layer_files, names_in
 
 TORCH_FILE = "pytorch_model.bin"
 EXTRA = torch.arange(1000, dtype=torch.float32)
@@ -71,7 +72,7 @@ def ranks_with_two_norms(folder: Path) -> Path:
 
 
 KINDS: dict[str, tuple[Callable[[Path], Path], str, str]] = {
-    "training": (training_checkpoint, TORCH_FILE, "optimizer (2 tensors, 8,000 bytes)"),
+    "training": (training_checkpoint, TORCH_FILE, "optimizer (2 tensors, 8,000 bytes), epoch (no tensor)"),
     "gguf": (gguf_with_more, "x.gguf", "blk.0.extra.weight (1 tensor, 4,000 bytes)"),
     "twice": (
         tensor_in_two_shards,
@@ -132,7 +133,7 @@ def test_both_options_delete_the_file_too(model: Path, kind: str, caplog: pytest
     _, file, what = KINDS[kind]
     Call(source_of(model), **BOTH).make()
     assert weights_in(model) == []
-    assert f"{file} is deleted with tensors that the split leaves out: {what}." in caplog.text
+    assert f"{file} is deleted with what the split leaves out: {what}." in caplog.text
 
 
 def test_the_original_of_a_finished_split(model: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -141,7 +142,7 @@ def test_the_original_of_a_finished_split(model: Path, kind: str, caplog: pytest
     made = Call(source, sequential=False).make()
     whole, everything = layer_files(made), weights_in(model)
     if kind != "gguf":  # which says it in other words
-        assert f"The split leaves out tensors of {file}: {what}." in caplog.text
+        assert f"The split leaves out of {file}: {what}." in caplog.text
     assert f"{file} in" not in caplog.text
     assert len(everything) == (2 if kind in ("twice", "ranks") else 1)
     Call(source, **DELETE).make()
@@ -199,14 +200,34 @@ def test_equal_bytes_need_no_word(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert caplog.text == ""
 
 
-def test_a_training_checkpoint_without_other_tensors_is_deleted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_training_checkpoint_without_other_tensors(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its hyperparameters are nowhere else either."""
     model = training_checkpoint(tmp_path / "model")
     torch.save({"state_dict": llama_tensors(), "epoch": 3, "optimizer": {"lr": 0.1}}, model / TORCH_FILE)
     Call(str(model)).make()
-    assert weights_in(model) == []
-    assert caplog.text == ""
+    assert weights_in(model) == [TORCH_FILE]
+    assert "is kept, since the split leaves out epoch (no tensor), optimizer (no tensor)." in caplog.text
+
+
+def test_texts_in_the_header_of_safetensors_are_recorded(tmp_path: Path) -> None:
+    """Layer files have headers of their own; also after a crash, of which the second call knows by the journal."""
+    model = write_shards(tmp_path / "model", cut(llama_tensors(), 2))
+    first, second = sorted(model.glob("*.safetensors"))
+    save_file(load_file(first), first, {"format": "pt", "training_log": "only here"})
+    interrupted(Call(str(model)), shards=1)
+    assert not first.exists()
+    made = Call(str(model)).make()
+    manifest = read_manifest(made)
+    assert manifest is not None
+    assert manifest.source_metadata == {first.name: {"training_log": "only here"}}
+    assert not second.exists()
+
+
+def test_metadata_of_a_gguf_file_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "model").mkdir()
+    write_gguf(tmp_path / "model" / "x.gguf")
+    Call(str(tmp_path / "model" / "x.gguf")).make()
+    assert "x.gguf is deleted once it is split, and of its metadata the split keeps config, tokenizer" in caplog.text
 
 
 def test_a_repository_has_them(
@@ -215,12 +236,10 @@ def test_a_repository_has_them(
     training_checkpoint(tmp_path / "hub" / "acme" / "trained")
     Call("acme/trained", sequential=False).make()
     [cached] = hub_environment.cache.rglob(TORCH_FILE)
-    assert "The split leaves out tensors of" in caplog.text
+    assert "The split leaves out of" in caplog.text
     Call("acme/trained", saving_path=str(tmp_path / "other")).make()
     assert not cached.exists()
-    assert (
-        f"{TORCH_FILE} is deleted with tensors that the split leaves out; the repository has them: opt" in caplog.text
-    )
+    assert f"{TORCH_FILE} is deleted with what the split leaves out; the repository has it: opt" in caplog.text
 
 
 # The disk
@@ -261,7 +280,7 @@ def test_pull_and_plan_name_it(loadable: Path) -> None:
         assert (f"{first}, since the split leaves out " in " ".join(shown.output.split())) is is_kept
     plan = rabbitllm.plan(loadable, device="cpu", bandwidth="1GB")
     [warning] = plan.warnings
-    assert warning.startswith(f"the split leaves out tensors of {first}: ")
+    assert warning.startswith(f"the split leaves out of {first}: ")
     assert warning.endswith("; it is kept where shards are deleted")
     console = Console(record=True, width=200)
     show(plan, console)
@@ -272,9 +291,9 @@ def test_inspect_names_it(tmp_path: Path) -> None:
     model = training_checkpoint(tmp_path / "model")
     words = ["inspect", str(model / TORCH_FILE)]
     shown = CliRunner().invoke(app, words, catch_exceptions=False, env={"COLUMNS": "200"})
-    assert "optimizer (2 tensors, 8,000 bytes): a split keeps the file for them" in shown.output
+    assert "optimizer (2 tensors, 8,000 bytes), epoch (no tensor): a split keeps the file for it" in shown.output
     record = json.loads(CliRunner().invoke(app, [*words, "--json"], catch_exceptions=False).output)
-    assert (record["left_out"], record["left_out_bytes"]) == (["optimizer", "epoch"], {"optimizer": 8000})
+    assert (record["left_out"], record["left_out_bytes"]) == (["optimizer", "epoch"], {"optimizer": 8000, "epoch": 0})
 
 
 def test_a_conversion_keeps_it_too(tmp_path: Path) -> None:

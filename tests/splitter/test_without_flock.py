@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -115,25 +114,22 @@ def test_two_folders_from_one_source(make_scene: MakeScene, processes: WithoutFl
             shutil.rmtree(str(call.saving_path), ignore_errors=True)
 
 
-def test_stale_layer_files_are_kept_where_a_lock_does_not_work(make_scene: MakeScene) -> None:
-    """Another process, which the lock did not stop, begins when this one is about to clear away a layer file."""
+def test_layer_files_of_another_process_are_kept_where_a_lock_does_not_work(make_scene: MakeScene) -> None:
+    """It begins a split, despite the lock, while this process copies config and tokenizer."""
     scene = make_scene(Route())
-    scene.reset()
-    scene.made.mkdir()
-    stale = scene.made / "lm_head.safetensors"
-    other = scene.folder.with_name("other")
     for record in (splitting.JOURNAL_NAME, splitting.MANIFEST_NAME):
-        stale.write_bytes(b"the only copy")
+        scene.reset()
+        layer_file = scene.made / "lm_head.safetensors"
 
-        def begin(step: Step, record: str = record) -> None:
+        def begin(step: Step, record: str = record, layer_file: Path = layer_file) -> None:
             if step.path.name == "config.json.part" and step.kind == "rename":
+                layer_file.write_bytes(b"the only copy")
                 (scene.made / record).write_bytes(b"of the other process")
 
         with observe_steps(begin), pytest.raises(InUseError, match="the locks of this file system do not work"):
             scene.call.make()
-        assert stale.read_bytes() == b"the only copy"
+        assert layer_file.read_bytes() == b"the only copy"
         assert (scene.made / record).read_bytes() == b"of the other process"
-        os.replace(scene.made / record, other)
     assert len(names_in(scene.folder, "*.safetensors")) == 3
 
 

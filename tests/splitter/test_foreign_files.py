@@ -1,0 +1,54 @@
+"""A folder that holds files of something else is no place for a split: it is refused, and they stay."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rabbitllm.errors import SplitMismatchError
+from tests.support.builders import cut, llama_tensors, write_shards
+from tests.support.splitting import Call, layer_files
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_shards(tmp_path / "model", cut(llama_tensors(), 2))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def refused(model: Path, saving_path: Path, file: str) -> None:
+    folder = saving_path / "splitted_model"
+    before = contents(folder), contents(model)
+    with pytest.raises(SplitMismatchError, match=f"{file} exists, .*Nothing was changed"):
+        Call(str(model), str(saving_path)).make()
+    assert {name: raw for name, raw in contents(folder).items() if not name.startswith(".lock")} == before[0]
+    assert contents(model) == before[1]
+
+
+def test_another_checkpoint(model: Path, tmp_path: Path) -> None:
+    write_shards(tmp_path / "X" / "splitted_model", cut(llama_tensors(), 3), "mistral")
+    refused(model, tmp_path / "X", "config.json")
+
+
+@pytest.mark.parametrize("name", ["lm_head.safetensors", "model.norm.safetensors.part"])
+def test_a_file_with_the_name_of_a_layer_file(model: Path, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "X" / "splitted_model"
+    folder.mkdir(parents=True)
+    (folder / name).write_bytes(b"the only copy")
+    refused(model, tmp_path / "X", name)
+
+
+def test_the_same_config_and_tokenizer_are_no_obstacle(model: Path, tmp_path: Path) -> None:
+    """A call that was killed before its first record has left them."""
+    folder = tmp_path / "X" / "splitted_model"
+    folder.mkdir(parents=True)
+    for path in model.glob("*.json"):
+        if not path.name.endswith(".index.json"):
+            shutil.copy(path, folder)
+    made = Call(str(model), str(tmp_path / "X"), sequential=False).make()
+    assert layer_files(made)
