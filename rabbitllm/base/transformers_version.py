@@ -18,9 +18,14 @@ TESTED = f"transformers~={TRANSFORMERS[1]}.0"
 """The newest tested version, as pip reads it."""
 
 
-def newer_than_tested(version: str | None = None) -> bool:
-    """Whether a version of transformers, by default the installed one, is newer than the tested ones."""
-    return Version(version or metadata.version("transformers")).release[:2] > Version(TRANSFORMERS[1]).release
+def installed_version() -> str:
+    """The installed version of transformers, which is not imported."""
+    return metadata.version("transformers")
+
+
+def newer_than_tested() -> bool:
+    """Whether the installed version is newer than the tested ones."""
+    return Version(installed_version()).release[:2] > Version(TRANSFORMERS[1]).release
 
 
 @contextmanager
@@ -39,7 +44,7 @@ def checked_parts() -> Iterator[None]:
 def changed_part(error: Exception) -> MissingPackageError:
     """The error for a part that has changed, by the error that shows it."""
     return MissingPackageError(
-        f"transformers {metadata.version('transformers')} has changed a part that RabbitLLM uses: {error_line(error)}",
+        f"transformers {installed_version()} has changed a part that RabbitLLM uses: {error_line(error)}",
         f'Install a tested version: pip install "{TESTED}".',
     )
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.forks import own_lock
 from rabbitllm.base.terminal import error_line
+from rabbitllm.base.transformers_version import installed_version
 from rabbitllm.checkpoints.config import newer_transformers, picked_by, separate_settings
 from rabbitllm.engine.published import change_modules, check_method, drop_leftover_settings, settings_in
 from rabbitllm.errors import (
@@ -26,7 +27,6 @@ from rabbitllm.errors import (
     UnknownArchitectureError,
 )
 from rabbitllm.formats.bounded import FETCH_POINTER, check_begins_json, is_pointer_file, read_json
-from rabbitllm.version import TRANSFORMERS
 
 if TYPE_CHECKING:
     import torch
@@ -47,9 +47,13 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConf
         UnknownArchitectureError: transformers does not support the model type, its code is not trusted, or the weights
             are quantized by a method that is not supported.
         InvalidIndexError: config.json is a git-lfs pointer, or begins with a byte-order mark.
+        MissingPackageError: transformers is newer than the tested versions, and fails its self-check.
     """
     from transformers import AutoConfig
 
+    from rabbitllm.engine.transformers_check import check_transformers
+
+    check_transformers()
     if not (folder / "config.json").is_file():
         raise UnknownArchitectureError(
             f"{folder} has no config.json; the model's architecture is not known.",
@@ -71,17 +75,14 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConf
 
 
 def _unknown(folder: Path, error: Exception) -> UnknownArchitectureError:
-    import transformers
-
     text = error_line(error).partition(" This could be because")[0]  # which advises to update transformers
-    problem = f"transformers {transformers.__version__} cannot build the model in {folder}: {text}"
-    remedy = "Update RabbitLLM, or download its config.json again."
+    problem = f"transformers {installed_version()} cannot build the model in {folder}: {text}"
     if (version := newer_transformers(folder)) is not None:
-        supported = " to ".join(TRANSFORMERS)
-        problem += f" The config was written by transformers {version}; this RabbitLLM supports {supported}."
-        remedy = f"Update RabbitLLM to a version that supports transformers {version}."
+        problem += f" The config was written by transformers {version}."
     return UnknownArchitectureError(
-        problem, f"{remedy} If the model has its own code and you trust it, pass trust_remote_code=True."
+        problem,
+        "Update transformers (pip install --upgrade transformers), or download its config.json again. If the model has "
+        "its own code and you trust it, pass trust_remote_code=True.",
     )
 
 
