@@ -11,8 +11,11 @@ ROOM ?= engine
 
 # the lowest version of transformers that pyproject.toml allows; the tested one is in constraints.txt
 LOWEST := transformers==5.23.0
+# the tests of what depends on transformers
+DEPENDENT := -m "not long" -n auto --maxprocesses 4 --dist loadfile \
+	tests/generation tests/engine tests/frozen tests/test_auto_model.py
 
-.PHONY: demo test test-lowest test-room test-long matrix fuzz lint docs clean
+.PHONY: demo test test-lowest test-newest test-room test-long matrix fuzz lint docs clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -28,11 +31,17 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed lint
 	$(BIN)/python -m pytest -m "not long" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-# the tests of what depends on transformers, with its lowest version
+# with the lowest version of transformers
 test-lowest: $(VENV)/.installed
 	$(BIN)/pip install --quiet --no-deps --upgrade --target build/lowest $(LOWEST)
-	PYTHONPATH=build/lowest $(BIN)/python -m pytest -m "not long" -n auto --maxprocesses 4 --dist loadfile \
-		tests/generation tests/engine tests/frozen tests/test_auto_model.py
+	PYTHONPATH=build/lowest $(BIN)/python -m pytest $(DEPENDENT)
+
+# with the newest version on the index, and what it needs
+test-newest: $(VENV)/.installed
+	rm -rf build/newest && mkdir -p build/newest
+	grep -vE '^(transformers|tokenizers|huggingface_hub|safetensors)==' constraints.txt > build/newest/constraints.txt
+	$(BIN)/pip install --quiet --target build/newest --constraint build/newest/constraints.txt transformers
+	PYTHONPATH=build/newest $(BIN)/python -m pytest $(DEPENDENT)
 
 test-room: $(VENV)/.installed
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 tests/$(ROOM) $(if $(K),-k $(K),-m "not long")

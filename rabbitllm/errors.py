@@ -66,10 +66,10 @@ class ReadOnlyWeightError(RabbitLLMError, RuntimeError):
 
 
 class MissingPackageError(RabbitLLMError, ImportError):
-    """A package that only some features need is not installed.
+    """A package is not installed, or is installed in a version that cannot be used.
 
     What to do:
-        Install the package that the message names.
+        Install the package, or the version, that the message names.
     """
 
 
@@ -329,8 +329,7 @@ class UnknownArchitectureError(CheckpointError):
     """The installed transformers does not support the model's architecture.
 
     What to do:
-        Update RabbitLLM, which then supports a later transformers; or pass `trust_remote_code=True` for a model with
-        its own code.
+        Update transformers; or pass `trust_remote_code=True` for a model with its own code.
     """
 
 

@@ -28,7 +28,6 @@ from rabbitllm.errors import (
     UnknownArchitectureError,
     UnsafePathError,
 )
-from rabbitllm.version import TRANSFORMERS
 from tests.support.builders import INDEX_NAME, build_checkpoint
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
@@ -346,8 +345,7 @@ def test_an_architecture_that_transformers_does_not_know(checkpoint: Path, value
     error = refused(UnknownArchitectureError, checkpoint)
     assert str(values["model_type"]) in error.problem
     assert "transformers" in error.problem
-    assert "Update RabbitLLM" in error.remedy
-    assert "pip" not in str(error)
+    assert "pip install --upgrade transformers" in error.remedy
     assert weights(checkpoint) == before
     assert not list(checkpoint.glob("splitted_model*"))
 
@@ -355,9 +353,7 @@ def test_an_architecture_that_transformers_does_not_know(checkpoint: Path, value
 def test_a_config_of_a_newer_transformers(checkpoint: Path) -> None:
     change(checkpoint / "config.json", model_type="xyzzy_9", transformers_version="5.90.0.dev0")
     error = refused(UnknownArchitectureError, checkpoint)
-    supported = " to ".join(TRANSFORMERS)
-    assert f"The config was written by transformers 5.90.0.dev0; this RabbitLLM supports {supported}." in error.problem
-    assert error.remedy.startswith("Update RabbitLLM to a version that supports transformers 5.90.0.dev0.")
+    assert "The config was written by transformers 5.90.0.dev0." in error.problem
 
 
 @pytest.mark.parametrize("version", ["5.23.1", "4.0", "6", "\x1b[2J9.9", "9." * 4000, None, ["9.9"]])

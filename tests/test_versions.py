@@ -1,4 +1,4 @@
-"""The versions of transformers that are allowed are those that `make test` and `make test-lowest` run."""
+"""The versions of transformers that are called tested are those that `make test` and `make test-lowest` run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ def test_lowest_and_newest_versions_are_tested() -> None:
         for file in ("Makefile", "constraints.txt")
         if (found := re.findall(r"\btransformers==([\d.]+)", (ROOT / file).read_text(encoding="utf-8")))
     ]
-    lowest, newest = versions
     assert tuple(version.rpartition(".")[0] for version in versions) == TRANSFORMERS
     assert all(version in allowed.specifier for version in versions)
-    bounds = {bound.operator: bound.version for bound in allowed.specifier}
-    assert lowest == f"{bounds['>=']}.0"
-    major, minor = map(int, bounds["<"].split("."))
-    assert newest.startswith(f"{major}.{minor - 1}.")
+    assert str(allowed.specifier) == f">={TRANSFORMERS[0]}"  # a newer one is checked when it is used
+    assert versions[0] == f"{TRANSFORMERS[0]}.0"

@@ -13,9 +13,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
+from rabbitllm.base.transformers_version import installed_version
 from rabbitllm.errors import CheckpointError, UnknownArchitectureError
 from rabbitllm.formats.bounded import read_json
-from rabbitllm.version import TRANSFORMERS
 
 NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts", "moe_topk", "moe_k")
 
@@ -65,13 +67,13 @@ _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})[\w.]{0,20}")
 
 
 def newer_transformers(folder: Path) -> str | None:
-    """The version of transformers that wrote the config.json in a folder, if it is newer than the supported ones."""
+    """The version of transformers that wrote the config.json in a folder, if it is newer than the installed one."""
     try:
         written = _VERSION.fullmatch(str(read_json(folder / "config.json").get("transformers_version")))
     except (CheckpointError, OSError):
         return None
-    highest = tuple(map(int, TRANSFORMERS[1].split(".")))
-    return written[0] if written is not None and (int(written[1]), int(written[2])) > highest else None
+    installed = Version(installed_version()).release
+    return written[0] if written is not None and (int(written[1]), int(written[2])) > installed[:2] else None
 
 
 def separate_settings(folder: Path) -> Mapping[str, Any] | None:

@@ -203,7 +203,7 @@ class GgufCheckpoint:
         return ids
 
     def _tokenizer_is_unknown(self) -> bool:
-        from transformers.integrations.gguf.gguf_tokenizer_mapping import select_tokenizer_builder
+        from rabbitllm.checkpoints.transformers_gguf import select_tokenizer_builder
 
         try:
             select_tokenizer_builder(self.architecture, self.metadata.get("tokenizer.ggml.model"))
@@ -213,7 +213,7 @@ class GgufCheckpoint:
 
     def _knows_how_text_is_split(self) -> bool:
         """Whether transformers, or `_tokenizer`, splits text before the merges as this vocabulary was made."""
-        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+        from rabbitllm.checkpoints.transformers_gguf import GGUF_PRE_TOKENIZER_SPLITS
 
         kind = self.metadata.get("tokenizer.ggml.pre", "gpt-2")
         known = {*GGUF_PRE_TOKENIZER_SPLITS, *_AS_GPT2, *_DIGITS_FIRST}

@@ -108,8 +108,13 @@ def read_gguf_model(
     """
     import transformers
     from transformers import CONFIG_MAPPING
-    from transformers.integrations.gguf import GGUF_ARCHS, get_gguf_config, read_gguf_metadata
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    from rabbitllm.checkpoints.transformers_gguf import (
+        GGUF_ARCHS,
+        get_gguf_config,
+        load_gguf_checkpoint,
+        read_gguf_metadata,
+    )
 
     operations: _ProcessorOperations | _TransformOperations
     try:
@@ -197,7 +202,7 @@ class _ProcessorOperations:
 
     def read_names(self, model: Any, config: Any) -> None:
         """Find the names of a model's parameters."""
-        from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
+        from rabbitllm.checkpoints.transformers_gguf import get_gguf_hf_weights_map
 
         self.names = get_gguf_hf_weights_map(_ModuleNames(model, config), self._processor)
 
@@ -217,7 +222,7 @@ class _ProcessorOperations:
 
 
 def _processor(architecture: str, config: Mapping[str, Any]) -> _ProcessorOperations:
-    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+    from rabbitllm.checkpoints.transformers_gguf import TENSOR_PROCESSORS, TensorProcessor
 
     return _ProcessorOperations(TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config))
 
@@ -230,7 +235,7 @@ class _TransformOperations:
     """
 
     def __init__(self, transforms: Sequence[Any]) -> None:
-        from transformers.core_model_loading import WeightRenaming
+        from rabbitllm.checkpoints.transformers_gguf import WeightRenaming
 
         self._renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in transforms if not isinstance(entry, WeightRenaming)]
@@ -245,7 +250,8 @@ class _TransformOperations:
     def apply(self, name: str, probe: npt.NDArray[Any]) -> _Applied | None:
         """As `_ProcessorOperations.apply`; of tensors that are joined the others are zeros."""
         import torch
-        from transformers.core_model_loading import rename_source_key
+
+        from rabbitllm.checkpoints.transformers_gguf import rename_source_key
 
         target, pattern = rename_source_key(name, self._renamings, self._converters)
         if target not in self._parameters:
@@ -284,8 +290,9 @@ class GgufModel:
     def _read_names(self) -> dict[str, tuple[str, ...]]:
         """Read all names; ending of a fused parameter -> patterns of its experts' names."""
         import torch
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+        from transformers import Concatenate, MergeModulelist, WeightConverter
+
+        from rabbitllm.checkpoints.transformers_gguf import get_model_conversion_mapping
 
         with torch.device("meta"):
             model = self._class(self.config)
@@ -500,10 +507,7 @@ def _strides_of(order: npt.NDArray[np.int64]) -> tuple[tuple[int, ...], tuple[in
 def _class_of(config: Any) -> Any:
     """The class of transformers for a config."""
     import transformers
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    )
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
     for name in getattr(config, "architectures", None) or ():
         if isinstance(found := getattr(transformers, str(name), None), type):

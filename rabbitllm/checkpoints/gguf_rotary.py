@@ -214,7 +214,7 @@ def rotary_factors(config: Any) -> npt.NDArray[np.float32] | None:
     if rope.get("rope_type") != "llama3":
         return None
     import torch
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers import ROPE_INIT_FUNCTIONS
 
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     head = _head(config)

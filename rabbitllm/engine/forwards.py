@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers.integrations import sdpa_attention
 
+from rabbitllm.engine.transformers_api import group_keys_if
 from rabbitllm.quant import bfloat_products
 
 if TYPE_CHECKING:
@@ -27,13 +27,8 @@ def repeat_keys_on(device: torch.device) -> None:
     not support grouped keys. With `enable_gqa` torch makes the whole attention matrix: about 2.6 GB for 64 heads and
     2,048 tokens (transformers issue 48633, pytorch issue 191085).
     """
-    if not _repeating and hasattr(sdpa_attention, "use_gqa_in_sdpa"):
-        ordinary = sdpa_attention.use_gqa_in_sdpa
-
-        def use_gqa(attention_mask: torch.Tensor | None, key: torch.Tensor, *others: Any) -> bool:
-            return key.device not in _repeating and bool(ordinary(attention_mask, key, *others))
-
-        sdpa_attention.use_gqa_in_sdpa = use_gqa
+    if not _repeating:
+        group_keys_if(lambda key: key.device not in _repeating)
     _repeating.add(device)
 
 

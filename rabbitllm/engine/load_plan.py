@@ -73,7 +73,8 @@ from rabbitllm.store.layer_store import StoredTensor, WeightFiles
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-    from transformers.quantizers.base import HfQuantizer
+
+    from rabbitllm.engine.transformers_api import HfQuantizer
 
 logger = logging.getLogger(__name__)
 
@@ -517,12 +518,10 @@ def _attention(wanted: str, config: PretrainedConfig, devices: Sequence[Device],
         return wanted
     if devices[0].torch_device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return None
-    from transformers.utils import is_flash_attn_2_available
+    from rabbitllm.engine.transformers_api import supports_flash_attention_2
 
-    model = skeleton.model_class(config)
-    kinds = getattr(model, "_compatible_flash_implementations", None) or ["flash_attention_2"]
-    supported = getattr(model, "_supports_flash_attn", False) and "flash_attention_2" in kinds
-    return "flash_attention_2" if supported and devices[0].has_bf16 and is_flash_attn_2_available() else None
+    is_usable = devices[0].has_bf16 and supports_flash_attention_2(skeleton.model_class(config))
+    return "flash_attention_2" if is_usable else None
 
 
 def place_units(

@@ -40,9 +40,7 @@ def read_processor(folder: Path, config: Any, trust_remote_code: bool = False) -
         ProcessorError: a file is missing or malformed.
         MissingPackageError: a package is missing that the processor needs.
     """
-    from transformers import PreTrainedTokenizerBase
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+    from transformers import CONFIG_MAPPING, PROCESSOR_MAPPING, PreTrainedTokenizerBase
 
     kind = PROCESSOR_MAPPING.get(type(config), None)
     if kind is None and (folder / CONFIG).is_file():  # the model may be a part of what the folder has

@@ -28,10 +28,9 @@ from rabbitllm.store.layer_store import StoredTensor
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
-    from transformers.core_model_loading import WeightTransform
-    from transformers.quantizers.base import HfQuantizer
 
     from rabbitllm.engine.devices import Device
+    from rabbitllm.engine.transformers_api import HfQuantizer, WeightTransform
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +142,7 @@ def quantizer_for(folder: Path, config: PretrainedConfig, devices: Iterable[Devi
         MissingPackageError: the quantizer needs a package that is not installed.
         UnknownArchitectureError: the settings are malformed.
     """
-    from transformers.quantizers.auto import AutoHfQuantizer
+    from rabbitllm.engine.transformers_api import AutoHfQuantizer
 
     settings = settings_in(config)
     if settings is None:
@@ -363,9 +362,9 @@ def needed(sources: tuple[tuple[str, str], ...], quantizer: HfQuantizer) -> tupl
         sources = tuple(s for s in sources if not s[0].endswith(unread))
     if _method(quantizer.quantization_config) != _COMPRESSED_TENSORS or not any("*" in p for p, _ in sources):
         return sources
-    from transformers.integrations.compressed_tensors import get_experts_scheme
+    from rabbitllm.engine.transformers_api import expert_bits
 
-    bits = get_experts_scheme(quantizer.compressor.quantization_config).weights.num_bits
+    bits = expert_bits(quantizer.compressor.quantization_config)
     return sources if 32 % bits else tuple(s for s in sources if not s[0].endswith(".weight_shape"))
 
 

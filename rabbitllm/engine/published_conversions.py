@@ -26,18 +26,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.core_model_loading import ConversionOps, WeightConverter
-from transformers.integrations import mxfp4
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-from transformers.integrations.mxfp4 import Mxfp4Dequantize
-from transformers.quantizers.base import HfQuantizer
-from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
+from transformers import ConversionOps, WeightConverter
 
+from rabbitllm.base.transformers_version import check_call, checked_parts
+from rabbitllm.engine.transformers_api import HfQuantizer
 from rabbitllm.errors import UnknownArchitectureError
 from rabbitllm.quant import published_kernels as kernels
 from rabbitllm.quant.coded import FP4_VALUES
 from rabbitllm.quant.published_kernels import integers
+
+with checked_parts():
+    from transformers.integrations import mxfp4
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+    from transformers.integrations.mxfp4 import Mxfp4Dequantize
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    check_call(mxfp4.convert_moe_packed_tensors, "codes", "scales", dtype="")
+    check_call(Fp8Dequantize._dequantize_one, "self", "codes", "scales", "dtype")
+    check_call(Mxfp4Dequantize.convert, "self", "parts", model="", full_layer_name="")
 
 AWQ, GPTQ = "awq", "gptq"
 CPU = torch.device("cpu")

@@ -126,7 +126,7 @@ def save(
     tensors = {tensor.placed.name: tensor for tensor in _leaving(model, origin, memory)}
     shards = plan_shards((tensor.placed for tensor in tensors.values()), shard_bytes)
     sidecars = _sidecars(model, origin, tokenizer)
-    from transformers.utils import logging
+    from transformers import logging
 
     total = sum(tensor.placed.nbytes for tensor in tensors.values())
     bar: Any = logging.tqdm(

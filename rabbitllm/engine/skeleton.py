@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.forks import own_lock
 from rabbitllm.base.terminal import error_line
+from rabbitllm.base.transformers_version import installed_version
 from rabbitllm.checkpoints.config import newer_transformers, picked_by, separate_settings
 from rabbitllm.engine.published import change_modules, check_method, drop_leftover_settings, settings_in
 from rabbitllm.errors import (
@@ -26,12 +27,12 @@ from rabbitllm.errors import (
     UnknownArchitectureError,
 )
 from rabbitllm.formats.bounded import FETCH_POINTER, check_begins_json, is_pointer_file, read_json
-from rabbitllm.version import TRANSFORMERS
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-    from transformers.quantizers.base import HfQuantizer
+
+    from rabbitllm.engine.transformers_api import HfQuantizer
 
 logger = logging.getLogger(__name__)
 _BUILDING = own_lock(threading.RLock())
@@ -46,9 +47,13 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConf
         UnknownArchitectureError: transformers does not support the model type, its code is not trusted, or the weights
             are quantized by a method that is not supported.
         InvalidIndexError: config.json is a git-lfs pointer, or begins with a byte-order mark.
+        MissingPackageError: transformers is newer than the tested versions, and fails its self-check.
     """
     from transformers import AutoConfig
 
+    from rabbitllm.engine.transformers_check import check_transformers
+
+    check_transformers()
     if not (folder / "config.json").is_file():
         raise UnknownArchitectureError(
             f"{folder} has no config.json; the model's architecture is not known.",
@@ -70,17 +75,14 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConf
 
 
 def _unknown(folder: Path, error: Exception) -> UnknownArchitectureError:
-    import transformers
-
     text = error_line(error).partition(" This could be because")[0]  # which advises to update transformers
-    problem = f"transformers {transformers.__version__} cannot build the model in {folder}: {text}"
-    remedy = "Update RabbitLLM, or download its config.json again."
+    problem = f"transformers {installed_version()} cannot build the model in {folder}: {text}"
     if (version := newer_transformers(folder)) is not None:
-        supported = " to ".join(TRANSFORMERS)
-        problem += f" The config was written by transformers {version}; this RabbitLLM supports {supported}."
-        remedy = f"Update RabbitLLM to a version that supports transformers {version}."
+        problem += f" The config was written by transformers {version}."
     return UnknownArchitectureError(
-        problem, f"{remedy} If the model has its own code and you trust it, pass trust_remote_code=True."
+        problem,
+        "Update transformers (pip install --upgrade transformers), or download its config.json again. If the model has "
+        "its own code and you trust it, pass trust_remote_code=True.",
     )
 
 
@@ -121,7 +123,7 @@ def model_class(config: PretrainedConfig) -> Any:
         ValueError: neither exists, and the config names no code of the checkpoint.
     """
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
     names = [name for name in getattr(config, "architectures", None) or () if isinstance(name, str)]
     for name in names:
@@ -143,13 +145,10 @@ def model_class(config: PretrainedConfig) -> Any:
 
 def _suits(model: PreTrainedModel, config: PretrainedConfig) -> bool:
     """Whether a class is for configs of this type; some types share the class of another (InternLM3 has Llama's)."""
-    from transformers.models.auto import modeling_auto
+    from rabbitllm.engine.transformers_api import is_class_of_type
 
-    if model.config_class is None or isinstance(config, model.config_class):
-        return True
-    tables = [table for name, table in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")]
-    found = [table.get(config.model_type, ()) for table in tables]
-    return any(model.__name__ in ((names,) if isinstance(names, str) else names) for names in found)
+    own = model.config_class
+    return own is None or isinstance(config, own) or is_class_of_type(model.__name__, config.model_type)
 
 
 def _class_of_checkpoint(auto_map: dict[str, Any], names: list[str]) -> Any:
@@ -231,16 +230,15 @@ def build_skeleton(
     """
     import torch
 
+    from rabbitllm.engine.transformers_api import build_model, kept_dtypes
+
     options: dict[str, Any] = {"dtype": dtype}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    chosen = model_class(config)
+    kind = model_class(config)
     try:
         with _BUILDING, torch.device("meta"):
-            if hasattr(chosen, "_from_config"):
-                model = chosen._from_config(config, **options)
-            else:
-                model = chosen.from_config(config, trust_remote_code=trust_remote_code, **options)
+            model: PreTrainedModel = build_model(kind, config, trust_remote_code, **options)
         if quantizer is not None:
             change_modules(model, quantizer, dtype)
     except RabbitLLMError:
@@ -253,7 +251,8 @@ def build_skeleton(
             ) from error
         raise _unknown(folder, error) from error
     model.eval()
-    _apply_dtype_plan(model, dtype)
+    for name, kept in kept_dtypes(model, dtype).items():  # such as the routing bias of DeepSeek-V3
+        _put_empty(model, name, dtype=kept)
     settle(model, folder)
     return model
 
@@ -266,24 +265,6 @@ def settle(model: PreTrainedModel, folder: Path) -> None:
     """
     _read_generation_config(model, folder)
     model.name_or_path = model.config.name_or_path = str(folder)
-
-
-def _apply_dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast parameters and buffers that the model keeps in float32; `from_config` leaves them at `dtype`.
-
-    The routing bias of DeepSeek-V3 is such a buffer.
-    """
-    from transformers.core_model_loading import build_glob_alternation
-
-    plan = model._get_dtype_plan(dtype)
-    if not plan:
-        return
-    pattern, by_group, _ = build_glob_alternation(list(plan))
-    for name, tensor in list(model.state_dict().items()):
-        match = pattern.search(name)
-        if match is None or tensor.dtype == (wanted := plan[by_group[match.lastgroup]]):
-            continue
-        _put_empty(model, name, dtype=wanted)
 
 
 def _put_empty(model: PreTrainedModel, name: str, **others: Any) -> None:
@@ -350,6 +331,8 @@ def _check_generation(settings: Mapping[str, Any]) -> None:
 def _read_generation_config(model: PreTrainedModel, folder: Path) -> None:
     from transformers import GenerationConfig
 
+    from rabbitllm.engine.transformers_api import GENERATION_SETTINGS_OF_CONFIG
+
     if not model.can_generate():
         return
     # some models (DiffusionGemma) have another class for these settings
@@ -359,7 +342,7 @@ def _read_generation_config(model: PreTrainedModel, folder: Path) -> None:
         if settings is not GenerationConfig:
             return
         # older models have such settings (beams, forced tokens) in config.json, and a config object drops them
-        name, options = "config.json", {"config_file_name": "config.json", "_from_model_config": True}
+        name, options = "config.json", GENERATION_SETTINGS_OF_CONFIG
     try:
         model.generation_config = settings.from_pretrained(folder, **options)
         _check_generation(vars(model.generation_config))
@@ -381,14 +364,13 @@ def materialise_buffers(model: PreTrainedModel, device_of: Any, absent: frozense
         device_of: module path -> torch device, a callable.
         absent: full names that the checkpoint lacks and the model class allows it to lack.
     """
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        tensor._is_hf_initialized = name not in absent
+    from rabbitllm.engine.transformers_api import initialize_rest, mark_initialized
+
+    mark_initialized(model, absent)
     for name in (*(name for name, _ in model.named_non_persistent_buffers()), *absent):
         _put_empty(model, name, device=device_of(name.rpartition(".")[0]))
-    for module in model.modules():
-        module._is_hf_initialized = False  # set when the module was made, on the meta device
     with _BUILDING:
-        model.initialize_weights()
+        initialize_rest(model)
 
 
 def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:

@@ -26,6 +26,7 @@ from rabbitllm.engine.placement import Placement
 from rabbitllm.engine.processor import read_processor
 from rabbitllm.engine.saving import Origin, compare_resident, save
 from rabbitllm.engine.streamer import Streamer
+from rabbitllm.engine.transformers_api import has_adapter
 from rabbitllm.engine.weight_tensors import AbsentWeight, untrainable
 from rabbitllm.errors import CopyError, RabbitLLMError
 from rabbitllm.telemetry.passes import PassInput
@@ -410,7 +411,7 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
             NotEnoughSpaceException: the disk has too little space.
             RabbitLLMError: the model was changed in a way that cannot be written as its stored tensors.
         """
-        if getattr(self, "_hf_peft_config_loaded", False):
+        if has_adapter(self):
             super().save_pretrained(save_directory, is_main_process, max_shard_size=max_shard_size, **kwargs)
         elif is_main_process:
             save(

@@ -133,9 +133,11 @@ class Unit:
 
 def find_units(model: PreTrainedModel) -> list[Unit]:
     """The units of a model, in the order of its modules, which is nearly always the order of a pass."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
+    from transformers import GradientCheckpointingLayer
 
-    kinds = set(model._no_split_modules or ())
+    from rabbitllm.engine.transformers_api import layer_class_names
+
+    kinds = layer_class_names(model)
     apart = {id(table) for table in find_tables(model)}
     units: list[Unit] = []
     lists: set[str] = set()

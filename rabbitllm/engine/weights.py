@@ -24,9 +24,8 @@ from rabbitllm.store.layer_store import StoredTensor
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
-    from transformers.core_model_loading import WeightTransform
-    from transformers.quantizers.base import HfQuantizer
 
+    from rabbitllm.engine.transformers_api import HfQuantizer, WeightTransform
     from rabbitllm.store.layer_store import WeightFiles
 
 
@@ -66,7 +65,7 @@ class KeyRenaming:
         return renamed
 
     def _renamed(self, name: str) -> Renamed:
-        from transformers.core_model_loading import rename_source_key
+        from rabbitllm.engine.transformers_api import rename_source_key
 
         target, pattern = rename_source_key(name, *self._transforms, self._prefix, self._expected)
         if target not in self._expected and name in self._expected:  # not renamed, but it may need the prefix
@@ -145,13 +144,15 @@ def map_weights(
     Raises:
         IncompleteSplitError: a parameter has no tensor, or one of another shape; all of them are named.
     """
+    from rabbitllm.engine.transformers_api import may_be_absent
+
     expected = model.state_dict()
     recipes, unused = _recipes(model, stored, expected, quantizer)
     if quantizer is None:
         _check_scales(stored, unused)
     ties = _ties(model, recipes)
     absent = frozenset(name for name in expected if name not in recipes and name not in ties)
-    allowed = frozenset(name for name in absent if _matches(model._keys_to_ignore_on_load_missing, name))
+    allowed = frozenset(name for name in absent if _matches(may_be_absent(model), name))
     if absent - allowed:
         names = sorted(absent - allowed)
         raise IncompleteSplitError(
@@ -175,8 +176,9 @@ def check_unused(model: PreTrainedModel, weights: WeightMap, store: WeightFiles)
     Raises:
         IncompleteSplitError: they are further layers, or most of the bytes.
     """
-    ignored = model._keys_to_ignore_on_load_unexpected
-    left = [name for name in weights.unused if not _matches(ignored, name)]
+    from rabbitllm.engine.transformers_api import may_be_unused
+
+    left = [name for name in weights.unused if not _matches(may_be_unused(model), name)]
     beyond = _blocks_beyond(left, weights)
     # layers after the last one may be for multi-token prediction, which transformers omits
     settings = model.config.get_text_config().to_dict() | model.config.to_dict()
@@ -215,8 +217,9 @@ def _recipes(
     expected: Mapping[str, torch.Tensor],
     quantizer: HfQuantizer,
 ) -> tuple[dict[str, Recipe], list[str]]:
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key
+    from transformers import WeightConverter
+
+    from rabbitllm.engine.transformers_api import WeightRenaming, dot_natural_key, get_model_conversion_mapping
 
     mapping = get_model_conversion_mapping(model, hf_quantizer=quantizer)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -364,5 +367,5 @@ def _ties(model: PreTrainedModel, recipes: Mapping[str, Recipe]) -> dict[str, st
     return ties
 
 
-def _matches(patterns: Iterable[str] | None, name: str) -> bool:
-    return any(re.search(pattern, name) for pattern in patterns or ())
+def _matches(patterns: Iterable[str], name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)

@@ -42,8 +42,7 @@ from rabbitllm.generation.slot_file import Slot, SlotFile
 from rabbitllm.storage.files import DIRECT_ALIGNMENT
 
 if TYPE_CHECKING:
-    from transformers import Cache
-    from transformers.cache_utils import CacheLayerMixin
+    from transformers import Cache, CacheLayerMixin
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import GenerationMixin
-from transformers.cache_utils import DynamicCache
+from transformers import DynamicCache, GenerationMixin
 
 from rabbitllm.engine.forwards import make_kernels
 from rabbitllm.engine.free_memory import keep_large_apart, trimming

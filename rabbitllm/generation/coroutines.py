@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from greenlet import getcurrent, greenlet
 from torch import nn
-from transformers.pytorch_utils import Conv1D
+from transformers import Conv1D
 
 from rabbitllm.engine.expert_finding import is_routed
 from rabbitllm.engine.forwards import RowProducts

@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationMixin
-from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import DynamicCache, DynamicLayer, GenerationMixin
+
+from rabbitllm.engine.transformers_api import DummyLayer, DynamicSlidingWindowLayer
+from rabbitllm.generation.transformers_api import has_dynamic_cache
 
 if TYPE_CHECKING:
-    from transformers import Cache, PretrainedConfig
-    from transformers.cache_utils import CacheLayerMixin
+    from transformers import Cache, CacheLayerMixin, PretrainedConfig
 
     from rabbitllm.engine.streamed_model import StreamedModel
 
@@ -465,7 +466,7 @@ def keeps(model: StreamedModel) -> bool:
     that choose tokens, where rounding changes the choice), models without attention or a cache (GPT-1), and models
     whose tokens attend to later ones.
     """
-    if model.config.is_encoder_decoder or not model._supports_default_dynamic_cache():
+    if model.config.is_encoder_decoder or not has_dynamic_cache(model):
         return False
     config = model.config.get_text_config(decoder=True)
     if config.model_type in NOT_CONTINUING or CACHE_ARGUMENT not in inspect.signature(model.forward).parameters:

@@ -24,6 +24,7 @@ from rabbitllm.base.options import RunOptions
 from rabbitllm.base.terminal import size
 from rabbitllm.checkpoints.config import picked_by
 from rabbitllm.engine.devices import default_budget, resolve_devices
+from rabbitllm.engine.transformers_api import attention_of
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.cache_file import TAIL_TOKENS
 from rabbitllm.generation.kv_cache import CacheCost, cost_by_cache, cost_by_config, layer_configs
@@ -159,7 +160,7 @@ def _cost_by(config: PretrainedConfig, itemsize: int) -> PassCost:
     turned = itemsize * (2 * hidden + 6 * queries + 4 * keys) + widened * (hidden + queries)
     normed = itemsize * 2 * hidden + 3 * 4 * hidden
     each = max(up, both, down, turned, normed) * _SPARE[0] // _SPARE[1]
-    is_eager = getattr(config, "_attn_implementation", None) == "eager"
+    is_eager = attention_of(config) == "eager"
     pair = heads * (2 * itemsize + 4) if is_eager else 0
     matrix = hidden * max(wide, queries)
     fixed = max(2 * 4 * min(CHUNK_ELEMENTS, matrix) if widened else 0, itemsize * matrix)

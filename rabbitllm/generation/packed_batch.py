@@ -15,7 +15,6 @@ decided from its arguments; with an unknown argument it is not packed.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -27,12 +26,9 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
-from transformers.cache_utils import Cache, DynamicCache, DynamicSlidingWindowLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache
 
+from rabbitllm.engine.transformers_api import DynamicSlidingWindowLayer, attention_of
 from rabbitllm.generation.cache_file import NO_MEMORY, CacheFile
 from rabbitllm.generation.kv_cache import (
     CACHE_ARGUMENT,
@@ -43,9 +39,15 @@ from rabbitllm.generation.kv_cache import (
     keeps_every_token,
 )
 from rabbitllm.generation.request import ModelLimits
+from rabbitllm.generation.transformers_api import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    attention_function,
+    name_attention,
+    sdpa_attention_forward,
+)
 
 if TYPE_CHECKING:
-    from transformers.cache_utils import CacheLayerMixin
+    from transformers import CacheLayerMixin
 
     from rabbitllm.engine.streamed_model import StreamedModel
 
@@ -275,14 +277,14 @@ def attention_by_sequence(configs: Iterable[Any]) -> Iterator[None]:
     Args:
         configs: configs of the model and its modules, each once; their implementation is one of `OWN`.
     """
-    before = [(config, config._attn_implementation) for config in configs if config._attn_implementation in OWN]
+    before = [(config, own) for config in configs if (own := attention_of(config)) in OWN]
     try:
         for config, own in before:
-            config._attn_implementation_internal = _NAME.format(own)
+            name_attention(config, _NAME.format(own))
         yield
     finally:
         for config, own in before:
-            config._attn_implementation_internal = own
+            name_attention(config, own)
 
 
 @contextlib.contextmanager
@@ -364,12 +366,10 @@ def _by_rows(
 
 def _own_attention(own: str, module: nn.Module) -> Callable[..., Any]:
     """The attention function of the model itself."""
-    forward = inspect.unwrap(type(module).forward)  # wrapped by decorators for deprecated arguments
-    eager = getattr(forward, "__globals__", {}).get("eager_attention_forward")
-    found: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(own, eager)
-    if found is None:
+    function = attention_function(own, module)
+    if function is None:
         raise NotPackable(f"{type(module).__name__} uses an unknown attention function")
-    return found
+    return function
 
 
 def _masks(own: str, **kwargs: Any) -> Any:
@@ -431,7 +431,7 @@ def can_be_packed(model: StreamedModel) -> bool:
     return (
         text.model_type in PACKABLE
         and (config.model_type in PACKABLE or config.model_type in WITH_IMAGES)
-        and config._attn_implementation in OWN
+        and attention_of(config) in OWN
         and getattr(config, "return_dict", True)
         and not model.training
         and not any(getattr(one, extra, False) for one in (config, text) for extra in _EXTRAS)
@@ -444,7 +444,7 @@ def can_be_packed(model: StreamedModel) -> bool:
 def attending_configs(model: StreamedModel) -> list[Any]:
     """The configs of a model and its modules that name an attention implementation, each once."""
     seen = {id(one): one for module in model.modules() if (one := getattr(module, "config", None)) is not None}
-    return [one for one in seen.values() if getattr(one, "_attn_implementation", None) is not None]
+    return [one for one in seen.values() if attention_of(one) is not None]
 
 
 def shares_keys(model: StreamedModel) -> bool:

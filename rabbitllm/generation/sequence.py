@@ -35,6 +35,7 @@ from rabbitllm.generation.request import (
 )
 from rabbitllm.generation.streams import TextStream
 from rabbitllm.generation.swap import SwappedOutCache
+from rabbitllm.generation.transformers_api import sample
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
@@ -259,7 +260,7 @@ class Sequence:
         if self._processors is None:
             before = [] if self._logprobs is None else [self._logprobs]
             self._processors = LogitsProcessorList([*before, *logits_processor])
-        return type(model)._sample(model, input_ids, logits_processor=self._processors, **options)
+        return sample(model, input_ids, logits_processor=self._processors, **options)
 
     def _take(self, token: int) -> None:
         """Take a token, report the text that it completes, and leave `generate` if it was the last one."""

@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionCacheLayerMixin
+from transformers import Cache, CacheLayerMixin
 
 from rabbitllm.engine.free_memory import available_ram
+from rabbitllm.engine.transformers_api import DummyLayer, LinearAttentionCacheLayerMixin
 from rabbitllm.generation.kv_cache import without_room
 from rabbitllm.storage import durable
 from rabbitllm.storage.folders import folder_at

@@ -226,13 +226,13 @@ def _refuse_arguments(variables: Mapping[str, Any], settable: frozenset[str]) ->
 @cache
 def _arguments() -> frozenset[str]:
     """Everything that tokenizers and processors of transformers take, and that templates get from them."""
-    from transformers import PreTrainedTokenizerBase, processing_utils
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-    programs = PreTrainedTokenizerBase, processing_utils.ProcessorMixin
+    from rabbitllm.generation.transformers_api import processor_arguments
+
+    programs = PreTrainedTokenizerBase, ProcessorMixin
     calls = [call for program in programs for call in (program.apply_chat_template, program.__call__)]
-    names = {name for call in calls for name in inspect.signature(call).parameters}
-    for part in ("TextKwargs", "ImagesKwargs", "VideosKwargs", "AudioKwargs", "ProcessingKwargs"):
-        names |= getattr(processing_utils, part).__annotations__.keys()
+    names = {name for call in calls for name in inspect.signature(call).parameters} | processor_arguments()
     return frozenset({*names, "messages", "raise_exception", "strftime_now", *jinja2.defaults.DEFAULT_NAMESPACE})
 
 

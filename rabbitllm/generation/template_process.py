@@ -11,14 +11,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import inspect
 import json
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jinja2
@@ -131,9 +130,9 @@ class TemplateProcess:
         Raises:
             RuntimeError: that is not possible.
         """
-        from transformers.utils import chat_template_utils
+        from rabbitllm.generation.transformers_api import template_compiler_source
 
-        source = inspect.getsource(chat_template_utils._cached_compile_jinja_template)
+        source = template_compiler_source()
         group: dict[str, Any] = {"start_new_session": True}  # Ctrl-C is not for it
         if sys.platform == "win32":
             group = {"creationflags": subprocess.CREATE_NO_WINDOW | subprocess.CREATE_NEW_PROCESS_GROUP}
@@ -234,14 +233,12 @@ def in_the_process(letters: int) -> Iterator[None]:
 
 @functools.cache
 def _install() -> None:
-    from transformers.utils import chat_template_utils
+    from rabbitllm.generation.transformers_api import wrap_template_compiler
 
-    plain = chat_template_utils._compile_jinja_template
+    def wrapped(plain: Callable[[str], Any]) -> Callable[[str], Any]:
+        return lambda template: plain(template) if _MINE.letters is None else _RemoteTemplate(template, _MINE.letters)
 
-    def compiled(template: str) -> Any:
-        return plain(template) if _MINE.letters is None else _RemoteTemplate(template, _MINE.letters)
-
-    chat_template_utils._compile_jinja_template = compiled
+    wrap_template_compiler(wrapped)
 
 
 class _RemoteTemplate:

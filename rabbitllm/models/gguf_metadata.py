@@ -177,7 +177,7 @@ def add_config(writer: gguf.GGUFWriter, config: Any, family: GgufFamily, name: s
     Raises:
         UnknownArchitectureError: a file cannot store the scaling of its rotary frequencies.
     """
-    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+    from rabbitllm.checkpoints.transformers_gguf import GGUF_CONFIG_MAPPING
 
     rope, architecture = of_full_attention(config), family.architecture
     try:
@@ -343,7 +343,7 @@ def _begins_with_space(content: Mapping[str, Any]) -> bool:
 
 def _pre_tokenizer(content: Mapping[str, Any], name: str) -> str:
     """llama.cpp's name of the way in which text is split before the merges, by a tokenizer.json."""
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    from rabbitllm.checkpoints.transformers_gguf import GGUF_PRE_TOKENIZER_SPLITS
 
     found = content.get("pre_tokenizer") or {}
     parts = found.get("pretokenizers", [found])

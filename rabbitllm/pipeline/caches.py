@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import cache_utils
-from transformers.cache_utils import Cache, DynamicCache
+from transformers import Cache, DynamicCache
 
+from rabbitllm.engine.transformers_api import cache_layer_class
 from rabbitllm.errors import HostsError
 
 if TYPE_CHECKING:
-    from transformers.cache_utils import CacheLayerMixin
+    from transformers import CacheLayerMixin
 
 KINDS = (
     "DynamicLayer",
@@ -159,7 +159,7 @@ def made_by(recipe: Any) -> DynamicCache:
     if not grows:
         cache.layer_class_to_replicate = None
     cache.layers = [
-        getattr(cache_utils, name)(**{key: int(value) for key, value in settings.items() if key in _SETTINGS})
+        cache_layer_class(name)(**{key: int(value) for key, value in settings.items() if key in _SETTINGS})
         for name, settings in layers
     ]
     if recording:

@@ -25,7 +25,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from transformers.cache_utils import Cache
+from transformers import Cache
 
 from rabbitllm.base.forks import DaemonThread, ForkGuard
 from rabbitllm.errors import HostGoneError, HostsError

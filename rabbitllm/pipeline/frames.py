@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache
+from transformers import Cache
 
 from rabbitllm.base.rounding import round_up
 from rabbitllm.errors import HostsError

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rabbitllm.base.options import Hosts, RunOptions
 from rabbitllm.engine.load_plan import ModelPart
 from rabbitllm.engine.placement import UnitCost, enclosing, ready_once
+from rabbitllm.engine.transformers_api import attention_of
 from rabbitllm.engine.units import UnitSource
 from rabbitllm.errors import HostsError
 from rabbitllm.pipeline.driver import Driver, Worker
@@ -113,7 +114,7 @@ def identity_of(model: StreamedModel, store: WeightFiles, options: RunOptions) -
         "the weights": _digest([made_from, tensors, sums or _samples(store)]),
         "config.json": _digest(config),
         "dtype": str(model.dtype),
-        "attn_implementation": str(model.config._attn_implementation),
+        "attn_implementation": str(attention_of(model.config)),
         "exact": str(options.exact),
         "fast_bfloat16": str(options.fast_bfloat16),
     }

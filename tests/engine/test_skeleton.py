@@ -177,7 +177,7 @@ def test_a_model_that_transformers_does_not_know(tmp_path: Path, values: dict[st
     assert found in caught.value.problem
     assert f"transformers {transformers.__version__}" in caught.value.problem
     assert str(folder) in caught.value.problem
-    assert "Update RabbitLLM" in caught.value.remedy
+    assert "pip install --upgrade transformers" in caught.value.remedy
     assert "trust_remote_code=True" in caught.value.remedy
 
 

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from rabbitllm.base.forks import DaemonThread
 from rabbitllm.base.terminal import size, speed
+from rabbitllm.base.transformers_version import TESTED, newer_than_tested
 from rabbitllm.engine.free_memory import available_ram, group_limits, has_nvidia_driver, process_limits
 from rabbitllm.estimate import outline
 from rabbitllm.estimate.cost_model import Speed
@@ -47,7 +48,7 @@ from rabbitllm.quant.schemes import check_compression
 from rabbitllm.storage.durable import ScratchFolder
 from rabbitllm.storage.folders import KAGGLE_TMP, KAGGLE_WORKING, Folder, Host, file_systems, folder_of, host_of
 from rabbitllm.store import locations
-from rabbitllm.version import __version__
+from rabbitllm.version import TRANSFORMERS, __version__
 
 if TYPE_CHECKING:
     from rabbitllm.estimate.machine import Machine
@@ -184,9 +185,21 @@ OPTIONAL: Mapping[str, str] = {
     "compressed-tensors": "checkpoints in the compressed-tensors format",
 }
 """Packages -> their use."""
+
+
+def _load_transformers() -> None:
+    import transformers  # noqa: F401
+
+    if newer_than_tested():
+        from rabbitllm.engine.transformers_check import try_transformers
+        from rabbitllm.generation import transformers_api  # noqa: F401  checks its parts
+
+        try_transformers()
+
+
 _LOADED: Mapping[str, Callable[[], object]] = {
     "torch": lambda: importlib.import_module("torch"),
-    "transformers": lambda: importlib.import_module("transformers"),
+    "transformers": _load_transformers,
     "bitsandbytes": lambda: check_compression("4bit"),
     "numba": lambda: importlib.import_module("numba"),
 }
@@ -468,7 +481,7 @@ def advise(machine: MachineInfo, needed: int) -> tuple[Advice, ...]:
         machine: results of the probes.
         needed: bytes of disk that the smallest model takes.
     """
-    found = [*_of_packages(machine), *_of_disks(machine, needed), *_of_memory(machine)]
+    found = [*_of_packages(machine), *_of_transformers(machine), *_of_disks(machine, needed), *_of_memory(machine)]
     found += [*_of_gpus(machine), *_of_processor(machine), *_of_hub(machine), *_of_rates(machine)]
     return tuple(sorted(found, key=lambda advice: not advice.essential))
 
@@ -477,8 +490,17 @@ def _of_packages(machine: MachineInfo) -> Iterator[Advice]:
     for package in machine.packages:
         if package.sound or (package.optional and package.found is None):
             continue
-        command = f"pip install --upgrade {shlex.quote(package.name + package.wanted)}"
+        name = TESTED if package.name == "transformers" and package.fits else package.name + package.wanted
+        command = f"pip install --upgrade {shlex.quote(name)}"
         yield Advice(package.essential, f"{_state_of(package)} It is for {package.brings}.", command)
+
+
+def _of_transformers(machine: MachineInfo) -> Iterator[Advice]:
+    for package in machine.packages:
+        if package.name == "transformers" and package.sound and newer_than_tested():
+            text = f"transformers {package.found} is newer than the tested versions ({' to '.join(TRANSFORMERS)})"
+            checks = "The parts that RabbitLLM uses are checked here, unless --quick is given, and at the first load"
+            yield Advice(False, f"{text}. {checks}. If a model fails:", f"pip install {shlex.quote(TESTED)}")
 
 
 def _state_of(package: Package) -> str:

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from rabbitllm.engine.streamed_model import refuse_overflow
 from rabbitllm.errors import ScoringError

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rabbitllm.base.transformers_version import TESTED
 from rabbitllm.engine.free_memory import GroupLimit, ProcessLimit
 from rabbitllm.estimate.cost_model import Speed
+from rabbitllm.estimate.doctor import examine
 from rabbitllm.estimate.doctor.examine import HERE, SPLITS, advise
 from rabbitllm.estimate.doctor.records import Advice, Gpu, Gpus, Hub, MachineInfo, Memory, Package, Processor
 from rabbitllm.storage.folders import Folder, Host
@@ -57,6 +60,18 @@ def said(**changed: Any) -> tuple[Advice, ...]:
 def test_nothing_is_said_of_a_sound_machine_or_of_an_unknown_one() -> None:
     assert said() == ()
     assert advise(MachineInfo(), NEEDED) == ()
+
+
+def test_a_newer_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examine, "newer_than_tested", lambda: True)
+    installed = package(name="transformers", found="5.99.0", wanted=">=5.23", essential=True)
+    (advice,) = said(packages=(installed,))
+    assert not advice.essential
+    assert "transformers 5.99.0 is newer than the tested versions" in advice.text
+    assert advice.command == f"pip install '{TESTED}'"
+    (advice,) = said(packages=(dataclasses.replace(installed, problem="it has changed"),))
+    assert advice.essential
+    assert advice.command == f"pip install --upgrade '{TESTED}'"
 
 
 NONE = Gpus((), False, "2.13")

@@ -16,6 +16,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 
+from rabbitllm.engine import transformers_api
 from rabbitllm.estimate.doctor import examine
 from rabbitllm.storage.folders import host_of
 
@@ -177,6 +178,15 @@ def test_packages_are_those_that_are_installed() -> None:
     assert found["torch"].wanted.startswith(">=")
     assert all(package.sound for package in found.values() if package.essential)
     assert all(package.brings for package in found.values())
+
+
+def test_a_newer_transformers_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examine, "newer_than_tested", lambda: True)
+    assert not {package.name: package for package in examine.probe_packages()}["transformers"].problem
+    monkeypatch.setattr(transformers_api, "initialize_rest", lambda model: None)
+    found = {package.name: package for package in examine.probe_packages()}
+    assert "has changed a part that RabbitLLM uses" in (found["transformers"].problem or "")
+    assert not {package.name: package for package in examine.probe_packages(load=False)}["transformers"].problem
 
 
 def test_packages_that_are_too_old_missing_or_broken(monkeypatch: pytest.MonkeyPatch) -> None:

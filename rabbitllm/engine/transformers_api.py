@@ -1,0 +1,164 @@
+"""The private parts of transformers that the engine uses, and the rooms above it: what a new version may change.
+
+Four more files use private parts: `checkpoints/transformers_gguf.py`, `generation/transformers_api.py`,
+`published_conversions.py`, and `streamed_model.py`, which overrides two methods. All others import from these, or
+public names from `transformers` itself; `tests/test_transformers_parts.py` checks that. The imports here fail with a
+clear error if a part is missing or is called otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+from typing import Any
+
+import torch
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel, WeightConverter
+
+from rabbitllm.base.transformers_version import check_call, checked_parts
+
+with checked_parts():
+    from transformers import cache_utils
+    from transformers.cache_utils import DummyLayer as DummyLayer
+    from transformers.cache_utils import DynamicSlidingWindowLayer as DynamicSlidingWindowLayer
+    from transformers.cache_utils import LinearAttentionCacheLayerMixin as LinearAttentionCacheLayerMixin
+    from transformers.conversion_mapping import get_model_conversion_mapping as get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming as WeightRenaming
+    from transformers.core_model_loading import WeightTransform as WeightTransform
+    from transformers.core_model_loading import build_glob_alternation
+    from transformers.core_model_loading import dot_natural_key as dot_natural_key
+    from transformers.core_model_loading import rename_source_key as rename_source_key
+    from transformers.integrations import sdpa_attention
+    from transformers.models.auto import modeling_auto
+    from transformers.quantizers.auto import AutoHfQuantizer as AutoHfQuantizer
+    from transformers.quantizers.base import HfQuantizer as HfQuantizer
+    from transformers.utils import is_flash_attn_2_available
+
+    check_call(PreTrainedModel._from_config, "config", dtype="", attn_implementation="")
+    check_call(PreTrainedModel._get_dtype_plan, "self", "dtype")
+    check_call(PreTrainedModel.initialize_weights, "self")
+    check_call(GenerationMixin._valid_auto_compile_criteria, "self", "model_kwargs", "generation_config")
+    check_call(build_glob_alternation, "globs")
+    check_call(rename_source_key, "source", "renamings", "converters", "prefix", "state_dict")
+    check_call(get_model_conversion_mapping, "model", hf_quantizer="")
+    check_call(WeightTransform.add_tensor, "self", "target", "source", "pattern", "read")
+    check_call(WeightConverter.convert, "self", "target", model="", config="")
+
+
+# the skeleton --------------------------------------------------------------------------------------------------------
+
+
+def build_model(kind: Any, config: PretrainedConfig, trust_remote_code: bool, **options: Any) -> Any:
+    """The model of a config, on the device of the context.
+
+    Args:
+        kind: class of the model, or an Auto class.
+        config: of the model.
+        trust_remote_code: run code of the checkpoint.
+        **options: `dtype` and `attn_implementation`.
+    """
+    if hasattr(kind, "_from_config"):
+        return kind._from_config(config, **options)
+    return kind.from_config(config, trust_remote_code=trust_remote_code, **options)
+
+
+def is_class_of_type(name: str, model_type: str) -> bool:
+    """Whether a table of transformers names the class for a model type."""
+    tables = [table for key, table in vars(modeling_auto).items() if key.endswith("_MAPPING_NAMES")]
+    entries = [table.get(model_type, ()) for table in tables]
+    return any(name in ((names,) if isinstance(names, str) else names) for names in entries)
+
+
+def kept_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The dtypes of parameters and buffers that a model keeps in another dtype than they have now, by their names.
+
+    Args:
+        model: of `build_model`.
+        dtype: of the other parameters.
+    """
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return {}
+    pattern, by_group, _ = build_glob_alternation(list(plan))
+    matches = {name: (tensor, pattern.search(name)) for name, tensor in model.state_dict().items()}
+    kept = {name: (tensor, plan[by_group[match.lastgroup]]) for name, (tensor, match) in matches.items() if match}
+    return {name: planned for name, (tensor, planned) in kept.items() if tensor.dtype != planned}
+
+
+def mark_initialized(model: PreTrainedModel, absent: Container[str]) -> None:
+    """Let `initialize_rest` leave the present parameters and buffers unchanged, except those with these names."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        tensor._is_hf_initialized = name not in absent
+
+
+def initialize_rest(model: PreTrainedModel) -> None:
+    """Initialise every parameter and buffer that is not marked, in all modules."""
+    for module in model.modules():
+        module._is_hf_initialized = False  # set when the module was made, on the meta device
+    model.initialize_weights()
+
+
+GENERATION_SETTINGS_OF_CONFIG = {"config_file_name": "config.json", "_from_model_config": True}
+"""Options of `GenerationConfig.from_pretrained` for models whose config.json has the settings."""
+
+
+def layer_class_names(model: PreTrainedModel) -> set[str]:
+    """Names of the classes of a model's layers, as far as it declares them."""
+    return set(model._no_split_modules or ())
+
+
+def may_be_absent(model: PreTrainedModel) -> Iterable[str]:
+    """Patterns of parameters that a checkpoint may lack."""
+    return model._keys_to_ignore_on_load_missing or ()
+
+
+def may_be_unused(model: PreTrainedModel) -> Iterable[str]:
+    """Patterns of stored tensors that the model ignores."""
+    return model._keys_to_ignore_on_load_unexpected or ()
+
+
+def has_adapter(model: PreTrainedModel) -> bool:
+    """Whether `load_adapter` was called."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+# attention -----------------------------------------------------------------------------------------------------------
+
+
+def attention_of(config: PretrainedConfig) -> str | None:
+    """Name of the attention implementation of a config; None if it has none."""
+    return getattr(config, "_attn_implementation", None)
+
+
+def supports_flash_attention_2(kind: Any) -> bool:
+    """Whether FlashAttention 2 is installed, and a model's class supports it."""
+    known = getattr(kind, "_compatible_flash_implementations", None) or ["flash_attention_2"]
+    supported = getattr(kind, "_supports_flash_attn", False) and "flash_attention_2" in known
+    return bool(supported and is_flash_attn_2_available())
+
+
+def group_keys_if(condition: Callable[[torch.Tensor], bool]) -> None:
+    """Make transformers' `sdpa` use `enable_gqa` only for keys that satisfy a condition, and where it did before."""
+    if not hasattr(sdpa_attention, "use_gqa_in_sdpa"):
+        return
+    ordinary = sdpa_attention.use_gqa_in_sdpa
+
+    def use_gqa(attention_mask: torch.Tensor | None, key: torch.Tensor, *others: Any) -> bool:
+        return condition(key) and bool(ordinary(attention_mask, key, *others))
+
+    sdpa_attention.use_gqa_in_sdpa = use_gqa
+
+
+# caches and quantizers -----------------------------------------------------------------------------------------------
+
+
+def cache_layer_class(name: str) -> type:
+    """A class of layers of a KV cache."""
+    kind: type = getattr(cache_utils, name)
+    return kind
+
+
+def expert_bits(settings: Any) -> int:
+    """Bits of the codes of experts, by settings of compressed-tensors."""
+    from transformers.integrations.compressed_tensors import get_experts_scheme
+
+    return int(get_experts_scheme(settings).weights.num_bits)

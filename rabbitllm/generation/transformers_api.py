@@ -1,0 +1,65 @@
+"""The private parts of transformers that generation uses; see `engine/transformers_api.py`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+
+from rabbitllm.base.transformers_version import check_call, checked_parts
+
+with checked_parts():
+    from transformers import processing_utils
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa_attention_forward
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.utils import chat_template_utils
+
+    check_call(sdpa_attention_forward, "module", "query", "key", "value", "attention_mask", scaling="")
+    check_call(GenerationMixin._sample, "self", "ids", "processors", "stopping_criteria", "generation_config")
+    callable(GenerationMixin._supports_default_dynamic_cache)
+    check_call(chat_template_utils._compile_jinja_template, "template")
+    check_call(chat_template_utils._cached_compile_jinja_template, "template")
+
+
+def name_attention(config: PretrainedConfig, name: str) -> None:
+    """Set the attention implementation of one config, not of the configs in it, unchecked."""
+    config._attn_implementation_internal = name
+
+
+def attention_function(name: str, module: nn.Module) -> Callable[..., Any] | None:
+    """The function of an attention implementation; of "eager" that of the module's own model. None if it is unknown."""
+    forward = inspect.unwrap(type(module).forward)  # wrapped by decorators for deprecated arguments
+    eager = getattr(forward, "__globals__", {}).get("eager_attention_forward")
+    function: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(name, eager)
+    return function
+
+
+def has_dynamic_cache(model: PreTrainedModel) -> bool:
+    """Whether `generate` makes a `DynamicCache` for the model."""
+    return bool(model._supports_default_dynamic_cache())
+
+
+def sample(model: Any, ids: torch.Tensor, **options: Any) -> Any:
+    """The loop of `generate` that chooses one token after the other, for `custom_generate`."""
+    return type(model)._sample(model, ids, **options)
+
+
+def processor_arguments() -> set[str]:
+    """Names of the arguments that processors pass on to their parts."""
+    parts = ("TextKwargs", "ImagesKwargs", "VideosKwargs", "AudioKwargs", "ProcessingKwargs")
+    return {name for part in parts for name in getattr(processing_utils, part).__annotations__}
+
+
+def template_compiler_source() -> str:
+    """The source of the function that compiles chat templates."""
+    return inspect.getsource(chat_template_utils._cached_compile_jinja_template)
+
+
+def wrap_template_compiler(wrap: Callable[[Callable[[str], Any]], Callable[[str], Any]]) -> None:
+    """Replace the function that compiles chat templates by the result of `wrap`, which is called with it."""
+    chat_template_utils._compile_jinja_template = wrap(chat_template_utils._compile_jinja_template)
