@@ -196,7 +196,7 @@ def checked_embedding(
         raise bad(f"dimensions is {body.dimensions:,}; this model's vectors have {width:,}.", "dimensions")
     inputs = []
     for one in given:
-        ids = token_ids(one, tokenizer)
+        ids = token_ids(one, tokenizer, limits, "input")
         try:
             limits.check_ids(ids, "An input")
         except OptionError as error:

@@ -280,7 +280,7 @@ def checked_completion(
         raise bad("There is no prompt.", "prompt")
     if len(given) * (body.n or 1) > MAX_CHOICES:  # before any of them becomes tokens
         raise bad(f"{len(given)} prompts with n={body.n or 1} are more than {MAX_CHOICES} choices.", "prompt")
-    prompts = [Prompt(tuple(token_ids(one, tokenizer))) for one in given]
+    prompts = [Prompt(tuple(token_ids(one, tokenizer, limits, "prompt"))) for one in given]
     wanted = body.max_tokens if body.max_tokens is not None else settings.completion_new_tokens
     wanted = settings.max_new_tokens if wanted == NO_LIMIT else wanted
     if body.max_tokens in (None, NO_LIMIT) and limits.context is not None:
@@ -302,6 +302,18 @@ def listed(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | 
     return [ids] if ids else [one for one in prompt if not isinstance(one, int)]
 
 
-def token_ids(prompt: str | list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The token ids of a prompt; ids are returned unchanged."""
-    return [int(token) for token in tokenizer(prompt)["input_ids"]] if isinstance(prompt, str) else prompt
+def token_ids(
+    prompt: str | list[int], tokenizer: PreTrainedTokenizerBase, limits: ModelLimits, field: str
+) -> list[int]:
+    """The token ids of a prompt; ids are returned unchanged.
+
+    Raises:
+        APIError: the text of `field` cannot fit into the context: a tokenizer would take long to find that out.
+    """
+    if not isinstance(prompt, str):
+        return prompt
+    try:
+        limits.check_letters(len(prompt))
+    except OptionError as error:
+        raise bad(error.problem, field, "context_length_exceeded") from None
+    return [int(token) for token in tokenizer(prompt)["input_ids"]]

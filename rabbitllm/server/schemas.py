@@ -20,6 +20,8 @@ MAX_STOPS = 64
 MAX_TOP_LOGPROBS = 20
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 128
+MAX_NAME = 100
+"""Letters of an unknown field's name that are compared with the known ones."""
 
 NO_LIMIT = -1
 """`max_tokens` of clients that want an answer as long as the server gives."""
@@ -39,6 +41,9 @@ def _count(value: int) -> int:
 Whole = Annotated[int, BeforeValidator(_whole)]
 Count = Annotated[int, BeforeValidator(_whole), AfterValidator(_count)]
 Token = Annotated[int, Field(ge=0)]
+# a list fails at its first wrong item: to name half a million of them would keep the server busy for a minute
+Tokens = Annotated[list[Token], Field(fail_fast=True)]
+Prompts = str | Annotated[list[str], Field(fail_fast=True)] | Tokens | Annotated[list[Tokens], Field(fail_fast=True)]
 _Parsed = TypeVar("_Parsed", bound=BaseModel)
 
 
@@ -59,7 +64,7 @@ class GenerationBody(_Strict):
 
     model: str | None = None
     n: Whole | None = Field(None, ge=1, le=MAX_CHOICES)
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     top_k: Whole | None = Field(None, ge=-1, le=SEEDS)
@@ -129,9 +134,9 @@ class Message(_Strict):
     """One of `messages`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -163,11 +168,11 @@ class ResponseFormat(_Strict):
 class ChatBody(GenerationBody):
     """Body of `/v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -178,7 +183,7 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """Body of `/v1/completions`."""
 
-    prompt: str | list[str] | list[Token] | list[list[Token]]
+    prompt: Prompts
     echo: bool | None = None
     logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     best_of: Whole | None = Field(None, ge=1)
@@ -189,7 +194,7 @@ class Embedding(_Strict):
     """Body of `/v1/embeddings`."""
 
     model: str | None = None
-    input: str | list[str] | list[Token] | list[list[Token]]
+    input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Whole | None = Field(None, ge=1)
 
@@ -242,7 +247,7 @@ def _refuse_unknown(value: Any, where: str) -> None:
         if content is None or name in known or _is_one_of(content, _NEUTRAL_IN.get((type(value), name), ())):
             continue
         fields = [name for name in type(value).model_fields if name != "type"]
-        near = difflib.get_close_matches(name, fields)
+        near = difflib.get_close_matches(name[:MAX_NAME], fields)
         if name in _INSTEAD:
             near = [field for field in (_INSTEAD[name],) if field in fields]
         hint = f" Did you mean {' or '.join(near)}?" if near else ""

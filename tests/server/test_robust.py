@@ -14,13 +14,18 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
 
 from rabbitllm.generation.request import Limits
+from rabbitllm.server.api_error import APIError
 from rabbitllm.server.app import routes
+from rabbitllm.server.embeddings import checked_embedding
+from rabbitllm.server.requests import checked_completion
 from rabbitllm.server.schemas import ChatBody, CompletionBody, Embedding
 from rabbitllm.server.server import Connection
 from tests.server.serving import LIMITS, NAME, PATIENCE, Running, running
 from tests.support.builders import build_checkpoint
+from tests.support.call_counts import counted_calls
 from tests.support.tiny_models import split
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -105,6 +110,29 @@ def idle(served: Running) -> None:
 )
 def test_what_cannot_be_honoured_is_refused(served: Running, path: str, body: Any, param: str) -> None:
     refused(served.post(path, body), 400, param=param)
+
+
+@pytest.mark.parametrize("prompt", [[1.5] * 1000, [[5]] * 1000 + ["x"], ["a"] * 1000 + [1], [[1.5] * 1000] * 1000])
+@pytest.mark.parametrize(("schema", "field"), [(CompletionBody, "prompt"), (Embedding, "input")])
+def test_a_list_is_refused_at_its_first_wrong_item(schema: type[BaseModel], field: str, prompt: Any) -> None:
+    """Half a million errors kept the event loop busy for a minute."""
+    with pytest.raises(ValidationError) as refusal:
+        schema.model_validate({field: prompt, "model": NAME})
+    assert refusal.value.error_count() <= 8
+
+
+def test_a_text_that_cannot_fit_does_not_become_tokens(served: Running) -> None:
+    """A tokenizer would take half a minute for it, and all others would wait."""
+    tokenizer, limits = served.service.tokenizer, served.service.limits
+    text = "a" * (limits.letters + 1)
+    with counted_calls("PreTrainedTokenizerBase.__call__") as counts:
+        with pytest.raises(APIError, match="letters"):
+            checked_completion(CompletionBody(prompt=text), tokenizer, limits, served.service.settings)
+        with pytest.raises(APIError, match="letters"):
+            checked_embedding(Embedding(input=[text], model=NAME), tokenizer, limits, 8)
+        assert counts["PreTrainedTokenizerBase.__call__"] == 0
+        checked_completion(CompletionBody(prompt="a"), tokenizer, limits, served.service.settings)
+    assert counts["PreTrainedTokenizerBase.__call__"] == 1
 
 
 def test_what_changes_nothing_is_accepted(served: Running) -> None:
