@@ -384,6 +384,8 @@ def _find_local(folder: Path, spec: ModelSpec, *, only_look: bool, entry: str | 
                 "Remove the compression option, or use the original checkpoint.",
             )
         return Source(spec.name, folder, folder, finished=True)
+    if entry is None and is_legacy(folder) and names_a_model(folder / CONFIG_NAME):
+        return Source(spec.name, folder, folder, finished=True)
     target = locations.for_local(folder, spec.folder, spec.compression, spec.base)
     finished = is_finished(target)
     repository = None

@@ -23,8 +23,9 @@ from rabbitllm.base.terminal import listed, size
 from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal, ShardMetadata, SourceIdentity
 from rabbitllm.checkpoints.index import natural_key
 from rabbitllm.checkpoints.naming import LayerName
-from rabbitllm.errors import IncompleteSplitError, InUseError, SplitMismatchError
-from rabbitllm.quant.schemes import Settling, StoredForm, constants
+from rabbitllm.errors import IncompleteSplitError, InUseError, RabbitLLMError, SplitMismatchError
+from rabbitllm.formats.safetensors_file import read_header
+from rabbitllm.quant.schemes import Settling, StoredForm, constants, stored_schemes
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.bit_allocation import other_budget
 from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer, choose_shard_transfer, disk_use
@@ -304,7 +305,7 @@ def _begin(request: SplitRequest) -> SplitWork:
         work = dataclasses.replace(work, plan=plan)
     durable.make_folder(request.folder)
     try:
-        _refuse_files_of_others(request, plan)
+        stale = _refuse_files_of_others(request, plan)
         copied = _copy_sidecars(request)
         if request.accept is not None:
             try:
@@ -314,6 +315,8 @@ def _begin(request: SplitRequest) -> SplitWork:
                 raise
         _name_left_out(plan.shards, plan.source, request.options.shards, request.checkpoint)
         _require_no_record(request.folder)
+        for path in stale:
+            durable.remove(path)
         journal.begin(request.folder, plan, quantizer, new=True)
     except FileExistsError as error:
         raise InUseError(
@@ -413,13 +416,17 @@ def _require_begun_layers(folder: Path, earlier: journal.Replay) -> None:
             )
 
 
-def _refuse_files_of_others(request: SplitRequest, plan: SplitPlan) -> None:
+def _refuse_files_of_others(request: SplitRequest, plan: SplitPlan) -> list[Path]:
     """Refuse a folder without a record of a split that has files which this split would replace.
 
-    A run that was killed before its first record has left the same config and tokenizer.
+    A run that was killed before its first record has left the same config and tokenizer. An unfinished split of
+    RabbitLLM 1.1 has layer files with the tensors of these layers, and may have a torn one.
+
+    Returns:
+        The layer files of such a split. Every shard exists at this point, so they are not the only copy.
 
     Raises:
-        SplitMismatchError: it has; nothing was changed.
+        SplitMismatchError: it has others; nothing was changed.
         FileExistsError: there is a record by now: another process splits here despite the lock.
     """
     folder, derived = request.folder, request.checkpoint.derived()
@@ -428,11 +435,17 @@ def _refuse_files_of_others(request: SplitRequest, plan: SplitPlan) -> None:
         path = folder / name
         if path.exists() and path.read_bytes() != (content.read_bytes() if isinstance(content, Path) else content):
             raise _holds_other(path, request.checkpoint.label, "with other content")
-    for layout in plan.layouts.values():
-        for suffix in ("", durable.PART_SUFFIX, SCRATCH_SUFFIX):
-            if (path := folder / (layout.file_name + suffix)).exists():
-                _require_no_record(folder)
-                raise _holds_other(path, request.checkpoint.label, "and nothing records a split")
+    layouts = {folder / layout.file_name: layout for layout in plan.layouts.values()}
+    suffixes = (durable.PART_SUFFIX, SCRATCH_SUFFIX)
+    unfinished = [path.with_name(path.name + suffix) for path in layouts for suffix in suffixes]
+    tensors = {path: _tensors_in(path) for path in layouts if path.exists()}
+    others = [path for path, names in tensors.items() if names and names != set(layouts[path].tensors)]
+    if not any(tensors.values()):
+        others = list(tensors)
+    if others := [*others, *filter(Path.exists, unfinished)]:
+        _require_no_record(folder)
+        raise _holds_other(others[0], request.checkpoint.label, "and nothing records a split")
+    return list(tensors)
 
 
 def _holds_other(path: Path, label: str, how: str) -> SplitMismatchError:
@@ -441,6 +454,14 @@ def _holds_other(path: Path, label: str, how: str) -> SplitMismatchError:
         "Split into another folder (layer_shards_saving_path, --dir), or move this file away; delete it only if you do "
         "not need it.",
     )
+
+
+def _tensors_in(file: Path) -> set[str]:
+    """Return the names of a layer file's tensors; none if it is torn."""
+    try:
+        return set(stored_schemes({spec.name: spec for spec in read_header(file).tensors}))
+    except RabbitLLMError:
+        return set()
 
 
 def _copy_sidecars(request: SplitRequest) -> list[Path]:
