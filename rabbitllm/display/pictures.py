@@ -71,6 +71,40 @@ def unframed(axes: Any) -> None:
         axes.spines[side].set_visible(False)
 
 
+def put_title(figure: Any, title: str, size: int = 11) -> None:
+    """Write lines above a figure, from its left edge."""
+    figure.suptitle(title, x=0.01, ha="left", fontsize=size)
+
+
+def stack(
+    draw: Callable[..., Any],
+    positions: Sequence[float],
+    thickness: float,
+    parts: Sequence[Mapping[str, float]],
+    colours: Mapping[str, str],
+    scale: float,
+) -> list[float]:
+    """Draw bars of coloured parts.
+
+    Args:
+        draw: `axes.bar` or `axes.barh`.
+        positions, thickness: of the bars.
+        parts: label -> size, for each bar.
+        colours: label -> colour; the first is nearest to the axis.
+        scale: what the sizes are divided by.
+
+    Returns:
+        The length of each bar.
+    """
+    lengths = [0.0] * len(parts)
+    for label, colour in colours.items():
+        sizes = [bar.get(label, 0) / scale for bar in parts]
+        if any(sizes):
+            draw(positions, sizes, thickness, lengths, color=colour, linewidth=0)
+            lengths = [length + size for length, size in zip(lengths, sizes, strict=True)]
+    return lengths
+
+
 def write(figure: Any, path: str | Path, dpi: int = 150) -> None:
     """Write a figure in the format of the file's suffix; an existing file is replaced.
 
@@ -169,7 +203,7 @@ def _pass_figure(one: Pass, events: Sequence[Event], title: str, note: str) -> A
     present = [stage for stage in COLOURS if any(event.stage == stage for event in inside)]
     handles = [Patch(color=COLOURS[stage], label=_STAGE_LABELS.get(stage, stage)) for stage in present]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
-    figure.suptitle("\n".join(line for line in (title, note) if line), x=0.01, ha="left", fontsize=11)
+    put_title(figure, "\n".join(filter(None, (title, note))))
     return figure
 
 
@@ -201,11 +235,8 @@ def _bars(axes: Any, spent: Mapping[str, Mapping[str, float]]) -> None:
     has_providers = any(stage in stages for stages in spent.values() for stage in _PROVIDERS)
     width = 0.4 if has_providers else 0.8
     for stages, shift in ((CALLER_STAGES, width / 2 if has_providers else 0.0), (_PROVIDERS, -width / 2)):
-        bottom = [0.0] * len(layers)
-        for stage in stages:
-            heights = [spent[layer].get(stage, 0.0) * 1e3 for layer in layers]
-            axes.bar([x + shift for x in range(len(layers))], heights, width, bottom, color=COLOURS[stage])
-            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+        colours = {stage: COLOURS[stage] for stage in stages}
+        stack(axes.bar, [x + shift for x in range(len(layers))], width, [*spent.values()], colours, 1e-3)
     step = max(-(-len(layers) // _MAX_NAMES), 1)
     names = [layer.removeprefix("model.").removeprefix("transformer.") for layer in layers]
     axes.set_xticks(range(0, len(layers), step), names[::step], rotation=90, fontsize=8)
@@ -386,9 +417,7 @@ def _disk_figure(record: DiskRecord) -> Any:
     took = f"{amount(record.source_bytes)} in {record.of} shards, split in {duration(points[-1].seconds)}"
     limit = f"; limit of the split {amount(min(filter(None, limits)) * scale)}" if any(limits) else ""
     label = record.label if len(record.label) <= MAX_LABEL else "…" + record.label[-MAX_LABEL:]
-    figure.suptitle(
-        f"{label}\na checkpoint of {took}; peak {amount(peak.total)}{limit}", x=0.01, ha="left", fontsize=10
-    )
+    put_title(figure, f"{label}\na checkpoint of {took}; peak {amount(peak.total)}{limit}", 10)
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     return figure
 
