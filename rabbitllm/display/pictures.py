@@ -282,74 +282,57 @@ class DiskSample:
         return self.disk_bytes + self.source_left_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class UsedUp:
-    """The moment when a shard was used up: seconds since the first point, and the shard's number."""
-
-    seconds: float
-    number: int
-
-
 class DiskRecord:
-    """Records the disk use from the events of a split. Thread-safe.
+    """Records the disk use from the events of a split, which several threads may send.
 
     Args:
         clock: returns seconds.
+
+    Attributes:
+        points: the measurements in order.
+        shards: the used-up shards in order: seconds since the first measurement, and the shard's number.
+        num_shards: of the split.
+        label: of the source.
+        source_bytes: size of the source.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._start: float | None = None
-        self._points: list[DiskSample] = []
-        self._shards: list[UsedUp] = []
-        self._source_left = 0
-        self._limit = 0
-        self.label = ""
-        self.source_bytes = 0
-        self.of = 0
+        self._source_left = self._limit = 0
+        self.points: list[DiskSample] = []
+        self.shards: list[tuple[float, int]] = []
+        self.label, self.source_bytes, self.num_shards = "", 0, 0
 
     def __call__(self, event: progress.Event) -> None:
         with self._lock:
             match event:
                 case progress.SplitStarted():
                     self.label, self.source_bytes = event.label, event.source_bytes
-                    self._source_left = left = event.source_left_bytes
-                    self._points = [replace(point, source_left_bytes=left) for point in self._points]
+                    self._source_left = event.source_left_bytes
+                    self.points = [replace(point, source_left_bytes=self._source_left) for point in self.points]
                 case progress.DiskSampled():
                     self._limit = event.limit_bytes
                     self._add(event.disk_bytes)
                 case progress.ShardDone():
-                    self.of = event.of
+                    self.num_shards = event.of
                     self._add(event.disk_bytes)  # before and after the deletion of the source's shard
                     self._source_left = event.source_left_bytes
-                    at = self._add(event.disk_bytes)
-                    self._shards.append(UsedUp(at, event.number))
+                    self.shards.append((self._add(event.disk_bytes), event.number))
 
     def _add(self, disk_bytes: int) -> float:
         now = self._clock()
         self._start = now if self._start is None else self._start
-        self._points.append(DiskSample(now - self._start, disk_bytes, self._source_left, self._limit))
-        if len(self._points) > MAX_POINTS:
-            self._points = thinned(self._points)
+        self.points.append(DiskSample(now - self._start, disk_bytes, self._source_left, self._limit))
+        if len(self.points) > MAX_POINTS:
+            self.points = thinned(self.points)
         return now - self._start
 
     @property
-    def points(self) -> tuple[DiskSample, ...]:
-        """The measurements in order."""
-        with self._lock:
-            return tuple(self._points)
-
-    @property
-    def shards(self) -> tuple[UsedUp, ...]:
-        """The used-up shards in order."""
-        with self._lock:
-            return tuple(self._shards)
-
-    @property
-    def peak(self) -> DiskSample | None:
-        """The first measurement with the maximum of source and split together; None without any."""
-        return max(self.points, key=lambda point: point.total, default=None)
+    def peak(self) -> DiskSample:
+        """The first measurement with the maximum of source and split together."""
+        return max(self.points, key=lambda point: point.total)
 
 
 def thinned(points: Sequence[DiskSample]) -> list[DiskSample]:
@@ -385,28 +368,25 @@ def pictured(path: str | Path | None) -> Iterator[DiskRecord | None]:
 
 def _disk_figure(record: DiskRecord) -> Any:
     points, peak = record.points, record.peak
-    assert peak is not None
     figure = blank(_DISK_WIDTH, _DISK_HEIGHT)
     axes = figure.subplots()
     highest = max(peak.total, record.source_bytes)
     scale, unit = unit_of(highest)
     seconds = points[-1].seconds
-    units = (1.0, "seconds"), (60.0, "minutes"), (3600.0, "hours")
-    per, time_unit = units[(seconds >= 180) + (seconds >= 3 * 3600)]
+    per, time_unit = [(1.0, "seconds"), (60.0, "minutes"), (3600.0, "hours")][(seconds >= 180) + (seconds >= 3 * 3600)]
     times = [point.seconds / per for point in points]
-    split = [point.disk_bytes / scale for point in points]
-    total = [point.total / scale for point in points]
-    label = "the split (layer files and downloaded shards)"
-    axes.fill_between(times, split, color=SPLIT_COLOUR, linewidth=0, step="post", label=label)
-    if max(point.source_left_bytes for point in points):
-        label = "the original shards"
-        axes.fill_between(times, split, total, color=SOURCE_COLOUR, linewidth=0, step="post", label=label)
-    whole = {"color": WHOLE_COLOUR, "linestyle": ":", "linewidth": 1.5, "label": "the whole checkpoint"}
-    axes.axhline(record.source_bytes / scale, **whole)
-    limits = [point.limit_bytes / scale for point in points]
+    split, total, limits = (
+        [nbytes / scale for nbytes in sizes]
+        for sizes in zip(*((point.disk_bytes, point.total, point.limit_bytes) for point in points), strict=True)
+    )
+    area = {"linewidth": 0, "step": "post"}
+    axes.fill_between(times, split, color=SPLIT_COLOUR, label="the split (layer files and downloaded shards)", **area)
+    if total != split:
+        axes.fill_between(times, split, total, color=SOURCE_COLOUR, label="the original shards", **area)
+    whole = record.source_bytes / scale
+    axes.axhline(whole, color=WHOLE_COLOUR, linestyle=":", linewidth=1.5, label="the whole checkpoint")
     if any(limits):
-        line = {"color": LIMIT_COLOUR, "linestyle": "--", "linewidth": 1.5, "label": "limit of the split"}
-        axes.step(times, limits, where="post", **line)
+        axes.step(times, limits, LIMIT_COLOUR, where="post", linestyle="--", linewidth=1.5, label="limit of the split")
     axes.plot([peak.seconds / per], [peak.total / scale], "o", color="black", markersize=5, zorder=5)
     _shard_marks(axes, record, per)
     axes.set_xlim(0, max(times[-1], 1e-9))
@@ -414,7 +394,7 @@ def _disk_figure(record: DiskRecord) -> Any:
     axes.set_xlabel(time_unit)
     axes.set_ylabel(f"{unit} on the disk")
     unframed(axes)
-    took = f"{amount(record.source_bytes)} in {record.of} shards, split in {duration(points[-1].seconds)}"
+    took = f"{amount(record.source_bytes)} in {record.num_shards} shards, split in {duration(seconds)}"
     limit = f"; limit of the split {amount(min(filter(None, limits)) * scale)}" if any(limits) else ""
     label = record.label if len(record.label) <= MAX_LABEL else "…" + record.label[-MAX_LABEL:]
     put_title(figure, f"{label}\na checkpoint of {took}; peak {amount(peak.total)}{limit}", 10)
@@ -425,13 +405,14 @@ def _disk_figure(record: DiskRecord) -> Any:
 def _shard_marks(axes: Any, record: DiskRecord, per: float) -> None:
     """Draw a thin line where each shard was used up, some of them with a number above."""
     end = record.points[-1].seconds
-    numbered = LABEL_WIDTH * end  # end of the labels
-    for shard in record.shards:
-        axes.axvline(shard.seconds / per, color="white", linewidth=0.8, alpha=0.8, zorder=1.5)
-        axes.axvline(shard.seconds / per, ymin=0.985, ymax=1.0, color="black", linewidth=0.8)
-        if shard.seconds >= numbered:
-            numbered = shard.seconds + NUMBER_DISTANCE * end
-            where = (shard.seconds / per, 1.01)
-            axes.annotate(str(shard.number), where, xycoords=("data", "axes fraction"), ha="center", fontsize=8)
+    labels_end = LABEL_WIDTH * end
+    for seconds, number in record.shards:
+        axes.axvline(seconds / per, color="white", linewidth=0.8, alpha=0.8, zorder=1.5)
+        axes.axvline(seconds / per, ymin=0.985, ymax=1.0, color="black", linewidth=0.8)
+        if seconds >= labels_end:
+            labels_end = seconds + NUMBER_DISTANCE * end
+            axes.annotate(
+                str(number), (seconds / per, 1.01), xycoords=("data", "axes fraction"), ha="center", fontsize=8
+            )
     if record.shards:
         axes.annotate("shards used:", (0, 1.01), xycoords="axes fraction", ha="left", fontsize=8, color="#333333")
