@@ -159,20 +159,20 @@ def draw_pass(trace: Trace, path: str | Path, title: str = "", note: str = "") -
     check_picture(path)
     events = trace.events
     earliest = min((event.start for event in events), default=float("inf"))
-    whole = [one for one in trace.passes if not trace.dropped or one.start >= earliest]
+    whole = [each for each in trace.passes if not trace.dropped or each.start >= earliest]
     chosen = median_pass(whole)
     if chosen is None:
         raise OptionError("The trace has no complete pass to plot.", "Trace more passes, or keep more events.")
     write(_pass_figure(chosen, events, title, note), path)
 
 
-def _events_of(events: Iterable[Event], one: Pass) -> list[Event]:
+def _events_of(events: Iterable[Event], pass_: Pass) -> list[Event]:
     """Events that overlap the pass."""
-    end = one.start + one.wall
-    return [event for event in events if event.end > one.start and event.start < end]
+    end = pass_.start + pass_.wall
+    return [event for event in events if event.end > pass_.start and event.start < end]
 
 
-def spent_by_layer(one: Pass, events: Iterable[Event]) -> dict[str, dict[str, float]]:
+def spent_by_layer(pass_: Pass, events: Iterable[Event]) -> dict[str, dict[str, float]]:
     """layer -> stage -> seconds of a pass, layers in its order.
 
     Reading and copying count for the pass that used the weights: those of the first layer arrived at the end of the
@@ -181,7 +181,7 @@ def spent_by_layer(one: Pass, events: Iterable[Event]) -> dict[str, dict[str, fl
     known = list(events)
     spent: dict[str, dict[str, float]] = {}
     used: dict[str, float] = {}
-    for event in sorted(_events_of(known, one), key=lambda event: event.start):
+    for event in sorted(_events_of(known, pass_), key=lambda event: event.start):
         if event.stage in CALLER_STAGES:
             stages = spent.setdefault(event.layer, {})
             stages[event.stage] = stages.get(event.stage, 0.0) + event.seconds
@@ -192,14 +192,14 @@ def spent_by_layer(one: Pass, events: Iterable[Event]) -> dict[str, dict[str, fl
     return spent
 
 
-def _pass_figure(one: Pass, events: Sequence[Event], title: str, note: str) -> Any:
+def _pass_figure(pass_: Pass, events: Sequence[Event], title: str, note: str) -> Any:
     from matplotlib.patches import Patch
 
     figure = blank(_WIDTH, _HEIGHT)
     above, below = figure.subplots(2, 1, height_ratios=(1, 1.9))
-    inside = _events_of(events, one)
-    _timeline(above, one, inside)
-    _bars(below, spent_by_layer(one, events))
+    inside = _events_of(events, pass_)
+    _timeline(above, pass_, inside)
+    _bars(below, spent_by_layer(pass_, events))
     present = [stage for stage in COLOURS if any(event.stage == stage for event in inside)]
     handles = [Patch(color=COLOURS[stage], label=_STAGE_LABELS.get(stage, stage)) for stage in present]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
@@ -207,25 +207,24 @@ def _pass_figure(one: Pass, events: Sequence[Event], title: str, note: str) -> A
     return figure
 
 
-def _timeline(axes: Any, one: Pass, events: Sequence[Event]) -> None:
+def _timeline(axes: Any, pass_: Pass, events: Sequence[Event]) -> None:
     """Draw a lane for the disk, one for copies, one for the caller; x in milliseconds of the pass."""
     lanes = [(name, stages) for name, stages in _LANES if any(event.stage in stages for event in events)]
     for row, (_, stages) in enumerate(lanes):
         for stage in stages:
-            spans = [_clipped(event, one) for event in events if event.stage == stage]
+            spans = [_clipped(event, pass_) for event in events if event.stage == stage]
             axes.broken_barh(spans, (row - 0.36, 0.72), color=COLOURS[stage], edgecolor="white", linewidth=0.3)
     axes.set_yticks(range(len(lanes)), [name for name, _ in lanes])
     axes.set_ylim(len(lanes) - 0.5, -0.5)
-    axes.set_xlim(0, one.wall * 1e3)
-    axes.set_xlabel(
-        f"milliseconds of pass {one.number}, over {counted(one.tokens, 'token')}{' of prompt' * (one.kind == PROMPT)}"
-    )
+    axes.set_xlim(0, pass_.wall * 1e3)
+    of_prompt = " of prompt" if pass_.kind == PROMPT else ""
+    axes.set_xlabel(f"milliseconds of pass {pass_.number}, over {counted(pass_.tokens, 'token')}{of_prompt}")
     unframed(axes)
 
 
-def _clipped(event: Event, one: Pass) -> tuple[float, float]:
+def _clipped(event: Event, pass_: Pass) -> tuple[float, float]:
     """Start and length in milliseconds of the part within the pass."""
-    start, end = max(event.start - one.start, 0.0), min(event.end - one.start, one.wall)
+    start, end = max(event.start - pass_.start, 0.0), min(event.end - pass_.start, pass_.wall)
     return start * 1e3, (end - start) * 1e3
 
 
@@ -338,7 +337,7 @@ class DiskRecord:
 def thinned(points: Sequence[DiskSample]) -> list[DiskSample]:
     """Half of the points: of each two neighbours the one with more disk use; first and last are kept."""
     inner = points[1:-1]
-    pairs = (inner[at : at + 2] for at in range(0, len(inner), 2))
+    pairs = (inner[first : first + 2] for first in range(0, len(inner), 2))
     return [points[0], *(max(pair, key=lambda point: point.total) for pair in pairs), points[-1]]
 
 

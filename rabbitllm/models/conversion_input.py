@@ -198,8 +198,8 @@ class WeightsInput:
                 return
             clean_up(self.split_folder)
             if options.shards.deletes_rest:
-                found = [*shards_at_hand(checkpoint)]
-                discard_finished(checkpoint, manifest, found, self.split_folder, options.shards)
+                shards = [*shards_at_hand(checkpoint)]
+                discard_finished(checkpoint, manifest, shards, self.split_folder, options.shards)
 
     def checkpoint(self) -> Checkpoint | None:
         return self.open() if self.path.exists() else None
@@ -227,8 +227,8 @@ class _OfOneFile(LocalCheckpoint):
         self._file = file
 
     def identity(self, shards: Iterable[ShardMetadata]) -> SourceIdentity:
-        found = super().identity(shards)
-        return dataclasses.replace(found, name=self._file) if found.kind == "local" else found
+        identity = super().identity(shards)
+        return dataclasses.replace(identity, name=self._file) if identity.kind == "local" else identity
 
     def sidecars(self) -> Mapping[str, Path]:
         return super().sidecars() if (self.folder / "config.json").exists() else {}
@@ -269,9 +269,9 @@ def require_same(known: SourceIdentity, source: Input, folder: Path) -> None:
             return
         why: str | None = "no shard of the named checkpoint is left to compare"
     else:
-        found = checkpoint.identity(shards_at_hand(checkpoint))
-        why = known.differs_from(found)
-        if why is None and found.fingerprints and known.fingerprints.keys().isdisjoint(found.fingerprints):
+        identity = checkpoint.identity(shards_at_hand(checkpoint))
+        why = known.differs_from(identity)
+        if why is None and identity.fingerprints and known.fingerprints.keys().isdisjoint(identity.fingerprints):
             why = f"it was made from {listed(known.fingerprints, 3)}"
     if why is not None:
         raise SplitMismatchError(
