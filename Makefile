@@ -82,6 +82,7 @@ lint: $(VENV)/.installed
 	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/vulture
 	$(BIN)/deptry rabbitllm
+	$(BIN)/python -m tools.size
 	$(BIN)/mypy & first=$$!; \
 	$(BIN)/mypy rabbitllm --platform win32 --no-warn-unreachable --cache-dir .mypy_cache/win32 & second=$$!; \
 	$(BIN)/mypy rabbitllm --platform darwin --no-warn-unreachable --cache-dir .mypy_cache/darwin & third=$$!; \

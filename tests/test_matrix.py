@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rabbitllm.quant import vectors
-from rabbitllm.quant.kernels import PAIRS
+from rabbitllm.quant.kernel_interface import PAIRS
 from tools import matrix
 from tools.matrix import SETS, Cell, InstructionSet, cpu_flags, environment_of, main, read_report, run_cell
 

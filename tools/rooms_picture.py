@@ -39,7 +39,7 @@ CHARACTER = 6.0
 def floors() -> list[list[str]]:
     """The rooms of each floor, the highest floor first."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    (contract,) = settings["tool"]["importlinter"]["contracts"]
+    contract = settings["tool"]["importlinter"]["contracts"][0]
     found = [[room.strip() for room in floor.split("|")] for floor in contract["layers"]]
     return [floor for floor in found if floor[0] not in LEFT_OUT]
 

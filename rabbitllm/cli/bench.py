@@ -55,7 +55,6 @@ def bench_command(
     from rabbitllm.base.options import ShardPolicy
     from rabbitllm.bench import BenchRequest, as_record, headline, measure, show, summary
     from rabbitllm.display.pictures import check_picture, draw_pass
-    from rabbitllm.engine.tier_picture import draw_placement
 
     for picture in filter(None, (plot, plot_tiers)):
         check_picture(picture)
@@ -66,7 +65,7 @@ def bench_command(
     if plot is not None:
         draw_pass(measured.trace, plot, headline(measured), summary(measured))
     if plot_tiers is not None:
-        draw_placement(measured.placement, plot_tiers, headline(measured))
+        measured.placement.plot(plot_tiers, headline(measured))
     if trace is not None:
         measured.trace.write(trace)
     if as_json:

@@ -71,6 +71,40 @@ def unframed(axes: Any) -> None:
         axes.spines[side].set_visible(False)
 
 
+def put_title(figure: Any, title: str, size: int = 11) -> None:
+    """Write lines above a figure, from its left edge."""
+    figure.suptitle(title, x=0.01, ha="left", fontsize=size)
+
+
+def stack(
+    draw: Callable[..., Any],
+    positions: Sequence[float],
+    thickness: float,
+    parts: Sequence[Mapping[str, float]],
+    colours: Mapping[str, str],
+    scale: float,
+) -> list[float]:
+    """Draw bars of coloured parts.
+
+    Args:
+        draw: `axes.bar` or `axes.barh`.
+        positions, thickness: of the bars.
+        parts: label -> size, for each bar.
+        colours: label -> colour; the first is nearest to the axis.
+        scale: what the sizes are divided by.
+
+    Returns:
+        The length of each bar.
+    """
+    lengths = [0.0] * len(parts)
+    for label, colour in colours.items():
+        sizes = [bar.get(label, 0) / scale for bar in parts]
+        if any(sizes):
+            draw(positions, sizes, thickness, lengths, color=colour, linewidth=0)
+            lengths = [length + size for length, size in zip(lengths, sizes, strict=True)]
+    return lengths
+
+
 def write(figure: Any, path: str | Path, dpi: int = 150) -> None:
     """Write a figure in the format of the file's suffix; an existing file is replaced.
 
@@ -125,20 +159,20 @@ def draw_pass(trace: Trace, path: str | Path, title: str = "", note: str = "") -
     check_picture(path)
     events = trace.events
     earliest = min((event.start for event in events), default=float("inf"))
-    whole = [one for one in trace.passes if not trace.dropped or one.start >= earliest]
+    whole = [each for each in trace.passes if not trace.dropped or each.start >= earliest]
     chosen = median_pass(whole)
     if chosen is None:
         raise OptionError("The trace has no complete pass to plot.", "Trace more passes, or keep more events.")
     write(_pass_figure(chosen, events, title, note), path)
 
 
-def _events_of(events: Iterable[Event], one: Pass) -> list[Event]:
+def _events_of(events: Iterable[Event], pass_: Pass) -> list[Event]:
     """Events that overlap the pass."""
-    end = one.start + one.wall
-    return [event for event in events if event.end > one.start and event.start < end]
+    end = pass_.start + pass_.wall
+    return [event for event in events if event.end > pass_.start and event.start < end]
 
 
-def spent_by_layer(one: Pass, events: Iterable[Event]) -> dict[str, dict[str, float]]:
+def spent_by_layer(pass_: Pass, events: Iterable[Event]) -> dict[str, dict[str, float]]:
     """layer -> stage -> seconds of a pass, layers in its order.
 
     Reading and copying count for the pass that used the weights: those of the first layer arrived at the end of the
@@ -147,7 +181,7 @@ def spent_by_layer(one: Pass, events: Iterable[Event]) -> dict[str, dict[str, fl
     known = list(events)
     spent: dict[str, dict[str, float]] = {}
     used: dict[str, float] = {}
-    for event in sorted(_events_of(known, one), key=lambda event: event.start):
+    for event in sorted(_events_of(known, pass_), key=lambda event: event.start):
         if event.stage in CALLER_STAGES:
             stages = spent.setdefault(event.layer, {})
             stages[event.stage] = stages.get(event.stage, 0.0) + event.seconds
@@ -158,40 +192,39 @@ def spent_by_layer(one: Pass, events: Iterable[Event]) -> dict[str, dict[str, fl
     return spent
 
 
-def _pass_figure(one: Pass, events: Sequence[Event], title: str, note: str) -> Any:
+def _pass_figure(pass_: Pass, events: Sequence[Event], title: str, note: str) -> Any:
     from matplotlib.patches import Patch
 
     figure = blank(_WIDTH, _HEIGHT)
     above, below = figure.subplots(2, 1, height_ratios=(1, 1.9))
-    inside = _events_of(events, one)
-    _timeline(above, one, inside)
-    _bars(below, spent_by_layer(one, events))
+    inside = _events_of(events, pass_)
+    _timeline(above, pass_, inside)
+    _bars(below, spent_by_layer(pass_, events))
     present = [stage for stage in COLOURS if any(event.stage == stage for event in inside)]
     handles = [Patch(color=COLOURS[stage], label=_STAGE_LABELS.get(stage, stage)) for stage in present]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
-    figure.suptitle("\n".join(line for line in (title, note) if line), x=0.01, ha="left", fontsize=11)
+    put_title(figure, "\n".join(filter(None, (title, note))))
     return figure
 
 
-def _timeline(axes: Any, one: Pass, events: Sequence[Event]) -> None:
+def _timeline(axes: Any, pass_: Pass, events: Sequence[Event]) -> None:
     """Draw a lane for the disk, one for copies, one for the caller; x in milliseconds of the pass."""
     lanes = [(name, stages) for name, stages in _LANES if any(event.stage in stages for event in events)]
     for row, (_, stages) in enumerate(lanes):
         for stage in stages:
-            spans = [_clipped(event, one) for event in events if event.stage == stage]
+            spans = [_clipped(event, pass_) for event in events if event.stage == stage]
             axes.broken_barh(spans, (row - 0.36, 0.72), color=COLOURS[stage], edgecolor="white", linewidth=0.3)
     axes.set_yticks(range(len(lanes)), [name for name, _ in lanes])
     axes.set_ylim(len(lanes) - 0.5, -0.5)
-    axes.set_xlim(0, one.wall * 1e3)
-    axes.set_xlabel(
-        f"milliseconds of pass {one.number}, over {counted(one.tokens, 'token')}{' of prompt' * (one.kind == PROMPT)}"
-    )
+    axes.set_xlim(0, pass_.wall * 1e3)
+    of_prompt = " of prompt" if pass_.kind == PROMPT else ""
+    axes.set_xlabel(f"milliseconds of pass {pass_.number}, over {counted(pass_.tokens, 'token')}{of_prompt}")
     unframed(axes)
 
 
-def _clipped(event: Event, one: Pass) -> tuple[float, float]:
+def _clipped(event: Event, pass_: Pass) -> tuple[float, float]:
     """Start and length in milliseconds of the part within the pass."""
-    start, end = max(event.start - one.start, 0.0), min(event.end - one.start, one.wall)
+    start, end = max(event.start - pass_.start, 0.0), min(event.end - pass_.start, pass_.wall)
     return start * 1e3, (end - start) * 1e3
 
 
@@ -201,11 +234,8 @@ def _bars(axes: Any, spent: Mapping[str, Mapping[str, float]]) -> None:
     has_providers = any(stage in stages for stages in spent.values() for stage in _PROVIDERS)
     width = 0.4 if has_providers else 0.8
     for stages, shift in ((CALLER_STAGES, width / 2 if has_providers else 0.0), (_PROVIDERS, -width / 2)):
-        bottom = [0.0] * len(layers)
-        for stage in stages:
-            heights = [spent[layer].get(stage, 0.0) * 1e3 for layer in layers]
-            axes.bar([x + shift for x in range(len(layers))], heights, width, bottom, color=COLOURS[stage])
-            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+        colours = {stage: COLOURS[stage] for stage in stages}
+        stack(axes.bar, [x + shift for x in range(len(layers))], width, [*spent.values()], colours, 1e-3)
     step = max(-(-len(layers) // _MAX_NAMES), 1)
     names = [layer.removeprefix("model.").removeprefix("transformer.") for layer in layers]
     axes.set_xticks(range(0, len(layers), step), names[::step], rotation=90, fontsize=8)
@@ -251,80 +281,63 @@ class DiskSample:
         return self.disk_bytes + self.source_left_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class UsedUp:
-    """The moment when a shard was used up: seconds since the first point, and the shard's number."""
-
-    seconds: float
-    number: int
-
-
 class DiskRecord:
-    """Records the disk use from the events of a split. Thread-safe.
+    """Records the disk use from the events of a split, which several threads may send.
 
     Args:
         clock: returns seconds.
+
+    Attributes:
+        points: the measurements in order.
+        shards: the used-up shards in order: seconds since the first measurement, and the shard's number.
+        num_shards: of the split.
+        label: of the source.
+        source_bytes: size of the source.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._start: float | None = None
-        self._points: list[DiskSample] = []
-        self._shards: list[UsedUp] = []
-        self._source_left = 0
-        self._limit = 0
-        self.label = ""
-        self.source_bytes = 0
-        self.of = 0
+        self._source_left = self._limit = 0
+        self.points: list[DiskSample] = []
+        self.shards: list[tuple[float, int]] = []
+        self.label, self.source_bytes, self.num_shards = "", 0, 0
 
     def __call__(self, event: progress.Event) -> None:
         with self._lock:
             match event:
                 case progress.SplitStarted():
                     self.label, self.source_bytes = event.label, event.source_bytes
-                    self._source_left = left = event.source_left_bytes
-                    self._points = [replace(point, source_left_bytes=left) for point in self._points]
+                    self._source_left = event.source_left_bytes
+                    self.points = [replace(point, source_left_bytes=self._source_left) for point in self.points]
                 case progress.DiskSampled():
                     self._limit = event.limit_bytes
                     self._add(event.disk_bytes)
                 case progress.ShardDone():
-                    self.of = event.of
+                    self.num_shards = event.of
                     self._add(event.disk_bytes)  # before and after the deletion of the source's shard
                     self._source_left = event.source_left_bytes
-                    at = self._add(event.disk_bytes)
-                    self._shards.append(UsedUp(at, event.number))
+                    self.shards.append((self._add(event.disk_bytes), event.number))
 
     def _add(self, disk_bytes: int) -> float:
         now = self._clock()
         self._start = now if self._start is None else self._start
-        self._points.append(DiskSample(now - self._start, disk_bytes, self._source_left, self._limit))
-        if len(self._points) > MAX_POINTS:
-            self._points = thinned(self._points)
+        self.points.append(DiskSample(now - self._start, disk_bytes, self._source_left, self._limit))
+        if len(self.points) > MAX_POINTS:
+            self.points = thinned(self.points)
         return now - self._start
 
     @property
-    def points(self) -> tuple[DiskSample, ...]:
-        """The measurements in order."""
-        with self._lock:
-            return tuple(self._points)
-
-    @property
-    def shards(self) -> tuple[UsedUp, ...]:
-        """The used-up shards in order."""
-        with self._lock:
-            return tuple(self._shards)
-
-    @property
-    def peak(self) -> DiskSample | None:
-        """The first measurement with the maximum of source and split together; None without any."""
-        return max(self.points, key=lambda point: point.total, default=None)
+    def peak(self) -> DiskSample:
+        """The first measurement with the maximum of source and split together."""
+        return max(self.points, key=lambda point: point.total)
 
 
 def thinned(points: Sequence[DiskSample]) -> list[DiskSample]:
     """Half of the points: of each two neighbours the one with more disk use; first and last are kept."""
     inner = points[1:-1]
-    pairs = (inner[at : at + 2] for at in range(0, len(inner), 2))
+    pairs = (inner[first : first + 2] for first in range(0, len(inner), 2))
     return [points[0], *(max(pair, key=lambda point: point.total) for pair in pairs), points[-1]]
 
 
@@ -354,28 +367,25 @@ def pictured(path: str | Path | None) -> Iterator[DiskRecord | None]:
 
 def _disk_figure(record: DiskRecord) -> Any:
     points, peak = record.points, record.peak
-    assert peak is not None
     figure = blank(_DISK_WIDTH, _DISK_HEIGHT)
     axes = figure.subplots()
     highest = max(peak.total, record.source_bytes)
     scale, unit = unit_of(highest)
     seconds = points[-1].seconds
-    units = (1.0, "seconds"), (60.0, "minutes"), (3600.0, "hours")
-    per, time_unit = units[(seconds >= 180) + (seconds >= 3 * 3600)]
+    per, time_unit = [(1.0, "seconds"), (60.0, "minutes"), (3600.0, "hours")][(seconds >= 180) + (seconds >= 3 * 3600)]
     times = [point.seconds / per for point in points]
-    split = [point.disk_bytes / scale for point in points]
-    total = [point.total / scale for point in points]
-    label = "the split (layer files and downloaded shards)"
-    axes.fill_between(times, split, color=SPLIT_COLOUR, linewidth=0, step="post", label=label)
-    if max(point.source_left_bytes for point in points):
-        label = "the original shards"
-        axes.fill_between(times, split, total, color=SOURCE_COLOUR, linewidth=0, step="post", label=label)
-    whole = {"color": WHOLE_COLOUR, "linestyle": ":", "linewidth": 1.5, "label": "the whole checkpoint"}
-    axes.axhline(record.source_bytes / scale, **whole)
-    limits = [point.limit_bytes / scale for point in points]
+    split, total, limits = (
+        [nbytes / scale for nbytes in sizes]
+        for sizes in zip(*((point.disk_bytes, point.total, point.limit_bytes) for point in points), strict=True)
+    )
+    area = {"linewidth": 0, "step": "post"}
+    axes.fill_between(times, split, color=SPLIT_COLOUR, label="the split (layer files and downloaded shards)", **area)
+    if total != split:
+        axes.fill_between(times, split, total, color=SOURCE_COLOUR, label="the original shards", **area)
+    whole = record.source_bytes / scale
+    axes.axhline(whole, color=WHOLE_COLOUR, linestyle=":", linewidth=1.5, label="the whole checkpoint")
     if any(limits):
-        line = {"color": LIMIT_COLOUR, "linestyle": "--", "linewidth": 1.5, "label": "limit of the split"}
-        axes.step(times, limits, where="post", **line)
+        axes.step(times, limits, LIMIT_COLOUR, where="post", linestyle="--", linewidth=1.5, label="limit of the split")
     axes.plot([peak.seconds / per], [peak.total / scale], "o", color="black", markersize=5, zorder=5)
     _shard_marks(axes, record, per)
     axes.set_xlim(0, max(times[-1], 1e-9))
@@ -383,12 +393,10 @@ def _disk_figure(record: DiskRecord) -> Any:
     axes.set_xlabel(time_unit)
     axes.set_ylabel(f"{unit} on the disk")
     unframed(axes)
-    took = f"{amount(record.source_bytes)} in {record.of} shards, split in {duration(points[-1].seconds)}"
+    took = f"{amount(record.source_bytes)} in {record.num_shards} shards, split in {duration(seconds)}"
     limit = f"; limit of the split {amount(min(filter(None, limits)) * scale)}" if any(limits) else ""
     label = record.label if len(record.label) <= MAX_LABEL else "…" + record.label[-MAX_LABEL:]
-    figure.suptitle(
-        f"{label}\na checkpoint of {took}; peak {amount(peak.total)}{limit}", x=0.01, ha="left", fontsize=10
-    )
+    put_title(figure, f"{label}\na checkpoint of {took}; peak {amount(peak.total)}{limit}", 10)
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     return figure
 
@@ -396,13 +404,14 @@ def _disk_figure(record: DiskRecord) -> Any:
 def _shard_marks(axes: Any, record: DiskRecord, per: float) -> None:
     """Draw a thin line where each shard was used up, some of them with a number above."""
     end = record.points[-1].seconds
-    numbered = LABEL_WIDTH * end  # end of the labels
-    for shard in record.shards:
-        axes.axvline(shard.seconds / per, color="white", linewidth=0.8, alpha=0.8, zorder=1.5)
-        axes.axvline(shard.seconds / per, ymin=0.985, ymax=1.0, color="black", linewidth=0.8)
-        if shard.seconds >= numbered:
-            numbered = shard.seconds + NUMBER_DISTANCE * end
-            where = (shard.seconds / per, 1.01)
-            axes.annotate(str(shard.number), where, xycoords=("data", "axes fraction"), ha="center", fontsize=8)
+    labels_end = LABEL_WIDTH * end
+    for seconds, number in record.shards:
+        axes.axvline(seconds / per, color="white", linewidth=0.8, alpha=0.8, zorder=1.5)
+        axes.axvline(seconds / per, ymin=0.985, ymax=1.0, color="black", linewidth=0.8)
+        if seconds >= labels_end:
+            labels_end = seconds + NUMBER_DISTANCE * end
+            axes.annotate(
+                str(number), (seconds / per, 1.01), xycoords=("data", "axes fraction"), ha="center", fontsize=8
+            )
     if record.shards:
         axes.annotate("shards used:", (0, 1.01), xycoords="axes fraction", ha="left", fontsize=8, color="#333333")

@@ -79,103 +79,6 @@ def size_of(stream: Any) -> tuple[int, int]:
     return (size.columns or 80, size.lines or 24)
 
 
-# tqdm bars of other code: while a region is shown they are drawn as its rows, and write nothing themselves.
-#
-# Depends on two parts of tqdm: its list of instances, and the stream of each. If tqdm has changed, its bars are not
-# touched.
-
-
-_MOVES = re.compile(r"(?:\n|\x1b\[A)+|\r.*", re.DOTALL)
-
-
-class NestedBars:
-    """The adopted bars.
-
-    Args:
-        on_closed: called with the last state of a bar that should remain on the screen.
-    """
-
-    def __init__(self, on_closed: Callable[[str], None]) -> None:
-        self._on_closed = on_closed
-        self._adopted: dict[int, tuple[Any, Callable[[str], Any]]] = {}
-
-    def adopt(self, stream: Any) -> bool:
-        """Adopt new bars on this stream, or on stdout; return whether there were any."""
-        new = [bar for bar in _bars() if id(bar) not in self._adopted and _is_on(bar, stream)]
-        for bar in new:
-            self._adopt(bar)
-        return bool(new)
-
-    def is_drawing(self, text: str) -> bool:
-        """Whether a text is a bar's drawing or cursor movement, rather than a line."""
-        return _MOVES.fullmatch(text) is not None
-
-    def rows(self) -> list[str]:
-        """The bars in their current state, from top to bottom."""
-        there = sorted((bar for bar, _ in self._adopted.values()), key=lambda bar: abs(getattr(bar, "pos", 0)))
-        found = []
-        for bar in there:
-            if not getattr(bar, "disable", True):
-                with contextlib.suppress(Exception):  # another thread may be closing it
-                    found.append(str(bar))
-        return found
-
-    def release(self) -> None:
-        """Give the bars their stream back, so that they draw themselves. Call it without any lock: tqdm has its own."""
-        adopted, self._adopted = list(self._adopted.values()), {}
-        for bar, write in adopted:
-            bar.fp.wrapper_setattr("write", write)
-        for bar, _ in adopted:
-            if not getattr(bar, "disable", True):
-                bar.refresh()
-
-    def _adopt(self, bar: Any) -> None:
-        state = {"text": ""}
-
-        def write(text: str) -> None:
-            closed = getattr(bar, "disable", True)
-            if text.startswith("\r"):
-                state["text"] = text[1:].rstrip()
-            if closed and text == "\n" and _remains(bar):
-                self._forget(bar)
-                self._on_closed(state["text"])
-            elif closed and text.startswith("\r") and not _remains(bar):
-                self._forget(bar)
-
-        own = bar.fp.write
-        bar.fp.wrapper_setattr("write", write)
-        self._adopted[id(bar)] = (bar, own)
-
-    def _forget(self, bar: Any) -> None:
-        self._adopted.pop(id(bar), None)
-
-
-def _bars() -> list[Any]:
-    """The open bars of tqdm."""
-    module = sys.modules.get("tqdm.std")
-    instances = getattr(getattr(module, "tqdm", None), "_instances", ())
-    for _ in range(3):
-        try:
-            return [bar for bar in instances if not getattr(bar, "disable", True)]
-        except RuntimeError:  # another thread opened one meanwhile
-            continue
-    return []
-
-
-def _remains(bar: Any) -> bool:
-    """Whether a closed bar leaves its last state on the screen."""
-    leave = getattr(bar, "leave", True)
-    return bool(leave) if leave is not None else not getattr(bar, "pos", 0)
-
-
-def _is_on(bar: Any, stream: Any) -> bool:
-    file = getattr(bar, "fp", None)
-    return hasattr(file, "wrapper_setattr") and any(file == other for other in (stream, sys.stdout))
-
-
-# The terminal
-
-
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 TAB = 8
 GONE = contextlib.suppress(ValueError, OSError)
@@ -204,7 +107,6 @@ class Terminal:
         has_letters = "utf" in (getattr(stream, "encoding", None) or "utf-8").lower()
         self._letters = {} if has_letters else PLAIN_LETTERS
         self._colours = not os.environ.get("NO_COLOR")
-        self.nested_bars = NestedBars(self._finished_line)
         self._watched: list[Any] = []
         self._watch(stream)
         self.watch_stdout()
@@ -215,21 +117,13 @@ class Terminal:
         if isatty is not None and isatty() and not any(sys.stdout is other for other in self._watched):
             self._watch(sys.stdout)
 
-    def begin(self) -> None:
-        """Prepare for rows; existing tqdm bars are drawn below them."""
-        if self.nested_bars.adopt(self.stream):
-            self._put("\r\x1b[J")
-            self._column = 0
-
     def paint(self, rows: Sequence[Row]) -> None:
-        """Replace the shown rows by these and those of adopted bars."""
-        self.nested_bars.adopt(self.stream)
+        """Replace the shown rows by these."""
         width, height = size_of(self.stream)
-        shown = [*rows, *(((text, ""),) for text in self.nested_bars.rows())][: height - 1]
         self._rows = rows
-        lines = [self._drawn(row, width - 1) for row in shown]
+        lines = [self._drawn(row, width - 1) for row in rows[: height - 1]]
         text = f"{width} " + "\r\n".join(lines)
-        if text == self._painted or not shown:
+        if text == self._painted or not lines:
             return
         for stream in self._watched:
             with GONE:
@@ -281,11 +175,11 @@ class Terminal:
     def _write_other(self, raw: Callable[[str], int], stream: Any, text: str) -> int:
         if self._inside or not isinstance(text, str):
             return raw(text)
-        if self._rows and self.nested_bars.adopt(self.stream) and self.nested_bars.is_drawing(text):
-            return len(text)
         self._wipe()
-        rest = text[1:] if self._wrapped and text.startswith("\n") else text
-        self._wrapped = self._wrapped and not text
+        rest = text
+        if self._wrapped and text:  # the cursor is already below the full line
+            rest = text[1:] if text[0] == "\n" else "\x1b[A" + text if text[0] == "\r" else text
+            self._wrapped = False
         self._inside = True
         try:
             raw(rest)
@@ -295,14 +189,10 @@ class Terminal:
         finally:
             self._inside = False
         self._column = column_after(self._column, rest, size_of(self.stream)[0])
-        if self._rows and self._column == 0:  # after a partial line, the next tick is soon enough
+        # after a token the next tick is soon enough, but not after a bar of other code, which would hide the rows
+        if self._rows and (self._column == 0 or text.startswith("\r")):
             self.paint(self._rows)
         return len(text)
-
-    def _finished_line(self, text: str) -> None:
-        """Write the last state of a closed tqdm bar."""
-        with self._exclusively:
-            self.above(text)
 
     def _wipe(self) -> None:
         if self._painted:
@@ -463,7 +353,7 @@ class Region:
         with self._lock:
             self._claims.append(claim)
             if form is DisplayForm.TERMINAL:
-                self._attach().begin()
+                self._attach()
             if form is not DisplayForm.LINES:
                 self._show()
             if self._ticking is None:
@@ -490,18 +380,13 @@ class Region:
             if claim.output is not None:
                 claim.output.close(last)
             elif terminal is not None:
-                if not self._rows_wanted():
+                if not any(claim.form is DisplayForm.TERMINAL for claim in self._claims):
                     terminal.erase()
                 if last:
                     terminal.above(last)
                 self._show()
             elif last:
                 _print(last)
-        if terminal is not None and not self._rows_wanted():
-            terminal.nested_bars.release()  # without our lock: tqdm takes its own first, then ours
-
-    def _rows_wanted(self) -> bool:
-        return any(claim.form is DisplayForm.TERMINAL for claim in self._claims)
 
     def _attach(self) -> Terminal:
         if self._terminal is None or self._terminal.stream is not sys.stderr:

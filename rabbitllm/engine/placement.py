@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import itertools
 import operator
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import TypeVar
 
 from rabbitllm.base.rounding import round_up
 from rabbitllm.base.terminal import aligned, size
+from rabbitllm.display import tier_picture
+from rabbitllm.display.tier_picture import COLOURS, Bar
 
 SLOTS = 2
 """Buffers of a device for streamed units: one in use and one that is being filled."""
@@ -159,6 +162,18 @@ class PlacedUnit:
         return self.stored - self.tied
 
 
+_LABELS: Mapping[Tier, tuple[str, str]] = {
+    Tier.RESIDENT: (tier_picture.READY, tier_picture.MAPPED),
+    Tier.PACKED: (tier_picture.STORED, tier_picture.CODES),
+    Tier.ROWS: (tier_picture.ROWS, tier_picture.ROWS),
+    Tier.MAPPED: (tier_picture.ROWS, tier_picture.ROWS),
+    Tier.PINNED: (tier_picture.PINNED, tier_picture.PINNED),
+    Tier.STREAMED: (tier_picture.DISK, tier_picture.DISK),
+    Tier.ELSEWHERE: (tier_picture.AWAY, tier_picture.AWAY),
+}
+"""Tier -> label on a GPU, and on the host."""
+
+
 @dataclass(frozen=True, slots=True)
 class TierContent:
     """The content of one tier of a device: a value of `Tier`, units, and bytes that are counted for them."""
@@ -299,9 +314,40 @@ class Placement:
         Raises:
             OptionError, MissingPackageError: no such format, or matplotlib is not installed.
         """
-        from rabbitllm.engine.tier_picture import draw_placement
+        tier_picture.draw_tiers(self.bars, self.bytes_by_device, self.limits, path, title)
 
-        draw_placement(self, path, title)
+    @property
+    def bars(self) -> tuple[Bar, ...]:
+        """The stored bytes of each unit by their location, in the order of a pass."""
+        hosts = {budget.device for budget in self.budgets if budget.is_host}
+        shares = {pool.device: pool.shares for pool in self.pools}
+        experts: dict[str, list[PlacedUnit]] = {}
+        units = {placed.unit for placed in self.units}
+        for placed in self.experts:
+            experts.setdefault(enclosing(placed.unit, units) or placed.unit, []).append(placed)
+        bars = []
+        for placed in self.units:
+            parts: Counter[str] = Counter({_LABELS[placed.tier][placed.device in hosts]: placed.counted})
+            for inside in experts.get(placed.unit, ()):
+                shares_of = shares[inside.device] if inside.tier is Tier.ROUTED else (1.0, 0.0)
+                cached, pinned = (round(share * inside.stored) for share in shares_of)
+                parts[tier_picture.EXPERTS] += cached
+                parts[tier_picture.EXPERTS_PINNED] += pinned
+                parts[tier_picture.EXPERTS_AWAY] += inside.stored - cached - pinned
+            bars.append(Bar(placed.unit, placed.device, {label: n for label in COLOURS if (n := parts[label])}))
+        return tuple(bars)
+
+    @property
+    def bytes_by_device(self) -> dict[str, dict[str, int]]:
+        """Each device, pinned memory and the disk -> the bytes on it, by the labels of `tier_picture.COLOURS`."""
+        totals: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for bar in self.bars:
+            for label, nbytes in bar.parts.items():
+                pinned = label in (tier_picture.PINNED, tier_picture.EXPERTS_PINNED)
+                place = "disk" if label in tier_picture.ON_DISK else "page-locked" if pinned else bar.device
+                totals[place][label] += nbytes
+        order = [*self.limits, *(place for place in ("page-locked", "disk") if place in totals)]
+        return {place: {label: n for label in COLOURS if (n := totals[place][label])} for place in order}
 
     def changed(self, tiers: Mapping[str, Tier]) -> Placement:
         """A copy with other tiers for some units."""

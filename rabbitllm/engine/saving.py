@@ -30,7 +30,7 @@ from rabbitllm.store.checkpoint_folder import PlainReader, PlainTensor, in_memor
 from rabbitllm.store.layer_store import LayerStore, WeightFiles
 
 if TYPE_CHECKING:
-    from rabbitllm.engine.streamed_model import StreamedModel
+    from transformers import PreTrainedModel
 
 CONFIG_NAME = "config.json"
 GENERATION_NAME = "generation_config.json"
@@ -70,12 +70,12 @@ class Origin:
 
 
 def origin_of(
-    model: StreamedModel, store: WeightFiles, home: Path, weights: WeightMap, *, changes_itself: bool = False
+    model: PreTrainedModel, store: WeightFiles, home: Path, weights: WeightMap, *, changes_itself: bool = False
 ) -> Origin:
     """Record the source of a model: after all of it is bound, and before it can be changed.
 
     Args:
-        model: with its placement.
+        model: a `StreamedModel`, with its placement.
         store: the files of its weights.
         home: the folder of its config.
         weights: the recipes of the parameters.
@@ -109,7 +109,7 @@ def compare_resident(origin: Origin) -> None:
 
 
 def save(
-    model: StreamedModel,
+    model: PreTrainedModel,
     origin: Origin,
     folder: Path,
     *,
@@ -153,7 +153,7 @@ def _check_arguments(others: Mapping[str, Any]) -> None:
             raise TypeError(f"save_pretrained() got an unexpected keyword argument {name!r}")
 
 
-def _changeable(model: StreamedModel, origin: Origin, reader: PlainReader) -> dict[str, torch.Tensor]:
+def _changeable(model: PreTrainedModel, origin: Origin, reader: PlainReader) -> dict[str, torch.Tensor]:
     """Stored name -> its parameter, of parameters that are in memory in stored form.
 
     Raises:
@@ -199,7 +199,7 @@ def _same_bits(made: torch.Tensor, parameter: torch.Tensor) -> bool:
     return torch.equal(made.contiguous().view(-1).view(torch.uint8), there.contiguous().view(-1).view(torch.uint8))
 
 
-def _leaving(model: StreamedModel, origin: Origin, memory: Mapping[str, torch.Tensor]) -> list[PlainTensor]:
+def _leaving(model: PreTrainedModel, origin: Origin, memory: Mapping[str, torch.Tensor]) -> list[PlainTensor]:
     """Every stored tensor, in the order of the files."""
     found = []
     for name, stored in origin.store.tensors.items():
@@ -212,7 +212,7 @@ def _leaving(model: StreamedModel, origin: Origin, memory: Mapping[str, torch.Te
     return sorted(found, key=lambda tensor: (order[tensor.stored.parts[0].file], tensor.stored.parts[0].offset))
 
 
-def _sidecars(model: StreamedModel, origin: Origin, tokenizer: bool) -> dict[str, bytes]:
+def _sidecars(model: PreTrainedModel, origin: Origin, tokenizer: bool) -> dict[str, bytes]:
     """Config, generation config and, if wanted, the tokenizer and the processor's files: name -> content."""
     found = {CONFIG_NAME: _config(model, origin)}
     if model.can_generate():
@@ -232,7 +232,7 @@ def _sidecars(model: StreamedModel, origin: Origin, tokenizer: bool) -> dict[str
     return found
 
 
-def _config(model: StreamedModel, origin: Origin) -> bytes:
+def _config(model: PreTrainedModel, origin: Origin) -> bytes:
     """The checkpoint's own config, with the caller's changes, and the dtype of dequantized weights."""
     content = read_json(origin.home / CONFIG_NAME)
     changed = _changes(origin.config, model.config.to_dict())
@@ -247,7 +247,7 @@ def _config(model: StreamedModel, origin: Origin) -> bytes:
     return (json.dumps({**content, **changed}, indent=2, sort_keys=True, default=str) + "\n").encode()
 
 
-def _generation(model: StreamedModel, origin: Origin) -> bytes:
+def _generation(model: PreTrainedModel, origin: Origin) -> bytes:
     file = origin.home / GENERATION_NAME
     if file.is_file() and not _changes(origin.generation, model.generation_config.to_dict()):
         return file.read_bytes()

@@ -15,7 +15,6 @@ from rich.text import Text
 from rabbitllm.base.options import BIG_LAYER_BYTES
 from rabbitllm.base.terminal import counted, duration, large, listed, put, put_fact, size, size_rounded_up, speed
 from rabbitllm.engine.placement import Tier
-from rabbitllm.engine.tier_picture import draw_placement
 from rabbitllm.errors import OptionError
 from rabbitllm.estimate.cost_model import Experts, GenerationEstimate
 from rabbitllm.estimate.plan import Plan
@@ -118,7 +117,7 @@ def draw_plan(plan: Plan, path: Path) -> None:
     """Draw the placement of the layers, at the compression of the proposed call, else at the requested one.
 
     Raises:
-        OptionError: there is no generation estimate at that compression; or as `draw_placement`.
+        OptionError: there is no generation estimate at that compression; or as `Placement.plot`.
     """
     chosen = plan.choice.compression if plan.choice is not None else plan.compression
     found = next((one for one in plan.generations if one.compression == chosen), None)
@@ -127,7 +126,7 @@ def draw_plan(plan: Plan, path: Path) -> None:
         raise OptionError(f"There is no placement to plot: {why}.", "Remove --plot, or use another compression.")
     title = f"{_title(plan)}, {chosen or 'uncompressed'}: placement of the weights"
     note = f"{moment(found.token_seconds)} per token, {moment(found.first_token_seconds)} for the first"
-    draw_placement(found.placement, path, title, note)
+    found.placement.plot(path, f"{title}\n{note}")
 
 
 def _title(plan: SplitEstimate) -> str:

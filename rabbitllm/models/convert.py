@@ -12,287 +12,58 @@ once all files it names are durable; a folder that holds anything else is not to
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rabbitllm import prepare
-from rabbitllm.base.options import RunOptions, ShardPolicy, SplitOptions, expand
-from rabbitllm.base.terminal import listed
-from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata, SourceIdentity, sidecars_in
+from rabbitllm.base.options import ShardPolicy, SplitOptions, expand
+from rabbitllm.checkpoints.checkpoint import SourceIdentity, sidecars_in
 from rabbitllm.checkpoints.hub import HubAccess
-from rabbitllm.checkpoints.index import (
-    INDEX_NAME,
-    TORCH_INDEX_NAME,
-    WEIGHT_SUFFIXES,
-    CheckpointIndex,
-    index_of,
-    is_gguf_file,
-    read_index,
-    shard_names,
-)
-from rabbitllm.checkpoints.local import LocalCheckpoint
+from rabbitllm.checkpoints.index import INDEX_NAME, read_index, shard_names
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME
-from rabbitllm.checkpoints.naming import LayerNaming, naming_by_block, naming_for
 from rabbitllm.errors import (
-    CheckpointNotFoundError,
-    CorruptVocabularyError,
-    HubError,
-    IncompleteCheckpointError,
     IncompleteSplitError,
     InvalidIndexError,
     OptionError,
     SplitMismatchError,
-    UnknownArchitectureError,
     system_errors_by_name,
 )
 from rabbitllm.formats.bounded import read_json
 from rabbitllm.formats.safetensors_file import read_header
-from rabbitllm.formats.shard_header import read_shard_header
-from rabbitllm.formats.tensor_spec import DTYPES
-from rabbitllm.quant.schemes import DOUBLE
+from rabbitllm.models.conversion_input import (
+    Conversion,
+    dtype_of,
+    finished_split_of,
+    identity_of_split,
+    input_of,
+    is_single_file,
+    require_same,
+)
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.journal import reporting_interrupts
 from rabbitllm.splitter.lock import is_lock_file, locked
-from rabbitllm.splitter.request import Acceptance, SplitRequest
-from rabbitllm.splitter.split import clean_up, discard_finished, split
 from rabbitllm.storage import durable
-from rabbitllm.store import checkpoint_folder, locations
+from rabbitllm.store import checkpoint_folder
 from rabbitllm.store.checkpoint_folder import index_of_files, named_dtype, plan_shards, write_checkpoint
-from rabbitllm.store.layer_store import LayerStore, StoredTensor
-from rabbitllm.store.manifest import AUTO, MANIFEST_NAME, Manifest, directory_name, is_finished, read_manifest
+from rabbitllm.store.layer_store import LayerStore
+from rabbitllm.store.manifest import AUTO, MANIFEST_NAME, Manifest, directory_name, read_manifest
 
-# The inputs: a folder, a repository or a single file of weights; and the check of the new folder
-
-
-class Input(Protocol):
-    """An input of a conversion."""
-
-    name: str
-
-    def split(self, options: SplitOptions) -> None:
-        """Make or resume its split in the work folder."""
-        ...
-
-    def checkpoint(self) -> Checkpoint | None:
-        """The remaining weights; None if none are left or the hub cannot be reached."""
-        ...
-
-
-def input_of(name: str, access: HubAccess, work: Path) -> Input:
-    """The input that a user names.
-
-    Args:
-        name: as the user wrote it.
-        access: options for the hub.
-        work: the work folder, in which the split is made.
-
-    Raises:
-        OptionError: `name` is an index instead of its folder.
-    """
-    path = expand(name)
-    if is_single_file(name):
-        if path.name.endswith(".index.json"):
-            raise OptionError(f"{path} is an index file; expected a checkpoint.", f"Use its folder: {path.parent}.")
-        return WeightsInput(name, path, work / directory_name(None))
-    return _ModelInput(name, access, work)
-
-
-def is_single_file(name: str) -> bool:
-    """Whether a user names a single file of weights, other than a GGUF file."""
-    path = expand(name)
-    if not name or path.is_dir() or is_gguf_file(path):
-        return False
-    return path.is_file() or (path.suffix in WEIGHT_SUFFIXES and path.parent.is_dir())
-
-
-@dataclass
-class _ModelInput:
-    """A folder or a repository."""
-
-    name: str
-    access: HubAccess
-    work: Path
-
-    def _find(self) -> prepare.Source:
-        return prepare.find(prepare.ModelSpec(self.name, None, self.work, self.access), only_look=True)
-
-    def split(self, options: SplitOptions) -> None:
-        source = self._find()
-        naming = _naming(prepare.family_of(source.config_folder))
-        if not options.shards.deletes_original:
-            prepare.ensure_split(source, options, naming=naming)
-            return
-        try:
-            with _acceptance(source) as accept:
-                prepare.ensure_split(source, options, naming=naming, accept=accept)
-        except (IncompleteCheckpointError, UnknownArchitectureError, CorruptVocabularyError) as error:
-            raise type(error)(error.problem, f"{error.remedy} {_WITHOUT_DELETING}") from error
-
-    def checkpoint(self) -> Checkpoint | None:
-        try:
-            source = self._find()
-            return prepare.open_weights(source, [source.split_folder])
-        except (CheckpointNotFoundError, HubError):
-            return None
-
-
-_WITHOUT_DELETING = "Without sequential and delete_original the checkpoint is converted unchecked, and kept."
-
-
-@contextlib.contextmanager
-def _acceptance(source: prepare.Source) -> Iterator[Acceptance | None]:
-    """The check before deletion; none without a config that identifies the model."""
-    with prepare.config_folder(source) as folder:
-        has_config = (folder / CONFIG_NAME).exists()
-    if not has_config:
-        yield None
-        return
-    with prepare.acceptance(source, RunOptions(device="cpu")) as accept:
-        yield accept
-
-
-def finished_split_of(name: str) -> Path | None:
-    """The split directory that a name means: the folder itself, or the most exact split in a folder without shards.
-
-    Args:
-        name: the name as the user wrote it.
-    """
-    folder = expand(name)
-    if not name or not folder.is_dir():
-        return None
-    if is_finished(folder):
-        return folder
-    try:
-        if any((folder / shard).exists() for shard in LocalCheckpoint(folder).index.shards):
-            return None
-    except CheckpointNotFoundError:
-        pass
-    splits = (locations.for_local(folder, None, compression) for compression in (None, "8bit", AUTO, "4bit", DOUBLE))
-    return next(filter(is_finished, splits), None)
-
-
-@dataclass
-class WeightsInput:
-    """A single file of weights. Other files in its folder are used only if the folder has a config."""
-
-    name: str
-    path: Path
-    split_folder: Path
-
-    def split(self, options: SplitOptions) -> None:
-        source = prepare.Source(self.name, self.split_folder, self.path.parent, finished=False, local=self.path.parent)
-        with (
-            locked(self.split_folder),
-            reporting_interrupts(self.split_folder),
-            prepare.lock_source(source, options),
-        ):
-            checkpoint = self.open()
-            if (manifest := read_manifest(self.split_folder)) is None:
-                family = prepare.family_of(self.path.parent)
-                split(SplitRequest(checkpoint, self.split_folder, family, options, _naming(family)))
-                return
-            clean_up(self.split_folder)
-            if options.shards.deletes_rest:
-                found = [*shards_at_hand(checkpoint)]
-                discard_finished(checkpoint, manifest, found, self.split_folder, options.shards)
-
-    def checkpoint(self) -> Checkpoint | None:
-        return self.open() if self.path.exists() else None
-
-    def open(self) -> LocalCheckpoint:
-        """Its checkpoint, also if it is used up."""
-        folder, name = self.path.parent, self.path.name
-        if self.path.exists():
-            _refuse_one_of_several(folder, name)
-            index = index_of({tensor.name: name for tensor in read_shard_header(self.path).tensors})
-        elif (earlier := journal.replay(self.split_folder)) is not None:
-            index = earlier.plan.index
-        elif read_manifest(self.split_folder) is not None:
-            index = index_of({})
-        else:
-            raise CheckpointNotFoundError(f"There is no file {self.name!r}.", "Check the path.")
-        return _OfOneFile(folder, name, index)
-
-
-class _OfOneFile(LocalCheckpoint):
-    """A single file of weights; other weights in its folder are ignored."""
-
-    def __init__(self, folder: Path, file: str, index: CheckpointIndex) -> None:
-        super().__init__(folder, index=index)
-        self._file = file
-
-    def identity(self, shards: Iterable[ShardMetadata]) -> SourceIdentity:
-        found = super().identity(shards)
-        return dataclasses.replace(found, name=self._file) if found.kind == "local" else found
-
-    def sidecars(self) -> Mapping[str, Path]:
-        return super().sidecars() if (self.folder / "config.json").exists() else {}
-
-
-def _naming(family: str | None) -> LayerNaming:
-    """The layer naming; shards need no warning of modules outside of blocks."""
-    return naming_for(family) or naming_by_block()
-
-
-def _refuse_one_of_several(folder: Path, name: str) -> None:
-    for index in (INDEX_NAME, TORCH_INDEX_NAME):
-        if not (folder / index).exists():
-            continue
-        shards = read_index(folder / index).shards
-        if name in shards and len(shards) > 1:
-            raise OptionError(
-                f"{folder / name} is one of the {len(shards)} shards of a checkpoint.", f"Use the folder: {folder}."
-            )
-    manifest = read_manifest(folder)
-    if manifest is not None and name in (record.file for record in manifest.layers):
-        raise OptionError(
-            f"{folder / name} is one of the {len(manifest.layers)} layer files of a split.",
-            f"Use the folder: {folder}.",
-        )
-
-
-def require_same(known: SourceIdentity, source: Input, folder: Path) -> None:
-    """Refuse a checkpoint other than the folder's, by fingerprints, or by name if nothing else is left.
-
-    Raises:
-        SplitMismatchError: it is another one; the message says how they differ.
-    """
-    checkpoint = source.checkpoint()
-    if checkpoint is None:
-        name = Path(source.name).name
-        if source.name == known.name or name == known.name or name in known.fingerprints:
-            return
-        why: str | None = "no shard of the named checkpoint is left to compare"
-    else:
-        found = checkpoint.identity(shards_at_hand(checkpoint))
-        why = known.differs_from(found)
-        if why is None and found.fingerprints and known.fingerprints.keys().isdisjoint(found.fingerprints):
-            why = f"it was made from {listed(known.fingerprints, 3)}"
-    if why is not None:
-        raise SplitMismatchError(
-            f"{folder} holds the conversion of {known.instead_of(source.name)}: {why}.",
-            "Use another output folder, or delete this one if you do not need it.",
-        )
-
-
-def shards_at_hand(checkpoint: Checkpoint) -> Iterator[ShardMetadata]:
-    """The metadata of the shards on this machine; the others are not needed to identify a repository."""
-    here = (shard for shard in checkpoint.index.shards if not checkpoint.stages(shard))
-    yield from (metadata for shard in here if (metadata := checkpoint.metadata(shard)) is not None)
-
-
-# The last step: layer files get the names of shards, and an index is written that records the source.
-#
-# It resumes after a crash, since files that have their final name are skipped. Uses only the identity of the source.
+SAFETENSORS, GGUF = "safetensors", "gguf"
+"""The formats that are written."""
+_DTYPES = {AUTO: AUTO, "f32": "F32", "f16": "F16", "bf16": "BF16"}
+"""`outtype` -> the dtype of safetensors that are made from GGUF files."""
+WORK_NAME = ".converting"
+_READY_NAME = "split.is.whole"
+"""File in that folder: the split is complete and cleaned up; its files may be moved."""
+SHARD_BYTES = 5_000_000_000
+"""Limit of a shard into which layer files of a finished split are joined; a single larger tensor exceeds it."""
 
 
 def publish(folder: Path, split_folder: Path, manifest: Manifest, dtype: str = AUTO) -> None:
-    """Move every file to its final path, and write the index once all of them are durable there.
+    """Give layer files the names of shards, and write the index once all of them are durable there.
+
+    Resumes after a crash: files that have their final name are skipped.
 
     Args:
         folder: the destination.
@@ -358,37 +129,6 @@ def origin_of(folder: Path) -> SourceIdentity:
             f"{folder} holds a checkpoint that was not converted by RabbitLLM. Nothing was changed.",
             "Use an output folder that is empty or does not exist.",
         ) from None
-
-
-SAFETENSORS, GGUF = "safetensors", "gguf"
-"""The formats that are written."""
-_DTYPES = {AUTO: AUTO, "f32": "F32", "f16": "F16", "bf16": "BF16"}
-"""`outtype` -> the dtype of safetensors that are made from GGUF files."""
-WORK_NAME = ".converting"
-_READY_NAME = "split.is.whole"
-"""File in that folder: the split is complete and cleaned up; its files may be moved."""
-SHARD_BYTES = 5_000_000_000
-"""Limit of a shard into which layer files of a finished split are joined; a single larger tensor exceeds it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """The result of a conversion.
-
-    Attributes:
-        folder: the new folder, or the GGUF file.
-        shards, tensors: their numbers.
-        nbytes: bytes of all tensors.
-        beside: names of config, tokenizer and similar files that were copied.
-        before: whether it was complete before this call.
-    """
-
-    folder: Path
-    shards: int
-    tensors: int
-    nbytes: int
-    beside: tuple[str, ...]
-    before: bool = False
 
 
 @system_errors_by_name()
@@ -628,27 +368,3 @@ def _join_split(split_folder: Path, named: Path, folder: Path) -> Conversion:
             )
     nbytes = sum(tensor.placed.nbytes for tensor in tensors.values())
     return Conversion(folder, len(shards), len(tensors), nbytes, tuple(sorted(beside)), before)
-
-
-def identity_of_split(store: LayerStore) -> SourceIdentity:
-    """The identity of a split: checksums of its layer files, or their sizes where RabbitLLM 1.1 made them."""
-    if store.manifest is not None:
-        marks = {record.file: f"crc32:{record.crc32:08x}" for record in store.manifest.layers}
-    else:
-        files = {part.file for stored in store.tensors.values() for part in stored.parts}
-        marks = {file: f"size:{store.path(file).stat().st_size}" for file in sorted(files)}
-    return SourceIdentity("split", store.folder.name, None, marks)
-
-
-def dtype_of(stored: StoredTensor, home: Path) -> str:
-    """The dtype to which a compressed tensor is dequantized: its original one, else the config's, else float32."""
-    names = {entry.torch_name: name for name, entry in DTYPES.items() if entry.quantizable}
-    if stored.quantized is not None and stored.quantized.dtype is not None:
-        return names[stored.quantized.dtype]
-    config = read_json(home / CONFIG_NAME) if (home / CONFIG_NAME).exists() else {}
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, dict) else {}):
-        dtype = part.get("dtype", part.get("torch_dtype"))
-        if isinstance(dtype, str) and dtype in names:
-            return names[dtype]
-    return "F32"

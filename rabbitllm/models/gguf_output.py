@@ -53,7 +53,7 @@ from rabbitllm.formats.gguf_types import TENSOR_TYPES, TensorType
 from rabbitllm.formats.shard_header import read_shard_header
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, ValueChange, torch_dtype
 from rabbitllm.models import gguf_metadata
-from rabbitllm.models.convert import (
+from rabbitllm.models.conversion_input import (
     Conversion,
     WeightsInput,
     dtype_of,

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rabbitllm.quant import kernels
+from rabbitllm.quant.kernel_interface import BFLOAT16, CODES
 
 if TYPE_CHECKING:
     import torch
@@ -80,7 +81,7 @@ def times(width: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if count:
         inputs, steps = kernels.interleaved(width, x), columns // (2 * width)
         given = (weight.data_ptr(), 0, inputs.data_ptr(), 0, 0, out.data_ptr(), 2 * columns, steps, 0, count, rows)
-        kernels.run(kernels.CODES, kernels.BFLOAT16, width, [given], 2 * weight.numel())
+        kernels.run(CODES, BFLOAT16, width, [given], 2 * weight.numel())
     return out
 
 

@@ -1,4 +1,4 @@
-"""Kernels for blocks of GGUF files: the descriptions of `gguf_blocks.py` as code for vectors.
+"""Kernels for blocks of GGUF files: the descriptions of `gguf_decoders.py` as code for vectors.
 
 **By codes.** Each group of a block is decoded in registers and multiplied with its inputs; the sum is multiplied by the
 group's scale, and the minimum by the sum of the inputs, which is the same for all rows. Fills out[token, row], float32.
@@ -25,8 +25,8 @@ from numba.core.extending import intrinsic
 
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant import block_pairs, product_kernels
-from rabbitllm.quant.gguf_blocks import DECODERS, Group
-from rabbitllm.quant.kernels import BEFORE_WORK, CODES, NUMBERS, PAIRS, PANELS, SUMMED
+from rabbitllm.quant.gguf_decoders import DECODERS, Group
+from rabbitllm.quant.kernel_interface import BEFORE_WORK, CODES, NUMBERS, PAIRS, PANELS, SUMMED
 from rabbitllm.quant.product_kernels import GIVEN, arguments, named, own_rows, pieces
 from rabbitllm.quant.vectors import F32, I8, I16, I32, Emitter, Pairs, number
 
@@ -94,7 +94,7 @@ class _Number:
 
 
 class _BlockInMemory:
-    """Reads the fields of the block at an address; see `gguf_blocks.BlockReader`."""
+    """Reads the fields of the block at an address; see `gguf_decoders.BlockReader`."""
 
     def __init__(self, emit: Emitter, base: Any) -> None:
         self._emit = emit

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from llvmlite import ir
 
 from rabbitllm.quant import product_kernels
-from rabbitllm.quant.kernels import CODES, PAIRS, CodeKernel
+from rabbitllm.quant.kernel_interface import CODES, PAIRS, CodeKernel
 from rabbitllm.quant.vectors import F32, HALF_BYTES, I8, I16, I32, SEGMENT, Emitter, number, pair_products, pairs_apart
 
 NIBBLES = "nibbles"

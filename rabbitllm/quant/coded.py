@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm.formats.tensor_spec import DTYPES, torch_dtype
 from rabbitllm.quant import bfloat_products, kernels
-from rabbitllm.quant.kernels import CODES, PAIRS, CodeKernel, SegmentInputs
+from rabbitllm.quant.kernel_interface import CODES, PAIRS, CodeKernel
+from rabbitllm.quant.kernels import SegmentInputs
 from rabbitllm.quant.products import CHUNK_ELEMENTS, MAX_GROUPED, SEGMENT
 
 if TYPE_CHECKING:

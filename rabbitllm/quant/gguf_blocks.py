@@ -1,12 +1,8 @@
 """Blocks of ggml, the quantized types of GGUF files: sizes, and the numbers that they stand for.
 
-A row of a tensor is a whole number of blocks, so blocks can be cut and joined by rows. Each usual type has one
-description: a generator over the groups of up to 32 codes of a block, with their scales and minima, written in
-operators. torch runs it on any device, and `block_kernels.py` compiles the same description for a CPU's vectors. All
-other types are dequantized by the `gguf` package, on the CPU. The results of both equal those of that package bit for
-bit, in float32; they are then rounded once.
-
-Formats: https://github.com/ggml-org/ggml, `src/ggml-common.h` and `src/ggml-quants.c`.
+A row of a tensor is a whole number of blocks, so blocks can be cut and joined by rows. Types with a description in
+`gguf_decoders.py` are dequantized by torch on any device, and by a kernel of it on the CPU; all other types by the
+`gguf` package, on the CPU. The results equal those of that package bit for bit, in float32; they are then rounded once.
 """
 
 from __future__ import annotations
@@ -14,12 +10,13 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING
 
 from rabbitllm.errors import UnreadableFormatError
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant import kernels
+from rabbitllm.quant.gguf_decoders import DECODERS
+from rabbitllm.quant.kernel_interface import NUMBERS
 
 if TYPE_CHECKING:
     import torch
@@ -27,204 +24,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Group(NamedTuple):
-    """Consecutive elements of a block: `code * scale - minimum`, multiplied and subtracted in float32.
-
-    Attributes:
-        codes: bytes, unsigned unless `signed` says otherwise.
-        scales: one or two float32, each of an equal share of the codes.
-        minima: as many; none if nothing is subtracted.
-        signed: whether the codes are two's complement.
-    """
-
-    codes: Any
-    scales: tuple[Any, ...]
-    minima: tuple[Any, ...] = ()
-    signed: bool = False
-
-
-class BlockReader(Protocol):
-    """The fields of a block. Byte vectors have the operators & | >> << and -, modulo 256; ints have them too."""
-
-    def bytes(self, offset: int, count: int) -> Any:
-        """A vector of bytes."""
-        ...
-
-    def bits(self, offset: int, count: int) -> Any:
-        """A vector of bytes that are 0 or 1, from the bits at an offset in bytes, the lowest first."""
-        ...
-
-    def look_up(self, values: tuple[int, ...], index: Any) -> Any:
-        """A vector of bytes: the two's complement of one of 16 values for each index below 16."""
-        ...
-
-    def byte(self, offset: int) -> Any:
-        """An int."""
-        ...
-
-    def signed(self, value: Any) -> Any:
-        """An int from a byte that is two's complement."""
-        ...
-
-    def half(self, offset: int) -> Any:
-        """A float32 from a float16."""
-        ...
-
-    def half_power(self, exponent: Any) -> Any:
-        """2 ** (exponent - 128), float32."""
-        ...
-
-    def times(self, scale: Any, factor: Any) -> Any:
-        """The product of a float32 and an int, float32."""
-        ...
-
-    def negative(self, value: Any) -> Any:
-        """A float32 with the other sign."""
-        ...
-
-
-Decode: TypeAlias = Callable[[BlockReader], Iterator[Group]]
-
-
-def _halves(block: BlockReader, offset: int, values: tuple[int, ...], scale: Any) -> Iterator[Group]:
-    """16 bytes: the lower halves are indices of the first 16 elements, the upper ones of the next."""
-    both = block.bytes(offset, 16)
-    for index in (both & 15, both >> 4):
-        yield Group(block.look_up(values, index), (scale,), signed=True)
-
-
-def _q4_0(block: BlockReader) -> Iterator[Group]:
-    scale, both = block.half(0), block.bytes(2, 16)
-    for codes in (both & 15, both >> 4):
-        yield Group(codes - 8, (scale,), signed=True)
-
-
-def _q4_1(block: BlockReader) -> Iterator[Group]:
-    scale, least, both = block.half(0), block.negative(block.half(2)), block.bytes(4, 16)
-    for codes in (both & 15, both >> 4):
-        yield Group(codes, (scale,), (least,))
-
-
-def _q5_0(block: BlockReader) -> Iterator[Group]:
-    scale, both = block.half(0), block.bytes(6, 16)
-    for part, low in enumerate((both & 15, both >> 4)):
-        yield Group((low | block.bits(2 + 2 * part, 16) << 4) - 16, (scale,), signed=True)
-
-
-def _q5_1(block: BlockReader) -> Iterator[Group]:
-    scale, least, both = block.half(0), block.negative(block.half(2)), block.bytes(8, 16)
-    for part, low in enumerate((both & 15, both >> 4)):
-        yield Group(low | block.bits(4 + 2 * part, 16) << 4, (scale,), (least,))
-
-
-def _q8_0(block: BlockReader) -> Iterator[Group]:
-    yield Group(block.bytes(2, 32), (block.half(0),), signed=True)
-
-
-def _q2_k(block: BlockReader) -> Iterator[Group]:
-    scale, least = block.half(80), block.half(82)
-    for group in range(8):
-        codes = block.bytes(16 + 32 * (group // 4), 32) >> 2 * (group % 4) & 3
-        pair = [block.byte(2 * group + part) for part in (0, 1)]
-        scales = tuple(block.times(scale, both & 15) for both in pair)
-        yield Group(codes, scales, tuple(block.times(least, both >> 4) for both in pair))
-
-
-def _q3_k(block: BlockReader) -> Iterator[Group]:
-    scale, high = block.half(108), block.bytes(0, 32)
-
-    def factor(number: int) -> Any:
-        low = block.byte(96 + number % 8) >> 4 * (number // 8) & 15
-        return (low | (block.byte(104 + number % 4) >> 2 * (number // 4) & 3) << 4) - 32
-
-    for group in range(8):
-        low = block.bytes(32 + 32 * (group // 4), 32) >> 2 * (group % 4) & 3
-        scales = tuple(block.times(scale, factor(2 * group + part)) for part in (0, 1))
-        yield Group((low | (high >> group & 1) << 2) - 4, scales, signed=True)
-
-
-def _six_bits(block: BlockReader, group: int) -> tuple[Any, Any]:
-    """The factors of scale and minimum of one of 8 groups, from the 12 bytes at 4."""
-    if group < 4:
-        return block.byte(4 + group) & 63, block.byte(8 + group) & 63
-    both, scale, least = (block.byte(at + group) for at in (8, 0, 4))
-    return both & 15 | scale >> 6 << 4, both >> 4 | least >> 6 << 4
-
-
-def _q4_k(block: BlockReader) -> Iterator[Group]:
-    scale, least = block.half(0), block.half(2)
-    for group in range(8):
-        factors = _six_bits(block, group)
-        both = block.bytes(16 + 32 * (group // 2), 32)
-        codes = both >> 4 if group % 2 else both & 15
-        yield Group(codes, (block.times(scale, factors[0]),), (block.times(least, factors[1]),))
-
-
-def _q5_k(block: BlockReader) -> Iterator[Group]:
-    scale, least, high = block.half(0), block.half(2), block.bytes(16, 32)
-    for group in range(8):
-        factors = _six_bits(block, group)
-        both = block.bytes(48 + 32 * (group // 2), 32)
-        codes = (both >> 4 if group % 2 else both & 15) | (high >> group & 1) << 4
-        yield Group(codes, (block.times(scale, factors[0]),), (block.times(least, factors[1]),))
-
-
-def _q6_k(block: BlockReader) -> Iterator[Group]:
-    scale = block.half(208)
-    for group in range(8):
-        half, part = divmod(group, 4)
-        both = block.bytes(64 * half + 32 * (part % 2), 32)
-        high = block.bytes(128 + 32 * half, 32) >> 2 * part & 3
-        codes = ((both >> 4 if part > 1 else both & 15) | high << 4) - 32
-        factors = (block.signed(block.byte(192 + 2 * group + at)) for at in (0, 1))
-        yield Group(codes, tuple(block.times(scale, factor) for factor in factors), signed=True)
-
-
-def _iq4_nl(block: BlockReader) -> Iterator[Group]:
-    yield from _halves(block, 2, IQ4_VALUES, block.half(0))
-
-
-def _iq4_xs(block: BlockReader) -> Iterator[Group]:
-    scale = block.half(0)
-    for group in range(8):
-        low = block.byte(4 + group // 2) >> 4 * (group % 2) & 15
-        high = block.byte(2 + group // 4) >> 2 * (group % 4) & 3
-        yield from _halves(block, 8 + 16 * group, IQ4_VALUES, block.times(scale, (low | high << 4) - 32))
-
-
-def _tq2_0(block: BlockReader) -> Iterator[Group]:
-    scale = block.half(64)
-    for group in range(8):
-        yield Group((block.bytes(32 * (group // 4), 32) >> 2 * (group % 4) & 3) - 1, (scale,), signed=True)
-
-
-def _mxfp4(block: BlockReader) -> Iterator[Group]:
-    yield from _halves(block, 1, FP4_VALUES, block.half_power(block.byte(0)))
-
-
-IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""The values of IQ4_NL and IQ4_XS, `kvalues_iq4nl`."""
-FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice the values of FP4 (E2M1), `kvalues_mxfp4`."""
-
-
-DECODERS: Mapping[str, Decode] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
-    "Q2_K": _q2_k,
-    "Q3_K": _q3_k,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
-    "IQ4_NL": _iq4_nl,
-    "IQ4_XS": _iq4_xs,
-    "TQ2_0": _tq2_0,
-    "MXFP4": _mxfp4,
-}
-"""The descriptions of blocks, by type."""
 WORTH_A_KERNEL = 1 << 16
 """Elements; fewer are dequantized by torch before a kernel is compiled."""
 _CHUNK = 1 << 20
@@ -346,9 +145,7 @@ def _by_kernel(name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
     if len(blocks):
         steps = kind.elements // (2 * width)
         shape = (kind.nbytes, steps, kind.elements, 1, len(blocks))
-        kernels.run(
-            kernels.NUMBERS, name, width, [(blocks.data_ptr(), *[0] * 4, made.data_ptr(), *shape)], blocks.numel()
-        )
+        kernels.run(NUMBERS, name, width, [(blocks.data_ptr(), *[0] * 4, made.data_ptr(), *shape)], blocks.numel())
     if made is not out:
         out.copy_(made)
 

@@ -1,9 +1,6 @@
 """How products run compiled kernels: rows divided among torch's OpenMP team or threads of our own, and a trial first.
 
-A kernel is a C function that takes the address of int64s: `BEFORE_WORK` of them, then those of each piece of work,
-which are `ARGUMENTS`. Every kernel has the same; `product_kernels.py` has one for each method, scheme and set of
-instructions, and is imported when the first one runs, `block_kernels.py` those of blocks, and `code_kernels.py` those
-of published codes. Needs no numba.
+The modules of kernels (see `kernel_interface.py`) are imported when the first one runs. Needs no numba.
 
 torch computes in an OpenMP team whose threads wait actively between two operations. Threads of our own would compete
 with them for the same cores, which took more than twice as long; and submitting work to the team takes 2 microseconds,
@@ -22,11 +19,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from rabbitllm.base.forks import DaemonThread, Workers
 from rabbitllm.base.rounding import round_up
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
+from rabbitllm.quant.kernel_interface import CODES, NUMBERS, PAIRS, PANELS, CodeKernel
 
 if TYPE_CHECKING:
     import torch
@@ -37,49 +35,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CODES, PANELS, DEQUANTIZED = "codes", "panels", "dequantized"
-"""Methods: decode each code for every few inputs; decode a few rows at a time, once for all inputs; no kernel, but
-torch's product with a few rows at a time."""
-NUMBERS = "numbers"
-"""Dequantization of blocks of GGUF files, which is no product."""
-SUMMED = 16
-"""Elements of an input that are summed, for blocks with minima."""
-PAIRS = 32
-"""Value of `width` for kernels that multiply pairs of bfloat16."""
-BFLOAT16 = "bfloat16"
-"""The scheme of a plain matrix of bfloat16, whose codes are its values."""
 WORTH_A_THREAD = {CODES: 1 << 16, PANELS: 1 << 14, NUMBERS: 1 << 14}
 """Method -> bytes of codes per thread; larger matrices use more threads. By codes these are about 4 microseconds of
 work, while starting a second thread takes 2."""
-BEFORE_WORK = 4
-"""Number of int64s before the pieces of work.
-
-In a team: the addresses of the functions that return a thread's index and the number of threads, the rows for each
-thread, and the number of pieces. A team may have fewer threads than requested: the last one computes all remaining
-rows. Without a team: 0, the thread's index, the rows for each thread, and the number of pieces.
-"""
-ARGUMENTS = ("codes", "scales", "even", "odd", "table", "out", "row_bytes", "steps", "shift", "tokens", "rows")
-"""The arguments of a piece of work: addresses up to `out` (`even` is that of all inputs where even and odd ones are not
-apart); bytes of codes in a row, steps of the kernel in a row, the logarithm of steps in a block, inputs, and rows of
-the whole matrix. Those that a kernel does not need are 0. For blocks by codes `odd` is that of the sums of inputs,
-`steps` are blocks, in pairs those of `block_pairs.PairLayout`, and `shift` the elements of one; for their numbers
-`shift` is the columns."""
 _MAPS = Path("/proc/self/maps")
-
-
-class CodeKernel(NamedTuple):
-    """In place of a scheme, for published codes: what a kernel of `code_kernels.py` is compiled for.
-
-    Attributes:
-        codes: "nibbles" for two codes a byte, the lower half first, with a table of 16 values; "float8" for
-            float8_e4m3fn.
-        scales: "f32", "bf16", "f16", "power" for the exponent of a power of two (E8M0), or "float8".
-        group: codes of a row with a scale of their own: 16, 32, or 64 for that many or more.
-    """
-
-    codes: str
-    scales: str
-    group: int
 
 
 @dataclass(frozen=True)
@@ -161,7 +120,7 @@ def run(method: str, scheme: str | CodeKernel, width: int, work: Sequence[tuple[
 
     Args:
         method, scheme, width: of the kernel; see `product_kernels.address`.
-        work: `ARGUMENTS` of each piece; all have the same number of rows.
+        work: `kernel_interface.ARGUMENTS` of each piece; all have the same number of rows.
         nbytes: bytes of the codes of all pieces.
     """
     import torch

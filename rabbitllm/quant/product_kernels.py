@@ -1,4 +1,4 @@
-"""Kernels of products, compiled for this processor's vectors by numba and LLVM: one interface, `kernels.ARGUMENTS`.
+"""Kernels of products (`kernel_interface.py`), compiled for this processor's vectors by numba and LLVM.
 
 **By codes.** Weights are never written to memory, so only the bytes of the codes are read: segments of them are
 multiplied by their inputs in registers (`vectors.py`), and summed in float32; a block's sum is multiplied by the
@@ -32,7 +32,7 @@ from numba.core import cgutils
 from numba.core.extending import intrinsic
 
 from rabbitllm.quant.compiling import c_function
-from rabbitllm.quant.kernels import ARGUMENTS, BEFORE_WORK, BFLOAT16, CODES, PAIRS, PANELS
+from rabbitllm.quant.kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, CODES, PAIRS, PANELS
 from rabbitllm.quant.vectors import (
     F32,
     FOR_A_THREAD,
@@ -95,7 +95,7 @@ def pieces(data):  # type: ignore[no-untyped-def]
 
 @inlined
 def arguments(given, at):  # type: ignore[no-untyped-def]
-    """The piece of work at an index, as `kernels.ARGUMENTS`."""
+    """The piece of work at an index, as `kernel_interface.ARGUMENTS`."""
     return (
         given[at], given[at + 1], given[at + 2], given[at + 3], given[at + 4], given[at + 5],
         given[at + 6], given[at + 7], given[at + 8], given[at + 9], given[at + 10],
@@ -104,7 +104,7 @@ def arguments(given, at):  # type: ignore[no-untyped-def]
 
 @inlined
 def own_rows(given, rows):  # type: ignore[no-untyped-def]
-    """The first row of this thread and the one after its last; see `kernels.BEFORE_WORK`."""
+    """The first row of this thread and the one after its last; see `kernel_interface.BEFORE_WORK`."""
     thread, share, is_last = given[1], given[2], False
     if given[0] != 0:
         thread = asked(given[0])

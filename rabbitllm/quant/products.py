@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant import bfloat_products, block_pairs, gguf_blocks, kernels
-from rabbitllm.quant.kernels import CODES, DEQUANTIZED, PANELS, SUMMED, SegmentInputs
+from rabbitllm.quant.kernel_interface import CODES, DEQUANTIZED, PAIRS, PANELS, SUMMED
+from rabbitllm.quant.kernels import SegmentInputs
 from rabbitllm.quant.quantize import (
     MAX_ELEMENTS,
     NestedScales,
@@ -253,7 +254,7 @@ class _Inputs:
     def __init__(self, method: str, scheme: str, width: int, x: torch.Tensor) -> None:
         count, columns = x.shape
         self._step, self._odd, self._odd_step = columns * 2, 0, 0  # bytes of a row in bfloat16, and of its sums
-        if scheme in BLOCK_TYPES and width == kernels.PAIRS:
+        if scheme in BLOCK_TYPES and width == PAIRS:
             layout = block_pairs.LAYOUTS[scheme]
             x = x if x.stride(1) == 1 else x.contiguous()
             self._ready, self._odd_step = layout.inputs(x), columns // layout.step * layout.groups * 4
@@ -294,7 +295,7 @@ def _run(
     row_bytes, *shape = _shape(form.scheme, form.shape[1], SEGMENT if method == CODES else 2 * width)
     if method == CODES and form.scheme in BLOCK_TYPES:
         kind = BLOCK_TYPES[form.scheme]
-        step = block_pairs.LAYOUTS[form.scheme].step if width == kernels.PAIRS else kind.elements
+        step = block_pairs.LAYOUTS[form.scheme].step if width == PAIRS else kind.elements
         shape = [form.shape[1] // step, step]
     rows, start = form.shape[0], out.data_ptr()
     given = [
@@ -354,17 +355,17 @@ def method_for(matrix: Matrix, width: int, count: int) -> str:
     """The fastest method for `count` rows, with the kernels of `width` lanes."""
     if not matrix.table_for(width):
         return DEQUANTIZED
-    if width == kernels.PAIRS and count <= MAX_INPUTS_IN_PAIRS:
+    if width == PAIRS and count <= MAX_INPUTS_IN_PAIRS:
         return CODES
     width = _lanes_of(PANELS, matrix.form.scheme, width)
     if LEAST_PANEL_INPUTS <= count <= MAX_PANEL_INPUTS.get(width, 0) and _agrees(PANELS, matrix.form.scheme, width):
         return PANELS
-    return CODES if width != kernels.PAIRS and count <= MAX_INPUTS else DEQUANTIZED
+    return CODES if width != PAIRS and count <= MAX_INPUTS else DEQUANTIZED
 
 
 def _lanes_of(method: str, scheme: str, width: int) -> int:
     """Lanes of a method's kernel: for blocks only that by codes multiplies pairs."""
-    if width == kernels.PAIRS and method != CODES and scheme in BLOCK_TYPES:
+    if width == PAIRS and method != CODES and scheme in BLOCK_TYPES:
         return gguf_blocks.lanes_for(scheme)
     return width
 
@@ -372,7 +373,7 @@ def _lanes_of(method: str, scheme: str, width: int) -> int:
 def _width_for(form: Quantized, dtype: torch.dtype) -> int:
     """As `kernel_for`; rows of blocks that are no whole number of a kernel's steps are multiplied in float32."""
     width = kernel_for(form.scheme, dtype)
-    if width == kernels.PAIRS and form.scheme in BLOCK_TYPES and form.shape[1] % block_pairs.LAYOUTS[form.scheme].step:
+    if width == PAIRS and form.scheme in BLOCK_TYPES and form.shape[1] % block_pairs.LAYOUTS[form.scheme].step:
         return gguf_blocks.lanes_for(form.scheme)
     return width
 
@@ -407,8 +408,8 @@ def kernel_for(scheme: str, dtype: torch.dtype) -> int:
 
     known = scheme in SCHEMES or scheme in block_pairs.LAYOUTS
     pairs = dtype == torch.bfloat16 and known and vectors.multiplies_pairs()
-    if pairs and _agrees(CODES, scheme, kernels.PAIRS):
-        return kernels.PAIRS
+    if pairs and _agrees(CODES, scheme, PAIRS):
+        return PAIRS
     return vectors.lanes()
 
 
@@ -420,7 +421,7 @@ def _agrees(method: str, scheme: str, width: int) -> bool:
     def product(form: Quantized, payload: Any, absmax: Any, table: Any, x: torch.Tensor) -> torch.Tensor:
         return Matrix(form, payload, absmax, table).times_by(method, width, x)
 
-    dtype = torch.bfloat16 if width == kernels.PAIRS else torch.float32
+    dtype = torch.bfloat16 if width == PAIRS else torch.float32
     if scheme in BLOCK_TYPES:
         return kernels.agrees(f"by {method} at {scheme}", _of_blocks(scheme, dtype, _BLOCK_TRIALS[method], product))
     return kernels.agrees(f"by {method} at {scheme}", kernels.of_codes(scheme, dtype, _TRIALS[method], product))

@@ -28,7 +28,7 @@ from numba.core import cgutils
 from numba.core.codegen import get_host_cpu_features
 from numba.core.extending import intrinsic
 
-from rabbitllm.quant.kernels import PAIRS
+from rabbitllm.quant.kernel_interface import PAIRS
 
 ZERO_CODE = 127
 """The 8bit code of 0: lower codes are negative values, higher codes positive ones."""

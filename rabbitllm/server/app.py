@@ -23,7 +23,6 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rabbitllm.engine.tier_picture import bytes_by_device
 from rabbitllm.formats.bounded import decode_message
 from rabbitllm.server.answers import ChatChoices, CompletionChoices, Envelope
 from rabbitllm.server.api_error import CLOSE, CLOSING, NOT_FOUND, TIMED_OUT, TOO_LARGE, APIError, bad, closing
@@ -304,7 +303,7 @@ def _status(service: Service) -> dict[str, Any]:
         "placement": {
             "streamed_bytes": placement.streamed_bytes,
             "uploaded_bytes": placement.uploaded_bytes,
-            "places": bytes_by_device(placement),
+            "places": placement.bytes_by_device,
         },
     }
 

@@ -34,7 +34,6 @@ from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base.forks import DaemonThread
 from rabbitllm.base.terminal import harmless, put, put_fact, size
 from rabbitllm.engine.free_memory import trimming
-from rabbitllm.engine.tier_picture import bytes_by_device
 from rabbitllm.generation.request import BatchStats, Limits
 from rabbitllm.server.app import create_app
 from rabbitllm.server.embeddings import NO_RECIPE, Embedder
@@ -307,7 +306,7 @@ def put_greeting(
 def _weights(model: StreamedModel) -> str:
     """`in RAM: 0.35 GiB; disk, read for each pass: 3.20 GiB`."""
     parts = []
-    for place, words in bytes_by_device(model.placement).items():
+    for place, words in model.placement.bytes_by_device.items():
         for word, nbytes in words.items():
             where = f" of {place}" if place.startswith("cuda") else ""
             parts.append(f"{word}{where}: {size(nbytes)}")

@@ -29,8 +29,8 @@ from rabbitllm.quant.schemes import (
     scheme_of,
     stored_form,
 )
-from rabbitllm.splitter.disk_budget import DiskBudget, Shortage, candidates, shortage
-from rabbitllm.splitter.plan import LayerMap, PlannedShard, SplitPlan, layout_at, recompressed
+from rabbitllm.splitter.disk_budget import BitChoice, DiskBudget, EstimatedFile, Shortage, candidates, shortage
+from rabbitllm.splitter.plan import SplitPlan, layout_at, recompressed
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.manifest import AUTO, BitAllocation
 
@@ -199,41 +199,6 @@ def _layer(name: str) -> int | None:
 
 
 _NUMBER = re.compile("[0-9]")
-
-
-@dataclass(frozen=True, slots=True)
-class EstimatedFile:
-    """Sizes of a layer file, as in `LayerLayout`; `joins` are those of an alike layer."""
-
-    header_bytes: int
-    size: int
-    shard_bytes: Mapping[str, int]
-    scratch_bytes: int
-    joined_bytes: int
-    joins: Sequence[object]
-
-
-@dataclass(frozen=True, slots=True)
-class BitChoice:
-    """The sizes of a split at one choice of bits.
-
-    Attributes:
-        schemes: the scheme of each group.
-        shards, layer_map: as in the plan.
-        layouts: layer id -> sizes of its file.
-        scales_made: bytes of the scales that are made from quantized ones when the model is used.
-    """
-
-    schemes: tuple[str | None, ...]
-    shards: tuple[PlannedShard, ...]
-    layer_map: LayerMap
-    layouts: Mapping[str, EstimatedFile]
-    scales_made: int
-
-    @property
-    def output_bytes(self) -> int:
-        """Bytes of all layer files."""
-        return sum(sizes.size for sizes in self.layouts.values())
 
 
 @dataclass(frozen=True, slots=True)

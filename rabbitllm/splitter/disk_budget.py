@@ -12,21 +12,18 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from rabbitllm.base.options import SplitOptions
 from rabbitllm.base.rounding import round_up
 from rabbitllm.base.terminal import size, size_rounded_up
 from rabbitllm.errors import NotEnoughSpaceException, OptionError
 from rabbitllm.quant.schemes import COMPRESSIONS
-from rabbitllm.splitter.plan import PlannedShard, SplitPlan, recompressed
+from rabbitllm.splitter.plan import LayerMap, PlannedShard, SplitPlan, recompressed
 from rabbitllm.storage.folders import existing
 from rabbitllm.store import checksums
+from rabbitllm.store.layer_file import LayerLayout
 from rabbitllm.store.manifest import AUTO
-
-if TYPE_CHECKING:
-    from rabbitllm.splitter.bit_allocation import BitChoice, EstimatedFile
-    from rabbitllm.store.layer_file import LayerLayout
 
 BLOCK_BYTES = 4096
 """Files occupy a multiple of this."""
@@ -102,8 +99,43 @@ class DiskBudget:
         return use.created + sum(nbytes for _, nbytes in self.downloads)
 
 
-FileSizes: TypeAlias = "LayerLayout | EstimatedFile"
-PlanSizes: TypeAlias = "SplitPlan | BitChoice"
+@dataclass(frozen=True, slots=True)
+class EstimatedFile:
+    """Sizes of a layer file, as in `LayerLayout`; `joins` are those of an alike layer."""
+
+    header_bytes: int
+    size: int
+    shard_bytes: Mapping[str, int]
+    scratch_bytes: int
+    joined_bytes: int
+    joins: Sequence[object]
+
+
+@dataclass(frozen=True, slots=True)
+class BitChoice:
+    """The sizes of a split at one choice of bits.
+
+    Attributes:
+        schemes: the scheme of each group.
+        shards, layer_map: as in the plan.
+        layouts: layer id -> sizes of its file.
+        scales_made: bytes of the scales that are made from quantized ones when the model is used.
+    """
+
+    schemes: tuple[str | None, ...]
+    shards: tuple[PlannedShard, ...]
+    layer_map: LayerMap
+    layouts: Mapping[str, EstimatedFile]
+    scales_made: int
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of all layer files."""
+        return sum(sizes.size for sizes in self.layouts.values())
+
+
+FileSizes: TypeAlias = LayerLayout | EstimatedFile
+PlanSizes: TypeAlias = SplitPlan | BitChoice
 """Of a plan only the shards, the layer map and the sizes of its layouts are needed."""
 
 

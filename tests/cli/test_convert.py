@@ -24,7 +24,8 @@ from rabbitllm.errors import (
     UnreadableFormatError,
     UnsafePickleError,
 )
-from rabbitllm.models.convert import WORK_NAME, Conversion, convert
+from rabbitllm.models.conversion_input import Conversion
+from rabbitllm.models.convert import WORK_NAME, convert
 from rabbitllm.storage.durable import Step
 from tests.support.builders import (
     INDEX_NAME,

@@ -150,34 +150,20 @@ def test_without_utf8_and_without_colours(monkeypatch: pytest.MonkeyPatch) -> No
     assert b"\x1b[1m" not in raw.getvalue()
 
 
-def test_bars_of_tqdm_become_rows_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("columns", [WIDTH - 10, WIDTH])
+def test_a_bar_of_tqdm_stays_in_its_line_above_the_rows(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     terminal, stream = begin(monkeypatch)
-    outer = tqdm(total=4, desc="outer", file=sys.stderr, ncols=30, mininterval=0)
-    terminal.begin()
     terminal.paint(rows("ours"))
-    shown = stream.screen(WIDTH)
-    assert shown[0] == "ours"
-    assert shown[1].startswith("outer:   0%")
-    inner = tqdm(total=2, desc="inner", file=sys.stderr, ncols=30, mininterval=0, leave=False)
-    outer.update()
-    inner.update()
-    terminal.paint(rows("ours still"))
-    shown = stream.screen(WIDTH)
-    assert [line.split(":")[0] for line in shown] == ["ours still", "outer", "inner"]
-    assert "50%" in shown[2]
-    inner.close()
-    kept = tqdm(total=1, desc="kept", file=sys.stderr, ncols=30, leave=True)
-    kept.update()
-    kept.close()
-    terminal.paint(rows("ours at last"))
-    assert [line.split(":")[0] for line in stream.screen(WIDTH)] == ["kept", "ours at last", "outer"]
+    bar = tqdm(total=4, desc="theirs", file=sys.stderr, ncols=columns, mininterval=0)
+    for step in range(1, 5):
+        bar.update()
+        shown = stream.screen(WIDTH)
+        assert shown[0].startswith(f"theirs: {25 * step:3}%")
+        assert shown[1:] == ["ours"]
+    bar.close()
     terminal.erase()
-    terminal.nested_bars.release()
-    outer.update()
-    outer.close()
-    shown = stream.screen(WIDTH)
-    assert [line.split(":")[0] for line in shown] == ["kept", "outer"]
-    assert "50%" in shown[1]
+    (line,) = stream.screen(WIDTH)
+    assert line.startswith("theirs: 100%")
 
 
 def test_others_write_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,6 @@ from rabbitllm.engine.placement import (
     place,
     taken,
 )
-from rabbitllm.engine.tier_picture import bytes_by_device
 from tests.engine.test_every_architecture import build
 from tests.engine.test_fake_gpu import load_on
 from tests.support.builders import build_checkpoint
@@ -627,7 +626,7 @@ def test_tied_embeddings_are_counted_once(tied_folder: Path, budget: int, exact:
     units = model.placement.units
     assert sum(placed.stored for placed in units) > stored(model)
     assert sum(placed.counted for placed in units) == stored(model)
-    assert sum(sum(words.values()) for words in bytes_by_device(model.placement).values()) == stored(model)
+    assert sum(sum(words.values()) for words in model.placement.bytes_by_device.values()) == stored(model)
 
 
 def test_tied_embeddings_that_are_made_fit_where_one_of_them_does(tmp_path: Path) -> None:

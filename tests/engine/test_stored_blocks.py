@@ -17,7 +17,8 @@ from rabbitllm.engine.expert_finding import is_routed
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.quant import vectors
-from rabbitllm.quant.gguf_blocks import DECODERS, sample
+from rabbitllm.quant.gguf_blocks import sample
+from rabbitllm.quant.gguf_decoders import DECODERS
 from rabbitllm.store.checkpoint_folder import PlainReader
 from rabbitllm.store.layer_file import DONE_SUFFIX
 from rabbitllm.store.layer_store import LayerStore

@@ -1,16 +1,11 @@
-"""What can be loaded lazily, that every tensor is what torch or safetensors gives, and what is refused.
-
-An open shard: how its tensors are made, who sees what is written to them, and that it outlasts its readers.
-"""
+"""What can be loaded lazily, that every tensor is what torch or safetensors gives, and what is refused."""
 
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import os
 import pickle
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -29,12 +24,8 @@ from rabbitllm.errors import (
     UnreadableFormatError,
     UnsafePathError,
 )
-from rabbitllm.formats import shard_header
-from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec
-from rabbitllm.lazy import load
-from rabbitllm.lazy.load import ShardFile
+from rabbitllm.formats.tensor_spec import DTYPES
 from rabbitllm.lazy.tensor import LazyTensor
-from rabbitllm.storage.files import CAN_MAP_PRIVATELY, PositionalFile
 from tests.attacks import pickles, torch_zips
 from tests.support.builders import INDEX_NAME, cut, llama_tensors, torch_files, write_shards, write_torch
 from tests.support.leftovers import open_files
@@ -325,101 +316,3 @@ def test_an_index_that_is_a_link_out_of_the_folder_is_not_opened(tmp_path: Path)
     (folder / INDEX_NAME).symlink_to(elsewhere / INDEX_NAME)
     with pytest.raises(UnsafePathError):
         rabbitllm.lazy_load(folder)
-
-
-VALUES = torch.arange(24.0).reshape(4, 6)
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    torch.save({"plain": VALUES, "turned": VALUES.t(), "none": VALUES[:0]}, tmp_path / "x.bin")
-    return tmp_path / "x.bin"
-
-
-def spec(file: ShardFile, name: str) -> TensorSpec:
-    return next(tensor for tensor in file.header.tensors if tensor.name == name)
-
-
-@pytest.mark.skipif(not CAN_MAP_PRIVATELY, reason="nothing is mapped here")
-def test_a_view_has_the_strides_of_the_file_and_what_is_read_has_none(path: Path) -> None:
-    for mapped in (True, False):
-        file = ShardFile(path, "x.bin", mapped=mapped)
-        turned = file.tensor(spec(file, "turned"))
-        assert torch.equal(turned, VALUES.t())
-        assert turned.stride() == ((1, 6) if mapped else (4, 1))
-        assert file.viewable(spec(file, "turned")) is mapped
-        assert file.tensor(spec(file, "none")).shape == (0, 6)
-
-
-def test_what_lies_at_an_odd_address_is_read(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(3, dtype=torch.uint8), "b": VALUES}, tmp_path / "x")
-    raw = (tmp_path / "x").read_bytes()
-    length = int.from_bytes(raw[:8], "little") + 3
-    (tmp_path / "x").write_bytes(length.to_bytes(8, "little") + raw[8 : 5 + length] + b"   " + raw[5 + length :])
-    file = ShardFile(tmp_path / "x", "x", mapped=True)
-    assert [file.viewable(tensor) for tensor in file.header.tensors if tensor.name == "b"] == [False]
-    assert torch.equal(file.tensor(spec(file, "b")), VALUES)
-
-
-@pytest.mark.skipif(not CAN_MAP_PRIVATELY, reason="nothing is mapped here")
-def test_a_mapping_goes_with_its_views_unless_one_is_to_stay(path: Path) -> None:
-    file = ShardFile(path, "x.bin", mapped=True)
-    plain = spec(file, "plain")
-    first = file.tensor(plain)
-    first.zero_()
-    assert not file.tensor(plain).any()
-    del first
-    gc.collect()
-    assert torch.equal(file.tensor(plain), VALUES)
-    kept = file.tensor(plain)
-    file.hold_mapping()
-    kept.zero_()
-    del kept
-    assert not file.tensor(plain).any()
-    assert torch.equal(torch.load(path, weights_only=True)["plain"], VALUES)
-
-
-def test_a_system_that_maps_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(_: PositionalFile) -> None:
-        raise OSError("no such device")
-
-    monkeypatch.setattr(PositionalFile, "map_privately", refused)
-    file = ShardFile(path, "x.bin", mapped=True)
-    assert torch.equal(file.tensor(spec(file, "plain")), VALUES)
-    assert torch.equal(file.tensor(spec(file, "turned")), VALUES.t())
-
-
-def test_closing_waits_for_who_reads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = ShardFile(path, "x.bin", mapped=False)
-    reading, closed = threading.Event(), threading.Event()
-    plain = PositionalFile.read_into
-
-    def slow(opened: PositionalFile, buffer: memoryview, offset: int) -> int:
-        reading.set()
-        assert closed.wait(60)
-        return plain(opened, buffer, offset)
-
-    monkeypatch.setattr(PositionalFile, "read_into", slow)
-    made: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: made.append(file.tensor(spec(file, "plain"))))
-    thread.start()
-    assert reading.wait(60)
-    file.close()
-    closed.set()
-    thread.join()
-    assert torch.equal(made[0], VALUES)
-    with pytest.raises(ClosedCheckpointError):
-        file.tensor(spec(file, "plain"))
-    assert not list(open_files(path.parent))
-
-
-def test_a_file_that_is_replaced_while_it_is_opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def replaced(at: Path, name: str) -> shard_header.Header:
-        other = at.with_name("other")
-        torch.save({"plain": VALUES}, other)
-        other.replace(at)
-        return shard_header.read_shard_header(at, name)
-
-    monkeypatch.setattr(load, "read_shard_header", replaced)
-    with pytest.raises(CorruptShardError, match="has changed since it was opened"):
-        ShardFile(path, "x.bin", mapped=True)

@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import save_file
 
 import rabbitllm
-from rabbitllm.lazy.load import LazyCheckpoint, ShardFile
+from rabbitllm.lazy.files import ShardFile
+from rabbitllm.lazy.load import LazyCheckpoint
 from rabbitllm.lazy.tensor import LazyTensor
 from rabbitllm.storage.files import PositionalFile
 

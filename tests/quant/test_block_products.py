@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.quant import block_pairs, gguf_blocks, kernels, products, vectors
-from rabbitllm.quant.gguf_blocks import DECODERS, sample
-from rabbitllm.quant.kernels import CODES, DEQUANTIZED, PAIRS, PANELS
+from rabbitllm.quant.gguf_blocks import sample
+from rabbitllm.quant.gguf_decoders import DECODERS
+from rabbitllm.quant.kernel_interface import CODES, DEQUANTIZED, PAIRS, PANELS
 from rabbitllm.quant.products import Matrix, multiplies
 from rabbitllm.quant.schemes import Quantized
 from tests.support.rounding import assert_products

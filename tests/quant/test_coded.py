@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rabbitllm.formats.tensor_spec import torch_dtype
 from rabbitllm.quant import bfloat_products, coded, kernels, vectors
 from rabbitllm.quant.coded import FP4, FP8, INT4, MAX_INPUTS, SCALES, CodedForm, CodedMatrix, form_named, multiplies
-from rabbitllm.quant.kernels import CODES, PAIRS
+from rabbitllm.quant.kernel_interface import CODES, PAIRS
 from rabbitllm.quant.products import MAX_GROUPED
 from tests.support.rounding import assert_products
 

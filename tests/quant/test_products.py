@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.quant import bfloat_products, kernels, product_kernels, products, quantize, vectors
-from rabbitllm.quant.kernels import CODES, PAIRS, PANELS
+from rabbitllm.quant.kernel_interface import CODES, PAIRS, PANELS
 from rabbitllm.quant.product_kernels import KERNELS
 from rabbitllm.quant.products import (
     LEAST_PANEL_INPUTS,

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from rabbitllm.quant.kernels import PAIRS
+from rabbitllm.quant.kernel_interface import PAIRS
 from rabbitllm.quant.schemes import int8_code
 from rabbitllm.quant.vectors import _nearest_bfloat16, table_of
 

@@ -21,8 +21,8 @@ from rabbitllm.errors import NotEnoughSpaceException
 from rabbitllm.formats.tensor_spec import TensorPiece, TensorSpec
 from rabbitllm.quant.schemes import COMPRESSIONS, DOUBLE
 from rabbitllm.splitter import bit_allocation
-from rabbitllm.splitter.bit_allocation import BitChoice, BitChoices, SchemeGroup, groups, with_choice
-from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer
+from rabbitllm.splitter.bit_allocation import BitChoices, SchemeGroup, groups, with_choice
+from rabbitllm.splitter.disk_budget import BitChoice, DiskBudget, ShardTransfer
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, layout_at, make_plan, recompressed
 from rabbitllm.store.layer_file import BY_NAME, FORMAT_VERSION, LayerLayout
 from rabbitllm.store.manifest import AUTO, BitAllocation

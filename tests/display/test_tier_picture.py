@@ -12,10 +12,7 @@ import torch
 
 import rabbitllm
 from rabbitllm.base.options import RunOptions
-from rabbitllm.engine.devices import Device
-from rabbitllm.engine.load import load_model
-from rabbitllm.engine.placement import Budget, PlacedUnit, Placement, Pool, Tier, UnitCost, place
-from rabbitllm.engine.tier_picture import (
+from rabbitllm.display.tier_picture import (
     COLOURS,
     DISK,
     EXPERTS,
@@ -25,10 +22,10 @@ from rabbitllm.engine.tier_picture import (
     PINNED,
     ROWS,
     STORED,
-    bars,
-    bytes_by_device,
-    draw_placement,
 )
+from rabbitllm.engine.devices import Device
+from rabbitllm.engine.load import load_model
+from rabbitllm.engine.placement import Budget, PlacedUnit, Placement, Pool, Tier, UnitCost, place
 from rabbitllm.errors import OptionError
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
@@ -61,7 +58,7 @@ def words_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     def draw(placement: Placement, title: str = "a model") -> list[str]:
         path = tmp_path / "tiers.svg"
-        draw_placement(placement, path, title, "a note")
+        placement.plot(path, title)
         return ["".join(one.itertext()).strip() for one in ElementTree.parse(path).iter() if one.tag.endswith("}text")]
 
     return draw
@@ -82,7 +79,7 @@ def test_another_ending_is_refused(tmp_path: Path) -> None:
 
 def test_many_layers_on_two_gpus(words_of: Any) -> None:
     placement = large()
-    shown = bars(placement)
+    shown = placement.bars
     assert [bar.unit for bar in shown] == [placed.unit for placed in placement.units]
     assert {word for bar in shown for word in bar.parts} == {STORED, PINNED, DISK, ROWS}
     words = words_of(placement, "many layers")
@@ -113,7 +110,7 @@ def test_experts_on_gpus_and_in_host_memory(tmp_path: Path, host: int, words_of:
     limits = {**{gpu.name: 260_000 for gpu in gpus}, "cpu": host}
     placement = load_model(folder, RunOptions(max_memory=limits, show_progress=False), devices=gpus).placement
     check(placement)
-    there = bytes_by_device(placement)
+    there = placement.bytes_by_device
     assert EXPERTS in there["fake:0"]
     assert (EXPERTS_PINNED in there.get("page-locked", {})) == bool(host and placement.pools[0].host_slots)
     assert (EXPERTS_AWAY in there.get("disk", {})) == (host < 1 << 30)
@@ -122,10 +119,10 @@ def test_experts_on_gpus_and_in_host_memory(tmp_path: Path, host: int, words_of:
 
 def check(placement: Placement) -> None:
     """Compare sums by tier, device and unit with those that the placement itself gives."""
-    shown = bars(placement)
+    shown = placement.bars
     stored = sum(placed.stored for placed in (*placement.units, *placement.experts))
     assert sum(bar.nbytes for bar in shown) == stored
-    assert sum(sum(parts.values()) for parts in bytes_by_device(placement).values()) == stored
+    assert sum(sum(parts.values()) for parts in placement.bytes_by_device.values()) == stored
     assert sum(bar.parts.get(DISK, 0) for bar in shown) == placement.streamed_bytes
     kept = sum(pool.slots * (pool.stored / pool.experts) for pool in placement.pools)
     stays = sum(placed.stored for placed in placement.experts if placed.tier is not Tier.ROUTED)
@@ -140,14 +137,14 @@ def test_a_plan_is_drawn_as_the_model_that_comes_of_it(tmp_path: Path) -> None:
     planned = next(found.placement for found in plan.generations if found.compression == "4bit")
     model = rabbitllm.AutoModel.from_pretrained(folder, compression="4bit", show_layer_progress=False, **limits)
     assert planned is not None
-    assert bars(planned) == bars(model.placement)
+    assert planned.bars == model.placement.bars
 
 
 def test_shares_of_experts_that_are_kept() -> None:
     units = (PlacedUnit("model.layers.0", "cuda:0", Tier.RESIDENT, 10),)
     experts = (PlacedUnit("model.layers.0.mlp.experts", "cuda:0", Tier.ROUTED, 1000),)
     pools = (Pool("cuda:0", 2, 3, 1, 100, 10, 1000),)
-    (bar,) = bars(Placement(units, (Budget("cuda:0", 999, False),), experts, pools))
+    (bar,) = Placement(units, (Budget("cuda:0", 999, False),), experts, pools).bars
     assert (bar.parts[EXPERTS], bar.parts[EXPERTS_PINNED], bar.parts[EXPERTS_AWAY]) == (200, 300, 500)
-    (bar,) = bars(Placement((PlacedUnit("model.layers.0", "cpu", Tier.RESIDENT, 10),), (Budget("cpu", 9, True),)))
+    (bar,) = Placement((PlacedUnit("model.layers.0", "cpu", Tier.RESIDENT, 10),), (Budget("cpu", 9, True),)).bars
     assert bar.parts == {MAPPED: 10}

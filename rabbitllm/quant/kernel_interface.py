@@ -1,0 +1,50 @@
+"""The interface of compiled kernels, which those who call them and those who emit them share.
+
+A kernel is a C function that takes the address of int64s: `BEFORE_WORK` of them, then those of each piece of work,
+which are `ARGUMENTS`. Every kernel has the same. `product_kernels.py` has one for each method, scheme and set of
+instructions, `block_kernels.py` those of blocks, `code_kernels.py` those of published codes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+CODES, PANELS, DEQUANTIZED = "codes", "panels", "dequantized"
+"""Methods: decode each code for every few inputs; decode a few rows at a time, once for all inputs; no kernel, but
+torch's product with a few rows at a time."""
+NUMBERS = "numbers"
+"""Dequantization of blocks of GGUF files, which is no product."""
+SUMMED = 16
+"""Elements of an input that are summed, for blocks with minima."""
+PAIRS = 32
+"""Value of `width` for kernels that multiply pairs of bfloat16."""
+BFLOAT16 = "bfloat16"
+"""The scheme of a plain matrix of bfloat16, whose codes are its values."""
+BEFORE_WORK = 4
+"""Number of int64s before the pieces of work.
+
+In a team: the addresses of the functions that return a thread's index and the number of threads, the rows for each
+thread, and the number of pieces. A team may have fewer threads than requested: the last one computes all remaining
+rows. Without a team: 0, the thread's index, the rows for each thread, and the number of pieces.
+"""
+ARGUMENTS = ("codes", "scales", "even", "odd", "table", "out", "row_bytes", "steps", "shift", "tokens", "rows")
+"""The arguments of a piece of work: addresses up to `out` (`even` is that of all inputs where even and odd ones are not
+apart); bytes of codes in a row, steps of the kernel in a row, the logarithm of steps in a block, inputs, and rows of
+the whole matrix. Those that a kernel does not need are 0. For blocks by codes `odd` is that of the sums of inputs,
+`steps` are blocks, in pairs those of `block_pairs.PairLayout`, and `shift` the elements of one; for their numbers
+`shift` is the columns."""
+
+
+class CodeKernel(NamedTuple):
+    """In place of a scheme, for published codes: what a kernel of `code_kernels.py` is compiled for.
+
+    Attributes:
+        codes: "nibbles" for two codes a byte, the lower half first, with a table of 16 values; "float8" for
+            float8_e4m3fn.
+        scales: "f32", "bf16", "f16", "power" for the exponent of a power of two (E8M0), or "float8".
+        group: codes of a row with a scale of their own: 16, 32, or 64 for that many or more.
+    """
+
+    codes: str
+    scales: str
+    group: int
