@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rabbitllm.estimate.cost_model import ALONE, Strain
-
 GIB = 1 << 30
 
 
@@ -43,7 +41,7 @@ class Host:
         codes: read rate of quantized weights in products that use their codes; None where each use dequantizes them.
         layer: seconds of a decoder layer beside its weights.
         routed_layer: the same with experts.
-        strain: slowdown of reading and computing by each other.
+        reads_in_turn: whether reading hides nothing, as a copy out of the page cache.
     """
 
     name: str
@@ -62,7 +60,7 @@ class Host:
     routed_layer: Figure
     weekly_hours: float = 168.0
     codes: Figure | None = None
-    strain: Strain = ALONE
+    reads_in_turn: bool = False
 
     def figures(self) -> dict[str, Figure]:
         """All of them, by name."""

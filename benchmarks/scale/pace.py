@@ -2,11 +2,11 @@
 
     computing a unit     the longer of reading its weights with the sequences' KV caches, and of its operations; plus
                          Python's seconds of a layer
-    meanwhile            the next streamed unit comes: the longer of the disk and of the link
+    meanwhile            streamed units come; the slowest decides: computing, the disk, or the busiest link
     experts              come on demand, so no computation hides them; they are chosen evenly
     4bit, 8bit on a GPU  are dequantized to 16 bits for each use, except for a single row
 
-Layers follow each other as in `rabbitllm.estimate`. Activations and attention's own operations are left out, and the
+This is how `rabbitllm.estimate` computes, too. Activations and attention's own operations are left out, and the
 GPUs of a machine compute one after the other, as in the engine.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from benchmarks.scale.facts import Host
 from benchmarks.scale.shape import TWO_BYTES, Drawn, Shape, Unit, fits_disk
-from rabbitllm.estimate.cost_model import RoutedWork, UnitTime, pass_seconds
+from rabbitllm.estimate.cost_model import RoutedWork
 
 PROMPT, ANSWER = 512, 32
 """Tokens of each sequence, in and out."""
@@ -82,7 +82,8 @@ def pass_over(units: Sequence[Unit], shape: Shape, host: Host, sequences: int, e
     rows = sequences * each
     parts = dict.fromkeys((DISK, LINK, MEMORY, COMPUTE, PYTHON), 0.0)
     cached = sequences * shape.cache.bytes_for(context) / shape.layers
-    steps = []
+    computing = asked = reading = 0.0
+    copying = dict.fromkeys((unit.device for unit in units), 0.0)
     for unit in units:
         routed = [_asked_for(module, shape, rows) for module in unit.experts]
         memory = _reading(unit.stored, unit.made, shape, host, rows)
@@ -90,13 +91,17 @@ def pass_over(units: Sequence[Unit], shape: Shape, host: Host, sequences: int, e
         memory += cached / host.memory.value if unit.is_layer else 0.0
         compute = (unit.made + sum(of.used for of in routed)) * rows / host.flops.value
         python = (host.routed_layer if routed else host.layer).value if unit.is_layer else 0.0
-        ahead = unit.read / host.disk.value, _over(unit.copied, host)
-        asked = sum(of.read for of in routed) / host.disk.value, _over(sum(of.copied for of in routed), host)
-        computing = max(memory, compute) + python + max(asked)
-        steps.append(UnitTime(unit.device, computing, max(ahead), by_link=ahead[1] > ahead[0]))
-        found = {DISK: ahead[0] + asked[0], LINK: ahead[1] + asked[1], MEMORY: memory, COMPUTE: compute, PYTHON: python}
-        parts = {name: seconds + found[name] for name, seconds in parts.items()}
-    return Pass(pass_seconds(steps, host.strain), parts)
+        on_demand = sum(of.read for of in routed) / host.disk.value, _over(sum(of.copied for of in routed), host)
+        computing += max(memory, compute) + python
+        asked += max(on_demand)
+        reading += unit.read / host.disk.value
+        copying[unit.device] += _over(unit.copied, host)
+        seconds = {DISK: unit.read / host.disk.value + on_demand[0], LINK: _over(unit.copied, host) + on_demand[1]}
+        seconds |= {MEMORY: memory, COMPUTE: compute, PYTHON: python}
+        parts = {name: total + seconds[name] for name, total in parts.items()}
+    if host.reads_in_turn:
+        computing, reading = computing + reading, 0.0
+    return Pass(max(computing, reading, *copying.values()) + asked, parts)
 
 
 @dataclass(frozen=True)

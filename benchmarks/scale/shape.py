@@ -186,7 +186,7 @@ def draw(shape: Shape, on_gpu: bool) -> Drawn:
     """Prepare a model for an unknown GPU, or for the processor, whose products use codes."""
     device: Device = PaperGpu(0) if on_gpu else CpuDevice()
     options = RunOptions(dtype="bfloat16", max_memory={device.name: 0}, show_progress=False, exact=on_gpu)
-    machine = Machine([device], options, 0)
+    machine = Machine([device], options)
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         (home / "config.json").write_text(json.dumps(shape.outline.sample))

@@ -1,15 +1,13 @@
-"""The cost model: bytes and seconds of a pass over a model, from its load plan and measured rates.
+"""The bytes of a pass over a model, from its load plan; measures nothing.
 
-Pure: measures nothing. Records of an estimate; the work of a pass with units and with experts; the time of a pass.
+Records of an estimate, and the work of a pass with units and with experts.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rabbitllm.checkpoints.config import picked_by
 from rabbitllm.engine.placement import HOOKED, Placement, Tier, TierContent
@@ -20,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
+    from rabbitllm.engine.expert_source import ExpertSource
     from rabbitllm.engine.load_plan import LoadPlan
     from rabbitllm.engine.units import ParameterEntry, UnitSource
 
@@ -150,10 +149,10 @@ class UnitWork:
         streamed: bytes that are read for each pass; 0 if it is resident.
         uploaded: bytes that are copied to its device for each pass.
         products: the matrices it multiplies with.
-        hooked: whether its parameters are bound, and made if necessary, for each pass.
+        bound: number of parameters that are bound for each pass.
+        made: bytes of those that are made from others for each pass.
         modules: number of modules inside it, itself included; 0 outside of decoder layers.
         once: whether it is part of an encoder, which only the first token needs.
-        kind: equal for units that take the same time.
     """
 
     unit: str
@@ -161,38 +160,39 @@ class UnitWork:
     streamed: int
     uploaded: int
     products: tuple[Product, ...]
-    hooked: bool
+    bound: int
+    made: int
     modules: int
     once: bool
-    kind: tuple[Any, ...]
 
 
 def work_of(plan: LoadPlan) -> tuple[UnitWork, ...]:
     """Return the work of a pass, unit by unit, in its order."""
     picked, encoder = picked_by(plan.model.config.get_text_config()), _encoder_path(plan.model)
     hosts = {budget.device for budget in plan.placement.budgets if budget.is_host}
-    found = []
+    alike: dict[int, tuple[tuple[Product, ...], int]] = {}  # in an outline one source is of many layers
+    work = []
     for placed in plan.placement.units:
         source = plan.sources[placed.unit]
+        if id(source) not in alike:
+            modules = sum(1 for _ in source.unit.module.modules()) if source.unit.is_layer else 0
+            alike[id(source)] = tuple(_products(source, picked)), modules
+        products, modules = alike[id(source)]
         streamed = placed.stored if placed.tier is Tier.STREAMED else 0
         uploaded = placed.stored if placed.device not in hosts and placed.tier in _COPIED else 0
         hooked = placed.tier in HOOKED and not (placed.tier is Tier.PACKED and source.is_view)
-        modules = sum(1 for _ in source.unit.module.modules()) if source.unit.is_layer else 0
-        products = tuple(_products(source, picked))
-        kind = (placed.device, products, hooked, modules, len(tuple(source.entries)), source.stored_bytes)
+        bound = len(tuple(source.entries)) if hooked else 0
+        made = _made_bytes(source) if hooked else 0
         once = encoder is not None and (placed.unit + ".").startswith(encoder)
-        found.append(UnitWork(placed.unit, placed.device, streamed, uploaded, products, hooked, modules, once, kind))
-    return tuple(found)
+        work.append(UnitWork(placed.unit, placed.device, streamed, uploaded, products, bound, made, modules, once))
+    return tuple(work)
 
 
-def shapes(work: Iterable[UnitWork], form: str) -> Mapping[tuple[int, int], int]:
-    """Return the shapes of the matrices in a form, and the bytes that one token needs of each, the most first."""
-    found: Counter[tuple[int, int]] = Counter()
-    for unit in work:
-        for product in unit.products:
-            if product.form == form:
-                found[product.shape] += round(product.touched(1))
-    return dict(found.most_common())
+def _made_bytes(source: UnitSource) -> int:
+    """Return the bytes of parameters that are no views of the stored bytes."""
+    if source.is_view:
+        return 0
+    return sum(entry.nbytes for job in source.jobs if not job.recipe.wraps for _, entry in job.entries)
 
 
 def _encoder_path(model: PreTrainedModel) -> str | None:
@@ -274,7 +274,8 @@ class RoutedWork:
         expert_bytes: of one, on disk.
         on_device: the share of them that is kept where they compute; 1 if they are resident.
         in_host: the share that is kept in pinned host memory.
-        kind: equal for modules whose calls take the same time.
+        products: the matrices of one expert.
+        made: bytes of an expert's weights that are made from others for each use.
     """
 
     name: str
@@ -287,7 +288,8 @@ class RoutedWork:
     expert_bytes: int
     on_device: float
     in_host: float
-    kind: tuple[Any, ...]
+    products: tuple[Product, ...]
+    made: int
 
     @property
     def missed(self) -> float:
@@ -329,10 +331,6 @@ def routed_work(plan: LoadPlan) -> tuple[RoutedWork, ...]:
         source = known[placed.unit]
         routed = placed.tier is Tier.ROUTED
         on_device, in_host = pools[placed.device].shares if routed else (1.0, 0.0)
-        forms = tuple(
-            (leaf.shape, leaf.is_view, leaf.matrix_type, leaf.coded and leaf.coded.form)
-            for leaf in source.leaves.values()
-        )
         found.append(
             RoutedWork(
                 name=source.name,
@@ -345,10 +343,33 @@ def routed_work(plan: LoadPlan) -> tuple[RoutedWork, ...]:
                 expert_bytes=source.expert_bytes,
                 on_device=on_device,
                 in_host=in_host,
-                kind=(placed.device, placed.tier, source.experts, source.used, source.nbytes, forms),
+                products=tuple(_expert_products(source)),
+                made=0
+                if placed.tier is Tier.RESIDENT
+                else sum(
+                    leaf.ready_bytes // source.experts
+                    for leaf in source.leaves.values()
+                    if not leaf.is_view and leaf.matrix_type is None
+                ),
             )
         )
     return tuple(found)
+
+
+def _expert_products(source: ExpertSource) -> Iterator[Product]:
+    for leaf in source.leaves.values():
+        stored = leaf.blocks[0].form
+        if len(leaf.shape) < 2:
+            continue  # a bias
+        if leaf.coded is not None:
+            form = leaf.coded.form.scheme
+        elif leaf.matrix_type is not None and stored is not None:
+            form = stored.codes.scheme
+        else:
+            form = str(leaf.entry.dtype).removeprefix("torch.")
+            yield Product(form, _matrix(leaf.entry), leaf.ready_bytes // source.experts)
+            continue
+        yield Product(form, _matrix(leaf.entry), sum(part.nbytes for part in leaf.parts))
 
 
 def by_unit(work: Iterable[RoutedWork]) -> dict[str, list[RoutedWork]]:
@@ -403,96 +424,3 @@ def bytes_of_a_pass(
         experts=experts,
         placement=placement,
     )
-
-
-# The time of a pass, from the times of reading and computing each unit: seconds in, seconds out.
-#
-# A pass runs the units in order, and is followed by the next one. Of a device's streamed units one computes while the
-# following one is read: reading begins when the one before it is taken, continues while other units compute until it is
-# needed, and is waited for if it is not done by then (`engine/prefetch.py`: one thread and two buffers per device). The
-# first streamed unit of a pass is read while the last units of the pass before compute.
-#
-# While both are in progress, each is slower than alone: computing by `Strain.computing`, reading by `Strain.reading`,
-# which are measured, not assumed. (Reading past the page cache costs the processor little; from the page cache it is a
-# copy that occupies a core.) Devices that read at the same time share the disk; each has a link of its own.
-#
-# So for consecutive streamed units with r seconds of reading and c of computing each, a unit takes max(r, c) if neither
-# slows the other down, and r + c if it is the only streamed unit, since nothing is read ahead of it.
-
-PASSES = 3
-"""Passes that are simulated after the first one, for which nothing was read ahead."""
-_NOTHING = 1e-12
-"""Remaining seconds that are due to rounding."""
-
-
-@dataclass(frozen=True, slots=True)
-class UnitTime:
-    """Times of one unit of a pass, in seconds of undisturbed work.
-
-    Attributes:
-        device: the device that computes; each has a reader of its own.
-        compute: seconds to bind, make and multiply.
-        read: seconds to read or copy it; 0 if it is resident.
-        by_link: whether it is copied over the device's own link, rather than read from the disk that all share.
-    """
-
-    device: str
-    compute: float
-    read: float = 0.0
-    by_link: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Strain:
-    """The factors by which computing and reading take longer while both are in progress; at least 1."""
-
-    computing: float = 1.0
-    reading: float = 1.0
-
-
-ALONE = Strain()
-
-
-def pass_seconds(steps: Sequence[UnitTime], strain: Strain = ALONE) -> float:
-    """Return the seconds of a pass that follows others: the mean of a few, since those of several devices may differ.
-
-    Args:
-        steps: the units, in the order of a pass.
-        strain: how reading and computing slow each other down.
-    """
-    follower: dict[int, int] = {}  # a streamed unit -> the next one of its device, cyclically
-    for device in {step.device for step in steps}:
-        order = [number for number, step in enumerate(steps) if step.device == device and step.read]
-        follower |= dict(zip(order, order[1:] + order[:1], strict=True))
-    now = begun = 0.0
-    left: dict[str, float] = {}  # undisturbed seconds until the reader of a device is done
-    by_link = {step.device: step.by_link for step in steps if step.read}
-
-    def advance(most: float, slower: float) -> float:
-        """Advance the time until a reader is done, by at most this many seconds; return how many."""
-        nonlocal now
-        readers = [device for device, seconds in left.items() if seconds > _NOTHING]
-        sharing = sum(not by_link[device] for device in readers)
-        factors = {device: slower * (1 if by_link[device] else sharing) for device in readers}
-        took = min([most, *(left[device] * factor for device, factor in factors.items())])
-        for device, factor in factors.items():
-            left[device] -= took / factor
-        now += took
-        return took
-
-    for turn, (number, step) in itertools.product(range(1 + PASSES), enumerate(steps)):
-        if (turn, number) == (1, 0):
-            begun = now
-        if step.read:
-            left.setdefault(step.device, step.read)
-            while left[step.device] > _NOTHING:
-                advance(float("inf"), 1.0)
-            del left[step.device]
-            if follower[number] != number:
-                left[step.device] = steps[follower[number]].read
-        seconds = step.compute
-        while seconds > _NOTHING:
-            reading = any(one > _NOTHING for one in left.values())
-            speed = 1 / strain.computing if reading else 1.0
-            seconds -= advance(seconds / speed, strain.reading) * speed
-    return (now - begun) / PASSES

@@ -1,242 +1,388 @@
-"""The measured rates of this machine; each is measured once, however many models use it."""
+"""The rates of this machine that estimates need, each measured once: products, reading, copying, Python's overhead.
+
+A token reads every weight once, so in a large model none is found in the processor's caches: measured matrices are
+many times larger than those caches. Files that are read are on the disk already; if there are none, an unnamed
+temporary file is written.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import logging
+import mmap
+import shutil
 import statistics
+import sys
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import nn
 
 from rabbitllm.base.options import RunOptions
-from rabbitllm.engine.devices import Device, resolve_devices
-from rabbitllm.estimate.cost_model import PROMPT_TOKENS
-from rabbitllm.estimate.measure import (
-    DIRECT,
-    DROPPED,
-    SET_BYTES,
-    FileSample,
-    something_to_read,
-    upload_rate,
-    working_set,
-)
-from rabbitllm.quant.schemes import SCHEMES, check_compression
+from rabbitllm.engine.devices import Device, aligned_host, resolve_devices
+from rabbitllm.engine.free_memory import available_ram
+from rabbitllm.engine.prefetch import HostBuffers
+from rabbitllm.engine.span_reader import READ_BYTES, THROUGH_THE_CACHE, FileSpan, ReadMode, SpanReader
+from rabbitllm.engine.weight_tensors import QuantizedWeight
+from rabbitllm.estimate.cost_model import BITSANDBYTES
+from rabbitllm.quant import coded
+from rabbitllm.quant.products import FusedMatrix, Matrix
+from rabbitllm.quant.schemes import SCHEMES, STORED, Quantized, check_compression, code_values
+from rabbitllm.storage import durable
+from rabbitllm.storage.files import PositionalFile, page_aligned
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+DIRECT, DROPPED = ReadMode(direct=True), ReadMode(drop=True)
+READING = {
+    DIRECT: "past the page cache",
+    DROPPED: "through the page cache",
+    THROUGH_THE_CACHE: "out of the page cache",
+}
+"""How reports call the modes of reading."""
+SHAPE = (4096, 4096)
+"""Of every measured matrix."""
+SET_BYTES = 256 << 20
+"""Of all matrices that are multiplied with in turn."""
+MEASURING_BYTES = 256 << 20
+"""Of memory; with less, compilers and samples might have the system end the process."""
+SECONDS = 0.1
+"""Duration of one measurement, after an uncounted round that loads kernels and touches the memory."""
+SAMPLE_BYTES = 128 << 20
+"""The most that is read, or written if there is nothing to read, to find a rate."""
+PIECE_BYTES, BUFFERS = READ_BYTES, 4
+"""Of one read, into several buffers in turn, as in the engine: one might be found in the processor's caches."""
+READ_SECONDS = 0.25
+WRITE_SECONDS = 1.0
+UPLOADED_BYTES = 64 << 20
+LAYERS, TOKENS, ROUNDS = (1, 7), 8, 3
+"""Of the small models whose tokens are timed."""
+BETWEEN_BYTES = 4 << 20
+"""Memory that passes through the processor's caches after each product of these, as a matrix does."""
+_BYTE = 0x3C
+"""Byte that weights are filled with: a small number in every floating dtype, two codes at 4bit and one at 8bit."""
 
 Measured = TypeVar("Measured")
 
 
-# Costs of a token other than products with weights: Python and small operations. They are measured on a Llama of
-# transformers that has the model's own sizes and no matrices, run by the same `generate`; a decoder layer of another
-# kind is assumed to cost as much for each module in it.
-
-FEW_LAYERS, MORE_LAYERS = 1, 7
-TOKENS = 24
-
-
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Seconds per token without the products with weights: once per pass, and per module inside a decoder layer."""
+    """Seconds of Python and small operations: of a token, and of a module inside a decoder layer."""
 
-    a_pass: float
+    a_token: float
     a_module: float
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSizes:
-    """The sizes that small operations of a layer depend on."""
-
-    vocabulary: int
-    hidden: int
-    inner: int
-    heads: int
-    key_heads: int
-    head: int
-
-
-TYPICAL = LayerSizes(vocabulary=128256, hidden=4096, inner=14336, heads=32, key_heads=8, head=128)
-"""Sizes of a model with 8 billion parameters."""
-TYPICAL_SHAPES = {(4096, 4096): 1, (14336, 4096): 3, (4096, 14336): 1}
-"""(rows, columns) -> share of the bytes, in the same model."""
-TYPICAL_UNIT = 32 << 20
-"""Size of one read when measuring."""
-
-
-def sizes_of(config: PretrainedConfig) -> LayerSizes:
-    """Return the sizes in a config; those of a small model for missing entries and ones in another form."""
-
-    def whole(name: str, default: int) -> int:
-        try:
-            value = getattr(config, name, None)
-        except RuntimeError:  # raised by transformers if layers differ in it
-            return default
-        return value if type(value) is int and value > 0 else default
-
-    heads = whole("num_attention_heads", 4)
-    key_heads = whole("num_key_value_heads", heads)
-    head = whole("head_dim", whole("hidden_size", 16 * heads) // heads)
-    return LayerSizes(
-        whole("vocab_size", 32),
-        whole("hidden_size", 16 * heads),
-        whole("intermediate_size", 64),
-        heads if heads % key_heads == 0 else key_heads,
-        key_heads,
-        max(head // 2 * 2, 2),
-    )
-
-
-def overhead(sizes: LayerSizes, dtype: torch.dtype, device: Device) -> Overhead:
-    """Measure the overhead, with models of few and of more layers."""
-    few, more = (_weightless(layers, sizes, dtype, device) for layers in (FEW_LAYERS, MORE_LAYERS))
-    short, long = _token_seconds(few), _token_seconds(more)
-    modules = sum(1 for _ in few.model.layers[0].modules())
-    a_layer = max(long - short, 0.0) / (MORE_LAYERS - FEW_LAYERS)
-    return Overhead(max(short - FEW_LAYERS * a_layer, 0.0), a_layer / modules)
-
-
-def _weightless(layers: int, sizes: LayerSizes, dtype: torch.dtype, device: Device) -> Any:
-    """Return a Llama of these sizes without matrices, since they are never multiplied with."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    settings: dict[str, Any] = {
-        "vocab_size": sizes.vocabulary,
-        "hidden_size": sizes.hidden,
-        "intermediate_size": sizes.inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": sizes.heads,
-        "num_key_value_heads": sizes.key_heads,
-        "head_dim": sizes.head,
-        "tie_word_embeddings": False,
-    }
-    config = LlamaConfig(**settings, bos_token_id=None, eos_token_id=None, pad_token_id=0)
-    with torch.device("meta"):
-        model: PreTrainedModel = LlamaForCausalLM(config)
-    for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear | nn.Embedding):
-            width = module.out_features if isinstance(module, nn.Linear) else module.embedding_dim
-            model.set_submodule(name, _Given(width, dtype, device.torch_device))
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(torch.ones_like(parameter, dtype=dtype, device=device.torch_device)))
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device.torch_device)
-    return model.eval()
-
-
-class _Given(nn.Module):
-    """Replaces a matrix: returns the same precomputed result for every input of a shape."""
-
-    def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.width = width
-        self._results: dict[tuple[int, ...], torch.Tensor] = {}
-        self._made = torch.empty(0, dtype=dtype, device=device)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return (..., T, width) for ids (..., T) or vectors (..., T, K)."""
-        shape = tuple(input.shape[:-1]) if input.is_floating_point() else tuple(input.shape)
-        if shape not in self._results:
-            self._results[shape] = self._made.new_full((*shape, self.width), 0.5)
-        return self._results[shape]
-
-
-def _token_seconds(model: PreTrainedModel) -> float:
-    """Return the median time of a token after the first."""
-    prompt = torch.ones(1, PROMPT_TOKENS, dtype=torch.int64, device=model.device)
-    clock = _Clock()
-    model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=TOKENS, do_sample=False, streamer=clock
-    )
-    return statistics.median(later - earlier for earlier, later in itertools.pairwise(clock.times[2:]))
-
-
-class _Clock:
-    """Records the time of each token, as a streamer of `generate`."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, tokens: Any) -> None:
-        """Record the prompt first, then each token."""
-        tokens.tolist()  # on a GPU this waits for the tokens
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        """Do nothing."""
-
-
-def product_key(device: str, form: str, mapped: bool, tokens: int) -> Hashable:
-    """Return the key of a measurement of products in `Machine.measured`.
-
-    Args:
-        device: its name.
-        form: form that weights are multiplied from.
-        mapped: whether they are resident in mapped files, or come into a buffer for each pass.
-        tokens: number at a time.
-    """
-    return ("product", device, form, mapped, tokens)
 
 
 @dataclass
 class Machine:
-    """The devices and options that models would run with, and their rates.
+    """The devices and options that models would run with, and their rates in bytes per second.
 
     Attributes:
         devices: the first layer's first.
         options: as `AutoModel.from_pretrained` would get them.
-        min_free: bytes of the disk to keep free.
-        rough: for many models in little time, reuse the first measurement of each kind for all: large products of one
-            form are about equally fast, whatever their shapes. The other costs of a token depend on the sizes of
-            layers; typical sizes are measured. Nothing is measured for the first token after a prompt.
-        files: files to measure reading with; None to choose them for each model.
+        files: to measure reading with.
     """
 
     devices: Sequence[Device]
     options: RunOptions
-    min_free: int
-    rough: bool = False
-    files: Sequence[Path] | None = None
-    _known: dict[Hashable, object] = field(default_factory=dict)
+    files: Sequence[Path] = ()
+    _known: dict[object, object] = field(default_factory=dict)
 
     def device(self, name: str) -> Device:
         """Return a device by name."""
         return next(device for device in self.devices if device.name == name)
 
-    def something_to_read(self, folder: Path, files: Sequence[Path]) -> AbstractContextManager[Sequence[Path]]:
-        """Yield its own `files`; without them see `measure.something_to_read`."""
-        return something_to_read(folder, files, self.min_free) if self.files is None else nullcontext(self.files)
+    def product(self, device: str, form: str, dtype: torch.dtype, rows: int = 1) -> float:
+        """Return the rate at which weights of a form (see `cost_model.Product`) are multiplied with rows of a dtype."""
+        key = ("product", device, form, dtype if is_coded(form) else None, rows)
+        return self._once(key, lambda: product_rate(self.device(device), form, dtype, rows))
 
-    def measured(self, key: Hashable, measure: Callable[[], Measured]) -> Measured:
-        """Measure a rate for one model, of its own shapes and sizes; `key` identifies the kind of measurement."""
-        return self._once(key, measure) if self.rough else measure()
+    def reading(self, mode: ReadMode) -> float | None:
+        """Return the rate of reading from the disk, or from the page cache; None if there is nothing to read."""
+        return self._once(mode, lambda: read_rate(self.files, mode)[0])
 
-    def overhead(self, sizes: LayerSizes, dtype: torch.dtype, device: str) -> Overhead:
-        """Return the overhead of layers of these sizes."""
-        sizes = TYPICAL if self.rough else sizes
-        return self._once(("overhead", sizes, dtype, device), lambda: overhead(sizes, dtype, self.device(device)))
+    def disk(self) -> tuple[ReadMode, float] | None:
+        """Return the faster mode of reading from the disk, with its rate."""
+        rates = [(rate, mode) for mode in (DIRECT, DROPPED) if (rate := self.reading(mode)) is not None]
+        return max(((mode, rate) for rate, mode in rates), key=lambda pair: pair[1], default=None)
 
-    def upload(self, device: str) -> float:
-        """See `measure.upload_rate`."""
-        return self._once(("upload", device), lambda: upload_rate(self.device(device)))
+    def link(self, device: str) -> float:
+        """Return the rate of copying from host memory to a device that does not share it."""
+        return self._once(("link", device), lambda: upload_rate(self.device(device)))
 
-    def _once(self, key: Hashable, measure: Callable[[], Measured]) -> Measured:
+    def overhead(self, device: str) -> Overhead:
+        """Return the overhead of small operations on a device."""
+        return self._once(("overhead", device), lambda: overhead(self.device(device)))
+
+    def _once(self, key: object, measure: Callable[[], Measured]) -> Measured:
         if key not in self._known:
             self._known[key] = measure()
         return cast(Measured, self._known[key])
 
 
+def is_coded(form: str) -> bool:
+    """Whether weights of this form are codes rather than numbers of a torch dtype."""
+    return not isinstance(getattr(torch, form, None), torch.dtype)
+
+
+def can_measure() -> bool:
+    """Whether this process may take the memory that measuring needs."""
+    return available_ram() >= MEASURING_BYTES
+
+
+# Products
+
+
+def product_rate(device: Device, form: str, dtype: torch.dtype, rows: int) -> float:
+    """Measure the bytes of weights of a form that are multiplied with per second, with this many rows of a dtype."""
+    dtype = dtype if is_coded(form) else getattr(torch, form)
+    weights: list[Any] = []
+    total = 0
+    while total < min(SET_BYTES, available_ram() // 8) or not weights:
+        weight, nbytes = _weight(device, form, dtype)
+        weights.append(weight)
+        total += nbytes
+    memory = _filled(device, rows * SHAPE[1] * dtype.itemsize)
+    inputs = memory.view(dtype).view(1, rows, SHAPE[1])
+    products = [
+        weight if isinstance(weight, nn.Module) else partial(nn.functional.linear, weight=weight) for weight in weights
+    ]
+
+    def work() -> None:
+        for product in products:
+            product(inputs)
+        device.synchronise()
+
+    with torch.inference_mode():
+        return total / _seconds(work)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """Return the median time of rounds of some work, after one that is not counted."""
+    work()
+    times: list[float] = []
+    begun = time.perf_counter()
+    while not times or time.perf_counter() - begun < SECONDS:
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _weight(device: Device, form: str, dtype: torch.dtype) -> tuple[Any, int]:
+    """Return a matrix of `SHAPE` (or a module of bitsandbytes that holds one), and its bytes as stored."""
+    rows, columns = SHAPE
+    elements = rows * columns
+    filled = partial(_filled, device)
+    if form.startswith(BITSANDBYTES):
+        return _bitsandbytes_module(device, form), elements if "8bit" in form else elements * 9 // 16
+    if coded.is_scheme(form):
+        published = coded.form_named(form, SHAPE)
+        codes, scales = filled(rows * published.row_bytes), filled(published.scale_bytes)
+        return QuantizedWeight(coded.CodedMatrix(published, codes, scales), dtype), published.nbytes
+    if form not in STORED:
+        return filled(elements * dtype.itemsize).view(dtype).view(SHAPE), elements * dtype.itemsize
+    scheme = STORED[form]
+    if scheme.block_bytes:
+        nbytes = elements // scheme.block * scheme.block_bytes
+        nothing = torch.empty(0)
+        return QuantizedWeight(Matrix(Quantized(form, SHAPE, None), filled(nbytes), nothing, nothing), dtype), nbytes
+    payload = filled(elements // scheme.codes_a_byte).view(-1, 1)
+    absmax = torch.ones(elements // scheme.block, device=payload.device)
+    matrix_type = Matrix if device.shares_host_memory else FusedMatrix
+    table = code_values(form).to(payload.device)
+    matrix = matrix_type(Quantized(form, SHAPE, "float32"), payload, absmax, table)
+    return QuantizedWeight(matrix, dtype), payload.numel() + 4 * absmax.numel()
+
+
+def _bitsandbytes_module(device: Device, form: str) -> nn.Module:
+    """Return one of bitsandbytes' own modules, with which checkpoints that are published for it are computed."""
+    from bitsandbytes import nn as modules
+
+    rows, columns = SHAPE
+    made: Any
+    if "8bit" in form:
+        made = modules.Linear8bitLt(columns, rows, bias=False, has_fp16_weights=False, threshold=6.0)
+    else:
+        compute = getattr(torch, form.rpartition(" ")[2])
+        made = modules.Linear4bit(columns, rows, bias=False, compute_dtype=compute, quant_type="nf4")
+    return made.to(device.torch_device).eval()  # type: ignore[no-any-return]
+
+
+def _filled(device: Device, nbytes: int) -> torch.Tensor:
+    """Return filled memory, uint8 (nbytes,): untouched memory has no pages, and is read at no cost."""
+    memory = _small_pages(nbytes) if device.shares_host_memory else device.device_buffer(nbytes)
+    return memory.fill_(_BYTE)
+
+
+def _small_pages(nbytes: int) -> torch.Tensor:
+    """Return host memory in small pages, as of mapped files: products with codes are slower there by a fifth."""
+    if sys.platform != "linux":
+        return aligned_host(nbytes)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+# Python's overhead
+
+
+def overhead(device: Device) -> Overhead:
+    """Measure the overhead with Llamas of few and of more layers, whose matrices are too small to count.
+
+    On the CPU other memory passes through the processor's caches after each product, as matrices do in a real model:
+    Python is half as fast if it comes from memory again.
+    """
+    (short, few), (long, many) = (_token_seconds(layers, device) for layers in LAYERS)
+    a_module = max(long - short, 0.0) / (many - few)
+    return Overhead(max(short - few * a_module, 0.0), a_module)
+
+
+def _token_seconds(layers: int, device: Device) -> tuple[float, int]:
+    """Return the seconds of a token of a small Llama, and the number of modules in its layers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
+    config = LlamaConfig(**sizes, num_hidden_layers=layers, bos_token_id=None, eos_token_id=None, pad_token_id=0)
+    with torch.random.fork_rng(devices=[]):  # the caller's generator must not be advanced
+        model: Any = LlamaForCausalLM(config).to(device.torch_device).eval()
+    matrix = torch.ones(BETWEEN_BYTES // 4 if device.shares_host_memory else 0)
+    not_counted = 0.0
+
+    def between(*arguments: object) -> None:
+        nonlocal not_counted
+        start = time.perf_counter()
+        matrix.sum()
+        not_counted += time.perf_counter() - start
+
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(between)
+    prompt = torch.ones(1, 4, dtype=torch.int64, device=device.torch_device)
+    times = []
+    for _ in range(ROUNDS):
+        not_counted, start = 0.0, time.perf_counter()
+        model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=TOKENS)
+        times.append(time.perf_counter() - start - not_counted)
+    return statistics.median(times) / TOKENS, sum(1 for _ in model.model.layers.modules())
+
+
+# Reading and copying
+
+
+class _Files:
+    """The paths of files by number, for `SpanReader`."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+
+    def path(self, file: str) -> Path:
+        return self._files[int(file)]
+
+
+def read_rate(files: Sequence[Path], mode: ReadMode) -> tuple[float | None, int]:
+    """Measure the bytes per second of reading pieces that are spread over files; return them and the bytes read.
+
+    From the disk, or in `THROUGH_THE_CACHE` from the page cache, which keeps the pieces afterwards. None if the files
+    cannot be read in this mode, or not at all.
+    """
+    store, reader = _Files(files), SpanReader(_Files(files), mode)
+    try:
+        pieces = [
+            FileSpan(str(index), offset, min(PIECE_BYTES, path.stat().st_size - offset), 0)
+            for index, path in enumerate(files)
+            for offset in range(0, path.stat().st_size, PIECE_BYTES)
+        ]
+        pieces = pieces[:: max(-(-len(pieces) * PIECE_BYTES // SAMPLE_BYTES), 1)]
+        buffers = [page_aligned(PIECE_BYTES) for _ in pieces[:BUFFERS]]
+        for buffer in buffers:
+            buffer[:] = bytes(PIECE_BYTES)  # else the first touch of its pages would be timed as reading
+        if mode == THROUGH_THE_CACHE:
+            _read(reader, pieces, buffers)
+        else:
+            _forget(store, pieces)
+        start = time.perf_counter()
+        nbytes = _read(reader, pieces, buffers)
+        seconds = time.perf_counter() - start
+        if mode != THROUGH_THE_CACHE:
+            _forget(store, pieces)
+    except OSError:
+        return None, 0
+    return (nbytes / seconds if nbytes and reader.mode == mode else None), nbytes
+
+
+def _read(reader: SpanReader, pieces: Sequence[FileSpan], buffers: Sequence[memoryview]) -> int:
+    """Read pieces into buffers in turn, for `READ_SECONDS` at most; return their bytes."""
+    nbytes, start = 0, time.perf_counter()
+    for piece, buffer in zip(pieces, itertools.cycle(buffers), strict=False):
+        reader.read([piece], buffer)
+        nbytes += piece.nbytes
+        if time.perf_counter() - start > READ_SECONDS:
+            break
+    return nbytes
+
+
+def _forget(store: _Files, pieces: Sequence[FileSpan]) -> None:
+    """Drop pieces from the page cache."""
+    for piece in pieces:
+        with PositionalFile(store.path(piece.file)) as file:
+            file.drop_cache(piece.offset, piece.nbytes)
+
+
 @contextlib.contextmanager
-def rough_machine(folder: Path, min_free: int) -> Iterator[Machine]:
+def something_to_read(folder: Path, files: Sequence[Path], min_free: int) -> Iterator[Sequence[Path]]:
+    """Yield files on the disk of a folder: those of `files` that are on it, or one that is written for this.
+
+    Args:
+        folder: the folder; if it does not exist, its nearest existing parent.
+        files: files that may be on the same disk.
+        min_free: bytes of it to keep free; without room nothing is written, and no file is yielded.
+    """
+    nearest = next(place for place in (folder, *folder.parents) if place.is_dir())
+    disk = nearest.stat().st_dev
+    here = [path for path in files if path.is_file() and path.stat().st_dev == disk and path.stat().st_size]
+    room = shutil.disk_usage(nearest).free - min_free
+    with contextlib.ExitStack() as stack:
+        if not here and room >= SAMPLE_BYTES and Path("/proc/self/fd").exists():
+            with contextlib.suppress(OSError):  # a folder that cannot be written to
+                descriptor = stack.enter_context(durable.nameless_file(nearest, _noise()))
+                here = [Path(f"/proc/self/fd/{descriptor}")]
+        yield here
+
+
+def _noise() -> Iterator[bytes]:
+    """Yield incompressible data, for a second at most."""
+    generator, start = np.random.default_rng(0), time.perf_counter()
+    for _ in range(SAMPLE_BYTES // PIECE_BYTES):
+        yield generator.bytes(PIECE_BYTES)
+        if time.perf_counter() - start > WRITE_SECONDS:
+            return
+
+
+def upload_rate(device: Device) -> float:
+    """Measure bytes per second from host memory to a device that does not share it, copied as in the engine."""
+    memory = HostBuffers(device)  # unpins the memory before it is freed
+    host, buffer = memory.take_anyhow(UPLOADED_BYTES).fill_(0), device.device_buffer(UPLOADED_BYTES)
+
+    def copy() -> None:
+        ticket = device.upload(host, buffer, device.leave())
+        device.landed(ticket)
+        device.arrive(ticket)
+        device.synchronise()
+
+    return UPLOADED_BYTES / _seconds(copy)
+
+
+# For many models in little time
+
+
+@contextlib.contextmanager
+def this_machine(folder: Path, min_free: int) -> Iterator[Machine]:
     """Provide all GPUs, or the CPU, and a file to read, which is removed afterwards; loggers are silent meanwhile.
 
     Args:
@@ -246,7 +392,7 @@ def rough_machine(folder: Path, min_free: int) -> Iterator[Machine]:
     options = RunOptions(device="auto", show_progress=False)
     devices = resolve_devices("auto", None)
     with something_to_read(folder, (), min_free) as files, _quiet("transformers", "rabbitllm"):
-        yield Machine(devices, options, min_free, rough=True, files=files)
+        yield Machine(devices, options, files)
 
 
 @contextlib.contextmanager
@@ -263,27 +409,24 @@ def _quiet(*names: str) -> Iterator[None]:
 
 
 def measurements(machine: Machine) -> Iterator[tuple[Callable[[], float | None], str]]:
-    """Yield measurements of a rough machine: a function that returns bytes per second, and its description."""
-    sample = FileSample(machine.files or (), TYPICAL_UNIT)
-    for mode, words in ((DIRECT, "past the page cache"), (DROPPED, "through the page cache")):
-        measure = partial(machine.measured, ("read", mode), partial(sample.rate, mode))
-        yield measure, f"reading the disk of layer files, {words}"
+    """Yield the measurements for most models: a function that returns bytes per second, and its description."""
+    for mode in (DIRECT, DROPPED):
+        yield partial(machine.reading, mode), f"reading the disk of layer files, {READING[mode]}"
     for device in machine.devices:
-        plain = "bfloat16" if device.has_bf16 else "float16"
-        coded = dict.fromkeys(scheme.codes for scheme in SCHEMES.values()) if device.shares_host_memory else ()
-        for form in (plain, *coded):
-            codes = " codes" if form in SCHEMES else ""
-            yield partial(_product, machine, device, form), f"multiplying with {form}{codes} on {device.name}"
+        dtype = torch.bfloat16 if device.has_bf16 else torch.float16
+        schemes = dict.fromkeys(scheme.codes for scheme in SCHEMES.values()) if device.shares_host_memory else ()
+        for form in (str(dtype).removeprefix("torch."), *schemes):
+            yield partial(_checked_product, machine, device.name, form, dtype), multiplying(form, device.name)
         if not device.shares_host_memory:
-            yield partial(machine.upload, device.name), f"copying from host memory to {device.name}"
+            yield partial(machine.link, device.name), f"copying from host memory to {device.name}"
 
 
-def _product(machine: Machine, device: Device, form: str) -> float:
+def multiplying(form: str, device: str) -> str:
+    """Return the description of a rate of products."""
+    return f"multiplying with {form}{' codes' if form in STORED else ''} on {device}"
+
+
+def _checked_product(machine: Machine, device: str, form: str, dtype: torch.dtype) -> float:
     if form in SCHEMES:
         check_compression(form)
-    dtype = torch.bfloat16 if device.has_bf16 else torch.float16
-
-    def measure() -> float:
-        return working_set(form, TYPICAL_SHAPES, dtype, device, SET_BYTES, mapped=True).rate(1)
-
-    return machine.measured(product_key(device.name, form, True, 1), measure)
+    return machine.product(device, form, dtype)

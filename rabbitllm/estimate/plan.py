@@ -1,7 +1,7 @@
 """`rabbitllm.plan`: the disk use and time of a split and of generation, from headers and a few measurements.
 
 Reads the free space of the disks and the state of the source, and passes both to `estimate.split_estimate`. Writes
-only small files into the hub cache, and for a second a file that `estimate/measure.py` needs.
+only small files into the hub cache, and for a second a file that `estimate/machine.py` needs.
 """
 
 from __future__ import annotations
@@ -404,7 +404,7 @@ def _given_rate(bandwidth: int | str) -> Rate:
 
 def _measure(scan: SourceScan, given: Rate | None) -> Rates:
     """Measure the rates that the estimates are based on, as far as they are needed and memory allows it."""
-    from rabbitllm.estimate.measure import can_measure
+    from rabbitllm.estimate.machine import can_measure
 
     threads = scan.options.threads
     waiting = [shard for c, plan in scan.feasible.items() for shard in plan.shards if shard.name not in scan.used(c)]

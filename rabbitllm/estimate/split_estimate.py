@@ -532,14 +532,11 @@ def _steady_rate(arrived: Sequence[tuple[float, int]]) -> Rate | None:
 
 def read_rate(paths: Sequence[Path]) -> Rate | None:
     """Measure how fast these files are read, through the page cache; None if they cannot be read."""
-    from rabbitllm.estimate.measure import DROPPED, FileSample
+    from rabbitllm.estimate.machine import DROPPED
+    from rabbitllm.estimate.machine import read_rate as rate_of
 
-    try:
-        sample = FileSample(paths, CHUNK_BYTES)
-    except OSError:
-        return None
-    rate = sample.rate(DROPPED)
-    return Rate(rate, sample.bytes_read) if rate is not None else None
+    rate, nbytes = rate_of(paths, DROPPED)
+    return Rate(rate, nbytes) if rate is not None else None
 
 
 def quantize_rate(scheme: str, dtype: str, threads: int, *, fitted: bool = False) -> Rate | None:

@@ -20,16 +20,12 @@ from benchmarks.scale.facts import EPYC, Figure, Host
 from benchmarks.scale.pace import Pass, pass_over
 from benchmarks.scale.shape import DENSE, Drawn, draw, shape_of, shape_of_layers
 from rabbitllm.engine.devices import CpuDevice, default_budget
-from rabbitllm.estimate.cost_model import Strain
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 WHOLE = 1 << 40
 CONTEXT = 24
 """Tokens of a prompt and what was made of it, about, where a single sequence was measured."""
 PAGE_CACHE = Figure(11.2e9, "reading out of the page cache, predict-full-1")
-IN_TURN = Strain(2.0, 2.0)
-"""A copy out of the page cache reads and writes 22 GB/s of memory, as much as products can have, so that neither hides
-behind the other."""
 PLANNED_MEMORY = 19.7e9
 """Of the 72B's 40.9 GB, what stayed in 24 GB of RAM (docs/PERFORMANCE.md)."""
 
@@ -72,7 +68,7 @@ class Check:
 
 def checks() -> tuple[Check, ...]:
     """All of them."""
-    cached = dataclasses.replace(EPYC, disk=PAGE_CACHE, strain=IN_TURN)
+    cached = dataclasses.replace(EPYC, disk=PAGE_CACHE, reads_in_turn=True)
     half_of_weights = default_budget(_Free(_small(None).shape.outline.checkpoint_bytes // 2))
     return (
         _of_file("fits, bfloat16", "decode-full", "rabbitllm-2", EPYC, WHOLE),

@@ -46,7 +46,7 @@ def plan_of_72b(folder: Path, compression: str, right: Sequence[str]) -> LoadPla
         files = PlannedFiles(model.outline.plans[compression], folder / "split")
         options = RunOptions(max_memory={**{gpu.name: 12 * GIB for gpu in gpus}, "cpu": 20 * GIB})
         sample = make_load_plan(files, options, folder, gpus)
-        return stretched(sample, model.outline.layers, Machine(gpus, options, 0))
+        return stretched(sample, model.outline.layers, Machine(gpus, options))
 
 
 @pytest.mark.parametrize(("compression", "packed", "dequantized"), [("4bit", 45, 37), ("4bit-double", 50, 41)])

@@ -1,15 +1,12 @@
-"""The work of a pass, compared with the model itself; experts; and the time of a pass."""
+"""The work of a pass, compared with the model itself, and experts."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from rabbitllm.base.options import RunOptions
@@ -17,17 +14,7 @@ from rabbitllm.engine.devices import CpuDevice
 from rabbitllm.engine.expert_pool import ExpertCache
 from rabbitllm.engine.load_plan import LoadPlan, make_load_plan
 from rabbitllm.engine.placement import Tier
-from rabbitllm.estimate.cost_model import (
-    Product,
-    Strain,
-    UnitTime,
-    UnitWork,
-    experts_of,
-    pass_seconds,
-    routed_work,
-    shapes,
-    work_of,
-)
+from rabbitllm.estimate.cost_model import Product, UnitWork, experts_of, routed_work, work_of
 from tests.splitter.test_plan import planned
 from tests.support.builders import build_checkpoint
 
@@ -50,8 +37,7 @@ def test_every_matrix_of_a_dense_model_is_multiplied_with_once(tmp_path: Path) -
     work = work_of(found)
     assert touched(work, "bfloat16") == sum(2 * linear.weight.numel() for linear in linears)
     assert touched(work, "bfloat16", 16) == touched(work, "bfloat16")
-    assert sum(shapes(work, "bfloat16").values()) == touched(work, "bfloat16")
-    assert not any(unit.hooked or unit.streamed for unit in work)
+    assert not any(unit.bound or unit.made or unit.streamed for unit in work)
     assert [unit.modules > 5 for unit in work] == [".layers." in unit.unit for unit in work]
 
 
@@ -73,9 +59,9 @@ def test_what_does_not_fit_is_streamed_and_bound_for_each_pass(tmp_path: Path) -
     found = drawn(tmp_path / "m", "llama", room=0)
     work = work_of(found)
     assert sum(unit.streamed for unit in work) == found.placement.streamed_bytes > 0
-    assert {unit.hooked for unit in work if unit.streamed} == {True}
-    layers = [unit for unit in work if unit.modules]
-    assert len({unit.kind for unit in layers}) == 1
+    entries = {name: len(list(source.entries)) for name, source in found.sources.items()}
+    assert all(unit.bound == entries[unit.unit] for unit in work if unit.streamed)
+    assert not any(unit.made for unit in work)  # views of what is read
 
 
 def test_experts_are_no_products_of_their_layer(tmp_path: Path) -> None:
@@ -99,6 +85,15 @@ def test_of_experts_that_come_with_their_layer_a_token_needs_those_that_are_pick
     assert [product.touched(1) / product.nbytes for product in experts] == [0.5] * len(experts)
     assert 0.99 < experts[0].touched(16) / experts[0].nbytes < 1
     assert Product("bfloat16", (2, 3), 100).touched(5) == 100
+
+
+def test_weights_that_are_cast_for_each_use_are_made(tmp_path: Path) -> None:
+    build_checkpoint(tmp_path / "m", "llama", dtype=torch.float32)
+    options = RunOptions(device="cpu", dtype="bfloat16", max_memory={"cpu": 0}, show_progress=False)
+    plan = make_load_plan(planned(tmp_path / "m", None), options, tmp_path / "m", [CpuDevice()])
+    streamed = [unit for unit in work_of(plan) if unit.streamed]
+    assert streamed
+    assert all(2 * unit.made == unit.streamed for unit in streamed)
 
 
 def test_an_encoder_is_passed_once(tmp_path: Path) -> None:
@@ -159,84 +154,3 @@ def test_used_alike_a_cache_finds_the_share_that_it_keeps(share: float) -> None:
         found += int(np.count_nonzero(slots >= 0))
         cache.admit(0, chosen[slots < 0], slots[slots >= 0])
     assert found / (used * tokens) == pytest.approx(share, abs=0.03)
-
-
-# The time of a pass
-
-
-SECONDS = st.floats(0, 10).map(lambda value: round(value, 3))
-ALONE = st.lists(st.builds(UnitTime, st.just("cpu"), SECONDS, SECONDS), min_size=1, max_size=12)
-STEPS = st.lists(st.builds(UnitTime, st.sampled_from(["cpu", "cuda:0"]), SECONDS, SECONDS), min_size=1, max_size=12)
-
-
-def streamed(count: int, compute: float, read: float) -> list[UnitTime]:
-    return [UnitTime("cpu", compute, read)] * count
-
-
-def test_what_stays_costs_its_computing() -> None:
-    assert pass_seconds([UnitTime("cpu", 1), UnitTime("cpu", 2.5)]) == pytest.approx(3.5)
-    assert pass_seconds([]) == 0
-
-
-@pytest.mark.parametrize(("compute", "read", "each"), [(1, 3, 3), (3, 1, 3), (2, 2, 2), (0, 1, 1)])
-def test_the_slower_of_both_decides_where_all_is_streamed(compute: float, read: float, each: float) -> None:
-    assert pass_seconds(streamed(6, compute, read)) == pytest.approx(6 * each)
-
-
-def test_a_single_streamed_unit_is_read_ahead_of_nothing() -> None:
-    assert pass_seconds([UnitTime("cpu", 1, 3), UnitTime("cpu", 5)]) == pytest.approx(9)
-
-
-def test_reading_goes_on_while_what_stays_computes() -> None:
-    between = [UnitTime("cpu", 1, 4), UnitTime("cpu", 1), UnitTime("cpu", 1), UnitTime("cpu", 1)]
-    assert pass_seconds(between * 3) == pytest.approx(12)
-    assert pass_seconds([UnitTime("cpu", 1, 5), *between[1:]] * 3) == pytest.approx(15)
-    assert pass_seconds([UnitTime("cpu", 1, 3), *between[1:]] * 3) == pytest.approx(12)
-
-
-def test_what_stays_in_one_place_hides_one_unit_and_no_more() -> None:
-    """Two buffers: the next unit is read ahead, and not the one after it."""
-    crowded = [*streamed(3, 0, 2), UnitTime("cpu", 10)]
-    # units 1 and 2 are waited for; unit 0 comes while the last step of the pass before computes
-    assert pass_seconds(crowded) == pytest.approx(2 + 2 + 10)
-
-
-def test_each_slows_the_other_while_both_go_on() -> None:
-    alone, strained = streamed(4, 1, 1), Strain(computing=2, reading=3)
-    # together, a second of reading takes three and one of computing two: 2/3 is read by then, 1/3 is read alone
-    assert pass_seconds(alone, strained) == pytest.approx(4 * (2 + 1 / 3))
-    assert pass_seconds([UnitTime("cpu", 1)], strained) == pytest.approx(1)
-
-
-def test_devices_read_at_the_same_time_and_share_the_disk() -> None:
-    both = [UnitTime("cuda:0", 0, 1), UnitTime("cuda:0", 0, 1), UnitTime("cuda:1", 0, 1), UnitTime("cuda:1", 0, 1)]
-    assert pass_seconds(both) == pytest.approx(4)
-    hidden = [UnitTime("cuda:0", 4, 1), UnitTime("cuda:0", 4, 1), UnitTime("cuda:1", 4, 1), UnitTime("cuda:1", 4, 1)]
-    assert pass_seconds(hidden) == pytest.approx(16)
-
-
-def test_devices_in_turns_copy_over_all_links_at_the_same_time() -> None:
-    in_turns = [UnitTime(f"cuda:{i % 2}", 0, 1, by_link=True) for i in range(20)]
-    in_runs = sorted(in_turns, key=lambda step: step.device)
-    assert pass_seconds(in_turns) == pytest.approx(10)
-    assert pass_seconds(in_runs) == pytest.approx(18)  # of each run one unit is copied ahead
-    assert pass_seconds([replace(step, by_link=False) for step in in_turns]) == pytest.approx(20)
-
-
-@given(ALONE)
-def test_between_the_longer_of_both_and_their_sum(steps: list[UnitTime]) -> None:
-    computing, reading = sum(step.compute for step in steps), sum(step.read for step in steps)
-    assert max(computing, reading) - 1e-6 <= pass_seconds(steps) <= computing + reading + 1e-6
-
-
-@given(STEPS)
-def test_several_devices_take_no_longer_than_one_after_the_other(steps: list[UnitTime]) -> None:
-    assert pass_seconds(steps) <= sum(step.compute + step.read for step in steps) + 1e-6
-
-
-@given(ALONE, st.floats(1, 5), st.floats(1, 5))
-def test_strain_never_helps_and_is_bounded(steps: list[UnitTime], computing: float, reading: float) -> None:
-    alone, strained = pass_seconds(steps), pass_seconds(steps, Strain(computing, reading))
-    assert alone - 1e-6 <= strained
-    work = sum(step.compute * computing + step.read * reading for step in steps)
-    assert strained <= work + 1e-6

@@ -1,75 +1,174 @@
-"""Costs of a token other than its products, measured on the model's own sizes and its own skeleton."""
+"""Rates that are measured: of every form of weights, of reading and copying, and nothing of it is left."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import PretrainedConfig
 
+from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.devices import CpuDevice
-from rabbitllm.engine.weight_tensors import AbsentWeight
-from rabbitllm.estimate import machine, module_calls
-from rabbitllm.estimate.machine import LayerSizes, _weightless, overhead, sizes_of
-from rabbitllm.estimate.module_calls import _in_small, binding_seconds
-from tests.estimate.test_cost_model import drawn
+from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode
+from rabbitllm.engine.weight_tensors import QuantizedWeight
+from rabbitllm.estimate import machine
+from rabbitllm.estimate.machine import (
+    DIRECT,
+    DROPPED,
+    Machine,
+    overhead,
+    product_rate,
+    read_rate,
+    something_to_read,
+    upload_rate,
+)
+from rabbitllm.quant import vectors
+from rabbitllm.quant.products import Matrix, kernel_for
+from tests.support.fake_gpu import FakeGpu, watched
+from tests.support.quick_measuring import quick_measuring  # noqa: F401  applies by itself
+from tests.support.tiny_models import one_thread  # noqa: F401  another one
 
-SIZES = LayerSizes(100, 64, 128, 4, 2, 16)
+ELEMENTS = 64 * 512
 
 
-def test_sizes_of_a_config() -> None:
-    config = PretrainedConfig(
-        vocab_size=100, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2
-    )
-    assert sizes_of(config) == SIZES
+def machine_with(*files: Path) -> Machine:
+    return Machine([CpuDevice()], RunOptions(device="cpu"), files)
+
+
+# Products
 
 
 @pytest.mark.parametrize(
-    "said",
+    ("form", "nbytes"),
     [
-        {},
-        {"hidden_size": 96, "num_attention_heads": [4, 8], "intermediate_size": [100, 200]},
-        {"hidden_size": 10, "num_attention_heads": 3, "num_key_value_heads": 2},
-        {"hidden_size": 64, "num_attention_heads": 64},
-        {"vocab_size": None, "head_dim": 7, "intermediate_size": "large"},
+        ("bfloat16", ELEMENTS * 2),
+        ("float32", ELEMENTS * 4),
+        ("8bit", ELEMENTS + ELEMENTS // 256 * 4),
+        ("4bit", ELEMENTS // 2 + ELEMENTS // 64 * 4),
+        ("Q8_0", ELEMENTS // 32 * 34),
+        ("fp8 F32 128x128", ELEMENTS + 4 * 4),
+        ("bitsandbytes 8bit", ELEMENTS),
+        ("bitsandbytes 4bit in bfloat16", ELEMENTS * 9 // 16),
     ],
 )
-def test_a_model_is_run_whatever_a_config_says(said: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "TOKENS", 4)
-    found = overhead(sizes_of(PretrainedConfig(**said)), torch.bfloat16, CpuDevice())
-    assert found.a_pass >= 0
+def test_weights_of_every_form_are_multiplied(form: str, nbytes: int) -> None:
+    weight, stored = machine._weight(CpuDevice(), form, torch.bfloat16)
+    assert stored == nbytes
+    assert isinstance(weight, torch.nn.Module) == form.startswith("bitsandbytes")
+    for rows in (1, 16):
+        assert product_rate(CpuDevice(), form, torch.bfloat16, rows) > 0
+
+
+@pytest.mark.skipif(not vectors.lanes(), reason="no vectors of a kind that is used here")
+@pytest.mark.parametrize("form", ["4bit", "8bit"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_codes_are_multiplied_by_the_kernel(form: str, dtype: torch.dtype) -> None:
+    """Made-up codes with a meaning that no kernel knows would be dequantized."""
+    weight, _ = machine._weight(CpuDevice(), form, dtype)
+    assert isinstance(weight, QuantizedWeight)
+    assert isinstance(weight.matrix, Matrix)
+    assert weight.matrix.table_for(kernel_for(form, dtype))
+
+
+def test_the_rate_is_of_all_bytes_of_the_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_seconds", lambda work: work() or 2.0)
+    assert product_rate(CpuDevice(), "bfloat16", torch.float32, 1) == machine.SET_BYTES / 2
+
+
+def test_weights_on_a_gpu_stay_there() -> None:
+    gpu = FakeGpu(0)
+    with watched():
+        assert product_rate(gpu, "bfloat16", torch.bfloat16, 1) > 0
+        assert product_rate(gpu, "4bit", torch.bfloat16, 1) > 0
+
+
+def test_each_rate_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = iter(range(9))
+    monkeypatch.setattr(machine, "product_rate", lambda *arguments: next(rates))
+    this = machine_with()
+    assert [this.product("cpu", "4bit", torch.bfloat16) for _ in range(3)] == [0, 0, 0]
+    assert this.product("cpu", "4bit", torch.float32) == 1
+    assert this.product("cpu", "4bit", torch.float32, 16) == 2
+    # numbers of a dtype are multiplied with numbers of this dtype
+    assert this.product("cpu", "float32", torch.bfloat16) == this.product("cpu", "float32", torch.float32) == 3
+
+
+def test_the_overhead_leaves_the_generator_of_random_numbers_alone() -> None:
+    before = torch.get_rng_state()
+    found = overhead(CpuDevice())
+    assert found.a_token >= 0
     assert found.a_module >= 0
-    assert found.a_pass + found.a_module > 0
+    assert found.a_token + found.a_module > 0
+    assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_small_model_has_no_matrices() -> None:
-    model = _weightless(2, SIZES, torch.bfloat16, CpuDevice())
-    assert all(parameter.dim() == 1 and not parameter.is_meta for parameter in model.parameters())
-    logits = model(input_ids=torch.tensor([[1, 2, 3]])).logits
-    assert (logits.shape, logits.dtype) == ((1, 3, 100), torch.bfloat16)
+# Reading and copying
 
 
-@pytest.mark.parametrize("compression", [None, "4bit", "8bit"])
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_binding_is_what_a_pass_does_and_leaves_nothing(tmp_path: Path, family: str, compression: str | None) -> None:
-    found = drawn(tmp_path / "m", family, compression, room=0)
-    unit = next(name for name in found.sources if ".layers.1" in name)
-    before = {entry.target: entry.shape for entry in found.sources[unit].entries}
-    assert binding_seconds(found, unit, CpuDevice()) > 0
-    after = {entry.target: entry.table[entry.leaf] for entry in found.sources[unit].entries}
-    assert {name: tensor.shape for name, tensor in after.items()} == before
-    assert all(isinstance(tensor, AbsentWeight) for tensor in after.values())
+def file(folder: Path, nbytes: int, name: str = "f") -> Path:
+    path = folder / name
+    path.write_bytes(os.urandom(nbytes))
+    return path
 
 
-def test_of_many_experts_a_few_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = drawn(tmp_path / "m", "qwen3_moe", room=0)
-    source = next(source for name, source in found.sources.items() if ".layers.1" in name)
-    assert [times for _, times in _in_small(source)] == [1] * len(source.jobs)
-    monkeypatch.setattr(module_calls, "MADE_BYTES", 25_000)
-    fused = [(job, times) for job, times in _in_small(source) if job.recipe.converter is not None]
-    assert {times for _, times in fused} <= {2, 4}
-    for job, times in fused:
-        whole = next(one for one in source.jobs if one.recipe.key == job.recipe.key)
-        assert len(job.recipe.sources) * times == len(whole.recipe.sources)
-    assert binding_seconds(found, source.unit.name, CpuDevice()) > 0
+@pytest.mark.parametrize("mode", [THROUGH_THE_CACHE, DROPPED])
+def test_files_are_read(tmp_path: Path, mode: ReadMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "READ_SECONDS", 10.0)
+    monkeypatch.setattr(machine, "PIECE_BYTES", 1 << 20)
+    files = [file(tmp_path, 3_000_000, name) for name in "abc"]
+    monkeypatch.setattr(machine, "SAMPLE_BYTES", 1 << 30)
+    rate, nbytes = read_rate(files, mode)
+    assert rate is not None
+    assert rate > 0
+    assert nbytes == 9_000_000
+    monkeypatch.setattr(machine, "SAMPLE_BYTES", 3 << 20)  # the first piece of each
+    assert read_rate(files, mode)[1] == 3 << 20
+
+
+def test_without_files_nothing_has_a_rate(tmp_path: Path) -> None:
+    gone = file(tmp_path, 5000)
+    this = machine_with(gone)
+    gone.unlink()
+    for one in (machine_with(), machine_with(file(tmp_path, 0)), this):
+        assert one.disk() is one.reading(THROUGH_THE_CACHE) is None
+
+
+def test_the_faster_mode_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rates, chosen in (({DIRECT: 2.0, DROPPED: 1.0}, DIRECT), ({DIRECT: None, DROPPED: 1.0}, DROPPED)):
+        monkeypatch.setattr(machine, "read_rate", lambda files, mode, rates=rates: (rates[mode], 0))
+        assert machine_with().disk() == (chosen, rates[chosen])
+
+
+def test_files_that_exist_are_read(tmp_path: Path) -> None:
+    here, before = file(tmp_path, 5000), sorted(tmp_path.iterdir())
+    with something_to_read(tmp_path / "not" / "there", [here, tmp_path / "gone"], 0) as files:
+        assert list(files) == [here]
+    assert sorted(tmp_path.iterdir()) == [*before]
+
+
+def test_without_files_one_without_a_name_is_written(tmp_path: Path) -> None:
+    status = tmp_path.stat()
+    with something_to_read(tmp_path / "not" / "there", [], 0) as files:
+        assert list(tmp_path.iterdir()) == []
+        (path,) = files
+        assert 0 < path.stat().st_size <= machine.SAMPLE_BYTES
+        assert path.stat().st_dev == status.st_dev
+        assert read_rate(files, THROUGH_THE_CACHE)[0]
+    assert not path.exists() or path.stat().st_size == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_room_nothing_is_written(tmp_path: Path) -> None:
+    with something_to_read(tmp_path, [], shutil.disk_usage(tmp_path).free) as files:
+        assert list(files) == []
+
+
+def test_uploads_are_those_of_the_engine() -> None:
+    gpu = FakeGpu(0)
+    assert upload_rate(gpu) > 0
+    assert gpu.locked == {}  # else the driver would go on believing in memory that is gone
+    assert upload_rate(FakeGpu(0, lockable=0)) > 0
+    assert gpu.uploads >= 2
+    assert gpu.uploaded_bytes == gpu.uploads * machine.UPLOADED_BYTES

@@ -19,15 +19,12 @@ from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.load_plan import make_load_plan
 from rabbitllm.engine.skeleton import model_class
-from rabbitllm.estimate import machine as machine_module
-from rabbitllm.estimate import predict as predictions
-from rabbitllm.estimate.machine import Machine, Overhead, product_key
-from rabbitllm.estimate.module_calls import ExpertCalls
+from rabbitllm.estimate.machine import Machine
 from rabbitllm.estimate.outline import Outline, Published, outline_of, published
 from rabbitllm.estimate.predict import predict_outline, stretched
 from rabbitllm.formats.safetensors_file import read_header
 from rabbitllm.splitter.plan import PlannedFiles
-from tests.estimate.test_predict import known_rates, predict  # noqa: F401  slow ones, of which everything follows
+from tests.estimate.test_predict import known_rates, machine_of, predict  # noqa: F401  round figures
 from tests.splitter.test_plan import planned
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
@@ -92,34 +89,29 @@ def test_layer_files_take_what_a_plan_says(tmp_path: Path, family: str, compress
 @pytest.mark.parametrize("compression", [None, "4bit"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("room", [0, 400_000, 1 << 34])
-def test_what_is_foretold_is_what_a_plan_foretells(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, family: str, compression: str | None
+def test_an_outline_has_the_estimate_of_its_model(
+    tmp_path: Path, room: int, family: str, compression: str | None
 ) -> None:
-    monkeypatch.setattr(ExpertCalls, "found", lambda self, tokens: 0.1)
-    monkeypatch.setattr(ExpertCalls, "mapped", lambda self, tokens, **given: 0.1)
-    monkeypatch.setattr(ExpertCalls, "read", lambda self, way, slots: 10.0)
-    monkeypatch.setattr(ExpertCalls, "first", lambda self, tokens, way, slots: 40.0)
-    monkeypatch.setattr(machine_module, "overhead", lambda *given: Overhead(1e-3, 1e-4))
-    monkeypatch.setattr(predictions, "binding_seconds", lambda *given: 1e-4)
     folder, outline = tiny(tmp_path, family)
-    machine = Machine([CpuDevice()], RunOptions(device="cpu", max_memory={"cpu": room}), 0)
-    readable = list(folder.glob("*.safetensors"))
-    said = predict(compression, planned(folder, compression), folder, machine, readable)
+    machine = machine_of(folder, RunOptions(device="cpu", max_memory={"cpu": room}))
+    of_model = predict(compression, planned(folder, compression), folder, machine)
     (tmp_path / "work").mkdir()
-    drawn, found = predict_outline(outline, compression, folder, machine, readable, tmp_path / "work")
+    plan, of_outline = predict_outline(outline, compression, folder, machine, tmp_path / "work")
     real = make_load_plan(planned(folder, compression), machine.options, folder, machine.devices).placement
-    assert drawn.placement == real
-    assert (found.placed, found.experts, found.read_bytes) == (said.placed, said.experts, said.read_bytes)
-    assert found.token_seconds == pytest.approx(said.token_seconds, rel=5e-3)
-    assert found.first_token_seconds == pytest.approx(said.first_token_seconds, rel=5e-3)
+    assert plan.placement == real
+    for name in ("placed", "experts", "read_bytes"):
+        assert getattr(of_outline, name) == getattr(of_model, name)
+    assert of_outline.token_seconds == pytest.approx(of_model.token_seconds, rel=5e-3)
+    assert of_outline.first_token_seconds is None
 
 
 def test_two_gpus_get_what_a_plan_gives_them(tmp_path: Path) -> None:
     folder, outline = tiny(tmp_path, "qwen3_moe")
     gpus: list[Device] = [FakeGpu(0), FakeGpu(1)]
-    machine = Machine(gpus, RunOptions(max_memory={**{gpu.name: 200_000 for gpu in gpus}, "cpu": 300_000}), 0)
+    options = RunOptions(max_memory={**{gpu.name: 200_000 for gpu in gpus}, "cpu": 300_000})
+    machine = machine_of(folder, options, *gpus)
     (tmp_path / "work").mkdir()
-    drawn, _ = predict_outline(outline, None, folder, machine, list(folder.glob("*.safetensors")), tmp_path / "work")
+    drawn, _ = predict_outline(outline, None, folder, machine, tmp_path / "work")
     assert drawn.placement == make_load_plan(planned(folder, None), machine.options, folder, gpus).placement
     assert {placed.device for placed in drawn.placement.units} == {"fake:0", "fake:1"}
 
@@ -183,19 +175,10 @@ def test_sizes_that_are_published() -> None:
 def test_layers_of_an_encoder_are_not_multiplied(tmp_path: Path, model: Published) -> None:
     (tmp_path / "config.json").write_text(json.dumps(model.outline.sample))
     files = PlannedFiles(model.outline.plans[None], tmp_path / "split")
-    machine = Machine([CpuDevice()], RunOptions(device="cpu", max_memory={"cpu": 1 << 45}), 0)
+    machine = Machine([CpuDevice()], RunOptions(device="cpu", max_memory={"cpu": 1 << 45}))
     sample = make_load_plan(files, machine.options, tmp_path, machine.devices)
     found = stretched(sample, model.outline.layers, machine)
     decoder = [name for name in found.sources if re.fullmatch(r"model\.language_model\.layers\.\d+", name)]
     assert len(decoder) == len(model.outline.layers)
     rest = [name for name in found.sources if name not in decoder and ".ngram_embedding" not in name]
     assert rest == [name for name in sample.sources if "language_model.layers." not in name]
-
-
-def test_a_rough_machine_measures_each_kind_once() -> None:
-    machine, asked = Machine([CpuDevice()], RunOptions(device="cpu"), 0, rough=True), iter(range(9))
-    key = product_key("cpu", "bfloat16", True, 1)
-    assert [machine.measured(key, lambda: next(asked)) for _ in range(3)] == [0, 0, 0]
-    assert machine.measured(product_key("cpu", "4bit", True, 1), lambda: next(asked)) == 1
-    plain = Machine([CpuDevice()], RunOptions(device="cpu"), 0)
-    assert [plain.measured(key, lambda: next(asked)) for _ in range(2)] == [2, 3]

@@ -15,7 +15,7 @@ import torch
 
 from rabbitllm.checkpoints.hub import HubAccess, HubRepository, open_repository
 from rabbitllm.errors import MissingPackageError
-from rabbitllm.estimate import measure, split_estimate
+from rabbitllm.estimate import machine, split_estimate
 from rabbitllm.estimate.split_estimate import (
     CompressionEstimate,
     Disk,
@@ -422,8 +422,9 @@ def test_small_files_are_read_whole(tmp_path: Path) -> None:
 
 
 def test_of_large_files_a_sample_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "SAMPLE_BYTES", 4 * CHUNK_BYTES)
-    monkeypatch.setattr(measure, "READ_SECONDS", 60.0)
+    monkeypatch.setattr(machine, "PIECE_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(machine, "SAMPLE_BYTES", 4 * CHUNK_BYTES)
+    monkeypatch.setattr(machine, "READ_SECONDS", 60.0)
     paths = [tmp_path / f"large-{number}" for number in range(4)]
     for path in paths:
         with path.open("wb") as file:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rabbitllm.estimate import machine, measure
+from rabbitllm.estimate import machine
 from rabbitllm.estimate.split_estimate import Rate
 
 
@@ -16,9 +16,12 @@ def quick_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measure_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the fixture does, for a process of its own."""
-    monkeypatch.setattr(measure, "SET_BYTES", 1 << 18)
-    monkeypatch.setattr(measure, "SECONDS", 0.0)
-    monkeypatch.setattr(measure, "READ_SECONDS", 0.0)
-    monkeypatch.setattr(measure, "WRITTEN_BYTES", measure.READ_BYTES)
-    monkeypatch.setattr(machine, "TOKENS", 4)
+    monkeypatch.setattr(machine, "SHAPE", (64, 512))
+    monkeypatch.setattr(machine, "SET_BYTES", 1 << 18)
+    monkeypatch.setattr(machine, "SECONDS", 0.0)
+    monkeypatch.setattr(machine, "READ_SECONDS", 0.0)
+    monkeypatch.setattr(machine, "SAMPLE_BYTES", machine.PIECE_BYTES)
+    monkeypatch.setattr(machine, "UPLOADED_BYTES", 1 << 16)
+    monkeypatch.setattr(machine, "TOKENS", 2)
+    monkeypatch.setattr(machine, "ROUNDS", 1)
     monkeypatch.setattr("rabbitllm.estimate.split_estimate.quantize_rate", lambda *arguments, **named: Rate(50e6, 1))

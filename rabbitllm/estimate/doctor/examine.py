@@ -380,7 +380,7 @@ def _measured(
     rates: list[Speed] = []
 
     def measure_all() -> tuple[str, ...]:
-        with engine.rough_machine(locations.home(), MIN_FREE_BYTES) as machine:
+        with engine.this_machine(locations.home(), MIN_FREE_BYTES) as machine:
             for measure, name in engine.measurements(machine):
                 rate = probes.run(name, measure)
                 rates.extend([Speed(name, rate)] if rate else [])
@@ -443,7 +443,7 @@ def with_times(
     Args:
         model: the model.
         found: its estimate from `on_disk`.
-        machine: a machine with rough rates.
+        machine: the machine.
         folder: the future folder of layer files.
         every: also for compressions for which the disk has no room.
     """
@@ -452,7 +452,7 @@ def with_times(
     def timed(one: AtCompression) -> AtCompression:
         with ScratchFolder() as work:
             try:
-                _, generation = predict_outline(model.outline, one.compression, folder, machine, (), work)
+                _, generation = predict_outline(model.outline, one.compression, folder, machine, work)
             except Exception as error:  # one failed estimate must not end the list
                 return dataclasses.replace(one, problem=str(error).split("\n")[0] or type(error).__name__)
         return dataclasses.replace(one, generation=generation)

@@ -16,7 +16,6 @@ from rabbitllm.estimate.doctor import examine as examining
 from rabbitllm.estimate.doctor.examine import Probes, examine
 from rabbitllm.estimate.doctor.records import Memory, Report, as_record
 from rabbitllm.estimate.doctor.report import show
-from rabbitllm.estimate.measure import FileSample
 from rabbitllm.estimate.outline import published
 from rabbitllm.storage.folders import Folder
 from tests.support.fake_gpu import FakeGpu
@@ -95,17 +94,17 @@ def test_what_is_measured_agrees_with_itself(monkeypatch: pytest.MonkeyPatch) ->
     assert report.seconds > 0
 
 
-@pytest.mark.parametrize("broken", ["rough_machine", "product", "sample", "prediction"])
+@pytest.mark.parametrize("broken", ["this_machine", "product", "reading", "overhead"])
 def test_what_cannot_be_measured_costs_a_line(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object, **given: object) -> None:
         raise RuntimeError("broken on purpose")
 
     monkeypatch.setattr(outline, "published", lambda: published()[:1])
     target: dict[str, tuple[Any, str]] = {
-        "rough_machine": (machine, "rough_machine"),
-        "product": (machine, "working_set"),
-        "sample": (FileSample, "rate"),
-        "prediction": (machine.Machine, "overhead"),
+        "this_machine": (machine, "this_machine"),
+        "product": (machine, "product_rate"),
+        "reading": (machine, "read_rate"),
+        "overhead": (machine, "overhead"),
     }
     monkeypatch.setattr(*target[broken], fail)
     report = examine()
