@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import settings
 
-from tests.support import emulated_vectors
+from tests.support.after_import import after_import
 from tests.support.one_thread import THREADS
 from tests.support.parts import chosen, relative
 from tests.support.sweeps import leave_the_rest_to_the_long_run
@@ -33,21 +31,31 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Fixtures of a module, tests, and the processes that these start compute with the same number of threads.
 os.environ["OMP_NUM_THREADS"] = str(THREADS)
-torch.set_num_threads(THREADS)
+after_import("torch", lambda torch: torch.set_num_threads(THREADS))
+
+# bitsandbytes has torch compile how it dequantizes odd shapes: seconds for each shape, and the same bits.
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 # The same examples each time, and no deadlines: how long one takes says nothing on a machine that others use.
-settings.load_profile("ci")
+after_import("hypothesis", lambda hypothesis: hypothesis.settings.load_profile("ci"))
 
 if os.environ.get("RABBITLLM_TEST_VECTORS") == "emulated":
+    from tests.support import emulated_vectors
+
     emulated_vectors.install()
 
-if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
-    # without fused multiply-add, bitsandbytes' 8bit table has other last bits than everywhere else (`int8_code`)
-    import bitsandbytes.functional
+
+def _equal_codes(functional: Any) -> None:
+    """Without fused multiply-add, bitsandbytes' 8bit table has other last bits than everywhere else (`int8_code`)."""
+    import torch
 
     from rabbitllm.quant.schemes import code_values
 
-    bitsandbytes.functional.name2qmap["dynamic"] = code_values("8bit")
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        functional.name2qmap["dynamic"] = code_values("8bit")
+
+
+after_import("bitsandbytes.functional", _equal_codes)
 
 BITS = frozenset(
     [
