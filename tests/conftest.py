@@ -10,7 +10,7 @@ import gc
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from tests.support.sweeps import leave_the_rest_to_the_long_run
 
 PROCESSOR_SECONDS = "processor seconds"
 """Property of a test: what the processes that it started took together; shown at the end of the test run."""
+SPENT = "spent processor seconds"
+"""Property of a test: what it took with its fixtures, and processes that have ended; shown as sums of rooms."""
 
 pytest_plugins = ["tests.support.hub_fixtures"]
 
@@ -170,8 +172,47 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     put_in_order(items)
 
 
+class Clock:
+    """Processor time of this process and of those that it started and waited for."""
+
+    def __init__(self) -> None:
+        self._before = self._now()
+
+    def lap(self) -> float:
+        """Seconds since the lap before."""
+        before, self._before = self._before, self._now()
+        return self._before - before
+
+    @staticmethod
+    def _now() -> float:
+        return sum(os.times()[:4])
+
+
+CLOCK = pytest.StashKey[Clock]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    session.config.stash[CLOCK] = Clock()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    report = yield
+    if report.when == "teardown":
+        report.user_properties.append((SPENT, item.config.stash[CLOCK].lap()))
+    return report
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Show the recorded processor times, the longest first."""
+    """Show the processor time of each room, and the times that tests recorded, the longest first."""
+    rooms: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("", []):
+        folders = report.nodeid.partition("::")[0].split("/")[1:-1]
+        rooms[folders[0] if folders else "tests of the whole"] += dict(report.user_properties).get(SPENT, 0)
+    if rooms:
+        terminalreporter.section(f"{PROCESSOR_SECONDS}: {rooms.total():.0f} in all")
+    for room, seconds in rooms.most_common():
+        terminalreporter.line(f"{seconds:8.1f}  {room}")
     reports = [report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, [])]
     found = [(dict(getattr(report, "user_properties", ())).get(PROCESSOR_SECONDS), report) for report in reports]
     taken = sorted(((seconds, report.nodeid) for seconds, report in found if seconds is not None), reverse=True)
