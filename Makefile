@@ -12,7 +12,10 @@ ROOM ?= engine
 # the lowest version of transformers that pyproject.toml allows; the tested one is in constraints.txt
 LOWEST := transformers==5.23.0
 
-.PHONY: demo test test-lowest test-room test-long matrix fuzz lint docs clean
+# what tests import, and import again in processes of their own, is compiled once
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: demo test test-quick test-lowest test-room test-long matrix fuzz lint docs clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -28,11 +31,16 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed lint
 	$(BIN)/python -m pytest -m "not long" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
+# a few tests of each room, in under a minute on two cores: what to run first
+test-quick: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest -m "not long" -n 2 --dist loadfile --no-loadscope-reorder --listed quick.txt
+
 # the tests of what depends on transformers, with its lowest version
 test-lowest: $(VENV)/.installed
 	$(BIN)/pip install --quiet --no-deps --upgrade --target build/lowest $(LOWEST)
 	PYTHONPATH=build/lowest $(BIN)/python -m pytest -m "not long" -n auto --maxprocesses 4 --dist loadfile \
-		tests/generation tests/engine tests/frozen tests/test_auto_model.py
+		--listed depends_on_transformers.txt
 
 test-room: $(VENV)/.installed
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 tests/$(ROOM) $(if $(K),-k $(K),-m "not long")

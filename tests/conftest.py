@@ -10,7 +10,7 @@ import gc
 import os
 import signal
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +144,22 @@ would be begun last."""
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="K/N", help="run the K-th of N parts of the files of tests")
+    parser.addoption("--listed", metavar="FILE", help="run what this file in tests/ names, a file or a test a line")
+
+
+def listed(config: pytest.Config) -> Sequence[str]:
+    """Files and tests, relative to the folder of tests; none: all are to run.
+
+    As arguments of pytest they would have it import the conftest of each of their rooms in every process at once.
+    """
+    name = config.getoption("--listed")
+    return Path(__file__).with_name(name).read_text().splitlines() if name else ()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if collection_path.suffix != ".py" or not (lines := listed(config)):
+        return None
+    return relative(collection_path) not in {line.partition("::")[0] for line in lines} or None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -164,6 +180,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if relative(item.path) in BITS:
             item.add_marker(pytest.mark.bits)
     leave_the_rest_to_the_long_run(items)
+    if lines := {f"tests/{line}" for line in listed(config)}:
+        items[:] = [item for item in items if {item.nodeid.partition(mark)[0] for mark in ("::", "[")} & lines]
     yield
     if part := config.getoption("--part"):
         files = chosen((relative(item.path) for item in items), part)

@@ -52,6 +52,20 @@ def test_files_that_go_first_or_compare_bits_are_there() -> None:
     assert [name for name in (*FIRST, *BITS) if not (HERE / name).is_file()] == []
 
 
+@pytest.mark.parametrize("listed", ["quick.txt", "depends_on_transformers.txt"])
+def test_lists_of_tests_name_tests_that_are_there(listed: str) -> None:
+    for line in (HERE / listed).read_text().splitlines():
+        file, _, name = line.partition("::")
+        assert not name or f"\ndef {name}(" in (HERE / file).read_text(), line
+        assert (HERE / file).is_file(), line
+
+
+def test_the_quick_ones_have_a_file_of_every_room() -> None:
+    rooms = {path.name for path in HERE.iterdir() if path.is_dir() and [*path.glob("test_*.py")]}
+    quick = {line.split("/")[0] for line in (HERE / "quick.txt").read_text().splitlines()}
+    assert rooms - quick == {"support", "frozen", "ecosystem", "examples", "benchmarks"}
+
+
 def test_long_files_first_then_those_with_many_tests() -> None:
     few, many, first = HERE / "b.py", HERE / "c.py", HERE / FIRST[0]
     items: list[Any] = [SimpleNamespace(path=path, name=n) for path in (few, many, first) for n in range(3)]
