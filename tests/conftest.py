@@ -10,21 +10,21 @@ import gc
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import settings
 
-from tests.support import emulated_vectors
+from tests.support.after_import import after_import
 from tests.support.one_thread import THREADS
 from tests.support.parts import chosen, relative
 from tests.support.sweeps import leave_the_rest_to_the_long_run
 
 PROCESSOR_SECONDS = "processor seconds"
 """Property of a test: what the processes that it started took together; shown at the end of the test run."""
+SPENT = "spent processor seconds"
+"""Property of a test: what it took with its fixtures, and processes that have ended; shown as sums of rooms."""
 
 pytest_plugins = ["tests.support.hub_fixtures"]
 
@@ -33,21 +33,31 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Fixtures of a module, tests, and the processes that these start compute with the same number of threads.
 os.environ["OMP_NUM_THREADS"] = str(THREADS)
-torch.set_num_threads(THREADS)
+after_import("torch", lambda torch: torch.set_num_threads(THREADS))
+
+# bitsandbytes has torch compile how it dequantizes odd shapes: seconds for each shape, and the same bits.
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 # The same examples each time, and no deadlines: how long one takes says nothing on a machine that others use.
-settings.load_profile("ci")
+after_import("hypothesis", lambda hypothesis: hypothesis.settings.load_profile("ci"))
 
 if os.environ.get("RABBITLLM_TEST_VECTORS") == "emulated":
+    from tests.support import emulated_vectors
+
     emulated_vectors.install()
 
-if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
-    # without fused multiply-add, bitsandbytes' 8bit table has other last bits than everywhere else (`int8_code`)
-    import bitsandbytes.functional
+
+def _equal_codes(functional: Any) -> None:
+    """Without fused multiply-add, bitsandbytes' 8bit table has other last bits than everywhere else (`int8_code`)."""
+    import torch
 
     from rabbitllm.quant.schemes import code_values
 
-    bitsandbytes.functional.name2qmap["dynamic"] = code_values("8bit")
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        functional.name2qmap["dynamic"] = code_values("8bit")
+
+
+after_import("bitsandbytes.functional", _equal_codes)
 
 BITS = frozenset(
     [
@@ -134,6 +144,22 @@ would be begun last."""
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="K/N", help="run the K-th of N parts of the files of tests")
+    parser.addoption("--listed", metavar="FILE", help="run what this file in tests/ names, a file or a test a line")
+
+
+def listed(config: pytest.Config) -> Sequence[str]:
+    """Files and tests, relative to the folder of tests; none: all are to run.
+
+    As arguments of pytest they would have it import the conftest of each of their rooms in every process at once.
+    """
+    name = config.getoption("--listed")
+    return Path(__file__).with_name(name).read_text().splitlines() if name else ()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if collection_path.suffix != ".py" or not (lines := listed(config)):
+        return None
+    return relative(collection_path) not in {line.partition("::")[0] for line in lines} or None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -154,6 +180,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if relative(item.path) in BITS:
             item.add_marker(pytest.mark.bits)
     leave_the_rest_to_the_long_run(items)
+    if lines := {f"tests/{line}" for line in listed(config)}:
+        items[:] = [item for item in items if {item.nodeid.partition(mark)[0] for mark in ("::", "[")} & lines]
     yield
     if part := config.getoption("--part"):
         files = chosen((relative(item.path) for item in items), part)
@@ -162,8 +190,47 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     put_in_order(items)
 
 
+class Clock:
+    """Processor time of this process and of those that it started and waited for."""
+
+    def __init__(self) -> None:
+        self._before = self._now()
+
+    def lap(self) -> float:
+        """Seconds since the lap before."""
+        before, self._before = self._before, self._now()
+        return self._before - before
+
+    @staticmethod
+    def _now() -> float:
+        return sum(os.times()[:4])
+
+
+CLOCK = pytest.StashKey[Clock]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    session.config.stash[CLOCK] = Clock()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    report = yield
+    if report.when == "teardown":
+        report.user_properties.append((SPENT, item.config.stash[CLOCK].lap()))
+    return report
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Show the recorded processor times, the longest first."""
+    """Show the processor time of each room, and the times that tests recorded, the longest first."""
+    rooms: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("", []):
+        folders = report.nodeid.partition("::")[0].split("/")[1:-1]
+        rooms[folders[0] if folders else "tests of the whole"] += dict(report.user_properties).get(SPENT, 0)
+    if rooms:
+        terminalreporter.section(f"{PROCESSOR_SECONDS}: {rooms.total():.0f} in all")
+    for room, seconds in rooms.most_common():
+        terminalreporter.line(f"{seconds:8.1f}  {room}")
     reports = [report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, [])]
     found = [(dict(getattr(report, "user_properties", ())).get(PROCESSOR_SECONDS), report) for report in reports]
     taken = sorted(((seconds, report.nodeid) for seconds, report in found if seconds is not None), reverse=True)

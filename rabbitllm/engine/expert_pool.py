@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -40,8 +40,8 @@ from rabbitllm.telemetry.profiler import Profiler
 HALF_LIVES = (3.0, 512.0)
 """Tokens after which a use counts half, in the recent average and in the long one."""
 
-Numbers = npt.NDArray[np.int64]
-Values = npt.NDArray[np.float64]
+Numbers: TypeAlias = npt.NDArray[np.int64]
+Values: TypeAlias = npt.NDArray[np.float64]
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ import contextlib
 import io
 import struct
 import wave
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from rabbitllm.errors import MediaError, missing_package
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Samples = np.ndarray[Any, np.dtype[np.float32]]
+Samples: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 64_000_000
 """Limit of the pixels of all pictures of a prompt; decoded they take three bytes each."""

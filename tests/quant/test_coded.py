@@ -35,6 +35,8 @@ FORMS = (
     "int4 F32 1x16",
 )
 """As people publish: DeepSeek-V3, a channel, a matrix, MXFP8, DeepSeek-V4, MXFP4, NVFP4, Kimi; and odd ones."""
+OF_EACH_CODES = ("fp8 F32 128x128", "fp4 U8 1x32", "int4 BF16 1x32")
+"""Of which the short run compiles kernels for vectors that this processor would not choose, too."""
 VALUES = {
     FP8: torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double(),
     FP4: torch.tensor([sign * value for sign in (1, -1) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]).double(),
@@ -78,8 +80,14 @@ def inputs(count: int, columns: int, dtype: torch.dtype = torch.float32) -> torc
 
 @pytest.mark.bits
 @needs_kernel
-@pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("width", [PAIRS, 16, 8])
+@pytest.mark.parametrize(
+    ("width", "name"),
+    [
+        pytest.param(width, name, marks=[pytest.mark.long] * (width != vectors.lanes() and name not in OF_EACH_CODES))
+        for width in (PAIRS, 16, 8)
+        for name in FORMS
+    ],
+)
 def test_every_kernel_that_this_processor_can_run(name: str, width: int) -> None:
     if not vectors.multiplies_pairs() if width == PAIRS else vectors.lanes() < width:
         pytest.skip("needs other vectors")

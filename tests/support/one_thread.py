@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 THREADS = int(os.environ.get("RABBITLLM_TEST_THREADS", "1"))
 """Of torch, in every process and thread of the tests whose results are compared; `tools/matrix.py` asks for others.
@@ -19,6 +18,8 @@ changes last bits.
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """torch computes with `THREADS` threads, whichever number another test has left behind."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(THREADS)
     yield

@@ -102,6 +102,7 @@ PARTS: Mapping[str, int] = {
     "splitter/test_torch_checkpoints.py::test_peak_of_the_disk_is_what_the_plan_says": 6,
     "splitter/test_torch_checkpoints.py::test_plain_tensors_are_used_as_they_come": 6,
     "ray/test_on_a_cluster.py::test_a_batch_has_the_output_of_one_process": 4,
+    "support/test_builders.py::test_family_loads_and_generates": 4,
     "support/test_rounding.py::test_sums_in_any_order_are_right": 4,
     "test_auto_model.py::test_routes": 6,
     "test_auto_model.py::test_ways_to_generate": 4,
