@@ -173,11 +173,11 @@ def rm_command(
     from rabbitllm.models.library import one_of_model
     from rabbitllm.models.library_report import put_removal
     from rabbitllm.models.remove import original_of, plan_removal, refuse_only_copy, remove
-    from rabbitllm.store.locations import meant, one_of_several
+    from rabbitllm.store.locations import one_of_several, resolve_name
 
     entry = one_of_model(model, compression, expand(folder) if folder else None)
     removal = plan_removal(entry.folder)
-    named = expand(one_of_several(meant(model))[0])
+    named = expand(one_of_several(resolve_name(model))[0])
     folder_of_it = named if named.is_dir() and named != removal.entry.folder else None
     original = original_of(removal.entry, folder_of_it, asks_hub=not only_copy)
     errors = Console(stderr=True, highlight=False)

@@ -35,7 +35,7 @@ from rabbitllm.generation.request import ModelLimits
 from rabbitllm.generation.scoring import ScoredText
 from rabbitllm.models.library import compression_here
 from rabbitllm.prepare import ModelSpec, split_options
-from rabbitllm.store.locations import meant, spelled_out
+from rabbitllm.store.locations import resolve_name, spelled_out
 from rabbitllm.store.manifest import read_manifest
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def compared_spec(spec: ModelSpec, *, alone: bool) -> ModelSpec:
     """
     chosen = compression_here(spec.name, spec.folder) if spec.compression is None else spec.compression
     if alone and spec.compression is None and chosen in (None, "none"):
-        folder = expand(meant(spec.name))
+        folder = expand(resolve_name(spec.name))
         manifest = read_manifest(folder) if folder.is_dir() else None
         if manifest is None or manifest.compression is None:
             raise QualityError(
@@ -73,7 +73,7 @@ def reference_spec(spec: ModelSpec) -> ModelSpec:
     Raises:
         QualityError: the uncompressed model of a split directory cannot be found.
     """
-    folder = expand(meant(spec.name))
+    folder = expand(resolve_name(spec.name))
     manifest = read_manifest(folder) if folder.is_dir() else None
     if manifest is None:
         return replace(spec, compression=None)

@@ -22,7 +22,7 @@ from rabbitllm.splitter import journal
 from rabbitllm.splitter.disk_sampler import disk_bytes
 from rabbitllm.store import locations
 from rabbitllm.store.layer_file import DONE_SUFFIX, LAYER_SUFFIX
-from rabbitllm.store.locations import meant, with_near_names
+from rabbitllm.store.locations import resolve_name, with_near_names
 from rabbitllm.store.manifest import (
     JOURNAL_NAME,
     MANIFEST_NAME,
@@ -247,7 +247,7 @@ def of_model(name: str, compression: str | None = None, saving_path: Path | None
         raise OptionError(
             f"compression={compression!r} does not exist.", f"Use one of none, {', '.join(filter(None, SPLITS))}."
         )
-    found = _entries(_locations(meant(name), saving_path))
+    found = _entries(_locations(resolve_name(name), saving_path))
     if compression is None:
         return found
     return [entry for entry in found if (entry.compression or "none") == compression]

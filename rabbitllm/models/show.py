@@ -22,7 +22,7 @@ from rabbitllm.models.inspection import Inspection, Tensors
 from rabbitllm.models.inspection import look as look_inside
 from rabbitllm.models.library import WHOLE, SplitEntry, as_record, of_model
 from rabbitllm.models.remove import Original, original_of
-from rabbitllm.store.locations import meant, spelled_out
+from rabbitllm.store.locations import resolve_name, spelled_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def show(
     Raises:
         RabbitLLMError: nothing of that name exists, or it is malformed.
     """
-    plain = meant(name)
+    plain = resolve_name(name)
     entries = of_model(plain, saving_path=saving_path)
     folder = expand(plain) if expand(plain).is_dir() and not any(e.folder == expand(plain) for e in entries) else None
     splits = tuple((entry, original_of(entry, folder)) for entry in entries)

@@ -54,7 +54,7 @@ from rabbitllm.splitter.split import STAGING_NAME
 from rabbitllm.storage import durable, folder_lock
 from rabbitllm.storage.folder_lock import FolderKind, FolderLock
 from rabbitllm.store import locations
-from rabbitllm.store.locations import meant, with_near_names
+from rabbitllm.store.locations import resolve_name, with_near_names
 from rabbitllm.store.manifest import (
     JOURNAL_NAME,
     MANIFEST_NAME,
@@ -102,7 +102,7 @@ class ModelSpec:
     """A model, and where its split directory is, as a user names them.
 
     Attributes:
-        name: a folder, a split directory, or a repository id; see `locations.meant`.
+        name: a folder, a split directory, or a repository id; see `locations.resolve_name`.
         compression: None, one for all tensors, or "auto".
         folder: folder for the split directory by the user; None for the default.
         access: how to reach the hub.
@@ -149,9 +149,6 @@ def split_options(
         verify_source=verify_source,
         profiling=profiling,
     )
-
-
-# The checkpoint of a source: from its folder, from the hub, or by the journal of its split.
 
 
 def open_weights(source: Source, folders: Iterable[Path]) -> Checkpoint | None:
@@ -229,9 +226,6 @@ def open_folder(
     if earlier is None:  # another process has finished it meanwhile
         return LocalCheckpoint(folder, missing_from, entry=entry)
     return LocalCheckpoint(folder, missing_from, earlier.plan.index)
-
-
-# The config of a source before there is a split directory: its file, or one derived from Meta's parameters.
 
 
 @contextlib.contextmanager
@@ -324,12 +318,9 @@ def config_of(config_folder: Path, checkpoint: Checkpoint | None = None) -> Mapp
     """Return the config in a folder, or the one that a checkpoint derives; empty if there is none."""
     derived = checkpoint.derived() if checkpoint is not None else {}
     if CONFIG_NAME in derived:
-        found: Mapping[str, Any] = json.loads(derived[CONFIG_NAME])
-        return found
+        config: Mapping[str, Any] = json.loads(derived[CONFIG_NAME])
+        return config
     return read_config(config_folder)
-
-
-# The search.
 
 
 def find(spec: ModelSpec, *, only_look: bool = False) -> Source:
@@ -345,7 +336,7 @@ def find(spec: ModelSpec, *, only_look: bool = False) -> Source:
         HubError: the hub did not answer, and local files are not sufficient.
         DiskFullError: no space for the note about a repository's commit.
     """
-    spec = dataclasses.replace(spec, name=meant(spec.name))
+    spec = dataclasses.replace(spec, name=resolve_name(spec.name))
     place, model = locations.one_of_several(spec.name)
     spec = dataclasses.replace(spec, base=locations.base_for(model, spec.folder, spec.base))
     folder = expand(place)
@@ -361,8 +352,8 @@ def _find_elsewhere(spec: ModelSpec, *, only_look: bool) -> Source:
         name, quantization = locations.one_of_several(spec.name)
         if quantization:
             named = dataclasses.replace(spec, name=name)
-            found = _find_repository(named, only_look=only_look, quantization=quantization)
-            return dataclasses.replace(found, name=spec.name)
+            source = _find_repository(named, only_look=only_look, quantization=quantization)
+            return dataclasses.replace(source, name=spec.name)
         if not locations.is_repo_id(spec.name):
             raise CheckpointNotFoundError(
                 f"There is no folder {spec.name!r}, and it is not a repository id.",
@@ -462,11 +453,11 @@ def _find_repository(spec: ModelSpec, *, only_look: bool, quantization: str | No
     except GatedRepositoryError:
         raise
     except HubError as error:
-        if (known := _finished_without_hub(spec)) is None:
+        if (finished_split := _finished_without_hub(spec)) is None:
             no_folder = f"There is no folder {spec.name!r} either."
             raise HubError(f"{error.problem} {no_folder}", error.remedy) from error.__cause__
-        logger.warning("%s Using the existing split in %s.", error.problem, known.split_folder)
-        return known
+        logger.warning("%s Using the existing split in %s.", error.problem, finished_split.split_folder)
+        return finished_split
     target = locations.for_repository(spec.name, repository.commit, spec.folder, spec.compression, spec.base)
     if spec.folder is None:
         target = _same_weights(target, repository, spec.compression, spec.base)
@@ -502,14 +493,14 @@ def _same_weights(target: Path, repository: HubRepository, compression: str | No
     """
     if _is_begun(target):
         return target
-    for other in filter(
+    for folder in filter(
         _is_begun, locations.of_other_commits(repository.repo_id, repository.commit, compression, base)
     ):
-        earlier, manifest = _replay(other), read_manifest(other)  # in this order: the manifest replaces the journal
+        earlier, manifest = _replay(folder), read_manifest(folder)  # in this order: the manifest replaces the journal
         made_from = manifest.source if manifest is not None else earlier.plan.source if earlier is not None else None
         if made_from is not None and not made_from.differs_from(repository.identity_of(made_from.fingerprints)):
-            logger.info("Commit %s has the weights of the split in %s.", repository.commit, other)
-            return other
+            logger.info("Commit %s has the weights of the split in %s.", repository.commit, folder)
+            return folder
     return target
 
 
@@ -540,19 +531,19 @@ def _finished_without_hub(spec: ModelSpec) -> Source | None:
     target = locations.for_repository(spec.name, commit or "", spec.folder, spec.compression, spec.base)
     if not is_finished(target):
         return None
-    found = Source(spec.name, target, target, finished=True)
+    source = Source(spec.name, target, target, finished=True)
     if (manifest := read_manifest(target)) is not None:
         revision = spec.access.revision
-        known = revision is not None and locations.is_commit(revision)  # else any commit is accepted
-        identity = SourceIdentity("hub", spec.name, revision if known else manifest.source.commit, {})
-        refuse_another(found, manifest, identity)
-    return found
+        is_pinned = revision is not None and locations.is_commit(revision)  # else any commit is accepted
+        identity = SourceIdentity("hub", spec.name, revision if is_pinned else manifest.source.commit, {})
+        refuse_another(source, manifest, identity)
+    return source
 
 
 def _offline_source(spec: ModelSpec, *, only_look: bool, quantization: str | None) -> Source:
     """Find the source if the hub may not be used."""
-    if (known := _finished_without_hub(spec)) is not None:
-        return known
+    if (source := _finished_without_hub(spec)) is not None:
+        return source
     snapshot = cached_snapshot(spec.name, spec.access)
     if snapshot is None:
         raise HubError(

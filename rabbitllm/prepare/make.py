@@ -100,9 +100,6 @@ def with_memory(
     return dataclasses.replace(options, memory=nbytes, memory_is_given=run_options.max_memory is not None)
 
 
-# The loader's own check of a model, passed to a split so that it runs before anything is deleted.
-
-
 @contextlib.contextmanager
 def acceptance(
     source: Source,
@@ -134,9 +131,6 @@ def acceptance(
         yield planner
 
 
-# Checks of a finished split directory against the part of its source that still exists.
-
-
 def has_work_left(folder: Path, options: SplitOptions) -> bool:
     """Whether something must be removed after a finished split; only then is the lock needed.
 
@@ -144,9 +138,9 @@ def has_work_left(folder: Path, options: SplitOptions) -> bool:
     """
     if not (folder / MANIFEST_NAME).exists() or not is_writable(folder):
         return False
-    left = (folder / JOURNAL_NAME).exists() or (folder / STAGING_NAME).exists() or is_left_over(folder)
-    left = left or (folder / LEASE_NAME).exists()
-    return left or options.shards.deletes_rest
+    has_leftovers = (folder / JOURNAL_NAME).exists() or (folder / STAGING_NAME).exists() or is_left_over(folder)
+    has_leftovers = has_leftovers or (folder / LEASE_NAME).exists()
+    return has_leftovers or options.shards.deletes_rest
 
 
 def check_finished(source: Source, options: SplitOptions, accept: Acceptance | None = None) -> None:
@@ -173,24 +167,28 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
     checkpoint = _remaining_checkpoint(source, manifest)
     if checkpoint is None:
         return
-    found = [one for shard in checkpoint.index.shards if (one := _local_metadata(checkpoint, shard)) is not None]
-    refuse_another(source, manifest, checkpoint.identity(found))
-    _refuse_without_evidence(source, manifest, found)
+    metadata = [
+        shard_metadata
+        for shard in checkpoint.index.shards
+        if (shard_metadata := _local_metadata(checkpoint, shard)) is not None
+    ]
+    refuse_another(source, manifest, checkpoint.identity(metadata))
+    _refuse_without_evidence(source, manifest, metadata)
     if options.shards.deletes_rest and checkpoint.deletable:
         store = LayerStore(source.split_folder)  # checks all sizes and headers before anything is deleted
         if accept is not None:
             accept(store)
-        discard_finished(checkpoint, manifest, found, source.split_folder, options.shards)
+        discard_finished(checkpoint, manifest, metadata, source.split_folder, options.shards)
         return
-    check_finished_source(manifest, found, checkpoint, source.split_folder, verify=options.verify_source)
-    if options.shards.deletes_rest and found:
-        warn_of_read_only(len(found), checkpoint)
+    check_finished_source(manifest, metadata, checkpoint, source.split_folder, verify=options.verify_source)
+    if options.shards.deletes_rest and metadata:
+        warn_of_read_only(len(metadata), checkpoint)
 
 
 def _check_budget(source: Source, manifest: Manifest, options: SplitOptions) -> None:
     """Warn that a mixed split was made for another budget; refuse it only if it is larger than the disk may hold."""
-    other = other_budget(manifest.chosen, options) if options.compression == AUTO else None
-    if other is None:
+    budget = other_budget(manifest.chosen, options) if options.compression == AUTO else None
+    if budget is None:
         return
     remake = (
         "For the new budget split into another folder (layer_shards_saving_path), or remove this one (`rabbitllm rm`)"
@@ -198,21 +196,26 @@ def _check_budget(source: Source, manifest: Manifest, options: SplitOptions) -> 
     nbytes = sum(record.size for record in manifest.layers)
     if options.max_disk is not None and nbytes > options.max_disk:
         raise SplitMismatchError(
-            f"{source.split_folder} was made {other} and has {nbytes:,} bytes of layer files; requested was "
+            f"{source.split_folder} was made {budget} and has {nbytes:,} bytes of layer files; requested was "
             f"max_disk={options.max_disk:,}.",
             f"To use the split unchanged, remove max_disk. {remake}.",
         )
-    logger.warning("%s was made %s and is used unchanged. %s.", source.split_folder, other, remake)
+    logger.warning("%s was made %s and is used unchanged. %s.", source.split_folder, budget, remake)
 
 
-def _refuse_without_evidence(source: Source, manifest: Manifest, found: list[ShardMetadata]) -> None:
+def _refuse_without_evidence(source: Source, manifest: Manifest, metadata: list[ShardMetadata]) -> None:
     """Refuse a split that lies elsewhere and whose model has another name, if none of its shards is in the folder."""
-    known = manifest.source
-    if source.local is None or found or known.kind != "local" or source.split_folder.is_relative_to(source.local):
+    split_source = manifest.source
+    if (
+        source.local is None
+        or metadata
+        or split_source.kind != "local"
+        or source.split_folder.is_relative_to(source.local)
+    ):
         return
-    if known.name != source.local.resolve().name:
+    if split_source.name != source.local.resolve().name:
         raise SplitMismatchError(
-            f"{source.split_folder} was split from a folder named {known.name!r}, and {source.local} has none "
+            f"{source.split_folder} was split from a folder named {split_source.name!r}, and {source.local} has none "
             "of the shards that were split.",
             f"If it is the same model, load the split directory: {source.split_folder}. For another model give another "
             "folder (layer_shards_saving_path).",
@@ -307,7 +310,7 @@ def ensure_split(
             )
         locks.enter_context(lock_source(source, options, by_executor=executor is not None))
         _refuse_to_quantize_again(source, options)
-        checkpoint = _with_blocks(_open(source, options, by_executor=executor is not None), options)
+        checkpoint = _with_blocks(_open_checkpoint(source, options, by_executor=executor is not None), options)
         family = family_of(source.config_folder, checkpoint)
         picked = experts_of(source.config_folder, checkpoint)
         request = SplitRequest(checkpoint, source.split_folder, family, options, naming, executor, None, picked, accept)
@@ -381,8 +384,8 @@ def _in_hub_cache(repository: HubRepository, options: SplitOptions) -> Path | No
     """Return a repository's snapshot in the hub cache; None if the split neither reads nor deletes shards there."""
     weights = [name for name in repository.files if name.endswith(WEIGHT_SUFFIXES)]
     only_weights = options.shards in (ShardPolicy.DELETE_FETCHED, ShardPolicy.DELETE_USED)
-    wanted = weights if only_weights else ["config.json", repository.entry(), *weights]
-    cached = next(filter(None, map(repository.cached, wanted)), None)
+    names = weights if only_weights else ["config.json", repository.entry(), *weights]
+    cached = next(filter(None, map(repository.cached, names)), None)
     return cached[0].folder if cached is not None else None
 
 
@@ -396,7 +399,7 @@ def _refuse_to_quantize_again(source: Source, options: SplitOptions) -> None:
         )
 
 
-def _open(source: Source, options: SplitOptions, *, by_executor: bool = False) -> Checkpoint:
+def _open_checkpoint(source: Source, options: SplitOptions, *, by_executor: bool = False) -> Checkpoint:
     """Open the checkpoint.
 
     With an executor, shards are fetched unless they are in a folder that all workers see; the user's cache is not used.
@@ -419,20 +422,20 @@ def _open(source: Source, options: SplitOptions, *, by_executor: bool = False) -
 
 def _with_other_splits(error: MissingShardError, source: Source) -> MissingShardError:
     """Return the same error, naming other splits, finished or not, that may have used up the missing shards."""
-    own = source.split_folder
-    if (own / JOURNAL_NAME).exists():
+    split_folder = source.split_folder
+    if (split_folder / JOURNAL_NAME).exists():
         return error
-    folders = {own.parent / directory_name(c, source.base): c for c in SPLITS}
+    folders = {split_folder.parent / directory_name(c, source.base): c for c in SPLITS}
     if source.local is not None:  # also where they are if the user names no folder
         folders |= {locations.for_local(source.local, None, c, source.base): c for c in SPLITS}
-    others = [
+    splits = [
         f"compression={c!r} in {folder}"
         for folder, c in folders.items()
         if (folder / MANIFEST_NAME).exists() or (folder / JOURNAL_NAME).exists()
     ]
-    if not others:
+    if not splits:
         return error
-    remedy = f"Another split may have deleted them. Load or resume that one: {' or '.join(others)}."
+    remedy = f"Another split may have deleted them. Load or resume that one: {' or '.join(splits)}."
     return MissingShardError(error.problem, remedy)
 
 
@@ -458,7 +461,7 @@ def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], orig
         SplitMismatchError: the source is another one; nothing was touched.
         InUseError: another process has loaded the model, or deletes shards of the source; nothing was touched.
     """
-    with _repairing(folder, manifest.source, shards_for(manifest, layers), original) as (checkpoint, policy):
+    with _locked_for_repair(folder, manifest.source, shards_for(manifest, layers), original) as (checkpoint, policy):
         options = SplitOptions(manifest.compression, policy, fit_scales=is_fitted(manifest.quantizer))
         named = str(original.absolute()) if original is not None else ""
         repair(SplitRequest(checkpoint, folder, family_of(folder), options), manifest, layers, named)
@@ -481,7 +484,7 @@ def finish_repair(folder: Path, original: Path | None = None) -> None:
         return
     sums, used = earlier.checksums, earlier.used
     shards = [s.name for s in earlier.plan.shards if s.name not in used or any(t.name in sums for t in s.tensors)]
-    with _repairing(folder, earlier.plan.source, shards, original) as (checkpoint, policy):
+    with _locked_for_repair(folder, earlier.plan.source, shards, original) as (checkpoint, policy):
         if is_finished(folder):  # another process was quicker
             return
         options = SplitOptions(earlier.plan.compression, policy, fit_scales=is_fitted(earlier.quantizer))
@@ -489,8 +492,8 @@ def finish_repair(folder: Path, original: Path | None = None) -> None:
 
 
 @contextlib.contextmanager
-def _repairing(
-    folder: Path, known: SourceIdentity, shards: Collection[str], original: Path | None
+def _locked_for_repair(
+    folder: Path, identity: SourceIdentity, shards: Collection[str], original: Path | None
 ) -> Iterator[tuple[Checkpoint, ShardPolicy]]:
     """Hold a split directory and its source while these shards are read; yield the source and what happens to shards.
 
@@ -498,23 +501,23 @@ def _repairing(
         OptionError, InUseError: see `repair_split`.
     """
     repository = None
-    if original is None and known.kind != "hub":
+    if original is None and identity.kind != "hub":
         original = original_around(folder, shards)
-    model = next(iter(gguf_models(known.fingerprints)), None)
+    model = next(iter(gguf_models(identity.fingerprints)), None)
     if original is not None:
-        checkpoint: Checkpoint = LocalCheckpoint(original, entry=_gguf_entry(original, known.fingerprints))
-    elif known.kind == "hub":
-        access = HubAccess(revision=known.commit)
+        checkpoint: Checkpoint = LocalCheckpoint(original, entry=_gguf_entry(original, identity.fingerprints))
+    elif identity.kind == "hub":
+        access = HubAccess(revision=identity.commit)
         quantization = gguf_stem(model) if model is not None else None
-        repository = open_repository(known.name, access, folder / STAGING_NAME, quantization)
+        repository = open_repository(identity.name, access, folder / STAGING_NAME, quantization)
         checkpoint = HubCheckpoint(repository)
     else:
         raise OptionError(
-            f"{folder} was split from a folder named {known.name!r}, and its path is not known.",
+            f"{folder} was split from a folder named {identity.name!r}, and its path is not known.",
             "Pass its path with --original, if its shards still exist; otherwise split another copy of the model.",
         )
     policy = ShardPolicy.DELETE_FETCHED if original is None else ShardPolicy.KEEP
-    source = Source(known.name, folder, folder, finished=False, repository=repository, local=original)
+    source = Source(identity.name, folder, folder, finished=False, repository=repository, local=original)
     with (
         system_errors_by_name(folder),
         locked(folder, excluding_readers=True),

@@ -35,7 +35,7 @@ from rabbitllm.server.embeddings import Embedder, PoolingRecipe, recipe_in
 from rabbitllm.server.metrics import Metrics
 from rabbitllm.server.reasoning import AnswerFormat
 from rabbitllm.server.settings import Settings
-from rabbitllm.store.locations import meant
+from rabbitllm.store.locations import resolve_name
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
@@ -73,7 +73,7 @@ class ServedModel:
             model = prepared.load(run)
         folder, source = prepared.folder, prepared.source
         if folder is None:
-            return cls(model, None, recipe_in(expand(meant(request.spec.name))))
+            return cls(model, None, recipe_in(expand(resolve_name(request.spec.name))))
         places = (folder, prepared.config_folder, source.local)
         recipes = (recipe_in(place) for place in places if place is not None)
         return cls(model, (prepared.was_finished, folder), next(filter(None, recipes), None))
@@ -87,7 +87,7 @@ def served_name(name: str) -> str:
     """
     if is_gguf_file(expand(name)):
         return gguf_stem(expand(name).name)
-    found = meant(name)
+    found = resolve_name(name)
     path = expand(found)
     if not path.is_dir():
         return found

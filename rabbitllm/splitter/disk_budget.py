@@ -160,7 +160,7 @@ def disk_use(
     following = dict(zip((shard.name for shard in waiting), [*waiting[1:], None], strict=False))
     for shard in plan.shards:
         written += _bytes_from(plan, shard, seen)
-        peak, written = _joining(plan, shard, processed, written)
+        peak, written = _join_peak(plan, shard, processed, written)
         processed.add(shard.name)
         if shard.name in used:
             continue
@@ -172,7 +172,7 @@ def disk_use(
     return DiskUse(max(created, written), added)
 
 
-def _joining(plan: PlanSizes, shard: PlannedShard, processed: set[str], written: int) -> tuple[int, int]:
+def _join_peak(plan: PlanSizes, shard: PlannedShard, processed: set[str], written: int) -> tuple[int, int]:
     """Return the peak of written bytes while the layers that this shard completes are finished, and those after it.
 
     Layers that waited only for scales are finished together, those with pieces one after the other.
@@ -196,7 +196,7 @@ def scratch_slack(layout: FileSizes) -> int:
 def _staged_bytes(shard: PlannedShard, following: PlannedShard | None, shard_transfer: ShardTransfer) -> int:
     """Return the bytes of fetched shards that lie on the disk while `shard` is used."""
     staged = [shard, following][: shard_transfer.files]
-    return sum(on_disk(one.size) for one in staged if one is not None and one.staged)
+    return sum(on_disk(fetched.size) for fetched in staged if fetched is not None and fetched.staged)
 
 
 def on_disk(nbytes: int) -> int:
@@ -247,30 +247,30 @@ def _disk_use_at_once(plan: PlanSizes, disk_budget: DiskBudget, shard_transfer: 
     positive, plus the `at_once` largest of min(w, f), which is still to be freed.
     """
     used = disk_budget.used
-    around = disk_budget.small_files + sum(
+    overhead = disk_budget.small_files + sum(
         layout.header_bytes + BLOCK_BYTES + layout.joined_bytes + scratch_slack(layout)
         for layout in plan.layouts.values()
     )
     waiting = [shard for shard in plan.shards if shard.name not in used]
     layers = plan.layer_map.shard_to_layers
-    gives = {  # with one begun block for each layer
+    shard_bytes = {  # with one begun block for each layer
         shard.name: sum(
             plan.layouts[layer].shard_bytes[shard.name] + BLOCK_BYTES for layer in layers.get(shard.name, ())
         )
         for shard in plan.shards
     }
-    back = {shard.name: 0 if shard.staged else disk_budget.freed.get(shard.name, 0) for shard in waiting}
+    freed = {shard.name: 0 if shard.staged else disk_budget.freed.get(shard.name, 0) for shard in waiting}
     staged = (
         0
         if shard_transfer is ShardTransfer.STREAM
         else _largest((on_disk(s.size) for s in waiting if s.staged), at_once)
     )
-    through = sum(max(0, gives[name] - size) for name, size in back.items())
-    in_work = _largest((min(gives[name], size) for name, size in back.items()), at_once)
-    before = sum(gives[name] for name in used if name in gives)
+    net_growth = sum(max(0, shard_bytes[name] - freed_bytes) for name, freed_bytes in freed.items())
+    in_progress = _largest((min(shard_bytes[name], freed_bytes) for name, freed_bytes in freed.items()), at_once)
+    used_bytes = sum(shard_bytes[name] for name in used if name in shard_bytes)
     return DiskUse(
-        around + sum(gives.values()) + staged,
-        max(0, around + before + through + in_work + staged - disk_budget.in_use),
+        overhead + sum(shard_bytes.values()) + staged,
+        max(0, overhead + used_bytes + net_growth + in_progress + staged - disk_budget.in_use),
     )
 
 
@@ -358,7 +358,7 @@ def choose_shard_transfer(
     raise NotEnoughSpaceException(
         f"Splitting {plan.source.name} into {disk_budget.folder} needs {short.needed} at its peak; "
         f"{size(short.have)} is {short.where}.",
-        _what_would_fit(plan, disk_budget, options, short),
+        _suggest_remedy(plan, disk_budget, options, short),
     )
 
 
@@ -379,17 +379,17 @@ def shortage(
     return None
 
 
-def _by_disk(wants: Iterable[tuple[Path, int]]) -> Sequence[tuple[Path, int]]:
+def _by_disk(needs: Iterable[tuple[Path, int]]) -> Sequence[tuple[Path, int]]:
     """Sum the bytes wanted in several folders over those that lie on one disk."""
     sums: dict[int, tuple[Path, int]] = {}
-    for folder, need in wants:
-        at = existing(folder)
-        first, before = sums.get(at.stat().st_dev, (at, 0))
-        sums[at.stat().st_dev] = (first, before + need)
+    for folder, need in needs:
+        location = existing(folder)
+        first, before = sums.get(location.stat().st_dev, (location, 0))
+        sums[location.stat().st_dev] = (first, before + need)
     return list(sums.values())
 
 
-def _what_would_fit(plan: SplitPlan, disk_budget: DiskBudget, options: SplitOptions, short: Shortage) -> str:
+def _suggest_remedy(plan: SplitPlan, disk_budget: DiskBudget, options: SplitOptions, short: Shortage) -> str:
     """Return the options that would make it fit, or how much is missing."""
     transfer = candidates(plan, "auto")[-1]
     if (

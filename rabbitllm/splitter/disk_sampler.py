@@ -135,8 +135,8 @@ class DiskSampler:
 
 def anonymous_bytes(process: Any) -> int:
     """Return the resident memory of a psutil process without mapped files, as far as the system tells them apart."""
-    found = process.memory_info()
-    return int(found.rss - getattr(found, "shared", 0))
+    memory = process.memory_info()
+    return int(memory.rss - getattr(memory, "shared", 0))
 
 
 def disk_bytes(folder: str | Path) -> int:

@@ -91,15 +91,11 @@ class SplitWork:
         plan = dataclasses.replace(
             self.plan,
             source=dataclasses.replace(self.plan.source, fingerprints={}),
-            shards=tuple(one for one in self.plan.shards if one.name == shard),
+            shards=tuple(planned for planned in self.plan.shards if planned.name == shard),
             layer_map=layer_map,
             layouts={layer: self.plan.layouts[layer] for layer in layers},
         )
         return dataclasses.replace(self, plan=plan, used=frozenset(), checksums={}, source_checksums={})
-
-
-# Workers in other processes or on other machines only fill layer files, which can be repeated after a partial attempt.
-# The loop over shards owns the journal, the layers' final names, and the release of shards.
 
 
 Filled = tuple[PlannedShard, ShardChecksums]
@@ -107,7 +103,10 @@ Filled = tuple[PlannedShard, ShardChecksums]
 
 
 class ShardExecutor(Protocol):
-    """Runs the jobs that fill layer files.
+    """Runs the jobs that fill layer files, in other processes or on other machines.
+
+    A job can be repeated after a partial attempt. The loop over shards owns the journal, the layers' final names, and
+    the release of shards.
 
     Attributes:
         at_once: maximum of concurrent shards.
@@ -143,10 +142,6 @@ class ShardExecutor(Protocol):
             watch: called often; may raise to stop.
         """
         ...
-
-
-# The shards on local paths, in order; the arrived part of each can be read meanwhile. A thread fetches missing shards,
-# the next one as soon as there is room for it (`choose_shard_transfer`).
 
 
 LAST_CHUNK_SECONDS = 0.5
@@ -245,7 +240,9 @@ class _FillStopped(Exception):
 
 
 class ShardFetcher:
-    """Yields the shards in order, fetched where needed.
+    """Yields the shards on local paths, in order; the arrived part of each can be read meanwhile.
+
+    A thread fetches missing shards, the next one as soon as there is room for it (`choose_shard_transfer`).
 
     Args:
         checkpoint: source of the shards.
@@ -261,14 +258,14 @@ class ShardFetcher:
         self._room = threading.Semaphore(room)
         self._thread: DaemonThread | None = None
 
-    def shards(self, wanted: Sequence[PlannedShard]) -> Iterator[tuple[PlannedShard, IncomingShard]]:
+    def shards(self, requested: Sequence[PlannedShard]) -> Iterator[tuple[PlannedShard, IncomingShard]]:
         """Yield each shard; a fetched one must be released before the next one is requested."""
-        fetching = {shard.name: _FetchedShard() for shard in wanted if shard.staged and self._fetches}
+        fetching = {shard.name: _FetchedShard() for shard in requested if shard.staged and self._fetches}
         if fetching:
             # a daemon, so that a hub that has stopped answering does not keep an interrupted process alive
             self._thread = DaemonThread(self._fetch_all, "fetch", fetching)
             self._thread.start()
-        for shard in wanted:
+        for shard in requested:
             yield shard, fetching.get(shard.name) or _LocalShard(self._checkpoint, shard.name)
             if shard.name in fetching:
                 self._room.release()
@@ -372,10 +369,10 @@ class Filler:
         """Check that files filled elsewhere are here; a file that is created again would have holes instead."""
         for layer in layers:
             layout = self._plan.layouts[layer]
-            wanted = [(self._path(layout, durable.PART_SUFFIX), layout.size)]
+            expected = [(self._path(layout, durable.PART_SUFFIX), layout.size)]
             if layout.scratch_bytes:
-                wanted.append((self._path(layout, SCRATCH_SUFFIX), layout.scratch_bytes))
-            for path, size in wanted:
+                expected.append((self._path(layout, SCRATCH_SUFFIX), layout.scratch_bytes))
+            for path, size in expected:
                 if not path.exists() or path.stat().st_size != size:
                     raise IncompleteSplitError(
                         f"A worker wrote {shard.name} to {path}, but on this machine the file is missing or its size "
@@ -440,12 +437,12 @@ class Filler:
 
         The plan's header came over the network without a digest, or from a file that may have changed since.
         """
-        taken = self._work.checkpoint.taken_from(shard.name, header)
-        found = {tensor.name: tensor for tensor in taken.tensors}
-        other = [tensor.name for tensor in shard.tensors if found.get(tensor.name) != tensor]
-        if other:
+        selected = self._work.checkpoint.taken_from(shard.name, header)
+        specs = {tensor.name: tensor for tensor in selected.tensors}
+        differing = [tensor.name for tensor in shard.tensors if specs.get(tensor.name) != tensor]
+        if differing:
             raise CorruptShardError(
-                f"{shard.name} differs from the planned file: {other[0]!r} has another offset, or is missing."
+                f"{shard.name} differs from the planned file: {differing[0]!r} has another offset, or is missing."
             )
 
     def _advice(self, shard: PlannedShard) -> str:
@@ -477,9 +474,9 @@ def _header_so_far(path: Path, shard: PlannedShard, arrived: Callable[[int], obj
 def _streamed_header(stream: ByteStream, shard: PlannedShard) -> Header:
     prefix = bytearray(LENGTH_BYTES)
     stream.read_into(memoryview(prefix))
-    rest = bytearray(_header_end(bytes(prefix), shard) - LENGTH_BYTES)
-    stream.read_into(memoryview(rest))
-    return parse_shard_header(HeldBytes(memoryview(prefix + rest), 0).read_at, shard.size, shard.name)
+    remainder = bytearray(_header_end(bytes(prefix), shard) - LENGTH_BYTES)
+    stream.read_into(memoryview(remainder))
+    return parse_shard_header(HeldBytes(memoryview(prefix + remainder), 0).read_at, shard.size, shard.name)
 
 
 def _header_end(prefix: bytes, shard: PlannedShard) -> int:

@@ -98,10 +98,10 @@ def replay(folder: Path) -> Replay | None:
     path = folder / JOURNAL_NAME
     if not path.exists():
         return None
-    head, *rest = path.read_bytes().split(b"\n")
+    head, *lines = path.read_bytes().split(b"\n")
     try:
         plan, quantizer = _decode(json.loads(head))
-        entries = [entry for line in rest if (entry := _entry(line)) is not None]
+        entries = [entry for line in lines if (entry := _parse_entry(line)) is not None]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise IncompleteSplitError(
             f"{path} is not a readable split journal: {type(error).__name__} {error}.",
@@ -145,13 +145,13 @@ def glance(folder: Path, name: str = JOURNAL_NAME) -> UnfinishedSplit | None:
         head, *lines = (folder / name).read_bytes().split(b"\n")
         content = json.loads(head)
         fingerprints = {shard["name"]: shard["fingerprint"] for shard in content["shards"]}
-        kind, source, commit = content["source"]
+        source_kind, source, commit = content["source"]
         compression, stems = content["compression"], tuple(stem for _, stem, _ in content["layers"])
         repair_from = content.get("repair_from")
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-    used = frozenset(entry.shard for line in lines if (entry := _entry(line)) is not None)
-    identity = SourceIdentity(kind, source, commit, fingerprints)
+    used = frozenset(entry.shard for line in lines if (entry := _parse_entry(line)) is not None)
+    identity = SourceIdentity(source_kind, source, commit, fingerprints)
     return UnfinishedSplit(frozenset(fingerprints), used, identity, compression, stems, repair_from)
 
 
@@ -173,7 +173,7 @@ class _JournalEntry:
     source_crc32: int | None
 
 
-def _entry(line: bytes) -> _JournalEntry | None:
+def _parse_entry(line: bytes) -> _JournalEntry | None:
     """Parse a line; None for a line that a crash truncated."""
     try:
         content = json.loads(line)
@@ -181,8 +181,10 @@ def _entry(line: bytes) -> _JournalEntry | None:
         whole = {tensor: tuple(map(int, parts)) for tensor, parts in content["crc32"].items()}
         runs = content["runs"] if "runs" in content else [[""] * len(parts) for parts in whole.values()]
         sums = {
-            tensor: tuple(part_sums(crc, b64decode(one, validate=True)) for crc, one in zip(parts, ones, strict=True))
-            for (tensor, parts), ones in zip(whole.items(), runs, strict=True)
+            tensor: tuple(
+                part_sums(crc, b64decode(encoded, validate=True)) for crc, encoded in zip(parts, part_runs, strict=True)
+            )
+            for (tensor, parts), part_runs in zip(whole.items(), runs, strict=True)
         }
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -215,8 +217,8 @@ class SplitJournal:
         """
         content = {
             "used": shard,
-            "crc32": {tensor: [whole_sum(one) for one in parts] for tensor, parts in checksums.items()},
-            "runs": [[b64encode(one[SUM_BYTES:]).decode() for one in parts] for parts in checksums.values()],
+            "crc32": {tensor: [whole_sum(part) for part in parts] for tensor, parts in checksums.items()},
+            "runs": [[b64encode(part[SUM_BYTES:]).decode() for part in parts] for parts in checksums.values()],
             **({} if source_crc32 is None else {"source_crc32": source_crc32}),
         }
         self._log.append(json.dumps(content, separators=(",", ":")))
@@ -233,10 +235,10 @@ def settle(folder: Path) -> None:
     takes no space.
     """
     path = folder / JOURNAL_NAME
-    found = path.read_bytes()
-    file = durable.GrowingFile(path, len(found))
+    content = path.read_bytes()
+    file = durable.GrowingFile(path, len(content))
     try:
-        file.write_at(memoryview(found), 0)
+        file.write_at(memoryview(content), 0)
         file.sync()
     finally:
         file.close()
@@ -258,7 +260,7 @@ def _encode(plan: SplitPlan, quantizer: str | None) -> dict[str, Any]:
                 "size": shard.size,
                 "fingerprint": shard.fingerprint,
                 "staged": shard.staged,
-                "tensors": [_tensor(tensor) for tensor in shard.tensors],
+                "tensors": [_encode_tensor(tensor) for tensor in shard.tensors],
                 **({} if shard.header_first else {"header_first": False}),
                 **({} if shard.stat is None else {"stat": dataclasses.astuple(shard.stat)}),
                 **({} if shard.expected_crc32 is None else {"expected_crc32": shard.expected_crc32}),
@@ -274,21 +276,21 @@ def _encode(plan: SplitPlan, quantizer: str | None) -> dict[str, Any]:
     }
 
 
-def _tensor(tensor: TensorSpec) -> list[object]:
+def _encode_tensor(tensor: TensorSpec) -> list[object]:
     """Encode a tensor; the fields that few tensors have come last and are omitted if None: strides, view, piece,
     blocks."""
     piece, blocks = tensor.piece, tensor.blocks
     cut = None if piece is None else [piece.of, piece.shape, piece.dim, piece.begin]
     stored = None if blocks is None else [blocks.kind.name, blocks.nbytes, blocks.change.value, blocks.may_stay]
-    rest = [tensor.strides, tensor.view, cut, stored]
-    while rest and rest[-1] is None:
-        rest.pop()
-    return [tensor.name, tensor.dtype, tensor.shape, tensor.offset, tensor.nbytes, *rest]
+    optional = [tensor.strides, tensor.view, cut, stored]
+    while optional and optional[-1] is None:
+        optional.pop()
+    return [tensor.name, tensor.dtype, tensor.shape, tensor.offset, tensor.nbytes, *optional]
 
 
-def _tensor_of(shard: str, content: list[Any]) -> TensorSpec:
-    name, dtype, shape, offset, nbytes, *rest = content
-    strides, view, cut, stored = (*rest, None, None, None, None)[:4]
+def _decode_tensor(shard: str, content: list[Any]) -> TensorSpec:
+    name, dtype, shape, offset, nbytes, *optional = content
+    strides, view, cut, stored = (*optional, None, None, None, None)[:4]
     return TensorSpec(
         name,
         dtype,
@@ -317,7 +319,7 @@ def _decode(content: dict[str, Any]) -> tuple[SplitPlan, str | None]:
             shard["name"],
             shard["size"],
             shard["fingerprint"],
-            tuple(_tensor_of(shard["name"], tensor) for tensor in shard["tensors"]),
+            tuple(_decode_tensor(shard["name"], tensor) for tensor in shard["tensors"]),
             shard["staged"],
             shard.get("header_first", True),
             FileStat(*map(int, shard["stat"])) if "stat" in shard else None,
@@ -327,19 +329,13 @@ def _decode(content: dict[str, Any]) -> tuple[SplitPlan, str | None]:
         )
         for shard in content["shards"]
     )
-    kind, name, commit = content["source"]
-    source = SourceIdentity(kind, name, commit, {shard.name: shard.fingerprint for shard in shards})
+    source_kind, name, commit = content["source"]
+    source = SourceIdentity(source_kind, name, commit, {shard.name: shard.fingerprint for shard in shards})
     assigned = {tensor: LayerName(id, stem) for id, stem, tensors in content["layers"] for tensor in tensors}
     compression = content["compression"]
     chosen = manifest.allocation_from_json(content["chosen"]) if compression == AUTO else None
     plan = make_plan(source, shards, assigned, compression, layout, chosen, model_dtype(content.get("dtype")))
     return plan, content["quantiser"]
-
-
-# The report of an interrupt by Ctrl-C, SIGTERM or SIGHUP, in two lines on stderr: the progress, and how to resume.
-#
-# The interrupt propagates; if it ends the process, that ends within a second. Nothing has to be saved then: the journal
-# records all durable data, and is only read here.
 
 
 _is_resumable = contextvars.ContextVar("is_resumable", default=True)
@@ -359,6 +355,9 @@ def not_resumable() -> Iterator[None]:
 def reporting_interrupts(folder: Path) -> Iterator[None]:
     """On an interrupt while the context is open, print the progress of the split in `folder`, and how to resume it.
 
+    Two lines on stderr. The interrupt propagates; if it ends the process, that ends within a second. Nothing has to be
+    saved then: the journal records all durable data, and is only read here.
+
     Interrupts are KeyboardInterrupt and, in the main thread, SIGTERM and SIGHUP, unless these are handled or ignored
     already. SIGTERM and SIGHUP end the process.
     """
@@ -375,7 +374,7 @@ def reporting_interrupts(folder: Path) -> Iterator[None]:
         if not _is_resumable.get():
             raise
         bar = "\n" if sys.stderr.isatty() else ""  # a progress bar may be on that line
-        print(f"{bar}{_state(folder)}\n{_resume_hint()}", file=sys.stderr, flush=True)
+        print(f"{bar}{_describe_progress(folder)}\n{_resume_hint()}", file=sys.stderr, flush=True)
         raise
 
 
@@ -385,26 +384,28 @@ def _reporting_signals(folder: Path) -> Iterator[None]:
         yield
         return
 
-    def report(number: int, frame: object) -> None:
+    def report(signal_number: int, frame: object) -> None:
         if _is_resumable.get():
             with contextlib.suppress(OSError):  # the terminal may be gone; no `print`, since one may be in progress
-                os.write(2, f"\n{_state(folder)}\n{_resume_hint()}\n".encode())
-        signal.signal(number, signal.SIG_DFL)
-        signal.raise_signal(number)
+                os.write(2, f"\n{_describe_progress(folder)}\n{_resume_hint()}\n".encode())
+        signal.signal(signal_number, signal.SIG_DFL)
+        signal.raise_signal(signal_number)
 
     names = ("SIGTERM", "SIGHUP")
-    ours = [n for n in (getattr(signal, name, None) for name in names) if n and signal.getsignal(n) == signal.SIG_DFL]
-    for number in ours:
-        signal.signal(number, report)
+    unhandled = [
+        n for n in (getattr(signal, name, None) for name in names) if n and signal.getsignal(n) == signal.SIG_DFL
+    ]
+    for signal_number in unhandled:
+        signal.signal(signal_number, report)
     try:
         yield
     finally:
-        for number in ours:
-            if signal.getsignal(number) is report:
-                signal.signal(number, signal.SIG_DFL)
+        for signal_number in unhandled:
+            if signal.getsignal(signal_number) is report:
+                signal.signal(signal_number, signal.SIG_DFL)
 
 
-def _state(folder: Path) -> str:
+def _describe_progress(folder: Path) -> str:
     if (folder / MANIFEST_NAME).exists():
         return f"Interrupted: the layers in {folder} are complete; only the cleanup was left."
     if not (folder / JOURNAL_NAME).exists():

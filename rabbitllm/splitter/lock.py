@@ -52,10 +52,10 @@ MAX_RESTARTS = 1000
 # name, a later one creates a new file, and both would assume to be alone. Three rules prevent that.
 #
 # 1. A lock counts only if its file has the name. filelock does not tell which file it locked (before 3.20.4 it does not
-#    check either), so `_try` opens the file first, has filelock lock whatever has the name, and then checks whether the
-#    name still belongs to the file it opened. A file that lost its name never gets it back, and while it is open no
-#    new one has its inode number; so if the check passes, filelock locked that file. If not, the lock is released and
-#    acquired again.
+#    check either), so `_try_lock_file` opens the file first, has filelock lock whatever has the name, and then checks
+#    whether the name still belongs to the file it opened. A file that lost its name never gets it back, and while it is
+#    open no new one has its inode number; so if the check passes, filelock locked that file. If not, the lock is
+#    released and acquired again.
 # 2. Only the holder of the lock removes the file: `_remove_lock_file` locks it once more for that, after filelock has
 #    released it, and leaves the file if another process was quicker. It cannot be done before: filelock 3.20.4 to 3.29
 #    unlink on release, by name, and would remove the file that a third process has created and locked in between. Their
@@ -80,9 +80,9 @@ def locked(folder: Path, *, excluding_readers: bool = False) -> Iterator[None]:
         SplitError: the file system fails to lock.
         OSError: the folder cannot be written.
     """
-    made: list[Path] = []
+    created: list[Path] = []
     try:
-        lock = _wait_for(folder, made)
+        lock = _wait_for(folder, created)
         try:
             if not isinstance(lock, KeptLease):
                 with contextlib.suppress(OSError):  # a full disk is reported elsewhere; the note is only informative
@@ -92,7 +92,7 @@ def locked(folder: Path, *, excluding_readers: bool = False) -> Iterator[None]:
         finally:
             _unlock(folder, lock)
     finally:
-        for path in made:
+        for path in created:
             durable.remove_empty_folder(path)
 
 
@@ -105,12 +105,13 @@ def locked_without_waiting(folder: Path) -> Iterator[None]:
         SplitError: the file system fails to lock.
     """
     try:
-        lock = _attempt(folder)
+        lock = _try_lock(folder)
     except _Unlinked:
         lock = None
     if lock is None:
         raise InUseError(
-            f"{folder} is in use by {_holder(folder)}.", "Wait for that process or end it, and make the call again."
+            f"{folder} is in use by {_describe_holder(folder)}.",
+            "Wait for that process or end it, and make the call again.",
         )
     try:
         with folder_lock.exclusive(folder, FolderKind.SPLIT):
@@ -148,23 +149,23 @@ def is_lock_file(name: str) -> bool:
     return name in (LOCK_NAME, HOLDER_NAME) or name.startswith(FOLDER_LEASE)
 
 
-def _wait_for(folder: Path, made: list[Path]) -> BaseFileLock | KeptLease:
-    """Acquire the lock. Adds the folders it creates to `made`, innermost first."""
+def _wait_for(folder: Path, created: list[Path]) -> BaseFileLock | KeptLease:
+    """Acquire the lock. Adds the folders it creates to `created`, innermost first."""
     report_at = time.monotonic() + SILENT_SECONDS
     reported, restarts = False, 0
 
-    def report(rest: str = "") -> None:
+    def report(limit: str = "") -> None:
         nonlocal reported
         if not reported and time.monotonic() >= report_at:
-            _report_wait(folder, rest)
+            _report_wait(folder, limit)
             reported = True
 
     until_stale = f", at most {leases.STALE_SECONDS:.0f} s if that process has ended"
     while True:
-        made[:0] = [path for path in (folder, *folder.parents) if not path.exists()]
+        created[:0] = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             durable.make_folder(folder)
-            lock = _attempt(folder, partial(report, until_stale))
+            lock = _try_lock(folder, partial(report, until_stale))
         except _Unlinked:
             restarts += 1
             continue
@@ -181,7 +182,7 @@ def _wait_for(folder: Path, made: list[Path]) -> BaseFileLock | KeptLease:
         time.sleep(POLL_SECONDS)
 
 
-def _attempt(folder: Path, waiting: Callable[[], None] | None = None) -> BaseFileLock | KeptLease | None:
+def _try_lock(folder: Path, waiting: Callable[[], None] | None = None) -> BaseFileLock | KeptLease | None:
     """Try to lock an existing folder; None if it is locked. A lease is waited for if there is `waiting` (`take`).
 
     Raises:
@@ -190,7 +191,7 @@ def _attempt(folder: Path, waiting: Callable[[], None] | None = None) -> BaseFil
     """
     try:
         with durable.open_scratch(folder / LOCK_NAME) as descriptor:
-            return _try(folder / LOCK_NAME, descriptor)
+            return _try_lock_file(folder / LOCK_NAME, descriptor)
     except _NoLocksError:
         durable.remove_scratch(folder / LOCK_NAME)
     return leases.take(folder / FOLDER_LEASE, waiting)
@@ -204,7 +205,7 @@ class _NoLocksError(Exception):
     """The file system has no locks."""
 
 
-def _try(path: Path, descriptor: int) -> BaseFileLock | None:
+def _try_lock_file(path: Path, descriptor: int) -> BaseFileLock | None:
     """Lock the file that `path` names and `descriptor` has open; None if it is held already.
 
     Raises:
@@ -277,26 +278,18 @@ def _remove_lock_file(path: Path) -> None:
             durable.remove_scratch(path)
 
 
-def _holder(folder: Path) -> str:
+def _describe_holder(folder: Path) -> str:
     """Describe the holder of the lock."""
     note = folder / HOLDER_NAME
     return leases.described(note) if note.exists() else leases.holder(folder / FOLDER_LEASE)
 
 
-def _report_wait(folder: Path, rest: str = "") -> None:
+def _report_wait(folder: Path, limit: str = "") -> None:
     """Report which process this one waits for."""
-    text = f"{folder} is in use by {_holder(folder)}; waiting{rest}."
+    text = f"{folder} is in use by {_describe_holder(folder)}; waiting{limit}."
     logger.warning("%s", text)
     if logger.hasHandlers():  # without handlers logging itself writes the warning to stderr
         print(text, file=sys.stderr, flush=True)
-
-
-# The lease: a file in the split directory that names the run for which its layer files may be filled.
-#
-# The processes that fill them elsewhere read it. If a process reads another run, or finds no file, it sees another
-# folder or belongs to a run that is over. A process that dies leaves its file; the next run replaces it, and the
-# workers of the dead run stop at their next check. The file is scratch: it describes a running process and holds no
-# data.
 
 
 LEASE_NAME = ".lease"
@@ -306,7 +299,12 @@ LOOK_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Lease:
-    """Permission to fill layer files in a folder, for any process.
+    """Permission to fill layer files in a folder, for any process: a file in the split directory that names a run.
+
+    The processes that fill them elsewhere read it. If a process reads another run, or finds no file, it sees another
+    folder or belongs to a run that is over. A process that dies leaves its file; the next run replaces it, and the
+    workers of the dead run stop at their next check. The file is scratch: it describes a running process and holds no
+    data.
 
     Attributes:
         folder: the split directory.

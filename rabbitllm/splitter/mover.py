@@ -68,9 +68,6 @@ class ByteStream:
         return piece
 
 
-# Reads scales from a scratch file, which has all of them, and quantizes them. Writes nothing.
-
-
 def settled_parts(form: Settling, scratch: Path) -> Generator[tuple[int, int, memoryview]]:
     """Yield the stored parts of a tensor with quantized scales, a run at a time.
 
@@ -117,12 +114,12 @@ class FillTarget:
 
     def write(self, part: str, begin: int, data: memoryview, *, aligned: bool = False) -> None:
         """Write a run of a stored part at `begin` bytes into that part, in the layer file or the scratch file."""
-        at = self.layout.scratch_offsets.get(part)
-        if at is None:
+        scratch_offset = self.layout.scratch_offsets.get(part)
+        if scratch_offset is None:
             self.file.write_at(data, self.layout.offsets[part] + begin, aligned=aligned)
         else:
             assert self.scratch is not None
-            self.scratch.write_at(data, at + begin, aligned=aligned)
+            self.scratch.write_at(data, scratch_offset + begin, aligned=aligned)
 
     def sync(self) -> None:
         """Sync the files; on return everything that was written would survive a power cut."""
@@ -249,7 +246,7 @@ class Mover:
         work = [(form, target, path) for target, path in targets for form in target.layout.settles]
         self.sums.forget(form for form, _, _ in work)
         self.sums.expect(form for form, _, _ in work)
-        self._finish([self._submit(self._settle, *one) for one in work])
+        self._finish([self._submit(self._settle, *job) for job in work])
 
     def _settle(self, form: Settling, target: FillTarget, path: Path) -> None:
         self._watch()
@@ -283,7 +280,7 @@ class Mover:
                 buffer = self._kept(source, move)
             written += self._write(targets[move.layer], move, buffer, aligned=True)
         if label is not None:
-            tell(_done(label, batch, written))
+            tell(_bytes_done(label, batch, written))
 
     def _kept(self, source: Readable, move: Move) -> memoryview:
         """The unchanged blocks of a run, in this thread's own buffer."""
@@ -300,14 +297,14 @@ class Mover:
         spec = move.form.source
         try:
             with self._strided if spec.strides is not None else contextlib.nullcontext():
-                got = read_tensor(source, spec, move.begin, buffer)
+                count = read_tensor(source, spec, move.begin, buffer)
         except OSError as error:
             raise CorruptShardError(f"{source.path} cannot be read at byte {move.offset:,}: {error}.") from error
-        if got == len(buffer):
+        if count == len(buffer):
             return
         if spec.strides is None and spec.blocks is None:
-            at, end = move.offset + got, move.offset + move.nbytes
-            raise CorruptShardError(f"{source.path} ends at byte {at:,}; by its header it has at least {end:,}.")
+            position, end = move.offset + count, move.offset + move.nbytes
+            raise CorruptShardError(f"{source.path} ends at byte {position:,}; by its header it has at least {end:,}.")
         raise CorruptShardError(f"{source.path} ends within the tensor {spec.name!r}.")
 
     def _run_from_buffer(
@@ -322,22 +319,22 @@ class Mover:
         try:
             self._watch()
             for move in batch:
-                at, end = (offset - batch[0].span[0] for offset in move.span)
-                data = buffer[at:end]
+                begin, end = (offset - batch[0].span[0] for offset in move.span)
+                data = buffer[begin:end]
                 if move.form.source.blocks is not None:
                     held = HeldBytes(data, move.span[0])
                     data = self._kept(held, move) if keeps_blocks(move.form) else self._own_buffer()[: move.nbytes]
                     if not keeps_blocks(move.form):
                         read_tensor(held, move.form.source, move.begin, data)
-                elif move.form.scheme is not None and at % TENSOR_ALIGNMENT:  # kernels require aligned values
-                    own = self._own_buffer()[: move.nbytes]
-                    own[:] = data
-                    data = own
-                aligned = at % DIRECT_ALIGNMENT == 0 or move.form.source.blocks is not None
+                elif move.form.scheme is not None and begin % TENSOR_ALIGNMENT:  # kernels require aligned values
+                    copy = self._own_buffer()[: move.nbytes]
+                    copy[:] = data
+                    data = copy
+                aligned = begin % DIRECT_ALIGNMENT == 0 or move.form.source.blocks is not None
                 written += self._write(targets[move.layer], move, data, aligned=aligned)
         finally:
             spare.put(buffer)
-        tell(_done(label, batch, written))
+        tell(_bytes_done(label, batch, written))
 
     def _write(self, target: FillTarget, move: Move, data: memoryview, *, aligned: bool) -> int:
         """Write a run, quantized if its tensor is; return the number of bytes written for it."""
@@ -346,18 +343,18 @@ class Mover:
             with self._profiler.stage(move.layer, WRITE, move.nbytes):
                 self._put(target, form, 0, move.first, data, aligned=aligned)
             return move.nbytes
-        made = 0
+        written = 0
         if keeps_blocks(form):
-            made = len(data)
-            with self._profiler.stage(move.layer, WRITE, made):
+            written = len(data)
+            with self._profiler.stage(move.layer, WRITE, written):
                 self._put(
                     target, form, 0, move.first // STORED[form.scheme].block * STORED[form.scheme].block_bytes, data
                 )
         elif move.nbytes:
             with self._profiler.stage(move.layer, QUANTIZE, move.nbytes):
                 codes, scales = quantize_blocks(form.scheme, data, form.source.dtype, "cpu", fitted=self._fitted)
-            made = len(codes) + len(scales)
-            with self._profiler.stage(move.layer, WRITE, made):
+            written = len(codes) + len(scales)
+            with self._profiler.stage(move.layer, WRITE, written):
                 self._put(target, form, 0, move.first // SCHEMES[form.scheme].codes_a_byte, codes)
                 self._put(target, form, 1, move.first // SCHEMES[form.scheme].block * SCALE_BYTES, scales)
         if move.first == 0:
@@ -365,7 +362,7 @@ class Mover:
             for part, placed in enumerate(form.parts):
                 if placed.name in fixed:
                     self._put(target, form, part, 0, memoryview(fixed[placed.name]))
-        return made
+        return written
 
     def _put(
         self,
@@ -400,7 +397,7 @@ def keeps_blocks(form: StoredForm) -> bool:
     return form.scheme is not None and STORED[form.scheme].block_bytes > 0
 
 
-def _done(shard: str, batch: list[Move], written: int) -> BytesDone:
+def _bytes_done(shard: str, batch: list[Move], written: int) -> BytesDone:
     quantized = sum(move.nbytes for move in batch if move.form.scheme is not None)
     return BytesDone(shard, sum(move.nbytes for move in batch), batch[-1].layer, quantized, written)
 

@@ -34,13 +34,13 @@ MAX_GAP_BYTES = 16 << 20
 
 def has_small_gaps(tensors: Iterable[TensorSpec], size: int) -> bool:
     """Whether a file of `size` bytes consists of these tensors in order, and little else."""
-    at = unused = 0
+    end = unused = 0
     for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes)):
-        if tensor.strides is not None or tensor.offset < at:
+        if tensor.strides is not None or tensor.offset < end:
             return False
-        unused += tensor.offset - at
-        at = tensor.offset + tensor.nbytes
-    return at <= size and unused + size - at <= MAX_GAP_BYTES
+        unused += tensor.offset - end
+        end = tensor.offset + tensor.nbytes
+    return end <= size and unused + size - end <= MAX_GAP_BYTES
 
 
 class Gaps:
@@ -54,11 +54,11 @@ class Gaps:
     def __init__(self, tensors: Iterable[TensorSpec], size: int) -> None:
         self._begins: list[int] = []
         self._ends: list[int] = []
-        at = 0
+        end = 0
         for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes)):
-            self._add(at, tensor.offset)
-            at = tensor.offset + tensor.nbytes
-        self._add(at, size)
+            self._add(end, tensor.offset)
+            end = tensor.offset + tensor.nbytes
+        self._add(end, size)
         self._kept = [bytearray() for _ in self._begins]
 
     def _add(self, begin: int, end: int) -> None:
@@ -68,16 +68,16 @@ class Gaps:
 
     def watching(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
         """Yield the same chunks, all bytes of the shard in order, keeping the bytes in gaps."""
-        at = gap = 0
+        position = gap = 0
         for chunk in chunks:
-            end = at + len(chunk)
+            end = position + len(chunk)
             while gap < len(self._begins) and self._begins[gap] < end:
-                begin = max(self._begins[gap], at)
-                self._kept[gap] += chunk[begin - at : min(self._ends[gap], end) - at]
+                begin = max(self._begins[gap], position)
+                self._kept[gap] += chunk[begin - position : min(self._ends[gap], end) - position]
                 if self._ends[gap] > end:
                     break
                 gap += 1
-            at = end
+            position = end
             yield chunk
 
     def read_at(self, offset: int, length: int) -> bytes:
@@ -87,9 +87,6 @@ class Gaps:
             return b""
         start = offset - self._begins[gap]
         return bytes(self._kept[gap][start : start + length])
-
-
-# The layers and shards of a checkpoint's tensors.
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +138,6 @@ def build_layer_map(weight_map: Mapping[str, str], assigned: Mapping[str, LayerN
         {layer: frozenset(shards[layer]) for layer in order},
         {shard: tuple(layers) for shard, layers in touched.items()},
     )
-
-
-# The plan.
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +234,8 @@ class SplitPlan:
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
         """The tensors of the model; one that is cut into pieces appears once, as a whole."""
-        found = (tensor.whole for shard in self.shards for tensor in shard.tensors)
-        return tuple({tensor.name: tensor for tensor in found}.values())
+        wholes = (tensor.whole for shard in self.shards for tensor in shard.tensors)
+        return tuple({tensor.name: tensor for tensor in wholes}.values())
 
     @property
     def source_bytes(self) -> int:
@@ -300,13 +294,13 @@ def make_plan(
     """
     weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
     layer_map = build_layer_map(weight_map, assigned)
-    plan = _plan_with(source, shards, layer_map, compression, format_version, chosen)
+    plan = _lay_out_plan(source, shards, layer_map, compression, format_version, chosen)
     if dtype is None:
         dtype = dtype_without_config(index_of({}), {shard.name: shard.tensors for shard in shards})
     return dataclasses.replace(plan, dtype=dtype)
 
 
-def _plan_with(
+def _lay_out_plan(
     source: SourceIdentity,
     shards: tuple[PlannedShard, ...],
     layer_map: LayerMap,
@@ -318,7 +312,7 @@ def _plan_with(
         chosen = BitAllocation({})
     specs = {tensor.name: tensor for shard in shards for tensor in shard.tensors}
     layouts = {
-        layer: _layout(
+        layer: _lay_out_layer(
             name, map(specs.__getitem__, layer_map.layer_to_tensors[layer]), compression, chosen, format_version
         )
         for layer, name in layer_map.layers.items()
@@ -331,7 +325,7 @@ def _scheme_of(spec: TensorSpec, compression: str | None, chosen: BitAllocation 
     return compression if chosen is None else chosen.schemes.get(spec.name)
 
 
-def _layout(
+def _lay_out_layer(
     name: LayerName, specs: Iterable[TensorSpec], compression: str | None, chosen: BitAllocation | None, version: int
 ) -> LayerLayout:
     whole: list[StoredForm] = []
@@ -354,7 +348,7 @@ def layout_at(name: LayerName, specs: Iterable[TensorSpec], schemes: Mapping[str
         schemes: tensor -> its scheme; others are stored unchanged.
         version: of the format.
     """
-    return _layout(name, specs, AUTO, BitAllocation(schemes), version)
+    return _lay_out_layer(name, specs, AUTO, BitAllocation(schemes), version)
 
 
 @uncollected()
@@ -362,11 +356,8 @@ def recompressed(plan: SplitPlan, compression: str | None, chosen: BitAllocation
     """Return the same split at another compression, or at "auto" with another choice."""
     if plan.compression is None and compression == AUTO and not (chosen and chosen.schemes):  # all are unchanged
         return dataclasses.replace(plan, compression=AUTO, chosen=chosen or BitAllocation({}))
-    found = _plan_with(plan.source, plan.shards, plan.layer_map, compression, plan.format_version, chosen)
-    return dataclasses.replace(found, dtype=plan.dtype)
-
-
-# The runs of bytes that are moved from a shard to layer files, and their order.
+    replanned = _lay_out_plan(plan.source, plan.shards, plan.layer_map, compression, plan.format_version, chosen)
+    return dataclasses.replace(replanned, dtype=plan.dtype)
 
 
 CHUNK_BYTES = 4 << 20
@@ -414,11 +405,11 @@ def moves(plan: SplitPlan, shard: str, layers: Iterable[str]) -> Iterator[Move]:
     A run that is quantized is a whole number of blocks, unless it ends its tensor. A tensor without elements yields one
     empty run, so that its constants are still written.
     """
-    wanted = set(layers)
+    layer_ids = set(layers)
     return moves_of(
         (layer, form)
         for layer in plan.layer_map.shard_to_layers.get(shard, ())
-        if layer in wanted
+        if layer in layer_ids
         for form in plan.layouts[layer].forms
         if form.source.file == shard
     )
@@ -430,9 +421,9 @@ def moves_of(forms: Iterable[tuple[str, StoredForm]]) -> Iterator[Move]:
         spec = form.source
         if form.scheme is None:  # plain bytes: elements do not matter, and may be smaller than a byte
             step = CHUNK_BYTES if spec.blocks is None else _step(spec, 1) * DTYPES[spec.dtype].bits // 8
-            for at in range(0, max(spec.nbytes, 1), step):
-                length = min(step, spec.nbytes - at)
-                yield Move(layer, form, at, length, spec.offset + at, length)
+            for begin in range(0, max(spec.nbytes, 1), step):
+                length = min(step, spec.nbytes - begin)
+                yield Move(layer, form, begin, length, spec.offset + begin, length)
             continue
         entry = STORED[form.scheme]
         block = spec.shape[-1] if entry.block_bytes else entry.block  # blocks that are kept move by whole rows
@@ -453,12 +444,10 @@ def _step(spec: TensorSpec, block: int) -> int:
     return limit // unit * unit
 
 
-# The layer files that a split would make, in the form the engine reads: every tensor and its offset, without data.
-# This lets the code that later loads a model estimate what it will take.
-
-
 class PlannedFiles:
-    """The files that `LayerStore` will find when a plan is carried out.
+    """The files that `LayerStore` will find when a plan is carried out: every tensor and its offset, without data.
+
+    The engine estimates from them what a model will take.
 
     Attributes:
         folder: the future split directory.
@@ -478,8 +467,8 @@ class PlannedFiles:
         self.tensors: dict[str, StoredTensor] = {}
         for layout in plan.layouts.values():
             file = layout.file_name
-            for form in _whole(layout, plan):
-                self.tensors[form.source.name] = _planned(form, layout, file)
+            for form in _whole_forms(layout, plan):
+                self.tensors[form.source.name] = _planned_tensor(form, layout, file)
 
     def mapped(self, file: str) -> MappedFile:
         """Always raise, since no file exists.
@@ -494,7 +483,7 @@ class PlannedFiles:
         return self.folder / file
 
 
-def _whole(layout: LayerLayout, plan: SplitPlan) -> Iterator[StoredForm]:
+def _whole_forms(layout: LayerLayout, plan: SplitPlan) -> Iterator[StoredForm]:
     """Yield the tensors of a layer as its file holds them; one that is cut into pieces once."""
     cut: set[str] = set()
     for form in layout.forms:
@@ -505,7 +494,7 @@ def _whole(layout: LayerLayout, plan: SplitPlan) -> Iterator[StoredForm]:
             yield plan.stored_form(form.source.whole)
 
 
-def _planned(form: StoredForm, layout: LayerLayout, file: str) -> StoredTensor:
+def _planned_tensor(form: StoredForm, layout: LayerLayout, file: str) -> StoredTensor:
     offsets = layout.offsets
     parts = tuple(
         [

@@ -122,8 +122,8 @@ def _plan_of_headers(
         for f in metadata.values()
     )
     names = [tensor.name for shard in shards for tensor in shard.tensors]
-    others = [name for name in names if name not in assigned]
-    assigned = {**assigned, **assign_layers(others, request.family, request.naming)}
+    unassigned = [name for name in names if name not in assigned]
+    assigned = {**assigned, **assign_layers(unassigned, request.family, request.naming)}
     identity = checkpoint.identity(metadata.values())
     dtype = dtype_without_config(checkpoint.index, {name: f.header.tensors for name, f in metadata.items()})
     return make_plan(identity, shards, assigned, request.options.compression, format_version, dtype=dtype)
@@ -143,12 +143,12 @@ def disk_budget_of(request: SplitRequest, plan: SplitPlan, fetched: Iterable[Pla
     freed: Mapping[str, int] = {}
     if request.options.shards.deletes_used and checkpoint.deletable:
         policy = request.options.shards
-        goes = (shard.name for shard in plan.shards if not shard.is_kept(plan.source, policy))
-        freed = checkpoint.freed_bytes(goes, existing(request.folder).stat().st_dev)
+        deletable = (shard.name for shard in plan.shards if not shard.is_kept(plan.source, policy))
+        freed = checkpoint.freed_bytes(deletable, existing(request.folder).stat().st_dev)
     downloads: tuple[tuple[Path, int], ...] = ()
-    if (coming := checkpoint.downloads()) is not None:
-        sizes = [*coming.sizes.values(), *(shard.size for shard in fetched)]
-        downloads = ((coming.cache, in_hub_cache(sizes, coming.listed)),)
+    if (pending := checkpoint.downloads()) is not None:
+        sizes = [*pending.sizes.values(), *(shard.size for shard in fetched)]
+        downloads = ((pending.cache, in_hub_cache(sizes, pending.listed)),)
     return DiskBudget(request.folder, freed, small_files + BLOCK_BYTES, downloads, lock_bytes=lock_bytes)
 
 
@@ -188,14 +188,14 @@ def quantizer_of(request: SplitRequest) -> str | None:
         return None
     from importlib.metadata import version
 
-    own = f"bitsandbytes {version('bitsandbytes')} on cpu"
-    return own + FITTED if request.options.fit_scales else own
+    name = f"bitsandbytes {version('bitsandbytes')} on cpu"
+    return name + FITTED if request.options.fit_scales else name
 
 
 def metadata_of(checkpoint: Checkpoint, shards: Sequence[str]) -> dict[str, ShardMetadata]:
     """Read the headers of the shards that exist, in the order given; several at once, because of a hub's latency."""
-    found = dict(zip(shards, side_by_side(checkpoint.metadata, shards, HEADER_THREADS), strict=True))
-    return {shard: metadata for shard, metadata in found.items() if metadata is not None}
+    by_shard = dict(zip(shards, side_by_side(checkpoint.metadata, shards, HEADER_THREADS), strict=True))
+    return {shard: metadata for shard, metadata in by_shard.items() if metadata is not None}
 
 
 def require_shards(shards: Iterable[str], metadata: Mapping[str, ShardMetadata], checkpoint: Checkpoint) -> None:

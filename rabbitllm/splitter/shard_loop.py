@@ -39,15 +39,15 @@ from rabbitllm.store.layer_file import DONE_SUFFIX, SCRATCH_SUFFIX, LayerLayout
 from rabbitllm.telemetry.passes import SHARD_WAIT
 from rabbitllm.telemetry.profiler import Profiler
 
-# Completes filled layer files, and gives them their final names.
-#
-# A layer file is complete when every tensor is at its offset: unchanged ones, scales that waited in the scratch file to
-# be quantized themselves, and tensors that arrived in pieces. It is synced before it is renamed, and its scratch file
-# is removed when the name is durable. The journal and the release of shards are handled elsewhere.
+logger = logging.getLogger(__name__)
 
 
 class Completion:
-    """Completes the layer files of a split.
+    """Completes filled layer files of a split, and gives them their final names.
+
+    A layer file is complete when every tensor is at its offset: unchanged ones, scales that waited in the scratch file
+    to be quantized themselves, and tensors that arrived in pieces. It is synced before it is renamed, and its scratch
+    file is removed when the name is durable. The journal and the release of shards are handled elsewhere.
 
     Args:
         work: the split.
@@ -153,11 +153,11 @@ class Completion:
 
     def _drop_scratch(self, layouts: Iterable[LayerLayout]) -> None:
         """Remove scratch files of layers that have their final names, durably; an earlier run may have left some."""
-        found = [self._path(layout, SCRATCH_SUFFIX) for layout in layouts if layout.scratch_bytes]
-        left = [path for path in found if path.exists()]
-        for path in left:
+        paths = [self._path(layout, SCRATCH_SUFFIX) for layout in layouts if layout.scratch_bytes]
+        existing = [path for path in paths if path.exists()]
+        for path in existing:
             durable.remove(path)
-        if left:
+        if existing:
             durable.sync_folder(self._folder)
 
     def _path(self, layout: LayerLayout, suffix: str = "") -> Path:
@@ -195,9 +195,6 @@ class Completion:
                 self._profiler.add(layout.layer.id, SHARD_WAIT, time.perf_counter() - since)
             logger.debug("Layer %s is finished: %s.", layout.layer.id, layout.file_name)
             tell(LayerDone(layout.layer.id, layout.file_name, layout.size))
-
-
-logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -244,8 +241,8 @@ class ShardLoop:
         self._fetcher = ShardFetcher(work.checkpoint, ROOM[work.shard_transfer], watch)
         self._watch = watch
         self._executor = executor
-        own = [shard for shard in work.plan.shards if not shard.staged] if keep_last and self._deletes else []
-        self._kept = own[-1] if own else None
+        local_shards = [shard for shard in work.plan.shards if not shard.staged] if keep_last and self._deletes else []
+        self._kept = local_shards[-1] if local_shards else None
 
     def take_shards(self) -> None:
         """Use up every shard that no earlier run has used up."""
@@ -283,8 +280,8 @@ class ShardLoop:
         layers = {shard.name: self._unfinished(shard) for shard in waiting}
         parts = [(shard, self.work.of_shard(shard.name, layers[shard.name])) for shard in waiting]
         with contextlib.closing(executor.filled(parts, self._tell_started, self._watch)) as filled:
-            for shard, found in filled:
-                self._take_over(shard, layers[shard.name], found)
+            for shard, checksums in filled:
+                self._take_over(shard, layers[shard.name], checksums)
                 forms = self._filler.forms_of(shard, layers[shard.name])
                 tell(
                     BytesDone(
@@ -310,11 +307,11 @@ class ShardLoop:
         """Release a shard that is used up by the journal, unless it is the last one and kept."""
         if shard is self._kept:
             return
-        number = self.plan.shards.index(shard) + 1
+        position = self.plan.shards.index(shard) + 1
         release = self._release(shard)
         disk = disk_bytes(self.work.folder)
-        logger.info("Shard %d of %d, %s: %s.", number, len(self.plan.shards), shard.name, release.disposal.value)
-        tell(ShardDone(shard.name, number, len(self.plan.shards), release.disposal.value, disk, self._source_left()))
+        logger.info("Shard %d of %d, %s: %s.", position, len(self.plan.shards), shard.name, release.disposal.value)
+        tell(ShardDone(shard.name, position, len(self.plan.shards), release.disposal.value, disk, self._source_left()))
 
     def finish_leftovers(self) -> None:
         """Finish layers that have all their tensors but lack their final name or their marker."""
@@ -336,27 +333,27 @@ class ShardLoop:
         self._completion.begun(layers)
         with _open_targets() as targets:
             self._filler.fill(shard, arriving, targets, layers)
-            found = self._mover.sums.take_with_sources(self._filler.forms_of(shard, layers))
-            self._complete(shard, found, targets)
+            checksums = self._mover.sums.take_with_sources(self._filler.forms_of(shard, layers))
+            self._complete(shard, checksums, targets)
 
-    def _take_over(self, shard: PlannedShard, layers: Sequence[str], found: ShardChecksums) -> None:
+    def _take_over(self, shard: PlannedShard, layers: Sequence[str], checksums: ShardChecksums) -> None:
         """Do the same as `_use_up` for a shard that workers have moved into layer files and synced."""
         self._filler.require_filled(shard, layers)
         with _open_targets() as targets:
-            self._complete(shard, found, targets, layers)
+            self._complete(shard, checksums, targets, layers)
 
     def _complete(
         self,
         shard: PlannedShard,
-        found: ShardChecksums,
+        checksums: ShardChecksums,
         targets: dict[str, FillTarget],
         closed: Sequence[str] = (),
     ) -> None:
         """Complete layers with a shard whose bytes are written, and journal it; `closed` are its other layers."""
-        source_crc = self._source_checksum(shard, found)  # before a layer with data of it gets its name
+        source_crc = self._source_checksum(shard, checksums)  # before a layer with data of it gets its name
         completed = self.plan.layer_map.completed_by(shard.name, self.used)
         self._filler.open(targets, [layer for layer in completed if layer in closed])
-        sums = self._completion.complete(completed, targets, found.stored)
+        sums = self._completion.complete(completed, targets, checksums.stored)
         self._mark_used(shard, sums, source_crc)
 
     def _mark_used(self, shard: PlannedShard, sums: TensorSums, source_crc: int | None) -> None:
@@ -366,7 +363,7 @@ class ShardLoop:
             self.source_checksums[shard.name] = source_crc
         self.used.add(shard.name)
 
-    def _source_checksum(self, shard: PlannedShard, found: ShardChecksums) -> int | None:
+    def _source_checksum(self, shard: PlannedShard, checksums: ShardChecksums) -> int | None:
         """Return the checksum of the data used of a shard (`source_crc32`); None if the shard has a digest.
 
         Tensors of layers that an earlier run finished are read for it.
@@ -377,7 +374,7 @@ class ShardLoop:
         if shard.staged:
             return None
         path = self.work.checkpoint.acquire(shard.name)
-        crc = source_crc32(path, shard.tensors, found.sources) if shard.needs_checksum else None
+        crc = source_crc32(path, shard.tensors, checksums.sources) if shard.needs_checksum else None
         require_unmodified(path, shard)
         if shard.expected_crc32 not in (None, crc):
             raise CorruptShardError(
@@ -400,5 +397,7 @@ class ShardLoop:
 
     def _source_left(self) -> int:
         source, policy = self.plan.source, self.work.options.shards
-        left = (s for s in self.plan.shards if not s.staged)
-        return sum(s.size for s in left if not self._deletes or s.name not in self.used or s.is_kept(source, policy))
+        local_shards = (s for s in self.plan.shards if not s.staged)
+        return sum(
+            s.size for s in local_shards if not self._deletes or s.name not in self.used or s.is_kept(source, policy)
+        )

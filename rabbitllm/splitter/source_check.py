@@ -69,13 +69,13 @@ def _same_time(first: int, second: int) -> bool:
     return first == second or truncated
 
 
-def source_crc32(path: Path, tensors: Iterable[TensorSpec], known: Mapping[str, int] = _NO_CHECKSUMS) -> int:
+def source_crc32(path: Path, tensors: Iterable[TensorSpec], checksums: Mapping[str, int] = _NO_CHECKSUMS) -> int:
     """Compute the CRC-32 of the data that a split uses of a shard: its tensors by offset, each in row-major order.
 
     Args:
         path: of the shard.
         tensors: the tensors that the split uses.
-        known: checksums of some of these tensors, by name; they are not read.
+        checksums: of some of these tensors, by name; they are not read.
 
     Raises:
         CorruptShardError: the file is too short.
@@ -86,7 +86,7 @@ def source_crc32(path: Path, tensors: Iterable[TensorSpec], known: Mapping[str, 
         file.advise_sequential()
         buffer = memoryview(bytearray(READ_BYTES))
         for spec in sorted(tensors, key=lambda spec: (spec.offset, spec.name)):
-            crc = known.get(spec.name)
+            crc = checksums.get(spec.name)
             total = combine(total, _tensor_crc32(file, spec, buffer) if crc is None else crc, spec.nbytes)
     return total
 
@@ -112,7 +112,7 @@ def require_unmodified(path: Path, shard: PlannedShard) -> None:
     now = file_stat(path)
     if change_between(shard.stat, now) is Change.MODIFIED:
         raise CorruptShardError(
-            f"{path} was modified while it was being split: {_difference(shard.stat, now)}.",
+            f"{path} was modified while it was being split: {_describe_difference(shard.stat, now)}.",
             "Restore the file as it was when the split was started, and make the same call again. The data just read "
             "is not used. Do not delete anything: other shards may be deleted already.",
         )
@@ -125,7 +125,7 @@ def with_checksums(plan: SplitPlan, checkpoint: Checkpoint) -> SplitPlan:
         CorruptShardError: a shard differs from its digest, or is too short.
     """
     shards = []
-    with _shown([shard for shard in plan.shards if not shard.staged]) as tell:
+    with _showing_progress([shard for shard in plan.shards if not shard.staged]) as tell:
         for shard in plan.shards:
             if shard.staged:
                 shards.append(shard)
@@ -162,7 +162,9 @@ def check_resumed(
         SplitMismatchError: a shard has changed, or its metadata has and there is no checksum to compare with.
     """
     present = [
-        (s, found.stat) for s in earlier.plan.shards if (found := metadata.get(s.name)) is not None and found.stat
+        (s, shard_metadata.stat)
+        for s in earlier.plan.shards
+        if (shard_metadata := metadata.get(s.name)) is not None and shard_metadata.stat
     ]
     complete = all(shard.name in metadata or shard.staged for shard in earlier.plan.shards)
     to_read, current = [], {}
@@ -178,7 +180,7 @@ def check_resumed(
             to_read.append(shard)
         elif change is Change.MODIFIED:
             assert shard.stat is not None
-            raise _changed(checkpoint, shard, folder, _difference(shard.stat, now), complete)
+            raise _change_error(checkpoint, shard, folder, _describe_difference(shard.stat, now), complete)
         elif change is Change.METADATA:
             path = checkpoint.acquire(shard.name)
             logger.warning(
@@ -186,13 +188,15 @@ def check_resumed(
             )
     if verify and (missing := len(present) - len(to_read)):
         _warn_of_missing_checksums(missing, checkpoint)
-    with _shown(to_read) as tell:
+    with _showing_progress(to_read) as tell:
         for shard in to_read:
             expected = earlier.source_checksums.get(shard.name, shard.expected_crc32)
             if not _is_same(checkpoint.acquire(shard.name), shard, expected):
-                raise _changed(checkpoint, shard, folder, "its bytes differ", complete)
+                raise _change_error(checkpoint, shard, folder, "its bytes differ", complete)
             tell(shard.name, shard.size)
-    left_out = {name: found.header.left_out for name, found in metadata.items()}  # earlier versions did not record it
+    left_out = {
+        name: shard_metadata.header.left_out for name, shard_metadata in metadata.items()
+    }  # earlier versions did not record it
     shards = (
         dataclasses.replace(s, stat=current.get(s.name, s.stat), left_out=s.left_out or left_out.get(s.name, ()))
         for s in earlier.plan.shards
@@ -221,20 +225,22 @@ def check_finished_source(
     Raises:
         SplitMismatchError: a shard has changed since the split was made.
     """
-    present = [found for found in metadata if found.stat is not None and found.name in manifest.source.fingerprints]
+    present = [f for f in metadata if f.stat is not None and f.name in manifest.source.fingerprints]
     if not verify:
         _warn_of_newer(present, checkpoint, folder)
         return []
-    known = [found for found in present if has_digest(found.fingerprint) or found.name in manifest.source_checksums]
-    if missing := len(present) - len(known):
+    comparable = [f for f in present if has_digest(f.fingerprint) or f.name in manifest.source_checksums]
+    if missing := len(present) - len(comparable):
         logger.warning(
             "%d shards of %s have no recorded checksum; they are neither compared nor deleted.",
             missing,
             checkpoint.label,
         )
-    tensors = tensors_by_shard(checkpoint.index, known)
-    shards = [PlannedShard(f.name, f.size, f.fingerprint, tensors[f.name], staged=False, stat=f.stat) for f in known]
-    with _shown(shards) as tell:
+    tensors = tensors_by_shard(checkpoint.index, comparable)
+    shards = [
+        PlannedShard(f.name, f.size, f.fingerprint, tensors[f.name], staged=False, stat=f.stat) for f in comparable
+    ]
+    with _showing_progress(shards) as tell:
         for shard in shards:
             path = checkpoint.acquire(shard.name)
             if not _is_same(path, shard, manifest.source_checksums.get(shard.name)):
@@ -254,7 +260,7 @@ def require_same(shards: Iterable[PlannedShard], checkpoint: Checkpoint) -> None
         CorruptShardError: one of them differs; one with neither is not compared.
     """
     present = [s for s in shards if not s.staged and (has_digest(s.fingerprint) or s.expected_crc32 is not None)]
-    with _shown(present) as tell:
+    with _showing_progress(present) as tell:
         for shard in present:
             path = checkpoint.acquire(shard.name)
             if not _is_same(path, shard, shard.expected_crc32):
@@ -266,10 +272,10 @@ def require_same(shards: Iterable[PlannedShard], checkpoint: Checkpoint) -> None
 
 
 def _warn_of_newer(present: Iterable[ShardMetadata], checkpoint: Checkpoint, folder: Path) -> None:
-    made = (folder / MANIFEST_NAME).stat().st_mtime_ns
-    for found in present:
-        if found.stat is not None and found.stat.mtime_ns > made and not has_digest(found.fingerprint):
-            path = checkpoint.acquire(found.name)
+    split_time = (folder / MANIFEST_NAME).stat().st_mtime_ns
+    for shard in present:
+        if shard.stat is not None and shard.stat.mtime_ns > split_time and not has_digest(shard.fingerprint):
+            path = checkpoint.acquire(shard.name)
             logger.warning(
                 "%s was modified after the split in %s was made; the split has the earlier weights. verify_source=True "
                 "checks whether they differ.",
@@ -295,19 +301,19 @@ def left_out_of(
         metadata: of the shards that exist.
         tensors: shard -> those that the split takes of it (`tensors_by_shard`).
     """
-    found = {}
-    taken = {spec.name: spec for specs in tensors.values() for spec in specs}
+    left_out = {}
+    used = {spec.name: spec for specs in tensors.values() for spec in specs}
     for shard in metadata:
-        left, copies = [*shard.header.left_out], [*shard.header.copies]
+        omitted, copies = [*shard.header.left_out], [*shard.header.copies]
         if len(shard.header.tensors) != len(tensors[shard.name]):
-            own = {spec.name for spec in tensors[shard.name]}
-            copies += [spec for spec in shard.header.tensors if spec.name not in own]
+            names = {spec.name for spec in tensors[shard.name]}
+            copies += [spec for spec in shard.header.tensors if spec.name not in names]
         for spec in copies if not shard.staged else ():
-            if not _is_copy(checkpoint, spec, taken.get(spec.name)):
+            if not _is_copy(checkpoint, spec, used.get(spec.name)):
                 owner = checkpoint.index.weight_map.get(spec.name, "another shard")
-                left.append(LeftOut(f"{spec.name}, which is taken from {owner}", spec.extent))
-        found[shard.name] = tuple(left)
-    return found
+                omitted.append(LeftOut(f"{spec.name}, which is taken from {owner}", spec.extent))
+        left_out[shard.name] = tuple(omitted)
+    return left_out
 
 
 def _is_copy(checkpoint: Checkpoint, spec: TensorSpec, other: TensorSpec | None) -> bool:
@@ -365,13 +371,17 @@ def _matches_digest(path: Path, fingerprint: str) -> bool:
         return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}" == fingerprint
 
 
-def _changed(checkpoint: Checkpoint, shard: PlannedShard, folder: Path, how: str, complete: bool) -> SplitMismatchError:
+def _change_error(
+    checkpoint: Checkpoint, shard: PlannedShard, folder: Path, how: str, complete: bool
+) -> SplitMismatchError:
     """Return the error for a changed shard; `complete` says whether all shards still exist."""
     path = checkpoint.acquire(shard.name)
     remedy = "Restore the original file, and make the same call again."
     if shard.stat is not None and shard.stat.size == path.stat().st_size:
-        seconds, rest = divmod(shard.stat.mtime_ns, SECOND_NS)
-        remedy += f" If it is an unchanged copy of the file, restore its time: touch -d @{seconds}.{rest:09} {path}."
+        seconds, fraction = divmod(shard.stat.mtime_ns, SECOND_NS)
+        remedy += (
+            f" If it is an unchanged copy of the file, restore its time: touch -d @{seconds}.{fraction:09} {path}."
+        )
     if complete:
         remedy += f" All shards still exist: to split the changed ones, delete {folder}."
     else:
@@ -379,18 +389,18 @@ def _changed(checkpoint: Checkpoint, shard: PlannedShard, folder: Path, how: str
     return SplitMismatchError(f"{path} has changed since the split in {folder} was started: {how}.", remedy)
 
 
-def _difference(before: FileStat, now: FileStat) -> str:
+def _describe_difference(before: FileStat, now: FileStat) -> str:
     if before.size != now.size:
         return f"it has {now.size:,} bytes and had {before.size:,}"
-    return f"its modification time is {_time(now)} and was {_time(before)}"
+    return f"its modification time is {_format_time(now)} and was {_format_time(before)}"
 
 
-def _time(stat: FileStat) -> str:
+def _format_time(stat: FileStat) -> str:
     return datetime.fromtimestamp(stat.mtime_ns / SECOND_NS).astimezone().isoformat(sep=" ", timespec="milliseconds")
 
 
 @contextlib.contextmanager
-def _shown(shards: Iterable[PlannedShard]) -> Iterator[Callable[[str, int], None]]:
+def _showing_progress(shards: Iterable[PlannedShard]) -> Iterator[Callable[[str, int], None]]:
     """Show the progress of reading these shards, if the progress of the split is shown."""
     total = sum(shard.size for shard in shards)
     if not total or not progress.is_shown():

@@ -94,11 +94,11 @@ def manifest_of(work: SplitWork, checksums: TensorSums, source_checksums: Mappin
             blocks,
         )
         for layer, layout in plan.layouts.items()
-        for crc, blocks in [_checksums(layout, checksums, work.folder)]
+        for crc, blocks in [_file_checksums(layout, checksums, work.folder)]
     )
     ordered = {s.name: source_checksums[s.name] for s in plan.shards if s.name in source_checksums}
-    made = plan.source, plan.compression, work.quantizer, records, plan.format_version, plan.chosen, ordered
-    return Manifest(*made, plan.dtype, {shard.name: shard.metadata for shard in plan.shards if shard.metadata})
+    fields = plan.source, plan.compression, work.quantizer, records, plan.format_version, plan.chosen, ordered
+    return Manifest(*fields, plan.dtype, {shard.name: shard.metadata for shard in plan.shards if shard.metadata})
 
 
 def finish(request: SplitRequest, manifest: Manifest) -> None:
@@ -108,35 +108,35 @@ def finish(request: SplitRequest, manifest: Manifest) -> None:
     clean_up(request.folder)
 
 
-def _checksums(layout: LayerLayout, known: TensorSums, folder: Path) -> tuple[int, bytes | None]:
+def _file_checksums(layout: LayerLayout, checksums: TensorSums, folder: Path) -> tuple[int, bytes | None]:
     """Return the CRC-32 of a layer file and of each of its blocks, from the sums taken as it was written."""
     parts = ((layout.offsets[part.name], part.nbytes) for part in layout.parts)
     starts, path = block_starts(layout.size, layout.header_bytes, parts), folder / layout.file_name
-    written = _written(layout, known)
+    written = _written_parts(layout, checksums)
     if written is None:  # a crash came between the rename of the file and the journal's line
         return sums_of_file(path, starts)
     crc = combine_all((whole_sum(sums), nbytes) for _, nbytes, sums in written)
-    runs = [runs_of(sums, at, nbytes) for at, nbytes, sums in written]
+    runs = [runs_of(sums, offset, nbytes) for offset, nbytes, sums in written]
     if None not in runs:
         return crc, block_sums(itertools.chain.from_iterable(filter(None, runs)), starts)
-    found, blocks = sums_of_file(path, starts)  # the journal was begun before blocks had checksums
-    return crc, blocks if found == crc else None  # on a mismatch the file is damaged, as its checksum will show
+    file_crc, blocks = sums_of_file(path, starts)  # the journal was begun before blocks had checksums
+    return crc, blocks if file_crc == crc else None  # on a mismatch the file is damaged, as its checksum will show
 
 
-def _written(layout: LayerLayout, known: TensorSums) -> list[tuple[int, int, PartSums]] | None:
+def _written_parts(layout: LayerLayout, checksums: TensorSums) -> list[tuple[int, int, PartSums]] | None:
     """Return offset, bytes and sums of all parts of a layer file, in its order; None if some of them are unknown."""
-    found: dict[int, tuple[int, PartSums]] = {0: (layout.header_bytes, sums_of(layout.header, 0))}
+    parts: dict[int, tuple[int, PartSums]] = {0: (layout.header_bytes, sums_of(layout.header, 0))}
     forms: list[StoredForm | Settling] = [*layout.forms, *layout.joins, *layout.settles]
     for form in forms:
-        if form.source.name not in known:
+        if form.source.name not in checksums:
             return None
-        for part, sums in zip(form.parts, known[form.source.name], strict=True):
+        for part, sums in zip(form.parts, checksums[form.source.name], strict=True):
             if part.nbytes and part.name in layout.offsets:  # else it was in the scratch file
-                found[layout.offsets[part.name]] = (part.nbytes, sums)
+                parts[layout.offsets[part.name]] = (part.nbytes, sums)
     for whole in layout.fixed:
         for name, content in constants(whole).items():
-            found[layout.offsets[name]] = (len(content), sums_of(content, layout.offsets[name]))
-    return [(at, *found[at]) for at in sorted(found)]
+            parts[layout.offsets[name]] = (len(content), sums_of(content, layout.offsets[name]))
+    return [(offset, *parts[offset]) for offset in sorted(parts)]
 
 
 def clean_up(folder: Path) -> None:
@@ -161,11 +161,11 @@ def discard_original(checkpoint: Checkpoint, shards: Iterable[PlannedShard], che
         shards: those to remove, with the metadata of when they were read or compared; others are kept.
         checksums: shard -> `source_check.source_crc32`.
     """
-    known = {shard.name: shard for shard in shards}
+    planned = {shard.name: shard for shard in shards}
     disposals = [
-        release_if_same(checkpoint, known[shard], checksums.get(shard)).disposal
+        release_if_same(checkpoint, planned[shard], checksums.get(shard)).disposal
         for shard in checkpoint.index.shards
-        if shard in known
+        if shard in planned
     ]
     if kept := disposals.count(Disposal.READ_ONLY):
         warn_of_read_only(kept, checkpoint)
@@ -175,7 +175,7 @@ def discard_original(checkpoint: Checkpoint, shards: Iterable[PlannedShard], che
         logger.info("Deleted %s.", path)
 
 
-def _name_left_out(
+def _warn_of_left_out(
     shards: Iterable[PlannedShard], source: SourceIdentity, policy: ShardPolicy, checkpoint: Checkpoint
 ) -> None:
     """Name what the split leaves out of each shard, and whether its file is kept for that."""
@@ -229,10 +229,10 @@ def discard_finished(
         PlannedShard(f.name, f.size, f.fingerprint, tensors[f.name], f.staged, left_out=left_out[f.name])
         for f in metadata
     ]
-    _name_left_out(shards, manifest.source, policy, checkpoint)
+    _warn_of_left_out(shards, manifest.source, policy, checkpoint)
     kept = {shard.name for shard in shards if shard.is_kept(manifest.source, policy)}
-    rest = [found for found in metadata if found.name not in kept]
-    compared = check_finished_source(manifest, rest, checkpoint, folder, verify=True)
+    deletable = [f for f in metadata if f.name not in kept]
+    compared = check_finished_source(manifest, deletable, checkpoint, folder, verify=True)
     if compared and (damaged := verify(folder).damaged):
         names = listed((damage.file for damage in damaged), 3)
         raise IncompleteSplitError(
@@ -271,8 +271,8 @@ def split(request: SplitRequest) -> Profiler:
             loop.close()
         finish(request, manifest)
         if request.options.shards.deletes_rest:
-            goes = [s for s in work.plan.shards if not s.is_kept(work.plan.source, request.options.shards)]
-            discard_original(request.checkpoint, goes, manifest.source_checksums)
+            deletable = [s for s in work.plan.shards if not s.is_kept(work.plan.source, request.options.shards)]
+            discard_original(request.checkpoint, deletable, manifest.source_checksums)
     peaks = watch.peaks
     logger.info(
         "Peaks: %s of disk in %s, %s of memory.", size(peaks.disk_bytes), request.folder, size(peaks.anonymous_bytes)
@@ -296,7 +296,7 @@ def _begin(request: SplitRequest) -> SplitWork:
         return _resume(request, earlier)
     plan = plan_split(request)
     quantizer = quantizer_of(request)
-    work = _work(request, plan, disk_budget_of(request, plan), {}, quantizer)
+    work = _make_work(request, plan, disk_budget_of(request, plan), {}, quantizer)
     for layer, layout in plan.layouts.items():
         if layout.size > BIG_LAYER_BYTES:
             logger.warning("Layer %s has %s; streaming it needs that much memory at once.", layer, size(layout.size))
@@ -311,9 +311,9 @@ def _begin(request: SplitRequest) -> SplitWork:
             try:
                 request.accept(PlannedFiles(plan, request.folder))
             except BaseException:
-                _remove(request.folder, copied)
+                _remove_files(request.folder, copied)
                 raise
-        _name_left_out(plan.shards, plan.source, request.options.shards, request.checkpoint)
+        _warn_of_left_out(plan.shards, plan.source, request.options.shards, request.checkpoint)
         _require_no_record(request.folder)
         for path in stale:
             durable.remove(path)
@@ -334,17 +334,17 @@ def _resume(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
     shards = [s for s in checkpoint.index.shards if s not in earlier.used or not checkpoint.stages(s)]
     metadata = metadata_of(checkpoint, shards)
     identity = checkpoint.identity(metadata.values())
-    known = earlier.plan.source
-    why = known.differs_from(identity) or _no_evidence(request, known, identity)
-    if why is not None and known.is_named_like(identity):
+    source = earlier.plan.source
+    reason = source.differs_from(identity) or _lack_of_evidence(request, source, identity)
+    if reason is not None and source.is_named_like(identity):
         raise SplitMismatchError(
-            f"{checkpoint.label} has changed since the split in {request.folder} was started: {why}.",
+            f"{checkpoint.label} has changed since the split in {request.folder} was started: {reason}.",
             "Restore the original files, and make the same call again. To split the changed checkpoint, use another "
             "folder (layer_shards_saving_path, --dir). Delete the split only if all original shards still exist.",
         )
-    if why is not None:
+    if reason is not None:
         raise SplitMismatchError(
-            f"{request.folder} holds an unfinished split of {known.instead_of(identity.name)}: {why}.",
+            f"{request.folder} holds an unfinished split of {source.instead_of(identity.name)}: {reason}.",
             "Split into another folder (layer_shards_saving_path, --dir). If all shards of that other model still "
             "exist, you can delete this folder.",
         )
@@ -354,13 +354,13 @@ def _resume(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
     if request.accept is not None:
         request.accept(PlannedFiles(earlier.plan, request.folder))
     logger.info("Resuming %s: %d shards are used.", request.folder, len(earlier.used))
-    if (other := other_budget(earlier.plan.chosen, request.options)) is not None:
-        logger.warning("%s was started %s, and keeps its original bit allocation.", request.folder, other)
+    if (budget := other_budget(earlier.plan.chosen, request.options)) is not None:
+        logger.warning("%s was started %s, and keeps its original bit allocation.", request.folder, budget)
     verify = request.options.verify_source
     plan = located(check_resumed(earlier, metadata, checkpoint, request.folder, verify=verify), checkpoint)
-    _name_left_out(plan.shards, plan.source, request.options.shards, checkpoint)
+    _warn_of_left_out(plan.shards, plan.source, request.options.shards, checkpoint)
     disk_budget = resumed_disk_budget(disk_budget_of(request, plan), earlier.used)
-    work = _work(request, plan, disk_budget, earlier.checksums, earlier.quantizer)
+    work = _make_work(request, plan, disk_budget, earlier.checksums, earlier.quantizer)
     work = dataclasses.replace(work, source_checksums=earlier.source_checksums)
     journal.settle(request.folder)
     if work.shard_transfer is ShardTransfer.STREAM:  # parts of shards that were fetched are fetched again
@@ -368,7 +368,7 @@ def _resume(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
     return work
 
 
-def _work(
+def _make_work(
     request: SplitRequest, plan: SplitPlan, disk_budget: DiskBudget, checksums: TensorSums, quantizer: str | None
 ) -> SplitWork:
     limit = request.executor.at_once if request.executor is not None else None
@@ -387,12 +387,12 @@ def _work(
     )
 
 
-def _no_evidence(request: SplitRequest, known: SourceIdentity, found: SourceIdentity) -> str | None:
+def _lack_of_evidence(request: SplitRequest, source: SourceIdentity, identity: SourceIdentity) -> str | None:
     """Return why a folder of another name without any known shard is not accepted as the same source; else None."""
     if (
-        known.kind != "local"
-        or known.name == found.name
-        or not known.fingerprints.keys().isdisjoint(found.fingerprints)
+        source.kind != "local"
+        or source.name == identity.name
+        or not source.fingerprints.keys().isdisjoint(identity.fingerprints)
     ):
         return None
     if request.folder.is_relative_to(request.checkpoint.label):  # the folder was renamed, with its split inside
@@ -481,7 +481,7 @@ def _copy_sidecars(request: SplitRequest) -> list[Path]:
     return copied
 
 
-def _remove(folder: Path, files: Sequence[Path]) -> None:
+def _remove_files(folder: Path, files: Sequence[Path]) -> None:
     """Remove these files of a split that is refused, and the folders that become empty."""
     for path in files:
         durable.remove(path)
@@ -495,9 +495,6 @@ def _require_no_record(folder: Path) -> None:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(record))
 
 
-# Repair: makes damaged layers of a finished split again, from only the shards that they need.
-
-
 def shards_for(manifest: Manifest, layers: Collection[str]) -> list[str]:
     """Return the shards that these layers were made from, in numerical order."""
     return sorted(
@@ -506,7 +503,9 @@ def shards_for(manifest: Manifest, layers: Collection[str]) -> list[str]:
 
 
 def repair(request: SplitRequest, manifest: Manifest, layers: Collection[str], named: str) -> None:
-    """Make these layers of a finished split again. After a crash `split` with the same request finishes it.
+    """Make these layers of a finished split again, from only the shards that they need.
+
+    After a crash `split` with the same request finishes it.
 
     Args:
         request: with the source that the split was made from, and its compression.
@@ -524,26 +523,26 @@ def repair(request: SplitRequest, manifest: Manifest, layers: Collection[str], n
     assigned = {tensor: LayerName(record.id, record.stem) for record in manifest.layers for tensor in record.tensors}
     plan = plan_split(replace(request, chosen=manifest.chosen), manifest.format_version, assigned)
     needed = set(shards_for(manifest, layers))
-    _refuse_another(plan, manifest, folder, needed)
+    _refuse_another_source(plan, manifest, folder, needed)
     quantizer = quantizer_of(request)
     if quantizer != manifest.quantizer:
         logger.warning("The other layers were quantized by %s, these will be by %s.", manifest.quantizer, quantizer)
-    known = manifest.source_checksums
+    checksums = manifest.source_checksums
     # the shards that are read must be unchanged since the split was made; changes of the others do not matter
     shards = [
-        replace(shard, expected_crc32=known.get(shard.name)) if shard.name in needed else replace(shard, stat=None)
+        replace(shard, expected_crc32=checksums.get(shard.name)) if shard.name in needed else replace(shard, stat=None)
         for shard in plan.shards
     ]
     plan = replace(plan, shards=tuple(shards))
     require_same([shard for shard in shards if shard.name in needed], request.checkpoint)
     journal.begin(folder, plan, manifest.quantizer, named)
-    opened = journal.SplitJournal(folder)
+    split_journal = journal.SplitJournal(folder)
     try:
         for shard in plan.shards:
             if shard.name not in needed:
-                opened.mark_used(shard.name, {}, known.get(shard.name))
+                split_journal.mark_used(shard.name, {}, checksums.get(shard.name))
     finally:
-        opened.close()
+        split_journal.close()
     # The damaged files are removed before the manifest. A journal is ignored if there is a manifest, and a manifest
     # that names a missing file is refused, so a crash at any point here is detected and repaired by the next call.
     for record in manifest.layers:
@@ -556,7 +555,7 @@ def repair(request: SplitRequest, manifest: Manifest, layers: Collection[str], n
     split(request)
 
 
-def _refuse_another(plan: SplitPlan, manifest: Manifest, folder: Path, needed: Collection[str]) -> None:
+def _refuse_another_source(plan: SplitPlan, manifest: Manifest, folder: Path, needed: Collection[str]) -> None:
     why = manifest.source.differs_from(plan.source)
     if why is None and (absent := set(needed).difference(shard.name for shard in plan.shards)):
         why = f"it has other shards, without {listed(sorted(absent, key=natural_key), 3)}"

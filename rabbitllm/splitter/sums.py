@@ -31,20 +31,20 @@ def whole_sum(sums: PartSums) -> int:
     return int.from_bytes(sums[:SUM_BYTES], "little")
 
 
-def sums_of(data: bytes, at: int) -> PartSums:
-    """Compute the sums of a stored part at offset `at` in its layer file."""
-    return _part_sums(_runs(at, len(data), run_sums(data, at)))
+def sums_of(data: bytes, offset: int) -> PartSums:
+    """Compute the sums of a stored part at `offset` in its layer file."""
+    return _part_sums(_runs(offset, len(data), run_sums(data, offset)))
 
 
-def runs_of(sums: PartSums, at: int, nbytes: int) -> list[tuple[int, int, int]] | None:
-    """Return offset, bytes and CRC-32 of each run of a stored part at offset `at` in its layer file.
+def runs_of(sums: PartSums, offset: int, nbytes: int) -> list[tuple[int, int, int]] | None:
+    """Return offset, bytes and CRC-32 of each run of a stored part at `offset` in its layer file.
 
     None if it has several runs and only the sum of the whole is known.
     """
-    known = sums if len(sums) == SUM_BYTES else sums[SUM_BYTES:]
-    if len(known) != SUM_BYTES * sum(1 for _ in run_lengths(at, nbytes)):
+    runs = sums if len(sums) == SUM_BYTES else sums[SUM_BYTES:]
+    if len(runs) != SUM_BYTES * sum(1 for _ in run_lengths(offset, nbytes)):
         return None
-    return [*_runs(at, nbytes, known)]
+    return [*_runs(offset, nbytes, runs)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,18 +167,18 @@ def _require_whole(pieces: Iterable[tuple[int, int]], name: str, expected: int) 
         raise AssertionError(f"{name} was written up to byte {end} of {expected}")
 
 
-def _runs(at: int, nbytes: int, sums: bytes) -> Iterator[tuple[int, int, int]]:
-    for length, crc in zip(run_lengths(at, nbytes), numbers(sums), strict=True):
-        yield at, length, crc
-        at += length
+def _runs(offset: int, nbytes: int, sums: bytes) -> Iterator[tuple[int, int, int]]:
+    for length, crc in zip(run_lengths(offset, nbytes), numbers(sums), strict=True):
+        yield offset, length, crc
+        offset += length
 
 
 def _part_sums(runs: Iterable[tuple[int, int, int]]) -> PartSums:
     """Combine the sum of all, and that of each run between two cuts, from pieces of them in order."""
     cuts, whole = list[int](), 0
-    for at, nbytes, crc in runs:
+    for offset, nbytes, crc in runs:
         whole = combine(whole, crc, nbytes)
-        if not cuts or is_cut(at):
+        if not cuts or is_cut(offset):
             cuts.append(crc)
         else:
             cuts[-1] = combine(cuts[-1], crc, nbytes)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rabbitllm.base.forks import direct_read
-from rabbitllm.storage.files import DIRECT_ALIGNMENT, OpenFiles, PastTheCache, write_back_call
+from rabbitllm.storage.files import DIRECT_ALIGNMENT, DirectIO, OpenFiles, write_back_call
 
 PART_SUFFIX = ".part"
 """Suffix of an unfinished file until its rename."""
@@ -122,7 +122,7 @@ class GrowingFile:
         self._waiting = 0
         self._lock = threading.Lock()
         self._syncing = threading.Lock()
-        self._direct = PastTheCache(self._absolute)
+        self._direct = DirectIO(self._absolute)
         self._inode: tuple[int, int] | None = None
         self._is_closed = False
         self._is_synced = False
@@ -219,15 +219,15 @@ class GrowingFile:
             flags |= os.O_CREAT
         descriptor = os.open(self._absolute, flags, 0o644)
         try:
-            found = os.fstat(descriptor)
-            if self._inode is None and found.st_size != self._size:
+            status = os.fstat(descriptor)
+            if self._inode is None and status.st_size != self._size:
                 os.ftruncate(descriptor, self._size)
-            elif self._inode not in (None, (found.st_dev, found.st_ino)):
+            elif self._inode not in (None, (status.st_dev, status.st_ino)):
                 raise OSError(errno.ESTALE, "the file was replaced", str(self.path))
         except BaseException:
             os.close(descriptor)
             raise
-        self._inode = found.st_dev, found.st_ino
+        self._inode = status.st_dev, status.st_ino
         self._descriptor = descriptor
 
     def settle(self) -> None:
@@ -332,10 +332,10 @@ def remove(path: Path) -> None:
 def make_folder(folder: Path) -> None:
     """Create `folder` and its parents, durably."""
     missing = []
-    at = folder
-    while not at.exists():
-        missing.append(at)
-        at = at.parent
+    parent = folder
+    while not parent.exists():
+        missing.append(parent)
+        parent = parent.parent
     for path in reversed(missing):
         _announce(Step("make_folder", path))
         path.mkdir(exist_ok=True)
@@ -352,14 +352,13 @@ def remove_folder(folder: Path) -> None:
     folder.rmdir()
 
 
-# Scratch files describe a running process and hold no data. They are neither synced nor announced as steps: losing them
-# loses nothing, and remains after a crash are overwritten or ignored, so there is no failure, kill or power cut for a
-# test to inject; except for writes that may find the disk full.
-
-
 @contextlib.contextmanager
 def open_scratch(path: Path, *, create: bool = True) -> Iterator[int]:
-    """Yield a descriptor of a scratch file, which is created empty if missing."""
+    """Yield a descriptor of a scratch file, which is created empty if missing.
+
+    Scratch files describe a running process and hold no data. They are neither synced nor announced as steps: losing
+    them loses nothing, and remains after a crash are overwritten or ignored, so there is no failure, kill or power cut
+    for a test to inject; except for writes that may find the disk full."""
     flags = os.O_RDWR | (os.O_CREAT if create else 0) | getattr(os, "O_NOFOLLOW", 0)
     descriptor = os.open(path, flags, 0o644)
     try:
@@ -494,7 +493,7 @@ class NamelessFile:
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder or Path(tempfile.gettempdir())
         self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115
-        self._direct = PastTheCache(f"/proc/self/fd/{self._file.fileno()}")
+        self._direct = DirectIO(f"/proc/self/fd/{self._file.fileno()}")
 
     def write_at(self, data: memoryview, offset: int, *, aligned: bool = False) -> None:
         """Write bytes at an offset.

@@ -1,7 +1,7 @@
 """Files open for reading: positional reads and mappings, reads past the page cache, and pools of few descriptors.
 
 `PositionalFile` reads at any offset by several threads at once, with `os.preadv` where the system has it and a lock
-around seek and read on Windows. `PastTheCache` keeps data out of the page cache: transfers past it in whole blocks, or
+around seek and read on Windows. `DirectIO` keeps data out of the page cache: transfers past it in whole blocks, or
 early write-back. `OpenFiles` is a pool: the least recently used file is closed for another, and reopened when it is
 used, since a system limits the descriptors of a process, often to 1,024, and a checkpoint may have more files.
 Independent of formats; writes nothing itself.
@@ -45,8 +45,8 @@ class PositionalFile:
     def __init__(self, path: Path, *, direct: bool = False) -> None:
         self.path = path
         self._lock = threading.Lock()
-        past_the_cache = getattr(os, "O_DIRECT", 0) if direct else 0
-        self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | past_the_cache)
+        direct_flag = getattr(os, "O_DIRECT", 0) if direct else 0
+        self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | direct_flag)
 
     def advise_sequential(self) -> None:
         """Advise the kernel that the file is read sequentially, so that it reads ahead more."""
@@ -67,10 +67,10 @@ class PositionalFile:
         """Fill `buffer` from `offset` (bytes); return the number of bytes read, fewer only at the end of the file."""
         done = 0
         while done < len(buffer):
-            got = self._read_some(buffer[done:], offset + done)
-            if got == 0:
+            count = self._read_some(buffer[done:], offset + done)
+            if count == 0:
                 break
-            done += got
+            done += count
         return done
 
     def size(self) -> int:
@@ -175,11 +175,11 @@ def _advise(memory: memoryview, advice: int) -> None:
         return
     address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
     begin = address // mmap.PAGESIZE * mmap.PAGESIZE
-    _advising()(begin, address + len(memory) - begin, advice)
+    _load_madvise()(begin, address + len(memory) - begin, advice)
 
 
 @functools.cache
-def _advising() -> ctypes._NamedFuncPointer:
+def _load_madvise() -> ctypes._NamedFuncPointer:
     """madvise(2)."""
     call = ctypes.CDLL(None).madvise
     call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -209,7 +209,7 @@ DIRECT_ALIGNMENT = 4096
 """Offset, length and memory alignment that O_DIRECT needs, bytes."""
 
 
-class PastTheCache:
+class DirectIO:
     """A second descriptor of an open file, for whole blocks that need not be in the page cache (O_DIRECT).
 
     Args:
@@ -323,11 +323,11 @@ class OpenFiles:
             OSError: the file cannot be opened, or another one cannot be settled to make room for it.
         """
         try:
-            while (other := self._taken_instead(file)) is not None:
+            while (idle := self._taken_instead(file)) is not None:
                 try:
-                    other.settle()
+                    idle.settle()
                 finally:
-                    self._leave(other, for_another=True)
+                    self._leave(idle, for_another=True)
             try:
                 yield
             finally:
@@ -349,7 +349,7 @@ class OpenFiles:
                         file.reopen()
                     self._users[file] = self._users.pop(file, 0) + 1
                     return None
-                unused = next((other for other, users in self._users.items() if not users), None)
+                unused = next((opened for opened, users in self._users.items() if not users), None)
                 if unused is not None:
                     self._users[unused] = 1
                     return unused

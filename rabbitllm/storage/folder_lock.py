@@ -91,9 +91,9 @@ def shared(folder: Path, kind: FolderKind) -> FolderLock:
     lock = _try_lock(folder)
     if lock is None:
         if kind is FolderKind.SOURCE:
-            problem = f"{folder} is being split by {_holders(folder)}, which deletes its shards."
+            problem = f"{folder} is being split by {_describe_holders(folder)}, which deletes its shards."
         else:
-            problem = f"{folder} is being repaired or removed by {_holders(folder)}."
+            problem = f"{folder} is being repaired or removed by {_describe_holders(folder)}."
         raise InUseError(problem, "Wait for that process or end it, and make the call again. Nothing was changed.")
     return lock
 
@@ -111,7 +111,7 @@ def exclusive(folder: Path, kind: FolderKind) -> FolderLock:
     if lock is None:
         shared(folder, kind).close()  # raises the error for an exclusive holder, if there is one
         raise InUseError(
-            f"{folder} is in use by {_holders(folder)}; {kind.value}.",
+            f"{folder} is in use by {_describe_holders(folder)}; {kind.value}.",
             "Wait for that process or end it, and make the call again. Nothing was changed.",
         )
     return lock
@@ -161,13 +161,13 @@ def _release(descriptor: int, guard: ForkGuard) -> None:
     os.close(descriptor)
 
 
-def _holders(folder: Path) -> str:
+def _describe_holders(folder: Path) -> str:
     """Describe the processes that hold locks on a folder; Linux lists them, other systems do not."""
-    found = _processes(folder)
-    return listed(map(_named, found), MAX_NAMED, " and ") or leases.holder(folder / FOLDER_LEASE)
+    processes = _find_holders(folder)
+    return listed(map(_describe_process, processes), MAX_NAMED, " and ") or leases.holder(folder / FOLDER_LEASE)
 
 
-def _named(process: int) -> str:
+def _describe_process(process: int) -> str:
     import psutil
 
     if process == os.getpid():
@@ -184,7 +184,7 @@ _LOCK_LINE = re.compile(r"^\d+: FLOCK +\w+ +\w+ (\d+) ([0-9a-f]+):([0-9a-f]+):(\
 """A held lock in /proc/locks: process, device, inode (proc_locks(5)). Lines of waiting processes do not match."""
 
 
-def _processes(folder: Path) -> list[int]:
+def _find_holders(folder: Path) -> list[int]:
     """Return the ids of the processes that hold locks on a folder."""
     if sys.platform == "win32":
         return []
@@ -194,22 +194,22 @@ def _processes(folder: Path) -> list[int]:
     except OSError:
         return []
     device = os.major(status.st_dev), os.minor(status.st_dev)
-    found = set[int]()
+    holders = set[int]()
     for process, major, minor, inode in _LOCK_LINE.findall(lines):
         if int(inode) != status.st_ino:
             continue
         # on btrfs st_dev is the subvolume's, while /proc/locks has the file system's
         if device == (int(major, 16), int(minor, 16)) or _has_open(int(process), status):
-            found.add(int(process))
-    return sorted(found)
+            holders.add(int(process))
+    return sorted(holders)
 
 
 def _has_open(process: int, status: os.stat_result) -> bool:
     """Whether a process has this folder open; False if /proc denies access."""
     opened = Path(f"/proc/{process}/fd")
-    found = False
+    is_open = False
     with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
         for name in os.listdir(opened):
             with contextlib.suppress(OSError):  # the process has closed it meanwhile
-                found = found or os.path.samestat((opened / name).stat(), status)
-    return found
+                is_open = is_open or os.path.samestat((opened / name).stat(), status)
+    return is_open

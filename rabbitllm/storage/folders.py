@@ -90,7 +90,7 @@ _COLAB = Host(
 _SPACES = Host("Hugging Face Spaces", ("50 GB of disk on free hardware, deleted at a restart; 16 GB of RAM",), {})
 _ACTIONS = Host("GitHub Actions", ("14 GB of disk are promised on standard runners, though more may show",), {})
 _CODESPACES = Host("GitHub Codespaces", ("32 GB of disk on the smallest machine; /tmp is another, larger disk",), {})
-_KNOWN: Iterable[tuple[str, Host]] = (
+_HOSTS: Iterable[tuple[str, Host]] = (
     ("KAGGLE_KERNEL_RUN_TYPE", _KAGGLE),
     ("KAGGLE_URL_BASE", _KAGGLE),
     ("COLAB_RELEASE_TAG", _COLAB),
@@ -112,14 +112,14 @@ _CONTAINER = Host(
 
 def host_of(environment: Mapping[str, str], root: Path = Path("/")) -> Host | None:
     """Return the host of this process; None for an ordinary machine."""
-    found = next((known for variable, known in _KNOWN if environment.get(variable)), None)
-    if found is None and (
+    host = next((host for variable, host in _HOSTS if environment.get(variable)), None)
+    if host is None and (
         (root / ".dockerenv").exists()
         or (root / "run/.containerenv").exists()
         or "KUBERNETES_SERVICE_HOST" in environment
     ):
         return _CONTAINER
-    return found
+    return host
 
 
 def existing(folder: Path) -> Path:
@@ -143,10 +143,10 @@ def require_room(
     Raises:
         NotEnoughSpaceException: there is less room; nothing was written.
     """
-    at = existing(path.absolute())
+    location = existing(path.absolute())
     need = nbytes + _LATER_BYTES
-    have = shutil.disk_usage(at).free + reusable - min_free
-    where = f"free on the disk of {at}" + (f", of which {size(min_free)} must stay free" if min_free else "")
+    have = shutil.disk_usage(location).free + reusable - min_free
+    where = f"free on the disk of {location}" + (f", of which {size(min_free)} must stay free" if min_free else "")
     if max_disk is not None and max_disk < have:
         have, where = max_disk, "allowed by max_disk"
     if need > have:
@@ -161,16 +161,16 @@ def folder_at(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Folder
     return folder_of((), path.expanduser().absolute(), file_systems(mounts), host_of(os.environ))
 
 
-def folder_of(uses: tuple[str, ...], path: Path, kinds: Mapping[Path, str], known: Host | None) -> Folder:
+def folder_of(uses: tuple[str, ...], path: Path, kinds: Mapping[Path, str], host: Host | None) -> Folder:
     """Return the properties of one folder, on one of the file systems `kinds`, used for `uses`."""
-    there = existing(path)
-    found = shutil.disk_usage(there)
-    real = there.resolve()
-    kind = next((kinds[path] for path in (real, *real.parents) if path in kinds), None)
-    quotas = known.quotas.items() if known else ()
+    location = existing(path)
+    usage = shutil.disk_usage(location)
+    real = location.resolve()
+    file_system = next((kinds[path] for path in (real, *real.parents) if path in kinds), None)
+    quotas = host.quotas.items() if host else ()
     quota = next((nbytes for inside, nbytes in quotas if real.is_relative_to(inside)), None)
-    writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
-    return Folder(uses, path, writable, kind, there.stat().st_dev, found.total, found.free, quota)
+    writable = location.is_dir() and os.access(location, os.W_OK | os.X_OK)
+    return Folder(uses, path, writable, file_system, location.stat().st_dev, usage.total, usage.free, quota)
 
 
 def file_systems(mounts: Path) -> dict[Path, str]:
@@ -179,15 +179,15 @@ def file_systems(mounts: Path) -> dict[Path, str]:
         lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return {}
-    found = {}
+    by_mount_point = {}
     for line in lines:
-        about, dash, kind = line.partition(" - ")
+        about, dash, file_system = line.partition(" - ")
         words = about.split()
-        if dash and len(words) > 4 and kind:
+        if dash and len(words) > 4 and file_system:
             # spaces and other special characters are in octal there
             point = words[4].replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\")
-            found[Path(point)] = kind.split()[0]
-    return found
+            by_mount_point[Path(point)] = file_system.split()[0]
+    return by_mount_point
 
 
 STAT_BLOCK_BYTES = 512
@@ -248,8 +248,8 @@ def _shared_bytes(path: Path) -> int:
                     return 0
                 raise
             count = _REQUEST.unpack_from(answer)[3]
-            for number in range(count):
-                offset, _, length, _, _, flags, *_ = _EXTENT.unpack_from(answer, _REQUEST.size + number * _EXTENT.size)
+            for index in range(count):
+                offset, _, length, _, _, flags, *_ = _EXTENT.unpack_from(answer, _REQUEST.size + index * _EXTENT.size)
                 shared += length if flags & (_SHARED | _ENCODED) else 0
                 start = offset + length
                 if flags & _LAST:

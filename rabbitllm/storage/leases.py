@@ -63,14 +63,14 @@ def note(**more: str) -> bytes:
 def described(path: Path) -> str:
     """Describe the process that wrote a note."""
     try:
-        found = json.loads(path.read_bytes())
-        return f"process {found['pid']} on {found['host']} since {found['since']}"
+        content = json.loads(path.read_bytes())
+        return f"process {content['pid']} on {content['host']} since {content['since']}"
     except (OSError, ValueError, KeyError, TypeError):  # an incomplete note, or none
         return "another process"
 
 
 @dataclass(frozen=True, slots=True)
-class _Beat:
+class _LeaseFile:
     """A file of a chain, as it was at one moment."""
 
     path: Path
@@ -79,7 +79,7 @@ class _Beat:
     changed: int
 
 
-def _chain(path: Path) -> Iterator[_Beat]:
+def _chain(path: Path) -> Iterator[_LeaseFile]:
     """Yield the files of a lease, the holder's last."""
     file_path, seen = path, set[Path]()
     while file_path not in seen:  # a hostile folder may have a circle
@@ -91,24 +91,24 @@ def _chain(path: Path) -> Iterator[_Beat]:
         with open(descriptor, "rb") as file:
             status, content = os.fstat(descriptor), file.read(1 << 12)
         try:
-            found = json.loads(content)
-            run, process = str(found["run"]), str(found["process"])
+            fields = json.loads(content)
+            run, process = str(fields["run"]), str(fields["process"])
         except (ValueError, KeyError, TypeError):
             run = process = ""
         if not _RUN.fullmatch(run):  # a power cut can leave an empty file
             run = f"{status.st_ino:032x}"[-32:]
-        yield _Beat(file_path, run, process, status.st_mtime_ns)
+        yield _LeaseFile(file_path, run, process, status.st_mtime_ns)
         file_path = path.with_name(f"{path.name}.{run}")
 
 
-def _last(path: Path) -> _Beat | None:
+def _last_file(path: Path) -> _LeaseFile | None:
     return next(iter(reversed([*_chain(path)])), None)
 
 
 def holder(path: Path) -> str:
     """Describe the holder of a lease."""
     with contextlib.suppress(OSError):
-        last = _last(path)
+        last = _last_file(path)
         return described(path if last is None else last.path)
     return "another process"
 
@@ -130,8 +130,8 @@ class KeptLease:
         covers: see `take`.
     """
 
-    def __init__(self, path: Path, own: Path, run: str, covers: str) -> None:
-        self._path, self._own, self._run = path, own, run
+    def __init__(self, path: Path, file_path: Path, run: str, covers: str) -> None:
+        self._path, self._own, self._run = path, file_path, run
         self._beat_at = _now()
         self._owner = ForkGuard()
         self._released = threading.Event()
@@ -153,7 +153,7 @@ class KeptLease:
         Raises:
             InUseError: it is lost.
         """
-        last = _last(self._path) if _now() - self._beat_at <= LATE_SECONDS else None
+        last = _last_file(self._path) if _now() - self._beat_at <= LATE_SECONDS else None
         if last is None or last.run != self._run:
             raise InUseError(
                 f"{self._path.parent} may be in use by another process now: this one stood still for more than "
@@ -169,8 +169,8 @@ class KeptLease:
             return
         with contextlib.suppress(InUseError, OSError):
             self.check()
-            for beat in [*_chain(self._path)]:  # the first one first: what is left of a chain without it is never read
-                durable.remove_scratch(beat.path)
+            for file in [*_chain(self._path)]:  # the first one first: what is left of a chain without it is never read
+                durable.remove_scratch(file.path)
 
 
 def take(path: Path, waiting: Callable[[], None] | None = None, covers: str | None = None) -> KeptLease | None:
@@ -193,7 +193,7 @@ def take(path: Path, waiting: Callable[[], None] | None = None, covers: str | No
     run = uuid.uuid4().hex
     seen, patience, looked = None, 0.0, time.monotonic()
     while True:
-        last = _last(path)
+        last = _last_file(path)
         now = time.monotonic()
         patience, looked = patience + min(now - looked, MAX_LOOK_SECONDS), now
         if last != seen:
@@ -201,10 +201,10 @@ def take(path: Path, waiting: Callable[[], None] | None = None, covers: str | No
                 return None
             seen, patience = last, 0.0
         if last is None or last.process in _ended or patience >= STALE_SECONDS:
-            own = path if last is None else path.with_name(f"{path.name}.{last.run}")
-            if _create(path, own, run):
+            file_path = path if last is None else path.with_name(f"{path.name}.{last.run}")
+            if _create(path, file_path, run):
                 _ended.update({last.process} if last is not None and last.process else ())
-                return _kept(path, own, run, covers)
+                return _kept(path, file_path, run, covers)
             seen, patience = None, 0.0
             continue
         if waiting is not None:
@@ -212,10 +212,10 @@ def take(path: Path, waiting: Callable[[], None] | None = None, covers: str | No
         time.sleep(POLL_SECONDS)
 
 
-def _create(path: Path, own: Path, run: str) -> bool:
+def _create(path: Path, file_path: Path, run: str) -> bool:
     """Create the file of a holder; return whether it is the last of the chain, and so holds the lease."""
     try:
-        durable.create_scratch(own, note(run=run, process=f"{_IMPORTED}-{os.getpid()}"))
+        durable.create_scratch(file_path, note(run=run, process=f"{_IMPORTED}-{os.getpid()}"))
     except FileExistsError:  # another process was quicker; or only the answer of the file server was lost
         pass
     except FileNotFoundError:  # `_kept` of another process has removed the file under its first name
@@ -229,23 +229,23 @@ def _create(path: Path, own: Path, run: str) -> bool:
             "could change it at once.",
             "Use a folder on another disk. Nothing was changed.",
         ) from error
-    last = _last(path)
+    last = _last_file(path)
     if last is not None and last.run == run:
         return True
-    if last is None or last.path != own:  # the chain has been given back meanwhile, so this file is in none
+    if last is None or last.path != file_path:  # the chain has been given back meanwhile, so this file is in none
         with contextlib.suppress(OSError):
-            if json.loads(own.read_bytes()).get("run") == run:
-                durable.remove_scratch(own)
+            if json.loads(file_path.read_bytes()).get("run") == run:
+                durable.remove_scratch(file_path)
     return False
 
 
-def _kept(path: Path, own: Path, run: str, covers: str | None) -> KeptLease:
+def _kept(path: Path, file_path: Path, run: str, covers: str | None) -> KeptLease:
     try:
-        lease = KeptLease(path, own, run, covers or os.path.join(os.path.realpath(path.parent), ""))
+        lease = KeptLease(path, file_path, run, covers or os.path.join(os.path.realpath(path.parent), ""))
     except BaseException:
-        durable.remove_scratch(own)
+        durable.remove_scratch(file_path)
         raise
-    chain = {beat.path for beat in _chain(path)}
+    chain = {file.path for file in _chain(path)}
     # files of processes that were killed, or of one that is in `_create`, which tries again
     for stray in path.parent.glob(f"{glob.escape(path.name)}.*"):
         if stray not in chain:

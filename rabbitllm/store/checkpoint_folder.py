@@ -122,8 +122,8 @@ class PlainReader:
         for chunk in self.chunks(tensor):
             data += chunk
         spec = TensorSpec(stored.name, tensor.placed.dtype, tensor.placed.shape, "", 0, len(data))
-        found = view_bytes(memoryview(data), spec)
-        return found.to(dtype) if dtype is not None and found.is_floating_point() else found
+        loaded = view_bytes(memoryview(data), spec)
+        return loaded.to(dtype) if dtype is not None and loaded.is_floating_point() else loaded
 
     def _dequantized(self, stored: StoredTensor, form: Quantized, dtype: str) -> Iterator[memoryview]:
         import torch
@@ -135,8 +135,8 @@ class PlainReader:
                 count = min(step, elements - begin)
                 run = begin // entry.block * entry.block_bytes, count // entry.block * entry.block_bytes
                 blocks = torch.frombuffer(self._read(stored.parts[0], *run), dtype=torch.uint8)
-                made = gguf_blocks.dequantize(form.scheme, blocks, (count,), torch_dtype(dtype))
-                yield made.view(torch.uint8).numpy().data.cast("B")
+                weights = gguf_blocks.dequantize(form.scheme, blocks, (count,), torch_dtype(dtype))
+                yield weights.view(torch.uint8).numpy().data.cast("B")
             return
         payload, _, table = stored.parts[:3]
         values = torch.frombuffer(self._read(table, 0, table.nbytes, own=True), dtype=torch.float32)
@@ -148,14 +148,14 @@ class PlainReader:
             scales = self._scales(stored, form, begin // block, math.ceil(count / block))
             codes = self._read(payload, begin // codes_each, math.ceil(count / codes_each))
             shape = (count // block, block) if count % block == 0 else (count,)  # rows are divided among threads
-            made = dequantize(
+            weights = dequantize(
                 Quantized(form.codes.scheme, shape, form.dtype),
                 torch.frombuffer(codes, dtype=torch.uint8),
                 scales,
                 values,
                 torch_dtype(dtype),
             )
-            yield made.view(-1).view(torch.uint8).numpy().data.cast("B")
+            yield weights.view(-1).view(torch.uint8).numpy().data.cast("B")
 
     def _scales(self, stored: StoredTensor, form: Quantized, first: int, count: int) -> torch.Tensor:
         """A run of a tensor's scales, float32; quantized scales begin at one of their blocks."""
@@ -277,7 +277,7 @@ def write_checkpoint(
             f"{folder} is a file; expected a folder.", "Use a folder without weights, or one that does not exist."
         )
     work = folder / WORK_NAME
-    mark = _mark(shards, sidecars, source)
+    mark = _digest_of(shards, sidecars, source)
     if (work / _READY_NAME).exists():  # an earlier call was interrupted while moving the files
         same = (work / _READY_NAME).read_bytes() == mark
         _move_out(folder, work)
@@ -288,7 +288,7 @@ def write_checkpoint(
         index[INDEX_NAME] = index_of_files({shard.name: shard.tensors for shard in shards}, metadata)
     is_there = _has_shards(folder, shards) and _has_files(folder, {**sidecars, **index})
     if not (is_there and all(_is_written(folder / shard.name, shard, chunks, tell) for shard in shards)):
-        _refuse_other(folder, sidecars)
+        _refuse_other_model(folder, sidecars)
         _write_all(folder, shards, sidecars, index, chunks, tell, mark)
     durable.remove_folder(work)
 
@@ -334,7 +334,7 @@ def index_of_files(
         more: further entries of its `metadata`, after those of transformers.
     """
     weight_map = {tensor.name: name for name, tensors in files.items() for tensor in tensors}
-    tensors = [tensor for those in files.values() for tensor in those]
+    tensors = [tensor for shard_tensors in files.values() for tensor in shard_tensors]
     metadata = {
         "total_parameters": sum(math.prod(tensor.shape) for tensor in tensors),
         "total_size": sum(tensor.nbytes for tensor in tensors),
@@ -349,7 +349,7 @@ def named_dtype(files: Mapping[str, Sequence[TensorToWrite | TensorSpec]], dtype
     return {} if dtype is None or dtype_without_config(index_of({}), files) == dtype else {"dtype": dtype}
 
 
-def _mark(shards: Sequence[Shard], sidecars: Mapping[str, bytes], source: str) -> bytes:
+def _digest_of(shards: Sequence[Shard], sidecars: Mapping[str, bytes], source: str) -> bytes:
     """A mark that identifies the result of a call."""
     digest = hashlib.sha256(source.encode())
     for shard in shards:
@@ -359,17 +359,17 @@ def _mark(shards: Sequence[Shard], sidecars: Mapping[str, bytes], source: str) -
     return digest.hexdigest().encode()
 
 
-def _refuse_other(folder: Path, sidecars: Mapping[str, bytes]) -> None:
+def _refuse_other_model(folder: Path, sidecars: Mapping[str, bytes]) -> None:
     if not folder.exists():
         return
     names = sorted(path.name for path in folder.iterdir())
-    found = next((name for name in names if name in _ENTRIES or name.endswith(WEIGHT_SUFFIXES)), None)
-    if found is None and "config.json" in names and "config.json" in sidecars:
-        there = read_json(folder / "config.json").get("model_type")
-        found = "config.json" if there != json.loads(sidecars["config.json"]).get("model_type") else None
-    if found is not None:
+    conflict = next((name for name in names if name in _ENTRIES or name.endswith(WEIGHT_SUFFIXES)), None)
+    if conflict is None and "config.json" in names and "config.json" in sidecars:
+        model_type = read_json(folder / "config.json").get("model_type")
+        conflict = "config.json" if model_type != json.loads(sidecars["config.json"]).get("model_type") else None
+    if conflict is not None:
         raise OptionError(
-            f"{folder} already holds a model: it has {found!r}. Nothing was changed.",
+            f"{folder} already holds a model: it has {conflict!r}. Nothing was changed.",
             "Use a folder without weights, or one that does not exist; or delete this one if you do not need it.",
         )
 
@@ -387,13 +387,13 @@ def _write_shard(
     try:
         file.write_at(memoryview(header), 0)
         for tensor, offset in zip(shard.tensors, offsets, strict=True):
-            at = offset
+            position = offset
             for chunk in chunks(tensor.name):
-                file.write_at(chunk, at)
-                at += len(chunk)
+                file.write_at(chunk, position)
+                position += len(chunk)
                 tell(len(chunk))
-            if at != offset + tensor.nbytes:
-                raise AssertionError(f"{tensor.name} has {at - offset} of {tensor.nbytes} bytes")
+            if position != offset + tensor.nbytes:
+                raise AssertionError(f"{tensor.name} has {position - offset} of {tensor.nbytes} bytes")
         file.sync()
     finally:
         file.close()
@@ -409,12 +409,12 @@ def _has_files(folder: Path, files: Mapping[str, bytes]) -> bool:
     """Whether a folder has files with these contents; another version of transformers may have written them."""
     paths = {name: folder / name for name in files}
     return all(
-        path.is_file() and _unversioned(name, path.read_bytes()) == _unversioned(name, files[name])
+        path.is_file() and _without_version(name, path.read_bytes()) == _without_version(name, files[name])
         for name, path in paths.items()
     )
 
 
-def _unversioned(name: str, content: bytes) -> bytes:
+def _without_version(name: str, content: bytes) -> bytes:
     return _VERSION_LINE.sub(b"", content) if name in ("config.json", "generation_config.json") else content
 
 

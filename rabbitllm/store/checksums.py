@@ -52,7 +52,7 @@ def combine(first: int, second: int, second_bytes: int) -> int:
     """The CRC-32 of two consecutive runs of bytes, from the CRC-32 of each and the length of the second."""
     while first and second_bytes:
         bit = second_bytes & -second_bytes
-        lowest, low, high, highest = _shifted(bit)
+        lowest, low, high, highest = _shift_tables(bit)
         first = lowest[first & 255] ^ low[first >> 8 & 255] ^ high[first >> 16 & 255] ^ highest[first >> 24]
         second_bytes ^= bit
     return first ^ second
@@ -70,13 +70,13 @@ def crc32_of_file(path: Path) -> int:
     """The CRC-32 of a file, which is read completely."""
     total, buffer = 0, bytearray(READ_BYTES)
     with path.open("rb", buffering=0) as stream:
-        while got := stream.readinto(buffer):
-            total = crc32(memoryview(buffer)[:got], total)
+        while count := stream.readinto(buffer):
+            total = crc32(memoryview(buffer)[:count], total)
     return total
 
 
 @functools.cache
-def _shifted(nbytes: int) -> tuple[tuple[int, ...], ...]:
+def _shift_tables(nbytes: int) -> tuple[tuple[int, ...], ...]:
     """Tables of the CRC after `nbytes` zero bytes, a power of two: for each byte of a CRC, lowest first, by its value.
 
     Multiplication is linear, so the result for a CRC is the exclusive or of the entries of its bytes.
@@ -115,24 +115,24 @@ GROUP_BYTES = 8 << 20
 """Bytes summed in one call and mapped at a time: each call releases and reacquires the interpreter's lock."""
 
 
-def is_cut(at: int) -> bool:
+def is_cut(offset: int) -> bool:
     """Whether every layer file is cut at this offset."""
-    return at % BLOCK_BYTES == 0
+    return offset % BLOCK_BYTES == 0
 
 
-def run_lengths(at: int, nbytes: int) -> Iterator[int]:
+def run_lengths(offset: int, nbytes: int) -> Iterator[int]:
     """Lengths of the runs of a range of a file between multiples of `BLOCK_BYTES`."""
-    end = at + nbytes
-    while at < end:
-        stop = min(end, (at // BLOCK_BYTES + 1) * BLOCK_BYTES)
-        yield stop - at
-        at = stop
+    end = offset + nbytes
+    while offset < end:
+        stop = min(end, (offset // BLOCK_BYTES + 1) * BLOCK_BYTES)
+        yield stop - offset
+        offset = stop
 
 
-def run_sums(data: bytes | memoryview, at: int) -> bytes:
-    """The CRC-32 of each of these runs of `data`, which is at offset `at` of a file."""
+def run_sums(data: bytes | memoryview, offset: int) -> bytes:
+    """The CRC-32 of each of these runs of `data`, which is at `offset` of a file."""
     view, done, sums = memoryview(data), 0, bytearray()
-    for length in run_lengths(at, len(view)):
+    for length in run_lengths(offset, len(view)):
         sums += crc32(view[done : done + length]).to_bytes(SUM_BYTES, "little")
         done += length
     return bytes(sums)
@@ -140,7 +140,7 @@ def run_sums(data: bytes | memoryview, at: int) -> bytes:
 
 def numbers(sums: bytes) -> list[int]:
     """Checksums as integers."""
-    return [int.from_bytes(sums[at : at + SUM_BYTES], "little") for at in range(0, len(sums), SUM_BYTES)]
+    return [int.from_bytes(sums[offset : offset + SUM_BYTES], "little") for offset in range(0, len(sums), SUM_BYTES)]
 
 
 def block_starts(size: int, header_bytes: int, parts: Iterable[tuple[int, int]]) -> list[int]:
@@ -178,9 +178,9 @@ def sums_of_file(path: Path, starts: Sequence[int]) -> tuple[int, bytes]:
     whole, sums, buffer = 0, bytearray(), memoryview(bytearray(BLOCK_BYTES))
     with path.open("rb") as file:
         for nbytes in lengths_of(starts, path.stat().st_size):
-            got = file.readinto(buffer[:nbytes])
-            crc = crc32(buffer[:got])
-            whole = combine(whole, crc, got)
+            count = file.readinto(buffer[:nbytes])
+            crc = crc32(buffer[:count])
+            whole = combine(whole, crc, count)
             sums += crc.to_bytes(SUM_BYTES, "little")
     return whole, bytes(sums)
 
@@ -233,9 +233,9 @@ class LayerChecks:
             IncompleteSplitError: they differ from what was written.
             OSError: adjacent bytes, which their checksum covers, cannot be read.
         """
-        found = self._files[file]
-        if len(data) and not found.is_done:
-            found.check([(offset, len(data))], (offset, data))
+        checks = self._files[file]
+        if len(data) and not checks.is_done:
+            checks.check([(offset, len(data))], (offset, data))
 
     def stored(self, file: str, ranges: Iterable[tuple[int, int]], *, unmapped: bool = False) -> None:
         """Read ranges (offset, bytes) of a file and compare them; `unmapped` leaves no mapping of the file.
@@ -243,9 +243,9 @@ class LayerChecks:
         Raises:
             IncompleteSplitError, OSError: see `read`.
         """
-        found = self._files[file]
-        if not found.is_done:
-            found.check([one for one in ranges if one[1]], None, unmapped=unmapped)
+        checks = self._files[file]
+        if not checks.is_done:
+            checks.check([span for span in ranges if span[1]], None, unmapped=unmapped)
 
     def is_done(self, file: str) -> bool:
         """Whether all of a file has been compared."""
@@ -256,7 +256,7 @@ class LayerChecks:
         return self._files[file].by_block
 
 
-Given = tuple[int, memoryview]
+BytesRead = tuple[int, memoryview]
 """Bytes read from a file, and their offset."""
 
 
@@ -303,30 +303,30 @@ class _FileChecks:
         """Return where the blocks begin; the header is compared."""
         path, header = self._path, self._header
         heads = len([*run_lengths(0, header.data_start)])
-        with _window(path, 0, header.data_start) as head:
+        with _map_range(path, 0, header.data_start) as head:
             if run_sums(head, 0) != blocks[: SUM_BYTES * heads]:
                 raise damaged(path, "its header differs from what was written")
         size = path.stat().st_size
         starts = block_starts(size, header.data_start, ((part.offset, part.nbytes) for part in header.tensors))
         if len(blocks) != SUM_BYTES * len(starts):
-            found = len(blocks) // SUM_BYTES
-            raise damaged(path, f"split.json has {found:,} checksums for its {len(starts):,} blocks")
+            count = len(blocks) // SUM_BYTES
+            raise damaged(path, f"split.json has {count:,} checksums for its {len(starts):,} blocks")
         return starts
 
     @property
     def is_done(self) -> bool:
         return not self._state.left
 
-    def check(self, ranges: Sequence[tuple[int, int]], given: Given | None, *, unmapped: bool = False) -> None:
+    def check(self, ranges: Sequence[tuple[int, int]], bytes_read: BytesRead | None, *, unmapped: bool = False) -> None:
         for offset, nbytes in ranges:
             for begin, end in self._waiting(offset, offset + nbytes):
                 low, high, written = self._starts[begin], self._starts[end], self._expected(begin, end)
                 # mapped pages may have been written to, as private copies
                 if (
-                    self._crc(low, high, given, reread=unmapped) != written
-                    and self._crc(low, high, given, reread=True) != written
+                    self._crc(low, high, bytes_read, reread=unmapped) != written
+                    and self._crc(low, high, bytes_read, reread=True) != written
                 ):
-                    raise self._damaged(begin, end, given)
+                    raise self._damaged(begin, end, bytes_read)
                 self._state.mark(begin, end)
 
     def _waiting(self, low: int, high: int) -> Iterator[tuple[int, int]]:
@@ -337,8 +337,8 @@ class _FileChecks:
         while (begin := done.find(0, begin, last)) >= 0:
             limit = bisect.bisect_right(starts, starts[begin] + GROUP_BYTES) - 1
             limit = min(max(limit, begin + 1), last)
-            found = done.find(1, begin, limit)
-            end = limit if found < 0 else found
+            compared = done.find(1, begin, limit)
+            end = limit if compared < 0 else compared
             yield begin, end
             begin = end
 
@@ -346,9 +346,9 @@ class _FileChecks:
         lengths = lengths_of(self._starts[begin:end], self._starts[end])
         return combine_all(zip(self._sums[begin:end], lengths, strict=True))
 
-    def _crc(self, begin: int, end: int, given: Given | None, *, reread: bool = False) -> int:
+    def _crc(self, begin: int, end: int, bytes_read: BytesRead | None, *, reread: bool = False) -> int:
         """The CRC-32 of a range of the file: of the bytes read, and around them of mapped bytes or the file."""
-        offset, data = given if given is not None else (end, memoryview(b""))
+        offset, data = bytes_read if bytes_read is not None else (end, memoryview(b""))
         low, high = max(begin, offset), min(end, offset + len(data))
         if low >= high:
             return self._crc_around(begin, end, 0, reread)
@@ -358,14 +358,14 @@ class _FileChecks:
     def _crc_around(self, begin: int, end: int, crc: int, reread: bool) -> int:
         return _crc_of_file(self._path, begin, end, crc) if reread else _crc_of_mapped(self._mapped(), begin, end, crc)
 
-    def _damaged(self, begin: int, end: int, given: Given | None) -> IncompleteSplitError:
+    def _damaged(self, begin: int, end: int, bytes_read: BytesRead | None) -> IncompleteSplitError:
         """The error that names the first of these blocks that differs, and the tensor in it."""
         if not self.by_block:
             crc, written = _crc_of_file(self._path, 0, self._starts[1]), self._sums[0]
             return damaged(self._path, f"its checksum is {crc:08x}; {written:08x} was written")
         for block in range(begin, end):
             low, high = self._starts[block], self._starts[block + 1]
-            crc, written = self._crc(low, high, given, reread=True), self._sums[block]
+            crc, written = self._crc(low, high, bytes_read, reread=True), self._sums[block]
             if crc != written:
                 names = [
                     part.name for part in self._header.tensors if part.offset < high and part.offset + part.nbytes > low
@@ -387,20 +387,20 @@ def _crc_of_file(path: Path, begin: int, end: int, crc: int = 0) -> int:
     """The CRC-32 of a range of a file, continuing from `crc`."""
     while begin < end:
         stop = min(end, begin + GROUP_BYTES)
-        with _window(path, begin, stop) as data:
+        with _map_range(path, begin, stop) as data:
             crc = crc32(data, crc)
         begin = stop
     return crc
 
 
 @contextlib.contextmanager
-def _window(path: Path, begin: int, end: int) -> Iterator[memoryview]:
+def _map_range(path: Path, begin: int, end: int) -> Iterator[memoryview]:
     """A separate mapping of a range of a file."""
-    at = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    start = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
     try:
-        mapped = mmap.mmap(descriptor, end - at, access=mmap.ACCESS_READ, offset=at)
+        mapped = mmap.mmap(descriptor, end - start, access=mmap.ACCESS_READ, offset=start)
     finally:
         os.close(descriptor)
-    with mapped, memoryview(mapped) as whole, whole[begin - at :] as part:
+    with mapped, memoryview(mapped) as whole, whole[begin - start :] as part:
         yield part

@@ -85,23 +85,23 @@ def in_order(parts: Iterable[TensorToWrite], version: int = FORMAT_VERSION) -> l
     """
     if version == BY_NAME:
         return sorted(parts, key=lambda part: (_rank(part.dtype, part.shape), natural_key(part.name)))
-    others: list[list[TensorToWrite]] = [[] for _ in _RANKS]
+    outside: list[list[TensorToWrite]] = [[] for _ in _RANKS]
     experts: dict[tuple[str, str], list[tuple[str, int, TensorToWrite]]] = {}
     for part in parts:
         rank = _rank(part.dtype, part.shape)
         match = _EXPERT.fullmatch(part.name)
         if match is None:
-            others[rank].append(part)
+            outside[rank].append(part)
         else:
-            block, number, rest = match.groups()
-            experts.setdefault((block, number), []).append((rest, rank, part))
+            block, index, suffix = match.groups()
+            experts.setdefault((block, index), []).append((suffix, rank, part))
     runs: list[tuple[_Key, list[TensorToWrite]]] = []
     for rank in _RANKS:
-        runs.append(((rank, _OTHERS), sorted(others[rank], key=lambda part: natural_key(part.name))))
-    for (block, number), members in experts.items():
-        expert = (_block_key(block), int(number), number)
-        for rank, which, turns in _runs(tuple([(rest, rank) for rest, rank, _ in members])):
-            runs.append(((rank, which, *expert), [members[turn][2] for turn in turns]))
+        runs.append(((rank, _OTHERS), sorted(outside[rank], key=lambda part: natural_key(part.name))))
+    for (block, index), members in experts.items():
+        expert = (_block_key(block), int(index), index)
+        for rank, group, positions in _runs(tuple([(suffix, rank) for suffix, rank, _ in members])):
+            runs.append(((rank, group, *expert), [members[position][2] for position in positions]))
     runs.sort(key=operator.itemgetter(0))
     return [part for _, run in runs for part in run]
 
@@ -116,13 +116,13 @@ def _runs(members: tuple[tuple[str, int], ...]) -> tuple[tuple[int, int, tuple[i
     Returns:
         Rank, group, and the member indices in order, for each run.
     """
-    data = [rank for rest, rank in members if _position(rest)[0] == _DATA and rank != _REST]
+    data = [rank for suffix, rank in members if _sort_key(suffix)[0] == _DATA and rank != _REST]
     runs: dict[tuple[int, int], list[tuple[_Key, int]]] = {}
-    for turn, (rest, rank) in enumerate(members):
-        which, *position = _position(rest)
-        own = max(data) if which == _DATA and rank != _REST else rank
-        runs.setdefault((own, which), []).append(((*position, rest), turn))
-    return tuple((*kind, tuple(turn for _, turn in sorted(run))) for kind, run in runs.items())
+    for index, (suffix, rank) in enumerate(members):
+        group, *position = _sort_key(suffix)
+        run_rank = max(data) if group == _DATA and rank != _REST else rank
+        runs.setdefault((run_rank, group), []).append(((*position, suffix), index))
+    return tuple((*key, tuple(index for _, index in sorted(run))) for key, run in runs.items())
 
 
 @functools.lru_cache(maxsize=1024)
@@ -134,11 +134,11 @@ def _rank(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _position(rest: str) -> tuple[int, bool, _Key, _Key]:
+def _sort_key(suffix: str) -> tuple[int, bool, _Key, _Key]:
     """The sort key of a part within an expert, by the rest of its name after the expert's number."""
-    projection, _, leaf = rest.partition(".")
-    turn = (_PROJECTIONS.get(projection, len(_PROJECTIONS)), natural_key(projection))
-    return _CONSTANTS if _CONSTANT.search(leaf) else _DATA, leaf not in _MATRICES, natural_key(leaf), turn
+    projection, _, leaf = suffix.partition(".")
+    order = (_PROJECTIONS.get(projection, len(_PROJECTIONS)), natural_key(projection))
+    return _CONSTANTS if _CONSTANT.search(leaf) else _DATA, leaf not in _MATRICES, natural_key(leaf), order
 
 
 @functools.lru_cache(maxsize=1024)
@@ -174,10 +174,10 @@ def join(specs: Iterable[TensorSpec], compression: str | None) -> Joined:
         InvalidIndexError: they are not the whole tensor in equal parts of one dtype.
     """
     pieces = sorted(specs, key=_begin)
-    _check(pieces)
+    _check_pieces(pieces)
     first = pieces[0]
     whole = form_in(first.whole, scheme_of(first.whole, compression))
-    made = arriving(whole)
+    target = arriving(whole)
     block = STORED[whole.scheme].block if whole.scheme else 1
     run = math.prod(first.shape[_piece(first).dim :])  # elements of a piece that follow each other in the whole
     scheme = whole.scheme if run % block == 0 else None
@@ -189,9 +189,9 @@ def join(specs: Iterable[TensorSpec], compression: str | None) -> Joined:
         for form in forms:
             before = _piece(form.source).begin * math.prod(form.source.shape[1:])
             payload, *scales = form.parts
-            direct[payload.name] = made.parts[0].name, before * payload.nbytes // max(run, 1)
+            direct[payload.name] = target.parts[0].name, before * payload.nbytes // max(run, 1)
             if scales:
-                direct[scales[0].name] = made.parts[1].name, before // block * SCALE_BYTES
+                direct[scales[0].name] = target.parts[1].name, before // block * SCALE_BYTES
     return Joined(whole, forms, direct)
 
 
@@ -204,7 +204,7 @@ def _begin(spec: TensorSpec) -> int:
     return _piece(spec).begin
 
 
-def _check(pieces: Sequence[TensorSpec]) -> None:
+def _check_pieces(pieces: Sequence[TensorSpec]) -> None:
     """Refuse pieces that leave gaps, overlap, or do not belong together."""
     first = _piece(pieces[0])
     end = 0
@@ -220,7 +220,7 @@ def _check(pieces: Sequence[TensorSpec]) -> None:
         if piece.begin != end:
             raise InvalidIndexError(
                 f"The piece of {first.of!r} that starts at {end} is missing: found "
-                f"{', '.join(f'{_begin(one)} in {one.file}' for one in pieces)}.",
+                f"{', '.join(f'{_begin(part)} in {part.file}' for part in pieces)}.",
                 "Download the shards again: some belong to another model.",
             )
         end += size
@@ -234,14 +234,14 @@ def _check(pieces: Sequence[TensorSpec]) -> None:
 def scratch_layout(joined: Iterable[Joined]) -> tuple[dict[str, int], int]:
     """The layout of pieces in a scratch file: part -> its offset; and the file's size in bytes."""
     offsets: dict[str, int] = {}
-    at = 0
-    for one in joined:
-        for parts in zip(*(form.parts for form in one.pieces), strict=True):
-            at = round_up(at, SCRATCH_ALIGNMENT)
+    offset = 0
+    for tensor in joined:
+        for parts in zip(*(form.parts for form in tensor.pieces), strict=True):
+            offset = round_up(offset, SCRATCH_ALIGNMENT)
             for part in parts:
-                offsets[part.name] = at
-                at += part.nbytes
-    return offsets, at
+                offsets[part.name] = offset
+                offset += part.nbytes
+    return offsets, offset
 
 
 def forms_in_scratch(joined: Joined, file: str, offsets: Mapping[str, int]) -> Iterator[StoredForm]:
@@ -252,22 +252,22 @@ def forms_in_scratch(joined: Joined, file: str, offsets: Mapping[str, int]) -> I
         file: the scratch file's name.
         offsets: see `scratch_layout`.
     """
-    first, made = joined.pieces[0], arriving(joined.whole)
-    if first.scheme != made.scheme:
-        whole = made.source
+    first, target = joined.pieces[0], arriving(joined.whole)
+    if first.scheme != target.scheme:
+        whole = target.source
         yield dataclasses.replace(
-            made, source=_interleaved(TensorToWrite(whole.name, whole.dtype, whole.shape), joined, file, offsets, 0)
+            target, source=_interleaved(TensorToWrite(whole.name, whole.dtype, whole.shape), joined, file, offsets, 0)
         )
         return
-    for number in range(len(first.parts)):
-        part = made.parts[number]
-        yield StoredForm(_interleaved(part, joined, file, offsets, number), None, (part,))
+    for index in range(len(first.parts)):
+        part = target.parts[index]
+        yield StoredForm(_interleaved(part, joined, file, offsets, index), None, (part,))
 
 
-def _interleaved(part: TensorToWrite, joined: Joined, file: str, offsets: Mapping[str, int], number: int) -> TensorSpec:
+def _interleaved(part: TensorToWrite, joined: Joined, file: str, offsets: Mapping[str, int], index: int) -> TensorSpec:
     """A part of the whole, each row of which is a run of each piece in turn."""
     first = joined.pieces[0]
-    offset = offsets[first.parts[number].name]
+    offset = offsets[first.parts[index].name]
     rows = math.prod(first.source.shape[: _piece(first.source).dim])
     run = math.prod(part.shape) // (rows * len(joined.pieces)) if rows else 0
     view = (rows, len(joined.pieces), run)
@@ -340,7 +340,7 @@ class LayerLayout:
     def joined_bytes(self) -> int:
         """Bytes written to the file, and to scales in the scratch file, once all pieces have arrived."""
         parts = (form.parts for forms in (self.joins, self.settles) for form in forms)
-        return sum(part.nbytes for one in parts for part in one)
+        return sum(part.nbytes for tensor_parts in parts for part in tensor_parts)
 
 
 def lay_out(
@@ -358,27 +358,29 @@ def lay_out(
         InvalidIndexError: a tensor has the name of a part of another one's stored form.
     """
     whole = tuple(forms)
-    coming = (*map(arriving, whole), *(piece for one in joined for piece in one.pieces))
-    ordered = in_order((part for form in (*whole, *(one.whole for one in joined)) for part in form.parts), version)
+    incoming = (*map(arriving, whole), *(piece for tensor in joined for piece in tensor.pieces))
+    ordered = in_order(
+        (part for form in (*whole, *(tensor.whole for tensor in joined)) for part in form.parts), version
+    )
     header, begins = encode_header(ordered)
     offsets = {part.name: offset for part, offset in zip(ordered, begins, strict=True)}
     if len(offsets) < len(ordered):
-        twice = next(name for name, times in Counter(part.name for part in ordered).items() if times > 1)
+        double = next(name for name, count in Counter(part.name for part in ordered).items() if count > 1)
         raise InvalidIndexError(
-            f"Two tensors of layer {layer.id} would be stored as {twice!r}: its weights seem to be quantized already.",
+            f"Two tensors of layer {layer.id} would be stored as {double!r}: its weights seem to be quantized already.",
             "Remove compression.",
         )
     end = begins[-1] + ordered[-1].nbytes if ordered else len(header)
     shard_bytes: dict[str, int] = {}
-    for form in coming:
+    for form in incoming:
         shard_bytes[form.source.file] = shard_bytes.get(form.source.file, 0) + form.nbytes
-    layout = LayerLayout(layer, coming, tuple(ordered), len(header), offsets, end, shard_bytes)
-    doubled = [form for form in (*whole, *(one.whole for one in joined)) if form.scheme == DOUBLE]
+    layout = LayerLayout(layer, incoming, tuple(ordered), len(header), offsets, end, shard_bytes)
+    doubled = [form for form in (*whole, *(tensor.whole for tensor in joined)) if form.scheme == DOUBLE]
     return _with_scratch(layout, joined, doubled) if joined or doubled else layout
 
 
 def _with_scratch(layout: LayerLayout, joined: Sequence[Joined], doubled: Iterable[StoredForm]) -> LayerLayout:
-    waiting = [one for one in joined if not one.direct]
+    waiting = [tensor for tensor in joined if not tensor.direct]
     in_scratch, nbytes = scratch_layout(waiting)
     settles = []
     for form in doubled:
@@ -387,16 +389,16 @@ def _with_scratch(layout: LayerLayout, joined: Sequence[Joined], doubled: Iterab
         settles.append(settling(form, layout.scratch_name, in_scratch[scales.name]))
         nbytes = in_scratch[scales.name] + scales.nbytes
     offsets = dict(layout.offsets)
-    for part, (within, at) in (item for one in joined for item in one.direct.items()):
-        found = in_scratch if within in in_scratch else offsets
-        found[part] = found[within] + at
+    for part, (within, begin) in (item for tensor in joined for item in tensor.direct.items()):
+        target_offsets = in_scratch if within in in_scratch else offsets
+        target_offsets[part] = target_offsets[within] + begin
     return dataclasses.replace(
         layout,
         offsets=offsets,
         scratch_offsets=in_scratch,
         scratch_bytes=nbytes,
-        joins=tuple(form for one in waiting for form in forms_in_scratch(one, layout.scratch_name, in_scratch)),
-        fixed=tuple(one.whole for one in joined if one.pieces[0].scheme is not None),
+        joins=tuple(form for tensor in waiting for form in forms_in_scratch(tensor, layout.scratch_name, in_scratch)),
+        fixed=tuple(tensor.whole for tensor in joined if tensor.pieces[0].scheme is not None),
         settles=tuple(settles),
     )
 

@@ -108,13 +108,13 @@ def read_forms(path: Path, keys: Mapping[str, TensorSpec]) -> dict[str, Quantize
     Raises:
         RabbitLLMError: the parts of a compressed tensor contradict each other.
     """
-    found: dict[str, Quantized | None] = {}
+    forms: dict[str, Quantized | None] = {}
     with PositionalFile(path) as file:
         for name, scheme in stored_schemes(keys).items():
             key = state_key(name, scheme)
             state = file.read_at(keys[key].offset, keys[key].nbytes) if key is not None else b""
-            found[name] = read_state(name, scheme, keys, state) if scheme is not None else None
-    return found
+            forms[name] = read_state(name, scheme, keys, state) if scheme is not None else None
+    return forms
 
 
 class WeightFiles(Protocol):
@@ -307,12 +307,12 @@ class UnsplitStore(MappedWeights):
             self._headers[shard] = header
             for spec in header.tensors:
                 if owner.get(spec.name, shard) == shard:
-                    self.tensors[spec.name] = _stored(spec)
+                    self.tensors[spec.name] = _stored_tensor(spec)
         headers = {shard: header.tensors for shard, header in self._headers.items()}
         self.dtype = dtype_without_config(checkpoint.index, headers)
 
 
-def _stored(spec: TensorSpec) -> StoredTensor:
+def _stored_tensor(spec: TensorSpec) -> StoredTensor:
     """A tensor of a checkpoint as the engine reads it: blocks that a split would keep stay blocks."""
     if spec.piece is not None:
         raise UnreadableFormatError(
@@ -374,7 +374,7 @@ def verify(folder: Path, on_file: Callable[[str, int], None] = lambda name, nbyt
     for file, record in _files(folder, manifest):
         path = folder / file
         size = path.stat().st_size if path.exists() else 0
-        problem = _problem(path, record)
+        problem = _find_problem(path, record)
         if problem is not None:
             damaged.append(Damage(file, record.id if record else file.removesuffix(LAYER_SUFFIX), problem))
         files, nbytes = files + 1, nbytes + size
@@ -389,7 +389,7 @@ def _files(folder: Path, manifest: Manifest | None) -> Iterator[tuple[str, Layer
         yield from ((path.name, None) for path in sorted(folder.glob(f"*{LAYER_SUFFIX}")))
 
 
-def _problem(path: Path, record: LayerRecord | None) -> str | None:
+def _find_problem(path: Path, record: LayerRecord | None) -> str | None:
     """The problem with a layer file, as text; None if it is intact."""
     if not path.exists():
         return "it is missing"
@@ -415,5 +415,5 @@ def _problem(path: Path, record: LayerRecord | None) -> str | None:
         sums = numbers(record.blocks)
         if len(sums) != len(lengths) or combine_all(zip(sums, lengths, strict=True)) != record.crc32:
             return "the checksums of its blocks are not those of the file"
-    found = crc32_of_file(path)
-    return None if found == record.crc32 else f"its checksum is {found:08x}; {record.crc32:08x} was written"
+    crc = crc32_of_file(path)
+    return None if crc == record.crc32 else f"its checksum is {crc:08x}; {record.crc32:08x} was written"

@@ -116,8 +116,8 @@ def for_repository(
 
 def of_other_commits(repo_id: str, commit: str, compression: str | None, base: str = SPLIT_DIRECTORY) -> list[Path]:
     """Split directories of the same repository at other commits, in `home()`."""
-    found = (home() / hub_cache.folder_name(repo_id)).glob(f"*/{directory_name(compression, base)}")
-    return sorted(path for path in found if path.parent.name != commit)
+    paths = (home() / hub_cache.folder_name(repo_id)).glob(f"*/{directory_name(compression, base)}")
+    return sorted(path for path in paths if path.parent.name != commit)
 
 
 def known_names() -> list[str]:
@@ -150,7 +150,7 @@ MAX_NEAR = 3
 _HUB_ADDRESS = re.compile(r"(?:hf://(?:models/)?|https?://(?:www\.)?(?:huggingface\.co|hf\.co)/)(.*)")
 
 
-def meant(name: str) -> str:
+def resolve_name(name: str) -> str:
     """Resolve a name to a folder or repository id; other names are returned unchanged.
 
     Raises:
@@ -161,7 +161,7 @@ def meant(name: str) -> str:
     """
     address = _HUB_ADDRESS.fullmatch(name)
     if address is not None:
-        return _repository(name, address[1])
+        return _parse_address(name, address[1])
     path = expand(name)
     if not name or path.is_dir():
         return name
@@ -236,9 +236,9 @@ def _is_the_only(file: Path) -> bool:
         return False
 
 
-def _repository(name: str, rest: str) -> str:
+def _parse_address(name: str, path: str) -> str:
     """The repository of an address; a browser's URL may continue with `tree/main` and the like."""
-    parts = rest.partition("?")[0].rstrip("/").split("/")
+    parts = path.partition("?")[0].rstrip("/").split("/")
     repo_id = "/".join(parts[:2])
     browsed = name.startswith("http") and parts[2:] in ([], ["tree", "main"])
     if not is_repo_id(repo_id) or not (len(parts) <= 2 or browsed):
@@ -288,31 +288,31 @@ def _folder_of(file: Path) -> Path:
     return folder
 
 
-def near(name: str) -> tuple[str, ...]:
+def similar_names(name: str) -> tuple[str, ...]:
     """Local names similar to one that was not found, most similar first: of split models, and of folders next to a
     path."""
-    known = known_names()
+    names = known_names()
     path = expand(name)
     if path.parent.is_dir():
-        siblings = (other for other in path.parent.iterdir() if other.is_dir() and not other.name.startswith("."))
-        known = [*known, *(str(other) for other in siblings)]
-    wanted = name.lower()
+        siblings = (folder for folder in path.parent.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+        names = [*names, *(str(folder) for folder in siblings)]
+    lowered = name.lower()
     by_part: dict[str, list[str]] = {}
-    for one in known:
-        for part in {one.lower(), one.lower().rpartition("/")[2]}:
-            by_part.setdefault(part, []).append(one)
-    found = [
-        one
-        for part in {wanted: None, wanted.rpartition("/")[2]: None}
-        for like in difflib.get_close_matches(part, by_part, n=MAX_NEAR, cutoff=0.7)
-        for one in by_part[like]
+    for local_name in names:
+        for part in {local_name.lower(), local_name.lower().rpartition("/")[2]}:
+            by_part.setdefault(part, []).append(local_name)
+    similar = [
+        local_name
+        for part in {lowered: None, lowered.rpartition("/")[2]: None}
+        for match in difflib.get_close_matches(part, by_part, n=MAX_NEAR, cutoff=0.7)
+        for local_name in by_part[match]
     ]
-    return tuple(dict.fromkeys(found))[:MAX_NEAR]
+    return tuple(dict.fromkeys(similar))[:MAX_NEAR]
 
 
 def with_near_names(error: _Error, name: str) -> _Error:
     """The same error, with a suggestion of similar local names."""
-    found = [one for one in near(name) if one != name]
-    if not found:
+    names = [local_name for local_name in similar_names(name) if local_name != name]
+    if not names:
         return error
-    return type(error)(error.problem, f"Did you mean {' or '.join(found)}? Else: {error.remedy}")
+    return type(error)(error.problem, f"Did you mean {' or '.join(names)}? Else: {error.remedy}")

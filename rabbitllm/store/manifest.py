@@ -263,8 +263,8 @@ def _parse(content: dict[str, Any]) -> Manifest:
         shard: {key: text_of(text) for key, text in texts.items()}
         for shard, texts in source.get("metadata", {}).items()
     }
-    known = identity, compression, content["quantiser"], layers, content["format_version"], chosen, checksums
-    return Manifest(*known, model_dtype(content.get("dtype")), metadata)
+    fields = identity, compression, content["quantiser"], layers, content["format_version"], chosen, checksums
+    return Manifest(*fields, model_dtype(content.get("dtype")), metadata)
 
 
 def _record(entry: dict[str, Any]) -> LayerRecord:
@@ -276,10 +276,10 @@ def _record(entry: dict[str, Any]) -> LayerRecord:
     tensors = tuple(text_of(name) for name in entry["tensors"])
     shards = tuple(text_of(name) for name in entry["shards"])
     crc, blocks = int(text_of(entry["crc32"]), 16), entry.get("blocks")
-    known = None if blocks is None else b64decode(text_of(blocks), validate=True)
-    if known is not None and len(known) % SUM_BYTES:
-        raise ValueError(f"{len(known)} bytes are not checksums")
-    return LayerRecord(text_of(entry["id"]), text_of(entry["stem"]), file, size, tensors, crc, shards, known)
+    block_sums = None if blocks is None else b64decode(text_of(blocks), validate=True)
+    if block_sums is not None and len(block_sums) % SUM_BYTES:
+        raise ValueError(f"{len(block_sums)} bytes are not checksums")
+    return LayerRecord(text_of(entry["id"]), text_of(entry["stem"]), file, size, tensors, crc, shards, block_sums)
 
 
 def is_legacy(folder: Path) -> bool:

@@ -1,1 +1,1 @@
-"""Tests of what comes before a split, and of what it ends in."""
+"""Tests of what comes before and after a split."""

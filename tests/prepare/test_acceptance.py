@@ -61,7 +61,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> 
         path.unlink(missing_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     count = len(tensors)
-    turns = {name: at * SHARDS // count for at, name in enumerate(tensors)}
+    turns = {name: index * SHARDS // count for index, name in enumerate(tensors)}
     reshard(folder, turns.__getitem__)
 
 
@@ -102,7 +102,7 @@ def _as_type(dtype: torch.dtype) -> Callable[[Path], None]:
 
 
 def another_model(folder: Path) -> None:
-    """Most of the weights belong to something else."""
+    """Most of the weights belong to another model."""
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors["talker.weight"] = torch.zeros(1024, 1024)
@@ -188,7 +188,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def routes(folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Everything that would delete shards, by name."""
+    """All calls that would delete shards, by name."""
     yield "sequential", lambda: AutoModel.from_pretrained(folder, sequential_shard_processing=True, **LOAD)
     yield (
         "4bit",
@@ -200,26 +200,26 @@ def routes(folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "RabbitLLM 1.1's", lambda: split_and_save_layers(folder, sequential_shard_processing=True)
 
 
-@pytest.mark.parametrize(("fault", "kind", "text"), FAULTS, ids=[fault.__name__ for fault, _, _ in FAULTS])
-def test_a_fault_is_refused_and_no_shard_is_touched(
-    checkpoint: Path, fault: Callable[[Path], None], kind: type[RabbitLLMError], text: str
+@pytest.mark.parametrize(("fault", "error_class", "text"), FAULTS, ids=[fault.__name__ for fault, _, _ in FAULTS])
+def test_faults_are_refused_before_the_first_change(
+    checkpoint: Path, fault: Callable[[Path], None], error_class: type[RabbitLLMError], text: str
 ) -> None:
     fault(checkpoint)
     before = contents(checkpoint)
     for name, call in routes(checkpoint):
-        with pytest.raises(kind, match=text):
+        with pytest.raises(error_class, match=text):
             call()
         assert contents(checkpoint) == before, name
         assert not [path.name for path in checkpoint.parent.iterdir() if path != checkpoint], name
 
 
 @pytest.mark.parametrize(
-    ("fault", "kind", "text"),
+    ("fault", "error_class", "text"),
     [entry for entry in FAULTS if entry[1] is not CorruptVocabularyError],
-    ids=[fault.__name__ for fault, kind, _ in FAULTS if kind is not CorruptVocabularyError],
+    ids=[fault.__name__ for fault, error_class, _ in FAULTS if error_class is not CorruptVocabularyError],
 )
-def test_a_plan_says_the_same_and_names_no_call(
-    checkpoint: Path, fault: Callable[[Path], None], kind: type[RabbitLLMError], text: str
+def test_plan_reports_faults_and_names_no_call(
+    checkpoint: Path, fault: Callable[[Path], None], error_class: type[RabbitLLMError], text: str
 ) -> None:
     fault(checkpoint)
     plan = rabbitllm.plan(checkpoint, bandwidth="1GB", device="cpu")
@@ -229,8 +229,8 @@ def test_a_plan_says_the_same_and_names_no_call(
     assert not dry_run(asked(checkpoint, sequential=True, device="cpu")).fits
 
 
-def test_what_needs_no_deletion_is_converted_as_it_is(checkpoint: Path, tmp_path: Path) -> None:
-    """A copy loses nothing, whatever transformers makes of it."""
+def test_faulty_checkpoints_are_converted_without_deletion(checkpoint: Path, tmp_path: Path) -> None:
+    """A copy loses no data, even if transformers cannot load it."""
     too_many_layers(checkpoint)
     convert(checkpoint, tmp_path / "converted")
     before, after = read_tensors(checkpoint), read_tensors(tmp_path / "converted")
@@ -238,8 +238,8 @@ def test_what_needs_no_deletion_is_converted_as_it_is(checkpoint: Path, tmp_path
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_the_last_shard_waits_until_the_finished_files_are_accepted(checkpoint: Path) -> None:
-    """A layer file that is damaged as it is written is found while the last shard is still there."""
+def test_last_shard_is_deleted_after_acceptance(checkpoint: Path) -> None:
+    """A layer file that is damaged during writing is found while the last shard still exists."""
     source = prepare.find(prepare.ModelSpec(str(checkpoint)))
     options, names = (
         SplitOptions(shards=ShardPolicy.DELETE_USED),
@@ -248,8 +248,8 @@ def test_the_last_shard_waits_until_the_finished_files_are_accepted(checkpoint: 
     seen: list[tuple[bool, list[str]]] = []
 
     def accept(store: WeightFiles) -> None:
-        left = sorted(path.name for path in checkpoint.glob("*.safetensors"))
-        seen.append((isinstance(store, LayerStore), left))
+        shards = sorted(path.name for path in checkpoint.glob("*.safetensors"))
+        seen.append((isinstance(store, LayerStore), shards))
         if isinstance(store, LayerStore):
             raise IncompleteSplitError("not this one")
 
@@ -266,8 +266,8 @@ def test_the_last_shard_waits_until_the_finished_files_are_accepted(checkpoint: 
     assert expected
 
 
-def test_an_unfinished_split_of_what_cannot_be_loaded_keeps_the_rest(checkpoint: Path) -> None:
-    """Begun by an earlier version, which did not look; no further shard is deleted."""
+def test_unfinished_split_of_an_unloadable_model_keeps_its_shards(checkpoint: Path) -> None:
+    """An earlier version began it without a check; no further shard is deleted."""
     a_missing_tensor(checkpoint)
     source = prepare.find(prepare.ModelSpec(str(checkpoint)))
 
@@ -287,14 +287,14 @@ def test_an_unfinished_split_of_what_cannot_be_loaded_keeps_the_rest(checkpoint:
 
     with durable.observe_steps(stop), pytest.raises(Stopped):
         prepare.ensure_split(source, SplitOptions(shards=ShardPolicy.DELETE_USED))
-    left = contents(checkpoint)
+    before = contents(checkpoint)
     assert len(list(checkpoint.glob("model-*.safetensors"))) == SHARDS - 1
     with pytest.raises(IncompleteCheckpointError, match="lacks 1 of the"):
         AutoModel.from_pretrained(checkpoint, sequential_shard_processing=True, **LOAD)
-    assert contents(checkpoint) == left
+    assert contents(checkpoint) == before
 
 
-def test_delete_original_of_a_finished_split_looks_first(checkpoint: Path) -> None:
+def test_delete_original_checks_a_finished_split_first(checkpoint: Path) -> None:
     """The split was made while the original was kept; config.json in it was changed since."""
     source = prepare.find(prepare.ModelSpec(str(checkpoint)))
     prepare.ensure_split(source, SplitOptions())
@@ -306,7 +306,7 @@ def test_delete_original_of_a_finished_split_looks_first(checkpoint: Path) -> No
     assert sorted(checkpoint.glob("model-*.safetensors")) == before
 
 
-def test_a_finished_split_loads_whatever_its_tokenizer_is(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_finished_split_loads_with_any_tokenizer(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The weights are sound, and the caller may have another tokenizer."""
     AutoModel.from_pretrained(checkpoint, **LOAD)
     folder = checkpoint / "splitted_model"
@@ -316,7 +316,7 @@ def test_a_finished_split_loads_whatever_its_tokenizer_is(checkpoint: Path, capl
     assert "No tokenizer could be read" in caplog.text
 
 
-def test_settings_that_transformers_left_behind_are_no_quantization(checkpoint: Path) -> None:
+def test_leftover_quantization_settings_are_ignored(checkpoint: Path) -> None:
     """It writes `quant_method: gguf` into the config of what it dequantized, and loads that."""
     edit_config(checkpoint, quantization_config={"quant_method": "gguf"})
     ids = torch.tensor([[1, 40, 81, 7]])
@@ -330,7 +330,7 @@ def test_settings_that_transformers_left_behind_are_no_quantization(checkpoint: 
         assert torch.equal(model(ids).logits, plain(ids).logits)
 
 
-def test_shards_that_disagree_with_the_index_are_refused(checkpoint: Path) -> None:
+def test_shards_that_contradict_the_index_are_refused(checkpoint: Path) -> None:
     """A tensor that is in the index and in no shard."""
     shard = sorted(checkpoint.glob("model-*.safetensors"))[1]
     tensors = load_file(shard)
@@ -348,7 +348,7 @@ def memory_for_no_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("how", ["from_pretrained", "pull for a device", "prepare_model"])
-def test_too_little_memory_is_given_before_the_first_shard_goes(
+def test_too_little_memory_is_refused_before_the_first_deletion(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     before = contents(checkpoint)
@@ -366,7 +366,7 @@ def test_too_little_memory_is_given_before_the_first_shard_goes(
     AutoModel.from_pretrained(checkpoint, sequential_shard_processing=True, **LOAD)
 
 
-def test_too_little_memory_here_is_a_warning_for_a_split_that_may_be_for_another_machine(
+def test_too_little_memory_for_a_split_alone_is_a_warning(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     memory_for_no_layer(monkeypatch)
@@ -378,35 +378,33 @@ def test_too_little_memory_here_is_a_warning_for_a_split_that_may_be_for_another
     convert(copy, tmp_path / "converted", sequential=True)
     for folder in (checkpoint, copy):
         assert not list(folder.glob("model-*.safetensors"))
-    said = [record.message for record in caplog.records if "A pass takes at least" in record.message]
-    assert len(said) == 2
-    assert all(text.startswith("This machine cannot load the model: A pass") for text in said)
+    messages = [record.message for record in caplog.records if "A pass takes at least" in record.message]
+    assert len(messages) == 2
+    assert all(text.startswith("This machine cannot load the model: A pass") for text in messages)
 
 
-def test_plan_says_where_memory_is_too_little(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_names_too_little_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rabbitllm.plan(checkpoint, device="cpu").generations[0].too_little_memory is None
     memory_for_no_layer(monkeypatch)
-    said = rabbitllm.plan(checkpoint, device="cpu", max_memory={"cpu": 0}).generations[0].too_little_memory
-    assert said is not None
-    assert "its largest unit is" in said
+    message = rabbitllm.plan(checkpoint, device="cpu", max_memory={"cpu": 0}).generations[0].too_little_memory
+    assert message is not None
+    assert "its largest unit is" in message
 
 
-def test_plan_proposes_no_compression_that_loading_would_refuse(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_proposes_only_loadable_compressions(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def proposed(nbytes: int) -> tuple[str | None, str]:
         monkeypatch.setattr(devices, "available_ram", lambda: nbytes)
-        found = rabbitllm.plan(checkpoint, device="cpu", max_memory={"cpu": 0})
+        estimate = rabbitllm.plan(checkpoint, device="cpu", max_memory={"cpu": 0})
         written = io.StringIO()
-        show(found, Console(file=written, width=200))
-        return None if found.choice is None else found.choice.call, " ".join(written.getvalue().split())
+        show(estimate, Console(file=written, width=200))
+        return None if estimate.choice is None else estimate.choice.call, " ".join(written.getvalue().split())
 
     least = [float(text) for text in re.findall(r"A pass takes at least ([\d.]+) MiB", proposed(1 << 16)[1])]
     assert least[0] > least[1]  # uncompressed, 8bit
-    call, said = proposed(int((least[0] + least[1]) / 2 * (1 << 20)))
+    call, text = proposed(int((least[0] + least[1]) / 2 * (1 << 20)))
     assert call is not None
     assert "compression='8bit'" in call or 'compression="8bit"' in call
-    assert "ncompressed needs more memory than this process may use. 8bit fits" in said
-    call, said = proposed(1 << 16)
+    assert "ncompressed needs more memory than this process may use. 8bit fits" in text
+    call, text = proposed(1 << 16)
     assert call is None
-    assert "It fits on the disk, but not in memory. A pass takes at least" in said
+    assert "It fits on the disk, but not in memory. A pass takes at least" in text

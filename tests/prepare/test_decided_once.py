@@ -38,14 +38,14 @@ def layer_files(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("compression", [None, "4bit", "4bit-double", "8bit"])
-def test_a_call_that_splits_and_loads(checkpoint: Path, compression: str | None) -> None:
+def test_call_that_splits_and_loads(checkpoint: Path, compression: str | None) -> None:
     counts = counts_of_loading(checkpoint, sequential_shard_processing=True, compression=compression)
     assert (counts[SKELETON], counts[RECIPES], counts[CONFIG], counts[TOKENIZER]) == (1, 1, 1, 1)
     assert counts[HEADER] == layer_files(checkpoint) > 0
 
 
 def test_a_config_without_a_dtype_needs_a_second_skeleton(tmp_path: Path) -> None:
-    """The first is built before any header is read, the dtype is that of the weights."""
+    """The first skeleton is built before any header is read, and the dtype is that of the weights."""
     folder = checkpoints.write(tmp_path / "model", shards=2)
     config = folder / "config.json"
     config.write_text(config.read_text().replace('"dtype": "bfloat16",', ""))

@@ -1,4 +1,4 @@
-"""From what a user names to a source and its split directory: found, with the hub and without it, or refused."""
+"""From a name to a source and its split directory: found, with and without the hub, or refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_folder(model: Path) -> None:
     assert (source.config_folder, source.finished, source.repository) == (model, False, None)
 
 
-def test_home_is_understood(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_is_expanded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(model.parent))
     assert split("~/model") == model / "splitted_model"
 
@@ -75,19 +75,19 @@ def test_no_such_repository(hub_environment: HubEnvironment, local_hub: LocalHub
 @pytest.mark.parametrize("where", ["default", "saving path"])
 def test_local_files_only(repository: Path, local_hub: LocalHub, tmp_path: Path, where: str) -> None:
     saving_path = tmp_path / "splits" if where == "saving path" else None
-    made = split(REPO, saving_path)
+    folder = split(REPO, saving_path)
     local_hub.forget_requests()
-    assert split(REPO, saving_path, local_files_only=True) == made
+    assert split(REPO, saving_path, local_files_only=True) == folder
     assert local_hub.requests == []
 
 
 def test_offline_by_environment(
     repository: Path, local_hub: LocalHub, hub_environment: HubEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = split(REPO, compression="8bit")
+    folder = split(REPO, compression="8bit")
     local_hub.stop()
     code = f"from tests.support.splitting import split; print(split({REPO!r}, compression='8bit'))"
-    told = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
@@ -95,9 +95,9 @@ def test_offline_by_environment(
         text=True,
         check=True,
     )
-    assert told.stdout.strip() == str(made)
+    assert process.stdout.strip() == str(folder)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert split(REPO, compression="8bit") == made
+    assert split(REPO, compression="8bit") == folder
 
 
 def test_offline_and_never_split(repository: Path, local_hub: LocalHub) -> None:
@@ -113,12 +113,12 @@ def test_offline_split_from_the_users_cache(
 ) -> None:
     snapshot_download(REPO)
     local_hub.forget_requests()
-    made = split(REPO, local_files_only=True)
+    folder = split(REPO, local_files_only=True)
     assert local_hub.requests == []
-    assert made.is_relative_to(hub_environment.home / "rabbitllm")
-    assert layer_files(made) == layer_files(split(model))
+    assert folder.is_relative_to(hub_environment.home / "rabbitllm")
+    assert layer_files(folder) == layer_files(split(model))
     assert list(hub_environment.cache.rglob("*.safetensors")) == []
-    assert split(REPO) == made  # the same directory as with a connection
+    assert split(REPO) == folder  # the same directory as with a connection
 
 
 def test_offline_with_another_models_split(repository: Path, other: Path, local_hub: LocalHub, tmp_path: Path) -> None:
@@ -136,16 +136,16 @@ def test_offline_with_another_models_split(repository: Path, other: Path, local_
                 prepare.find(sought)
 
 
-def test_hub_that_does_not_answer_is_not_needed_for_a_finished_split(
+def test_finished_split_loads_without_the_hub(
     repository: Path, local_hub: LocalHub, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = split(REPO)
+    folder = split(REPO)
     local_hub.stop()
     with caplog.at_level(logging.WARNING, "rabbitllm"):
-        assert split(REPO) == made
-    (said,) = [record.message for record in caplog.records if record.name.startswith("rabbitllm")]
-    assert said.startswith("The hub did not answer for acme/tiny")
-    assert said.endswith(f"Using the existing split in {made}.")
+        assert split(REPO) == folder
+    (message,) = [record.message for record in caplog.records if record.name.startswith("rabbitllm")]
+    assert message.startswith("The hub did not answer for acme/tiny")
+    assert message.endswith(f"Using the existing split in {folder}.")
     with pytest.raises(HubError, match="The hub did not answer"):
         split(REPO, compression="4bit")
 
@@ -154,19 +154,19 @@ def test_finished_split_needs_no_repository_for_missing_shards(
     repository: Path, model: Path, local_hub: LocalHub
 ) -> None:
     (model / "model-00002-of-00003.safetensors").unlink()
-    made = split(model, repo_id=REPO)
+    folder = split(model, repo_id=REPO)
     local_hub.stop()
-    assert split(model, repo_id=REPO) == made
+    assert split(model, repo_id=REPO) == folder
 
 
-def test_refusal_is_no_lack_of_an_answer(repository: Path, local_hub: LocalHub) -> None:
-    made = split(REPO)
+def test_refusal_of_the_hub_is_raised(repository: Path, local_hub: LocalHub) -> None:
+    folder = split(REPO)
     local_hub.faults = Faults(gated=True)
-    assert split(REPO) == made  # nothing but the listing is needed, and a gate leaves that open
+    assert split(REPO) == folder  # nothing but the listing is needed, and a gate leaves that open
     local_hub.faults, local_hub.token = Faults(), "hf_right"
     with pytest.raises(CheckpointNotFoundError, match="for a private repository pass token="):
         split(REPO)
-    assert split(REPO, local_files_only=True) == made
+    assert split(REPO, local_files_only=True) == folder
 
 
 # RabbitLLM 1.1's
@@ -201,16 +201,16 @@ def test_legacy_folder_in_a_snapshot(
     assert local_hub.body_bytes(".safetensors") == 0
 
 
-def test_unfinished_legacy_folder_is_made_again(tmp_path: Path) -> None:
+def test_unfinished_legacy_folder_is_split_again(tmp_path: Path) -> None:
     """Layer files without a single marker, and every shard still there."""
     model = Path(shutil.copytree(GOLDEN / "model-2-shards", tmp_path / "model"))
     legacy = Path(shutil.copytree(GOLDEN / "rabbitllm-1.1.0-none" / "splitted_model", model / "splitted_model"))
     for marker in legacy.glob("*.done"):
         marker.unlink()
     (legacy / "model.layers.1.safetensors").write_bytes(b"torn")
-    made = split(model, sequential=False)
-    assert made == legacy
-    assert json.loads((made / "split.json").read_text())["source"]["name"] == "model"
-    assert len(names_in(made, "*.done")) == 5
+    folder = split(model, sequential=False)
+    assert folder == legacy
+    assert json.loads((folder / "split.json").read_text())["source"]["name"] == "model"
+    assert len(names_in(folder, "*.done")) == 5
     clean = Path(shutil.copytree(GOLDEN / "model-2-shards", tmp_path / "clean" / "model"))
-    assert contents(made) == contents(split(clean, sequential=False))
+    assert contents(folder) == contents(split(clean, sequential=False))

@@ -33,75 +33,75 @@ from tests.support.workers import Worker
 # Finished
 
 
-def test_finished_split_of_a_repository_asks_for_no_weights(
+def test_finished_split_of_a_repository_requests_no_weights(
     repository: Path, local_hub: LocalHub, hub_environment: HubEnvironment
 ) -> None:
-    made = split(REPO)
+    folder = split(REPO)
     local_hub.forget_requests()
     source = Call(REPO).find()
     assert source.finished
-    assert source.split_folder == source.config_folder == made
+    assert source.split_folder == source.config_folder == folder
     prepare.ensure_split(source, SplitOptions(shards=ShardPolicy.DELETE_USED))
     assert [request.path for request in local_hub.requests] == [f"/api/models/{REPO}"]
     assert local_hub.body_bytes() == 0
     shutil.rmtree(hub_environment.cache)
     local_hub.forget_requests()
-    assert split(REPO) == made
+    assert split(REPO) == folder
     assert local_hub.body_bytes() == 0
 
 
 def test_split_directory_loads_alone(model: Path, tmp_path: Path, local_hub: LocalHub) -> None:
-    made = Path(shutil.copytree(split(model, compression="4bit"), tmp_path / "moved" / "renamed"))
+    folder = Path(shutil.copytree(split(model, compression="4bit"), tmp_path / "moved" / "renamed"))
     shutil.rmtree(model)
     for compression in (None, "4bit"):
-        source = Call(str(made), compression=compression).find()
+        source = Call(str(folder), compression=compression).find()
         assert source.finished
-        assert source.split_folder == source.config_folder == made
+        assert source.split_folder == source.config_folder == folder
         prepare.ensure_split(source, SplitOptions(compression))
     with pytest.raises(SplitMismatchError, match="is a split at compression 4bit; requested was 8bit") as refused:
-        Call(str(made), compression="8bit").find()
+        Call(str(folder), compression="8bit").find()
     assert "Remove the compression option" in str(refused.value)
     assert local_hub.requests == []
 
 
-def test_used_up_checkpoint_has_its_split_in_its_folder(model: Path) -> None:
-    made = split(model, delete_original=True)
+def test_used_checkpoint_has_its_split_in_its_folder(model: Path) -> None:
+    folder = split(model, delete_original=True)
     assert names_in(model) == ["config.json", "splitted_model"]
     (model / "config.json").unlink()
     source = Call(str(model)).find()
     assert source.finished
-    assert source.config_folder == made
-    assert split(model) == made
+    assert source.config_folder == folder
+    assert split(model) == folder
 
 
-def test_what_a_crash_left_of_a_finished_split_is_cleared_away(model: Path) -> None:
-    made = split(model, sequential=False)
-    before = contents(made)
-    (made / "split.journal").write_text("{}")
-    (made / ".staging").mkdir()
-    (made / ".staging" / "x.part").touch()
-    assert split(model, sequential=False) == made
-    assert contents(made) == before
-    assert not (made / ".staging").exists()
+def test_leftovers_of_a_crash_in_a_finished_split_are_removed(model: Path) -> None:
+    folder = split(model, sequential=False)
+    before = contents(folder)
+    (folder / "split.journal").write_text("{}")
+    (folder / ".staging").mkdir()
+    (folder / ".staging" / "x.part").touch()
+    assert split(model, sequential=False) == folder
+    assert contents(folder) == before
+    assert not (folder / ".staging").exists()
 
 
-def test_what_a_crash_left_of_the_original_is_deleted(repository: Path, hub_environment: HubEnvironment) -> None:
-    """The manifest was there, and the small files in the hub cache were still to be removed."""
-    made = split(REPO)
+def test_original_left_by_a_crash_is_deleted(repository: Path, hub_environment: HubEnvironment) -> None:
+    """The manifest existed, and the small files in the hub cache were not yet removed."""
+    folder = split(REPO)
     links = [path for path in hub_environment.cache.rglob("*") if path.is_symlink()]
     assert sorted(path.name for path in links) == ["config.json", INDEX_NAME]
-    assert split(REPO, delete_original=True) == made
+    assert split(REPO, delete_original=True) == folder
     assert not any(path.is_symlink() for path in hub_environment.cache.rglob("*"))
 
 
 def test_finished_split_on_a_read_only_mount(model: Path) -> None:
-    made = split(model)
+    folder = split(model)
 
-    def refuse(number: int, step: object) -> None:
+    def refuse(index: int, step: object) -> None:
         raise OSError(30, "Read-only file system")
 
     with observe_steps(Counter(refuse)):
-        assert split(model) == made
+        assert split(model) == folder
 
 
 # Another model's
@@ -123,10 +123,10 @@ def test_finished_split_of_another_folder(model: Path, other: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("delete", [False, True])
-def test_finished_split_of_a_repository_is_no_folders(
+def test_finished_split_of_a_repository_refuses_a_folder(
     repository: Path, other: Path, tmp_path: Path, delete: bool
 ) -> None:
-    """Their fingerprints cannot be compared, so nothing of the folder is believed to be in the split."""
+    """Their fingerprints cannot be compared, so the split is not accepted for the folder."""
     split(REPO, tmp_path / "splits")
     before = contents(other)
     with pytest.raises(SplitMismatchError, match="it was made from a repository on the hub, not from a folder"):
@@ -134,7 +134,7 @@ def test_finished_split_of_a_repository_is_no_folders(
     assert contents(other) == before
 
 
-def test_finished_split_of_a_folder_is_no_repositorys(repository: Path, other: Path, tmp_path: Path) -> None:
+def test_finished_split_of_a_folder_refuses_a_repository(repository: Path, other: Path, tmp_path: Path) -> None:
     split(other, tmp_path / "splits")
     with pytest.raises(SplitMismatchError, match="was split from other; requested was acme/tiny"):
         split(REPO, tmp_path / "splits")
@@ -158,20 +158,20 @@ def with_a_new_readme(repository: Path, tmp_path: Path) -> Path:
     return changed
 
 
-def test_commit_that_changes_no_weights_uses_the_split_that_is_there(
+def test_commit_with_the_same_weights_uses_the_existing_split(
     repository: Path, tmp_path: Path, local_hub: LocalHub
 ) -> None:
-    made = split(REPO)
+    folder = split(REPO)
     local_hub.add_revision(REPO, "main", with_a_new_readme(repository, tmp_path))
-    assert local_hub.commit(REPO) != made.parent.name
+    assert local_hub.commit(REPO) != folder.parent.name
     local_hub.forget_requests()
-    assert split(REPO) == made
+    assert split(REPO) == folder
     assert local_hub.body_bytes(".safetensors") == 0
-    assert split(REPO, local_files_only=True) == made
+    assert split(REPO, local_files_only=True) == folder
     assert split(REPO, compression="4bit").parent.name == local_hub.commit(REPO)  # none at that compression
 
 
-def test_unfinished_split_goes_on_after_a_commit_that_changes_no_weights(
+def test_unfinished_split_is_resumed_after_a_commit_with_the_same_weights(
     repository: Path, tmp_path: Path, local_hub: LocalHub
 ) -> None:
     begun = interrupted(Call(REPO), shards=1)
@@ -181,37 +181,37 @@ def test_unfinished_split_goes_on_after_a_commit_that_changes_no_weights(
     assert local_hub.downloads("model-00001-of-00003.safetensors") == 0
 
 
-def test_saving_path_is_the_same_after_a_commit_that_changes_no_weights(
+def test_saving_path_is_the_same_after_a_commit_with_the_same_weights(
     repository: Path, tmp_path: Path, local_hub: LocalHub
 ) -> None:
-    made = split(REPO, tmp_path / "splits")
+    folder = split(REPO, tmp_path / "splits")
     local_hub.add_revision(REPO, "main", with_a_new_readme(repository, tmp_path))
-    assert split(REPO, tmp_path / "splits") == made
+    assert split(REPO, tmp_path / "splits") == folder
 
 
-def test_used_up_folder_of_another_name_is_not_taken_for_the_one_that_was_split(model: Path, tmp_path: Path) -> None:
-    made = split(model, tmp_path / "splits")
-    assert split(model, tmp_path / "splits") == made  # its name is what is left of it
+def test_used_folder_with_another_name_is_refused(model: Path, tmp_path: Path) -> None:
+    folder = split(model, tmp_path / "splits")
+    assert split(model, tmp_path / "splits") == folder  # its name is what is left of it
     other = shutil.copytree(model, tmp_path / "other")
     with pytest.raises(SplitMismatchError, match="has none of the shards that were split") as refused:
         split(other, tmp_path / "splits")
-    assert str(made) in refused.value.remedy
+    assert str(folder) in refused.value.remedy
     third = split(write_shards(tmp_path / "third", cut(llama_tensors(), 3)))
     renamed = third.parent.rename(tmp_path / "renamed")
     assert split(renamed) == renamed / third.name  # it moved with its split
 
 
-def test_a_folder_without_weights_has_no_claim_to_the_split_of_another(model: Path, tmp_path: Path) -> None:
-    made = split(model, tmp_path / "out")
-    assert split(model, tmp_path / "out") == made  # all its shards are used up
+def test_folder_without_weights_does_not_get_the_split_of_another(model: Path, tmp_path: Path) -> None:
+    folder = split(model, tmp_path / "out")
+    assert split(model, tmp_path / "out") == folder  # all its shards are used up
     (empty := tmp_path / "empty").mkdir()
     with pytest.raises(SplitMismatchError, match="has none of the shards that were split"):
         split(empty, tmp_path / "out")
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_weights_with_other_shards_are_not_those_that_were_split(model: Path, tmp_path: Path, parts: int) -> None:
-    """Not in a folder of the same name, nor in the same folder, where they replaced the former ones."""
+def test_weights_with_other_shards_are_refused(model: Path, tmp_path: Path, parts: int) -> None:
+    """In another folder of the same name, and in the same folder, where they replaced the former weights."""
     inside, out = split(model, sequential=False), split(model, tmp_path / "out", sequential=False)
     other = write_shards(tmp_path / "b" / model.name, cut(llama_tensors(seed=1), parts))
     shutil.move(inside, other / inside.name)
@@ -223,12 +223,12 @@ def test_weights_with_other_shards_are_not_those_that_were_split(model: Path, tm
     assert contents(other) == before
 
 
-def test_snapshot_given_as_a_folder_is_the_repository(repository: Path, tmp_path: Path) -> None:
-    made = split(REPO, tmp_path / "splits")
+def test_snapshot_folder_is_the_repository(repository: Path, tmp_path: Path) -> None:
+    folder = split(REPO, tmp_path / "splits")
     snapshot = Path(snapshot_download(REPO))
-    assert split(snapshot, tmp_path / "splits") == made
+    assert split(snapshot, tmp_path / "splits") == folder
     assert len(names_in(snapshot, "*.safetensors")) == 3  # a finished split frees nothing unless it is told to
-    assert split(snapshot, tmp_path / "splits", delete_original=True) == made
+    assert split(snapshot, tmp_path / "splits", delete_original=True) == folder
     assert not snapshot.exists()
 
 
@@ -285,15 +285,15 @@ def workers(tmp_path: Path) -> Iterator[tuple[Worker, Worker]]:
 
 @pytest.mark.parametrize("sequential", [True, False])
 def test_two_processes_race_on_one_checkpoint(workers: tuple[Worker, Worker], tmp_path: Path, sequential: bool) -> None:
-    """Without the lock each takes the other's unfinished files away, or writes into them."""
+    """Without the lock each process would remove the other's unfinished files, or write into them."""
     expected = contents(split(write_shards(tmp_path / "quiet" / "model", cut(llama_tensors(), 3)), sequential=False))
     for turn in range(6):
         model = write_shards(tmp_path / str(turn) / "model", cut(llama_tensors(), 3))
         for worker in workers:
             worker.begin(Call(str(model), sequential=sequential))
-        made = {worker.result() for worker in workers}
-        assert made == {model / "splitted_model"}
-        assert contents(made.pop()) == expected
+        folders = {worker.result() for worker in workers}
+        assert folders == {model / "splitted_model"}
+        assert contents(folders.pop()) == expected
         assert len(names_in(model, "*.safetensors")) == (0 if sequential else 3)
 
 
@@ -301,7 +301,7 @@ def test_two_processes_race_on_one_checkpoint(workers: tuple[Worker, Worker], tm
 def test_two_processes_race_on_a_checkpoint_of_one_file(
     workers: tuple[Worker, Worker], tmp_path: Path, delete: bool
 ) -> None:
-    """Such a one is gone when it is used up, also from under a process that is just looking for it."""
+    """The file is deleted once it is used up, also while another process searches for it."""
     shards = {SINGLE_NAME: llama_tensors()}
     quiet = write_shards(tmp_path / "quiet" / "model", shards, index=False)
     expected = contents(split(quiet, sequential=False))
@@ -309,8 +309,8 @@ def test_two_processes_race_on_a_checkpoint_of_one_file(
         model = write_shards(tmp_path / str(turn) / "model", shards, index=False)
         for worker in workers:
             worker.begin(Call(str(model), delete_original=delete))
-        for made in [worker.result() for worker in workers]:  # both are done, and the lock is free
-            assert contents(made) == expected
+        for folder in [worker.result() for worker in workers]:  # both are done, and the lock is free
+            assert contents(folder) == expected
         assert names_in(model) == ["config.json", "splitted_model"]
 
 
@@ -323,15 +323,15 @@ def test_two_processes_race_on_a_repository(
     for turn in range(3):
         for worker in workers:
             worker.begin(Call(REPO, str(tmp_path / f"splits-{turn}"), sequential=sequential))
-        made = {worker.result() for worker in workers}
-        (folder,) = made
+        folders = {worker.result() for worker in workers}
+        (folder,) = folders
         assert layer_files(folder) == expected
         assert not [name for name in names_in(folder) if name.startswith(".")]
 
 
 @pytest.mark.parametrize("sequential", [True, False])
 @pytest.mark.parametrize("part", [0.1, 0.5, 0.97])
-def test_waiting_process_goes_on_where_a_killed_one_stopped(
+def test_waiting_process_resumes_the_split_of_a_killed_one(
     workers: tuple[Worker, Worker], model: Path, tmp_path: Path, sequential: bool, part: float
 ) -> None:
     first, second = workers
@@ -341,23 +341,21 @@ def test_waiting_process_goes_on_where_a_killed_one_stopped(
     first.begin(call, pause_at)
     first.wait_for_pause()
     second.begin(call)
-    said = second.wait_for_stderr("; waiting.")
-    assert said.startswith(
+    message = second.wait_for_stderr("; waiting.")
+    assert message.startswith(
         f"{model / 'splitted_model'} is in use by process {first.process.pid} on {socket.gethostname()} since "
     )
     before = contents(model / "splitted_model")
     time.sleep(0.3)
     assert contents(model / "splitted_model") == before  # it waits indeed
     first.process.kill()
-    made = second.result()
-    assert contents(made) == contents(quiet.find().split_folder)
+    folder = second.result()
+    assert contents(folder) == contents(quiet.find().split_folder)
     assert second.stderr.count("; waiting.") == 1
     assert names_in(model, "*.safetensors") == names_in(Path(quiet.source), "*.safetensors")
 
 
-def test_process_that_waited_for_a_finished_split_deletes_the_original_if_told_to(
-    workers: tuple[Worker, Worker], model: Path
-) -> None:
+def test_process_that_waited_deletes_the_original_if_requested(workers: tuple[Worker, Worker], model: Path) -> None:
     first, second = workers
     first.begin(Call(str(model), sequential=False), pause_at=5)
     first.wait_for_pause()
@@ -375,9 +373,7 @@ def single(tmp_path: Path) -> Path:
     return write_shards(tmp_path / "model", {SINGLE_NAME: llama_tensors()}, index=False)
 
 
-def test_split_that_another_process_finishes_while_this_one_looks(
-    single: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_split_finished_by_another_process_during_the_search(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = finding.LocalCheckpoint
 
     def open_too_late(*arguments: Any) -> Any:
@@ -391,7 +387,7 @@ def test_split_that_another_process_finishes_while_this_one_looks(
     prepare.ensure_split(source, SplitOptions(shards=ShardPolicy.DELETE_USED))
 
 
-def test_journal_that_goes_while_this_one_looks(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_journal_removed_during_the_search(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted(Call(str(single)))
     replayed = journal.replay
 
@@ -405,7 +401,7 @@ def test_journal_that_goes_while_this_one_looks(single: Path, monkeypatch: pytes
     assert Call(str(single)).find().finished
 
 
-def test_shard_that_goes_while_this_one_looks(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shard_removed_during_the_search(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted(Call(str(single)))
     (single / SINGLE_NAME).touch()  # as it was before it was released
 
@@ -426,11 +422,11 @@ def test_threads_of_one_process_exclude_each_other(model: Path, tmp_path: Path) 
         again = write_shards(tmp_path / "again" / "model", cut(llama_tensors(), 3))
         with ThreadPoolExecutor(3) as pool:
             calls = [pool.submit(split, again, compression=compression, sequential=False) for _ in range(3)]
-        made = {call.result() for call in calls}
-        assert len(made) == 1
-        found = contents(made.pop())
-        assert compression or found == expected
-        assert not [name for name in found if name.startswith(".")]
+        folders = {call.result() for call in calls}
+        assert len(folders) == 1
+        files = contents(folders.pop())
+        assert compression or files == expected
+        assert not [name for name in files if name.startswith(".")]
         shutil.rmtree(again)
 
 
@@ -446,24 +442,24 @@ def test_refused_split_leaves_no_folder(model: Path, repository: Path, tmp_path:
     assert not (tmp_path / "new").exists()
 
 
-def test_what_a_kill_left_of_the_lock_is_cleared_away(model: Path) -> None:
-    made = split(model)
-    before = {path: path.stat().st_mtime_ns for path in made.iterdir()}
-    (made / LOCK_NAME).touch()
-    (made / HOLDER_NAME).write_text("{")
-    assert split(model) == made
-    assert {path: path.stat().st_mtime_ns for path in made.iterdir()} == before
+def test_lock_files_of_a_killed_process_are_removed(model: Path) -> None:
+    folder = split(model)
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    (folder / LOCK_NAME).touch()
+    (folder / HOLDER_NAME).write_text("{")
+    assert split(model) == folder
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
 @pytest.mark.long
-def test_finished_split_in_a_folder_that_cannot_be_written(model: Path) -> None:
-    """As a user who may read it and no more; everything a kill can leave in it is there."""
-    made = split(model)
+def test_finished_split_in_an_unwritable_folder(model: Path) -> None:
+    """As a user who may only read it; it has all files that a kill can leave."""
+    split_folder = split(model)
     for name in (LOCK_NAME, HOLDER_NAME, "split.journal"):
-        (made / name).write_text("{")
-    before = contents(made)
+        (split_folder / name).write_text("{")
+    before = contents(split_folder)
     with tempfile.TemporaryDirectory() as open_to_all:  # pytest's own folders are this user's alone
-        folder = Path(shutil.copytree(made, Path(open_to_all) / "splitted_model"))
+        folder = Path(shutil.copytree(split_folder, Path(open_to_all) / "splitted_model"))
         Path(open_to_all).chmod(0o755)
         folder.chmod(0o555)
         code = f"""

@@ -1,4 +1,4 @@
-"""Splits at "auto": the same bytes on every route and after every death, loaded as the weights they stand for."""
+"""Splits at "auto": the same bytes on every route and after every death, loaded as the dequantized weights."""
 
 from __future__ import annotations
 
@@ -62,25 +62,29 @@ def chosen_in(folder: Path) -> dict[str, str]:
 
 def size_at(folder: Path, where: Path, compression: str | None) -> int:
     """Bytes of all layer files."""
-    made = Call(str(folder), str(where), compression, sequential=False).make()
-    return sum(record.size for record in manifest_of(made).layers)
+    split_folder = Call(str(folder), str(where), compression, sequential=False).make()
+    return sum(record.size for record in manifest_of(split_folder).layers)
 
 
 def between(folder: Path, where: Path, share: float = 0.6) -> int:
-    """Memory that is too little for 8bit and more than 4bit needs."""
+    """Return memory between the needs of 4bit and 8bit."""
     largest = max(path.stat().st_size for path in Call(str(folder), str(where), sequential=False).make().iterdir())
     less, more = size_at(folder, where, "4bit"), size_at(folder, where, "8bit")
     return largest + int(less + (more - less) * share)
 
 
 def split_in(memory: int, source: str, where: Path, executor: Any = None, **call: Any) -> Path:
-    wanted = Call(source, str(where), "auto", **call)
-    found = wanted.find()
+    options_of_call = Call(source, str(where), "auto", **call)
+    source_found = options_of_call.find()
     options = SplitOptions(
-        "auto", wanted.shards, shard_transfer=wanted.shard_transfer, memory=memory, memory_is_given=True
+        "auto",
+        options_of_call.shards,
+        shard_transfer=options_of_call.shard_transfer,
+        memory=memory,
+        memory_is_given=True,
     )
-    prepare.ensure_split(found, options, executor=executor)
-    return found.split_folder
+    prepare.ensure_split(source_found, options, executor=executor)
+    return source_found.split_folder
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
@@ -95,18 +99,18 @@ def test_every_route_makes_the_same_folder(
     assert set(used.values()) == {"4bit", "8bit"}
     layers = {name: data for name, data in contents(kept).items() if name.endswith(".safetensors")}
     assert sum(map(len, layers.values())) <= memory
-    made = [
+    folders = [
         split_in(memory, str(folder), tmp_path / "by hands", Here(3), sequential=False),
         split_in(memory, REPO, tmp_path / "fetched", shard_transfer="file"),
         split_in(memory, REPO, tmp_path / "streamed", shard_transfer="stream"),
         split_in(memory, REPO, tmp_path / "downloaded", sequential=False),
         split_in(memory, str(folder), tmp_path / "in turn"),
     ]
-    for other in made:
+    for other in folders:
         assert {name: data for name, data in contents(other).items() if name.endswith(".safetensors")} == layers
         assert chosen_in(other) == used
-    found = {name: how for file in layers for name, how in stored_schemes(spec_names(kept, file)).items() if how}
-    assert found == used
+    schemes = {name: how for file in layers for name, how in stored_schemes(spec_names(kept, file)).items() if how}
+    assert schemes == used
 
 
 def spec_names(folder: Path, file: str) -> list[str]:
@@ -115,16 +119,18 @@ def spec_names(folder: Path, file: str) -> list[str]:
     return [spec.name for spec in read_header(folder / file, file).tensors]
 
 
-def test_pieces_of_a_tensor_have_the_scheme_of_the_whole(tmp_path: Path) -> None:
+def test_pieces_have_the_scheme_of_the_whole_tensor(tmp_path: Path) -> None:
     model = tiny_llama()
     whole = write_meta(tmp_path / "whole", model, ranks=1)
     pieces = write_meta(tmp_path / "pieces", model, ranks=4)
     memory = between(whole, tmp_path / "uniform")
-    one = split_in(memory, str(whole), tmp_path / "one", sequential=False)
-    four = split_in(memory, str(pieces), tmp_path / "four")
-    assert set(chosen_in(one).values()) == {"4bit", "8bit"}
-    assert chosen_in(four) == chosen_in(one)
-    assert {r.file: r.crc32 for r in manifest_of(four).layers} == {r.file: r.crc32 for r in manifest_of(one).layers}
+    whole_split = split_in(memory, str(whole), tmp_path / "one", sequential=False)
+    pieces_split = split_in(memory, str(pieces), tmp_path / "four")
+    assert set(chosen_in(whole_split).values()) == {"4bit", "8bit"}
+    assert chosen_in(pieces_split) == chosen_in(whole_split)
+    assert {r.file: r.crc32 for r in manifest_of(pieces_split).layers} == {
+        r.file: r.crc32 for r in manifest_of(whole_split).layers
+    }
 
 
 def scene_at(tmp_path: Path, spare: int) -> Scene:
@@ -135,7 +141,7 @@ def scene_at(tmp_path: Path, spare: int) -> Scene:
 
 
 @pytest.mark.long
-def test_killed_at_any_step_it_finishes_with_the_same_bits(tmp_path: Path, crash_server: CrashServer) -> None:
+def test_killed_split_is_resumed_with_the_same_bits(tmp_path: Path, crash_server: CrashServer) -> None:
     scene = scene_at(tmp_path, 90_000)
     assert len(set(chosen_in(scene.made).values())) > 1
     for death in sample(scene.steps, 3):
@@ -145,7 +151,7 @@ def test_killed_at_any_step_it_finishes_with_the_same_bits(tmp_path: Path, crash
         scene.finish()
 
 
-def test_what_was_begun_goes_on_as_it_was_begun(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unfinished_split_keeps_its_choice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     scene = scene_at(tmp_path, 90_000)
     scene.reset()
     folder = interrupted(scene.call)
@@ -162,7 +168,7 @@ def test_what_was_begun_goes_on_as_it_was_begun(tmp_path: Path, caplog: pytest.L
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_are_those_of_the_weights_it_stands_for(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+def test_logits_are_those_of_the_dequantized_weights(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     wide = WIDE if family == "llama" and dtype == torch.float32 else {}
     folder = build_checkpoint(tmp_path / "m", family, dtype=dtype, shards=2, tied=family == "gemma3", **wide)
     memory = between(folder, tmp_path / "uniform")
@@ -170,27 +176,27 @@ def test_logits_are_those_of_the_weights_it_stands_for(tmp_path: Path, family: s
         memory = 1 << 30
         half_double(folder, tmp_path / "mixed" / "splitted_model.auto")
     model = load(folder, tmp_path / "mixed", memory, exact=True)
-    made = tmp_path / "mixed" / "splitted_model.auto"
-    assert set(chosen_in(made).values()) >= {"4bit-double" if wide else "4bit", "8bit"}
-    meant = dequantized(folder, tmp_path / "meant", chosen_in(made), dtype)
-    expected = run(plain_model(meant, dtype=dtype))
+    split_folder = tmp_path / "mixed" / "splitted_model.auto"
+    assert set(chosen_in(split_folder).values()) >= {"4bit-double" if wide else "4bit", "8bit"}
+    reference = dequantized(folder, tmp_path / "meant", chosen_in(split_folder), dtype)
+    expected = run(plain_model(reference, dtype=dtype))
     assert_same(run(model), expected)
     assert not {Tier.STREAMED, Tier.ROUTED} & {*tiers(model).values()}
     assert_same(run(load(folder, tmp_path / "mixed", 0, exact=True)), expected)
     quick = run(load(folder, tmp_path / "mixed", memory)).logits
-    codes = dequantized(folder, tmp_path / "codes", chosen_in(made), torch.float64)
+    codes = dequantized(folder, tmp_path / "codes", chosen_in(split_folder), torch.float64)
     assert_as_near(quick, expected.logits, exact_logits(codes, INPUT), routed=family == "qwen3_moe")
 
 
-def half_double(folder: Path, made: Path) -> None:
+def half_double(folder: Path, split_folder: Path) -> None:
     """Split with every other group of tensors at 4bit-double, the others at 8bit."""
-    request = SplitRequest(LocalCheckpoint(folder), made, "llama", SplitOptions(DOUBLE))
+    request = SplitRequest(LocalCheckpoint(folder), split_folder, "llama", SplitOptions(DOUBLE))
     ways = (DOUBLE, "8bit")
     stored = {
         spec.name: scheme
-        for number, group in enumerate(groups(plan_split(request).tensors))
+        for index, group in enumerate(groups(plan_split(request).tensors))
         for spec in group.tensors
-        if (scheme := scheme_of(spec, ways[number % 2])) is not None
+        if (scheme := scheme_of(spec, ways[index % 2])) is not None
     }
     split(dataclasses.replace(request, options=SplitOptions("auto"), chosen=BitAllocation(stored)))
 
@@ -208,122 +214,130 @@ def load(folder: Path, where: Path, memory: int, **options: Any) -> Any:
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Path:
-    """A mixed split, for so much disk, in the folder of its checkpoint."""
+def split_folder(tmp_path: Path) -> Path:
+    """A mixed split for a disk budget, in the folder of its checkpoint."""
     folder = write_shards(tmp_path / "model", cut(llama_tensors(layers=3, vocabulary=512), 3))
     allowed = size_at(folder, tmp_path / "uniform", "4bit") + 150_000
     return Call(str(folder), compression="auto", sequential=False, max_disk=allowed).make()
 
 
-def test_another_budget_is_neither_ignored_nor_split_for_again(made: Path, caplog: pytest.LogCaptureFixture) -> None:
-    source, before = str(made.parent), contents(made)
-    chosen = manifest_of(made).chosen
+def test_another_budget_gives_a_warning_or_an_error(split_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source, before = str(split_folder.parent), contents(split_folder)
+    chosen = manifest_of(split_folder).chosen
     assert chosen is not None
     assert chosen.max_disk is not None
     with caplog.at_level(logging.WARNING):
         for same in (None, chosen.max_disk):
-            assert Call(source, compression="auto", sequential=False, max_disk=same).make() == made
+            assert Call(source, compression="auto", sequential=False, max_disk=same).make() == split_folder
         assert not caplog.text
-        assert Call(source, compression="auto", sequential=False, max_disk=chosen.max_disk * 2).make() == made
+        assert Call(source, compression="auto", sequential=False, max_disk=chosen.max_disk * 2).make() == split_folder
     assert "is used unchanged" in caplog.text
     with pytest.raises(SplitMismatchError, match="requested was max_disk=1,000"):
         Call(source, compression="auto", sequential=False, max_disk=1000).make()
-    assert contents(made) == before
+    assert contents(split_folder) == before
 
 
-def test_it_is_listed_verified_repaired_and_found_by_default(made: Path) -> None:
-    model, before = str(made.parent), contents(made)
+def test_mixed_split_is_listed_verified_repaired_and_found(split_folder: Path) -> None:
+    model, before = str(split_folder.parent), contents(split_folder)
     assert compression_here(model) == "auto"
-    assert one_of_model(model, "auto").folder == made
-    assert not verify(made).damaged
+    assert one_of_model(model, "auto").folder == split_folder
+    assert not verify(split_folder).damaged
     layer = "model.layers.1.safetensors"
-    raw = bytearray((made / layer).read_bytes())
+    raw = bytearray((split_folder / layer).read_bytes())
     raw[len(raw) // 2] ^= 4
-    (made / layer).write_bytes(raw)
-    damaged = {damage.layer for damage in verify(made).damaged}
+    (split_folder / layer).write_bytes(raw)
+    damaged = {damage.layer for damage in verify(split_folder).damaged}
     assert len(damaged) == 1
-    prepare.repair_split(made, manifest_of(made), damaged, made.parent)
-    assert contents(made) == before
+    prepare.repair_split(split_folder, manifest_of(split_folder), damaged, split_folder.parent)
+    assert contents(split_folder) == before
     for command in ("ls", "show", "inspect", "verify --compression auto"):
-        done = CliRunner().invoke(app, [*command.split(), str(made) if command == "inspect" else model])
+        done = CliRunner().invoke(app, [*command.split(), str(split_folder) if command == "inspect" else model])
         assert done.exit_code == 0, done.output
         assert "auto" in done.output
 
 
-def test_scales_are_fitted_where_there_are_any(made: Path, tmp_path: Path) -> None:
-    chosen = manifest_of(made).chosen
+def test_scales_of_4bit_tensors_are_fitted(split_folder: Path, tmp_path: Path) -> None:
+    chosen = manifest_of(split_folder).chosen
     assert chosen is not None
-    found = Call(str(made.parent), str(tmp_path / "fitted"), "auto", sequential=False).find()
-    prepare.ensure_split(found, SplitOptions("auto", max_disk=chosen.max_disk, fit_scales=True))
-    fitted = manifest_of(found.split_folder)
+    source = Call(str(split_folder.parent), str(tmp_path / "fitted"), "auto", sequential=False).find()
+    prepare.ensure_split(source, SplitOptions("auto", max_disk=chosen.max_disk, fit_scales=True))
+    fitted = manifest_of(source.split_folder)
     assert is_fitted(fitted.quantizer)
     assert fitted.chosen == chosen
     losses = []
-    for folder, is_so in ((made.parent, False), (tmp_path / "fitted", True)):  # what is finished says which it has
-        told = rabbitllm.plan(made.parent, compression="auto", layer_shards_saving_path=folder, device="cpu")
-        mixture = next(one.mixture for one in told.outlooks if one.compression == "auto")
+    for folder, is_so in (
+        (split_folder.parent, False),
+        (tmp_path / "fitted", True),
+    ):  # what is finished says which it has
+        estimate = rabbitllm.plan(
+            split_folder.parent, compression="auto", layer_shards_saving_path=folder, device="cpu"
+        )
+        mixture = next(outlook.mixture for outlook in estimate.outlooks if outlook.compression == "auto")
         assert mixture is not None
         assert mixture.fitted is is_so
         losses.append(mixture.loss)
     assert losses[1] < 0.95 * losses[0]
-    others = {record.file: record.crc32 for record in manifest_of(made).layers}
+    checksums = {record.file: record.crc32 for record in manifest_of(split_folder).layers}
     fewer_bits = {name for name, scheme in chosen.schemes.items() if scheme != "8bit"}
     for record in fitted.layers:
-        assert (record.crc32 == others[record.file]) == fewer_bits.isdisjoint(record.tensors)
+        assert (record.crc32 == checksums[record.file]) == fewer_bits.isdisjoint(record.tensors)
 
 
-def test_a_damaged_record_is_refused(made: Path) -> None:
-    path = made / MANIFEST_NAME
+def test_damaged_record_is_refused(split_folder: Path) -> None:
+    path = split_folder / MANIFEST_NAME
     content = json.loads(path.read_text())
     for schemes_said in ({"2bit": []}, {"4bit": [3]}, []):
         path.write_text(json.dumps({**content, "chosen": {**content["chosen"], "schemes": schemes_said}}))
         with pytest.raises(IncompleteSplitError, match="is damaged"):
-            LayerStore(made)
+            LayerStore(split_folder)
     path.write_text(json.dumps({**content, "chosen": {**content["chosen"], "max_disk": -1}}))
     with pytest.raises(IncompleteSplitError, match="is damaged"):
-        LayerStore(made)
+        LayerStore(split_folder)
     del content["chosen"]
     path.write_text(json.dumps(content))
     with pytest.raises(IncompleteSplitError, match="is damaged"):
-        LayerStore(made)
+        LayerStore(split_folder)
 
 
-def test_plan_foretells_the_choice(tmp_path: Path) -> None:
+def test_plan_predicts_the_choice(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "m", "llama", dtype=torch.bfloat16, shards=2)
     allowed = size_at(folder, tmp_path / "uniform", "4bit") + 120_000
     command = [str(folder), "--compression", "auto", "--max-disk", str(allowed), "--min-free-disk", "0"]
     done = CliRunner().invoke(app, ["plan", *command, "--device", "cpu", "--json"])
     assert done.exit_code == 0, done.output
     record = json.loads(done.stdout)
-    outlook = next(one for one in record["outlooks"] if one["compression"] == "auto")
+    outlook = next(entry for entry in record["outlooks"] if entry["compression"] == "auto")
     assert record["choice"]["compression"] == "auto"
     assert f'compression="auto", max_disk="{allowed}"' in " ".join(record["choice"]["call"].replace("\n", " ").split())
-    made = Call(str(folder), compression="auto", sequential=False, max_disk=allowed).make()
-    assert outlook["output_bytes"] == sum(record.size for record in manifest_of(made).layers) <= allowed
+    split_folder = Call(str(folder), compression="auto", sequential=False, max_disk=allowed).make()
+    assert outlook["output_bytes"] == sum(record.size for record in manifest_of(split_folder).layers) <= allowed
     by_scheme: dict[str, int] = {}
     for share in outlook["mixture"]["shares"]:
         if share["scheme"] is not None:
             by_scheme[share["scheme"]] = by_scheme.get(share["scheme"], 0) + share["tensors"]
-    used = [*chosen_in(made).values()]
+    used = [*chosen_in(split_folder).values()]
     assert by_scheme == {scheme: used.count(scheme) for scheme in set(used)}
     mixture = outlook["mixture"]
     assert mixture["uniform"]["8bit"] < mixture["loss"] < 1 == mixture["uniform"]["4bit"]
     fitted = CliRunner().invoke(app, ["plan", *command, "--device", "cpu", "--json", "--fit-scales"])
-    told = json.loads(fitted.stdout)
-    same = next(one for one in told["outlooks"] if one["compression"] == "auto")
+    estimate = json.loads(fitted.stdout)
+    same = next(entry for entry in estimate["outlooks"] if entry["compression"] == "auto")
     assert same["finished"]
     assert (same["mixture"]["loss"], same["mixture"]["fitted"]) == (mixture["loss"], False)
-    assert "fit_scales" not in told["choice"]["call"]  # what is finished would be refused with it
+    assert "fit_scales" not in estimate["choice"]["call"]  # what is finished would be refused with it
     where = ["--dir", str(tmp_path / "elsewhere")]
     fitted = CliRunner().invoke(app, ["plan", *command, *where, "--device", "cpu", "--json", "--fit-scales"])
-    told = json.loads(fitted.stdout)
-    assert "fit_scales=True" in told["choice"]["call"]
-    other = next(one for one in told["outlooks"] if one["compression"] == "auto")["mixture"]
-    assert other["fitted"]
-    assert other["loss"] < mixture["loss"]
-    assert other["uniform"]["4bit"] < 1
+    estimate = json.loads(fitted.stdout)
+    assert "fit_scales=True" in estimate["choice"]["call"]
+    fitted_mixture = next(entry for entry in estimate["outlooks"] if entry["compression"] == "auto")["mixture"]
+    assert fitted_mixture["fitted"]
+    assert fitted_mixture["loss"] < mixture["loss"]
+    assert fitted_mixture["uniform"]["4bit"] < 1
     shown = CliRunner().invoke(app, ["plan", *command, *where, "--device", "cpu", "--fit-scales"])
-    assert f"expected loss {other['loss']:.2g} of 4bit's ({other['uniform']['8bit']:.2g} at 8bit, " in shown.output
+    assert (
+        f"expected loss {fitted_mixture['loss']:.2g} of 4bit's ({fitted_mixture['uniform']['8bit']:.2g} at 8bit, "
+        in shown.output
+    )
     assert "all with fitted scales" in shown.output
     shown = CliRunner().invoke(app, ["plan", *command, "--device", "cpu"])
     assert "bits chosen" in shown.output
@@ -331,14 +345,14 @@ def test_plan_foretells_the_choice(tmp_path: Path) -> None:
     assert "Auto is finished" in shown.output
 
 
-def test_a_budget_that_cannot_be_kept_names_the_least_that_can(tmp_path: Path) -> None:
+def test_too_small_budget_names_the_least_that_fits(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "m", "llama", dtype=torch.bfloat16, shards=2)
     pull = ["pull", str(folder), "--compression", "auto", "--device", "cpu", "--max-disk"]
     done = CliRunner().invoke(app, [*pull, "1000"])
     assert done.exit_code != 0
-    found = re.search(r"max_disk to at least (\d+)", str(done.exception) + done.output)
-    assert found is not None
-    least = found[1]
+    match = re.search(r"max_disk to at least (\d+)", str(done.exception) + done.output)
+    assert match is not None
+    least = match[1]
     dry = CliRunner().invoke(app, [*pull, "1000", "--dry-run"])
     assert dry.exit_code != 0
     assert least in dry.output

@@ -1,4 +1,4 @@
-"""Two processes on one checkpoint or one split: the second says who is there, waits or stops, and touches nothing."""
+"""Two processes on one checkpoint or one split: the second names the first, waits or stops, and changes no file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refused(make: Callable[[], object], pid: int, *untouched: Path) -> str:
-    """What a call says that stops because of another process, and touches nothing."""
+    """Return the message of a call that stops because of another process, and changes no file."""
     before = [contents(folder) for folder in untouched]
     with pytest.raises(InUseError, match=rf"by process {pid} on ") as error:
         make()
@@ -52,28 +52,28 @@ def refused(make: Callable[[], object], pid: int, *untouched: Path) -> str:
 
 @pytest.mark.parametrize("sequential", [True, False])
 @pytest.mark.parametrize("compression", [None, "4bit"])
-def test_a_second_split_during_one_that_deletes(
+def test_second_split_during_a_split_that_deletes(
     folder: Path, tmp_path: Path, sequential: bool, compression: str | None
 ) -> None:
     second = Call(str(folder), str(tmp_path / "second"), compression, sequential=sequential)
     first = Call(str(folder), str(tmp_path / "first"), sequential=True)
     with Paused("split", source=str(folder), saving_path=str(tmp_path / "first")) as other:
-        said = refused(second.make, other.pid, folder)
-        assert f"{folder} is being split by process {other.pid}" in said
-        assert "which deletes its shards" in said
-        assert "which runs since" in said
+        message = refused(second.make, other.pid, folder)
+        assert f"{folder} is being split by process {other.pid}" in message
+        assert "which deletes its shards" in message
+        assert "which runs since" in message
         assert names_in(tmp_path / "second") == []
         other.is_killed()
-    made = first.make()  # what was begun is finished by the same call
-    assert (made / "split.json").exists()
+    split_folder = first.make()  # what was begun is finished by the same call
+    assert (split_folder / "split.json").exists()
     assert names_in(folder, "*-of-*.safetensors") == []
 
 
-def test_one_that_deletes_during_one_that_reads(folder: Path, tmp_path: Path) -> None:
+def test_split_that_deletes_during_one_that_reads(folder: Path, tmp_path: Path) -> None:
     second = Call(str(folder), str(tmp_path / "second"), sequential=True)
     with Paused("split", source=str(folder), saving_path=str(tmp_path / "first"), sequential=False) as other:
-        said = refused(second.make, other.pid, folder)
-        assert "this call would delete its shards" in said
+        message = refused(second.make, other.pid, folder)
+        assert "this call would delete its shards" in message
         third = Call(str(folder), str(tmp_path / "third"), "4bit", sequential=False)
         assert (third.make() / "split.json").exists()  # readers do not exclude each other
         refused(
@@ -85,24 +85,24 @@ def test_one_that_deletes_during_one_that_reads(folder: Path, tmp_path: Path) ->
     assert layer_files(second.make()) == layer_files(tmp_path / "first" / "splitted_model")
 
 
-def test_a_second_split_of_a_single_file_that_is_gone(tmp_path: Path) -> None:
-    """Nothing of the checkpoint is left by then but what the first one knows."""
+def test_second_split_of_a_deleted_single_file(tmp_path: Path) -> None:
+    """By then only the first process knows the checkpoint."""
     folder = write_shards(tmp_path / "model", {SINGLE_NAME: llama_tensors()}, index=False)
     with Paused("split", source=str(folder), saving_path=str(tmp_path / "first")) as other:
         assert not (folder / SINGLE_NAME).exists()
         refused(Call(str(folder), str(tmp_path / "second")).make, other.pid, folder)
 
 
-def test_the_same_call_waits_and_finds_it_done(folder: Path) -> None:
-    made: list[Path] = []
+def test_same_call_waits_and_finds_the_finished_split(folder: Path) -> None:
+    folders: list[Path] = []
     with Paused("split", source=str(folder)) as other:
-        thread = threading.Thread(target=lambda: made.append(Call(str(folder)).make()))
+        thread = threading.Thread(target=lambda: folders.append(Call(str(folder)).make()))
         thread.start()
         time.sleep(1)
-        assert made == []
+        assert folders == []
         other.goes_on()
         thread.join(300)
-    assert made == [folder / "splitted_model"]
+    assert folders == [folder / "splitted_model"]
 
 
 def test_cached_shards_that_a_split_deletes(tmp_path: Path, hub_environment: HubEnvironment) -> None:
@@ -127,18 +127,18 @@ def test_cached_shards_that_a_split_deletes(tmp_path: Path, hub_environment: Hub
 # Readers of shards and a split
 
 
-def test_a_reader_of_shards_during_a_split_that_deletes_them(folder: Path, tmp_path: Path) -> None:
+def test_reader_of_shards_during_a_split_that_deletes_them(folder: Path, tmp_path: Path) -> None:
     with Paused("split", source=str(folder), saving_path=str(tmp_path / "first")) as other:
-        said = refused(lambda: AutoModel.from_pretrained(folder, split=False, device="cpu"), other.pid, folder)
-        assert f"{folder} is being split by process {other.pid}" in said
+        message = refused(lambda: AutoModel.from_pretrained(folder, split=False, device="cpu"), other.pid, folder)
+        assert f"{folder} is being split by process {other.pid}" in message
 
 
 @pytest.mark.long
 def test_a_split_that_would_delete_shards_in_use(folder: Path, tmp_path: Path) -> None:
     call = Call(str(folder), str(tmp_path / "out"), "4bit")
     with Paused("load", name=folder, split=False) as other:
-        said = refused(call.make, other.pid, folder)
-        assert f"{folder} is in use by process {other.pid}" in said
+        message = refused(call.make, other.pid, folder)
+        assert f"{folder} is in use by process {other.pid}" in message
         assert names_in(tmp_path / "out") == []
         standard = Call(str(folder), str(tmp_path / "standard"), "4bit", sequential=False)
         assert (standard.make() / "split.json").exists()
@@ -147,7 +147,7 @@ def test_a_split_that_would_delete_shards_in_use(folder: Path, tmp_path: Path) -
     assert names_in(folder, "*-of-*.safetensors") == []
 
 
-def test_a_model_holds_its_shards_as_long_as_it_is_there(folder: Path) -> None:
+def test_model_locks_its_shards_while_it_exists(folder: Path) -> None:
     model = AutoModel.from_pretrained(folder, split=False, device="cpu", max_memory={"cpu": 0})
     expected = model(INPUT).logits
     with pytest.raises(InUseError, match=rf"by this process \({os.getpid()}\)"):
@@ -160,12 +160,12 @@ def test_a_model_holds_its_shards_as_long_as_it_is_there(folder: Path) -> None:
         if alive() is None:
             break
         time.sleep(0.1)
-    made = AutoModel.from_pretrained(folder, device="cpu", sequential_shard_processing=True)
-    assert torch.equal(made(INPUT).logits, expected)
+    reloaded = AutoModel.from_pretrained(folder, device="cpu", sequential_shard_processing=True)
+    assert torch.equal(reloaded(INPUT).logits, expected)
     assert names_in(folder, "*-of-*.safetensors") == []
 
 
-def test_a_load_that_fails_holds_nothing(folder: Path) -> None:
+def test_failed_load_holds_no_lock(folder: Path) -> None:
     damaged = folder / names_in(folder, "*-of-*.safetensors")[1]
     whole = damaged.read_bytes()
     damaged.write_bytes(whole[: len(whole) // 2])
@@ -183,17 +183,17 @@ def test_a_load_that_fails_holds_nothing(folder: Path) -> None:
 @pytest.fixture
 def damaged(folder: Path) -> Path:
     """A split with one damaged layer; its original is still there."""
-    made = Call(str(folder), str(folder.parent / "out"), sequential=False).make()
-    layer = next(path for path in sorted(made.glob("*.safetensors")) if "layers.1" in path.name)
+    split_folder = Call(str(folder), str(folder.parent / "out"), sequential=False).make()
+    layer = next(path for path in sorted(split_folder.glob("*.safetensors")) if "layers.1" in path.name)
     raw = bytearray(layer.read_bytes())
     raw[-8] ^= 1
     layer.write_bytes(raw)
-    return made
+    return split_folder
 
 
 @pytest.mark.parametrize("moment", ["repair", "repair begins"])
 @pytest.mark.parametrize("named", ["split directory", "original"])
-def test_a_load_while_it_is_repaired_waits(
+def test_load_waits_for_a_repair(
     folder: Path, damaged: Path, moment: str, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logits: list[torch.Tensor] = []
@@ -213,13 +213,13 @@ def test_a_load_while_it_is_repaired_waits(
         thread = threading.Thread(target=load)
         thread.start()
         deadline = time.monotonic() + 60
-        said = ""
-        while "; waiting." not in said:
+        output = ""
+        while "; waiting." not in output:
             assert time.monotonic() < deadline
             assert not problems, problems
-            said += capsys.readouterr().err
+            output += capsys.readouterr().err
             time.sleep(0.05)
-        assert f"{damaged} is in use by process {other.pid} on " in said
+        assert f"{damaged} is in use by process {other.pid} on " in output
         assert not logits
         other.goes_on()
         thread.join(300)
@@ -228,7 +228,7 @@ def test_a_load_while_it_is_repaired_waits(
     assert torch.equal(logits[0], plain(INPUT).logits)
 
 
-def test_a_repair_that_was_killed_is_said(folder: Path, damaged: Path) -> None:
+def test_killed_repair_is_reported(folder: Path, damaged: Path) -> None:
     with Paused("repair", folder=damaged, original=folder) as other:
         other.is_killed()
     with pytest.raises(
@@ -241,13 +241,13 @@ def test_a_repair_that_was_killed_is_said(folder: Path, damaged: Path) -> None:
 
 
 @pytest.mark.long
-def test_nothing_is_repaired_while_a_model_is_loaded(folder: Path, damaged: Path) -> None:
+def test_repair_is_refused_while_a_model_is_loaded(folder: Path, damaged: Path) -> None:
     manifest = read_manifest(damaged)
     assert manifest is not None
     layers = {damage.layer for damage in verify(damaged).damaged}
     with Paused("load", name=damaged) as other:
-        said = refused(lambda: prepare.repair_split(damaged, manifest, layers, folder), other.pid, damaged, folder)
-        assert "this call would replace or remove its layer files" in said
+        message = refused(lambda: prepare.repair_split(damaged, manifest, layers, folder), other.pid, damaged, folder)
+        assert "this call would replace or remove its layer files" in message
         other.goes_on()
     prepare.repair_split(damaged, manifest, layers, folder)
     assert not verify(damaged).damaged
@@ -255,24 +255,24 @@ def test_nothing_is_repaired_while_a_model_is_loaded(folder: Path, damaged: Path
 
 @pytest.mark.long
 def test_removing_a_split_whose_model_is_loaded(folder: Path) -> None:
-    made = Call(str(folder), sequential=False).make()
+    split_folder = Call(str(folder), sequential=False).make()
     before = contents(folder)
     words = ["rm", str(folder), "--yes"]
     with Paused("load", name=folder) as other:
         ended = subprocess.run([sys.executable, "-m", "rabbitllm", *words], capture_output=True, text=True, check=False)
         assert ended.returncode == exit_codes.ERROR
-        assert f"error: {made} is in use by process {other.pid} on " in ended.stderr
+        assert f"error: {split_folder} is in use by process {other.pid} on " in ended.stderr
         assert contents(folder) == before
         other.goes_on()
     assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
-    assert not made.exists()
+    assert not split_folder.exists()
 
 
-def test_a_model_holds_its_split_as_long_as_it_is_there(folder: Path) -> None:
-    made = Call(str(folder), sequential=False).make()
+def test_model_locks_its_split_while_it_exists(folder: Path) -> None:
+    split_folder = Call(str(folder), sequential=False).make()
     model = AutoModel.from_pretrained(folder, device="cpu")
-    second = AutoModel.from_pretrained(made, device="cpu")
-    words = ["rm", str(made), "--yes"]
+    second = AutoModel.from_pretrained(split_folder, device="cpu")
+    words = ["rm", str(split_folder), "--yes"]
     assert isinstance(CliRunner().invoke(app, words).exception, InUseError)
     del model
     gc.collect()
@@ -283,7 +283,7 @@ def test_a_model_holds_its_split_as_long_as_it_is_there(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_reading_leaves_nothing_behind(folder: Path) -> None:
+def test_reading_leaves_no_files(folder: Path) -> None:
     Call(str(folder), sequential=False).make()
     before = contents(folder)
     with Paused("load", name=folder) as other:

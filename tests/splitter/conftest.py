@@ -22,14 +22,14 @@ MakeScene = Callable[..., Scene]
 
 @pytest.fixture
 def swift_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Syncs that only look whether they could be done, and no O_DIRECT: for tests that model what is durable."""
+    """Syncs that only check that they are possible, without O_DIRECT: for tests that model durability."""
     monkeypatch.setattr(os, "fsync", os.fstat)
     monkeypatch.delattr(os, "O_DIRECT", raising=False)
 
 
 @pytest.fixture
 def one_open_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the layer files that a shard fills one is open at a time, so that each is synced and closed for the next."""
+    """Only one of a shard's layer files is open at a time, so each is synced and closed for the next."""
     monkeypatch.setattr(files, "MAX_FILES", 1)
 
 
@@ -38,7 +38,7 @@ KILLS = pytest.StashKey[int]()
 
 @pytest.fixture(scope="session")
 def crash_server(pytestconfig: pytest.Config) -> Iterator[CrashServer]:
-    """One server for all tests that kill; it starts when the first of them asks for it."""
+    """One server for all tests that kill; the first of them starts it."""
     with CrashServer() as server:
         yield server
         pytestconfig.stash[KILLS] = server.kills
@@ -57,10 +57,10 @@ def make_scene(tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironm
     def make(
         route: Route,
         tensors: Mapping[str, torch.Tensor] | None = None,
-        others: Mapping[str, bytes] | None = None,
+        sidecars: Mapping[str, bytes] | None = None,
     ) -> Scene:
         if route.hub:
-            return scene_on_hub(local_hub, hub_environment, tmp_path / "hub", route, tensors, others)
-        return scene_in_folder(tmp_path, route, tensors, others)
+            return scene_on_hub(local_hub, hub_environment, tmp_path / "hub", route, tensors, sidecars)
+        return scene_in_folder(tmp_path, route, tensors, sidecars)
 
     return make

@@ -1,6 +1,6 @@
-"""What a split is said to need is what it is checked with: exactly that is accepted and kept, less is refused.
+"""The announced need of a split is what it is checked with: exactly that is accepted and kept, less is refused.
 
-And the free disk counts only on what deletion really gives back.
+The free disk includes only what deletion really frees.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def build(folder: Path) -> Path:
     return build_checkpoint(folder, "llama", shards=4, hidden_size=256, intermediate_size=512)
 
 
-def wished(name: str | Path, **options: Any) -> LoadRequest:
+def request_for(name: str | Path, **options: Any) -> LoadRequest:
     return asked(name, **{"min_free_disk": 0, "device": "cpu", **options})
 
 
@@ -61,8 +61,8 @@ def printed(wish: LoadRequest) -> str:
     return out.getvalue()
 
 
-def refused(wish: LoadRequest, folder: Path) -> str:
-    """What a pull says that is refused and touches nothing; small files may come into the hub cache."""
+def refusal_of(wish: LoadRequest, folder: Path) -> str:
+    """Return the message of a refused pull, which changes no file; small files may come into the hub cache."""
     before = touched(folder)
     assert not dry_run(wish).fits
     with pytest.raises(NotEnoughSpaceException) as error:
@@ -89,54 +89,54 @@ def limited(wish: LoadRequest, limit: int | str) -> LoadRequest:
 
 
 def check_limit(wish: LoadRequest, folder: Path) -> None:
-    found = dry_run(wish)
-    assert found.route is not None
-    last = found.routes[-1]
+    estimate = dry_run(wish)
+    assert estimate.route is not None
+    last = estimate.routes[-1]
     need = last.created_bytes
-    told = refused(limited(wish, need - 1), folder)
-    said = _figure(printed(limited(wish, need)), r"written +at most")
-    assert f"needs {said} ({need:,} bytes) of max_disk" in told
-    for limit in (need, said):
+    message = refusal_of(limited(wish, need - 1), folder)
+    figure = _figure(printed(limited(wish, need)), r"written +at most")
+    assert f"needs {figure} ({need:,} bytes) of max_disk" in message
+    for limit in (need, figure):
         assert dry_run(limited(wish, limit)).fits
     peak = Peak(folder)
     pulled(limited(wish, need), peak)
     assert 0 < peak.most <= last.disk_bytes <= need
 
 
-def _figure(said: str, before: str) -> str:
-    """The size that is named after these words."""
-    match = re.search(before + r" ([\d.]+ [MG]iB) \(", said)
-    assert match is not None, said
+def _figure(text: str, before: str) -> str:
+    """Return the size after these words."""
+    match = re.search(before + r" ([\d.]+ [MG]iB) \(", text)
+    assert match is not None, text
     return match[1]
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("options", FOLDER_ROUTES, ids=str)
-def test_a_limit_of_what_is_announced_for_a_folder(
+def test_max_disk_of_the_announced_need_is_enough_for_a_folder(
     tmp_path: Path, options: dict[str, object], compression: str | None
 ) -> None:
     folder = build(tmp_path / "model")
-    check_limit(wished(folder, compression=compression, **options), folder)
+    check_limit(request_for(folder, compression=compression, **options), folder)
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("options", HUB_ROUTES, ids=str)
-def test_a_limit_of_what_is_announced_for_a_repository(
+def test_max_disk_of_the_announced_need_is_enough_for_a_repository(
     tmp_path: Path, hub_environment: HubEnvironment, options: dict[str, object], compression: str | None
 ) -> None:
     build(tmp_path / "hub" / REPO)
-    check_limit(wished(REPO, compression=compression, **options), hub_environment.home)
+    check_limit(request_for(REPO, compression=compression, **options), hub_environment.home)
 
 
-def test_the_least_limit_that_auto_names_is_enough(tmp_path: Path) -> None:
+def test_least_max_disk_that_auto_names_is_enough(tmp_path: Path) -> None:
     folder = build(tmp_path / "model")
-    told = refused(wished(folder, compression="auto", max_disk=1000), folder)
-    match = re.search(r"max_disk to at least (\d+)\.", told)
+    message = refusal_of(request_for(folder, compression="auto", max_disk=1000), folder)
+    match = re.search(r"max_disk to at least (\d+)\.", message)
     assert match is not None
     least = int(match[1])
-    refused(wished(folder, compression="auto", max_disk=least - 1), folder)
+    refusal_of(request_for(folder, compression="auto", max_disk=least - 1), folder)
     peak = Peak(folder)
-    pulled(wished(folder, compression="auto", max_disk=least), peak)
+    pulled(request_for(folder, compression="auto", max_disk=least), peak)
     assert peak.most <= least
 
 
@@ -150,10 +150,10 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 
 def check_free_disk(wish: LoadRequest, disk: SmallDisk, folder: Path) -> None:
-    """As much free disk as is announced is enough, and a block less is not."""
+    """The announced free disk is enough, and a block less is not."""
     need = dry_run(wish).routes[-1].disk_bytes
     disk.leave(on_disk(need) - 4096)
-    disk_error = refused(wish, folder)
+    disk_error = refusal_of(wish, folder)
     assert f"needs {size_rounded_up(need)} ({need:,} bytes) of free disk" in disk_error
     disk.leave(on_disk(need))
     assert dry_run(wish).fits
@@ -162,29 +162,29 @@ def check_free_disk(wish: LoadRequest, disk: SmallDisk, folder: Path) -> None:
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("options", FOLDER_ROUTES, ids=str)
-def test_free_disk_of_what_is_announced_for_a_folder(
+def test_free_disk_of_the_announced_need_is_enough_for_a_folder(
     disk: SmallDisk, options: dict[str, object], compression: str | None
 ) -> None:
     folder = build(disk.path / "model")
-    check_free_disk(wished(folder, compression=compression, **options), disk, folder)
+    check_free_disk(request_for(folder, compression=compression, **options), disk, folder)
 
 
 @pytest.mark.parametrize("options", HUB_ROUTES, ids=str)
-def test_free_disk_of_what_is_announced_for_a_repository(
+def test_free_disk_of_the_announced_need_is_enough_for_a_repository(
     tmp_path: Path, hub_environment: HubEnvironment, options: dict[str, object]
 ) -> None:
     build(tmp_path / "hub" / REPO)
     with small_disk(hub_environment.home, 64 * MIB) as disk:
-        dry_run(wished(REPO))  # what only asking leaves in the hub cache
-        check_free_disk(wished(REPO, compression="4bit", **options), disk, hub_environment.home)
+        dry_run(request_for(REPO))  # what only asking leaves in the hub cache
+        check_free_disk(request_for(REPO, compression="4bit", **options), disk, hub_environment.home)
 
 
-def test_shards_on_another_disk_give_the_target_nothing_back(tmp_path: Path, disk: SmallDisk) -> None:
+def test_shards_on_another_disk_free_no_space(tmp_path: Path, disk: SmallDisk) -> None:
     folder = build(tmp_path / "model")
-    wish = wished(folder, folder=disk.path / "out", sequential=True)
-    found = dry_run(wish).route
-    assert found is not None
-    assert found.disk_bytes == found.created_bytes
+    wish = request_for(folder, folder=disk.path / "out", sequential=True)
+    route = dry_run(wish).route
+    assert route is not None
+    assert route.disk_bytes == route.created_bytes
     check_free_disk(wish, disk, tmp_path / "model")
 
 
@@ -216,52 +216,52 @@ def reflinked(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("share", [linked, behind_links], ids=["hard links", "links"])
-def test_shards_that_are_still_there_elsewhere_give_nothing_back(disk: SmallDisk, share: object) -> None:
+def test_linked_shards_free_no_space(disk: SmallDisk, share: object) -> None:
     folder = build(disk.path / "model")
     kept = share(folder)  # type: ignore[operator]
     before = contents(kept)
-    wish = wished(folder, sequential=True)
-    found = dry_run(wish).route
-    assert found is not None
-    assert found.disk_bytes == found.created_bytes
+    wish = request_for(folder, sequential=True)
+    route = dry_run(wish).route
+    assert route is not None
+    assert route.disk_bytes == route.created_bytes
     check_free_disk(wish, disk, folder)
     assert contents(kept) == before
 
 
 @pytest.mark.parametrize("kind", ["xfs", "btrfs"])
-def test_shards_that_share_blocks_give_nothing_back(tmp_path: Path, kind: str) -> None:
+def test_shards_that_share_blocks_free_no_space(tmp_path: Path, kind: str) -> None:
     with formatted_disk(tmp_path / "disk", kind, 400 * MIB) as disk:
         folder = build(disk.path / "model")
         subprocess.run(["sync", "-f", str(folder)], check=True)
-        alone = dry_run(wished(folder, sequential=True)).route
+        alone = dry_run(request_for(folder, sequential=True)).route
         reflinked(folder)
-        shared = dry_run(wished(folder, sequential=True)).route
+        shared = dry_run(request_for(folder, sequential=True)).route
         assert alone is not None
         assert shared is not None
         assert alone.disk_bytes < shared.disk_bytes
         assert shared.disk_bytes == shared.created_bytes
 
 
-def test_holes_give_nothing_back(disk: SmallDisk) -> None:
-    """A shard of zeros that was copied with holes is as long as before, and takes nothing."""
+def test_holes_free_no_space(disk: SmallDisk) -> None:
+    """A shard of zeros that was copied with holes has the same length and takes no disk."""
     folder = build(disk.path / "model")
-    dense = dry_run(wished(folder, sequential=True)).route
+    dense = dry_run(request_for(folder, sequential=True)).route
     for shard in folder.glob("*.safetensors"):
         with shard.open("r+b") as file:
             size, header = shard.stat().st_size, 8 + int.from_bytes(file.read(8), "little")
             file.truncate(header)
             file.truncate(size)
-    sparse = dry_run(wished(folder, sequential=True)).route
+    sparse = dry_run(request_for(folder, sequential=True)).route
     assert dense is not None
     assert sparse is not None
     assert sparse.disk_bytes > dense.disk_bytes
-    check_free_disk(wished(folder, sequential=True), disk, folder)
+    check_free_disk(request_for(folder, sequential=True), disk, folder)
 
 
-def test_a_blob_that_another_revision_uses_gives_nothing_back(tmp_path: Path, hub_environment: HubEnvironment) -> None:
+def test_blob_of_another_revision_frees_no_space(tmp_path: Path, hub_environment: HubEnvironment) -> None:
     build(tmp_path / "hub" / REPO)
-    pull(wished(REPO, keep_shards=True))
-    wish = wished(REPO, compression="4bit", sequential=True)
+    pull(request_for(REPO, keep_shards=True))
+    wish = request_for(REPO, compression="4bit", sequential=True)
     alone = dry_run(wish).route
     [first] = hub_environment.cache.glob("models--*/snapshots/*")
     assert snapshot_of(first) is not None

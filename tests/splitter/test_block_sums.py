@@ -1,4 +1,4 @@
-"""Every split notes the checksum of each block of its layer files, whichever way the bytes came."""
+"""Every split records the checksum of each block of its layer files, on every route."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layer files may not be read once more for their sums."""
+    """Reading layer files again for their sums is an error."""
     monkeypatch.setattr(splitting, "sums_of_file", lambda *_: pytest.fail("a layer file was read again"))
 
 
@@ -64,15 +64,15 @@ def test_safetensors(tmp_path: Path, family: str, compression: str | None) -> No
 @pytest.mark.usefixtures("unread")
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("embedding_dim", [0, 1])
-def test_ranks_of_meta(tmp_path: Path, embedding_dim: int, compression: str | None) -> None:
-    """Pieces that go straight into the layer file begin anywhere in a block; others wait in a scratch file."""
+def test_meta_ranks(tmp_path: Path, embedding_dim: int, compression: str | None) -> None:
+    """Pieces that are written directly into the layer file begin anywhere in a block; others wait in a scratch file."""
     source = write_meta(tmp_path, tiny_llama(intermediate=256), 4, embedding_dim)
     assert_sums_are_those_of_the_files(split(source, compression=compression))
 
 
 @pytest.mark.usefixtures("unread")
 @pytest.mark.parametrize("compression", [None, "4bit"])
-def test_files_of_torch_whose_tensors_lie_at_strides(tmp_path: Path, compression: str | None) -> None:
+def test_torch_files_with_strided_tensors(tmp_path: Path, compression: str | None) -> None:
     source = write_torch(tmp_path / "model", torch_files(cut(llama_tensors(), 3)), index=True)
     assert_sums_are_those_of_the_files(split(source, compression=compression))
 
@@ -80,7 +80,7 @@ def test_files_of_torch_whose_tensors_lie_at_strides(tmp_path: Path, compression
 @pytest.mark.usefixtures("unread")
 @pytest.mark.parametrize("transfer", ["file", "stream"])
 @pytest.mark.parametrize("compression", [None, "4bit-double"])
-def test_shards_that_are_fetched(
+def test_fetched_shards(
     tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment, transfer: str, compression: str | None
 ) -> None:
     write_shards(tmp_path / "hub" / REPO, cut(llama_tensors(), 3))
@@ -90,22 +90,22 @@ def test_shards_that_are_fetched(
 @pytest.mark.usefixtures("unread")
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("shards", [1, 2])
-def test_a_split_that_went_on(tmp_path: Path, shards: int, compression: str | None) -> None:
-    """The sums of what an earlier run wrote come out of its journal."""
+def test_resumed_split(tmp_path: Path, shards: int, compression: str | None) -> None:
+    """The sums of an earlier run's data come from its journal."""
     call = Call(str(write_shards(tmp_path / "model", cut(llama_tensors(), 3))), compression=compression)
     interrupted(call, shards)
     assert_sums_are_those_of_the_files(call.make())
 
 
 @pytest.mark.parametrize("compression", [None, "4bit"])
-def test_a_split_that_a_version_without_blocks_began(tmp_path: Path, compression: str | None) -> None:
+def test_split_begun_by_a_version_without_blocks(tmp_path: Path, compression: str | None) -> None:
     call = Call(str(write_shards(tmp_path / "model", cut(llama_tensors(), 3))), compression=compression)
     without_blocks(interrupted(call, 2))
     assert_sums_are_those_of_the_files(call.make())
 
 
-def test_what_was_damaged_since_an_earlier_version_wrote_it(tmp_path: Path) -> None:
-    """Its checksum is that of what was written; a file that is something else gets none for its blocks."""
+def test_damage_of_a_split_begun_by_an_earlier_version(tmp_path: Path) -> None:
+    """Its checksum is that of the written bytes; a file that differs gets none for its blocks."""
     call = Call(str(write_shards(tmp_path / "model", cut(llama_tensors(), 3))))
     half = interrupted(call, 2)
     without_blocks(half)
@@ -120,7 +120,7 @@ def test_what_was_damaged_since_an_earlier_version_wrote_it(tmp_path: Path) -> N
 
 
 def without_blocks(folder: Path) -> None:
-    """Make a journal what an earlier version would have written."""
+    """Change a journal to what an earlier version would have written."""
     path = folder / "split.journal"
     head, *lines = path.read_text().splitlines()
     entries = [json.loads(line) for line in lines]
@@ -129,37 +129,37 @@ def without_blocks(folder: Path) -> None:
     path.write_text("\n".join([head, *kept, ""]))
 
 
-def test_repairing_gives_an_earlier_split_its_sums(tmp_path: Path) -> None:
+def test_repair_adds_block_sums_to_an_earlier_split(tmp_path: Path) -> None:
     source = write_shards(tmp_path / "model", cut(llama_tensors(), 3))
-    made = split(source, compression="4bit", sequential=False)
-    manifest = read_manifest(made)
+    folder = split(source, compression="4bit", sequential=False)
+    manifest = read_manifest(folder)
     assert manifest is not None
     bare = dataclasses.replace(
         manifest, layers=tuple(dataclasses.replace(record, blocks=None) for record in manifest.layers)
     )
-    write_manifest(made, bare)
-    assert read_manifest(made) == bare
-    prepare.repair_split(made, bare, {"model.layers.1"}, source)
-    assert_sums_are_those_of_the_files(made)
-    assert read_manifest(made) == manifest
+    write_manifest(folder, bare)
+    assert read_manifest(folder) == bare
+    prepare.repair_split(folder, bare, {"model.layers.1"}, source)
+    assert_sums_are_those_of_the_files(folder)
+    assert read_manifest(folder) == manifest
 
 
-def test_blocks_that_contradict_the_file_are_damage(tmp_path: Path) -> None:
-    made = split(write_shards(tmp_path / "model", cut(llama_tensors(), 3)), compression="4bit")
-    content = json.loads((made / "split.json").read_text())
+def test_contradicting_block_sums_are_damage(tmp_path: Path) -> None:
+    folder = split(write_shards(tmp_path / "model", cut(llama_tensors(), 3)), compression="4bit")
+    content = json.loads((folder / "split.json").read_text())
     blocks = content["layers"][1]["blocks"]
     content["layers"][1]["blocks"] = blocks[:-8] + ("A" if blocks[-8] != "A" else "B") + blocks[-7:]
-    (made / "split.json").write_text(json.dumps(content))
-    (damage,) = verify(made).damaged
+    (folder / "split.json").write_text(json.dumps(content))
+    (damage,) = verify(folder).damaged
     assert damage.file == content["layers"][1]["file"]
     assert damage.problem == "the checksums of its blocks are not those of the file"
 
 
 @pytest.mark.parametrize("blocks", ["no base64", 5, "AAA="])
-def test_blocks_that_are_none(tmp_path: Path, blocks: object) -> None:
-    made = split(write_shards(tmp_path / "model", cut(llama_tensors(), 3)))
-    content = json.loads((made / "split.json").read_text())
+def test_malformed_block_sums(tmp_path: Path, blocks: object) -> None:
+    folder = split(write_shards(tmp_path / "model", cut(llama_tensors(), 3)))
+    content = json.loads((folder / "split.json").read_text())
     content["layers"][1]["blocks"] = blocks
-    (made / "split.json").write_text(json.dumps(content))
+    (folder / "split.json").write_text(json.dumps(content))
     with pytest.raises(IncompleteSplitError, match=r"split.json is damaged"):
-        read_manifest(made)
+        read_manifest(folder)

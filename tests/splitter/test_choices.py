@@ -33,45 +33,45 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]
 
 
 def dense(layers: int = 12) -> Tensors:
-    """A Llama's, with matrices of which some are too small for 4bit-double, and odd numbers of scales."""
-    made: Tensors = {"model.embed_tokens.weight": ("BF16", (515, 64))}
+    """Tensors of a Llama; some matrices are too small for 4bit-double, and numbers of scales are odd."""
+    tensors: Tensors = {"model.embed_tokens.weight": ("BF16", (515, 64))}
     for n in range(layers):
         lead = f"model.layers.{n}."
-        made[lead + "input_layernorm.weight"] = ("BF16", (64,))
-        made |= {f"{lead}self_attn.{p}_proj.weight": ("BF16", (64, 64)) for p in "qkvo"}
-        made |= {f"{lead}mlp.{p}_proj.weight": ("BF16", (517, 64)) for p in ("gate", "up")}
-        made[lead + "mlp.down_proj.weight"] = ("BF16", (64, 517 + 64 * (n == 3)))
-    return {**made, "model.norm.weight": ("F32", (64,)), "lm_head.weight": ("BF16", (515, 64))}
+        tensors[lead + "input_layernorm.weight"] = ("BF16", (64,))
+        tensors |= {f"{lead}self_attn.{p}_proj.weight": ("BF16", (64, 64)) for p in "qkvo"}
+        tensors |= {f"{lead}mlp.{p}_proj.weight": ("BF16", (517, 64)) for p in ("gate", "up")}
+        tensors[lead + "mlp.down_proj.weight"] = ("BF16", (64, 517 + 64 * (n == 3)))
+    return {**tensors, "model.norm.weight": ("F32", (64,)), "lm_head.weight": ("BF16", (515, 64))}
 
 
 def experts(layers: int = 11) -> Tensors:
-    """A mixture's: layers of two kinds in turns, five experts, one that all tokens use."""
-    made: Tensors = {"model.embed_tokens.weight": ("BF16", (600, 64))}
+    """Tensors of a mixture of experts: alternating layers of two kinds, five experts, and a shared one."""
+    tensors: Tensors = {"model.embed_tokens.weight": ("BF16", (600, 64))}
     for n in range(layers):
         lead = f"model.layers.{n}."
         attention = ["self_attn.q_proj", "self_attn.o_proj"] if n % 2 else ["linear_attn.in_proj_qkvz"]
-        made |= {f"{lead}{name}.weight": ("BF16", (96, 64)) for name in attention}
-        made[lead + "mlp.gate.weight"] = ("BF16", (5, 64))
-        for expert in [*(f"experts.{number}" for number in range(5)), "shared_expert"]:
-            made |= {f"{lead}mlp.{expert}.{part}_proj.weight": ("BF16", (520, 64)) for part in ("gate", "up")}
-            made[f"{lead}mlp.{expert}.down_proj.weight"] = ("BF16", (64, 520))
-    return {**made, "lm_head.weight": ("BF16", (600, 64))}
+        tensors |= {f"{lead}{name}.weight": ("BF16", (96, 64)) for name in attention}
+        tensors[lead + "mlp.gate.weight"] = ("BF16", (5, 64))
+        for expert in [*(f"experts.{index}" for index in range(5)), "shared_expert"]:
+            tensors |= {f"{lead}mlp.{expert}.{part}_proj.weight": ("BF16", (520, 64)) for part in ("gate", "up")}
+            tensors[f"{lead}mlp.{expert}.down_proj.weight"] = ("BF16", (64, 520))
+    return {**tensors, "lm_head.weight": ("BF16", (600, 64))}
 
 
 def gpt2(layers: int = 3) -> Tensors:
-    made: Tensors = {"transformer.wte.weight": ("F32", (700, 64)), "transformer.wpe.weight": ("F32", (128, 64))}
+    tensors: Tensors = {"transformer.wte.weight": ("F32", (700, 64)), "transformer.wpe.weight": ("F32", (128, 64))}
     for n in range(layers):
         lead = f"transformer.h.{n}."
-        made |= {lead + "attn.c_attn.weight": ("F32", (64, 192)), lead + "attn.c_attn.bias": ("F32", (192,))}
-        made |= {lead + "mlp.c_fc.weight": ("F32", (64, 256)), lead + "mlp.c_proj.weight": ("F32", (256, 64))}
-    return made
+        tensors |= {lead + "attn.c_attn.weight": ("F32", (64, 192)), lead + "attn.c_attn.bias": ("F32", (192,))}
+        tensors |= {lead + "mlp.c_fc.weight": ("F32", (64, 256)), lead + "mlp.c_proj.weight": ("F32", (256, 64))}
+    return tensors
 
 
 def shards_of(tensors: Tensors, count: int = 3, staged: bool = False) -> tuple[PlannedShard, ...]:
-    """Cut anywhere, in an order of names in which numbers are text, so that layers go over two of them."""
+    """Cut at any tensor, with names in alphabetical order, so that layers span two shards."""
     names = sorted(tensors)
     step = -(-len(names) // count)
-    runs = [names[at : at + step] for at in range(0, len(names), step)]
+    runs = [names[begin : begin + step] for begin in range(0, len(names), step)]
     return tuple(shard_of(f"shard-{n}", {name: tensors[name] for name in run}, staged) for n, run in enumerate(runs))
 
 
@@ -81,26 +81,36 @@ def plan_at(shards: tuple[PlannedShard, ...], family: str, version: int = FORMAT
 
 
 def in_pieces(ranks: int = 2) -> tuple[PlannedShard, ...]:
-    """Cut along either dimension, into whole blocks and others, as ranks have them; norms are whole."""
+    """Pieces along either dimension, with whole and partial blocks, as in ranks; norms are whole."""
     cuts = {"q_proj": (512, 128, 0), "o_proj": (256, 512, 1), "up_proj": (300, 130, 0), "down_proj": (64, 1040, 1)}
     shards = []
     for rank in range(ranks):
-        specs, at = [], 0
+        specs, offset = [], 0
         for n, (part, (rows, columns, dim)) in itertools.product(range(3), cuts.items()):
             name, whole = f"model.layers.{n}.{part}.weight", (rows, columns)
-            own = (rows // ranks, columns) if dim == 0 else (rows, columns // ranks)
-            piece = TensorPiece(name, whole, dim, rank * own[dim])
-            specs.append(TensorSpec(f"{name}:{rank}", "BF16", own, f"rank-{rank}", at, 2 * math.prod(own), piece=piece))
-            at += specs[-1].nbytes
+            piece_shape = (rows // ranks, columns) if dim == 0 else (rows, columns // ranks)
+            piece = TensorPiece(name, whole, dim, rank * piece_shape[dim])
+            specs.append(
+                TensorSpec(
+                    f"{name}:{rank}",
+                    "BF16",
+                    piece_shape,
+                    f"rank-{rank}",
+                    offset,
+                    2 * math.prod(piece_shape),
+                    piece=piece,
+                )
+            )
+            offset += specs[-1].nbytes
         if rank == 0:
             norms = {f"model.layers.{n}.norm.weight": ("BF16", (128, 300)) for n in range(3)}
-            specs += [spec._replace(file="rank-0", offset=at) for spec in shard_of("rank-0", norms).tensors]
-        shards.append(PlannedShard(f"rank-{rank}", at, "sampled:0", tuple(specs), staged=False))
+            specs += [spec._replace(file="rank-0", offset=offset) for spec in shard_of("rank-0", norms).tensors]
+        shards.append(PlannedShard(f"rank-{rank}", offset, "sampled:0", tuple(specs), staged=False))
     return tuple(shards)
 
 
 def plan(kind: str) -> SplitPlan:
-    made: dict[str, Callable[[], SplitPlan]] = {
+    plans: dict[str, Callable[[], SplitPlan]] = {
         "dense": lambda: plan_at(shards_of(dense()), "llama"),
         "dense, an earlier format": lambda: plan_at(shards_of(dense()), "llama", BY_NAME),
         "experts": lambda: plan_at(shards_of(experts(), 5), "qwen3_next"),
@@ -108,7 +118,7 @@ def plan(kind: str) -> SplitPlan:
         "gpt2": lambda: plan_at(shards_of(gpt2()), "gpt2"),
         "pieces": lambda: plan_at(in_pieces(), "llama"),
     }
-    return made[kind]()
+    return plans[kind]()
 
 
 KINDS = ["dense", "dense, an earlier format", "experts", "experts, fetched", "gpt2", "pieces"]
@@ -123,17 +133,17 @@ def free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Planned(BitChoices):
-    """The slow and plain way: a whole plan for each choice."""
+    """The slow reference: a whole plan for each choice."""
 
-    def __init__(self, bare: SplitPlan, found: Sequence[SchemeGroup]) -> None:
-        super().__init__(bare, found)
+    def __init__(self, bare: SplitPlan, scheme_groups: Sequence[SchemeGroup]) -> None:
+        super().__init__(bare, scheme_groups)
         self.bare = bare
 
     def at(self, schemes: Sequence[str | None]) -> BitChoice:
-        made = recompressed(self.bare, AUTO, BitAllocation(self.schemes_of(schemes)))
+        planned = recompressed(self.bare, AUTO, BitAllocation(self.schemes_of(schemes)))
         room = max(layout.size for layout in self.bare.layouts.values())
-        scales = resident_bytes(made, self.bare) - made.output_bytes - room
-        return BitChoice(tuple(schemes), made.shards, made.layer_map, made.layouts, scales)
+        scales = resident_bytes(planned, self.bare) - planned.output_bytes - room
+        return BitChoice(tuple(schemes), planned.shards, planned.layer_map, planned.layouts, scales)
 
 
 def mixtures(count: int, groups_of_it: int) -> Iterator[list[str | None]]:
@@ -143,39 +153,41 @@ def mixtures(count: int, groups_of_it: int) -> Iterator[list[str | None]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_size_is_the_plan_s(kind: str) -> None:
+def test_estimated_sizes_are_those_of_plans(kind: str) -> None:
     bare = plan(kind)
-    found = groups(bare.tensors, 2)
-    quick, slow = BitChoices(bare, found), Planned(bare, found)
+    scheme_groups = groups(bare.tensors, 2)
+    quick, slow = BitChoices(bare, scheme_groups), Planned(bare, scheme_groups)
     sizes = set()
-    for schemes in mixtures(12, len(found)):
-        own, expected = quick.at(schemes), slow.at(schemes)
-        assert (own.output_bytes, own.scales_made) == (expected.output_bytes, expected.scales_made)
+    for schemes in mixtures(12, len(scheme_groups)):
+        estimated, expected = quick.at(schemes), slow.at(schemes)
+        assert (estimated.output_bytes, estimated.scales_made) == (expected.output_bytes, expected.scales_made)
         for layer, layout in expected.layouts.items():
-            assert dict(own.layouts[layer].shard_bytes) == dict(layout.shard_bytes)
+            assert dict(estimated.layouts[layer].shard_bytes) == dict(layout.shard_bytes)
             of = operator.attrgetter("header_bytes", "size", "scratch_bytes", "joined_bytes")
-            assert of(own.layouts[layer]) == of(layout)
-            assert len(own.layouts[layer].joins) == len(layout.joins)
+            assert of(estimated.layouts[layer]) == of(layout)
+            assert len(estimated.layouts[layer].joins) == len(layout.joins)
         for way, deletes in itertools.product(ShardTransfer, (False, True)):
-            use = peak_of(own, shard_transfer=way, freed=all_freed(bare, deletes))
+            use = peak_of(estimated, shard_transfer=way, freed=all_freed(bare, deletes))
             assert use == peak_of(expected, shard_transfer=way, freed=all_freed(bare, deletes))
-        sizes.add(own.output_bytes)
+        sizes.add(estimated.output_bytes)
     assert len(sizes) > len(COMPRESSIONS)
 
 
 @pytest.mark.parametrize(
     "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS]
 )
-def test_what_is_chosen_is_what_plans_would_choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_choice_by_estimates_is_the_choice_by_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     start = plan(kind)
     bare = recompressed(start, None)
-    least, most = (recompressed(start, scheme).output_bytes for scheme in (DOUBLE, None))
-    budgets = [least + (most - least) * step // 16 for step in ((1, 5, 12) if kind in QUICK else (1, 3, 5, 8, 12))]
-    said: list[dict[str, int | bool]] = [{"max_disk": budget} for budget in budgets]
-    said += [{"max_disk": budget, "fit_scales": True} for budget in budgets]
-    said += [{"memory": budget + max(layout.size for layout in bare.layouts.values())} for budget in budgets]
+    smallest, largest = (recompressed(start, scheme).output_bytes for scheme in (DOUBLE, None))
+    budgets = [
+        smallest + (largest - smallest) * step // 16 for step in ((1, 5, 12) if kind in QUICK else (1, 3, 5, 8, 12))
+    ]
+    limits: list[dict[str, int | bool]] = [{"max_disk": budget} for budget in budgets]
+    limits += [{"max_disk": budget, "fit_scales": True} for budget in budgets]
+    limits += [{"memory": budget + max(layout.size for layout in bare.layouts.values())} for budget in budgets]
     chosen = set()
-    for wishes, deletes in itertools.product(said, (False, True)):
+    for wishes, deletes in itertools.product(limits, (False, True)):
         options, disk_budget = SplitOptions(AUTO, min_free=0, **wishes), DiskBudget(tmp_path, all_freed(bare, deletes))  # type: ignore[arg-type]
         with monkeypatch.context() as patched:
             patched.setattr(bit_allocation, "BitChoices", Planned)
@@ -192,8 +204,8 @@ def _outcome(start: SplitPlan, disk_budget: DiskBudget, options: SplitOptions) -
         return str(refused)
 
 
-def test_layers_that_are_alike_are_laid_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of numbers of as many digits, of the same kind, wherever shards are cut."""
+def test_alike_layers_are_laid_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of the same kind, with numbers of as many digits, at any cut into shards."""
     bare = plan("experts")
     quick = BitChoices(bare, groups(bare.tensors, 2))
     laid_out: list[str] = []
@@ -210,12 +222,15 @@ def test_layers_that_are_alike_are_laid_out_once(monkeypatch: pytest.MonkeyPatch
     assert len(laid_out) == 6
 
 
-def test_a_number_that_goes_on_behind_the_layer_s_name_makes_no_layer_like_another() -> None:
+def test_digits_behind_the_layer_name_make_layers_differ() -> None:
     """`l1` and `l2`, with tensors `0.w` and `05.w`: which comes first depends on the digit before."""
     naming = LayerNaming((re.compile(r"(?P<id>l\d)"),))
-    tensors: Tensors = {f"l{n}{rest}.w": ("BF16", (64, 65)) for n in range(4) for rest in ("0", "05", "6")}
+    tensors: Tensors = {f"l{n}{suffix}.w": ("BF16", (64, 65)) for n in range(4) for suffix in ("0", "05", "6")}
     shards = (shard_of("one", tensors),)
     bare = make_plan(SOURCE, shards, assign_layers(list(tensors), None, naming), AUTO)
-    found = groups(bare.tensors)
-    for schemes in mixtures(8, len(found)):
-        assert BitChoices(bare, found).at(schemes).output_bytes == Planned(bare, found).at(schemes).output_bytes
+    scheme_groups = groups(bare.tensors)
+    for schemes in mixtures(8, len(scheme_groups)):
+        assert (
+            BitChoices(bare, scheme_groups).at(schemes).output_bytes
+            == Planned(bare, scheme_groups).at(schemes).output_bytes
+        )

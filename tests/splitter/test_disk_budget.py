@@ -1,4 +1,4 @@
-"""The peak disk use of a split, whether it fits, and how shards arrive then."""
+"""The peak disk use of a split, whether it fits, and the transfer of its shards."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def test_disk_of_fetched_shards() -> None:
     for deletes in (True, False):
         assert peak_of(plan, freed=all_freed(plan, deletes)) == DiskUse(4 * layer + shard, 4 * layer + shard)
     # the last shard has none after it, so two are there while the last but one is used
-    most = max(3 * layer + 2 * shard, 4 * layer + shard)
-    assert peak_of(plan, shard_transfer=ShardTransfer.FILE_AHEAD, freed=all_freed(plan)) == DiskUse(most, most)
+    peak = max(3 * layer + 2 * shard, 4 * layer + shard)
+    assert peak_of(plan, shard_transfer=ShardTransfer.FILE_AHEAD, freed=all_freed(plan)) == DiskUse(peak, peak)
     smaller = plan_of(even(4, MIB, staged=True), "4bit")
     assert peak_of(smaller, shard_transfer=ShardTransfer.FILE_AHEAD, freed=all_freed(smaller)).added > 2 * shard
     assert peak_of(plan, shard_transfer=ShardTransfer.STREAM, freed=all_freed(plan)) == DiskUse(4 * layer, 4 * layer)
 
 
-def test_disk_of_what_an_earlier_run_has_created() -> None:
+def test_disk_of_a_resumed_split() -> None:
     plan = plan_of(even(4, MIB, staged=True))
     shard, layer = on_disk(MIB + 100), MIB + 4096 + 4096
     there = layer + 5000  # and a piece of the second shard
@@ -63,7 +63,7 @@ def test_disk_of_what_an_earlier_run_has_created() -> None:
 
 
 def test_records_are_bounded(tmp_path: Path) -> None:
-    """Journal and manifest of a real split stay below what the plan sets aside for them, and not far below."""
+    """Journal and manifest of a real split stay slightly below the planned size."""
     source = write_shards(tmp_path / "model", cut(llama_tensors(layers=6), 4))
     plan = plan_split(SplitRequest(LocalCheckpoint(source), tmp_path / "out", "llama", SplitOptions()))
     sizes: list[int] = []
@@ -85,7 +85,7 @@ def test_disk_under_compression(compression: str, factor: float) -> None:
     assert use.added == use.created
 
 
-def test_peak_is_where_a_large_shard_comes_late() -> None:
+def test_late_large_shard_determines_the_peak() -> None:
     small = even(3, MIB, staged=True)
     large = shard_of("z", {"model.layers.9.w": ("BF16", (16 * MIB // 128, 64))}, staged=True)
     first = peak_of(plan_of((large, *small), "4bit"))
@@ -94,7 +94,7 @@ def test_peak_is_where_a_large_shard_comes_late() -> None:
     assert last.created - first.created == pytest.approx(3 * 0.2813 * MIB, rel=0.05)
 
 
-def test_shards_used_up_earlier_no_longer_add() -> None:
+def test_used_shards_add_no_disk() -> None:
     plan = plan_of(even(4, MIB))
     layer = MIB + 4096 + 4096
     used = frozenset(["shard-0", "shard-1"])
@@ -117,7 +117,7 @@ def test_header_counts_once_for_a_layer_in_many_shards() -> None:
     compression=st.sampled_from([None, "4bit", "8bit", "4bit-double"]),
     staged=st.booleans(),
 )
-def test_disk_is_bounded_as_promised(sizes: list[int], compression: str | None, staged: bool) -> None:
+def test_disk_use_is_bounded(sizes: list[int], compression: str | None, staged: bool) -> None:
     shards = tuple(
         shard_of(f"s{n}", {f"model.layers.{n}.w": ("BF16", (size * 64, 64))}, staged) for n, size in enumerate(sizes)
     )
@@ -141,7 +141,7 @@ Usage = namedtuple("Usage", "total used free")
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The free disk, in bytes; to be changed by the test."""
+    """The free disk, bytes; a test may change it."""
     amount = [10**15]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2 * 10**15, 0, amount[0]))
     return amount
@@ -161,7 +161,7 @@ def choose(
     return choose_shard_transfer(plan, DiskBudget(folder, all_freed(plan, deletes), downloads=downloads), options)[0]
 
 
-def test_what_fits_is_not_refused(tmp_path: Path, free: list[int]) -> None:
+def test_fitting_splits_are_accepted(tmp_path: Path, free: list[int]) -> None:
     plan = plan_of(even(4, MIB))
     use = peak_of(plan)
     free[0] = use.added
@@ -169,7 +169,7 @@ def test_what_fits_is_not_refused(tmp_path: Path, free: list[int]) -> None:
     choose(plan, tmp_path / "not" / "there" / "yet", use.created, deletes=False)
 
 
-def test_too_little_is_free(tmp_path: Path, free: list[int]) -> None:
+def test_too_little_free_disk_is_refused(tmp_path: Path, free: list[int]) -> None:
     plan = plan_of(even(512, 4 * MIB))
     need = peak_of(plan).added
     folder = tmp_path / "not" / "yet"
@@ -192,7 +192,7 @@ def test_too_little_is_free(tmp_path: Path, free: list[int]) -> None:
     assert "No compression would fit now." in str(refused.value)
 
 
-def test_max_disk_is_too_little(tmp_path: Path, free: list[int]) -> None:
+def test_too_small_max_disk_is_refused(tmp_path: Path, free: list[int]) -> None:
     plan = plan_of(even(512, 4 * MIB, staged=True))
     use = peak_of(plan, freed=all_freed(plan))
     with pytest.raises(NotEnoughSpaceException, match=r"1.00 GiB is allowed by max_disk=1,073,741,824"):
@@ -208,10 +208,10 @@ SMALLER = ("8bit", "4bit", "4bit-double")
 @pytest.mark.parametrize("compression", [None, "8bit", "4bit", "4bit-double"])
 @pytest.mark.parametrize("deletes", [True, False])
 @pytest.mark.parametrize("staged", [True, False])
-def test_what_is_named_as_fitting_fits(
+def test_suggested_options_fit(
     tmp_path: Path, free: list[int], compression: str | None, deletes: bool, staged: bool
 ) -> None:
-    """The compression that is named is tried, with the very space that was too little; where none is, each is."""
+    """The suggested compression is tried with the space that was too little; without a suggestion each is tried."""
     shards, seen = even(8, 4 * MIB, staged), set()
     for available in range(0, 44 * MIB, MIB):
         for max_disk in (None, 20 * MIB):
@@ -230,7 +230,7 @@ def test_what_is_named_as_fitting_fits(
     assert (("4bit",) in seen) == (compression in (None, "8bit"))
 
 
-def test_refusal_comes_before_anything_is_touched(tmp_path: Path) -> None:
+def test_refusal_comes_before_the_first_change(tmp_path: Path) -> None:
     source = write_shards(tmp_path / "model", cut(llama_tensors(), 3))
     before = names_in(source)
     largest = max(path.stat().st_size for path in source.glob("*.safetensors"))
@@ -241,7 +241,7 @@ def test_refusal_comes_before_anything_is_touched(tmp_path: Path) -> None:
     assert largest > 1000
 
 
-def test_what_must_stay_free_is_not_counted_on(tmp_path: Path, free: list[int]) -> None:
+def test_min_free_disk_is_not_used(tmp_path: Path, free: list[int]) -> None:
     plan = plan_of(even(4, MIB))
     need = peak_of(plan).added
     free[0] = need + 50 * MIB
@@ -251,8 +251,8 @@ def test_what_must_stay_free_is_not_counted_on(tmp_path: Path, free: list[int]) 
         choose(plan, tmp_path, None, deletes=False, min_free=50 * MIB)
 
 
-def test_arrival_is_the_best_that_fits(tmp_path: Path, free: list[int]) -> None:
-    """Two shards on the disk where there is room for them, one where there is for one, else none."""
+def test_best_shard_transfer_that_fits_is_chosen(tmp_path: Path, free: list[int]) -> None:
+    """Two shards are on the disk if both fit, one if one fits, else none."""
     plan = plan_of(even(4, MIB, staged=True), "4bit")
     needs = {way: peak_of(plan, shard_transfer=way, freed=all_freed(plan)).created for way in ShardTransfer}
     assert needs[ShardTransfer.FILE_AHEAD] > needs[ShardTransfer.FILE] > needs[ShardTransfer.STREAM]
@@ -268,7 +268,7 @@ def test_arrival_is_the_best_that_fits(tmp_path: Path, free: list[int]) -> None:
                 choose(plan, tmp_path, max_disk, deletes=True)
 
 
-def test_file_that_does_not_fit_names_the_stream_that_does(tmp_path: Path, free: list[int]) -> None:
+def test_refusal_of_files_names_the_stream_that_fits(tmp_path: Path, free: list[int]) -> None:
     plan = plan_of(even(4, MIB, staged=True), "4bit")
     free[0] = peak_of(plan, shard_transfer=ShardTransfer.STREAM, freed=all_freed(plan)).created
     with pytest.raises(NotEnoughSpaceException, match="would fit: it writes no shard"):
@@ -279,7 +279,7 @@ def transposed(tensor: TensorSpec) -> TensorSpec:
     return tensor._replace(strides=(1, tensor.shape[0]))
 
 
-def test_shards_that_must_be_whole_are_never_streamed(tmp_path: Path, free: list[int]) -> None:
+def test_unstreamable_shards_are_never_streamed(tmp_path: Path, free: list[int]) -> None:
     whole = [
         dataclasses.replace(shard, header_first=False, tensors=tuple(map(transposed, shard.tensors)))
         for shard in even(4, MIB, staged=True)
@@ -305,7 +305,7 @@ def test_shards_that_must_be_whole_are_never_streamed(tmp_path: Path, free: list
     assert choose(here, tmp_path, None, deletes=True, transfer="stream") is ShardTransfer.FILE
 
 
-def test_local_shards_arrive_one_way(tmp_path: Path, free: list[int]) -> None:
+def test_local_shards_have_one_transfer(tmp_path: Path, free: list[int]) -> None:
     for transfer in ("auto", "file", "stream"):
         assert choose(plan_of(even(2, MIB)), tmp_path, None, deletes=True, transfer=transfer) is ShardTransfer.FILE
 
@@ -319,7 +319,9 @@ def test_max_disk_counts_downloads_outside_the_split(tmp_path: Path, free: list[
     assert "sequential_shard_processing=True: it downloads one shard at a time" in str(refused.value)
 
 
-def test_download_counts_on_its_own_disk(tmp_path: Path, free: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_downloads_count_on_the_disk_of_the_cache(
+    tmp_path: Path, free: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = plan_of(even(4, MIB))
     need = peak_of(plan).added
     free[0] = need + 10 * MIB
@@ -329,7 +331,7 @@ def test_download_counts_on_its_own_disk(tmp_path: Path, free: list[int], monkey
 
 
 @pytest.mark.parametrize("staged", [False, True])
-def test_as_many_shards_at_once_as_fit(tmp_path: Path, staged: bool) -> None:
+def test_concurrent_shards_are_limited_by_the_disk(tmp_path: Path, staged: bool) -> None:
     plan = plan_of(even(6, 4 * MIB, staged=staged))
     disk_budget = DiskBudget(tmp_path, all_freed(plan, not staged))
 

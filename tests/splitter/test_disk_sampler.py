@@ -1,4 +1,4 @@
-"""The watch over memory and disk: on real files, real memory and what is really free on this disk."""
+"""The sampler of memory and disk, with real files, real memory and the real free disk."""
 
 from __future__ import annotations
 
@@ -50,21 +50,21 @@ def test_enough_free_space(tmp_path: Path) -> None:
     watch.check()
 
 
-def test_too_little_free_space_is_seen_at_once(tmp_path: Path) -> None:
-    wanted = 2 * free(tmp_path)
-    with DiskSampler(tmp_path, wanted, interval=1000) as watch, pytest.raises(DiskFullError) as full:
+def test_too_little_free_space_is_reported_at_once(tmp_path: Path) -> None:
+    min_free = 2 * free(tmp_path)
+    with DiskSampler(tmp_path, min_free, interval=1000) as watch, pytest.raises(DiskFullError) as full:
         watch.check()
     assert isinstance(full.value, SplitError)
-    assert watch.peaks.min_free_bytes < wanted
+    assert watch.peaks.min_free_bytes < min_free
     assert full.value.problem.startswith("Only ")  # other processes may free and take some meanwhile
     assert full.value.problem.endswith(
-        f" were free at {tmp_path}, less than min_free_disk ({size(wanted)}). "
+        f" were free at {tmp_path}, less than min_free_disk ({size(min_free)}). "
         "The split stopped; its finished part is kept."
     )
     assert full.value.remedy == ("Free disk space or lower min_free_disk, and make the same call again: it resumes.")
 
 
-def test_free_space_that_runs_out_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_space_that_runs_out_during_the_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk of 10 MB that only this test writes to."""
     file = tmp_path / "layer.part"
     file.touch()
@@ -89,7 +89,7 @@ def test_no_limit(tmp_path: Path) -> None:
         watch.check()
 
 
-def test_folder_that_is_not_there_yet(tmp_path: Path) -> None:
+def test_missing_folder(tmp_path: Path) -> None:
     folder = tmp_path / "some" / "where"
     with DiskSampler(folder, 2 * free(tmp_path), SHORT) as watch:
         with pytest.raises(DiskFullError):
@@ -102,17 +102,17 @@ def test_folder_that_is_not_there_yet(tmp_path: Path) -> None:
 # Peaks
 
 
-def test_peak_of_the_disk_is_what_was_there_at_once(tmp_path: Path) -> None:
+def test_disk_peak_is_the_largest_sample(tmp_path: Path) -> None:
     staged = tmp_path / ".staging" / "shard.part"
     staged.parent.mkdir()
     with DiskSampler(tmp_path, 0, SHORT) as watch:
         (tmp_path / "layer").write_bytes(bytes(3 * MB))
         staged.write_bytes(bytes(5 * MB))
-        most = on_disk(tmp_path)
-        wait_until(lambda: watch.peaks.disk_bytes >= most)
+        peak = on_disk(tmp_path)
+        wait_until(lambda: watch.peaks.disk_bytes >= peak)
         staged.unlink()
         wait_until(lambda: disk_bytes(tmp_path) < 4 * MB)
-    assert watch.peaks.disk_bytes == most
+    assert watch.peaks.disk_bytes == peak
 
 
 def test_disk_is_counted_in_blocks(tmp_path: Path) -> None:
@@ -131,26 +131,26 @@ def test_peak_of_memory(tmp_path: Path) -> None:
 
 def check_peak_of_memory(tmp_path: Path) -> None:
     with DiskSampler(tmp_path, 0, SHORT) as watch:
-        taken = bytearray(os.urandom(64 * MB))
+        block = bytearray(os.urandom(64 * MB))
         wait_until(lambda: watch.peaks.anonymous_bytes >= 60 * MB)
-        del taken
+        del block
     assert 60 * MB <= watch.peaks.anonymous_bytes < 160 * MB  # urandom's own bytes lived at the same time for a moment
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells pages of files from others")
-def test_pages_of_mapped_files_are_no_memory_of_ours(tmp_path: Path) -> None:
+def test_mapped_pages_do_not_count_as_memory(tmp_path: Path) -> None:
     (tmp_path / "layer").write_bytes(os.urandom(64 * MB))
     with (
         DiskSampler(tmp_path, 0, SHORT) as watch,
         (tmp_path / "layer").open("rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
     ):
-        assert sum(mapped[at] for at in range(0, len(mapped), 4096)) > 0
+        assert sum(mapped[offset] for offset in range(0, len(mapped), 4096)) > 0
         time.sleep(5 * SHORT)
     assert watch.peaks.anonymous_bytes < 32 * MB
 
 
-def test_memory_is_that_above_the_start(tmp_path: Path) -> None:
+def test_memory_counts_from_the_start(tmp_path: Path) -> None:
     before = bytearray(os.urandom(64 * MB))
     with DiskSampler(tmp_path, 0, SHORT) as watch:
         time.sleep(5 * SHORT)
@@ -175,7 +175,7 @@ def test_thread_ends_with_the_context(tmp_path: Path) -> None:
     assert len(watching()) == before
 
 
-def test_folder_that_goes_is_borne(tmp_path: Path) -> None:
+def test_folder_that_is_removed_meanwhile(tmp_path: Path) -> None:
     folder = tmp_path / "splitted_model"
     for _ in range(2):
         (folder / ".staging").mkdir(parents=True)
@@ -189,8 +189,8 @@ def test_folder_that_goes_is_borne(tmp_path: Path) -> None:
         shutil.rmtree(folder)
 
 
-def test_many_files_are_summed_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The part of the time that goes into it stays small; free space is looked at as often as ever."""
+def test_many_files_are_summed_at_longer_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The share of time stays small; free space is sampled as often as before."""
     sums: list[float] = []
 
     def slow(folder: Path) -> int:
@@ -202,11 +202,11 @@ def test_many_files_are_summed_less_often(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(disk_sampler, "disk_bytes", slow)
     samples: list[int] = []
-    asked = shutil.disk_usage
+    disk_usage = shutil.disk_usage
 
     def counted(folder: Path) -> object:
         samples.append(1)
-        return asked(folder)
+        return disk_usage(folder)
 
     monkeypatch.setattr(shutil, "disk_usage", counted)
     began = time.monotonic()

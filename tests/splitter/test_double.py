@@ -30,7 +30,7 @@ from tests.support.plans import plan_of, shard_of
 from tests.support.splitting import Call, Counter, layer_files, names_in, occupied, split
 
 
-def test_a_scratch_file_that_ends_too_early(tmp_path: Path) -> None:
+def test_truncated_scratch_file(tmp_path: Path) -> None:
     plan = plan_of((shard_of("shard", {"model.layers.0.w": ("BF16", (512, 256))}),), "4bit-double")
     (form,) = plan.layouts["layers.0"].settles
     scales = np.random.default_rng(0).random(form.source.elements, np.float32).tobytes()
@@ -64,7 +64,7 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def theirs(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+def reference_parts(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """What bitsandbytes makes of a tensor in one piece, under the names in a layer file."""
     doubled = tensor.numel() >= 32768
     if tensor.dim() < 2 or tensor.numel() < 4096:
@@ -73,27 +73,27 @@ def theirs(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: codes, **{f"{name}.4bit.{key}": value for key, value in state.as_dict(packed=True).items()}}
 
 
-def check(made: Path, tensors: Weights) -> None:
-    """Every part in every layer file is bitsandbytes' own; behind a state there may be blanks."""
-    found: dict[str, torch.Tensor] = {}
-    for path in made.glob("*.safetensors"):
-        found |= load_file(path)
-    expected = {key: part for name, tensor in tensors.items() for key, part in theirs(name, tensor).items()}
-    assert found.keys() == expected.keys()
+def check(folder: Path, tensors: Weights) -> None:
+    """Every part in every layer file equals that of bitsandbytes; blanks may follow a state."""
+    tensors_found: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        tensors_found |= load_file(path)
+    expected = {key: part for name, tensor in tensors.items() for key, part in reference_parts(name, tensor).items()}
+    assert tensors_found.keys() == expected.keys()
     for key, part in expected.items():
         if "quant_state" in key:
-            assert bytes(found[key].numpy()).rstrip() == bytes(part.numpy())
+            assert bytes(tensors_found[key].numpy()).rstrip() == bytes(part.numpy())
         else:
-            assert torch.equal(found[key], part), key
-    assert not names_in(made, f"*{SCRATCH_SUFFIX}")
+            assert torch.equal(tensors_found[key], part), key
+    assert not names_in(folder, f"*{SCRATCH_SUFFIX}")
 
 
 @pytest.mark.parametrize("shards", [1, 3, 7])
-def test_bytes_are_those_of_the_whole_tensor(tmp_path: Path, tensors: Weights, shards: int) -> None:
-    made = split(write_shards(tmp_path / "model", cut(tensors, shards)), compression=DOUBLE)
-    assert made.name == "splitted_model.4bit-double"
-    check(made, tensors)
-    store = LayerStore(made)
+def test_bytes_equal_those_of_the_whole_tensor(tmp_path: Path, tensors: Weights, shards: int) -> None:
+    folder = split(write_shards(tmp_path / "model", cut(tensors, shards)), compression=DOUBLE)
+    assert folder.name == "splitted_model.4bit-double"
+    check(folder, tensors)
+    store = LayerStore(folder)
     assert store.compression == DOUBLE
     kinds = {tensor.quantized.scheme if tensor.quantized else None for tensor in store.tensors.values()}
     assert kinds == {DOUBLE, "4bit", None}
@@ -115,8 +115,8 @@ def test_every_route_makes_the_same_bytes(
     expected = layer_files(split(whole, compression=DOUBLE, sequential=False))
     source = write_shards(tmp_path / "hub" / REPO if hub else tmp_path / "model", cut(tensors, 4))
     more = where if sequential else {}
-    made = split(REPO if hub else source, compression=DOUBLE, sequential=sequential, **more)
-    assert layer_files(made) == expected
+    folder = split(REPO if hub else source, compression=DOUBLE, sequential=sequential, **more)
+    assert layer_files(folder) == expected
 
 
 def test_runs_of_a_few_blocks_in_many_threads(
@@ -126,45 +126,45 @@ def test_runs_of_a_few_blocks_in_many_threads(
     check(split(write_shards(tmp_path / "model", cut(tensors, 3)), compression=DOUBLE), tensors)
 
 
-def test_more_scales_than_are_read_at_a_time(tmp_path: Path) -> None:
+def test_more_scales_than_one_read(tmp_path: Path) -> None:
     chance = torch.Generator().manual_seed(0)
     tensors = {"model.embed_tokens.weight": torch.randn(2100, 4096, generator=chance).bfloat16()}  # 134,400 scales
     check(split(write_shards(tmp_path / "model", {SINGLE_NAME: tensors}, index=False), compression=DOUBLE), tensors)
 
 
 def test_checksums_are_those_of_the_files(tmp_path: Path, tensors: Weights) -> None:
-    """They are put together from what was summed on the way."""
-    made = split(write_shards(tmp_path / "model", cut(tensors, 3)), compression=DOUBLE)
-    manifest = read_manifest(made)
+    """They are combined from the sums of the written runs."""
+    folder = split(write_shards(tmp_path / "model", cut(tensors, 3)), compression=DOUBLE)
+    manifest = read_manifest(folder)
     assert manifest is not None
     assert {record.file: record.crc32 for record in manifest.layers} == {
-        path.name: crc32_of_file(path) for path in made.glob("*.safetensors")
+        path.name: crc32_of_file(path) for path in folder.glob("*.safetensors")
     }
-    assert verify(made).damaged == ()
+    assert verify(folder).damaged == ()
 
 
 def test_damage_is_noticed(tmp_path: Path, tensors: Weights) -> None:
-    made = split(write_shards(tmp_path / "model", cut(tensors, 3)), compression=DOUBLE)
-    store = LayerStore(made)
+    folder = split(write_shards(tmp_path / "model", cut(tensors, 3)), compression=DOUBLE)
+    store = LayerStore(folder)
     stored = store.tensors["model.embed_tokens.weight"]
     offset = stored.parts[3].offset
-    path = made / stored.parts[3].file
+    path = folder / stored.parts[3].file
     del store
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
     path.write_bytes(data)
-    assert [damage.layer for damage in verify(made).damaged] == ["embed_tokens"]
+    assert [damage.layer for damage in verify(folder).damaged] == ["embed_tokens"]
 
 
-def test_scales_are_summed_when_a_layer_is_whole_and_never_before(
+def test_scales_are_summed_only_when_a_layer_is_complete(
     tmp_path: Path, tensors: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settle, seen = mover.Mover.settle, []
 
     def noted(self: mover.Mover, targets: object) -> None:
-        given = list(targets)  # type: ignore[call-overload]
-        seen.extend(form.source.name for target, _ in given for form in target.layout.settles)
-        settle(self, given)
+        target_list = list(targets)  # type: ignore[call-overload]
+        seen.extend(form.source.name for target, _ in target_list for form in target.layout.settles)
+        settle(self, target_list)
 
     monkeypatch.setattr(mover.Mover, "settle", noted)
     split(write_shards(tmp_path / "model", cut(tensors, 5)), compression=DOUBLE)
@@ -172,43 +172,43 @@ def test_scales_are_summed_when_a_layer_is_whole_and_never_before(
     assert sorted(seen) == sorted(doubled)
 
 
-def test_the_scratch_of_a_layer_that_waits_is_durable_before_its_shard_goes(tmp_path: Path, tensors: Weights) -> None:
+def test_scratch_file_is_durable_before_its_shard_is_deleted(tmp_path: Path, tensors: Weights) -> None:
     steps: list[Step] = []
     with observe_steps(steps.append):
         split(write_shards(tmp_path / "model", cut(tensors, 5)), compression=DOUBLE)
-    scratch = [(at, step) for at, step in enumerate(steps) if step.path.name.endswith(SCRATCH_SUFFIX)]
+    scratch = [(index, step) for index, step in enumerate(steps) if step.path.name.endswith(SCRATCH_SUFFIX)]
     assert {"create", "write", "sync", "unlink"} <= {step.kind for _, step in scratch}
-    for at, step in enumerate(steps):
+    for index, step in enumerate(steps):
         if step.kind == "unlink" and step.path.name.startswith("model-0000"):
-            begun = {s.path for s in steps[:at] if s.kind == "write" and s.path.name.endswith(SCRATCH_SUFFIX)}
-            gone = {s.path for s in steps[:at] if s.kind == "unlink"}
-            synced = {s.path for s in steps[:at] if s.kind == "sync"}
-            assert begun - gone <= synced
+            begun = {s.path for s in steps[:index] if s.kind == "write" and s.path.name.endswith(SCRATCH_SUFFIX)}
+            removed = {s.path for s in steps[:index] if s.kind == "unlink"}
+            synced = {s.path for s in steps[:index] if s.kind == "sync"}
+            assert begun - removed <= synced
 
 
 def peaks_of(source: Path, make: Callable[[], Path]) -> tuple[int, int, Path]:
     """The peak of the disk that a split in its source's folder adds, the peak that it announced, and the split."""
-    before, most, planned = occupied(source), [0], []
+    before, peak_bytes, planned = occupied(source), [0], []
 
-    def look(number: int, step: Step) -> None:
-        most[0] = max(most[0], occupied(source) - before)
+    def look(index: int, step: Step) -> None:
+        peak_bytes[0] = max(peak_bytes[0], occupied(source) - before)
 
     def listen(event: progress.Event) -> None:
         if isinstance(event, progress.SplitStarted):
             planned.append(event.peak_bytes)
 
     with observe_steps(Counter(look)), progress.listening(listen):
-        made = make()
+        folder = make()
     (peak,) = planned
-    return most[0], peak, made
+    return peak_bytes[0], peak, folder
 
 
 def made_in_spite_of_interrupts(call: Call, deaths: range) -> Path:
-    """What the call makes that is not broken off; one after the other is, each at another step."""
+    """Interrupt the call at each of these steps in turn; return what the last, complete call made."""
     for death in deaths:
 
-        def stop(number: int, step: Step, death: int = death) -> None:
-            if number == death:
+        def stop(index: int, step: Step, death: int = death) -> None:
+            if index == death:
                 raise KeyboardInterrupt
 
         try:
@@ -221,22 +221,22 @@ def made_in_spite_of_interrupts(call: Call, deaths: range) -> Path:
 
 @pytest.mark.parametrize("shards", [1, 3, 6])
 @pytest.mark.parametrize("sequential", [True, False])
-def test_the_disk_peak_is_what_was_planned(tmp_path: Path, tensors: Weights, shards: int, sequential: bool) -> None:
+def test_disk_peak_equals_the_plan(tmp_path: Path, tensors: Weights, shards: int, sequential: bool) -> None:
     source = write_shards(tmp_path / "model", cut(tensors, shards))
     call = Call(str(source), compression=DOUBLE, sequential=sequential)
-    most, peak, _ = peaks_of(source, call.make)
-    assert 0 < most <= peak
-    assert peak <= most + 400_000  # headers, and blocks that are begun: 4 KiB each
+    measured, peak, _ = peaks_of(source, call.make)
+    assert 0 < measured <= peak
+    assert peak <= measured + 400_000  # headers, and blocks that are begun: 4 KiB each
 
 
 @pytest.mark.parametrize("chunk", [1 << 15, 8 << 20])
-def test_the_way_out_has_bitsandbytes_bits(
+def test_dequantized_bits_are_those_of_bitsandbytes(
     tmp_path: Path, tensors: Weights, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
     """A run of scales at a time."""
-    made = split(write_shards(tmp_path / "model", cut(tensors, 3)), compression=DOUBLE)
+    folder = split(write_shards(tmp_path / "model", cut(tensors, 3)), compression=DOUBLE)
     monkeypatch.setattr("rabbitllm.store.checkpoint_folder.CHUNK_BYTES", chunk)
-    store = LayerStore(made)
+    store = LayerStore(folder)
     with PlainReader(store) as reader:
         for name, stored in store.tensors.items():
             tensor = tensors[name]
@@ -249,25 +249,25 @@ def test_the_way_out_has_bitsandbytes_bits(
 
 def test_repair_makes_the_same_bytes(tmp_path: Path, tensors: Weights, hub_environment: HubEnvironment) -> None:
     write_shards(tmp_path / "hub" / REPO, cut(tensors, 4))
-    made = split(REPO, compression=DOUBLE)
-    before = layer_files(made)
-    path = made / "model.layers.1.safetensors"
+    folder = split(REPO, compression=DOUBLE)
+    before = layer_files(folder)
+    path = folder / "model.layers.1.safetensors"
     path.write_bytes(bytes(path.stat().st_size))
-    manifest = read_manifest(made)
+    manifest = read_manifest(folder)
     assert manifest is not None
-    prepare.repair_split(made, manifest, {damage.layer for damage in verify(made).damaged})
-    assert layer_files(made) == before
+    prepare.repair_split(folder, manifest, {damage.layer for damage in verify(folder).damaged})
+    assert layer_files(folder) == before
 
 
-def test_an_interrupted_call_goes_on(tmp_path: Path, tensors: Weights) -> None:
-    """Broken off at each step once, all in one: every call gets one step further than the one before."""
+def test_interrupted_call_is_resumed(tmp_path: Path, tensors: Weights) -> None:
+    """Every call is interrupted one step later than the one before."""
     source = write_shards(tmp_path / "model", cut(tensors, 3))
     undisturbed = write_shards(tmp_path / "quiet", cut(tensors, 3))
     expected = layer_files(split(undisturbed, compression=DOUBLE))
     call = Call(str(source), compression=DOUBLE)
 
-    made = made_in_spite_of_interrupts(call, range(3, 400, 9))
-    assert layer_files(made) == expected
+    folder = made_in_spite_of_interrupts(call, range(3, 400, 9))
+    assert layer_files(folder) == expected
 
 
 @pytest.mark.parametrize(
@@ -279,27 +279,27 @@ def test_an_interrupted_call_goes_on(tmp_path: Path, tensors: Weights) -> None:
         (2, 208, None),  # a block holds elements of two ranks
     ],
 )
-def test_ranks_of_metas(
+def test_meta_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, hidden: int, chunk: int | None
 ) -> None:
-    """Scales of pieces that go straight to their places, of such as take turns, and of such as wait uncompressed."""
-    made = tiny_llama(hidden=hidden, intermediate=384, vocabulary=320)
-    expected = layer_files(split(write_as_transformers(tmp_path / "hf", made), compression=DOUBLE))
+    """Pieces that are written directly, that alternate, and that wait uncompressed."""
+    model = tiny_llama(hidden=hidden, intermediate=384, vocabulary=320)
+    expected = layer_files(split(write_as_transformers(tmp_path / "hf", model), compression=DOUBLE))
     if chunk is not None:
         monkeypatch.setattr("rabbitllm.splitter.plan.CHUNK_BYTES", chunk)
-    source = write_meta(tmp_path / "meta", made, ranks)
-    most, peak, folder = peaks_of(source, lambda: split(source, compression=DOUBLE))
+    source = write_meta(tmp_path / "meta", model, ranks)
+    measured, peak, folder = peaks_of(source, lambda: split(source, compression=DOUBLE))
     assert layer_files(folder) == expected
     assert verify(folder).damaged == ()
-    assert most <= peak
+    assert measured <= peak
     kinds = {t.quantized.scheme for t in LayerStore(folder).tensors.values() if t.quantized}
     assert kinds == {DOUBLE, "4bit"} or kinds == {DOUBLE}
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_ranks_of_metas_go_on(tmp_path: Path, ranks: int) -> None:
-    made = tiny_llama(hidden=256, intermediate=384, vocabulary=320)
-    expected = layer_files(split(write_as_transformers(tmp_path / "hf", made), compression=DOUBLE))
-    call = Call(str(write_meta(tmp_path / "meta", made, ranks)), compression=DOUBLE)
+def test_interrupted_split_of_meta_ranks_is_resumed(tmp_path: Path, ranks: int) -> None:
+    model = tiny_llama(hidden=256, intermediate=384, vocabulary=320)
+    expected = layer_files(split(write_as_transformers(tmp_path / "hf", model), compression=DOUBLE))
+    call = Call(str(write_meta(tmp_path / "meta", model, ranks)), compression=DOUBLE)
     folder = made_in_spite_of_interrupts(call, range(3, 900, 17))
     assert layer_files(folder) == expected

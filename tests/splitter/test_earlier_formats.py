@@ -1,4 +1,4 @@
-"""Splits of the first format version, whose files go by size and name alone: finished, read and repaired as such."""
+"""Splits of the first format version, ordered by size and name alone, are finished, read and repaired."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def first_version(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> Path:
-    """The checkpoint, of which splits are planned as the first version did."""
+    """A checkpoint whose splits are planned as by the first version."""
     monkeypatch.setattr(splitter, "plan_split", functools.partial(splitter.plan_split, format_version=BY_NAME))
     return checkpoint
 
 
 def as_first_version_wrote(journal: Path) -> None:
-    head, rest = journal.read_text().split("\n", 1)
+    head, entries = journal.read_text().split("\n", 1)
     content = json.loads(head)
     assert content.pop("format_version") == BY_NAME
     content["journal_version"] = 1
-    journal.write_text(json.dumps(content, separators=(",", ":")) + "\n" + rest)
+    journal.write_text(json.dumps(content, separators=(",", ":")) + "\n" + entries)
 
 
 @pytest.mark.parametrize("compression", [None, "4bit"])
-def test_it_is_finished_as_it_was_begun(
+def test_unfinished_split_keeps_its_format(
     first_version: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compression: str | None
 ) -> None:
     copy = shutil.copytree(first_version, tmp_path / "copy" / "model")
@@ -79,7 +79,7 @@ def test_the_same_weights_in_another_order(
     assert [LayerStore(folder).manifest.format_version for folder in (earlier, now)] == [BY_NAME, EXPERTS_TOGETHER]  # type: ignore[union-attr]
 
 
-def test_its_layers_are_made_again_as_they_were(first_version: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repair_keeps_the_format(first_version: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = split(first_version, sequential=False)
     monkeypatch.undo()
     whole = contents(folder)
@@ -92,7 +92,7 @@ def test_its_layers_are_made_again_as_they_were(first_version: Path, monkeypatch
     assert contents(folder) == whole
 
 
-def test_a_version_that_is_not_known_is_refused(first_version: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_version_is_refused(first_version: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     call = Call(str(first_version))
     half = interrupted(call, 1)
     journal = half / "split.journal"
@@ -105,13 +105,13 @@ def test_a_version_that_is_not_known_is_refused(first_version: Path, monkeypatch
 
 @pytest.fixture
 def grouped_otherwise(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> Path:
-    """The checkpoint, of which each tensor becomes a layer, as earlier versions did with unknown families."""
+    """A checkpoint of which each tensor becomes a layer, as in earlier versions with unknown families."""
     one_each = naming.naming([r"(?P<id>.+)"])
     monkeypatch.setitem(naming._registered, "qwen3_moe", one_each)
     return checkpoint
 
 
-def test_layers_of_another_grouping_are_read_finished_and_repaired(
+def test_split_with_another_grouping_is_read_resumed_and_repaired(
     grouped_otherwise: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     expected = reference_logits(grouped_otherwise, INPUT, torch.float32)
@@ -129,5 +129,5 @@ def test_layers_of_another_grouping_are_read_finished_and_repaired(
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     manifest = read_manifest(whole)
     assert manifest is not None
-    prepare.repair_split(whole, manifest, {found.layer for found in verify(whole).damaged}, grouped_otherwise)
+    prepare.repair_split(whole, manifest, {damage.layer for damage in verify(whole).damaged}, grouped_otherwise)
     assert contents(whole) == written

@@ -61,13 +61,13 @@ def shards_of(folder: Path) -> list[str]:
 
 
 def edit(path: Path, *, back: bool = False) -> None:
-    """Change a byte in the middle of a tensor, where nothing is sampled; with `back` set the time back afterwards."""
+    """Change a byte in the middle of a tensor, which is not sampled; with `back` restore the time afterwards."""
     before = path.stat()
     with path.open("r+b") as file:
-        at = 8 + int.from_bytes(file.read(8), "little") + 100_001
-        file.seek(at)
+        offset = 8 + int.from_bytes(file.read(8), "little") + 100_001
+        file.seek(offset)
         byte = file.read(1)
-        file.seek(at)
+        file.seek(offset)
         file.write(bytes([byte[0] ^ 1]))
     if back:
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -76,7 +76,7 @@ def edit(path: Path, *, back: bool = False) -> None:
 
 
 def later(path: Path) -> None:
-    """Another time, and the same bytes."""
+    """Change the time, and keep the bytes."""
     before = path.stat()
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
 
@@ -102,30 +102,30 @@ def refused(call: Call, pattern: str) -> SplitMismatchError:
 
 @pytest.mark.parametrize("sequential", [True, False])
 @pytest.mark.parametrize("compression", COMPRESSIONS)
-def test_a_byte_of_a_shard_that_waits(model: Path, sequential: bool, compression: str | None) -> None:
+def test_edited_byte_of_a_waiting_shard(model: Path, sequential: bool, compression: str | None) -> None:
     call = Call(str(model), compression=compression, sequential=sequential)
-    made = interrupted(call)
+    folder = interrupted(call)
     last = model / "model-00003-of-00003.safetensors"
     edit(last)
-    error = refused(call, rf"{last} has changed since the split in {made} was started: its modification time is 20")
+    error = refused(call, rf"{last} has changed since the split in {folder} was started: its modification time is 20")
     assert f"touch -d @{last.stat().st_mtime_ns // 10**9 - 1}." in error.remedy
     assert ("Do not delete" in error.remedy) is sequential
-    assert (f"delete {made}" in error.remedy) is not sequential
+    assert (f"delete {folder}" in error.remedy) is not sequential
 
 
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("compression", COMPRESSIONS)
-def test_a_byte_of_a_shard_that_is_used_up_and_kept(model: Path, compression: str | None, back: bool) -> None:
+def test_edited_byte_of_a_used_shard_that_is_kept(model: Path, compression: str | None, back: bool) -> None:
     call = Call(str(model), compression=compression, sequential=False)
-    made = interrupted(call)
+    folder = interrupted(call)
     first = model / "model-00001-of-00003.safetensors"
     edit(first, back=back)
-    error = refused(call, rf"{first} has changed since the split in {made} was started: its bytes differ")
-    assert f"to split the changed ones, delete {made}" in error.remedy
+    error = refused(call, rf"{first} has changed since the split in {folder} was started: its bytes differ")
+    assert f"to split the changed ones, delete {folder}" in error.remedy
 
 
-def test_a_byte_of_a_used_shard_that_a_crash_has_left(model: Path) -> None:
-    """It is not deleted, as it else would be before anything else."""
+def test_edited_byte_of_a_used_shard_after_a_crash(model: Path) -> None:
+    """It is not deleted, which would otherwise be the first step."""
     call = Call(str(model), compression="4bit")
     first = model / "model-00001-of-00003.safetensors"
 
@@ -144,7 +144,7 @@ def test_a_byte_of_a_used_shard_that_a_crash_has_left(model: Path) -> None:
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
-def test_another_time_of_a_used_shard_is_compared_and_goes_on(
+def test_used_shard_with_another_time_is_compared(
     model: Path, original: Path, tmp_path: Path, compression: str | None
 ) -> None:
     call = Call(str(model), compression=compression, sequential=False)
@@ -153,19 +153,19 @@ def test_another_time_of_a_used_shard_is_compared_and_goes_on(
     assert layer_files(call.make()) == expected(original, tmp_path, compression)
 
 
-def test_a_copy_of_the_folder_goes_on(model: Path, original: Path, tmp_path: Path) -> None:
-    """Other inodes, the same times; also where what copied it keeps whole seconds only."""
+def test_copied_folder_is_resumed(model: Path, original: Path, tmp_path: Path) -> None:
+    """Other inodes, and the same times, also in whole seconds only."""
     interrupted(Call(str(model), compression="4bit", sequential=False))
     copy = shutil.copytree(model, tmp_path / "copy" / "model")
     for name in shards_of(copy):
         whole = (copy / name).stat().st_mtime_ns // 10**9 * 10**9
         os.utime(copy / name, ns=(whole, whole))
-    made = Call(str(copy), compression="4bit", sequential=False).make()
-    assert layer_files(made) == expected(original, tmp_path, "4bit")
+    folder = Call(str(copy), compression="4bit", sequential=False).make()
+    assert layer_files(folder) == expected(original, tmp_path, "4bit")
 
 
-def test_a_time_that_was_set_back_is_said(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of a shard that waits nothing is known but its samples."""
+def test_time_that_was_set_back_is_reported(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Only samples of a waiting shard are recorded."""
     call = Call(str(model), sequential=False)
     interrupted(call)
     edit(model / "model-00003-of-00003.safetensors", back=True)
@@ -176,39 +176,39 @@ def test_a_time_that_was_set_back_is_said(model: Path, caplog: pytest.LogCapture
 
 def test_another_length(model: Path) -> None:
     call = Call(str(model), sequential=False)
-    made = interrupted(call)
+    folder = interrupted(call)
     last = model / "model-00003-of-00003.safetensors"
     with last.open("ab") as file:
         file.write(b" ")
     with pytest.raises(RabbitLLMError) as error:
         call.make()
     assert last.name in str(error.value)
-    assert not (made / "split.json").exists()
+    assert not (folder / "split.json").exists()
 
 
-def test_other_samples_are_said_to_be_a_change(model: Path) -> None:
+def test_other_samples_are_a_change(model: Path) -> None:
     call = Call(str(model), sequential=False)
-    made = interrupted(call)
+    folder = interrupted(call)
     other = write_shards(model.parent / "other", cut(llama_tensors(**LARGE, seed=1), 3))
     shutil.copyfile(other / "model-00003-of-00003.safetensors", model / "model-00003-of-00003.safetensors")
-    refused(call, rf"{model} has changed since the split in {made} was started: its shard model-00003")
+    refused(call, rf"{model} has changed since the split in {folder} was started: its shard model-00003")
 
 
-def test_a_journal_of_an_earlier_version_goes_on_as_it_did(model: Path, original: Path, tmp_path: Path) -> None:
+def test_journal_of_an_earlier_version_is_resumed(model: Path, original: Path, tmp_path: Path) -> None:
     call = Call(str(model), compression="4bit", sequential=False)
-    made = interrupted(call)
-    head, *lines = (made / JOURNAL_NAME).read_text().splitlines()
+    folder = interrupted(call)
+    head, *lines = (folder / JOURNAL_NAME).read_text().splitlines()
     content = json.loads(head)
     for shard in content["shards"]:
         assert shard.pop("stat")[0] == shard["size"]
     used = [json.loads(line) for line in lines]
     for line in used:
         assert line.pop("source_crc32")
-    (made / JOURNAL_NAME).write_text("".join(json.dumps(line) + "\n" for line in (content, *used)))
+    (folder / JOURNAL_NAME).write_text("".join(json.dumps(line) + "\n" for line in (content, *used)))
     for name in shards_of(model):
         later(model / name)
     assert layer_files(call.make()) == expected(original, tmp_path, "4bit")
-    manifest = read_manifest(made)
+    manifest = read_manifest(folder)
     assert manifest is not None
     assert set(manifest.source_checksums) == set(shards_of(model)[1:])
 
@@ -217,7 +217,7 @@ def test_a_journal_of_an_earlier_version_goes_on_as_it_did(model: Path, original
 
 
 @pytest.mark.parametrize("compression", [None, "4bit"])
-def test_a_shard_that_is_written_to_while_it_is_read(model: Path, compression: str | None) -> None:
+def test_shard_that_is_modified_while_it_is_read(model: Path, compression: str | None) -> None:
     call = Call(str(model), compression=compression)
     second = model / "model-00002-of-00003.safetensors"
 
@@ -227,13 +227,13 @@ def test_a_shard_that_is_written_to_while_it_is_read(model: Path, compression: s
 
     with progress.listening(listen), pytest.raises(CorruptShardError, match="was modified while it was being split"):
         call.make()
-    made = call.find().split_folder
-    earlier = journal.replay(made)
+    folder = call.find().split_folder
+    earlier = journal.replay(folder)
     assert earlier is not None
     assert earlier.used == {"model-00001-of-00003.safetensors"}
     layers = [layer for layer, shards in earlier.plan.layer_map.layer_to_shards.items() if second.name in shards]
     assert layers
-    assert not any((made / earlier.plan.layouts[layer].file_name).exists() for layer in layers)
+    assert not any((folder / earlier.plan.layouts[layer].file_name).exists() for layer in layers)
 
 
 # The sums that are noted
@@ -241,8 +241,8 @@ def test_a_shard_that_is_written_to_while_it_is_read(model: Path, compression: s
 
 @pytest.mark.parametrize("compression", [None, "8bit", "4bit", "4bit-double"])
 @pytest.mark.parametrize("kind", ["safetensors", "odd torch files", "ranks"])
-def test_what_is_noted_is_the_sum_of_what_was_taken(tmp_path: Path, kind: str, compression: str | None) -> None:
-    """Wherever the call died on the way, layers that were named before the journal said so included."""
+def test_recorded_checksum_is_that_of_the_used_data(tmp_path: Path, kind: str, compression: str | None) -> None:
+    """At any step of death, also between a layer's name and its journal entry."""
     cuts = cut(llama_tensors(layers=2, hidden=192, vocabulary=200), 3)
     if kind == "safetensors":
         source = write_shards(tmp_path / "model", cuts)
@@ -250,28 +250,28 @@ def test_what_is_noted_is_the_sum_of_what_was_taken(tmp_path: Path, kind: str, c
         source = write_meta(tmp_path / "model", tiny_llama(), ranks=2)
     else:
         source = write_torch(tmp_path / "model", torch_files(cuts), index=True)
-    found: list[dict[str, int]] = []
+    recorded: list[dict[str, int]] = []
     call = Call(str(source), compression=compression, sequential=False)
     copy = Path(shutil.copytree(source, tmp_path / "counted"))
     steps = steps_of(dataclasses.replace(call, source=str(copy)))
-    for at in (steps, *range(0, steps, max(steps // 12, 1))):
-        again = dataclasses.replace(call, saving_path=str(tmp_path / f"out-{at}"))
-        with dying_at(at):
+    for death in (steps, *range(0, steps, max(steps // 12, 1))):
+        again = dataclasses.replace(call, saving_path=str(tmp_path / f"out-{death}"))
+        with dying_at(death):
             again.make()
         manifest = read_manifest(again.make())
         assert manifest is not None
-        found.append(dict(manifest.source_checksums))
+        recorded.append(dict(manifest.source_checksums))
     earlier = journal.replay(interrupted(dataclasses.replace(call, saving_path=str(tmp_path / "begun"))))
     assert earlier is not None
     sums = {shard.name: source_crc32(source / shard.name, shard.tensors) for shard in earlier.plan.shards}
-    assert all(noted == sums for noted in found)
+    assert all(noted == sums for noted in recorded)
 
 
 # With verify_source
 
 
 @pytest.mark.parametrize("compression", [None, "4bit"])
-def test_sums_that_are_noted_first_find_any_change(model: Path, compression: str | None) -> None:
+def test_checksums_recorded_first_detect_any_change(model: Path, compression: str | None) -> None:
     call = Call(str(model), compression=compression, verify_source=True)
     interrupted(call)
     edit(model / "model-00003-of-00003.safetensors", back=True)
@@ -279,7 +279,7 @@ def test_sums_that_are_noted_first_find_any_change(model: Path, compression: str
         refused(dataclasses.replace(call, verify_source=verifies), "its bytes differ")
 
 
-def test_sums_that_are_noted_first_let_a_sound_copy_pass(model: Path, original: Path, tmp_path: Path) -> None:
+def test_checksums_recorded_first_accept_an_intact_copy(model: Path, original: Path, tmp_path: Path) -> None:
     call = Call(str(model), compression="4bit", verify_source=True)
     interrupted(call)
     for name in shards_of(model):
@@ -289,7 +289,7 @@ def test_sums_that_are_noted_first_let_a_sound_copy_pass(model: Path, original: 
     assert layer_files(call.make()) == expected(original, tmp_path, "4bit")
 
 
-def test_a_change_behind_the_time_s_back_while_it_runs(model: Path) -> None:
+def test_change_that_keeps_the_time_during_the_split(model: Path) -> None:
     call = Call(str(model), verify_source=True)
     last = model / "model-00003-of-00003.safetensors"
 
@@ -303,13 +303,13 @@ def test_a_change_behind_the_time_s_back_while_it_runs(model: Path) -> None:
     ):
         call.make()
     assert last.exists()
-    made = model / "splitted_model"
-    assert not (made / "lm_head.safetensors").exists()
+    folder = model / "splitted_model"
+    assert not (folder / "lm_head.safetensors").exists()
     edit(last, back=True)  # the same bit once more
-    assert call.make() == made
+    assert call.make() == folder
 
 
-def test_verifying_a_copy_whose_inodes_differ_finds_an_edit(model: Path, tmp_path: Path) -> None:
+def test_verify_source_detects_an_edit_in_a_copy(model: Path, tmp_path: Path) -> None:
     call = Call(str(model), sequential=False)
     interrupted(call)
     copy = shutil.copytree(model, tmp_path / "copy" / "model")
@@ -317,7 +317,7 @@ def test_verifying_a_copy_whose_inodes_differ_finds_an_edit(model: Path, tmp_pat
     refused(dataclasses.replace(call, source=str(copy), verify_source=True), "its bytes differ")
 
 
-def test_what_cannot_be_compared_is_said(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_shards_without_checksums_are_reported(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     call = Call(str(model), sequential=False)
     interrupted(call)
     dataclasses.replace(call, verify_source=True).make()
@@ -331,15 +331,15 @@ def test_what_cannot_be_compared_is_said(model: Path, caplog: pytest.LogCaptureF
 def cached(
     tmp_path: Path, original: Path, local_hub: LocalHub, hub_environment: HubEnvironment
 ) -> Callable[[str], Path]:
-    """Where a shard lies in the hub cache, which has them all."""
+    """Return the path of a shard in the hub cache, which has all of them."""
     shutil.copytree(original, tmp_path / "hub" / REPO)
     Call(REPO, sequential=False).make()
     [snapshot] = hub_environment.cache.glob("models--*/snapshots/*")
-    return lambda number: (snapshot / f"model-{number}-of-00003.safetensors").resolve()
+    return lambda shard_number: (snapshot / f"model-{shard_number}-of-00003.safetensors").resolve()
 
 
 @pytest.mark.parametrize("sequential", [True, False])
-def test_a_cached_shard_that_was_edited_before(cached: Callable[[str], Path], sequential: bool) -> None:
+def test_cached_shard_edited_before_the_split(cached: Callable[[str], Path], sequential: bool) -> None:
     edit(cached("00002"), back=True)
     call = Call(REPO, compression="4bit", sequential=sequential, verify_source=True)
     with pytest.raises(CorruptShardError, match="differs from its digest on the hub"):
@@ -348,7 +348,7 @@ def test_a_cached_shard_that_was_edited_before(cached: Callable[[str], Path], se
 
 
 @pytest.mark.parametrize("sequential", [True, False])
-def test_a_cached_shard_that_is_edited_or_touched_meanwhile(cached: Callable[[str], Path], sequential: bool) -> None:
+def test_cached_shard_edited_or_touched_during_the_split(cached: Callable[[str], Path], sequential: bool) -> None:
     call = Call(REPO, compression="4bit", sequential=sequential)
     interrupted(call)
     edit(cached("00003"))
@@ -360,54 +360,54 @@ def test_a_cached_shard_that_is_edited_or_touched_meanwhile(cached: Callable[[st
 # A finished split
 
 
-def test_an_original_that_was_written_to_afterwards(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_original_modified_after_the_split(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     call = Call(str(model), compression="4bit", sequential=False)
-    made = call.make()
+    folder = call.make()
     caplog.clear()
     call.make()
     assert caplog.text == ""
     first = model / "model-00001-of-00003.safetensors"
     edit(first, back=True)
-    future = (made / "split.json").stat().st_mtime_ns + 10**9
+    future = (folder / "split.json").stat().st_mtime_ns + 10**9
     os.utime(first, ns=(future, future))
     call.make()
-    assert f"{first} was modified after the split in {made} was made" in caplog.text
-    refused(dataclasses.replace(call, verify_source=True), rf"{first} has changed since the split in {made} was made")
+    assert f"{first} was modified after the split in {folder} was made" in caplog.text
+    refused(dataclasses.replace(call, verify_source=True), rf"{first} has changed since the split in {folder} was made")
     edit(first)
     caplog.clear()
     dataclasses.replace(call, verify_source=True).make()
     assert caplog.text == ""
 
 
-def test_an_original_whose_samples_are_other_ones(model: Path) -> None:
+def test_original_with_other_samples(model: Path) -> None:
     call = Call(str(model), compression="4bit", sequential=False)
-    made = call.make()
+    folder = call.make()
     other = write_shards(model.parent / "other", cut(llama_tensors(**LARGE, seed=1), 3))
     shutil.copyfile(other / "model-00002-of-00003.safetensors", model / "model-00002-of-00003.safetensors")
-    error = refused(call, rf"{model} has changed since it was split into {made}: its shard model-00002")
-    assert f"load {made}" in error.remedy
+    error = refused(call, rf"{model} has changed since it was split into {folder}: its shard model-00002")
+    assert f"load {folder}" in error.remedy
 
 
-def test_repair_takes_nothing_of_an_edited_original(model: Path) -> None:
-    made = Call(str(model), sequential=False).make()
-    manifest = read_manifest(made)
+def test_repair_refuses_an_edited_original(model: Path) -> None:
+    folder = Call(str(model), sequential=False).make()
+    manifest = read_manifest(folder)
     assert manifest is not None
-    whole = contents(made)
+    whole = contents(folder)
     record = manifest.layers[0]
-    with (made / record.file).open("r+b") as file:
+    with (folder / record.file).open("r+b") as file:
         file.seek(record.size - 10)
         file.write(b"damaged")
-    damaged = {damage.layer for damage in verify(made).damaged}
+    damaged = {damage.layer for damage in verify(folder).damaged}
     for name in shards_of(model):
         edit(model / name, back=True)
-    before = contents(made)
+    before = contents(folder)
     with pytest.raises(CorruptShardError, match=r"differs from its checksum\. Nothing was changed"):
-        prepare.repair_split(made, manifest, damaged, model)
-    assert contents(made) == before  # the other tensors of the damaged layer may be nowhere else
+        prepare.repair_split(folder, manifest, damaged, model)
+    assert contents(folder) == before  # the other tensors of the damaged layer may be nowhere else
     for name in shards_of(model):
         edit(model / name, back=True)
-    prepare.repair_split(made, manifest, damaged, model)
-    assert contents(made) == whole
+    prepare.repair_split(folder, manifest, damaged, model)
+    assert contents(folder) == whole
 
 
 # Before a deletion
@@ -438,7 +438,7 @@ def replace_by_another_file(shard: Path, source: Path) -> None:
 
 
 @pytest.mark.parametrize("is_edited", [True, False])
-def test_another_file_in_the_place_of_a_used_shard_is_read_before_it_is_deleted(
+def test_replaced_used_shard_is_compared_before_its_deletion(
     model: Path, original: Path, tmp_path: Path, is_edited: bool
 ) -> None:
     call = Call(str(model), compression="4bit")
@@ -457,7 +457,7 @@ def test_another_file_in_the_place_of_a_used_shard_is_read_before_it_is_deleted(
 
 
 @pytest.mark.parametrize("lacks", [("source_crc32",), ("source_crc32", "stat")])
-def test_a_used_shard_that_nothing_can_be_compared_with_is_kept(
+def test_used_shard_without_checksum_is_kept(
     model: Path, lacks: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The journal of an earlier version has no checksum of it."""
@@ -476,9 +476,7 @@ def test_a_used_shard_that_nothing_can_be_compared_with_is_kept(
     assert f"{first} is kept: it has changed since it was split, or no checksum shows that it has not" in caplog.text
 
 
-def test_a_shard_that_is_written_to_just_before_its_deletion_is_kept(
-    model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_shard_modified_just_before_its_deletion_is_kept(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     call = Call(str(model))
     second = model / shards_of(model)[1]
     listed: list[str] = []
@@ -498,17 +496,17 @@ def test_a_shard_that_is_written_to_just_before_its_deletion_is_kept(
 
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("sequential", [False, True])
-@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("index", [0, 2])
 def test_an_edited_original_of_a_finished_split_is_not_deleted(
-    model: Path, number: int, sequential: bool, back: bool
+    model: Path, index: int, sequential: bool, back: bool
 ) -> None:
-    """Nor is any other shard: the checkpoint stays whole."""
-    made = Call(str(model), compression="4bit", sequential=False).make()
-    shard = model / shards_of(model)[number]
+    """No other shard is deleted either: the checkpoint stays whole."""
+    folder = Call(str(model), compression="4bit", sequential=False).make()
+    shard = model / shards_of(model)[index]
     edit(shard, back=back)
     call = Call(str(model), compression="4bit", sequential=sequential, delete_original=True)
     error = refused(
-        call, rf"{shard} has changed since the split in {made} was made: its bytes differ\. Nothing was del"
+        call, rf"{shard} has changed since the split in {folder} was made: its bytes differ\. Nothing was del"
     )
     assert "remove verify_source and delete_original" in error.remedy
     edit(shard)
@@ -516,9 +514,7 @@ def test_an_edited_original_of_a_finished_split_is_not_deleted(
     assert names_in(model, "*.safetensors*") == []
 
 
-def test_an_original_that_is_edited_before_the_rest_of_it_is_deleted(
-    model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_original_edited_before_its_remaining_shards_are_deleted(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = model / shards_of(model)[0]
 
     def listen(event: progress.Event) -> None:
@@ -532,9 +528,9 @@ def test_an_original_that_is_edited_before_the_rest_of_it_is_deleted(
 
 
 def test_the_original_of_a_damaged_split_is_not_deleted(model: Path) -> None:
-    made = Call(str(model), sequential=False).make()
-    whole = contents(made)
-    with (made / "lm_head.safetensors").open("r+b") as file:
+    folder = Call(str(model), sequential=False).make()
+    whole = contents(folder)
+    with (folder / "lm_head.safetensors").open("r+b") as file:
         file.seek(-10, os.SEEK_END)
         file.write(b"damaged")
     before = contents(model)
@@ -543,9 +539,9 @@ def test_the_original_of_a_damaged_split_is_not_deleted(model: Path) -> None:
         IncompleteSplitError, match=rf"is damaged \(lm_head\.safetensors\), so {model} is not del"
     ) as error:
         call.make()
-    assert f"rabbitllm verify {made} --repair" in error.value.remedy
+    assert f"rabbitllm verify {folder} --repair" in error.value.remedy
     assert contents(model) == before
-    prepare.repair_split(made, require(read_manifest(made)), {"lm_head"}, model)
+    prepare.repair_split(folder, require(read_manifest(folder)), {"lm_head"}, model)
     assert contents(call.make()) == whole
     assert names_in(model, "*.safetensors*") == []
 
@@ -556,10 +552,10 @@ def require(manifest: Manifest | None) -> Manifest:
 
 
 def test_an_original_without_recorded_checksums_is_not_deleted(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made = Call(str(model), sequential=False).make()
-    record = json.loads((made / "split.json").read_text())
+    folder = Call(str(model), sequential=False).make()
+    record = json.loads((folder / "split.json").read_text())
     assert len(record["source"].pop("crc32")) == 3
-    (made / "split.json").write_text(json.dumps(record))
+    (folder / "split.json").write_text(json.dumps(record))
     before = contents(model)
     Call(str(model), sequential=False, delete_original=True).make()
     assert contents(model) == before
@@ -571,10 +567,10 @@ def test_an_edited_shard_in_the_hub_cache_is_not_deleted(cached: Callable[[str],
     call = Call(REPO, sequential=False, delete_original=True)
     with pytest.raises(SplitMismatchError, match=r"its bytes differ\. Nothing was deleted"):
         call.make()
-    assert all(cached(number).exists() for number in ("00001", "00002", "00003"))
+    assert all(cached(shard_number).exists() for shard_number in ("00001", "00002", "00003"))
     edit(cached("00002"))
     call.make()
-    assert not any(cached(number).exists() for number in ("00001", "00002", "00003"))
+    assert not any(cached(shard_number).exists() for shard_number in ("00001", "00002", "00003"))
 
 
 def test_an_edited_file_is_not_deleted_by_a_conversion(tmp_path: Path) -> None:

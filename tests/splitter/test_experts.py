@@ -37,7 +37,7 @@ NAMES = {"mixtral": ("w1", "w3", "w2")}
 
 
 def checkpoint_of(family: str, folder: Path) -> Path:
-    """With experts that are whole blocks at every compression, and whose scales fill cache lines."""
+    """Experts are whole blocks at every compression, and their scales fill cache lines."""
     inner = {"intermediate_size": 512} if family in ("gpt_oss", "mixtral") else {"moe_intermediate_size": 512}
     return build_checkpoint(folder, family, dtype=torch.bfloat16, shards=3, **inner)  # type: ignore[arg-type]
 
@@ -52,7 +52,7 @@ def quantized(tensor: torch.Tensor, compression: str) -> tuple[bytes, bytes]:
 
 
 def stored_bytes(name: str, tensor: torch.Tensor, compression: str | None) -> int:
-    """What a tensor should take in a layer file."""
+    """Return the expected bytes of a tensor in a layer file."""
     n = tensor.numel()
     if compression is None or not is_compressed(name, tensor):
         return tensor.nbytes
@@ -65,22 +65,24 @@ def stored_bytes(name: str, tensor: torch.Tensor, compression: str | None) -> in
 
 @pytest.mark.parametrize("compression", [None, "4bit", "8bit"])
 @pytest.mark.parametrize("family", [*FUSED, *PER_EXPERT])
-def test_every_byte_of_a_model_is_accounted_for(tmp_path: Path, family: str, compression: str | None) -> None:
+def test_layer_files_have_all_bytes_of_a_model(tmp_path: Path, family: str, compression: str | None) -> None:
     checkpoint = checkpoint_of(family, tmp_path / "model")
     tensors = read_tensors(checkpoint)
     large = {name: tensor for name, tensor in tensors.items() if ".experts." in name and tensor.numel() >= 4096}
     experts = {name: tensor for name, tensor in large.items() if not name.endswith("bias")}
     assert sum(tensor.numel() for tensor in experts.values()) > sum(t.numel() for t in tensors.values()) / 4
     folder = split(checkpoint, compression=compression, sequential=False)
-    found = {path.name: path.stat().st_size - read_header(path).data_start for path in folder.glob("*.safetensors")}
-    assert sum(found.values()) == sum(stored_bytes(name, tensor, compression) for name, tensor in tensors.items())
+    data_bytes = {
+        path.name: path.stat().st_size - read_header(path).data_start for path in folder.glob("*.safetensors")
+    }
+    assert sum(data_bytes.values()) == sum(stored_bytes(name, tensor, compression) for name, tensor in tensors.items())
     store = LayerStore(folder)
     assert {store.tensors[name].quantized is not None for name in experts} == {compression is not None}
     assert not any(store.tensors[name].quantized for name in large.keys() - experts.keys())
 
 
 @pytest.mark.parametrize("compression", ["4bit", "8bit"])
-def test_each_slice_of_fused_experts_is_quantized_as_if_it_were_alone(tmp_path: Path, compression: str) -> None:
+def test_each_slice_of_fused_experts_is_quantized_as_a_separate_tensor(tmp_path: Path, compression: str) -> None:
     checkpoint = checkpoint_of("gpt_oss", tmp_path / "model")
     tensors = read_tensors(checkpoint)
     store = LayerStore(split(checkpoint, compression=compression, sequential=False))
@@ -94,30 +96,28 @@ def test_each_slice_of_fused_experts_is_quantized_as_if_it_were_alone(tmp_path: 
             alone = [quantized(expert, compression) for expert in experts]
             step, scale_step = len(codes) // len(experts), len(scales) // len(experts)
             assert len(alone) * step == len(codes)
-            for number, (own_codes, own_scales) in enumerate(alone):
-                assert codes[number * step : (number + 1) * step] == own_codes
-                assert scales[number * scale_step : (number + 1) * scale_step] == own_scales
+            for expert, (own_codes, own_scales) in enumerate(alone):
+                assert codes[expert * step : (expert + 1) * step] == own_codes
+                assert scales[expert * scale_step : (expert + 1) * scale_step] == own_scales
 
 
 @pytest.mark.parametrize("compression", ["4bit", "8bit"])
-def test_fused_experts_of_odd_sizes_are_quantized_as_bitsandbytes_does_the_whole(
-    tmp_path: Path, compression: str
-) -> None:
-    """Where a block holds elements of two experts."""
+def test_fused_experts_of_odd_sizes_are_quantized_as_a_whole(tmp_path: Path, compression: str) -> None:
+    """A block has elements of two experts."""
     checkpoint = build_checkpoint(tmp_path / "model", "gpt_oss", dtype=torch.bfloat16, intermediate_size=33)
     tensors = read_tensors(checkpoint)
     store = LayerStore(split(checkpoint, compression=compression, sequential=False))
     name = "model.layers.0.mlp.experts.gate_up_proj"
     assert tensors[name][0].numel() % BLOCKS["8bit"]
     parts = store.tensors[name].parts[:2]
-    found = tuple(bytes(store.mapped(part.file).bytes_of(part)) for part in parts)
-    assert found == quantized(tensors[name], compression)
+    stored = tuple(bytes(store.mapped(part.file).bytes_of(part)) for part in parts)
+    assert stored == quantized(tensors[name], compression)
 
 
 @pytest.mark.parametrize("compression", [None, "4bit", "8bit"])
 @pytest.mark.parametrize("family", PER_EXPERT)
-def test_gate_and_up_lie_as_one_matrix(tmp_path: Path, family: str, compression: str | None) -> None:
-    """What lies in the file from gate's first byte on is the fused matrix, its codes, or its scales."""
+def test_gate_and_up_are_contiguous(tmp_path: Path, family: str, compression: str | None) -> None:
+    """The file has the fused matrix, its codes, or its scales from gate's first byte on."""
     checkpoint = checkpoint_of(family, tmp_path / "model")
     tensors = read_tensors(checkpoint)
     folder = split(checkpoint, compression=compression, sequential=False)
@@ -127,12 +127,12 @@ def test_gate_and_up_lie_as_one_matrix(tmp_path: Path, family: str, compression:
         leaves = NAMES.get(family, ("gate", "up", "down"))
         gate, up, down = (GATE_UP_DOWN[family].format(expert, leaf) for leaf in leaves)
         fused = torch.cat([tensors[gate], tensors[up]])
-        wanted: tuple[bytes, ...] = (fused.view(torch.uint8).numpy().tobytes(),)
+        expected: tuple[bytes, ...] = (fused.view(torch.uint8).numpy().tobytes(),)
         if compression is not None:
-            wanted = quantized(fused, compression)
-        for part, content in zip(store.tensors[gate].parts, wanted, strict=False):
+            expected = quantized(fused, compression)
+        for part, content in zip(store.tensors[gate].parts, expected, strict=False):
             assert raw[part.offset : part.offset + len(content)] == content
-        data = [part for name in (gate, up, down) for part in store.tensors[name].parts[: len(wanted)]]
+        data = [part for name in (gate, up, down) for part in store.tensors[name].parts[: len(expected)]]
         begins.append(min(part.offset for part in data))
         assert max(part.offset + part.nbytes for part in data) - begins[-1] == sum(part.nbytes for part in data)
     assert len({later - earlier for earlier, later in itertools.pairwise(begins)}) == 1

@@ -1,4 +1,4 @@
-"""A disk that fails at any step: a clean error, nothing lost, nothing left open, and the same call goes on."""
+"""A disk fails at any step: the error is clear, no data is lost, no file stays open, and the same call resumes."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ pytestmark = pytest.mark.usefixtures("swift_disk")
 
 
 def error_of(fault: Fault) -> type[Exception]:
-    """What a call raises: an error of ours."""
+    """Return the error of a call, which must be one of this package."""
     return DiskFullError if fault.code == errno.ENOSPC else StorageError
 
 
 def causes_of(error: BaseException) -> list[BaseException]:
-    """An error, what it was raised from, and so on."""
+    """Yield an error and its causes."""
     return [error, *(causes_of(error.__cause__) if error.__cause__ is not None else [])]
 
 
-def fail_and_go_on(scene: Scene, fault: Fault, at: int) -> None:
-    """Make the call on a disk that fails at a step, look at what is left, and make the call on a sound one."""
+def fail_and_resume(scene: Scene, fault: Fault, index: int) -> None:
+    """Make the call on a disk that fails at a step, check the state, and make the call on a sound disk."""
     scene.reset()
     error = fault.error()
     with (
         none_left(scene.folder),
-        observe_ticks(fault.observer(at, error)),
+        observe_ticks(fault.observer(index, error)),
         pytest.raises(error_of(fault), match=os.strerror(fault.code)) as failed,
     ):
         scene.call.make()
@@ -52,15 +52,15 @@ def fail_and_go_on(scene: Scene, fault: Fault, at: int) -> None:
 def test_failure_at_some_steps(make_scene: MakeScene, route: Route) -> None:
     scene = make_scene(route)
     for fault in FAULTS.values():
-        for at in sample(scene.count(fault.kinds), SAMPLES):
-            fail_and_go_on(scene, fault, at)
+        for index in sample(scene.count(fault.kinds), SAMPLES):
+            fail_and_resume(scene, fault, index)
 
 
-def test_each_file_that_cannot_be_made(make_scene: MakeScene) -> None:
-    """The files of several layers are open at a time; one that cannot be made leaves none of the others open."""
+def test_each_file_that_cannot_be_created(make_scene: MakeScene) -> None:
+    """Files of several layers are open; if one cannot be created, the others are closed."""
     scene = make_scene(Route())
-    for at in range(scene.count(("create",))):
-        fail_and_go_on(scene, Fault(errno.ENOSPC, ("create",)), at)
+    for index in range(scene.count(("create",))):
+        fail_and_resume(scene, Fault(errno.ENOSPC, ("create",)), index)
 
 
 @pytest.mark.long
@@ -69,8 +69,8 @@ def test_each_file_that_cannot_be_made(make_scene: MakeScene) -> None:
 def test_failure_where_one_file_is_open_at_a_time(make_scene: MakeScene, compression: str | None) -> None:
     scene = make_scene(Route(compression=compression))
     for fault in FAULTS.values():
-        for at in sample(scene.count(fault.kinds), 2 * SAMPLES):
-            fail_and_go_on(scene, fault, at)
+        for index in sample(scene.count(fault.kinds), 2 * SAMPLES):
+            fail_and_resume(scene, fault, index)
 
 
 @pytest.mark.long
@@ -78,13 +78,13 @@ def test_failure_where_one_file_is_open_at_a_time(make_scene: MakeScene, compres
 @pytest.mark.parametrize("route", routes(), ids=str)
 def test_failure_at_every_other_step(make_scene: MakeScene, route: Route, fault: str) -> None:
     scene, kinds = make_scene(route), FAULTS[fault].kinds
-    for at in one_step_in(2, scene.count(kinds), str(route), fault):
-        fail_and_go_on(scene, FAULTS[fault], at)
+    for index in one_step_in(2, scene.count(kinds), str(route), fault):
+        fail_and_resume(scene, FAULTS[fault], index)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("route", routes(), ids=str)
-def test_several_failures_one_after_the_other(make_scene: MakeScene, route: Route) -> None:
+def test_consecutive_failures(make_scene: MakeScene, route: Route) -> None:
     scene, chance = make_scene(route), random.Random(str(route))
     for _ in range(30):
         scene.reset()
@@ -101,15 +101,15 @@ def test_several_failures_one_after_the_other(make_scene: MakeScene, route: Rout
 
 
 @pytest.mark.parametrize("route", routes(), ids=str)
-def test_writes_that_are_short(make_scene: MakeScene, route: Route) -> None:
+def test_short_writes(make_scene: MakeScene, route: Route) -> None:
     scene, chance = make_scene(route), random.Random(1)
     scene.reset()
     with none_left(scene.folder), short_writes(lambda length: chance.randint(1, length)):
         scene.finish()
 
 
-def fill_and_go_on(scene: Scene, room: int) -> None:
-    """Make the call where only so many bytes can be written, and then on a sound disk."""
+def fill_and_resume(scene: Scene, room: int) -> None:
+    """Make the call with a limit of written bytes, and then on a sound disk."""
     scene.reset()
     with (
         none_left(scene.folder),
@@ -122,21 +122,21 @@ def fill_and_go_on(scene: Scene, room: int) -> None:
 
 
 @pytest.mark.parametrize("route", routes(), ids=str)
-def test_write_that_is_cut_short_by_a_full_disk(make_scene: MakeScene, route: Route) -> None:
+def test_full_disk_cuts_a_write_short(make_scene: MakeScene, route: Route) -> None:
     scene, chance = make_scene(route), random.Random(2)
     for _ in range(SAMPLES):
-        fill_and_go_on(scene, chance.randrange(sum(map(len, scene.truth.layers.values()))))
+        fill_and_resume(scene, chance.randrange(sum(map(len, scene.truth.layers.values()))))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("route", routes(), ids=str)
-def test_writes_that_are_cut_short_anywhere(make_scene: MakeScene, route: Route) -> None:
+def test_writes_cut_short_at_any_length(make_scene: MakeScene, route: Route) -> None:
     scene, chance = make_scene(route), random.Random(3)
     for _ in range(150):
-        fill_and_go_on(scene, chance.randrange(sum(map(len, scene.truth.layers.values()))))
+        fill_and_resume(scene, chance.randrange(sum(map(len, scene.truth.layers.values()))))
 
 
-def test_line_of_the_journal_that_is_torn_and_cannot_be_ended(make_scene: MakeScene) -> None:
+def test_torn_journal_line_that_cannot_be_ended(make_scene: MakeScene) -> None:
     """A call that finds a torn line ends it before it writes its own; that may fail too."""
     scene = make_scene(Route())
     line = b'{"used":"model-00002-of-00003.safetensors"'
@@ -148,7 +148,7 @@ def test_line_of_the_journal_that_is_torn_and_cannot_be_ended(make_scene: MakeSc
         error = OSError(errno.EIO, os.strerror(errno.EIO))
         with (
             none_left(scene.folder),
-            failing(error, lambda number, step: step.path.name.startswith(JOURNAL_NAME), ("write",)),
+            failing(error, lambda index, step: step.path.name.startswith(JOURNAL_NAME), ("write",)),
             pytest.raises(OSError, match=os.strerror(errno.EIO)),
         ):
             scene.call.make()

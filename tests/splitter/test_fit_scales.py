@@ -1,4 +1,4 @@
-"""Splits with scales that fit their blocks: the same files but for scales and codes, and never a mixture of both."""
+"""Splits with fitted scales: only scales and codes differ, and a split never has both kinds of scales."""
 
 from __future__ import annotations
 
@@ -19,35 +19,36 @@ from tests.support.splitting import Call, Counter, interrupted, layer_files
 
 
 def split(source: Path, compression: str, *, fit: bool, sequential: bool = True) -> Path:
-    found = prepare.find(prepare.ModelSpec(str(source), compression))
+    source_found = prepare.find(prepare.ModelSpec(str(source), compression))
     prepare.ensure_split(
-        found, SplitOptions(compression, ShardPolicy.of(sequential=sequential, delete_original=False), fit_scales=fit)
+        source_found,
+        SplitOptions(compression, ShardPolicy.of(sequential=sequential, delete_original=False), fit_scales=fit),
     )
-    return found.split_folder
+    return source_found.split_folder
 
 
 def model(folder: Path) -> Path:
     return write_shards(folder, cut(llama_tensors(layers=2, hidden=192, vocabulary=200), 3))
 
 
-def error(made: Path) -> float:
-    """Squared, of all that is compressed, relative to the weights."""
+def error(folder: Path) -> float:
+    """Return the squared error of all compressed tensors, relative to the weights."""
     tensors = llama_tensors(layers=2, hidden=192, vocabulary=200)
     wrong = right = 0.0
-    with PlainReader(store := LayerStore(made)) as reader:
+    with PlainReader(store := LayerStore(folder)) as reader:
         for name, stored in store.tensors.items():
             if stored.quantized is not None:
-                found = reader.read(stored, torch.float32)
-                wrong += float((found - tensors[name].float()).square().sum())
+                tensor = reader.read(stored, torch.float32)
+                wrong += float((tensor - tensors[name].float()).square().sum())
                 right += float(tensors[name].float().square().sum())
     return wrong / right
 
 
 @pytest.mark.parametrize("compression", ["4bit", "4bit-double"])
-def test_same_bytes_less_error(tmp_path: Path, compression: str) -> None:
+def test_fitted_scales_have_equal_size_and_less_error(tmp_path: Path, compression: str) -> None:
     plain = split(model(tmp_path / "plain"), compression, fit=False)
     fitted = split(model(tmp_path / "fitted"), compression, fit=True)
-    sizes = [{name: len(data) for name, data in layer_files(made).items()} for made in (plain, fitted)]
+    sizes = [{name: len(data) for name, data in layer_files(folder).items()} for folder in (plain, fitted)]
     assert sizes[0] == sizes[1]
     assert error(fitted) < 0.9 * error(plain)
     assert verify(fitted).damaged == ()
@@ -58,12 +59,12 @@ def test_same_bytes_less_error(tmp_path: Path, compression: str) -> None:
     assert layer_files(other) == layer_files(fitted)
 
 
-def test_a_split_goes_on_as_it_was_begun(tmp_path: Path) -> None:
-    """Whatever the later call says: half a layer of either would be neither."""
+def test_unfinished_split_keeps_its_scales(tmp_path: Path) -> None:
+    """The options of the later call are ignored: a layer must not have both kinds of scales."""
     expected = layer_files(split(model(tmp_path / "quiet"), "4bit", fit=True))
     source = model(tmp_path / "model")
 
-    def stop(number: int, step: Step) -> None:
+    def stop(index: int, step: Step) -> None:
         if step.kind == "unlink" and step.path.suffix == ".safetensors":
             raise KeyboardInterrupt
 
@@ -72,25 +73,25 @@ def test_a_split_goes_on_as_it_was_begun(tmp_path: Path) -> None:
     assert layer_files(split(source, "4bit", fit=False)) == expected
 
 
-def test_a_split_with_other_scales_is_not_passed_off_as_fitted(tmp_path: Path) -> None:
+def test_split_with_other_scales_is_refused(tmp_path: Path) -> None:
     source = model(tmp_path / "model")
     begun = interrupted(Call(str(source), compression="4bit", sequential=False), 2)
     for _ in range(2):  # the unfinished split, then the finished one
         with pytest.raises(SplitMismatchError, match="with the scales of bitsandbytes; requested was fit_scales=True"):
             split(source, "4bit", fit=True, sequential=False)
-        made = split(source, "4bit", fit=False, sequential=False)
-        assert made == begun
+        folder = split(source, "4bit", fit=False, sequential=False)
+        assert folder == begun
     fitted = split(model(tmp_path / "other"), "4bit", fit=True, sequential=False)
-    assert split(tmp_path / "other", "4bit", fit=False, sequential=False) == fitted != made
+    assert split(tmp_path / "other", "4bit", fit=False, sequential=False) == fitted != folder
 
 
 def test_repair_makes_fitted_scales_again(tmp_path: Path) -> None:
     source = model(tmp_path / "model")
-    made = split(source, "4bit-double", fit=True, sequential=False)
-    before = layer_files(made)
-    path = made / "lm_head.safetensors"
+    folder = split(source, "4bit-double", fit=True, sequential=False)
+    before = layer_files(folder)
+    path = folder / "lm_head.safetensors"
     path.write_bytes(bytes(path.stat().st_size))
-    manifest = read_manifest(made)
+    manifest = read_manifest(folder)
     assert manifest is not None
-    prepare.repair_split(made, manifest, {"lm_head"}, source)
-    assert layer_files(made) == before
+    prepare.repair_split(folder, manifest, {"lm_head"}, source)
+    assert layer_files(folder) == before

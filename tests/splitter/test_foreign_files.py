@@ -43,12 +43,12 @@ def test_a_file_with_the_name_of_a_layer_file(model: Path, tmp_path: Path, name:
     refused(model, tmp_path / "X", name)
 
 
-def test_the_same_config_and_tokenizer_are_no_obstacle(model: Path, tmp_path: Path) -> None:
+def test_same_config_and_tokenizer_are_accepted(model: Path, tmp_path: Path) -> None:
     """A call that was killed before its first record has left them."""
     folder = tmp_path / "X" / "splitted_model"
     folder.mkdir(parents=True)
     for path in model.glob("*.json"):
         if not path.name.endswith(".index.json"):
             shutil.copy(path, folder)
-    made = Call(str(model), str(tmp_path / "X"), sequential=False).make()
-    assert layer_files(made)
+    split_folder = Call(str(model), str(tmp_path / "X"), sequential=False).make()
+    assert layer_files(split_folder)

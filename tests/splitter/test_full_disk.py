@@ -1,4 +1,4 @@
-"""Disks that are really full: the predicted peak is enough and less is refused, and a split survives running out."""
+"""Disks that are really full: the predicted peak is enough, less is refused, and a split survives a full disk."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Mount = Callable[[Route], SmallDisk]
 
 @pytest.fixture
 def mount(tmp_path: Path, hub_environment: HubEnvironment, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mount]:
-    """Mounts a disk where the scene of a route will lie: the checkpoint's folder, or the Hugging Face home."""
+    """Mounts a disk for the scene of a route: at the checkpoint's folder, or the Hugging Face home."""
     if "min_free" in {field.name for field in dataclasses.fields(SplitOptions)}:  # the whole disk may be used
         monkeypatch.setattr(splitting, "SplitOptions", functools.partial(SplitOptions, min_free=0))
     folders = {True: hub_environment.home, False: tmp_path / "local"}
@@ -69,7 +69,7 @@ def test_predicted_peak_is_enough(make_scene: MakeScene, mount: Mount, route: Ro
 
 
 def fits(scene: Scene, disk: SmallDisk, hub: LocalHub, free: int) -> bool:
-    """Make the call with so much space: it finishes, or it is refused and has touched nothing."""
+    """Make the call with this much space: it finishes, or is refused without a change."""
     scene.reset()
     before = contents(scene.folder)
     disk.leave(free)
@@ -104,8 +104,8 @@ def test_less_than_the_predicted_peak_is_refused(
 
 
 @pytest.mark.parametrize("route", routes(compressions=[None], sequential=[True]), ids=str)
-def test_tokenizer_is_part_of_the_peak(make_scene: MakeScene, mount: Mount, local_hub: LocalHub, route: Route) -> None:
-    """It is copied into the split directory, and on the way from a hub it comes by the hub cache."""
+def test_tokenizer_counts_in_the_peak(make_scene: MakeScene, mount: Mount, local_hub: LocalHub, route: Route) -> None:
+    """It is copied into the split directory, and from a hub through the hub cache."""
     disk = mount(route)
     scene = make_scene(route, llama_tensors(**LARGE), {"tokenizer.json": b" " * MIB})
     outcomes = [fits(scene, disk, local_hub, scene.peak + MARGIN + more) for more in range(-MIB, 3 * MIB, MIB // 2)]
@@ -115,10 +115,10 @@ def test_tokenizer_is_part_of_the_peak(make_scene: MakeScene, mount: Mount, loca
 
 @pytest.mark.long
 @pytest.mark.parametrize("route", PEAKS, ids=str)
-def test_no_disk_is_too_small_for_what_was_begun(
+def test_begun_split_is_resumed_on_any_disk(
     make_scene: MakeScene, mount: Mount, local_hub: LocalHub, route: Route
 ) -> None:
-    """Where refusals end, splits succeed: no size lies between."""
+    """There is no size between those that are refused and those that succeed."""
     disk = mount(route)
     scene = make_scene(route, llama_tensors(**LARGE))
     refused, enough = 0, scene.peak + MARGIN
@@ -135,13 +135,13 @@ def test_no_disk_is_too_small_for_what_was_begun(
 # Another process takes the space
 
 
-def run_out_and_go_on(scene: Scene, disk: SmallDisk, at: int, left: int) -> bool:
-    """Make the call, take the space before one of its steps, give it back, make the call again; whether it failed."""
+def run_out_and_resume(scene: Scene, disk: SmallDisk, last_step: int, free_bytes: int) -> bool:
+    """Make the call, fill the disk before one of its steps, free it, and call again; return whether it failed."""
     scene.reset()
 
-    def take(number: int, step: Step) -> None:
-        if number == at:
-            disk.leave(left)
+    def take(index: int, step: Step) -> None:
+        if index == last_step:
+            disk.leave(free_bytes)
 
     failed = False
     with none_left(scene.folder), observe_ticks(Counter(take)):
@@ -156,37 +156,40 @@ def run_out_and_go_on(scene: Scene, disk: SmallDisk, at: int, left: int) -> bool
 
 
 @pytest.mark.parametrize("route", routes(), ids=str)
-def test_disk_that_fills_up_in_the_middle(make_scene: MakeScene, mount: Mount, route: Route) -> None:
+def test_disk_fills_up_in_the_middle(make_scene: MakeScene, mount: Mount, route: Route) -> None:
     disk = mount(route)
     scene = make_scene(route)
     failures = 0
-    for at in sample(scene.steps, 4):
-        for left in (0, 30_000):
-            failures += run_out_and_go_on(scene, disk, at, left)
+    for last_step in sample(scene.steps, 4):
+        for free_bytes in (0, 30_000):
+            failures += run_out_and_resume(scene, disk, last_step, free_bytes)
     assert failures >= 3
 
 
 @pytest.mark.parametrize("route", IN_TURN, ids=str)
-def test_disk_that_fills_up_in_the_middle_of_a_large_write(make_scene: MakeScene, mount: Mount, route: Route) -> None:
+def test_disk_fills_up_during_a_large_write(make_scene: MakeScene, mount: Mount, route: Route) -> None:
     disk = mount(route)
     scene = make_scene(route, llama_tensors(**LARGE))
     middle = scene.steps // 2
-    assert sum(run_out_and_go_on(scene, disk, middle, left) for left in (0, 5_000, 30_001)) >= 2
+    assert sum(run_out_and_resume(scene, disk, middle, free_bytes) for free_bytes in (0, 5_000, 30_001)) >= 2
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("left", [0, 4096, 10_000, 30_000, 100_000])
+@pytest.mark.parametrize("free_bytes", [0, 4096, 10_000, 30_000, 100_000])
 @pytest.mark.parametrize("route", routes(), ids=str)
-def test_disk_that_fills_up_at_every_third_step(make_scene: MakeScene, mount: Mount, route: Route, left: int) -> None:
+def test_disk_fills_up_at_every_third_step(make_scene: MakeScene, mount: Mount, route: Route, free_bytes: int) -> None:
     disk = mount(route)
     scene = make_scene(route)
-    failures = sum(run_out_and_go_on(scene, disk, at, left) for at in one_step_in(3, scene.steps, str(route), left))
-    if left < 100_000:  # which is more than what some routes still need at any step
-        assert failures > (scene.steps // 12 if left < 30_000 else 0)
+    failures = sum(
+        run_out_and_resume(scene, disk, last_step, free_bytes)
+        for last_step in one_step_in(3, scene.steps, str(route), free_bytes)
+    )
+    if free_bytes < 100_000:  # which is more than what some routes still need at any step
+        assert failures > (scene.steps // 12 if free_bytes < 30_000 else 0)
 
 
-def test_in_a_namespace_of_its_own() -> None:
-    """Where this process may not mount, another one runs these tests where it may."""
+def test_in_a_separate_namespace() -> None:
+    """If this process may not mount, another one in a namespace runs these tests."""
     reason = why_not()
     if reason is None:
         pytest.skip("the tests of this file could mount their disks themselves")

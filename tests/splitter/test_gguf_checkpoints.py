@@ -1,4 +1,4 @@
-"""GGUF files go every way that safetensors files go, and the layer files are the same to the bit."""
+"""GGUF files are split on every route of safetensors files, into the same bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def as_safetensors(folder: Path) -> Path:
     file = write_gguf(folder / "whole.gguf")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32)
     (folder / "saved").mkdir()
-    save_file({name: one.contiguous() for name, one in model.state_dict().items()}, folder / "saved/model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "saved/model.safetensors"
+    )
     (folder / "saved" / "config.json").write_text(json.dumps({"model_type": "llama"}))
     return folder / "saved"
 
@@ -43,26 +45,26 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, dict[
     """The layer files that the same weights give as safetensors, by compression; without, those of one local file."""
     folder = tmp_path_factory.mktemp("saved")
     saved = as_safetensors(folder)
-    made = {c: layer_files(split(saved, compression=c, sequential=False)) for c in ("8bit", "4bit")}
-    return {**made, None: layer_files(split(folder / "whole.gguf", sequential=False))}
+    files = {c: layer_files(split(saved, compression=c, sequential=False)) for c in ("8bit", "4bit")}
+    return {**files, None: layer_files(split(folder / "whole.gguf", sequential=False))}
 
 
 @pytest.mark.parametrize(("files", "compression"), [(1, None), (FILES, "8bit")])
-def test_a_folder_is_split_and_each_file_deleted(
+def test_folder_is_split_and_each_file_deleted(
     tmp_path: Path, expected: dict[str | None, dict[str, bytes]], files: int, compression: str | None
 ) -> None:
     write_gguf(tmp_path / "model.gguf", files=files)
-    made = split(tmp_path, compression=compression)
-    assert layer_files(made) == expected[compression]
+    folder = split(tmp_path, compression=compression)
+    assert layer_files(folder) == expected[compression]
     assert not names_in(tmp_path, "*.gguf")
-    assert not verify(made).damaged
+    assert not verify(folder).damaged
 
 
 BLOB = "sha256-4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393"
 
 
 @pytest.mark.parametrize("name", ["M.GGUF", BLOB])
-def test_a_file_is_told_by_its_first_bytes(
+def test_file_type_is_recognized_by_its_first_bytes(
     tmp_path: Path, expected: dict[str | None, dict[str, bytes]], name: str
 ) -> None:
     """Ollama's files have no suffix, those of some programs one in capitals."""
@@ -70,25 +72,25 @@ def test_a_file_is_told_by_its_first_bytes(
     (tmp_path / "notes").write_bytes(b"GG")
     assert layer_files(split(tmp_path, sequential=False)) == expected[None]
     shutil.rmtree(tmp_path / "splitted_model")
-    made = split(file)
-    assert layer_files(made) == expected[None]
+    folder = split(file)
+    assert layer_files(folder) == expected[None]
     assert not file.exists()
-    assert split(file) == made == tmp_path / "splitted_model"  # its file is deleted
+    assert split(file) == folder == tmp_path / "splitted_model"  # its file is deleted
 
 
-def test_a_blob_of_several_is_named(tmp_path: Path, expected: dict[str | None, dict[str, bytes]]) -> None:
+def test_blob_of_several_files(tmp_path: Path, expected: dict[str | None, dict[str, bytes]]) -> None:
     first = write_gguf(tmp_path / "a.gguf").rename(tmp_path / BLOB)
     write_gguf(tmp_path / "b.gguf", seed=1).rename(tmp_path / "sha256-5")
     with pytest.raises(CheckpointNotFoundError, match="holds no checkpoint"):
         split(tmp_path)
-    made = split(first)
-    assert layer_files(made) == expected[None]
+    folder = split(first)
+    assert layer_files(folder) == expected[None]
     assert names_in(tmp_path, "sha256-*") == ["sha256-5"]
-    assert split(first) == made == tmp_path / f"splitted_model-{BLOB}"
-    (made / names_in(made, "*.safetensors")[1]).write_bytes(b"")
+    assert split(first) == folder == tmp_path / f"splitted_model-{BLOB}"
+    (folder / names_in(folder, "*.safetensors")[1]).write_bytes(b"")
     write_gguf(tmp_path / "a.gguf").rename(tmp_path / BLOB)
-    assert CliRunner().invoke(app, ["verify", str(made), "--repair"]).exit_code == 0
-    assert layer_files(made) == expected[None]
+    assert CliRunner().invoke(app, ["verify", str(folder), "--repair"]).exit_code == 0
+    assert layer_files(folder) == expected[None]
 
 
 @pytest.mark.parametrize(("files", "transfer"), [(1, "file"), (FILES, "stream")])
@@ -102,9 +104,9 @@ def test_a_repository_is_split_with_and_without_files(
     (tmp_path / "hub" / REPO).mkdir(parents=True)
     write_gguf(tmp_path / "hub" / REPO / "tiny-Q4_K_M.gguf", files=files)
     write_gguf(tmp_path / "hub" / REPO / "tiny-Q8_0.gguf", seed=1)
-    made = split(f"{REPO}:q4_k_m", shard_transfer=transfer)
-    assert layer_files(made) == expected[None]
-    assert made.name == "splitted_model-Q4_K_M"
+    folder = split(f"{REPO}:q4_k_m", shard_transfer=transfer)
+    assert layer_files(folder) == expected[None]
+    assert folder.name == "splitted_model-Q4_K_M"
     assert not names_in(hub_environment.cache, "**/*.gguf")
     with pytest.raises(CheckpointNotFoundError, match=r"holds the GGUF models tiny-Q4_K_M.*tiny-Q8_0\.gguf"):
         split(REPO)
@@ -112,13 +114,13 @@ def test_a_repository_is_split_with_and_without_files(
         split(f"{REPO}:Q5_K_M")
 
 
-def test_shards_that_are_kept_are_fetched_into_the_hub_cache(
+def test_kept_shards_are_fetched_into_the_hub_cache(
     tmp_path: Path, hub_environment: HubEnvironment, expected: dict[str | None, dict[str, bytes]]
 ) -> None:
     (tmp_path / "hub" / REPO / "Q4_K_M").mkdir(parents=True)
     write_gguf(tmp_path / "hub" / REPO / "Q4_K_M" / "tiny.gguf", files=FILES)
-    made = split(REPO, sequential=False)
-    assert layer_files(made) == expected[None]
+    folder = split(REPO, sequential=False)
+    assert layer_files(folder) == expected[None]
     assert len(list(hub_environment.cache.rglob("*.gguf"))) == FILES
 
 
@@ -136,21 +138,21 @@ def test_another_model_of_the_repository_stays_in_the_hub_cache(
     assert not list(snapshot.glob("*.gguf"))
 
 
-def test_a_file_of_several_is_named(tmp_path: Path, expected: dict[str | None, dict[str, bytes]]) -> None:
+def test_one_file_of_several(tmp_path: Path, expected: dict[str | None, dict[str, bytes]]) -> None:
     first, second = write_gguf(tmp_path / "a.gguf"), write_gguf(tmp_path / "b.gguf", seed=1)
     with pytest.raises(CheckpointNotFoundError, match=r"holds 2 GGUF models: a\.gguf, b\.gguf"):
         split(tmp_path)
-    made = split(first)
-    assert layer_files(made) == expected[None]
-    assert made == tmp_path / "splitted_model-a"
+    folder = split(first)
+    assert layer_files(folder) == expected[None]
+    assert folder == tmp_path / "splitted_model-a"
     assert names_in(tmp_path, "*.gguf") == ["b.gguf"]
-    assert split(first) == made  # its file is deleted
+    assert split(first) == folder  # its file is deleted
     assert layer_files(split(second)) != expected[None]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", ["local", "file", "stream"])
-def test_a_call_that_is_killed_anywhere_goes_on(
+def test_killed_call_is_resumed(
     tmp_path: Path,
     hub_environment: HubEnvironment,
     crash_server: CrashServer,
@@ -174,12 +176,12 @@ def test_a_call_that_is_killed_anywhere_goes_on(
     for death in sample(steps, 3):
         reset()
         assert crash_server.run(call, death) == KILLED
-        made = call.make()
-        assert layer_files(made) == expected["4bit"]
-        assert names_in(made, "*.part") == names_in(made, "*.journal") == []
+        folder = call.make()
+        assert layer_files(folder) == expected["4bit"]
+        assert names_in(folder, "*.part") == names_in(folder, "*.journal") == []
 
 
-def test_the_file_with_the_metadata_is_used_last(tmp_path: Path) -> None:
+def test_file_with_the_metadata_is_used_last(tmp_path: Path) -> None:
     first = write_gguf(tmp_path / "model.gguf", files=FILES)
     first.rename(tmp_path / "away")
     before = contents(tmp_path)
@@ -203,8 +205,8 @@ def test_convert_writes_the_same_weights_as_safetensors(tmp_path: Path) -> None:
     assert ran.exit_code == 0, ran.output
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "made")
     whole = write_gguf(tmp_path / "model.gguf")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=whole.name, dtype=torch.float32)
-    for name, value in theirs.state_dict().items():
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=whole.name, dtype=torch.float32)
+    for name, value in reference.state_dict().items():
         assert torch.equal(value, model.state_dict()[name]), name
     assert (tmp_path / "made" / "tokenizer.json").exists()
 
@@ -212,12 +214,12 @@ def test_convert_writes_the_same_weights_as_safetensors(tmp_path: Path) -> None:
 def test_a_damaged_layer_is_made_again_from_the_files(
     tmp_path: Path, expected: dict[str | None, dict[str, bytes]]
 ) -> None:
-    made = split(write_gguf(tmp_path / "model.gguf", files=FILES), sequential=False)
-    file = made / names_in(made, "*.safetensors")[1]
+    folder = split(write_gguf(tmp_path / "model.gguf", files=FILES), sequential=False)
+    file = folder / names_in(folder, "*.safetensors")[1]
     file.write_bytes(file.read_bytes()[:-5] + b"\xff" * 5)
-    ran = CliRunner().invoke(app, ["verify", str(made), "--repair"])
+    ran = CliRunner().invoke(app, ["verify", str(folder), "--repair"])
     assert ran.exit_code == 0, ran.output
-    assert layer_files(made) == expected[None]
+    assert layer_files(folder) == expected[None]
 
 
 def test_inspect_and_plan(tmp_path: Path) -> None:
@@ -244,7 +246,7 @@ def test_lazy_loading_dequantizes_a_tensor_when_it_is_used(tmp_path: Path) -> No
 @pytest.mark.parametrize("types", ["F16", "Q8_0"])
 @pytest.mark.parametrize("family", ["llama", "qwen35"])
 @pytest.mark.parametrize("mapped", [True, False])
-def test_lazy_loading_gives_tensors_in_the_model_s_order_and_whole(
+def test_lazy_loading_gives_whole_tensors_in_the_order_of_the_model(
     family: str, types: str, mapped: bool, tmp_path: Path
 ) -> None:
     """Heads that the file has in another order, some in pieces, and float32 vectors in a float16 file."""

@@ -27,7 +27,7 @@ FOR_EVER = -1
 
 @pytest.fixture(autouse=True)
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How long a fetch would have waited; it does not."""
+    """Record the pauses of fetches instead of waiting."""
     waited: list[float] = []
     monkeypatch.setattr(fetch, "time", SimpleNamespace(sleep=waited.append))
     return waited
@@ -89,7 +89,7 @@ CASES = {
 
 
 def arm(hub: LocalHub, faults: Faults) -> Callable[[progress.Event], None]:
-    """A listener that switches the faults of the second shard on when the split is planned."""
+    """Return a listener that enables the faults of the second shard when the split is planned."""
     faults.only = SECOND
 
     def listen(event: progress.Event) -> None:
@@ -101,7 +101,7 @@ def arm(hub: LocalHub, faults: Faults) -> Callable[[progress.Event], None]:
 
 
 def call_with(scene: Scene, hub: LocalHub, faults: Faults) -> RabbitLLMError | None:
-    """Make the call with these faults, look at what is left, and return its error; the faults are over then."""
+    """Make the call with these faults, check the state, end the faults, and return the error."""
     with none_left(scene.folder):
         try:
             with progress.listening(arm(hub, faults)):
@@ -121,8 +121,8 @@ def check(scene: Scene, hub: LocalHub, case: Case, pauses: list[float]) -> None:
     if error is None:
         assert not case.error, "no error was raised"
         assert_same(scene.state(), scene.finished)
-        asked = [request for request in hub.requests if request.file == SECOND and "/resolve/" in request.path]
-        assert len(asked) > 1, "nothing went wrong"
+        requests = [request for request in hub.requests if request.file == SECOND and "/resolve/" in request.path]
+        assert len(requests) > 1, "nothing went wrong"
     else:
         assert case.error is None or case.error, f"an error was raised: {error}"
         assert case.error is None or case.error in error.problem
@@ -168,7 +168,7 @@ def test_every_fault_on_every_route(
 
 
 @pytest.mark.parametrize("route", ON_HUB, ids=str)
-def test_bit_that_stays_wrong_and_is_put_right(make_scene: MakeScene, local_hub: LocalHub, route: Route) -> None:
+def test_permanently_wrong_bit_that_is_repaired_later(make_scene: MakeScene, local_hub: LocalHub, route: Route) -> None:
     scene = make_scene(route)
     scene.reset()
     for _ in range(3):
@@ -179,7 +179,7 @@ def test_bit_that_stays_wrong_and_is_put_right(make_scene: MakeScene, local_hub:
 
 
 @pytest.mark.parametrize("route", ON_HUB, ids=str)
-def test_hub_that_goes_away_and_comes_back(make_scene: MakeScene, local_hub: LocalHub, route: Route) -> None:
+def test_hub_that_is_unavailable_for_a_time(make_scene: MakeScene, local_hub: LocalHub, route: Route) -> None:
     scene = make_scene(route)
     scene.reset()
 
@@ -206,7 +206,7 @@ def other(tmp_path: Path) -> Path:
 
 
 def moving(hub: LocalHub, to: Path, after: int = 1) -> Callable[[progress.Event], None]:
-    """A listener that moves the branch when so many shards are used up."""
+    """Return a listener that moves the branch after this many used shards."""
 
     def listen(event: progress.Event) -> None:
         if isinstance(event, progress.ShardDone) and event.number == after:
@@ -215,9 +215,9 @@ def moving(hub: LocalHub, to: Path, after: int = 1) -> Callable[[progress.Event]
     return listen
 
 
-def check_finished(truth: Truth, made: Path) -> None:
-    assert (made / MANIFEST_NAME).exists()
-    truth.check(made, None)
+def check_finished(truth: Truth, folder: Path) -> None:
+    assert (folder / MANIFEST_NAME).exists()
+    truth.check(folder, None)
 
 
 @pytest.mark.parametrize("after", [1, 2])
@@ -233,17 +233,17 @@ def test_branch_that_moves_between_two_shards(
         assert scene.call.make() == scene.made
     assert local_hub.commit(REPO) != commit
     assert_same(scene.state(), scene.finished)
-    asked = [request.path for request in local_hub.requests if request.file.endswith(".safetensors")]
-    assert asked
-    assert all(commit in path for path in asked)
-    made = scene.call.make()  # now of the other commit
-    assert made != scene.made
-    check_finished(Truth(other, split(other, compression=route.compression, sequential=False)), made)
+    paths = [request.path for request in local_hub.requests if request.file.endswith(".safetensors")]
+    assert paths
+    assert all(commit in path for path in paths)
+    folder = scene.call.make()  # now of the other commit
+    assert folder != scene.made
+    check_finished(Truth(other, split(other, compression=route.compression, sequential=False)), folder)
     check_finished(scene.truth, scene.made)
 
 
 @pytest.mark.parametrize("route", ON_HUB, ids=str)
-def test_branch_that_has_moved_when_a_split_goes_on(
+def test_branch_that_has_moved_when_a_split_is_resumed(
     make_scene: MakeScene, local_hub: LocalHub, other: Path, route: Route
 ) -> None:
     """Each commit has its own split directory, so the next call makes the other one; neither gets the other's bytes."""
@@ -252,9 +252,9 @@ def test_branch_that_has_moved_when_a_split_goes_on(
     interrupted(scene.call)
     original = local_hub.add_revision(REPO, "first", scene.original)
     local_hub.add_revision(REPO, "main", other)
-    made = scene.call.make()
-    assert made != scene.made
-    check_finished(Truth(other, split(other, compression=route.compression, sequential=False)), made)
+    folder = scene.call.make()
+    assert folder != scene.made
+    check_finished(Truth(other, split(other, compression=route.compression, sequential=False)), folder)
     scene.check()
     local_hub.add_revision(REPO, "main", scene.original)
     assert local_hub.commit(REPO) == original
@@ -263,13 +263,13 @@ def test_branch_that_has_moved_when_a_split_goes_on(
 
 
 @pytest.mark.parametrize("route", ON_HUB, ids=str)
-def test_branch_that_has_moved_when_a_split_goes_on_in_a_folder_of_its_own(
+def test_branch_that_has_moved_when_a_split_is_resumed_in_a_separate_folder(
     make_scene: MakeScene, local_hub: LocalHub, other: Path, tmp_path: Path, route: Route
 ) -> None:
     scene = make_scene(route)
     saving_path = str(tmp_path / "splits")
     call = route.call(REPO, saving_path=saving_path)
-    made = interrupted(call)
+    folder = interrupted(call)
     local_hub.add_revision(REPO, "main", other)
     for _ in range(2):
         with pytest.raises(
@@ -277,7 +277,7 @@ def test_branch_that_has_moved_when_a_split_goes_on_in_a_folder_of_its_own(
         ) as refused:
             call.make()
         assert "Split into another folder" in refused.value.remedy
-        scene.truth.check(made, None)
+        scene.truth.check(folder, None)
     local_hub.add_revision(REPO, "main", scene.original)
-    assert call.make() == made
-    check_finished(scene.truth, made)
+    assert call.make() == folder
+    check_finished(scene.truth, folder)

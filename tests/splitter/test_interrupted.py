@@ -1,4 +1,4 @@
-"""Ctrl-C during a split: a real process and a real SIGINT; how soon it ends, what it says, and that it goes on."""
+"""Ctrl-C during a split, with a real process and a real SIGINT: how soon it ends, its message, how it is resumed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def used(folder: Path) -> frozenset[str]:
 
 
 class Interrupted:
-    """What became of a process that was sent a SIGINT: its exit status, its stderr, and how long it went on."""
+    """The result of a process that got a SIGINT: its exit status, its stderr, and the seconds until its end."""
 
     def __init__(self, command: list[str], ready: Callable[[], bool]) -> None:
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -63,11 +63,11 @@ class Interrupted:
             process.wait()
 
     def said(self) -> list[str]:
-        """The two lines about the interrupt; others may warn before, and Python's traceback comes after them."""
+        """Return the two lines about the interrupt, between warnings and Python's traceback."""
         lines = self.stderr.splitlines()
-        at = next((number for number, line in enumerate(lines) if line.startswith("Interrupted")), None)
-        assert at is not None, self.stderr
-        return lines[at : at + 2]
+        begin = next((index for index, line in enumerate(lines) if line.startswith("Interrupted")), None)
+        assert begin is not None, self.stderr
+        return lines[begin : begin + 2]
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def script(tmp_path: Path) -> list[str]:
     return [sys.executable, str(path)]
 
 
-def go_on(command: list[str], environment: dict[str, str] | None = None) -> Path:
+def resume(command: list[str], environment: dict[str, str] | None = None) -> Path:
     """Make the same call again, to its end, and return the split directory."""
     whole = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
     done = subprocess.run(command, env=whole, capture_output=True, text=True)
@@ -94,7 +94,7 @@ def go_on(command: list[str], environment: dict[str, str] | None = None) -> Path
 
 
 @pytest.mark.long
-def test_in_the_middle_of_a_split(tmp_path: Path, script: list[str]) -> None:
+def test_interrupt_in_the_middle_of_a_split(tmp_path: Path, script: list[str]) -> None:
     tensors = cut(llama_tensors(**LARGE), 8)
     model = write_shards(tmp_path / "model", tensors)
     folder = model / "splitted_model.4bit"
@@ -114,12 +114,12 @@ def test_in_the_middle_of_a_split(tmp_path: Path, script: list[str]) -> None:
         f"To resume: {shlex.join(command)}",
     ]
     assert not [name for name in names_in(folder) if name.startswith(".")]
-    assert go_on(shlex.split(end.said()[1].partition(": ")[2])) == folder  # as it was printed
+    assert resume(shlex.split(end.said()[1].partition(": ")[2])) == folder  # as it was printed
     assert contents(folder) == contents(split(write_shards(tmp_path / "quiet" / "model", tensors), compression="4bit"))
 
 
 class StalledHub:
-    """A repository whose second shard stops coming at a byte, until it is told to come."""
+    """A repository whose second shard stops at a byte until it is released."""
 
     def __init__(self, hub: LocalHub, model: Path) -> None:
         self.stops_at = 1 << 20
@@ -150,7 +150,7 @@ def stalled(tmp_path: Path, local_hub: LocalHub) -> Iterator[StalledHub]:
 
 
 @pytest.mark.parametrize("transfer", ["file", "stream"])
-def test_while_a_shard_is_being_fetched(
+def test_interrupt_while_a_shard_is_fetched(
     tmp_path: Path, hub_environment: HubEnvironment, stalled: StalledHub, script: list[str], transfer: str
 ) -> None:
     command = [*script, REPO, "", transfer]
@@ -162,15 +162,17 @@ def test_while_a_shard_is_being_fetched(
     end = Interrupted(command, one_used_and_one_stalled)
     assert end.seconds < SOON
     assert end.status == -signal.SIGINT, end.stderr
-    said = re.fullmatch(r"Interrupted: 1 of 3 shards are used; the layers are in (.*)\.", end.said()[0])
-    assert said, end.stderr
+    match = re.fullmatch(r"Interrupted: 1 of 3 shards are used; the layers are in (.*)\.", end.said()[0])
+    assert match, end.stderr
     stalled.flows.set()
-    made = go_on(command)
-    assert str(made) == said[1]
-    assert layer_files(made) == layer_files(split(tmp_path / "model"))
+    folder = resume(command)
+    assert str(folder) == match[1]
+    assert layer_files(folder) == layer_files(split(tmp_path / "model"))
 
 
-def test_while_headers_are_asked_for(hub_environment: HubEnvironment, stalled: StalledHub, script: list[str]) -> None:
+def test_interrupt_while_headers_are_requested(
+    hub_environment: HubEnvironment, stalled: StalledHub, script: list[str]
+) -> None:
     stalled.stops_at = 0
     end = Interrupted([*script, REPO, "", "file"], stalled.stalled.is_set)
     assert end.seconds < SOON
@@ -186,7 +188,7 @@ print(Call(sys.argv[1], sequential=False).make())
 
 
 @pytest.mark.long
-def test_during_the_download_of_the_standard_route(
+def test_interrupt_during_the_download_of_the_standard_route(
     tmp_path: Path, hub_environment: HubEnvironment, stalled: StalledHub
 ) -> None:
     program = tmp_path / "standard.py"
@@ -196,40 +198,40 @@ def test_during_the_download_of_the_standard_route(
     assert end.seconds < SOON
     assert end.status == -signal.SIGINT, end.stderr
     stalled.flows.set()
-    assert layer_files(go_on(command)) == layer_files(split(tmp_path / "model"))
+    assert layer_files(resume(command)) == layer_files(split(tmp_path / "model"))
 
 
 # What is said
 
 
-def test_before_anything_was_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupt_before_the_first_shard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(KeyboardInterrupt), reporting_interrupts(tmp_path):
         raise KeyboardInterrupt
-    said = capsys.readouterr().err
-    assert said.startswith(f"Interrupted before the first shard was taken; nothing was split into {tmp_path} yet.\n")
-    assert said.splitlines()[1].startswith(("To resume: ", "The same call resumes"))
+    message = capsys.readouterr().err
+    assert message.startswith(f"Interrupted before the first shard was taken; nothing was split into {tmp_path} yet.\n")
+    assert message.splitlines()[1].startswith(("To resume: ", "The same call resumes"))
 
 
-def test_when_all_is_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = split(write_shards(tmp_path / "model", cut(llama_tensors(layers=1), 2)))
-    with pytest.raises(KeyboardInterrupt), reporting_interrupts(made):
+def test_interrupt_after_the_last_shard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = split(write_shards(tmp_path / "model", cut(llama_tensors(layers=1), 2)))
+    with pytest.raises(KeyboardInterrupt), reporting_interrupts(folder):
         raise KeyboardInterrupt
-    assert capsys.readouterr().err.startswith(f"Interrupted: the layers in {made} are complete;")
+    assert capsys.readouterr().err.startswith(f"Interrupted: the layers in {folder} are complete;")
 
 
-def test_journal_that_a_crash_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = interrupted(Call(str(write_shards(tmp_path / "model", cut(llama_tensors(), 3)))), shards=2)
+def test_interrupt_with_a_truncated_journal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = interrupted(Call(str(write_shards(tmp_path / "model", cut(llama_tensors(), 3)))), shards=2)
     assert capsys.readouterr().err.startswith("Interrupted: 2 of 3 shards are used;")
-    with (made / "split.journal").open("ab") as file:
+    with (folder / "split.journal").open("ab") as file:
         file.write(b'{"used":"model-000\n{"us')
-    assert len(used(made)) == 2
-    (made / "split.journal").write_text("not this")
-    with pytest.raises(KeyboardInterrupt), reporting_interrupts(made):
+    assert len(used(folder)) == 2
+    (folder / "split.journal").write_text("not this")
+    with pytest.raises(KeyboardInterrupt), reporting_interrupts(folder):
         raise KeyboardInterrupt
-    assert capsys.readouterr().err.startswith(f"Interrupted: the finished part is kept in {made}.\n")
+    assert capsys.readouterr().err.startswith(f"Interrupted: the finished part is kept in {folder}.\n")
 
 
-def test_nothing_is_said_of_a_call_that_would_start_afresh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_call_that_would_start_again_prints_no_hint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(KeyboardInterrupt), not_resumable(), reporting_interrupts(tmp_path):
         raise KeyboardInterrupt
     assert capsys.readouterr().err == ""
@@ -238,7 +240,7 @@ def test_nothing_is_said_of_a_call_that_would_start_afresh(tmp_path: Path, capsy
     assert capsys.readouterr().err
 
 
-def test_nothing_is_said_of_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_print_no_hint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(KeyError), reporting_interrupts(tmp_path):
         raise KeyError
     assert capsys.readouterr().err == ""
@@ -265,7 +267,7 @@ def test_command_of_a_module(tmp_path: Path) -> None:
     assert shlex.split(told_by(command, tmp_path)) == command
 
 
-def test_command_that_is_installed(tmp_path: Path) -> None:
+def test_command_of_an_installed_program(tmp_path: Path) -> None:
     program = tmp_path / "mine"
     program.write_text(f"#!{sys.executable}\n{TELL}\n")
     program.chmod(0o755)
@@ -315,24 +317,24 @@ assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no such signals")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_that_ends_the_process_says_how_to_go_on(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGHUP])
+def test_signal_that_ends_the_process_prints_how_to_resume(tmp_path: Path, signal_number: signal.Signals) -> None:
     model = write_shards(tmp_path / "model", cut(llama_tensors(), 3))
     program = tmp_path / "ended.py"
     program.write_text(ENDED)
-    command = [sys.executable, str(program), str(model), str(int(number)), str(tmp_path / "begun")]
+    command = [sys.executable, str(program), str(model), str(int(signal_number)), str(tmp_path / "begun")]
     whole = {**os.environ, "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, env=whole, capture_output=True, text=True)
-    assert ended.returncode == -number
+    assert ended.returncode == -signal_number
     assert "of 3 shards are used; the layers are in " in ended.stderr
     assert f"To resume: {shlex.join(command)}" in ended.stderr
-    made = go_on(command)
-    assert layer_files(made) == layer_files(split(write_shards(tmp_path / "again", cut(llama_tensors(), 3))))
+    folder = resume(command)
+    assert layer_files(folder) == layer_files(split(write_shards(tmp_path / "again", cut(llama_tensors(), 3))))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no such signals")
-def test_handlers_of_the_caller_stay_and_ours_end_with_the_split(tmp_path: Path) -> None:
-    def own(number: int, frame: object) -> None:
+def test_signal_handlers_are_restored(tmp_path: Path) -> None:
+    def own(signal_number: int, frame: object) -> None:
         raise AssertionError
 
     before = signal.signal(signal.SIGTERM, own), signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored

@@ -1,4 +1,4 @@
-"""The journal: what it brings back, and lines that a crash cut short."""
+"""The journal: its replay, and lines that a crash truncated."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def mark(folder: Path, *shards: str) -> None:
 
 
 def used(folder: Path) -> set[str]:
-    found = replay(folder)
-    assert found is not None
-    return set(found.used)
+    replayed = replay(folder)
+    assert replayed is not None
+    return set(replayed.used)
 
 
 def test_round_trip(folder: Path, plan: SplitPlan) -> None:
@@ -77,7 +77,7 @@ def test_round_trip(folder: Path, plan: SplitPlan) -> None:
 
 
 def test_lines_without_sums_of_runs(folder: Path) -> None:
-    """As versions wrote them that knew no blocks; and what these read of a line of today is as it was."""
+    """As versions without blocks wrote them; the fields that those read of a new line are unchanged."""
     mark(folder, A)
     path = folder / "split.journal"
     head, line, _ = path.read_text().split("\n")
@@ -85,18 +85,18 @@ def test_lines_without_sums_of_runs(folder: Path) -> None:
     assert content.pop("runs") == [["", b64encode(bytes(range(12))).decode()]]
     assert content == {"used": A, "crc32": {f"{A}.w": [1, 2**32 - 1]}}
     path.write_text(f"{head}\n{json.dumps(content)}\n")
-    found = replay(folder)
-    assert found is not None
-    assert (found.used, found.checksums) == ({A}, {f"{A}.w": (part_sums(1), part_sums(2**32 - 1))})
+    replayed = replay(folder)
+    assert replayed is not None
+    assert (replayed.used, replayed.checksums) == ({A}, {f"{A}.w": (part_sums(1), part_sums(2**32 - 1))})
 
 
-def test_layouts_come_back_to_the_byte(folder: Path, plan: SplitPlan) -> None:
-    found = replay(folder)
-    assert found is not None
-    assert {layer: layout.header for layer, layout in found.plan.layouts.items()} == {
+def test_layouts_are_replayed_exactly(folder: Path, plan: SplitPlan) -> None:
+    replayed = replay(folder)
+    assert replayed is not None
+    assert {layer: layout.header for layer, layout in replayed.plan.layouts.items()} == {
         layer: layout.header for layer, layout in plan.layouts.items()
     }
-    assert {layer: layout.offsets for layer, layout in found.plan.layouts.items()} == {
+    assert {layer: layout.offsets for layer, layout in replayed.plan.layouts.items()} == {
         layer: layout.offsets for layer, layout in plan.layouts.items()
     }
 
@@ -106,14 +106,14 @@ def test_no_journal(tmp_path: Path) -> None:
     assert replay(tmp_path / "nowhere") is None
 
 
-def test_line_is_durable_before_anything_else_happens(folder: Path) -> None:
+def test_line_is_durable_before_the_next_step(folder: Path) -> None:
     steps: list[Step] = []
     with observe_steps(steps.append):
         mark(folder, A)
     assert [step.kind for step in steps] == ["write", "sync"]
 
 
-def test_torn_last_line_is_no_line_wherever_it_is_torn(folder: Path) -> None:
+def test_torn_last_line_is_ignored(folder: Path) -> None:
     mark(folder, A)
     path = folder / "split.journal"
     before = path.read_bytes()
@@ -121,10 +121,10 @@ def test_torn_last_line_is_no_line_wherever_it_is_torn(folder: Path) -> None:
     whole = path.read_bytes()
     for length in range(len(before), len(whole)):
         path.write_bytes(whole[:length])
-        found = used(folder)
-        assert found == ({A, B} if length == len(whole) - 1 else {A})  # all of it but the newline is all of it
+        shards = used(folder)
+        assert shards == ({A, B} if length == len(whole) - 1 else {A})  # all of it but the newline is all of it
         mark(folder, C)
-        assert used(folder) == found | {C}  # the next line stands alone
+        assert used(folder) == shards | {C}  # the next line stands alone
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_torn_last_line_is_no_line_wherever_it_is_torn(folder: Path) -> None:
         b"",
     ],
 )
-def test_garbage_after_the_first_line_is_no_line(folder: Path, garbage: bytes) -> None:
+def test_garbage_after_the_first_line_is_ignored(folder: Path, garbage: bytes) -> None:
     mark(folder, A)
     with (folder / "split.journal").open("ab") as stream:
         stream.write(garbage + b"\n")
@@ -155,7 +155,7 @@ def test_garbage_after_the_first_line_is_no_line(folder: Path, garbage: bytes) -
     "head",
     [b"", b"garbage", b"[]", b"null", b"{}", b'{"journal_version": 2}', b'{"journal_version": 1}', b"\xff", b"\0" * 99],
 )
-def test_first_line_that_cannot_be_read(tmp_path: Path, head: bytes) -> None:
+def test_unreadable_first_line_is_refused(tmp_path: Path, head: bytes) -> None:
     (tmp_path / "split.journal").write_bytes(head + b"\n" + json.dumps({"used": A}).encode() + b"\n")
     with pytest.raises(IncompleteSplitError, match=r"split.journal is not a readable") as refused:
         replay(tmp_path)
@@ -164,7 +164,7 @@ def test_first_line_that_cannot_be_read(tmp_path: Path, head: bytes) -> None:
 
 
 @pytest.mark.parametrize("field", ["source", "compression", "shards", "layers", "quantiser"])
-def test_first_line_that_lacks_something(folder: Path, field: str) -> None:
+def test_incomplete_first_line_is_refused(folder: Path, field: str) -> None:
     content: dict[str, Any] = json.loads((folder / "split.journal").read_text())
     del content[field]
     (folder / "split.journal").write_text(json.dumps(content) + "\n")
@@ -172,7 +172,7 @@ def test_first_line_that_lacks_something(folder: Path, field: str) -> None:
         replay(folder)
 
 
-def test_whatever_is_cut_from_the_first_line_is_refused(folder: Path) -> None:
+def test_truncated_first_line_is_refused(folder: Path) -> None:
     raw = (folder / "split.journal").read_bytes()
     for length in range(0, len(raw) - 2, 37):
         (folder / "split.journal").write_bytes(raw[:length])

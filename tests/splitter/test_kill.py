@@ -1,4 +1,4 @@
-"""A process that is killed at any step: the same call finishes, with the same bytes, and leaves nothing behind."""
+"""A process is killed at any step: the same call finishes, with the same bytes, and leaves no other files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check(scene: Scene, server: CrashServer, *deaths: int) -> None:
     scene.finish()
 
 
-def test_call_that_is_not_killed_finishes(make_scene: MakeScene, crash_server: CrashServer) -> None:
+def test_call_without_a_kill_finishes(make_scene: MakeScene, crash_server: CrashServer) -> None:
     scene = make_scene(Route())
     scene.reset()
     assert crash_server.run(scene.call, scene.steps) == 0
@@ -68,11 +68,11 @@ MOMENTS: dict[str, Callable[[Step], bool]] = {
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_broken_off_at_a_chosen_moment(make_scene: MakeScene, moment: str) -> None:
+def test_interrupt_at_chosen_steps(make_scene: MakeScene, moment: str) -> None:
     scene = make_scene(Route())
     scene.reset()
 
-    def stop(number: int, step: Step) -> None:
+    def stop(index: int, step: Step) -> None:
         if stopped or MOMENTS[moment](step):
             stopped.append(step)
             raise KeyboardInterrupt
@@ -85,7 +85,7 @@ def test_broken_off_at_a_chosen_moment(make_scene: MakeScene, moment: str) -> No
     assert scene.state() == scene.finished
 
 
-def test_killed_again_and_again(make_scene: MakeScene, crash_server: CrashServer) -> None:
+def test_repeated_kills(make_scene: MakeScene, crash_server: CrashServer) -> None:
     """Each call lives long enough for one shard; the last of them finishes."""
     scene = make_scene(Route(compression="8bit"))
     scene.reset()
@@ -98,18 +98,18 @@ def test_killed_again_and_again(make_scene: MakeScene, crash_server: CrashServer
     assert scene.state() == scene.finished
 
 
-def test_a_kill_is_noticed_where_the_order_is_wrong(make_scene: MakeScene, crash_server: CrashServer) -> None:
-    """The negative control: were the shard deleted first, this is what would be seen."""
+def test_wrong_order_of_steps_is_detected(make_scene: MakeScene, crash_server: CrashServer) -> None:
+    """The negative control: deletion of a shard before its data is durable is detected."""
     scene = make_scene(Route())
     scene.reset()
     assert crash_server.run(scene.call, scene.steps // 2) == KILLED
     scene.check()
-    left = names_in(scene.folder, "*.safetensors")
-    assert 0 < len(left) < 3
-    (scene.folder / left[0]).unlink()
-    with pytest.raises(AssertionError, match=f"{left[0]} is gone"):
+    shards = names_in(scene.folder, "*.safetensors")
+    assert 0 < len(shards) < 3
+    (scene.folder / shards[0]).unlink()
+    with pytest.raises(AssertionError, match=f"{shards[0]} is gone"):
         scene.check()
-    with pytest.raises(FileNotFoundError, match=left[0]):
+    with pytest.raises(FileNotFoundError, match=shards[0]):
         scene.call.make()
 
 

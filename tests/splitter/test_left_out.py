@@ -64,7 +64,7 @@ def tensor_in_two_shards(folder: Path) -> Path:
 
 
 def ranks_with_two_norms(folder: Path) -> Path:
-    """Each of Meta's ranks has all norms; the second rank's last norm has other values."""
+    """Each of Meta's ranks has all norms; the last norm of the second rank has other values."""
     write_meta(folder, tiny_llama(), ranks=2)
     second = torch.load(folder / "consolidated.01.pth", weights_only=True)
     torch.save({**second, "norm.weight": second["norm.weight"] + 1}, folder / "consolidated.01.pth")
@@ -106,7 +106,7 @@ def source_of(model: Path) -> str:
 
 
 @pytest.mark.parametrize("options", [SEQUENTIAL, DELETE])
-def test_the_file_is_kept_and_what_it_has_is_named_before(
+def test_file_is_kept_and_its_tensors_are_named_before(
     model: Path, kind: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     _, file, what = KINDS[kind]
@@ -114,33 +114,33 @@ def test_the_file_is_kept_and_what_it_has_is_named_before(
         (model / file).read_bytes(),
         f"{file} in {model} is kept, since the split leaves out {what}. {HINT}",
     )
-    told: list[tuple[str, bool]] = []
+    disposals: list[tuple[str, bool]] = []
 
     def listen(event: progress.Event) -> None:
         if isinstance(event, progress.ShardDone):
-            told.append((event.disposal, message in caplog.text))
+            disposals.append((event.disposal, message in caplog.text))
 
     with progress.listening(listen):
         Call(source_of(model), **options).make()
     assert weights_in(model) == [file]
     assert (model / file).read_bytes() == before
-    assert all(was_named for _, was_named in told)
+    assert all(was_named for _, was_named in disposals)
     if options is SEQUENTIAL:
-        assert "kept: the split leaves tensors of it out" in [disposal for disposal, _ in told]
+        assert "kept: the split leaves tensors of it out" in [disposal for disposal, _ in disposals]
 
 
-def test_both_options_delete_the_file_too(model: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_both_options_together_delete_the_file(model: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     _, file, what = KINDS[kind]
     Call(source_of(model), **BOTH).make()
     assert weights_in(model) == []
     assert f"{file} is deleted with what the split leaves out: {what}." in caplog.text
 
 
-def test_the_original_of_a_finished_split(model: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_original_of_a_finished_split(model: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     _, file, what = KINDS[kind]
     source = source_of(model)
-    made = Call(source, sequential=False).make()
-    whole, everything = layer_files(made), weights_in(model)
+    folder = Call(source, sequential=False).make()
+    whole, everything = layer_files(folder), weights_in(model)
     if kind != "gguf":  # which says it in other words
         assert f"The split leaves out of {file}: {what}." in caplog.text
     assert f"{file} in" not in caplog.text
@@ -150,12 +150,12 @@ def test_the_original_of_a_finished_split(model: Path, kind: str, caplog: pytest
     assert f"{file} in {model} is kept, since the split leaves out {what}" in caplog.text
     Call(source, **BOTH).make()
     assert weights_in(model) == []
-    assert layer_files(made) == whole
+    assert layer_files(folder) == whole
 
 
 @pytest.mark.parametrize("by_this_version", [True, False])
-def test_a_call_that_was_killed(model: Path, kind: str, by_this_version: bool) -> None:
-    """Also one of a version that did not record what is left out; a tensor that is there twice is recorded only."""
+def test_killed_call(model: Path, kind: str, by_this_version: bool) -> None:
+    """Also with a version that did not record left-out tensors; copies are only recorded."""
     _, file, _ = KINDS[kind]
     if kind in ("twice", "ranks") and not by_this_version:
         pytest.skip("an earlier version deletes it")
@@ -170,18 +170,18 @@ def test_a_call_that_was_killed(model: Path, kind: str, by_this_version: bool) -
     with observe_steps(die), pytest.raises(KeyboardInterrupt):
         call.make()
     [journal_path] = model.glob(f"splitted_model*/{JOURNAL_NAME}")
-    head, *rest = journal_path.read_text().splitlines()
+    head, *entries = journal_path.read_text().splitlines()
     content = json.loads(head)
     left_out = [shard.pop("left_out", None) for shard in content["shards"]]
-    assert sum(left is not None for left in left_out) == 1
+    assert sum(tensors is not None for tensors in left_out) == 1
     if not by_this_version:
-        journal_path.write_text("\n".join([json.dumps(content), *rest, ""]))
+        journal_path.write_text("\n".join([json.dumps(content), *entries, ""]))
     call.make()
     assert weights_in(model) == [file]
 
 
 @pytest.mark.parametrize("value", [torch.ones(64), torch.ones(64, dtype=torch.float16), torch.ones(8, 8)])
-def test_what_is_another_tensor(tmp_path: Path, value: torch.Tensor) -> None:
+def test_tensors_that_differ(tmp_path: Path, value: torch.Tensor) -> None:
     weights = {**llama_tensors(), "model.norm.weight": torch.ones(64)}
     first, second = shards = cut(weights, 2)
     put = {first: {**shards[first], "model.norm.weight": value}, second: shards[second]}
@@ -190,7 +190,7 @@ def test_what_is_another_tensor(tmp_path: Path, value: torch.Tensor) -> None:
     assert weights_in(tmp_path / "model") == ([] if is_same else [first])
 
 
-def test_equal_bytes_need_no_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_equal_copies_are_not_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     weights = llama_tensors()
     first, second = shards = cut(weights, 2)
     put = {first: {**shards[first], "model.norm.weight": weights["model.norm.weight"]}, second: shards[second]}
@@ -216,8 +216,8 @@ def test_texts_in_the_header_of_safetensors_are_recorded(tmp_path: Path) -> None
     save_file(load_file(first), first, {"format": "pt", "training_log": "only here"})
     interrupted(Call(str(model)), shards=1)
     assert not first.exists()
-    made = Call(str(model)).make()
-    manifest = read_manifest(made)
+    folder = Call(str(model)).make()
+    manifest = read_manifest(folder)
     assert manifest is not None
     assert manifest.source_metadata == {first.name: {"training_log": "only here"}}
     assert not second.exists()
@@ -230,7 +230,7 @@ def test_metadata_of_a_gguf_file_are_named(tmp_path: Path, caplog: pytest.LogCap
     assert "x.gguf is deleted once it is split, and of its metadata the split keeps config, tokenizer" in caplog.text
 
 
-def test_a_repository_has_them(
+def test_repository_has_the_tensors(
     tmp_path: Path, hub_environment: HubEnvironment, caplog: pytest.LogCaptureFixture
 ) -> None:
     training_checkpoint(tmp_path / "hub" / "acme" / "trained")
@@ -252,9 +252,9 @@ def test_a_kept_file_counts_as_not_freed(model: Path, kind: str) -> None:
     for policy in (ShardPolicy.DELETE_USED, ShardPolicy.DELETE_USED | ShardPolicy.DELETE_REST):
         request = SplitRequest(checkpoint, model / "made", "llama", SplitOptions(shards=policy))
         freed[policy] = disk_budget_of(request, plan_split(request)).freed
-    kept, gone = freed.values()
-    assert {*gone} == {*weights_in(model)}
-    assert {*kept} == {*gone} - {file}
+    kept, deleted = freed.values()
+    assert {*deleted} == {*weights_in(model)}
+    assert {*kept} == {*deleted} - {file}
 
 
 # What says it before
@@ -267,12 +267,12 @@ def loadable(tmp_path: Path) -> Path:
     from safetensors.torch import load_file, save_file
 
     norm = next(name for name in load_file(folder / second) if name.endswith("norm.weight"))
-    found = load_file(folder / second)[norm]
-    save_file({**load_file(folder / first), norm: found + 1}, folder / first, metadata={"format": "pt"})
+    tensor = load_file(folder / second)[norm]
+    save_file({**load_file(folder / first), norm: tensor + 1}, folder / first, metadata={"format": "pt"})
     return folder
 
 
-def test_pull_and_plan_name_it(loadable: Path) -> None:
+def test_pull_and_plan_name_left_out_tensors(loadable: Path) -> None:
     first = names_in(loadable, "*-of-*.safetensors")[0]
     words = ["pull", str(loadable), "--dry-run", "--device", "cpu"]
     for more, is_kept in ((["--sequential"], True), (["--sequential", "--delete-original"], False), ([], False)):
@@ -287,7 +287,7 @@ def test_pull_and_plan_name_it(loadable: Path) -> None:
     assert warning in console.export_text()
 
 
-def test_inspect_names_it(tmp_path: Path) -> None:
+def test_inspect_names_left_out_tensors(tmp_path: Path) -> None:
     model = training_checkpoint(tmp_path / "model")
     words = ["inspect", str(model / TORCH_FILE)]
     shown = CliRunner().invoke(app, words, catch_exceptions=False, env={"COLUMNS": "200"})
@@ -296,11 +296,11 @@ def test_inspect_names_it(tmp_path: Path) -> None:
     assert (record["left_out"], record["left_out_bytes"]) == (["optimizer", "epoch"], {"optimizer": 8000, "epoch": 0})
 
 
-def test_a_conversion_keeps_it_too(tmp_path: Path) -> None:
+def test_conversion_keeps_the_file(tmp_path: Path) -> None:
     source = training_checkpoint(tmp_path / "model") / TORCH_FILE
     (source.parent / "config.json").unlink()
-    for number, options in enumerate(({"sequential": True}, {"delete_original": True})):
-        convert(source, tmp_path / f"out-{number}", **options)
+    for index, options in enumerate(({"sequential": True}, {"delete_original": True})):
+        convert(source, tmp_path / f"out-{index}", **options)
         assert source.exists()
     convert(source, tmp_path / "out", sequential=True, delete_original=True)
     assert not source.exists()

@@ -1,4 +1,4 @@
-"""The lock on a split directory, between real processes: who waits, who takes over, and what is left of it."""
+"""The lock on a split directory, between real processes: waiting, takeover, and removal of its files."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ for number in range(rounds):
 
 
 class Holder:
-    """A process that enters, and leaves when it is told to. ``stderr`` goes to a file."""
+    """A process that takes the lock, and releases it on request. ``stderr`` goes to a file."""
 
     def __init__(self, folder: Path, stderr: Path) -> None:
         self._stderr = stderr
@@ -97,7 +97,7 @@ class Holder:
         return self._stderr.read_text()
 
     def says(self) -> str:
-        """What it says on stderr, as soon as it says something."""
+        """Return its stderr, as soon as there is some."""
         deadline = time.monotonic() + 30
         while not self.said().endswith("\n"):
             assert time.monotonic() < deadline, "nothing was said"
@@ -126,36 +126,36 @@ def hold(tmp_path: Path) -> Iterator[Callable[[Path], Holder]]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A split directory with something in it."""
-    made = tmp_path / "splitted_model"
-    made.mkdir()
-    (made / "split.journal").write_text("{}")
-    return made
+    """A split directory that is not empty."""
+    folder = tmp_path / "splitted_model"
+    folder.mkdir()
+    (folder / "split.journal").write_text("{}")
+    return folder
 
 
 # Who waits
 
 
-def test_second_process_waits_and_says_once_for_whom(folder: Path, hold: Callable[[Path], Holder]) -> None:
+def test_second_process_waits_and_names_the_holder_once(folder: Path, hold: Callable[[Path], Holder]) -> None:
     first = hold(folder)
     first.is_in()
     second = hold(folder)
-    said = second.says()
-    begin, _, rest = said.partition(" since ")
+    message = second.says()
+    begin, _, ending = message.partition(" since ")
     assert begin == f"{folder} is in use by process {first.process.pid} on {socket.gethostname()}"
-    since, _, end = rest.partition(";")
+    since, _, end = ending.partition(";")
     assert abs(datetime.fromisoformat(since).timestamp() - time.time()) < 60
     assert end == " waiting.\n"
     time.sleep(0.5)
-    assert second.said() == said
+    assert second.said() == message
     first.leaves()
     second.is_in()
     second.leaves()
-    assert second.said() == said
+    assert second.said() == message
     assert first.said() == ""
 
 
-def test_waiting_is_logged_and_said_where_logging_is_set_up(
+def test_waiting_is_logged_and_printed(
     folder: Path,
     hold: Callable[[Path], Holder],
     caplog: pytest.LogCaptureFixture,
@@ -173,7 +173,7 @@ def test_waiting_is_logged_and_said_where_logging_is_set_up(
     assert capsys.readouterr().err == record.message + "\n"
 
 
-def test_short_wait_is_no_news(
+def test_short_wait_prints_no_message(
     folder: Path, hold: Callable[[Path], Holder], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock, "SILENT_SECONDS", 60.0)
@@ -186,7 +186,7 @@ def test_short_wait_is_no_news(
     assert caplog.records == []
 
 
-def test_holder_whose_note_cannot_be_read(folder: Path, hold: Callable[[Path], Holder]) -> None:
+def test_holder_with_an_unreadable_note(folder: Path, hold: Callable[[Path], Holder]) -> None:
     first = hold(folder)
     first.is_in()
     (folder / HOLDER_NAME).write_text('{"pid": 12')
@@ -195,38 +195,38 @@ def test_holder_whose_note_cannot_be_read(folder: Path, hold: Callable[[Path], H
 
 def test_threads_exclude_each_other(folder: Path) -> None:
     inside: list[int] = []
-    most: list[int] = []
+    counts: list[int] = []
 
-    def enter(number: int) -> None:
+    def enter(index: int) -> None:
         for _ in range(3):
             with locked(folder):
-                inside.append(number)
-                most.append(len(inside))
+                inside.append(index)
+                counts.append(len(inside))
                 time.sleep(0.01)
-                inside.remove(number)
+                inside.remove(index)
 
-    threads = [threading.Thread(target=enter, args=(number,)) for number in range(3)]
+    threads = [threading.Thread(target=enter, args=(index,)) for index in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert most == [1] * 9
+    assert counts == [1] * 9
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["folder stays", "folder comes and goes"])
-def test_never_two_at_once_while_the_lock_file_comes_and_goes(tmp_path: Path, kept: bool) -> None:
+def test_lock_is_exclusive_while_the_lock_file_is_removed_and_created(tmp_path: Path, kept: bool) -> None:
     folder = tmp_path / "some" / "where" / "splitted_model"
     if kept:
         folder.mkdir(parents=True)
     command = [sys.executable, "-c", STRESS, str(folder), str(tmp_path / "inside"), "40"]
     processes = [subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) for _ in range(4)]
-    told = [process.communicate(timeout=120)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0] * 4, "\n".join(told)
+    outputs = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, "\n".join(outputs)
     # an empty folder may stay where one process made it again while another one cleared it away
     assert contents(tmp_path) == {}
 
 
-def test_a_forked_child_that_leaves_takes_no_lock_away(folder: Path) -> None:
+def test_forked_child_does_not_release_the_lock(folder: Path) -> None:
     code = f"""
 import os, sys
 from pathlib import Path
@@ -255,9 +255,7 @@ with locked(Path({str(folder)!r})):
 # Who takes over
 
 
-def test_waiting_process_takes_over_at_once_when_the_holder_is_killed(
-    folder: Path, hold: Callable[[Path], Holder]
-) -> None:
+def test_waiting_process_takes_over_from_a_killed_holder(folder: Path, hold: Callable[[Path], Holder]) -> None:
     first = hold(folder)
     first.is_in()
     second = hold(folder)
@@ -302,7 +300,7 @@ def test_waiting_process_can_be_interrupted(folder: Path, hold: Callable[[Path],
 # What is left
 
 
-def test_nothing_is_left(folder: Path) -> None:
+def test_no_lock_files_remain(folder: Path) -> None:
     before = contents(folder)
     with locked(folder):
         assert names_in(folder) == [LOCK_NAME, HOLDER_NAME, "split.journal"]
@@ -312,7 +310,7 @@ def test_nothing_is_left(folder: Path) -> None:
     assert contents(folder) == before
 
 
-def test_folder_that_was_made_for_nothing_goes_again(tmp_path: Path) -> None:
+def test_empty_folder_created_for_the_lock_is_removed(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     folder = tmp_path / "there" / "new" / "splitted_model"
     seen: list[str] = []
@@ -327,7 +325,7 @@ def test_folder_that_was_made_for_nothing_goes_again(tmp_path: Path) -> None:
     assert names_in(tmp_path / "there") == []
 
 
-def test_folder_stays_if_it_was_there_or_has_something_in_it(tmp_path: Path) -> None:
+def test_existing_or_filled_folder_stays(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     with locked(tmp_path / "there"):
         pass
@@ -337,8 +335,8 @@ def test_folder_stays_if_it_was_there_or_has_something_in_it(tmp_path: Path) -> 
     assert names_in(tmp_path / "new") == ["split.journal"]
 
 
-def test_steps_are_those_of_making_the_folder(tmp_path: Path) -> None:
-    """Kills and power cuts are tried at steps; the lock is nothing that could be lost."""
+def test_locking_announces_only_the_creation_of_the_folder(tmp_path: Path) -> None:
+    """Kills and power cuts are tested at steps; the lock has no data that could be lost."""
     steps: list[Step] = []
     with observe_steps(steps.append):
         with locked(tmp_path / "new"):
@@ -352,7 +350,7 @@ def test_steps_are_those_of_making_the_folder(tmp_path: Path) -> None:
     assert len(steps) == 2
 
 
-def test_full_disk_does_without_the_note(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_locks_without_the_note(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, data: bytes) -> None:
         path.touch()  # a name may still fit
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -370,8 +368,8 @@ def test_link_in_place_of_the_lock_file_is_not_followed(folder: Path) -> None:
     assert (folder / "split.journal").read_text() == "{}"
 
 
-def test_lock_on_a_file_that_lost_its_name_does_not_count(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its holder removed it while this process waited for it, and a third process made a new one."""
+def test_lock_on_an_unlinked_file_does_not_count(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its holder removed it while this process waited, and a third process created a new one."""
     acquire = filelock.FileLock.acquire
     attempts: list[int] = []
 
@@ -392,7 +390,7 @@ def test_lock_on_a_file_that_lost_its_name_does_not_count(folder: Path, monkeypa
 
 
 def test_lock_file_of_another_process_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has come after this process let the lock go, and before this one removes the file."""
+    """Another process locks it after this one has released it, and before this one removes the file."""
     flock, holder = fcntl.flock, list[int]()
 
     def late(descriptor: int, operation: int) -> None:
@@ -437,7 +435,7 @@ NONE += [(code, True) for code in (errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 def test_file_system_without_locks(
     folder: Path, code: int, lets_go: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No such one can be had here, so its answer is put in place of the real one."""
+    """None is available here, so its answer replaces the real one."""
     answering(monkeypatch, code, lets_go)
     for enter in (locked, functools.partial(locked, excluding_readers=True), locked_without_waiting):
         with enter(folder):
@@ -451,17 +449,17 @@ def test_file_system_without_locks(
     assert names_in(folder.parent) == ["splitted_model"]
 
 
-def test_without_locks_the_next_one_waits_for_the_lease(
+def test_next_process_waits_for_the_lease_without_locks(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     answering(monkeypatch, errno.ENOLCK, lets_go=False)
     monkeypatch.setattr(lock, "SILENT_SECONDS", 0.0)
     monkeypatch.setattr(leases, "BEAT_SECONDS", 0.1)
-    told: list[str] = []
+    entered: list[str] = []
 
     def enter() -> None:
         with locked(folder):
-            told.append("in")
+            entered.append("in")
 
     second = threading.Thread(target=enter)
     with locked(folder):
@@ -475,16 +473,16 @@ def test_without_locks_the_next_one_waits_for_the_lease(
         while not caplog.records:
             assert time.monotonic() < deadline, "nothing was said"
             time.sleep(0.01)
-        assert not told
+        assert not entered
     second.join(60)
-    assert told == ["in"]
+    assert entered == ["in"]
     (record,) = caplog.records
     assert record.message.startswith(f"{folder} is in use by process {os.getpid()} on {socket.gethostname()} since 2")
     assert record.message.endswith("; waiting, at most 120 s if that process has ended.")
     assert names_in(folder) == ["split.journal"]
 
 
-def test_lost_lease_takes_nothing_from_its_next_holder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_lease_does_not_remove_that_of_the_next_holder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answering(monkeypatch, errno.ENOLCK, lets_go=False)
     other = b'{"run": "0123456789abcdef0123456789abcdef", "process": "other"}'
     with locked(folder):
@@ -507,7 +505,7 @@ def test_workers_of_the_next_run_keep_their_lease(folder: Path) -> None:
 
 @pytest.mark.parametrize("lets_go", [False, True])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
-def test_file_system_that_does_not_answer(
+def test_file_system_that_fails_to_lock(
     folder: Path, code: int, lets_go: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answering(monkeypatch, code, lets_go)
@@ -521,7 +519,7 @@ def test_file_system_that_does_not_answer(
 # Those who only read
 
 
-def test_who_replaces_layer_files_is_refused_while_they_are_read(folder: Path) -> None:
+def test_replacing_layer_files_is_refused_while_they_are_read(folder: Path) -> None:
     with read_lock(folder):
         with locked(folder):  # to finish or to clear away
             pass
@@ -533,7 +531,7 @@ def test_who_replaces_layer_files_is_refused_while_they_are_read(folder: Path) -
         pass
 
 
-def test_who_reads_waits_for_who_replaces(
+def test_reader_waits_while_layer_files_are_replaced(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
@@ -546,11 +544,11 @@ def test_who_reads_waits_for_who_replaces(
     with locked(folder, excluding_readers=True):
         reader.start()
         deadline = time.monotonic() + 30
-        while not (said := capsys.readouterr().err):
+        while not (message := capsys.readouterr().err):
             assert time.monotonic() < deadline, "nothing was said"
             time.sleep(0.01)
         assert not read
     reader.join(60)
     assert read == ["read"]
-    assert said.startswith(f"{folder} is in use by process {os.getpid()} on {socket.gethostname()} since ")
-    assert "; waiting." in said
+    assert message.startswith(f"{folder} is in use by process {os.getpid()} on {socket.gethostname()} since ")
+    assert "; waiting." in message

@@ -1,4 +1,4 @@
-"""Memory that a split takes over an idle process: fixed buffers, whatever the tensor, the layer and the shard."""
+"""Memory of a split above that of an idle process: fixed buffers, independent of tensor, layer and shard."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def embedding(folder: Path, rows: int) -> Path:
     return folder
 
 
-def embedding_of_torch(folder: Path, rows: int, *, transposed: bool) -> Path:
+def torch_embedding(folder: Path, rows: int, *, transposed: bool) -> Path:
     """The same as a file of torch.save."""
     folder.mkdir()
     held = storage("0", rows * 4096, torch.BFloat16Storage)
@@ -67,7 +67,7 @@ def embedding_of_torch(folder: Path, rows: int, *, transposed: bool) -> Path:
     return folder
 
 
-def embedding_of_old_torch(folder: Path, rows: int) -> Path:
+def old_torch_embedding(folder: Path, rows: int) -> Path:
     """The same in torch's format from before 1.6, transposed."""
     folder.mkdir()
     held = legacy_torch_files.storage("0", rows * 4096, torch.BFloat16Storage)
@@ -100,17 +100,17 @@ def test_memory_for_a_tensor_larger_than_the_bound(tmp_path: Path, compression: 
     ("compression", "transposed"), [("4bit", True), pytest.param(None, False, marks=pytest.mark.long)]
 )
 @pytest.mark.long
-def test_memory_for_a_file_of_torch(tmp_path: Path, compression: str | None, transposed: bool) -> None:
-    source = embedding_of_torch(tmp_path / "model", 60_000, transposed=transposed)
+def test_memory_for_a_torch_file(tmp_path: Path, compression: str | None, transposed: bool) -> None:
+    source = torch_embedding(tmp_path / "model", 60_000, transposed=transposed)
     assert (source / "model.pth").stat().st_size > 2 * MOST
     assert over_idle(source, tmp_path / "out", compression) < MOST
 
 
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_memory_for_a_file_of_torch_before_1_6(tmp_path: Path) -> None:
+def test_memory_for_a_torch_file_before_1_6(tmp_path: Path) -> None:
     """torch itself would hold all of it."""
-    source = embedding_of_old_torch(tmp_path / "model", 60_000)
+    source = old_torch_embedding(tmp_path / "model", 60_000)
     assert (source / "model.pth").stat().st_size > 2 * MOST
     assert over_idle(source, tmp_path / "out", "4bit") < MOST
 

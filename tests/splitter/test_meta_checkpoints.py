@@ -1,4 +1,4 @@
-"""Llama as Meta publishes it goes every way that safetensors go, and the layer files are the same to the bit."""
+"""Llama as Meta publishes it is split on every route of safetensors files, into the same bytes."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ def transformers_split(model: Any, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module")
 def expected(transformers_split: Mapping[str | None, Path]) -> Expected:
-    return {c: layer_files(made) for c, made in transformers_split.items()}
+    return {c: layer_files(folder) for c, folder in transformers_split.items()}
 
 
 def interrupted(call: Call, used: int = 1) -> Path:
-    """Make the call, break it off when so many ranks are used up, and return the split directory."""
+    """Make the call, interrupt it after this many used ranks, and return the split directory."""
 
     def listen(event: progress.Event) -> None:
         if isinstance(event, progress.ShardStarted) and event.number == used + 1:
@@ -90,9 +90,9 @@ def interrupted(call: Call, used: int = 1) -> Path:
     return call.find().split_folder
 
 
-def records(made: Path) -> dict[str, tuple[Any, ...]]:
-    """What the manifest says of each layer, but for the shards it came from."""
-    manifest = read_manifest(made)
+def records(folder: Path) -> dict[str, tuple[Any, ...]]:
+    """Return the manifest's records of layers, without their shards."""
+    manifest = read_manifest(folder)
     assert manifest is not None
     return {r.id: (r.stem, r.file, r.size, frozenset(r.tensors), r.crc32) for r in manifest.layers}
 
@@ -100,7 +100,7 @@ def records(made: Path) -> dict[str, tuple[Any, ...]]:
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize(("ranks", "embedding_dim"), CUTS)
 @pytest.mark.parametrize("sequential", [True, False], ids=["sequential", "standard"])
-def test_every_cut_makes_the_bytes_of_safetensors(
+def test_any_number_of_ranks_makes_the_bytes_of_safetensors(
     tmp_path: Path,
     model: Any,
     expected: Expected,
@@ -111,29 +111,29 @@ def test_every_cut_makes_the_bytes_of_safetensors(
     sequential: bool,
 ) -> None:
     source = write_meta(tmp_path, model, ranks, embedding_dim)
-    made = split(source, compression=compression, sequential=sequential)
-    assert layer_files(made) == expected[compression]
-    assert records(made) == records(transformers_split[compression])
-    assert not verify(made).damaged
-    assert names_in(source, "*.pth") == ([] if sequential else [RANK.format(number) for number in range(ranks)])
-    assert names_in(made, "*.pieces") == names_in(made, "*.part") == []
+    folder = split(source, compression=compression, sequential=sequential)
+    assert layer_files(folder) == expected[compression]
+    assert records(folder) == records(transformers_split[compression])
+    assert not verify(folder).damaged
+    assert names_in(source, "*.pth") == ([] if sequential else [RANK.format(rank) for rank in range(ranks)])
+    assert names_in(folder, "*.pieces") == names_in(folder, "*.part") == []
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_grouped_heads(tmp_path: Path, kv_heads: int, compression: str | None) -> None:
-    made = tiny_llama(kv_heads=kv_heads, heads=4, hidden=96, intermediate=160, vocabulary=330)
-    plain = split(write_as_transformers(tmp_path / "hf", made), compression=compression)
+    llama = tiny_llama(kv_heads=kv_heads, heads=4, hidden=96, intermediate=160, vocabulary=330)
+    plain = split(write_as_transformers(tmp_path / "hf", llama), compression=compression)
     for ranks in {1, min(kv_heads, 2)}:
-        source = write_meta(tmp_path / str(ranks), made, ranks, 1)
+        source = write_meta(tmp_path / str(ranks), llama, ranks, 1)
         assert layer_files(split(source, compression=compression)) == layer_files(plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_other_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
-    made = tiny_llama(dtype=dtype, seed=3)
-    plain = split(write_as_transformers(tmp_path / "hf", made), compression="4bit")
-    assert layer_files(split(write_meta(tmp_path / "m", made, 2), compression="4bit")) == layer_files(plain)
+    llama = tiny_llama(dtype=dtype, seed=3)
+    plain = split(write_as_transformers(tmp_path / "hf", llama), compression="4bit")
+    assert layer_files(split(write_meta(tmp_path / "m", llama, 2), compression="4bit")) == layer_files(plain)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -141,17 +141,19 @@ def test_other_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
 def test_tensors_larger_than_a_chunk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None, ranks: int
 ) -> None:
-    made = tiny_llama(hidden=256, intermediate=704, vocabulary=1001 * 2, layers=1, kv_heads=4)
-    plain = split(write_as_transformers(tmp_path / "hf", made), compression=compression)
+    llama = tiny_llama(hidden=256, intermediate=704, vocabulary=1001 * 2, layers=1, kv_heads=4)
+    plain = split(write_as_transformers(tmp_path / "hf", llama), compression=compression)
     monkeypatch.setattr("rabbitllm.splitter.plan.CHUNK_BYTES", 24_576)
-    assert layer_files(split(write_meta(tmp_path / "m", made, ranks, 1), compression=compression)) == layer_files(plain)
+    assert layer_files(split(write_meta(tmp_path / "m", llama, ranks, 1), compression=compression)) == layer_files(
+        plain
+    )
 
 
 @pytest.mark.parametrize("way", ["transposed", "shared"])
-def test_ranks_whose_tensors_lie_oddly(tmp_path: Path, model: Any, expected: Expected, way: str) -> None:
+def test_ranks_with_strided_tensors(tmp_path: Path, model: Any, expected: Expected, way: str) -> None:
     """Those of Llama 1 share storages; Q and K are then at strides of strides."""
     source = write_meta(tmp_path, model, 2)
-    for number, tensors in enumerate(ranks_of_model(model, 2)):
+    for rank, tensors in enumerate(ranks_of_model(model, 2)):
         if way == "transposed":
             odd = {name: t.t().contiguous().t() if t.ndim == 2 else t for name, t in tensors.items()}
         else:
@@ -159,7 +161,7 @@ def test_ranks_whose_tensors_lie_oddly(tmp_path: Path, model: Any, expected: Exp
             whole = torch.cat([t.reshape(-1) for t in tensors.values()])
             parts = whole.split([t.numel() for t in tensors.values()])
             odd = {name: part.view(tensors[name].shape) for name, part in zip(tensors, parts, strict=True)}
-        torch.save(odd, source / RANK.format(number))
+        torch.save(odd, source / RANK.format(rank))
     assert layer_files(split(source)) == expected[None]
 
 
@@ -170,11 +172,11 @@ def test_tied_embeddings(tmp_path: Path, ranks: int, missing: bool) -> None:
     plain = split(write_as_transformers(tmp_path / "hf", tied))
     source = write_meta(tmp_path / "m", tied, ranks, 0)
     if not missing:
-        for number, tensors in enumerate(ranks_of_model(tied, ranks)):
-            torch.save(tensors | {"output.weight": tensors["tok_embeddings.weight"]}, source / RANK.format(number))
-    made = split(source)
-    assert layer_files(made) == layer_files(plain)
-    assert json.loads((made / "config.json").read_text())["tie_word_embeddings"] is True
+        for rank, tensors in enumerate(ranks_of_model(tied, ranks)):
+            torch.save(tensors | {"output.weight": tensors["tok_embeddings.weight"]}, source / RANK.format(rank))
+    folder = split(source)
+    assert layer_files(folder) == layer_files(plain)
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is True
 
 
 # Repositories
@@ -193,11 +195,11 @@ def test_a_repository(
     sequential: bool,
 ) -> None:
     write_meta(tmp_path / "hub" / REPO, model, ranks, 1, tokenizer=None)
-    made = split(REPO, compression=compression, sequential=sequential)
-    assert layer_files(made) == expected[compression]
-    assert {"config.json", "params.json"} <= {*names_in(made)}
+    folder = split(REPO, compression=compression, sequential=sequential)
+    assert layer_files(folder) == expected[compression]
+    assert {"config.json", "params.json"} <= {*names_in(folder)}
     assert bool(names_in(hub_environment.cache, "**/*.pth")) == (not sequential)
-    assert split(REPO, compression=compression, sequential=sequential) == made
+    assert split(REPO, compression=compression, sequential=sequential) == folder
 
 
 def test_a_repository_is_not_streamed(tmp_path: Path, hub_environment: HubEnvironment, model: Any) -> None:
@@ -206,7 +208,7 @@ def test_a_repository_is_not_streamed(tmp_path: Path, hub_environment: HubEnviro
         split(REPO, shard_transfer="stream")
 
 
-def test_a_wrong_byte_from_the_hub(
+def test_wrong_byte_from_the_hub(
     tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment, model: Any, expected: Expected
 ) -> None:
     served = write_meta(tmp_path / "hub" / REPO, model, 2)
@@ -217,7 +219,7 @@ def test_a_wrong_byte_from_the_hub(
     assert layer_files(split(REPO)) == expected[None]
 
 
-def test_ranks_that_a_folder_lacks_come_from_a_repository(
+def test_missing_ranks_are_fetched(
     tmp_path: Path, hub_environment: HubEnvironment, model: Any, expected: Expected
 ) -> None:
     served = write_meta(tmp_path / "hub" / REPO, model, 4)
@@ -245,23 +247,33 @@ def test_killed_at_some_steps(
         shutil.rmtree(folder)
         shutil.copytree(original, folder)
         assert crash_server.run(call, death) == KILLED
-        made = call.make()
-        assert layer_files(made) == expected[compression]
-        assert names_in(made, "*.part") == names_in(made, "*.journal") == names_in(made, "*.pieces") == []
+        split_folder = call.make()
+        assert layer_files(split_folder) == expected[compression]
+        assert (
+            names_in(split_folder, "*.part")
+            == names_in(split_folder, "*.journal")
+            == names_in(split_folder, "*.pieces")
+            == []
+        )
 
 
-def died_everywhere(tmp_path: Path, call: Call, original: Path, wanted: dict[str, bytes], every: int) -> int:
-    """Let the call die at every so many steps, each time on a fresh copy, and go on; how often it died."""
+def count_deaths(tmp_path: Path, call: Call, original: Path, expected: dict[str, bytes], every: int) -> int:
+    """Let the call die at every n-th step, each time on a fresh copy, and resume it; return the number of deaths."""
     folder = Path(call.source)
-    for deaths, at in enumerate(itertools.count(0, every)):
+    for deaths, index in enumerate(itertools.count(0, every)):
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(original, folder)
-        with dying_at(at) as died:
+        with dying_at(index) as died:
             call.make()
-        made = call.make()
-        assert layer_files(made) == wanted, at
-        assert not verify(made).damaged
-        assert names_in(made, "*.part") == names_in(made, "*.journal") == names_in(made, "*.pieces") == [], at
+        split_folder = call.make()
+        assert layer_files(split_folder) == expected, index
+        assert not verify(split_folder).damaged
+        assert (
+            names_in(split_folder, "*.part")
+            == names_in(split_folder, "*.journal")
+            == names_in(split_folder, "*.pieces")
+            == []
+        ), index
         if died.step is None:
             return deaths
     raise AssertionError
@@ -269,31 +281,31 @@ def died_everywhere(tmp_path: Path, call: Call, original: Path, wanted: dict[str
 
 @pytest.mark.parametrize("compression", [None, "8bit"])
 @pytest.mark.long
-def test_dying_while_pieces_are_joined(tmp_path: Path, model: Any, expected: Expected, compression: str | None) -> None:
+def test_death_while_pieces_are_joined(tmp_path: Path, model: Any, expected: Expected, compression: str | None) -> None:
     original = write_meta(tmp_path / "original", model, 2, 1)
     call = Call(str(tmp_path / "model"), compression=compression)
-    assert died_everywhere(tmp_path, call, original, expected[compression], 17) > 5
+    assert count_deaths(tmp_path, call, original, expected[compression], 17) > 5
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_dying_at_every_step(tmp_path: Path, compression: str | None, ranks: int) -> None:
+def test_death_at_every_step(tmp_path: Path, compression: str | None, ranks: int) -> None:
     small = tiny_llama(layers=1, heads=3, kv_heads=3, hidden=96, intermediate=192, vocabulary=288)
     plain = layer_files(split(write_as_transformers(tmp_path / "hf", small), compression=compression))
     original = write_meta(tmp_path / "original", small, ranks, 1)
     call = Call(str(tmp_path / "model"), compression=compression)
-    assert died_everywhere(tmp_path, call, original, plain, 1) > 40
+    assert count_deaths(tmp_path, call, original, plain, 1) > 40
 
 
-def test_ranks_that_are_used_up_are_known_by_the_journal(tmp_path: Path, model: Any, expected: Expected) -> None:
+def test_journal_knows_used_ranks(tmp_path: Path, model: Any, expected: Expected) -> None:
     source = write_meta(tmp_path, model, 4, 1)
     interrupted(Call(str(source), compression="4bit"), used=2)
     assert names_in(source, "*.pth") == [RANK.format(2), RANK.format(3)]
     assert layer_files(split(source, compression="4bit")) == expected["4bit"]
 
 
-def test_a_rank_that_is_gone_before_it_was_used(tmp_path: Path, model: Any) -> None:
+def test_unused_rank_that_is_missing(tmp_path: Path, model: Any) -> None:
     source = write_meta(tmp_path, model, 4, 1)
     interrupted(Call(str(source)))
     (source / RANK.format(2)).unlink()
@@ -301,18 +313,18 @@ def test_a_rank_that_is_gone_before_it_was_used(tmp_path: Path, model: Any) -> N
         split(source)
 
 
-def test_pieces_that_are_gone(tmp_path: Path, model: Any) -> None:
+def test_missing_pieces(tmp_path: Path, model: Any) -> None:
     source = write_meta(tmp_path, model, 2, 1)
-    made = interrupted(Call(str(source)))
-    (made / "model.layers.0.safetensors.pieces").unlink()
+    folder = interrupted(Call(str(source)))
+    (folder / "model.layers.0.safetensors.pieces").unlink()
     with pytest.raises(rabbitllm.errors.IncompleteSplitError, match=r"layers\.0\.safetensors is missing"):
         split(source)
 
 
 def test_journal_keeps_views_and_pieces(tmp_path: Path, model: Any) -> None:
     source = write_meta(tmp_path, model, 2, 1)
-    made = interrupted(Call(str(source)))
-    replayed = journal.replay(made)
+    folder = interrupted(Call(str(source)))
+    replayed = journal.replay(folder)
     assert replayed is not None
     metadata = LocalCheckpoint(source, known_shards=[RANK.format(0), RANK.format(1)]).metadata(RANK.format(1))
     assert metadata is not None
@@ -321,7 +333,7 @@ def test_journal_keeps_views_and_pieces(tmp_path: Path, model: Any) -> None:
     assert any(tensor.view is not None and tensor.piece is not None for tensor in kept)
 
 
-def test_a_rank_of_another_model(tmp_path: Path, model: Any) -> None:
+def test_rank_of_another_model(tmp_path: Path, model: Any) -> None:
     source = write_meta(tmp_path, model, 2)
     other = write_meta(tmp_path / "other", tiny_llama(intermediate=256, seed=8), 2)
     interrupted(Call(str(source)))
@@ -330,18 +342,18 @@ def test_a_rank_of_another_model(tmp_path: Path, model: Any) -> None:
         split(source)
 
 
-def test_a_finished_split_is_found_again(tmp_path: Path, model: Any) -> None:
+def test_finished_split_is_found_again(tmp_path: Path, model: Any) -> None:
     for sequential in (True, False):
         source = write_meta(tmp_path / str(sequential), model, 2)
-        made = split(source, sequential=sequential)
-        before = contents(made)
+        folder = split(source, sequential=sequential)
+        before = contents(folder)
         changed: list[Any] = []
         with observe_steps(changed.append):
-            assert split(source, sequential=sequential) == made
-        assert contents(made) == before
+            assert split(source, sequential=sequential) == folder
+        assert contents(folder) == before
         assert changed == []
     (source / RANK.format(0)).unlink()  # one alone is no whole checkpoint, and is compared all the same
-    assert split(source, sequential=False) == made
+    assert split(source, sequential=False) == folder
 
 
 def test_delete_original(tmp_path: Path, model: Any, expected: Expected) -> None:
@@ -356,16 +368,16 @@ def test_delete_original(tmp_path: Path, model: Any, expected: Expected) -> None
 @pytest.mark.parametrize("compression", [None, "8bit"])
 def test_repair(tmp_path: Path, model: Any, expected: Expected, compression: str | None) -> None:
     source = write_meta(tmp_path, model, 2, 1)
-    made = split(source, compression=compression, sequential=False)
-    (made / "model.layers.1.safetensors").write_bytes(b"damaged")
-    manifest = read_manifest(made)
+    folder = split(source, compression=compression, sequential=False)
+    (folder / "model.layers.1.safetensors").write_bytes(b"damaged")
+    manifest = read_manifest(folder)
     assert manifest is not None
-    prepare.repair_split(made, manifest, {"layers.1"}, source)
-    assert layer_files(made) == expected[compression]
-    assert not verify(made).damaged
+    prepare.repair_split(folder, manifest, {"layers.1"}, source)
+    assert layer_files(folder) == expected[compression]
+    assert not verify(folder).damaged
 
 
-def test_a_rank_that_changes_on_the_way(tmp_path: Path, model: Any) -> None:
+def test_rank_that_changes_during_the_split(tmp_path: Path, model: Any) -> None:
     source = write_meta(tmp_path, model, 2)
     other = tmp_path / "other"
     torch.save(dict(reversed(ranks_of_model(model, 2)[1].items())), other)
@@ -386,7 +398,7 @@ BOOKKEEPING = 64 * 1024
 
 
 def every_peak() -> Iterator[Any]:
-    """At once one compression of a folder, and another of a repository."""
+    """By default one compression of a folder, and another of a repository."""
     for hub, at_once in ((False, "4bit"), (True, "8bit")):
         for compression in COMPRESSIONS:
             name = f"{'hub' if hub else 'local'}-{compression}"
@@ -394,26 +406,26 @@ def every_peak() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("hub", "compression"), [*every_peak()])
-def test_peak_of_the_disk_is_what_the_plan_says(
+def test_disk_peak_equals_the_plan(
     tmp_path: Path, hub_environment: HubEnvironment, compression: str | None, hub: bool
 ) -> None:
-    """Not more, and less only by what files round up to: pieces, the largest rank, and one joined layer."""
+    """At most the planned peak, and less only by rounding: pieces, the largest rank, and one joined layer."""
     source = write_meta(tmp_path / ("hub" if hub else "x") / REPO, tiny_llama(**LARGE), 4, 1)
     call = Call(REPO if hub else str(source), compression=compression)
     if hub:
         call = dataclasses.replace(call, max_disk=uses_of(call)[ShardTransfer.FILE].created)
-    made = call.find().split_folder
-    peak = Peak(made) if hub else Peak(source)
-    assert peak.during(call) == made
+    folder = call.find().split_folder
+    peak = Peak(folder) if hub else Peak(source)
+    assert peak.during(call) == folder
     assert peak.most <= peak.predicted + BOOKKEEPING
     assert peak.most >= peak.predicted * 0.8
     plan = rabbitllm.plan(call.source, compression=compression)
     outlook = plan.at(compression)
     assert outlook is not None
-    assert outlook.output_bytes == sum(path.stat().st_size for path in made.glob("*.safetensors"))
+    assert outlook.output_bytes == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-def test_what_does_not_fit_is_refused_and_what_the_plan_says_fits(tmp_path: Path) -> None:
+def test_planned_need_fits_and_less_is_refused(tmp_path: Path) -> None:
     source = write_meta(tmp_path, tiny_llama(**LARGE), 4, 1)
     before = contents(tmp_path)
     foreseen = rabbitllm.plan(source, compression="8bit").at("8bit")
@@ -435,7 +447,7 @@ def test_plan_of_a_repository_fetches_no_weights(
     assert plan.anatomy.tensors == 3 + 9 * LARGE["layers"]
     assert plan.warnings == ()
     assert names_in(hub_environment.cache, "**/*.pth") == []
-    assert all((served / RANK.format(number)).stat().st_size > 256 << 10 for number in range(4))
+    assert all((served / RANK.format(rank)).stat().st_size > 256 << 10 for rank in range(4))
 
 
 # What is refused
@@ -463,7 +475,7 @@ def test_ranks_of_two_models(tmp_path: Path, model: Any) -> None:
     assert names_in(source, "*.pth") == [RANK.format(0), RANK.format(1)]
 
 
-def test_safetensors_in_the_same_folder_come_first(tmp_path: Path, model: Any, expected: Expected) -> None:
+def test_safetensors_in_the_same_folder_are_preferred(tmp_path: Path, model: Any, expected: Expected) -> None:
     source = write_meta(tmp_path, tiny_llama(seed=5), 2)
     write_as_transformers(source, model)
     assert layer_files(split(source, delete_original=True)) == expected[None]
@@ -471,7 +483,7 @@ def test_safetensors_in_the_same_folder_come_first(tmp_path: Path, model: Any, e
     assert params_of(model)["dim"] == 64
 
 
-def test_plan_of_a_split_that_was_interrupted(tmp_path: Path, model: Any) -> None:
+def test_plan_of_an_interrupted_split(tmp_path: Path, model: Any) -> None:
     source = write_meta(tmp_path, model, 4, 1)
     interrupted(Call(str(source), compression="8bit"), used=2)
     foreseen = rabbitllm.plan(source, compression="8bit").at("8bit")
@@ -480,7 +492,7 @@ def test_plan_of_a_split_that_was_interrupted(tmp_path: Path, model: Any) -> Non
     assert foreseen.routes
 
 
-def test_a_model_loads_while_its_ranks_are_half_used_up(tmp_path: Path, model: Any) -> None:
+def test_model_loads_while_half_of_its_ranks_are_used(tmp_path: Path, model: Any) -> None:
     source = write_meta(tmp_path, model, 4, 1)
     (source / "config.json").write_text('{"downloads": 7}')
     interrupted(Call(str(source)), used=2)
@@ -494,9 +506,9 @@ def test_a_model_loads_while_its_ranks_are_half_used_up(tmp_path: Path, model: A
 
 
 def cut_the_power(
-    folder: Path, original: Path, call: Call, wanted: dict[str, bytes], crash: int | None, cuts: int
+    folder: Path, original: Path, call: Call, expected: dict[str, bytes], crash: int | None, cuts: int
 ) -> int:
-    """Record the call, or one that crashes and then the same again, and go on from what a power cut may leave of it.
+    """Record the call, or a crashed call and a second one, and resume from each state that a power cut may leave.
 
     Returns:
         How many steps the last of the calls took.
@@ -510,15 +522,15 @@ def cut_the_power(
     begin = len(recorder.steps)
     with observe_steps(recorder):
         call.make()
-    for number in sample(len(recorder.steps) + 1 - begin, cuts):
+    for index in sample(len(recorder.steps) + 1 - begin, cuts):
         for kept in ("", "unlink"):  # nothing that is uncertain; or of that only what was deleted
             shutil.rmtree(folder)
             folder.mkdir()
-            recorder.rebuild(folder, begin + number, lambda step, kept=kept: step.kind == kept)  # type: ignore[misc]
-            made = call.make()
-            assert layer_files(made) == wanted, (crash, number, kept)
-            assert not verify(made).damaged
-            assert names_in(made, "*.part") == names_in(made, "*.pieces") == []
+            recorder.rebuild(folder, begin + index, lambda step, kept=kept: step.kind == kept)  # type: ignore[misc]
+            split_folder = call.make()
+            assert layer_files(split_folder) == expected, (crash, index, kept)
+            assert not verify(split_folder).damaged
+            assert names_in(split_folder, "*.part") == names_in(split_folder, "*.pieces") == []
     return len(recorder.steps) - begin
 
 
@@ -530,21 +542,21 @@ def small() -> Any:
 @pytest.mark.usefixtures("swift_disk")
 @pytest.mark.parametrize("compression", ["8bit", pytest.param(None, marks=pytest.mark.long)])
 def test_power_cut(tmp_path: Path, small: Any, compression: str | None) -> None:
-    wanted = layer_files(split(write_as_transformers(tmp_path / "hf", small), compression=compression))
+    expected = layer_files(split(write_as_transformers(tmp_path / "hf", small), compression=compression))
     original = write_meta(tmp_path / "original", small, 2, 1)
     call = Call(str(tmp_path / "model"), compression=compression)
-    steps = cut_the_power(tmp_path / "model", original, call, wanted, None, 16)
+    steps = cut_the_power(tmp_path / "model", original, call, expected, None, 16)
     for crash in sample(steps, 4):
-        cut_the_power(tmp_path / "model", original, call, wanted, crash, 4)
+        cut_the_power(tmp_path / "model", original, call, expected, crash, 4)
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("swift_disk")
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 def test_power_cut_at_every_step(tmp_path: Path, small: Any, compression: str | None) -> None:
-    wanted = layer_files(split(write_as_transformers(tmp_path / "hf", small), compression=compression))
+    expected = layer_files(split(write_as_transformers(tmp_path / "hf", small), compression=compression))
     original = write_meta(tmp_path / "original", small, 2, 1)
     call = Call(str(tmp_path / "model"), compression=compression)
-    steps = cut_the_power(tmp_path / "model", original, call, wanted, None, 10**6)
+    steps = cut_the_power(tmp_path / "model", original, call, expected, None, 10**6)
     for crash in range(0, steps, 3):
-        cut_the_power(tmp_path / "model", original, call, wanted, crash, 6)
+        cut_the_power(tmp_path / "model", original, call, expected, crash, 6)

@@ -57,14 +57,14 @@ def tensor(offset: int, nbytes: int, strides: tuple[int, ...] | None = None) -> 
     st.integers(0, 9),
     st.lists(st.integers(1, 25), max_size=20),
 )
-def test_what_is_no_tensor_s_is_kept_and_nothing_else(runs: list[tuple[int, int]], last: int, cuts: list[int]) -> None:
-    tensors, between, at = [], [], 0
+def test_only_bytes_in_gaps_are_kept(runs: list[tuple[int, int]], last: int, cuts: list[int]) -> None:
+    tensors, between, offset = [], [], 0
     for gap, nbytes in runs:
-        between.append((at, at + gap))
-        tensors.append(tensor(at + gap, nbytes))
-        at += gap + nbytes
-    between.append((at, at + last))
-    content = bytes(number % 251 + 1 for number in range(at + last))
+        between.append((offset, offset + gap))
+        tensors.append(tensor(offset + gap, nbytes))
+        offset += gap + nbytes
+    between.append((offset, offset + last))
+    content = bytes(index % 251 + 1 for index in range(offset + last))
     assert has_small_gaps(tensors, len(content))
     kept = Gaps(reversed(tensors), len(content))
     chunks, begin = [], 0
@@ -72,7 +72,7 @@ def test_what_is_no_tensor_s_is_kept_and_nothing_else(runs: list[tuple[int, int]
         chunks.append(content[begin : begin + length])
         begin += length
     assert b"".join(kept.watching(chunks)) == content
-    held = {at for begin, end in between for at in range(begin, end)}
+    held = {offset for begin, end in between for offset in range(begin, end)}
     for offset in range(len(content)):
         assert kept.read_at(offset, 1) == (content[offset : offset + 1] if offset in held else b"")
     for begin, end in between:
@@ -80,7 +80,7 @@ def test_what_is_no_tensor_s_is_kept_and_nothing_else(runs: list[tuple[int, int]
     assert sum(map(len, kept._kept)) == len(held)
 
 
-def test_what_cannot_be_kept() -> None:
+def test_gaps_that_cannot_be_kept() -> None:
     assert has_small_gaps([tensor(10, 5), tensor(15, 5), tensor(30, 0)], 40)
     assert not has_small_gaps([tensor(10, 6), tensor(15, 5)], 40)  # they share a byte
     assert not has_small_gaps([tensor(10, 5), tensor(10, 5)], 40)
@@ -124,33 +124,33 @@ def test_layer_to_shards() -> None:
 
 
 def test_layer_to_tensors() -> None:
-    found = mapped(WEIGHT_MAP).layer_to_tensors
-    assert found["layers.0"] == (
+    layer_to_tensors = mapped(WEIGHT_MAP).layer_to_tensors
+    assert layer_to_tensors["layers.0"] == (
         "model.layers.0.mlp.down_proj.weight",
         "model.layers.0.self_attn.q_proj.weight",
         "model.layers.0.input_layernorm.weight",
     )
-    assert sorted(tensor for tensors in found.values() for tensor in tensors) == sorted(WEIGHT_MAP)
+    assert sorted(tensor for tensors in layer_to_tensors.values() for tensor in tensors) == sorted(WEIGHT_MAP)
 
 
 def test_shard_to_layers() -> None:
-    found = mapped(WEIGHT_MAP).shard_to_layers
-    assert {shard: set(layers) for shard, layers in found.items()} == {
+    shard_to_layers = mapped(WEIGHT_MAP).shard_to_layers
+    assert {shard: set(layers) for shard, layers in shard_to_layers.items()} == {
         A: {"embed_tokens", "layers.0"},
         B: {"layers.0", "layers.1"},
         C: {"layers.0", "layers.2", "layers.10", "norm", "lm_head"},
     }
-    assert all(len(set(layers)) == len(layers) for layers in found.values())
+    assert all(len(set(layers)) == len(layers) for layers in shard_to_layers.values())
 
 
-def test_layers_are_in_the_order_of_a_pass() -> None:
-    found = mapped(WEIGHT_MAP)
+def test_layers_are_in_the_order_of_a_forward_pass() -> None:
+    layer_map = mapped(WEIGHT_MAP)
     expected = ["embed_tokens", "layers.0", "layers.1", "layers.2", "layers.10", "norm", "lm_head"]
-    assert list(found.layers) == list(found.layer_to_tensors) == list(found.layer_to_shards) == expected
-    assert found.layers["layers.10"] == LayerName("layers.10", "model.layers.10")
+    assert list(layer_map.layers) == list(layer_map.layer_to_tensors) == list(layer_map.layer_to_shards) == expected
+    assert layer_map.layers["layers.10"] == LayerName("layers.10", "model.layers.10")
 
 
-def test_tied_head_is_in_no_shard_and_is_no_layer() -> None:
+def test_tied_head_is_not_a_layer() -> None:
     tied = {tensor: shard for tensor, shard in WEIGHT_MAP.items() if not tensor.startswith("lm_head")}
     assert "lm_head" not in mapped(tied).layers
 
@@ -181,8 +181,8 @@ def test_layers_completed_by_a_shard(processed: list[str], shard: str, completed
     assert set(mapped(WEIGHT_MAP).completed_by(shard, processed)) == completed
 
 
-class Noticing(dict[str, frozenset[str]]):
-    """A table that notes which keys are looked up, and cannot be walked."""
+class RecordingMap(dict[str, frozenset[str]]):
+    """A mapping that records the keys that are looked up, and refuses iteration."""
 
     def __init__(self, content: Mapping[str, frozenset[str]]) -> None:
         super().__init__(content)
@@ -196,11 +196,11 @@ class Noticing(dict[str, frozenset[str]]):
         raise AssertionError("every layer was looked at")
 
 
-def test_only_touched_layers_are_looked_at() -> None:
-    whole = mapped({f"model.layers.{number}.w": f"shard-{number // 2}" for number in range(2000)})
-    noticing = Noticing(whole.layer_to_shards)
-    found = LayerMap(whole.layers, whole.layer_to_tensors, noticing, whole.shard_to_layers)
-    assert set(found.completed_by("shard-7", ["shard-0"])) == {"layers.14", "layers.15"}
+def test_only_layers_of_the_shard_are_checked() -> None:
+    whole = mapped({f"model.layers.{layer}.w": f"shard-{layer // 2}" for layer in range(2000)})
+    noticing = RecordingMap(whole.layer_to_shards)
+    layer_map = LayerMap(whole.layers, whole.layer_to_tensors, noticing, whole.shard_to_layers)
+    assert set(layer_map.completed_by("shard-7", ["shard-0"])) == {"layers.14", "layers.15"}
     assert sorted(noticing.asked) == ["layers.14", "layers.15"]
 
 
@@ -212,17 +212,17 @@ PLACES = st.dictionaries(
 
 
 @given(PLACES, st.randoms(use_true_random=False))
-def test_every_layer_is_completed_once_whatever_the_order(weight_map: dict[str, str], chance: random.Random) -> None:
-    found = mapped(weight_map)
+def test_every_layer_is_completed_once_in_any_order(weight_map: dict[str, str], chance: random.Random) -> None:
+    layer_map = mapped(weight_map)
     shards = list(dict.fromkeys(weight_map.values()))
     chance.shuffle(shards)
     done: list[str] = []
     completed: list[str] = []
     for shard in shards:
-        completed += found.completed_by(shard, done)
+        completed += layer_map.completed_by(shard, done)
         done.append(shard)
-        assert set(completed) == {layer for layer in found.layers if needs(weight_map, layer) <= set(done)}
-    assert sorted(completed) == sorted(found.layers)
+        assert set(completed) == {layer for layer in layer_map.layers if needs(weight_map, layer) <= set(done)}
+    assert sorted(completed) == sorted(layer_map.layers)
 
 
 def needs(weight_map: Mapping[str, str], layer: str) -> set[str]:
@@ -233,7 +233,7 @@ def needs(weight_map: Mapping[str, str], layer: str) -> set[str]:
 # The plan: which shard gives a tensor, and what layer files come to.
 
 
-def test_plan_depends_on_nothing_but_its_arguments() -> None:
+def test_plan_depends_only_on_its_arguments() -> None:
     shards = even(3, 16384)
     assert plan_of(shards, "4bit") == plan_of(shards, "4bit")
     assert plan_of(shards).output_bytes == 3 * (4096 + 16384)
@@ -247,14 +247,14 @@ def metadata_of(shard: PlannedShard) -> ShardMetadata:
 def test_index_decides_between_two_shards() -> None:
     tensor = ("F32", (8,))
     first, second = shard_of("a", {"x": tensor, "y": tensor}), shard_of("b", {"y": tensor, "z": tensor})
-    found = tensors_by_shard(index_of({"x": "a", "y": "b"}), [metadata_of(first), metadata_of(second)])
-    assert {shard: [t.name for t in tensors] for shard, tensors in found.items()} == {"a": ["x"], "b": ["y", "z"]}
-    found = tensors_by_shard(index_of({"x": "a", "z": "b"}), [metadata_of(first), metadata_of(second)])
-    assert [t.name for t in found["a"]] == ["x", "y"]  # a tensor that only headers know is taken from the first
+    by_shard = tensors_by_shard(index_of({"x": "a", "y": "b"}), [metadata_of(first), metadata_of(second)])
+    assert {shard: [t.name for t in tensors] for shard, tensors in by_shard.items()} == {"a": ["x"], "b": ["y", "z"]}
+    by_shard = tensors_by_shard(index_of({"x": "a", "z": "b"}), [metadata_of(first), metadata_of(second)])
+    assert [t.name for t in by_shard["a"]] == ["x", "y"]  # a tensor that only headers know is taken from the first
 
 
 @pytest.mark.parametrize(("promised", "more"), [(["p"], ""), (["p", "q", "r"], " and 2 more")])
-def test_index_promises_what_the_header_does_not_have(promised: list[str], more: str) -> None:
+def test_index_with_a_tensor_that_the_header_lacks(promised: list[str], more: str) -> None:
     shard = shard_of("a", {"x": ("F32", (8,))})
     with pytest.raises(
         InvalidIndexError, match=f"The index puts 'p'{more} into a, whose header does not have it"
@@ -263,24 +263,24 @@ def test_index_promises_what_the_header_does_not_have(promised: list[str], more:
     assert "Download the index and that shard again" in str(bad.value)
 
 
-def test_recompressed_plan_is_the_plan_at_that_compression() -> None:
+def test_recompressed_plan_equals_a_new_plan() -> None:
     shards = even(3, MIB)
     assert recompressed(plan_of(shards), "4bit") == plan_of(shards, "4bit")
     assert recompressed(plan_of(shards, "4bit"), None) == plan_of(shards)
 
 
-def test_plan_of_a_real_checkpoint_counts_its_files(tmp_path: Path) -> None:
+def test_sizes_of_a_real_checkpoint(tmp_path: Path) -> None:
     tensors = llama_tensors(dtype=torch.float32)
     source = write_shards(tmp_path / "model", cut(tensors, 3))
     checkpoint = LocalCheckpoint(source)
-    metadata = [found for shard in checkpoint.index.shards if (found := checkpoint.metadata(shard))]
+    metadata = [shard_metadata for shard in checkpoint.index.shards if (shard_metadata := checkpoint.metadata(shard))]
     chosen = tensors_by_shard(checkpoint.index, metadata)
     shards = tuple(PlannedShard(f.name, f.size, f.fingerprint, chosen[f.name], f.staged) for f in metadata)
     plan = plan_of(shards, "8bit")
-    made = split_of(source, compression="8bit")
-    assert plan.output_bytes == sum(path.stat().st_size for path in made.glob("*.safetensors"))
+    folder = split_of(source, compression="8bit")
+    assert plan.output_bytes == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     assert {layout.file_name: layout.size for layout in plan.layouts.values()} == {
-        path.name: path.stat().st_size for path in made.glob("*.safetensors")
+        path.name: path.stat().st_size for path in folder.glob("*.safetensors")
     }
 
 
@@ -325,15 +325,15 @@ def test_moves_cover_every_byte_exactly_once(
 
 
 def check_moves(plan: SplitPlan, shard: PlannedShard, chunk: int) -> None:
-    found = list(moves(plan, shard.name, plan.layouts))
-    at = 100
-    assert all(0 <= move.nbytes <= chunk for move in found)
-    for move in (move for move in found if move.nbytes):
-        assert move.offset == at  # the shard's own order, without holes and without a byte twice
-        at += move.nbytes
-    assert at == shard.size
+    shard_moves = list(moves(plan, shard.name, plan.layouts))
+    offset = 100
+    assert all(0 <= move.nbytes <= chunk for move in shard_moves)
+    for move in (move for move in shard_moves if move.nbytes):
+        assert move.offset == offset  # the shard's own order, without holes and without a byte twice
+        offset += move.nbytes
+    assert offset == shard.size
     for tensor in shard.tensors:
-        runs = [move for move in found if move.form.source.name == tensor.name]
+        runs = [move for move in shard_moves if move.form.source.name == tensor.name]
         assert runs, f"{tensor.name} would have no constants"
         assert runs[0].first == 0
         if runs[0].form.scheme is None:
@@ -377,19 +377,21 @@ def planned(folder: Path, compression: str | None) -> PlannedFiles:
     return PlannedFiles(survey.plans[compression], survey.folders[compression])
 
 
-def every_way() -> Iterator[Any]:
-    """Families and compressions; at once uncompressed ones, and one compression of each family by turns."""
-    for number, family in enumerate(FAMILIES):
+def all_options() -> Iterator[Any]:
+    """Families and compressions; by default all uncompressed, and alternating compressions."""
+    for index, family in enumerate(FAMILIES):
         for compression in COMPRESSIONS:
-            later = compression not in (None, ("4bit", "8bit")[number % 2])
+            later = compression not in (None, ("4bit", "8bit")[index % 2])
             yield pytest.param(family, compression, marks=pytest.mark.long if later else ())
     for family in EXPERTS:
         if family not in FAMILIES:
             yield from (pytest.param(family, compression, marks=pytest.mark.long) for compression in COMPRESSIONS)
 
 
-@pytest.mark.parametrize(("family", "compression"), [*every_way()])
-def test_tensors_and_placement_are_those_of_the_split(tmp_path: Path, family: str, compression: str | None) -> None:
+@pytest.mark.parametrize(("family", "compression"), [*all_options()])
+def test_planned_tensors_and_placement_equal_those_of_the_split(
+    tmp_path: Path, family: str, compression: str | None
+) -> None:
     folder = build_checkpoint(tmp_path / "m", family, tied=family == "t5", dtype=torch.bfloat16, shards=3)
     files = planned(folder, compression)
     options = [
@@ -397,10 +399,10 @@ def test_tensors_and_placement_are_those_of_the_split(tmp_path: Path, family: st
         for room in ROOMS
         for exact, dtype in ((False, None), (True, "float32"))
     ]
-    predicted = [make_load_plan(files, given, folder, [CpuDevice()]).placement for given in options]
-    made = split(folder, compression)
-    assert files.tensors == LayerStore(made).tensors
-    assert predicted == [load_model(made, given).placement for given in options]
+    predicted = [make_load_plan(files, run_options, folder, [CpuDevice()]).placement for run_options in options]
+    split_folder = split(folder, compression)
+    assert files.tensors == LayerStore(split_folder).tensors
+    assert predicted == [load_model(split_folder, run_options).placement for run_options in options]
     assert len(set(predicted)) > 2
     assert {bool(placement.experts) for placement in predicted} == {family in EXPERTS}
     if family in EXPERTS and compression is None:
@@ -411,7 +413,7 @@ def test_tensors_and_placement_are_those_of_the_split(tmp_path: Path, family: st
 @pytest.mark.parametrize("host", [0, 100_000, 1 << 30])
 @pytest.mark.parametrize("compression", [None, "4bit"])
 @pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("qwen3_next", marks=pytest.mark.long)])
-def test_placement_on_gpus_is_that_of_the_split(
+def test_planned_placement_on_gpus_equals_that_of_the_split(
     tmp_path: Path, family: str, compression: str | None, host: int
 ) -> None:
     folder = build_checkpoint(tmp_path / "m", family, dtype=torch.bfloat16, shards=2, num_experts=12)
@@ -427,13 +429,13 @@ def test_placement_on_gpus_is_that_of_the_split(
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
-def test_tensors_that_ranks_cut(tmp_path: Path, compression: str | None) -> None:
+def test_tensors_in_pieces(tmp_path: Path, compression: str | None) -> None:
     folder = write_meta(tmp_path / "m", tiny_llama(), ranks=2)
     files = planned(folder, compression)
     assert files.tensors == LayerStore(split(folder, compression)).tensors
 
 
-def test_there_are_no_bytes(tmp_path: Path) -> None:
+def test_planned_files_have_no_bytes(tmp_path: Path) -> None:
     files = planned(build_checkpoint(tmp_path / "m", "llama"), None)
     part = next(iter(files.tensors.values())).parts[0]
     assert not files.path(part.file).exists()

@@ -1,4 +1,4 @@
-"""A power cut at any step: what was not synced may be gone, and the same call still finishes with the same bytes."""
+"""A power cut at any step: unsynced data may be lost, and the same call still finishes with the same bytes."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def choices(how: str | int) -> Callable[[Step], bool]:
 
 
 @pytest.mark.parametrize("route", routes(sequential=[True], compressions=["4bit"]), ids=str)
-def test_rebuilding_all_steps_gives_what_was_left(make_scene: MakeScene, route: Route) -> None:
+def test_rebuilding_all_steps_gives_the_final_state(make_scene: MakeScene, route: Route) -> None:
     scene = make_scene(route)
     recorded = Recorded(scene)
     shutil.rmtree(scene.folder)
     scene.folder.mkdir()
     recorded.recorder.rebuild(scene.folder, recorded.steps, choices(KEPT))
-    found, finished = scene.ours(scene.state()), scene.ours(scene.finished)
-    assert {name: data.rstrip(b"\0") for name, data in found.items()} == {
+    rebuilt, finished = scene.ours(scene.state()), scene.ours(scene.finished)
+    assert {name: data.rstrip(b"\0") for name, data in rebuilt.items()} == {
         name: data.rstrip(b"\0") for name, data in finished.items()
     }
 
@@ -129,8 +129,8 @@ def test_power_cut_while_a_single_file_is_split(tmp_path: Path, how: str) -> Non
 
 
 @pytest.mark.parametrize("forgotten", ["sync", "sync_folder"])
-def test_a_sync_that_were_forgotten_would_be_noticed(make_scene: MakeScene, forgotten: str) -> None:
-    """The negative control: were the steps the same without their syncs, something would be lost somewhere."""
+def test_missing_sync_is_detected(make_scene: MakeScene, forgotten: str) -> None:
+    """The negative control: without the syncs the same steps would lose data."""
     recorded = Recorded(make_scene(Route()), ignore=lambda step: step.kind == forgotten)
     with pytest.raises((AssertionError, FileNotFoundError, IncompleteSplitError)):
         recorded.survives_all(range(0, recorded.steps + 1, 3), WORST)
@@ -139,34 +139,34 @@ def test_a_sync_that_were_forgotten_would_be_noticed(make_scene: MakeScene, forg
 # A crash, the same call again, and then a power cut: the second call must not build on what only looked durable
 
 
-def crash_then_cut(scene: Scene, at: int, how: str, cuts: int | None = None, *, sync_fails: bool = False) -> None:
-    recorded = Recorded(scene, first_dies_at=at, sync_fails=sync_fails)
+def crash_then_cut(scene: Scene, crash: int, how: str, cuts: int | None = None, *, sync_fails: bool = False) -> None:
+    recorded = Recorded(scene, first_dies_at=crash, sync_fails=sync_fails)
     later = recorded.steps + 1 - recorded.begin
-    for number in sample(later, cuts or later):
-        recorded.survives(recorded.begin + number, choices(how))
+    for index in sample(later, cuts or later):
+        recorded.survives(recorded.begin + index, choices(how))
 
 
 @pytest.mark.parametrize("how", [LOST, WORST])
 def test_power_cut_after_a_crash(make_scene: MakeScene, how: str) -> None:
     scene = make_scene(Route())
-    for at in sample(scene.steps, 10):
-        crash_then_cut(scene, at, how, 8)
+    for crash in sample(scene.steps, 10):
+        crash_then_cut(scene, crash, how, 8)
 
 
 @pytest.mark.parametrize("how", [LOST, WORST])
 def test_power_cut_after_a_crash_before_each_sync(make_scene: MakeScene, how: str) -> None:
-    """What was written and not yet synced is seen by the next call."""
+    """The next call sees data that was written but not synced."""
     scene = make_scene(Route())
-    for at in [number for number, kind in enumerate(scene.kinds) if kind in ("sync", "sync_folder")]:
-        crash_then_cut(scene, at, how, 5)
+    for crash in [index for index, kind in enumerate(scene.kinds) if kind in ("sync", "sync_folder")]:
+        crash_then_cut(scene, crash, how, 5)
 
 
 @pytest.mark.long
 def test_power_cut_after_a_sync_that_failed(make_scene: MakeScene) -> None:
     """The pages that could not be written are clean afterwards: no later sync makes them durable."""
     scene = make_scene(Route())
-    for at in [number for number, kind in enumerate(scene.kinds) if kind == "sync"]:
-        crash_then_cut(scene, at, WORST, 5, sync_fails=True)
+    for crash in [index for index, kind in enumerate(scene.kinds) if kind == "sync"]:
+        crash_then_cut(scene, crash, WORST, 5, sync_fails=True)
 
 
 @pytest.mark.usefixtures("one_open_file")
@@ -174,9 +174,9 @@ def test_power_cut_after_a_sync_that_failed(make_scene: MakeScene) -> None:
 @pytest.mark.long
 def test_power_cut_after_a_crash_where_one_file_is_open_at_a_time(make_scene: MakeScene, how: str) -> None:
     scene = make_scene(Route())
-    for at in [number for number, kind in enumerate(scene.kinds) if kind == "sync"]:
-        crash_then_cut(scene, at, how, 3)
-        crash_then_cut(scene, at, how, 3, sync_fails=True)
+    for crash in [index for index, kind in enumerate(scene.kinds) if kind == "sync"]:
+        crash_then_cut(scene, crash, how, 3)
+        crash_then_cut(scene, crash, how, 3, sync_fails=True)
 
 
 @pytest.mark.long
@@ -192,7 +192,7 @@ def test_power_cut_at_every_other_step(make_scene: MakeScene, route: Route, how:
 @pytest.mark.long
 @pytest.mark.parametrize("how", [LOST, WORST])
 @pytest.mark.parametrize("route", routes(sequential=[True]), ids=str)
-def test_power_cut_at_any_step_after_a_crash_at_any(make_scene: MakeScene, route: Route, how: str) -> None:
+def test_power_cut_at_any_step_after_a_crash_at_any_step(make_scene: MakeScene, route: Route, how: str) -> None:
     scene = make_scene(route)
-    for at in one_step_in(5 if route.hub else 2, scene.steps, str(route), how):
-        crash_then_cut(scene, at, how, 8)
+    for crash in one_step_in(5 if route.hub else 2, scene.steps, str(route), how):
+        crash_then_cut(scene, crash, how, 8)

@@ -20,7 +20,7 @@ from tests.support.scenes import Route, Scene
 
 
 class Disk:
-    """What is not durable yet, call by call.
+    """Data that is not durable yet, after each call.
 
     Attributes:
         written: files with bytes that were not synced.
@@ -90,7 +90,7 @@ ROUTES = [
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="paths of descriptors are those of Linux")
 @pytest.mark.parametrize("route", ROUTES, ids=str)
-def test_what_a_step_depends_on_is_synced(make_scene: MakeScene, route: Route) -> None:
+def test_dependencies_of_each_step_are_synced(make_scene: MakeScene, route: Route) -> None:
     scene = make_scene(route)
     scene.reset()
     with recorded() as calls:
@@ -114,8 +114,8 @@ def test_file_is_synced_before_it_is_closed_for_another(make_scene: MakeScene) -
     assert follow(scene, calls, lambda path: path.parent == scene.folder and path.suffix == ".safetensors") == 3
 
 
-def test_resumed_split_makes_durable_what_it_trusts(make_scene: MakeScene) -> None:
-    """Bytes of a process that died are visible and perhaps not durable: the journal's and the folder's."""
+def test_resumed_split_syncs_the_journal_that_it_trusts(make_scene: MakeScene) -> None:
+    """Data of a dead process is visible but may not be durable, in the journal and in the folder."""
     scene = make_scene(Route())
     scene.reset()
     with dying_at(0, kinds=("unlink",)):
@@ -123,7 +123,7 @@ def test_resumed_split_makes_durable_what_it_trusts(make_scene: MakeScene) -> No
     with recorded() as calls:
         scene.call.make()
     journal = scene.made / JOURNAL_NAME
-    shard = next(number for number, call in enumerate(calls) if call.name == "unlink" and call.path.suffix != ".part")
+    shard = next(index for index, call in enumerate(calls) if call.name == "unlink" and call.path.suffix != ".part")
     before = [call.name for call in calls[:shard] if call.path == journal]
     assert before == ["write", "fsync"]
     assert calls[shard + 1] == SystemCall("fsync", calls[shard].path.parent)

@@ -1,4 +1,4 @@
-"""Shards that are split while they come: how far they may be read, when they start over, and how a fetch is stopped."""
+"""Shards that are split while they arrive: how far they may be read, when they start over, and how a fetch stops."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LARGE = {"layers": 2, "hidden": 768, "vocabulary": 2048}
 
 
 class Gate:
-    """A repository of which one shard comes up to about a byte and then waits for the gate to open."""
+    """A repository of which one shard stops near a byte until the gate opens."""
 
     def __init__(self, hub: LocalHub, model: Path, shard: str, stops_at: int) -> None:
         self.reached, self.opens = threading.Event(), threading.Event()
@@ -62,7 +62,7 @@ def shards(model: Path) -> list[str]:
 
 @pytest.mark.parametrize("compression", [None, "4bit"])
 @pytest.mark.parametrize("transfer", ["file", "auto"])
-def test_layers_are_written_before_the_last_bytes_of_a_shard_come(
+def test_layers_are_written_before_a_shard_is_complete(
     model: Path,
     shards: list[str],
     local_hub: LocalHub,
@@ -77,13 +77,13 @@ def test_layers_are_written_before_the_last_bytes_of_a_shard_come(
             gate.opens.set()
 
     with observe_steps(look):
-        made = split(REPO, shard_transfer=transfer, compression=compression)
+        folder = split(REPO, shard_transfer=transfer, compression=compression)
     assert gate.reached.is_set()
     assert gate.in_time
-    assert layer_files(made) == layer_files(split(model, compression=compression))
+    assert layer_files(folder) == layer_files(split(model, compression=compression))
 
 
-def test_a_file_of_torch_is_used_while_it_comes_too(
+def test_torch_file_is_used_while_it_arrives(
     tmp_path: Path, model: Path, local_hub: LocalHub, hub_environment: HubEnvironment
 ) -> None:
     """Its directory comes last, but the plan knows it by then."""
@@ -102,10 +102,10 @@ def test_a_file_of_torch_is_used_while_it_comes_too(
 
     gate.opens.set()  # while the plan asks for the end of it
     with observe_steps(look), progress.listening(listen):
-        made = split(REPO, shard_transfer="file")
+        folder = split(REPO, shard_transfer="file")
     assert gate.reached.is_set()
     assert gate.in_time
-    assert layer_files(made) == layer_files(split(model))
+    assert layer_files(folder) == layer_files(split(model))
 
 
 def positions(header_end: int, have: int) -> dict[str, int]:
@@ -114,7 +114,7 @@ def positions(header_end: int, have: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("where", positions(0, 0))
 @pytest.mark.parametrize("compression", [None, "4bit"])
-def test_staged_bytes_that_are_damaged_make_the_shard_start_over(
+def test_damaged_staged_bytes_restart_the_shard(
     model: Path,
     shards: list[str],
     local_hub: LocalHub,
@@ -132,15 +132,15 @@ def test_staged_bytes_that_are_damaged_make_the_shard_start_over(
     (staging / f"{shards[1]}.part").write_bytes(prefix)
     local_hub.forget_requests()
     assert layer_files(call.make()) == layer_files(split(model, compression=compression))
-    asked = [request.range for request in local_hub.requests if request.file == shards[1]]
-    assert asked[-1] == f"bytes=0-{len(content) - 1}"  # all of it, after the rest
+    ranges = [request.range for request in local_hub.requests if request.file == shards[1]]
+    assert ranges[-1] == f"bytes=0-{len(content) - 1}"  # all of it, after the rest
 
 
 @pytest.mark.parametrize("compression", [None, "4bit"])
-def test_nothing_of_damaged_bytes_is_left_in_the_sums(
+def test_damaged_bytes_are_removed_from_the_sums(
     model: Path, shards: list[str], local_hub: LocalHub, hub_environment: HubEnvironment, compression: str | None
 ) -> None:
-    """The damaged bytes are in layer files, and summed, before the rest comes and shows that they are damaged."""
+    """Damaged bytes are in layer files, and summed, before the end of the shard shows that they are damaged."""
     call = Call(REPO, compression=compression, shard_transfer="file")
     content = (model / shards[0]).read_bytes()
     prefix = bytearray(content[:6_000_000])
@@ -159,12 +159,12 @@ def test_nothing_of_damaged_bytes_is_left_in_the_sums(
                 gate.opens.set()
 
     with observe_steps(look):
-        made = call.make()
+        folder = call.make()
     assert damaged
     assert gate.in_time
     expected = split(model, compression=compression)
-    assert layer_files(made) == layer_files(expected)
-    assert sums_of_layers(made) == sums_of_layers(expected)
+    assert layer_files(folder) == layer_files(expected)
+    assert sums_of_layers(folder) == sums_of_layers(expected)
 
 
 def sums_of_layers(folder: Path) -> dict[str, tuple[int, bytes | None]]:
@@ -202,7 +202,7 @@ def start(repository: HubRepository) -> Iterator[Start]:
         fetcher.close()
 
 
-def test_bytes_are_there_when_they_are_waited_for(
+def test_waiting_returns_when_the_bytes_have_arrived(
     repository: HubRepository, model: Path, shards: list[str], start: Start
 ) -> None:
     for shard, arriving in start().shards(planned(repository, shards)):
@@ -214,7 +214,7 @@ def test_bytes_are_there_when_they_are_waited_for(
         repository.release(shard.name)
 
 
-def test_wrong_bytes_are_an_error_and_not_whole(
+def test_wrong_bytes_raise_an_error(
     repository: HubRepository, local_hub: LocalHub, shards: list[str], start: Start
 ) -> None:
     local_hub.faults = Faults(flip_byte=repository.files[shards[0]].size - 1)
@@ -227,7 +227,7 @@ def test_wrong_bytes_are_an_error_and_not_whole(
     assert not repository.staged(shards[0]).exists()
 
 
-def test_who_has_read_damaged_bytes_is_told_once(repository: HubRepository, shards: list[str], start: Start) -> None:
+def test_reader_of_damaged_bytes_gets_one_error(repository: HubRepository, shards: list[str], start: Start) -> None:
     repository.staging.mkdir()
     repository.staged(shards[0]).write_bytes(bytes(1000))
     _, arriving = next(start().shards(planned(repository, shards)))
@@ -237,22 +237,22 @@ def test_who_has_read_damaged_bytes_is_told_once(repository: HubRepository, shar
 
 
 @pytest.mark.parametrize("room", [1, 2])
-def test_no_more_shards_are_fetched_than_there_is_room_for(
+def test_fetched_shards_are_limited(
     repository: HubRepository, model: Path, shards: list[str], start: Start, room: int
 ) -> None:
-    coming = start(room).shards(planned(repository, shards))
-    _, first = next(coming)
+    incoming = start(room).shards(planned(repository, shards))
+    _, first = next(incoming)
     first.whole()
     staged, size = repository.staged(shards[1]), (model / shards[1]).stat().st_size
     deadline = time.monotonic() + (PATIENCE if room == 2 else 0.3)
     while time.monotonic() < deadline and not (staged.exists() and staged.stat().st_size == size):
         time.sleep(0.01)
     assert staged.exists() == (room == 2)
-    _, second = next(coming)
+    _, second = next(incoming)
     assert second.whole() == staged
 
 
-def test_watch_may_stop_a_fetch(repository: HubRepository, shards: list[str], start: Start) -> None:
+def test_watch_can_stop_a_fetch(repository: HubRepository, shards: list[str], start: Start) -> None:
     def refuse() -> None:
         raise KeyError("the disk is full")
 
@@ -261,7 +261,7 @@ def test_watch_may_stop_a_fetch(repository: HubRepository, shards: list[str], st
         arriving.until(1000)
 
 
-def test_closing_does_not_wait_for_a_hub_that_is_silent_nor_is_anything_written_afterwards(
+def test_closing_does_not_wait_for_a_silent_hub_and_ends_all_writes(
     model: Path, shards: list[str], local_hub: LocalHub, hub_environment: HubEnvironment, tmp_path: Path
 ) -> None:
     gate = Gate(local_hub, model, shards[0], 5_000_000)

@@ -98,12 +98,12 @@ def expected(tmp_path: Path, tensors: Weights) -> Callable[[str | None], dict[st
 
 def check_plain(folder: Path, tensors: Weights) -> None:
     """Any safetensors reader finds every tensor as it was."""
-    found: dict[str, torch.Tensor] = {}
+    stored: dict[str, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):
-        found |= load_file(path)
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
-    assert all(found[name].dtype == tensor.dtype for name, tensor in tensors.items())
+        stored |= load_file(path)
+    assert stored.keys() == tensors.keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in tensors.items())
+    assert all(stored[name].dtype == tensor.dtype for name, tensor in tensors.items())
 
 
 # The same bytes by every route
@@ -120,16 +120,16 @@ def test_every_route_makes_the_same_bytes(
     sequential: bool,
     hub: bool,
 ) -> None:
-    made = split(REPO if hub else model, compression=compression, sequential=sequential)
-    assert layer_files(made) == expected(compression)
-    assert LayerStore(made).compression == compression
+    folder = split(REPO if hub else model, compression=compression, sequential=sequential)
+    assert layer_files(folder) == expected(compression)
+    assert LayerStore(folder).compression == compression
 
 
-def test_tensors_are_as_they_were(model: Path, tensors: Weights) -> None:
+def test_tensors_are_unchanged(model: Path, tensors: Weights) -> None:
     check_plain(split(model), tensors)
 
 
-def test_files_have_rabbitllms_names(model: Path) -> None:
+def test_names_of_files(model: Path) -> None:
     stems = ["model.embed_tokens", *(f"model.layers.{layer}" for layer in range(3)), "model.norm", "lm_head"]
     expected = [f"{stem}.safetensors{suffix}" for stem in stems for suffix in ("", ".done")]
     assert names_in(split(model)) == sorted([*expected, "config.json", "split.json"])
@@ -138,8 +138,8 @@ def test_files_have_rabbitllms_names(model: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8], ids=str)
 def test_other_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = llama_tensors(layers=1, dtype=dtype)
-    made = split(write_shards(tmp_path / "model", cut(tensors, 2)))
-    check_plain(made, tensors)
+    folder = split(write_shards(tmp_path / "model", cut(tensors, 2)))
+    check_plain(folder, tensors)
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
@@ -150,8 +150,8 @@ def test_tensors_without_elements_and_scalars(tmp_path: Path, compression: str |
         "model.layers.0.flags": torch.tensor([True, False, True]),
         "model.only_empty": torch.zeros(3, 0, dtype=torch.bfloat16),
     }
-    made = split(write_shards(tmp_path / "model", cut(tensors, 3)), compression=compression)
-    store = LayerStore(made)
+    folder = split(write_shards(tmp_path / "model", cut(tensors, 3)), compression=compression)
+    store = LayerStore(folder)
     for name in ("model.layers.0.empty", "model.layers.0.scalar", "model.layers.0.flags", "model.only_empty"):
         (spec,) = store.tensors[name].parts
         assert torch.equal(store.mapped(spec.file).tensor(spec), tensors[name])
@@ -171,9 +171,11 @@ def test_tensors_larger_than_a_chunk_and_than_a_batch(
 def test_real_checkpoint_of_transformers(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "model", "qwen3_moe", shards=5, dtype=torch.bfloat16)
     tensors = read_tensors(folder)
-    made = split(folder)
-    check_plain(made, tensors)
-    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= set(names_in(made))
+    split_folder = split(folder)
+    check_plain(split_folder, tensors)
+    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= set(
+        names_in(split_folder)
+    )
     assert names_in(folder, "*.safetensors") == []
 
 
@@ -193,12 +195,12 @@ def test_layer_that_spans_three_shards(
     tmp_path: Path, tensors: Weights, compression: str | None, expected: Callable[[str | None], dict[str, bytes]]
 ) -> None:
     source = write_shards(tmp_path / "spread", three_shards_for_a_layer(tensors))
-    told: list[progress.Event] = []
-    with progress.listening(told.append):
-        made = split(source, compression=compression)
-    assert layer_files(made) == expected(compression)
-    last = next(i for i, e in enumerate(told) if isinstance(e, progress.ShardStarted) and e.shard == SHARDS[2])
-    finished = [i for i, e in enumerate(told) if isinstance(e, progress.LayerDone) and e.layer.startswith("layers.")]
+    events: list[progress.Event] = []
+    with progress.listening(events.append):
+        folder = split(source, compression=compression)
+    assert layer_files(folder) == expected(compression)
+    last = next(i for i, e in enumerate(events) if isinstance(e, progress.ShardStarted) and e.shard == SHARDS[2])
+    finished = [i for i, e in enumerate(events) if isinstance(e, progress.LayerDone) and e.layer.startswith("layers.")]
     assert len(finished) == 3
     assert min(finished) > last  # no layer is finished before its third shard
 
@@ -209,20 +211,20 @@ def test_120_shards(tmp_path: Path, pattern: str) -> None:
     shards = {pattern.format(n): part for n, part in enumerate(cut(tensors, 120).values(), 1)}
     assert len(shards) == 120
     source = write_shards(tmp_path / "model", shards)
-    told: list[progress.Event] = []
-    with progress.listening(told.append):
-        made = split(source)
-    check_plain(made, tensors)
-    assert [event.shard for event in told if isinstance(event, progress.ShardStarted)] == list(shards)
+    events: list[progress.Event] = []
+    with progress.listening(events.append):
+        folder = split(source)
+    check_plain(folder, tensors)
+    assert [event.shard for event in events if isinstance(event, progress.ShardStarted)] == list(shards)
     assert names_in(source, "*.safetensors") == []
 
 
 @pytest.mark.parametrize("sequential", [True, False])
 def test_tied_embeddings_without_a_head(tmp_path: Path, tensors: Weights, sequential: bool) -> None:
     tied = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
-    made = split(write_shards(tmp_path / "model", cut(tied, 3)), sequential=sequential)
-    check_plain(made, tied)
-    assert not (made / "lm_head.safetensors").exists()
+    folder = split(write_shards(tmp_path / "model", cut(tied, 3)), sequential=sequential)
+    check_plain(folder, tied)
+    assert not (folder / "lm_head.safetensors").exists()
 
 
 @pytest.mark.parametrize("sequential", [True, False])
@@ -234,22 +236,22 @@ def test_missing_shard_is_fetched(
     expected: Callable[[str | None], dict[str, bytes]],
 ) -> None:
     (model / SHARDS[1]).unlink()
-    made = split(model, sequential=sequential, repo_id=REPO)
-    assert layer_files(made) == expected(None)
+    folder = split(model, sequential=sequential, repo_id=REPO)
+    assert layer_files(folder) == expected(None)
     assert local_hub.downloads(SHARDS[0]) == local_hub.downloads(SHARDS[2]) == 0
     assert local_hub.body_bytes(SHARDS[1]) > 0
     assert names_in(model, "*.safetensors") == ([] if sequential else [SHARDS[0], SHARDS[2]])
-    assert not (made / ".staging").exists()
+    assert not (folder / ".staging").exists()
 
 
-def test_fetching_a_missing_shard_leaves_the_users_cache_alone(
+def test_fetching_a_missing_shard_leaves_the_hub_cache_unchanged(
     model: Path, repository: Path, expected: Callable[[str | None], dict[str, bytes]]
 ) -> None:
     """Shards that the folder has are not taken from the cache, so they are not freed there either."""
     (model / SHARDS[1]).unlink()
     snapshot = Path(snapshot_download(REPO))
-    made = split(model, repo_id=REPO, delete_original=True)
-    assert layer_files(made) == expected(None)
+    folder = split(model, repo_id=REPO, delete_original=True)
+    assert layer_files(folder) == expected(None)
     assert names_in(snapshot, "*.safetensors") == [SHARDS[0], SHARDS[2]]
     assert names_in(model) == ["config.json", "splitted_model"]
 
@@ -259,7 +261,7 @@ def test_fetching_a_missing_shard_leaves_the_users_cache_alone(
 
 @pytest.mark.parametrize("sequential", [True, False])
 @pytest.mark.parametrize("delete", [True, False])
-def test_what_becomes_of_a_folder(
+def test_files_left_in_a_folder(
     model: Path, tensors: Weights, sequential: bool, delete: bool, expected: Callable[[str | None], dict[str, bytes]]
 ) -> None:
     (model / "README.md").write_text("not ours")
@@ -267,25 +269,25 @@ def test_what_becomes_of_a_folder(
     before = contents(model)
     present_when_whole: list[str] = []
 
-    def look(number: int, step: Step) -> None:
+    def look(index: int, step: Step) -> None:
         if step.kind == "rename" and step.target is not None and step.target.name == "split.json":
             present_when_whole.extend(names_in(model, "*.safetensors"))
 
     with observe_steps(Counter(look)):
-        made = split(model, sequential=sequential, delete_original=delete)
-    assert layer_files(made) == expected(None)
+        folder = split(model, sequential=sequential, delete_original=delete)
+    assert layer_files(folder) == expected(None)
     shards = [] if sequential or delete else SHARDS
     index = [] if delete else [INDEX_NAME]
     assert names_in(model) == sorted(["README.md", "config.json", "splitted_model", "tokenizer.json", *index, *shards])
     assert present_when_whole == ([] if sequential else SHARDS)  # the standard route deletes nothing before it is whole
     assert all((model / name).read_bytes() == before[name] for name in ("README.md", "config.json", "tokenizer.json"))
-    assert (made / "tokenizer.json").read_text() == "{}"
-    check_plain(made, tensors)
+    assert (folder / "tokenizer.json").read_text() == "{}"
+    check_plain(folder, tensors)
 
 
 @pytest.mark.parametrize("sequential", [True, False])
 @pytest.mark.parametrize("delete", [True, False])
-def test_what_becomes_of_a_repository(
+def test_files_left_of_a_repository(
     repository: Path,
     hub_environment: HubEnvironment,
     sequential: bool,
@@ -293,20 +295,20 @@ def test_what_becomes_of_a_repository(
     expected: Callable[[str | None], dict[str, bytes]],
 ) -> None:
     (repository / "tokenizer.json").write_text("{}")
-    made = split(REPO, sequential=sequential, delete_original=delete)
-    assert layer_files(made) == expected(None)
-    assert made.is_relative_to(hub_environment.home / "rabbitllm")
+    folder = split(REPO, sequential=sequential, delete_original=delete)
+    assert layer_files(folder) == expected(None)
+    assert folder.is_relative_to(hub_environment.home / "rabbitllm")
     links = sorted(path.name for path in hub_environment.cache.rglob("*") if path.is_symlink())
     small = ["config.json", INDEX_NAME, "tokenizer.json"]
     assert links == ([] if delete else sorted(small if sequential else [*small, *SHARDS]))
     blobs = occupied(*(path for path in hub_environment.cache.rglob("blobs")))
     weights = sum((repository / shard).stat().st_size for shard in SHARDS)
     assert (blobs > weights) == (not sequential and not delete)
-    assert {"config.json", "tokenizer.json", "split.json"} <= set(names_in(made))
-    assert Call(str(made)).find().finished  # alone
+    assert {"config.json", "tokenizer.json", "split.json"} <= set(names_in(folder))
+    assert Call(str(folder)).find().finished  # alone
 
 
-def test_original_that_cannot_be_deleted_is_said(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_undeletable_original_is_reported(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     read_only = OSError(errno.EROFS, "Read-only file system")
     with failing(read_only, lambda n, step: step.path.name in SHARDS, kinds=("unlink",)):
         split(model, sequential=False, delete_original=True)
@@ -316,18 +318,18 @@ def test_original_that_cannot_be_deleted_is_said(model: Path, caplog: pytest.Log
     ]
 
 
-def test_deleting_what_an_earlier_call_kept(model: Path) -> None:
-    made = split(model, sequential=False)
+def test_delete_original_of_an_earlier_call(model: Path) -> None:
+    folder = split(model, sequential=False)
     assert names_in(model, "*.safetensors") == SHARDS
-    before = contents(made)
-    assert split(model, sequential=False, delete_original=True) == made
+    before = contents(folder)
+    assert split(model, sequential=False, delete_original=True) == folder
     assert names_in(model) == ["config.json", "splitted_model"]
-    assert contents(made) == before
+    assert contents(folder) == before
 
 
-def test_nothing_is_deleted_for_a_damaged_split(model: Path) -> None:
-    made = split(model, sequential=False)
-    (made / "lm_head.safetensors").write_bytes(b"short")
+def test_original_of_a_damaged_split_is_kept(model: Path) -> None:
+    folder = split(model, sequential=False)
+    (folder / "lm_head.safetensors").write_bytes(b"short")
     with pytest.raises(IncompleteSplitError, match=r"lm_head.safetensors has 5 bytes"):
         split(model, sequential=False, delete_original=True)
     assert names_in(model, "*.safetensors") == SHARDS
@@ -340,21 +342,21 @@ def test_nothing_is_deleted_for_a_damaged_split(model: Path) -> None:
 def test_saving_path(
     model: Path, repository: Path, tmp_path: Path, hub: bool, expected: Callable[[str | None], dict[str, bytes]]
 ) -> None:
-    made = split(REPO if hub else model, tmp_path / "some" / "where", compression="4bit")
-    assert made == tmp_path / "some" / "where" / "splitted_model.4bit"
-    assert layer_files(made) == expected("4bit")
+    folder = split(REPO if hub else model, tmp_path / "some" / "where", compression="4bit")
+    assert folder == tmp_path / "some" / "where" / "splitted_model.4bit"
+    assert layer_files(folder) == expected("4bit")
     assert not (model / "splitted_model.4bit").exists()
 
 
-def test_sidecars_are_copied_and_the_rest_is_not(model: Path) -> None:
+def test_only_sidecars_are_copied(model: Path) -> None:
     sidecars = {"tokenizer.json": "t", "chat_template.jinja": "c", "tokenizer.model": "m", "LICENSE": "l"}
     sidecars["additional_chat_templates/tool.jinja"] = "a"
     sidecars["1_Pooling/config.json"] = "p"
     for name, text in (sidecars | {"README.md": "r", "optimizer.bin": "o"}).items():
         (model / name).parent.mkdir(exist_ok=True)
         (model / name).write_text(text)
-    made = split(model)
-    copied = {name: data.decode() for name, data in contents(made).items() if ".safetensors" not in name}
+    folder = split(model)
+    copied = {name: data.decode() for name, data in contents(folder).items() if ".safetensors" not in name}
     manifest = copied.pop("split.json")
     assert copied == sidecars | {"config.json": (model / "config.json").read_text()}
     assert json.loads(manifest)["source"]["name"] == "model"
@@ -363,48 +365,48 @@ def test_sidecars_are_copied_and_the_rest_is_not(model: Path) -> None:
 # Shards are deleted as soon as they are used, and not before
 
 
-def test_shard_is_deleted_when_it_is_used_up_and_before_the_next_is_read(model: Path) -> None:
-    left: list[tuple[str, list[str]]] = []
+def test_used_shard_is_deleted_before_the_next_is_read(model: Path) -> None:
+    shards_left: list[tuple[str, list[str]]] = []
 
     def listen(event: progress.Event) -> None:
         if isinstance(event, progress.ShardStarted | progress.ShardDone):
-            left.append((type(event).__name__, names_in(model, "*.safetensors")))
+            shards_left.append((type(event).__name__, names_in(model, "*.safetensors")))
 
     with progress.listening(listen):
         split(model)
-    assert left == [
-        (kind, SHARDS[number:])
+    assert shards_left == [
+        (event_name, SHARDS[begin:])
         for done in range(3)
-        for kind, number in (("ShardStarted", done), ("ShardDone", done + 1))
+        for event_name, begin in (("ShardStarted", done), ("ShardDone", done + 1))
     ]
 
 
 def test_order_of_steps_around_a_deletion(model: Path) -> None:
     steps: list[Step] = []
     with observe_steps(steps.append):
-        made = split(model)
+        folder = split(model)
     for shard in SHARDS:
-        gone = next(i for i, step in enumerate(steps) if step.kind == "unlink" and step.path == model / shard)
-        earlier = steps[:gone]
+        deletion = next(i for i, step in enumerate(steps) if step.kind == "unlink" and step.path == model / shard)
+        earlier = steps[:deletion]
         kinds = [step.kind for step in earlier]
         declared = max(
             i for i, step in enumerate(earlier) if step.path.name == "split.journal" and step.kind == "write"
         )
         assert json.loads(bytes(earlier[declared].data))["used"] == shard
         assert (kinds[declared + 1], earlier[declared + 1].path.name) == ("sync", "split.journal")
-        assert gone == declared + 2
-        assert (kinds[declared - 1], earlier[declared - 1].path) == ("sync_folder", made)
+        assert deletion == declared + 2
+        assert (kinds[declared - 1], earlier[declared - 1].path) == ("sync_folder", folder)
         last_write: dict[Path, int] = {}
-        for number, step in enumerate(earlier[:declared]):
+        for index, step in enumerate(earlier[:declared]):
             if step.kind == "write":
-                last_write[step.path] = number
-        for path, number in last_write.items():
+                last_write[step.path] = index
+        for path, index in last_write.items():
             if path.suffix == ".part":  # every byte of every layer file was synced after it was written
-                assert any(s.kind == "sync" and s.path == path for s in earlier[number:declared]), path
+                assert any(s.kind == "sync" and s.path == path for s in earlier[index:declared]), path
     renames = [step for step in steps if step.kind == "rename" and step.target is not None]
-    assert renames[-1].target == made / "split.json"
+    assert renames[-1].target == folder / "split.json"
     assert [step.kind for step in steps[-2:]] == ["sync_folder", "unlink"]
-    assert steps[-1].path == made / "split.journal"
+    assert steps[-1].path == folder / "split.journal"
 
 
 def test_read_only_source_is_split_in_place_and_kept(
@@ -418,26 +420,26 @@ def test_read_only_source_is_split_in_place_and_kept(
     allowed = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != model and allowed(path, mode))
     read_only = OSError(errno.EROFS, "Read-only file system")
-    told: list[progress.Event] = []
-    with failing(read_only, lambda n, step: step.path.parent == model), progress.listening(told.append):
-        made = split(model, delete_original=True)
-    assert made.is_relative_to(hub_environment.home / "rabbitllm" / "local")
-    assert layer_files(made) == expected(None)
+    events: list[progress.Event] = []
+    with failing(read_only, lambda n, step: step.path.parent == model), progress.listening(events.append):
+        folder = split(model, delete_original=True)
+    assert folder.is_relative_to(hub_environment.home / "rabbitllm" / "local")
+    assert layer_files(folder) == expected(None)
     assert contents(model) == before
-    disposals = [event.disposal for event in told if isinstance(event, progress.ShardDone)]
+    disposals = [event.disposal for event in events if isinstance(event, progress.ShardDone)]
     assert disposals == ["kept: the source is read-only"] * 3
-    said = [record.message for record in caplog.records if "read-only" in record.message]
+    messages = [record.message for record in caplog.records if "read-only" in record.message]
     each = [f"{shard} is used but cannot be deleted: its folder is read-only." for shard in SHARDS]
-    rest = f"3 shards of {model} cannot be deleted: their folder is read-only."
-    assert said == [*each, rest]
+    summary = f"3 shards of {model} cannot be deleted: their folder is read-only."
+    assert messages == [*each, summary]
     caplog.clear()
-    assert split(model, delete_original=True) == made
-    assert [record.message for record in caplog.records] == [rest]
+    assert split(model, delete_original=True) == folder
+    assert [record.message for record in caplog.records] == [summary]
 
 
 @pytest.mark.parametrize("how", ["repository", "snapshot"])
 @pytest.mark.parametrize("sequential", [True, False])
-def test_read_only_hub_cache_is_left_alone(
+def test_read_only_hub_cache_is_unchanged(
     repository: Path,
     tmp_path: Path,
     how: str,
@@ -460,11 +462,11 @@ def test_read_only_hub_cache_is_left_alone(
         monkeypatch.setattr(os, name, refuse)
     monkeypatch.setattr(os, "access", lambda path, mode: not Path(path).is_relative_to(cache) and allowed(path, mode))
     source = REPO if how == "repository" else snapshot
-    made = split(source, tmp_path / "splits", sequential=sequential, delete_original=True)
-    assert layer_files(made) == expected(None)
+    folder = split(source, tmp_path / "splits", sequential=sequential, delete_original=True)
+    assert layer_files(folder) == expected(None)
     assert contents(cache) == before
-    said = [record.message for record in caplog.records if "cannot be deleted" in record.message]
-    assert len(said) == (4 if sequential else 1)
+    messages = [record.message for record in caplog.records if "cannot be deleted" in record.message]
+    assert len(messages) == (4 if sequential else 1)
 
 
 # Time
@@ -505,7 +507,7 @@ def test_profile_of_fetched_shards(repository: Path, hub_environment: HubEnviron
     assert all(set(profiler.layers[shard]) == {FETCH} for shard in shards)
 
 
-def test_nothing_is_recorded_unless_asked_for(model: Path) -> None:
+def test_profile_is_empty_by_default(model: Path) -> None:
     _, profiler = Call(str(model)).make_with_profile()
     assert profiler.layers == {}
 
@@ -513,7 +515,7 @@ def test_nothing_is_recorded_unless_asked_for(model: Path) -> None:
 # Warnings
 
 
-def test_large_layer_is_warned_of(
+def test_large_layer_gives_a_warning(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert BIG_LAYER_BYTES == 10_000_000_000
@@ -524,51 +526,51 @@ def test_large_layer_is_warned_of(
     ]
 
 
-def test_leftovers_are_finished_and_said(
+def test_leftovers_are_finished_and_reported(
     model: Path, caplog: pytest.LogCaptureFixture, expected: Callable[[str | None], dict[str, bytes]]
 ) -> None:
     with failing(OSError("stop"), lambda n, s: s.path.name == "split.json.part"), pytest.raises(OSError, match="stop"):
         split(model)
-    made = model / "splitted_model"
+    folder = model / "splitted_model"
     assert names_in(model, "*.safetensors") == []
     for name in ("lm_head.safetensors", "model.layers.1.safetensors"):
-        os.replace(made / name, made / f"{name}.part")
-        (made / f"{name}.done").unlink()
-    (made / "model.norm.safetensors.done").unlink()
-    assert split(model) == made
-    assert layer_files(made) == expected(None)
+        os.replace(folder / name, folder / f"{name}.part")
+        (folder / f"{name}.done").unlink()
+    (folder / "model.norm.safetensors.done").unlink()
+    assert split(model) == folder
+    assert layer_files(folder) == expected(None)
     assert sorted(record.message for record in caplog.records) == [
         "Layer layers.1 of an earlier run was unfinished; it is finished now.",
         "Layer lm_head of an earlier run was unfinished; it is finished now.",
     ]
-    assert not (made / "split.journal").exists()
+    assert not (folder / "split.journal").exists()
 
 
 # Damage
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("index", [0, 1, 2])
 @pytest.mark.parametrize("damage", ["truncated", "header", "empty"])
-def test_damaged_shard_is_noticed_before_anything_is_touched(model: Path, number: int, damage: str) -> None:
-    raw = (model / SHARDS[number]).read_bytes()
-    (model / SHARDS[number]).write_bytes(
+def test_damaged_shard_is_detected_before_the_first_change(model: Path, index: int, damage: str) -> None:
+    raw = (model / SHARDS[index]).read_bytes()
+    (model / SHARDS[index]).write_bytes(
         {"truncated": raw[:-1], "header": raw[:8] + b"x" + raw[9:], "empty": b""}[damage]
     )
     before = contents(model)
     with pytest.raises(CorruptShardError) as refused:
         split(model)
-    assert SHARDS[number] in refused.value.problem
+    assert SHARDS[index] in refused.value.problem
     assert "Put an undamaged copy at that path" in refused.value.remedy
     assert contents(model) == before
 
 
 @pytest.mark.parametrize("when", ["between shards", "while it is read"])
-def test_shard_that_is_cut_short_on_the_way(
+def test_shard_truncated_during_the_split(
     model: Path, when: str, expected: Callable[[str | None], dict[str, bytes]]
 ) -> None:
     sound = (model / SHARDS[1]).read_bytes()
 
-    def cut_short(number: int, step: Step) -> None:
+    def cut_short(index: int, step: Step) -> None:
         first_is_gone = not (model / SHARDS[0]).exists()
         if first_is_gone and (step.kind == "write" if when == "while it is read" else step.kind == "create"):
             os.truncate(model / SHARDS[1], 20_000)
@@ -579,11 +581,11 @@ def test_shard_that_is_cut_short_on_the_way(
 
     with observe_steps(Counter(cut_short)), progress.listening(listen), pytest.raises(CorruptShardError) as refused:
         split(model)
-    told = {
+    messages = {
         "between shards": "it is truncated: 20,000 bytes found",
         "while it is read": "ends at byte 20,000; by its header",
     }
-    assert told[when] in refused.value.problem
+    assert messages[when] in refused.value.problem
     assert str(model / SHARDS[1]) in refused.value.problem
     assert f"Finished layers are kept in {model / 'splitted_model'}" in refused.value.remedy
     assert "For a local checkpoint put an undamaged copy at that path" in refused.value.remedy
@@ -596,7 +598,7 @@ def test_shard_that_is_cut_short_on_the_way(
     assert layer_files(split(model)) == expected(None)
 
 
-def test_shard_that_cannot_be_read(
+def test_unreadable_shard(
     model: Path, monkeypatch: pytest.MonkeyPatch, expected: Callable[[str | None], dict[str, bytes]]
 ) -> None:
     read, opened = os.preadv, os.path.realpath
@@ -617,7 +619,7 @@ def test_shard_that_cannot_be_read(
     assert layer_files(split(model)) == expected(None)
 
 
-def test_shard_that_is_replaced_on_the_way(model: Path, tensors: Weights) -> None:
+def test_shard_replaced_during_the_split(model: Path, tensors: Weights) -> None:
     other = write_shards(
         model.parent / "other", {SHARDS[1]: {"model.layers.1.self_attn.q_proj.weight": torch.zeros(2)}}, index=False
     )
@@ -634,7 +636,7 @@ def test_shard_that_is_replaced_on_the_way(model: Path, tensors: Weights) -> Non
     assert names_in(model, "*.safetensors") == SHARDS[1:]
 
 
-def test_missing_shard_is_noticed_before_anything_is_touched(model: Path) -> None:
+def test_missing_shard_is_detected_before_the_first_change(model: Path) -> None:
     for shard in SHARDS[1:]:
         (model / shard).unlink()
     before = contents(model)
@@ -644,7 +646,7 @@ def test_missing_shard_is_noticed_before_anything_is_touched(model: Path) -> Non
     assert contents(model) == before
 
 
-def test_checkpoint_that_is_compressed_already(tmp_path: Path) -> None:
+def test_compressed_checkpoint_is_refused(tmp_path: Path) -> None:
     tensors = llama_tensors(layers=1)
     tensors["model.layers.0.mlp.up_proj.weight.8bit.absmax"] = torch.zeros(4)
     source = write_shards(tmp_path / "model", cut(tensors, 2))
@@ -676,7 +678,7 @@ def test_unfinished_split_of_another_folder(model: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("sequential", "delete"), [(True, False), (False, True)])
 @pytest.mark.parametrize("alike", [True, False], ids=["shards of the same names", "of other names"])
-def test_split_that_only_lacks_its_last_step_takes_no_other_folder(
+def test_split_without_its_last_step_refuses_another_folder(
     model: Path, tmp_path: Path, sequential: bool, delete: bool, alike: bool
 ) -> None:
     """Every shard of the first is used up; those of the second were never read."""
@@ -692,7 +694,7 @@ def test_split_that_only_lacks_its_last_step_takes_no_other_folder(
     assert split(other, saving_path, sequential=sequential, delete_original=delete)
 
 
-def test_unfinished_split_in_a_folder_that_was_renamed(
+def test_unfinished_split_in_a_renamed_folder(
     model: Path, tmp_path: Path, expected: Callable[[str | None], dict[str, bytes]]
 ) -> None:
     interrupted(Call(str(model)), shards=3)
@@ -700,7 +702,7 @@ def test_unfinished_split_in_a_folder_that_was_renamed(
     assert layer_files(split(tmp_path / "renamed")) == expected(None)
 
 
-def test_unfinished_split_of_a_folder_is_no_repositorys(
+def test_unfinished_split_of_a_folder_refuses_a_repository(
     model: Path, repository: Path, tmp_path: Path, local_hub: LocalHub
 ) -> None:
     other, saving_path = another(tmp_path), tmp_path / "splits"
@@ -721,18 +723,20 @@ def test_unfinished_split_of_another_commit(repository: Path, tmp_path: Path, lo
 # Going on
 
 
-def test_interrupted_call_goes_on_and_tells_so(model: Path, expected: Callable[[str | None], dict[str, bytes]]) -> None:
+def test_interrupted_call_is_resumed_and_reports_it(
+    model: Path, expected: Callable[[str | None], dict[str, bytes]]
+) -> None:
     interrupted(Call(str(model), compression="4bit"), shards=2)
     assert names_in(model, "*.safetensors") == SHARDS[2:]
-    told: list[progress.Event] = []
-    with progress.listening(told.append):
-        made = split(model, compression="4bit")
-    (started,) = [event for event in told if isinstance(event, progress.SplitStarted)]
+    events: list[progress.Event] = []
+    with progress.listening(events.append):
+        folder = split(model, compression="4bit")
+    (started,) = [event for event in events if isinstance(event, progress.SplitStarted)]
     assert (started.shards, started.resumed) == ((SHARDS[2],), 2)
-    assert layer_files(made) == expected("4bit")
+    assert layer_files(folder) == expected("4bit")
 
 
-def test_layer_that_was_begun_and_is_gone(model: Path, tmp_path: Path, tensors: Weights) -> None:
+def test_missing_begun_layer_is_refused(model: Path, tmp_path: Path, tensors: Weights) -> None:
     source = write_shards(tmp_path / "spread", three_shards_for_a_layer(tensors))
     interrupted(Call(str(source)), shards=2)
     part = source / "splitted_model" / "model.layers.1.safetensors.part"
@@ -748,28 +752,28 @@ def test_layer_that_was_begun_and_is_gone(model: Path, tmp_path: Path, tensors: 
     check_plain(split(source), tensors)
 
 
-def test_standard_route_finishes_what_the_sequential_began(
+def test_standard_route_finishes_a_sequential_split(
     repository: Path, hub_environment: HubEnvironment, expected: Callable[[str | None], dict[str, bytes]]
 ) -> None:
     interrupted(Call(REPO), shards=1)
     (staging,) = hub_environment.home.rglob(".staging")
     (staging / f"{SHARDS[1]}.part").write_bytes((repository / SHARDS[1]).read_bytes()[:5000])
-    made = split(REPO, sequential=False)
-    assert layer_files(made) == expected(None)
+    folder = split(REPO, sequential=False)
+    assert layer_files(folder) == expected(None)
     assert not staging.exists()
     assert len([path for path in hub_environment.cache.rglob("*.safetensors") if path.exists()]) == 3  # kept
 
 
-def test_sequential_route_finishes_what_the_standard_began(
+def test_sequential_route_finishes_a_standard_split(
     repository: Path, hub_environment: HubEnvironment, expected: Callable[[str | None], dict[str, bytes]]
 ) -> None:
     interrupted(Call(REPO, sequential=False), shards=1)
-    made = split(REPO)
-    assert layer_files(made) == expected(None)
+    folder = split(REPO)
+    assert layer_files(folder) == expected(None)
     assert list(hub_environment.cache.rglob("*.safetensors")) == []
 
 
-def test_fetch_that_fails_goes_on_with_the_same_call(
+def test_failed_fetch_is_resumed_by_the_same_call(
     repository: Path,
     local_hub: LocalHub,
     monkeypatch: pytest.MonkeyPatch,
@@ -785,21 +789,21 @@ def test_fetch_that_fails_goes_on_with_the_same_call(
         split(REPO)
     local_hub.faults = Faults()
     local_hub.forget_requests()
-    made = split(REPO)
-    assert layer_files(made) == expected(None)
+    folder = split(REPO)
+    assert layer_files(folder) == expected(None)
     assert local_hub.downloads(SHARDS[0]) == 0  # neither its body nor its header is asked for again
 
 
-def test_finished_split_is_not_touched_again(model: Path, repository: Path, local_hub: LocalHub) -> None:
+def test_finished_split_is_not_changed(model: Path, repository: Path, local_hub: LocalHub) -> None:
     for source in (str(model), REPO):
-        made = split(source)
-        before = {path: path.stat().st_mtime_ns for path in made.iterdir()}
+        folder = split(source)
+        before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
         local_hub.forget_requests()
         steps: list[Step] = []
         with observe_steps(steps.append):
-            assert split(source) == made
+            assert split(source) == folder
         assert steps == []
-        assert {path: path.stat().st_mtime_ns for path in made.iterdir()} == before
+        assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
         assert local_hub.body_bytes() == 0
         assert len(local_hub.requests) == (1 if source == REPO else 0)
 
@@ -808,7 +812,7 @@ def test_finished_split_is_not_touched_again(model: Path, repository: Path, loca
 
 
 @pytest.mark.parametrize("compression", [None, "4bit"])
-def test_full_disk_leaves_a_state_to_go_on_from(
+def test_full_disk_leaves_a_resumable_state(
     tmp_path: Path, tensors: Weights, compression: str | None, expected: Callable[[str | None], dict[str, bytes]]
 ) -> None:
     source = cut(tensors, 3)
@@ -821,17 +825,17 @@ def test_full_disk_leaves_a_state_to_go_on_from(
         model = write_shards(tmp_path / str(full_from) / "model", source)
         full = OSError(errno.ENOSPC, "No space left on device")
         with (
-            failing(full, lambda number, step, at=full_from: number >= at, kinds),  # type: ignore[misc]
+            failing(full, lambda index, step, first=full_from: index >= first, kinds),  # type: ignore[misc]
             pytest.raises(DiskFullError, match="No space left on device"),
         ):
             split(model, compression=compression)
-        made = split(model, compression=compression)
-        assert layer_files(made) == files
-        assert names_in(made, "*.part") == names_in(made, "*.journal") == []
+        folder = split(model, compression=compression)
+        assert layer_files(folder) == files
+        assert names_in(folder, "*.part") == names_in(folder, "*.journal") == []
 
 
 @pytest.mark.parametrize("kind", ["sync", "sync_folder", "rename", "unlink"])
-def test_failing_disk_leaves_a_state_to_go_on_from(
+def test_failing_disk_leaves_a_resumable_state(
     tmp_path: Path, tensors: Weights, kind: str, expected: Callable[[str | None], dict[str, bytes]]
 ) -> None:
     source = cut(tensors, 3)
@@ -843,16 +847,16 @@ def test_failing_disk_leaves_a_state_to_go_on_from(
         model = write_shards(tmp_path / str(failed) / "model", source)
         broken = OSError(errno.EIO, "Input/output error")
         with (
-            failing(broken, lambda number, step, at=failed: number == at, (kind,)),  # type: ignore[misc]
+            failing(broken, lambda index, step, failing_step=failed: index == failing_step, (kind,)),  # type: ignore[misc]
             pytest.raises(OSError, match="Input/output error"),
         ):
             split(model)
-        made = split(model)
-        assert layer_files(made) == files
-        assert names_in(made, "*.part") == names_in(made, "*.journal") == []
+        folder = split(model)
+        assert layer_files(folder) == files
+        assert names_in(folder, "*.part") == names_in(folder, "*.journal") == []
 
 
-def test_disk_that_others_fill_stops_the_split_before_it_is_full(
+def test_split_stops_before_other_processes_fill_the_disk(
     model: Path, monkeypatch: pytest.MonkeyPatch, expected: Callable[[str | None], dict[str, bytes]]
 ) -> None:
     usage = shutil.disk_usage(model)
@@ -881,13 +885,13 @@ def test_disk_that_others_fill_stops_the_split_before_it_is_full(
     assert layer_files(split(model)) == expected(None)
 
 
-def test_peaks_are_told_at_the_end(model: Path) -> None:
-    told: list[progress.Event] = []
-    with progress.listening(told.append):
-        made = split(model)
-    done = told[-1]
+def test_peaks_are_reported_at_the_end(model: Path) -> None:
+    events: list[progress.Event] = []
+    with progress.listening(events.append):
+        folder = split(model)
+    done = events[-1]
     assert isinstance(done, progress.SplitDone)
-    assert done.peak_disk_bytes >= occupied(made) > 0
+    assert done.peak_disk_bytes >= occupied(folder) > 0
     assert 0 <= done.peak_memory_bytes < 200_000_000
 
 
@@ -910,11 +914,11 @@ def test_peak_of_the_disk(
     call = Call(REPO if way else str(source), compression=compression)
     if way:  # the budget alone decides how shards arrive
         call = dataclasses.replace(call, max_disk=uses_of(call)[way].created)
-    made = call.find().split_folder
-    peak = Peak(made) if way else Peak(source)
-    assert peak.during(call) == made
-    output = sum(path.stat().st_size for path in made.glob("*.safetensors"))
-    layers = len(list(made.glob("*.safetensors")))
+    folder = call.find().split_folder
+    peak = Peak(folder) if way else Peak(source)
+    assert peak.during(call) == folder
+    output = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    layers = len(list(folder.glob("*.safetensors")))
     assert largest > 20 * layers * 4096
     staged = {
         None: largest - output,
@@ -926,42 +930,42 @@ def test_peak_of_the_disk(
     assert peak.most <= peak.predicted
     if way is not ShardTransfer.FILE_AHEAD:  # where the next shard comes while the last one is used, and may come late
         assert peak.most >= peak.predicted - layers * 16384 - BOOKKEEPING  # no more is asked for than is needed
-    coming = largest if way is ShardTransfer.FILE_AHEAD else 0
-    assert peak.told <= output + coming + BOOKKEEPING + layers * 8192
+    fetched_ahead = largest if way is ShardTransfer.FILE_AHEAD else 0
+    assert peak.told <= output + fetched_ahead + BOOKKEEPING + layers * 8192
 
 
-def test_standard_route_takes_the_whole_output(tmp_path: Path) -> None:
+def test_standard_route_needs_the_whole_output(tmp_path: Path) -> None:
     source = write_shards(tmp_path / "model", cut(llama_tensors(**LARGE), 6))
     peak = Peak(source)
-    made = peak.during(Call(str(source), sequential=False))
-    output = sum(path.stat().st_size for path in made.glob("*.safetensors"))
+    folder = peak.during(Call(str(source), sequential=False))
+    output = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     assert output <= peak.most <= peak.predicted + BOOKKEEPING
 
 
 @pytest.mark.parametrize("compression", [None, "4bit"])
 @pytest.mark.parametrize(("transfer", "way"), [("file", ShardTransfer.FILE), ("stream", ShardTransfer.STREAM)])
-def test_max_disk_is_what_is_needed(
+def test_max_disk_of_the_named_need_is_enough(
     repository: Path, hub_environment: HubEnvironment, compression: str | None, transfer: str, way: ShardTransfer
 ) -> None:
     call = Call(REPO, compression=compression, shard_transfer=transfer)
     needed = uses_of(call)[way].created
-    made = call.find().split_folder
+    folder = call.find().split_folder
     with pytest.raises(NotEnoughSpaceException, match=f"is allowed by max_disk={needed - 1:,}"):
         dataclasses.replace(call, max_disk=needed - 1).make()
-    assert not made.exists() or names_in(made) == []
-    peak = Peak(made)
-    assert peak.during(dataclasses.replace(call, max_disk=needed)) == made
+    assert not folder.exists() or names_in(folder) == []
+    peak = Peak(folder)
+    assert peak.during(dataclasses.replace(call, max_disk=needed)) == folder
     assert peak.most <= needed
 
 
-def test_interrupted_split_takes_no_more_disk_than_a_whole_one(tmp_path: Path, hub_environment: HubEnvironment) -> None:
+def test_interrupted_split_needs_no_more_disk(tmp_path: Path, hub_environment: HubEnvironment) -> None:
     source = write_shards(tmp_path / "hub" / REPO, cut(llama_tensors(**LARGE), 6))
     largest = max(path.stat().st_size for path in source.glob("*.safetensors"))
     call = Call(REPO, compression="8bit")
     call = dataclasses.replace(call, max_disk=uses_of(call)[ShardTransfer.FILE].created)
     peak = Peak(hub_environment.home)
     interrupted(call, shards=3)
-    made = peak.during(call)
-    output = sum(path.stat().st_size for path in made.glob("*.safetensors"))
+    folder = peak.during(call)
+    output = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     assert peak.most <= output + largest + BOOKKEEPING + 8 * 8192
     assert peak.predicted < output + largest  # what is there already is not asked for again

@@ -1,4 +1,4 @@
-"""Calls that are killed, starved, cut off and lied to, in any order: nothing is lost, and the last one finishes.
+"""Calls with kills, full disks, lost connections and wrong bytes, in any order: no data is lost, the last one finishes.
 
 The rules of a machine are what may happen to a call, its invariants what must be true after each of them. Which rules
 may come next, and what they are given, never depends on how a call ended: with threads and a network that is not the
@@ -69,7 +69,7 @@ SHORT = 100
 
 
 class Machine(RuleBasedStateMachine):
-    """What may happen to a call, whatever its source is."""
+    """Events during a call, for any source."""
 
     server: ClassVar[CrashServer | None] = None
     ends: ClassVar[Counter[str]]
@@ -78,7 +78,7 @@ class Machine(RuleBasedStateMachine):
     scene: Scene | None = None
 
     def start(self, scene: Scene) -> None:
-        """Put a scene back as it was, and begin with it."""
+        """Reset a scene, and begin with it."""
         scene.reset()
         self.scene = scene
         self.call = scene.call
@@ -97,11 +97,11 @@ class Machine(RuleBasedStateMachine):
         raise NotImplementedError
 
     def begin_recording(self) -> None:
-        """Take what is on the disk now for durable."""
+        """Treat the current state of the disk as durable."""
         self.recorder = Recorder(self.ours)
 
     def look(self, step: Step | None = None) -> None:
-        """Make sure that no more is on the disk than was predicted."""
+        """Check that disk use is at most the predicted one."""
         raise NotImplementedError
 
     def may_raise(self, error: Exception) -> bool:
@@ -170,7 +170,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 5))
     def loses_power(self, seed: int) -> None:
-        """Of what is not durable, from any of the calls so far, all is lost, or half of it at random."""
+        """Lose all data that is not durable, or half of it at random."""
         chance = random.Random(seed)
         shutil.rmtree(self.ours)
         self.ours.mkdir()
@@ -180,7 +180,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def lives(self) -> None:
-        """Nothing happens to this one; called again after it has finished, it leaves everything as it is."""
+        """Make an undisturbed call; a second one changes no file."""
         self.go_on()
         for how in ("lives", "lives again"):
             if self.attempt(how, watched(self.look, self.recorder)):
@@ -192,11 +192,11 @@ class Machine(RuleBasedStateMachine):
             self.begin_again()
 
     def begin_again(self) -> None:
-        """Put everything back as it was."""
+        """Reset everything."""
         raise NotImplementedError
 
     def check_finished(self) -> None:
-        """Make sure that a call which has finished has left what an undisturbed one leaves."""
+        """Check that a finished call leaves the files of an undisturbed one."""
         raise NotImplementedError
 
     @invariant()
@@ -206,7 +206,7 @@ class Machine(RuleBasedStateMachine):
             self.check()
 
     def check(self) -> None:
-        """Make sure that nothing is lost, and nothing half-made looks whole."""
+        """Check that no data is lost, and that unfinished files do not look complete."""
         raise NotImplementedError
 
 
@@ -312,9 +312,9 @@ class HubMachine(Machine):
         self.begin_recording()
 
     @precondition(lambda self: len(self.scenes[self.compression]) > 1)
-    @rule(number=st.integers(0, 1))
-    def transfers(self, number: int) -> None:
-        self.scene = self.scenes[self.compression][number]
+    @rule(index=st.integers(0, 1))
+    def transfers(self, index: int) -> None:
+        self.scene = self.scenes[self.compression][index]
         place = str(self.ours / "chosen") if self.chosen else None
         self.call = dataclasses.replace(self.current.call, saving_path=place)
 
@@ -324,17 +324,17 @@ class HubMachine(Machine):
 
     def directories(self) -> dict[Path, str | None]:
         """The split directories, each with the commit that it says it is of."""
-        found: dict[Path, str | None] = {}
+        commits: dict[Path, str | None] = {}
         for folder in (path for path in self.ours.rglob("splitted_model*") if path.is_dir()):
             manifest, earlier = read_manifest(folder), journal.replay(folder)
             made_from = manifest.source if manifest is not None else earlier.plan.source if earlier else None
-            found[folder] = made_from.commit if made_from is not None else None
-        return found
+            commits[folder] = made_from.commit if made_from is not None else None
+        return commits
 
     def look(self, step: Step | None = None) -> None:
-        most = max(scene.peak for scene in self.scenes[self.compression])
+        peak = max(scene.peak for scene in self.scenes[self.compression])
         for folder in self.ours.rglob("splitted_model*"):
-            assert occupied(folder) <= most + BOOKKEEPING
+            assert occupied(folder) <= peak + BOOKKEEPING
 
     def check(self) -> None:
         for folder, commit in self.directories().items():
@@ -348,8 +348,8 @@ class HubMachine(Machine):
 
     def is_of(self, folder: Path, commit: str) -> bool:
         """Whether a split directory has the weights of a commit."""
-        found = self.directories().get(folder)
-        return found is not None and self.truth_of(found) is self.truth_of(commit)
+        source_commit = self.directories().get(folder)
+        return source_commit is not None and self.truth_of(source_commit) is self.truth_of(commit)
 
     def check_finished(self) -> None:
         assert (self.made / MANIFEST_NAME).exists()
@@ -364,7 +364,7 @@ class HubMachine(Machine):
 
     def attempt(self, how: str, context: contextlib.AbstractContextManager[object], code: int | None = None) -> bool:
         self.pinned = self.commit
-        asked = self.here
+        was_here = self.here
 
         def arm(event: progress.Event) -> None:
             if isinstance(event, progress.SplitStarted):
@@ -379,7 +379,7 @@ class HubMachine(Machine):
         self.hub.faults = Faults()
         if finished:
             self.torn = False
-            assert not asked or self.is_of(self.made, self.pinned)
+            assert not was_here or self.is_of(self.made, self.pinned)
         return finished
 
     @rule(faults=HUB_FAULTS)
@@ -397,7 +397,7 @@ class HubMachine(Machine):
 
     @rule(after=st.integers(0, 2))
     def hub_leaves(self, after: int) -> None:
-        """At once, or when so many shards are used up."""
+        """At once, or after this many used shards."""
         self.leaves_after = after
         if not after:
             self.leave()
@@ -411,10 +411,10 @@ class HubMachine(Machine):
     moves_after = 0
     moves_next = ""
 
-    @rule(after=st.integers(0, 2), number=st.integers(0, 2))
-    def branch_moves(self, after: int, number: int) -> None:
-        """At once, or when so many shards are used up."""
-        self.moves_after, self.moves_next = after, list(self.commits)[number]
+    @rule(after=st.integers(0, 2), index=st.integers(0, 2))
+    def branch_moves(self, after: int, index: int) -> None:
+        """At once, or after this many used shards."""
+        self.moves_after, self.moves_next = after, list(self.commits)[index]
         if not after:
             self.move_to(self.moves_next)
 
@@ -446,9 +446,9 @@ def run(
 ) -> Counter[str]:
     """Run a machine, and say how its calls ended; a short run makes the same choices each time."""
     ends: Counter[str] = Counter()
-    made = type(machine.__name__, (machine,), {**attributes, "ends": ends})
+    case = type(machine.__name__, (machine,), {**attributes, "ends": ends})
     run_state_machine_as_test(
-        made,
+        case,
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
@@ -474,7 +474,7 @@ def folder_scenes(tmp_path: Path) -> dict[Route, Scene]:
 def test_folder(folder_scenes: Mapping[Route, Scene]) -> None:
     ends = run(FolderMachine, 16, 12, scenes=folder_scenes)
     assert ends["dies: died"] > 5
-    assert sum(number for end, number in ends.items() if "StorageError" in end) > 5
+    assert sum(count for end, count in ends.items() if "StorageError" in end) > 5
 
 
 @pytest.mark.long
@@ -502,11 +502,13 @@ def hub_attributes(
     other = write_shards(tmp_path / "other", cut(llama_tensors(layers=2, seed=7), 3))
     same = shutil.copytree(original, tmp_path / "same")
     (same / "README.md").write_text("A readme.\n")
-    truths = {compression: own[0].truth for compression, own in scenes.items()}
-    others = {c: Truth(other, split(other, tmp_path / "others", compression=c, sequential=False)) for c in COMPRESSIONS}
+    truths = {compression: scenes_at[0].truth for compression, scenes_at in scenes.items()}
+    other_truths = {
+        c: Truth(other, split(other, tmp_path / "others", compression=c, sequential=False)) for c in COMPRESSIONS
+    }
     commits = {
-        local_hub.add_revision(REPO, "main", folder): Commit(folder, found)
-        for folder, found in ((original, truths), (other, others), (same, truths))
+        local_hub.add_revision(REPO, "main", folder): Commit(folder, commit_truths)
+        for folder, commit_truths in ((original, truths), (other, other_truths), (same, truths))
     }
     return {"scenes": scenes, "hub": local_hub, "commits": commits}
 
@@ -523,17 +525,17 @@ def test_hub_at_length(hub_attributes: Mapping[str, object], crash_server: Crash
 # Machines that can fail
 
 
-def release_before_the_journal_says_so(
-    loop: ShardLoop, shard: PlannedShard, sums: Mapping[str, tuple[int, ...]], taken: int | None
+def release_before_the_journal_entry(
+    loop: ShardLoop, shard: PlannedShard, sums: Mapping[str, tuple[int, ...]], source_crc: int | None
 ) -> None:
     loop._release(shard)
-    _mark_used(loop, shard, sums, taken)
+    _mark_used(loop, shard, sums, source_crc)
 
 
 _mark_used = ShardLoop._mark_used
 PLANTED: Mapping[str, tuple[type, str, Callable[..., object]]] = {
     "layer files are not durable": (Mover, "sync", lambda mover, targets: None),
-    "a shard is deleted too soon": (ShardLoop, "_mark_used", release_before_the_journal_says_so),
+    "a shard is deleted too soon": (ShardLoop, "_mark_used", release_before_the_journal_entry),
     "a digest is not compared": (RemoteFile, "check", lambda file, digest: None),
 }
 

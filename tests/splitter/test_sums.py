@@ -1,4 +1,4 @@
-"""Sums of what was written in pieces, in any order, are those of the whole; what has a hole has none."""
+"""Sums of pieces that were written in any order are those of the whole; a part with a hole has none."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ def test_pieces_in_any_order(cuts: set[int]) -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cuts=st.sets(st.integers(1, 999), max_size=20), place=st.integers(0, 300))
 def test_each_run_between_cuts_of_the_file(cuts: set[int], place: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever the part lies, and however it came: the sums of what lies between multiples of a block's length."""
+    """The sums between multiples of the block length, at any offset and for any pieces."""
     monkeypatch.setattr(checksums, "BLOCK_BYTES", 128)
     sums = Sums()
     sums.expect([FORM])
     added(sums, FORM, [0, *sorted(cuts)], place)
-    (found,) = sums.take([FORM])["w"]
+    (part,) = sums.take([FORM])["w"]
     ends = [*range(128 - place % 128, 1000, 128), 1000]
     expected = [
         (place + begin, end - begin, zlib.crc32(CONTENT[begin:end]))
         for begin, end in zip([0, *ends], ends, strict=False)
     ]
-    assert whole_sum(found) == zlib.crc32(CONTENT)
-    assert runs_of(found, place, 1000) == expected
-    assert sums_of(CONTENT, place) == found
-    assert runs_of(found[:4], place, 1000) is None  # what an earlier version noted
+    assert whole_sum(part) == zlib.crc32(CONTENT)
+    assert runs_of(part, place, 1000) == expected
+    assert sums_of(CONTENT, place) == part
+    assert runs_of(part[:4], place, 1000) is None  # what an earlier version noted
 
 
-def test_what_waits_elsewhere_has_one_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_part_in_a_scratch_file_has_one_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checksums, "BLOCK_BYTES", 128)
     sums = Sums()
     sums.expect([FORM])
@@ -63,11 +63,11 @@ def test_what_waits_elsewhere_has_one_sum(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("missing", [0, 1, 2])
-def test_a_part_that_was_not_written_whole_has_no_sum(missing: int) -> None:
+def test_incomplete_part_has_no_sum(missing: int) -> None:
     sums = Sums()
     sums.expect([FORM])
-    for at, (begin, end) in enumerate([(0, 300), (300, 700), (700, 1000)]):
-        if at != missing:
+    for index, (begin, end) in enumerate([(0, 300), (300, 700), (700, 1000)]):
+        if index != missing:
             sums.add(FORM, 0, begin, memoryview(CONTENT[begin:end]), 0)
     with pytest.raises(AssertionError, match=f"w was written up to byte {(0, 300, 700)[missing]} of 1000"):
         sums.take([FORM])
@@ -84,7 +84,7 @@ OVERLAPPING = {
 
 @pytest.mark.parametrize("pieces", OVERLAPPING.values(), ids=OVERLAPPING)
 @pytest.mark.parametrize("place", [0, None])
-def test_pieces_that_overlap_have_no_sum(pieces: list[tuple[int, int]], place: int | None) -> None:
+def test_overlapping_pieces_have_no_sum(pieces: list[tuple[int, int]], place: int | None) -> None:
     sums = Sums()
     sums.expect([FORM])
     for begin, end in pieces:
@@ -94,7 +94,7 @@ def test_pieces_that_overlap_have_no_sum(pieces: list[tuple[int, int]], place: i
         sums.take([FORM])
 
 
-def test_source_that_was_read_in_pieces_that_overlap_has_no_sum() -> None:
+def test_source_read_in_overlapping_pieces_has_no_sum() -> None:
     form = stored_form(TensorSpec("w", "F32", (64, 64), "shard", 0, 1 << 14), "8bit")
     sums = Sums()
     sums.expect([form], sources=True)
@@ -106,7 +106,7 @@ def test_source_that_was_read_in_pieces_that_overlap_has_no_sum() -> None:
         sums.take_with_sources([form])
 
 
-def test_what_is_written_again_is_summed_again() -> None:
+def test_rewritten_part_is_summed_again() -> None:
     sums = Sums()
     sums.expect([FORM])
     added(sums, FORM, [0, 500])

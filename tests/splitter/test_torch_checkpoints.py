@@ -1,4 +1,4 @@
-"""Files of torch.save go every way that safetensors files go, and the layer files are the same to the bit."""
+"""Files of torch.save are split on every route of safetensors files, into the same bytes."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ Weights = Mapping[str, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def tensors() -> dict[str, torch.Tensor]:
-    made = llama_tensors()
-    return made | {"lm_head.weight": made["model.embed_tokens.weight"].clone()}
+    weights = llama_tensors()
+    return weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +80,9 @@ def expected(tensors: Weights, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 
 def tied(tensors: Weights) -> dict[str, torch.Tensor]:
-    """Laid out in all ways, the output head being the very embedding."""
-    made = laid_out_oddly(tensors)
-    return made | {"lm_head.weight": made["model.embed_tokens.weight"]}
+    """All layouts; the output head shares the embedding's storage."""
+    odd = laid_out_oddly(tensors)
+    return odd | {"lm_head.weight": odd["model.embed_tokens.weight"]}
 
 
 def write_single(
@@ -98,7 +98,7 @@ def write_sharded(folder: Path, tensors: Weights) -> Path:
 
 
 def write_plain(folder: Path, tensors: Weights, *, legacy: bool = False) -> Path:
-    """Shards of tensors with a storage each, which can be used as they come."""
+    """Shards of tensors with separate storages, which can be streamed."""
     return write_torch(folder, plain_torch_files(cut(tensors, 3)), index=True, legacy=legacy)
 
 
@@ -112,8 +112,8 @@ def write_old_plain(folder: Path, tensors: Weights) -> Path:
     return write_plain(folder, tensors, legacy=True)
 
 
-def test_the_odd_layouts_are_in_the_files(tmp_path: Path, tensors: Weights) -> None:
-    """What the other tests rest on: strides, shared storages, and views with an offset."""
+def test_files_have_the_odd_layouts(tmp_path: Path, tensors: Weights) -> None:
+    """Strides, shared storages, and views with an offset."""
     header = read_shard_header(write_single(tmp_path, tensors) / TORCH_SINGLE_NAME)
     assert sum(tensor.strides is not None for tensor in header.tensors) >= 6
     places = [tensor.offset for tensor in header.tensors]
@@ -137,8 +137,8 @@ def test_every_route_makes_the_bytes_of_safetensors(
     compression: str | None,
 ) -> None:
     source = write(tmp_path / ("hub" if hub else "x") / REPO, tensors)
-    made = split(REPO if hub else source, compression=compression, sequential=sequential)
-    assert layer_files(made) == expected[compression]
+    folder = split(REPO if hub else source, compression=compression, sequential=sequential)
+    assert layer_files(folder) == expected[compression]
     kept = names_in(hub_environment.cache, "**/*.bin") if hub else names_in(source, "*.bin")
     assert bool(kept) == (not sequential)
 
@@ -177,10 +177,10 @@ def test_strided_tensors_larger_than_a_chunk(
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 def test_other_dtypes_and_empty_tensors(tmp_path: Path, legacy: bool) -> None:
-    made = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     tensors = {
         f"model.layers.0.{dtype}".replace(".torch.", ".").replace("torch", "x"): torch.randint(
-            0, 2, (48, 10), generator=made
+            0, 2, (48, 10), generator=generator
         ).to(dtype)
         for dtype in (torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool, torch.int8)
     }
@@ -191,7 +191,7 @@ def test_other_dtypes_and_empty_tensors(tmp_path: Path, legacy: bool) -> None:
     assert layer_files(split(odd)) == layer_files(plain)
 
 
-def test_safetensors_come_first(tmp_path: Path, tensors: Weights) -> None:
+def test_safetensors_are_preferred(tmp_path: Path, tensors: Weights) -> None:
     source = write_sharded(tmp_path, llama_tensors(seed=5))
     write_shards(source, {SINGLE_NAME: tensors}, index=False)
     before = {name: data for name, data in contents(source).items() if "pytorch_model" in name}
@@ -204,10 +204,10 @@ def test_safetensors_come_first(tmp_path: Path, tensors: Weights) -> None:
 
 
 @pytest.mark.parametrize("other", ["sound", "legacy", "hostile"])
-def test_other_files_in_the_folder_of_the_shards_stay_as_they_are(
+def test_other_files_in_the_folder_of_the_shards_are_unchanged(
     tmp_path: Path, tensors: Weights, expected: dict[str | None, dict[str, bytes]], other: str
 ) -> None:
-    """When the only safetensors file is used up, a file of torch's is what the folder begins with."""
+    """Once the only safetensors file is used up, a torch file is the first one in the folder."""
     source = write_torch(tmp_path, {TORCH_SINGLE_NAME: llama_tensors(seed=5)})
     if other == "legacy":
         torch.save(llama_tensors(seed=5), source / TORCH_SINGLE_NAME, _use_new_zipfile_serialization=False)
@@ -217,9 +217,9 @@ def test_other_files_in_the_folder_of_the_shards_stay_as_they_are(
     write_shards(source, {SINGLE_NAME: tensors}, index=False)
     interrupted(Call(str(source), delete_original=True))
     assert names_in(source, "*.safetensors") == []
-    made = split(source, delete_original=True)
-    assert layer_files(made) == expected[None]
-    assert split(source, delete_original=True) == made  # finished, and found to be
+    folder = split(source, delete_original=True)
+    assert layer_files(folder) == expected[None]
+    assert split(source, delete_original=True) == folder  # finished, and found to be
     assert (source / TORCH_SINGLE_NAME).read_bytes() == other
 
 
@@ -267,12 +267,12 @@ def test_killed_at_some_steps(
     for death in sample(steps, 4 if hub else 5):
         reset()
         assert crash_server.run(call, death) == KILLED
-        made = call.make()
-        assert layer_files(made) == expected["4bit"]
-        assert names_in(made, "*.part") == names_in(made, "*.journal") == []
+        folder = call.make()
+        assert layer_files(folder) == expected["4bit"]
+        assert names_in(folder, "*.part") == names_in(folder, "*.journal") == []
 
 
-def test_single_file_that_was_being_used_when_the_call_broke_off(
+def test_single_file_of_an_interrupted_call(
     tmp_path: Path, tensors: Weights, expected: dict[str | None, dict[str, bytes]]
 ) -> None:
     source = write_single(tmp_path, tensors)
@@ -281,12 +281,12 @@ def test_single_file_that_was_being_used_when_the_call_broke_off(
     assert layer_files(split(source)) == expected[None]
 
 
-def test_journal_keeps_strides_and_what_must_be_whole(tmp_path: Path, tensors: Weights) -> None:
+def test_journal_keeps_strides_and_unstreamable_shards(tmp_path: Path, tensors: Weights) -> None:
     source = write_sharded(tmp_path, tensors)
-    made = interrupted(Call(str(source)))
-    replayed = journal.replay(made)
+    folder = interrupted(Call(str(source)))
+    replayed = journal.replay(folder)
     assert replayed is not None
-    seen = journal.glance(made)
+    seen = journal.glance(folder)
     assert seen is not None
     assert (seen.shards, seen.used) == (frozenset(SHARDS), frozenset(SHARDS[:1]))
     for shard in replayed.plan.shards[1:]:
@@ -295,7 +295,7 @@ def test_journal_keeps_strides_and_what_must_be_whole(tmp_path: Path, tensors: W
 
 
 @pytest.mark.parametrize("damage", ["moved", "cut off"])
-def test_shard_that_changes_on_the_way(tmp_path: Path, tensors: Weights, damage: str) -> None:
+def test_shard_that_changes_during_the_split(tmp_path: Path, tensors: Weights, damage: str) -> None:
     source = write_sharded(tmp_path, tensors)
     other = write_torch(tmp_path / "other", {"x": cut(llama_tensors(seed=5), 3)["model-00002-of-00003.safetensors"]})
     sound, before = (source / SHARDS[1]).read_bytes(), (source / SHARDS[1]).stat()
@@ -315,15 +315,15 @@ def test_shard_that_changes_on_the_way(tmp_path: Path, tensors: Weights, damage:
 
 def test_repair_from_torch_files(tmp_path: Path, tensors: Weights, expected: dict[str | None, Any]) -> None:
     source = write_sharded(tmp_path, tensors)
-    made = split(source, compression="8bit", sequential=False)
-    (made / "model.layers.1.safetensors").write_bytes(b"damaged")
-    damaged = {damage.layer for damage in verify(made).damaged}
+    folder = split(source, compression="8bit", sequential=False)
+    (folder / "model.layers.1.safetensors").write_bytes(b"damaged")
+    damaged = {damage.layer for damage in verify(folder).damaged}
     assert damaged == {"layers.1"}
-    manifest = read_manifest(made)
+    manifest = read_manifest(folder)
     assert manifest is not None
-    prepare.repair_split(made, manifest, damaged, source)
-    assert layer_files(made) == expected["8bit"]
-    assert not verify(made).damaged
+    prepare.repair_split(folder, manifest, damaged, source)
+    assert layer_files(folder) == expected["8bit"]
+    assert not verify(folder).damaged
 
 
 # Plans
@@ -335,7 +335,7 @@ BOOKKEEPING = 64 * 1024
 
 @pytest.mark.parametrize("compression", [None, "4bit"])
 @pytest.mark.parametrize("way", [None, ShardTransfer.FILE_AHEAD, ShardTransfer.FILE], ids=["local", "ahead", "file"])
-def test_peak_of_the_disk_is_what_the_plan_says(
+def test_disk_peak_equals_the_plan(
     tmp_path: Path, hub_environment: HubEnvironment, compression: str | None, way: ShardTransfer | None
 ) -> None:
     where = tmp_path / ("hub" if way else "x") / REPO
@@ -343,17 +343,17 @@ def test_peak_of_the_disk_is_what_the_plan_says(
     call = Call(REPO if way else str(source), compression=compression)
     if way:
         call = dataclasses.replace(call, max_disk=uses_of(call)[way].created)
-    made = call.find().split_folder
-    peak = Peak(made) if way else Peak(source)
-    assert peak.during(call) == made
-    files = len(names_in(made, "*.safetensors"))
+    folder = call.find().split_folder
+    peak = Peak(folder) if way else Peak(source)
+    assert peak.during(call) == folder
+    files = len(names_in(folder, "*.safetensors"))
     assert peak.most <= peak.predicted + BOOKKEEPING
     if way is not ShardTransfer.FILE_AHEAD:
         assert peak.most >= peak.predicted - files * 16384 - BOOKKEEPING
     plan = rabbitllm.plan(call.source, compression=compression)
     outlook = plan.at(compression)
     assert outlook is not None
-    assert outlook.output_bytes == sum(path.stat().st_size for path in made.glob("*.safetensors"))
+    assert outlook.output_bytes == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 @pytest.mark.parametrize("index", [True, False], ids=["sharded", "single"])
@@ -377,17 +377,17 @@ def test_planning_fetches_no_weights(
     assert plan[ShardTransfer.FILE].created > 0
     for name in names:
         size = (served / name).stat().st_size
-        asked = [request for request in local_hub.requests if request.file == name]
-        assert {request.status for request in asked} == {206}
-        assert len(asked) <= 4 * (1 if index else 2)  # of a single file once more, for the index that it is
-        assert sum(request.bytes_sent for request in asked) <= (1 if index else 2) * (48 << 10) < size // 20
+        requests = [request for request in local_hub.requests if request.file == name]
+        assert {request.status for request in requests} == {206}
+        assert len(requests) <= 4 * (1 if index else 2)  # of a single file once more, for the index that it is
+        assert sum(request.bytes_sent for request in requests) <= (1 if index else 2) * (48 << 10) < size // 20
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("transfer", ["stream", "file"])
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
-def test_plain_tensors_are_used_as_they_come(
+def test_plain_tensors_are_streamed(
     tmp_path: Path,
     local_hub: LocalHub,
     hub_environment: HubEnvironment,
@@ -402,42 +402,44 @@ def test_plain_tensors_are_used_as_they_come(
     served = write_torch(tmp_path / "hub" / REPO, files, index=shards > 1, legacy=legacy)
     staged: list[Path] = []
     with observe_steps(lambda step: staged.extend([step.path] if ".staging" in str(step.path) else [])):
-        made = split(REPO, compression=compression, shard_transfer=transfer)
-    assert layer_files(made) == expected[compression]
+        folder = split(REPO, compression=compression, shard_transfer=transfer)
+    assert layer_files(folder) == expected[compression]
     assert bool(staged) == (transfer == "file")
     for shard in files:  # its directory for the plan, and its body once
         bodies = [r for r in local_hub.requests if r.file == shard and r.bytes_sent == (served / shard).stat().st_size]
         assert len([r for r in bodies if r.range is not None and r.range.endswith(f"-{r.bytes_sent - 1}")]) >= 1
 
 
-def test_budget_below_one_shard_streams_by_itself(
+def test_budget_below_one_shard_streams(
     tmp_path: Path, hub_environment: HubEnvironment, tensors: Weights, expected: dict[str | None, dict[str, bytes]]
 ) -> None:
     write_plain(tmp_path / "hub" / REPO, tensors)
     call = Call(REPO, compression="4bit")
     staged: list[Path] = []
     with observe_steps(lambda step: staged.extend([step.path] if ".staging" in str(step.path) else [])):
-        made = split(REPO, compression="4bit", max_disk=uses_of(call)[ShardTransfer.STREAM].created)
+        folder = split(REPO, compression="4bit", max_disk=uses_of(call)[ShardTransfer.STREAM].created)
     assert staged == []
-    assert layer_files(made) == expected["4bit"]
+    assert layer_files(folder) == expected["4bit"]
 
 
 @pytest.mark.parametrize("transfer", ["stream", "file"])
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
-def test_places_that_were_wrong_on_the_way_are_noticed_at_the_end(
+def test_wrong_offsets_are_detected_at_the_end(
     tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment, tensors: Weights, transfer: str, legacy: bool
 ) -> None:
-    """What the plan rests on has no digest of its own: two tensors of one shape change places in what came."""
+    """The header has no digest: two tensors of one shape are swapped in the received bytes."""
     names = ["model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.q_proj.weight"]
     files = plain_torch_files({SINGLE_NAME: {n: tensors[n] for n in names}})
     served = write_torch(tmp_path / "hub" / REPO, files, legacy=legacy)
-    at = (served / TORCH_SINGLE_NAME).read_bytes().index(b"k_proj")
-    local_hub.faults = Faults(only=TORCH_SINGLE_NAME, flip_byte=at, flip_times=2)  # for the index made up, and the plan
+    offset = (served / TORCH_SINGLE_NAME).read_bytes().index(b"k_proj")
+    local_hub.faults = Faults(
+        only=TORCH_SINGLE_NAME, flip_byte=offset, flip_times=2
+    )  # for the index made up, and the plan
     with pytest.raises(CorruptShardError, match="differs from the planned file") as refused:
         split(REPO, shard_transfer=transfer)
     assert "delete that folder" in refused.value.remedy
-    made = Call(REPO).find().split_folder
-    assert names_in(made, "*.safetensors") == []
+    folder = Call(REPO).find().split_folder
+    assert names_in(folder, "*.safetensors") == []
 
 
 @pytest.mark.parametrize("transfer", ["stream", "file"])
@@ -460,7 +462,7 @@ def test_plain_tensors_with_a_wrong_byte(
     assert layer_files(split(REPO, shard_transfer=transfer)) == expected[None]
 
 
-def test_streaming_is_refused_with_the_reason(
+def test_refusal_of_streaming_names_the_reason(
     tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment, tensors: Weights
 ) -> None:
     write_sharded(tmp_path / "hub" / REPO, tensors)
@@ -476,7 +478,7 @@ def test_streaming_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize("write", [write_sharded, write_plain])
-def test_damaged_bytes_of_an_earlier_run_are_noticed(
+def test_damaged_bytes_of_an_earlier_run_are_detected(
     tmp_path: Path,
     local_hub: LocalHub,
     hub_environment: HubEnvironment,
@@ -485,16 +487,16 @@ def test_damaged_bytes_of_an_earlier_run_are_noticed(
     write: Any,
 ) -> None:
     served = write(tmp_path / "hub" / REPO, tensors)
-    made = Call(REPO).find().split_folder
-    (made / ".staging").mkdir(parents=True)
+    folder = Call(REPO).find().split_folder
+    (folder / ".staging").mkdir(parents=True)
     for shard in SHARDS:
         raw = bytearray((served / shard).read_bytes()[:20_000])
         raw[1000] ^= 1
-        (made / ".staging" / f"{shard}.part").write_bytes(raw)
+        (folder / ".staging" / f"{shard}.part").write_bytes(raw)
     assert layer_files(split(REPO)) == expected[None]
 
 
-def test_wrong_byte_from_the_hub_gives_no_layer_a_name(
+def test_wrong_byte_from_the_hub_finishes_no_layer(
     tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment, tensors: Weights
 ) -> None:
     served = write_sharded(tmp_path / "hub" / REPO, tensors)
@@ -504,7 +506,7 @@ def test_wrong_byte_from_the_hub_gives_no_layer_a_name(
     assert names_in(Call(REPO).find().split_folder, "*.safetensors") == []
 
 
-def test_snapshot_in_the_cache_is_used_where_it_is(
+def test_cached_snapshot_is_used_in_place(
     tmp_path: Path,
     local_hub: LocalHub,
     hub_environment: HubEnvironment,
@@ -529,7 +531,7 @@ def hostile(marker: Path) -> bytes:
 
 
 @pytest.mark.parametrize("name", [TORCH_SINGLE_NAME, "any.ckpt"])
-def test_hostile_pickle_is_not_run_and_nothing_is_touched(tmp_path: Path, name: str) -> None:
+def test_hostile_pickle_is_refused_before_the_first_change(tmp_path: Path, name: str) -> None:
     folder, marker = tmp_path / "model", tmp_path / "marker"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "llama"}')
@@ -556,7 +558,7 @@ def test_hostile_pickle_in_one_shard_of_a_repository(
 
 @pytest.mark.parametrize("name", ["../precious.bin", "/etc/passwd", "a/../../precious.bin", "a\\b"])
 @pytest.mark.parametrize("hub", [False, True], ids=["local", "hub"])
-def test_index_that_leads_out(
+def test_index_with_a_path_outside_the_folder(
     tmp_path: Path, hub_environment: HubEnvironment, tensors: Weights, name: str, hub: bool
 ) -> None:
     source = write_sharded(tmp_path / "hub" / REPO, tensors)
@@ -589,9 +591,7 @@ def write_tar(path: Path) -> None:
     ids=["tar", "pickle", "pointer", "empty"],
 )
 @pytest.mark.parametrize("hub", [False, True], ids=["local", "hub"])
-def test_formats_that_are_not_read(
-    tmp_path: Path, hub_environment: HubEnvironment, write: Any, says: str, hub: bool
-) -> None:
+def test_unsupported_formats(tmp_path: Path, hub_environment: HubEnvironment, write: Any, says: str, hub: bool) -> None:
     source = tmp_path / "hub" / REPO
     source.mkdir(parents=True)
     (source / "config.json").write_text('{"model_type": "llama"}')
@@ -602,17 +602,17 @@ def test_formats_that_are_not_read(
     assert sorted(contents(source)) == ["config.json", TORCH_SINGLE_NAME]
 
 
-def test_safetensors_under_the_name_of_a_torch_file(
+def test_safetensors_with_the_name_of_a_torch_file(
     tmp_path: Path, tensors: Weights, expected: dict[str | None, dict[str, bytes]]
 ) -> None:
-    """Formats are told apart by their first bytes, both ways round."""
-    one = write_shards(tmp_path / "one", {SINGLE_NAME: tensors}, index=False)
-    (one / SINGLE_NAME).rename(one / TORCH_SINGLE_NAME)
-    two = write_torch(tmp_path / "two", {SINGLE_NAME: tied(tensors)})
-    assert layer_files(split(one)) == layer_files(split(two)) == expected[None]
+    """Formats are recognized by their first bytes, in both directions."""
+    renamed = write_shards(tmp_path / "one", {SINGLE_NAME: tensors}, index=False)
+    (renamed / SINGLE_NAME).rename(renamed / TORCH_SINGLE_NAME)
+    named = write_torch(tmp_path / "two", {SINGLE_NAME: tied(tensors)})
+    assert layer_files(split(renamed)) == layer_files(split(named)) == expected[None]
 
 
-def test_index_that_promises_what_a_shard_lacks(tmp_path: Path, tensors: Weights) -> None:
+def test_index_with_a_tensor_that_a_shard_lacks(tmp_path: Path, tensors: Weights) -> None:
     source = write_sharded(tmp_path, tensors)
     text = (source / TORCH_INDEX_NAME).read_text()
     (source / TORCH_INDEX_NAME).write_text(text.replace('"model.norm.weight"', '"model.norm.bias"'))

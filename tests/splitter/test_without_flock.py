@@ -1,4 +1,4 @@
-"""Several processes split one folder on a file system without locks: nothing is lost, whoever is killed or stopped."""
+"""Several processes split one folder on a file system without locks: no data is lost if any is killed or suspended."""
 
 from __future__ import annotations
 
@@ -49,11 +49,13 @@ def without_leases(scene: Scene) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("compression", [None, "4bit"])
 @pytest.mark.parametrize("count", [2, 3])
-def test_processes_at_once(make_scene: MakeScene, processes: WithoutFlock, count: int, compression: str | None) -> None:
+def test_concurrent_processes(
+    make_scene: MakeScene, processes: WithoutFlock, count: int, compression: str | None
+) -> None:
     scene = make_scene(Route(compression=compression))
     for attempt in range(4):
         scene.reset()
-        ended = processes.run(scene.call, *(Actor(seed=1 + count * attempt + number) for number in range(count)))
+        ended = processes.run(scene.call, *(Actor(seed=1 + count * attempt + index) for index in range(count)))
         assert DONE in [process.status for process in ended], ended
         assert_same(scene.state(), scene.finished)  # without another call, and with no file of a lease left
         check(scene, processes, ended)
@@ -70,8 +72,8 @@ def test_killed_holder_is_replaced(make_scene: MakeScene, processes: WithoutFloc
         assert_same(without_leases(scene), scene.finished)
 
 
-def test_stopped_holder_stops_for_good(make_scene: MakeScene, processes: WithoutFlock) -> None:
-    """It goes on when another process has finished the split, and changes nothing more."""
+def test_suspended_holder_stops(make_scene: MakeScene, processes: WithoutFlock) -> None:
+    """It continues after another process has finished the split, and changes no file."""
     scene = make_scene(Route())
     for stop in sample(scene.steps - LOCKED, 6):
         scene.reset()
@@ -84,7 +86,7 @@ def test_stopped_holder_stops_for_good(make_scene: MakeScene, processes: Without
 
 
 @pytest.mark.long
-def test_stopped_and_killed_at_random(make_scene: MakeScene, processes: WithoutFlock) -> None:
+def test_processes_suspended_and_killed_at_random(make_scene: MakeScene, processes: WithoutFlock) -> None:
     scene, chance = make_scene(Route(compression="4bit")), random.Random(4)
     for _ in range(8):
         scene.reset()
@@ -99,13 +101,13 @@ def test_stopped_and_killed_at_random(make_scene: MakeScene, processes: WithoutF
 
 
 def test_two_folders_from_one_source(make_scene: MakeScene, processes: WithoutFlock, tmp_path: Path) -> None:
-    """Each would delete shards that the other one needs; the lease on the source lets one of them."""
+    """Each would delete shards that the other needs; the lease on the source admits only one."""
     scene = make_scene(Route())
     calls = [Call(scene.call.source, str(tmp_path / name)) for name in ("one", "two")]
     expected = {name: data for name, data in contents(scene.made).items() if name != splitting.MANIFEST_NAME}
     for attempt in range(3):
         scene.reset()
-        ended = processes.run(calls, *(Actor(seed=1 + 2 * attempt + number) for number in range(2)))
+        ended = processes.run(calls, *(Actor(seed=1 + 2 * attempt + index) for index in range(2)))
         assert sorted(process.status for process in ended) == [DONE, REFUSED], ended
         refused = next(process.said for process in ended if process.status == REFUSED)
         assert "this call would delete its shards" in refused or "is missing" in refused, refused
@@ -116,8 +118,8 @@ def test_two_folders_from_one_source(make_scene: MakeScene, processes: WithoutFl
             shutil.rmtree(str(call.saving_path), ignore_errors=True)
 
 
-def test_layer_files_of_another_process_are_kept_where_a_lock_does_not_work(make_scene: MakeScene) -> None:
-    """It begins a split, despite the lock, while this process copies config and tokenizer."""
+def test_layer_files_of_another_process_are_kept_if_locks_do_not_work(make_scene: MakeScene) -> None:
+    """The other process begins a split, despite the lock, while this process copies config and tokenizer."""
     scene = make_scene(Route())
     for record in (splitting.JOURNAL_NAME, splitting.MANIFEST_NAME):
         scene.reset()
@@ -135,7 +137,7 @@ def test_layer_files_of_another_process_are_kept_where_a_lock_does_not_work(make
     assert len(names_in(scene.folder, "*.safetensors")) == 3
 
 
-def test_journal_that_has_come_meanwhile_is_kept(make_scene: MakeScene) -> None:
+def test_journal_of_another_process_is_kept(make_scene: MakeScene) -> None:
     scene = make_scene(Route())
     scene.reset()
     journal = scene.made / splitting.JOURNAL_NAME

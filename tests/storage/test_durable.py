@@ -1,4 +1,4 @@
-"""Steps on the disk: what each leaves behind, in which order they come, and what a failure of any of them leaves."""
+"""Steps on the disk: the result of each, their order, and the state after a failure of any of them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_whole_file_is_synced_before_its_name_and_its_folder_after(tmp_path: Pat
 
 @pytest.mark.parametrize("before", [None, b"older and longer than the new one"])
 @pytest.mark.parametrize("leftover", [None, b"what a crash left of an earlier attempt, longer than both"])
-def test_whole_file_is_old_or_new_at_every_failure(
+def test_written_file_is_old_or_new_after_any_failure(
     tmp_path: Path, before: bytes | None, leftover: bytes | None
 ) -> None:
     path, part = tmp_path / "a", tmp_path / "a.part"
@@ -62,7 +62,7 @@ def test_whole_file_is_old_or_new_at_every_failure(
             if content is not None:
                 file.write_bytes(content)
         with (
-            failing(FULL, lambda number, step, at=failed: number == at),  # type: ignore[misc]
+            failing(FULL, lambda index, step, failing_step=failed: index == failing_step),  # type: ignore[misc]
             pytest.raises(OSError, match="No space left") if failed < 5 else contextlib.suppress(OSError),
         ):
             durable.write_whole(path, b"new")
@@ -80,7 +80,7 @@ def test_empty_whole_file(tmp_path: Path) -> None:
 # Files filled in place
 
 
-def test_growing_file_keeps_what_is_there(tmp_path: Path, steps: list[Step]) -> None:
+def test_growing_file_keeps_existing_bytes(tmp_path: Path, steps: list[Step]) -> None:
     path = tmp_path / "layer.part"
     first = GrowingFile(path, 10)
     first.write_at(memoryview(b"abc"), 4)
@@ -113,8 +113,8 @@ def test_threads_fill_one_file(tmp_path: Path) -> None:
     content = os.urandom(1 << 20)
     file = GrowingFile(tmp_path / "f", len(content))
     with ThreadPoolExecutor(8) as pool:
-        for at in range(0, len(content), 7000):
-            pool.submit(file.write_at, memoryview(content)[at : at + 7000], at)
+        for offset in range(0, len(content), 7000):
+            pool.submit(file.write_at, memoryview(content)[offset : offset + 7000], offset)
     file.close()
     assert (tmp_path / "f").read_bytes() == content
 
@@ -128,10 +128,10 @@ def test_aligned_writes_of_any_length(tmp_path: Path, offset: int, length: int) 
     file.write_at(buffer, offset, aligned=True)
     file.sync()
     file.close()
-    found = (tmp_path / "f").read_bytes()
-    assert found[offset : offset + length] == content
-    assert found.count(0, offset + length) == len(found) - offset - length
-    assert not any(found[:offset])
+    written = (tmp_path / "f").read_bytes()
+    assert written[offset : offset + length] == content
+    assert written.count(0, offset + length) == len(written) - offset - length
+    assert not any(written[:offset])
 
 
 def test_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,14 +147,14 @@ def test_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest.M
     buffer = page_aligned(3 * DIRECT_ALIGNMENT)
     buffer[:] = content = os.urandom(len(buffer))
     file = GrowingFile(tmp_path / "f", len(buffer))
-    for at in range(0, len(buffer), DIRECT_ALIGNMENT):
-        file.write_at(buffer[at : at + DIRECT_ALIGNMENT], at, aligned=True)
+    for offset in range(0, len(buffer), DIRECT_ALIGNMENT):
+        file.write_at(buffer[offset : offset + DIRECT_ALIGNMENT], offset, aligned=True)
     file.close()
     assert (tmp_path / "f").read_bytes() == content
     assert len(refused) == 1  # asked once
 
 
-def test_failed_direct_write_is_no_reason_to_try_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_direct_write_is_not_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(descriptor: int, data: memoryview, offset: int) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -183,8 +183,8 @@ def test_system_without_positional_writes(tmp_path: Path, monkeypatch: pytest.Mo
     content = os.urandom(100_000)
     file = GrowingFile(tmp_path / "f", len(content))
     with ThreadPoolExecutor(4) as pool:
-        for at in range(0, len(content), 999):
-            pool.submit(file.write_at, memoryview(content)[at : at + 999], at, aligned=True)
+        for offset in range(0, len(content), 999):
+            pool.submit(file.write_at, memoryview(content)[offset : offset + 999], offset, aligned=True)
     file.close()
     assert (tmp_path / "f").read_bytes() == content
 
@@ -192,7 +192,7 @@ def test_system_without_positional_writes(tmp_path: Path, monkeypatch: pytest.Mo
 # Files of a pool
 
 
-def test_a_file_is_synced_before_it_is_closed_for_another(tmp_path: Path, steps: list[Step]) -> None:
+def test_file_is_synced_before_the_pool_closes_it(tmp_path: Path, steps: list[Step]) -> None:
     pool = OpenFiles(1)
     first, second = (GrowingFile(tmp_path / name, 8, write_back=True, files=pool) for name in "ab")
     assert kinds(steps) == ["create", "create"]  # of a file that was only made nothing can be lost
@@ -212,9 +212,7 @@ def test_a_file_is_synced_before_it_is_closed_for_another(tmp_path: Path, steps:
     assert ((tmp_path / "a").read_bytes(), (tmp_path / "b").read_bytes()) == (b"abcde\0\0\0", b"xyz" + bytes(5))
 
 
-def test_a_file_that_was_closed_for_another_is_synced_even_if_nothing_was_written(
-    tmp_path: Path, steps: list[Step]
-) -> None:
+def test_file_closed_by_the_pool_is_synced_without_new_writes(tmp_path: Path, steps: list[Step]) -> None:
     """Bytes in it may be those of a process that died, and may not be durable."""
     (tmp_path / "a").write_bytes(b"earlier")
     pool = OpenFiles(1)
@@ -228,27 +226,27 @@ def test_a_file_that_was_closed_for_another_is_synced_even_if_nothing_was_writte
 def test_threads_fill_many_files_of_a_small_pool(tmp_path: Path) -> None:
     pool = OpenFiles(3)
     contents = [os.urandom(20_000) for _ in range(12)]
-    files = [GrowingFile(tmp_path / str(number), 20_000, files=pool) for number in range(12)]
+    files = [GrowingFile(tmp_path / str(index), 20_000, files=pool) for index in range(12)]
 
-    def fill(at: int) -> int:
+    def fill(offset: int) -> int:
         buffer = page_aligned(DIRECT_ALIGNMENT)
         for file, content in zip(files, contents, strict=True):
-            part = content[at : at + DIRECT_ALIGNMENT]
+            part = content[offset : offset + DIRECT_ALIGNMENT]
             buffer[: len(part)] = part
-            file.write_at(buffer[: len(part)], at, aligned=True)
+            file.write_at(buffer[: len(part)], offset, aligned=True)
         return len(list(open_files(tmp_path)))
 
     with ThreadPoolExecutor(4) as threads:
-        most = max(threads.map(fill, range(0, 20_000, DIRECT_ALIGNMENT)))
-    assert most <= 2 * 3  # each may have a second descriptor, for writes past the page cache
+        peak = max(threads.map(fill, range(0, 20_000, DIRECT_ALIGNMENT)))
+    assert peak <= 2 * 3  # each may have a second descriptor, for writes past the page cache
     for file in files:
         file.sync()
         file.close()
-    assert [(tmp_path / str(number)).read_bytes() for number in range(12)] == contents
+    assert [(tmp_path / str(index)).read_bytes() for index in range(12)] == contents
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_a_file_that_was_taken_away_meanwhile_is_not_made_again(tmp_path: Path, there: bool) -> None:
+def test_removed_file_is_not_created_again(tmp_path: Path, there: bool) -> None:
     pool = OpenFiles(1)
     first, second = (GrowingFile(tmp_path / name, 3, files=pool) for name in "ab")
     (tmp_path / "a").rename(tmp_path / "aside")
@@ -261,24 +259,24 @@ def test_a_file_that_was_taken_away_meanwhile_is_not_made_again(tmp_path: Path, 
     second.close()
 
 
-def test_a_sync_that_fails_when_a_file_is_closed_for_another_is_told(tmp_path: Path) -> None:
+def test_failed_sync_in_the_pool_is_raised(tmp_path: Path) -> None:
     pool = OpenFiles(1)
     first, second = (GrowingFile(tmp_path / name, 3, files=pool) for name in "ab")
     first.write_at(memoryview(b"abc"), 0)
     error = OSError(errno.EIO, "Input/output error")
     with (
-        failing(error, lambda number, step: step.path.name == "a", ("sync",)),
+        failing(error, lambda index, step: step.path.name == "a", ("sync",)),
         pytest.raises(OSError, match="Input/output error"),
     ):
         second.write_at(memoryview(b"xyz"), 0)
     assert (tmp_path / "b").read_bytes() == bytes(3)
-    with failing(error, lambda number, step: True, ("sync",)), pytest.raises(OSError, match="Input/output error"):
+    with failing(error, lambda index, step: True, ("sync",)), pytest.raises(OSError, match="Input/output error"):
         first.sync()
     first.close()
     second.close()
 
 
-def test_a_sync_waits_for_one_that_another_thread_has_begun(tmp_path: Path) -> None:
+def test_sync_waits_for_that_of_another_thread(tmp_path: Path) -> None:
     pool = OpenFiles(1)
     first, second = (GrowingFile(tmp_path / name, 3, files=pool) for name in "ab")
     first.write_at(memoryview(b"abc"), 0)
@@ -310,14 +308,14 @@ def test_a_sync_waits_for_one_that_another_thread_has_begun(tmp_path: Path) -> N
     second.close()
 
 
-def test_nothing_is_written_to_a_closed_file(tmp_path: Path) -> None:
+def test_closed_file_refuses_writes(tmp_path: Path) -> None:
     file = GrowingFile(tmp_path / "a", 3)
     file.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         file.write_at(memoryview(b"abc"), 0)
 
 
-def test_a_file_that_cannot_have_its_size_is_not_left_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_that_cannot_get_its_size_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int, size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -341,7 +339,7 @@ def test_log_syncs_each_line(tmp_path: Path, steps: list[Step]) -> None:
     assert steps[0].offset == len(b"first\n")
 
 
-def test_log_is_not_made_by_opening_it(tmp_path: Path) -> None:
+def test_opening_a_log_does_not_create_it(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Log(tmp_path / "log")
 
@@ -349,7 +347,7 @@ def test_log_is_not_made_by_opening_it(tmp_path: Path) -> None:
 # Names
 
 
-def test_removing_what_is_gone_is_no_error(tmp_path: Path, steps: list[Step]) -> None:
+def test_removing_a_missing_file_is_no_error(tmp_path: Path, steps: list[Step]) -> None:
     (tmp_path / "f").touch()
     durable.remove(tmp_path / "f")
     durable.remove(tmp_path / "f")
@@ -418,7 +416,7 @@ def test_steps_are_announced_before_they_happen(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"f": b"kept"}
 
 
-def test_one_observer_at_a_time_and_none_afterwards(tmp_path: Path) -> None:
+def test_only_one_observer_at_a_time(tmp_path: Path) -> None:
     seen: list[Step] = []
 
     def observed() -> None:
@@ -453,12 +451,12 @@ ELSEWHERE = {"demo/models.py", "demo/run.py", "ray/cluster.py"}
 WRITING_FUNCTIONS = {"os.replace", "os.remove", "os.write", "os.pwrite", "os.truncate", "os.ftruncate", "os.fsync"}
 
 
-def test_nothing_else_changes_the_disk() -> None:
+def test_only_this_module_changes_the_disk() -> None:
     package = Path(rabbitllm.__file__).parent
     modules = [*package.rglob("*.py")]
     assert len(modules) > 200
-    found = {path.relative_to(package).as_posix() for path in modules if any(map(changes_the_disk, calls_in(path)))}
-    assert found == {"storage/durable.py", *ELSEWHERE}
+    writers = {path.relative_to(package).as_posix() for path in modules if any(map(changes_the_disk, calls_in(path)))}
+    assert writers == {"storage/durable.py", *ELSEWHERE}
 
 
 def calls_in(path: Path) -> Iterator[ast.Call]:
@@ -480,7 +478,7 @@ def changes_the_disk(call: ast.Call) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sync_file_range is Linux's")
-def test_kernel_takes_the_advice_to_begin_writing(tmp_path: Path) -> None:
+def test_kernel_accepts_sync_file_range(tmp_path: Path) -> None:
     begin = write_back_call()
     assert begin is not None
     with (tmp_path / "file").open("wb") as file:
@@ -490,15 +488,15 @@ def test_kernel_takes_the_advice_to_begin_writing(tmp_path: Path) -> None:
     assert begin(2**20) == -1  # no file of that number is open
 
 
-def test_writing_begins_each_time_enough_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_back_begins_after_enough_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[int] = []
     monkeypatch.setattr(durable, "write_back_call", lambda: begun.append)
     monkeypatch.setattr(durable, "WRITE_BACK_BYTES", 1000)
     data = bytes(range(250))
     for write_back in (True, False):
         file = GrowingFile(tmp_path / str(write_back), 5000, write_back=write_back)
-        for number in range(20):
-            file.write_at(memoryview(data), number * 250)
+        for index in range(20):
+            file.write_at(memoryview(data), index * 250)
         file.sync()
         file.close()
         assert (tmp_path / str(write_back)).read_bytes() == data * 20
@@ -509,7 +507,7 @@ def test_writing_begins_each_time_enough_waits(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("at_places", sorted({False, durable.NamelessFile.READS_AT_OFFSETS}))
-def test_a_nameless_file_is_for_one_user_and_gives_back_what_was_written(
+def test_nameless_file_is_private_and_returns_the_written_bytes(
     tmp_path: Path, steps: list[Step], monkeypatch: pytest.MonkeyPatch, at_places: bool
 ) -> None:
     monkeypatch.setattr(durable.NamelessFile, "READS_AT_OFFSETS", at_places)
@@ -536,7 +534,7 @@ def test_a_nameless_file_is_for_one_user_and_gives_back_what_was_written(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="O_DIRECT")
-def test_a_nameless_file_that_cannot_be_opened_again_takes_whole_blocks_all_the_same(
+def test_nameless_file_that_cannot_be_reopened_takes_whole_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened, refused = os.open, []
@@ -559,9 +557,7 @@ def test_a_nameless_file_that_cannot_be_opened_again_takes_whole_blocks_all_the_
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="O_DIRECT")
-def test_a_nameless_file_that_takes_part_of_whole_blocks_gets_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nameless_file_completes_short_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, read = os.pwrite, os.preadv
     monkeypatch.setattr(os, "pwrite", lambda file, data, offset: write(file, data[: 4096 + 512], offset))
     monkeypatch.setattr(os, "preadv", lambda file, data, offset: read(file, [data[0][: 4096 + 512]], offset))
@@ -577,7 +573,7 @@ def test_a_nameless_file_that_takes_part_of_whole_blocks_gets_the_rest(
 # folders among the system's temporary files
 
 
-def test_a_scratch_folder_of_a_killed_process_is_removed_by_the_next_one(
+def test_scratch_folder_of_a_killed_process_is_removed_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -48,7 +48,7 @@ def test_read(file: Path, offset: int, length: int) -> None:
 
 
 @pytest.mark.parametrize(("offset", "got"), [(len(CONTENT) - 3, 3), (len(CONTENT), 0), (len(CONTENT) + 50, 0)])
-def test_read_past_the_end_says_how_much_came(file: Path, offset: int, got: int) -> None:
+def test_read_past_the_end_returns_the_count(file: Path, offset: int, got: int) -> None:
     buffer = bytearray(b"\xaa" * 10)
     with PositionalFile(file) as opened:
         assert opened.read_into(memoryview(buffer), offset) == got
@@ -83,7 +83,7 @@ def test_short_reads_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert buffer == CONTENT[7:1007]
 
 
-def test_descriptor_is_closed_and_advice_is_harmless(file: Path) -> None:
+def test_descriptor_is_closed_after_advice(file: Path) -> None:
     with PositionalFile(file) as opened:
         opened.advise_sequential()
         opened.drop_cache(0, 4096)
@@ -115,7 +115,7 @@ def test_a_private_mapping(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks at the mappings of the process")
-def test_a_private_mapping_holds_no_descriptor_and_goes_with_its_last_view(tmp_path: Path) -> None:
+def test_private_mapping_holds_no_descriptor_and_ends_with_its_last_view(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(CONTENT)
     with none_left(tmp_path):
         with PositionalFile(tmp_path / "f") as opened:
@@ -129,20 +129,20 @@ def test_a_private_mapping_holds_no_descriptor_and_goes_with_its_last_view(tmp_p
 
 
 @pytest.mark.skipif(not CAN_MAP_PRIVATELY, reason="the system has no private mappings")
-def test_what_cannot_be_mapped(tmp_path: Path) -> None:
+def test_unmappable_files(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     with PositionalFile(tmp_path / "empty") as opened, pytest.raises(ValueError, match="is empty"):
         opened.map_privately()
-    with (tmp_path / "huge").open("wb") as made:
-        made.truncate((1 << 43) - 4096)
+    with (tmp_path / "huge").open("wb") as huge:
+        huge.truncate((1 << 43) - 4096)
     with PositionalFile(tmp_path / "huge") as opened, pytest.raises(OSError, match="Cannot allocate memory"):
         [opened.map_privately() for _ in range(1 << 20)]  # until there are no addresses left
 
 
 @pytest.mark.skipif(not CAN_MAP_PRIVATELY, reason="the system has no private mappings")
 def test_a_file_larger_than_memory_is_mapped(tmp_path: Path) -> None:
-    with (tmp_path / "f").open("wb") as made:
-        made.truncate(1 << 40)
+    with (tmp_path / "f").open("wb") as large:
+        large.truncate(1 << 40)
     with PositionalFile(tmp_path / "f") as opened:
         mapped = opened.map_privately()
     mapped[1 << 39] = 7
@@ -165,7 +165,7 @@ def test_identity(tmp_path: Path) -> None:
         assert opened.identity() != identity_of(path.stat())
 
 
-class Noted:
+class RecordedFile:
     """A file that logs its calls to a shared list."""
 
     def __init__(self, name: str, done: list[str]) -> None:
@@ -202,21 +202,21 @@ def done() -> list[str]:
     return []
 
 
-def use(pool: OpenFiles, *files: Noted) -> None:
+def use(pool: OpenFiles, *files: RecordedFile) -> None:
     for file in files:
         with pool.using(file):
             assert file.is_open
 
 
-def test_the_file_used_least_recently_is_closed(done: list[str]) -> None:
-    a, b, c = (Noted(name, done) for name in "abc")
+def test_least_recently_used_file_is_closed(done: list[str]) -> None:
+    a, b, c = (RecordedFile(name, done) for name in "abc")
     pool = OpenFiles(2)
     use(pool, a, b, a, c, a, b)
     assert done == ["open a", "open b", "close b", "open c", "close c", "open b"]
 
 
 def test_a_file_is_settled_before_it_is_closed(done: list[str]) -> None:
-    a, b = Noted("a", done), Noted("b", done)
+    a, b = RecordedFile("a", done), RecordedFile("b", done)
     pool = OpenFiles(1)
     use(pool, a)
     a.is_settled = False
@@ -224,8 +224,8 @@ def test_a_file_is_settled_before_it_is_closed(done: list[str]) -> None:
     assert done == ["open a", "settle a", "close a", "open b"]
 
 
-def test_a_file_that_cannot_be_settled_stays_open_and_the_error_is_raised(done: list[str]) -> None:
-    a, b = Noted("a", done), Noted("b", done)
+def test_file_that_cannot_be_settled_stays_open_and_raises(done: list[str]) -> None:
+    a, b = RecordedFile("a", done), RecordedFile("b", done)
     pool = OpenFiles(1)
     use(pool, a)
     a.is_settled, a.error = False, OSError("the disk is gone")
@@ -238,8 +238,8 @@ def test_a_file_that_cannot_be_settled_stays_open_and_the_error_is_raised(done: 
     assert done[-3:] == ["settle a", "close a", "open b"]
 
 
-def test_what_is_written_while_it_is_settled_is_settled_too(done: list[str]) -> None:
-    a, b = Noted("a", done), Noted("b", done)
+def test_bytes_written_while_a_file_is_settled_are_settled(done: list[str]) -> None:
+    a, b = RecordedFile("a", done), RecordedFile("b", done)
     pool = OpenFiles(1)
     use(pool, a)
     a.is_settled = False
@@ -256,8 +256,8 @@ def test_what_is_written_while_it_is_settled_is_settled_too(done: list[str]) -> 
     assert done == ["open a", "settle a", "settle a", "close a", "open b"]
 
 
-def test_a_file_that_cannot_be_opened_takes_no_place(done: list[str]) -> None:
-    a, b = Noted("a", done), Noted("b", done)
+def test_file_that_cannot_be_opened_takes_no_slot(done: list[str]) -> None:
+    a, b = RecordedFile("a", done), RecordedFile("b", done)
     a.error = OSError("no such file")
     pool = OpenFiles(1)
     with pytest.raises(OSError, match="no such file"):
@@ -266,8 +266,8 @@ def test_a_file_that_cannot_be_opened_takes_no_place(done: list[str]) -> None:
     assert done == ["open b"]
 
 
-def test_a_dropped_file_is_closed_as_it_is(done: list[str]) -> None:
-    a = Noted("a", done)
+def test_dropped_file_is_closed_without_settling(done: list[str]) -> None:
+    a = RecordedFile("a", done)
     pool = OpenFiles(1)
     pool.drop(a)
     use(pool, a)
@@ -276,8 +276,8 @@ def test_a_dropped_file_is_closed_as_it_is(done: list[str]) -> None:
     assert done == ["open a", "close a"]
 
 
-def test_a_file_that_is_dropped_while_in_use_is_closed_afterwards(done: list[str]) -> None:
-    a = Noted("a", done)
+def test_file_dropped_while_in_use_is_closed_afterwards(done: list[str]) -> None:
+    a = RecordedFile("a", done)
     pool = OpenFiles(1)
     with pool.using(a):
         with pool.using(a):
@@ -286,9 +286,9 @@ def test_a_file_that_is_dropped_while_in_use_is_closed_afterwards(done: list[str
     assert not a.is_open
 
 
-def test_a_file_that_is_dropped_by_a_garbage_collection_within_the_pool(done: list[str]) -> None:
-    """It runs wherever memory is taken, so also in a thread that has the pool's lock."""
-    a, b, c = (Noted(name, done) for name in "abc")
+def test_file_dropped_by_a_garbage_collection_within_the_pool(done: list[str]) -> None:
+    """It runs at any allocation, so also in a thread that holds the pool's lock."""
+    a, b, c = (RecordedFile(name, done) for name in "abc")
     pool = OpenFiles(2)
     use(pool, a)
     plain = b.reopen
@@ -315,7 +315,7 @@ def test_a_file_that_is_dropped_by_a_garbage_collection_within_the_pool(done: li
 
 
 def test_threads_wait_while_all_open_files_are_in_use(done: list[str]) -> None:
-    a, b = Noted("a", done), Noted("b", done)
+    a, b = RecordedFile("a", done), RecordedFile("b", done)
     pool = OpenFiles(1)
     begun = threading.Event()
 
@@ -333,9 +333,9 @@ def test_threads_wait_while_all_open_files_are_in_use(done: list[str]) -> None:
     assert done == ["open a", "close a", "open b"]
 
 
-def test_never_more_than_the_limit_is_open_and_nothing_is_closed_unsettled(done: list[str]) -> None:
-    """Notes check for themselves that no file is opened twice, or closed while it is closed."""
-    files = [Noted(str(number), done) for number in range(9)]
+def test_open_files_stay_within_the_limit_and_are_settled_before_closing(done: list[str]) -> None:
+    """`RecordedFile` checks that no file is opened or closed twice."""
+    files = [RecordedFile(str(index), done) for index in range(9)]
     pool = OpenFiles(3)
 
     def work(start: int) -> None:
@@ -357,7 +357,7 @@ def test_never_more_than_the_limit_is_open_and_nothing_is_closed_unsettled(done:
 
 
 @pytest.mark.parametrize(("soft", "expected"), [(16, 4), (64, 8), (256, 32), (1024, 128), (1 << 20, 256), (-1, 256)])
-def test_the_limit_follows_that_of_the_process(monkeypatch: pytest.MonkeyPatch, soft: int, expected: int) -> None:
+def test_limit_follows_that_of_the_process(monkeypatch: pytest.MonkeyPatch, soft: int, expected: int) -> None:
     resource = pytest.importorskip("resource")
     monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, -1))
     assert files._files_allowed() == expected <= MAX_FILES

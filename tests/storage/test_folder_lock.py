@@ -1,4 +1,4 @@
-"""Locks on folders, between real processes: who shares, who is refused, who is named, and that nothing is left."""
+"""Locks on folders, between real processes: sharing, refusal, named holders, and that no files remain."""
 
 from __future__ import annotations
 
@@ -78,15 +78,15 @@ def test_readers_share(tmp_path: Path, hold: Start) -> None:
     assert contents(tmp_path) == {}
 
 
-def test_one_that_deletes_is_alone(tmp_path: Path, hold: Start) -> None:
+def test_exclusive_lock_excludes_others(tmp_path: Path, hold: Start) -> None:
     first = hold(tmp_path, "exclusive")
     assert first.said == "in"
-    for other in (shared, exclusive):
+    for lock in (shared, exclusive):
         with pytest.raises(InUseError) as refused:
-            other(tmp_path, FolderKind.SOURCE)
-        begin, _, rest = refused.value.problem.partition(", which runs since ")
+            lock(tmp_path, FolderKind.SOURCE)
+        begin, _, ending = refused.value.problem.partition(", which runs since ")
         assert begin == f"{tmp_path} is being split by process {first.process.pid} on {socket.gethostname()}"
-        since, _, end = rest.partition(", which")
+        since, _, end = ending.partition(", which")
         assert abs(datetime.fromisoformat(since).timestamp() - time.time()) < 60
         assert end == " deletes its shards."
         assert "Nothing was changed" in refused.value.remedy
@@ -94,7 +94,7 @@ def test_one_that_deletes_is_alone(tmp_path: Path, hold: Start) -> None:
     exclusive(tmp_path, FolderKind.SOURCE).close()
 
 
-def test_readers_are_named(tmp_path: Path, hold: Start) -> None:
+def test_error_names_the_readers(tmp_path: Path, hold: Start) -> None:
     readers = [hold(tmp_path, "shared") for _ in range(4)]
     with pytest.raises(InUseError, match=r"is in use by process \d+ on .* and 1 more; this call would") as refused:
         exclusive(tmp_path, FolderKind.SPLIT)
@@ -111,14 +111,14 @@ def test_readers_are_named(tmp_path: Path, hold: Start) -> None:
         shared(tmp_path, FolderKind.SPLIT)
 
 
-def test_nothing_is_left_after_a_kill(tmp_path: Path, hold: Start) -> None:
+def test_kill_releases_the_lock(tmp_path: Path, hold: Start) -> None:
     before = os.listdir(tmp_path)
     hold(tmp_path, "exclusive").is_killed()
     assert os.listdir(tmp_path) == before
     exclusive(tmp_path, FolderKind.SOURCE).close()
 
 
-def test_a_hold_ends_with_what_refers_to_it(tmp_path: Path) -> None:
+def test_lock_ends_with_its_last_reference(tmp_path: Path) -> None:
     class User:
         pass
 
@@ -139,13 +139,13 @@ def test_a_hold_ends_with_what_refers_to_it(tmp_path: Path) -> None:
     shared(tmp_path, FolderKind.SOURCE).close()
 
 
-def test_a_context_closes_its_hold(tmp_path: Path) -> None:
+def test_context_closes_its_lock(tmp_path: Path) -> None:
     with pytest.raises(KeyError), exclusive(tmp_path, FolderKind.SOURCE):
         raise KeyError
     exclusive(tmp_path, FolderKind.SOURCE).close()
 
 
-def test_a_fork_that_ends_takes_no_lock_away(tmp_path: Path) -> None:
+def test_ended_fork_does_not_release_the_lock(tmp_path: Path) -> None:
     code = f"""
 import os, sys
 from pathlib import Path
@@ -171,7 +171,7 @@ print("out", flush=True)
     assert process.communicate("\n", timeout=60)[0] == "out\n"
 
 
-def test_a_folder_that_is_not_there_is_not_locked(tmp_path: Path) -> None:
+def test_missing_folder_is_not_locked(tmp_path: Path) -> None:
     shared(tmp_path / "nowhere", FolderKind.SOURCE).close()
     (tmp_path / "file").touch()
     exclusive(tmp_path / "file", FolderKind.SOURCE).close()
@@ -185,8 +185,8 @@ def test_a_read_only_folder(tmp_path: Path, hold: Start) -> None:
             exclusive(disk.path, FolderKind.SOURCE)
 
 
-def test_the_process_is_known_on_a_btrfs(tmp_path: Path, hold: Start) -> None:
-    """Whose files say another device than its locks do."""
+def test_process_is_named_on_btrfs(tmp_path: Path, hold: Start) -> None:
+    """On btrfs `stat` and /proc/locks show different devices."""
     with formatted_disk(tmp_path / "disk", "btrfs", 200 * MIB) as disk:
         folder = disk.path / "model"
         folder.mkdir()
@@ -198,7 +198,7 @@ def test_the_process_is_known_on_a_btrfs(tmp_path: Path, hold: Start) -> None:
 
 @pytest.mark.parametrize("code", NO_LOCKS)
 def test_a_file_system_without_locks(tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No such one can be had here, so its answer is put in place of the real one."""
+    """None is available here, so its answer replaces the real one."""
     monkeypatch.setattr(fcntl, "flock", _answering(code))
     monkeypatch.setattr(leases, "BEAT_SECONDS", 0.1)
     with exclusive(tmp_path, FolderKind.SOURCE):
@@ -215,7 +215,7 @@ def test_a_file_system_without_locks(tmp_path: Path, code: int, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
-def test_a_file_system_that_does_not_answer(tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_that_fails_to_lock(tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", _answering(code))
     with pytest.raises(SplitError, match=f"{tmp_path} cannot be locked: {os.strerror(code)}") as error:
         shared(tmp_path, FolderKind.SOURCE)

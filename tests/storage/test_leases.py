@@ -1,4 +1,4 @@
-"""Leases: one holder at a time, also while stale ones are taken over; and a holder that has lost its lease stops."""
+"""Leases: one holder at a time, also during the takeover of stale ones; a holder that has lost its lease stops."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def lease(path: Path) -> Iterator[KeptLease]:
-    taken = take(path)
-    assert taken is not None
-    yield taken
-    taken.release()
+    kept = take(path)
+    assert kept is not None
+    yield kept
+    kept.release()
 
 
 def stale(path: Path, run: str = RUN) -> None:
@@ -50,7 +50,7 @@ def taken(path: Path) -> KeptLease:
     return lease
 
 
-def test_lease_is_a_file_while_it_is_held(path: Path, lease: KeptLease) -> None:
+def test_held_lease_is_a_file(path: Path, lease: KeptLease) -> None:
     assert names_in(path.parent) == [FOLDER_LEASE]
     assert leases.holder(path).startswith(f"process {os.getpid()} on ")
     lease.check()
@@ -59,7 +59,7 @@ def test_lease_is_a_file_while_it_is_held(path: Path, lease: KeptLease) -> None:
     assert leases.holder(path) == "another process"
 
 
-def test_holder_that_lives_is_not_waited_for(path: Path, lease: KeptLease, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_living_holder_keeps_its_lease(path: Path, lease: KeptLease, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "STALE_SECONDS", 60.0)
     beats = threading.Timer(0.3, os.utime, [path])
     beats.start()
@@ -69,7 +69,7 @@ def test_holder_that_lives_is_not_waited_for(path: Path, lease: KeptLease, monke
     assert names_in(path.parent) == [FOLDER_LEASE]
 
 
-def test_holder_beats(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_holder_updates_its_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "BEAT_SECONDS", 0.01)
     held = taken(path)
     before = path.stat().st_mtime_ns
@@ -81,7 +81,7 @@ def test_holder_beats(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", "null", '{"run": 5, "process": ""}', '{"run": "../x", "process": ""}'])
-def test_file_that_no_process_keeps_is_taken_over(path: Path, content: str) -> None:
+def test_stale_lease_is_taken_over(path: Path, content: str) -> None:
     path.write_text(content)
     held = taken(path)
     held.check()
@@ -137,31 +137,31 @@ for number in range(4):
 """
 
 
-def test_one_process_at_a_time_takes_over(path: Path) -> None:
-    """Six processes; three of them end without giving the lease back, and all wait for the same moment then."""
+def test_only_one_process_takes_over(path: Path) -> None:
+    """Six processes, of which three end without a release; the others wait for the same moment."""
     stale(path)
     command = [sys.executable, "-c", CONTEST, str(path)]
     processes = [subprocess.Popen([*command, str(seed)], cwd=ROOT, stderr=subprocess.PIPE) for seed in range(6)]
-    told = [process.communicate(timeout=300)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 9, 0, 9, 0, 9], told
+    outputs = [process.communicate(timeout=300)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 9, 0, 9, 0, 9], outputs
     lines = (path.parent / "held").read_text().split("\n")[:-1]
     assert len(lines) == 48
     for begin, end in zip(lines[::2], lines[1::2], strict=True):
         assert (begin.split()[1], end.split()) == ("takes", [begin.split()[0], "gives", "it"]), lines
 
 
-def test_late_creation_does_not_take_over_what_was_given_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process sees a stale file, and makes its successor when others have taken it over and given it back."""
+def test_late_creation_does_not_take_over_a_released_lease(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process sees a stale file, and creates its successor after others have taken the lease over and released it."""
     stale(path)
     create = durable.create_scratch
-    others: list[KeptLease] = []
+    other_leases: list[KeptLease] = []
 
-    def later(own: Path, data: bytes) -> None:
-        if not others:
+    def later(file_path: Path, data: bytes) -> None:
+        if not other_leases:
             monkeypatch.setattr(durable, "create_scratch", create)
             path.unlink()
-            others.append(taken(path))
-        create(own, data)
+            other_leases.append(taken(path))
+        create(file_path, data)
 
     monkeypatch.setattr(durable, "create_scratch", later)
     waits: list[bool] = []
@@ -170,19 +170,19 @@ def test_late_creation_does_not_take_over_what_was_given_back(path: Path, monkey
         if not waits:
             waits.append(True)
             return
-        if others:
-            others[0].check()
+        if other_leases:
+            other_leases[0].check()
             assert names_in(path.parent) == [FOLDER_LEASE]
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         take(path, waiting)
-    others[0].check()
-    others[0].release()
+    other_leases[0].check()
+    other_leases[0].release()
 
 
-def test_answer_of_the_file_server_that_was_lost(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NFS repeats a request, and is told that the file exists: by the first one."""
+def test_lost_answer_of_the_file_server(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS repeats a request, and gets the answer that the file exists, because of the first one."""
     link = os.link
 
     def repeated(source: Path, target: Path) -> None:
@@ -206,7 +206,7 @@ def test_file_system_without_hard_links(path: Path, code: int, monkeypatch: pyte
     assert names_in(path.parent) == []
 
 
-def test_full_disk_is_no_missing_feature(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_not_a_missing_feature(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def link(source: Path, target: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -218,7 +218,7 @@ def test_full_disk_is_no_missing_feature(path: Path, monkeypatch: pytest.MonkeyP
 # A lease that is lost
 
 
-def test_no_step_below_the_folder_once_another_process_holds_it(path: Path, lease: KeptLease) -> None:
+def test_steps_below_the_folder_are_refused_once_another_process_holds_it(path: Path, lease: KeptLease) -> None:
     run = json.loads(path.read_bytes())["run"]
     shard = path.parent / "shard"
     shard.write_text("kept")
@@ -234,13 +234,13 @@ def test_no_step_below_the_folder_once_another_process_holds_it(path: Path, leas
     durable.remove(shard)
 
 
-def test_no_step_below_the_folder_once_the_file_is_gone(path: Path, lease: KeptLease) -> None:
+def test_steps_below_the_folder_are_refused_once_the_file_is_missing(path: Path, lease: KeptLease) -> None:
     path.unlink()
     with pytest.raises(InUseError, match=f"or {FOLDER_LEASE} was removed"):
         durable.touch(path.parent / "x")
 
 
-def test_steps_elsewhere_go_on(path: Path, lease: KeptLease, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_steps_elsewhere_are_allowed(path: Path, lease: KeptLease, tmp_path_factory: pytest.TempPathFactory) -> None:
     other = tmp_path_factory.mktemp("other")
     path.unlink()
     durable.write_whole(other / "file", b"content")
@@ -262,20 +262,20 @@ durable.remove(path.parent / "shard")
 """
 
 
-def test_holder_that_stood_still_stops_although_no_other_process_came(path: Path) -> None:
-    """One may come at any moment: it has seen that the lease is stale."""
+def test_suspended_holder_stops_without_another_process(path: Path) -> None:
+    """Another process may take over at any moment, since the lease is stale."""
     (path.parent / "shard").write_text("kept")
     command = [sys.executable, "-c", STOPPED, str(path)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     time.sleep(1.5)
     process.send_signal(signal.SIGCONT)
-    said = process.communicate(timeout=60)[1]
-    assert LOST in said, said
+    output = process.communicate(timeout=60)[1]
+    assert LOST in output, output
     assert (path.parent / "shard").read_text() == "kept"
 
 
-def test_forked_child_gives_nothing_back(path: Path, lease: KeptLease) -> None:
+def test_forked_child_does_not_release_the_lease(path: Path, lease: KeptLease) -> None:
     child = os.fork()
     if not child:
         lease.release()

@@ -1,4 +1,4 @@
-"""A checkpoint is written whole or not at all, wherever the writing ends.
+"""A checkpoint is written whole or not at all, at whatever step the call ends.
 
 Stored tensors come out as a checkpoint has them, however they are cut into chunks.
 """
@@ -44,7 +44,7 @@ def save(folder: Path, source: str = "a model") -> None:
 
 
 def save_another(folder: Path, last: str = list(TENSORS)[-1]) -> None:
-    """Another model of the same names and shapes."""
+    """Save another model with the same names and shapes."""
     other = memoryview(bytes(256))
     write_checkpoint(folder, SHARDS, OTHER_FILES, lambda name: iter([other]) if name == last else chunks(name), "other")
 
@@ -52,9 +52,9 @@ def save_another(folder: Path, last: str = list(TENSORS)[-1]) -> None:
 def assert_whole(folder: Path) -> None:
     index = read_index(folder / "model.safetensors.index.json")
     assert len(index.shards) == 3
-    found = {name: tensor for shard in index.shards for name, tensor in load_file(folder / shard).items()}
-    assert found.keys() == TENSORS.keys() == index.weight_map.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
+    stored = {name: tensor for shard in index.shards for name, tensor in load_file(folder / shard).items()}
+    assert stored.keys() == TENSORS.keys() == index.weight_map.keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in TENSORS.items())
     assert {name: (folder / name).read_bytes() for name in OTHER_FILES} == OTHER_FILES
     assert sorted(path.name for path in folder.iterdir()) == sorted(
         [*index.shards, "config.json", "extra", "model.safetensors.index.json"]
@@ -69,19 +69,19 @@ def test_shards_are_filled_in_order() -> None:
     assert [tensor.name for tensor in plan_shards(odd, 100)[0].tensors] == ["even", "odd"]
 
 
-def test_an_index_says_how_large_it_all_is(tmp_path: Path) -> None:
+def test_index_has_the_total_size(tmp_path: Path) -> None:
     save(tmp_path)
     assert_whole(tmp_path)
     metadata = json.loads((tmp_path / "model.safetensors.index.json").read_text())["metadata"]
     assert metadata == {"total_parameters": 320, "total_size": 1280}
 
 
-def test_wherever_it_is_killed_the_same_call_makes_it_whole(tmp_path: Path) -> None:
-    """And until the index is there, nothing in the folder is named like a checkpoint's entry."""
+def test_same_call_completes_a_killed_one(tmp_path: Path) -> None:
+    """Before the index exists, no file has the name of a checkpoint's entry."""
     cleared, moved = 0, 0
-    for at in itertools.count():
-        folder = tmp_path / str(at)
-        with dying_at(at) as death:
+    for step in itertools.count():
+        folder = tmp_path / str(step)
+        with dying_at(step) as death:
             save(folder)
         if death.step is None:
             break
@@ -102,9 +102,9 @@ def test_wherever_it_is_killed_the_same_call_makes_it_whole(tmp_path: Path) -> N
     assert moved > 5
 
 
-def test_another_model_is_not_mistaken_for_the_interrupted_one(tmp_path: Path) -> None:
-    for at in itertools.count():
-        with dying_at(at, kinds=("rename",)):
+def test_another_model_is_not_taken_for_the_interrupted_one(tmp_path: Path) -> None:
+    for index in itertools.count():
+        with dying_at(index, kinds=("rename",)):
             save(tmp_path)
         if (tmp_path / WORK_NAME / "all.is.there").exists():
             break
@@ -118,7 +118,7 @@ def test_another_model_is_not_mistaken_for_the_interrupted_one(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_a_newer_transformers_finds_the_same_checkpoint(tmp_path: Path, name: str) -> None:
+def test_newer_transformers_finds_the_same_checkpoint(tmp_path: Path, name: str) -> None:
     """Its version is in the configs, and an update may come between a kill and the call that finishes."""
 
     def save_with(version: str, other: str) -> None:
@@ -132,7 +132,7 @@ def test_a_newer_transformers_finds_the_same_checkpoint(tmp_path: Path, name: st
         save_with("5.23.0", "b")
 
 
-def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_call_leaves_no_files(tmp_path: Path) -> None:
     def fail(step: durable.Step) -> None:
         if step.kind == "sync" and step.path.name.startswith("model-00002"):
             raise OSError(28, "No space left on device")
@@ -155,7 +155,7 @@ def test_a_folder_with_weights_is_refused(tmp_path: Path, name: str) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_another_models_config_is_refused_and_a_tokenizer_is_not(tmp_path: Path) -> None:
+def test_config_of_another_model_is_refused_but_not_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "opt"}')
     with pytest.raises(OptionError, match=r"config\.json"):
         save(tmp_path)
@@ -165,7 +165,7 @@ def test_another_models_config_is_refused_and_a_tokenizer_is_not(tmp_path: Path)
     assert (tmp_path / "tokenizer.json").read_text() == "{}"
 
 
-def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
+def test_file_with_the_name_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(OptionError, match="is a file"):
         save(tmp_path / "file")
@@ -186,14 +186,14 @@ def test_a_disk_without_room_is_refused_before_the_first_byte(tmp_path: Path) ->
 @pytest.mark.parametrize("chunk", [4096, 6144, 8 << 20])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("compression", [None, "4bit", "8bit"])
-def test_chunks_make_the_whole(
+def test_chunks_make_the_whole_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None, dtype: torch.dtype, chunk: int
 ) -> None:
     monkeypatch.setattr(checkpoint_folder, "CHUNK_BYTES", max(chunk, 2048 * dtype.itemsize))
     # rows of 80 elements: no whole blocks; 17,408 elements of the embedding: no whole chunks
     source = build_checkpoint(tmp_path / "source", "llama", dtype=dtype, intermediate_size=80)
-    meant = source if compression is None else dequantized(source, tmp_path / "meant", compression, dtype)
-    store, expected = LayerStore(split(source, compression)), read_tensors(meant)
+    reference = source if compression is None else dequantized(source, tmp_path / "meant", compression, dtype)
+    store, expected = LayerStore(split(source, compression)), read_tensors(reference)
     assert store.tensors.keys() == expected.keys()
     several = 0
     with PlainReader(store) as reader:
@@ -216,12 +216,12 @@ def test_from_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = in_memory(stored, changed)
     assert tensor.placed == ("model.norm.weight", "F32", (64,))
     with PlainReader(store) as reader:
-        found = [bytes(part) for part in reader.chunks(tensor)]
-    assert len(found) == math.ceil(256 / 100)
-    assert b"".join(found) == changed.numpy().tobytes()
+        parts = [bytes(part) for part in reader.chunks(tensor)]
+    assert len(parts) == math.ceil(256 / 100)
+    assert b"".join(parts) == changed.numpy().tobytes()
 
 
-def test_a_file_that_was_cut_off_meanwhile(tmp_path: Path) -> None:
+def test_file_truncated_after_loading(tmp_path: Path) -> None:
     store = LayerStore(split(build_checkpoint(tmp_path, "llama")))
     stored = store.tensors["model.norm.weight"]
     path = store.path(stored.parts[0].file)

@@ -29,22 +29,22 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def read_again(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Ranges that were read of files to compare them."""
-    found: list[tuple[int, int]] = []
+    """Ranges of files that were read for a comparison."""
+    ranges: list[tuple[int, int]] = []
     of_mapped, of_file = checksums._crc_of_mapped, checksums._crc_of_file
 
-    def noted(mapped: memoryview, begin: int, end: int, crc: int) -> int:
+    def recorded(mapped: memoryview, begin: int, end: int, crc: int) -> int:
         if begin < end:
-            found.append((begin, end))
+            ranges.append((begin, end))
         return of_mapped(mapped, begin, end, crc)
 
-    def noted_of_file(path: Path, begin: int, end: int, crc: int = 0) -> int:
-        found.append((begin, end))
+    def recorded_of_file(path: Path, begin: int, end: int, crc: int = 0) -> int:
+        ranges.append((begin, end))
         return of_file(path, begin, end, crc)
 
-    monkeypatch.setattr(checksums, "_crc_of_mapped", noted)
-    monkeypatch.setattr(checksums, "_crc_of_file", noted_of_file)
-    return found
+    monkeypatch.setattr(checksums, "_crc_of_mapped", recorded)
+    monkeypatch.setattr(checksums, "_crc_of_file", recorded_of_file)
+    return ranges
 
 
 def write(folder: Path, name: str = "layer.safetensors") -> tuple[bytes, list[int]]:
@@ -62,18 +62,18 @@ def opened(folder: Path, content: bytes, *, blocks: bool = True, name: str = "la
     starts = block_starts(len(content), header.data_start, ((part.offset, part.nbytes) for part in header.tensors))
     ends = [*starts[1:], len(content)]
     runs = [(b, e - b, zlib.crc32(content[b:e])) for b, e in zip(starts, ends, strict=True)]
-    found, mapped = LayerChecks(folder), MappedFile(folder / name)
-    found.open(name, header, mapped.whole, zlib.crc32(content), block_sums(runs, starts) if blocks else None)
-    return found
+    checks, mapped = LayerChecks(folder), MappedFile(folder / name)
+    checks.open(name, header, mapped.whole, zlib.crc32(content), block_sums(runs, starts) if blocks else None)
+    return checks
 
 
-def flip(path: Path, at: int, bit: int = 0) -> None:
+def flip(path: Path, offset: int, bit: int = 0) -> None:
     raw = bytearray(path.read_bytes())
-    raw[at] ^= 1 << bit
+    raw[offset] ^= 1 << bit
     path.write_bytes(raw)
 
 
-def test_where_a_file_is_cut(tmp_path: Path) -> None:
+def test_block_starts_of_a_file(tmp_path: Path) -> None:
     content, starts = write(tmp_path)
     large = BLOCK  # the header is a block
     larger = large + SIZES["large"]
@@ -89,12 +89,12 @@ def test_where_a_file_is_cut(tmp_path: Path) -> None:
 def test_sums_of_blocks_are_those_of_the_file(tmp_path: Path) -> None:
     content, starts = write(tmp_path)
     expected = [zlib.crc32(content[b:e]) for b, e in zip(starts, [*starts[1:], len(content)], strict=True)]
-    whole, found = sums_of_file(tmp_path / "layer.safetensors", starts)
-    assert (whole, numbers(found)) == (zlib.crc32(content), expected)
+    whole, sums = sums_of_file(tmp_path / "layer.safetensors", starts)
+    assert (whole, numbers(sums)) == (zlib.crc32(content), expected)
     chance = random.Random(1)  # any further cuts make the same sums
     cuts = sorted({*starts, *(chance.randrange(len(content)) for _ in range(30)), len(content)})
     runs = [(b, e - b, zlib.crc32(content[b:e])) for b, e in itertools.pairwise(cuts)]
-    assert block_sums(runs, starts) == found
+    assert block_sums(runs, starts) == sums
 
 
 def ranges_of(size: int) -> st.SearchStrategy[list[tuple[int, int]]]:
@@ -103,15 +103,15 @@ def ranges_of(size: int) -> st.SearchStrategy[list[tuple[int, int]]]:
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), read=st.booleans())
-def test_a_flipped_bit_is_found_where_its_block_is_read(tmp_path: Path, data: st.DataObject, read: bool) -> None:
+def test_flipped_bit_is_found_when_its_block_is_read(tmp_path: Path, data: st.DataObject, read: bool) -> None:
     content, starts = write(tmp_path)
     path = tmp_path / "layer.safetensors"
-    at = data.draw(st.integers(BLOCK, len(content) - 1))
-    flip(path, at, data.draw(st.integers(0, 7)))
+    flipped = data.draw(st.integers(BLOCK, len(content) - 1))
+    flip(path, flipped, data.draw(st.integers(0, 7)))
     checksums._STATES.clear()  # some file systems keep times by several milliseconds
     checks, now = opened(tmp_path, content), path.read_bytes()
-    block = max(start for start in starts if start <= at)
-    end = next((start for start in starts if start > at), len(content))
+    block = max(start for start in starts if start <= flipped)
+    end = next((start for start in starts if start > flipped), len(content))
     for offset, nbytes in data.draw(ranges_of(len(content))):
         stop = min(offset + nbytes, len(content))
         touches = offset < end and stop > block and stop > offset
@@ -129,7 +129,7 @@ def test_a_flipped_bit_is_found_where_its_block_is_read(tmp_path: Path, data: st
             compare()
 
 
-def test_what_was_read_is_compared_and_not_the_file(tmp_path: Path) -> None:
+def test_read_bytes_are_compared_instead_of_the_file(tmp_path: Path) -> None:
     content, _ = write(tmp_path)
     checks = opened(tmp_path, content)
     wrong = bytearray(content[BLOCK + 10 : 4 * BLOCK])
@@ -139,16 +139,16 @@ def test_what_was_read_is_compared_and_not_the_file(tmp_path: Path) -> None:
     checks.read("layer.safetensors", BLOCK + 10, memoryview(content)[BLOCK + 10 : 4 * BLOCK])
 
 
-def test_little_more_than_was_read_is_read_for_it(tmp_path: Path, read_again: list[tuple[int, int]]) -> None:
+def test_comparison_reads_few_additional_bytes(tmp_path: Path, read_again: list[tuple[int, int]]) -> None:
     content, _ = write(tmp_path)
     checks = opened(tmp_path, content)
     read_again.clear()
     checks.read("layer.safetensors", 2 * BLOCK + 100, memoryview(content)[2 * BLOCK + 100 : 4 * BLOCK + 1])
     assert read_again == [(2 * BLOCK, 2 * BLOCK + 100), (4 * BLOCK + 1, 5 * BLOCK)]
     read_again.clear()
-    own = BLOCK + SIZES["large"]  # a part that begins a block needs nothing before it
-    checks.read("layer.safetensors", own, memoryview(content)[own : own + SIZES["larger"]])
-    assert [begin >= own for begin, _ in read_again] == [True]
+    offset = BLOCK + SIZES["large"]  # a part that begins a block needs nothing before it
+    checks.read("layer.safetensors", offset, memoryview(content)[offset : offset + SIZES["larger"]])
+    assert [begin >= offset for begin, _ in read_again] == [True]
 
 
 def test_every_block_is_compared_once_in_a_process(tmp_path: Path, read_again: list[tuple[int, int]]) -> None:
@@ -185,7 +185,7 @@ def opened_blocks(content: bytes, header_bytes: int) -> bytes:
     return zlib.crc32(content[:header_bytes]).to_bytes(4, "little")
 
 
-def test_checksums_of_another_number_of_blocks(tmp_path: Path) -> None:
+def test_wrong_number_of_checksums(tmp_path: Path) -> None:
     content, starts = write(tmp_path)
     mapped = MappedFile(tmp_path / "layer.safetensors")
     with pytest.raises(IncompleteSplitError, match=f"split.json has 1 checksums for its {len(starts)} blocks"):

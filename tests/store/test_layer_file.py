@@ -1,4 +1,4 @@
-"""Where each tensor of a layer and each piece of one goes, in which order, and what the file is called."""
+"""The offsets and the order of a layer's tensors and pieces, and the name of its file."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def test_order_and_alignment() -> None:
 
 
 @pytest.mark.parametrize("compression", [None, "4bit", "8bit"])
-def test_whatever_fills_a_cache_line_starts_on_one(compression: str | None) -> None:
+def test_tensors_of_a_cache_line_are_aligned(compression: str | None) -> None:
     shapes = [(64, 64), (65, 67), (160, 64), (7,), (64,), (32,), (4096, 3), (1, 4100), (100, 100)]
-    forms = [form(f"w{number}", shape, compression=compression) for number, shape in enumerate(shapes)]
+    forms = [form(f"w{index}", shape, compression=compression) for index, shape in enumerate(shapes)]
     layout = lay_out(LAYER, forms)
     for part in (part for stored in forms for part in stored.parts):
         if part.nbytes % 4096 == 0:
@@ -76,7 +76,7 @@ def test_whatever_fills_a_cache_line_starts_on_one(compression: str | None) -> N
             assert layout.offsets[part.name] % 64 == 0
 
 
-def test_layout_depends_on_the_tensors_alone() -> None:
+def test_layout_depends_only_on_the_tensors() -> None:
     expected = lay_out(LAYER, FORMS)
     for seed in range(10):
         layout = lay_out(LAYER, random.Random(seed).sample(FORMS, len(FORMS)))
@@ -84,10 +84,8 @@ def test_layout_depends_on_the_tensors_alone() -> None:
 
 
 @pytest.mark.parametrize("compression", [None, "4bit", "8bit"])
-def test_any_safetensors_reader_opens_it(tmp_path: Path, compression: str | None) -> None:
-    forms = [
-        form(f"w{number}", shape, compression=compression) for number, shape in enumerate([(65, 67), (9,), (0, 5)])
-    ]
+def test_safetensors_reader_opens_the_file(tmp_path: Path, compression: str | None) -> None:
+    forms = [form(f"w{index}", shape, compression=compression) for index, shape in enumerate([(65, 67), (9,), (0, 5)])]
     layout = lay_out(LAYER, forms)
     (tmp_path / layout.file_name).write_bytes(layout.header.ljust(layout.size, b"\0"))
     with safe_open(tmp_path / layout.file_name, framework="pt") as opened:
@@ -96,14 +94,14 @@ def test_any_safetensors_reader_opens_it(tmp_path: Path, compression: str | None
     assert {tensor.name: tensor.offset for tensor in header.tensors} == layout.offsets
 
 
-def test_name_that_is_a_part_of_another_tensor() -> None:
-    taken = form("w.4bit.absmax", (68,), "F32")
+def test_tensor_named_like_a_part_of_another() -> None:
+    clashing = form("w.4bit.absmax", (68,), "F32")
     with pytest.raises(
         InvalidIndexError, match=r"Two tensors of layer layers.0 would be stored as 'w.4bit.absmax'"
     ) as bad:
-        lay_out(LAYER, [form("w", (65, 67), compression="4bit"), taken])
+        lay_out(LAYER, [form("w", (65, 67), compression="4bit"), clashing])
     assert "Remove compression." in str(bad.value)
-    assert lay_out(LAYER, [form("w", (65, 67)), taken]).offsets.keys() == {"w", "w.4bit.absmax"}
+    assert lay_out(LAYER, [form("w", (65, 67)), clashing]).offsets.keys() == {"w", "w.4bit.absmax"}
 
 
 # File names
@@ -130,7 +128,7 @@ def test_file_name(stem: str, name: str) -> None:
     assert layer_file_name(stem) == name
 
 
-def test_long_names_are_cut_and_stay_apart() -> None:
+def test_long_names_are_cut_and_stay_unique() -> None:
     stems = ["x" * 179, "x" * 180, "x" * 181, "x" * 5000, "x" * 5001, "猫" * 100, "猫" * 101, "猫" * 99 + "犬"]
     names = [layer_file_name(stem) for stem in stems]
     assert len(set(names)) == len(names)
@@ -145,7 +143,7 @@ TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1)
 @given(st.lists(st.one_of(TEXT, st.text("./\\%2Ee", min_size=1)), min_size=2, unique=True))
 @example([".", "%2E"])
 @example(["/", "%2F", "%252F"])
-def test_names_are_plain_and_apart(stems: list[str]) -> None:
+def test_names_are_plain_and_unique(stems: list[str]) -> None:
     names = [layer_file_name(stem) for stem in stems]
     for first, second in itertools.combinations(names, 2):
         assert first != second
@@ -199,9 +197,7 @@ PARTS = st.lists(
 
 
 @given(PARTS, st.sampled_from([BY_NAME, EXPERTS_TOGETHER]), st.randoms())
-def test_each_part_once_aligned_and_in_an_order_of_its_own(
-    parts: list[TensorToWrite], version: int, random: object
-) -> None:
+def test_each_part_is_aligned_and_appears_once(parts: list[TensorToWrite], version: int, random: object) -> None:
     ordered = in_order(parts, version)
     assert sorted(names(ordered)) == sorted(names(parts))
     for part in ordered:
@@ -217,29 +213,29 @@ def test_each_part_once_aligned_and_in_an_order_of_its_own(
     experts=st.integers(1, 12),
     sizes=st.lists(st.integers(1, 300).map(lambda lines: 64 * lines), min_size=2, max_size=2),
     whole_blocks=st.booleans(),
-    others=PARTS,
+    other_parts=PARTS,
 )
-def test_an_expert_is_one_run_of_bytes(
-    experts: int, sizes: list[int], whole_blocks: bool, others: list[TensorToWrite]
+def test_expert_is_one_run_of_bytes(
+    experts: int, sizes: list[int], whole_blocks: bool, other_parts: list[TensorToWrite]
 ) -> None:
     if whole_blocks:
         sizes = [-(-size // 4096) * 4096 for size in sizes]
     payload, scales = sizes
     of_expert = [
         [
-            TensorToWrite(f"x.experts.{number}.{projection}.{leaf}", "U8", (size,))
+            TensorToWrite(f"x.experts.{expert}.{projection}.{leaf}", "U8", (size,))
             for leaf, size in (("weight", payload), ("weight.4bit.absmax", scales))
             for projection in ("gate_proj", "up_proj", "down_proj")
         ]
-        for number in range(experts)
+        for expert in range(experts)
     ]
-    others = [part for part in others if not part.name.startswith("x.")]
-    ordered = in_order([*others, *itertools.chain(*of_expert)])
+    other_parts = [part for part in other_parts if not part.name.startswith("x.")]
+    ordered = in_order([*other_parts, *itertools.chain(*of_expert)])
     place = begins(ordered)
     stride = 3 * (payload + scales)
-    for number, parts in enumerate(of_expert):
+    for expert, parts in enumerate(of_expert):
         begin = place[parts[0].name]
-        assert begin == place[of_expert[0][0].name] + number * stride
+        assert begin == place[of_expert[0][0].name] + expert * stride
         assert begin % (4096 if payload % 4096 == scales % 4096 == 0 else 64) == 0
         assert [place[part.name] - begin for part in parts] == [
             *range(0, 3 * payload, payload),
@@ -255,23 +251,23 @@ def test_gate_and_up_of_a_published_model(compression: str | None) -> None:
     parts = [part for tensor in layer for part in stored([tensor.name], tensor.shape, compression)]
     place = begins(in_order(parts))
     size = {part.name: part.nbytes for part in parts}
-    experts = [f"model.layers.0.mlp.experts.{number}" for number in range(512)]
+    experts = [f"model.layers.0.mlp.experts.{index}" for index in range(512)]
     runs = ["weight", f"weight.{compression}.absmax"] if compression else ["weight"]
-    one = sum(size[f"{experts[0]}.{which}_proj.{leaf}"] for which in ("gate", "up", "down") for leaf in runs)
-    for number, expert in enumerate(experts):
+    expert_bytes = sum(size[f"{experts[0]}.{which}_proj.{leaf}"] for which in ("gate", "up", "down") for leaf in runs)
+    for index, expert in enumerate(experts):
         for leaf in runs:
             gate, up, down = (f"{expert}.{which}_proj.{leaf}" for which in ("gate", "up", "down"))
             assert place[up] == place[gate] + size[gate]
             assert place[down] == place[up] + size[up]
         begin = place[f"{expert}.gate_proj.weight"]
-        assert begin == place[f"{experts[0]}.gate_proj.weight"] + number * one
+        assert begin == place[f"{experts[0]}.gate_proj.weight"] + index * expert_bytes
         assert begin % (64 if compression == "8bit" else 4096) == 0
 
 
-def test_what_does_not_fill_a_cache_line_does_not_move_the_others() -> None:
+def test_small_parts_do_not_move_the_other_parts() -> None:
     parts = [
-        TensorToWrite(f"experts.{number}.{which}_proj.{leaf}", "U8", (size,))
-        for number in (0, 1)
+        TensorToWrite(f"experts.{expert}.{which}_proj.{leaf}", "U8", (size,))
+        for expert in (0, 1)
         for which in ("down", "gate", "up")
         for leaf, size in (("weight", 4096), ("weight_scale", 2))
     ]
@@ -282,24 +278,24 @@ def test_what_does_not_fill_a_cache_line_does_not_move_the_others() -> None:
     ]
 
 
-def test_published_block_scales_lie_with_their_expert() -> None:
+def test_published_block_scales_are_next_to_their_expert() -> None:
     """DeepSeek-V3's FP8: a float32 scale for each 128 x 128."""
     shapes = {"gate_proj": (2048, 7168), "up_proj": (2048, 7168), "down_proj": (7168, 2048)}
     parts = [TensorToWrite("model.layers.3.mlp.gate.weight", "BF16", (256, 7168))]
-    for number, (projection, (rows, columns)) in itertools.product(range(3), shapes.items()):
-        name = f"model.layers.3.mlp.experts.{number}.{projection}.weight"
+    for expert, (projection, (rows, columns)) in itertools.product(range(3), shapes.items()):
+        name = f"model.layers.3.mlp.experts.{expert}.{projection}.weight"
         parts += [
             TensorToWrite(name, "F8_E4M3", (rows, columns)),
             TensorToWrite(f"{name}_scale_inv", "F32", (rows // 128, 56)),
         ]
     ordered = [name.removeprefix("model.layers.3.mlp.") for name in names(in_order(parts))]
-    one = ["gate_proj.weight", "up_proj.weight", "down_proj.weight"]
-    one += [f"{name}_scale_inv" for name in one]
-    assert ordered == ["gate.weight", *(f"experts.{number}.{name}" for number in range(3) for name in one)]
+    names_of_expert = ["gate_proj.weight", "up_proj.weight", "down_proj.weight"]
+    names_of_expert += [f"{name}_scale_inv" for name in names_of_expert]
+    assert ordered == ["gate.weight", *(f"experts.{expert}.{name}" for expert in range(3) for name in names_of_expert)]
 
 
-def test_tables_lie_behind_everything_of_their_size() -> None:
-    matrices = [f"experts.{number}.{which}.weight" for number in (0, 1) for which in ("w1", "w2", "w3")]
+def test_tables_follow_all_parts_of_their_size() -> None:
+    matrices = [f"experts.{expert}.{which}.weight" for expert in (0, 1) for which in ("w1", "w2", "w3")]
     parts = [
         *stored(matrices, (64, 64), "4bit"),
         *stored(["z.weight"], (64, 64), "4bit"),
@@ -308,15 +304,15 @@ def test_tables_lie_behind_everything_of_their_size() -> None:
     ordered = names(in_order(parts))
     run = [f"experts.{n}.{w}.{leaf}" for n in (0, 1) for leaf in ("weight", "weight.4bit.absmax") for w in WS]
     assert ordered[: len(run)] == run
-    fused = [f"experts.{number}.{which}.weight" for number in (0, 1) for which in WS]
+    fused = [f"experts.{expert}.{which}.weight" for expert in (0, 1) for which in WS]
     maps = [f"{name}.4bit.quant_map" for name in fused]
     states = [f"{name}.4bit.quant_state.bitsandbytes__nf4" for name in fused]
-    others = ["z.weight", "z.weight.4bit.absmax", "z.weight.4bit.quant_map"]
+    other_names = ["z.weight", "z.weight.4bit.absmax", "z.weight.4bit.quant_map"]
     odd = ["odd", "z.weight.4bit.quant_state.bitsandbytes__nf4"]
-    assert ordered[len(run) :] == [*others, *maps, *odd, *states]
+    assert ordered[len(run) :] == [*other_names, *maps, *odd, *states]
 
 
-def test_the_first_version_goes_by_size_and_name() -> None:
+def test_first_version_orders_by_size_and_name() -> None:
     parts = stored([f"experts.{n}.{which}_proj.weight" for n in (10, 2) for which in ("up", "gate", "down")], (64, 64))
     assert names(in_order(parts, BY_NAME)) == [
         f"experts.{n}.{which}_proj.weight" for n in (2, 10) for which in ("down", "gate", "up")
@@ -329,38 +325,44 @@ def test_the_first_version_goes_by_size_and_name() -> None:
 def fusions() -> list[tuple[str, ...]]:
     """The source patterns of every conversion of transformers that fuses matrices of experts."""
     mapping = conversion_mapping._build_checkpoint_conversion_mapping()
-    found = {
+    patterns_found = {
         tuple(entry.source_patterns)
         for entries in mapping.values()
         for entry in entries
         if isinstance(entry, WeightConverter) and len(entry.source_patterns) > 1
     }
-    return sorted(patterns for patterns in found if all("experts.*." in pattern for pattern in patterns))
+    return sorted(patterns for patterns in patterns_found if all("experts.*." in pattern for pattern in patterns))
 
 
 @pytest.mark.parametrize("patterns", fusions())
-def test_what_transformers_fuses_is_adjacent_in_its_order(patterns: tuple[str, ...]) -> None:
+def test_tensors_that_transformers_fuses_are_adjacent_in_its_order(patterns: tuple[str, ...]) -> None:
     tensors = [pattern.replace("\\", "").replace("*", "3").strip("$^") for pattern in patterns]
-    others = [
+    other_names = [
         "x.experts.3.down_proj.weight",
         "x.experts.3.w2.weight",
         "x.experts.4.w1.weight",
     ]
     full = [f"x.{name.lstrip('.')}" for name in tensors]
-    ordered = names(in_order(stored([*reversed(full), *others], (64, 64))))
-    at = ordered.index(full[0])
-    assert ordered[at : at + len(full)] == full
+    ordered = names(in_order(stored([*reversed(full), *other_names], (64, 64))))
+    begin = ordered.index(full[0])
+    assert ordered[begin : begin + len(full)] == full
 
 
 def cut(shape: tuple[int, ...], ranks: int, dim: int, dtype: str = "BF16") -> list[TensorSpec]:
-    """A tensor in so many pieces along a dimension, each alone in its shard."""
+    """A tensor in equal pieces along a dimension, each in a separate shard."""
     size = shape[dim] // ranks
-    own = (*shape[:dim], size, *shape[dim + 1 :])
+    piece_shape = (*shape[:dim], size, *shape[dim + 1 :])
     return [
         TensorSpec(
-            f"w#{rank}", dtype, own, f"r{rank}", 100, byte_size(dtype, own), piece=TensorPiece("w", shape, dim, at)
+            f"w#{rank}",
+            dtype,
+            piece_shape,
+            f"r{rank}",
+            100,
+            byte_size(dtype, piece_shape),
+            piece=TensorPiece("w", shape, dim, begin),
         )
-        for rank, at in enumerate(range(0, shape[dim], size))
+        for rank, begin in enumerate(range(0, shape[dim], size))
     ]
 
 
@@ -384,7 +386,7 @@ def laid_out(joined: Joined) -> LayerLayout:
         ((256,), 4, 0, "4bit", True, None),
     ],
 )
-def test_where_pieces_go(
+def test_offsets_of_pieces(
     shape: tuple[int, ...], ranks: int, dim: int, compression: str | None, direct: bool, scheme: str | None
 ) -> None:
     joined = join(reversed(cut(shape, ranks, dim)), compression)
@@ -399,7 +401,7 @@ def test_where_pieces_go(
 
 @pytest.mark.parametrize("compression", [None, "4bit", "8bit"])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_the_layer_file_is_that_of_a_whole_tensor(dim: int, compression: str | None) -> None:
+def test_layer_file_equals_that_of_a_whole_tensor(dim: int, compression: str | None) -> None:
     specs = cut((64, 128), 2, dim)
     joined = join(specs, compression)
     layout, plain = laid_out(joined), lay_out(LAYER, [joined.whole])
@@ -436,11 +438,11 @@ def test_every_byte_of_the_layer_file_is_filled_once(
     shape = (rows * ranks, columns) if dim == 0 else (rows, columns * ranks)
     joined = join(cut(shape, ranks, dim, dtype), compression)
     layout = laid_out(joined)
-    at = layout.header_bytes
+    end = layout.header_bytes
     for offset, nbytes in sorted(run for run in written(layout, joined) if run[1]):
-        assert offset == at
-        at += nbytes
-    assert at == layout.size
+        assert offset == end
+        end += nbytes
+    assert end == layout.size
     ends = [(place, place + part.nbytes) for form in joined.pieces for part in form.parts
             if (place := layout.scratch_offsets.get(part.name)) is not None]  # fmt: skip
     assert all(end <= begin for (_, end), (begin, _) in zip(sorted(ends), sorted(ends)[1:], strict=False))
@@ -449,7 +451,7 @@ def test_every_byte_of_the_layer_file_is_filled_once(
 
 @given(rows=st.integers(1, 9), columns=st.integers(1, 9), ranks=st.sampled_from([2, 3, 8]), dim=st.sampled_from([0, 1]))
 @settings(max_examples=100, deadline=None)
-def test_the_whole_is_read_of_its_pieces(rows: int, columns: int, ranks: int, dim: int) -> None:
+def test_whole_tensor_is_read_from_its_pieces(rows: int, columns: int, ranks: int, dim: int) -> None:
     """By torch's own strides, over memory that has the pieces where the scratch file has them."""
     shape = (rows * ranks, columns) if dim == 0 else (rows, columns * ranks)
     whole = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
@@ -457,8 +459,8 @@ def test_the_whole_is_read_of_its_pieces(rows: int, columns: int, ranks: int, di
     layout = laid_out(joined)
     memory = torch.full((-(-layout.scratch_bytes // 4),), -1.0)
     for form, piece in zip(joined.pieces, whole.chunk(ranks, dim), strict=True):
-        at = layout.scratch_offsets[form.parts[0].name] // 4
-        memory[at : at + piece.numel()] = piece.flatten()
+        begin = layout.scratch_offsets[form.parts[0].name] // 4
+        memory[begin : begin + piece.numel()] = piece.flatten()
     (form,) = layout.joins
     spec = form.source
     assert spec.strides is not None
@@ -466,8 +468,8 @@ def test_the_whole_is_read_of_its_pieces(rows: int, columns: int, ranks: int, di
     assert torch.equal(read.reshape(shape), whole)
 
 
-def changed(specs: list[TensorSpec], number: int, **changes: object) -> list[TensorSpec]:
-    return [s._replace(**changes) if at == number else s for at, s in enumerate(specs)]  # type: ignore[arg-type]
+def changed(specs: list[TensorSpec], index: int, **changes: object) -> list[TensorSpec]:
+    return [s._replace(**changes) if position == index else s for position, s in enumerate(specs)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -483,7 +485,7 @@ def changed(specs: list[TensorSpec], number: int, **changes: object) -> list[Ten
     ],
     ids=range(7),
 )
-def test_pieces_that_are_no_whole(specs: list[TensorSpec], says: str) -> None:
+def test_pieces_that_do_not_make_a_whole(specs: list[TensorSpec], says: str) -> None:
     with pytest.raises(InvalidIndexError, match=says) as refused:
         join(specs, None)
     assert "Download the shards again" in refused.value.remedy

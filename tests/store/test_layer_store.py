@@ -1,4 +1,4 @@
-"""A split directory read back: what its manifest says, what is missing, and folders of other makers.
+"""A split directory as it is read: its manifest, missing files, and folders of earlier versions.
 
 A split directory whose bytes, headers or names have changed is told apart from a sound one.
 """
@@ -31,8 +31,8 @@ LAYER_0 = "model.layers.0.safetensors"
 
 @pytest.fixture(params=[None, "4bit", "8bit"])
 def compression(request: pytest.FixtureRequest) -> str | None:
-    found: str | None = request.param
-    return found
+    scheme: str | None = request.param
+    return scheme
 
 
 @pytest.fixture
@@ -50,16 +50,16 @@ def rewrite(folder: Path, **changes: Any) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks at what the process has open")
 @pytest.mark.parametrize("scheme", [None, "4bit"])
-def test_opening_maps_nothing_and_using_holds_nothing_open(tmp_path: Path, scheme: str | None) -> None:
-    made = split(write_shards(tmp_path / "model", cut(llama_tensors(layers=2), 2)), compression=scheme)
-    with none_left(made):
-        store = LayerStore(made)
+def test_opening_maps_no_file_and_using_keeps_none_open(tmp_path: Path, scheme: str | None) -> None:
+    split_folder = split(write_shards(tmp_path / "model", cut(llama_tensors(layers=2), 2)), compression=scheme)
+    with none_left(split_folder):
+        store = LayerStore(split_folder)
     first, second = (store.mapped(LAYER_0) for _ in range(2))
     assert first is second
-    assert not list(open_files(made))
+    assert not list(open_files(split_folder))
 
 
-def test_files_are_found_after_the_process_has_changed_its_folder(
+def test_files_are_found_after_a_change_of_the_working_directory(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder.parent)
@@ -70,7 +70,7 @@ def test_files_are_found_after_the_process_has_changed_its_folder(
     assert store.path(spec.file).is_file()
 
 
-def test_a_file_that_is_cut_off_after_opening(folder: Path) -> None:
+def test_file_truncated_after_opening(folder: Path) -> None:
     store = LayerStore(folder)
     spec = max((t.parts[0] for t in store.tensors.values() if t.parts[0].file == LAYER_0), key=lambda s: s.offset)
     os.truncate(folder / LAYER_0, spec.offset)
@@ -123,7 +123,7 @@ def test_manifest_of_a_later_version(folder: Path) -> None:
         "\xff",
     ],
 )
-def test_manifest_that_is_none(folder: Path, content: str) -> None:
+def test_file_that_is_not_a_manifest(folder: Path, content: str) -> None:
     (folder / "split.json").write_bytes(content.encode("latin-1"))
     with pytest.raises(IncompleteSplitError) as refused:
         read_manifest(folder)
@@ -145,7 +145,7 @@ SOURCE = {"kind": "local", "name": "m", "commit": None, "fingerprints": {}}
 NO_NAME = "is not the name of a layer file"
 
 
-def test_the_record_that_is_damaged_below_is_sound(folder: Path) -> None:
+def test_record_is_sound_before_it_is_damaged(folder: Path) -> None:
     rewrite(folder, source=SOURCE, layers=[RECORD])
     manifest = read_manifest(folder)
     assert manifest is not None
@@ -221,15 +221,15 @@ def test_store_knows_every_tensor(tmp_path: Path, compression: str | None) -> No
     assert store.tensors.keys() == tensors.keys()
     compressed = {name for name, tensor in tensors.items() if tensor.ndim > 1 and tensor.numel() >= 4096}
     for name, tensor in tensors.items():
-        found = store.tensors[name]
-        assert found.shape == tensor.shape
-        assert (found.quantized.scheme if found.quantized else None) == (compression if name in compressed else None)
-        if found.quantized is None:
-            (spec,) = found.parts
+        stored = store.tensors[name]
+        assert stored.shape == tensor.shape
+        assert (stored.quantized.scheme if stored.quantized else None) == (compression if name in compressed else None)
+        if stored.quantized is None:
+            (spec,) = stored.parts
             assert torch.equal(store.mapped(spec.file).tensor(spec), tensor)
-            assert found.nbytes == tensor.nbytes
-        assert {part.file for part in found.parts} == {found.parts[0].file}
-        assert store.path(found.parts[0].file).parent == folder
+            assert stored.nbytes == tensor.nbytes
+        assert {part.file for part in stored.parts} == {stored.parts[0].file}
+        assert store.path(stored.parts[0].file).parent == folder
 
 
 @pytest.mark.parametrize("file", [LAYER_0, "lm_head.safetensors"])
@@ -272,7 +272,7 @@ def test_layer_file_with_a_damaged_quantization_state(tmp_path: Path) -> None:
         LayerStore(folder)
 
 
-def test_other_files_do_not_matter_to_a_folder_with_a_manifest(folder: Path) -> None:
+def test_other_files_in_a_folder_with_a_manifest_are_ignored(folder: Path) -> None:
     (folder / "extra.safetensors").write_bytes(b"not a layer")
     assert LayerStore(folder).tensors.keys() == llama_tensors(layers=2).keys()
 
@@ -282,8 +282,8 @@ def test_other_files_do_not_matter_to_a_folder_with_a_manifest(folder: Path) -> 
 
 def legacy(tmp_path: Path, name: str) -> Path:
     """A copy of the golden folder of that name."""
-    (made,) = (GOLDEN / name).glob("splitted_model*")
-    return Path(shutil.copytree(made, tmp_path / made.name))
+    (split_folder,) = (GOLDEN / name).glob("splitted_model*")
+    return Path(shutil.copytree(split_folder, tmp_path / split_folder.name))
 
 
 def test_legacy_folder(tmp_path: Path, compression: str | None) -> None:
@@ -294,19 +294,19 @@ def test_legacy_folder(tmp_path: Path, compression: str | None) -> None:
     assert store.compression == compression
     expected = read_tensors(GOLDEN / "model-2-shards")
     assert {name: tuple(tensor.shape) for name, tensor in expected.items()} == {
-        name: found.shape for name, found in store.tensors.items()
+        name: stored.shape for name, stored in store.tensors.items()
     }
-    assert all((found.quantized is not None) == (compression is not None) for found in store.tensors.values())
+    assert all((stored.quantized is not None) == (compression is not None) for stored in store.tensors.values())
 
 
-def test_legacy_folder_lacks_tensors_and_the_store_shows_which(tmp_path: Path) -> None:
+def test_store_lacks_missing_tensors_of_a_legacy_folder(tmp_path: Path) -> None:
     store = LayerStore(legacy(tmp_path, UNSOUND))
     missing = read_tensors(GOLDEN / "model-4-shards").keys() - store.tensors.keys()
     assert len(missing) == 3
     assert all(name.startswith("model.layers.1.") for name in missing)
 
 
-def test_legacy_folder_with_a_layer_that_is_not_done(tmp_path: Path) -> None:
+def test_legacy_folder_with_an_unfinished_layer(tmp_path: Path) -> None:
     folder = legacy(tmp_path, "rabbitllm-1.1.0-none")
     (folder / f"{LAYER_0}.done").unlink()
     with pytest.raises(IncompleteSplitError, match=f"is not a finished split: {LAYER_0} has no .done marker"):
@@ -345,7 +345,7 @@ def test_empty_folder(tmp_path: Path) -> None:
         (["lm_head.safetensors.done", "split.journal"], False),
     ],
 )
-def test_which_folders_are_legacy(tmp_path: Path, files: list[str], expected: bool) -> None:
+def test_legacy_folders_are_recognized(tmp_path: Path, files: list[str], expected: bool) -> None:
     for file in files:
         (tmp_path / file).touch()
     assert is_legacy(tmp_path) is expected
@@ -356,7 +356,7 @@ LAYER = "model.layers.1.safetensors"
 
 
 @pytest.fixture(params=[None, "4bit", "8bit"])
-def made(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def split_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return split(write_shards(tmp_path / "model", cut(llama_tensors(), 3)), compression=request.param)
 
 
@@ -364,89 +364,89 @@ def problems(folder: Path) -> dict[str, str]:
     return {damage.file: damage.problem for damage in verify(folder).damaged}
 
 
-def test_sound_directory(made: Path) -> None:
+def test_sound_directory(split_folder: Path) -> None:
     seen: dict[str, int] = {}
-    found = verify(made, lambda name, nbytes: seen.update({name: nbytes}))
-    assert found.damaged == ()
-    assert seen == {path.name: path.stat().st_size for path in made.glob("*.safetensors")}
-    assert (found.files, found.nbytes) == (len(seen), sum(seen.values()))
+    verification = verify(split_folder, lambda name, nbytes: seen.update({name: nbytes}))
+    assert verification.damaged == ()
+    assert seen == {path.name: path.stat().st_size for path in split_folder.glob("*.safetensors")}
+    assert (verification.files, verification.nbytes) == (len(seen), sum(seen.values()))
 
 
-def test_checksum_is_that_of_the_file(made: Path) -> None:
-    manifest = read_manifest(made)
+def test_checksum_is_that_of_the_file(split_folder: Path) -> None:
+    manifest = read_manifest(split_folder)
     assert manifest is not None
     assert {record.file: record.crc32 for record in manifest.layers} == {
-        path.name: zlib.crc32(path.read_bytes()) for path in made.glob("*.safetensors")
+        path.name: zlib.crc32(path.read_bytes()) for path in split_folder.glob("*.safetensors")
     }
     shards = {record.id: record.shards for record in manifest.layers}
     assert {shard for held in shards.values() for shard in held} == set(manifest.source.fingerprints)
     assert any(len(held) > 1 for held in shards.values())  # a layer over two shards was summed in two runs
 
 
-def test_checksum_of_a_split_that_went_on(tmp_path: Path) -> None:
+def test_checksum_of_a_resumed_split(tmp_path: Path) -> None:
     """The sums of the shards that an earlier run used up come from its journal."""
     call = Call(str(write_shards(tmp_path / "model", cut(llama_tensors(), 3))), compression="4bit")
     interrupted(call, shards=2)
     assert verify(call.make()).damaged == ()
 
 
-def test_every_byte_counts(made: Path) -> None:
-    path = made / LAYER
+def test_any_changed_byte_is_detected(split_folder: Path) -> None:
+    path = split_folder / LAYER
     whole = path.read_bytes()
-    for at in (0, 9, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        assert list(problems(made)) == [LAYER], at
+    for offset in (0, 9, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1]) + whole[offset + 1 :])
+        assert list(problems(split_folder)) == [LAYER], offset
     path.write_bytes(whole)
-    assert problems(made) == {}
+    assert problems(split_folder) == {}
 
 
-def test_flipped_weight_is_told_by_its_checksum(made: Path) -> None:
-    path = made / LAYER
+def test_flipped_weight_is_detected_by_the_checksum(split_folder: Path) -> None:
+    path = split_folder / LAYER
     raw = bytearray(path.read_bytes())
     written = zlib.crc32(raw)
     raw[len(raw) // 2] ^= 1
     path.write_bytes(raw)
-    assert LayerStore(made, verify_checksums=False).tensors  # nothing else would have noticed
-    assert problems(made) == {LAYER: f"its checksum is {zlib.crc32(raw):08x}; {written:08x} was written"}
+    assert LayerStore(split_folder, verify_checksums=False).tensors  # nothing else would have noticed
+    assert problems(split_folder) == {LAYER: f"its checksum is {zlib.crc32(raw):08x}; {written:08x} was written"}
 
 
-def test_missing_and_short_files(made: Path) -> None:
-    (made / "model.norm.safetensors").unlink()
-    size = (made / LAYER).stat().st_size
-    os.truncate(made / LAYER, size - 1)
-    assert problems(made) == {
+def test_missing_and_short_files(split_folder: Path) -> None:
+    (split_folder / "model.norm.safetensors").unlink()
+    size = (split_folder / LAYER).stat().st_size
+    os.truncate(split_folder / LAYER, size - 1)
+    assert problems(split_folder) == {
         "model.norm.safetensors": "it is missing",
         LAYER: f"it has {size - 1:,} bytes; {size:,} were written",
     }
 
 
-def test_tensors_of_another_layer(made: Path) -> None:
-    shutil.copy(made / "model.layers.0.safetensors", made / LAYER)
-    (problem,) = problems(made).values()
+def test_tensors_of_another_layer(split_folder: Path) -> None:
+    shutil.copy(split_folder / "model.layers.0.safetensors", split_folder / LAYER)
+    (problem,) = problems(split_folder).values()
     assert "its tensors are not those of its layer: 'model.layers.0.input_layernorm.weight'" in problem
 
 
 def test_directory_of_1_1_has_no_checksums() -> None:
     folder = next(path for path in sorted(GOLDEN.rglob("splitted_model*")) if path.is_dir())
-    found = verify(folder)
-    assert found.manifest is None
-    assert found.files == len(names_in(folder, "*.safetensors")) > 0
-    assert found.damaged == ()
+    verification = verify(folder)
+    assert verification.manifest is None
+    assert verification.files == len(names_in(folder, "*.safetensors")) > 0
+    assert verification.damaged == ()
 
 
-def test_directory_of_1_1_that_is_cut_short(tmp_path: Path) -> None:
+def test_truncated_directory_of_1_1(tmp_path: Path) -> None:
     folder = next(path for path in sorted(GOLDEN.rglob("splitted_model*")) if path.is_dir())
     copy = Path(shutil.copytree(folder, tmp_path / folder.name))
     first, second = names_in(copy, "*.safetensors")[:2]
     os.truncate(copy / first, (copy / first).stat().st_size - 1)
     (copy / f"{second}.done").unlink()
-    found = problems(copy)
-    assert set(found) == {first, second}
-    assert "truncated" in found[first]
-    assert found[second] == "it has no .done marker"
+    damage = problems(copy)
+    assert set(damage) == {first, second}
+    assert "truncated" in damage[first]
+    assert damage[second] == "it has no .done marker"
 
 
-def test_what_is_no_finished_split(tmp_path: Path) -> None:
+def test_folders_without_a_finished_split(tmp_path: Path) -> None:
     with pytest.raises(IncompleteSplitError, match="is not a split directory"):
         verify(tmp_path)
     call = Call(str(write_shards(tmp_path / "model", cut(llama_tensors(), 3))))
@@ -454,9 +454,9 @@ def test_what_is_no_finished_split(tmp_path: Path) -> None:
         verify(interrupted(call))
 
 
-def test_manifest_without_checksums_is_damaged(made: Path) -> None:
-    content = json.loads((made / "split.json").read_text())
+def test_manifest_without_checksums_is_damaged(split_folder: Path) -> None:
+    content = json.loads((split_folder / "split.json").read_text())
     del content["layers"][0]["crc32"]
-    (made / "split.json").write_text(json.dumps(content))
+    (split_folder / "split.json").write_text(json.dumps(content))
     with pytest.raises(IncompleteSplitError, match="crc32"):
-        verify(made)
+        verify(split_folder)

@@ -1,6 +1,6 @@
-"""Where split directories are looked for and made.
+"""Locations of split directories.
 
-What a name means, and which names are near one that means nothing.
+Resolution of names, and suggestions for unknown ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 from rabbitllm import prepare
 from rabbitllm.errors import CheckpointNotFoundError, HubError, OptionError
 from rabbitllm.store import locations
-from rabbitllm.store.locations import meant, near
+from rabbitllm.store.locations import resolve_name, similar_names
 from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards, write_torch
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.splitting import Call, interrupted
@@ -54,7 +54,7 @@ def test_repository_ids(name: str) -> None:
     "name",
     ["", "/abs", "./here", "../up", "a/b/c", "a/..", "a..b/c", "a--b/c", "a/", "~/m", "a b/c", "C:\\m", "-x/y", "a\n"],
 )
-def test_what_is_no_repository_id(name: str) -> None:
+def test_invalid_repository_ids(name: str) -> None:
     assert not locations.is_repo_id(name)
 
 
@@ -85,11 +85,11 @@ def test_read_only_checkpoint_is_split_elsewhere(tmp_path: Path, home: Path, mon
     for folder in (first, second):
         folder.mkdir(parents=True)
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) not in (first, second))
-    found = locations.for_local(first, None, "8bit")
-    assert found.parent.parent == home / "local"
-    assert (found.parent.name.startswith("model-"), found.name) == (True, "splitted_model.8bit")
-    assert locations.for_local(second, None, "8bit") != found
-    assert locations.for_local(first, None, "8bit") == found
+    split_folder = locations.for_local(first, None, "8bit")
+    assert split_folder.parent.parent == home / "local"
+    assert (split_folder.parent.name.startswith("model-"), split_folder.name) == (True, "splitted_model.8bit")
+    assert locations.for_local(second, None, "8bit") != split_folder
+    assert locations.for_local(first, None, "8bit") == split_folder
     (second / "splitted_model.8bit").mkdir()
     (second / "splitted_model.8bit" / "split.json").touch()
     assert locations.for_local(second, None, "8bit") == second / "splitted_model.8bit"  # made where it could be written
@@ -116,7 +116,7 @@ def test_commits_are_remembered_by_revision(home: Path) -> None:
     assert locations.remembered_commit("acme/tiny", None) == COMMIT[::-1]
 
 
-def test_a_commit_stands_for_itself(home: Path) -> None:
+def test_commit_needs_no_lookup(home: Path) -> None:
     assert locations.remembered_commit("acme/tiny", COMMIT) == COMMIT
     assert locations.remembered_commit("acme/tiny", COMMIT[:8]) is None
     assert locations.is_commit(COMMIT)
@@ -144,46 +144,44 @@ def test_known_commit_is_not_written_again(home: Path) -> None:
     ],
 )
 def test_addresses_on_the_hub(address: str) -> None:
-    assert meant(address) == "org/name"
+    assert resolve_name(address) == "org/name"
 
 
 @pytest.mark.parametrize(
     "address", ["hf://", "hf://org/name/file.bin", "hf://../x", "https://huggingface.co/org/name/blob/main/config.json"]
 )
-def test_addresses_of_something_else_are_refused(address: str) -> None:
+def test_other_addresses_are_refused(address: str) -> None:
     with pytest.raises(OptionError, match=re.escape(address)):
-        meant(address)
+        resolve_name(address)
 
 
 @pytest.mark.parametrize("name", ["", "gpt2", "no/such/path", "~/nowhere", "../x"])
-def test_what_is_no_file_and_no_address_stays_as_it_is(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_names_are_unchanged(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert meant(name) == name
+    assert resolve_name(name) == name
 
 
-def test_a_file_stands_for_the_checkpoint_in_its_folder(tmp_path: Path) -> None:
+def test_file_resolves_to_the_checkpoint_in_its_folder(tmp_path: Path) -> None:
     single = build_checkpoint(tmp_path / "single", "llama")
     sharded = write_shards(tmp_path / "sharded", cut(llama_tensors(), 3))
     torch_file = write_torch(tmp_path / "torch", {"weights.pth": llama_tensors()}, index=False)
-    assert meant(str(single / "model.safetensors")) == str(single)
+    assert resolve_name(str(single / "model.safetensors")) == str(single)
     for path in sharded.glob("model*"):
-        assert meant(str(path)) == str(sharded)
-    assert meant(str(torch_file / "weights.pth")) == str(torch_file)
-    assert meant(str(sharded)) == str(sharded)
+        assert resolve_name(str(path)) == str(sharded)
+    assert resolve_name(str(torch_file / "weights.pth")) == str(torch_file)
+    assert resolve_name(str(sharded)) == str(sharded)
 
 
-def test_a_file_that_is_not_the_checkpoint_of_its_folder(tmp_path: Path) -> None:
+def test_file_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "m", "llama")
     (folder / "other.bin").write_bytes(b"x")
     with pytest.raises(CheckpointNotFoundError, match=r"which is model\.safetensors"):
-        meant(str(folder / "other.bin"))
+        resolve_name(str(folder / "other.bin"))
 
 
-def test_a_file_that_its_split_used_up_still_names_it(tmp_path: Path) -> None:
+def test_used_file_still_resolves_to_its_split(tmp_path: Path) -> None:
     single = build_checkpoint(tmp_path / "single", "llama")
     Call(str(single), compression="4bit", delete_original=True).make()
     sharded = write_shards(tmp_path / "sharded", cut(llama_tensors(), 3))
@@ -193,33 +191,33 @@ def test_a_file_that_its_split_used_up_still_names_it(tmp_path: Path) -> None:
     (old / "splitted_model" / "lm_head.safetensors.done").touch()
     for file in (single / "model.safetensors", sharded / "model-00001-of-00003.safetensors", old / "weights.pth"):
         assert not file.exists()
-        assert meant(str(file)) == str(file.parent)
+        assert resolve_name(str(file)) == str(file.parent)
 
 
 @pytest.mark.parametrize("sequential", [True, False])
-def test_a_file_that_never_was_does_not_name_the_split_of_another(tmp_path: Path, sequential: bool) -> None:
+def test_missing_file_does_not_resolve_to_another_split(tmp_path: Path, sequential: bool) -> None:
     folder = write_shards(tmp_path / "m", cut(llama_tensors(), 3))
     begun = interrupted(Call(str(folder), sequential=sequential), 1)
     for _ in range(2):  # of an unfinished split, then of a finished one
         for name in ("other.safetensors", "other.gguf", "model-00004-of-00004.safetensors"):
-            assert meant(str(folder / name)) == str(folder / name)
+            assert resolve_name(str(folder / name)) == str(folder / name)
         assert Call(str(folder), sequential=sequential).make() == begun
 
 
-def test_near_names_are_those_that_are_here(home: Path, tmp_path: Path) -> None:
+def test_similar_names_are_local_ones(home: Path, tmp_path: Path) -> None:
     for repository in ("Qwen--Qwen2.5-7B-Instruct", "Qwen--Qwen2.5-72B-Instruct", "meta-llama--Llama-3.1-8B"):
         (home / f"models--{repository}").mkdir(parents=True)
     (home / "local" / "my-rabbit-0123456789ab").mkdir(parents=True)
     assert locations.known_names()[-1] == "my-rabbit"
-    assert near("Qwen/Qwen2.5-7B-Instrct") == ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-72B-Instruct")
-    assert near("llama-3.1-8b") == ("meta-llama/Llama-3.1-8B",)
-    assert near("my-rabit") == ("my-rabbit",)
-    assert near("something-else") == ()
+    assert similar_names("Qwen/Qwen2.5-7B-Instrct") == ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-72B-Instruct")
+    assert similar_names("llama-3.1-8b") == ("meta-llama/Llama-3.1-8B",)
+    assert similar_names("my-rabit") == ("my-rabbit",)
+    assert similar_names("something-else") == ()
     (tmp_path / "checkpoint").mkdir()
-    assert near(str(tmp_path / "chekpoint"))[0] == str(tmp_path / "checkpoint")
+    assert similar_names(str(tmp_path / "chekpoint"))[0] == str(tmp_path / "checkpoint")
 
 
-def test_a_name_that_is_not_found_is_answered_with_near_ones(hub_environment: HubEnvironment) -> None:
+def test_error_of_a_missing_name_proposes_similar_names(hub_environment: HubEnvironment) -> None:
     (locations.home() / "models--org--rabbit").mkdir(parents=True)
     with pytest.raises(CheckpointNotFoundError) as caught:
         prepare.find(prepare.ModelSpec("org/rabit"))
@@ -229,7 +227,7 @@ def test_a_name_that_is_not_found_is_answered_with_near_ones(hub_environment: Hu
     assert "Did you mean" not in str(caught.value)
 
 
-def test_so_is_one_where_the_hub_cannot_be_asked(hub_environment: HubEnvironment, local_hub: object) -> None:
+def test_error_without_a_hub_proposes_similar_names(hub_environment: HubEnvironment, local_hub: object) -> None:
     (locations.home() / "models--org--rabbit").mkdir(parents=True)
     local_hub.stop()  # type: ignore[attr-defined]
     with pytest.raises(HubError, match="Did you mean org/rabbit"):
