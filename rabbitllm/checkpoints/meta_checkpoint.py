@@ -83,14 +83,14 @@ def _from_ranks(tokens: Sequence[bytes], later: bool, longest: int) -> tuple[Lla
     check_pair_bytes(texts, "tokenizer.model")
     first = len(tokens)
     specials = special_tokens(later)
-    if taken := next((name for name in specials if name in ids), None):
+    if clash := next((name for name in specials if name in ids), None):
         raise CorruptVocabularyError(
-            f"tokenizer.model has a regular token named like the special token {taken!r}.", _ADVICE
+            f"tokenizer.model has a regular token named like the special token {clash!r}.", _ADVICE
         )
     bos, end = specials[:2]
-    stops = [number for number, name in enumerate(specials) if name in (end, "<|eom_id|>", "<|eot_id|>")]
+    stops = [index for index, name in enumerate(specials) if name in (end, "<|eom_id|>", "<|eot_id|>")]
     content = {
-        **_frame([_added(first + number, name, special=True) for number, name in enumerate(specials)]),
+        **_frame([_added(first + index, name, special=True) for index, name in enumerate(specials)]),
         "pre_tokenizer": {
             "type": "Sequence",
             "pretokenizers": [
@@ -102,7 +102,7 @@ def _from_ranks(tokens: Sequence[bytes], later: bool, longest: int) -> tuple[Lla
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": _model(ids, list(_pairs(texts, ids)), ignore_merges=True),
     }
-    vocabulary = LlamaVocabulary(True, first + _SPECIALS, first, tuple(first + number for number in stops))
+    vocabulary = LlamaVocabulary(True, first + _SPECIALS, first, tuple(first + stop for stop in stops))
     config = _config(longest, bos_token=bos, eos_token=end)
     return vocabulary, {"tokenizer.json": as_json(content), "tokenizer_config.json": as_json(config)}
 
@@ -111,9 +111,9 @@ def special_tokens(later: bool) -> tuple[str, ...]:
     """The 256 special tokens of Llama 3, or of 3.1 and later; unnamed ones are numbered."""
     named = _NAMED_LATER if later else _NAMED
     names, spare = [], 0
-    for number in range(_SPECIALS):
-        if number in named:
-            names.append(f"<|{named[number]}|>")
+    for index in range(_SPECIALS):
+        if index in named:
+            names.append(f"<|{named[index]}|>")
         else:
             names.append(f"<|reserved_special_token_{spare}|>")
             spare += 1
@@ -123,27 +123,27 @@ def special_tokens(later: bool) -> tuple[str, ...]:
 def _byte_letters() -> list[str]:
     """The character for each byte in a tokenizer.json: itself if printable, else one from U+0100 on."""
     printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printed else next(others)) for byte in range(256)]
+    unused = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printed else next(unused)) for byte in range(256)]
 
 
 def _from_pieces(model: SentencePieceModel, file: str, longest: int) -> tuple[LlamaVocabulary, dict[str, bytes]]:
     _check_like_llama(model, file)
     texts = [text.decode() for text in model.pieces.texts]
     types = model.pieces.types
-    ids = {text: number for number, text in enumerate(texts)}
+    ids = {text: piece for piece, text in enumerate(texts)}
     if len(ids) != len(texts):
         raise _other(file, "a text is both an ordinary and a special piece")
     special = model.special_ids()
     added = [
-        _added(number, text, special=types[number] != PieceType.USER_DEFINED)
-        for number, text in enumerate(texts)
-        if types[number] in (PieceType.UNKNOWN, PieceType.CONTROL, PieceType.USER_DEFINED)
+        _added(piece, text, special=types[piece] != PieceType.USER_DEFINED)
+        for piece, text in enumerate(texts)
+        if types[piece] in (PieceType.UNKNOWN, PieceType.CONTROL, PieceType.USER_DEFINED)
     ]
-    ordinary = [number for number in range(len(texts)) if types[number] == PieceType.NORMAL]
-    merged = {texts[number]: number for number in ordinary}
+    ordinary = [piece for piece in range(len(texts)) if types[piece] == PieceType.NORMAL]
+    merged = {texts[piece]: piece for piece in ordinary}
     check_pair_bytes(merged, file)
-    order = sorted(ordinary, key=lambda number: (-model.pieces.scores[number], number))
+    order = sorted(ordinary, key=lambda piece: (-model.pieces.scores[piece], piece))
     content = {
         **_frame(added),
         "normalizer": {
@@ -165,7 +165,7 @@ def _from_pieces(model: SentencePieceModel, file: str, longest: int) -> tuple[Ll
         },
         "model": _model(
             ids,
-            list(_pairs([texts[number] for number in order], merged)),
+            list(_pairs([texts[piece] for piece in order], merged)),
             unknown=texts[special.unk],
             byte_fallback=True,
         ),
@@ -179,7 +179,7 @@ def _from_pieces(model: SentencePieceModel, file: str, longest: int) -> tuple[Ll
 def _check_like_llama(model: SentencePieceModel, file: str) -> None:
     """Refuse a model that a derived tokenizer.json would encode differently from the library."""
     trainer, normalizer, special = model.trainer, model.normalizer, model.special_ids()
-    for found, wrong in (
+    for reason, wrong in (
         (f"its pieces are of {trainer.model_type.name}", trainer.model_type != ModelType.BPE),
         ("it has no byte fallback", not trainer.byte_fallback),
         ("it puts spaces behind words", trainer.treat_whitespace_as_suffix),
@@ -190,12 +190,12 @@ def _check_like_llama(model: SentencePieceModel, file: str) -> None:
         ("it has no piece that begins or ends a text", special.bos < 0 or special.eos < 0),
     ):
         if wrong:
-            raise _other(file, found)
+            raise _other(file, reason)
 
 
-def _other(file: str, found: str) -> CorruptVocabularyError:
+def _other(file: str, reason: str) -> CorruptVocabularyError:
     return CorruptVocabularyError(
-        f"{file} encodes differently from Llama's tokenizer: {found}; expected byte pair encoding with byte fallback, "
+        f"{file} encodes differently from Llama's tokenizer: {reason}; expected byte pair encoding with byte fallback, "
         "a space before the text, and nothing normalised.",
         _ADVICE,
     )
@@ -216,12 +216,12 @@ def check_pair_bytes(texts: Iterable[str], file: str) -> None:
 def _pairs(order: Sequence[str], ids: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """Every pair of tokens that forms a token, in the order of that token; then by the ids of both."""
     for text in order:
-        found = []
+        pairs = []
         for cut in range(1, len(text)):
             left, right = text[:cut], text[cut:]
             if left in ids and right in ids:
-                found.append((ids[left], ids[right], left, right))
-        for _, _, left, right in sorted(found):
+                pairs.append((ids[left], ids[right], left, right))
+        for _, _, left, right in sorted(pairs):
             yield left, right
 
 
@@ -258,12 +258,12 @@ def _frame(added: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _added(number: int, text: str, *, special: bool) -> dict[str, Any]:
+def _added(token_id: int, text: str, *, special: bool) -> dict[str, Any]:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": number, "content": text, **flags, "special": special}
+    return {"id": token_id, "content": text, **flags, "special": special}
 
 
-def _beginning_with(text: str, number: int) -> dict[str, Any]:
+def _beginning_with(text: str, token_id: int) -> dict[str, Any]:
     def part(which: str, type_id: int) -> list[dict[str, Any]]:
         return [{"SpecialToken": {"id": text, "type_id": type_id}}, {"Sequence": {"id": which, "type_id": type_id}}]
 
@@ -271,7 +271,7 @@ def _beginning_with(text: str, number: int) -> dict[str, Any]:
         "type": "TemplateProcessing",
         "single": part("A", 0),
         "pair": part("A", 0) + part("B", 1),
-        "special_tokens": {text: {"id": text, "ids": [number], "tokens": [text]}},
+        "special_tokens": {text: {"id": text, "ids": [token_id], "tokens": [text]}},
     }
 
 
@@ -303,7 +303,7 @@ def ranks_of(names: Iterable[str], where: str) -> tuple[str, ...]:
         InvalidIndexError: two files have the same number, or there are more than any model has.
     """
     ranks = sorted(filter(is_rank, names), key=natural_key)
-    numbers = [int(found[0]) for name in ranks if (found := _NUMBER.search(name))]
+    numbers = [int(digits[0]) for name in ranks if (digits := _NUMBER.search(name))]
     if len(set(numbers)) != len(numbers) or len(numbers) > MAX_RANKS or max(numbers, default=0) >= MAX_RANKS:
         raise InvalidIndexError(
             f"{where} holds {listed(ranks)}; expected consolidated.00.pth, .01.pth, …, each number once and below "
@@ -355,25 +355,25 @@ class MetaCheckpoint:
             CheckpointError: see `shapes_of` and `derive_tokenizer`; or the tokenizer has more tokens than the model.
         """
         vocabulary = path_of(VOCABULARY_NAME) if VOCABULARY_NAME in sidecars else None
-        there = {name for name in sidecars if name != CONFIG_NAME or names_a_model(path_of(name))}
+        present = {name for name in sidecars if name != CONFIG_NAME or names_a_model(path_of(name))}
         shapes = shapes_of(header, self.params, len(self.ranks), shard)
-        known: LlamaVocabulary | None = None
+        known_vocabulary: LlamaVocabulary | None = None
         files: dict[str, bytes] = {}
-        if vocabulary is not None and not set(TOKENIZER_NAMES) & there:
-            longest = context_length(self.params, shapes, None)
-            known, files = derive_tokenizer(vocabulary, self.params.scaled_rope, longest)
-            if known.size > shapes.vocab_size:
+        if vocabulary is not None and not set(TOKENIZER_NAMES) & present:
+            max_length = context_length(self.params, shapes, None)
+            known_vocabulary, files = derive_tokenizer(vocabulary, self.params.scaled_rope, max_length)
+            if known_vocabulary.size > shapes.vocab_size:
                 raise InvalidIndexError(
-                    f"{VOCABULARY_NAME} has {known.size:,} tokens, the weights have {shapes.vocab_size:,}.",
+                    f"{VOCABULARY_NAME} has {known_vocabulary.size:,} tokens, the weights have {shapes.vocab_size:,}.",
                     "Put the tokenizer.model that was published with the weights into their folder.",
                 )
-        elif vocabulary is None and not set(TOKENIZER_NAMES) & there:
+        elif vocabulary is None and not set(TOKENIZER_NAMES) & present:
             logger.warning("The checkpoint has no %s; the model will have no tokenizer.", VOCABULARY_NAME)
-        if CONFIG_NAME not in there:
-            files[CONFIG_NAME] = as_json(config_of(self.params, shapes, known))
-        if GENERATION_NAME not in there:
-            llama_3 = is_llama_3(self.params, shapes, known)
-            files[GENERATION_NAME] = as_json(token_ids(llama_3, shapes, known))
+        if CONFIG_NAME not in present:
+            files[CONFIG_NAME] = as_json(config_of(self.params, shapes, known_vocabulary))
+        if GENERATION_NAME not in present:
+            llama_3 = is_llama_3(self.params, shapes, known_vocabulary)
+            files[GENERATION_NAME] = as_json(token_ids(llama_3, shapes, known_vocabulary))
         return files
 
 

@@ -128,16 +128,16 @@ def assign_layers(
     if rules is None:
         _warn_of_few_blocks(tensors, family)
         rules = by_block
-    named = {tensor: rules.find(tensor) for tensor in tensors}
-    taken = {word for layer in named.values() if layer is not None for word in (layer.id, layer.stem)}
-    return _distinct_ids({tensor: layer or _unnamed(tensor, by_block, taken) for tensor, layer in named.items()})
+    layers = {tensor: rules.find(tensor) for tensor in tensors}
+    taken = {word for layer in layers.values() if layer is not None for word in (layer.id, layer.stem)}
+    return _distinct_ids({tensor: layer or _unnamed(tensor, by_block, taken) for tensor, layer in layers.items()})
 
 
 def _unnamed(tensor: str, by_block: LayerNaming, taken: set[str]) -> LayerName:
     """The layer of an unmatched tensor; a layer of its own if its block shares the name of another layer."""
-    found = by_block.find(tensor)
-    alone = found is None or found.stem in taken
-    stem = tensor if alone or found is None else found.stem
+    layer = by_block.find(tensor)
+    alone = layer is None or layer.stem in taken
+    stem = tensor if alone or layer is None else layer.stem
     return LayerName(stem, stem)
 
 
