@@ -24,7 +24,7 @@ PARTS: Mapping[str, int] = {
     "test_bench.py::test_only_the_last_turn_is_profiled": 6,
     "generation/test_kv_cache.py::test_a_cache_goes_back_to_what_it_was": 6,
     "generation/test_session.py::test_an_answer_that_is_stopped_anywhere": 6,
-    "checkpoints/test_bodies.py::test_server_that_falls_silent_is_asked_again": 4,
+    "checkpoints/test_bodies.py::test_silent_server_is_retried": 4,
     "cli/test_convert.py::test_broken_off_at_some_steps": 6,
     "cli/test_plan.py::test_choice_is_the_best_route_that_fits": 4,
     "cli/test_plan.py::test_peak_of_a_folder": 8,
