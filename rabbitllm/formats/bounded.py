@@ -90,8 +90,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):
         seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {twice[:80]!r} appears twice")
+        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {repeated[:80]!r} appears twice")
     return table
 
 
@@ -142,7 +142,7 @@ def read_json(path: Path) -> dict[str, Any]:
             `MAX_BYTES` or the limits of `decode_json`.
     """
     raw = read_regular(
-        path, MAX_BYTES, lambda what: InvalidIndexError(f"{path} is not a JSON file: it {what}.", _REMEDY)
+        path, MAX_BYTES, lambda problem: InvalidIndexError(f"{path} is not a JSON file: it {problem}.", _REMEDY)
     )
     check_begins_json(path, raw)
     try:
@@ -187,7 +187,7 @@ def read_vocabulary(path: Path, refusal: Callable[[str], CorruptVocabularyError]
         CorruptVocabularyError: it is not a regular file, or is larger.
     """
     try:
-        return read_regular(path, MAX_FILE_BYTES, lambda what: refusal(f"it {what}"))
+        return read_regular(path, MAX_FILE_BYTES, lambda problem: refusal(f"it {problem}"))
     except FileNotFoundError:
         raise CheckpointNotFoundError(f"There is no vocabulary {path}.", "Use the path of tokenizer.model.") from None
 

@@ -118,9 +118,9 @@ def parse_header(raw: bytes, file_size: int, file: str) -> Header:
     expected = data_start
     for tensor in tensors:
         if tensor.offset != expected:
-            kind = "overlaps the tensor before it" if tensor.offset < expected else "leaves a hole before it"
+            problem = "overlaps the tensor before it" if tensor.offset < expected else "leaves a hole before it"
             raise _corrupt(
-                file, f"tensor {tensor.name!r} {kind}: it starts at byte {tensor.offset}, expected {expected}"
+                file, f"tensor {tensor.name!r} {problem}: it starts at byte {tensor.offset}, expected {expected}"
             )
         expected += tensor.nbytes
     if expected != file_size:
@@ -179,8 +179,8 @@ def _is_countable(shape: tuple[int, ...]) -> bool:
     return math.prod([size or 1 for size in shape]) < _LIMIT
 
 
-def _unsound(file: str, name: str, what: str) -> CorruptShardError:
-    return _corrupt(file, f"tensor {name!r} {what}")
+def _unsound(file: str, name: str, problem: str) -> CorruptShardError:
+    return _corrupt(file, f"tensor {name!r} {problem}")
 
 
 def _is_text(value: str) -> bool:
@@ -200,8 +200,8 @@ def _naturals(value: object) -> bool:
     return True
 
 
-def _corrupt(file: str, what: str) -> CorruptShardError:
-    return CorruptShardError(f"{file} is not a valid safetensors file: {what}.", "Download or copy the file again.")
+def _corrupt(file: str, problem: str) -> CorruptShardError:
+    return CorruptShardError(f"{file} is not a valid safetensors file: {problem}.", "Download or copy the file again.")
 
 
 class TensorToWrite(NamedTuple):
@@ -224,13 +224,13 @@ def encode_header(tensors: Iterable[TensorToWrite]) -> tuple[bytes, tuple[int, .
     of 4096 bytes.
     """
     entries = ['{"__metadata__":{"format":"pt"}']
-    begins, at = [], 0
+    begins, begin = [], 0
     for tensor in tensors:  # inlined, since a layer of hundreds of experts has thousands
-        begins.append(at)
-        end = at + tensor.nbytes
+        begins.append(begin)
+        end = begin + tensor.nbytes
         described = _described(tensor.dtype, tensor.shape)
-        entries.append(f'{_quoted(tensor.name)}:{{{described},"data_offsets":[{at},{end}]}}')
-        at = end
+        entries.append(f'{_quoted(tensor.name)}:{{{described},"data_offsets":[{begin},{end}]}}')
+        begin = end
     raw = (",".join(entries) + "}").encode()
     data_start = round_up(LENGTH_BYTES + len(raw), DATA_ALIGNMENT)
     padded = raw.ljust(data_start - LENGTH_BYTES)
@@ -271,13 +271,13 @@ class MappedFile:
         Raises:
             CorruptShardError: the file was truncated after its header was read.
         """
-        found = self._bytes[spec.offset : spec.offset + spec.extent]
-        if len(found) != spec.extent:
+        data = self._bytes[spec.offset : spec.offset + spec.extent]
+        if len(data) != spec.extent:
             raise CorruptShardError(
                 f"{self._path} ends within {spec.name!r}: the file was truncated after the model was loaded.",
                 "Put the whole file back and load the model again.",
             )
-        return found
+        return data
 
     def whole(self) -> memoryview:
         """The bytes of the whole file, read on access."""

@@ -20,7 +20,7 @@ from rabbitllm.formats import pickle_reader
 from rabbitllm.formats.pickle_reader import (
     MAX_PICKLE_BYTES,
     STEPS,
-    Known,
+    Global,
     ListedOpcode,
     RefusedValueError,
     list_opcodes,
@@ -162,7 +162,7 @@ def test_the_table_is_all_that_is_called() -> None:
             raise RefusedValueError("does not take 3")
         return "made"
 
-    known = {("shop", "bread"): Known("shop.bread", call), ("shop", "sign"): Known("shop.sign")}
+    known = {("shop", "bread"): Global("shop.bread", call), ("shop", "sign"): Global("shop.sign")}
     made = read_pickle(b"\x80\x02cshop\nbread\nK\x02\x85R.", known, lambda _: None, "x")
     assert (made, calls) == ("made", [(2,)])
     with pytest.raises(UnsafePickleError, match=r"at byte 17: REDUCE calls shop.bread, which does not take 3"):
