@@ -415,8 +415,8 @@ def _torch_takes(content: bytes) -> bool:
 
 def sample() -> list[bytes]:
     shared = storage(elements=4)
-    pickle = pickled({"w": tensor(shared), "v": tensor(shared, 1, (3,), (1,))})
-    return [pack(archive()), pack(archive(pickle)), pack(changed(archive(pickle), "0", described=True), zip64={})]
+    root = pickled({"w": tensor(shared), "v": tensor(shared, 1, (3,), (1,))})
+    return [pack(archive()), pack(archive(root)), pack(changed(archive(root), "0", described=True), zip64={})]
 
 
 @settings(max_examples=800, deadline=3000, suppress_health_check=[HealthCheck.function_scoped_fixture])

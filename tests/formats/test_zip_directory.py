@@ -41,13 +41,13 @@ def entries_of(content: bytes, reads: list[int] | None = None) -> tuple[ZipEntry
 
 def agrees_with_zipfile(content: bytes) -> tuple[ZipEntry, ...]:
     entries = entries_of(content)
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
+    with zipfile.ZipFile(io.BytesIO(content)) as zip_file:
+        infos = sorted(zip_file.infolist(), key=lambda info: info.header_offset)
         assert [(e.name, e.header, e.size, e.crc) for e in entries] == [
             (info.filename, info.header_offset, info.file_size, info.CRC) for info in infos
         ]
         for entry in entries:
-            assert content[entry.begin : entry.end] == archive.read(entry.name)
+            assert content[entry.begin : entry.end] == zip_file.read(entry.name)
     return entries
 
 
@@ -62,10 +62,10 @@ def test_files_of_torch() -> None:
 
 def test_zips_of_zipfile() -> None:
     stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as archive:
-        archive.writestr("archive/data.pkl", b"abc")
-        archive.writestr("archive/ä", b"")
-        with archive.open("archive/data/0", "w", force_zip64=True) as entry:
+    with zipfile.ZipFile(stream, "w") as zip_file:
+        zip_file.writestr("archive/data.pkl", b"abc")
+        zip_file.writestr("archive/ä", b"")
+        with zip_file.open("archive/data/0", "w", force_zip64=True) as entry:
             entry.write(b"0123")
     entries = agrees_with_zipfile(stream.getvalue())
     assert [entry.name for entry in entries] == ["archive/data.pkl", "archive/ä", "archive/data/0"]
@@ -80,8 +80,8 @@ def test_zips_that_zipfile_writes_to_a_pipe() -> None:
             raise OSError
 
     stream = Pipe()
-    with zipfile.ZipFile(stream, "w") as archive:
-        archive.writestr("archive/data.pkl", b"abc")
+    with zipfile.ZipFile(stream, "w") as zip_file:
+        zip_file.writestr("archive/data.pkl", b"abc")
     assert agrees_with_zipfile(stream.getvalue())[0].descriptor == 16
 
 
@@ -151,9 +151,9 @@ def test_offsets_follow_from_the_directory() -> None:
     reads: list[int] = []
     entries = read_entries(reader(content, reads), len(content), "x.bin")
     assert len(reads) == 2
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+    with zipfile.ZipFile(io.BytesIO(content)) as zip_file:
         for entry in entries:
-            assert content[entry.begin : entry.end] == archive.read(entry.name)
+            assert content[entry.begin : entry.end] == zip_file.read(entry.name)
 
 
 def test_file_that_shrinks_during_the_read() -> None:
@@ -181,7 +181,7 @@ def test_only_our_errors(content: bytes, changes: list[tuple[int, int, bytes]]) 
         entries = entries_of(bytes(data))
     except CorruptShardError:
         return
-    with zipfile.ZipFile(io.BytesIO(bytes(data))) as archive:
+    with zipfile.ZipFile(io.BytesIO(bytes(data))) as zip_file:
         assert {e.name: (e.header, e.size) for e in entries} == {
-            info.filename: (info.header_offset, info.file_size) for info in archive.infolist()
+            info.filename: (info.header_offset, info.file_size) for info in zip_file.infolist()
         }
