@@ -466,19 +466,19 @@ def system_errors_by_name(prepared: str | Path | None = None) -> Iterator[None]:
     try:
         yield
     except (OSError, MemoryError, RuntimeError) as error:
-        translated = _named(error, prepared)
+        translated = _translated_error(error, prepared)
         if translated is None:
             raise
         raise translated from error
 
 
-def _named(error: BaseException, prepared: str | Path | None) -> RabbitLLMError | None:
+def _translated_error(error: BaseException, prepared: str | Path | None) -> RabbitLLMError | None:
     """The package's error for a system error; None for any other."""
     if isinstance(error, RabbitLLMError):
         return None
     is_memory = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
     if not is_memory and isinstance(error, OSError) and error.errno is not None:
-        return _of_storage(error, prepared)
+        return _storage_error(error, prepared)
     if not is_memory and not any(_NO_MEMORY.search(str(cause)) for cause in (error, error.__context__)):
         return None
     text = str(error).strip().partition("\n")[0]
@@ -489,7 +489,7 @@ def _named(error: BaseException, prepared: str | Path | None) -> RabbitLLMError 
     )
 
 
-def _of_storage(error: OSError, prepared: str | Path | None) -> RabbitLLMError | None:
+def _storage_error(error: OSError, prepared: str | Path | None) -> RabbitLLMError | None:
     names = [str(name) for name in (error.filename, error.filename2) if name is not None]
     paths = " -> ".join(names) or "A file or folder"
     if error.errno in _FULL_ERRORS:

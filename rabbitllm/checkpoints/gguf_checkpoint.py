@@ -80,14 +80,14 @@ class GgufCheckpoint:
 
     def _check_part(self, name: str, file: GgufFile) -> None:
         """Refuse a file that is another part than its name says."""
-        count, number = (file.metadata.get(f"split.{key}") for key in ("count", "no"))
+        count, index = (file.metadata.get(f"split.{key}") for key in ("count", "no"))
         expected = len(self.shards)
         number_in_name = gguf_number(name)
         if expected == 1 and count in (None, 0, 1):
             return
-        if count != expected or number_in_name is None or number != number_in_name - 1:
+        if count != expected or number_in_name is None or index != number_in_name - 1:
             raise InvalidIndexError(
-                f"{name} says that it is file {short(number)} (from 0) of {short(count)}; its name says another.",
+                f"{name} says that it is file {short(index)} (from 0) of {short(count)}; its name says another.",
                 "Download the files again, with their names, or join them with llama-gguf-split --merge.",
             )
 

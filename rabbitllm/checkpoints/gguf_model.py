@@ -129,8 +129,8 @@ def read_gguf_model(
             if tokens is not None:
                 settings.setdefault("vocab_size", tokens)
             config_class = CONFIG_MAPPING[settings["model_type"]]
-            config = config_class.from_dict(settings | _by_shapes(shapes, config_class().to_dict()))
-            operations = _processor(architecture, settings)
+            config = config_class.from_dict(settings | _config_entries_by_shapes(shapes, config_class().to_dict()))
+            operations = _processor_operations(architecture, settings)
         complete(config)
         return GgufModel(config, operations, file)
     except (UnknownArchitectureError, UnreadableFormatError, CorruptShardError):
@@ -150,14 +150,14 @@ def stored_shapes(config: Any, architecture: str) -> dict[str, tuple[int, ...]]:
         config: of transformers, of a class that it also makes from GGUF metadata.
         architecture: llama.cpp's name.
     """
-    return GgufModel(config, _processor(architecture, config.to_dict()), "").stored_shapes()
+    return GgufModel(config, _processor_operations(architecture, config.to_dict()), "").stored_shapes()
 
 
 _BIASES = {".attn_output.bias": "attention_bias", ".ffn_down.bias": "mlp_bias"}
 """Ending of a tensor -> the entry of configs that says whether there are such tensors."""
 
 
-def _by_shapes(shapes: Mapping[str, tuple[int, ...]], usual: Mapping[str, Any]) -> dict[str, int]:
+def _config_entries_by_shapes(shapes: Mapping[str, tuple[int, ...]], usual: Mapping[str, Any]) -> dict[str, int]:
     """Entries of a config that transformers does not read from all metadata, but the names and shapes of tensors say.
 
     Args:
@@ -221,7 +221,7 @@ class _ProcessorOperations:
         return _Applied(self.names[result.name], result.weights, is_joined=False) if result.name in self.names else None
 
 
-def _processor(architecture: str, config: Mapping[str, Any]) -> _ProcessorOperations:
+def _processor_operations(architecture: str, config: Mapping[str, Any]) -> _ProcessorOperations:
     from rabbitllm.checkpoints.transformers_gguf import TENSOR_PROCESSORS, TensorProcessor
 
     return _ProcessorOperations(TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config))

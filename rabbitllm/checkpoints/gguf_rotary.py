@@ -65,7 +65,7 @@ def rope_parameters(
     flat = of_full_attention(config) is parameters
     if not flat and not isinstance(parameters.get(_FULL), Mapping):
         raise ValueError("layers have different rotary frequencies")
-    head = _head(config)
+    head = _head_dim(config)
     rotated = _number(metadata, "rope.dimension_count", default=0.0)
     if flat and 0 < rotated <= head and int(rotated) != int(head * rope.get("partial_rotary_factor", 1.0)):
         rope["partial_rotary_factor"] = rotated / head
@@ -140,7 +140,7 @@ def _divided(
         divisors = factors[FACTORS]
         if not (abs(divisors - 1.0) > _NEAR).any():
             return {}
-        if (parameters := _llama3(divisors, of_full_attention(config)["rope_theta"])) is not None:
+        if (parameters := _llama3_parameters(divisors, of_full_attention(config)["rope_theta"])) is not None:
             return parameters
         length = int(_number(metadata, "context_length"))
         short, long, attention = divisors.tolist(), divisors.tolist(), 1.0
@@ -154,7 +154,7 @@ def _divided(
     return {"rope_type": "longrope", **scaling, "original_max_position_embeddings": length}
 
 
-def _llama3(factors: npt.NDArray[np.float64], base: float) -> dict[str, Any] | None:
+def _llama3_parameters(factors: npt.NDArray[np.float64], base: float) -> dict[str, Any] | None:
     """The parameters of Llama 3 that have these divisors; None if there are none."""
     import numpy as np
 
@@ -173,7 +173,7 @@ def _llama3(factors: npt.NDArray[np.float64], base: float) -> dict[str, Any] | N
     return {"rope_type": "llama3", "factor": factor, **_LLAMA3, "original_max_position_embeddings": original}
 
 
-def _head(config: Any) -> int:
+def _head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
@@ -211,7 +211,7 @@ def rotary_factors(config: Any) -> npt.NDArray[np.float32] | None:
     from transformers import ROPE_INIT_FUNCTIONS
 
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    head = _head(config)
+    head = _head_dim(config)
     plain = 1.0 / (rope["rope_theta"] ** (torch.arange(0, head, 2, dtype=torch.int64).float() / head))
     factors: npt.NDArray[np.float32] = (plain / scaled).numpy()
     return factors

@@ -154,16 +154,16 @@ def translated(repo_id: str) -> Iterator[None]:
         ) from error
     except errors.EntryNotFoundError as error:
         if isinstance(error, errors.LocalEntryNotFoundError):  # not in the cache, and the hub could not be reached
-            raise _no_answer(repo_id, error) from error
+            raise _no_answer_error(repo_id, error) from error
         raise CheckpointNotFoundError(f"{repo_id} lacks a file it needs: {error}.", "Check the repository.") from error
     except Exception as error:
         refusals = (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, ConnectionError, TimeoutError)
         if not isinstance(error, refusals + fetch.transport_errors()):
             raise
-        raise _no_answer(repo_id, error) from error
+        raise _no_answer_error(repo_id, error) from error
 
 
-def _no_answer(repo_id: str, error: Exception) -> HubError:
+def _no_answer_error(repo_id: str, error: Exception) -> HubError:
     return HubError(
         f"The hub did not answer for {repo_id}: {type(error).__name__}: {error}.",
         f"Make the same call again when the connection works; finished downloads are kept. If {repo_id} is a folder, "
@@ -361,11 +361,11 @@ def open_repository(repo_id: str, access: HubAccess, staging: Path, quantization
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             if isinstance(error, OSError):  # a connection error
                 raise
-            raise _garbage(repo_id, f"{type(error).__name__}: {error}") from error
+            raise _malformed_listing_error(repo_id, f"{type(error).__name__}: {error}") from error
     commit: Any = info.sha
     siblings: Any = info.siblings
     if not isinstance(commit, str) or _DIGEST.fullmatch(commit) is None or not isinstance(siblings, list):
-        raise _garbage(repo_id, "it names no commit, or no files")
+        raise _malformed_listing_error(repo_id, "it names no commit, or no files")
     files = {}
     for sibling in siblings:
         sha256 = sibling.lfs.sha256 if sibling.lfs else None
@@ -381,7 +381,7 @@ _SHOWN_LETTERS = 80
 """Characters shown of a refused name."""
 
 
-def _garbage(repo_id: str, why: str) -> HubError:
+def _malformed_listing_error(repo_id: str, why: str) -> HubError:
     return HubError(
         f"The hub's answer is not a list of the files of {repo_id}: {harmless(why)}.",
         "Check HF_ENDPOINT and the proxy, and make the same call again.",
@@ -397,7 +397,7 @@ def _check_listed(repo_id: str, listed: HubFile) -> None:
     """
     name: Any = listed.name
     if not isinstance(name, str) or not name or type(listed.size) is not int or listed.size < 0:
-        raise _garbage(repo_id, f"a file has the name {name!r} and the size {listed.size!r}")
+        raise _malformed_listing_error(repo_id, f"a file has the name {name!r} and the size {listed.size!r}")
     parts = name.replace("\\", "/").split("/")
     digests: tuple[Any, ...] = (listed.sha256, listed.blob_id)
     is_unsafe = "\0" in name or ".." in parts or "." in parts or not parts[0] or parts[0][1:2] == ":"

@@ -79,13 +79,13 @@ def shard_names(count: int) -> tuple[str, ...]:
     return tuple(f"model-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1))
 
 
-def entry_of(names: Iterable[str], where: str) -> str:
+def entry_of(names: Iterable[str], label: str) -> str:
     """The file with which a checkpoint begins: its index, or the one file that holds all its tensors, or Meta's
     params.json if the folder holds weights in Meta's format, or the first GGUF file.
 
     Args:
         names: names of the files in the folder.
-        where: the folder's name in messages.
+        label: the folder's name in messages.
 
     Raises:
         CheckpointNotFoundError: there is none; or several torch files without an index, or several models as GGUF.
@@ -103,20 +103,20 @@ def entry_of(names: Iterable[str], where: str) -> str:
         if len(models) == 1:
             return models[0]
         raise CheckpointNotFoundError(
-            f"{where} holds {len(models)} GGUF models: {listed(models)}.",
+            f"{label} holds {len(models)} GGUF models: {listed(models)}.",
             "Name one: the path of its file, or organisation/name:Q4_K_M with its quantization.",
         )
     if len([name for name in torch_files if is_rank(name)]) > 1:
         raise CheckpointNotFoundError(
-            f"{where} has Meta weights ({listed(torch_files)}) but no {META_PARAMETERS}.",
+            f"{label} has Meta weights ({listed(torch_files)}) but no {META_PARAMETERS}.",
             f"Put the {META_PARAMETERS} that was published with them into the same folder.",
         )
     if torch_files:
         raise CheckpointNotFoundError(
-            f"{where} has several weight files and no index: {listed(torch_files)}.",
+            f"{label} has several weight files and no index: {listed(torch_files)}.",
             f"Leave one in the folder, name it {TORCH_SINGLE_NAME}, or add a {TORCH_INDEX_NAME}.",
         )
-    raise _nothing_there(files, where)
+    raise _no_checkpoint_error(files, label)
 
 
 def is_index(entry: str) -> bool:
@@ -170,7 +170,7 @@ def gguf_models(names: Iterable[str]) -> list[str]:
     for name in names:
         if is_gguf(name) and not _NO_GGUF_MODEL.fullmatch(name.rpartition("/")[2]):
             part = _GGUF_PART.fullmatch(name)
-            models.add(_part(part, 1) if part else name)
+            models.add(_part_name(part, 1) if part else name)
     return sorted(models, key=natural_key)
 
 
@@ -189,10 +189,10 @@ def gguf_files(entry: str) -> tuple[str, ...]:
             f"{entry} is file {part['number']} of {part['count']}; expected 1 to {MAX_GGUF_FILES:,} files.",
             "Download the files again, with their names.",
         )
-    return tuple(_part(part, number) for number in (*range(2, count + 1), 1))
+    return tuple(_part_name(part, number) for number in (*range(2, count + 1), 1))
 
 
-def _part(part: re.Match[str], number: int) -> str:
+def _part_name(part: re.Match[str], number: int) -> str:
     return f"{part['stem']}-{number:05}{part['of']}{part['count']}{part['ending']}"
 
 
@@ -201,13 +201,13 @@ def names_quantization(name: str, quantization: str) -> bool:
     return re.search(rf"(?:^|[-_./]){re.escape(quantization)}(?:[-_./]|$)", name, re.IGNORECASE) is not None
 
 
-def gguf_entry(names: Iterable[str], quantization: str | None, where: str) -> str | None:
+def gguf_entry(names: Iterable[str], quantization: str | None, label: str) -> str | None:
     """The first GGUF file of the model that the user names; None if the repository has other weights.
 
     Args:
         names: of all files, also those in folders.
         quantization: as the user named it; None if the repository should have one model only.
-        where: the repository's name in messages.
+        label: the repository's name in messages.
 
     Raises:
         CheckpointNotFoundError: there is no such model, or it is not clear which.
@@ -225,11 +225,11 @@ def gguf_entry(names: Iterable[str], quantization: str | None, where: str) -> st
         return fitting[0]
     if not models:
         raise CheckpointNotFoundError(
-            f"{where} holds no GGUF model; {quantization!r} is the name of one.", "Remove the part after the colon."
+            f"{label} holds no GGUF model; {quantization!r} is the name of one.", "Remove the part after the colon."
         )
     matching = "" if quantization is None else f" {len(fitting)} of them match {quantization!r}."
     raise CheckpointNotFoundError(
-        f"{where} holds the GGUF models {listed(models)}.{matching}",
+        f"{label} holds the GGUF models {listed(models)}.{matching}",
         "Name one by its quantization, as organisation/name:Q4_K_M.",
     )
 
@@ -245,7 +245,7 @@ def _is_torch_file(name: str) -> bool:
     return bool(_SEGMENT.fullmatch(name)) and bool(stem) and not _NO_MODEL.fullmatch(stem)
 
 
-def _nothing_there(files: Collection[str], where: str) -> CheckpointNotFoundError:
+def _no_checkpoint_error(files: Collection[str], label: str) -> CheckpointNotFoundError:
     weights = sorted(name for name in files if name.endswith(WEIGHT_SUFFIXES))
     contents = f"the weights {listed(weights)}" if weights else f"{len(files)} other files"
     remedy = "Use the folder that holds the weights, or a repository id."
@@ -254,7 +254,7 @@ def _nothing_there(files: Collection[str], where: str) -> CheckpointNotFoundErro
     elif weights:
         remedy = "Use the complete model (safetensors or torch.save files); apply adapters after loading."
     return CheckpointNotFoundError(
-        f"{where} holds no checkpoint: looked for {', '.join(ENTRY_NAMES)}, a single file of torch.save, and GGUF; "
+        f"{label} holds no checkpoint: looked for {', '.join(ENTRY_NAMES)}, a single file of torch.save, and GGUF; "
         f"found {contents}.",
         remedy,
     )

@@ -58,13 +58,13 @@ _SPACE = "\u2581"
 _ADVICE = "Put the model's tokenizer.json in transformers' format into the same folder; it is then used instead."
 
 
-def derive_tokenizer(path: Path, later: bool, longest: int) -> tuple[LlamaVocabulary, dict[str, bytes]]:
+def derive_tokenizer(path: Path, later: bool, max_length: int) -> tuple[LlamaVocabulary, dict[str, bytes]]:
     """Convert a `tokenizer.model` for transformers: properties that the model needs, and files, name -> content.
 
     Args:
         path: path of the file.
         later: whether the model is Llama 3.1 or later, which gave three special tokens names.
-        longest: context length of the model, for the tokenizer's own warning.
+        max_length: context length of the model, for the tokenizer's own warning.
 
     Raises:
         CorruptVocabularyError: it is malformed, or encodes differently from those of Llama.
@@ -72,11 +72,11 @@ def derive_tokenizer(path: Path, later: bool, longest: int) -> tuple[LlamaVocabu
     with path.open("rb") as stream:
         is_ranks = looks_like_ranks(stream.read(4096))
     if is_ranks:
-        return _from_ranks(read_ranks(path), later, longest)
-    return _from_pieces(read_model(path), path.name, longest)
+        return _from_ranks(read_ranks(path), later, max_length)
+    return _from_pieces(read_model(path), path.name, max_length)
 
 
-def _from_ranks(tokens: Sequence[bytes], later: bool, longest: int) -> tuple[LlamaVocabulary, dict[str, bytes]]:
+def _from_ranks(tokens: Sequence[bytes], later: bool, max_length: int) -> tuple[LlamaVocabulary, dict[str, bytes]]:
     letters = _byte_letters()
     texts = ["".join(map(letters.__getitem__, token)) for token in tokens]
     ids = {text: rank for rank, text in enumerate(texts)}
@@ -90,7 +90,7 @@ def _from_ranks(tokens: Sequence[bytes], later: bool, longest: int) -> tuple[Lla
     bos, end = specials[:2]
     stops = [index for index, name in enumerate(specials) if name in (end, "<|eom_id|>", "<|eot_id|>")]
     content = {
-        **_frame([_added(first + index, name, special=True) for index, name in enumerate(specials)]),
+        **_tokenizer_frame([_added_token(first + index, name, special=True) for index, name in enumerate(specials)]),
         "pre_tokenizer": {
             "type": "Sequence",
             "pretokenizers": [
@@ -98,12 +98,12 @@ def _from_ranks(tokens: Sequence[bytes], later: bool, longest: int) -> tuple[Lla
                 {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
             ],
         },
-        "post_processor": _beginning_with(bos, first),
+        "post_processor": _begin_with_token(bos, first),
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": _model(ids, list(_pairs(texts, ids)), ignore_merges=True),
+        "model": _bpe_model(ids, list(_pairs(texts, ids)), ignore_merges=True),
     }
     vocabulary = LlamaVocabulary(True, first + _SPECIALS, first, tuple(first + stop for stop in stops))
-    config = _config(longest, bos_token=bos, eos_token=end)
+    config = _hf_config(max_length, bos_token=bos, eos_token=end)
     return vocabulary, {"tokenizer.json": as_json(content), "tokenizer_config.json": as_json(config)}
 
 
@@ -127,16 +127,16 @@ def _byte_letters() -> list[str]:
     return [chr(byte if byte in printed else next(unused)) for byte in range(256)]
 
 
-def _from_pieces(model: SentencePieceModel, file: str, longest: int) -> tuple[LlamaVocabulary, dict[str, bytes]]:
+def _from_pieces(model: SentencePieceModel, file: str, max_length: int) -> tuple[LlamaVocabulary, dict[str, bytes]]:
     _check_like_llama(model, file)
     texts = [text.decode() for text in model.pieces.texts]
     types = model.pieces.types
     ids = {text: piece for piece, text in enumerate(texts)}
     if len(ids) != len(texts):
-        raise _other(file, "a text is both an ordinary and a special piece")
+        raise _unlike_llama_error(file, "a text is both an ordinary and a special piece")
     special = model.special_ids()
     added = [
-        _added(piece, text, special=types[piece] != PieceType.USER_DEFINED)
+        _added_token(piece, text, special=types[piece] != PieceType.USER_DEFINED)
         for piece, text in enumerate(texts)
         if types[piece] in (PieceType.UNKNOWN, PieceType.CONTROL, PieceType.USER_DEFINED)
     ]
@@ -145,7 +145,7 @@ def _from_pieces(model: SentencePieceModel, file: str, longest: int) -> tuple[Ll
     check_pair_bytes(merged, file)
     order = sorted(ordinary, key=lambda piece: (-model.pieces.scores[piece], piece))
     content = {
-        **_frame(added),
+        **_tokenizer_frame(added),
         "normalizer": {
             "type": "Sequence",
             "normalizers": [
@@ -153,7 +153,7 @@ def _from_pieces(model: SentencePieceModel, file: str, longest: int) -> tuple[Ll
                 {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},
             ],
         },
-        "post_processor": _beginning_with(texts[special.bos], special.bos),
+        "post_processor": _begin_with_token(texts[special.bos], special.bos),
         "decoder": {
             "type": "Sequence",
             "decoders": [
@@ -163,7 +163,7 @@ def _from_pieces(model: SentencePieceModel, file: str, longest: int) -> tuple[Ll
                 {"type": "Strip", "content": " ", "start": 1, "stop": 0},
             ],
         },
-        "model": _model(
+        "model": _bpe_model(
             ids,
             list(_pairs([texts[piece] for piece in order], merged)),
             unknown=texts[special.unk],
@@ -172,7 +172,10 @@ def _from_pieces(model: SentencePieceModel, file: str, longest: int) -> tuple[Ll
     }
     vocabulary = LlamaVocabulary(False, len(texts), special.bos, (special.eos,))
     names = {"bos_token": texts[special.bos], "eos_token": texts[special.eos], "unk_token": texts[special.unk]}
-    files = {"tokenizer.json": as_json(content), "tokenizer_config.json": as_json(_config(longest, **names))}
+    files = {
+        "tokenizer.json": as_json(content),
+        "tokenizer_config.json": as_json(_hf_config(max_length, **names)),
+    }
     return vocabulary, files
 
 
@@ -190,10 +193,10 @@ def _check_like_llama(model: SentencePieceModel, file: str) -> None:
         ("it has no piece that begins or ends a text", special.bos < 0 or special.eos < 0),
     ):
         if wrong:
-            raise _other(file, reason)
+            raise _unlike_llama_error(file, reason)
 
 
-def _other(file: str, reason: str) -> CorruptVocabularyError:
+def _unlike_llama_error(file: str, reason: str) -> CorruptVocabularyError:
     return CorruptVocabularyError(
         f"{file} encodes differently from Llama's tokenizer: {reason}; expected byte pair encoding with byte fallback, "
         "a space before the text, and nothing normalised.",
@@ -225,7 +228,7 @@ def _pairs(order: Sequence[str], ids: Mapping[str, int]) -> Iterator[tuple[str, 
             yield left, right
 
 
-def _model(
+def _bpe_model(
     ids: Mapping[str, int],
     pairs: list[tuple[str, str]],
     *,
@@ -247,7 +250,7 @@ def _model(
     }
 
 
-def _frame(added: list[dict[str, Any]]) -> dict[str, Any]:
+def _tokenizer_frame(added: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "version": "1.0",
         "truncation": None,
@@ -258,12 +261,12 @@ def _frame(added: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _added(token_id: int, text: str, *, special: bool) -> dict[str, Any]:
+def _added_token(token_id: int, text: str, *, special: bool) -> dict[str, Any]:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": token_id, "content": text, **flags, "special": special}
 
 
-def _beginning_with(text: str, token_id: int) -> dict[str, Any]:
+def _begin_with_token(text: str, token_id: int) -> dict[str, Any]:
     def part(which: str, type_id: int) -> list[dict[str, Any]]:
         return [{"SpecialToken": {"id": text, "type_id": type_id}}, {"Sequence": {"id": which, "type_id": type_id}}]
 
@@ -275,11 +278,11 @@ def _beginning_with(text: str, token_id: int) -> dict[str, Any]:
     }
 
 
-def _config(longest: int, **names: str) -> dict[str, Any]:
+def _hf_config(max_length: int, **names: str) -> dict[str, Any]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **names,
-        "model_max_length": longest,
+        "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
     }
 
@@ -291,12 +294,12 @@ MAX_RANKS = 64
 _NUMBER = re.compile(r"\d+")
 
 
-def ranks_of(names: Iterable[str], where: str) -> tuple[str, ...]:
+def ranks_of(names: Iterable[str], label: str) -> tuple[str, ...]:
     """The files of all ranks in numerical order.
 
     Args:
         names: names of these and possibly other files.
-        where: the folder's name in messages.
+        label: the folder's name in messages.
 
     Raises:
         MissingShardError: a rank is missing; the message names it.
@@ -306,15 +309,15 @@ def ranks_of(names: Iterable[str], where: str) -> tuple[str, ...]:
     numbers = [int(digits[0]) for name in ranks if (digits := _NUMBER.search(name))]
     if len(set(numbers)) != len(numbers) or len(numbers) > MAX_RANKS or max(numbers, default=0) >= MAX_RANKS:
         raise InvalidIndexError(
-            f"{where} holds {listed(ranks)}; expected consolidated.00.pth, .01.pth, …, each number once and below "
+            f"{label} holds {listed(ranks)}; expected consolidated.00.pth, .01.pth, …, each number once and below "
             f"{MAX_RANKS}.",
             "Keep only files that were published together in the folder.",
         )
     missing = sorted({*range(max(numbers, default=0) + 1)} - {*numbers})
     if missing:
-        lacking = ", ".join(f"consolidated.{number:02}.pth" for number in missing)
+        lacking = ", ".join(f"consolidated.{rank:02}.pth" for rank in missing)
         raise MissingShardError(
-            f"{where} lacks {lacking}; found {', '.join(ranks) or 'no other'}.",
+            f"{label} lacks {lacking}; found {', '.join(ranks) or 'no other'}.",
             "Add the missing files: each has a part of every weight. Nothing was changed.",
         )
     return tuple(ranks)

@@ -77,12 +77,12 @@ class MetaParams:
         return self.dim // self.n_heads
 
 
-def parse_params(content: Mapping[str, Any], where: str) -> MetaParams:
+def parse_params(content: Mapping[str, Any], label: str) -> MetaParams:
     """Parse the fields and check them against each other.
 
     Args:
         content: content of the file, or its object under "model".
-        where: the file's name in messages.
+        label: the file's name in messages.
 
     Raises:
         InvalidIndexError: a field is missing, or has an impossible value.
@@ -90,12 +90,12 @@ def parse_params(content: Mapping[str, Any], where: str) -> MetaParams:
     """
     inner = content.get("model")
     fields = {key: value for key, value in (inner if isinstance(inner, dict) else content).items() if value is not None}
-    _refuse_others(fields, where)
+    _refuse_unknown_fields(fields, label)
     for key in _REQUIRED:
         if key not in fields:
-            raise InvalidIndexError(f"{where} has no {key!r}; expected the parameters of a Llama.", _OWN)
-    sizes = {key: _integer(fields[key], key, where) for key in _INTEGERS if key in fields and fields[key] != -1}
-    numbers = {key: _number(fields[key], key, where) for key in _NUMBERS if key in fields}
+            raise InvalidIndexError(f"{label} has no {key!r}; expected the parameters of a Llama.", _OWN)
+    sizes = {key: _integer(fields[key], key, label) for key in _INTEGERS if key in fields and fields[key] != -1}
+    numbers = {key: _number(fields[key], key, label) for key in _NUMBERS if key in fields}
     dim, heads = sizes.get("dim", 0), sizes.get("n_heads", 0)
     kv_heads = sizes.get("n_kv_heads", heads)
     layers = sizes.get("n_layers", 0)
@@ -105,10 +105,10 @@ def parse_params(content: Mapping[str, Any], where: str) -> MetaParams:
         (f"n_layers is {layers}, expected 1 to {MAX_LAYERS:,}", not 0 < layers <= MAX_LAYERS),
     ):
         if wrong:
-            raise InvalidIndexError(f"{where} contradicts itself: {contradiction}.", _OWN)
+            raise InvalidIndexError(f"{label} contradicts itself: {contradiction}.", _OWN)
     scaled = fields.get("use_scaled_rope", False)
     if not isinstance(scaled, bool):
-        raise InvalidIndexError(f"{where} has use_scaled_rope {scaled!r}; expected true or false.", _OWN)
+        raise InvalidIndexError(f"{label} has use_scaled_rope {scaled!r}; expected true or false.", _OWN)
     return MetaParams(
         dim,
         layers,
@@ -124,7 +124,7 @@ def parse_params(content: Mapping[str, Any], where: str) -> MetaParams:
     )
 
 
-def _refuse_others(fields: Mapping[str, Any], where: str) -> None:
+def _refuse_unknown_fields(fields: Mapping[str, Any], label: str) -> None:
     known = {*_INTEGERS, *_NUMBERS, *_WITHOUT_EFFECT, "use_scaled_rope"}
     unknown = sorted(key for key in fields if key not in known)
     if not unknown:
@@ -132,21 +132,21 @@ def _refuse_others(fields: Mapping[str, Any], where: str) -> None:
     models = [model for pattern, model in _OTHERS for key in unknown if pattern.search(key)]
     model = models[0] if models else "another model"
     raise UnreadableFormatError(
-        f"{where} has {listed(map(repr, unknown))}, which belongs to {model}; in Meta's own format the dense text "
+        f"{label} has {listed(map(repr, unknown))}, which belongs to {model}; in Meta's own format the dense text "
         "models Llama 1 to 3 are read.",
         "Use the same model in transformers' format, from the hub.",
     )
 
 
-def _integer(value: object, key: str, where: str) -> int:
+def _integer(value: object, key: str, label: str) -> int:
     if type(value) is not int or not 0 < value < _MAX_INTEGER:
-        raise InvalidIndexError(f"{where} has {key} {value!r}; expected a positive number.", _OWN)
+        raise InvalidIndexError(f"{label} has {key} {value!r}; expected a positive number.", _OWN)
     return value
 
 
-def _number(value: object, key: str, where: str) -> float:
+def _number(value: object, key: str, label: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise InvalidIndexError(f"{where} has {key} {value!r}; expected a positive number.", _OWN)
+        raise InvalidIndexError(f"{label} has {key} {value!r}; expected a positive number.", _OWN)
     return float(value)
 
 
@@ -229,7 +229,7 @@ def shapes_of(header: Header, params: MetaParams, ranks: int, file: str) -> Shap
     gate = _required(tensors, "layers.0.feed_forward.w1.weight", file)
     if len(embedding.shape) != 2 or embedding.shape[1] * ranks not in (params.dim, params.dim * ranks):
         uncut = f"(any, {params.dim})"
-        raise _contradiction(embedding, file, uncut if ranks == 1 else f"{uncut} or (any, {params.dim // ranks})")
+        raise _shape_error(embedding, file, uncut if ranks == 1 else f"{uncut} or (any, {params.dim // ranks})")
     by_rows = embedding.shape[1] == params.dim
     vocab_size = embedding.shape[0] * (ranks if by_rows else 1)
     if params.vocab_size is not None and params.vocab_size != vocab_size:
@@ -254,11 +254,11 @@ def _check_ranks(tensors: Mapping[str, TensorSpec], params: MetaParams, ranks: i
     """Refuse a wrong number of ranks first, since it would make every shape look wrong."""
     query = _required(tensors, "layers.0.attention.wq.weight", file)
     if len(query.shape) != 2 or query.shape[1] != params.dim:
-        raise _contradiction(query, file, f"({params.dim // ranks}, {params.dim})")
+        raise _shape_error(query, file, f"({params.dim // ranks}, {params.dim})")
     rows = query.shape[0]
     total = params.dim // rows if rows and params.dim % rows == 0 else 0
     if total > ranks:
-        missing = ", ".join(f"consolidated.{number:02}.pth" for number in range(ranks, total))
+        missing = ", ".join(f"consolidated.{rank:02}.pth" for rank in range(ranks, total))
         raise MissingShardError(
             f"{file} is one of {total} ranks by the shape of {query.name!r}, {query.shape}; found {ranks}: {missing} "
             "missing.",
@@ -314,7 +314,7 @@ def translated(header: Header, params: MetaParams, rank: int, ranks: int, file: 
                 "Use the model's unquantized checkpoint with compression='4bit' or '8bit'.",
             )
         if tensor.shape != expected[name][1]:
-            raise _contradiction(tensor, file, str(expected[name][1]))
+            raise _shape_error(tensor, file, str(expected[name][1]))
     for name in expected:
         if name != _HEAD or not shapes.tied:
             _required(tensors, name, file)
@@ -380,7 +380,7 @@ def _as_piece(tensor: TensorSpec, name: str, dim: int | None, rank: int, ranks: 
     return tensor._replace(name=f"{name}{PIECE_MARK}{rank}", piece=piece)
 
 
-def _contradiction(tensor: TensorSpec, file: str, expected: str) -> InvalidIndexError:
+def _shape_error(tensor: TensorSpec, file: str, expected: str) -> InvalidIndexError:
     return InvalidIndexError(
         f"{file} has {tensor.name!r} of shape {tensor.shape}; params.json says {expected}.", _OTHER
     )

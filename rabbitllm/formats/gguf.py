@@ -138,7 +138,7 @@ def parse_gguf(read: ReadAt, size: int, file: str) -> GgufFile:
         raise cursor.error("it does not begin with GGUF")
     version = cursor.number("I")
     if version not in VERSIONS:
-        raise _other_version(version, file)
+        raise _version_error(version, file)
     tensors, entries = cursor.number("Q"), cursor.number("Q")
     if tensors > MAX_TENSORS or entries > MAX_ENTRIES:
         raise cursor.error(
@@ -223,7 +223,7 @@ class _Cursor:
             raise self.error(f"the text {short(raw, 60)} is not UTF-8") from None
 
 
-def _other_version(version: int, file: str) -> UnreadableFormatError:
+def _version_error(version: int, file: str) -> UnreadableFormatError:
     if version & 0xFFFF == 0:
         return UnreadableFormatError(
             f"{file} is a GGUF file of a big-endian machine; only little-endian ones are read.",

@@ -319,8 +319,8 @@ def read_run(file: Readable, spec: TensorSpec, begin: int, buffer: memoryview, g
         return file.read_into(buffer, spec.offset + begin)
     item = DTYPES[spec.dtype].bits // 8
     filled, first = 0, begin // item
-    for box in _boxes(spec.sizes, first, first + len(buffer) // item):
-        for part in _small_enough(box, spec.strides, item, gap):
+    for box in _divide_range(spec.sizes, first, first + len(buffer) // item):
+        for part in _divide_box(box, spec.strides, item, gap):
             length = math.prod(part.sizes) * item
             offset = spec.offset + item * sum(map(operator.mul, part.starts, spec.strides))
             if not _gather(file, offset, part.sizes, spec.strides, item, buffer[filled : filled + length], gap):
@@ -341,7 +341,7 @@ def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
-def _boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[_Box]:
+def _divide_range(shape: tuple[int, ...], begin: int, end: int) -> Iterator[_Box]:
     """The elements from `begin` to `end`, counted in row-major order, as boxes in that order: at most two per dimension
     plus one."""
     if begin >= end:
@@ -353,20 +353,20 @@ def _boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[_Box]:
     row, skipped = divmod(begin, inner)
     if skipped:
         stop = min(end, (row + 1) * inner)
-        yield from _in_row(row, _boxes(shape[1:], skipped, stop - row * inner))
+        yield from _in_row(row, _divide_range(shape[1:], skipped, stop - row * inner))
         begin, row = stop, row + 1
     rows = max(0, end // inner - row)
     if rows:
         yield _Box((row, *(0 for _ in shape[1:])), (rows, *shape[1:]))
         begin, row = begin + rows * inner, row + rows
-    yield from _in_row(row, _boxes(shape[1:], 0, end - begin))
+    yield from _in_row(row, _divide_range(shape[1:], 0, end - begin))
 
 
 def _in_row(row: int, boxes: Iterator[_Box]) -> Iterator[_Box]:
     return (_Box((row, *box.starts), (1, *box.sizes)) for box in boxes)
 
 
-def _small_enough(box: _Box, strides: tuple[int, ...], item: int, gap: int) -> Iterator[_Box]:
+def _divide_box(box: _Box, strides: tuple[int, ...], item: int, gap: int) -> Iterator[_Box]:
     """The box, halved repeatedly, in row-major order, until each part can be read at once."""
     waiting = [box]
     while waiting:

@@ -126,31 +126,31 @@ class TorchFile:
 
 def _file_of(root: object, spans: Mapping[str, tuple[int, int]], size: int, file: str) -> TorchFile:
     """The tensors of a saved value; `spans` are the bytes of each storage, from the start of the file."""
-    named, others = name_tensors(root, file)
+    named, left_out = name_tensors(root, file)
     tensors = []
     for name, t in named.items():
         begin, end = spans[t.storage.key]
         offset = begin + t.first * element_bytes(t.dtype)
         tensors.append(TorchTensor(name, t.dtype, t.shape, t.strides, file, t.storage.key, begin, end, offset))
-    keys = tuple(key for key, _ in others)
-    return TorchFile(tuple(tensors), keys, size, _left_tensors(named.values(), others, spans))
+    keys = tuple(key for key, _ in left_out)
+    return TorchFile(tuple(tensors), keys, size, _left_tensors(named.values(), left_out, spans))
 
 
 def _left_tensors(
     named: Iterable[PickledTensor],
-    others: Sequence[tuple[str, Iterable[PickledTensor]]],
+    other_keys: Sequence[tuple[str, Iterable[PickledTensor]]],
     spans: Mapping[str, tuple[int, int]],
 ) -> tuple[LeftOut, ...]:
     """What a file has besides its state dict: other values, and tensors unless they are the same elements as one there.
 
     Args:
         named: those of the state dict.
-        others: those below each other key.
+        other_keys: those below each other key.
         spans: the bytes of each storage; of one that no tensor above refers to, all of it is left out.
     """
     weights = set(named)
     keys, left_out = {tensor.storage.key for tensor in weights}, []
-    for key, tensors in others:
+    for key, tensors in other_keys:
         keys |= {tensor.storage.key for tensor in tensors}
         unnamed = set(tensors) - weights
         if unnamed or not tensors:  # other values, such as hyperparameters, are nowhere else either

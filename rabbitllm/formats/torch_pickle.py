@@ -80,7 +80,7 @@ def read_torch_pickle(data: bytes, file: str) -> tuple[object, Mapping[str, Stor
         UnsafePickleError, CorruptShardError: see `read_pickle`.
     """
     storages: dict[str, Storage] = {}
-    return read_pickle(data, _KNOWN, _noting(storages, _storage), file), storages
+    return read_pickle(data, _KNOWN, _recording(storages, _storage), file), storages
 
 
 def read_legacy_torch_pickle(data: bytes, begin: int, file: str) -> tuple[object, Mapping[str, Storage], int]:
@@ -92,7 +92,7 @@ def read_legacy_torch_pickle(data: bytes, begin: int, file: str) -> tuple[object
         file: name for messages.
     """
     storages: dict[str, Storage] = {}
-    root, end = read_leading_pickle(data, begin, _KNOWN, _noting(storages, _legacy_storage), file)
+    root, end = read_leading_pickle(data, begin, _KNOWN, _recording(storages, _legacy_storage), file)
     return root, storages, end
 
 
@@ -101,7 +101,7 @@ def read_plain_pickle(data: bytes, begin: int, file: str) -> tuple[object, int]:
     return read_leading_pickle(data, begin, {}, _no_storage, file)
 
 
-def _noting(storages: dict[str, Storage], read: Callable[[object], Storage]) -> Callable[[object], Storage]:
+def _recording(storages: dict[str, Storage], read: Callable[[object], Storage]) -> Callable[[object], Storage]:
     def persistent(identity: object) -> Storage:
         storage = read(identity)
         if storages.setdefault(storage.key, storage) != storage:
@@ -141,19 +141,19 @@ def _storage(identity: object) -> Storage:
     if type(location) is not str:
         raise RefusedValueError(f"refers to a storage on {describe(location)}; expected a device's name")
     dtype = _STORAGE_DTYPES[storage_type.name]
-    return Storage(key, dtype, _natural(elements, "a storage's size") * (element_bytes(dtype) if dtype else 1))
+    return Storage(key, dtype, _check_natural(elements, "a storage's size") * (element_bytes(dtype) if dtype else 1))
 
 
-def _natural(value: object, name: str) -> int:
+def _check_natural(value: object, name: str) -> int:
     if type(value) is not int or not 0 <= value < MAX_SIZE:
         raise RefusedValueError(f"has {describe(value)} as {name}; expected a natural number")
     return value
 
 
-def _naturals(value: object, name: str) -> tuple[int, ...]:
+def _check_naturals(value: object, name: str) -> tuple[int, ...]:
     if type(value) is not tuple or len(value) > MAX_DIMENSIONS:
         raise RefusedValueError(f"has {describe(value)} as {name}; expected at most {MAX_DIMENSIONS} natural numbers")
-    return tuple(_natural(part, name) for part in value)
+    return tuple(_check_natural(part, name) for part in value)
 
 
 def _tensor(arguments: tuple[Any, ...], dtype: object, metadata: object) -> PickledTensor:
@@ -166,8 +166,8 @@ def _tensor(arguments: tuple[Any, ...], dtype: object, metadata: object) -> Pick
     if metadata:  # torch marks conjugated or negated tensors; their bytes are not the values
         raise RefusedValueError("makes a conjugated or negated view, whose bytes are not its values")
     _check_requires_grad(arguments[4])
-    first = _natural(arguments[1], "its first element")
-    shape, strides = _naturals(arguments[2], "a shape"), _naturals(arguments[3], "strides")
+    first = _check_natural(arguments[1], "its first element")
+    shape, strides = _check_naturals(arguments[2], "a shape"), _check_naturals(arguments[3], "strides")
     if len(shape) != len(strides):
         raise RefusedValueError(f"has {len(shape)} sizes and {len(strides)} strides")
     if math.prod(size or 1 for size in shape) >= MAX_SIZE:
@@ -186,20 +186,20 @@ def _tensor(arguments: tuple[Any, ...], dtype: object, metadata: object) -> Pick
 
 def _rebuild_tensor(arguments: tuple[Any, ...]) -> PickledTensor:
     """storage, first element, shape, strides."""
-    _count(arguments, 4, 4)
+    _check_count(arguments, 4, 4)
     return _rebuild_tensor_v2((*arguments, False, None))
 
 
 def _rebuild_tensor_v2(arguments: tuple[Any, ...]) -> PickledTensor:
     """storage, first element, shape, strides, requires_grad, hooks, [metadata]."""
-    _count(arguments, 6, 7)
+    _check_count(arguments, 6, 7)
     storage = arguments[0]
     return _tensor(arguments, storage.dtype if isinstance(storage, Storage) else None, _rest(arguments, 6))
 
 
 def _rebuild_tensor_v3(arguments: tuple[Any, ...]) -> PickledTensor:
     """storage, first element, shape, strides, requires_grad, hooks, dtype, [metadata]."""
-    _count(arguments, 7, 8)
+    _check_count(arguments, 7, 8)
     storage, dtype = arguments[0], arguments[6]
     if isinstance(storage, Storage) and storage.dtype is not None:
         raise RefusedValueError(f"is given a storage of {storage.dtype}; expected one of bytes")
@@ -216,7 +216,7 @@ def _rest(arguments: tuple[Any, ...], index: int) -> object:
 
 def _rebuild_parameter(arguments: tuple[Any, ...]) -> PickledTensor:
     """tensor, requires_grad, hooks, [state]."""
-    _count(arguments, 3, 4)
+    _check_count(arguments, 3, 4)
     if not isinstance(arguments[0], PickledTensor):
         raise RefusedValueError(f"is given {describe(arguments[0])}; expected a tensor")
     _check_requires_grad(arguments[1])
@@ -231,7 +231,7 @@ def _check_requires_grad(value: object) -> None:
 
 def _rebuild_from_type(arguments: tuple[Any, ...]) -> object:
     """function, class, its arguments, attributes (which are dropped)."""
-    _count(arguments, 4, 4)
+    _check_count(arguments, 4, 4)
     function, tensor_type, inner, _ = arguments
     if not isinstance(function, Global) or not function.name.startswith("torch._utils.") or function.call is None:
         raise RefusedValueError(f"is given {describe(function)}; expected a function that rebuilds a tensor")
@@ -243,15 +243,15 @@ def _rebuild_from_type(arguments: tuple[Any, ...]) -> object:
 
 
 def _ordered(arguments: tuple[Any, ...]) -> Attributed:
-    _count(arguments, 0, 0)
+    _check_count(arguments, 0, 0)
     return Attributed()
 
 
-def _same(value_type: type, default: Callable[[], object]) -> Callable[[tuple[Any, ...]], object]:
+def _passes_through(value_type: type, default: Callable[[], object]) -> Callable[[tuple[Any, ...]], object]:
     """A constructor that takes one value of a type and returns it."""
 
     def call(arguments: tuple[Any, ...]) -> object:
-        _count(arguments, 0, 1)
+        _check_count(arguments, 0, 1)
         if arguments and type(arguments[0]) is not value_type:
             raise RefusedValueError(f"is given {describe(arguments[0])}; expected a {value_type.__name__}")
         return arguments[0] if arguments else default()
@@ -260,7 +260,7 @@ def _same(value_type: type, default: Callable[[], object]) -> Callable[[tuple[An
 
 
 def _device(arguments: tuple[Any, ...]) -> str:
-    _count(arguments, 1, 2)
+    _check_count(arguments, 1, 2)
     if type(arguments[0]) is not str or any(type(index) is not int for index in arguments[1:]):
         raise RefusedValueError(f"is given {describe(arguments[0])}; expected a device's name")
     return ":".join(str(part) for part in arguments)
@@ -268,7 +268,7 @@ def _device(arguments: tuple[Any, ...]) -> str:
 
 def _encoded(arguments: tuple[Any, ...]) -> bytes:
     """Bytes, written by protocol 2 as Latin-1 text to be encoded."""
-    _count(arguments, 2, 2)
+    _check_count(arguments, 2, 2)
     text, encoding = arguments
     if type(text) is not str or encoding != "latin1":
         raise RefusedValueError(f"is given {describe(text)} and {describe(encoding)}; expected text and 'latin1'")
@@ -279,15 +279,15 @@ def _encoded(arguments: tuple[Any, ...]) -> bytes:
 
 
 def _complex(arguments: tuple[Any, ...]) -> complex:
-    _count(arguments, 2, 2)
+    _check_count(arguments, 2, 2)
     if not all(type(part) is float for part in arguments):
         raise RefusedValueError("is not given two numbers")
     return complex(*arguments)
 
 
-def _count(arguments: tuple[Any, ...], least: int, most: int) -> None:
-    if not least <= len(arguments) <= most:
-        raise RefusedValueError(f"is given {len(arguments)} arguments; expected {least} to {most}")
+def _check_count(arguments: tuple[Any, ...], minimum: int, maximum: int) -> None:
+    if not minimum <= len(arguments) <= maximum:
+        raise RefusedValueError(f"is given {len(arguments)} arguments; expected {minimum} to {maximum}")
 
 
 _STORAGE_DTYPES: Mapping[str, str | None] = {
@@ -308,13 +308,13 @@ _DTYPE_NAMES = {f"torch.{dtype.torch_name}": name for name, dtype in DTYPES.item
 
 _CALLS: Mapping[str, Callable[[tuple[Any, ...]], object] | None] = {
     "collections.OrderedDict": _ordered,
-    "collections.Counter": _same(dict, dict),
-    "builtins.set": _same(list, list),
-    "builtins.bytes": _same(bytes, bytes),
-    "builtins.bytearray": _same(bytes, bytes),
+    "collections.Counter": _passes_through(dict, dict),
+    "builtins.set": _passes_through(list, list),
+    "builtins.bytes": _passes_through(bytes, bytes),
+    "builtins.bytearray": _passes_through(bytes, bytes),
     "builtins.complex": _complex,
     "_codecs.encode": _encoded,
-    "torch.Size": _same(tuple, tuple),
+    "torch.Size": _passes_through(tuple, tuple),
     "torch.device": _device,
     "torch.Tensor": None,
     "torch.nn.parameter.Parameter": None,
@@ -373,7 +373,7 @@ def name_tensors(root: object, file: str) -> tuple[dict[str, PickledTensor], lis
     if not isinstance(root, dict):
         raise CorruptShardError(f"{file} holds {describe(root)}; expected a dict of tensors.", _REMEDY)
     visited = itertools.count(1)
-    weights, others = _unwrapped(root, visited, file)
+    weights, left_out = _unwrapped(root, visited, file)
     tensors: dict[str, PickledTensor] = {}
     for path, tensor in _tensors_in(weights, visited, file):
         name = ".".join(path)
@@ -385,7 +385,7 @@ def name_tensors(root: object, file: str) -> tuple[dict[str, PickledTensor], lis
     if not tensors:
         raise CorruptShardError(f"{file} has no named tensor.", _REMEDY)
     visited = itertools.count(1)
-    return tensors, [(key, [tensor for _, tensor in _tensors_in(value, visited, file)]) for key, value in others]
+    return tensors, [(key, [tensor for _, tensor in _tensors_in(value, visited, file)]) for key, value in left_out]
 
 
 def _unwrapped(

@@ -109,13 +109,13 @@ def read_entries(read: ReadAt, file_size: int, file: str) -> tuple[ZipEntry, ...
             not stored uncompressed.
     """
     count, begin, end = _directory_span(read, file_size, file)
-    listed = list(_listed(read(begin, end - begin), count, file))
+    listed = list(_read_directory(read(begin, end - begin), count, file))
     names: set[str] = set()
     for entry in listed:
         if entry.name in names:
             raise corrupt_zip(file, f"two of its entries are named {entry.name!r}")
         names.add(entry.name)
-    return tuple(_placed(sorted(listed, key=lambda entry: entry.header), begin, file))
+    return tuple(_place_entries(sorted(listed, key=lambda entry: entry.header), begin, file))
 
 
 def _directory_span(read: ReadAt, file_size: int, file: str) -> tuple[int, int, int]:
@@ -133,7 +133,7 @@ def _directory_span(read: ReadAt, file_size: int, file: str) -> tuple[int, int, 
     if locator[:4] == b"PK\x06\x07":
         end -= _LOCATOR.size + _END_64.size
         claimed = (count, size, offset)
-        count, size, offset = _end_64(tail[: -_END.size], end, file)
+        count, size, offset = _read_end_64(tail[: -_END.size], end, file)
         limits = (_SENTINEL_16, _SENTINEL_32, _SENTINEL_32)
         for old, new, limit in zip(claimed, (count, size, offset), limits, strict=True):
             if old not in (new, limit):
@@ -153,7 +153,7 @@ def _directory_span(read: ReadAt, file_size: int, file: str) -> tuple[int, int, 
     return count, offset, end
 
 
-def _end_64(tail: bytes, end: int, file: str) -> tuple[int, int, int]:
+def _read_end_64(tail: bytes, end: int, file: str) -> tuple[int, int, int]:
     """Count, size and offset of the central directory from the zip64 record, which must be at `end`."""
     if len(tail) < _LOCATOR.size + _END_64.size:
         raise corrupt_zip(file, "its zip64 locator has no room for a zip64 record before it")
@@ -167,7 +167,7 @@ def _end_64(tail: bytes, end: int, file: str) -> tuple[int, int, int]:
     return count, size, offset
 
 
-def _listed(raw: bytes, count: int, file: str) -> Iterator[ZipEntry]:
+def _read_directory(raw: bytes, count: int, file: str) -> Iterator[ZipEntry]:
     """The records of the central directory, which must be exactly `count` and fill it; their data as if at byte 0."""
     offset = 0
     for index in range(count):
@@ -179,7 +179,7 @@ def _listed(raw: bytes, count: int, file: str) -> Iterator[ZipEntry]:
         ends = [offset := offset + length for length in lengths]
         if ends[-1] > len(raw):
             raise corrupt_zip(file, f"entry {index:,} of its directory reaches beyond the directory")
-        name = _name(raw[ends[0] - lengths[0] : ends[0]], flags, file)
+        name = _entry_name(raw[ends[0] - lengths[0] : ends[0]], flags, file)
         zip64 = _zip64_field(raw[ends[0] : ends[1]], name, file)
         if lengths[2]:
             raise corrupt_zip(file, f"entry {name!r} has a comment")
@@ -187,7 +187,7 @@ def _listed(raw: bytes, count: int, file: str) -> Iterator[ZipEntry]:
         _check_stored(flags, method, name, file)
         if attributes & _SPECIAL or attributes >> 28 not in (0, _REGULAR):
             raise corrupt_zip(file, f"entry {name!r} is not marked as a file (attributes {attributes:#010x})")
-        wide = _widened((size, packed, header, disk), zip64, name, file)
+        wide = _widen_sizes((size, packed, header, disk), zip64, name, file)
         if wide[0] != wide[1]:
             raise corrupt_zip(file, f"entry {name!r} has {wide[1]:,} bytes and declares {wide[0]:,}")
         if wide[3]:
@@ -197,7 +197,7 @@ def _listed(raw: bytes, count: int, file: str) -> Iterator[ZipEntry]:
         raise corrupt_zip(file, f"its directory has {len(raw) - offset:,} bytes after its last entry")
 
 
-def _placed(listed: Sequence[ZipEntry], directory: int, file: str) -> Iterator[ZipEntry]:
+def _place_entries(listed: Sequence[ZipEntry], directory: int, file: str) -> Iterator[ZipEntry]:
     """The entries with the spans of their data, which must be adjacent."""
     if not listed:
         raise corrupt_zip(file, "it has no entries")
@@ -238,7 +238,7 @@ def _check_stored(flags: int, method: int, name: str, file: str) -> None:
             )
 
 
-def _name(raw: bytes, flags: int, file: str) -> str:
+def _entry_name(raw: bytes, flags: int, file: str) -> str:
     """An entry's name, which must be an unambiguous relative path."""
     try:
         name = raw.decode("utf-8" if flags & _UTF8 else "ascii")
@@ -270,7 +270,7 @@ def _zip64_field(extra: bytes, name: str, file: str) -> bytes:
     return zip64
 
 
-def _widened(fields: tuple[int, int, int, int], zip64: bytes, name: str, file: str) -> tuple[int, ...]:
+def _widen_sizes(fields: tuple[int, int, int, int], zip64: bytes, name: str, file: str) -> tuple[int, ...]:
     """Size, packed size, header and disk, replaced by the zip64 field where it has them; it must hold exactly those."""
     limits = (_SENTINEL_32, _SENTINEL_32, _SENTINEL_32, _SENTINEL_16)
     replaced = [index for index, limit in enumerate(limits) if fields[index] == limit]

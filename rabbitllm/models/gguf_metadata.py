@@ -112,11 +112,11 @@ def config_of(folder: Path, family: GgufFamily, name: str) -> Any:
         ) from error
     window = getattr(config, "sliding_window", None)
     if type(config) is not type(read) and window is not None and window < config.max_position_embeddings:
-        raise _not_stored(name, "sliding_window", window, None)
+        raise _not_stored_error(name, "sliding_window", window, None)
     return read
 
 
-def _not_stored(name: str, entry: str, value: object, read: object) -> UnknownArchitectureError:
+def _not_stored_error(name: str, entry: str, value: object, read: object) -> UnknownArchitectureError:
     return UnknownArchitectureError(
         f"GGUF cannot store {entry}={short(value, 80)} of {name}; it would be read as {short(read, 80)}.", _REMEDY
     )
@@ -140,8 +140,8 @@ def require_same_config(config: Any, read: Any, name: str) -> None:
         value, read_value = entries.get(entry), read_entries.get(entry)
         if entry == "rope_parameters":
             value, read_value = _without_nones(value), _without_nones(read_value)
-        if not _same(value, read_value):
-            raise _not_stored(name, entry, value, read_value)
+        if not _is_same(value, read_value):
+            raise _not_stored_error(name, entry, value, read_value)
 
 
 def _without_nones(value: object) -> object:
@@ -150,16 +150,16 @@ def _without_nones(value: object) -> object:
     return {key: _without_nones(entry) for key, entry in value.items() if entry is not None}
 
 
-def _same(value: object, read: object) -> bool:
+def _is_same(value: object, read: object) -> bool:
     """Whether two entries are equal; numbers are compared in float32, as a file has them."""
     if isinstance(value, float | int) and isinstance(read, float | int):
-        return _single(value) == _single(read)
+        return _as_float32(value) == _as_float32(read)
     if isinstance(value, Mapping) and isinstance(read, Mapping):
-        return value.keys() == read.keys() and all(_same(value[key], read[key]) for key in value)
+        return value.keys() == read.keys() and all(_is_same(value[key], read[key]) for key in value)
     return value == read
 
 
-def _single(value: float) -> float:
+def _as_float32(value: float) -> float:
     try:
         return float(struct.unpack("<f", struct.pack("<f", value))[0])
     except OverflowError:
@@ -183,7 +183,7 @@ def add_config(writer: gguf.GGUFWriter, config: Any, family: GgufFamily, name: s
     try:
         scaling = scaling_metadata(config)
     except ValueError as error:
-        raise _not_stored(name, "rope_parameters", dict(rope), str(error)) from None
+        raise _not_stored_error(name, "rope_parameters", dict(rope), str(error)) from None
     values = {key: getattr(config, entry, None) for key, entry in GGUF_CONFIG_MAPPING[family.table].items() if entry}
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     values |= {"attention.key_length": head, "attention.value_length": head, "rope.freq_base": rope.get("rope_theta")}
@@ -246,7 +246,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, config: Any, folder: 
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     model = content["model"]
     if model.get("type") != "BPE":
-        raise _unlike(name, f"its model is {model.get('type')}, not BPE")
+        raise _tokenizer_error(name, f"its model is {model.get('type')}, not BPE")
     count = config.vocab_size
     words: dict[int, str] = {index: token for token, index in model["vocab"].items()}
     added = {entry["id"]: entry for entry in content.get("added_tokens", ())}
@@ -254,7 +254,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, config: Any, folder: 
     if excess := [words[index] for index in sorted(words) if index >= count]:
         logger.warning("%s: the model has no embeddings for %s; the GGUF file lacks them.", name, listed(excess))
     in_pieces = bool(model.get("byte_fallback"))
-    types = [_kind(index, words, added, tokenizer.unk_token, in_pieces) for index in range(count)]
+    types = [_token_type(index, words, added, tokenizer.unk_token, in_pieces) for index in range(count)]
     texts = [words.get(index, f"[PAD{index}]") for index in range(count)]
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     if in_pieces:
@@ -276,7 +276,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, config: Any, folder: 
     for role, index in _special_ids(tokenizer, config, folder).items():
         if 0 <= index < count:
             writer.add_uint32(f"tokenizer.ggml.{role}_token_id", index)
-    begins, ends = _added_around(tokenizer)
+    begins, ends = _adds_special_tokens(tokenizer)
     writer.add_add_bos_token(begins)
     writer.add_add_eos_token(ends)
     template = tokenizer.chat_template
@@ -290,7 +290,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 """gguf.TokenType"""
 
 
-def _kind(
+def _token_type(
     index: int, words: Mapping[int, str], added: Mapping[int, Mapping[str, Any]], unknown: str | None, in_pieces: bool
 ) -> int:
     """The type of a token."""
@@ -357,14 +357,14 @@ def _pre_tokenizer(content: Mapping[str, Any], name: str) -> str:
             names = [str(key) for key, split in GGUF_PRE_TOKENIZER_SPLITS.items() if split == regex]
             if plain and names:
                 return _USUAL.get(names[0], names[0])
-    raise _unlike(name, f"its pre-tokenizer is {short(json.dumps(pre_tokenizer), 200)}")
+    raise _tokenizer_error(name, f"its pre-tokenizer is {short(json.dumps(pre_tokenizer), 200)}")
 
 
 _USUAL = {"llama3": "llama-bpe"}
 """Names that llama.cpp's converter writes, of those that have the same regular expression."""
 
 
-def _unlike(name: str, why: str) -> CorruptVocabularyError:
+def _tokenizer_error(name: str, why: str) -> CorruptVocabularyError:
     return CorruptVocabularyError(f"No known llama.cpp tokenizer matches that of {name}: {why}.", _REMEDY)
 
 
@@ -384,7 +384,7 @@ def _special_ids(tokenizer: Any, config: Any, folder: Path) -> dict[str, int]:
     return ids | dict(zip(("eos", "eot", "eom"), unique, strict=False))
 
 
-def _added_around(tokenizer: Any) -> tuple[bool, bool]:
+def _adds_special_tokens(tokenizer: Any) -> tuple[bool, bool]:
     """Whether the tokenizer puts the first and the last special token around a text."""
     plain = tokenizer.encode("a", add_special_tokens=False)
     whole = tokenizer.encode("a")

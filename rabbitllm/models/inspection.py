@@ -232,20 +232,20 @@ def list_pickles(path: Path, form: Weights) -> Pickles:
         form: its format; one of `HAVE_PICKLES`.
     """
     if form is Weights.TORCH_ZIP:
-        return Pickles(tuple(_listed(data, name) for name, data in _pickles_of_zip(path)))
+        return Pickles(tuple(_list_pickle(data, name) for name, data in _pickles_of_zip(path)))
     with path.open("rb") as stream:
         data = stream.read(MAX_PICKLE_BYTES)
-    return Pickles(tuple(_in_sequence(data, path.name, 5 if form is Weights.TORCH_LEGACY else 1)))
+    return Pickles(tuple(_list_sequence(data, path.name, 5 if form is Weights.TORCH_LEGACY else 1)))
 
 
 def _pickles_of_zip(path: Path) -> list[tuple[str, bytes]]:
     try:
         return [(PICKLE, pickle_of(path))]
     except CheckpointError:
-        return list(_by_pythons_reader(path))
+        return list(_read_with_zipfile(path))
 
 
-def _by_pythons_reader(path: Path) -> Iterator[tuple[str, bytes]]:
+def _read_with_zipfile(path: Path) -> Iterator[tuple[str, bytes]]:
     """The pickles of any zip; the size limit holds for each, whatever size it declares."""
     try:
         with zipfile.ZipFile(path) as archive:
@@ -257,17 +257,17 @@ def _by_pythons_reader(path: Path) -> Iterator[tuple[str, bytes]]:
         return  # the strict reader has reported the problem
 
 
-def _in_sequence(data: bytes, name: str, count: int) -> Iterator[Pickle]:
+def _list_sequence(data: bytes, name: str, count: int) -> Iterator[Pickle]:
     offset = 0
     for index in range(min(count, MAX_PICKLES)):
-        listed = _listed(data[offset:], f"{name}, pickle {index + 1}" if count > 1 else name, offset)
+        listed = _list_pickle(data[offset:], f"{name}, pickle {index + 1}" if count > 1 else name, offset)
         yield listed
         if listed.stopped is not None:
             return
         offset = listed.opcodes[-1].position + 1
 
 
-def _listed(data: bytes, name: str, begin: int = 0) -> Pickle:
+def _list_pickle(data: bytes, name: str, begin: int = 0) -> Pickle:
     """A pickle's opcodes up to its STOP; positions count from `begin` bytes before the pickle."""
     opcodes: list[Opcode] = []
     depth, stopped = 0, None
@@ -455,13 +455,13 @@ def _look_at_split(folder: Path) -> Inspection:
     if store.manifest is not None:
         layers = {tensor: record.id for record in store.manifest.layers for tensor in record.tensors}
         order = tuple(record.id for record in store.manifest.layers)
-    content = Tensors(tuple(_stored(tensor, layers[tensor.name]) for tensor in store.tensors.values()), order)
+    content = Tensors(tuple(_of_stored(tensor, layers[tensor.name]) for tensor in store.tensors.values()), order)
     origin = "RabbitLLM 1.1's" if store.manifest is None else f"of {store.manifest.source.name}"
     title = f"a split directory, {store.compression or 'uncompressed'}, {origin}"
     return Inspection(str(folder), title, total, content, sizes, beside=beside)
 
 
-def _stored(tensor: StoredTensor, layer: str) -> TensorInfo:
+def _of_stored(tensor: StoredTensor, layer: str) -> TensorInfo:
     first = tensor.parts[0]
     dtype = tensor.quantized.scheme if tensor.quantized is not None else first.dtype
     strides = row_major(tensor.shape)

@@ -164,7 +164,7 @@ def _pairs(pairs: Mapping[str, Any], key: str, value: str) -> _Listing[tuple[str
         [*pairs.items()],
         lambda pair: pair[0],
         [Column(key), Column(value)],
-        lambda pair: (harmless(pair[0]), harmless(_compact(pair[1]), VALUE)),
+        lambda pair: (harmless(pair[0]), harmless(_compact_json(pair[1]), VALUE)),
         lambda pair: pair,
     )
 
@@ -262,39 +262,39 @@ def _facts(result: Inspection) -> Iterator[tuple[str, str]]:
     exactly = f" ({result.size:,} bytes)" if "byte" not in size(result.size) else ""
     yield "size", f"{size(result.size)}{exactly}{files}"
     if result.absent:
-        yield "missing", f"{counted(len(result.absent), 'shard')}: {_some(result.absent)}"
+        yield "missing", f"{counted(len(result.absent), 'shard')}: {_list_some(result.absent)}"
     match result.content:
         case Tensors():
-            yield from _of_tensors(result.content)
+            yield from _tensor_facts(result.content)
         case Vocabulary():
-            yield from _of_vocabulary(result.content.model)
+            yield from _vocabulary_facts(result.content.model)
         case ShardMap():
-            yield from _of_shard_map(result.content)
+            yield from _shard_map_facts(result.content)
         case Pickles():
-            yield from _of_pickles(result.content)
+            yield from _pickle_facts(result.content)
     if result.beside:
-        yield "other files", _some(result.beside)
+        yield "other files", _list_some(result.beside)
     if result.has_pickle and not isinstance(result.content, Pickles):
         yield "pickle", "--opcodes lists it; nothing of it is run"
     if result.refusal is not None:
         yield "refused", "see the error below"
 
 
-def _of_tensors(tensors: Tensors) -> Iterator[tuple[str, str]]:
+def _tensor_facts(tensors: Tensors) -> Iterator[tuple[str, str]]:
     kinds = ", ".join(f"{count:,} {dtype}" for dtype, count in tensors.dtypes.items())
     yield "tensors", f"{len(tensors.tensors):,}, {size(tensors.nbytes)}: {kinds}" if kinds else "0"
     yield "parameters", large(tensors.parameters)
-    yield "layer files", f"{len(tensors.layers):,}: {_some(runs(tensors.layers))}" if tensors.layers else "0"
+    yield "layer files", f"{len(tensors.layers):,}: {_list_some(runs(tensors.layers))}" if tensors.layers else "0"
     if tensors.sharing:
         yield "shared", f"{counted(tensors.sharing, 'tensor')} in the bytes of others"
     if tensors.strided:
         yield "strided", f"{counted(tensors.strided, 'tensor')} not in row-major order"
     if tensors.left_tensors:
-        yield "left out", f"{_some([*map(str, tensors.left_tensors)])}: a split keeps the file for it"
+        yield "left out", f"{_list_some([*map(str, tensors.left_tensors)])}: a split keeps the file for it"
     if keys := [key for key in tensors.left_out if key not in {group.name for group in tensors.left_tensors}]:
-        yield "left out", f"{_some(keys)}: no weights"
+        yield "left out", f"{_list_some(keys)}: no weights"
     if tensors.metadata:
-        yield "metadata", _some([f"{key}={value}" for key, value in tensors.metadata.items()])
+        yield "metadata", _list_some([f"{key}={value}" for key, value in tensors.metadata.items()])
 
 
 def runs(layers: Iterable[str]) -> list[str]:
@@ -309,51 +309,51 @@ def runs(layers: Iterable[str]) -> list[str]:
     return [run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in ranges]
 
 
-def _of_vocabulary(model: SentencePieceModel) -> Iterator[tuple[str, str]]:
+def _vocabulary_facts(model: SentencePieceModel) -> Iterator[tuple[str, str]]:
     counts = Counter(model.pieces.types)
     types = ", ".join(f"{count:,} {PieceType(code).name.lower()}" for code, count in counts.most_common())
     yield "pieces", f"{len(model.pieces):,}: {types.replace('_', ' ')}"
     ids = dataclasses.asdict(model.special_ids()).items()
     yield "special ids", ", ".join(f"{name} {token}" if token >= 0 else f"no {name}" for name, token in ids)
     yield "model type", model.trainer.model_type.name.lower()
-    yield "trainer", _spec(model.trainer)
-    yield "normaliser", _spec(model.normalizer)
+    yield "trainer", _spec_text(model.trainer)
+    yield "normaliser", _spec_text(model.normalizer)
     if model.denormalizer is not None:
-        yield "denormaliser", _spec(model.denormalizer)
+        yield "denormaliser", _spec_text(model.denormalizer)
     if model.samples:
         yield "samples", counted(len(model.samples), "text")
 
 
-def _spec(spec: TrainerSpec | NormalizerSpec) -> str:
+def _spec_text(spec: TrainerSpec | NormalizerSpec) -> str:
     """The fields of a spec that differ from their defaults; the JSON has all of them."""
     options = []
     for field in dataclasses.fields(spec):
         value = getattr(spec, field.name)
         if value != field.default and field.name != "model_type":
-            options.append(f"{field.name}={_value(value)}")
+            options.append(f"{field.name}={_value_text(value)}")
     return ", ".join(options) if options else "all defaults"
 
 
-def _value(value: object) -> str:
+def _value_text(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, tuple):
-        return f"[{_some([str(part) for part in value])}]"
+        return f"[{_list_some([str(part) for part in value])}]"
     return harmless(str(value), VALUE)
 
 
-def _of_shard_map(index: ShardMap) -> Iterator[tuple[str, str]]:
+def _shard_map_facts(index: ShardMap) -> Iterator[tuple[str, str]]:
     shards = Counter(index.weight_map.values())
     yield "tensors", f"{len(index.weight_map):,} in {counted(len(shards), 'shard')}"
     if index.metadata:
-        yield "metadata", _some([f"{key}={_compact(value)}" for key, value in index.metadata.items()])
+        yield "metadata", _list_some([f"{key}={_compact_json(value)}" for key, value in index.metadata.items()])
 
 
-def _of_pickles(pickles: Pickles) -> Iterator[tuple[str, str]]:
+def _pickle_facts(pickles: Pickles) -> Iterator[tuple[str, str]]:
     for pickle in pickles.pickles:
         yield "pickle", f"{harmless(pickle.name)}: {counted(len(pickle.opcodes), 'opcode')}, nothing of it is run"
         if names := list(_globals(pickle)):
-            yield "names", _some(names)
+            yield "names", _list_some(names)
     if not pickles.pickles:
         yield "pickle", "none found"
 
@@ -367,11 +367,11 @@ def _globals(pickle: Pickle) -> Iterator[str]:
         yield f"{hidden:,} from the stack (STACK_GLOBAL)"
 
 
-def _some(texts: Sequence[str]) -> str:
+def _list_some(texts: Sequence[str]) -> str:
     return listed((harmless(text, VALUE) for text in texts), _SOME)
 
 
-def _compact(value: object) -> str:
+def _compact_json(value: object) -> str:
     """A value of a JSON file on one line."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(", ", ": "))
 

@@ -57,11 +57,11 @@ def original_of(entry: SplitEntry, folder: Path | None = None, *, asks_hub: bool
     if source is not None and source.kind == "hub":
         commit = f" at commit {source.commit[:8]}" if source.commit else ""
         on_hub = Original(True, f"on the hub, {source.name}{commit}")
-        return _of_a_repository(source, _needed(entry), on_hub) if asks_hub else on_hub
+        return _original_of_repository(source, _needed_shards(entry), on_hub) if asks_hub else on_hub
     parent = folder or locations.spelled_out(entry.folder).parent
     if source is None:
-        return _of_an_unknown(parent)
-    needed = _needed(entry)
+        return _original_around(parent)
+    needed = _needed_shards(entry)
     if not needed:
         return Original(True, f"in the folder {source.name}; no shard of it is used yet")
     missing = [shard for shard in needed if not _is_same(parent, shard, source.fingerprints[shard])]
@@ -71,7 +71,7 @@ def original_of(entry: SplitEntry, folder: Path | None = None, *, asks_hub: bool
     return Original(False, f"{of} not in {parent}: {listed(missing, 3)}")
 
 
-def _of_a_repository(source: SourceIdentity, needed: Sequence[str], on_hub: Original) -> Original:
+def _original_of_repository(source: SourceIdentity, needed: Sequence[str], on_hub: Original) -> Original:
     """Look for shards of a repository at its commit: in the hub cache, and then on the hub.
 
     Args:
@@ -104,7 +104,7 @@ def _is_blob(path: Path, fingerprint: str) -> bool:
     return path.exists() and path.resolve().name == fingerprint.partition(":")[2]
 
 
-def _needed(entry: SplitEntry) -> list[str]:
+def _needed_shards(entry: SplitEntry) -> list[str]:
     """The shards that the split directory has the content of: of an unfinished split, those used up."""
     assert entry.source is not None
     for name in (JOURNAL_NAME, JOURNAL_NAME + REMOVED_SUFFIX):
@@ -124,7 +124,7 @@ def _is_same(folder: Path, shard: str, fingerprint: str) -> bool:
     return metadata is not None and metadata.fingerprint == fingerprint
 
 
-def _of_an_unknown(folder: Path) -> Original:
+def _original_around(folder: Path) -> Original:
     """The original of a RabbitLLM 1.1 split, which has no record of it: a complete checkpoint around it."""
     with contextlib.suppress(CheckpointError, OSError):
         if all((folder / shard).is_file() for shard in LocalCheckpoint(folder).index.shards):
@@ -186,7 +186,7 @@ def plan_removal(folder: Path) -> Removal:
             f"{folder} cannot be identified as a split directory: {entry.problem}. Nothing was removed.",
             "If you are sure, remove the folder yourself.",
         )
-    paths = [*_everything(folder)]
+    paths = [*_walk(folder)]
     written = max((path.stat().st_mtime for name in RECORDS if (path := folder / name).exists()), default=0.0)
     layers = _layer_files(folder, entry)
     foreign = [path for path in paths if not _is_ours(path, folder, layers, written)]
@@ -240,14 +240,14 @@ def remove(removal: Removal) -> int:
     return again.nbytes
 
 
-def _everything(folder: Path) -> Iterator[Path]:
+def _walk(folder: Path) -> Iterator[Path]:
     """Everything below a folder: files, folders, links and others; links are not followed."""
     with os.scandir(folder) as entries:
         children = sorted(entries, key=lambda entry: entry.name)
     for entry in children:
         yield Path(entry.path)
         if entry.is_dir(follow_symlinks=False):
-            yield from _everything(Path(entry.path))
+            yield from _walk(Path(entry.path))
 
 
 def _layer_files(folder: Path, entry: SplitEntry) -> frozenset[str] | None:

@@ -56,7 +56,7 @@ def test_records_appear_once_in_a_program_that_logs(tmp_path: Path) -> None:
     assert sum(line.startswith("INFO:rabbitllm.splitter.shard_loop:Shard 1 of 2") for line in without) == 1
 
 
-def test_nothing_is_set_up_without_the_variable(tmp_path: Path) -> None:
+def test_no_setup_without_the_variable(tmp_path: Path) -> None:
     (line,) = split(tmp_path / "model", None)
     assert line.startswith("split into 6 layer files")
 

@@ -353,11 +353,11 @@ def test_small_file_is_checked_by_its_git_id(
     assert not part.exists()
 
 
-@pytest.mark.parametrize(("asked", "waited"), [("7", 7.0), ("9999", fetch.LONGEST_PAUSE), ("soon", 0.0), (None, 0.0)])
+@pytest.mark.parametrize(("delay", "waited"), [("7", 7.0), ("9999", fetch.LONGEST_PAUSE), ("soon", 0.0), (None, 0.0)])
 def test_retry_after_is_honored(
-    local_hub: LocalHub, remote: RemoteFile, content: bytes, pauses: list[float], asked: str | None, waited: float
+    local_hub: LocalHub, remote: RemoteFile, content: bytes, pauses: list[float], delay: str | None, waited: float
 ) -> None:
-    local_hub.faults = Faults(status=429, retry_after=asked)
+    local_hub.faults = Faults(status=429, retry_after=delay)
     assert fetch.read_range(remote, 0, SIZE) == content
     assert len(pauses) == 1
     assert pauses[0] >= waited

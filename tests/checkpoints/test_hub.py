@@ -273,14 +273,14 @@ def test_blob_that_another_revision_uses_is_kept(
     twin = write_shards(tmp_path / "second", cut(llama_tensors(), 3))
     (twin / "config.json").write_text('{"model_type": "llama", "note": "another commit"}')
     local_hub.add_revision(REPO, "v2", twin)
-    other, main = (Path(snapshot_download(REPO, revision=name)) for name in ("v2", "main"))
-    before = {name: (other / name).read_bytes() for name in shards}
+    second, main = (Path(snapshot_download(REPO, revision=name)) for name in ("v2", "main"))
+    before = {name: (second / name).read_bytes() for name in shards}
     told: list[progress.Event] = []
     with progress.listening(told.append):
         split(REPO)
     disposals = [event.disposal for event in told if isinstance(event, progress.ShardDone)]
     assert disposals == ["kept: another revision in the hub cache uses the same file"] * 3
-    assert {name: (other / name).read_bytes() for name in shards} == before
+    assert {name: (second / name).read_bytes() for name in shards} == before
     assert names_in(main, "*.safetensors") == []
 
 

@@ -103,9 +103,9 @@ def test_blob_of_another_revision_is_kept(snapshot: CachedSnapshot, sibling: Pat
     assert names_in(snapshot.folder, "*.safetensors") == []
     assert (sibling / FIRST).read_bytes() == content
     assert (sibling / SECOND).exists()
-    other = snapshot_of(sibling)
-    assert other is not None
-    assert free_file(other, FIRST) == len(content)  # no other snapshot has it now
+    second = snapshot_of(sibling)
+    assert second is not None
+    assert free_file(second, FIRST) == len(content)  # no other snapshot has it now
 
 
 @pytest.mark.usefixtures("library")

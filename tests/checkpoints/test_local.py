@@ -193,14 +193,14 @@ def test_shard_name_outside_is_refused(folder: Path, tmp_path: Path, name: str, 
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("kind", ["file", "folder", "single"])
-def test_link_outside_is_refused(folder: Path, tmp_path: Path, kind: str, opened: list[str]) -> None:
+@pytest.mark.parametrize("target", ["file", "folder", "single"])
+def test_link_outside_is_refused(folder: Path, tmp_path: Path, target: str, opened: list[str]) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (folder / SECOND).rename(outside / SECOND)
-    if kind == "file":
+    if target == "file":
         (folder / SECOND).symlink_to(outside / SECOND)
-    elif kind == "folder":
+    elif target == "folder":
         (folder / "sub").symlink_to(outside)
         rename_in_index(folder, f"sub/{SECOND}")
     else:
@@ -210,7 +210,7 @@ def test_link_outside_is_refused(folder: Path, tmp_path: Path, kind: str, opened
     opened.clear()
     with pytest.raises(UnsafePathError, match="is a link that leads outside its folder"):
         LocalCheckpoint(folder)
-    assert {Path(path).name for path in opened} == (set() if kind == "single" else {INDEX_NAME})
+    assert {Path(path).name for path in opened} == (set() if target == "single" else {INDEX_NAME})
     assert contents(tmp_path) == before
 
 

@@ -89,7 +89,7 @@ def pieces() -> bytes:
 def from_pieces(pieces: bytes, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     folder = tmp_path_factory.mktemp("pieces")
     (folder / "tokenizer.model").write_bytes(pieces)
-    vocabulary, files = derive_tokenizer(folder / "tokenizer.model", later=False, longest=4096)
+    vocabulary, files = derive_tokenizer(folder / "tokenizer.model", later=False, max_length=4096)
     assert vocabulary == meta_checkpoint.LlamaVocabulary(False, 1500, 1, (2,))
     return loaded(folder, files), sentencepiece.SentencePieceProcessor(model_proto=pieces)
 
@@ -132,7 +132,7 @@ def test_vocabulary_that_encodes_differently(tmp_path: Path, changes: dict[str, 
     path = tmp_path / "tokenizer.model"
     path.write_bytes(trained(**{"vocab_size": 700, **changes}))
     with pytest.raises(CorruptVocabularyError, match=f"encodes differently from Llama's tokenizer: {says}") as refused:
-        derive_tokenizer(path, later=False, longest=4096)
+        derive_tokenizer(path, later=False, max_length=4096)
     assert "tokenizer.json" in refused.value.remedy
 
 
@@ -141,7 +141,7 @@ def test_hostile_models_are_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / "tokenizer.model"
     path.write_bytes(HOSTILE[name][0])
     with pytest.raises(CorruptVocabularyError):
-        derive_tokenizer(path, later=False, longest=4096)
+        derive_tokenizer(path, later=False, max_length=4096)
 
 
 # Llama 3
@@ -165,7 +165,7 @@ def from_ranks(ranks: bytes, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     tiktoken = pytest.importorskip("tiktoken")
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "tokenizer.model").write_bytes(ranks)
-    vocabulary, files = derive_tokenizer(folder / "tokenizer.model", later=True, longest=131_072)
+    vocabulary, files = derive_tokenizer(folder / "tokenizer.model", later=True, max_length=131_072)
     assert vocabulary == meta_checkpoint.LlamaVocabulary(True, 3256, 3000, (3001, 3008, 3009))
     lines = (line.split() for line in ranks.splitlines())
     library = tiktoken.Encoding(
@@ -206,7 +206,7 @@ def test_regular_token_named_like_a_special_one(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.model"
     path.write_bytes(tiktoken_file(0) + base64.b64encode(b"<|eot_id|>") + b" 256\n")
     with pytest.raises(CorruptVocabularyError, match=r"named like the special token '<\|eot_id\|>'"):
-        derive_tokenizer(path, later=False, longest=8192)
+        derive_tokenizer(path, later=False, max_length=8192)
 
 
 def test_overlong_tokens_are_refused(tmp_path: Path) -> None:
@@ -214,9 +214,9 @@ def test_overlong_tokens_are_refused(tmp_path: Path) -> None:
     lines = (base64.b64encode(bytes([i % 251, i // 251]) + bytes(1000)) + f" {256 + i}\n".encode() for i in range(300))
     path.write_bytes(tiktoken_file(0) + b"".join(lines))
     with pytest.raises(CorruptVocabularyError, match=r"needs .* bytes to check"):
-        derive_tokenizer(path, later=False, longest=8192)
+        derive_tokenizer(path, later=False, max_length=8192)
 
 
 def test_no_vocabulary(tmp_path: Path) -> None:
     with pytest.raises((FileNotFoundError, CheckpointNotFoundError)):
-        derive_tokenizer(tmp_path / "tokenizer.model", later=False, longest=1)
+        derive_tokenizer(tmp_path / "tokenizer.model", later=False, max_length=1)

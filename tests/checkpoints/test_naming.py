@@ -172,8 +172,8 @@ def test_rules_of_a_known_type_can_be_replaced() -> None:
 
 
 def test_patterns_of_the_call_come_first() -> None:
-    chosen = naming([r"(?P<id>model)\."])
-    assert assign_layers(["model.layers.0.w"], "llama", chosen) == {"model.layers.0.w": LayerName("model", "model")}
+    custom = naming([r"(?P<id>model)\."])
+    assert assign_layers(["model.layers.0.w"], "llama", custom) == {"model.layers.0.w": LayerName("model", "model")}
 
 
 @pytest.mark.parametrize(
