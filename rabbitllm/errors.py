@@ -466,20 +466,20 @@ def system_errors_by_name(prepared: str | Path | None = None) -> Iterator[None]:
     try:
         yield
     except (OSError, MemoryError, RuntimeError) as error:
-        named = _named(error, prepared)
-        if named is None:
+        translated = _translated_error(error, prepared)
+        if translated is None:
             raise
-        raise named from error
+        raise translated from error
 
 
-def _named(error: BaseException, prepared: str | Path | None) -> RabbitLLMError | None:
+def _translated_error(error: BaseException, prepared: str | Path | None) -> RabbitLLMError | None:
     """The package's error for a system error; None for any other."""
     if isinstance(error, RabbitLLMError):
         return None
     is_memory = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
     if not is_memory and isinstance(error, OSError) and error.errno is not None:
-        return _of_storage(error, prepared)
-    if not is_memory and not any(_NO_MEMORY.search(str(one)) for one in (error, error.__context__)):
+        return _storage_error(error, prepared)
+    if not is_memory and not any(_NO_MEMORY.search(str(cause)) for cause in (error, error.__context__)):
         return None
     text = str(error).strip().partition("\n")[0]
     return NotEnoughMemoryError(
@@ -489,11 +489,11 @@ def _named(error: BaseException, prepared: str | Path | None) -> RabbitLLMError 
     )
 
 
-def _of_storage(error: OSError, prepared: str | Path | None) -> RabbitLLMError | None:
+def _storage_error(error: OSError, prepared: str | Path | None) -> RabbitLLMError | None:
     names = [str(name) for name in (error.filename, error.filename2) if name is not None]
-    where = " -> ".join(names) or "A file or folder"
+    paths = " -> ".join(names) or "A file or folder"
     if error.errno in _FULL_ERRORS:
-        why = f"{where}: {error.strerror}" if names else error.strerror
+        why = f"{paths}: {error.strerror}" if names else error.strerror
         what_to_do = "Free disk space, or inodes if there is space (`df -i`), and make the same call again"
         if prepared is None:
             return DiskFullError(f"A disk is full ({why}).", f"{what_to_do}.")
@@ -504,6 +504,6 @@ def _of_storage(error: OSError, prepared: str | Path | None) -> RabbitLLMError |
     remedy = next((advice for numbers, advice in _REMEDIES if error.errno in numbers), None)
     if remedy is None:
         return None
-    found = StorageError(f"{where} cannot be used: {error.strerror}.", remedy)
-    found.errno, found.strerror, found.filename = error.errno, error.strerror, error.filename
-    return found
+    storage_error = StorageError(f"{paths} cannot be used: {error.strerror}.", remedy)
+    storage_error.errno, storage_error.strerror, storage_error.filename = error.errno, error.strerror, error.filename
+    return storage_error

@@ -26,11 +26,11 @@ from rabbitllm.storage import durable
 from tests.support.builders import build_checkpoint
 
 ENTRIES: dict[str, Callable[[Path, Path], Any]] = {
-    "from_pretrained": lambda model, at: rabbitllm.AutoModel.from_pretrained(
-        model, device="cpu", layer_shards_saving_path=at
+    "from_pretrained": lambda model, target: rabbitllm.AutoModel.from_pretrained(
+        model, device="cpu", layer_shards_saving_path=target
     ),
-    "split_and_save_layers": lambda model, at: rabbitllm.split_and_save_layers(model, at),
-    "convert": lambda model, at: convert(model, at),
+    "split_and_save_layers": lambda model, target: rabbitllm.split_and_save_layers(model, target),
+    "convert": lambda model, target: convert(model, target),
 }
 """Calls that write a model into a folder."""
 
@@ -49,45 +49,45 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("target", ["file", "dangling link", "below a file", "loop"])
-def test_a_target_that_can_be_no_folder(model: Path, tmp_path: Path, entry: str, target: str) -> None:
-    at = tmp_path / "target"
+def test_target_that_cannot_be_a_folder(model: Path, tmp_path: Path, entry: str, target: str) -> None:
+    blocked = tmp_path / "target"
     if target == "dangling link":
-        at.symlink_to(tmp_path / "nowhere" / "at all")
+        blocked.symlink_to(tmp_path / "nowhere" / "at all")
     elif target == "loop":
-        at.symlink_to(at)
+        blocked.symlink_to(blocked)
     else:
-        at.write_text("mine")
+        blocked.write_text("mine")
     before = sorted(path.name for path in model.iterdir())
-    error = refused(lambda: ENTRIES[entry](model, at / "deeper" if target == "below a file" else at))
-    assert str(at) in str(error)
+    error = refused(lambda: ENTRIES[entry](model, blocked / "deeper" if target == "below a file" else blocked))
+    assert str(blocked) in str(error)
     assert sorted(path.name for path in model.iterdir()) == before
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize(
-    "number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.EMFILE, errno.EFBIG]
+    "code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.EMFILE, errno.EFBIG]
 )
-def test_a_disk_that_fails_at_any_step(model: Path, tmp_path: Path, entry: str, number: int) -> None:
+def test_failing_disk(model: Path, tmp_path: Path, entry: str, code: int) -> None:
     before = {path: path.read_bytes() for path in model.iterdir()}
-    for at in (0, 3, 9):
+    for first in (0, 3, 9):
         steps = iter(range(1 << 20))
 
-        def fail(step: durable.Step, steps: Any = steps, at: int = at) -> None:
-            if next(steps) >= at and step.kind in ("create", "write", "make_folder", "sync"):
-                raise OSError(number, os.strerror(number), str(step.path))
+        def fail(step: durable.Step, steps: Any = steps, first: int = first) -> None:
+            if next(steps) >= first and step.kind in ("create", "write", "make_folder", "sync"):
+                raise OSError(code, os.strerror(code), str(step.path))
 
         with durable.observe_steps(fail):
-            error = refused(lambda at=at: ENTRIES[entry](model, tmp_path / f"target{at}"))  # type: ignore[misc]
-        full = number in (errno.ENOSPC, errno.EDQUOT)
+            error = refused(lambda first=first: ENTRIES[entry](model, tmp_path / f"target{first}"))  # type: ignore[misc]
+        full = code in (errno.ENOSPC, errno.EDQUOT)
         assert isinstance(error, DiskFullError if full else (StorageError, RabbitLLMError))
         assert isinstance(error.__cause__, OSError)
-        assert error.__cause__.errno == number
-        assert isinstance(error, DiskFullError) or error.errno == number  # type: ignore[attr-defined]
+        assert error.__cause__.errno == code
+        assert isinstance(error, DiskFullError) or error.errno == code  # type: ignore[attr-defined]
     assert {path: path.read_bytes() for path in before} == before
 
 
 @pytest.mark.parametrize("place", [(), ("/a/layer",)], ids=["unknown file", "known file"])
-def test_a_full_disk_says_what_was_prepared_and_that_the_call_goes_on(place: tuple[str, ...]) -> None:
+def test_full_disk_names_the_folder_and_the_remedy(place: tuple[str, ...]) -> None:
     with pytest.raises(DiskFullError) as caught, system_errors_by_name(), system_errors_by_name("org/model"):
         raise OSError(errno.ENOSPC, "No space", *place)
     why = "/a/layer: No space" if place else "No space"
@@ -95,16 +95,16 @@ def test_a_full_disk_says_what_was_prepared_and_that_the_call_goes_on(place: tup
     assert caught.value.remedy.endswith("make the same call again: it resumes.")
 
 
-def test_what_is_no_fault_of_the_system_stays_what_it_is() -> None:
+def test_other_errors_are_not_translated() -> None:
     gone = BrokenPipeError(errno.EPIPE, "x")
     for error in (TypeError("x"), KeyboardInterrupt(), RuntimeError("x"), gone, OSError("x")):
         with pytest.raises(type(error)) as caught, system_errors_by_name():
             raise error
         assert caught.value is error
     ours = StorageError("x", "y")
-    with pytest.raises(StorageError) as kept, system_errors_by_name():
+    with pytest.raises(StorageError) as translated, system_errors_by_name():
         raise ours
-    assert kept.value is ours
+    assert translated.value is ours
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_what_is_no_fault_of_the_system_stays_what_it_is() -> None:
     [MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory"), RuntimeError("can't start new thread")],
     ids=repr,
 )
-def test_memory_that_the_system_does_not_give(error: Exception) -> None:
+def test_refused_memory(error: Exception) -> None:
     with (
         pytest.raises(NotEnoughMemoryError, match="not enough memory for this call") as caught,
         system_errors_by_name(),
@@ -140,12 +140,12 @@ except rabbitllm.errors.RabbitLLMError as error:
 
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_limit_of_the_address_space(model: Path, tmp_path: Path) -> None:
-    other = shutil.copytree(model, tmp_path / "other")
-    command = [sys.executable, "-c", LIMITED, str(model), str(other)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "not enough memory" in done.stdout
+def test_address_space_limit(model: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(model, tmp_path / "other")
+    command = [sys.executable, "-c", LIMITED, str(model), str(copy)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert "not enough memory" in result.stdout
 
 
 NO_ROOM = """
@@ -173,17 +173,17 @@ for start in (
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_thread_that_has_no_room_is_not_waited_for() -> None:
+def test_thread_without_address_space_is_refused() -> None:
     """Python's own start of a thread never returns where the thread cannot allocate its state."""
-    done = subprocess.run([sys.executable, "-c", NO_ROOM], capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr) == ("can't start new thread\n" * 4, "")
+    result = subprocess.run([sys.executable, "-c", NO_ROOM], capture_output=True, text=True, timeout=60)
+    assert (result.stdout, result.stderr) == ("can't start new thread\n" * 4, "")
 
 
-def test_the_command_says_it_in_one_message(model: Path, tmp_path: Path) -> None:
+def test_command_prints_one_message(model: Path, tmp_path: Path) -> None:
     (tmp_path / "target").write_text("mine")
     command = [sys.executable, "-m", "rabbitllm", "convert", str(model), "--output", str(tmp_path / "target" / "x")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr.count("error: ") == 1
-    assert "Traceback" not in done.stderr
-    assert "What to do: " in done.stderr
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr.count("error: ") == 1
+    assert "Traceback" not in result.stderr
+    assert "What to do: " in result.stderr

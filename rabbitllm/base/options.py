@@ -310,14 +310,14 @@ def parse_dtype(dtype: Any) -> str | None:
     return None if dtype in (None, "auto") else str(dtype).removeprefix("torch.")
 
 
-def reject_unknown(given: Iterable[str], known: Iterable[str], function: str) -> None:
+def reject_unknown(names: Iterable[str], known: Iterable[str], function: str) -> None:
     """Refuse unknown keyword arguments, naming the nearest known one.
 
     Raises:
         TypeError: as Python itself raises for an unexpected keyword argument.
     """
     options = sorted(known)
-    for name in given:
+    for name in names:
         near = difflib.get_close_matches(name, options, n=1, cutoff=0.0)[0]
         raise TypeError(f"{function}() got an unexpected keyword argument {name!r}. Did you mean {near!r}?")
 

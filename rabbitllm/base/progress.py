@@ -298,7 +298,7 @@ class _TaskCounts:
     idle: float = 0.0
 
 
-class SplitLedger:
+class SplitProgress:
     """Derives statistics from events. Not thread-safe: a caller with several threads must lock.
 
     Args:
@@ -333,8 +333,8 @@ class SplitLedger:
         """Process an event."""
         match event:
             case BytesDone():
-                known = self._shard_done
-                known[event.shard] = known.get(event.shard, 0) + event.nbytes
+                done = self._shard_done
+                done[event.shard] = done.get(event.shard, 0) + event.nbytes
                 self._layer = event.layer or self._layer
                 self._count(event.nbytes, 0, event.quantized, event.written)
             case BytesFetched():
@@ -356,13 +356,13 @@ class SplitLedger:
                 pass
 
     def _fetched(self, event: BytesFetched) -> None:
-        here = self._shard_fetched
-        here[event.shard] = here.get(event.shard, 0) + event.nbytes
+        fetched = self._shard_fetched
+        fetched[event.shard] = fetched.get(event.shard, 0) + event.nbytes
         if self._idle_since is not None:
             self._idle, self._idle_since = self._idle_now(), None
         if not event.earlier:
             self._count(0, max(event.nbytes, 0), 0, 0)
-        if self._sizes and here[event.shard] >= self._sizes.get(event.shard, 0):  # until the next one begins
+        if self._sizes and fetched[event.shard] >= self._sizes.get(event.shard, 0):  # until the next one begins
             self._idle_since = self._clock()
 
     def _idle_now(self) -> float:
@@ -448,10 +448,10 @@ class SplitLedger:
 
     def _seconds_left(self, rates: CurrentRates, done: int) -> float | None:
         """Return the longer of the time left to split, at the rate of splitting, and the time left to fetch."""
-        found = []
+        seconds = []
         if rates.done:
-            found.append((self._total - done) / rates.done)
+            seconds.append((self._total - done) / rates.done)
         if self._pace and self._started is not None and self._started.fetches:
-            here = sum(min(max(n, 0), self._sizes.get(s, n)) for s, n in self._shard_fetched.items())
-            found.append(max(sum(self._sizes.values()) - here, 0) / self._pace)
-        return max(found, default=None)
+            fetched = sum(min(max(n, 0), self._sizes.get(s, n)) for s, n in self._shard_fetched.items())
+            seconds.append(max(sum(self._sizes.values()) - fetched, 0) / self._pace)
+        return max(seconds, default=None)

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 
-def round_up(number: int, multiple: int) -> int:
-    """Return the least multiple of `multiple` that is at least `number`."""
-    return -(-number // multiple) * multiple
+def round_up(value: int, multiple: int) -> int:
+    """Return the least multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple

@@ -69,9 +69,9 @@ def counted(count: int, noun: str) -> str:
 
 def listed(names: Iterable[str], limit: int = 5, separator: str = ", ") -> str:
     """Format names, at most `limit` of them: `a, b and 3 more`."""
-    found = list(names)
-    more = f" and {len(found) - limit:,} more" if len(found) > limit else ""
-    return separator.join(found[:limit]) + more
+    texts = list(names)
+    rest = f" and {len(texts) - limit:,} more" if len(texts) > limit else ""
+    return separator.join(texts[:limit]) + rest
 
 
 def large(count: int) -> str:
@@ -110,9 +110,9 @@ def put(console: Console, text: Text) -> None:
 def put_fact(console: Console, name: str, value: str) -> None:
     """Print a named value, with its further lines below its first."""
     width = max(console.width - LABEL, 20) if console.is_terminal else _columns(value)
-    for number, line in enumerate(Text(value).wrap(console, width)):
+    for index, line in enumerate(Text(value).wrap(console, width)):
         line.rstrip()
-        lead = Text(f"{'' if number else name:<{LABEL}}", "cyan")
+        lead = Text(f"{'' if index else name:<{LABEL}}", "cyan")
         console.print(Text.assemble(lead, line), soft_wrap=True)
 
 
@@ -145,22 +145,22 @@ def put_table(console: Console, columns: Sequence[Column], rows: Sequence[Sequen
     cells = [*zip(*([column.name for column in columns], *rows), strict=True)]
     widths = [max(map(_columns, column)) for column in cells]
     shown = _fitting(columns, widths, console.width if console.is_terminal else None)
-    left = [place for place, at in enumerate(shown) if not columns[at].right]
-    head, *lines = aligned([*zip(*(cells[at] for at in shown), strict=True)], left)
+    left_aligned = [place for place, index in enumerate(shown) if not columns[index].right]
+    head, *lines = aligned([*zip(*(cells[index] for index in shown), strict=True)], left_aligned)
     console.print(Text(head, "dim"), soft_wrap=True)
     console.file.writelines(line + "\n" for line in lines)  # not through rich, which takes seconds for a vocabulary
-    return tuple(column.name for at, column in enumerate(columns) if at not in shown)
+    return tuple(column.name for index, column in enumerate(columns) if index not in shown)
 
 
 def _fitting(columns: Sequence[Column], widths: Sequence[int], room: int | None) -> list[int]:
     """Return the indices of the columns that are shown, from left to right."""
     shown: list[int] = []
-    taken = -len(GAP)
-    for at in sorted(range(len(columns)), key=lambda at: columns[at].rank):
-        needed = widths[at] + len(GAP)
-        if room is None or not columns[at].rank or taken + needed <= room:
-            shown.append(at)
-            taken += needed
+    used = -len(GAP)
+    for index in sorted(range(len(columns)), key=lambda index: columns[index].rank):
+        needed = widths[index] + len(GAP)
+        if room is None or not columns[index].rank or used + needed <= room:
+            shown.append(index)
+            used += needed
     return sorted(shown)
 
 
@@ -171,9 +171,9 @@ def _columns(text: str) -> int:
 def aligned(rows: Iterable[Sequence[str]], left: Collection[int]) -> list[str]:
     """Format rows as lines; the columns `left` are left-aligned, the others right-aligned."""
     columns = []
-    for at, cells in enumerate(zip(*rows, strict=True)):
+    for index, cells in enumerate(zip(*rows, strict=True)):
         lengths = [*map(_columns, cells)]
-        width, is_left = max(lengths), at in left
+        width, is_left = max(lengths), index in left
         padded = ((cell, " " * (width - length)) for cell, length in zip(cells, lengths, strict=True))
         columns.append([cell + padding if is_left else padding + cell for cell, padding in padded])
     return [GAP.join(cells).rstrip() for cells in zip(*columns, strict=True)]
@@ -234,8 +234,8 @@ def minute(moment: str) -> str:
 def bar(share: float, width: int) -> Row:
     """Return a bar of `width` columns, filled from the left; a row of two spans."""
     halves = round(2 * width * min(max(share, 0.0), 1.0))
-    done = FULL * (halves // 2) + HALF * (halves % 2)
-    return ((done, "colour"), (EMPTY * (width - len(done)), "dim"))
+    filled = FULL * (halves // 2) + HALF * (halves % 2)
+    return ((filled, "colour"), (EMPTY * (width - len(filled)), "dim"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,18 +256,18 @@ class LinePiece:
 def fitting(pieces: Iterable[LinePiece], width: int) -> Row:
     """Return the pieces that fit the width, the lowest ranks first, in their order, with separators."""
     shown = [piece for piece in pieces if piece.text]
-    chosen: list[int] = []
-    taken = -len(SEPARATOR)
-    for at in sorted(range(len(shown)), key=lambda at: shown[at].rank):
-        needed = len(shown[at].text) + len(SEPARATOR)
-        if taken + needed > width:
+    kept: list[int] = []
+    used = -len(SEPARATOR)
+    for index in sorted(range(len(shown)), key=lambda index: shown[index].rank):
+        needed = len(shown[index].text) + len(SEPARATOR)
+        if used + needed > width:
             break  # a less important piece must not appear whenever a more important one does not fit
-        chosen.append(at)
-        taken += needed
+        kept.append(index)
+        used += needed
     spans: list[Span] = []
-    for at in sorted(chosen):
+    for index in sorted(kept):
         spans += [(SEPARATOR, "dim")] if spans else []
-        spans.append((shown[at].text, shown[at].style))
+        spans.append((shown[index].text, shown[index].style))
     return tuple(spans)
 
 

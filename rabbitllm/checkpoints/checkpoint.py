@@ -168,9 +168,9 @@ class SourceIdentity:
             if self.commit != other.commit and not (has_digests and self.fingerprints == other.fingerprints):
                 return f"its commit is {self.commit}, not {other.commit}"
         for shard, fingerprint in other.fingerprints.items():
-            known = self.fingerprints.get(shard)
-            comparable = known is not None and known.split(":")[0] == fingerprint.split(":")[0]
-            if comparable and known != fingerprint:
+            recorded = self.fingerprints.get(shard)
+            comparable = recorded is not None and recorded.split(":")[0] == fingerprint.split(":")[0]
+            if comparable and recorded != fingerprint:
                 return f"its shard {shard} has other contents"
         return None
 
@@ -212,8 +212,8 @@ class Checkpoint(Protocol):
         Raises:
             CheckpointError: the header contradicts the rest of the checkpoint.
         """
-        own = self.gguf or self.meta
-        return header if own is None else own.taken_from(shard, header)
+        reader = self.gguf or self.meta
+        return header if reader is None else reader.taken_from(shard, header)
 
     def acquire(self, shard: str, on_have: Callable[[Path, int], None] = ...) -> Path:
         """A local path to the whole shard, fetched if necessary.
@@ -321,9 +321,9 @@ def _samples(header: Header, size: int) -> Iterator[tuple[int, int]]:
 
 def sidecars_in(folder: Path) -> dict[str, Path]:
     """Sidecar files below a folder: name -> path, sorted by name."""
-    found = (path for pattern in SIDECAR_PATTERNS for path in folder.glob(pattern) if path.is_file())
-    named = {path.relative_to(folder).as_posix(): path for path in found}
-    return {name: path for name, path in sorted(named.items()) if is_sidecar(name, path.stat().st_size)}
+    paths = (path for pattern in SIDECAR_PATTERNS for path in folder.glob(pattern) if path.is_file())
+    sidecars = {path.relative_to(folder).as_posix(): path for path in paths}
+    return {name: path for name, path in sorted(sidecars.items()) if is_sidecar(name, path.stat().st_size)}
 
 
 def is_sidecar(name: str, size: int) -> bool:

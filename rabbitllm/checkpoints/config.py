@@ -34,7 +34,7 @@ def picked_by(config: object) -> int | None:
 
 
 def _first(value_of: Callable[[str], object]) -> int | None:
-    return next((found for name in NAMES if type(found := value_of(name)) is int and found > 0), None)
+    return next((experts for name in NAMES if type(experts := value_of(name)) is int and experts > 0), None)
 
 
 BITSANDBYTES = "bitsandbytes"
@@ -86,32 +86,32 @@ def separate_settings(folder: Path) -> Mapping[str, Any] | None:
     path = folder / MODELOPT_NAME
     if not path.is_file():
         return None
-    found = read_json(path).get("quantization")
-    if not isinstance(found, Mapping) or not isinstance(found.get("quant_algo"), str | None):
+    settings = read_json(path).get("quantization")
+    if not isinstance(settings, Mapping) or not isinstance(settings.get("quant_algo"), str | None):
         raise UnknownArchitectureError(
             f"{path} has no object with the name quantization and a text quant_algo, so it is not known how the "
             "weights are quantized.",
             "Download the file again. If the weights are not quantized, remove it.",
         )
-    if found.get("quant_algo") is None:
+    if settings.get("quant_algo") is None:
         return None  # only the KV cache is quantized, or nothing
-    return {**found, "quant_method": MODELOPT}
+    return {**settings, "quant_method": MODELOPT}
 
 
 def settings_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The quantization settings in a config; None for plain weights."""
     text = config.get("text_config")
     for part in (config, text if isinstance(text, Mapping) else {}):
-        found = part.get("quantization_config")
-        if isinstance(found, Mapping) and found and method_of(found) != LEFTOVER:
-            return found
+        settings = part.get("quantization_config")
+        if isinstance(settings, Mapping) and settings and method_of(settings) != LEFTOVER:
+            return settings
     return None
 
 
 def quantized_as(config: Mapping[str, Any]) -> str | None:
     """The quantization of the weights, such as "fp8", "mxfp4", "bitsandbytes 4bit"; None for plain weights."""
-    found = settings_of(config)
-    return method_of(found) if found is not None else None
+    settings = settings_of(config)
+    return method_of(settings) if settings is not None else None
 
 
 def method_of(settings: Mapping[str, Any]) -> str:
@@ -119,6 +119,6 @@ def method_of(settings: Mapping[str, Any]) -> str:
     for bits in ("4bit", "8bit"):
         if settings.get(f"load_in_{bits}"):
             return f"{BITSANDBYTES} {bits}"
-    named = settings.get("quant_method") or (MODELOPT if "quant_algo" in settings else "by an unnamed method")
-    method = str(getattr(named, "value", named))  # in transformers' own settings it is a member of an enumeration
+    value = settings.get("quant_method") or (MODELOPT if "quant_algo" in settings else "by an unnamed method")
+    method = str(getattr(value, "value", value))  # in transformers' own settings it is a member of an enumeration
     return MODELOPT if method.startswith(f"{MODELOPT}_") else method

@@ -58,11 +58,11 @@ def side_by_side(call: Callable[[Item], Result], items: Iterable[Item], threads:
                 future.set_result(call(item))
             except BaseException as error:
                 future.set_exception(error)
-                for _, later in tasks:
-                    later.cancel()
+                for _, unstarted in tasks:
+                    unstarted.cancel()
 
-    for number in range(min(threads, len(tasks))):
-        DaemonThread(work, f"side-by-side-{number}").start()
+    for index in range(min(threads, len(tasks))):
+        DaemonThread(work, f"side-by-side-{index}").start()
     futures = [future for _, future in tasks]
     try:
         for future in wait(futures, return_when=FIRST_EXCEPTION).done:
@@ -132,7 +132,7 @@ def read_range(file: RemoteFile, start: int, length: int) -> bytes:
     return b"".join(_resuming(file, start, stop))
 
 
-def fetch(file: RemoteFile, part: Path, on_have: Callable[[int], None] = lambda have: None) -> None:
+def fetch(file: RemoteFile, part: Path, on_have: Callable[[int], None] = lambda received: None) -> None:
     """Complete `part` to the whole content of a remote file, keeping the bytes that an earlier attempt left in it.
 
     `part` is private and never the only copy, so it needs no fsync: only bytes that were hashed in this process are
@@ -148,22 +148,22 @@ def fetch(file: RemoteFile, part: Path, on_have: Callable[[int], None] = lambda 
         HubError: the bytes do not match the hub's digest (`part` is removed), or the hub refused.
     """
     digest = file.new_digest()
-    earlier = have = _rehash(part, file.size, digest)
-    sink = durable.GrowingFile(part, have)
+    resumed = received = _rehash(part, file.size, digest)
+    sink = durable.GrowingFile(part, received)
     try:
-        on_have(have)
-        for chunk in _resuming(file, have, file.size):
-            on_have(have)
-            sink.write_at(memoryview(chunk), have)
+        on_have(received)
+        for chunk in _resuming(file, received, file.size):
+            on_have(received)
+            sink.write_at(memoryview(chunk), received)
             digest.update(chunk)
-            have += len(chunk)
-        on_have(have)
+            received += len(chunk)
+        on_have(received)
     finally:
         sink.close()
     try:
         file.check(digest)
     except HubError:
-        if not earlier:
+        if not resumed:
             durable.remove(part)
             raise
         logger.warning("The earlier download of %s is damaged and will be repeated.", file.url)
@@ -194,40 +194,40 @@ def _rehash(part: Path, size: int, digest: Any) -> int:
     if part.stat().st_size > size:
         durable.remove(part)
         return 0
-    have = 0
+    nbytes = 0
     with part.open("rb") as stream:
         while chunk := stream.read(CHUNK_BYTES):
             digest.update(chunk)
-            have += len(chunk)
-    return have
+            nbytes += len(chunk)
+    return nbytes
 
 
 def _resuming(file: RemoteFile, start: int, stop: int) -> Iterator[bytes]:
     """The bytes from `start` to `stop`, with a new request for the rest whenever the connection breaks."""
-    failures, at = 0, start
-    while at < stop:
-        before, wanted_pause = at, 0.0
+    failures, position = 0, start
+    while position < stop:
+        first, asked_pause = position, 0.0
         try:
-            with _request(file, at, stop) as response:
-                for chunk in _wanted(response.iter_bytes(), response.status_code, at, stop):
-                    at += len(chunk)
+            with _request(file, position, stop) as response:
+                for chunk in _requested_bytes(response.iter_bytes(), response.status_code, position, stop):
+                    position += len(chunk)
                     yield chunk
         except transport_errors() as error:
             reason = f"{type(error).__name__}: {error}"
         except _RetryLater as later:
-            reason, wanted_pause = str(later), later.pause
+            reason, asked_pause = str(later), later.pause
         else:
             reason = "the connection closed early"
-        if at >= stop:
+        if position >= stop:
             return
-        failures = 1 if at > before else failures + 1
+        failures = 1 if position > first else failures + 1
         if failures >= ATTEMPTS:
             raise HubError(
-                f"{file.url} could not be read past byte {at:,} of {file.size:,}: {reason}.",
+                f"{file.url} could not be read past byte {position:,} of {file.size:,}: {reason}.",
                 "Make the same call again later: it resumes.",
             )
-        logger.info("%s: %s; retrying from byte %s", file.url, reason, f"{at:,}")
-        time.sleep(max(_pause(failures), wanted_pause))
+        logger.info("%s: %s; retrying from byte %s", file.url, reason, f"{position:,}")
+        time.sleep(max(_pause(failures), asked_pause))
 
 
 class _RetryLater(Exception):
@@ -239,30 +239,30 @@ class _RetryLater(Exception):
         self.pause = min(float(retry_after), LONGEST_PAUSE) if retry_after and retry_after.isdecimal() else 0.0
 
 
-def _wanted(body: Iterator[bytes], status: int, at: int, stop: int) -> Iterator[bytes]:
-    """The wanted part of the response to a Range request; a hub that ignores the Range sends all from byte 0."""
-    skip = at if status == 200 else 0
-    left = stop - at
+def _requested_bytes(body: Iterator[bytes], status: int, start: int, stop: int) -> Iterator[bytes]:
+    """The requested part of the response to a Range request; a hub that ignores the Range sends all from byte 0."""
+    skip = start if status == 200 else 0
+    remaining = stop - start
     for chunk in body:  # in pieces as received: a fixed size would lose the bytes before a break
         data = chunk
         if skip:
             dropped = min(skip, len(data))
             data, skip = data[dropped:], skip - dropped
-        data = data[:left]
-        left -= len(data)
+        data = data[:remaining]
+        remaining -= len(data)
         if data:
             yield data
-        if not left:
+        if not remaining:
             return
 
 
 @contextlib.contextmanager
-def _request(file: RemoteFile, at: int, stop: int) -> Iterator[Any]:
+def _request(file: RemoteFile, start: int, stop: int) -> Iterator[Any]:
     """The response for these bytes, whose body is not read yet."""
     from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-    headers = build_hf_headers(token=file.token) | {"Range": f"bytes={at}-{stop - 1}", "Accept-Encoding": "identity"}
+    headers = build_hf_headers(token=file.token) | {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
     silence = constants.HF_HUB_DOWNLOAD_TIMEOUT  # seconds; the session has no timeout of its own
     with get_session().stream("GET", file.url, headers=headers, timeout=silence, follow_redirects=True) as response:
         if response.status_code in _RETRIED_STATUS:

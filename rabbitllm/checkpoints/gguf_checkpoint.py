@@ -80,30 +80,30 @@ class GgufCheckpoint:
 
     def _check_part(self, name: str, file: GgufFile) -> None:
         """Refuse a file that is another part than its name says."""
-        count, number = (file.metadata.get(f"split.{key}") for key in ("count", "no"))
+        count, index = (file.metadata.get(f"split.{key}") for key in ("count", "no"))
         expected = len(self.shards)
         number_in_name = gguf_number(name)
         if expected == 1 and count in (None, 0, 1):
             return
-        if count != expected or number_in_name is None or number != number_in_name - 1:
+        if count != expected or number_in_name is None or index != number_in_name - 1:
             raise InvalidIndexError(
-                f"{name} says that it is file {short(number)} (from 0) of {short(count)}; its name says another.",
+                f"{name} says that it is file {short(index)} (from 0) of {short(count)}; its name says another.",
                 "Download the files again, with their names, or join them with llama-gguf-split --merge.",
             )
 
     def _number(self, key: str, default: int) -> int:
-        found = self.metadata.get(key, default)
-        return found if isinstance(found, int) else default
+        value = self.metadata.get(key, default)
+        return value if isinstance(value, int) else default
 
     @property
     def architecture(self) -> str:
         """llama.cpp's name of the architecture."""
-        found = self.metadata.get("general.architecture")
-        if not isinstance(found, str):
+        name = self.metadata.get("general.architecture")
+        if not isinstance(name, str):
             raise CorruptShardError(
                 f"{self._first} has no general.architecture in its metadata.", "Download or copy the file again."
             )
-        return found
+        return name
 
     def taken_from(self, shard: str, header: Header) -> Header:
         """The header that a split uses for a file: the tensors of the model, in the order of the file.
@@ -118,7 +118,7 @@ class GgufCheckpoint:
             # divisors of rotary frequencies are in the config
             left_out += [] if targets or stored.name in FACTOR_TENSORS else [LeftOut(stored.name, stored.extent)]
         if left_out:
-            _warn_of(shard, tuple(left.name for left in left_out))
+            _warn_of(shard, tuple(tensor.name for tensor in left_out))
         return Header(tuple(specs), header.metadata, header.data_start, header.comes_first, tuple(left_out))
 
     @property
@@ -164,8 +164,8 @@ class GgufCheckpoint:
     def _key(self) -> str:
         """A digest of the metadata, and of the names and shapes of the tensors."""
         digest, end = hashlib.sha256(), self._files[self._first].entries_end
-        for at in range(0, end, READ_BYTES):
-            digest.update(self._read(at, min(READ_BYTES, end - at)))
+        for offset in range(0, end, READ_BYTES):
+            digest.update(self._read(offset, min(READ_BYTES, end - offset)))
         for name in sorted(self._files):
             digest.update(repr([(spec.name, spec.shape) for spec in self._files[name].header.tensors]).encode())
         for name, factors in self._factors.items():
@@ -177,7 +177,7 @@ class GgufCheckpoint:
         """The tensors of divisors of rotary frequencies, which belong to the config."""
         import numpy as np
 
-        found = {}
+        factors = {}
         for shard, file in self._files.items():
             for spec in file.header.tensors:
                 if spec.name not in FACTOR_TENSORS:
@@ -188,18 +188,18 @@ class GgufCheckpoint:
                         f"{READ_BYTES:,} bytes, in {self._first}.",
                         f"Join the files with llama-gguf-split --merge. {ORIGINAL}",
                     )
-                found[spec.name] = np.frombuffer(self._read(spec.offset, spec.nbytes), "<f4").reshape(spec.shape)
-        return found
+                factors[spec.name] = np.frombuffer(self._read(spec.offset, spec.nbytes), "<f4").reshape(spec.shape)
+        return factors
 
     def _generation(self) -> dict[str, Any]:
         """The ids of tokens; also those that end a turn or a message, which llama.cpp stops at too."""
         ids: dict[str, Any] = {}
         for key, name in (("bos", "bos_token_id"), ("padding", "pad_token_id")):
-            found = self._number(f"tokenizer.ggml.{key}_token_id", -1)
-            ids |= {name: found} if found >= 0 else {}
+            token = self._number(f"tokenizer.ggml.{key}_token_id", -1)
+            ids |= {name: token} if token >= 0 else {}
         stops = [self._number(f"tokenizer.ggml.{key}_token_id", -1) for key in _STOPS]
-        if kept := list(dict.fromkeys(stop for stop in stops if stop >= 0)):
-            ids["eos_token_id"] = kept[0] if len(kept) == 1 else kept
+        if eos := list(dict.fromkeys(stop for stop in stops if stop >= 0)):
+            ids["eos_token_id"] = eos[0] if len(eos) == 1 else eos
         return ids
 
     def _tokenizer_is_unknown(self) -> bool:
@@ -215,9 +215,9 @@ class GgufCheckpoint:
         """Whether transformers, or `_tokenizer`, splits text before the merges as this vocabulary was made."""
         from rabbitllm.checkpoints.transformers_gguf import GGUF_PRE_TOKENIZER_SPLITS
 
-        kind = self.metadata.get("tokenizer.ggml.pre", "gpt-2")
-        known = {*GGUF_PRE_TOKENIZER_SPLITS, *_AS_GPT2, *_DIGITS_FIRST}
-        return self.metadata.get("tokenizer.ggml.model") != "gpt2" or kind in known
+        pre_tokenizer = self.metadata.get("tokenizer.ggml.pre", "gpt-2")
+        supported = {*GGUF_PRE_TOKENIZER_SPLITS, *_AS_GPT2, *_DIGITS_FIRST}
+        return self.metadata.get("tokenizer.ggml.model") != "gpt2" or pre_tokenizer in supported
 
     def _tokenizer(self) -> dict[str, bytes]:
         self._check_vocabulary()
@@ -225,28 +225,28 @@ class GgufCheckpoint:
 
         # AutoTokenizer first reads the whole vocabulary by slower code, to choose a class that, of decoders, makes the
         # same tokenizer.json: 45 of 55 seconds for the 262,000 tokens of Gemma 3
-        maker = AutoTokenizer if self._model.config.is_encoder_decoder else PreTrainedTokenizerFast
-        with self._outline() as folder, ScratchFolder() as made:
+        tokenizer_class = AutoTokenizer if self._model.config.is_encoder_decoder else PreTrainedTokenizerFast
+        with self._outline() as folder, ScratchFolder() as output:
             try:
-                maker.from_pretrained(folder, gguf_file=OUTLINE).save_pretrained(made)
+                tokenizer_class.from_pretrained(folder, gguf_file=OUTLINE).save_pretrained(output)
             except Exception as error:  # a vocabulary of strangers makes transformers raise any error
                 raise CorruptVocabularyError(
                     f"transformers cannot build a tokenizer from the metadata of {self._first}: {error_line(error)}",
                     "Put the tokenizer.json of the original model into the same folder; it is then used instead.",
                 ) from error
-            files = {path.name: path.read_bytes() for path in sorted(made.iterdir()) if path.is_file()}
+            files = {path.name: path.read_bytes() for path in sorted(output.iterdir()) if path.is_file()}
         if self.metadata.get("tokenizer.ggml.pre") in _DIGITS_FIRST:
-            whole = json.loads(files["tokenizer.json"])
+            tokenizer = json.loads(files["tokenizer.json"])
             digits = {"type": "Digits", "individual_digits": True}
-            whole["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, whole["pre_tokenizer"]]}
-            files["tokenizer.json"] = as_json(whole)
+            tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, tokenizer["pre_tokenizer"]]}
+            files["tokenizer.json"] = as_json(tokenizer)
         elif not self._knows_how_text_is_split():
             _warn_of_splitting(self._first, short(self.metadata.get("tokenizer.ggml.pre"), 40))
         config = json.loads(files["tokenizer_config.json"])
         # by this class tokenizer.json is used as it is; others build their own from its vocabulary
         config |= {"tokenizer_class": "PreTrainedTokenizerFast"}
-        if (longest := self._number(f"{self.architecture}.context_length", 0)) > 0:
-            config["model_max_length"] = longest
+        if (context_length := self._number(f"{self.architecture}.context_length", 0)) > 0:
+            config["model_max_length"] = context_length
         for name in ("is_local", "local_files_only"):
             config.pop(name, None)
         return files | {"tokenizer_config.json": as_json(config)}
@@ -264,9 +264,9 @@ class GgufCheckpoint:
         """Yield a folder with a small file of the same metadata and names of tensors."""
         names = [spec.name for file in self._files.values() for spec in file.header.tensors]
         if len(set(names)) != len(names):
-            twice = next(name for name in names if names.count(name) > 1)
+            repeated = next(name for name in names if names.count(name) > 1)
             raise InvalidIndexError(
-                f"Two files of the model have the tensor {short(twice)}.", "Download the files again."
+                f"Two files of the model have the tensor {short(repeated)}.", "Download the files again."
             )
         with ScratchFolder() as folder:
             with (folder / OUTLINE).open("wb") as file:
@@ -275,8 +275,8 @@ class GgufCheckpoint:
 
     @functools.cached_property
     def _model(self) -> GgufModel:
-        found: GgufModel = _cached((self._key, "model"), self._read_model)
-        return found
+        model: GgufModel = _cached((self._key, "model"), self._read_model)
+        return model
 
     def _read_model(self) -> GgufModel:
         blocks = self._number(f"{self.architecture}.block_count", 0)
@@ -299,15 +299,15 @@ class GgufCheckpoint:
             UnreadableFormatError: a config cannot express them.
         """
         prefix = f"{self.architecture}."
-        own = {key.removeprefix(prefix): value for key, value in self.metadata.items() if key.startswith(prefix)}
+        metadata = {key.removeprefix(prefix): value for key, value in self.metadata.items() if key.startswith(prefix)}
         try:
-            found = rope_parameters(config, own, self._factors)
+            parameters = rope_parameters(config, metadata, self._factors)
         except ValueError as error:
             raise UnreadableFormatError(
                 f"The rotary frequencies of {self._first} cannot be read: {error}.", f"{ORIGINAL} Nothing was changed."
             ) from None
-        if found is not None:
-            config.rope_parameters = found
+        if parameters is not None:
+            config.rope_parameters = parameters
 
 
 _CACHE: dict[tuple[str, str], Any] = {}
@@ -317,13 +317,13 @@ MAX_CACHED = 4
 
 def _cached(key: tuple[str, str], make: Callable[[], Any]) -> Any:
     """Return the object in the cache, or make it."""
-    found = _CACHE.get(key)
-    if found is None:
-        found = make()
+    value = _CACHE.get(key)
+    if value is None:
+        value = make()
         while len(_CACHE) >= MAX_CACHED:
             _CACHE.pop(next(iter(_CACHE)), None)
-        _CACHE[key] = found
-    return found
+        _CACHE[key] = value
+    return value
 
 
 def _texts(values: object) -> list[str]:
@@ -337,11 +337,11 @@ def _warn_of(shard: str, names: tuple[str, ...]) -> None:
 
 
 @functools.cache
-def _warn_of_splitting(shard: str, kind: str) -> None:
+def _warn_of_splitting(shard: str, pre_tokenizer: str) -> None:
     """Warn once that transformers does not split text as the vocabulary was made."""
     logger.warning(
         "%s: transformers does not recognise this vocabulary's pre-tokenizer (%s) and uses GPT-2's; some token ids "
         "will differ from llama.cpp's. To prevent that, put the original model's tokenizer.json into the same folder.",
         shard,
-        kind,
+        pre_tokenizer,
     )

@@ -70,18 +70,18 @@ class Target:
                 file. Halves that several tensors make have `dtype` in any case.
         """
         blocks = stored.blocks
-        kind = blocks.kind if blocks is not None else TENSOR_TYPES[stored.dtype]
+        ggml = blocks.kind if blocks is not None else TENSOR_TYPES[stored.dtype]
         if may_stay and blocks is None and (self.piece is None or self.piece.dim == 0):
             dtype = stored.dtype if self.change is ValueChange.NONE else "F32"
         elements = math.prod(self.shape)
-        offset = stored.offset + self.first // kind.elements * kind.nbytes
-        is_plain = kind.dtype == dtype and self.change is ValueChange.NONE
+        offset = stored.offset + self.first // ggml.elements * ggml.nbytes
+        is_plain = ggml.dtype == dtype and self.change is ValueChange.NONE
         if not DTYPES[stored.dtype].quantizable:  # integers are taken as they are
             is_plain, dtype = True, stored.dtype
-        held = None if is_plain else StoredBlocks(kind, elements // kind.elements * kind.nbytes, self.change, may_stay)
+        raw = None if is_plain else StoredBlocks(ggml, elements // ggml.elements * ggml.nbytes, self.change, may_stay)
         nbytes = byte_size(dtype, self.shape)
         return TensorSpec(
-            self.name, dtype, self.shape, stored.file, offset, nbytes, self.strides, self.view, self.piece, held
+            self.name, dtype, self.shape, stored.file, offset, nbytes, self.strides, self.view, self.piece, raw
         )
 
 
@@ -120,17 +120,17 @@ def read_gguf_model(
     try:
         if architecture in GGUF_ARCHS:
             metadata, names = read_gguf_metadata(str(folder / OUTLINE))
-            known = get_gguf_config({"tokenizer.ggml.tokens": tokens, **metadata}, names)
-            config = CONFIG_MAPPING[known["model_type"]].from_dict(known)
+            settings = get_gguf_config({"tokenizer.ggml.tokens": tokens, **metadata}, names)
+            config = CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
             operations = _TransformOperations(GGUF_ARCHS[architecture](config))
         else:
             with _without_warnings("transformers.modeling_gguf_pytorch_utils"):  # of the vocabulary, which is left out
-                known = load_gguf_checkpoint(str(folder / OUTLINE), return_tensors=False)["config"]
+                settings = load_gguf_checkpoint(str(folder / OUTLINE), return_tensors=False)["config"]
             if tokens is not None:
-                known.setdefault("vocab_size", tokens)
-            kind = CONFIG_MAPPING[known["model_type"]]
-            config = kind.from_dict(known | _by_shapes(shapes, kind().to_dict()))
-            operations = _processor(architecture, known)
+                settings.setdefault("vocab_size", tokens)
+            config_class = CONFIG_MAPPING[settings["model_type"]]
+            config = config_class.from_dict(settings | _config_entries_by_shapes(shapes, config_class().to_dict()))
+            operations = _processor_operations(architecture, settings)
         complete(config)
         return GgufModel(config, operations, file)
     except (UnknownArchitectureError, UnreadableFormatError, CorruptShardError):
@@ -150,30 +150,30 @@ def stored_shapes(config: Any, architecture: str) -> dict[str, tuple[int, ...]]:
         config: of transformers, of a class that it also makes from GGUF metadata.
         architecture: llama.cpp's name.
     """
-    return GgufModel(config, _processor(architecture, config.to_dict()), "").stored_shapes()
+    return GgufModel(config, _processor_operations(architecture, config.to_dict()), "").stored_shapes()
 
 
 _BIASES = {".attn_output.bias": "attention_bias", ".ffn_down.bias": "mlp_bias"}
 """Ending of a tensor -> the entry of configs that says whether there are such tensors."""
 
 
-def _by_shapes(shapes: Mapping[str, tuple[int, ...]], usual: Mapping[str, Any]) -> dict[str, int]:
+def _config_entries_by_shapes(shapes: Mapping[str, tuple[int, ...]], usual: Mapping[str, Any]) -> dict[str, int]:
     """Entries of a config that transformers does not read from all metadata, but the names and shapes of tensors say.
 
     Args:
         shapes: of the tensors.
         usual: a config of the same class without entries of its own.
     """
-    found: dict[str, int] = {}
+    entries: dict[str, int] = {}
     for name, shape in shapes.items():
         entry = next((entry for ending, entry in _BIASES.items() if name.endswith(ending)), None)
         if entry is not None and usual.get(entry) is False:
-            found[entry] = True
+            entries[entry] = True
         if name.endswith(".attn_k_norm.weight") and len(shape) == 1:
-            found["head_dim"] = shape[0]
+            entries["head_dim"] = shape[0]
         elif name.endswith(".ffn_down_exps.weight") and len(shape) == 3:
-            found["moe_intermediate_size"] = shape[2]
-    return found
+            entries["moe_intermediate_size"] = shape[2]
+    return entries
 
 
 # transformers has two loaders, each for other architectures: processors with a map of all names, and the transforms
@@ -208,20 +208,20 @@ class _ProcessorOperations:
 
     def apply(self, name: str, probe: npt.NDArray[Any]) -> _Applied | None:
         """The result for a tensor; None if the model has no use for it, or it has several results."""
-        held: dict[str, Any] = {"tensors": {}, "config": {}}
+        parsed: dict[str, Any] = {"tensors": {}, "config": {}}
         try:
-            done = self._processor.process(
-                weights=probe, name=name, tensor_key_mapping=self.names, parsed_parameters=held
+            result = self._processor.process(
+                weights=probe, name=name, tensor_key_mapping=self.names, parsed_parameters=parsed
             )
         except KeyError:  # it has no name in the model
             return None
-        if done.name is None:
-            [(target, values)] = held["tensors"].items()
+        if result.name is None:
+            [(target, values)] = parsed["tensors"].items()
             return _Applied(target, values.numpy(), is_joined=len(probe.shape) == 3)
-        return _Applied(self.names[done.name], done.weights, is_joined=False) if done.name in self.names else None
+        return _Applied(self.names[result.name], result.weights, is_joined=False) if result.name in self.names else None
 
 
-def _processor(architecture: str, config: Mapping[str, Any]) -> _ProcessorOperations:
+def _processor_operations(architecture: str, config: Mapping[str, Any]) -> _ProcessorOperations:
     from rabbitllm.checkpoints.transformers_gguf import TENSOR_PROCESSORS, TensorProcessor
 
     return _ProcessorOperations(TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config))
@@ -257,14 +257,14 @@ class _TransformOperations:
         if target not in self._parameters:
             return None
         tensor = torch.from_numpy(probe)
-        entry = next((one for one in self._converters if pattern in one.source_patterns), None)
+        entry = next((converter for converter in self._converters if pattern in converter.source_patterns), None)
         if entry is None:
             return _Applied(target, probe, is_joined=probe.ndim == 3)
-        given = {one: tensor if one == pattern else torch.zeros_like(tensor) for one in entry.source_patterns}
+        tensors = {key: tensor if key == pattern else torch.zeros_like(tensor) for key in entry.source_patterns}
         for operation in entry.operations:
-            made = operation.convert(given, source_patterns=[*given], target_patterns=[target])
-            given = {target: next(iter(made.values()))}
-        return _Applied(target, given[target].numpy(), is_joined=len(entry.source_patterns) > 1)
+            outputs = operation.convert(tensors, source_patterns=[*tensors], target_patterns=[target])
+            tensors = {target: next(iter(outputs.values()))}
+        return _Applied(target, tensors[target].numpy(), is_joined=len(entry.source_patterns) > 1)
 
 
 class GgufModel:
@@ -281,11 +281,11 @@ class GgufModel:
 
     def config_json(self, dtype: str) -> dict[str, Any]:
         """The content of a config.json."""
-        found: dict[str, Any] = self.config.to_diff_dict()
-        found["architectures"] = [self._class.__name__]
-        found["dtype"] = DTYPES[dtype].torch_name
-        found.pop("_name_or_path", None)
-        return found
+        content: dict[str, Any] = self.config.to_diff_dict()
+        content["architectures"] = [self._class.__name__]
+        content["dtype"] = DTYPES[dtype].torch_name
+        content.pop("_name_or_path", None)
+        return content
 
     def _read_names(self) -> dict[str, tuple[str, ...]]:
         """Read all names; ending of a fused parameter -> patterns of its experts' names."""
@@ -307,17 +307,17 @@ class GgufModel:
 
     def stored_shapes(self) -> dict[str, tuple[int, ...]]:
         """The tensors of a file with this model: name -> shape, in the order of the model."""
-        found = {}
+        shapes = {}
         for name, target in self._operations.names.items():
             if target not in self._shapes or (name == "output.weight" and self.config.tie_word_embeddings):
                 continue
             shape = self._shapes[target]
-            ending = next((known for known in self._experts if target.endswith(known)), None)
+            ending = next((suffix for suffix in self._experts if target.endswith(suffix)), None)
             if ending is not None:
                 experts, rows, *columns = shape
                 shape = (experts, rows // len(self._experts[ending]), *columns)
-            found[name if name.endswith((".weight", ".bias")) else f"{name}.weight"] = shape
-        return found
+            shapes[name if name.endswith((".weight", ".bias")) else f"{name}.weight"] = shape
+        return shapes
 
     def targets(self, name: str, shape: tuple[int, ...]) -> tuple[Target, ...]:
         """The tensors of the model that a tensor of a file becomes; none if the model has no use for it.
@@ -340,14 +340,14 @@ class GgufModel:
                 continue
             try:
                 with np.errstate(all="ignore"):
-                    done = self._operations.apply(name, _probe(probed))
+                    result = self._operations.apply(name, _probe(probed))
             except (ValueError, IndexError, RuntimeError):  # it needs more of the tensor
                 continue
-            if done is None:
+            if result is None:
                 return ()
-            if done.is_joined:
-                return self._joined(name, shape, probed, done)
-            return self._one(name, shape, probed, done)
+            if result.is_joined:
+                return self._joined(name, shape, probed, result)
+            return self._one(name, shape, probed, result)
         raise self._refused(name, shape)
 
     def _refused(self, name: str, shape: tuple[int, ...]) -> UnreadableFormatError:
@@ -356,53 +356,53 @@ class GgufModel:
             f"{ORIGINAL} Nothing was changed.",
         )
 
-    def _joined(self, name: str, shape: tuple[int, ...], probed: tuple[int, ...], done: _Applied) -> list[Target]:
+    def _joined(self, name: str, shape: tuple[int, ...], probed: tuple[int, ...], result: _Applied) -> list[Target]:
         """The targets of a tensor of all experts."""
         import numpy as np
 
-        values, rows = done.values, shape[1]
+        values, rows = result.values, shape[1]
         # of a half of a fused tensor the other half is zero
-        begin = next((at for at in range(0, values.shape[1], rows) if values[0, at, 0]), 0)
+        begin = next((row for row in range(0, values.shape[1], rows) if values[0, row, 0]), 0)
         if values.shape[1] % rows or not np.array_equal(values[:, begin : begin + rows], _probe(probed)):
             raise self._refused(name, shape)
-        return self._expert_targets(done.target, shape, values.shape[1], begin)
+        return self._expert_targets(result.target, shape, values.shape[1], begin)
 
     def _expert_targets(self, target: str, shape: tuple[int, ...], rows: int, begin: int) -> list[Target]:
         """One target for each expert by the names in published checkpoints; or one for all, if there are none."""
-        experts, own, columns = shape
-        ending = next((known for known in self._experts if target.endswith(known)), None)
-        if ending is None or len(self._experts[ending]) != rows // own:
-            piece = None if rows == own else TensorPiece(target, (experts, rows, columns), 1, begin)
+        experts, expert_rows, columns = shape
+        ending = next((suffix for suffix in self._experts if target.endswith(suffix)), None)
+        if ending is None or len(self._experts[ending]) != rows // expert_rows:
+            piece = None if rows == expert_rows else TensorPiece(target, (experts, rows, columns), 1, begin)
             return [Target(target if piece is None else f"{target}.{begin}", shape, piece=piece)]
-        pattern = target.removesuffix(ending) + self._experts[ending][begin // own]
+        pattern = target.removesuffix(ending) + self._experts[ending][begin // expert_rows]
         return [
-            Target(pattern.replace("*", str(expert)), (own, columns), expert * own * columns)
+            Target(pattern.replace("*", str(expert)), (expert_rows, columns), expert * expert_rows * columns)
             for expert in range(experts)
         ]
 
-    def _one(self, name: str, shape: tuple[int, ...], probed: tuple[int, ...], done: _Applied) -> list[Target]:
+    def _one(self, name: str, shape: tuple[int, ...], probed: tuple[int, ...], result: _Applied) -> list[Target]:
         """The targets of a tensor whose elements are changed one by one, and may be in another order."""
-        values, found = done.values, _order_of(done.values)
-        if found is None or values.size != math.prod(probed):
+        values, change_and_order = result.values, _order_of(result.values)
+        if change_and_order is None or values.size != math.prod(probed):
             raise self._refused(name, shape)
-        change, order = found
+        change, order = change_and_order
         steps, is_row = _strides_of(order), probed != shape and probed == (1, shape[-1])
         columns = shape[-1] if len(shape) > 1 and probed != shape and not is_row else 1
         if len(shape) == 2 and columns > 1 and probed[0] > 1 and values.shape == probed[::-1]:
-            return [Target(done.target, shape[::-1], 0, (1, columns), shape[::-1], change)]
+            return [Target(result.target, shape[::-1], 0, (1, columns), shape[::-1], change)]
         if (columns > 1 and values.shape[-1] != 1) or (is_row and (values.shape != probed or steps is None)):
             raise self._refused(name, shape)
-        made = (*values.shape[:-1], values.shape[-1] * columns) if values.shape else ()
+        target_shape = (*values.shape[:-1], values.shape[-1] * columns) if values.shape else ()
         if steps is None:
-            return self._in_runs(name, shape, Target(done.target, made, change=change), order)
+            return self._in_runs(name, shape, Target(result.target, target_shape, change=change), order)
         sizes, strides = steps
         if is_row:
-            made, sizes, strides = shape, (shape[0], *sizes), (shape[1], *strides)
+            target_shape, sizes, strides = shape, (shape[0], *sizes), (shape[1], *strides)
         if len(sizes) <= 1 + is_row:  # in the order of the file
-            return [Target(done.target, made, change=change)]
+            return [Target(result.target, target_shape, change=change)]
         if columns > 1:
             sizes, strides = (*sizes, columns), (*(stride * columns for stride in strides), 1)
-        return [Target(done.target, made, 0, strides, sizes, change)]
+        return [Target(result.target, target_shape, 0, strides, sizes, change)]
 
     def _in_runs(self, name: str, shape: tuple[int, ...], whole: Target, order: npt.NDArray[np.int64]) -> list[Target]:
         """The pieces of a tensor whose rows are in an order without strides: runs of rows, all of one length."""
@@ -492,8 +492,8 @@ def _strides_of(order: npt.NDArray[np.int64]) -> tuple[tuple[int, ...], tuple[in
     strides: tuple[int, ...] = ()
     while order.size > 1:
         step = order[1] - order[0]
-        others = np.flatnonzero(np.diff(order) != step)
-        run = int(others[0]) + 1 if others.size else order.size
+        breaks = np.flatnonzero(np.diff(order) != step)
+        run = int(breaks[0]) + 1 if breaks.size else order.size
         if step <= 0 or order.size % run:
             return None
         rows = order.reshape(-1, run)
@@ -510,8 +510,8 @@ def _class_of(config: Any) -> Any:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
     for name in getattr(config, "architectures", None) or ():
-        if isinstance(found := getattr(transformers, str(name), None), type):
-            return found
+        if isinstance(model_class := getattr(transformers, str(name), None), type):
+            return model_class
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING):
         if type(config) in mapping:
             return mapping[type(config)]

@@ -30,12 +30,9 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 def of_full_attention(config: Any) -> Mapping[str, Any]:
     """The rotary parameters of layers with full attention, of a config of transformers."""
-    found: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
-    full = found.get(_FULL)
-    return full if isinstance(full, Mapping) else found
-
-
-# Of a file.
+    parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    full = parameters.get(_FULL)
+    return full if isinstance(full, Mapping) else parameters
 
 
 def rope_parameters(
@@ -54,21 +51,21 @@ def rope_parameters(
     Raises:
         ValueError: an entry is malformed, or no config of transformers can express it.
     """
-    given: dict[str, Any] | None = getattr(config, "rope_parameters", None)
+    parameters: dict[str, Any] | None = getattr(config, "rope_parameters", None)
     rope = dict(of_full_attention(config))
     scaling = _scaling(metadata)
-    if not given:
+    if not parameters:
         if scaling or factors:
             raise ValueError("the metadata scale rotary frequencies, which transformers' model does not have")
-        return given
+        return parameters
     if rope.get("rope_type", "default") != "default":  # transformers has read them
         if factors:
             raise ValueError(f"the file has {', '.join(sorted(factors))} and frequencies of {rope['rope_type']}")
-        return given
-    flat = of_full_attention(config) is given
-    if not flat and not isinstance(given.get(_FULL), Mapping):
+        return parameters
+    flat = of_full_attention(config) is parameters
+    if not flat and not isinstance(parameters.get(_FULL), Mapping):
         raise ValueError("layers have different rotary frequencies")
-    head = _head(config)
+    head = _head_dim(config)
     rotated = _number(metadata, "rope.dimension_count", default=0.0)
     if flat and 0 < rotated <= head and int(rotated) != int(head * rope.get("partial_rotary_factor", 1.0)):
         rope["partial_rotary_factor"] = rotated / head
@@ -77,49 +74,49 @@ def rope_parameters(
     if factors:
         if scaling.get("rope_type", "longrope") != "longrope":
             raise ValueError(f"the file has {', '.join(sorted(factors))} and scaling of type {scaling['rope_type']}")
-        rope |= _divided(config, metadata, {name: _checked(name, one, count) for name, one in factors.items()})
+        rope |= _divided(config, metadata, {name: _checked(name, values, count) for name, values in factors.items()})
     elif scaling.get("rope_type") == "longrope":
         raise ValueError(f"scaling of type longrope needs the tensors {_SHORT} and {_LONG}")
-    return rope if flat else {**given, _FULL: rope}
+    return rope if flat else {**parameters, _FULL: rope}
 
 
 def _scaling(metadata: Mapping[str, object]) -> dict[str, Any]:
     """The scaling that the metadata describe; as llama.cpp, one without a type is linear."""
-    kind = metadata.get("rope.scaling.type", "linear")
+    rope_type = metadata.get("rope.scaling.type", "linear")
     factor = _number(metadata, "rope.scaling.factor", default=_number(metadata, "rope.scale_linear", default=0.0))
-    if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
+    if rope_type == "none" or (rope_type == "linear" and factor in (0.0, 1.0)):
         return {}
-    if kind == "longrope":
-        return {"rope_type": kind}
-    if kind not in ("linear", "yarn"):
-        raise ValueError(f"rope.scaling.type is {kind!r}; linear, yarn, longrope and none are read")
+    if rope_type == "longrope":
+        return {"rope_type": rope_type}
+    if rope_type not in ("linear", "yarn"):
+        raise ValueError(f"rope.scaling.type is {rope_type!r}; linear, yarn, longrope and none are read")
     if not factor:
-        raise ValueError(f"scaling of type {kind} has no rope.scaling.factor")
-    if kind == "linear":
+        raise ValueError(f"scaling of type {rope_type} has no rope.scaling.factor")
+    if rope_type == "linear":
         return {"rope_type": "linear", "factor": factor}
     for name in ("yarn_log_multiplier", "yarn_ext_factor", "yarn_attn_factor"):
         if f"rope.scaling.{name}" in metadata:
             raise ValueError(f"transformers does not support rope.scaling.{name}")
     original = _number(metadata, "rope.scaling.original_context_length", "context_length")
-    found = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": int(original)}
+    scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": int(original)}
     for name in ("beta_fast", "beta_slow"):
         if f"rope.scaling.yarn_{name}" in metadata:
-            found[name] = _number(metadata, f"rope.scaling.yarn_{name}")
+            scaling[name] = _number(metadata, f"rope.scaling.yarn_{name}")
     if (attention := _number(metadata, "rope.scaling.attn_factor", default=1.0)) != 1.0:
-        found["attention_factor"] = attention * (1.0 + 0.1 * math.log(factor))
-    return found
+        scaling["attention_factor"] = attention * (1.0 + 0.1 * math.log(factor))
+    return scaling
 
 
 def _number(metadata: Mapping[str, object], *keys: str, default: float | None = None) -> float:
     """The first entry that is there; it must be positive, or zero where that is the default."""
     for key in keys:
-        if (found := metadata.get(key)) is None:
+        if (value := metadata.get(key)) is None:
             continue
-        if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(f"{key} is not a number")
-        if found < 0 or (found == 0 and default != 0):
-            raise ValueError(f"{key} is {found}; it must be above 0")
-        return float(found)
+        if value < 0 or (value == 0 and default != 0):
+            raise ValueError(f"{key} is {value}; it must be above 0")
+        return float(value)
     if default is None:
         raise ValueError(f"the metadata lack {' or '.join(keys)}")
     return default
@@ -140,13 +137,13 @@ def _divided(
 ) -> dict[str, Any]:
     """The parameters of frequencies with a divisor each."""
     if factors.keys() == {FACTORS}:
-        found = factors[FACTORS]
-        if not (abs(found - 1.0) > _NEAR).any():
+        divisors = factors[FACTORS]
+        if not (abs(divisors - 1.0) > _NEAR).any():
             return {}
-        if (known := _llama3(found, of_full_attention(config)["rope_theta"])) is not None:
-            return known
+        if (parameters := _llama3_parameters(divisors, of_full_attention(config)["rope_theta"])) is not None:
+            return parameters
         length = int(_number(metadata, "context_length"))
-        short, long, attention = found.tolist(), found.tolist(), 1.0
+        short, long, attention = divisors.tolist(), divisors.tolist(), 1.0
     elif factors.keys() == {_SHORT, _LONG}:
         length = int(_number(metadata, "rope.scaling.original_context_length"))
         short, long = factors[_SHORT].tolist(), factors[_LONG].tolist()
@@ -157,7 +154,7 @@ def _divided(
     return {"rope_type": "longrope", **scaling, "original_max_position_embeddings": length}
 
 
-def _llama3(factors: npt.NDArray[np.float64], base: float) -> dict[str, Any] | None:
+def _llama3_parameters(factors: npt.NDArray[np.float64], base: float) -> dict[str, Any] | None:
     """The parameters of Llama 3 that have these divisors; None if there are none."""
     import numpy as np
 
@@ -167,20 +164,17 @@ def _llama3(factors: npt.NDArray[np.float64], base: float) -> dict[str, Any] | N
     if not between.size:
         return None
     low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
-    at = between[between.size // 2]
-    smooth = (1 / factors[at] - 1 / factor) / (1 - 1 / factor)
-    original = round(float((smooth * (high - low) + low) * lengths[at]))
+    middle = between[between.size // 2]
+    smooth = (1 / factors[middle] - 1 / factor) / (1 - 1 / factor)
+    original = round(float((smooth * (high - low) + low) * lengths[middle]))
     smooth = np.clip((original / lengths - low) / (high - low), 0, 1)
     if not np.allclose(1 / ((1 - smooth) / factor + smooth), factors, rtol=_NEAR, atol=0):
         return None
     return {"rope_type": "llama3", "factor": factor, **_LLAMA3, "original_max_position_embeddings": original}
 
 
-def _head(config: Any) -> int:
+def _head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-# Of a config.
 
 
 def scaling_metadata(config: Any) -> dict[str, float | int | str | None]:
@@ -190,13 +184,13 @@ def scaling_metadata(config: Any) -> dict[str, float | int | str | None]:
         ValueError: a file cannot express them.
     """
     rope = of_full_attention(config)
-    kind = rope.get("rope_type", "default")
-    if kind in ("default", "llama3"):  # the divisors of Llama 3 are a tensor, see `rotary_factors`
+    rope_type = rope.get("rope_type", "default")
+    if rope_type in ("default", "llama3"):  # the divisors of Llama 3 are a tensor, see `rotary_factors`
         return {}
-    scaling = {"rope.scaling.type": kind, "rope.scaling.factor": rope.get("factor")}
-    if kind == "linear":
+    scaling = {"rope.scaling.type": rope_type, "rope.scaling.factor": rope.get("factor")}
+    if rope_type == "linear":
         return scaling
-    if kind == "yarn" and not {"mscale", "mscale_all_dim", "truncate"} & rope.keys():
+    if rope_type == "yarn" and not {"mscale", "mscale_all_dim", "truncate"} & rope.keys():
         original = rope.get("original_max_position_embeddings")
         scaling |= {
             "rope.scaling.original_context_length": original,
@@ -205,7 +199,7 @@ def scaling_metadata(config: Any) -> dict[str, float | int | str | None]:
         }
         if rope.get("attention_factor") is None and original is not None:
             return scaling
-    raise ValueError(f"frequencies of type {kind}")
+    raise ValueError(f"frequencies of type {rope_type}")
 
 
 def rotary_factors(config: Any) -> npt.NDArray[np.float32] | None:
@@ -217,7 +211,7 @@ def rotary_factors(config: Any) -> npt.NDArray[np.float32] | None:
     from transformers import ROPE_INIT_FUNCTIONS
 
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    head = _head(config)
+    head = _head_dim(config)
     plain = 1.0 / (rope["rope_theta"] ** (torch.arange(0, head, 2, dtype=torch.int64).float() / head))
     factors: npt.NDArray[np.float32] = (plain / scaled).numpy()
     return factors

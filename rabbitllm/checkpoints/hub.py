@@ -64,11 +64,6 @@ from rabbitllm.formats.tensor_spec import Header, ReadAt
 from rabbitllm.storage import durable
 from rabbitllm.storage.files import read_range
 
-# The header of a shard on a hub, by range requests: of safetensors its header, of a torch file its directory and
-# pickles.
-#
-# No weights are fetched; weight bytes within a requested range are dropped. Independent of repositories.
-
 FIRST_READ_BYTES = 256 << 10
 """Bytes fetched first from the start of a shard; 97 % of headers are shorter, so one request is enough."""
 TAIL_READ_BYTES = 256 << 10
@@ -76,7 +71,7 @@ TAIL_READ_BYTES = 256 << 10
 
 
 class _Ranges:
-    """Reads a remote file by range requests, and keeps the ranges at its start and end."""
+    """Reads the header of a remote shard by range requests; keeps the ranges at the start and the end of the file."""
 
     def __init__(self, file: fetch.RemoteFile) -> None:
         self._file = file
@@ -86,15 +81,15 @@ class _Ranges:
         """The bytes of a range, fewer only at the end of the file."""
         end = min(offset + length, self._file.size)
         if begins_gguf(self._kept[0][1]):  # its header has no length: growing prefixes are fetched
-            begin, kept = self._kept[0]
-            if end > len(kept):
-                more = min(max(end, 2 * len(kept)), self._file.size) - len(kept)
-                kept = kept + fetch.read_range(self._file, len(kept), more)
-                self._kept[0] = begin, kept
-            return kept[offset:end]
-        for begin, kept in self._kept:
-            if begin <= offset and min(offset + 1, end) <= begin + len(kept):
-                have = kept[offset - begin : end - begin]
+            begin, data = self._kept[0]
+            if end > len(data):
+                missing = min(max(end, 2 * len(data)), self._file.size) - len(data)
+                data = data + fetch.read_range(self._file, len(data), missing)
+                self._kept[0] = begin, data
+            return data[offset:end]
+        for begin, data in self._kept:
+            if begin <= offset and min(offset + 1, end) <= begin + len(data):
+                have = data[offset - begin : end - begin]
                 offset += len(have)
                 return have + fetch.read_range(self._file, offset, end - offset)
         if end == self._file.size:  # the end records, with the directory before them
@@ -159,16 +154,16 @@ def translated(repo_id: str) -> Iterator[None]:
         ) from error
     except errors.EntryNotFoundError as error:
         if isinstance(error, errors.LocalEntryNotFoundError):  # not in the cache, and the hub could not be reached
-            raise _no_answer(repo_id, error) from error
+            raise _no_answer_error(repo_id, error) from error
         raise CheckpointNotFoundError(f"{repo_id} lacks a file it needs: {error}.", "Check the repository.") from error
     except Exception as error:
         refusals = (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, ConnectionError, TimeoutError)
         if not isinstance(error, refusals + fetch.transport_errors()):
             raise
-        raise _no_answer(repo_id, error) from error
+        raise _no_answer_error(repo_id, error) from error
 
 
-def _no_answer(repo_id: str, error: Exception) -> HubError:
+def _no_answer_error(repo_id: str, error: Exception) -> HubError:
     return HubError(
         f"The hub did not answer for {repo_id}: {type(error).__name__}: {error}.",
         f"Make the same call again when the connection works; finished downloads are kept. If {repo_id} is a folder, "
@@ -230,19 +225,19 @@ class HubRepository:
             return None
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(self.repo_id, name, cache_dir=self.access.cache_dir, revision=self.commit)
-        if not isinstance(found, str) or not Path(found).exists():
+        path = try_to_load_from_cache(self.repo_id, name, cache_dir=self.access.cache_dir, revision=self.commit)
+        if not isinstance(path, str) or not Path(path).exists():
             return None
-        folder = Path(found)
+        folder = Path(path)
         for _ in name.split("/"):
             folder = folder.parent
         snapshot = hub_cache.snapshot_of(folder)
-        return (snapshot, Path(found)) if snapshot is not None else None
+        return (snapshot, Path(path)) if snapshot is not None else None
 
     def identity_of(self, shards: Iterable[str]) -> SourceIdentity:
         """The identity of these shards at this commit, from the listing alone."""
-        marks = {name: self.files[name].fingerprint for name in shards if name in self.files}
-        return SourceIdentity("hub", self.repo_id, self.commit, marks)
+        fingerprints = {name: self.files[name].fingerprint for name in shards if name in self.files}
+        return SourceIdentity("hub", self.repo_id, self.commit, fingerprints)
 
     def staged(self, name: str) -> Path:
         """The staging path of a fetched shard; never its final name, since it is hashed again before it is trusted."""
@@ -270,8 +265,8 @@ class HubRepository:
         try:
             header = read_shard_header(cached[1], shard) if cached else self._remote_header(shard, listed)
         except CorruptShardError as error:
-            where, remedy = (cached[1].parent, hub_cache.DAMAGED) if cached else (self.label, _DAMAGED)
-            raise CorruptShardError(f"In {where}: {error.problem}", f"{error.remedy} {remedy}".strip()) from None
+            place, remedy = (cached[1].parent, hub_cache.DAMAGED) if cached else (self.label, _DAMAGED)
+            raise CorruptShardError(f"In {place}: {error.problem}", f"{error.remedy} {remedy}".strip()) from None
         return ShardMetadata(shard, listed.size, listed.fingerprint, header, cached is None, stat)
 
     def _remote_header(self, shard: str, listed: HubFile) -> Header:
@@ -366,11 +361,11 @@ def open_repository(repo_id: str, access: HubAccess, staging: Path, quantization
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             if isinstance(error, OSError):  # a connection error
                 raise
-            raise _garbage(repo_id, f"{type(error).__name__}: {error}") from error
+            raise _malformed_listing_error(repo_id, f"{type(error).__name__}: {error}") from error
     commit: Any = info.sha
     siblings: Any = info.siblings
     if not isinstance(commit, str) or _DIGEST.fullmatch(commit) is None or not isinstance(siblings, list):
-        raise _garbage(repo_id, "it names no commit, or no files")
+        raise _malformed_listing_error(repo_id, "it names no commit, or no files")
     files = {}
     for sibling in siblings:
         sha256 = sibling.lfs.sha256 if sibling.lfs else None
@@ -386,7 +381,7 @@ _SHOWN_LETTERS = 80
 """Characters shown of a refused name."""
 
 
-def _garbage(repo_id: str, why: str) -> HubError:
+def _malformed_listing_error(repo_id: str, why: str) -> HubError:
     return HubError(
         f"The hub's answer is not a list of the files of {repo_id}: {harmless(why)}.",
         "Check HF_ENDPOINT and the proxy, and make the same call again.",
@@ -402,7 +397,7 @@ def _check_listed(repo_id: str, listed: HubFile) -> None:
     """
     name: Any = listed.name
     if not isinstance(name, str) or not name or type(listed.size) is not int or listed.size < 0:
-        raise _garbage(repo_id, f"a file has the name {name!r} and the size {listed.size!r}")
+        raise _malformed_listing_error(repo_id, f"a file has the name {name!r} and the size {listed.size!r}")
     parts = name.replace("\\", "/").split("/")
     digests: tuple[Any, ...] = (listed.sha256, listed.blob_id)
     is_unsafe = "\0" in name or ".." in parts or "." in parts or not parts[0] or parts[0][1:2] == ":"
@@ -446,14 +441,14 @@ def download_all(repository: HubRepository, index: CheckpointIndex) -> Path:
     Returns:
         The snapshot's folder.
     """
-    wanted = {*index.shards, *(name for name, file in repository.files.items() if is_sidecar(name, file.size))}
-    wanted.add(repository.entry())
-    missing = [repository.listed(name) for name in sorted(wanted) if repository.cached(name) is None]
+    names = {*index.shards, *(name for name, file in repository.files.items() if is_sidecar(name, file.size))}
+    names.add(repository.entry())
+    missing = [repository.listed(name) for name in sorted(names) if repository.cached(name) is None]
     if missing:
         tell(DownloadStarted(repository.label, len(missing), sum(file.size for file in missing)))
 
-    first, *_ = side_by_side(lambda name: repository.download(name, is_reported=True), sorted(wanted), DOWNLOAD_THREADS)
-    return first.parents[min(wanted).count("/")]
+    first, *_ = side_by_side(lambda name: repository.download(name, is_reported=True), sorted(names), DOWNLOAD_THREADS)
+    return first.parents[min(names).count("/")]
 
 
 def _silent_bar(reported: str | None = None) -> type[Any]:
@@ -465,8 +460,8 @@ def _silent_bar(reported: str | None = None) -> type[Any]:
 
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "disable": True})
-            if reported is not None and (left := int(options.get("initial", 0))):
-                tell(BytesFetched(reported, left, earlier=True))
+            if reported is not None and (initial := int(options.get("initial", 0))):
+                tell(BytesFetched(reported, initial, earlier=True))
 
         def update(self, n: float | None = 1) -> None:
             if reported is not None:
@@ -538,12 +533,12 @@ class HubCheckpoint(HubRepository, Checkpoint):
 
     def metadata(self, shard: str) -> ShardMetadata | None:
         check_shard_name(shard, self.label)
-        found = super().metadata(shard)
-        return found and dataclasses.replace(found, header=self.taken_from(shard, found.header))
+        metadata = super().metadata(shard)
+        return metadata and dataclasses.replace(metadata, header=self.taken_from(shard, metadata.header))
 
     def freed_bytes(self, shards: Iterable[str], device: int) -> Mapping[str, int]:
-        cached = {shard: found[0] for shard in shards if (found := self.cached(shard)) is not None}
-        return hub_cache.freed_bytes(next(iter(cached.values())), cached, device) if cached else {}
+        snapshots = {shard: location[0] for shard in shards if (location := self.cached(shard)) is not None}
+        return hub_cache.freed_bytes(next(iter(snapshots.values())), snapshots, device) if snapshots else {}
 
     def discard_rest(self) -> list[Path]:
         cached = self.cached("config.json") or self.cached(self.entry())
@@ -565,8 +560,8 @@ class HubCheckpoint(HubRepository, Checkpoint):
         return self._derived
 
     def downloads(self) -> Downloads:
-        wanted = self.copied_sizes().items()
-        sizes = {name: size for name, size in wanted if self.cached(name) is None}
+        sidecars = self.copied_sizes().items()
+        sizes = {name: size for name, size in sidecars if self.cached(name) is None}
         return Downloads(self.cache, sizes, len(self.files))
 
     def copied_sizes(self) -> Mapping[str, int]:

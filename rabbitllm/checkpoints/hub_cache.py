@@ -89,18 +89,18 @@ def free_file(snapshot: CachedSnapshot, name: str) -> int:
     """
     from huggingface_hub import scan_cache_dir
 
-    wanted = snapshot.folder / name
+    link = snapshot.folder / name
     info = scan_cache_dir(snapshot.cache)
-    every = _files(info)
-    chosen = [file for file in every if Path(file.file_path).absolute() == wanted]
+    files = _files(info)
+    matching = [file for file in files if Path(file.file_path).absolute() == link]
     if hasattr(info, "delete_files"):
-        strategy = info.delete_files(*chosen)
-        durable.require_guards(wanted)
+        strategy = info.delete_files(*matching)
+        durable.require_guards(link)
         strategy.execute()
         return int(strategy.expected_freed_size)
     freed = 0  # huggingface_hub before 1.33 deletes whole revisions only; its blobs are not shared between repositories
-    for file in chosen:
-        shared = _is_shared(file, every)
+    for file in matching:
+        shared = _is_shared(file, files)
         durable.remove(Path(file.file_path))
         if not shared and Path(file.blob_path).exists():
             freed += Path(file.blob_path).stat().st_size
@@ -116,25 +116,25 @@ def freed_bytes(snapshot: CachedSnapshot, names: Iterable[str], device: int) -> 
         names: names of files in it.
         device: the disk, as `st_dev`.
     """
-    wanted = {snapshot.folder / name: name for name in names}
-    if not wanted:
+    links = {snapshot.folder / name: name for name in names}
+    if not links:
         return {}
     from huggingface_hub import scan_cache_dir
 
     info = scan_cache_dir(snapshot.cache)
-    every = _files(info)
-    found: dict[str, int] = {}
-    for file in every:
-        name = wanted.get(Path(file.file_path).absolute())
+    files = _files(info)
+    sizes: dict[str, int] = {}
+    for file in files:
+        name = links.get(Path(file.file_path).absolute())
         if name is None:
             continue
         if hasattr(info, "delete_files"):
-            goes = info.delete_files(file).expected_freed_size > 0
+            frees = info.delete_files(file).expected_freed_size > 0
         else:
-            goes = not _is_shared(file, every)
-        if goes and (nbytes := bytes_freed_by_deleting(Path(file.blob_path).resolve(), device)):
-            found[name] = nbytes
-    return found
+            frees = not _is_shared(file, files)
+        if frees and (nbytes := bytes_freed_by_deleting(Path(file.blob_path).resolve(), device)):
+            sizes[name] = nbytes
+    return sizes
 
 
 def _files(info: Any) -> list[Any]:
@@ -142,9 +142,9 @@ def _files(info: Any) -> list[Any]:
     return [file for repo in info.repos for revision in repo.revisions for file in revision.files]
 
 
-def _is_shared(file: Any, every: Iterable[Any]) -> bool:
+def _is_shared(file: Any, files: Iterable[Any]) -> bool:
     """Whether another revision uses the blob of a file too."""
-    return any(other.blob_path == file.blob_path and other.file_path != file.file_path for other in every)
+    return any(other.blob_path == file.blob_path and other.file_path != file.file_path for other in files)
 
 
 def release_file(snapshot: CachedSnapshot, name: str) -> Release:
@@ -173,8 +173,8 @@ def free_rest(snapshot: CachedSnapshot) -> list[Path]:
     if any(path.name.endswith(WEIGHT_SUFFIXES) for path in paths):
         return []
     info = scan_cache_dir(snapshot.cache)
-    known = {revision.commit_hash for repo in info.repos for revision in repo.revisions}
-    if snapshot.commit in known:
+    commits = {revision.commit_hash for repo in info.repos for revision in repo.revisions}
+    if snapshot.commit in commits:
         durable.require_guards(snapshot.folder / "config.json")
         info.delete_revisions(snapshot.commit).execute()
     return paths

@@ -76,47 +76,47 @@ class CheckpointIndex:
 
 def shard_names(count: int) -> tuple[str, ...]:
     """The names of `count` shards, as transformers writes them."""
-    return tuple(f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1))
+    return tuple(f"model-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1))
 
 
-def entry_of(names: Iterable[str], where: str) -> str:
+def entry_of(names: Iterable[str], label: str) -> str:
     """The file with which a checkpoint begins: its index, or the one file that holds all its tensors, or Meta's
     params.json if the folder holds weights in Meta's format, or the first GGUF file.
 
     Args:
         names: names of the files in the folder.
-        where: the folder's name in messages.
+        label: the folder's name in messages.
 
     Raises:
         CheckpointNotFoundError: there is none; or several torch files without an index, or several models as GGUF.
     """
-    found = set(names)
+    files = set(names)
     for name in ENTRY_NAMES:
-        if name in found:
+        if name in files:
             return name
-    torch_files = sorted(filter(_is_torch_file, found), key=natural_key)
-    if META_PARAMETERS in found and any(map(is_rank, torch_files)):
+    torch_files = sorted(filter(_is_torch_file, files), key=natural_key)
+    if META_PARAMETERS in files and any(map(is_rank, torch_files)):
         return META_PARAMETERS
     if len(torch_files) == 1:
         return torch_files[0]
-    if not torch_files and (models := gguf_models(found)):
+    if not torch_files and (models := gguf_models(files)):
         if len(models) == 1:
             return models[0]
         raise CheckpointNotFoundError(
-            f"{where} holds {len(models)} GGUF models: {listed(models)}.",
+            f"{label} holds {len(models)} GGUF models: {listed(models)}.",
             "Name one: the path of its file, or organisation/name:Q4_K_M with its quantization.",
         )
     if len([name for name in torch_files if is_rank(name)]) > 1:
         raise CheckpointNotFoundError(
-            f"{where} has Meta weights ({listed(torch_files)}) but no {META_PARAMETERS}.",
+            f"{label} has Meta weights ({listed(torch_files)}) but no {META_PARAMETERS}.",
             f"Put the {META_PARAMETERS} that was published with them into the same folder.",
         )
     if torch_files:
         raise CheckpointNotFoundError(
-            f"{where} has several weight files and no index: {listed(torch_files)}.",
+            f"{label} has several weight files and no index: {listed(torch_files)}.",
             f"Leave one in the folder, name it {TORCH_SINGLE_NAME}, or add a {TORCH_INDEX_NAME}.",
         )
-    raise _nothing_there(found, where)
+    raise _no_checkpoint_error(files, label)
 
 
 def is_index(entry: str) -> bool:
@@ -166,12 +166,12 @@ def gguf_named(folder: Path, stem: str) -> str:
 
 def gguf_models(names: Iterable[str]) -> list[str]:
     """The first file of each model among GGUF files, sorted; files without a model are left out."""
-    found = set()
+    models = set()
     for name in names:
         if is_gguf(name) and not _NO_GGUF_MODEL.fullmatch(name.rpartition("/")[2]):
             part = _GGUF_PART.fullmatch(name)
-            found.add(_part(part, 1) if part else name)
-    return sorted(found, key=natural_key)
+            models.add(_part_name(part, 1) if part else name)
+    return sorted(models, key=natural_key)
 
 
 def gguf_files(entry: str) -> tuple[str, ...]:
@@ -189,34 +189,34 @@ def gguf_files(entry: str) -> tuple[str, ...]:
             f"{entry} is file {part['number']} of {part['count']}; expected 1 to {MAX_GGUF_FILES:,} files.",
             "Download the files again, with their names.",
         )
-    return tuple(_part(part, number) for number in (*range(2, count + 1), 1))
+    return tuple(_part_name(part, number) for number in (*range(2, count + 1), 1))
 
 
-def _part(part: re.Match[str], number: int) -> str:
+def _part_name(part: re.Match[str], number: int) -> str:
     return f"{part['stem']}-{number:05}{part['of']}{part['count']}{part['ending']}"
 
 
-def names_quantization(name: str, wanted: str) -> bool:
+def names_quantization(name: str, quantization: str) -> bool:
     """Whether the name of a file (or of its folder) names a quantization, such as Q4_K_M, in any case."""
-    return re.search(rf"(?:^|[-_./]){re.escape(wanted)}(?:[-_./]|$)", name, re.IGNORECASE) is not None
+    return re.search(rf"(?:^|[-_./]){re.escape(quantization)}(?:[-_./]|$)", name, re.IGNORECASE) is not None
 
 
-def gguf_entry(names: Iterable[str], quantization: str | None, where: str) -> str | None:
+def gguf_entry(names: Iterable[str], quantization: str | None, label: str) -> str | None:
     """The first GGUF file of the model that the user names; None if the repository has other weights.
 
     Args:
         names: of all files, also those in folders.
         quantization: as the user named it; None if the repository should have one model only.
-        where: the repository's name in messages.
+        label: the repository's name in messages.
 
     Raises:
         CheckpointNotFoundError: there is no such model, or it is not clear which.
     """
-    found = list(names)
-    models = gguf_models(found)
+    files = list(names)
+    models = gguf_models(files)
     if quantization is None:
-        others = [name for name in found if "/" not in name and name.endswith(WEIGHT_SUFFIXES) and not is_gguf(name)]
-        if not models or others:
+        weights = [name for name in files if "/" not in name and name.endswith(WEIGHT_SUFFIXES) and not is_gguf(name)]
+        if not models or weights:
             return None
         fitting = models
     else:
@@ -225,11 +225,11 @@ def gguf_entry(names: Iterable[str], quantization: str | None, where: str) -> st
         return fitting[0]
     if not models:
         raise CheckpointNotFoundError(
-            f"{where} holds no GGUF model; {quantization!r} is the name of one.", "Remove the part after the colon."
+            f"{label} holds no GGUF model; {quantization!r} is the name of one.", "Remove the part after the colon."
         )
     matching = "" if quantization is None else f" {len(fitting)} of them match {quantization!r}."
     raise CheckpointNotFoundError(
-        f"{where} holds the GGUF models {listed(models)}.{matching}",
+        f"{label} holds the GGUF models {listed(models)}.{matching}",
         "Name one by its quantization, as organisation/name:Q4_K_M.",
     )
 
@@ -245,17 +245,17 @@ def _is_torch_file(name: str) -> bool:
     return bool(_SEGMENT.fullmatch(name)) and bool(stem) and not _NO_MODEL.fullmatch(stem)
 
 
-def _nothing_there(found: Collection[str], where: str) -> CheckpointNotFoundError:
-    weights = sorted(name for name in found if name.endswith(WEIGHT_SUFFIXES))
-    what = f"the weights {listed(weights)}" if weights else f"{len(found)} other files"
+def _no_checkpoint_error(files: Collection[str], label: str) -> CheckpointNotFoundError:
+    weights = sorted(name for name in files if name.endswith(WEIGHT_SUFFIXES))
+    contents = f"the weights {listed(weights)}" if weights else f"{len(files)} other files"
     remedy = "Use the folder that holds the weights, or a repository id."
     if any(map(_SHARD.search, weights)):
         remedy = f"Put the index of these shards ({INDEX_NAME}) next to them; it was published with them."
     elif weights:
         remedy = "Use the complete model (safetensors or torch.save files); apply adapters after loading."
     return CheckpointNotFoundError(
-        f"{where} holds no checkpoint: looked for {', '.join(ENTRY_NAMES)}, a single file of torch.save, and GGUF; "
-        f"found {what}.",
+        f"{label} holds no checkpoint: looked for {', '.join(ENTRY_NAMES)}, a single file of torch.save, and GGUF; "
+        f"found {contents}.",
         remedy,
     )
 
@@ -264,9 +264,9 @@ def natural_key(name: str) -> tuple[object, ...]:
     """A sort key that puts `shard-2` before `shard-10`, whatever the padding."""
     pieces = _DIGITS.split(name)  # text and digits in turns, text first
     key: list[object] = [*pieces]
-    for at, digits in enumerate(pieces[1::2]):  # numeric order without int(): there may be thousands of digits
+    for index, digits in enumerate(pieces[1::2]):  # numeric order without int(): there may be thousands of digits
         significant = digits.lstrip("0")
-        key[2 * at + 1] = (len(significant), significant, digits)
+        key[2 * index + 1] = (len(significant), significant, digits)
     return tuple(key)
 
 
@@ -323,13 +323,13 @@ def dtype_without_config(
         A torch name, such as "bfloat16"; None if all floating-point tensors have that dtype, or there are none. Floats
         of a byte or less do not count.
     """
-    floats = {file: [one for one in tensors if one.dtype in MODEL_DTYPES] for file, tensors in files.items()}
+    floats = {file: [tensor for tensor in tensors if tensor.dtype in MODEL_DTYPES] for file, tensors in files.items()}
     first = min(files, default="")
     rows = floats.get(first, [])
     if first.endswith(SAFETENSORS_SUFFIX):
         rows = sorted(rows, key=lambda tensor: tensor.name)
-    found = index.dtype or (MODEL_DTYPES[rows[0].dtype] if rows else None)
-    return None if {MODEL_DTYPES[one.dtype] for tensors in floats.values() for one in tensors} <= {found} else found
+    dtype = index.dtype or (MODEL_DTYPES[rows[0].dtype] if rows else None)
+    return None if {MODEL_DTYPES[spec.dtype] for specs in floats.values() for spec in specs} <= {dtype} else dtype
 
 
 def check_shard_name(shard: str, source: str) -> None:
@@ -351,9 +351,9 @@ def check_shard_name(shard: str, source: str) -> None:
 def _check_distinct(shards: Iterable[str], source: str) -> None:
     """Refuse names that differ only in case, or only in `/` and `--` (by which it is replaced in staging): deleting one
     would delete the other."""
-    seen: dict[str, str] = {}
+    shards_by_key: dict[str, str] = {}
     for shard in shards:
-        other = seen.setdefault(shard.casefold().replace("/", "--"), shard)
+        other = shards_by_key.setdefault(shard.casefold().replace("/", "--"), shard)
         if other != shard:
             raise UnsafePathError(
                 f"{source} names the shards {short(other, 120)} and {short(shard, 120)}, the same file on some disks; "

@@ -113,9 +113,9 @@ class LocalCheckpoint(Checkpoint):
         if is_index(entry):
             return read_index(self.folder / entry)
         if is_meta(entry):
-            elsewhere = self._missing_from.files if self._missing_from is not None else ()
-            here = (path.name for path in self.folder.iterdir() if path.is_file())
-            ranks = ranks_of({*here, *elsewhere, *known_shards}, self.label)
+            remote = self._missing_from.files if self._missing_from is not None else ()
+            local = (path.name for path in self.folder.iterdir() if path.is_file())
+            ranks = ranks_of({*local, *remote, *known_shards}, self.label)
             self.meta = self._read_meta(ranks)
             header, shard = self._any_rank()
             return self.meta.index(header, shard)
@@ -123,14 +123,14 @@ class LocalCheckpoint(Checkpoint):
 
     def _read_gguf(self, entry: str) -> GgufCheckpoint:
         shards = gguf_files(entry)
-        here = [shard for shard in shards if (self.folder / shard).exists()]
-        for shard in here:
+        present = [shard for shard in shards if (self.folder / shard).exists()]
+        for shard in present:
             self._check(shard)
-        if not here:
+        if not present:
             raise CheckpointNotFoundError(f"{self.folder / entry} does not exist.", "Check the path.")
 
         read = functools.partial(read_range, self.folder / shards[-1])
-        return GgufCheckpoint(shards, {shard: read_gguf(self.folder / shard, shard) for shard in here}, read)
+        return GgufCheckpoint(shards, {shard: read_gguf(self.folder / shard, shard) for shard in present}, read)
 
     def _read_meta(self, ranks: tuple[str, ...]) -> MetaCheckpoint:
         self._check(META_PARAMETERS)
@@ -165,12 +165,12 @@ class LocalCheckpoint(Checkpoint):
     def metadata(self, shard: str) -> ShardMetadata | None:
         path = self.folder / shard
         if not path.exists():
-            found = self._missing_from.metadata(shard) if self._missing_from is not None else None
-            return found and dataclasses.replace(found, header=self.taken_from(shard, found.header))
+            metadata = self._missing_from.metadata(shard) if self._missing_from is not None else None
+            return metadata and dataclasses.replace(metadata, header=self.taken_from(shard, metadata.header))
         stat = file_stat(path)  # before the file is read
         header = self._header(shard)
-        taken = self.taken_from(shard, header)
-        return ShardMetadata(shard, stat.size, self._fingerprint(path, header), taken, stat=stat)
+        split_header = self.taken_from(shard, header)
+        return ShardMetadata(shard, stat.size, self._fingerprint(path, header), split_header, stat=stat)
 
     def _header(self, shard: str) -> Header:
         """The header of a shard; errors of a damaged one come with a remedy."""
@@ -229,11 +229,11 @@ class LocalCheckpoint(Checkpoint):
         return Release(shard, Disposal.DELETED, size)
 
     def freed_bytes(self, shards: Iterable[str], device: int) -> Mapping[str, int]:
-        here = [shard for shard in shards if (self.folder / shard).exists()]
+        present = [shard for shard in shards if (self.folder / shard).exists()]
         if self._snapshot is not None:
-            return hub_cache.freed_bytes(self._snapshot, here, device)
-        found = {shard: bytes_freed_by_deleting(self.folder / shard, device) for shard in here}
-        return {shard: nbytes for shard, nbytes in found.items() if nbytes}
+            return hub_cache.freed_bytes(self._snapshot, present, device)
+        sizes = {shard: bytes_freed_by_deleting(self.folder / shard, device) for shard in present}
+        return {shard: nbytes for shard, nbytes in sizes.items() if nbytes}
 
     def discard_rest(self) -> list[Path]:
         if self._snapshot is not None:
@@ -247,10 +247,10 @@ class LocalCheckpoint(Checkpoint):
         return [index]
 
     def sidecars(self) -> Mapping[str, Path]:
-        chosen = sidecars_in(self.folder)
-        for name in chosen:
+        paths = sidecars_in(self.folder)
+        for name in paths:
             self._check(name)
-        return chosen
+        return paths
 
     @functools.cached_property
     def _derived(self) -> Mapping[str, bytes]:

@@ -58,13 +58,13 @@ _SPACE = "\u2581"
 _ADVICE = "Put the model's tokenizer.json in transformers' format into the same folder; it is then used instead."
 
 
-def derive_tokenizer(path: Path, later: bool, longest: int) -> tuple[LlamaVocabulary, dict[str, bytes]]:
+def derive_tokenizer(path: Path, later: bool, max_length: int) -> tuple[LlamaVocabulary, dict[str, bytes]]:
     """Convert a `tokenizer.model` for transformers: properties that the model needs, and files, name -> content.
 
     Args:
         path: path of the file.
         later: whether the model is Llama 3.1 or later, which gave three special tokens names.
-        longest: context length of the model, for the tokenizer's own warning.
+        max_length: context length of the model, for the tokenizer's own warning.
 
     Raises:
         CorruptVocabularyError: it is malformed, or encodes differently from those of Llama.
@@ -72,25 +72,25 @@ def derive_tokenizer(path: Path, later: bool, longest: int) -> tuple[LlamaVocabu
     with path.open("rb") as stream:
         is_ranks = looks_like_ranks(stream.read(4096))
     if is_ranks:
-        return _from_ranks(read_ranks(path), later, longest)
-    return _from_pieces(read_model(path), path.name, longest)
+        return _from_ranks(read_ranks(path), later, max_length)
+    return _from_pieces(read_model(path), path.name, max_length)
 
 
-def _from_ranks(tokens: Sequence[bytes], later: bool, longest: int) -> tuple[LlamaVocabulary, dict[str, bytes]]:
+def _from_ranks(tokens: Sequence[bytes], later: bool, max_length: int) -> tuple[LlamaVocabulary, dict[str, bytes]]:
     letters = _byte_letters()
     texts = ["".join(map(letters.__getitem__, token)) for token in tokens]
     ids = {text: rank for rank, text in enumerate(texts)}
     check_pair_bytes(texts, "tokenizer.model")
     first = len(tokens)
     specials = special_tokens(later)
-    if taken := next((name for name in specials if name in ids), None):
+    if clash := next((name for name in specials if name in ids), None):
         raise CorruptVocabularyError(
-            f"tokenizer.model has a regular token named like the special token {taken!r}.", _ADVICE
+            f"tokenizer.model has a regular token named like the special token {clash!r}.", _ADVICE
         )
     bos, end = specials[:2]
-    stops = [number for number, name in enumerate(specials) if name in (end, "<|eom_id|>", "<|eot_id|>")]
+    stops = [index for index, name in enumerate(specials) if name in (end, "<|eom_id|>", "<|eot_id|>")]
     content = {
-        **_frame([_added(first + number, name, special=True) for number, name in enumerate(specials)]),
+        **_tokenizer_frame([_added_token(first + index, name, special=True) for index, name in enumerate(specials)]),
         "pre_tokenizer": {
             "type": "Sequence",
             "pretokenizers": [
@@ -98,12 +98,12 @@ def _from_ranks(tokens: Sequence[bytes], later: bool, longest: int) -> tuple[Lla
                 {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
             ],
         },
-        "post_processor": _beginning_with(bos, first),
+        "post_processor": _begin_with_token(bos, first),
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": _model(ids, list(_pairs(texts, ids)), ignore_merges=True),
+        "model": _bpe_model(ids, list(_pairs(texts, ids)), ignore_merges=True),
     }
-    vocabulary = LlamaVocabulary(True, first + _SPECIALS, first, tuple(first + number for number in stops))
-    config = _config(longest, bos_token=bos, eos_token=end)
+    vocabulary = LlamaVocabulary(True, first + _SPECIALS, first, tuple(first + stop for stop in stops))
+    config = _hf_config(max_length, bos_token=bos, eos_token=end)
     return vocabulary, {"tokenizer.json": as_json(content), "tokenizer_config.json": as_json(config)}
 
 
@@ -111,9 +111,9 @@ def special_tokens(later: bool) -> tuple[str, ...]:
     """The 256 special tokens of Llama 3, or of 3.1 and later; unnamed ones are numbered."""
     named = _NAMED_LATER if later else _NAMED
     names, spare = [], 0
-    for number in range(_SPECIALS):
-        if number in named:
-            names.append(f"<|{named[number]}|>")
+    for index in range(_SPECIALS):
+        if index in named:
+            names.append(f"<|{named[index]}|>")
         else:
             names.append(f"<|reserved_special_token_{spare}|>")
             spare += 1
@@ -123,29 +123,29 @@ def special_tokens(later: bool) -> tuple[str, ...]:
 def _byte_letters() -> list[str]:
     """The character for each byte in a tokenizer.json: itself if printable, else one from U+0100 on."""
     printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printed else next(others)) for byte in range(256)]
+    unused = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printed else next(unused)) for byte in range(256)]
 
 
-def _from_pieces(model: SentencePieceModel, file: str, longest: int) -> tuple[LlamaVocabulary, dict[str, bytes]]:
+def _from_pieces(model: SentencePieceModel, file: str, max_length: int) -> tuple[LlamaVocabulary, dict[str, bytes]]:
     _check_like_llama(model, file)
     texts = [text.decode() for text in model.pieces.texts]
     types = model.pieces.types
-    ids = {text: number for number, text in enumerate(texts)}
+    ids = {text: piece for piece, text in enumerate(texts)}
     if len(ids) != len(texts):
-        raise _other(file, "a text is both an ordinary and a special piece")
+        raise _unlike_llama_error(file, "a text is both an ordinary and a special piece")
     special = model.special_ids()
     added = [
-        _added(number, text, special=types[number] != PieceType.USER_DEFINED)
-        for number, text in enumerate(texts)
-        if types[number] in (PieceType.UNKNOWN, PieceType.CONTROL, PieceType.USER_DEFINED)
+        _added_token(piece, text, special=types[piece] != PieceType.USER_DEFINED)
+        for piece, text in enumerate(texts)
+        if types[piece] in (PieceType.UNKNOWN, PieceType.CONTROL, PieceType.USER_DEFINED)
     ]
-    ordinary = [number for number in range(len(texts)) if types[number] == PieceType.NORMAL]
-    merged = {texts[number]: number for number in ordinary}
+    ordinary = [piece for piece in range(len(texts)) if types[piece] == PieceType.NORMAL]
+    merged = {texts[piece]: piece for piece in ordinary}
     check_pair_bytes(merged, file)
-    order = sorted(ordinary, key=lambda number: (-model.pieces.scores[number], number))
+    order = sorted(ordinary, key=lambda piece: (-model.pieces.scores[piece], piece))
     content = {
-        **_frame(added),
+        **_tokenizer_frame(added),
         "normalizer": {
             "type": "Sequence",
             "normalizers": [
@@ -153,7 +153,7 @@ def _from_pieces(model: SentencePieceModel, file: str, longest: int) -> tuple[Ll
                 {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},
             ],
         },
-        "post_processor": _beginning_with(texts[special.bos], special.bos),
+        "post_processor": _begin_with_token(texts[special.bos], special.bos),
         "decoder": {
             "type": "Sequence",
             "decoders": [
@@ -163,23 +163,26 @@ def _from_pieces(model: SentencePieceModel, file: str, longest: int) -> tuple[Ll
                 {"type": "Strip", "content": " ", "start": 1, "stop": 0},
             ],
         },
-        "model": _model(
+        "model": _bpe_model(
             ids,
-            list(_pairs([texts[number] for number in order], merged)),
+            list(_pairs([texts[piece] for piece in order], merged)),
             unknown=texts[special.unk],
             byte_fallback=True,
         ),
     }
     vocabulary = LlamaVocabulary(False, len(texts), special.bos, (special.eos,))
     names = {"bos_token": texts[special.bos], "eos_token": texts[special.eos], "unk_token": texts[special.unk]}
-    files = {"tokenizer.json": as_json(content), "tokenizer_config.json": as_json(_config(longest, **names))}
+    files = {
+        "tokenizer.json": as_json(content),
+        "tokenizer_config.json": as_json(_hf_config(max_length, **names)),
+    }
     return vocabulary, files
 
 
 def _check_like_llama(model: SentencePieceModel, file: str) -> None:
     """Refuse a model that a derived tokenizer.json would encode differently from the library."""
     trainer, normalizer, special = model.trainer, model.normalizer, model.special_ids()
-    for found, wrong in (
+    for reason, wrong in (
         (f"its pieces are of {trainer.model_type.name}", trainer.model_type != ModelType.BPE),
         ("it has no byte fallback", not trainer.byte_fallback),
         ("it puts spaces behind words", trainer.treat_whitespace_as_suffix),
@@ -190,12 +193,12 @@ def _check_like_llama(model: SentencePieceModel, file: str) -> None:
         ("it has no piece that begins or ends a text", special.bos < 0 or special.eos < 0),
     ):
         if wrong:
-            raise _other(file, found)
+            raise _unlike_llama_error(file, reason)
 
 
-def _other(file: str, found: str) -> CorruptVocabularyError:
+def _unlike_llama_error(file: str, reason: str) -> CorruptVocabularyError:
     return CorruptVocabularyError(
-        f"{file} encodes differently from Llama's tokenizer: {found}; expected byte pair encoding with byte fallback, "
+        f"{file} encodes differently from Llama's tokenizer: {reason}; expected byte pair encoding with byte fallback, "
         "a space before the text, and nothing normalised.",
         _ADVICE,
     )
@@ -216,16 +219,16 @@ def check_pair_bytes(texts: Iterable[str], file: str) -> None:
 def _pairs(order: Sequence[str], ids: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """Every pair of tokens that forms a token, in the order of that token; then by the ids of both."""
     for text in order:
-        found = []
+        pairs = []
         for cut in range(1, len(text)):
             left, right = text[:cut], text[cut:]
             if left in ids and right in ids:
-                found.append((ids[left], ids[right], left, right))
-        for _, _, left, right in sorted(found):
+                pairs.append((ids[left], ids[right], left, right))
+        for _, _, left, right in sorted(pairs):
             yield left, right
 
 
-def _model(
+def _bpe_model(
     ids: Mapping[str, int],
     pairs: list[tuple[str, str]],
     *,
@@ -247,7 +250,7 @@ def _model(
     }
 
 
-def _frame(added: list[dict[str, Any]]) -> dict[str, Any]:
+def _tokenizer_frame(added: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "version": "1.0",
         "truncation": None,
@@ -258,12 +261,12 @@ def _frame(added: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _added(number: int, text: str, *, special: bool) -> dict[str, Any]:
+def _added_token(token_id: int, text: str, *, special: bool) -> dict[str, Any]:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": number, "content": text, **flags, "special": special}
+    return {"id": token_id, "content": text, **flags, "special": special}
 
 
-def _beginning_with(text: str, number: int) -> dict[str, Any]:
+def _begin_with_token(text: str, token_id: int) -> dict[str, Any]:
     def part(which: str, type_id: int) -> list[dict[str, Any]]:
         return [{"SpecialToken": {"id": text, "type_id": type_id}}, {"Sequence": {"id": which, "type_id": type_id}}]
 
@@ -271,15 +274,15 @@ def _beginning_with(text: str, number: int) -> dict[str, Any]:
         "type": "TemplateProcessing",
         "single": part("A", 0),
         "pair": part("A", 0) + part("B", 1),
-        "special_tokens": {text: {"id": text, "ids": [number], "tokens": [text]}},
+        "special_tokens": {text: {"id": text, "ids": [token_id], "tokens": [text]}},
     }
 
 
-def _config(longest: int, **names: str) -> dict[str, Any]:
+def _hf_config(max_length: int, **names: str) -> dict[str, Any]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **names,
-        "model_max_length": longest,
+        "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
     }
 
@@ -291,30 +294,30 @@ MAX_RANKS = 64
 _NUMBER = re.compile(r"\d+")
 
 
-def ranks_of(names: Iterable[str], where: str) -> tuple[str, ...]:
+def ranks_of(names: Iterable[str], label: str) -> tuple[str, ...]:
     """The files of all ranks in numerical order.
 
     Args:
         names: names of these and possibly other files.
-        where: the folder's name in messages.
+        label: the folder's name in messages.
 
     Raises:
         MissingShardError: a rank is missing; the message names it.
         InvalidIndexError: two files have the same number, or there are more than any model has.
     """
     ranks = sorted(filter(is_rank, names), key=natural_key)
-    numbers = [int(found[0]) for name in ranks if (found := _NUMBER.search(name))]
+    numbers = [int(digits[0]) for name in ranks if (digits := _NUMBER.search(name))]
     if len(set(numbers)) != len(numbers) or len(numbers) > MAX_RANKS or max(numbers, default=0) >= MAX_RANKS:
         raise InvalidIndexError(
-            f"{where} holds {listed(ranks)}; expected consolidated.00.pth, .01.pth, …, each number once and below "
+            f"{label} holds {listed(ranks)}; expected consolidated.00.pth, .01.pth, …, each number once and below "
             f"{MAX_RANKS}.",
             "Keep only files that were published together in the folder.",
         )
     missing = sorted({*range(max(numbers, default=0) + 1)} - {*numbers})
     if missing:
-        lacking = ", ".join(f"consolidated.{number:02}.pth" for number in missing)
+        lacking = ", ".join(f"consolidated.{rank:02}.pth" for rank in missing)
         raise MissingShardError(
-            f"{where} lacks {lacking}; found {', '.join(ranks) or 'no other'}.",
+            f"{label} lacks {lacking}; found {', '.join(ranks) or 'no other'}.",
             "Add the missing files: each has a part of every weight. Nothing was changed.",
         )
     return tuple(ranks)
@@ -355,25 +358,25 @@ class MetaCheckpoint:
             CheckpointError: see `shapes_of` and `derive_tokenizer`; or the tokenizer has more tokens than the model.
         """
         vocabulary = path_of(VOCABULARY_NAME) if VOCABULARY_NAME in sidecars else None
-        there = {name for name in sidecars if name != CONFIG_NAME or names_a_model(path_of(name))}
+        present = {name for name in sidecars if name != CONFIG_NAME or names_a_model(path_of(name))}
         shapes = shapes_of(header, self.params, len(self.ranks), shard)
-        known: LlamaVocabulary | None = None
+        known_vocabulary: LlamaVocabulary | None = None
         files: dict[str, bytes] = {}
-        if vocabulary is not None and not set(TOKENIZER_NAMES) & there:
-            longest = context_length(self.params, shapes, None)
-            known, files = derive_tokenizer(vocabulary, self.params.scaled_rope, longest)
-            if known.size > shapes.vocab_size:
+        if vocabulary is not None and not set(TOKENIZER_NAMES) & present:
+            max_length = context_length(self.params, shapes, None)
+            known_vocabulary, files = derive_tokenizer(vocabulary, self.params.scaled_rope, max_length)
+            if known_vocabulary.size > shapes.vocab_size:
                 raise InvalidIndexError(
-                    f"{VOCABULARY_NAME} has {known.size:,} tokens, the weights have {shapes.vocab_size:,}.",
+                    f"{VOCABULARY_NAME} has {known_vocabulary.size:,} tokens, the weights have {shapes.vocab_size:,}.",
                     "Put the tokenizer.model that was published with the weights into their folder.",
                 )
-        elif vocabulary is None and not set(TOKENIZER_NAMES) & there:
+        elif vocabulary is None and not set(TOKENIZER_NAMES) & present:
             logger.warning("The checkpoint has no %s; the model will have no tokenizer.", VOCABULARY_NAME)
-        if CONFIG_NAME not in there:
-            files[CONFIG_NAME] = as_json(config_of(self.params, shapes, known))
-        if GENERATION_NAME not in there:
-            llama_3 = is_llama_3(self.params, shapes, known)
-            files[GENERATION_NAME] = as_json(token_ids(llama_3, shapes, known))
+        if CONFIG_NAME not in present:
+            files[CONFIG_NAME] = as_json(config_of(self.params, shapes, known_vocabulary))
+        if GENERATION_NAME not in present:
+            llama_3 = is_llama_3(self.params, shapes, known_vocabulary)
+            files[GENERATION_NAME] = as_json(token_ids(llama_3, shapes, known_vocabulary))
         return files
 
 

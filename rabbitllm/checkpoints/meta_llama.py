@@ -77,12 +77,12 @@ class MetaParams:
         return self.dim // self.n_heads
 
 
-def parse_params(content: Mapping[str, Any], where: str) -> MetaParams:
+def parse_params(content: Mapping[str, Any], label: str) -> MetaParams:
     """Parse the fields and check them against each other.
 
     Args:
         content: content of the file, or its object under "model".
-        where: the file's name in messages.
+        label: the file's name in messages.
 
     Raises:
         InvalidIndexError: a field is missing, or has an impossible value.
@@ -90,25 +90,25 @@ def parse_params(content: Mapping[str, Any], where: str) -> MetaParams:
     """
     inner = content.get("model")
     fields = {key: value for key, value in (inner if isinstance(inner, dict) else content).items() if value is not None}
-    _refuse_others(fields, where)
+    _refuse_unknown_fields(fields, label)
     for key in _REQUIRED:
         if key not in fields:
-            raise InvalidIndexError(f"{where} has no {key!r}; expected the parameters of a Llama.", _OWN)
-    sizes = {key: _integer(fields[key], key, where) for key in _INTEGERS if key in fields and fields[key] != -1}
-    numbers = {key: _number(fields[key], key, where) for key in _NUMBERS if key in fields}
+            raise InvalidIndexError(f"{label} has no {key!r}; expected the parameters of a Llama.", _OWN)
+    sizes = {key: _integer(fields[key], key, label) for key in _INTEGERS if key in fields and fields[key] != -1}
+    numbers = {key: _number(fields[key], key, label) for key in _NUMBERS if key in fields}
     dim, heads = sizes.get("dim", 0), sizes.get("n_heads", 0)
     kv_heads = sizes.get("n_kv_heads", heads)
     layers = sizes.get("n_layers", 0)
-    for what, wrong in (
+    for contradiction, wrong in (
         (f"dim {dim} is not an even number of rows for each of {heads} heads", not heads or dim % (2 * heads)),
         (f"n_heads {heads} is not a multiple of n_kv_heads {kv_heads}", not kv_heads or heads % kv_heads),
         (f"n_layers is {layers}, expected 1 to {MAX_LAYERS:,}", not 0 < layers <= MAX_LAYERS),
     ):
         if wrong:
-            raise InvalidIndexError(f"{where} contradicts itself: {what}.", _OWN)
+            raise InvalidIndexError(f"{label} contradicts itself: {contradiction}.", _OWN)
     scaled = fields.get("use_scaled_rope", False)
     if not isinstance(scaled, bool):
-        raise InvalidIndexError(f"{where} has use_scaled_rope {scaled!r}; expected true or false.", _OWN)
+        raise InvalidIndexError(f"{label} has use_scaled_rope {scaled!r}; expected true or false.", _OWN)
     return MetaParams(
         dim,
         layers,
@@ -124,29 +124,29 @@ def parse_params(content: Mapping[str, Any], where: str) -> MetaParams:
     )
 
 
-def _refuse_others(fields: Mapping[str, Any], where: str) -> None:
+def _refuse_unknown_fields(fields: Mapping[str, Any], label: str) -> None:
     known = {*_INTEGERS, *_NUMBERS, *_WITHOUT_EFFECT, "use_scaled_rope"}
-    other = sorted(key for key in fields if key not in known)
-    if not other:
+    unknown = sorted(key for key in fields if key not in known)
+    if not unknown:
         return
-    kinds = [kind for pattern, kind in _OTHERS for key in other if pattern.search(key)]
-    what = kinds[0] if kinds else "another model"
+    models = [model for pattern, model in _OTHERS for key in unknown if pattern.search(key)]
+    model = models[0] if models else "another model"
     raise UnreadableFormatError(
-        f"{where} has {listed(map(repr, other))}, which belongs to {what}; in Meta's own format the dense text "
+        f"{label} has {listed(map(repr, unknown))}, which belongs to {model}; in Meta's own format the dense text "
         "models Llama 1 to 3 are read.",
         "Use the same model in transformers' format, from the hub.",
     )
 
 
-def _integer(value: object, key: str, where: str) -> int:
+def _integer(value: object, key: str, label: str) -> int:
     if type(value) is not int or not 0 < value < _MAX_INTEGER:
-        raise InvalidIndexError(f"{where} has {key} {value!r}; expected a positive number.", _OWN)
+        raise InvalidIndexError(f"{label} has {key} {value!r}; expected a positive number.", _OWN)
     return value
 
 
-def _number(value: object, key: str, where: str) -> float:
+def _number(value: object, key: str, label: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise InvalidIndexError(f"{where} has {key} {value!r}; expected a positive number.", _OWN)
+        raise InvalidIndexError(f"{label} has {key} {value!r}; expected a positive number.", _OWN)
     return float(value)
 
 
@@ -223,13 +223,13 @@ def shapes_of(header: Header, params: MetaParams, ranks: int, file: str) -> Shap
     Raises:
         InvalidIndexError, MissingShardError, UnreadableFormatError: see `translated`.
     """
-    found = {tensor.name: tensor for tensor in header.tensors}
-    _check_ranks(found, params, ranks, file)
-    embedding = _required(found, _EMBEDDING, file)
-    gate = _required(found, "layers.0.feed_forward.w1.weight", file)
+    tensors = {tensor.name: tensor for tensor in header.tensors}
+    _check_ranks(tensors, params, ranks, file)
+    embedding = _required(tensors, _EMBEDDING, file)
+    gate = _required(tensors, "layers.0.feed_forward.w1.weight", file)
     if len(embedding.shape) != 2 or embedding.shape[1] * ranks not in (params.dim, params.dim * ranks):
-        one = f"(any, {params.dim})"
-        raise _contradiction(embedding, file, one if ranks == 1 else f"{one} or (any, {params.dim // ranks})")
+        uncut = f"(any, {params.dim})"
+        raise _shape_error(embedding, file, uncut if ranks == 1 else f"{uncut} or (any, {params.dim // ranks})")
     by_rows = embedding.shape[1] == params.dim
     vocab_size = embedding.shape[0] * (ranks if by_rows else 1)
     if params.vocab_size is not None and params.vocab_size != vocab_size:
@@ -245,28 +245,28 @@ def shapes_of(header: Header, params: MetaParams, ranks: int, file: str) -> Shap
             f"{ranks} ranks; multiple_of and ffn_dim_multiplier in params.json say {params.intermediate:,}.",
             _OTHER,
         )
-    head = found.get(_HEAD)
+    head = tensors.get(_HEAD)
     tied = head is None or head._replace(name=embedding.name) == embedding
     return Shapes(vocab_size, intermediate, 0 if by_rows else 1, embedding.dtype, tied)
 
 
-def _check_ranks(found: Mapping[str, TensorSpec], params: MetaParams, ranks: int, file: str) -> None:
+def _check_ranks(tensors: Mapping[str, TensorSpec], params: MetaParams, ranks: int, file: str) -> None:
     """Refuse a wrong number of ranks first, since it would make every shape look wrong."""
-    query = _required(found, "layers.0.attention.wq.weight", file)
+    query = _required(tensors, "layers.0.attention.wq.weight", file)
     if len(query.shape) != 2 or query.shape[1] != params.dim:
-        raise _contradiction(query, file, f"({params.dim // ranks}, {params.dim})")
+        raise _shape_error(query, file, f"({params.dim // ranks}, {params.dim})")
     rows = query.shape[0]
-    real = params.dim // rows if rows and params.dim % rows == 0 else 0
-    if real > ranks:
-        missing = ", ".join(f"consolidated.{number:02}.pth" for number in range(ranks, real))
+    total = params.dim // rows if rows and params.dim % rows == 0 else 0
+    if total > ranks:
+        missing = ", ".join(f"consolidated.{rank:02}.pth" for rank in range(ranks, total))
         raise MissingShardError(
-            f"{file} is one of {real} ranks by the shape of {query.name!r}, {query.shape}; found {ranks}: {missing} "
+            f"{file} is one of {total} ranks by the shape of {query.name!r}, {query.shape}; found {ranks}: {missing} "
             "missing.",
             "Put them into the same folder. Nothing was changed.",
         )
-    if real and real < ranks:
+    if total and total < ranks:
         raise InvalidIndexError(
-            f"{file} is one of {real} ranks by the shape of {query.name!r}, {query.shape}; found {ranks}.", _OTHER
+            f"{file} is one of {total} ranks by the shape of {query.name!r}, {query.shape}; found {ranks}.", _OTHER
         )
     if params.n_kv_heads % ranks or params.n_heads % ranks:
         raise UnreadableFormatError(
@@ -276,10 +276,10 @@ def _check_ranks(found: Mapping[str, TensorSpec], params: MetaParams, ranks: int
         )
 
 
-def _required(found: Mapping[str, TensorSpec], name: str, file: str) -> TensorSpec:
-    if name not in found:
+def _required(tensors: Mapping[str, TensorSpec], name: str, file: str) -> TensorSpec:
+    if name not in tensors:
         raise InvalidIndexError(f"{file} has no tensor {name!r}; expected those of a Llama in Meta's format.", _OTHER)
-    return found[name]
+    return tensors[name]
 
 
 def translated(header: Header, params: MetaParams, rank: int, ranks: int, file: str) -> Header:
@@ -299,8 +299,8 @@ def translated(header: Header, params: MetaParams, rank: int, ranks: int, file: 
     """
     shapes = shapes_of(header, params, ranks, file)
     expected = _expected_shapes(params, shapes, ranks)
-    found = {tensor.name: tensor for tensor in header.tensors if tensor.name not in _LEFT_OUT}
-    for name, tensor in found.items():
+    tensors = {tensor.name: tensor for tensor in header.tensors if tensor.name not in _LEFT_OUT}
+    for name, tensor in tensors.items():
         if name not in expected:
             raise UnreadableFormatError(
                 f"{file} has a tensor {name!r}, which a Llama of {params.n_layers} layers does not have; in Meta's own "
@@ -314,24 +314,24 @@ def translated(header: Header, params: MetaParams, rank: int, ranks: int, file: 
                 "Use the model's unquantized checkpoint with compression='4bit' or '8bit'.",
             )
         if tensor.shape != expected[name][1]:
-            raise _contradiction(tensor, file, str(expected[name][1]))
+            raise _shape_error(tensor, file, str(expected[name][1]))
     for name in expected:
         if name != _HEAD or not shapes.tied:
-            _required(found, name, file)
-    taken, copies = [], []
-    for name, tensor in found.items():
-        own, _, dim = expected[name]
+            _required(tensors, name, file)
+    specs, copies = [], []
+    for name, tensor in tensors.items():
+        new_name, _, dim = expected[name]
         if name == _HEAD and shapes.tied:
             continue
         if dim is None and rank > 0:
-            copies.append(tensor._replace(name=own))
+            copies.append(tensor._replace(name=new_name))
             continue
         in_layer = _LAYER.fullmatch(name)
         rotated = {"attention.wq": params.n_heads, "attention.wk": params.n_kv_heads}
         own_heads = rotated.get(in_layer[2]) if in_layer is not None else None
         turned = tensor if own_heads is None else _halves_first(tensor, own_heads // ranks)
-        taken.append(_as_piece(turned, own, dim, rank, ranks))
-    return dataclasses.replace(header, tensors=tuple(taken), copies=tuple(copies))
+        specs.append(_as_piece(turned, new_name, dim, rank, ranks))
+    return dataclasses.replace(header, tensors=tuple(specs), copies=tuple(copies))
 
 
 def _expected_shapes(
@@ -350,16 +350,16 @@ def _expected_shapes(
         "feed_forward.w3": (rows, dim),
     }
     whole = shapes.vocab_size, dim
-    embedding = tuple(size // ranks if at == shapes.embedding_dim else size for at, size in enumerate(whole))
+    embedding = tuple(size // ranks if axis == shapes.embedding_dim else size for axis, size in enumerate(whole))
     expected: dict[str, tuple[str, tuple[int, ...], int | None]] = {
         _EMBEDDING: ("model.embed_tokens.weight", embedding, shapes.embedding_dim),
         _NORM: ("model.norm.weight", (dim,), None),
         _HEAD: ("lm_head.weight", (shapes.vocab_size // ranks, dim), 0),
     }
     for layer in range(params.n_layers):
-        for module, (own, cut) in _IN_LAYER.items():
+        for module, (new_name, cut) in _IN_LAYER.items():
             name = f"layers.{layer}.{module}.weight"
-            expected[name] = f"model.layers.{layer}.{own}.weight", in_layer.get(module, (dim,)), cut
+            expected[name] = f"model.layers.{layer}.{new_name}.weight", in_layer.get(module, (dim,)), cut
     return expected
 
 
@@ -375,12 +375,12 @@ def _halves_first(tensor: TensorSpec, heads: int) -> TensorSpec:
 def _as_piece(tensor: TensorSpec, name: str, dim: int | None, rank: int, ranks: int) -> TensorSpec:
     if dim is None or ranks == 1:
         return tensor._replace(name=name)
-    shape = tuple(size * ranks if at == dim else size for at, size in enumerate(tensor.shape))
+    shape = tuple(size * ranks if axis == dim else size for axis, size in enumerate(tensor.shape))
     piece = TensorPiece(name, shape, dim, rank * tensor.shape[dim])
     return tensor._replace(name=f"{name}{PIECE_MARK}{rank}", piece=piece)
 
 
-def _contradiction(tensor: TensorSpec, file: str, expected: str) -> InvalidIndexError:
+def _shape_error(tensor: TensorSpec, file: str, expected: str) -> InvalidIndexError:
     return InvalidIndexError(
         f"{file} has {tensor.name!r} of shape {tensor.shape}; params.json says {expected}.", _OTHER
     )

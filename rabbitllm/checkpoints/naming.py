@@ -110,7 +110,7 @@ def naming_by_block() -> LayerNaming:
 
 
 def assign_layers(
-    tensors: Sequence[str], family: str | None, chosen: LayerNaming | None = None
+    tensors: Sequence[str], family: str | None, custom: LayerNaming | None = None
 ) -> dict[str, LayerName]:
     """The layer of every tensor.
 
@@ -121,23 +121,23 @@ def assign_layers(
     Args:
         tensors: all tensor names of the checkpoint.
         family: `model_type` of its config, if any.
-        chosen: the caller's own patterns.
+        custom: the caller's own patterns.
     """
-    rules = chosen or naming_for(family)
+    rules = custom or naming_for(family)
     by_block = naming_by_block()
     if rules is None:
         _warn_of_few_blocks(tensors, family)
         rules = by_block
-    named = {tensor: rules.find(tensor) for tensor in tensors}
-    taken = {word for layer in named.values() if layer is not None for word in (layer.id, layer.stem)}
-    return _distinct_ids({tensor: layer or _unnamed(tensor, by_block, taken) for tensor, layer in named.items()})
+    layers = {tensor: rules.find(tensor) for tensor in tensors}
+    taken = {word for layer in layers.values() if layer is not None for word in (layer.id, layer.stem)}
+    return _distinct_ids({tensor: layer or _unmatched(tensor, by_block, taken) for tensor, layer in layers.items()})
 
 
-def _unnamed(tensor: str, by_block: LayerNaming, taken: set[str]) -> LayerName:
+def _unmatched(tensor: str, by_block: LayerNaming, taken: set[str]) -> LayerName:
     """The layer of an unmatched tensor; a layer of its own if its block shares the name of another layer."""
-    found = by_block.find(tensor)
-    alone = found is None or found.stem in taken
-    stem = tensor if alone or found is None else found.stem
+    layer = by_block.find(tensor)
+    alone = layer is None or layer.stem in taken
+    stem = tensor if alone or layer is None else layer.stem
     return LayerName(stem, stem)
 
 

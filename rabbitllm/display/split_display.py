@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from rabbitllm.base import progress
-from rabbitllm.base.progress import SplitLedger, SplitStats
+from rabbitllm.base.progress import SplitProgress, SplitStats
 from rabbitllm.base.terminal import (
     LinePiece,
     Row,
@@ -33,7 +33,7 @@ class SplitDisplay:
     """Shows the events of a split on stderr."""
 
     def __init__(self) -> None:
-        self._ledger = SplitLedger()
+        self._ledger = SplitProgress()
         self._lock = threading.Lock()
         self._claim: Claim | None = None
 

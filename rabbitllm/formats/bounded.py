@@ -50,7 +50,7 @@ def decode_json(
     if sys.getsizeof(text) > MAX_TEXT_BYTES:
         raise ValueError(f"it takes {sys.getsizeof(text):,} bytes as text; at most {MAX_TEXT_BYTES:,} are read")
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=constant, parse_int=whole)
+        return json.loads(text, object_pairs_hook=_refuse_repeated_keys, parse_constant=constant, parse_int=whole)
     except RecursionError:
         raise ValueError("it is nested too deeply (maximum recursion depth exceeded)") from None
 
@@ -65,7 +65,7 @@ def decode_message(raw: bytes) -> Any:
         ValueError: it is malformed; the message says what was found.
     """
     try:
-        value = decode_json(raw, no_constant, _whole)
+        value = decode_json(raw, no_constant, _parse_integer)
         if b"\\u" in raw:  # unpaired surrogates, which no tokenizer accepts
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -80,18 +80,18 @@ def no_constant(word: str) -> Any:
     raise ValueError(f"{word} is not JSON")
 
 
-def _whole(digits: str) -> int:
+def _parse_integer(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
         raise ValueError(f"a number has {len(digits):,} digits")
     return int(digits)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):
         seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {twice[:80]!r} appears twice")
+        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {repeated[:80]!r} appears twice")
     return table
 
 
@@ -142,7 +142,7 @@ def read_json(path: Path) -> dict[str, Any]:
             `MAX_BYTES` or the limits of `decode_json`.
     """
     raw = read_regular(
-        path, MAX_BYTES, lambda what: InvalidIndexError(f"{path} is not a JSON file: it {what}.", _REMEDY)
+        path, MAX_BYTES, lambda problem: InvalidIndexError(f"{path} is not a JSON file: it {problem}.", _REMEDY)
     )
     check_begins_json(path, raw)
     try:
@@ -187,7 +187,7 @@ def read_vocabulary(path: Path, refusal: Callable[[str], CorruptVocabularyError]
         CorruptVocabularyError: it is not a regular file, or is larger.
     """
     try:
-        return read_regular(path, MAX_FILE_BYTES, lambda what: refusal(f"it {what}"))
+        return read_regular(path, MAX_FILE_BYTES, lambda problem: refusal(f"it {problem}"))
     except FileNotFoundError:
         raise CheckpointNotFoundError(f"There is no vocabulary {path}.", "Use the path of tokenizer.model.") from None
 

@@ -138,7 +138,7 @@ def parse_gguf(read: ReadAt, size: int, file: str) -> GgufFile:
         raise cursor.error("it does not begin with GGUF")
     version = cursor.number("I")
     if version not in VERSIONS:
-        raise _other_version(version, file)
+        raise _version_error(version, file)
     tensors, entries = cursor.number("Q"), cursor.number("Q")
     if tensors > MAX_TENSORS or entries > MAX_ENTRIES:
         raise cursor.error(
@@ -171,16 +171,16 @@ def strings(read: ReadAt, array: GgufArray, file: str) -> Iterator[str]:
 class _Cursor:
     """Reads a header in order, in pieces of `READ_BYTES`, and never past `size`."""
 
-    def __init__(self, read: ReadAt, size: int, file: str, at: int = 0) -> None:
+    def __init__(self, read: ReadAt, size: int, file: str, offset: int = 0) -> None:
         self._read = read
         self._size = size
         self.file = file
-        self._begin, self._buffer = at, b""
-        self.at = at
+        self._begin, self._buffer = offset, b""
+        self.at = offset
         self.strings = self.kept = 0
 
-    def error(self, what: str) -> CorruptShardError:
-        return CorruptShardError(f"{self.file} is not a valid GGUF file: {what}.", "Download or copy the file again.")
+    def error(self, reason: str) -> CorruptShardError:
+        return CorruptShardError(f"{self.file} is not a valid GGUF file: {reason}.", "Download or copy the file again.")
 
     def require(self, length: int) -> None:
         """Refuse a length that the file, or a header, cannot have."""
@@ -194,8 +194,8 @@ class _Cursor:
         self.require(length)
         start = self.at - self._begin
         if start < 0 or start + length > len(self._buffer):
-            wanted = max(length, min(READ_BYTES, self._size - self.at))
-            self._begin, self._buffer, start = self.at, self._read(self.at, wanted), 0
+            nbytes = max(length, min(READ_BYTES, self._size - self.at))
+            self._begin, self._buffer, start = self.at, self._read(self.at, nbytes), 0
             if len(self._buffer) < length:
                 raise self.error(f"it ends at byte {self.at + len(self._buffer):,}, within its header")
         self.at += length
@@ -208,8 +208,8 @@ class _Cursor:
 
     def number(self, form: str) -> int:
         """The next number; `form` is a format of `struct` for integers."""
-        (found,) = struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))
-        return int(found)
+        (value,) = struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))
+        return int(value)
 
     def text(self, limit: int) -> str:
         """The next text of at most `limit` bytes."""
@@ -223,7 +223,7 @@ class _Cursor:
             raise self.error(f"the text {short(raw, 60)} is not UTF-8") from None
 
 
-def _other_version(version: int, file: str) -> UnreadableFormatError:
+def _version_error(version: int, file: str) -> UnreadableFormatError:
     if version & 0xFFFF == 0:
         return UnreadableFormatError(
             f"{file} is a GGUF file of a big-endian machine; only little-endian ones are read.",
@@ -236,21 +236,21 @@ def _other_version(version: int, file: str) -> UnreadableFormatError:
 
 
 def _metadata(cursor: _Cursor, entries: int) -> Metadata:
-    found: dict[str, Value | tuple[Value, ...] | GgufArray] = {}
+    metadata: dict[str, Value | tuple[Value, ...] | GgufArray] = {}
     for _ in range(entries):
         begin = cursor.at
         key = cursor.text(MAX_KEY_BYTES)
         if not key or not key.isprintable():
             raise cursor.error(f"the key {short(key, 60)} is not printable text")
-        if key in found:
+        if key in metadata:
             raise cursor.error(f"the key {short(key, 60)} appears twice")
-        found[key] = _value(cursor, cursor.number("I"), key, begin)
-    return found
+        metadata[key] = _value(cursor, cursor.number("I"), key, begin)
+    return metadata
 
 
-def _value(cursor: _Cursor, kind: int, key: str, entry: int) -> Value | tuple[Value, ...] | GgufArray:
-    if kind != _ARRAY:
-        return _single(cursor, kind, key)
+def _value(cursor: _Cursor, value_type: int, key: str, entry: int) -> Value | tuple[Value, ...] | GgufArray:
+    if value_type != _ARRAY:
+        return _single(cursor, value_type, key)
     element, count = cursor.number("I"), cursor.number("Q")
     if element == _STRING:
         cursor.strings += count
@@ -273,16 +273,16 @@ def _value(cursor: _Cursor, kind: int, key: str, entry: int) -> Value | tuple[Va
     return GgufArray(count, entry, begin, cursor.at - begin)
 
 
-def _single(cursor: _Cursor, kind: int, key: str) -> Value:
-    if kind == _STRING:
+def _single(cursor: _Cursor, value_type: int, key: str) -> Value:
+    if value_type == _STRING:
         return cursor.text(MAX_TEXT_BYTES)
-    if kind not in _FORMATS:
-        raise cursor.error(f"{short(key, 60)} has the type {kind}, which does not exist")
-    raw = cursor.take(struct.calcsize(f"<{_FORMATS[kind]}"))
-    if _FORMATS[kind] == "?":
+    if value_type not in _FORMATS:
+        raise cursor.error(f"{short(key, 60)} has the type {value_type}, which does not exist")
+    raw = cursor.take(struct.calcsize(f"<{_FORMATS[value_type]}"))
+    if _FORMATS[value_type] == "?":
         return raw != b"\0"
-    (found,) = struct.unpack(f"<{_FORMATS[kind]}", raw)
-    return found if isinstance(found, float) else int(found)
+    (value,) = struct.unpack(f"<{_FORMATS[value_type]}", raw)
+    return value if isinstance(value, float) else int(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,64 +303,63 @@ def _entry(cursor: _Cursor) -> _TensorEntry:
     if dimensions > MAX_DIMENSIONS:
         raise cursor.error(f"{short(name, 60)} has {dimensions:,} dimensions; at most {MAX_DIMENSIONS} are read")
     shape = tuple(cursor.number("Q") for _ in range(dimensions))[::-1]
-    number, offset = cursor.number("I"), cursor.number("Q")
-    kind = BY_NUMBER.get(number)
-    if kind is None:
+    type_id, offset = cursor.number("I"), cursor.number("Q")
+    ggml = BY_NUMBER.get(type_id)
+    if ggml is None:
         raise UnreadableFormatError(
-            f"The tensor {short(name, 60)} in {cursor.file} has the ggml type {number}, which is not supported.",
+            f"The tensor {short(name, 60)} in {cursor.file} has the ggml type {type_id}, which is not supported.",
             "Use a file of a usual type such as Q4_K_M or Q8_0, or the model's original weights.",
         )
-    if math.prod(shape) >= _LIMIT or (shape and shape[-1] % kind.elements):
-        raise cursor.error(f"{short(name, 60)} has the shape {shape}, which blocks of {kind.elements} cannot have")
-    if not shape and kind.elements != 1:
-        raise cursor.error(f"{short(name, 60)} is a single value of {kind.name}, which has blocks of {kind.elements}")
-    return _TensorEntry(name, shape, kind, offset)
+    if math.prod(shape) >= _LIMIT or (shape and shape[-1] % ggml.elements):
+        raise cursor.error(f"{short(name, 60)} has the shape {shape}, which blocks of {ggml.elements} cannot have")
+    if not shape and ggml.elements != 1:
+        raise cursor.error(f"{short(name, 60)} is a single value of {ggml.name}, which has blocks of {ggml.elements}")
+    return _TensorEntry(name, shape, ggml, offset)
 
 
 def _alignment(metadata: Metadata, cursor: _Cursor) -> int:
-    found = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-    valid = isinstance(found, int) and not isinstance(found, bool) and 0 < found <= MAX_ALIGNMENT
-    if not (valid and found & (found - 1) == 0):  # type: ignore[operator]
-        raise cursor.error(f"its alignment is {short(found, 60)}; expected a power of two")
-    assert isinstance(found, int)
-    return found
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    valid = isinstance(alignment, int) and not isinstance(alignment, bool) and 0 < alignment <= MAX_ALIGNMENT
+    if not (valid and alignment & (alignment - 1) == 0):  # type: ignore[operator]
+        raise cursor.error(f"its alignment is {short(alignment, 60)}; expected a power of two")
+    assert isinstance(alignment, int)
+    return alignment
 
 
 def _header(table: Iterable[_TensorEntry], data_start: int, alignment: int, size: int, file: str) -> Header:
-    specs, seen = [], set[str]()
+    specs, names = [], set[str]()
     error = _Cursor(lambda offset, length: b"", size, file).error
     for entry in table:
-        if entry.name in seen:
+        if entry.name in names:
             raise error(f"the tensor {short(entry.name, 60)} appears twice")
-        seen.add(entry.name)
+        names.add(entry.name)
         if entry.offset % alignment:
             raise error(f"{short(entry.name, 60)} begins at byte {entry.offset:,} of the data, not at {alignment:,}")
         specs.append(_spec(entry, data_start, file))
     specs.sort(key=lambda spec: (spec.offset, spec.extent))
-    at = data_start
+    end = data_start
     for spec in specs:
-        if spec.offset < at:
+        if spec.offset < end:
             raise error(f"{short(spec.name, 60)} overlaps another tensor")
-        at = spec.offset + spec.extent
-        if at > size:
-            raise error(f"{short(spec.name, 60)} ends at byte {at:,}, and the file has {size:,}")
+        end = spec.offset + spec.extent
+        if end > size:
+            raise error(f"{short(spec.name, 60)} ends at byte {end:,}, and the file has {size:,}")
     return Header(tuple(specs), {}, data_start)
 
 
 def _spec(entry: _TensorEntry, data_start: int, file: str) -> TensorSpec:
     """The tensor: plain, or as dequantized to float32."""
-    elements, kind = math.prod(entry.shape), entry.kind
-    nbytes, offset = elements // kind.elements * kind.nbytes, data_start + entry.offset
-    if kind.dtype is not None:
-        return TensorSpec(entry.name, kind.dtype, entry.shape, file, offset, nbytes)
-    return TensorSpec(entry.name, "F32", entry.shape, file, offset, elements * 4, blocks=StoredBlocks(kind, nbytes))
-
-
-# A small file with the metadata and the names of the tensors, from which transformers makes a config and a tokenizer.
+    elements, ggml = math.prod(entry.shape), entry.kind
+    nbytes, offset = elements // ggml.elements * ggml.nbytes, data_start + entry.offset
+    if ggml.dtype is not None:
+        return TensorSpec(entry.name, ggml.dtype, entry.shape, file, offset, nbytes)
+    return TensorSpec(entry.name, "F32", entry.shape, file, offset, elements * 4, blocks=StoredBlocks(ggml, nbytes))
 
 
 def outline(file: GgufFile, read: ReadAt, names: Iterable[str], *, long_arrays: bool = True) -> Iterator[bytes]:
     """The content of a GGUF file with the metadata of `file`, and tensors of these names without their data.
+
+    transformers makes a config and a tokenizer of it.
 
     Args:
         file: the checked header.
@@ -368,7 +367,7 @@ def outline(file: GgufFile, read: ReadAt, names: Iterable[str], *, long_arrays: 
         names: of the tensors of all files of the checkpoint. Each becomes one float32, zero.
         long_arrays: whether it has the arrays that are `GgufArray` here.
     """
-    tensors, at = list(names), 0
+    tensors, written = list(names), 0
     left_out = [value for value in file.metadata.values() if isinstance(value, GgufArray)] if not long_arrays else []
     entries = len(file.metadata) - len(left_out)
     alignment = file.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
@@ -379,12 +378,10 @@ def outline(file: GgufFile, read: ReadAt, names: Iterable[str], *, long_arrays: 
     cut = zip([_ENTRIES_BEGIN, *begins[:-1]], ends, strict=True)
     parts = (read(begin, end - begin) for begin, end in cut)
     raw = (
-        struct.pack("<Q", len(name.encode()))
-        + name.encode()
-        + struct.pack("<IQIQ", 1, 1, 0, number * max(alignment, 4))
-        for number, name in enumerate(tensors)
+        struct.pack("<Q", len(name.encode())) + name.encode() + struct.pack("<IQIQ", 1, 1, 0, index * max(alignment, 4))
+        for index, name in enumerate(tensors)
     )
     for piece in (*pieces, *parts, *raw):
-        at += len(piece)
+        written += len(piece)
         yield piece
-    yield bytes(-at % alignment + len(tensors) * max(alignment, 4))
+    yield bytes(-written % alignment + len(tensors) * max(alignment, 4))

@@ -71,8 +71,8 @@ _ALL = (
     TensorType(39, "MXFP4", 32, 17),
     TensorType(40, "NVFP4", 64, 36),
 )
-TENSOR_TYPES = {one.name: one for one in _ALL}
+TENSOR_TYPES = {entry.name: entry for entry in _ALL}
 """By name. Q8_1 and Q8_K are for inputs only, never in files; Q1_0 has no decoder in the package `gguf` 0.19."""
-BY_NUMBER = {one.number: one for one in _ALL}
-BLOCK_TYPES = {one.name: one for one in _ALL if one.dtype is None}
+BY_NUMBER = {entry.number: entry for entry in _ALL}
+BLOCK_TYPES = {entry.name: entry for entry in _ALL if entry.dtype is None}
 """The quantized ones."""

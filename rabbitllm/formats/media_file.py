@@ -116,15 +116,15 @@ def _check_pixels(size: tuple[int, int], name: str, limit: int) -> None:
 
 def _webp_size(data: bytes) -> tuple[int, int]:
     """Width and height of a WebP file; (0, 0) for other files."""
-    at = _WEBP_SIZES.get(data[12:16])
-    if data[:4] != b"RIFF" or data[8:12] != b"WEBP" or at is None or len(data) < at + 6:
+    pos = _WEBP_SIZES.get(data[12:16])
+    if data[:4] != b"RIFF" or data[8:12] != b"WEBP" or pos is None or len(data) < pos + 6:
         return 0, 0
     if data[12:16] == b"VP8X":
-        return 1 + int.from_bytes(data[at : at + 3], "little"), 1 + int.from_bytes(data[at + 3 : at + 6], "little")
+        return 1 + int.from_bytes(data[pos : pos + 3], "little"), 1 + int.from_bytes(data[pos + 3 : pos + 6], "little")
     if data[12:16] == b"VP8 ":
-        width, height = struct.unpack_from("<HH", data, at)
+        width, height = struct.unpack_from("<HH", data, pos)
         return width & 0x3FFF, height & 0x3FFF
-    bits = int.from_bytes(data[at : at + 4], "little")
+    bits = int.from_bytes(data[pos : pos + 4], "little")
     return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
 
 
@@ -132,8 +132,8 @@ def _kind_of(data: bytes) -> str:
     head = data[:16].lstrip()
     if data[4:8] == b"ftyp":
         return "HEIC, AVIF or a video"
-    found = next((kind for magic, kind in _KNOWN.items() if head.lower().startswith(magic.lower())), None)
-    return found or "in no known format"
+    file_format = next((name for magic, name in _KNOWN.items() if head.lower().startswith(magic.lower())), None)
+    return file_format or "in no known format"
 
 
 def read_sound(data: bytes, name: str, rate: int) -> Samples:
@@ -152,13 +152,13 @@ def read_sound(data: bytes, name: str, rate: int) -> Samples:
     advice = f"Convert it: ffmpeg -i IN -ac 1 -ar {rate} -c:a pcm_s16le OUT.wav"
     try:
         with wave.open(io.BytesIO(data)) as file:
-            channels, width, found, frames = file.getparams()[:4]
+            channels, width, actual_rate, frames = file.getparams()[:4]
             raw = file.readframes(frames)
     except Exception as error:  # damaged files make `wave` raise several kinds
         said = harmless(str(error) or type(error).__name__).rstrip(".")
         raise MediaError(f"{name} is not a sound that can be read ({said}); expected WAV with PCM.", advice) from None
-    if found != rate:
-        raise MediaError(f"{name} has {found:,} samples a second; this model expects {rate:,}.", advice)
+    if actual_rate != rate:
+        raise MediaError(f"{name} has {actual_rate:,} samples a second; this model expects {rate:,}.", advice)
     if len(raw) != frames * channels * width or not raw:
         raise MediaError(f"{name} is a truncated sound: it has {len(raw):,} bytes of samples.", "Save it again.")
     if frames > MAX_SECONDS * rate:

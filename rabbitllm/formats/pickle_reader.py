@@ -41,7 +41,7 @@ class RefusedValueError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class Global:
     """A known global: its name, and the function that stands for calling it, if it may be called."""
 
     name: str
@@ -58,7 +58,7 @@ class PickleMachine:
 
     stream: io.BytesIO
     size: int
-    known: Mapping[tuple[str, str], Known]
+    known: Mapping[tuple[str, str], Global]
     persistent: Callable[[object], object]
     stack: list[Any] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
@@ -86,17 +86,17 @@ class PickleMachine:
         del self.stack[begin:]
         return items
 
-    def top(self, kind: type, what: str) -> Any:
+    def top(self, expected_type: type, expected: str) -> Any:
         value = self.pop()
         self.stack.append(value)
-        if type(value) is not kind and not (kind is dict and type(value) is Attributed):
-            raise RefusedValueError(f"works on {describe(value)}; expected {what}")
+        if type(value) is not expected_type and not (expected_type is dict and type(value) is Attributed):
+            raise RefusedValueError(f"works on {describe(value)}; expected {expected}")
         return value
 
 
 def describe(value: object) -> str:
     """A short description of any value; never traverses it."""
-    if isinstance(value, Known):
+    if isinstance(value, Global):
         return f"the global {value.name}"
     if value is None or isinstance(value, bool):
         return repr(value)
@@ -105,8 +105,8 @@ def describe(value: object) -> str:
     if isinstance(value, str):
         return f"the text {value[:60]!r}"
     if isinstance(value, tuple | list | dict | bytes):
-        kind = "dict" if isinstance(value, dict) else type(value).__name__
-        return f"a {kind} of {len(value):,}"
+        type_name = "dict" if isinstance(value, dict) else type(value).__name__
+        return f"a {type_name} of {len(value):,}"
     return f"a {type(value).__name__}"
 
 
@@ -175,18 +175,18 @@ def _store(table: dict[Any, object], key: object, value: object) -> None:
     table[key] = value
 
 
-def _put(machine: PickleMachine, number: int | None) -> None:
+def _put(machine: PickleMachine, index: int | None) -> None:
     if len(machine.memo) >= MAX_MEMO:
         raise RefusedValueError(f"stores more than {MAX_MEMO:,} values in the memo")
     value = machine.pop()
     machine.push(value)
-    machine.memo[len(machine.memo) if number is None else number] = value
+    machine.memo[len(machine.memo) if index is None else index] = value
 
 
-def _get(machine: PickleMachine, number: int) -> None:
-    if number not in machine.memo:
-        raise ValueError(f"asks for value {number:,} of the memo, which does not exist")
-    machine.push(machine.memo[number])
+def _get(machine: PickleMachine, index: int) -> None:
+    if index not in machine.memo:
+        raise ValueError(f"asks for value {index:,} of the memo, which does not exist")
+    machine.push(machine.memo[index])
 
 
 def _global(machine: PickleMachine, _: None) -> None:
@@ -206,15 +206,15 @@ def _stack_global(machine: PickleMachine, _: None) -> None:
 
 
 def _look_up(machine: PickleMachine, module: str, name: str) -> None:
-    found = machine.known.get((module, name))
-    if found is None:
+    entry = machine.known.get((module, name))
+    if entry is None:
         raise RefusedValueError(f"names the global {module[:MAX_NAME]!r} {name[:MAX_NAME]!r}, which is not on the list")
-    machine.push(found)
+    machine.push(entry)
 
 
 def _reduce(machine: PickleMachine, _: None) -> None:
     arguments, function = machine.pop(), machine.pop()
-    if not isinstance(function, Known) or function.call is None:
+    if not isinstance(function, Global) or function.call is None:
         raise RefusedValueError(f"calls {describe(function)}, which cannot be called")
     if type(arguments) is not tuple:
         raise RefusedValueError(f"calls {function.name} with {describe(arguments)}; expected a tuple")
@@ -300,7 +300,7 @@ _REMEDY = (
 
 
 def read_pickle(
-    data: bytes, known: Mapping[tuple[str, str], Known], persistent: Callable[[object], object], file: str
+    data: bytes, known: Mapping[tuple[str, str], Global], persistent: Callable[[object], object], file: str
 ) -> object:
     """The value that a pickle describes.
 
@@ -326,21 +326,21 @@ def read_pickle(
 
 def read_leading_pickle(
     data: bytes,
-    at: int,
-    known: Mapping[tuple[str, str], Known],
+    start: int,
+    known: Mapping[tuple[str, str], Global],
     persistent: Callable[[object], object],
     file: str,
 ) -> tuple[object, int]:
-    """The value of a pickle that begins at byte `at`, and the offset of the bytes after it; see `read_pickle`.
+    """The value of a pickle that begins at byte `start`, and the offset of the bytes after it; see `read_pickle`.
 
     Raises:
         CorruptShardError: also if the pickle continues beyond the end of `data`.
     """
     _check_size(data, file)
     stream = io.BytesIO(data)
-    stream.seek(at)
+    stream.seek(start)
     machine = PickleMachine(stream, len(data), known, persistent)
-    begin, name = at, "its beginning"
+    begin, name = start, "its beginning"
     try:
         head = stream.read(2)
         if len(head) < 2:
@@ -394,8 +394,8 @@ def list_opcodes(data: bytes, file: str) -> Iterator[ListedOpcode]:
     listing = pickletools.genops(data)
     position = 0
     try:
-        for opcode, argument, at in itertools.islice(listing, MAX_LISTED):
-            position = at or 0
+        for opcode, argument, offset in itertools.islice(listing, MAX_LISTED):
+            position = offset or 0
             yield ListedOpcode(position, opcode.name, _shortened(argument))
     except (ValueError, OverflowError) as error:
         raise CorruptShardError(

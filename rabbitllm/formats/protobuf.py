@@ -75,8 +75,8 @@ def numbered(
     number: int, kind: FieldKind, default: _Value, *, repeated: bool = False, values: type[IntEnum] | None = None
 ) -> _Value:
     """A dataclass field with its number in the message; `schema_of` collects them."""
-    made: Any = field(default=default, metadata={"number": number, "slot": (kind, repeated, values)})
-    return made  # type: ignore[no-any-return]
+    entry: Any = field(default=default, metadata={"number": number, "slot": (kind, repeated, values)})
+    return entry  # type: ignore[no-any-return]
 
 
 def schema_of(record: type) -> Schema:
@@ -88,23 +88,23 @@ def schema_of(record: type) -> Schema:
     }
 
 
-def read_varint(data: bytes, at: int, end: int) -> tuple[int, int]:
-    """The unsigned number that starts at byte `at`, and the offset after it.
+def read_varint(data: bytes, begin: int, end: int) -> tuple[int, int]:
+    """The unsigned number that starts at byte `begin`, and the offset after it.
 
     Raises:
         WireFormatError: it continues past byte `end`, or has more than 10 bytes or 64 bits.
     """
     value = 0
     for index in range(MAX_VARINT_BYTES):
-        if at + index >= end:
-            raise WireFormatError(f"the varint at byte {at:,} is truncated at byte {end:,}")
-        byte = data[at + index]
+        if begin + index >= end:
+            raise WireFormatError(f"the varint at byte {begin:,} is truncated at byte {end:,}")
+        byte = data[begin + index]
         value |= (byte & 0x7F) << (7 * index)
         if byte < 0x80:
             if value >> 64:
-                raise WireFormatError(f"the varint at byte {at:,} has more than 64 bits")
-            return value, at + index + 1
-    raise WireFormatError(f"the varint at byte {at:,} has more than {MAX_VARINT_BYTES} bytes")
+                raise WireFormatError(f"the varint at byte {begin:,} has more than 64 bits")
+            return value, begin + index + 1
+    raise WireFormatError(f"the varint at byte {begin:,} has more than {MAX_VARINT_BYTES} bytes")
 
 
 def read_fields(data: bytes, begin: int, end: int) -> Iterator[FieldRead]:
@@ -116,38 +116,40 @@ def read_fields(data: bytes, begin: int, end: int) -> Iterator[FieldRead]:
     Raises:
         WireFormatError: a truncated field, a group, or an invalid wire type or field number.
     """
-    at = begin
-    while at < end:
-        start, tag = at, data[at]
-        at += 1
+    pos = begin
+    while pos < end:
+        start, tag = pos, data[pos]
+        pos += 1
         if tag > 0x7F:
-            tag, at = read_varint(data, start, end)
+            tag, pos = read_varint(data, start, end)
         if not 1 <= tag >> 3 <= MAX_FIELD_NUMBER:
             raise WireFormatError(
                 f"the field at byte {start:,} has number {tag >> 3:,}; expected 1 to {MAX_FIELD_NUMBER:,}"
             )
         wire_type = tag & 7
         if wire_type == LENGTH_DELIMITED:
-            if at < end and data[at] < 0x80:  # nearly all lengths; a call would cost more than the rest of this loop
-                length, at = data[at], at + 1
+            if pos < end and data[pos] < 0x80:  # nearly all lengths; a call would cost more than the rest of this loop
+                length, pos = data[pos], pos + 1
             else:
-                length, at = read_varint(data, at, end)
-            value, after = at, at + length
+                length, pos = read_varint(data, pos, end)
+            value, after = pos, pos + length
         elif wire_type == VARINT:
-            value, after = read_varint(data, at, end)
+            value, after = read_varint(data, pos, end)
         elif wire_type == FIXED32:
-            value, after = at, at + 4
+            value, after = pos, pos + 4
         elif wire_type == FIXED64:
-            value, after = at, at + 8
+            value, after = pos, pos + 8
         else:
             raise WireFormatError(
                 f"field {tag >> 3} at byte {start:,} has wire type {wire_type}; "
                 "3 and 4 are groups, which are not read, and 6 and 7 do not exist"
             )
         if after > end:
-            raise WireFormatError(f"field {tag >> 3} at byte {start:,} needs {after - at:,} bytes; {end - at:,} remain")
+            raise WireFormatError(
+                f"field {tag >> 3} at byte {start:,} needs {after - pos:,} bytes; {end - pos:,} remain"
+            )
         yield tag, value, after
-        at = after
+        pos = after
 
 
 def read_message(data: bytes, begin: int, end: int, schema: Schema, max_fields: int) -> dict[str, Any]:
@@ -167,7 +169,7 @@ def values_of(data: bytes, fields_read: Iterable[FieldRead], schema: Schema) -> 
     Raises:
         WireFormatError: a known field with another wire type, a repeated singular field, or an invalid value.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for tag, value, after in fields_read:
         slot = schema.get(tag >> 3)
         if slot is None:
@@ -179,19 +181,19 @@ def values_of(data: bytes, fields_read: Iterable[FieldRead], schema: Schema) -> 
             )
         read = _value(data, value, after, slot)
         if slot.repeated:
-            found.setdefault(slot.name, []).append(read)
-        elif slot.name in found:
+            values.setdefault(slot.name, []).append(read)
+        elif slot.name in values:
             raise WireFormatError(f"field {tag >> 3} ({slot.name}) before byte {after:,} appears twice")
         else:
-            found[slot.name] = read
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+            values[slot.name] = read
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def _at_most(limit: int, fields_read: Iterable[FieldRead], begin: int) -> Iterator[FieldRead]:
-    for count, one in enumerate(fields_read):
+    for count, entry in enumerate(fields_read):
         if count == limit:
             raise WireFormatError(f"the message at byte {begin:,} has more than {limit:,} fields")
-        yield one
+        yield entry
 
 
 def read_text(data: bytes, begin: int, end: int, name: str) -> str:
@@ -220,11 +222,11 @@ def _value(data: bytes, value: int, after: int, slot: SchemaField) -> Any:
         return _FLOAT.unpack_from(data, value)[0]
     if kind is FieldKind.TEXT:
         return read_text(data, value, after, slot.name)
-    number = (value & 0xFFFFFFFF ^ 0x80000000) - 0x80000000  # the format truncates to 32 bits, like a cast
+    integer = (value & 0xFFFFFFFF ^ 0x80000000) - 0x80000000  # the format truncates to 32 bits, like a cast
     if slot.values is None:
-        return number
+        return integer
     try:
-        return slot.values(number)
+        return slot.values(integer)
     except ValueError:
-        known = ", ".join(f"{entry.value} {entry.name.lower()}" for entry in slot.values)
-        raise WireFormatError(f"the {slot.name} before byte {after:,} is {number}; known ones are {known}") from None
+        names = ", ".join(f"{entry.value} {entry.name.lower()}" for entry in slot.values)
+        raise WireFormatError(f"the {slot.name} before byte {after:,} is {integer}; known ones are {names}") from None

@@ -118,9 +118,9 @@ def parse_header(raw: bytes, file_size: int, file: str) -> Header:
     expected = data_start
     for tensor in tensors:
         if tensor.offset != expected:
-            kind = "overlaps the tensor before it" if tensor.offset < expected else "leaves a hole before it"
+            problem = "overlaps the tensor before it" if tensor.offset < expected else "leaves a hole before it"
             raise _corrupt(
-                file, f"tensor {tensor.name!r} {kind}: it starts at byte {tensor.offset}, expected {expected}"
+                file, f"tensor {tensor.name!r} {problem}: it starts at byte {tensor.offset}, expected {expected}"
             )
         expected += tensor.nbytes
     if expected != file_size:
@@ -150,26 +150,26 @@ def _spec(name: str, entry: object, data_start: int, file: str) -> TensorSpec:
     if len(name) > MAX_NAME:
         raise _corrupt(file, f"the name {name[:40]!r}... has {len(name):,} characters; at most {MAX_NAME:,} are read")
     if not name or not name.isprintable():
-        raise _unsound(file, name, "has a name that is empty or not printable")
+        raise _tensor_error(file, name, "has a name that is empty or not printable")
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
-        raise _unsound(file, name, f"is described by {short(entry)}; expected dtype, shape and data_offsets only")
+        raise _tensor_error(file, name, f"is described by {short(entry)}; expected dtype, shape and data_offsets only")
     dtype, sizes, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise _unsound(file, name, f"has dtype {short(dtype)}; expected one of {', '.join(DTYPES)}")
-    if not _naturals(sizes) or len(sizes) > MAX_DIMENSIONS:
-        raise _unsound(file, name, f"has shape {short(sizes)}; expected at most {MAX_DIMENSIONS} natural numbers")
+        raise _tensor_error(file, name, f"has dtype {short(dtype)}; expected one of {', '.join(DTYPES)}")
+    if not _are_naturals(sizes) or len(sizes) > MAX_DIMENSIONS:
+        raise _tensor_error(file, name, f"has shape {short(sizes)}; expected at most {MAX_DIMENSIONS} natural numbers")
     shape = tuple(sizes)
     if not _is_countable(shape):
-        raise _unsound(file, name, f"has shape {short(sizes)}; no tensor is that large")
-    if not _naturals(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:
-        raise _unsound(file, name, f"has data_offsets {short(offsets)}; expected [begin, end]")
+        raise _tensor_error(file, name, f"has shape {short(sizes)}; no tensor is that large")
+    if not _are_naturals(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:
+        raise _tensor_error(file, name, f"has data_offsets {short(offsets)}; expected [begin, end]")
     nbytes = offsets[1] - offsets[0]
     try:
         expected = byte_size(dtype, shape)
     except ValueError as error:
         raise _corrupt(file, f"tensor {name!r}: {error}") from None
     if nbytes != expected:
-        raise _unsound(file, name, f"spans {nbytes:,} bytes; {dtype} of shape {short(sizes)} needs {expected:,}")
+        raise _tensor_error(file, name, f"spans {nbytes:,} bytes; {dtype} of shape {short(sizes)} needs {expected:,}")
     return TensorSpec(name, dtype, shape, file, data_start + offsets[0], nbytes)
 
 
@@ -179,8 +179,8 @@ def _is_countable(shape: tuple[int, ...]) -> bool:
     return math.prod([size or 1 for size in shape]) < _LIMIT
 
 
-def _unsound(file: str, name: str, what: str) -> CorruptShardError:
-    return _corrupt(file, f"tensor {name!r} {what}")
+def _tensor_error(file: str, name: str, problem: str) -> CorruptShardError:
+    return _corrupt(file, f"tensor {name!r} {problem}")
 
 
 def _is_text(value: str) -> bool:
@@ -191,7 +191,7 @@ def _is_text(value: str) -> bool:
     return True
 
 
-def _naturals(value: object) -> bool:
+def _are_naturals(value: object) -> bool:
     if not isinstance(value, list):
         return False
     for number in value:  # noqa: SIM110  a generator would take twice as long, and checkpoints have 100,000 of these
@@ -200,8 +200,8 @@ def _naturals(value: object) -> bool:
     return True
 
 
-def _corrupt(file: str, what: str) -> CorruptShardError:
-    return CorruptShardError(f"{file} is not a valid safetensors file: {what}.", "Download or copy the file again.")
+def _corrupt(file: str, problem: str) -> CorruptShardError:
+    return CorruptShardError(f"{file} is not a valid safetensors file: {problem}.", "Download or copy the file again.")
 
 
 class TensorToWrite(NamedTuple):
@@ -224,27 +224,27 @@ def encode_header(tensors: Iterable[TensorToWrite]) -> tuple[bytes, tuple[int, .
     of 4096 bytes.
     """
     entries = ['{"__metadata__":{"format":"pt"}']
-    begins, at = [], 0
+    begins, begin = [], 0
     for tensor in tensors:  # inlined, since a layer of hundreds of experts has thousands
-        begins.append(at)
-        end = at + tensor.nbytes
-        described = _described(tensor.dtype, tensor.shape)
-        entries.append(f'{_quoted(tensor.name)}:{{{described},"data_offsets":[{at},{end}]}}')
-        at = end
+        begins.append(begin)
+        end = begin + tensor.nbytes
+        described = _encode_dtype_and_shape(tensor.dtype, tensor.shape)
+        entries.append(f'{_quote(tensor.name)}:{{{described},"data_offsets":[{begin},{end}]}}')
+        begin = end
     raw = (",".join(entries) + "}").encode()
     data_start = round_up(LENGTH_BYTES + len(raw), DATA_ALIGNMENT)
     padded = raw.ljust(data_start - LENGTH_BYTES)
     return len(padded).to_bytes(LENGTH_BYTES, "little") + padded, tuple(data_start + begin for begin in begins)
 
 
-_quoted = json.encoder.encode_basestring
+_quote = json.encoder.encode_basestring
 """A JSON string with only the necessary escapes."""
 
 
 @functools.lru_cache(maxsize=1024)
-def _described(dtype: str, shape: tuple[int, ...]) -> str:
+def _encode_dtype_and_shape(dtype: str, shape: tuple[int, ...]) -> str:
     """The dtype and the shape of a tensor, in the syntax of a header."""
-    return f'"dtype":{_quoted(dtype)},"shape":[{",".join(map(str, shape))}]'
+    return f'"dtype":{_quote(dtype)},"shape":[{",".join(map(str, shape))}]'
 
 
 class MappedFile:
@@ -271,13 +271,13 @@ class MappedFile:
         Raises:
             CorruptShardError: the file was truncated after its header was read.
         """
-        found = self._bytes[spec.offset : spec.offset + spec.extent]
-        if len(found) != spec.extent:
+        data = self._bytes[spec.offset : spec.offset + spec.extent]
+        if len(data) != spec.extent:
             raise CorruptShardError(
                 f"{self._path} ends within {spec.name!r}: the file was truncated after the model was loaded.",
                 "Put the whole file back and load the model again.",
             )
-        return found
+        return data
 
     def whole(self) -> memoryview:
         """The bytes of the whole file, read on access."""

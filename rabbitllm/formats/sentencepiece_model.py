@@ -114,9 +114,9 @@ class Pieces(Sequence[VocabularyPiece]):
 
     def __getitem__(self, index: int | slice) -> VocabularyPiece | Sequence[VocabularyPiece]:
         if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        number = range(len(self))[index]
-        return VocabularyPiece(number, self.texts[number].decode(), self.scores[number], PieceType(self.types[number]))
+            return [self[piece] for piece in range(*index.indices(len(self)))]
+        piece = range(len(self))[index]
+        return VocabularyPiece(piece, self.texts[piece].decode(), self.scores[piece], PieceType(self.types[piece]))
 
     def is_reserved(self, index: int) -> bool:
         """Whether a piece is unknown, control or byte: the library keeps these in a separate table."""
@@ -124,12 +124,12 @@ class Pieces(Sequence[VocabularyPiece]):
 
     def id_of(self, text: str) -> int | None:
         """The id of a text, looked up as in the library: among the reserved pieces, then among the others."""
-        wanted, fallback = text.encode(), None
-        for number, found in enumerate(self.texts):
-            if found == wanted:
-                if self.is_reserved(number):
-                    return number
-                fallback = number
+        encoded, fallback = text.encode(), None
+        for index, piece in enumerate(self.texts):
+            if piece == encoded:
+                if self.is_reserved(index):
+                    return index
+                fallback = index
         return fallback
 
 
@@ -141,14 +141,14 @@ def read_pieces(data: bytes) -> tuple[Pieces, list[FieldRead]]:
     """
     texts: list[bytes] = []
     scores, types = array("f"), bytearray()
-    others: list[FieldRead] = []
+    other_fields: list[FieldRead] = []
     unusual = 0
-    for one in read_fields(data, 0, len(data)):
-        tag, begin, end = one
+    for entry in read_fields(data, 0, len(data)):
+        tag, begin, end = entry
         if tag != _PIECES_TAG:
-            if len(others) == _MAX_OTHER_FIELDS:
+            if len(other_fields) == _MAX_OTHER_FIELDS:
                 raise WireFormatError(f"more than {_MAX_OTHER_FIELDS:,} fields are not pieces")
-            others.append(one)
+            other_fields.append(entry)
             continue
         if len(texts) == MAX_PIECES:
             raise WireFormatError(f"it has more than {MAX_PIECES:,} pieces")
@@ -156,10 +156,10 @@ def read_pieces(data: bytes) -> tuple[Pieces, list[FieldRead]]:
         # that order directly takes a third of the time; any other layout is parsed generally.
         size = data[begin + 1] if end - begin >= 7 else 0x80
         score_at = begin + 3 + size
-        rest = end - score_at
+        tail = end - score_at
         if (
             size < 0x80
-            and (rest == 4 or (rest == 6 and data[end - 2] == _TYPE_TAG and data[end - 1] in _TYPES))
+            and (tail == 4 or (tail == 6 and data[end - 2] == _TYPE_TAG and data[end - 1] in _TYPES))
             and data[begin] == _TEXT_TAG
             and data[score_at - 1] == _SCORE_TAG
         ):
@@ -168,7 +168,7 @@ def read_pieces(data: bytes) -> tuple[Pieces, list[FieldRead]]:
                 read_text(data, begin + 2, score_at - 1, "piece")
             texts.append(text)
             scores.append(_FLOAT.unpack_from(data, score_at)[0])
-            types.append(data[end - 1] if rest == 6 else PieceType.NORMAL)
+            types.append(data[end - 1] if tail == 6 else PieceType.NORMAL)
         else:
             unusual += 1
             if unusual > _MAX_UNUSUAL_PIECES:
@@ -177,7 +177,7 @@ def read_pieces(data: bytes) -> tuple[Pieces, list[FieldRead]]:
             texts.append(piece.get("piece", "").encode())
             scores.append(piece.get("score", 0.0))
             types.append(piece.get("type", PieceType.NORMAL))
-    return Pieces(tuple(texts), scores, bytes(types)), others
+    return Pieces(tuple(texts), scores, bytes(types)), other_fields
 
 
 _TRIE_BLOCK_BYTES = 1024
@@ -201,14 +201,14 @@ def check_pieces(pieces: Pieces, byte_fallback: bool, bpe: bool) -> None:
     if not all(texts):
         raise ValueError(f"piece {texts.index(b''):,} is empty")
     if len(longest := max(texts, key=len, default=b"")) > MAX_PIECE_BYTES:
-        number = texts.index(longest)
-        raise ValueError(f"piece {number:,} has {len(longest):,} bytes; at most {MAX_PIECE_BYTES:,} are allowed")
+        index = texts.index(longest)
+        raise ValueError(f"piece {index:,} has {len(longest):,} bytes; at most {MAX_PIECE_BYTES:,} are allowed")
     if any(map(contains, texts, repeat(0))):
-        number = next(number for number, text in enumerate(texts) if 0 in text)
-        raise ValueError(f"piece {number:,} holds a zero byte; the library's tries end a piece there")
+        index = next(index for index, text in enumerate(texts) if 0 in text)
+        raise ValueError(f"piece {index:,} holds a zero byte; the library's tries end a piece there")
     if not all(map(math.isfinite, scores)):
-        number = next(number for number, score in enumerate(scores) if not math.isfinite(score))
-        raise ValueError(f"piece {number:,} has score {scores[number]}; expected a finite number")
+        index = next(index for index, score in enumerate(scores) if not math.isfinite(score))
+        raise ValueError(f"piece {index:,} has score {scores[index]}; expected a finite number")
     if (count := types.count(PieceType.UNKNOWN)) != 1:
         raise ValueError(f"it has {count:,} pieces of type unknown; expected exactly one")
     if all(map(pieces.is_reserved, range(len(pieces)))):  # stops at the first that is not
@@ -221,24 +221,24 @@ def _check_unique(pieces: Pieces, bpe: bool) -> None:
     """The library has two tables: a text may be in both, but once in each; in a BPE model only in one."""
     if len(set(pieces.texts)) == len(pieces):
         return
-    seen: dict[tuple[bool, bytes], int] = {}
-    for number, text in enumerate(pieces.texts):
-        first = seen.setdefault((not bpe and pieces.is_reserved(number), text), number)
-        if first != number:
-            raise ValueError(f"pieces {first:,} and {number:,} are both {short(text.decode())}")
+    first_by_text: dict[tuple[bool, bytes], int] = {}
+    for index, text in enumerate(pieces.texts):
+        first = first_by_text.setdefault((not bpe and pieces.is_reserved(index), text), index)
+        if first != index:
+            raise ValueError(f"pieces {first:,} and {index:,} are both {short(text.decode())}")
 
 
 def _check_byte_pieces(pieces: Pieces, byte_fallback: bool) -> None:
-    numbers = [number for number, kind in enumerate(pieces.types) if kind == PieceType.BYTE]
-    if numbers and not byte_fallback:
-        raise ValueError(f"piece {numbers[0]:,} is of type byte and the trainer spec has no byte_fallback")
-    for number in numbers:
-        if not _BYTE_PIECE.fullmatch(pieces.texts[number]):
+    indices = [index for index, piece_type in enumerate(pieces.types) if piece_type == PieceType.BYTE]
+    if indices and not byte_fallback:
+        raise ValueError(f"piece {indices[0]:,} is of type byte and the trainer spec has no byte_fallback")
+    for index in indices:
+        if not _BYTE_PIECE.fullmatch(pieces.texts[index]):
             raise ValueError(
-                f"byte piece {number:,} is {short(pieces.texts[number].decode())}; expected <0x00> to <0xFF>"
+                f"byte piece {index:,} is {short(pieces.texts[index].decode())}; expected <0x00> to <0xFF>"
             )
-    if byte_fallback and len(numbers) != 256:
-        raise ValueError(f"it has {len(numbers)} byte pieces; byte_fallback needs 256")
+    if byte_fallback and len(indices) != 256:
+        raise ValueError(f"it has {len(indices)} byte pieces; byte_fallback needs 256")
 
 
 def check_charsmap(data: bytes, begin: int, end: int) -> None:
@@ -267,15 +267,15 @@ def check_charsmap(data: bytes, begin: int, end: int) -> None:
         raise ValueError(f"the texts of its charsmap do not end in a zero byte at {end - 1:,}")
     texts_bytes = size - 4 - trie_bytes
     count = trie_bytes // 4
-    for number, unit in enumerate(struct.unpack_from(f"<{count}I", data, begin + 4)):
+    for index, unit in enumerate(struct.unpack_from(f"<{count}I", data, begin + 4)):
         if unit >> 31:
             if unit & 0x7FFFFFFF >= texts_bytes:
                 raise ValueError(
-                    f"unit {number:,} of its charsmap points {unit & 0x7FFFFFFF:,} bytes into {texts_bytes:,}"
+                    f"unit {index:,} of its charsmap points {unit & 0x7FFFFFFF:,} bytes into {texts_bytes:,}"
                 )
         # counts are whole blocks of 256 units, so that the exclusive or with a byte of text stays within the block
-        elif number ^ ((unit >> 10) << ((unit & 0x200) >> 6)) >= count:
-            raise ValueError(f"unit {number:,} of its charsmap leads outside its {count:,} units")
+        elif index ^ ((unit >> 10) << ((unit & 0x200) >> 6)) >= count:
+            raise ValueError(f"unit {index:,} of its charsmap leads outside its {count:,} units")
     (root,) = struct.unpack_from("<I", data, begin + 4)
     if not root >> 10 or root & 0x3FF or root >> 31:
         raise ValueError(f"the root of its charsmap is {root:#010x}; expected one that leads to other units")
@@ -403,10 +403,10 @@ class SentencePieceModel:
         """
         unknown = self.pieces.types.index(PieceType.UNKNOWN)
 
-        def id_of(text: str, default: str, wanted: PieceType) -> int:
-            found = self.pieces.id_of(text or default)
-            number = unknown if found is None else found
-            return number if self.pieces.types[number] == wanted else -1
+        def id_of(text: str, default: str, expected: PieceType) -> int:
+            piece = self.pieces.id_of(text or default)
+            index = unknown if piece is None else piece
+            return index if self.pieces.types[index] == expected else -1
 
         return SpecialIds(
             unk=id_of(self.trainer.unk_piece, "<unk>", PieceType.UNKNOWN),
@@ -436,7 +436,7 @@ def read_model(path: Path) -> SentencePieceModel:
         CheckpointNotFoundError: there is no such file.
         CorruptVocabularyError: see `parse_model`; or it is not a regular file, or has more than 64 MiB.
     """
-    return parse_model(read_vocabulary(path, lambda what: _corrupt(path.name, what)), path.name)
+    return parse_model(read_vocabulary(path, lambda problem: _corrupt(path.name, problem)), path.name)
 
 
 def parse_model(data: bytes, file: str) -> SentencePieceModel:
@@ -452,23 +452,23 @@ def parse_model(data: bytes, file: str) -> SentencePieceModel:
 
 
 def _parse(data: bytes) -> SentencePieceModel:
-    pieces, others = read_pieces(data)
-    found = values_of(data, others, _MODEL)
-    for name, (begin, end) in found.items():
+    pieces, other_fields = read_pieces(data)
+    specs = values_of(data, other_fields, _MODEL)
+    for name, (begin, end) in specs.items():
         if end - begin > MAX_SPEC_BYTES:
             raise ValueError(f"its {name} has {end - begin:,} bytes; at most {MAX_SPEC_BYTES:,} are read")
-    given = _message(data, found.get("trainer_spec"), _TRAINER)
-    trainer = TrainerSpec(**given)
+    options = _message(data, specs.get("trainer_spec"), _TRAINER)
+    trainer = TrainerSpec(**options)
     check_pieces(pieces, trainer.byte_fallback, trainer.model_type is ModelType.BPE)
-    for name in sorted(_IDS & given.keys()):  # ignored by the library, but used by converters to other formats
-        if not -1 <= given[name] < len(pieces):
-            raise ValueError(f"{name} is {given[name]:,}; expected -1 (none) or one of {len(pieces):,} pieces")
-    denormalizer = found.get("denormalizer_spec")
-    samples = _message(data, found.get("self_test_data"), _SAMPLES).get("samples", ())
+    for name in sorted(_IDS & options.keys()):  # ignored by the library, but used by converters to other formats
+        if not -1 <= options[name] < len(pieces):
+            raise ValueError(f"{name} is {options[name]:,}; expected -1 (none) or one of {len(pieces):,} pieces")
+    denormalizer = specs.get("denormalizer_spec")
+    samples = _message(data, specs.get("self_test_data"), _SAMPLES).get("samples", ())
     return SentencePieceModel(
         pieces,
         trainer,
-        _normalizer(data, found.get("normalizer_spec")),
+        _normalizer(data, specs.get("normalizer_spec")),
         denormalizer and _normalizer(data, denormalizer),
         tuple(PieceSample(**_message(data, span, _SAMPLE)) for span in samples),
     )
@@ -479,10 +479,10 @@ def _message(data: bytes, span: tuple[int, int] | None, schema: Schema) -> dict[
 
 
 def _normalizer(data: bytes, span: tuple[int, int] | None) -> NormalizerSpec:
-    found = _message(data, span, _NORMALIZER)
-    begin, end = found.get("precompiled_charsmap_bytes", (0, 0))
+    options = _message(data, span, _NORMALIZER)
+    begin, end = options.get("precompiled_charsmap_bytes", (0, 0))
     check_charsmap(data, begin, end)
-    return NormalizerSpec(**{**found, "precompiled_charsmap_bytes": end - begin})
+    return NormalizerSpec(**{**options, "precompiled_charsmap_bytes": end - begin})
 
 
 def _looks_like(data: bytes) -> str:
@@ -494,8 +494,8 @@ def _looks_like(data: bytes) -> str:
     return ""
 
 
-def _corrupt(file: str, what: str) -> CorruptVocabularyError:
+def _corrupt(file: str, problem: str) -> CorruptVocabularyError:
     return CorruptVocabularyError(
-        f"{file} is not a valid SentencePiece model: {what}.",
+        f"{file} is not a valid SentencePiece model: {problem}.",
         "Download the file again from the model's publisher, and compare its sha256.",
     )

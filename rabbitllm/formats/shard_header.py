@@ -140,12 +140,12 @@ def parse_shard_header(read: ReadAt, size: int, file: str, *, scattered: bool = 
         UnsafePickleError: its pickle contains more than tensors and plain values; nothing of it was run.
         UnreadableFormatError: the format is not read here; with the format and a remedy.
     """
-    kind = recognise(read(0, min(HEAD_BYTES, size)))
-    if kind is Weights.UNKNOWN and file.endswith(".safetensors"):
-        kind = Weights.SAFETENSORS  # its reader reports the error
-    found = next(entry for entry in FORMATS if entry.kind is kind)
-    if found.header is None:
+    weights = recognise(read(0, min(HEAD_BYTES, size)))
+    if weights is Weights.UNKNOWN and file.endswith(".safetensors"):
+        weights = Weights.SAFETENSORS  # its reader reports the error
+    entry = next(entry for entry in FORMATS if entry.kind is weights)
+    if entry.header is None:
         raise UnreadableFormatError(
-            f"{file} is {kind.value}; safetensors, GGUF and the files of torch.save are read.", found.remedy
+            f"{file} is {weights.value}; safetensors, GGUF and the files of torch.save are read.", entry.remedy
         )
-    return found.header(read, size, file, scattered)
+    return entry.header(read, size, file, scattered)

@@ -199,9 +199,9 @@ class TensorSpec(NamedTuple):
         if self.blocks is None:
             bits = DTYPES[self.dtype].bits
             return self.offset + first * bits // 8, self.offset + (first + count) * bits // 8
-        step, kind = self.granule, self.blocks.kind
+        step, block = self.granule, self.blocks.kind
         begin, end = first // step * step, min(round_up(first + count, step), self.elements)
-        return tuple(self.offset + at // kind.elements * kind.nbytes for at in (begin, end))  # type: ignore[return-value]
+        return tuple(self.offset + element // block.elements * block.nbytes for element in (begin, end))  # type: ignore[return-value]
 
     @property
     def whole(self) -> TensorSpec:
@@ -279,14 +279,14 @@ def torch_dtype(dtype: str) -> torch.dtype:
     """The torch dtype of a safetensors dtype name."""
     import torch
 
-    found: torch.dtype = getattr(torch, DTYPES[dtype].torch_name)
-    return found
+    torch_type: torch.dtype = getattr(torch, DTYPES[dtype].torch_name)
+    return torch_type
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """The safetensors dtype name of a torch dtype."""
-    wanted = str(dtype).removeprefix("torch.")
-    return next(name for name, entry in DTYPES.items() if entry.torch_name == wanted)
+    torch_name = str(dtype).removeprefix("torch.")
+    return next(name for name, entry in DTYPES.items() if entry.torch_name == torch_name)
 
 
 STAGING_BYTES = 16 << 20
@@ -318,15 +318,15 @@ def read_run(file: Readable, spec: TensorSpec, begin: int, buffer: memoryview, g
     if spec.strides is None or is_contiguous(spec.sizes, spec.strides):
         return file.read_into(buffer, spec.offset + begin)
     item = DTYPES[spec.dtype].bits // 8
-    at, first = 0, begin // item
-    for box in _boxes(spec.sizes, first, first + len(buffer) // item):
-        for part in _small_enough(box, spec.strides, item, gap):
+    filled, first = 0, begin // item
+    for box in _divide_range(spec.sizes, first, first + len(buffer) // item):
+        for part in _divide_box(box, spec.strides, item, gap):
             length = math.prod(part.sizes) * item
             offset = spec.offset + item * sum(map(operator.mul, part.starts, spec.strides))
-            if not _gather(file, offset, part.sizes, spec.strides, item, buffer[at : at + length], gap):
-                return at
-            at += length
-    return at
+            if not _gather(file, offset, part.sizes, spec.strides, item, buffer[filled : filled + length], gap):
+                return filled
+            filled += length
+    return filled
 
 
 def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
@@ -341,7 +341,7 @@ def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
-def _boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[_Box]:
+def _divide_range(shape: tuple[int, ...], begin: int, end: int) -> Iterator[_Box]:
     """The elements from `begin` to `end`, counted in row-major order, as boxes in that order: at most two per dimension
     plus one."""
     if begin >= end:
@@ -353,35 +353,35 @@ def _boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[_Box]:
     row, skipped = divmod(begin, inner)
     if skipped:
         stop = min(end, (row + 1) * inner)
-        yield from _in_row(row, _boxes(shape[1:], skipped, stop - row * inner))
+        yield from _in_row(row, _divide_range(shape[1:], skipped, stop - row * inner))
         begin, row = stop, row + 1
     rows = max(0, end // inner - row)
     if rows:
         yield _Box((row, *(0 for _ in shape[1:])), (rows, *shape[1:]))
         begin, row = begin + rows * inner, row + rows
-    yield from _in_row(row, _boxes(shape[1:], 0, end - begin))
+    yield from _in_row(row, _divide_range(shape[1:], 0, end - begin))
 
 
 def _in_row(row: int, boxes: Iterator[_Box]) -> Iterator[_Box]:
     return (_Box((row, *box.starts), (1, *box.sizes)) for box in boxes)
 
 
-def _small_enough(box: _Box, strides: tuple[int, ...], item: int, gap: int) -> Iterator[_Box]:
+def _divide_box(box: _Box, strides: tuple[int, ...], item: int, gap: int) -> Iterator[_Box]:
     """The box, halved repeatedly, in row-major order, until each part can be read at once."""
     waiting = [box]
     while waiting:
         box = waiting.pop()
         outer, _, extent = _reads(box.sizes, strides, item, gap)
-        staged = math.prod(box.sizes[number] for number in outer) * extent * item
-        longest = next((number for number, size in enumerate(box.sizes) if size > 1), None)
-        if staged <= STAGING_BYTES or longest is None:
+        staged = math.prod(box.sizes[dim] for dim in outer) * extent * item
+        split_dim = next((dim for dim, size in enumerate(box.sizes) if size > 1), None)
+        if staged <= STAGING_BYTES or split_dim is None:
             yield box
             continue
-        half = box.sizes[longest] // 2
-        for start, size in ((half, box.sizes[longest] - half), (0, half)):
+        half = box.sizes[split_dim] // 2
+        for start, size in ((half, box.sizes[split_dim] - half), (0, half)):
             starts, sizes = list(box.starts), list(box.sizes)
-            starts[longest] += start
-            sizes[longest] = size
+            starts[split_dim] += start
+            sizes[split_dim] = size
             waiting.append(_Box(tuple(starts), tuple(sizes)))
 
 
@@ -392,12 +392,12 @@ def _reads(sizes: tuple[int, ...], strides: tuple[int, ...], item: int, gap: int
     """
     inner: list[int] = []
     extent = 1
-    dimensions = sorted((number for number, size in enumerate(sizes) if size > 1), key=strides.__getitem__)
-    for number in dimensions:
-        if (strides[number] - extent) * item > gap:
+    dimensions = sorted((dim for dim, size in enumerate(sizes) if size > 1), key=strides.__getitem__)
+    for dim in dimensions:
+        if (strides[dim] - extent) * item > gap:
             break
-        inner.append(number)
-        extent += (sizes[number] - 1) * strides[number]
+        inner.append(dim)
+        extent += (sizes[dim] - 1) * strides[dim]
     return dimensions[len(inner) :], inner, extent
 
 
@@ -415,16 +415,16 @@ def _gather(
 
     outer, inner, extent = _reads(sizes, strides, item, gap)
     length = extent * item
-    staging = memoryview(bytearray(math.prod(sizes[number] for number in outer) * length))
-    steps = itertools.product(*(range(0, sizes[number] * strides[number], strides[number]) for number in outer))
+    staging = memoryview(bytearray(math.prod(sizes[dim] for dim in outer) * length))
+    steps = itertools.product(*(range(0, sizes[dim] * strides[dim], strides[dim]) for dim in outer))
     for run, step in enumerate(steps):
         if file.read_into(staging[run * length : (run + 1) * length], first + sum(step) * item) != length:
             return False
-    made = [strides[number] if number in inner else 0 for number in range(len(sizes))]
-    for number in reversed(outer):
-        made[number] = extent
-        extent *= sizes[number]
+    staged_strides = [strides[dim] if dim in inner else 0 for dim in range(len(sizes))]
+    for dim in reversed(outer):
+        staged_strides[dim] = extent
+        extent *= sizes[dim]
     dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[item]
     staged = torch.frombuffer(staging, dtype=dtype)
-    torch.frombuffer(buffer, dtype=dtype).view(sizes).copy_(torch.as_strided(staged, sizes, made))
+    torch.frombuffer(buffer, dtype=dtype).view(sizes).copy_(torch.as_strided(staged, sizes, staged_strides))
     return True

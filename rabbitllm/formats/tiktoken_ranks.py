@@ -33,7 +33,7 @@ def read_ranks(path: Path) -> tuple[bytes, ...]:
         CheckpointNotFoundError: there is no such file.
         CorruptVocabularyError: see `parse_ranks`; or it is not a regular file, or has more than 64 MiB.
     """
-    return parse_ranks(read_vocabulary(path, lambda what: _corrupt(path.name, what)), path.name)
+    return parse_ranks(read_vocabulary(path, lambda problem: _corrupt(path.name, problem)), path.name)
 
 
 def parse_ranks(data: bytes, file: str) -> tuple[bytes, ...]:
@@ -72,17 +72,17 @@ def parse_ranks(data: bytes, file: str) -> tuple[bytes, ...]:
 
 
 def _check_tokens(tokens: tuple[bytes, ...], file: str) -> None:
-    seen: dict[bytes, int] = {}
+    ranks: dict[bytes, int] = {}
     for rank, token in enumerate(tokens):
-        if seen.setdefault(token, rank) != rank:
-            raise _corrupt(file, f"the token {token[:40]!r} appears twice, at ranks {seen[token]:,} and {rank:,}")
-    alone = next((byte for byte in range(256) if bytes([byte]) not in seen), None)
-    if alone is not None:
-        raise _corrupt(file, f"the byte {alone} is not a token, so some text cannot be tokenized")
+        if ranks.setdefault(token, rank) != rank:
+            raise _corrupt(file, f"the token {token[:40]!r} appears twice, at ranks {ranks[token]:,} and {rank:,}")
+    missing = next((byte for byte in range(256) if bytes([byte]) not in ranks), None)
+    if missing is not None:
+        raise _corrupt(file, f"the byte {missing} is not a token, so some text cannot be tokenized")
 
 
-def _corrupt(file: str, what: str) -> CorruptVocabularyError:
+def _corrupt(file: str, problem: str) -> CorruptVocabularyError:
     return CorruptVocabularyError(
-        f"{file} is not a valid tiktoken vocabulary: {what}.",
+        f"{file} is not a valid tiktoken vocabulary: {problem}.",
         "Download it again from the model's publisher, and compare its size.",
     )

@@ -85,9 +85,9 @@ class TorchTensor:
         shape = self.shape
         if DTYPES[self.dtype].bits < 8:
             if not shape or not self.contiguous:
-                what = "strided" if shape else "a scalar"
+                form = "strided" if shape else "a scalar"
                 raise CorruptShardError(
-                    f"{self.file} has a tensor {self.name!r} of {self.dtype} that is {what}; elements smaller than a "
+                    f"{self.file} has a tensor {self.name!r} of {self.dtype} that is {form}; elements smaller than a "
                     "byte are only read where they lie one after the other.",
                     "Save it again as a contiguous tensor of one dimension or more.",
                 )
@@ -126,39 +126,39 @@ class TorchFile:
 
 def _file_of(root: object, spans: Mapping[str, tuple[int, int]], size: int, file: str) -> TorchFile:
     """The tensors of a saved value; `spans` are the bytes of each storage, from the start of the file."""
-    named, others = name_tensors(root, file)
+    named, left_out = name_tensors(root, file)
     tensors = []
-    for name, one in named.items():
-        begin, end = spans[one.storage.key]
-        offset = begin + one.first * element_bytes(one.dtype)
-        tensors.append(TorchTensor(name, one.dtype, one.shape, one.strides, file, one.storage.key, begin, end, offset))
-    keys = tuple(key for key, _ in others)
-    return TorchFile(tuple(tensors), keys, size, _left_tensors(named.values(), others, spans))
+    for name, t in named.items():
+        begin, end = spans[t.storage.key]
+        offset = begin + t.first * element_bytes(t.dtype)
+        tensors.append(TorchTensor(name, t.dtype, t.shape, t.strides, file, t.storage.key, begin, end, offset))
+    keys = tuple(key for key, _ in left_out)
+    return TorchFile(tuple(tensors), keys, size, _left_tensors(named.values(), left_out, spans))
 
 
 def _left_tensors(
     named: Iterable[PickledTensor],
-    others: Sequence[tuple[str, Iterable[PickledTensor]]],
+    other_keys: Sequence[tuple[str, Iterable[PickledTensor]]],
     spans: Mapping[str, tuple[int, int]],
 ) -> tuple[LeftOut, ...]:
     """What a file has besides its state dict: other values, and tensors unless they are the same elements as one there.
 
     Args:
         named: those of the state dict.
-        others: those below each other key.
+        other_keys: those below each other key.
         spans: the bytes of each storage; of one that no tensor above refers to, all of it is left out.
     """
-    taken = set(named)
-    seen, left = {one.storage.key for one in taken}, []
-    for key, tensors in others:
-        seen |= {one.storage.key for one in tensors}
-        lost = set(tensors) - taken
-        if lost or not tensors:  # other values, such as hyperparameters, are nowhere else either
-            nbytes = sum(math.prod(tensor.shape) * element_bytes(tensor.dtype) for tensor in lost)
-            left.append(LeftOut(key, nbytes, len(lost)))
-    if unnamed := [end - begin for key, (begin, end) in spans.items() if key not in seen]:
-        left.append(LeftOut("tensors without a name", sum(unnamed), len(unnamed)))
-    return tuple(left)
+    weights = set(named)
+    keys, left_out = {tensor.storage.key for tensor in weights}, []
+    for key, tensors in other_keys:
+        keys |= {tensor.storage.key for tensor in tensors}
+        unnamed = set(tensors) - weights
+        if unnamed or not tensors:  # other values, such as hyperparameters, are nowhere else either
+            nbytes = sum(math.prod(tensor.shape) * element_bytes(tensor.dtype) for tensor in unnamed)
+            left_out.append(LeftOut(key, nbytes, len(unnamed)))
+    if unused := [end - begin for key, (begin, end) in spans.items() if key not in keys]:
+        left_out.append(LeftOut("tensors without a name", sum(unused), len(unused)))
+    return tuple(left_out)
 
 
 PICKLE = "data.pkl"
@@ -316,9 +316,9 @@ def parse_legacy_torch(read: ReadAt, size: int, file: str, *, counts: bool = Tru
         counts: also compare the number before each storage with the pickle, a read each; if not, another call has to
             check the offsets before the data is used.
     """
-    root, storages, keys, at = _pickles(read, size, file)
-    spans = _legacy_spans(storages, keys, at, file)
-    end = max((span[1] for span in spans.values()), default=at)
+    root, storages, keys, data_start = _pickles(read, size, file)
+    spans = _legacy_spans(storages, keys, data_start, file)
+    end = max((span[1] for span in spans.values()), default=data_start)
     if end != size:
         raise corrupt_legacy(file, f"its storages end at byte {end:,}, and it has {size:,}")
     if counts:
@@ -327,10 +327,10 @@ def parse_legacy_torch(read: ReadAt, size: int, file: str, *, counts: bool = Tru
     return _file_of(root, spans, size, file)
 
 
-def corrupt_legacy(file: str, what: str) -> CorruptShardError:
+def corrupt_legacy(file: str, reason: str) -> CorruptShardError:
     """The error for a malformed file of this format."""
     return CorruptShardError(
-        f"{file} is not a valid torch file of a version before torch 1.6: {what}.", "Download or copy the file again."
+        f"{file} is not a valid torch file of a version before torch 1.6: {reason}.", "Download or copy the file again."
     )
 
 
@@ -347,39 +347,39 @@ def _pickles(read: ReadAt, size: int, file: str) -> tuple[object, Mapping[str, S
 
 
 def _parse(data: bytes, file: str) -> tuple[object, Mapping[str, Storage], tuple[str, ...], int]:
-    number, at = read_plain_pickle(data, 0, file)
-    version, at = read_plain_pickle(data, at, file)
-    if number != LEGACY_NUMBER or version != PROTOCOL:
+    magic, offset = read_plain_pickle(data, 0, file)
+    version, offset = read_plain_pickle(data, offset, file)
+    if magic != LEGACY_NUMBER or version != PROTOCOL:
         raise corrupt_legacy(file, f"its version is {describe(version)}; expected {PROTOCOL}")
-    machine, at = read_plain_pickle(data, at, file)
+    machine, offset = read_plain_pickle(data, offset, file)
     if not isinstance(machine, dict) or machine.get("little_endian") is not True:
         raise CorruptShardError(
             f"{file} was not written on a little-endian machine, or does not say so; only that byte order is read.",
             "Load it with torch and save it again on a little-endian machine.",
         )
-    root, storages, at = read_legacy_torch_pickle(data, at, file)
-    keys, at = read_plain_pickle(data, at, file)
+    root, storages, offset = read_legacy_torch_pickle(data, offset, file)
+    keys, offset = read_plain_pickle(data, offset, file)
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise corrupt_legacy(file, "the keys of its storages are not a list of text")
     if len(set(keys)) != len(keys) or set(keys) != storages.keys():
         raise corrupt_legacy(file, f"it lists {len(keys):,} storages that are not the {len(storages):,} it refers to")
-    return root, storages, tuple(keys), at
+    return root, storages, tuple(keys), offset
 
 
 def _legacy_spans(
-    storages: Mapping[str, Storage], keys: tuple[str, ...], at: int, file: str
+    storages: Mapping[str, Storage], keys: tuple[str, ...], end: int, file: str
 ) -> Mapping[str, tuple[int, int]]:
     """The span of each storage, bytes from the start of the file, in the order of the file."""
     spans = {}
     for key in keys:
-        begin = at + COUNT_BYTES
-        at = begin + storages[key].nbytes
-        spans[key] = (begin, at)
+        begin = end + COUNT_BYTES
+        end = begin + storages[key].nbytes
+        spans[key] = (begin, end)
     return spans
 
 
 def _check_count(count: bytes, storage: Storage, file: str) -> None:
     elements = storage.nbytes // (element_bytes(storage.dtype) if storage.dtype else 1)
-    found = int.from_bytes(count, "little", signed=True)
-    if found != elements:
-        raise corrupt_legacy(file, f"storage {storage.key} has {found:,} elements; its pickle says {elements:,}")
+    stored = int.from_bytes(count, "little", signed=True)
+    if stored != elements:
+        raise corrupt_legacy(file, f"storage {storage.key} has {stored:,} elements; its pickle says {elements:,}")

@@ -22,7 +22,7 @@ from typing import Any
 from rabbitllm.errors import CorruptShardError, UnsafePickleError
 from rabbitllm.formats.pickle_reader import (
     Attributed,
-    Known,
+    Global,
     RefusedValueError,
     describe,
     read_leading_pickle,
@@ -80,7 +80,7 @@ def read_torch_pickle(data: bytes, file: str) -> tuple[object, Mapping[str, Stor
         UnsafePickleError, CorruptShardError: see `read_pickle`.
     """
     storages: dict[str, Storage] = {}
-    return read_pickle(data, _KNOWN, _noting(storages, _storage), file), storages
+    return read_pickle(data, _KNOWN, _recording(storages, _storage), file), storages
 
 
 def read_legacy_torch_pickle(data: bytes, begin: int, file: str) -> tuple[object, Mapping[str, Storage], int]:
@@ -92,7 +92,7 @@ def read_legacy_torch_pickle(data: bytes, begin: int, file: str) -> tuple[object
         file: name for messages.
     """
     storages: dict[str, Storage] = {}
-    root, end = read_leading_pickle(data, begin, _KNOWN, _noting(storages, _legacy_storage), file)
+    root, end = read_leading_pickle(data, begin, _KNOWN, _recording(storages, _legacy_storage), file)
     return root, storages, end
 
 
@@ -101,7 +101,7 @@ def read_plain_pickle(data: bytes, begin: int, file: str) -> tuple[object, int]:
     return read_leading_pickle(data, begin, {}, _no_storage, file)
 
 
-def _noting(storages: dict[str, Storage], read: Callable[[object], Storage]) -> Callable[[object], Storage]:
+def _recording(storages: dict[str, Storage], read: Callable[[object], Storage]) -> Callable[[object], Storage]:
     def persistent(identity: object) -> Storage:
         storage = read(identity)
         if storages.setdefault(storage.key, storage) != storage:
@@ -133,27 +133,27 @@ def element_bytes(dtype: str) -> int:
 def _storage(identity: object) -> Storage:
     if type(identity) is not tuple or len(identity) != 5 or identity[0] != "storage":
         raise RefusedValueError(f"refers to {describe(identity)}; expected type, key, location and size of a storage")
-    _, kind, key, location, elements = identity
-    if not isinstance(kind, Known) or kind.name not in _STORAGE_DTYPES:
-        raise RefusedValueError(f"refers to a storage of type {describe(kind)}")
+    _, storage_type, key, location, elements = identity
+    if not isinstance(storage_type, Global) or storage_type.name not in _STORAGE_DTYPES:
+        raise RefusedValueError(f"refers to a storage of type {describe(storage_type)}")
     if type(key) is not str or not (key.isascii() and key.isdigit()) or len(key) > 20:
         raise RefusedValueError(f"refers to a storage by {describe(key)}; expected digits")
     if type(location) is not str:
         raise RefusedValueError(f"refers to a storage on {describe(location)}; expected a device's name")
-    dtype = _STORAGE_DTYPES[kind.name]
-    return Storage(key, dtype, _natural(elements, "a storage's size") * (element_bytes(dtype) if dtype else 1))
+    dtype = _STORAGE_DTYPES[storage_type.name]
+    return Storage(key, dtype, _check_natural(elements, "a storage's size") * (element_bytes(dtype) if dtype else 1))
 
 
-def _natural(value: object, what: str) -> int:
+def _check_natural(value: object, name: str) -> int:
     if type(value) is not int or not 0 <= value < MAX_SIZE:
-        raise RefusedValueError(f"has {describe(value)} as {what}; expected a natural number")
+        raise RefusedValueError(f"has {describe(value)} as {name}; expected a natural number")
     return value
 
 
-def _naturals(value: object, what: str) -> tuple[int, ...]:
+def _check_naturals(value: object, name: str) -> tuple[int, ...]:
     if type(value) is not tuple or len(value) > MAX_DIMENSIONS:
-        raise RefusedValueError(f"has {describe(value)} as {what}; expected at most {MAX_DIMENSIONS} natural numbers")
-    return tuple(_natural(part, what) for part in value)
+        raise RefusedValueError(f"has {describe(value)} as {name}; expected at most {MAX_DIMENSIONS} natural numbers")
+    return tuple(_check_natural(part, name) for part in value)
 
 
 def _tensor(arguments: tuple[Any, ...], dtype: object, metadata: object) -> PickledTensor:
@@ -166,8 +166,8 @@ def _tensor(arguments: tuple[Any, ...], dtype: object, metadata: object) -> Pick
     if metadata:  # torch marks conjugated or negated tensors; their bytes are not the values
         raise RefusedValueError("makes a conjugated or negated view, whose bytes are not its values")
     _check_requires_grad(arguments[4])
-    first = _natural(arguments[1], "its first element")
-    shape, strides = _naturals(arguments[2], "a shape"), _naturals(arguments[3], "strides")
+    first = _check_natural(arguments[1], "its first element")
+    shape, strides = _check_naturals(arguments[2], "a shape"), _check_naturals(arguments[3], "strides")
     if len(shape) != len(strides):
         raise RefusedValueError(f"has {len(shape)} sizes and {len(strides)} strides")
     if math.prod(size or 1 for size in shape) >= MAX_SIZE:
@@ -186,29 +186,29 @@ def _tensor(arguments: tuple[Any, ...], dtype: object, metadata: object) -> Pick
 
 def _rebuild_tensor(arguments: tuple[Any, ...]) -> PickledTensor:
     """storage, first element, shape, strides."""
-    _count(arguments, 4, 4)
+    _check_count(arguments, 4, 4)
     return _rebuild_tensor_v2((*arguments, False, None))
 
 
 def _rebuild_tensor_v2(arguments: tuple[Any, ...]) -> PickledTensor:
     """storage, first element, shape, strides, requires_grad, hooks, [metadata]."""
-    _count(arguments, 6, 7)
+    _check_count(arguments, 6, 7)
     storage = arguments[0]
     return _tensor(arguments, storage.dtype if isinstance(storage, Storage) else None, _rest(arguments, 6))
 
 
 def _rebuild_tensor_v3(arguments: tuple[Any, ...]) -> PickledTensor:
     """storage, first element, shape, strides, requires_grad, hooks, dtype, [metadata]."""
-    _count(arguments, 7, 8)
+    _check_count(arguments, 7, 8)
     storage, dtype = arguments[0], arguments[6]
     if isinstance(storage, Storage) and storage.dtype is not None:
         raise RefusedValueError(f"is given a storage of {storage.dtype}; expected one of bytes")
-    return _tensor(arguments, _DTYPE_NAMES.get(dtype.name) if isinstance(dtype, Known) else None, _rest(arguments, 7))
+    return _tensor(arguments, _DTYPE_NAMES.get(dtype.name) if isinstance(dtype, Global) else None, _rest(arguments, 7))
 
 
-def _rest(arguments: tuple[Any, ...], at: int) -> object:
+def _rest(arguments: tuple[Any, ...], index: int) -> object:
     """The optional metadata; only an empty one is accepted."""
-    metadata = arguments[at] if len(arguments) > at else None
+    metadata = arguments[index] if len(arguments) > index else None
     if metadata is not None and type(metadata) is not dict:
         raise RefusedValueError(f"is given {describe(metadata)} as metadata")
     return metadata
@@ -216,7 +216,7 @@ def _rest(arguments: tuple[Any, ...], at: int) -> object:
 
 def _rebuild_parameter(arguments: tuple[Any, ...]) -> PickledTensor:
     """tensor, requires_grad, hooks, [state]."""
-    _count(arguments, 3, 4)
+    _check_count(arguments, 3, 4)
     if not isinstance(arguments[0], PickledTensor):
         raise RefusedValueError(f"is given {describe(arguments[0])}; expected a tensor")
     _check_requires_grad(arguments[1])
@@ -231,44 +231,44 @@ def _check_requires_grad(value: object) -> None:
 
 def _rebuild_from_type(arguments: tuple[Any, ...]) -> object:
     """function, class, its arguments, attributes (which are dropped)."""
-    _count(arguments, 4, 4)
-    function, kind, inner, _ = arguments
-    if not isinstance(function, Known) or not function.name.startswith("torch._utils.") or function.call is None:
+    _check_count(arguments, 4, 4)
+    function, tensor_type, inner, _ = arguments
+    if not isinstance(function, Global) or not function.name.startswith("torch._utils.") or function.call is None:
         raise RefusedValueError(f"is given {describe(function)}; expected a function that rebuilds a tensor")
-    if not isinstance(kind, Known) or kind.name not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
-        raise RefusedValueError(f"is given {describe(kind)}; expected the class of a plain tensor")
+    if not isinstance(tensor_type, Global) or tensor_type.name not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
+        raise RefusedValueError(f"is given {describe(tensor_type)}; expected the class of a plain tensor")
     if type(inner) is not tuple:
         raise RefusedValueError(f"is given {describe(inner)}; expected a tuple")
     return function.call(inner)
 
 
 def _ordered(arguments: tuple[Any, ...]) -> Attributed:
-    _count(arguments, 0, 0)
+    _check_count(arguments, 0, 0)
     return Attributed()
 
 
-def _same(kind: type, default: Callable[[], object]) -> Callable[[tuple[Any, ...]], object]:
+def _passes_through(value_type: type, default: Callable[[], object]) -> Callable[[tuple[Any, ...]], object]:
     """A constructor that takes one value of a type and returns it."""
 
     def call(arguments: tuple[Any, ...]) -> object:
-        _count(arguments, 0, 1)
-        if arguments and type(arguments[0]) is not kind:
-            raise RefusedValueError(f"is given {describe(arguments[0])}; expected a {kind.__name__}")
+        _check_count(arguments, 0, 1)
+        if arguments and type(arguments[0]) is not value_type:
+            raise RefusedValueError(f"is given {describe(arguments[0])}; expected a {value_type.__name__}")
         return arguments[0] if arguments else default()
 
     return call
 
 
 def _device(arguments: tuple[Any, ...]) -> str:
-    _count(arguments, 1, 2)
-    if type(arguments[0]) is not str or any(type(number) is not int for number in arguments[1:]):
+    _check_count(arguments, 1, 2)
+    if type(arguments[0]) is not str or any(type(index) is not int for index in arguments[1:]):
         raise RefusedValueError(f"is given {describe(arguments[0])}; expected a device's name")
     return ":".join(str(part) for part in arguments)
 
 
 def _encoded(arguments: tuple[Any, ...]) -> bytes:
     """Bytes, written by protocol 2 as Latin-1 text to be encoded."""
-    _count(arguments, 2, 2)
+    _check_count(arguments, 2, 2)
     text, encoding = arguments
     if type(text) is not str or encoding != "latin1":
         raise RefusedValueError(f"is given {describe(text)} and {describe(encoding)}; expected text and 'latin1'")
@@ -279,15 +279,15 @@ def _encoded(arguments: tuple[Any, ...]) -> bytes:
 
 
 def _complex(arguments: tuple[Any, ...]) -> complex:
-    _count(arguments, 2, 2)
+    _check_count(arguments, 2, 2)
     if not all(type(part) is float for part in arguments):
         raise RefusedValueError("is not given two numbers")
     return complex(*arguments)
 
 
-def _count(arguments: tuple[Any, ...], least: int, most: int) -> None:
-    if not least <= len(arguments) <= most:
-        raise RefusedValueError(f"is given {len(arguments)} arguments; expected {least} to {most}")
+def _check_count(arguments: tuple[Any, ...], minimum: int, maximum: int) -> None:
+    if not minimum <= len(arguments) <= maximum:
+        raise RefusedValueError(f"is given {len(arguments)} arguments; expected {minimum} to {maximum}")
 
 
 _STORAGE_DTYPES: Mapping[str, str | None] = {
@@ -308,13 +308,13 @@ _DTYPE_NAMES = {f"torch.{dtype.torch_name}": name for name, dtype in DTYPES.item
 
 _CALLS: Mapping[str, Callable[[tuple[Any, ...]], object] | None] = {
     "collections.OrderedDict": _ordered,
-    "collections.Counter": _same(dict, dict),
-    "builtins.set": _same(list, list),
-    "builtins.bytes": _same(bytes, bytes),
-    "builtins.bytearray": _same(bytes, bytes),
+    "collections.Counter": _passes_through(dict, dict),
+    "builtins.set": _passes_through(list, list),
+    "builtins.bytes": _passes_through(bytes, bytes),
+    "builtins.bytearray": _passes_through(bytes, bytes),
     "builtins.complex": _complex,
     "_codecs.encode": _encoded,
-    "torch.Size": _same(tuple, tuple),
+    "torch.Size": _passes_through(tuple, tuple),
     "torch.device": _device,
     "torch.Tensor": None,
     "torch.nn.parameter.Parameter": None,
@@ -329,11 +329,11 @@ _CALLS: Mapping[str, Callable[[tuple[Any, ...]], object] | None] = {
 }
 
 
-def _table() -> dict[tuple[str, str], Known]:
+def _table() -> dict[tuple[str, str], Global]:
     table = {}
     for full, call in _CALLS.items():
         module, _, name = full.rpartition(".")
-        table[module, name] = Known(full, call)
+        table[module, name] = Global(full, call)
         if module == "builtins":  # its name in protocol 2
             table["__builtin__", name] = table[module, name]
     return table
@@ -372,10 +372,10 @@ def name_tensors(root: object, file: str) -> tuple[dict[str, PickledTensor], lis
     """
     if not isinstance(root, dict):
         raise CorruptShardError(f"{file} holds {describe(root)}; expected a dict of tensors.", _REMEDY)
-    looked_at = itertools.count(1)
-    weights, others = _unwrapped(root, looked_at, file)
+    visited = itertools.count(1)
+    weights, left_out = _unwrapped(root, visited, file)
     tensors: dict[str, PickledTensor] = {}
-    for path, tensor in _tensors_in(weights, looked_at, file):
+    for path, tensor in _tensors_in(weights, visited, file):
         name = ".".join(path)
         if not name or not name.isprintable() or len(name) > MAX_NAME:
             raise CorruptShardError(f"{file} has a tensor named {name[:80]!r}, which is not plain text.", _REMEDY)
@@ -384,12 +384,12 @@ def name_tensors(root: object, file: str) -> tuple[dict[str, PickledTensor], lis
         tensors[name] = tensor
     if not tensors:
         raise CorruptShardError(f"{file} has no named tensor.", _REMEDY)
-    looked_at = itertools.count(1)
-    return tensors, [(key, [one for _, one in _tensors_in(value, looked_at, file)]) for key, value in others]
+    visited = itertools.count(1)
+    return tensors, [(key, [tensor for _, tensor in _tensors_in(value, visited, file)]) for key, value in left_out]
 
 
 def _unwrapped(
-    root: Mapping[Any, object], looked_at: Iterator[int], file: str
+    root: Mapping[Any, object], visited: Iterator[int], file: str
 ) -> tuple[Mapping[Any, object], list[tuple[str, object]]]:
     """The innermost state dict, and the other keys of the dicts around it with their values."""
     weights, left_out = root, list[tuple[str, object]]()
@@ -397,7 +397,7 @@ def _unwrapped(
         holding = [
             key
             for key, value in weights.items()
-            if key not in _TRAINING and next(_tensors_in(value, looked_at, file), None) is not None
+            if key not in _TRAINING and next(_tensors_in(value, visited, file), None) is not None
         ]
         if len(holding) != 1 or holding[0] not in WRAPPERS or not isinstance(weights[holding[0]], dict):
             break
@@ -409,7 +409,7 @@ def _unwrapped(
 
 
 def _tensors_in(
-    value: object, looked_at: Iterator[int], file: str, path: tuple[str, ...] = (), above: tuple[int, ...] = ()
+    value: object, visited: Iterator[int], file: str, path: tuple[str, ...] = (), above: tuple[int, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], PickledTensor]]:
     """Every tensor with the keys that lead to it, in order; `above` has the ids of the containers of `value`."""
     if isinstance(value, PickledTensor):
@@ -420,10 +420,10 @@ def _tensors_in(
         raise UnsafePickleError(f"{file} is nested more than {MAX_DEPTH} deep.", _REMEDY)
     else:
         for key, inner in _children(value):
-            if next(looked_at) > MAX_VALUES:
+            if next(visited) > MAX_VALUES:
                 raise UnsafePickleError(f"{file} holds more than {MAX_VALUES:,} values.", _REMEDY)
             if isinstance(inner, PickledTensor | dict | list | tuple):
-                yield from _tensors_in(inner, looked_at, file, (*path, str(key)), (*above, id(value)))
+                yield from _tensors_in(inner, visited, file, (*path, str(key)), (*above, id(value)))
 
 
 def _children(value: object) -> Iterator[tuple[object, object]]:

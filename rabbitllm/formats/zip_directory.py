@@ -109,31 +109,31 @@ def read_entries(read: ReadAt, file_size: int, file: str) -> tuple[ZipEntry, ...
             not stored uncompressed.
     """
     count, begin, end = _directory_span(read, file_size, file)
-    listed = list(_listed(read(begin, end - begin), count, file))
-    seen: set[str] = set()
+    listed = list(_read_directory(read(begin, end - begin), count, file))
+    names: set[str] = set()
     for entry in listed:
-        if entry.name in seen:
+        if entry.name in names:
             raise corrupt_zip(file, f"two of its entries are named {entry.name!r}")
-        seen.add(entry.name)
-    return tuple(_placed(sorted(listed, key=lambda entry: entry.header), begin, file))
+        names.add(entry.name)
+    return tuple(_place_entries(sorted(listed, key=lambda entry: entry.header), begin, file))
 
 
 def _directory_span(read: ReadAt, file_size: int, file: str) -> tuple[int, int, int]:
     """The number of entries, and the offsets of the begin and end of the central directory."""
-    longest = _END.size + _LOCATOR.size + _END_64.size
-    start = max(0, file_size - longest)
+    tail_bytes = _END.size + _LOCATOR.size + _END_64.size
+    start = max(0, file_size - tail_bytes)
     tail = read(start, file_size - start)
     if file_size < _END.size or len(tail) != file_size - start or tail[-_END.size :][:4] != b"PK\x05\x06":
         raise corrupt_zip(file, "it does not end with a zip end record: it is truncated, or has bytes after its end")
-    _, disk, first_disk, here, count, size, offset, comment = _END.unpack(tail[-_END.size :])
-    if comment or disk or first_disk or here != count:
+    _, disk, first_disk, disk_count, count, size, offset, comment = _END.unpack(tail[-_END.size :])
+    if comment or disk or first_disk or disk_count != count:
         raise corrupt_zip(file, "its end record has a comment, or names several disks; a checkpoint has neither")
     end = file_size - _END.size
     locator = tail[-_END.size - _LOCATOR.size : -_END.size]
     if locator[:4] == b"PK\x06\x07":
         end -= _LOCATOR.size + _END_64.size
         claimed = (count, size, offset)
-        count, size, offset = _end_64(tail[: -_END.size], end, file)
+        count, size, offset = _read_end_64(tail[: -_END.size], end, file)
         limits = (_SENTINEL_16, _SENTINEL_32, _SENTINEL_32)
         for old, new, limit in zip(claimed, (count, size, offset), limits, strict=True):
             if old not in (new, limit):
@@ -153,33 +153,33 @@ def _directory_span(read: ReadAt, file_size: int, file: str) -> tuple[int, int, 
     return count, offset, end
 
 
-def _end_64(tail: bytes, at: int, file: str) -> tuple[int, int, int]:
-    """Count, size and offset of the central directory from the zip64 record, which must be at `at`."""
+def _read_end_64(tail: bytes, end: int, file: str) -> tuple[int, int, int]:
+    """Count, size and offset of the central directory from the zip64 record, which must be at `end`."""
     if len(tail) < _LOCATOR.size + _END_64.size:
         raise corrupt_zip(file, "its zip64 locator has no room for a zip64 record before it")
     _, disk, record_at, disks = _LOCATOR.unpack(tail[-_LOCATOR.size :])
     record = tail[-_LOCATOR.size - _END_64.size : -_LOCATOR.size]
-    signature, length, _, _, number, first_disk, here, count, size, offset = _END_64.unpack(record)
-    if record_at != at or signature != b"PK\x06\x06" or length != _END_64.size - 12:
-        raise corrupt_zip(file, f"its zip64 locator points to byte {record_at:,}; expected the record at byte {at:,}")
-    if disk or disks > 1 or number or first_disk or here != count:
+    signature, length, _, _, record_disk, first_disk, disk_count, count, size, offset = _END_64.unpack(record)
+    if record_at != end or signature != b"PK\x06\x06" or length != _END_64.size - 12:
+        raise corrupt_zip(file, f"its zip64 locator points to byte {record_at:,}; expected the record at byte {end:,}")
+    if disk or disks > 1 or record_disk or first_disk or disk_count != count:
         raise corrupt_zip(file, "its zip64 record names several disks")
     return count, size, offset
 
 
-def _listed(raw: bytes, count: int, file: str) -> Iterator[ZipEntry]:
+def _read_directory(raw: bytes, count: int, file: str) -> Iterator[ZipEntry]:
     """The records of the central directory, which must be exactly `count` and fill it; their data as if at byte 0."""
-    at = 0
-    for number in range(count):
-        if len(raw) - at < _CENTRAL.size or raw[at : at + 4] != b"PK\x01\x02":
-            raise corrupt_zip(file, f"its directory declares {count:,} entries and has {number:,}")
-        fields = _CENTRAL.unpack_from(raw, at)
+    offset = 0
+    for index in range(count):
+        if len(raw) - offset < _CENTRAL.size or raw[offset : offset + 4] != b"PK\x01\x02":
+            raise corrupt_zip(file, f"its directory declares {count:,} entries and has {index:,}")
+        fields = _CENTRAL.unpack_from(raw, offset)
         _, _, needed, flags, method, _, _, crc, packed, size, *lengths, disk, _, attributes, header = fields
-        at += _CENTRAL.size
-        ends = [at := at + length for length in lengths]
+        offset += _CENTRAL.size
+        ends = [offset := offset + length for length in lengths]
         if ends[-1] > len(raw):
-            raise corrupt_zip(file, f"entry {number:,} of its directory reaches beyond the directory")
-        name = _name(raw[ends[0] - lengths[0] : ends[0]], flags, file)
+            raise corrupt_zip(file, f"entry {index:,} of its directory reaches beyond the directory")
+        name = _entry_name(raw[ends[0] - lengths[0] : ends[0]], flags, file)
         zip64 = _zip64_field(raw[ends[0] : ends[1]], name, file)
         if lengths[2]:
             raise corrupt_zip(file, f"entry {name!r} has a comment")
@@ -187,32 +187,32 @@ def _listed(raw: bytes, count: int, file: str) -> Iterator[ZipEntry]:
         _check_stored(flags, method, name, file)
         if attributes & _SPECIAL or attributes >> 28 not in (0, _REGULAR):
             raise corrupt_zip(file, f"entry {name!r} is not marked as a file (attributes {attributes:#010x})")
-        wide = _widened((size, packed, header, disk), zip64, name, file)
+        wide = _widen_sizes((size, packed, header, disk), zip64, name, file)
         if wide[0] != wide[1]:
             raise corrupt_zip(file, f"entry {name!r} has {wide[1]:,} bytes and declares {wide[0]:,}")
         if wide[3]:
             raise corrupt_zip(file, f"entry {name!r} declares another disk")
         yield ZipEntry(name, wide[2], 0, wide[0], crc, flags, zip64)
-    if at != len(raw):
-        raise corrupt_zip(file, f"its directory has {len(raw) - at:,} bytes after its last entry")
+    if offset != len(raw):
+        raise corrupt_zip(file, f"its directory has {len(raw) - offset:,} bytes after its last entry")
 
 
-def _placed(listed: Sequence[ZipEntry], directory: int, file: str) -> Iterator[ZipEntry]:
+def _place_entries(listed: Sequence[ZipEntry], directory: int, file: str) -> Iterator[ZipEntry]:
     """The entries with the spans of their data, which must be adjacent."""
     if not listed:
         raise corrupt_zip(file, "it has no entries")
     if listed[0].header:
         raise corrupt_zip(file, f"its first entry starts at byte {listed[0].header:,}; expected byte 0")
-    nexts = [entry.header for entry in listed[1:]] + [directory]
-    for entry, following in zip(listed, nexts, strict=True):
+    ends = [entry.header for entry in listed[1:]] + [directory]
+    for entry, following in zip(listed, ends, strict=True):
         end = following - entry.descriptor
         begin = end - entry.size
         extra = begin - entry.header - _LOCAL.size - len(entry.name.encode())
         if not 0 <= extra <= _MAX_EXTRA:
-            where = "overlaps what follows it" if extra < 0 else "is followed by bytes that belong to no entry"
+            problem = "overlaps what follows it" if extra < 0 else "is followed by bytes that belong to no entry"
             raise corrupt_zip(
                 file,
-                f"entry {entry.name!r} of {entry.size:,} bytes {where}: it starts at byte {entry.header:,}, "
+                f"entry {entry.name!r} of {entry.size:,} bytes {problem}: it starts at byte {entry.header:,}, "
                 f"the next one at byte {following:,}",
             )
         yield replace(entry, begin=begin, end=end)
@@ -238,7 +238,7 @@ def _check_stored(flags: int, method: int, name: str, file: str) -> None:
             )
 
 
-def _name(raw: bytes, flags: int, file: str) -> str:
+def _entry_name(raw: bytes, flags: int, file: str) -> str:
     """An entry's name, which must be an unambiguous relative path."""
     try:
         name = raw.decode("utf-8" if flags & _UTF8 else "ascii")
@@ -252,42 +252,39 @@ def _name(raw: bytes, flags: int, file: str) -> str:
 
 def _zip64_field(extra: bytes, name: str, file: str) -> bytes:
     """The payload of the zip64 field among extra fields, empty if there is none; others must be harmless."""
-    found, at = b"", 0
-    while at < len(extra):
-        kind, length = struct.unpack_from("<2H", extra, at) if len(extra) - at >= 4 else (0, _MAX_EXTRA)
-        payload = extra[at + 4 : at + 4 + length]
+    zip64, offset = b"", 0
+    while offset < len(extra):
+        field_id, length = struct.unpack_from("<2H", extra, offset) if len(extra) - offset >= 4 else (0, _MAX_EXTRA)
+        payload = extra[offset + 4 : offset + 4 + length]
         if len(payload) != length:
             raise corrupt_zip(file, f"the extra fields of entry {name!r} do not end where they say")
-        if kind == _ZIP64:
-            if found or not payload:
+        if field_id == _ZIP64:
+            if zip64 or not payload:
                 raise corrupt_zip(file, f"entry {name!r} has two zip64 fields, or an empty one")
-            found = payload
-        elif kind not in _HARMLESS_EXTRAS:
+            zip64 = payload
+        elif field_id not in _HARMLESS_EXTRAS:
             raise corrupt_zip(
-                file, f"entry {name!r} has an extra field of kind {kind:#06x}, which could change its meaning"
+                file, f"entry {name!r} has an extra field of kind {field_id:#06x}, which could change its meaning"
             )
-        at += 4 + length
-    return found
+        offset += 4 + length
+    return zip64
 
 
-def _widened(fields: tuple[int, int, int, int], zip64: bytes, name: str, file: str) -> tuple[int, ...]:
+def _widen_sizes(fields: tuple[int, int, int, int], zip64: bytes, name: str, file: str) -> tuple[int, ...]:
     """Size, packed size, header and disk, replaced by the zip64 field where it has them; it must hold exactly those."""
     limits = (_SENTINEL_32, _SENTINEL_32, _SENTINEL_32, _SENTINEL_16)
-    wanted = [number for number, limit in enumerate(limits) if fields[number] == limit]
-    layout = struct.Struct("<" + "".join("I" if number == 3 else "Q" for number in wanted))
+    replaced = [index for index, limit in enumerate(limits) if fields[index] == limit]
+    layout = struct.Struct("<" + "".join("I" if index == 3 else "Q" for index in replaced))
     if layout.size != len(zip64):
         raise corrupt_zip(file, f"the zip64 field of entry {name!r} has {len(zip64)} bytes; expected {layout.size}")
-    values = dict(zip(wanted, layout.unpack(zip64), strict=True))
-    return tuple(values.get(number, field) for number, field in enumerate(fields))
-
-
-# The local headers of a zip, each compared with the entry in the central directory.
-#
-# A reader that starts at the front of a file uses the former, one that starts at its end the latter; both must agree.
+    values = dict(zip(replaced, layout.unpack(zip64), strict=True))
+    return tuple(values.get(index, field) for index, field in enumerate(fields))
 
 
 def check_local_headers(read: ReadAt, entries: Sequence[ZipEntry], file: str) -> None:
     """Compare each local header and data descriptor with the central directory. Reads no data.
+
+    A reader that starts at the front of a file uses the former, one that starts at its end the latter.
 
     Args:
         read: reads the file.
@@ -297,17 +294,17 @@ def check_local_headers(read: ReadAt, entries: Sequence[ZipEntry], file: str) ->
     Raises:
         CorruptShardError: a header differs.
     """
-    at, pending = 0, None
+    position, pending = 0, None
     for entry in entries:
-        between = read(at, entry.begin - at)
-        if len(between) != entry.begin - at:
+        between = read(position, entry.begin - position)
+        if len(between) != entry.begin - position:
             raise corrupt_zip(file, f"it ended before byte {entry.begin:,}, where {entry.name!r} starts")
         if pending is not None:
             _check_descriptor(between[: pending.descriptor], pending, file)
-        _check_local(between[entry.header - at :], entry, file)
-        at, pending = entry.end, entry
+        _check_local(between[entry.header - position :], entry, file)
+        position, pending = entry.end, entry
     if pending is not None:
-        _check_descriptor(read(at, pending.descriptor), pending, file)
+        _check_descriptor(read(position, pending.descriptor), pending, file)
 
 
 def _check_local(raw: bytes, entry: ZipEntry, file: str) -> None:
@@ -340,10 +337,10 @@ def _check_local(raw: bytes, entry: ZipEntry, file: str) -> None:
             file, f"the zip64 field in the local header of entry {entry.name!r} differs from the directory's"
         )
     narrow = _SENTINEL_32 if zip64 and not entry.flags & _DESCRIBED else min(entry.size, _SENTINEL_32)
-    known = [(entry.crc, narrow, narrow), (entry.crc, entry.size, entry.size)]
+    expected = [(entry.crc, narrow, narrow), (entry.crc, entry.size, entry.size)]
     if entry.flags & _DESCRIBED:
-        known.append((0, 0, 0))
-    if (crc, packed, size) not in known:
+        expected.append((0, 0, 0))
+    if (crc, packed, size) not in expected:
         raise corrupt_zip(
             file, f"entry {entry.name!r} has {size:,} bytes by its local header, or another checksum; "
             f"the directory says {entry.size:,} bytes"
@@ -356,6 +353,6 @@ def _check_descriptor(raw: bytes, entry: ZipEntry, file: str) -> None:
         raise corrupt_zip(file, f"the data descriptor after entry {entry.name!r} differs from the directory")
 
 
-def corrupt_zip(file: str, what: str) -> CorruptShardError:
+def corrupt_zip(file: str, problem: str) -> CorruptShardError:
     """The error for a malformed zip, with a remedy."""
-    return CorruptShardError(f"{file} is not a valid torch zip: {what}.", _REMEDY)
+    return CorruptShardError(f"{file} is not a valid torch zip: {problem}.", _REMEDY)

@@ -78,9 +78,9 @@ def family_of(folder: Path, name: str) -> GgufFamily:
     Raises:
         UnknownArchitectureError: it cannot be written.
     """
-    found = read_config(folder)
-    model_type = found.get("model_type")
-    if (method := quantized_as(found)) is not None:
+    config = read_config(folder)
+    model_type = config.get("model_type")
+    if (method := quantized_as(config)) is not None:
         raise UnknownArchitectureError(
             f"The weights of {name} are published quantized ({method}); export to GGUF is not supported.",
             "Use the model's original weights in 16 or 32 bits. Nothing was written.",
@@ -101,22 +101,22 @@ def config_of(folder: Path, family: GgufFamily, name: str) -> Any:
     """
     from transformers import CONFIG_MAPPING
 
-    given = read_config(folder)
+    content = read_config(folder)
     try:
-        own = CONFIG_MAPPING[given["model_type"]].from_dict(given)
-        made = CONFIG_MAPPING[family.model_type].from_dict({**given, "model_type": family.model_type})
+        config = CONFIG_MAPPING[content["model_type"]].from_dict(content)
+        read = CONFIG_MAPPING[family.model_type].from_dict({**content, "model_type": family.model_type})
     except Exception as error:  # a config of strangers makes transformers raise any error
         raise UnknownArchitectureError(
             f"transformers cannot read the config.json of {name}: {error_line(error, 200)}",
             "Use the config.json that was published with the weights. Nothing was written.",
         ) from error
-    window = getattr(own, "sliding_window", None)
-    if type(own) is not type(made) and window is not None and window < own.max_position_embeddings:
-        raise _not_stored(name, "sliding_window", window, None)
-    return made
+    window = getattr(config, "sliding_window", None)
+    if type(config) is not type(read) and window is not None and window < config.max_position_embeddings:
+        raise _not_stored_error(name, "sliding_window", window, None)
+    return read
 
 
-def _not_stored(name: str, entry: str, value: object, read: object) -> UnknownArchitectureError:
+def _not_stored_error(name: str, entry: str, value: object, read: object) -> UnknownArchitectureError:
     return UnknownArchitectureError(
         f"GGUF cannot store {entry}={short(value, 80)} of {name}; it would be read as {short(read, 80)}.", _REMEDY
     )
@@ -135,31 +135,31 @@ def require_same_config(config: Any, read: Any, name: str) -> None:
     """
     from transformers import PreTrainedConfig
 
-    own, other, known = config.to_dict(), read.to_dict(), type(config)().to_dict()
-    for entry in sorted(known.keys() - {*_WITHOUT_MEANING} - PreTrainedConfig().to_dict().keys()):
-        value, found = own.get(entry), other.get(entry)
+    entries, read_entries, defaults = config.to_dict(), read.to_dict(), type(config)().to_dict()
+    for entry in sorted(defaults.keys() - {*_WITHOUT_MEANING} - PreTrainedConfig().to_dict().keys()):
+        value, read_value = entries.get(entry), read_entries.get(entry)
         if entry == "rope_parameters":
-            value, found = _without_nones(value), _without_nones(found)
-        if not _same(value, found):
-            raise _not_stored(name, entry, value, found)
+            value, read_value = _without_nones(value), _without_nones(read_value)
+        if not _is_same(value, read_value):
+            raise _not_stored_error(name, entry, value, read_value)
 
 
 def _without_nones(value: object) -> object:
     if not isinstance(value, Mapping):
         return value
-    return {key: _without_nones(one) for key, one in value.items() if one is not None}
+    return {key: _without_nones(entry) for key, entry in value.items() if entry is not None}
 
 
-def _same(value: object, found: object) -> bool:
+def _is_same(value: object, read: object) -> bool:
     """Whether two entries are equal; numbers are compared in float32, as a file has them."""
-    if isinstance(value, float | int) and isinstance(found, float | int):
-        return _single(value) == _single(found)
-    if isinstance(value, Mapping) and isinstance(found, Mapping):
-        return value.keys() == found.keys() and all(_same(value[key], found[key]) for key in value)
-    return value == found
+    if isinstance(value, float | int) and isinstance(read, float | int):
+        return _as_float32(value) == _as_float32(read)
+    if isinstance(value, Mapping) and isinstance(read, Mapping):
+        return value.keys() == read.keys() and all(_is_same(value[key], read[key]) for key in value)
+    return value == read
 
 
-def _single(value: float) -> float:
+def _as_float32(value: float) -> float:
     try:
         return float(struct.unpack("<f", struct.pack("<f", value))[0])
     except OverflowError:
@@ -183,7 +183,7 @@ def add_config(writer: gguf.GGUFWriter, config: Any, family: GgufFamily, name: s
     try:
         scaling = scaling_metadata(config)
     except ValueError as error:
-        raise _not_stored(name, "rope_parameters", dict(rope), str(error)) from None
+        raise _not_stored_error(name, "rope_parameters", dict(rope), str(error)) from None
     values = {key: getattr(config, entry, None) for key, entry in GGUF_CONFIG_MAPPING[family.table].items() if entry}
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     values |= {"attention.key_length": head, "attention.value_length": head, "rope.freq_base": rope.get("rope_theta")}
@@ -203,9 +203,6 @@ def add_config(writer: gguf.GGUFWriter, config: Any, family: GgufFamily, name: s
             writer.add_uint32(f"{architecture}.{key}", int(value))
 
 
-# The tokenizer.
-
-
 def tokenizer_in(folder: Path, name: str) -> Any | None:
     """The model's tokenizer; None if the folder has none.
 
@@ -213,24 +210,24 @@ def tokenizer_in(folder: Path, name: str) -> Any | None:
         CorruptVocabularyError: transformers cannot load it.
     """
     names = ("tokenizer.json", "tokenizer.model", "vocab.json")
-    if not any((folder / known).exists() for known in names):
+    if not any((folder / file).exists() for file in names):
         logger.warning("%s has no tokenizer; the GGUF file will have none either, and llama.cpp needs one.", name)
         return None
     from transformers import AutoTokenizer
 
     try:
-        found = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # files of strangers make transformers raise any error
         raise CorruptVocabularyError(
             f"transformers cannot load the tokenizer of {name}: {error_line(error, 200)}",
             "Put the tokenizer files that were published with the weights into the folder. Nothing was written.",
         ) from error
-    if not hasattr(found, "backend_tokenizer"):
+    if not hasattr(tokenizer, "backend_tokenizer"):
         raise CorruptVocabularyError(
-            f"The tokenizer of {name} is {type(found).__name__}, which has no tokenizer.json; expected one.",
+            f"The tokenizer of {name} is {type(tokenizer).__name__}, which has no tokenizer.json; expected one.",
             "Use a checkpoint with a tokenizer.json. Nothing was written.",
         )
-    return found
+    return tokenizer
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, config: Any, folder: Path, name: str) -> None:
@@ -249,37 +246,37 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, config: Any, folder: 
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     model = content["model"]
     if model.get("type") != "BPE":
-        raise _unlike(name, f"its model is {model.get('type')}, not BPE")
+        raise _tokenizer_error(name, f"its model is {model.get('type')}, not BPE")
     count = config.vocab_size
     words: dict[int, str] = {index: token for token, index in model["vocab"].items()}
     added = {entry["id"]: entry for entry in content.get("added_tokens", ())}
     words |= {index: entry["content"] for index, entry in added.items()}
-    if lost := [words[index] for index in sorted(words) if index >= count]:
-        logger.warning("%s: the model has no embeddings for %s; the GGUF file lacks them.", name, listed(lost))
+    if excess := [words[index] for index in sorted(words) if index >= count]:
+        logger.warning("%s: the model has no embeddings for %s; the GGUF file lacks them.", name, listed(excess))
     in_pieces = bool(model.get("byte_fallback"))
-    kinds = [_kind(index, words, added, tokenizer.unk_token, in_pieces) for index in range(count)]
+    types = [_token_type(index, words, added, tokenizer.unk_token, in_pieces) for index in range(count)]
     texts = [words.get(index, f"[PAD{index}]") for index in range(count)]
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     if in_pieces:
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
         texts = [
-            text.replace("\u2581", " ") if kind == _USER_DEFINED else text
-            for text, kind in zip(texts, kinds, strict=True)
+            text.replace("\u2581", " ") if token_type == _USER_DEFINED else text
+            for text, token_type in zip(texts, types, strict=True)
         ]
-        writer.add_token_scores(_scores(texts, kinds, model["merges"]))
+        writer.add_token_scores(_scores(texts, types, model["merges"]))
         writer.add_add_space_prefix(_begins_with_space(content))
     else:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(_pre_tokenizer(content, name))
     writer.add_token_list(texts)
-    writer.add_token_types(kinds)
+    writer.add_token_types(types)
     if merges and all(merge.count(" ") == 1 for merge in merges):
         writer.add_token_merges(merges)
-    for kind, index in _special_ids(tokenizer, config, folder).items():
+    for role, index in _special_ids(tokenizer, config, folder).items():
         if 0 <= index < count:
-            writer.add_uint32(f"tokenizer.ggml.{kind}_token_id", index)
-    begins, ends = _added_around(tokenizer)
+            writer.add_uint32(f"tokenizer.ggml.{role}_token_id", index)
+    begins, ends = _adds_special_tokens(tokenizer)
     writer.add_add_bos_token(begins)
     writer.add_add_eos_token(ends)
     template = tokenizer.chat_template
@@ -293,7 +290,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 """gguf.TokenType"""
 
 
-def _kind(
+def _token_type(
     index: int, words: Mapping[int, str], added: Mapping[int, Mapping[str, Any]], unknown: str | None, in_pieces: bool
 ) -> int:
     """The type of a token."""
@@ -309,7 +306,7 @@ def _kind(
     return _NORMAL
 
 
-def _scores(texts: Sequence[str], kinds: Sequence[int], merges: Sequence[Any]) -> list[float]:
+def _scores(texts: Sequence[str], types: Sequence[int], merges: Sequence[Any]) -> list[float]:
     """Scores by which llama.cpp merges in the order of the merges: the rank of a token's first merge, negated.
 
     A vocabulary of SentencePiece has such scores; characters, which no merge makes, come after all merges in it.
@@ -317,16 +314,16 @@ def _scores(texts: Sequence[str], kinds: Sequence[int], merges: Sequence[Any]) -
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         ranks.setdefault("".join(merge.split(" ") if isinstance(merge, str) else merge), rank)
-    found, last = [], len(merges)
-    for text, kind in zip(texts, kinds, strict=True):
-        if kind != _NORMAL:
-            found.append(0.0 if kind in (_CONTROL, _UNKNOWN, _BYTE) else -1000.0)
+    scores, last = [], len(merges)
+    for text, token_type in zip(texts, types, strict=True):
+        if token_type != _NORMAL:
+            scores.append(0.0 if token_type in (_CONTROL, _UNKNOWN, _BYTE) else -1000.0)
         elif text in ranks:
-            found.append(-float(ranks[text]))
+            scores.append(-float(ranks[text]))
         else:
-            found.append(-float(last))
+            scores.append(-float(last))
             last += 1
-    return found
+    return scores
 
 
 def _begins_with_space(content: Mapping[str, Any]) -> bool:
@@ -345,49 +342,49 @@ def _pre_tokenizer(content: Mapping[str, Any], name: str) -> str:
     """llama.cpp's name of the way in which text is split before the merges, by a tokenizer.json."""
     from rabbitllm.checkpoints.transformers_gguf import GGUF_PRE_TOKENIZER_SPLITS
 
-    found = content.get("pre_tokenizer") or {}
-    parts = found.get("pretokenizers", [found])
-    *others, last = parts
+    pre_tokenizer = content.get("pre_tokenizer") or {}
+    parts = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    *earlier, last = parts
     if last.get("type") == "ByteLevel" and not last.get("add_prefix_space"):
-        if not others and last.get("use_regex", True):
+        if not earlier and last.get("use_regex", True):
             return "gpt-2"
-        if len(others) == 1 and others[0].get("type") == "Digits" and last.get("use_regex", True):
-            if others[0].get("individual_digits"):
+        if len(earlier) == 1 and earlier[0].get("type") == "Digits" and last.get("use_regex", True):
+            if earlier[0].get("individual_digits"):
                 return "smollm"
-        elif len(others) == 1 and others[0].get("type") == "Split" and not last.get("use_regex", True):
-            regex = (others[0].get("pattern") or {}).get("Regex")
-            plain = others[0].get("behavior") == "Isolated" and not others[0].get("invert")
+        elif len(earlier) == 1 and earlier[0].get("type") == "Split" and not last.get("use_regex", True):
+            regex = (earlier[0].get("pattern") or {}).get("Regex")
+            plain = earlier[0].get("behavior") == "Isolated" and not earlier[0].get("invert")
             names = [str(key) for key, split in GGUF_PRE_TOKENIZER_SPLITS.items() if split == regex]
             if plain and names:
                 return _USUAL.get(names[0], names[0])
-    raise _unlike(name, f"its pre-tokenizer is {short(json.dumps(found), 200)}")
+    raise _tokenizer_error(name, f"its pre-tokenizer is {short(json.dumps(pre_tokenizer), 200)}")
 
 
 _USUAL = {"llama3": "llama-bpe"}
 """Names that llama.cpp's converter writes, of those that have the same regular expression."""
 
 
-def _unlike(name: str, why: str) -> CorruptVocabularyError:
+def _tokenizer_error(name: str, why: str) -> CorruptVocabularyError:
     return CorruptVocabularyError(f"No known llama.cpp tokenizer matches that of {name}: {why}.", _REMEDY)
 
 
 def _special_ids(tokenizer: Any, config: Any, folder: Path) -> dict[str, int]:
     """The ids of special tokens by llama.cpp's names; further ids that end a text end a turn or a message there."""
-    found: dict[str, int] = {}
+    ids: dict[str, int] = {}
     for key, attribute in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad")):
         index = getattr(tokenizer, f"{attribute}_token_id", None)
         if index is None and attribute != "unk":
             index = getattr(config, f"{attribute}_token_id", None)
         if isinstance(index, int):
-            found[key] = index
+            ids[key] = index
     path = folder / "generation_config.json"
     stops = read_json(path).get("eos_token_id") if path.exists() else config.eos_token_id
-    ordered = [found.get("eos"), *(stops if isinstance(stops, list) else [stops])]
+    ordered = [ids.get("eos"), *(stops if isinstance(stops, list) else [stops])]
     unique = list(dict.fromkeys(stop for stop in ordered if isinstance(stop, int)))
-    return found | dict(zip(("eos", "eot", "eom"), unique, strict=False))
+    return ids | dict(zip(("eos", "eot", "eom"), unique, strict=False))
 
 
-def _added_around(tokenizer: Any) -> tuple[bool, bool]:
+def _adds_special_tokens(tokenizer: Any) -> tuple[bool, bool]:
     """Whether the tokenizer puts the first and the last special token around a text."""
     plain = tokenizer.encode("a", add_special_tokens=False)
     whole = tokenizer.encode("a")

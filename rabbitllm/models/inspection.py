@@ -104,8 +104,8 @@ class Tensors:
     @property
     def sharing(self) -> int:
         """Number of tensors that share a storage with an earlier one."""
-        held = [tensor.storage for tensor in self.tensors if tensor.storage is not None and tensor.elements]
-        return len(held) - len(set(held))
+        storages = [tensor.storage for tensor in self.tensors if tensor.storage is not None and tensor.elements]
+        return len(storages) - len(set(storages))
 
     @property
     def strided(self) -> int:
@@ -202,8 +202,8 @@ class Inspection:
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a contiguous tensor, in elements, as torch reports them."""
     strides = [1] * len(shape)
-    for at in range(len(shape) - 2, -1, -1):
-        strides[at] = strides[at + 1] * max(shape[at + 1], 1)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * max(shape[dim + 1], 1)
     return tuple(strides)
 
 
@@ -211,14 +211,6 @@ def is_row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether a tensor is contiguous; strides of dimensions of size 1 do not count."""
     return all(size == 1 or a == b for size, a, b in zip(shape, strides, row_major(shape), strict=True))
 
-
-# A single file: its format by its first bytes, and its content by that format's reader.
-
-
-# The pickles of a file as lists of opcodes. Nothing of them is run, built or imported.
-#
-# Content that the strict readers refuse is listed as far as possible: a zip unlike torch's by Python's own reader
-# (which may see another file in it than torch does), a truncated pickle up to its end.
 
 MAX_PICKLES = 8
 """Limit of pickles per file. A torch file from before 1.6 has five in a row, a TorchScript archive two."""
@@ -229,50 +221,53 @@ _CLOSES = {
 }
 
 
-def list_pickles(path: Path, kind: Weights) -> Pickles:
-    """Every pickle of a local file.
+def list_pickles(path: Path, form: Weights) -> Pickles:
+    """Every pickle of a local file, as opcodes. Nothing is run, built or imported.
+
+    Content that the strict readers refuse is listed as far as possible: a zip unlike torch's by Python's own reader
+    (which may see another file in it than torch does), a truncated pickle up to its end.
 
     Args:
         path: the file.
-        kind: its format; one of `HAVE_PICKLES`.
+        form: its format; one of `HAVE_PICKLES`.
     """
-    if kind is Weights.TORCH_ZIP:
-        return Pickles(tuple(_listed(data, name) for name, data in _pickles_of_zip(path)))
+    if form is Weights.TORCH_ZIP:
+        return Pickles(tuple(_list_pickle(data, name) for name, data in _pickles_of_zip(path)))
     with path.open("rb") as stream:
         data = stream.read(MAX_PICKLE_BYTES)
-    return Pickles(tuple(_in_sequence(data, path.name, 5 if kind is Weights.TORCH_LEGACY else 1)))
+    return Pickles(tuple(_list_sequence(data, path.name, 5 if form is Weights.TORCH_LEGACY else 1)))
 
 
 def _pickles_of_zip(path: Path) -> list[tuple[str, bytes]]:
     try:
         return [(PICKLE, pickle_of(path))]
     except CheckpointError:
-        return list(_by_pythons_reader(path))
+        return list(_read_with_zipfile(path))
 
 
-def _by_pythons_reader(path: Path) -> Iterator[tuple[str, bytes]]:
+def _read_with_zipfile(path: Path) -> Iterator[tuple[str, bytes]]:
     """The pickles of any zip; the size limit holds for each, whatever size it declares."""
     try:
         with zipfile.ZipFile(path) as archive:
-            wanted = (entry for entry in archive.infolist() if entry.filename.endswith(".pkl"))
-            for entry in itertools.islice(wanted, MAX_PICKLES):
+            pickles = (entry for entry in archive.infolist() if entry.filename.endswith(".pkl"))
+            for entry in itertools.islice(pickles, MAX_PICKLES):
                 with archive.open(entry) as stream:
                     yield entry.filename, stream.read(MAX_PICKLE_BYTES)
     except (zipfile.BadZipFile, zlib.error, OSError, ValueError, RuntimeError, NotImplementedError, EOFError):
         return  # the strict reader has reported the problem
 
 
-def _in_sequence(data: bytes, name: str, count: int) -> Iterator[Pickle]:
-    at = 0
-    for number in range(min(count, MAX_PICKLES)):
-        listed = _listed(data[at:], f"{name}, pickle {number + 1}" if count > 1 else name, at)
+def _list_sequence(data: bytes, name: str, count: int) -> Iterator[Pickle]:
+    offset = 0
+    for index in range(min(count, MAX_PICKLES)):
+        listed = _list_pickle(data[offset:], f"{name}, pickle {index + 1}" if count > 1 else name, offset)
         yield listed
         if listed.stopped is not None:
             return
-        at = listed.opcodes[-1].position + 1
+        offset = listed.opcodes[-1].position + 1
 
 
-def _listed(data: bytes, name: str, begin: int = 0) -> Pickle:
+def _list_pickle(data: bytes, name: str, begin: int = 0) -> Pickle:
     """A pickle's opcodes up to its STOP; positions count from `begin` bytes before the pickle."""
     opcodes: list[Opcode] = []
     depth, stopped = 0, None
@@ -297,15 +292,15 @@ class WeightlessFile(enum.Enum):
 
 def kind_of(head: bytes, name: str) -> Weights | WeightlessFile:
     """The format of a file that begins with `head`; its name decides only where `head` is of no known format."""
-    found = recognise(head)
-    if found is not Weights.UNKNOWN:
-        return found
+    form = recognise(head)
+    if form is not Weights.UNKNOWN:
+        return form
     # the first message has a text and a score, and perhaps a type, as sentencepiece writes them
     if len(head) > 3 and head[0] == head[2] == 0x0A and head[1] - head[3] in (7, 9):
         return WeightlessFile.VOCABULARY
     if head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
         return WeightlessFile.JSON
-    return WeightlessFile.VOCABULARY if name.endswith(".model") else found
+    return WeightlessFile.VOCABULARY if name.endswith(".model") else form
 
 
 def look_at_file(path: Path, *, opcodes: bool = False) -> Inspection:
@@ -321,25 +316,25 @@ def look_at_file(path: Path, *, opcodes: bool = False) -> Inspection:
     error = CheckpointNotFoundError(f"{path} is neither a file nor a folder.", "Use a file, a folder or a repository.")
     try:
         with open_regular(path, lambda _: error) as stream:
-            kind = kind_of(stream.read(HEAD_BYTES), path.name)
+            form = kind_of(stream.read(HEAD_BYTES), path.name)
     except PermissionError:
         raise CheckpointNotFoundError(
             f"{path} cannot be read: permission denied.", "Check the permissions of the file."
         ) from None
-    content, refusal = _read(path, kind)
-    has_pickle = kind in HAVE_PICKLES
-    if isinstance(kind, Weights) and has_pickle and (opcodes or kind is Weights.PICKLE):
-        content = list_pickles(path, kind)
-    return Inspection(str(path), kind.value, path.stat().st_size, content, has_pickle=has_pickle, refusal=refusal)
+    content, refusal = _read(path, form)
+    has_pickle = form in HAVE_PICKLES
+    if isinstance(form, Weights) and has_pickle and (opcodes or form is Weights.PICKLE):
+        content = list_pickles(path, form)
+    return Inspection(str(path), form.value, path.stat().st_size, content, has_pickle=has_pickle, refusal=refusal)
 
 
-def _read(path: Path, kind: Weights | WeightlessFile) -> tuple[Content | None, CheckpointError | None]:
+def _read(path: Path, form: Weights | WeightlessFile) -> tuple[Content | None, CheckpointError | None]:
     try:
-        if kind is WeightlessFile.VOCABULARY:
+        if form is WeightlessFile.VOCABULARY:
             return Vocabulary(read_model(path)), None
-        if kind is WeightlessFile.JSON:
+        if form is WeightlessFile.JSON:
             return _read_text(path), None
-        return _read_weights(path, kind), None
+        return _read_weights(path, form), None
     except CheckpointError as error:
         return None, error
 
@@ -351,13 +346,13 @@ def _read_text(path: Path) -> Content:
     return Entries(read_json(path))
 
 
-def _read_weights(path: Path, kind: Weights | WeightlessFile) -> Tensors:
+def _read_weights(path: Path, form: Weights | WeightlessFile) -> Tensors:
     family = family_in(path.parent)
-    if kind in TORCH:
-        read = read_torch_zip(path) if kind is Weights.TORCH_ZIP else read_legacy_torch(path)
+    if form in TORCH:
+        read = read_torch_zip(path) if form is Weights.TORCH_ZIP else read_legacy_torch(path)
         layers, order = layers_of((tensor.name for tensor in read.tensors), family)
         return Tensors(
-            tuple(_of_torch(tensor, layers[tensor.name], zipped=kind is Weights.TORCH_ZIP) for tensor in read.tensors),
+            tuple(_of_torch(tensor, layers[tensor.name], zipped=form is Weights.TORCH_ZIP) for tensor in read.tensors),
             order,
             left_out=read.left_out,
             left_tensors=read.left_tensors,
@@ -405,9 +400,6 @@ def _of_torch(tensor: TorchTensor, layer: str, *, zipped: bool) -> TensorInfo:
         tensor.file,
         f"data/{tensor.storage}" if zipped else tensor.storage,
     )
-
-
-# A name
 
 
 HEADER_THREADS = 8
@@ -463,13 +455,13 @@ def _look_at_split(folder: Path) -> Inspection:
     if store.manifest is not None:
         layers = {tensor: record.id for record in store.manifest.layers for tensor in record.tensors}
         order = tuple(record.id for record in store.manifest.layers)
-    content = Tensors(tuple(_stored(tensor, layers[tensor.name]) for tensor in store.tensors.values()), order)
-    made = "RabbitLLM 1.1's" if store.manifest is None else f"of {store.manifest.source.name}"
-    title = f"a split directory, {store.compression or 'uncompressed'}, {made}"
+    content = Tensors(tuple(_of_stored(tensor, layers[tensor.name]) for tensor in store.tensors.values()), order)
+    origin = "RabbitLLM 1.1's" if store.manifest is None else f"of {store.manifest.source.name}"
+    title = f"a split directory, {store.compression or 'uncompressed'}, {origin}"
     return Inspection(str(folder), title, total, content, sizes, beside=beside)
 
 
-def _stored(tensor: StoredTensor, layer: str) -> TensorInfo:
+def _of_stored(tensor: StoredTensor, layer: str) -> TensorInfo:
     first = tensor.parts[0]
     dtype = tensor.quantized.scheme if tensor.quantized is not None else first.dtype
     strides = row_major(tensor.shape)
@@ -483,21 +475,21 @@ def _look_at_checkpoint(name: str, revision: str | None, token: str | bool | Non
     if checkpoint is None:
         return _look_at_split(source.split_folder)
     shards = checkpoint.index.shards
-    found = dict(zip(shards, side_by_side(lambda s: _metadata(checkpoint, s), shards, HEADER_THREADS), strict=True))
-    metadata = {shard: one for shard, one in found.items() if isinstance(one, ShardMetadata)}
-    absent = tuple(shard for shard, one in found.items() if one is None)
-    specs = [spec for one in metadata.values() for spec in one.header.tensors]
+    results = dict(zip(shards, side_by_side(lambda s: _metadata(checkpoint, s), shards, HEADER_THREADS), strict=True))
+    metadata = {shard: result for shard, result in results.items() if isinstance(result, ShardMetadata)}
+    absent = tuple(shard for shard, result in results.items() if result is None)
+    specs = [spec for shard in metadata.values() for spec in shard.header.tensors]
     layers, order = layers_of((spec.name for spec in specs), family_in(source.config_folder))
     commit = source.repository.commit if source.repository is not None else None
     return Inspection(
         name if commit is None else f"{name} at commit {commit}",
         "a checkpoint on the hub" if commit is not None else "a checkpoint",
-        sum(one.size for one in metadata.values()),
+        sum(shard.size for shard in metadata.values()),
         Tensors(tuple(of_spec(spec, layers[spec.name]) for spec in specs), order),
-        {shard: one.size for shard, one in metadata.items()},
+        {shard: info.size for shard, info in metadata.items()},
         absent,
         tuple(sorted(checkpoint.sidecar_sizes())),
-        refusal=_refusal(checkpoint, found, metadata),
+        refusal=_refusal(checkpoint, results, metadata),
     )
 
 
@@ -511,11 +503,11 @@ def _metadata(checkpoint: Checkpoint, shard: str) -> ShardMetadata | CheckpointE
 
 def _refusal(
     checkpoint: Checkpoint,
-    found: Mapping[str, ShardMetadata | CheckpointError | None],
+    results: Mapping[str, ShardMetadata | CheckpointError | None],
     metadata: Mapping[str, ShardMetadata],
 ) -> CheckpointError | None:
     """The error that a split would raise: an unsound shard, missing shards, or an unsound index."""
-    broken = next((one for one in found.values() if isinstance(one, CheckpointError)), None)
+    broken = next((result for result in results.values() if isinstance(result, CheckpointError)), None)
     if broken is not None:
         return broken
     try:

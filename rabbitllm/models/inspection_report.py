@@ -67,13 +67,10 @@ class RowChoice:
 
     def of(self, rows: Sequence[T], name_of: Callable[[T], str]) -> tuple[Sequence[T], int, int]:
         """The rows to show, the number of rows whose name matches, and the number of these after the last row shown."""
-        wanted = rows if self.name is None else [row for row in rows if self.matches(name_of(row))]
-        end = len(wanted) if self.limit is None else self.skip + self.limit
-        shown = wanted[self.skip : end]
-        return shown, len(wanted), max(len(wanted) - self.skip - len(shown), 0)
-
-
-# The rows of each content, and how one is matched, printed and recorded
+        matching = rows if self.name is None else [row for row in rows if self.matches(name_of(row))]
+        end = len(matching) if self.limit is None else self.skip + self.limit
+        shown = matching[self.skip : end]
+        return shown, len(matching), max(len(matching) - self.skip - len(shown), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +94,12 @@ class _Listing(Generic[T]):
 
     def record(self, key: str, choice: RowChoice) -> dict[str, Any]:
         """The chosen rows under a key, and the number of those left out after them."""
-        shown, _, more = choice.of(self.items, self.name_of)
-        return {key: [self.record_of(item) for item in shown], "more": more}
+        shown, _, remaining = choice.of(self.items, self.name_of)
+        return {key: [self.record_of(item) for item in shown], "more": remaining}
 
     def show(self, choice: RowChoice, console: Console) -> None:
         """Print a table, and a line below it about the rows that it leaves out."""
-        shown, matching, more = choice.of(self.items, self.name_of)
+        shown, matching, remaining = choice.of(self.items, self.name_of)
         if choice.name is not None:
             matches = f"{counted(matching, self.noun)} of {len(self.items):,}"
             put(console, Text(f"{harmless(choice.name)!r} matches {matches}", "dim"))
@@ -111,8 +108,8 @@ class _Listing(Generic[T]):
                 put(console, Text(f"--skip {choice.skip:,} skips all of {counted(matching, self.noun)}", "dim"))
             return
         narrow = put_table(console, self.columns, [self.row_of(item) for item in shown])
-        if more:
-            put(console, Text(f"… and {more:,} more; --limit 0 shows all, --name a part of them", "dim"))
+        if remaining:
+            put(console, Text(f"… and {remaining:,} more; --limit 0 shows all, --name a part of them", "dim"))
         if narrow:
             put(console, Text(f"too narrow for {', '.join(narrow)}: a wider terminal or --json has them", "dim"))
 
@@ -167,7 +164,7 @@ def _pairs(pairs: Mapping[str, Any], key: str, value: str) -> _Listing[tuple[str
         [*pairs.items()],
         lambda pair: pair[0],
         [Column(key), Column(value)],
-        lambda pair: (harmless(pair[0]), harmless(_compact(pair[1]), VALUE)),
+        lambda pair: (harmless(pair[0]), harmless(_compact_json(pair[1]), VALUE)),
         lambda pair: pair,
     )
 
@@ -188,22 +185,19 @@ def _opcodes(pickle: Pickle) -> _Listing[Opcode]:
     )
 
 
-# JSON
-
-
-def as_record(found: Inspection, choice: RowChoice) -> dict[str, Any]:
+def as_record(result: Inspection, choice: RowChoice) -> dict[str, Any]:
     """The record for `json.dump`. The summary covers everything, the rows are those of the choice."""
-    record: dict[str, Any] = {"source": found.source, "format": found.format, "bytes": found.size}
-    if found.shards:
-        record |= {"files": dict(found.shards), "missing": list(found.absent), "beside": list(found.beside)}
-    match found.content:
+    record: dict[str, Any] = {"source": result.source, "format": result.format, "bytes": result.size}
+    if result.shards:
+        record |= {"files": dict(result.shards), "missing": list(result.absent), "beside": list(result.beside)}
+    match result.content:
         case Tensors() as content:
             record |= {"tensor_count": len(content.tensors), "tensor_bytes": content.nbytes}
             record |= {"parameters": content.parameters, "dtypes": dict(content.dtypes)}
             record |= {"layers": list(content.layers), "sharing": content.sharing, "strided": content.strided}
             record |= {"metadata": dict(content.metadata), "left_out": list(content.left_out)}
             if content.left_tensors:
-                record["left_out_bytes"] = {left.name: left.nbytes for left in content.left_tensors}
+                record["left_out_bytes"] = {group.name: group.nbytes for group in content.left_tensors}
             record |= _tensors(content).record("tensors", choice)
         case Vocabulary(model):
             record |= _vocabulary_record(model) | _pieces(model).record("pieces", choice)
@@ -216,9 +210,9 @@ def as_record(found: Inspection, choice: RowChoice) -> dict[str, Any]:
             record["weight_map"] = dict(record["weight_map"])
         case Pickles(pickles):
             record["pickles"] = [_pickle_record(pickle, choice) for pickle in pickles]
-    if found.refusal is not None:
-        kind = type(found.refusal).__name__
-        record["refused"] = {"error": kind, "problem": found.refusal.problem, "remedy": found.refusal.remedy}
+    if result.refusal is not None:
+        error = type(result.refusal).__name__
+        record["refused"] = {"error": error, "problem": result.refusal.problem, "remedy": result.refusal.remedy}
     return record
 
 
@@ -226,7 +220,7 @@ def _vocabulary_record(model: SentencePieceModel) -> dict[str, Any]:
     denormalizer = model.denormalizer
     return {
         "piece_count": len(model.pieces),
-        "types": {PieceType(kind).name.lower(): count for kind, count in Counter(model.pieces.types).most_common()},
+        "types": {PieceType(code).name.lower(): count for code, count in Counter(model.pieces.types).most_common()},
         "special_ids": dataclasses.asdict(model.special_ids()),
         "trainer": {**dataclasses.asdict(model.trainer), "model_type": model.trainer.model_type.name.lower()},
         "normalizer": dataclasses.asdict(model.normalizer),
@@ -240,9 +234,6 @@ def _pickle_record(pickle: Pickle, choice: RowChoice) -> dict[str, Any]:
     return {**about, **_opcodes(pickle).record("opcodes", choice), "stopped": pickle.stopped}
 
 
-# Text
-
-
 ON_A_TERMINAL = 50
 """Default number of rows on a terminal."""
 VALUE = 100
@@ -253,134 +244,134 @@ _SOME = 12
 _NUMBERED = re.compile(r"(.*?)([0-9]{1,18})")
 
 
-def show(found: Inspection, choice: RowChoice, console: Console) -> None:
+def show(result: Inspection, choice: RowChoice, console: Console) -> None:
     """Print an inspection."""
-    put(console, Text(harmless(found.source, 4096), "bold"))
+    put(console, Text(harmless(result.source, 4096), "bold"))
     console.print()
-    for name, value in _facts(found):
+    for name, value in _facts(result):
         put_fact(console, name, value)
-    if found.content is not None:
+    if result.content is not None:
         console.print()
-        _show_content(found.content, choice, console)
+        _show_content(result.content, choice, console)
     console.file.flush()
 
 
-def _facts(found: Inspection) -> Iterator[tuple[str, str]]:
-    yield "format", found.format
-    files = f" in {counted(len(found.shards), 'file')}" if found.shards else ""
-    exactly = f" ({found.size:,} bytes)" if "byte" not in size(found.size) else ""
-    yield "size", f"{size(found.size)}{exactly}{files}"
-    if found.absent:
-        yield "missing", f"{counted(len(found.absent), 'shard')}: {_some(found.absent)}"
-    match found.content:
+def _facts(result: Inspection) -> Iterator[tuple[str, str]]:
+    yield "format", result.format
+    files = f" in {counted(len(result.shards), 'file')}" if result.shards else ""
+    exactly = f" ({result.size:,} bytes)" if "byte" not in size(result.size) else ""
+    yield "size", f"{size(result.size)}{exactly}{files}"
+    if result.absent:
+        yield "missing", f"{counted(len(result.absent), 'shard')}: {_list_some(result.absent)}"
+    match result.content:
         case Tensors():
-            yield from _of_tensors(found.content)
+            yield from _tensor_facts(result.content)
         case Vocabulary():
-            yield from _of_vocabulary(found.content.model)
+            yield from _vocabulary_facts(result.content.model)
         case ShardMap():
-            yield from _of_shard_map(found.content)
+            yield from _shard_map_facts(result.content)
         case Pickles():
-            yield from _of_pickles(found.content)
-    if found.beside:
-        yield "other files", _some(found.beside)
-    if found.has_pickle and not isinstance(found.content, Pickles):
+            yield from _pickle_facts(result.content)
+    if result.beside:
+        yield "other files", _list_some(result.beside)
+    if result.has_pickle and not isinstance(result.content, Pickles):
         yield "pickle", "--opcodes lists it; nothing of it is run"
-    if found.refusal is not None:
+    if result.refusal is not None:
         yield "refused", "see the error below"
 
 
-def _of_tensors(tensors: Tensors) -> Iterator[tuple[str, str]]:
+def _tensor_facts(tensors: Tensors) -> Iterator[tuple[str, str]]:
     kinds = ", ".join(f"{count:,} {dtype}" for dtype, count in tensors.dtypes.items())
     yield "tensors", f"{len(tensors.tensors):,}, {size(tensors.nbytes)}: {kinds}" if kinds else "0"
     yield "parameters", large(tensors.parameters)
-    yield "layer files", f"{len(tensors.layers):,}: {_some(runs(tensors.layers))}" if tensors.layers else "0"
+    yield "layer files", f"{len(tensors.layers):,}: {_list_some(runs(tensors.layers))}" if tensors.layers else "0"
     if tensors.sharing:
         yield "shared", f"{counted(tensors.sharing, 'tensor')} in the bytes of others"
     if tensors.strided:
         yield "strided", f"{counted(tensors.strided, 'tensor')} not in row-major order"
     if tensors.left_tensors:
-        yield "left out", f"{_some([*map(str, tensors.left_tensors)])}: a split keeps the file for it"
-    if others := [key for key in tensors.left_out if key not in {left.name for left in tensors.left_tensors}]:
-        yield "left out", f"{_some(others)}: no weights"
+        yield "left out", f"{_list_some([*map(str, tensors.left_tensors)])}: a split keeps the file for it"
+    if keys := [key for key in tensors.left_out if key not in {group.name for group in tensors.left_tensors}]:
+        yield "left out", f"{_list_some(keys)}: no weights"
     if tensors.metadata:
-        yield "metadata", _some([f"{key}={value}" for key, value in tensors.metadata.items()])
+        yield "metadata", _list_some([f"{key}={value}" for key, value in tensors.metadata.items()])
 
 
 def runs(layers: Iterable[str]) -> list[str]:
     """Ranges of layers with consecutive numbers: `layers.0 to layers.31`."""
 
-    def key(one: tuple[int, str]) -> tuple[str, object]:
-        at, layer = one
+    def key(numbered_layer: tuple[int, str]) -> tuple[str, object]:
+        index, layer = numbered_layer
         numbered = _NUMBERED.fullmatch(layer)
-        return (layer, (at,)) if numbered is None else (numbered[1], int(numbered[2]) - at)
+        return (layer, (index,)) if numbered is None else (numbered[1], int(numbered[2]) - index)
 
-    found = [[layer for _, layer in run] for _, run in groupby(enumerate(layers), key)]
-    return [run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in found]
+    ranges = [[layer for _, layer in run] for _, run in groupby(enumerate(layers), key)]
+    return [run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in ranges]
 
 
-def _of_vocabulary(model: SentencePieceModel) -> Iterator[tuple[str, str]]:
-    kinds = Counter(model.pieces.types)
-    named = ", ".join(f"{count:,} {PieceType(kind).name.lower()}" for kind, count in kinds.most_common())
-    yield "pieces", f"{len(model.pieces):,}: {named.replace('_', ' ')}"
+def _vocabulary_facts(model: SentencePieceModel) -> Iterator[tuple[str, str]]:
+    counts = Counter(model.pieces.types)
+    types = ", ".join(f"{count:,} {PieceType(code).name.lower()}" for code, count in counts.most_common())
+    yield "pieces", f"{len(model.pieces):,}: {types.replace('_', ' ')}"
     ids = dataclasses.asdict(model.special_ids()).items()
-    yield "special ids", ", ".join(f"{name} {number}" if number >= 0 else f"no {name}" for name, number in ids)
+    yield "special ids", ", ".join(f"{name} {token}" if token >= 0 else f"no {name}" for name, token in ids)
     yield "model type", model.trainer.model_type.name.lower()
-    yield "trainer", _spec(model.trainer)
-    yield "normaliser", _spec(model.normalizer)
+    yield "trainer", _spec_text(model.trainer)
+    yield "normaliser", _spec_text(model.normalizer)
     if model.denormalizer is not None:
-        yield "denormaliser", _spec(model.denormalizer)
+        yield "denormaliser", _spec_text(model.denormalizer)
     if model.samples:
         yield "samples", counted(len(model.samples), "text")
 
 
-def _spec(spec: TrainerSpec | NormalizerSpec) -> str:
+def _spec_text(spec: TrainerSpec | NormalizerSpec) -> str:
     """The fields of a spec that differ from their defaults; the JSON has all of them."""
-    found = []
+    options = []
     for field in dataclasses.fields(spec):
         value = getattr(spec, field.name)
         if value != field.default and field.name != "model_type":
-            found.append(f"{field.name}={_value(value)}")
-    return ", ".join(found) if found else "all defaults"
+            options.append(f"{field.name}={_value_text(value)}")
+    return ", ".join(options) if options else "all defaults"
 
 
-def _value(value: object) -> str:
+def _value_text(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, tuple):
-        return f"[{_some([str(part) for part in value])}]"
+        return f"[{_list_some([str(part) for part in value])}]"
     return harmless(str(value), VALUE)
 
 
-def _of_shard_map(index: ShardMap) -> Iterator[tuple[str, str]]:
+def _shard_map_facts(index: ShardMap) -> Iterator[tuple[str, str]]:
     shards = Counter(index.weight_map.values())
     yield "tensors", f"{len(index.weight_map):,} in {counted(len(shards), 'shard')}"
     if index.metadata:
-        yield "metadata", _some([f"{key}={_compact(value)}" for key, value in index.metadata.items()])
+        yield "metadata", _list_some([f"{key}={_compact_json(value)}" for key, value in index.metadata.items()])
 
 
-def _of_pickles(pickles: Pickles) -> Iterator[tuple[str, str]]:
+def _pickle_facts(pickles: Pickles) -> Iterator[tuple[str, str]]:
     for pickle in pickles.pickles:
         yield "pickle", f"{harmless(pickle.name)}: {counted(len(pickle.opcodes), 'opcode')}, nothing of it is run"
-        if named := list(_globals(pickle)):
-            yield "names", _some(named)
+        if names := list(_globals(pickle)):
+            yield "names", _list_some(names)
     if not pickles.pickles:
         yield "pickle", "none found"
 
 
 def _globals(pickle: Pickle) -> Iterator[str]:
     """The globals that it would import, each once, and the number of those taken from the stack."""
-    named = (opcode.argument for opcode in pickle.opcodes if opcode.name in ("GLOBAL", "INST"))
-    for argument in dict.fromkeys(named):
+    names = (opcode.argument for opcode in pickle.opcodes if opcode.name in ("GLOBAL", "INST"))
+    for argument in dict.fromkeys(names):
         yield argument.strip("'\"").replace(" ", ".")
     if hidden := sum(opcode.name == "STACK_GLOBAL" for opcode in pickle.opcodes):
         yield f"{hidden:,} from the stack (STACK_GLOBAL)"
 
 
-def _some(texts: Sequence[str]) -> str:
+def _list_some(texts: Sequence[str]) -> str:
     return listed((harmless(text, VALUE) for text in texts), _SOME)
 
 
-def _compact(value: object) -> str:
+def _compact_json(value: object) -> str:
     """A value of a JSON file on one line."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(", ", ": "))
 
@@ -396,9 +387,9 @@ def _show_content(content: Content, choice: RowChoice, console: Console) -> None
         case ShardMap(weight_map, _):
             _pairs(weight_map, "name", "file").show(choice, console)
         case Pickles(pickles):
-            for number, pickle in enumerate(pickles):
+            for index, pickle in enumerate(pickles):
                 if len(pickles) > 1:
-                    put(console, Text(("\n" if number else "") + harmless(pickle.name), "bold"))
+                    put(console, Text(("\n" if index else "") + harmless(pickle.name), "bold"))
                 _opcodes(pickle).show(choice, console)
                 if pickle.stopped is not None:
                     put(console, Text(harmless(pickle.stopped, 1000), "red"))

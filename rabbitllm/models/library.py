@@ -112,12 +112,12 @@ def _record_in(folder: Path) -> str | None:
 
 def as_record(entry: SplitEntry) -> dict[str, Any]:
     """An entry for `json.dumps`; sizes in bytes."""
-    kind = entry.source.kind if entry.source is not None else None
+    source = entry.source.kind if entry.source is not None else None
     return {
         "name": entry.name,
         "folder": str(entry.folder),
         "state": entry.state,
-        "source": kind,
+        "source": source,
         "commit": entry.commit,
         "compression": entry.compression,
         "bytes": entry.nbytes,
@@ -152,33 +152,33 @@ def _problem(manifest: Manifest, sizes: Mapping[str, int | None]) -> str | None:
     if not wrong:
         return None
     first = wrong[0]
-    found = "is missing" if sizes[first.file] is None else f"has {sizes[first.file]:,} bytes instead of {first.size:,}"
-    more = f", and {len(wrong) - 1} more differ from what was written" if wrong[1:] else ""
-    return f"{first.file} {found}{more}"
+    state = "is missing" if sizes[first.file] is None else f"has {sizes[first.file]:,} bytes instead of {first.size:,}"
+    rest = f", and {len(wrong) - 1} more differ from what was written" if wrong[1:] else ""
+    return f"{first.file} {state}{rest}"
 
 
 def _unfinished(folder: Path, record: str) -> SplitEntry:
-    seen = journal.glance(folder, record)
-    if seen is None:
+    progress = journal.glance(folder, record)
+    if progress is None:
         return _unreadable(folder, f"{record} cannot be read")
-    done, shards = _layer_files(folder), len(seen.shards)
+    layers, shards = _layer_files(folder), len(progress.shards)
     return SplitEntry(
         folder,
-        seen.source.name,
+        progress.source.name,
         UNFINISHED,
-        seen.source,
-        seen.compression,
-        done,
-        len(seen.stems),
+        progress.source,
+        progress.compression,
+        layers,
+        len(progress.stems),
         shards,
-        len(seen.used),
+        len(progress.used),
     )
 
 
 def _unreadable(folder: Path, problem: str) -> SplitEntry:
     """A split directory whose manifest or journal cannot be read."""
-    done = _layer_files(folder)
-    return SplitEntry(folder, folder.name, DAMAGED, None, None, done, done, problem=problem)
+    layers = _layer_files(folder)
+    return SplitEntry(folder, folder.name, DAMAGED, None, None, layers, layers, problem=problem)
 
 
 def _layer_files(folder: Path) -> int:
@@ -201,9 +201,6 @@ def _size(path: Path) -> int | None:
         return path.stat().st_size
     except OSError:
         return None
-
-
-# The search
 
 
 DEPTH = 4
@@ -247,10 +244,10 @@ def of_model(name: str, compression: str | None = None, saving_path: Path | None
         raise OptionError(
             f"compression={compression!r} does not exist.", f"Use one of none, {', '.join(filter(None, SPLITS))}."
         )
-    found = _entries(_locations(resolve_name(name), saving_path))
+    entries = _entries(_locations(resolve_name(name), saving_path))
     if compression is None:
-        return found
-    return [entry for entry in found if (entry.compression or "none") == compression]
+        return entries
+    return [entry for entry in entries if (entry.compression or "none") == compression]
 
 
 def one_of_model(name: str, compression: str | None = None, saving_path: Path | None = None) -> SplitEntry:
@@ -260,16 +257,16 @@ def one_of_model(name: str, compression: str | None = None, saving_path: Path | 
         CheckpointNotFoundError: there is none.
         OptionError: there are several.
     """
-    found = of_model(name, compression, saving_path)
-    if not found:
+    entries = of_model(name, compression, saving_path)
+    if not entries:
         raise no_split_of(name)
-    if len(found) > 1:
-        several = "; ".join(f"{entry.compression or 'none'} in {entry.folder}" for entry in found)
+    if len(entries) > 1:
+        several = "; ".join(f"{entry.compression or 'none'} in {entry.folder}" for entry in entries)
         raise OptionError(
-            f"{name} has {len(found)} split directories: {several}.",
+            f"{name} has {len(entries)} split directories: {several}.",
             "Choose one with --compression, or use its folder as MODEL.",
         )
-    return found[0]
+    return entries[0]
 
 
 def compression_here(name: str, saving_path: Path | None = None) -> str | None:
@@ -312,17 +309,17 @@ def _locations(name: str, saving_path: Path | None) -> Iterator[Path]:
         for compression in SPLITS:
             yield from locations.of_other_commits(name, "", compression, base)
         if "/" not in name:
-            found = (locations.home() / locations.LOCAL_FOLDER).glob(f"{name}-*/{SPLIT_DIRECTORY}*")
-            yield from sorted(path for path in found if path.parent.name.rpartition("-")[0] == name)
+            folders = (locations.home() / locations.LOCAL_FOLDER).glob(f"{name}-*/{SPLIT_DIRECTORY}*")
+            yield from sorted(path for path in folders if path.parent.name.rpartition("-")[0] == name)
 
 
 def _entries(folders: Iterable[Path]) -> list[SplitEntry]:
-    found = []
+    results = []
     for folder in folders:
         with contextlib.suppress(OSError):  # removed meanwhile, or not readable by this user
-            found.append(look(folder))
-    entries = [entry for entry in found if entry is not None]
-    return sorted(entries, key=lambda one: (one.name.lower(), one.folder.parent, losses_first(one.compression)))
+            results.append(look(folder))
+    entries = [entry for entry in results if entry is not None]
+    return sorted(entries, key=lambda entry: (entry.name.lower(), entry.folder.parent, losses_first(entry.compression)))
 
 
 def _split_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:

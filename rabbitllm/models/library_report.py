@@ -89,8 +89,8 @@ def _note(entry: SplitEntry) -> str | None:
     """Missing or damaged parts, and the command that helps."""
     match entry.state:
         case state if state == UNFINISHED:
-            left = entry.shards - entry.shards_used
-            used = f"{entry.shards_used} of {counted(entry.shards, 'shard')} used, {left} to go"
+            remaining = entry.shards - entry.shards_used
+            used = f"{entry.shards_used} of {counted(entry.shards, 'shard')} used, {remaining} to go"
             return f"{used}; to resume: {resume_command(entry)}"
         case state if state == HALF_REMOVED:
             return f"its removal was interrupted; `rabbitllm rm {_quoted(entry.folder)}` finishes it"
@@ -141,8 +141,8 @@ def put_shown(shown: Shown, console: Console) -> None:
         tensors, inside = shown.tensors, shown.inside
         kinds = ", ".join(f"{count:,} {dtype}" for dtype, count in tensors.dtypes.items())
         put_fact(console, "parameters", f"{large(tensors.parameters)} in {len(tensors.tensors):,} tensors ({kinds})")
-        what = f"{size(inside.size)} in {counted(len(inside.shards), 'file')}" if inside.shards else size(inside.size)
-        put_fact(console, "weights", f"{what}: {harmless(inside.format)}")
+        files = f"{size(inside.size)} in {counted(len(inside.shards), 'file')}" if inside.shards else size(inside.size)
+        put_fact(console, "weights", f"{files}: {harmless(inside.format)}")
         if inside.refusal is not None:
             put_fact(console, "refused", harmless(inside.refusal.problem, 400))
     if not shown.splits:
@@ -196,54 +196,54 @@ def put_removal(removal: Removal, original: Original, console: Console) -> None:
     put_fact(console, "original", f"{stays}: {harmless(original.where, 400)}")
 
 
-def verification_text(found: Verification, seconds: float) -> str:
+def verification_text(result: Verification, seconds: float) -> str:
     """The result of a verification, as text."""
-    rate = f"{size(found.nbytes)} read in {seconds:.1f} s"
-    if found.manifest is None:
-        head = f"{found.folder}: {found.files} layer files of RabbitLLM 1.1, which wrote no checksums"
+    rate = f"{size(result.nbytes)} read in {seconds:.1f} s"
+    if result.manifest is None:
+        head = f"{result.folder}: {result.files} layer files of RabbitLLM 1.1, which wrote no checksums"
         sound = "sound, by headers and shapes"
     else:
-        how = found.manifest.compression or "uncompressed"
-        source = found.manifest.source
+        how = result.manifest.compression or "uncompressed"
+        source = result.manifest.source
         name = f"{source.name} at {source.commit[:8]}" if source.commit else source.name
-        head = f"{found.folder}: {found.files} layer files, {how}, of {name}"
+        head = f"{result.folder}: {result.files} layer files, {how}, of {name}"
         sound = "sound: every checksum, shape and tensor matches"
-    if not found.damaged:
+    if not result.damaged:
         return f"{head}\n{sound} ({rate})"
-    lines = [f"  {damage.file}: {damage.problem}" for damage in found.damaged]
-    return "\n".join([head, f"{len(found.damaged)} of {found.files} layer files are damaged ({rate}):", *lines])
+    lines = [f"  {damage.file}: {damage.problem}" for damage in result.damaged]
+    return "\n".join([head, f"{len(result.damaged)} of {result.files} layer files are damaged ({rate}):", *lines])
 
 
-def repair_advice(found: Verification) -> str:
+def repair_advice(result: Verification) -> str:
     """The command that repairs the damaged layers of a split, as text."""
     from rabbitllm.prepare import original_around
     from rabbitllm.splitter.split import shards_for
 
-    if found.manifest is None:
+    if result.manifest is None:
         return "To repair: split the model again, into another folder."
-    layers = {damage.layer for damage in found.damaged}
-    shards = shards_for(found.manifest, layers)
-    of = f"{len(shards)} of {len(found.manifest.source.fingerprints)} shards"
-    if found.manifest.source.kind == "hub":
-        return f"To repair (downloads {of} again): rabbitllm verify {_quoted(found.folder)} --repair"
-    if (around := original_around(found.folder, shards)) is not None:
-        return f"To repair (reads {of} in {around}): rabbitllm verify {_quoted(found.folder)} --repair"
+    layers = {damage.layer for damage in result.damaged}
+    shards = shards_for(result.manifest, layers)
+    of = f"{len(shards)} of {len(result.manifest.source.fingerprints)} shards"
+    if result.manifest.source.kind == "hub":
+        return f"To repair (downloads {of} again): rabbitllm verify {_quoted(result.folder)} --repair"
+    if (around := original_around(result.folder, shards)) is not None:
+        return f"To repair (reads {of} in {around}): rabbitllm verify {_quoted(result.folder)} --repair"
     return (
         f"To repair, if the checkpoint still has {', '.join(shards)}:\n"
-        f"  rabbitllm verify {_quoted(found.folder)} --repair --original CHECKPOINT_FOLDER\n"
+        f"  rabbitllm verify {_quoted(result.folder)} --repair --original CHECKPOINT_FOLDER\n"
         "Otherwise split another copy of the model. Keep this folder until then: it may hold the only copy of the "
         "other layers."
     )
 
 
-def verification_record(found: Verification, seconds: float) -> dict[str, object]:
+def verification_record(result: Verification, seconds: float) -> dict[str, object]:
     """For `json.dumps`."""
     return {
-        "folder": str(found.folder),
-        "sound": not found.damaged,
-        "checksums": found.manifest is not None,
-        "layers": found.files,
-        "bytes": found.nbytes,
+        "folder": str(result.folder),
+        "sound": not result.damaged,
+        "checksums": result.manifest is not None,
+        "layers": result.files,
+        "bytes": result.nbytes,
         "seconds": seconds,
-        "damaged": [{"file": d.file, "layer": d.layer, "problem": d.problem} for d in found.damaged],
+        "damaged": [{"file": d.file, "layer": d.layer, "problem": d.problem} for d in result.damaged],
     }

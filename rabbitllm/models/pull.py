@@ -149,13 +149,13 @@ def shards_of(source: prepare.Source, origin: SourceIdentity | None) -> tuple[Sh
     names = list(origin.fingerprints)
     if source.repository is not None:
         cached = [file[1] for name in names if (file := source.repository.cached(name)) is not None]
-        here, gone = len(cached), Shards.FETCHED
+        count, state_if_none = len(cached), Shards.FETCHED
         folder = cached[0].parent if cached else None
     else:
         assert source.local is not None
-        here, gone = sum((source.local / name).is_file() for name in names), Shards.DELETED
-        folder = source.local if here else None
-    return (Shards.KEPT if here == len(names) else Shards.PARTLY if here else gone), folder
+        count, state_if_none = sum((source.local / name).is_file() for name in names), Shards.DELETED
+        folder = source.local if count else None
+    return (Shards.KEPT if count == len(names) else Shards.PARTLY if count else state_if_none), folder
 
 
 @system_errors_by_name()
@@ -207,26 +207,23 @@ def pulled_record(pulled: Pulled) -> dict[str, Any]:
     }
 
 
-def dry_run_record(found: DryRun) -> dict[str, Any]:
+def dry_run_record(outcome: DryRun) -> dict[str, Any]:
     """For `json.dumps`."""
-    route = found.route or (found.routes[-1] if found.routes else None)
+    route = outcome.route or (outcome.routes[-1] if outcome.routes else None)
     lacking = route.lacking if route is not None else None
     return {
-        "model": found.name,
-        "fits": found.fits,
-        "state": found.estimate.state,
-        "folder": str(found.estimate.folder),
-        "compression": found.estimate.compression,
-        "output_bytes": found.estimate.output_bytes,
+        "model": outcome.name,
+        "fits": outcome.fits,
+        "state": outcome.estimate.state,
+        "folder": str(outcome.estimate.folder),
+        "compression": outcome.estimate.compression,
+        "output_bytes": outcome.estimate.output_bytes,
         "peak_bytes": route.disk_bytes if route is not None else None,
         "created_bytes": route.created_bytes if route is not None else None,
         "route": route.name if route is not None else None,
         "lacking": lacking.record() if lacking is not None else None,
-        "obstacle": found.estimate.obstacle,
+        "obstacle": outcome.estimate.obstacle,
     }
-
-
-# The final report of `rabbitllm pull`: locations, sizes, and the next command
 
 
 def show_pulled(pulled: Pulled, request: LoadRequest, console: Console) -> None:
@@ -244,13 +241,13 @@ def show_pulled(pulled: Pulled, request: LoadRequest, console: Console) -> None:
 
 
 def _original_text(pulled: Pulled) -> str | None:
-    known = {
+    texts = {
         Shards.KEPT: f"kept, in {pulled.shards_at}",
         Shards.FETCHED: "on the hub; the downloaded shards are not kept",
         Shards.DELETED: "its shards were deleted: these layer files are the only copy",
         Shards.PARTLY: f"some of its shards are in {pulled.shards_at}",
     }
-    return None if pulled.shards is None else known[pulled.shards]
+    return None if pulled.shards is None else texts[pulled.shards]
 
 
 def next_command(pulled: Pulled, request: LoadRequest) -> str:
@@ -270,46 +267,46 @@ def model_words(name: str, request: LoadRequest) -> list[str]:
     return words
 
 
-def show_dry_run(found: DryRun, request: LoadRequest, console: Console) -> None:
+def show_dry_run(outcome: DryRun, request: LoadRequest, console: Console) -> None:
     """Print the plan, and whether it fits."""
-    estimate, how = found.estimate, found.estimate.compression or "uncompressed"
-    put(console, Text(f"{found.name}, {how}", "bold"))
+    estimate, how = outcome.estimate, outcome.estimate.compression or "uncompressed"
+    put(console, Text(f"{outcome.name}, {how}", "bold"))
     if estimate.output_bytes is not None:
         put_fact(console, "layer files", f"{size(estimate.output_bytes)} in {estimate.folder}")
     if estimate.state == "unfinished":
         used = f"{estimate.shards_used} of {counted(estimate.shards, 'shard')} used up"
         put_fact(console, "begun", f"{used}; pull resumes it")
-    route = found.route or (found.routes[-1] if found.routes else None)
+    route = outcome.route or (outcome.routes[-1] if outcome.routes else None)
     if route is not None:
         put_fact(console, "on the disk", f"at most {size_rounded_up(route.disk_bytes)} more than now")
         created = f"{size_rounded_up(route.created_bytes)} ({route.created_bytes:,} bytes)"
         put_fact(console, "written", f"at most {created}; --max-disk limits this")
-        put_fact(console, "shards", _shards_text(found, request))
-    for shard in found.kept:
+        put_fact(console, "shards", _shards_text(outcome, request))
+    for shard in outcome.kept:
         put_fact(console, "kept", f"{shard.name}, since the split leaves out {listed(map(str, shard.left_out), 3)}")
-    put(console, _verdict(found))
+    put(console, _verdict(outcome))
 
 
-def _shards_text(found: DryRun, request: LoadRequest) -> str:
+def _shards_text(outcome: DryRun, request: LoadRequest) -> str:
     assert request.split is not None
     if request.split.shards.deletes_used:
         return "each is deleted after use"
-    route = found.route or found.routes[-1]
+    route = outcome.route or outcome.routes[-1]
     if not request.split.shards.takes_one_at_a_time:
         return "downloaded to the hub cache and kept"
     return "kept where they are" if route.name == STANDARD else "fetched one by one and not kept; those here stay"
 
 
-def _verdict(found: DryRun) -> Text:
-    if found.estimate.finished:
+def _verdict(outcome: DryRun) -> Text:
+    if outcome.estimate.finished:
         return Text("Already complete.", "bold green")
-    if found.estimate.obstacle is not None:
-        return Text(f"The split cannot be made: {found.estimate.obstacle}.", "bold red")
-    if found.fits:
+    if outcome.estimate.obstacle is not None:
+        return Text(f"The split cannot be made: {outcome.estimate.obstacle}.", "bold red")
+    if outcome.fits:
         return Text("The split fits. `rabbitllm plan` estimates its time.", "bold green")
-    if not found.routes:
+    if not outcome.routes:
         return Text("The split cannot be made this way: `rabbitllm plan` shows other ways.", "bold red")
-    lacking = found.routes[-1].lacking
+    lacking = outcome.routes[-1].lacking
     assert lacking is not None
     text = f"The split does not fit: it needs {lacking.needed} at its peak; {size(lacking.have)} is {lacking.where}."
     return Text(f"{text} `rabbitllm plan` shows other ways.", "bold red")

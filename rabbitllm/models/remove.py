@@ -31,8 +31,6 @@ from rabbitllm.store import locations
 from rabbitllm.store.layer_file import DONE_SUFFIX, LAYER_SUFFIX, SCRATCH_SUFFIX, layer_file_name
 from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME, is_legacy, read_manifest
 
-# The source: reads headers and samples of local shards, and asks the hub only for a removal.
-
 
 @dataclass(frozen=True, slots=True)
 class Original:
@@ -48,7 +46,7 @@ class Original:
 
 
 def original_of(entry: SplitEntry, folder: Path | None = None, *, asks_hub: bool = False) -> Original:
-    """Look for the original of a split.
+    """Look for the original of a split, by headers and samples of local shards.
 
     Args:
         entry: the split directory.
@@ -58,12 +56,12 @@ def original_of(entry: SplitEntry, folder: Path | None = None, *, asks_hub: bool
     source = entry.source
     if source is not None and source.kind == "hub":
         commit = f" at commit {source.commit[:8]}" if source.commit else ""
-        found = Original(True, f"on the hub, {source.name}{commit}")
-        return _of_a_repository(source, _needed(entry), found) if asks_hub else found
+        on_hub = Original(True, f"on the hub, {source.name}{commit}")
+        return _original_of_repository(source, _needed_shards(entry), on_hub) if asks_hub else on_hub
     parent = folder or locations.spelled_out(entry.folder).parent
     if source is None:
-        return _of_an_unknown(parent)
-    needed = _needed(entry)
+        return _original_around(parent)
+    needed = _needed_shards(entry)
     if not needed:
         return Original(True, f"in the folder {source.name}; no shard of it is used yet")
     missing = [shard for shard in needed if not _is_same(parent, shard, source.fingerprints[shard])]
@@ -73,7 +71,7 @@ def original_of(entry: SplitEntry, folder: Path | None = None, *, asks_hub: bool
     return Original(False, f"{of} not in {parent}: {listed(missing, 3)}")
 
 
-def _of_a_repository(source: SourceIdentity, needed: Sequence[str], on_hub: Original) -> Original:
+def _original_of_repository(source: SourceIdentity, needed: Sequence[str], on_hub: Original) -> Original:
     """Look for shards of a repository at its commit: in the hub cache, and then on the hub.
 
     Args:
@@ -84,7 +82,7 @@ def _of_a_repository(source: SourceIdentity, needed: Sequence[str], on_hub: Orig
     access = HubAccess(revision=source.commit)
     snapshot = cached_snapshot(source.name, access)
     cached = [shard for shard in needed if snapshot is not None and (snapshot / shard).exists()]
-    if snapshot is not None and all(_is_blob(snapshot / one, source.fingerprints[one]) for one in needed):
+    if snapshot is not None and all(_is_blob(snapshot / shard, source.fingerprints[shard]) for shard in needed):
         return Original(True, f"in the hub cache, {snapshot}")
     try:
         repository = open_repository(source.name, access, Path())
@@ -97,8 +95,8 @@ def _of_a_repository(source: SourceIdentity, needed: Sequence[str], on_hub: Orig
         why = f"it lists other files, or none, for {listed(missing, 3)}"
     except (CheckpointError, HubError) as error:
         why = error.problem.rstrip(".")
-    here = f"the hub cache has {len(cached)} of the {counted(len(needed), 'shard')} of {source.name}"
-    return Original(False, f"{here}, and the hub was asked: {why}")
+    cache = f"the hub cache has {len(cached)} of the {counted(len(needed), 'shard')} of {source.name}"
+    return Original(False, f"{cache}, and the hub was asked: {why}")
 
 
 def _is_blob(path: Path, fingerprint: str) -> bool:
@@ -106,12 +104,12 @@ def _is_blob(path: Path, fingerprint: str) -> bool:
     return path.exists() and path.resolve().name == fingerprint.partition(":")[2]
 
 
-def _needed(entry: SplitEntry) -> list[str]:
+def _needed_shards(entry: SplitEntry) -> list[str]:
     """The shards that the split directory has the content of: of an unfinished split, those used up."""
     assert entry.source is not None
     for name in (JOURNAL_NAME, JOURNAL_NAME + REMOVED_SUFFIX):
-        if (seen := journal.glance(entry.folder, name)) is not None and entry.shards_used < entry.shards:
-            return sorted(seen.used)
+        if (progress := journal.glance(entry.folder, name)) is not None and entry.shards_used < entry.shards:
+            return sorted(progress.used)
     return sorted(entry.source.fingerprints)
 
 
@@ -126,7 +124,7 @@ def _is_same(folder: Path, shard: str, fingerprint: str) -> bool:
     return metadata is not None and metadata.fingerprint == fingerprint
 
 
-def _of_an_unknown(folder: Path) -> Original:
+def _original_around(folder: Path) -> Original:
     """The original of a RabbitLLM 1.1 split, which has no record of it: a complete checkpoint around it."""
     with contextlib.suppress(CheckpointError, OSError):
         if all((folder / shard).is_file() for shard in LocalCheckpoint(folder).index.shards):
@@ -134,12 +132,9 @@ def _of_an_unknown(folder: Path) -> Original:
     return Original(False, "RabbitLLM 1.1 did not record it, and its parent folder has no complete checkpoint")
 
 
-# The removal
-
-
 COMPANIONS = ("additional_chat_templates", "1_Pooling")
 """Folders that may come with a model."""
-_OWN_SUFFIXES = (LAYER_SUFFIX, *(LAYER_SUFFIX + more for more in (DONE_SUFFIX, durable.PART_SUFFIX, SCRATCH_SUFFIX)))
+_OWN_SUFFIXES = (LAYER_SUFFIX, *(LAYER_SUFFIX + end for end in (DONE_SUFFIX, durable.PART_SUFFIX, SCRATCH_SUFFIX)))
 _CONFIGS = frozenset(
     ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
     + ("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja")
@@ -191,10 +186,10 @@ def plan_removal(folder: Path) -> Removal:
             f"{folder} cannot be identified as a split directory: {entry.problem}. Nothing was removed.",
             "If you are sure, remove the folder yourself.",
         )
-    found = [*_everything(folder)]
+    paths = [*_walk(folder)]
     written = max((path.stat().st_mtime for name in RECORDS if (path := folder / name).exists()), default=0.0)
     layers = _layer_files(folder, entry)
-    foreign = [path for path in found if not _is_ours(path, folder, layers, written)]
+    foreign = [path for path in paths if not _is_ours(path, folder, layers, written)]
     if foreign:
         names = listed((str(path.relative_to(folder)) for path in foreign), 3)
         raise SplitError(
@@ -203,9 +198,9 @@ def plan_removal(folder: Path) -> Removal:
             "Move them to another folder, and run the command again.",
         )
     last = {folder / name for name in RECORDS} | {path for path in folder.iterdir() if is_lock_file(path.name)}
-    files = [path for path in found if not path.is_dir() and path not in last]
+    files = [path for path in paths if not path.is_dir() and path not in last]
     files.sort(key=lambda path: not path.name.endswith(DONE_SUFFIX))  # first: a partial removal never looks complete
-    folders = sorted((path for path in found if path.is_dir()), key=lambda path: -len(path.parts))
+    folders = sorted((path for path in paths if path.is_dir()), key=lambda path: -len(path.parts))
     return Removal(entry, tuple(files), tuple(folders), disk_bytes(folder))
 
 
@@ -245,14 +240,14 @@ def remove(removal: Removal) -> int:
     return again.nbytes
 
 
-def _everything(folder: Path) -> Iterator[Path]:
+def _walk(folder: Path) -> Iterator[Path]:
     """Everything below a folder: files, folders, links and others; links are not followed."""
     with os.scandir(folder) as entries:
-        found = sorted(entries, key=lambda entry: entry.name)
-    for entry in found:
+        children = sorted(entries, key=lambda entry: entry.name)
+    for entry in children:
         yield Path(entry.path)
         if entry.is_dir(follow_symlinks=False):
-            yield from _everything(Path(entry.path))
+            yield from _walk(Path(entry.path))
 
 
 def _layer_files(folder: Path, entry: SplitEntry) -> frozenset[str] | None:
@@ -263,8 +258,8 @@ def _layer_files(folder: Path, entry: SplitEntry) -> frozenset[str] | None:
             assert manifest is not None
             return frozenset(record.file for record in manifest.layers)
     for name in (JOURNAL_NAME, JOURNAL_NAME + REMOVED_SUFFIX):
-        if (seen := journal.glance(folder, name)) is not None:
-            return frozenset(map(layer_file_name, seen.stems))
+        if (progress := journal.glance(folder, name)) is not None:
+            return frozenset(map(layer_file_name, progress.stems))
     return None
 
 
@@ -275,14 +270,14 @@ def _is_ours(path: Path, folder: Path, layers: frozenset[str] | None, written: f
     which is written after them.
     """
     status = path.lstat()
-    at = path.relative_to(folder)
+    relative = path.relative_to(folder)
     if stat.S_ISDIR(status.st_mode):
-        return at.as_posix() in (STAGING_NAME, *COMPANIONS)
+        return relative.as_posix() in (STAGING_NAME, *COMPANIONS)
     if not stat.S_ISREG(status.st_mode):
         return False
-    is_copied = is_sidecar(at.as_posix(), status.st_size) and status.st_mtime <= written
-    if len(at.parts) > 1:
-        return at.parts[0] == STAGING_NAME or is_copied
+    is_copied = is_sidecar(relative.as_posix(), status.st_size) and status.st_mtime <= written
+    if len(relative.parts) > 1:
+        return relative.parts[0] == STAGING_NAME or is_copied
     if path.name in _OWN_NAMES or is_lock_file(path.name):
         return True
     if path.name.endswith(_OWN_SUFFIXES):

@@ -59,13 +59,13 @@ def config_summary(config: Mapping[str, Any]) -> ConfigSummary:
     inner = config.get("text_config")
     text: Mapping[str, Any] = inner if isinstance(inner, dict) else {}
 
-    def first(kind: type, names: Sequence[str], parts: Sequence[Mapping[str, Any]] = (text, config)) -> Any:
-        found = next((part[name] for name in names for part in parts if part.get(name) is not None), None)
-        return found if type(found) is kind else None
+    def first(value_type: type, names: Sequence[str], parts: Sequence[Mapping[str, Any]] = (text, config)) -> Any:
+        value = next((part[name] for name in names for part in parts if part.get(name) is not None), None)
+        return value if type(value) is value_type else None
 
-    named = first(list, ("architectures",), [config])
+    architectures = first(list, ("architectures",), [config])
     return ConfigSummary(
-        architecture=named[0] if named and isinstance(named[0], str) else None,
+        architecture=architectures[0] if architectures and isinstance(architectures[0], str) else None,
         family=first(str, ("model_type",), [config]),
         dtype=first(str, ("dtype", "torch_dtype")),
         experts_a_token=experts_a_token(config),

@@ -86,9 +86,9 @@ def limit_of(stages: Mapping[str, Total]) -> str | None:
         blocking = [stage for stage in blocking if stage not in OVERLAPPED_STAGES]
     if not blocking:
         return None
-    longest = max(blocking, key=lambda stage: stages[stage].busy_seconds)
+    slowest = max(blocking, key=lambda stage: stages[stage].busy_seconds)
     copied, read = copies_of(stages), stages.get(READ, NOTHING)
-    return UPLOAD if longest == READ_WAIT and copied.busy_seconds > read.busy_seconds else longest
+    return UPLOAD if slowest == READ_WAIT and copied.busy_seconds > read.busy_seconds else slowest
 
 
 def copies_of(stages: Mapping[str, Total]) -> Total:
@@ -225,25 +225,25 @@ class PassSums(_StageSum):
     made_passes: int = 0
     stages: Mapping[str, Total] = field(default_factory=dict)
 
-    def plus(self, one: Pass) -> PassSums:
+    def plus(self, step: Pass) -> PassSums:
         """The sums with one pass added."""
         return PassSums(
             self.passes + 1,
-            self.wall + one.wall,
-            self.tokens + one.tokens,
-            self.made + (one.made or 0),
-            self.made_passes + (one.made is not None),
+            self.wall + step.wall,
+            self.tokens + step.tokens,
+            self.made + (step.made or 0),
+            self.made_passes + (step.made is not None),
             {
-                stage: self.stages.get(stage, NOTHING).plus(one.stages.get(stage, NOTHING))
-                for stage in {**self.stages, **one.stages}
+                stage: self.stages.get(stage, NOTHING).plus(step.stages.get(stage, NOTHING))
+                for stage in {**self.stages, **step.stages}
             },
         )
 
     @property
     def caller_seconds(self) -> dict[str, float]:
         """Stage of the caller that occurred -> mean seconds of it in a pass; the last one is `BETWEEN_LAYERS`."""
-        found = {stage: self.stages.get(stage, NOTHING) for stage in CALLER_STAGES}
-        spent = {stage: total.busy_seconds / self.passes for stage, total in found.items() if total.count}
+        totals = {stage: self.stages.get(stage, NOTHING) for stage in CALLER_STAGES}
+        spent = {stage: total.busy_seconds / self.passes for stage, total in totals.items() if total.count}
         return {**spent, BETWEEN_LAYERS: max(self.wall / self.passes - sum(spent.values()), 0.0)}
 
     @property
@@ -255,22 +255,22 @@ class PassSums(_StageSum):
 def sums_of(passes: Iterable[Pass], before: Mapping[str, PassSums]) -> dict[str, PassSums]:
     """Kind -> sums of these passes added to earlier sums; kinds without passes are left out."""
     sums = {kind: before.get(kind, PassSums()) for kind in KINDS}
-    for one in passes:
-        sums[one.kind] = sums[one.kind].plus(one)
+    for step in passes:
+        sums[step.kind] = sums[step.kind].plus(step)
     return {kind: total for kind, total in sums.items() if total.passes}
 
 
 def median_of(passes: Iterable[Pass], kind: str) -> float:
     """Median wall time of the passes of a kind, in seconds; 0 without any."""
-    found = [one.wall for one in passes if one.kind == kind]
-    return median(found) if found else 0.0
+    walls = [step.wall for step in passes if step.kind == kind]
+    return median(walls) if walls else 0.0
 
 
 def median_pass(passes: Iterable[Pass]) -> Pass | None:
     """The pass with the wall time nearest to the median, of decode passes if there are any; None without passes."""
-    known = list(passes)
-    chosen = [one for one in known if one.kind == FURTHER] or known
-    if not chosen:
+    steps = list(passes)
+    candidates = [step for step in steps if step.kind == FURTHER] or steps
+    if not candidates:
         return None
-    middle = median(one.wall for one in chosen)
-    return min(chosen, key=lambda one: abs(one.wall - middle))
+    middle = median(step.wall for step in candidates)
+    return min(candidates, key=lambda step: abs(step.wall - middle))

@@ -23,13 +23,6 @@ from rabbitllm.storage.durable import write_whole
 from rabbitllm.telemetry.passes import NOTHING, Pass, PassInput, PassSums, Total, limit_of, sums_of
 from rabbitllm.telemetry.report import as_record, expert_table, pass_table, slowest_layers, stage_table
 
-# Every single event of some passes, and a trace file for Perfetto and Chrome's tracing page.
-#
-# The file has the JSON Object Format of Google's "Trace Event Format" (the document that Catapult's trace viewer
-# refers to): complete events ("ph": "X") with `ts` and `dur` in microseconds, and metadata events ("M") that name the
-# process and its threads.
-
-
 MAX_EVENTS = 100_000
 MAX_PASSES = 1_000
 _PROCESS = 1
@@ -79,10 +72,10 @@ class Trace:
             self.dropped += len(self._events) == self._events.maxlen
             self._events.append(event)
 
-    def add_pass(self, one: Pass, thread: str) -> None:
+    def add_pass(self, step: Pass, thread: str) -> None:
         """Record a pass of a thread."""
         with self._lock:
-            self._passes.append((one, thread))
+            self._passes.append((step, thread))
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -94,7 +87,7 @@ class Trace:
     def passes(self) -> tuple[Pass, ...]:
         """Passes in the order in which they ended."""
         with self._lock:
-            return tuple(one for one, _ in self._passes)
+            return tuple(step for step, _ in self._passes)
 
     def write(self, path: str | Path) -> None:
         """Write a Chrome trace (JSON).
@@ -110,38 +103,38 @@ class Trace:
 def chrome_trace(events: Sequence[Event], passes: Sequence[tuple[Pass, str]], dropped: int = 0) -> dict[str, Any]:
     """A Chrome trace as an object: passes with their layers' stages inside them, by thread.
 
+    It has the JSON Object Format of Google's "Trace Event Format": complete events ("ph": "X") with `ts` and `dur` in
+    microseconds, and metadata events ("M") that name the process and its threads. Perfetto reads it too.
+
     Args:
         events: events of layers.
         passes: each with the name of its thread.
         dropped: number of dropped earlier events, for `otherData`.
     """
-    begin = min([event.start for event in events] + [one.start for one, _ in passes], default=0.0)
+    begin = min([event.start for event in events] + [step.start for step, _ in passes], default=0.0)
     threads: dict[str, int] = {}
-    found: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
 
     def add(name: str, category: str, start: float, seconds: float, thread: str, arguments: dict[str, Any]) -> None:
         # both ends in whole nanoseconds, so that rounding keeps events inside their parents
         ts, end = round((start - begin) * 1e9), round((start - begin + seconds) * 1e9)
         times = {"ts": ts / 1e3, "dur": (end - ts) / 1e3}
-        own = {"pid": _PROCESS, "tid": threads.setdefault(thread, len(threads) + 1), "args": arguments}
-        found.append({"name": name, "cat": category, "ph": "X", **times, **own})
+        place = {"pid": _PROCESS, "tid": threads.setdefault(thread, len(threads) + 1), "args": arguments}
+        records.append({"name": name, "cat": category, "ph": "X", **times, **place})
 
-    for one, thread in passes:
-        arguments = {"kind": one.kind, "tokens_in": one.tokens, "tokens_made": one.made, "limit": one.bottleneck}
-        add(f"pass {one.number}", "pass", one.start, one.wall, thread, arguments)
+    for step, thread in passes:
+        arguments = {"kind": step.kind, "tokens_in": step.tokens, "tokens_made": step.made, "limit": step.bottleneck}
+        add(f"pass {step.number}", "pass", step.start, step.wall, thread, arguments)
     for event in events:
         arguments = {"layer": event.layer, "bytes": event.nbytes}
         add(f"{event.stage} {event.layer}", event.stage, event.start, event.seconds, event.thread, arguments)
     # parents before their children, as viewers that read in order expect
-    found.sort(key=lambda entry: (entry["ts"], -entry["dur"]))
-    known = [("process_name", 0, "rabbitllm"), *(("thread_name", number, name) for name, number in threads.items())]
+    records.sort(key=lambda entry: (entry["ts"], -entry["dur"]))
+    labels = [("process_name", 0, "rabbitllm"), *(("thread_name", tid, name) for name, tid in threads.items())]
     names = [
-        {"name": kind, "ph": "M", "pid": _PROCESS, "tid": tid, "args": {"name": name}} for kind, tid, name in known
+        {"name": label, "ph": "M", "pid": _PROCESS, "tid": tid, "args": {"name": name}} for label, tid, name in labels
     ]
-    return {"traceEvents": names + found, "displayTimeUnit": "ms", "otherData": {"dropped_events": dropped}}
-
-
-# The profiler
+    return {"traceEvents": names + records, "displayTimeUnit": "ms", "otherData": {"dropped_events": dropped}}
 
 
 KEPT_PASSES = 1_000
@@ -241,13 +234,13 @@ class Profiler:
             self._since, self._since_threads = {}, {}
             self._is_open = False
             self._count += 1
-            done = Pass(self._count, start, wall, entry, None, stages)
-            self._passes.append(done)
+            step = Pass(self._count, start, wall, entry, None, stages)
+            self._passes.append(step)
             self._last_cache = weakref.ref(text) if text is not None else None
             while len(self._passes) > self._kept_passes:
                 self._earlier = sums_of([self._passes.popleft()], self._earlier)
         if self._trace is not None:
-            self._trace.add_pass(done, threading.current_thread().name)
+            self._trace.add_pass(step, threading.current_thread().name)
 
     @contextlib.contextmanager
     def trace(self, most_events: int = MAX_EVENTS) -> Iterator[Trace]:
@@ -288,8 +281,8 @@ class Profiler:
         with self._lock:
             for (_, stage), total in self._records.items():
                 sums[stage] = sums.get(stage, NOTHING).plus(total)
-            found = {stage: replace(total, threads=len(self._threads[stage])) for stage, total in sums.items()}
-        return dict(sorted(found.items(), key=lambda item: -item[1].busy_seconds))
+            totals = {stage: replace(total, threads=len(self._threads[stage])) for stage, total in sums.items()}
+        return dict(sorted(totals.items(), key=lambda item: -item[1].busy_seconds))
 
     @property
     def passes(self) -> tuple[Pass, ...]:

@@ -86,14 +86,14 @@ def pass_table(sums: Mapping[str, PassSums], passes: Sequence[Pass]) -> list[str
 
 def expert_table(sums: Mapping[str, PassSums]) -> list[str]:
     """Experts used per pass of each kind, and their tiers; empty for a model without experts."""
-    where = (tier.removeprefix("experts ") for tier in EXPERT_TIERS)
-    rows: list[Sequence[str]] = [("experts", "used a pass", *where, "")]
+    tiers = (tier.removeprefix("experts ") for tier in EXPERT_TIERS)
+    rows: list[Sequence[str]] = [("experts", "used a pass", *tiers, "")]
     for kind, total in sums.items():
-        found = [total.stages.get(tier, NOTHING) for tier in EXPERT_TIERS]
-        used = sum(one.count for one in found)
+        totals = [total.stages.get(tier, NOTHING) for tier in EXPERT_TIERS]
+        used = sum(tier.count for tier in totals)
         if used:
-            shares = [f"{one.count / used:.0%}" for one in found]
-            read = amount(found[EXPERT_TIERS.index(EXPERTS_READ)].nbytes / total.passes)
+            shares = [f"{tier.count / used:.0%}" for tier in totals]
+            read = amount(totals[EXPERT_TIERS.index(EXPERTS_READ)].nbytes / total.passes)
             rows.append((_NAMES[kind == PROMPT], f"{used / total.passes:.1f}", *shares, read))
     return _aligned(rows) if rows[1:] else []
 
@@ -115,9 +115,6 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return aligned(rows, left=(0, len(rows[0]) - 1))
 
 
-# JSON
-
-
 Totals = Mapping[str, Total]
 
 
@@ -135,7 +132,7 @@ def as_record(
         "bottleneck": limit_of(stages),
         "stages": _totals(stages),
         "layers": {layer: _totals(totals) for layer, totals in layers.items()},
-        "passes": [_pass(one) for one in passes],
+        "passes": [_pass(step) for step in passes],
         "sums": {kind: _sums(kind, total, passes) for kind, total in sums.items()},
         "in_place_bytes": dict(in_place),
     }
@@ -155,17 +152,17 @@ def _totals(totals: Totals) -> dict[str, dict[str, float]]:
     }
 
 
-def _pass(one: Pass) -> dict[str, Any]:
+def _pass(step: Pass) -> dict[str, Any]:
     return {
-        "number": one.number,
-        "kind": one.kind,
-        "seconds": one.wall,
-        "tokens_in": one.tokens,
-        "batch": one.entry.batch,
-        "length": one.entry.length,
-        "past": one.entry.past,
-        "tokens_made": one.made,
-        **_measured(one),
+        "number": step.number,
+        "kind": step.kind,
+        "seconds": step.wall,
+        "tokens_in": step.tokens,
+        "batch": step.entry.batch,
+        "length": step.entry.length,
+        "past": step.entry.past,
+        "tokens_made": step.made,
+        **_measured(step),
     }
 
 
@@ -181,11 +178,11 @@ def _sums(kind: str, total: PassSums, passes: Sequence[Pass]) -> dict[str, Any]:
     }
 
 
-def _measured(one: Pass | PassSums) -> dict[str, Any]:
+def _measured(measured: Pass | PassSums) -> dict[str, Any]:
     return {
-        "disk_bytes": one.disk_bytes,
-        "copied_bytes": one.copied_bytes,
-        "overlap": one.overlap,
-        "bottleneck": one.bottleneck,
-        "stages": _totals(one.stages),
+        "disk_bytes": measured.disk_bytes,
+        "copied_bytes": measured.copied_bytes,
+        "overlap": measured.overlap,
+        "bottleneck": measured.bottleneck,
+        "stages": _totals(measured.stages),
     }

@@ -9,7 +9,7 @@ import pytest
 from rabbitllm.base.collection import uncollected
 
 
-def test_it_is_off_inside_and_on_again_after_an_error() -> None:
+def test_collector_is_off_inside_and_on_after_an_error() -> None:
     @uncollected()
     def fail() -> None:
         with uncollected():
@@ -23,7 +23,7 @@ def test_it_is_off_inside_and_on_again_after_an_error() -> None:
     assert gc.isenabled()
 
 
-def test_it_stays_off_where_it_was_off() -> None:
+def test_collector_stays_off_if_it_was_off() -> None:
     @uncollected()
     def asked() -> bool:
         return gc.isenabled()

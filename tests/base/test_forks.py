@@ -29,9 +29,9 @@ def held_elsewhere(lock: threading.Lock | threading.RLock | threading.Condition)
     return over
 
 
-@pytest.mark.parametrize("kind", [threading.Lock, threading.RLock, threading.Condition])
-def test_a_lock_is_free_in_a_child_and_stays_held_in_the_parent(kind: type) -> None:
-    lock = own_lock(kind())
+@pytest.mark.parametrize("lock_type", [threading.Lock, threading.RLock, threading.Condition])
+def test_lock_is_free_in_a_child_and_held_in_the_parent(lock_type: type) -> None:
+    lock = own_lock(lock_type())
     over = held_elsewhere(lock)
 
     def take() -> bool:
@@ -42,7 +42,7 @@ def test_a_lock_is_free_in_a_child_and_stays_held_in_the_parent(kind: type) -> N
     over.set()
 
 
-def test_jobs_that_had_not_ended_fail_in_a_child_and_new_ones_are_done() -> None:
+def test_unfinished_jobs_fail_in_a_child_and_new_ones_run() -> None:
     workers, begun, over = Workers(1, "test"), threading.Event(), threading.Event()
 
     def job() -> int:
@@ -50,8 +50,8 @@ def test_jobs_that_had_not_ended_fail_in_a_child_and_new_ones_are_done() -> None
         over.wait(PATIENCE)
         return 1
 
-    done = workers.submit(int, "7")
-    assert done.result() == 7
+    finished = workers.submit(int, "7")
+    assert finished.result() == 7
     running, queued = workers.submit(job), workers.submit(int, "8")
     assert begun.wait(PATIENCE)
 
@@ -59,14 +59,14 @@ def test_jobs_that_had_not_ended_fail_in_a_child_and_new_ones_are_done() -> None
         for future in (running, queued):
             with pytest.raises(ForkedError, match="had unfinished work"):
                 future.result(PATIENCE)
-        return done.result() + int(workers.submit(int, "3").result(PATIENCE))
+        return finished.result() + int(workers.submit(int, "3").result(PATIENCE))
 
     assert in_a_fork(in_the_child) == 10
     over.set()
     assert (running.result(), queued.result()) == (1, 8)
 
 
-def test_a_fork_waits_for_reads_past_the_page_cache() -> None:
+def test_fork_waits_for_direct_reads() -> None:
     order: list[str] = []
     begun = threading.Event()
 
@@ -85,7 +85,7 @@ def test_a_fork_waits_for_reads_past_the_page_cache() -> None:
         pass
 
 
-def test_a_guard_knows_its_process() -> None:
+def test_guard_refuses_other_processes() -> None:
     guard = ForkGuard()
     guard.refuse("It", "Nothing.")
     with pytest.raises(ForkedError, match=f"It belongs to process {os.getpid()}, and this process"):

@@ -25,8 +25,8 @@ def split(folder: Path, log: str | None, code: str = SPLIT) -> list[str]:
     if log is not None:
         environment["RABBITLLM_LOG"] = log
     command = [sys.executable, "-c", code, str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    return done.stderr.splitlines()
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    return result.stderr.splitlines()
 
 
 @pytest.mark.parametrize(("level", "shards", "layers"), [("info", 2, 0), ("DEBUG", 2, 6), ("warning", 0, 0)])
@@ -49,14 +49,14 @@ def test_into_a_file(tmp_path: Path) -> None:
     assert len(file.read_text().splitlines()) == 2 * len(logged)
 
 
-def test_a_program_that_logs_has_each_record_once(tmp_path: Path) -> None:
+def test_records_appear_once_in_a_program_that_logs(tmp_path: Path) -> None:
     code = "import logging; logging.basicConfig(level=logging.INFO);" + SPLIT
     assert sum("Shard 1 of 2" in line for line in split(tmp_path / "a", "info", code)) == 1
     without = split(tmp_path / "b", None, code)  # its own set-up has them, without any variable
     assert sum(line.startswith("INFO:rabbitllm.splitter.shard_loop:Shard 1 of 2") for line in without) == 1
 
 
-def test_nothing_is_set_up_without_the_variable(tmp_path: Path) -> None:
+def test_no_setup_without_the_variable(tmp_path: Path) -> None:
     (line,) = split(tmp_path / "model", None)
     assert line.startswith("split into 6 layer files")
 
@@ -68,7 +68,7 @@ def test_nothing_is_set_up_without_the_variable(tmp_path: Path) -> None:
         ("info:/nowhere/at/all", "RABBITLLM_LOG=info:/nowhere/at/all: /nowhere/at/all cannot be written to (No such"),
     ],
 )
-def test_values_that_make_no_sense_are_said_to(tmp_path: Path, value: str, message: str) -> None:
+def test_invalid_values_are_reported(tmp_path: Path, value: str, message: str) -> None:
     lines = split(tmp_path / "model", value)
     assert lines[0].startswith(message)
     assert lines[-1].startswith("split into 6 layer files")

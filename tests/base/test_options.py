@@ -49,7 +49,7 @@ def test_sizes(text: int | str, size: int) -> None:
 @pytest.mark.parametrize(
     "text", [-1, True, 1.5, None, "", "GiB", "-5GB", "5 parsecs", "1e9", "5G", "5GB free", "0x10", "1,5GB", b"5GB", [5]]
 )
-def test_what_is_no_size(text: Any) -> None:
+def test_invalid_sizes(text: Any) -> None:
     with pytest.raises(OptionError) as refused:
         parse_size(text, "max_disk")
     assert f"max_disk={text!r} is not a size" in str(refused.value)
@@ -59,7 +59,7 @@ def test_what_is_no_size(text: Any) -> None:
 
 
 @given(st.integers(min_value=0, max_value=2**60))
-def test_any_number_of_bytes_is_itself(size: int) -> None:
+def test_bytes_are_parsed_exactly(size: int) -> None:
     assert parse_size(size, "x") == parse_size(f"{size / 2**10}KiB" if size < 2**50 else size, "x") == size
 
 
@@ -85,29 +85,29 @@ def test_limit_without_a_device() -> None:
 
 @pytest.mark.parametrize("option", ["sequential", "delete_original"])
 @pytest.mark.parametrize("word", ["no", "False", ["x"]])
-def test_a_word_deletes_nothing(option: str, word: Any) -> None:
+def test_text_is_no_flag(option: str, word: Any) -> None:
     with pytest.raises(OptionError, match="is not a truth value"):
         ShardPolicy.of(**{"sequential": False, "delete_original": False, option: word})
     with pytest.raises(OptionError, match=r"trust_remote_code=.* is not a truth value"):
         RunOptions(trust_remote_code=word)
 
 
-def test_limit_that_is_no_size_names_its_device() -> None:
+def test_invalid_limit_names_its_device() -> None:
     with pytest.raises(OptionError, match=r"max_memory\['cpu'\]='lots' is not a size"):
         parse_max_memory({"cpu": "lots"})
 
 
 @pytest.mark.parametrize(
-    ("given", "nearest"),
+    ("name", "nearest"),
     [("compresion", "compression"), ("sequential_shard_procesing", "sequential_shard_processing"), ("zzz", "")],
 )
-def test_unknown_argument_names_the_nearest(given: str, nearest: str) -> None:
-    known = ["compression", "sequential_shard_processing", "device"]
+def test_unknown_argument_names_the_nearest(name: str, nearest: str) -> None:
+    names = ["compression", "sequential_shard_processing", "device"]
     with pytest.raises(TypeError) as refused:
-        reject_unknown([given], known, "from_pretrained")
-    message = f"from_pretrained() got an unexpected keyword argument '{given}'. Did you mean '"
+        reject_unknown([name], names, "from_pretrained")
+    message = f"from_pretrained() got an unexpected keyword argument '{name}'. Did you mean '"
     assert str(refused.value).startswith(message)
-    assert str(refused.value).removeprefix(message).removesuffix("'?") in ([nearest] if nearest else known)
+    assert str(refused.value).removeprefix(message).removesuffix("'?") in ([nearest] if nearest else names)
 
 
 def test_no_unknown_argument() -> None:
@@ -123,12 +123,12 @@ def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("options", [SplitOptions(), RunOptions()])
-def test_options_cannot_be_changed_on_the_way(options: Any) -> None:
+def test_options_are_frozen(options: Any) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.profiling = True
 
 
-def test_every_wish_for_shards_is_one_policy() -> None:
+def test_shard_policy_of_arguments() -> None:
     for sequential, delete, keep in itertools.product([False, True], repeat=3):
         policy = ShardPolicy.of(sequential=sequential, delete_original=delete, keep_fetched=keep)
         assert (policy.deletes_used, policy.deletes_rest) == (sequential, delete)

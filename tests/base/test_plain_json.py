@@ -24,7 +24,7 @@ class Rabbit:
     weight: float | None = None
 
 
-def test_what_is_in_a_record_is_plain_at_any_depth() -> None:
+def test_nested_values_become_plain() -> None:
     rabbit = Rabbit(Path("a") / "b", Colour.GREY, (Colour.GREY, Colour.GREY))
     record = plain({"first": dataclasses.asdict(rabbit), "by": MappingProxyType({"name": [rabbit.folder]})})
     assert json.loads(json.dumps(record)) == record

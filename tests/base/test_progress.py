@@ -18,7 +18,7 @@ from rabbitllm.base.progress import (
     ShardDone,
     ShardStarted,
     SplitDone,
-    SplitLedger,
+    SplitProgress,
     SplitStarted,
     is_shown,
     listening,
@@ -30,7 +30,7 @@ from tests.support.splitting import Call, interrupted, split
 EVENT = ShardStarted("a", 1, 1)
 
 
-def test_each_listener_hears_and_none_hears_afterwards() -> None:
+def test_listeners_receive_events_until_they_close() -> None:
     first: list[Event] = []
     second: list[Event] = []
     assert not is_shown()
@@ -44,7 +44,7 @@ def test_each_listener_hears_and_none_hears_afterwards() -> None:
     assert (len(first), len(second)) == (2, 1)
 
 
-def test_listener_that_raises_is_gone_afterwards() -> None:
+def test_listener_is_removed_after_an_error() -> None:
     def fail(event: Event) -> None:
         raise KeyError
 
@@ -53,7 +53,7 @@ def test_listener_that_raises_is_gone_afterwards() -> None:
     assert not is_shown()
 
 
-def test_one_listener_twice_hears_twice() -> None:
+def test_listener_added_twice_receives_twice() -> None:
     heard: list[Event] = []
     with listening(heard.append), listening(heard.append):
         tell(EVENT)
@@ -61,7 +61,7 @@ def test_one_listener_twice_hears_twice() -> None:
     assert not progress.is_shown()
 
 
-def test_what_a_split_tells(tmp_path: Path) -> None:
+def test_events_of_a_split(tmp_path: Path) -> None:
     tensors = llama_tensors()
     source = write_shards(tmp_path / "model", cut(tensors, 3))
     sizes = {path.name: path.stat().st_size for path in sorted(source.glob("*.safetensors"))}
@@ -79,15 +79,15 @@ def test_what_a_split_tells(tmp_path: Path) -> None:
     assert started.output_bytes == output
     ends = [event for event in middle if isinstance(event, ShardStarted | ShardDone)]
     assert [(type(event), event.shard, event.number, event.of) for event in ends] == [
-        (kind, shard, number, 3) for number, shard in enumerate(sizes, 1) for kind in (ShardStarted, ShardDone)
+        (cls, shard, index, 3) for index, shard in enumerate(sizes, 1) for cls in (ShardStarted, ShardDone)
     ]
     layers = [event for event in middle if isinstance(event, LayerDone)]
     assert {event.file for event in layers} == {path.name for path in folder.glob("*.safetensors")}
     assert len(layers) == 6
     moved = sum(event.nbytes for event in middle if isinstance(event, BytesDone))
     assert moved == sum(tensor.nbytes for tensor in tensors.values())
-    left = [event.source_left_bytes for event in middle if isinstance(event, ShardDone)]
-    assert left == [sum(list(sizes.values())[number:]) for number in (1, 2, 3)]
+    source_bytes = [event.source_left_bytes for event in middle if isinstance(event, ShardDone)]
+    assert source_bytes == [sum(list(sizes.values())[index:]) for index in (1, 2, 3)]
     assert (started.shard_bytes, started.layers) == (tuple(sizes.values()), 6)
     assert (started.source_left_bytes, started.fetches, started.quantizes) == (sum(sizes.values()), False, False)
     chunks = [event for event in middle if isinstance(event, BytesDone)]
@@ -97,7 +97,7 @@ def test_what_a_split_tells(tmp_path: Path) -> None:
     assert max(event.disk_bytes for event in looks) == finished.peak_disk_bytes
 
 
-def test_what_quantizing_makes_of_the_bytes(tmp_path: Path) -> None:
+def test_events_of_a_quantized_split(tmp_path: Path) -> None:
     source = write_shards(tmp_path / "model", cut(llama_tensors(), 3))
     told: list[Event] = []
     with listening(told.append):
@@ -114,7 +114,7 @@ def tensor_bytes(path: Path) -> int:
     return path.stat().st_size - 8 - header
 
 
-def test_a_listener_that_only_keeps_is_no_show() -> None:
+def test_recording_listener_is_no_display() -> None:
     heard: list[Event] = []
     with listening(heard.append, shows=False):
         assert not is_shown()
@@ -147,7 +147,7 @@ def started(resumed: int = 0, **details: object) -> SplitStarted:
 
 def test_bytes_rates_and_time_left() -> None:
     clock = Clock()
-    ledger = SplitLedger(clock)
+    ledger = SplitProgress(clock)
     ledger.hear(started(quantizes=True))
     ledger.hear(ShardStarted("a", 1, 4))
     for _ in range(80):  # 20 s, in which 80 MB come
@@ -166,7 +166,7 @@ def test_bytes_rates_and_time_left() -> None:
 
 def test_rates_are_of_the_last_seconds() -> None:
     clock = Clock()
-    ledger = SplitLedger(clock)
+    ledger = SplitProgress(clock)
     ledger.hear(started())
     for rate in (9, 1):
         for _ in range(40):
@@ -179,9 +179,9 @@ def test_rates_are_of_the_last_seconds() -> None:
     assert stats.seconds_left is None
 
 
-def test_no_rate_of_a_moment() -> None:
+def test_no_rate_of_a_short_period() -> None:
     clock = Clock()
-    ledger = SplitLedger(clock)
+    ledger = SplitProgress(clock)
     ledger.hear(started())
     clock.now += 0.01
     ledger.hear(BytesDone("a", 50 * MB))
@@ -189,9 +189,9 @@ def test_no_rate_of_a_moment() -> None:
     assert ledger.stats().seconds_left is None
 
 
-def test_what_an_earlier_run_did_counts_as_done_and_in_no_rate() -> None:
+def test_bytes_of_an_earlier_run_are_in_no_rate() -> None:
     clock = Clock()
-    ledger = SplitLedger(clock)
+    ledger = SplitProgress(clock)
     ledger.hear(started(resumed=2, fetches=True))
     ledger.hear(ShardStarted("c", 3, 4))
     ledger.hear(BytesFetched("c", 60 * MB, earlier=True))
@@ -209,9 +209,9 @@ def test_what_an_earlier_run_did_counts_as_done_and_in_no_rate() -> None:
     assert stats.seconds_left == pytest.approx(190)
 
 
-def test_the_slower_of_fetching_and_splitting_says_how_long() -> None:
+def test_time_left_is_that_of_the_slower_stage() -> None:
     clock = Clock()
-    ledger = SplitLedger(clock)
+    ledger = SplitProgress(clock)
     ledger.hear(started(fetches=True))
     ledger.hear(ShardStarted("a", 1, 4))
     ledger.hear(BytesFetched("a", 0, earlier=True))
@@ -226,9 +226,9 @@ def test_the_slower_of_fetching_and_splitting_says_how_long() -> None:
     assert ledger.stats().seconds_left == pytest.approx(300 / 9, rel=0.15)
 
 
-def test_a_fetch_that_waits_for_room_is_no_slow_one() -> None:
+def test_waiting_for_disk_space_does_not_lower_the_fetch_rate() -> None:
     clock = Clock()
-    ledger = SplitLedger(clock)
+    ledger = SplitProgress(clock)
     ledger.hear(started(fetches=True))
     for shard in "ab":
         ledger.hear(BytesFetched(shard, 0, earlier=True))
@@ -250,8 +250,8 @@ def test_a_fetch_that_waits_for_room_is_no_slow_one() -> None:
     assert ledger.stats().seconds_left == pytest.approx(18, rel=0.01)  # 180 MB at 10 MB/s, as before the wait
 
 
-def test_a_shard_counts_whole_when_it_is_used_up_and_once_when_it_comes_again() -> None:
-    ledger = SplitLedger(Clock())
+def test_used_up_shard_counts_once_and_in_full() -> None:
+    ledger = SplitProgress(Clock())
     ledger.hear(started())
     ledger.hear(BytesDone("a", 90 * MB))
     ledger.hear(BytesDone("a", 90 * MB))  # it was damaged, and all of it came again
@@ -263,8 +263,8 @@ def test_a_shard_counts_whole_when_it_is_used_up_and_once_when_it_comes_again() 
     assert (stats.disk_bytes, stats.source_left_bytes) == (7 * MB, 200 * MB)
 
 
-def test_the_disk_and_its_limit() -> None:
-    ledger = SplitLedger(Clock())
+def test_disk_use_and_limit() -> None:
+    ledger = SplitProgress(Clock())
     assert ledger.stats().disk_bytes is None
     ledger.hear(DiskSampled(5, 100))  # before the split has said a word
     ledger.hear(started(source_left_bytes=400 * MB))
@@ -275,9 +275,9 @@ def test_the_disk_and_its_limit() -> None:
     assert ledger.stats().layers_done == 1
 
 
-def test_a_download_and_the_split_after_it() -> None:
+def test_download_then_split() -> None:
     clock = Clock()
-    ledger = SplitLedger(clock)
+    ledger = SplitProgress(clock)
     ledger.hear(DownloadStarted("model", 2, 100 * MB))
     ledger.hear(BytesFetched("x", 20 * MB, earlier=True))
     for _ in range(10):
@@ -293,18 +293,18 @@ def test_a_download_and_the_split_after_it() -> None:
     assert (stats.doing, stats.done_bytes, stats.total_bytes) == ("splitting", 0, 400 * MB)
 
 
-def test_of_a_real_split_that_was_interrupted(tmp_path: Path) -> None:
+def test_stats_of_an_interrupted_split(tmp_path: Path) -> None:
     source = write_shards(tmp_path / "model", cut(llama_tensors(), 4))
     sizes = {path.name: path.stat().st_size for path in sorted(source.glob("*.safetensors"))}
     first, *rest = sizes.values()
     call = Call(str(source), max_disk=10 * MB)
     interrupted(call)
-    ledger = SplitLedger()
-    seen = []
+    ledger = SplitProgress()
+    samples = []
 
     def hear(event: progress.Event) -> None:
         ledger.hear(event)
-        seen.append(ledger.stats())
+        samples.append(ledger.stats())
         if isinstance(event, SplitStarted):
             assert ledger.stats().done_bytes == first
             assert ledger.stats().source_left_bytes == sum(rest)
@@ -312,9 +312,9 @@ def test_of_a_real_split_that_was_interrupted(tmp_path: Path) -> None:
 
     with progress.listening(hear):
         folder = call.make()
-    done = [stats.done_bytes for stats in seen if stats.total_bytes]
-    assert done == sorted(done)
-    last = seen[-1]
+    done_bytes = [stats.done_bytes for stats in samples if stats.total_bytes]
+    assert done_bytes == sorted(done_bytes)
+    last = samples[-1]
     assert last.done_bytes == last.total_bytes == sum(sizes.values())
     assert last.share == 1
     assert last.limit_bytes == 10 * MB

@@ -38,9 +38,9 @@ def console(width: int | None = None) -> Console:
     return Console(file=io.StringIO(), width=width, force_terminal=width is not None, color_system=None)
 
 
-def printed(made: Console) -> str:
-    assert isinstance(made.file, io.StringIO)
-    return made.file.getvalue()
+def printed(output: Console) -> str:
+    assert isinstance(output.file, io.StringIO)
+    return output.file.getvalue()
 
 
 BIDI_CONTROLS = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
@@ -59,45 +59,45 @@ HOSTILE = [
 @pytest.mark.parametrize(("text", "shown"), HOSTILE)
 def test_harmless(text: str, shown: str) -> None:
     assert harmless(text) == shown
-    made = console(60)
-    put_fact(made, "name", harmless(text))
-    put_table(made, [Column("name")], [(harmless(text),)])
-    assert printed(made).count(shown) == 2
+    output = console(60)
+    put_fact(output, "name", harmless(text))
+    put_table(output, [Column("name")], [(harmless(text),)])
+    assert printed(output).count(shown) == 2
 
 
-def test_a_value_in_a_file_is_one_line_however_wide_its_characters_are() -> None:
-    made = console()
-    put_fact(made, "folder", "a 兎 of 兎兎兎兎")
-    assert printed(made) == "folder        a 兎 of 兎兎兎兎\n"
+def test_value_in_a_file_is_one_line() -> None:
+    output = console()
+    put_fact(output, "folder", "a 兎 of 兎兎兎兎")
+    assert printed(output) == "folder        a 兎 of 兎兎兎兎\n"
 
 
 @given(st.text(alphabet=st.characters(codec=None)))
-def test_no_character_that_a_terminal_acts_upon_gets_through(text: str) -> None:
+def test_control_characters_are_escaped(text: str) -> None:
     shown = harmless(text)
     assert not {unicodedata.category(c) for c in shown} & {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
     assert harmless(shown) == shown or len(shown) > 200
 
 
-def test_what_a_model_says_does_nothing_to_the_terminal() -> None:
+def test_text_of_a_model_is_disarmed() -> None:
     assert disarmed("a\x1b]0;title\x07\r\u202eb") == r"a\x1b]0;title\x07\r\u202eb"
     assert disarmed("\x9b31m\x7f\u2066x\u2069\u200f") == r"\x9b31m\x7f\u2066x\u2069\u200f"
 
 
 @pytest.mark.parametrize("text", ["Größe\n\t大きい", "می\u200cرود", "👩\u200d🚀 ❤\ufe0f", "क\u094d\u200dष", "a\xa0b"])
-def test_what_joins_characters_stays(text: str) -> None:
+def test_joiners_are_kept(text: str) -> None:
     assert disarmed(text) == text
 
 
 @given(st.text(alphabet=st.characters(codec=None)))
-def test_nothing_but_controls_becomes_an_escape(text: str) -> None:
+def test_only_control_characters_are_escaped(text: str) -> None:
     kept = [c for c in text if c in "\n\t" or not (unicodedata.category(c) == "Cc" or c in BIDI_CONTROLS)]
     assert disarmed("".join(kept)) == "".join(kept)
-    left = set(disarmed(text)) - set("\n\t")
-    assert not left & BIDI_CONTROLS
-    assert "Cc" not in map(unicodedata.category, left)
+    unescaped = set(disarmed(text)) - set("\n\t")
+    assert not unescaped & BIDI_CONTROLS
+    assert "Cc" not in map(unicodedata.category, unescaped)
 
 
-def test_a_long_name_is_cut() -> None:
+def test_long_name_is_cut() -> None:
     assert harmless("x" * 300) == "x" * 200 + "…"
     assert harmless("x" * 200) == "x" * 200
 
@@ -113,7 +113,7 @@ COLUMNS = [Column("name"), Column("middle", rank=2), Column("number", right=True
 ROWS = [("동동", "m", "7", "w" * 30), ("x", "", "12,345", "")]
 
 
-def test_a_table_takes_the_columns_that_fit() -> None:
+def test_table_shows_columns_that_fit() -> None:
     wide = console()
     assert put_table(wide, COLUMNS, ROWS) == ()
     head, first, second = printed(wide).splitlines()
@@ -181,11 +181,11 @@ def test_durations(seconds: float, text: str) -> None:
 
 
 @given(st.floats(-1, 2), st.integers(0, 200))
-def test_a_bar_has_its_width(share: float, width: int) -> None:
+def test_bar_width(share: float, width: int) -> None:
     assert len(text_of(bar(share, width))) == width
 
 
-def test_a_bar_fills() -> None:
+def test_bar_share() -> None:
     assert text_of(bar(0.25, 4)) == "━───"
     assert text_of(bar(0.375, 4)) == "━╸──"
     assert text_of(bar(1, 4)) == "━━━━"
@@ -197,11 +197,11 @@ def test_pieces_fit_and_keep_their_order(given_pieces: list[tuple[str, int]], wi
     row = fitting(pieces, width)
     assert len(text_of(row)) <= width
     texts = [text for text, style in row if style != "dim"]
-    left = iter([piece.text for piece in pieces])
-    assert all(any(text == other for other in left) for text in texts)
+    remaining = iter([piece.text for piece in pieces])
+    assert all(any(text == piece_text for piece_text in remaining) for text in texts)
 
 
-def test_the_least_important_pieces_go_first() -> None:
+def test_least_important_pieces_are_dropped_first() -> None:
     pieces = [LinePiece("aaaa", 1), LinePiece("bb", 2), LinePiece("cccc", 0), LinePiece("", 0)]
     assert [text_of(fitting(pieces, width)) for width in (20, 12, 8, 3)] == [
         "aaaa · bb · cccc",

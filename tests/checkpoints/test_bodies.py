@@ -70,9 +70,9 @@ def ranged(answer: Callable[[socket.socket, bytes, bytes], object]) -> Answer:
 
     def answer_range(connection: socket.socket, head: str) -> None:
         begin, end = head.lower().partition("range: bytes=")[2].split("\r\n")[0].split("-")
-        wanted = CONTENT[int(begin) : int(end) + 1]
+        payload = CONTENT[int(begin) : int(end) + 1]
         place = f"bytes {begin}-{end}/{len(CONTENT)}"
-        answer(connection, head_of(len(wanted), "206 Partial Content", Content_Range=place), wanted)
+        answer(connection, head_of(len(payload), "206 Partial Content", Content_Range=place), payload)
 
     return answer_range
 
@@ -94,20 +94,20 @@ BOTH = pytest.mark.parametrize("how", ["fetch", "stream"])
 # Bodies that are not as they should be
 
 
-def cut_short(number: int, connection: socket.socket, head: bytes, wanted: bytes) -> None:
-    connection.sendall(head + wanted[: max(len(wanted) // 2, 1000)])
+def cut_short(request: int, connection: socket.socket, head: bytes, payload: bytes) -> None:
+    connection.sendall(head + payload[: max(len(payload) // 2, 1000)])
     connection.close()
 
 
-def reset_once(number: int, connection: socket.socket, head: bytes, wanted: bytes) -> None:
-    connection.sendall(head + (wanted if number else wanted[: len(wanted) // 2]))
-    if not number:
+def reset_once(request: int, connection: socket.socket, head: bytes, payload: bytes) -> None:
+    connection.sendall(head + (payload if request else payload[: len(payload) // 2]))
+    if not request:
         reset(connection)  # which overtakes what has not been read, perhaps the head too
 
 
 @BOTH
 @pytest.mark.parametrize("breaks", [cut_short, reset_once])
-def test_body_that_breaks_off_is_asked_for_from_there(
+def test_truncated_body_is_resumed(
     tls: ssl.SSLContext | None, how: str, breaks: Callable[..., None], tmp_path: Path
 ) -> None:
     numbers = itertools.count()
@@ -117,9 +117,9 @@ def test_body_that_breaks_off_is_asked_for_from_there(
 
 
 @BOTH
-def test_body_that_is_longer_than_was_said(tls: ssl.SSLContext | None, how: str, tmp_path: Path) -> None:
-    def answer(connection: socket.socket, head: bytes, wanted: bytes) -> None:
-        connection.sendall(head + wanted + b"and more" * 1000)
+def test_body_longer_than_announced(tls: ssl.SSLContext | None, how: str, tmp_path: Path) -> None:
+    def answer(connection: socket.socket, head: bytes, payload: bytes) -> None:
+        connection.sendall(head + payload + b"and more" * 1000)
 
     with ScriptedServer(ranged(answer), tls) as server:
         assert bring(how, remote(server), tmp_path / "part") == CONTENT
@@ -139,17 +139,17 @@ def test_whole_file_in_answer_to_a_range(tls: ssl.SSLContext | None, how: str, t
 
 
 @BOTH
-def test_server_that_falls_silent_is_asked_again(
+def test_silent_server_is_retried(
     tls: ssl.SSLContext | None, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1)
     numbers, over = itertools.count(), threading.Event()
 
-    def answer(connection: socket.socket, head: bytes, wanted: bytes) -> None:
+    def answer(connection: socket.socket, head: bytes, payload: bytes) -> None:
         if next(numbers):
-            connection.sendall(head + wanted)
+            connection.sendall(head + payload)
         else:
-            connection.sendall(head + wanted[: len(wanted) // 2])
+            connection.sendall(head + payload[: len(payload) // 2])
             over.wait(PATIENCE_SECONDS)
 
     with ScriptedServer(ranged(answer), tls) as server:
@@ -163,19 +163,19 @@ def test_server_that_falls_silent_is_asked_again(
 
 def test_redirect_to_another_host(tls: ssl.SSLContext | None, tmp_path: Path) -> None:
     def redirect(connection: socket.socket, head: str) -> None:
-        address = f"{there.url.replace('127.0.0.1', 'localhost')}/there"
+        address = f"{target.url.replace('127.0.0.1', 'localhost')}/there"
         connection.sendall(head_of(0, "302 Found", Location=address))
 
-    answer = ranged(lambda connection, head, wanted: connection.sendall(head + wanted))
-    with ScriptedServer(answer, tls) as there, ScriptedServer(redirect, tls) as server:
+    answer = ranged(lambda connection, head, payload: connection.sendall(head + payload))
+    with ScriptedServer(answer, tls) as target, ScriptedServer(redirect, tls) as server:
         assert bring("fetch", remote(server), tmp_path / "part") == CONTENT
-        assert (len(server.asked), len(there.asked)) == (1, 1)
-        assert "host: localhost" in there.asked[0].head.lower()
+        assert (len(server.asked), len(target.asked)) == (1, 1)
+        assert "host: localhost" in target.asked[0].head.lower()
 
 
 def test_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over HTTP a proxy is asked like a server, but for the whole address."""
-    with ScriptedServer(ranged(lambda connection, head, wanted: connection.sendall(head + wanted))) as server:
+    with ScriptedServer(ranged(lambda connection, head, payload: connection.sendall(head + payload))) as server:
         monkeypatch.setenv("HTTP_PROXY", server.url)
         monkeypatch.setenv("NO_PROXY", "")
         close_session()
@@ -187,17 +187,17 @@ def test_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tunnel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over HTTPS a proxy opens a tunnel, and TLS begins within it."""
     context = trusted_certificate(tmp_path, monkeypatch)
-    serve = ranged(lambda connection, head, wanted: connection.sendall(head + wanted))
+    serve = ranged(lambda connection, head, payload: connection.sendall(head + payload))
     through: list[str] = []
 
     def answer(connection: socket.socket, head: str) -> None:
         through.append(head.split("\r\n")[0])
         connection.sendall(b"HTTP/1.1 200 Connected\r\n\r\n")
         with context.wrap_socket(connection, server_side=True) as inner:
-            asked = b""
-            while not asked.endswith(b"\r\n\r\n"):
-                asked += inner.recv(1000)
-            serve(inner, asked.decode())
+            request = b""
+            while not request.endswith(b"\r\n\r\n"):
+                request += inner.recv(1000)
+            serve(inner, request.decode())
 
     with ScriptedServer(answer) as server:
         monkeypatch.setenv("HTTPS_PROXY", server.url)
@@ -234,8 +234,8 @@ def test_body_of_another_form(tls: ssl.SSLContext | None, tmp_path: Path, sent: 
         assert bring("stream", remote(server), tmp_path / "part") == CONTENT
 
 
-def test_reader_who_breaks_off_closes_the_connection(tls: ssl.SSLContext | None) -> None:
-    with ScriptedServer(ranged(lambda connection, head, wanted: connection.sendall(head + wanted)), tls) as server:
+def test_abandoned_stream_closes_the_connection(tls: ssl.SSLContext | None) -> None:
+    with ScriptedServer(ranged(lambda connection, head, payload: connection.sendall(head + payload)), tls) as server:
         body = fetch.stream(remote(server))
         assert CONTENT.startswith(next(body))
         body.close()  # type: ignore[attr-defined]

@@ -25,5 +25,5 @@ from rabbitllm.checkpoints.config import quantized_as
         ({}, None),
     ],
 )
-def test_what_a_config_says(config: dict[str, Any], said: str | None) -> None:
+def test_properties_read_from_a_config(config: dict[str, Any], said: str | None) -> None:
     assert quantized_as(config) == said

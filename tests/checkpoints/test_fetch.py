@@ -26,10 +26,10 @@ NAME = "model.safetensors"
 
 
 def replace_pauses(monkeypatch: pytest.MonkeyPatch, pause: Callable[[float], None]) -> None:
-    here = threading.get_ident()
+    thread = threading.get_ident()
 
     def sleep(seconds: float) -> None:
-        (pause if threading.get_ident() == here else time.sleep)(seconds)
+        (pause if threading.get_ident() == thread else time.sleep)(seconds)
 
     monkeypatch.setattr(fetch, "time", SimpleNamespace(sleep=sleep))
 
@@ -45,11 +45,11 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.fixture
 def content(tmp_path: Path, local_hub: LocalHub) -> bytes:
-    made = os.urandom(SIZE)
+    data = os.urandom(SIZE)
     folder = tmp_path / "hub" / "acme" / "tiny"
     folder.mkdir(parents=True)
-    (folder / NAME).write_bytes(made)
-    return made
+    (folder / NAME).write_bytes(data)
+    return data
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_fetch(local_hub: LocalHub, remote: RemoteFile, content: bytes, part: Pa
 
 
 @pytest.mark.parametrize("have", [1, 100_000, SIZE - 1])
-def test_resume_asks_for_the_rest_only(
+def test_resume_requests_the_rest_only(
     local_hub: LocalHub, remote: RemoteFile, content: bytes, part: Path, have: int
 ) -> None:
     part.write_bytes(content[:have])
@@ -94,7 +94,7 @@ def test_resume_asks_for_the_rest_only(
     assert told[-1] == SIZE
 
 
-def test_complete_part_is_hashed_and_nothing_is_asked(
+def test_complete_part_is_hashed_without_a_request(
     local_hub: LocalHub, remote: RemoteFile, content: bytes, part: Path
 ) -> None:
     part.write_bytes(content)
@@ -103,9 +103,7 @@ def test_complete_part_is_hashed_and_nothing_is_asked(
     assert local_hub.requests == []
 
 
-def test_part_that_is_too_long_is_thrown_away(
-    local_hub: LocalHub, remote: RemoteFile, content: bytes, part: Path
-) -> None:
+def test_overlong_part_is_discarded(local_hub: LocalHub, remote: RemoteFile, content: bytes, part: Path) -> None:
     part.write_bytes(content + b"more")
     fetch.fetch(remote, part)
     assert part.read_bytes() == content
@@ -113,7 +111,7 @@ def test_part_that_is_too_long_is_thrown_away(
 
 
 @pytest.mark.parametrize("damaged_at", [0, 99_999])
-def test_part_with_other_contents_is_not_believed(
+def test_part_with_wrong_content_is_discarded(
     local_hub: LocalHub, remote: RemoteFile, content: bytes, part: Path, damaged_at: int
 ) -> None:
     wrong = bytearray(content[:100_000])
@@ -143,7 +141,7 @@ def test_part_is_never_reached_through_a_link(remote: RemoteFile, content: bytes
 
 
 @pytest.mark.parametrize("cuts", [1, 4])
-def test_body_that_is_cut_is_asked_for_again_from_there(
+def test_short_body_is_resumed(
     local_hub: LocalHub, remote: RemoteFile, content: bytes, part: Path, cuts: int, pauses: list[float]
 ) -> None:
     local_hub.faults = Faults(cut_after=50_000, cut_times=cuts)
@@ -156,7 +154,7 @@ def test_body_that_is_cut_is_asked_for_again_from_there(
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
-def test_busy_hub_is_asked_again(
+def test_busy_hub_is_retried(
     local_hub: LocalHub, remote: RemoteFile, content: bytes, part: Path, status: int, pauses: list[float]
 ) -> None:
     local_hub.faults = Faults(status=status, status_times=3)
@@ -166,9 +164,7 @@ def test_busy_hub_is_asked_again(
     assert [round(pause / low) for pause, low in zip(pauses, (0.5, 1, 2), strict=True)] == [1, 1, 1]
 
 
-def test_hub_that_ignores_ranges_sends_what_is_there_already(
-    local_hub: LocalHub, remote: RemoteFile, content: bytes, part: Path
-) -> None:
+def test_hub_that_ignores_ranges(local_hub: LocalHub, remote: RemoteFile, content: bytes, part: Path) -> None:
     part.write_bytes(content[:100_000])
     local_hub.faults = Faults(ignore_range=True)
     fetch.fetch(remote, part)
@@ -176,7 +172,7 @@ def test_hub_that_ignores_ranges_sends_what_is_there_already(
     assert [(request.range, request.status) for request in local_hub.requests] == [(f"bytes=100000-{SIZE - 1}", 200)]
 
 
-def test_hub_that_ignores_ranges_and_breaks(
+def test_hub_that_ignores_ranges_and_disconnects(
     local_hub: LocalHub, remote: RemoteFile, content: bytes, part: Path
 ) -> None:
     local_hub.faults = Faults(ignore_range=True, cut_after=120_000, cut_times=2)
@@ -190,7 +186,7 @@ def test_length_left_out(local_hub: LocalHub, remote: RemoteFile, content: bytes
     assert part.read_bytes() == content
 
 
-def test_giving_up_keeps_what_came(
+def test_giving_up_keeps_received_bytes(
     local_hub: LocalHub, remote: RemoteFile, content: bytes, part: Path, pauses: list[float]
 ) -> None:
     part.write_bytes(content[:70_000])
@@ -209,7 +205,7 @@ def test_giving_up_keeps_what_came(
     assert local_hub.body_bytes() == SIZE - 70_000
 
 
-def test_hub_that_is_gone_and_comes_back(
+def test_hub_outage(
     local_hub: LocalHub, remote: RemoteFile, content: bytes, part: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local_hub.faults = Faults(cut_after=100_000)
@@ -232,7 +228,7 @@ def test_hub_that_is_gone_and_comes_back(
 
 
 @pytest.mark.parametrize("flipped", [0, 150_000, SIZE - 1])
-def test_flipped_byte_is_noticed(
+def test_flipped_byte_is_detected(
     local_hub: LocalHub, remote: RemoteFile, content: bytes, part: Path, flipped: int
 ) -> None:
     local_hub.faults = Faults(flip_byte=flipped, flip_times=1)
@@ -262,7 +258,7 @@ def test_small_file_without_digest_has_its_size_at_least(remote: RemoteFile, con
     assert part.read_bytes() == content
 
 
-def test_full_disk_keeps_what_came(remote: RemoteFile, content: bytes, part: Path) -> None:
+def test_full_disk_keeps_received_bytes(remote: RemoteFile, content: bytes, part: Path) -> None:
     def full(step: durable.Step) -> None:
         if step.kind == "write" and step.offset >= 200_000:
             raise OSError(28, "No space left on device")
@@ -288,7 +284,7 @@ def test_range(local_hub: LocalHub, remote: RemoteFile, content: bytes, start: i
 
 
 @pytest.mark.parametrize(("start", "length"), [(0, 0), (SIZE, 5), (SIZE + 5, 5)])
-def test_range_of_nothing_is_not_asked_for(local_hub: LocalHub, remote: RemoteFile, start: int, length: int) -> None:
+def test_empty_range_is_not_requested(local_hub: LocalHub, remote: RemoteFile, start: int, length: int) -> None:
     assert read_range(remote, start, length) == b""
     assert local_hub.requests == []
 
@@ -307,7 +303,7 @@ def test_range_that_is_cut(local_hub: LocalHub, remote: RemoteFile, content: byt
 # Tokens and other origins
 
 
-def test_token_is_sent_to_the_hub_and_not_to_where_it_redirects(
+def test_token_is_sent_to_the_hub_but_not_to_redirects(
     tmp_path: Path, content: bytes, part: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LocalHub(tmp_path / "hub", token="hf_right", redirect=True) as hub:
@@ -316,8 +312,8 @@ def test_token_is_sent_to_the_hub_and_not_to_where_it_redirects(
         url = f"{hub.url}/acme/tiny/resolve/main/{NAME}"
         fetch.fetch(RemoteFile(url, SIZE, hashlib.sha256(content).hexdigest(), "hf_right"), part)
         assert part.read_bytes() == content
-        asked = [(request.path.split("/")[1], request.authorized) for request in hub.requests]
-        assert asked == [("acme", True), ("cdn", False)] * 2  # an address that has expired is asked for again
+        requests = [(request.path.split("/")[1], request.authorized) for request in hub.requests]
+        assert requests == [("acme", True), ("cdn", False)] * 2  # an address that has expired is asked for again
 
 
 # Files that pass by
@@ -343,7 +339,7 @@ def test_streamed_bytes_are_compared_after_the_last(local_hub: LocalHub, remote:
     assert bytes(passed) != content
 
 
-def test_small_file_is_known_by_the_name_that_git_gives_it(
+def test_small_file_is_checked_by_its_git_id(
     local_hub: LocalHub, remote: RemoteFile, content: bytes, part: Path
 ) -> None:
     name = hashlib.sha1(f"blob {SIZE}\0".encode() + content).hexdigest()
@@ -357,11 +353,11 @@ def test_small_file_is_known_by_the_name_that_git_gives_it(
     assert not part.exists()
 
 
-@pytest.mark.parametrize(("asked", "waited"), [("7", 7.0), ("9999", fetch.LONGEST_PAUSE), ("soon", 0.0), (None, 0.0)])
-def test_hub_that_asks_to_be_left_alone_is(
-    local_hub: LocalHub, remote: RemoteFile, content: bytes, pauses: list[float], asked: str | None, waited: float
+@pytest.mark.parametrize(("delay", "waited"), [("7", 7.0), ("9999", fetch.LONGEST_PAUSE), ("soon", 0.0), (None, 0.0)])
+def test_retry_after_is_honored(
+    local_hub: LocalHub, remote: RemoteFile, content: bytes, pauses: list[float], delay: str | None, waited: float
 ) -> None:
-    local_hub.faults = Faults(status=429, retry_after=asked)
+    local_hub.faults = Faults(status=429, retry_after=delay)
     assert fetch.read_range(remote, 0, SIZE) == content
     assert len(pauses) == 1
     assert pauses[0] >= waited

@@ -33,7 +33,7 @@ def llama(rope: dict[str, Any], **more: Any) -> Any:
 @pytest.mark.parametrize("original", [256, 2048, 8192])
 @pytest.mark.parametrize("factor", [8.0, 16.0, 32.0])
 @pytest.mark.parametrize("head", [64, 128])
-def test_the_divisors_of_llama_3_become_its_parameters(factor: float, original: int, head: int) -> None:
+def test_llama_3_parameters_from_divisors(factor: float, original: int, head: int) -> None:
     config = llama({**LLAMA3, "factor": factor, "original_max_position_embeddings": original}, head_dim=head)
     factors = rotary_factors(config)
     assert factors is not None
@@ -50,22 +50,22 @@ def test_the_divisors_of_llama_3_become_its_parameters(factor: float, original: 
         {**YARN, "beta_fast": 16.0, "beta_slow": 2.0},
     ],
 )
-def test_metadata_become_the_parameters_they_were_written_of(rope: dict[str, Any]) -> None:
+def test_rope_parameters_survive_a_round_trip(rope: dict[str, Any]) -> None:
     said = {key: value for key, value in scaling_metadata(llama(rope)).items() if value is not None}
     read = rope_parameters(llama({"rope_type": "default", "rope_theta": rope["rope_theta"]}), said, {})
     assert read == llama(rope).rope_parameters
 
 
 def test_layers_with_a_window_are_not_scaled() -> None:
-    given = transformers.Gemma3TextConfig()
-    read = rope_parameters(given, {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}, {})
+    config = transformers.Gemma3TextConfig()
+    read = rope_parameters(config, {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}, {})
     assert read is not None
-    assert read["full_attention"] == {**given.rope_parameters["full_attention"], "rope_type": "linear", "factor": 8.0}
-    assert read["sliding_attention"] == given.rope_parameters["sliding_attention"]
+    assert read["full_attention"] == {**config.rope_parameters["full_attention"], "rope_type": "linear", "factor": 8.0}
+    assert read["sliding_attention"] == config.rope_parameters["sliding_attention"]
 
 
 @pytest.mark.parametrize("partial", [1.0, 0.75])
-def test_the_two_sets_of_divisors_of_phi_3(partial: float) -> None:
+def test_two_sets_of_divisors_of_phi_3(partial: float) -> None:
     """llama.cpp writes the number of rotated elements, and the factor of attention."""
     sizes: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "max_position_embeddings": 4096}
     sizes["original_max_position_embeddings"] = 1024
@@ -74,8 +74,8 @@ def test_the_two_sets_of_divisors_of_phi_3(partial: float) -> None:
         "rope_type": "longrope",
         "rope_theta": 1e4,
         "partial_rotary_factor": partial,
-        "short_factor": [1.0 + number / 64 for number in range(count)],
-        "long_factor": [2.0 + number for number in range(count)],
+        "short_factor": [1.0 + index / 64 for index in range(count)],
+        "long_factor": [2.0 + index for index in range(count)],
         "original_max_position_embeddings": 1024,
     }
     config = transformers.Phi3Config(**sizes, rope_parameters=rope)
@@ -87,12 +87,12 @@ def test_the_two_sets_of_divisors_of_phi_3(partial: float) -> None:
     }
     factors = {SHORT: np.float32(rope["short_factor"]), LONG: np.float32(rope["long_factor"])}
     read = transformers.Phi3Config(**sizes)
-    made = rope_parameters(read, said, factors)
-    read.rope_parameters = made
+    parameters = rope_parameters(read, said, factors)
+    read.rope_parameters = parameters
     for length in (1000, 2000):
-        own, expected = (ROPE_INIT_FUNCTIONS["longrope"](one, "cpu", seq_len=length) for one in (read, config))
-        assert torch.equal(own[0], expected[0])
-        assert own[1] == pytest.approx(expected[1])
+        actual, expected = (ROPE_INIT_FUNCTIONS["longrope"](model, "cpu", seq_len=length) for model in (read, config))
+        assert torch.equal(actual[0], expected[0])
+        assert actual[1] == pytest.approx(expected[1])
 
 
 @pytest.mark.parametrize(
@@ -121,12 +121,12 @@ def test_the_two_sets_of_divisors_of_phi_3(partial: float) -> None:
         ),
     ],
 )
-def test_what_a_config_cannot_say_is_refused(said: dict[str, Any], factors: dict[str, Any], message: str) -> None:
+def test_inexpressible_scaling_is_refused(said: dict[str, Any], factors: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         rope_parameters(llama(PLAIN), said, factors)
 
 
-def test_as_llama_cpp_a_factor_without_a_type_is_linear_and_none_is_none() -> None:
+def test_default_scaling_types_are_those_of_llama_cpp() -> None:
     linear = {**PLAIN, "rope_type": "linear", "factor": 2.0}
     assert rope_parameters(llama(PLAIN), {"rope.scale_linear": 2.0}, {}) == linear
     assert rope_parameters(llama(PLAIN), {"rope.scaling.type": "none", "rope.scaling.factor": 2.0}, {}) == PLAIN
@@ -142,9 +142,9 @@ def with_factors(writer: gguf.GGUFWriter, factors: np.ndarray[Any, Any]) -> None
 
 
 @pytest.mark.bits
-def test_a_file_with_divisors_of_its_own(tmp_path: Path) -> None:
+def test_file_with_custom_divisors(tmp_path: Path) -> None:
     """Powers of two, by which dividing does not round: the frequencies of transformers, divided, have the same bits."""
-    factors = np.float32([2 ** (number % 3) for number in range(32)])
+    factors = np.float32([2 ** (index % 3) for index in range(32)])
     file = write_gguf(tmp_path / "model.gguf", changed=lambda writer: with_factors(writer, factors))
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
     ignored = logits(plain)
@@ -156,11 +156,11 @@ def test_a_file_with_divisors_of_its_own(tmp_path: Path) -> None:
 
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model(IDS).logits
-    return found
+        outputs: torch.Tensor = model(IDS).logits
+    return outputs
 
 
-def test_scaling_that_cannot_be_said_is_refused_before_a_file_is_deleted(tmp_path: Path) -> None:
+def test_inexpressible_scaling_is_refused_before_deletion(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", changed=lambda writer: writer.add_string("llama.rope.scaling.type", "x"))
     with pytest.raises(UnreadableFormatError, match=r"The rotary frequencies of model.gguf cannot be read: .* 'x'"):
         rabbitllm.AutoModel.from_pretrained(file, device="cpu", sequential_shard_processing=True)
@@ -176,8 +176,8 @@ def test_divisors_in_another_file_than_the_metadata_are_refused(tmp_path: Path) 
     writer.add_uint16("split.no", 1)
     writer.add_uint16("split.count", 2)
     writer.add_tensor(FACTORS, np.ones(32, np.float32))
-    for one in reader.tensors:
-        writer.add_tensor(one.name, np.array(one.data), raw_dtype=one.tensor_type)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -97,10 +97,10 @@ def test_commit_is_pinned_while_main_moves(local_hub: LocalHub, folder: Path, tm
     local_hub.add_revision(REPO, "v2", newer)
     old = local_hub.commit(REPO)
     local_hub.faults = Faults(move_main_after=2, move_main_to="v2")
-    made = split(REPO)
+    result = split(REPO)
     assert local_hub.commit(REPO) != old
-    assert made.parent.name == old
-    assert layer_files(made) == expected
+    assert result.parent.name == old
+    assert layer_files(result) == expected
     assert {request.path.split("/")[4] for request in local_hub.requests if request.file} == {old}
     info = [request for request in local_hub.requests if "/api/models/" in request.path]
     assert len(info) == 1
@@ -144,11 +144,11 @@ def test_single_file_repository(local_hub: LocalHub, tmp_path: Path) -> None:
 # One shard at a time
 
 
-def test_next_shard_is_asked_for_only_when_the_last_is_gone(
+def test_next_shard_is_requested_after_the_last_is_released(
     local_hub: LocalHub, shards: list[str], tmp_path: Path
 ) -> None:
     asked_by_then: dict[str, int] = {}
-    others: list[str] = []
+    unrelated: list[str] = []
 
     def listen(event: progress.Event) -> None:
         if isinstance(event, progress.SplitStarted):
@@ -156,7 +156,7 @@ def test_next_shard_is_asked_for_only_when_the_last_is_gone(
         if isinstance(event, progress.ShardStarted | progress.ShardDone):
             staged = {name for folder in tmp_path.rglob(".staging") for name in names_in(folder)}
             coming = {f"{event.shard}.part"} if isinstance(event, progress.ShardStarted) else set()
-            others.extend(staged - coming)
+            unrelated.extend(staged - coming)
         if isinstance(event, progress.ShardDone):
             asked_by_then[event.shard] = len(local_hub.requests)
 
@@ -164,16 +164,16 @@ def test_next_shard_is_asked_for_only_when_the_last_is_gone(
     assert room[ShardTransfer.FILE].created < room[ShardTransfer.FILE_AHEAD].created
     with progress.listening(listen):
         split(REPO, compression="4bit", max_disk=room[ShardTransfer.FILE].created)
-    assert others == []  # nothing else is staged when a shard begins, and nothing when it is done
+    assert unrelated == []  # nothing else is staged when a shard begins, and nothing when it is done
     bodies = [
-        (number, request.file, request.bytes_sent)
-        for number, request in enumerate(local_hub.requests)
-        if request.file in shards and number >= asked_by_then["plan"]
+        (index, request.file, request.bytes_sent)
+        for index, request in enumerate(local_hub.requests)
+        if request.file in shards and index >= asked_by_then["plan"]
     ]
     assert [file for _, file, _ in bodies] == shards
     assert [sent for _, _, sent in bodies] == [(tmp_path / "hub" / REPO / shard).stat().st_size for shard in shards]
-    for before, (number, _, _) in zip(shards, bodies[1:], strict=False):
-        assert number >= asked_by_then[before]
+    for before, (index, _, _) in zip(shards, bodies[1:], strict=False):
+        assert index >= asked_by_then[before]
     assert local_hub.downloads("pytorch_model.bin") == local_hub.downloads("README.md") == 0
     assert list(tmp_path.rglob(".staging")) == []
 
@@ -194,7 +194,7 @@ def test_acquire_and_release(repository: HubRepository, folder: Path, shards: li
     assert repository.release(shards[0]).freed == 0
 
 
-def test_acquire_goes_on_where_another_process_stopped(
+def test_acquire_resumes_after_another_process(
     repository: HubRepository, local_hub: LocalHub, folder: Path, shards: list[str]
 ) -> None:
     raw = (folder / shards[0]).read_bytes()
@@ -204,13 +204,13 @@ def test_acquire_goes_on_where_another_process_stopped(
     assert local_hub.body_bytes(shards[0]) == len(raw) - 40_000
 
 
-def test_damaged_body_is_thrown_away_and_the_same_call_goes_on(
+def test_damaged_body_is_discarded_and_the_same_call_resumes(
     local_hub: LocalHub, folder: Path, shards: list[str], tmp_path: Path
 ) -> None:
     expected = layer_files(split(write_shards(tmp_path / "local", cut(llama_tensors(), 3))))
-    at = (folder / shards[1]).stat().st_size - 5
+    offset = (folder / shards[1]).stat().st_size - 5
     header_reads = 1
-    local_hub.faults = Faults(only=shards[1], flip_byte=at, flip_times=1 + header_reads)
+    local_hub.faults = Faults(only=shards[1], flip_byte=offset, flip_times=1 + header_reads)
     with pytest.raises(HubError, match="arrived with sha256"):
         split(REPO)
     assert not list(tmp_path.rglob(f"{shards[1]}.part"))
@@ -223,7 +223,7 @@ def test_damaged_body_is_thrown_away_and_the_same_call_goes_on(
 # What is in the user's cache already
 
 
-def test_cached_shard_is_used_there_and_freed(
+def test_cached_shard_is_used_in_place_and_freed(
     local_hub: LocalHub, folder: Path, shards: list[str], hub_environment: HubEnvironment, tmp_path: Path
 ) -> None:
     expected = layer_files(split(write_shards(tmp_path / "local", cut(llama_tensors(), 3))))
@@ -232,8 +232,8 @@ def test_cached_shard_is_used_there_and_freed(
     local_hub.forget_requests()
     sent: list[progress.Event] = []
     with progress.listening(sent.append):
-        made = split(REPO)
-    assert layer_files(made) == expected
+        result = split(REPO)
+    assert layer_files(result) == expected
     assert local_hub.body_bytes(shards[1]) == 0
     assert not blob.exists()
     assert not (snapshot / shards[1]).is_symlink()
@@ -246,7 +246,7 @@ def test_cached_shard_is_used_there_and_freed(
 
 @pytest.mark.parametrize("transfer", ["file", "stream"])
 @pytest.mark.parametrize("policy", [ShardPolicy.DELETE_FETCHED, ShardPolicy.DELETE_USED])
-def test_what_another_program_downloads_meanwhile_stays(
+def test_concurrent_download_of_another_program_is_kept(
     policy: ShardPolicy, transfer: str, folder: Path, shards: list[str], hub_environment: HubEnvironment
 ) -> None:
     """The split fetches each shard itself, so the copies that appear in the cache meanwhile are not its own."""
@@ -270,17 +270,17 @@ def blob_size(path: Path) -> int:
 def test_blob_that_another_revision_uses_is_kept(
     local_hub: LocalHub, folder: Path, shards: list[str], tmp_path: Path
 ) -> None:
-    same = write_shards(tmp_path / "second", cut(llama_tensors(), 3))
-    (same / "config.json").write_text('{"model_type": "llama", "note": "another commit"}')
-    local_hub.add_revision(REPO, "v2", same)
-    other, main = (Path(snapshot_download(REPO, revision=name)) for name in ("v2", "main"))
-    before = {name: (other / name).read_bytes() for name in shards}
+    twin = write_shards(tmp_path / "second", cut(llama_tensors(), 3))
+    (twin / "config.json").write_text('{"model_type": "llama", "note": "another commit"}')
+    local_hub.add_revision(REPO, "v2", twin)
+    second, main = (Path(snapshot_download(REPO, revision=name)) for name in ("v2", "main"))
+    before = {name: (second / name).read_bytes() for name in shards}
     told: list[progress.Event] = []
     with progress.listening(told.append):
         split(REPO)
     disposals = [event.disposal for event in told if isinstance(event, progress.ShardDone)]
     assert disposals == ["kept: another revision in the hub cache uses the same file"] * 3
-    assert {name: (other / name).read_bytes() for name in shards} == before
+    assert {name: (second / name).read_bytes() for name in shards} == before
     assert names_in(main, "*.safetensors") == []
 
 
@@ -296,7 +296,7 @@ def test_link_in_the_cache_that_leads_out_is_refused(
     assert (tmp_path / "precious").exists()
 
 
-def test_damaged_file_in_the_cache_says_how_to_go_on(folder: Path, shards: list[str], tmp_path: Path) -> None:
+def test_damaged_file_in_the_cache_names_the_remedy(folder: Path, shards: list[str], tmp_path: Path) -> None:
     snapshot = Path(snapshot_download(REPO, allow_patterns=[shards[1]]))
     blob = (snapshot / shards[1]).resolve()
     blob.write_bytes(blob.read_bytes()[:-3])
@@ -319,25 +319,23 @@ def test_snapshot_in_the_cache(folder: Path) -> None:
 # The standard route
 
 
-def test_everything_is_fetched_into_the_cache_and_kept(
-    repository: HubRepository, local_hub: LocalHub, shards: list[str]
-) -> None:
+def test_standard_route_fills_the_cache(repository: HubRepository, local_hub: LocalHub, shards: list[str]) -> None:
     snapshot = download_all(repository, HubCheckpoint(repository).index)
     assert names_in(snapshot) == sorted([*shards, INDEX_NAME, "config.json", "tokenizer.json"])
     assert local_hub.downloads("pytorch_model.bin") == local_hub.downloads("README.md") == 0
     assert snapshot.name == repository.commit
 
 
-def test_download_tells_of_every_byte_once(repository: HubRepository, shards: list[str]) -> None:
+def test_download_reports_every_byte_once(repository: HubRepository, shards: list[str]) -> None:
     events: list[progress.Event] = []
     index = HubCheckpoint(repository).index
     with progress.listening(events.append):
         snapshot = download_all(repository, index)
         download_all(repository, index)
-    wanted = [*shards, "config.json", "tokenizer.json"]  # the index had come before
-    sizes = {name: (snapshot / name).stat().st_size for name in wanted}
-    assert events[0] == progress.DownloadStarted(repository.label, len(wanted), sum(sizes.values()))
-    fetched = dict.fromkeys(wanted, 0)
+    names = [*shards, "config.json", "tokenizer.json"]  # the index had come before
+    sizes = {name: (snapshot / name).stat().st_size for name in names}
+    assert events[0] == progress.DownloadStarted(repository.label, len(names), sum(sizes.values()))
+    fetched = dict.fromkeys(names, 0)
     for event in events[1:]:
         assert isinstance(event, progress.BytesFetched)
         fetched[event.shard] += event.nbytes
@@ -383,7 +381,7 @@ def test_gated_weights(repository: HubRepository, local_hub: LocalHub, shards: l
         repository.acquire(shards[0])
 
 
-def test_hub_that_does_not_answer(local_hub: LocalHub, folder: Path) -> None:
+def test_unreachable_hub(local_hub: LocalHub, folder: Path) -> None:
     local_hub.stop()
     with pytest.raises(HubError) as failed:
         open_repository(REPO, HubAccess(), Path())
@@ -426,7 +424,7 @@ def _first(**changes: object) -> Callable[[dict[str, Any]], bytes]:
         _first(lfs=[1]),
     ],
 )
-def test_an_answer_that_is_no_listing(local_hub: LocalHub, folder: Path, listing: Any) -> None:
+def test_malformed_listing(local_hub: LocalHub, folder: Path, listing: Any) -> None:
     local_hub.faults.listing = listing
     with pytest.raises(HubError, match="not a list of the files of acme/tiny") as failed:
         open_repository(REPO, HubAccess(), Path())
@@ -448,7 +446,7 @@ def test_an_answer_that_is_no_listing(local_hub: LocalHub, folder: Path, listing
     ],
     ids=str,
 )
-def test_a_listing_that_leads_out_of_a_folder_is_refused_whole(
+def test_listing_with_an_unsafe_path_is_refused(
     local_hub: LocalHub, folder: Path, changes: dict[str, object], tmp_path: Path
 ) -> None:
     local_hub.faults.listing = _first(**changes)
@@ -509,18 +507,18 @@ def test_index_and_header_that_disagree(folder: Path, shards: list[str]) -> None
         split(REPO)
 
 
-def test_header_that_was_damaged_on_the_way_is_noticed(local_hub: LocalHub, tmp_path: Path) -> None:
+def test_header_damaged_in_transit_is_detected(local_hub: LocalHub, tmp_path: Path) -> None:
     """Only the header is read before the plan is made, and no digest covers it alone."""
-    one = write_shards(tmp_path / "hub" / "acme" / "one", {SINGLE_NAME: {"plain": torch.zeros(9)}}, index=False)
-    at = (one / SINGLE_NAME).read_bytes().index(b"plain")
-    local_hub.faults = Faults(only=SINGLE_NAME, flip_byte=at, flip_times=2)  # of the index made up, and of the plan
+    source = write_shards(tmp_path / "hub" / "acme" / "one", {SINGLE_NAME: {"plain": torch.zeros(9)}}, index=False)
+    offset = (source / SINGLE_NAME).read_bytes().index(b"plain")
+    local_hub.faults = Faults(only=SINGLE_NAME, flip_byte=offset, flip_times=2)  # of the index made up, and of the plan
     with pytest.raises(CorruptShardError, match="differs from the planned file: 'qlain' has another offset") as bad:
         split("acme/one")
     assert "delete that folder" in bad.value.remedy
-    assert contents(one)[SINGLE_NAME]
+    assert contents(source)[SINGLE_NAME]
 
 
-def test_connection_that_is_lost_after_the_listing(
+def test_connection_lost_after_the_listing(
     repository: HubRepository, local_hub: LocalHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local_hub.stop()
@@ -531,7 +529,7 @@ def test_connection_that_is_lost_after_the_listing(
         repository.metadata(next(name for name in repository.files if name.endswith(".safetensors")))
 
 
-def test_errors_of_the_disk_are_not_blamed_on_the_hub() -> None:
+def test_disk_errors_are_not_hub_errors() -> None:
     with pytest.raises(OSError, match="No space left") as failed, hub.translated(REPO):
         raise OSError(28, "No space left on device")
     assert not isinstance(failed.value, HubError)
@@ -541,21 +539,21 @@ def test_errors_of_the_disk_are_not_blamed_on_the_hub() -> None:
 
 
 @pytest.mark.parametrize("compression", [None, "4bit", "8bit"])
-def test_streamed_split_has_the_bytes_of_any_other(
+def test_streamed_split_has_equal_bytes(
     local_hub: LocalHub, shards: list[str], tmp_path: Path, compression: str | None
 ) -> None:
     staged: list[Path] = []
     expected = layer_files(split(write_shards(tmp_path / "local", cut(llama_tensors(), 3)), compression=compression))
     with observe_steps(lambda step: staged.extend([step.path] if ".staging" in str(step.path) else [])):
-        made = split(REPO, compression=compression, shard_transfer="stream")
-    assert layer_files(made) == expected
+        result = split(REPO, compression=compression, shard_transfer="stream")
+    assert layer_files(result) == expected
     assert staged == []
     for shard in shards:  # its header for the plan, and its body once
         size = (tmp_path / "hub" / REPO / shard).stat().st_size
         assert size <= local_hub.body_bytes(shard) <= size + min(size, hub.FIRST_READ_BYTES)
 
 
-def test_streamed_tensors_at_odd_places(tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment) -> None:
+def test_streamed_tensors_at_odd_offsets(tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment) -> None:
     """Tensors that begin anywhere, are empty, small or longer than a buffer, in a shard that holds others' too."""
     chance = torch.Generator().manual_seed(5)
     sizes = [(3,), (2_500, 1_000), (0, 4), (1,), (65, 63), (127, 33), (7,), (1_100, 2_100), (64, 64)]
@@ -570,53 +568,53 @@ def test_streamed_tensors_at_odd_places(tmp_path: Path, local_hub: LocalHub, hub
         expected = layer_files(
             split(write_shards(tmp_path / f"{compression}", cut(tensors, 2)), compression=compression)
         )
-        made = split("acme/odd", tmp_path / f"out-{compression}", compression=compression, shard_transfer="stream")
-        assert layer_files(made) == expected
+        result = split("acme/odd", tmp_path / f"out-{compression}", compression=compression, shard_transfer="stream")
+        assert layer_files(result) == expected
 
 
-def test_budget_below_one_shard_streams_by_itself(local_hub: LocalHub, shards: list[str], tmp_path: Path) -> None:
+def test_budget_below_one_shard_selects_streaming(local_hub: LocalHub, shards: list[str], tmp_path: Path) -> None:
     call = Call(REPO, compression="4bit")
     budget = uses_of(call)[ShardTransfer.FILE].created - 1
     with observe_steps(lambda step: staged.append(step.path) if ".staging" in str(step.path) else None):
         staged: list[Path] = []
-        made = split(REPO, compression="4bit", max_disk=budget)
+        result = split(REPO, compression="4bit", max_disk=budget)
     assert staged == []
-    assert layer_files(made) == layer_files(
+    assert layer_files(result) == layer_files(
         split(write_shards(tmp_path / "local", cut(llama_tensors(), 3)), compression="4bit")
     )
 
 
-def test_streamed_shard_with_a_wrong_byte_gives_no_layer_a_name(
+def test_streamed_shard_with_a_wrong_byte_finishes_no_layer(
     local_hub: LocalHub, folder: Path, shards: list[str], tmp_path: Path
 ) -> None:
     expected = layer_files(split(write_shards(tmp_path / "local", cut(llama_tensors(), 3))))
     header_reads = 1
-    at = (folder / shards[1]).stat().st_size - 5
-    local_hub.faults = Faults(only=shards[1], flip_byte=at, flip_times=1 + header_reads)
+    offset = (folder / shards[1]).stat().st_size - 5
+    local_hub.faults = Faults(only=shards[1], flip_byte=offset, flip_times=1 + header_reads)
     with pytest.raises(HubError, match="arrived with sha256") as refused:
         split(REPO, shard_transfer="stream")
     assert "Make the same call again" in refused.value.remedy
-    made = Call(REPO).find().split_folder
-    finished = names_in(made, "*.safetensors")
-    assert {name: (made / name).read_bytes() for name in finished} == {name: expected[name] for name in finished}
+    output = Call(REPO).find().split_folder
+    finished = names_in(output, "*.safetensors")
+    assert {name: (output / name).read_bytes() for name in finished} == {name: expected[name] for name in finished}
     local_hub.forget_requests()
     assert layer_files(split(REPO, shard_transfer="stream")) == expected
     assert local_hub.body_bytes(shards[0]) == 0  # what was verified is not asked for again
 
 
-def test_route_may_change_on_the_way(local_hub: LocalHub, folder: Path, shards: list[str], tmp_path: Path) -> None:
+def test_route_may_change_between_calls(local_hub: LocalHub, folder: Path, shards: list[str], tmp_path: Path) -> None:
     """A split begun with files goes on as a stream and the other way round; what was staged is cleared away."""
     expected = layer_files(split(write_shards(tmp_path / "local", cut(llama_tensors(), 3)), compression="8bit"))
-    for number, (first, then) in enumerate((("file", "stream"), ("stream", "file"))):
-        call = Call(REPO, str(tmp_path / f"out-{number}"), compression="8bit", shard_transfer=first)
-        made = interrupted(call)
-        (made / ".staging").mkdir(exist_ok=True)
-        (made / ".staging" / f"{shards[2]}.part").write_bytes(b"\0" * 1000)
+    for index, (first, then) in enumerate((("file", "stream"), ("stream", "file"))):
+        call = Call(REPO, str(tmp_path / f"out-{index}"), compression="8bit", shard_transfer=first)
+        result = interrupted(call)
+        (result / ".staging").mkdir(exist_ok=True)
+        (result / ".staging" / f"{shards[2]}.part").write_bytes(b"\0" * 1000)
         assert layer_files(dataclasses.replace(call, shard_transfer=then).make()) == expected
-        assert not (made / ".staging").exists()
+        assert not (result / ".staging").exists()
 
 
-def test_next_shard_is_fetched_while_the_last_is_used(local_hub: LocalHub, shards: list[str]) -> None:
+def test_next_shard_is_fetched_during_the_last(local_hub: LocalHub, shards: list[str]) -> None:
     coming = threading.Event()
     waited: list[bool] = []
 

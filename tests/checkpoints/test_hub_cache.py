@@ -37,9 +37,9 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def snapshot(local_hub: LocalHub, hub_environment: HubEnvironment, tmp_path: Path) -> CachedSnapshot:
     write_shards(tmp_path / "hub" / REPO, cut(llama_tensors(), 2))
-    found = snapshot_of(Path(snapshot_download(REPO)))
-    assert found is not None
-    return found
+    cached = snapshot_of(Path(snapshot_download(REPO)))
+    assert cached is not None
+    return cached
 
 
 @pytest.fixture
@@ -58,27 +58,25 @@ def test_snapshot(snapshot: CachedSnapshot, hub_environment: HubEnvironment, loc
 
 
 @pytest.mark.usefixtures("library")
-def test_what_a_disk_gets_back_is_told_before(
-    snapshot: CachedSnapshot, sibling: Path, hub_environment: HubEnvironment
-) -> None:
+def test_freed_bytes_are_predicted(snapshot: CachedSnapshot, sibling: Path, hub_environment: HubEnvironment) -> None:
     """Nothing of a blob that another revision uses, or that has a second name, or lies on another disk."""
-    at = hub_environment.cache.stat().st_dev
-    told = freed_bytes(snapshot, [FIRST, SECOND, "not there"], at)
+    device = hub_environment.cache.stat().st_dev
+    told = freed_bytes(snapshot, [FIRST, SECOND, "not there"], device)
     before = occupied(hub_environment.cache)
     assert free_file(snapshot, SECOND) > 0
     assert list(told) == [SECOND]
     assert told[SECOND] <= before - occupied(hub_environment.cache) <= told[SECOND] + 4096  # a long link takes a block
-    assert freed_bytes(snapshot, [FIRST], at) == freed_bytes(snapshot, [], at) == {}
-    found = snapshot_of(sibling)
-    assert found is not None
-    assert list(freed_bytes(found, [FIRST, SECOND], at)) == [SECOND]
-    assert freed_bytes(found, [SECOND], at + 1) == {}
+    assert freed_bytes(snapshot, [FIRST], device) == freed_bytes(snapshot, [], device) == {}
+    cached = snapshot_of(sibling)
+    assert cached is not None
+    assert list(freed_bytes(cached, [FIRST, SECOND], device)) == [SECOND]
+    assert freed_bytes(cached, [SECOND], device + 1) == {}
     os.link((sibling / SECOND).resolve(), hub_environment.home / "kept")
-    assert freed_bytes(found, [SECOND], at) == {}
+    assert freed_bytes(cached, [SECOND], device) == {}
 
 
 @pytest.mark.parametrize("path", ["", "..", "../..", "../../blobs", "sub"])
-def test_what_is_no_snapshot(snapshot: CachedSnapshot, path: str, tmp_path: Path) -> None:
+def test_folders_that_are_no_snapshot(snapshot: CachedSnapshot, path: str, tmp_path: Path) -> None:
     if path:
         assert snapshot_of(snapshot.folder / path) is None
     assert snapshot_of(tmp_path) is None
@@ -105,22 +103,20 @@ def test_blob_of_another_revision_is_kept(snapshot: CachedSnapshot, sibling: Pat
     assert names_in(snapshot.folder, "*.safetensors") == []
     assert (sibling / FIRST).read_bytes() == content
     assert (sibling / SECOND).exists()
-    other = snapshot_of(sibling)
-    assert other is not None
-    assert free_file(other, FIRST) == len(content)  # no other snapshot has it now
+    second = snapshot_of(sibling)
+    assert second is not None
+    assert free_file(second, FIRST) == len(content)  # no other snapshot has it now
 
 
 @pytest.mark.usefixtures("library")
-def test_file_that_is_not_there(snapshot: CachedSnapshot) -> None:
+def test_absent_file(snapshot: CachedSnapshot) -> None:
     assert free_file(snapshot, "nothing.safetensors") == 0
     assert free_file(CachedSnapshot(snapshot.cache, snapshot.repo_folder, "0" * 40), FIRST) == 0
     assert names_in(snapshot.folder, "*.safetensors") == [FIRST, SECOND]
 
 
 @pytest.mark.usefixtures("library")
-def test_cache_that_is_reached_through_a_link(
-    local_hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_behind_a_link(local_hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a small home holds a link to a large disk: the hub's library resolves it."""
     write_shards(tmp_path / "hub" / REPO, cut(llama_tensors(), 2))
     (tmp_path / "large_disk").mkdir()
@@ -128,8 +124,8 @@ def test_cache_that_is_reached_through_a_link(
     environment = point_at(local_hub.url, tmp_path / "hf_home", monkeypatch)
     snapshot_download(REPO)
     before = occupied(tmp_path / "large_disk")
-    made = split(REPO)
-    assert made.is_relative_to(environment.home)
+    result = split(REPO)
+    assert result.is_relative_to(environment.home)
     assert list(tmp_path.glob("large_disk/hub/**/*.safetensors")) == []
     weights = sum(tensor.nbytes for tensor in llama_tensors().values())
     assert before - occupied(tmp_path / "large_disk" / "hub") > weights
@@ -154,7 +150,7 @@ def test_the_rest_of_a_snapshot(snapshot: CachedSnapshot, sibling: Path) -> None
     assert free_rest(snapshot) == []
 
 
-def test_links_to_the_blobs_are_what_a_cache_is_made_of(snapshot: CachedSnapshot) -> None:
+def test_links_to_blobs_are_accepted(snapshot: CachedSnapshot) -> None:
     check_in_cache(snapshot.folder / FIRST, snapshot)
     store = snapshot.cache / "blobs" / "ab"
     store.mkdir(parents=True)
@@ -166,7 +162,7 @@ def test_links_to_the_blobs_are_what_a_cache_is_made_of(snapshot: CachedSnapshot
 @pytest.mark.parametrize(
     "target", ["{tmp}/elsewhere", "/etc/passwd", "../../refs/main", "../../../models--x--y/blobs/a"]
 )
-def test_link_that_leads_elsewhere(snapshot: CachedSnapshot, tmp_path: Path, target: str) -> None:
+def test_link_outside_the_cache_is_refused(snapshot: CachedSnapshot, tmp_path: Path, target: str) -> None:
     (tmp_path / "elsewhere").touch()
     (snapshot.folder / "bad").symlink_to(target.format(tmp=tmp_path))
     with pytest.raises(UnsafePathError, match="is a link that leads out of the hub cache") as refused:

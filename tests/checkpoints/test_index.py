@@ -55,7 +55,7 @@ def test_no_weight_map(tmp_path: Path, content: object) -> None:
 
 
 @pytest.mark.parametrize("shard", [None, 5, ["a.safetensors"], {"file": "a.safetensors"}])
-def test_shard_that_is_no_text(tmp_path: Path, shard: object) -> None:
+def test_shard_name_that_is_no_string(tmp_path: Path, shard: object) -> None:
     with pytest.raises(InvalidIndexError, match=r"puts tensor 'w' into .*; expected the name of a shard"):
         read_index(write(tmp_path, {"weight_map": {"w": shard}}))
 
@@ -126,32 +126,32 @@ def test_shards_without_their_index_lack_it() -> None:
     assert caught.value.remedy.startswith("Put the index of these shards (model.safetensors.index.json) next to them")
 
 
-def test_entries_in_the_order_that_transformers_has() -> None:
-    others = ["config.json", "last.ckpt", "consolidated.00.pth", "params.json"]
-    for number, name in enumerate(ENTRY_NAMES):
-        assert entry_of([*others, *reversed(ENTRY_NAMES[number:])], "here") == name
+def test_entries_in_the_order_of_transformers() -> None:
+    ignored = ["config.json", "last.ckpt", "consolidated.00.pth", "params.json"]
+    for index, name in enumerate(ENTRY_NAMES):
+        assert entry_of([*ignored, *reversed(ENTRY_NAMES[index:])], "here") == name
     assert [is_index(name) for name in ENTRY_NAMES] == [False, True, False, True]
 
 
-def test_a_single_file_beside_an_index_is_what_transformers_takes(tmp_path: Path) -> None:
+def test_single_file_beside_an_index_is_preferred_as_in_transformers(tmp_path: Path) -> None:
     """As after `save_pretrained` onto a sharded checkpoint, which leaves the index."""
     folder = build_checkpoint(tmp_path / "model", "llama", shards=2, seed=1)
     build_checkpoint(tmp_path / "new", "llama", seed=2)
     shutil.copy(tmp_path / "new" / SINGLE_NAME, folder)
-    wanted = transformers.AutoModelForCausalLM.from_pretrained(folder).lm_head.weight
+    expected = transformers.AutoModelForCausalLM.from_pretrained(folder).lm_head.weight
     with rabbitllm.lazy_load(folder) as weights:
-        assert torch.equal(weights["lm_head.weight"], wanted)
+        assert torch.equal(weights["lm_head.weight"], expected)
     assert entry_of([path.name for path in folder.iterdir()], "here") == SINGLE_NAME
 
 
 @pytest.mark.parametrize("name", ["model.bin", "a.pt", "step_100.pth", "last-v1.ckpt", "x.pkl", "consolidated.00.pth"])
-def test_one_file_of_torch_is_a_checkpoint_whatever_its_name(name: str) -> None:
-    left = ["optimizer.pt", "optimizer_1.bin", "scheduler.pt", "scaler.pt", "training_args.bin", "rng_state.pth"]
-    left += ["rng_state_3.pth", "random_states_0.pkl", "adapter_model.bin", "optim.pth", "notes.txt", "sub/other.pt"]
-    assert entry_of([*left, name], "here") == name
+def test_single_torch_file_of_any_name_is_a_checkpoint(name: str) -> None:
+    ignored = ["optimizer.pt", "optimizer_1.bin", "scheduler.pt", "scaler.pt", "training_args.bin", "rng_state.pth"]
+    ignored += ["rng_state_3.pth", "random_states_0.pkl", "adapter_model.bin", "optim.pth", "notes.txt", "sub/other.pt"]
+    assert entry_of([*ignored, name], "here") == name
 
 
-def test_several_files_of_torch() -> None:
+def test_several_torch_files() -> None:
     with pytest.raises(
         CheckpointNotFoundError, match=r"here has several weight files and no index: a-2\.pth, a-10\.pth\."
     ) as bad:
@@ -176,7 +176,7 @@ def test_meta_s_own_format_without_its_parameters() -> None:
 
 
 @pytest.mark.parametrize("name", ["..pt", ".pt", "-x.pt", "a b.bin", "adapter_model.bin", "model.safetensors.bin/x.pt"])
-def test_names_that_are_no_checkpoint(name: str) -> None:
+def test_names_without_a_checkpoint(name: str) -> None:
     with pytest.raises(CheckpointNotFoundError, match="holds no checkpoint"):
         entry_of([name], "here")
 
@@ -184,7 +184,7 @@ def test_names_that_are_no_checkpoint(name: str) -> None:
 def test_shards_are_in_numerical_order() -> None:
     for total in (9, 12, 163):
         for pattern in ("model-{:05d}-of-{:05d}.safetensors", "model-{}-of-{}.safetensors", "part{}_{}.st"):
-            ordered = [pattern.format(number, total) for number in range(1, total + 1)]
+            ordered = [pattern.format(index, total) for index in range(1, total + 1)]
             shuffled = random.Random(total).sample(ordered, total)
             assert list(index_of({str(i): name for i, name in enumerate(shuffled)}).shards) == ordered
 
@@ -206,7 +206,7 @@ def test_links_that_stay_inside(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["../outside", "/etc/passwd", "../missing"])
-def test_links_that_lead_out(tmp_path: Path, target: str) -> None:
+def test_links_outside_are_refused(tmp_path: Path, target: str) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (tmp_path / "outside").touch()
@@ -215,7 +215,7 @@ def test_links_that_lead_out(tmp_path: Path, target: str) -> None:
         check_inside(folder / "link", folder)
 
 
-def test_folder_that_leads_out(tmp_path: Path) -> None:
+def test_folder_outside_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "sub").symlink_to(tmp_path)

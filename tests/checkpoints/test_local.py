@@ -42,17 +42,17 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The files that are opened, and the steps that change the disk."""
-    seen: list[str] = []
+    paths: list[str] = []
     for module, name in ((builtins, "open"), (io, "open"), (os, "open")):
         real = getattr(module, name)
 
         def note(path: Any, *args: Any, real: Any = real, **kwargs: Any) -> Any:
-            seen.append(os.fspath(path) if not isinstance(path, int) else str(path))
+            paths.append(os.fspath(path) if not isinstance(path, int) else str(path))
             return real(path, *args, **kwargs)
 
         monkeypatch.setattr(module, name, note)
-    with observe_steps(lambda step: seen.append(f"{step.kind} {step.path}")):
-        yield seen
+    with observe_steps(lambda step: paths.append(f"{step.kind} {step.path}")):
+        yield paths
 
 
 # What is there
@@ -81,7 +81,7 @@ def test_single_file(tmp_path: Path) -> None:
     assert set(checkpoint.index.weight_map) == set(llama_tensors(layers=1))
 
 
-def test_shards_in_a_folder_of_their_own(tmp_path: Path) -> None:
+def test_shards_in_a_subfolder(tmp_path: Path) -> None:
     folder = write_shards(tmp_path, {"weights/a.safetensors": {"model.norm.weight": torch.zeros(4)}})
     checkpoint = LocalCheckpoint(folder)
     assert checkpoint.acquire("weights/a.safetensors") == folder / "weights" / "a.safetensors"
@@ -89,20 +89,27 @@ def test_shards_in_a_folder_of_their_own(tmp_path: Path) -> None:
 
 
 def test_sidecars(folder: Path) -> None:
-    wanted = ["chat_template.jinja", "merges.txt", "modeling_own.py", "tokenizer.json", "tokenizer.model", "LICENSE.md"]
-    wanted += ["additional_chat_templates/tool.jinja", "modules.json", "1_Pooling/config.json"]
+    names = [
+        "chat_template.jinja",
+        "merges.txt",
+        "modeling_own.py",
+        "tokenizer.json",
+        "tokenizer.model",
+        "LICENSE.md",
+    ]
+    names += ["additional_chat_templates/tool.jinja", "modules.json", "1_Pooling/config.json"]
     unwanted = ["README.md", "pytorch_model.bin.index.json", "x.safetensors", "notes.bin", "original/params.json"]
-    for name in wanted + unwanted:
+    for name in names + unwanted:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(name)
     with (folder / "huge.json").open("wb") as stream:
         stream.truncate((128 << 20) + 1)
-    found = LocalCheckpoint(folder).sidecars()
-    assert sorted(found) == sorted([*wanted, "config.json"])
-    assert all(path == folder / name for name, path in found.items())
+    sidecars = LocalCheckpoint(folder).sidecars()
+    assert sorted(sidecars) == sorted([*names, "config.json"])
+    assert all(path == folder / name for name, path in sidecars.items())
 
 
-def test_other_weights_are_never_of_interest(folder: Path) -> None:
+def test_other_weights_are_ignored(folder: Path) -> None:
     (folder / "adapter.safetensors").write_bytes(b"not even a safetensors file")
     checkpoint = LocalCheckpoint(folder)
     for shard in checkpoint.index.shards:
@@ -123,7 +130,7 @@ def test_no_such_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "found"),
+    ("files", "says"),
     [
         ([], "found 0 other files."),
         (["config.json", "tokenizer.json"], "found 2 other files."),
@@ -136,16 +143,16 @@ def test_no_such_folder(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_no_checkpoint_in_the_folder(tmp_path: Path, files: list[str], found: str) -> None:
+def test_no_checkpoint_in_the_folder(tmp_path: Path, files: list[str], says: str) -> None:
     for file in files:
         (tmp_path / file).touch()
     with pytest.raises(
         CheckpointNotFoundError,
         match="holds no checkpoint: looked for model.safetensors, model.safetensors.index.json, "
-        rf"pytorch_model.bin, pytorch_model.bin.index.json, a single file of torch.save, and GGUF; {found}",
+        rf"pytorch_model.bin, pytorch_model.bin.index.json, a single file of torch.save, and GGUF; {says}",
     ) as refused:
         LocalCheckpoint(tmp_path)
-    remedy = "safetensors or torch.save files" if "weights" in found else "the folder that holds the weights"
+    remedy = "safetensors or torch.save files" if "weights" in says else "the folder that holds the weights"
     assert remedy in refused.value.remedy
 
 
@@ -154,9 +161,9 @@ def test_missing_shard(folder: Path) -> None:
     checkpoint = LocalCheckpoint(folder)
     assert checkpoint.metadata(FIRST) is not None
     assert checkpoint.metadata(SECOND) is None
-    held = sum(shard == SECOND for shard in checkpoint.index.weight_map.values())
+    count = sum(shard == SECOND for shard in checkpoint.index.weight_map.values())
     with pytest.raises(
-        MissingShardError, match=rf"{SECOND} is missing; by the index it holds {held} tensors"
+        MissingShardError, match=rf"{SECOND} is missing; by the index it holds {count} tensors"
     ) as missing:
         checkpoint.acquire(SECOND)
     assert "Put the shard at that path, or use the id of its repository." in str(missing.value)
@@ -175,7 +182,7 @@ def rename_in_index(folder: Path, to: str) -> None:
 @pytest.mark.parametrize(
     "name", ["../precious.safetensors", "{tmp}/precious.safetensors", "sub/../../precious.safetensors"]
 )
-def test_name_that_leads_out(folder: Path, tmp_path: Path, name: str, opened: list[str]) -> None:
+def test_shard_name_outside_is_refused(folder: Path, tmp_path: Path, name: str, opened: list[str]) -> None:
     (folder / SECOND).rename(tmp_path / "precious.safetensors")
     rename_in_index(folder, name.format(tmp=tmp_path))
     before = contents(tmp_path)
@@ -186,14 +193,14 @@ def test_name_that_leads_out(folder: Path, tmp_path: Path, name: str, opened: li
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("kind", ["file", "folder", "single"])
-def test_link_that_leads_out(folder: Path, tmp_path: Path, kind: str, opened: list[str]) -> None:
+@pytest.mark.parametrize("target", ["file", "folder", "single"])
+def test_link_outside_is_refused(folder: Path, tmp_path: Path, target: str, opened: list[str]) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (folder / SECOND).rename(outside / SECOND)
-    if kind == "file":
+    if target == "file":
         (folder / SECOND).symlink_to(outside / SECOND)
-    elif kind == "folder":
+    elif target == "folder":
         (folder / "sub").symlink_to(outside)
         rename_in_index(folder, f"sub/{SECOND}")
     else:
@@ -203,11 +210,11 @@ def test_link_that_leads_out(folder: Path, tmp_path: Path, kind: str, opened: li
     opened.clear()
     with pytest.raises(UnsafePathError, match="is a link that leads outside its folder"):
         LocalCheckpoint(folder)
-    assert {Path(path).name for path in opened} == (set() if kind == "single" else {INDEX_NAME})
+    assert {Path(path).name for path in opened} == (set() if target == "single" else {INDEX_NAME})
     assert contents(tmp_path) == before
 
 
-def test_link_that_is_put_there_later(folder: Path, tmp_path: Path) -> None:
+def test_link_made_later_is_refused(folder: Path, tmp_path: Path) -> None:
     checkpoint = LocalCheckpoint(folder)
     (folder / FIRST).rename(tmp_path / FIRST)
     (folder / FIRST).symlink_to(tmp_path / FIRST)
@@ -236,7 +243,7 @@ def test_malformed_index(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncated", "header"])
-def test_damaged_shard_says_what_is_safe_and_how_to_go_on(folder: Path, damage: str) -> None:
+def test_damaged_shard_names_the_remedy(folder: Path, damage: str) -> None:
     raw = (folder / SECOND).read_bytes()
     (folder / SECOND).write_bytes(raw[:-1] if damage == "truncated" else raw[:8] + b"x" + raw[9:])
     with pytest.raises(CorruptShardError) as refused:
@@ -259,7 +266,7 @@ def test_damaged_single_file(tmp_path: Path) -> None:
 # Giving up
 
 
-def test_release_and_what_is_left(folder: Path) -> None:
+def test_release(folder: Path) -> None:
     checkpoint = LocalCheckpoint(folder)
     size = (folder / FIRST).stat().st_size
     release = checkpoint.release(FIRST)
@@ -272,11 +279,11 @@ def test_release_and_what_is_left(folder: Path) -> None:
     assert names_in(folder) == ["config.json"]
 
 
-@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EPERM])
-def test_read_only_source_is_left_alone(folder: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM])
+def test_read_only_source_is_left_alone(folder: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     before = contents(folder)
     checkpoint = LocalCheckpoint(folder)
-    with failing(OSError(number, os.strerror(number)), lambda n, step: True, kinds=("unlink",)):
+    with failing(OSError(code, os.strerror(code)), lambda n, step: True, kinds=("unlink",)):
         release = checkpoint.release(FIRST)
     assert (release.disposal, release.freed) == (Disposal.READ_ONLY, 0)
     assert release.disposal.value == "kept: the source is read-only"
@@ -293,7 +300,7 @@ def test_other_errors_are_not_hidden(folder: Path) -> None:
         checkpoint.release(FIRST)
 
 
-def test_releasing_is_an_unlink_that_lasts(folder: Path) -> None:
+def test_release_is_a_durable_unlink(folder: Path) -> None:
     steps: list[Step] = []
     checkpoint = LocalCheckpoint(folder)
     with observe_steps(steps.append):
@@ -310,10 +317,10 @@ def identity(folder: Path) -> SourceIdentity:
     return checkpoint.identity(metadata)
 
 
-def test_identity_is_of_the_contents(tmp_path: Path) -> None:
-    made = {seed: write_shards(tmp_path / str(seed) / "m", cut(llama_tensors(seed=seed), 2)) for seed in (0, 1)}
+def test_identity_depends_on_content(tmp_path: Path) -> None:
+    paths = {seed: write_shards(tmp_path / str(seed) / "m", cut(llama_tensors(seed=seed), 2)) for seed in (0, 1)}
     again = write_shards(tmp_path / "again", cut(llama_tensors(seed=0), 2))
-    first, other, same = identity(made[0]), identity(made[1]), identity(again)
+    first, other, same = identity(paths[0]), identity(paths[1]), identity(again)
     assert (first.kind, first.name, first.commit) == ("local", "m", None)
     assert first.differs_from(same) is None  # a folder may be renamed
     assert first.differs_from(other) == f"its shard {FIRST} has other contents"
@@ -322,11 +329,11 @@ def test_identity_is_of_the_contents(tmp_path: Path) -> None:
     assert identity(again).differs_from(first) is None
 
 
-@pytest.mark.parametrize("at", [0, -1])
-def test_fingerprint_sees_both_ends_of_a_file(folder: Path, at: int) -> None:
+@pytest.mark.parametrize("offset", [0, -1])
+def test_fingerprint_sees_both_ends_of_a_file(folder: Path, offset: int) -> None:
     before = identity(folder)
     raw = bytearray((folder / FIRST).read_bytes())
-    raw[at if at else raw.index(b"weight")] ^= 1
+    raw[offset if offset else raw.index(b"weight")] ^= 1
     (folder / FIRST).write_bytes(raw)
     after = LocalCheckpoint(folder).metadata(FIRST)
     assert after is not None
@@ -337,8 +344,8 @@ def test_fingerprint_sees_every_byte_of_a_small_file(folder: Path) -> None:
     path = folder / FIRST
     header, raw = read_header(path), path.read_bytes()
     before = sampled_fingerprint(path, header)
-    for at in range(header.data_start, len(raw), 97):
-        path.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+    for offset in range(header.data_start, len(raw), 97):
+        path.write_bytes(raw[:offset] + bytes([raw[offset] ^ 1]) + raw[offset + 1 :])
         assert sampled_fingerprint(path, header) != before
     path.write_bytes(raw)
     assert sampled_fingerprint(path, header) == before
@@ -371,7 +378,7 @@ def test_fingerprint_reads_a_bounded_part_of_a_file_of_many_tensors(
     assert sum(length for _, length in pieces) <= (1 << 12) + 5 * records.SAMPLE_BYTES
 
 
-def test_sidecar_that_a_link_leads_out_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_sidecar_link_outside_is_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "secret.json").write_text("{}")
     (folder / "tokenizer_config.json").unlink(missing_ok=True)
     (folder / "tokenizer_config.json").symlink_to(tmp_path / "secret.json")

@@ -56,8 +56,8 @@ def loaded(folder: Path, files: dict[str, bytes]) -> Any:
 
 
 def ids_of(tokenizer: Any, text: str) -> list[int]:
-    found: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-    return found
+    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    return ids
 
 
 # Llama 1 and 2
@@ -89,13 +89,13 @@ def pieces() -> bytes:
 def from_pieces(pieces: bytes, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     folder = tmp_path_factory.mktemp("pieces")
     (folder / "tokenizer.model").write_bytes(pieces)
-    vocabulary, files = derive_tokenizer(folder / "tokenizer.model", later=False, longest=4096)
+    vocabulary, files = derive_tokenizer(folder / "tokenizer.model", later=False, max_length=4096)
     assert vocabulary == meta_checkpoint.LlamaVocabulary(False, 1500, 1, (2,))
     return loaded(folder, files), sentencepiece.SentencePieceProcessor(model_proto=pieces)
 
 
 @pytest.mark.parametrize("text", [text for text in HARD if "<s>" not in text])
-def test_ids_are_sentencepiece_s(from_pieces: tuple[Any, Any], text: str) -> None:
+def test_ids_are_those_of_sentencepiece(from_pieces: tuple[Any, Any], text: str) -> None:
     tokenizer, library = from_pieces
     assert ids_of(tokenizer, text) == library.encode(text)
     assert tokenizer(text).input_ids == [1, *library.encode(text)]
@@ -105,7 +105,7 @@ def test_ids_are_sentencepiece_s(from_pieces: tuple[Any, Any], text: str) -> Non
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="<\u2581"), max_size=60))
 @settings(max_examples=300, deadline=None)
-def test_ids_of_any_text_are_sentencepiece_s(from_pieces: tuple[Any, Any], text: str) -> None:
+def test_ids_of_any_text_are_those_of_sentencepiece(from_pieces: tuple[Any, Any], text: str) -> None:
     tokenizer, library = from_pieces
     assert ids_of(tokenizer, text) == library.encode(text)
 
@@ -128,11 +128,11 @@ def test_special_tokens_of_sentencepiece(from_pieces: tuple[Any, Any]) -> None:
         ({"eos_id": -1}, "it has no piece that begins or ends a text"),
     ],
 )
-def test_a_vocabulary_that_encodes_otherwise(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+def test_vocabulary_that_encodes_differently(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
     path = tmp_path / "tokenizer.model"
     path.write_bytes(trained(**{"vocab_size": 700, **changes}))
     with pytest.raises(CorruptVocabularyError, match=f"encodes differently from Llama's tokenizer: {says}") as refused:
-        derive_tokenizer(path, later=False, longest=4096)
+        derive_tokenizer(path, later=False, max_length=4096)
     assert "tokenizer.json" in refused.value.remedy
 
 
@@ -141,7 +141,7 @@ def test_hostile_models_are_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / "tokenizer.model"
     path.write_bytes(HOSTILE[name][0])
     with pytest.raises(CorruptVocabularyError):
-        derive_tokenizer(path, later=False, longest=4096)
+        derive_tokenizer(path, later=False, max_length=4096)
 
 
 # Llama 3
@@ -150,12 +150,12 @@ def test_hostile_models_are_refused(tmp_path: Path, name: str) -> None:
 @pytest.fixture(scope="module")
 def ranks() -> bytes:
     """All bytes, and merges that a trainer finds in this repository's own text."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train([str(path) for path in CORPUS], trainers.BpeTrainer(vocab_size=3000, initial_alphabet=alphabet))
+    tokenizer.train([str(path) for path in CORPUS], trainers.BpeTrainer(vocab_size=3000, initial_alphabet=alphabet))
     letters = {letter: byte for byte, letter in enumerate(meta_checkpoint._byte_letters())}
-    ordered = sorted(made.get_vocab().items(), key=lambda item: item[1])
+    ordered = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     tokens = [bytes(letters[letter] for letter in text) for text, _ in ordered]
     return b"".join(base64.b64encode(token) + f" {rank}\n".encode() for rank, token in enumerate(tokens))
 
@@ -165,20 +165,20 @@ def from_ranks(ranks: bytes, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     tiktoken = pytest.importorskip("tiktoken")
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "tokenizer.model").write_bytes(ranks)
-    vocabulary, files = derive_tokenizer(folder / "tokenizer.model", later=True, longest=131_072)
+    vocabulary, files = derive_tokenizer(folder / "tokenizer.model", later=True, max_length=131_072)
     assert vocabulary == meta_checkpoint.LlamaVocabulary(True, 3256, 3000, (3001, 3008, 3009))
     lines = (line.split() for line in ranks.splitlines())
     library = tiktoken.Encoding(
         name="tiny",
         pat_str=meta_checkpoint._CUT,
         mergeable_ranks={base64.b64decode(token): int(rank) for token, rank in lines},
-        special_tokens={name: 3000 + number for number, name in enumerate(special_tokens(later=True))},
+        special_tokens={name: 3000 + index for index, name in enumerate(special_tokens(later=True))},
     )
     return loaded(folder, files), library
 
 
 @pytest.mark.parametrize("text", [*HARD, "<|begin_of_text|>a<|eot_id|>\n\n <|python_tag|><|no token|>"])
-def test_ids_are_tiktoken_s(from_ranks: tuple[Any, Any], text: str) -> None:
+def test_ids_are_those_of_tiktoken(from_ranks: tuple[Any, Any], text: str) -> None:
     tokenizer, library = from_ranks
     expected = library.encode(text, allowed_special="all")
     assert ids_of(tokenizer, text) == expected
@@ -188,7 +188,7 @@ def test_ids_are_tiktoken_s(from_ranks: tuple[Any, Any], text: str) -> None:
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=60))
 @settings(max_examples=300, deadline=None)
-def test_ids_of_any_text_are_tiktoken_s(from_ranks: tuple[Any, Any], text: str) -> None:
+def test_ids_of_any_text_are_those_of_tiktoken(from_ranks: tuple[Any, Any], text: str) -> None:
     tokenizer, library = from_ranks
     assert ids_of(tokenizer, text) == library.encode(text, allowed_special="all")
 
@@ -202,21 +202,21 @@ def test_special_tokens_of_llama_3() -> None:
     assert (first[255], later[255]) == ("<|reserved_special_token_250|>", "<|reserved_special_token_247|>")
 
 
-def test_a_token_that_has_a_special_one_s_name(tmp_path: Path) -> None:
+def test_regular_token_named_like_a_special_one(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.model"
     path.write_bytes(tiktoken_file(0) + base64.b64encode(b"<|eot_id|>") + b" 256\n")
     with pytest.raises(CorruptVocabularyError, match=r"named like the special token '<\|eot_id\|>'"):
-        derive_tokenizer(path, later=False, longest=8192)
+        derive_tokenizer(path, later=False, max_length=8192)
 
 
-def test_tokens_so_long_that_their_pairs_would_take_minutes(tmp_path: Path) -> None:
+def test_overlong_tokens_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.model"
     lines = (base64.b64encode(bytes([i % 251, i // 251]) + bytes(1000)) + f" {256 + i}\n".encode() for i in range(300))
     path.write_bytes(tiktoken_file(0) + b"".join(lines))
     with pytest.raises(CorruptVocabularyError, match=r"needs .* bytes to check"):
-        derive_tokenizer(path, later=False, longest=8192)
+        derive_tokenizer(path, later=False, max_length=8192)
 
 
 def test_no_vocabulary(tmp_path: Path) -> None:
     with pytest.raises((FileNotFoundError, CheckpointNotFoundError)):
-        derive_tokenizer(tmp_path / "tokenizer.model", later=False, longest=1)
+        derive_tokenizer(tmp_path / "tokenizer.model", later=False, max_length=1)

@@ -124,9 +124,9 @@ def test_published_models(name: str) -> None:
     factor = {"Llama 3.1 70B": 8.0, "Llama 3.2 1B": 32.0}.get(name)
     assert config.get("rope_scaling", {}).get("factor") == factor
     assert parse_params({"model": content}, "params.json") == params
-    made: Any = transformers.LlamaConfig(**config)
-    assert made.rope_parameters["rope_theta"] == config["rope_theta"]
-    assert made.rope_parameters["rope_type"] == ("llama3" if factor else "default")
+    llama: Any = transformers.LlamaConfig(**config)
+    assert llama.rope_parameters["rope_theta"] == config["rope_theta"]
+    assert llama.rope_parameters["rope_type"] == ("llama3" if factor else "default")
 
 
 def test_the_tokenizer_decides_between_generations() -> None:
@@ -138,18 +138,18 @@ def test_the_tokenizer_decides_between_generations() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("embedding_dim", [0, 1])
-def test_derived_config_is_the_model_s(tmp_path: Path, ranks: int, embedding_dim: int) -> None:
+def test_derived_config_is_that_of_the_model(tmp_path: Path, ranks: int, embedding_dim: int) -> None:
     model = tiny_llama(kv_heads=4)
     derived = LocalCheckpoint(write_meta(tmp_path, model, ranks, embedding_dim)).derived()
     assert set(derived) == {"config.json", "generation_config.json"}
-    made = transformers.LlamaConfig(**json.loads(derived["config.json"])).to_dict()
-    own = model.config.to_dict()
+    actual = transformers.LlamaConfig(**json.loads(derived["config.json"])).to_dict()
+    expected = model.config.to_dict()
     for key in ("dtype", "torch_dtype", "architectures", "initializer_range", "transformers_version"):
-        made.pop(key, None), own.pop(key, None)
-    assert made == own
+        actual.pop(key, None), expected.pop(key, None)
+    assert actual == expected
 
 
-def test_what_is_there_is_not_derived(tmp_path: Path) -> None:
+def test_existing_files_are_not_derived(tmp_path: Path) -> None:
     source = write_meta(tmp_path, tiny_llama(vocabulary=640), tokenizer=tiktoken_file())
     names = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
     assert set(LocalCheckpoint(source).derived()) == set(names)
@@ -163,7 +163,7 @@ def test_what_is_there_is_not_derived(tmp_path: Path) -> None:
     assert LocalCheckpoint(source).derived() == {}
 
 
-def test_no_tokenizer_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_tokenizer_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     LocalCheckpoint(write_meta(tmp_path, tiny_llama())).derived()
     assert "The checkpoint has no tokenizer.model" in caplog.text
 
@@ -173,9 +173,9 @@ def test_no_tokenizer_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 
 def refused(folder: Path, error: type[CheckpointError], says: str) -> None:
     before = sorted(folder.iterdir())
-    with pytest.raises(error, match=says) as found:
+    with pytest.raises(error, match=says) as info:
         LocalCheckpoint(folder).derived()
-    assert found.value.remedy
+    assert info.value.remedy
     assert sorted(folder.iterdir()) == before
 
 
@@ -265,7 +265,7 @@ def test_parameters_that_are_no_json(tmp_path: Path, content: str) -> None:
     ],
     ids=range(11),
 )
-def test_tensors_that_are_no_llama_s(
+def test_tensors_of_another_model(
     tmp_path: Path, change: dict[str, Any], error: type[CheckpointError], says: str
 ) -> None:
     source = write_meta(tmp_path, tiny_llama())
@@ -274,15 +274,15 @@ def test_tensors_that_are_no_llama_s(
     refused(source, error, says)
 
 
-def test_heads_that_cannot_be_shared_out(tmp_path: Path) -> None:
+def test_heads_that_ranks_cannot_divide(tmp_path: Path) -> None:
     source = write_meta(tmp_path, tiny_llama(kv_heads=4), 4, n_kv_heads=2)
     refused(source, UnreadableFormatError, "one of 4 ranks; 8 attention heads and 2 KV heads cannot")
 
 
-def test_more_ranks_than_the_shapes_say(tmp_path: Path) -> None:
+def test_more_ranks_than_by_the_shapes(tmp_path: Path) -> None:
     source = write_meta(tmp_path, tiny_llama(), 2)
-    for number in (2, 3):
-        (source / RANK.format(number)).write_bytes((source / RANK.format(0)).read_bytes())
+    for ranks in (2, 3):
+        (source / RANK.format(ranks)).write_bytes((source / RANK.format(0)).read_bytes())
     refused(source, InvalidIndexError, "is one of 2 ranks by the shape of .*; found 4")
 
 
@@ -295,12 +295,12 @@ def test_more_ranks_than_the_shapes_say(tmp_path: Path) -> None:
         (["consolidated.00.pth", "consolidated.9999.pth"], InvalidIndexError, "below 64"),
     ],
 )
-def test_ranks_that_are_no_whole(names: list[str], error: type[CheckpointError], says: str) -> None:
+def test_incomplete_ranks(names: list[str], error: type[CheckpointError], says: str) -> None:
     with pytest.raises(error, match=says):
         ranks_of([*names, "params.json"], "here")
 
 
-def test_ranks_are_in_the_order_of_their_numbers() -> None:
-    names = [RANK.format(number) for number in range(16)]
+def test_ranks_are_in_numerical_order() -> None:
+    names = [RANK.format(rank) for rank in range(16)]
     assert ranks_of([*reversed(names), "tokenizer.model", "consolidated.safetensors"], "here") == tuple(names)
     assert params_of(tiny_llama())["n_heads"] == 8

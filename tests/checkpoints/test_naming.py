@@ -134,9 +134,9 @@ def test_rules_of_a_known_type_can_be_replaced() -> None:
     )
 
 
-def test_patterns_of_one_call_come_before_the_familys() -> None:
-    chosen = naming([r"(?P<id>model)\."])
-    assert assign_layers(["model.layers.0.w"], "llama", chosen) == {"model.layers.0.w": LayerName("model", "model")}
+def test_patterns_of_the_call_come_first() -> None:
+    custom = naming([r"(?P<id>model)\."])
+    assert assign_layers(["model.layers.0.w"], "llama", custom) == {"model.layers.0.w": LayerName("model", "model")}
 
 
 @pytest.mark.parametrize(
@@ -190,13 +190,13 @@ def test_names_like_a_llama(family: str | None, caplog: pytest.LogCaptureFixture
     ],
 )
 def test_a_tensor_is_grouped_by_the_block_of_the_outermost_list(tensor: str, layer: str) -> None:
-    (found,) = assign_layers([tensor], "never_heard_of").values()
-    assert found.id == layer
-    assert tensor.startswith(found.stem)
-    assert found.stem.endswith(layer)
+    (name,) = assign_layers([tensor], "never_heard_of").values()
+    assert name.id == layer
+    assert tensor.startswith(name.stem)
+    assert name.stem.endswith(layer)
 
 
-def test_warning_where_most_tensors_are_in_no_block(caplog: pytest.LogCaptureFixture) -> None:
+def test_warning_if_most_tensors_are_in_no_block(caplog: pytest.LogCaptureFixture) -> None:
     tensors = ["tower.first.w", "tower.first.b", "tower.second.w", "tower.layers.0.w"]
     assert set(ids(tensors[1:], "odd").values()) == {"tower.first", "tower.second", "tower.layers.0"}
     (record,) = caplog.records
@@ -212,7 +212,7 @@ def test_warning_where_most_tensors_are_in_no_block(caplog: pytest.LogCaptureFix
     assert not caplog.records
 
 
-def test_names_without_modules_stay_alone() -> None:
+def test_names_without_modules_are_layers() -> None:
     tensors = ["encoder_0/kernel", "encoder_0/bias"]
     assert assign_layers(tensors, "odd") == {tensor: LayerName(tensor, tensor) for tensor in tensors}
 
@@ -232,14 +232,14 @@ def test_known_family_with_a_block_of_no_pattern() -> None:
 
 def test_blocks_do_not_change_layers_that_a_pattern_names() -> None:
     register_layer_naming("mine", [r"model\.(?P<id>layers\.\d+)\.", r"model\.(?P<id>norm)\."])
-    named = {
+    layers = {
         "model.layers.0.w": LayerName("layers.0", "model.layers.0"),
         "model.norm.weight": LayerName("norm", "model.norm"),
     }
     unnamed = ["layers.0.w", "layers.0.b", "layers.1.w"]
     alone = {tensor: LayerName(tensor, tensor) for tensor in unnamed[:2]}
     blocks = {"layers.1.w": LayerName("layers.1", "layers.1")}
-    assert assign_layers([*named, *unnamed], "mine") == {**named, **alone, **blocks}
+    assert assign_layers([*layers, *unnamed], "mine") == {**layers, **alone, **blocks}
 
 
 @pytest.mark.parametrize("tensor", ["a." * 200_000 + "b", "0" * 400_000, "a" * 400_000 + ".", "." * 400_000])
@@ -258,6 +258,6 @@ def test_order_of_layers(layers: int) -> None:
         ("transformer.h.", "transformer.wte", "transformer.ln_f", "lm_head"),
         ("gpt_neox.layers.", "gpt_neox.embed_in", "gpt_neox.final_layer_norm", "embed_out"),
     ):
-        stack = [f"{lead}{number}" for number in range(layers)]
+        stack = [f"{lead}{index}" for index in range(layers)]
         expected = [embedding, *stack, norm, head]
         assert sorted(sorted(expected, key=lambda stem: re.sub(r"\d", "", stem)), key=layer_order) == expected

@@ -36,7 +36,7 @@ def test_refused(tmp_path: Path, case: str) -> None:
     assert len(str(refused.value)) < 600
 
 
-def test_which_of_them_python_reads() -> None:
+def test_refused_json_that_python_accepts() -> None:
     read = set()
     for case, (raw, _) in HOSTILE.items():
         with contextlib.suppress(ValueError, RecursionError):
@@ -46,13 +46,13 @@ def test_which_of_them_python_reads() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_pipe_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "f.json")
     with pytest.raises(InvalidIndexError, match=r"f\.json is not a JSON file: it is not a regular file"):
         read_json(tmp_path / "f.json")
 
 
-def test_an_index_of_the_largest_kind_is_read(tmp_path: Path) -> None:
+def test_largest_published_index_is_read(tmp_path: Path) -> None:
     """Twice as many entries as any that is published."""
     name = "language_model.model.layers.%d.mlp.experts.%d.down_proj.weight_packed"
     weight_map = {name % divmod(n, 384): "model-00001-of-00062.safetensors" for n in range(300_000)}

@@ -29,13 +29,13 @@ def test_legal_headers_are_read(name: str) -> None:
     read_in(gguf_files.LEGAL[name])
 
 
-def test_it_reads_as_the_package_gguf_does(tmp_path: Path) -> None:
+def test_header_equals_that_of_the_gguf_package(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", "qwen3moe")
     ours, theirs = read_gguf(path), gguf.GGUFReader(path)
-    found = {spec.name: spec for spec in ours.header.tensors}
-    assert len(found) == len(theirs.tensors)
+    specs = {spec.name: spec for spec in ours.header.tensors}
+    assert len(specs) == len(theirs.tensors)
     for tensor in theirs.tensors:
-        spec = found[tensor.name]
+        spec = specs[tensor.name]
         assert (spec.offset, spec.extent) == (tensor.data_offset, tensor.n_bytes)
         assert spec.shape == tuple(int(size) for size in tensor.shape)[::-1]
     assert ours.header.data_start == theirs.data_offset
@@ -44,8 +44,8 @@ def test_it_reads_as_the_package_gguf_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("long_arrays", [True, False])
-def test_an_outline_has_the_metadata_and_the_names(tmp_path: Path, long_arrays: bool) -> None:
-    words = [f"word {number}" for number in range(5000)]
+def test_outline_has_metadata_and_names(tmp_path: Path, long_arrays: bool) -> None:
+    words = [f"word {index}" for index in range(5000)]
     path = write_gguf(tmp_path / "model.gguf", changed=lambda writer: writer.add_array("words", words))
     data = path.read_bytes()
     file = read_gguf(path)
@@ -53,12 +53,12 @@ def test_an_outline_has_the_metadata_and_the_names(tmp_path: Path, long_arrays: 
     assert isinstance(array, GgufArray)
     assert [*strings(lambda offset, length: data[offset : offset + length], array, "x")] == words
     names = ["a", "blk.0.b"]
-    made = tmp_path / "outline.gguf"
-    made.write_bytes(
+    outline_path = tmp_path / "outline.gguf"
+    outline_path.write_bytes(
         b"".join(outline(file, lambda offset, length: data[offset : offset + length], names, long_arrays=long_arrays))
     )
-    again = read_gguf(made)
+    again = read_gguf(outline_path)
     assert {spec.name for spec in again.header.tensors} == {*names}
-    assert [tensor.name for tensor in gguf.GGUFReader(made).tensors] == names
+    assert [tensor.name for tensor in gguf.GGUFReader(outline_path).tensors] == names
     expected = {key for key in file.metadata if long_arrays or key != "words"}
     assert {*again.metadata} == expected

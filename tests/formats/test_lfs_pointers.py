@@ -29,12 +29,12 @@ def folder(tmp_path: Path) -> Path:
     "name",
     ["shard", "model.safetensors.index.json", "config.json", "tokenizer.json", "tokenizer_config.json", "m.gguf"],
 )
-def test_a_pointer_is_told_by_each_reader(folder: Path, name: str) -> None:
+def test_pointer_is_recognised_by_each_reader(folder: Path, name: str) -> None:
     if name.endswith(".gguf"):
         path = write_gguf(folder / name)
-        for other in folder.iterdir():
-            if other != path:
-                other.unlink()
+        for file in folder.iterdir():
+            if file != path:
+                file.unlink()
     path = sorted(folder.glob("*-of-*.safetensors"))[0] if name == "shard" else folder / name
     path.write_bytes(POINTER)
     before = contents(folder)
@@ -47,7 +47,7 @@ def test_a_pointer_is_told_by_each_reader(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "m.gguf"])
-def test_a_pointer_is_not_loaded_lazily(tmp_path: Path, name: str) -> None:
+def test_pointer_is_not_loaded_lazily(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(POINTER)
     for path in (tmp_path / name, tmp_path):
         with pytest.raises(RabbitLLMError, match=f"{name} is a git-lfs pointer"):
@@ -55,7 +55,7 @@ def test_a_pointer_is_not_loaded_lazily(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "config.json"])
-def test_a_byte_order_mark_is_named(folder: Path, name: str) -> None:
+def test_byte_order_mark_is_named(folder: Path, name: str) -> None:
     """Windows' editors write one."""
     (folder / name).write_bytes(codecs.BOM_UTF8 + (folder / name).read_bytes())
     with pytest.raises(RabbitLLMError, match=f"{name} begins with a byte-order mark") as refused:

@@ -22,9 +22,9 @@ from tests.support.picture_models import RATE, encoded, picture, sound, tone
 NAME = "photo"
 
 
-def chunk(kind: bytes, data: bytes) -> bytes:
+def chunk(chunk_type: bytes, data: bytes) -> bytes:
     """A chunk of a PNG file."""
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    return struct.pack(">I", len(data)) + chunk_type + data + struct.pack(">I", zlib.crc32(chunk_type + data))
 
 
 def png(width: int, height: int, rows: int) -> bytes:
@@ -50,15 +50,15 @@ def rotated(orientation: int) -> bytes:
     return encoded(picture(), "JPEG", exif=exif)
 
 
-def animated(kind: str) -> bytes:
-    return encoded(picture(), kind, save_all=True, append_images=[picture(1), picture(2)])
+def animated(file_format: str) -> bytes:
+    return encoded(picture(), file_format, save_all=True, append_images=[picture(1), picture(2)])
 
 
 RGBA = picture().convert("RGBA")
 RGBA.putalpha(Image.linear_gradient("L").resize(RGBA.size))
 PICTURES = {
-    **{kind: encoded(picture(), kind) for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP")},
-    **{f"orientation {number}": rotated(number) for number in (1, 3, 6, 8)},
+    **{file_format: encoded(picture(), file_format) for file_format in ("PNG", "JPEG", "WEBP", "GIF", "BMP")},
+    **{f"orientation {orientation}": rotated(orientation) for orientation in (1, 3, 6, 8)},
     "wrong orientation": rotated(99),
     "alpha": encoded(RGBA),
     "grey with alpha": encoded(RGBA.convert("LA")),
@@ -74,18 +74,18 @@ PICTURES = {
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_is_what_transformers_reads(name: str, tmp_path: Path) -> None:
+def test_picture_equals_that_of_transformers(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(PICTURES[name])
     expected = load_image(str(tmp_path / "file"))
-    found = read_picture(PICTURES[name], NAME)
-    assert (found.mode, found.size) == ("RGB", expected.size)
-    assert np.array_equal(np.asarray(found), np.asarray(expected))
+    image = read_picture(PICTURES[name], NAME)
+    assert (image.mode, image.size) == ("RGB", expected.size)
+    assert np.array_equal(np.asarray(image), np.asarray(expected))
 
 
-def test_sixteen_bits_lose_the_lower_eight() -> None:
+def test_16_bit_values_lose_the_lower_8() -> None:
     values = np.arange(48, dtype=np.uint16).reshape(6, 8) * 1365
-    found = np.asarray(read_picture(encoded(Image.fromarray(values)), NAME))
-    assert np.array_equal(found, np.repeat((values >> 8).astype(np.uint8)[..., None], 3, axis=2))
+    pixels = np.asarray(read_picture(encoded(Image.fromarray(values)), NAME))
+    assert np.array_equal(pixels, np.repeat((values >> 8).astype(np.uint8)[..., None], 3, axis=2))
 
 
 BROKEN = {
@@ -113,7 +113,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_picture_is_refused(name: str) -> None:
+def test_broken_picture_is_refused(name: str) -> None:
     data, said = BROKEN[name]
     with pytest.raises(MediaError, match=said):
         read_picture(data, NAME)
@@ -141,9 +141,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 def test_bombs_take_no_memory(tmp_path: Path) -> None:
     """Files of less than half a megabyte, whose pixels would take 400 MB and 1.6 GB."""
     paths = []
-    for number, data in enumerate([PICTURES["PNG"], png(20_000, 20_000, 2_000), webp(16_384, 16_384)]):
+    for index, data in enumerate([PICTURES["PNG"], png(20_000, 20_000, 2_000), webp(16_384, 16_384)]):
         assert len(data) < 500_000
-        paths.append(tmp_path / str(number))
+        paths.append(tmp_path / str(index))
         paths[-1].write_bytes(data)
     ran = subprocess.run([sys.executable, "-c", BOMBS, *paths], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
@@ -156,10 +156,10 @@ def test_pictures_share_a_limit() -> None:
         read_picture(PICTURES["PNG"], NAME, 90 * 70 - 1)
 
 
-def test_a_sound_is_its_samples() -> None:
-    found = read_sound(sound(), NAME, RATE)
-    assert (found.dtype, found.shape) == (np.float32, (RATE // 2,))
-    assert np.array_equal(found, tone(0, RATE // 2).astype(np.float32) / np.float32(32768))
+def test_sound_samples() -> None:
+    samples = read_sound(sound(), NAME, RATE)
+    assert (samples.dtype, samples.shape) == (np.float32, (RATE // 2,))
+    assert np.array_equal(samples, tone(0, RATE // 2).astype(np.float32) / np.float32(32768))
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
@@ -167,7 +167,7 @@ def test_every_width_and_two_channels(width: int) -> None:
     left, right = np.array([0.5, -0.25, 0.0]), np.array([0.25, 0.25, -1.0])
     frames = np.stack([left, right], 1)
     integers = (frames * (1 << (8 * width - 1))).astype(np.int64) + (128 if width == 1 else 0)
-    raw = b"".join(int(one).to_bytes(width, "little", signed=width > 1) for one in integers.reshape(-1))
+    raw = b"".join(int(value).to_bytes(width, "little", signed=width > 1) for value in integers.reshape(-1))
     file = io.BytesIO()
     with wave.open(file, "wb") as written:
         written.setparams((2, width, RATE, 0, "NONE", ""))
@@ -187,6 +187,6 @@ def test_every_width_and_two_channels(width: int) -> None:
         (sound()[:20] + b"\x03\0" + sound()[22:], "expected WAV"),
     ],
 )
-def test_a_broken_sound_is_refused(data: bytes, said: str) -> None:
+def test_broken_sound_is_refused(data: bytes, said: str) -> None:
     with pytest.raises(MediaError, match=said):
         read_sound(data, NAME, RATE)

@@ -20,7 +20,7 @@ from rabbitllm.formats import pickle_reader
 from rabbitllm.formats.pickle_reader import (
     MAX_PICKLE_BYTES,
     STEPS,
-    Known,
+    Global,
     ListedOpcode,
     RefusedValueError,
     list_opcodes,
@@ -59,12 +59,12 @@ def test_attack(tmp_path: Path, attack: Attack) -> None:
 
 
 @pytest.mark.parametrize("case", LEGAL)
-def test_what_looks_like_an_attack_and_is_sound(case: str) -> None:
+def test_sound_inputs_that_resemble_attacks(case: str) -> None:
     assert len(read(LEGAL[case])) == 1
 
 
 @pytest.mark.parametrize("attack", [a for a in ATTACKS if a.live], ids=lambda attack: attack.name)
-def test_a_reader_that_ran_it_would_show(tmp_path: Path, attack: Attack) -> None:
+def test_attacks_run_in_an_ordinary_unpickler(tmp_path: Path, attack: Attack) -> None:
     """The control: `pickle` itself does what our reader refuses to."""
     marker = tmp_path / "marker"
     with contextlib.suppress(pickle.UnpicklingError, TypeError, AttributeError):  # some run their payload and then fail
@@ -74,7 +74,7 @@ def test_a_reader_that_ran_it_would_show(tmp_path: Path, attack: Attack) -> None
 
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss in kilobytes")
-def test_the_most_memory_that_an_attack_takes(tmp_path: Path) -> None:
+def test_memory_of_attacks(tmp_path: Path) -> None:
     code = """
 import resource, sys
 from pathlib import Path
@@ -92,17 +92,17 @@ print(refused, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - idle) * 102
 """
     command = [sys.executable, "-c", code, str(tmp_path / "marker")]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    refused, most = map(int, ran.stdout.split())
+    refused, peak = map(int, ran.stdout.split())
     assert refused == len(ATTACKS)
-    assert most < 256_000_000
+    assert peak < 256_000_000
 
 
-def test_a_refusal_names_the_global_the_opcode_and_the_byte() -> None:
+def test_refusal_names_the_global_the_opcode_and_the_byte() -> None:
     data = b"\x80\x02}X\x01\x00\x00\x00xcos\nsystem\n)Rs."
     with pytest.raises(UnsafePickleError) as caught:
         value_of(data)
-    at = data.index(b"cos")
-    assert f"at byte {at}: GLOBAL names the global 'os' 'system'" in caught.value.problem
+    offset = data.index(b"cos")
+    assert f"at byte {offset}: GLOBAL names the global 'os' 'system'" in caught.value.problem
     assert "Nothing of it was run" in str(caught.value)
 
 
@@ -143,7 +143,7 @@ def test_other_containers(protocol: int) -> None:
     }
 
 
-def test_one_value_in_two_places_is_one_value() -> None:
+def test_shared_value_is_one_object() -> None:
     shared: list[int] = [1]
     read = value_of(pickled({"a": shared, "b": shared}))
     assert read["a"] is read["b"]
@@ -153,7 +153,7 @@ def test_python_2_text() -> None:
     assert value_of(b"\x80\x02U\x03abc.") == "abc"
 
 
-def test_the_table_is_all_that_is_called() -> None:
+def test_only_globals_of_the_table_are_called() -> None:
     calls = []
 
     def call(arguments: tuple[Any, ...]) -> str:
@@ -162,13 +162,13 @@ def test_the_table_is_all_that_is_called() -> None:
             raise RefusedValueError("does not take 3")
         return "made"
 
-    known = {("shop", "bread"): Known("shop.bread", call), ("shop", "sign"): Known("shop.sign")}
-    made = read_pickle(b"\x80\x02cshop\nbread\nK\x02\x85R.", known, lambda _: None, "x")
-    assert (made, calls) == ("made", [(2,)])
+    table = {("shop", "bread"): Global("shop.bread", call), ("shop", "sign"): Global("shop.sign")}
+    value = read_pickle(b"\x80\x02cshop\nbread\nK\x02\x85R.", table, lambda _: None, "x")
+    assert (value, calls) == ("made", [(2,)])
     with pytest.raises(UnsafePickleError, match=r"at byte 17: REDUCE calls shop.bread, which does not take 3"):
-        read_pickle(b"\x80\x02cshop\nbread\nK\x03\x85R.", known, lambda _: None, "x")
+        read_pickle(b"\x80\x02cshop\nbread\nK\x03\x85R.", table, lambda _: None, "x")
     with pytest.raises(UnsafePickleError, match=r"calls the global shop.sign, which cannot be called"):
-        read_pickle(b"\x80\x02cshop\nsign\n)R.", known, lambda _: None, "x")
+        read_pickle(b"\x80\x02cshop\nsign\n)R.", table, lambda _: None, "x")
 
 
 def test_every_opcode_is_read_or_refused_by_name() -> None:
@@ -185,12 +185,12 @@ def test_every_opcode_is_read_or_refused_by_name() -> None:
             value_of(bytes([0x80, 2, code]))
 
 
-def test_every_opcode_that_picklers_write_is_tried() -> None:
+def test_all_opcodes_of_picklers_are_covered() -> None:
     """So that a slip in one step of the table cannot hide: what is on the list and never written is named here."""
     written = set()
     for protocol in PROTOCOLS:
-        many = {f"n{number}": [number] for number in range(300)}
-        value = [None, True, False, (), {}, set(), {1}, 1.5, many, "x" * 300, b"x", b"x" * 300, bytearray(b"x"), 10**9]
+        large = {f"n{index}": [index] for index in range(300)}
+        value = [None, True, False, (), {}, set(), {1}, 1.5, large, "x" * 300, b"x", b"x" * 300, bytearray(b"x"), 10**9]
         value += [300, 70_000, 10**30, 1 << 31, tuple("ab"), tuple("abc"), tuple("abcd"), [1, 2], ["z"], {"z": 1}]
         ordered: Any = collections.OrderedDict(a=1)
         ordered._metadata = 1
@@ -202,7 +202,7 @@ def test_every_opcode_that_picklers_write_is_tried() -> None:
     assert reads - written == {"LONG4", "BINUNICODE8", "BINBYTES8", "SHORT_BINSTRING"}
 
 
-def test_what_picklers_only_write_for_giants() -> None:
+def test_opcodes_of_very_large_values() -> None:
     assert value_of(b"\x80\x04\x8d\x01\0\0\0\0\0\0\0x.") == "x"
     assert value_of(b"\x80\x04\x8e\x01\0\0\0\0\0\0\0x.") == b"x"
     assert value_of(b"\x80\x02\x8b\x01\0\0\0\xff.") == -1
@@ -213,13 +213,13 @@ def test_listing(protocol: int) -> None:
     data = tensor_pickle() if protocol == 2 else pickled({"w": [1, "x" * 200, 10**100]}, protocol)
     listed = list(list_opcodes(data, "x"))
     expected = list(pickletools.genops(data))
-    assert [(op.position, op.name) for op in listed] == [(at, op.name) for op, _, at in expected]
+    assert [(op.position, op.name) for op in listed] == [(offset, op.name) for op, _, offset in expected]
     assert listed[0] == ListedOpcode(0, "PROTO", str(protocol))
     assert listed[-1] == ListedOpcode(len(data) - 1, "STOP", "")
     assert max(len(op.argument) for op in listed) <= 80
 
 
-def test_listing_shows_what_is_refused() -> None:
+def test_listing_shows_refused_opcodes() -> None:
     listed = list(list_opcodes(b"\x80\x02cos\nsystem\nX\x02\0\0\0id\x85R.", "x"))
     assert ("GLOBAL", "'os system'") in [(op.name, op.argument) for op in listed]
     assert "REDUCE" in [op.name for op in listed]
@@ -234,7 +234,7 @@ def test_listing_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert next(op for op in list_opcodes(huge, "x") if op.name == "LONG4").argument == "a number of 8,388,601 bits"
 
 
-def test_a_pickle_that_is_too_large_is_not_read() -> None:
+def test_oversized_pickle_is_not_read() -> None:
     with pytest.raises(UnsafePickleError, match="at most 33,554,432 are read"):
         value_of(bytes(MAX_PICKLE_BYTES + 1))
 
@@ -255,9 +255,9 @@ def mutated(draw: st.DrawFn) -> bytes:
     """A good pickle with some bytes changed, taken out or put in."""
     data = bytearray(draw(st.sampled_from(GOOD)))
     for _ in range(draw(st.integers(1, 6))):
-        at = draw(st.integers(0, len(data)))
+        offset = draw(st.integers(0, len(data)))
         cut = draw(st.integers(0, 4))
-        data[at : at + cut] = draw(st.binary(max_size=4) | st.sampled_from([bytes([code]) for code in CODES]))
+        data[offset : offset + cut] = draw(st.binary(max_size=4) | st.sampled_from([bytes([code]) for code in CODES]))
     return bytes(data)
 
 

@@ -50,7 +50,7 @@ def test_varint(value: int) -> None:
     assert read_varint(data, 1, len(data)) == (value, len(data) - 1)
 
 
-def test_a_varint_may_be_longer_than_it_must() -> None:
+def test_overlong_varint_is_read() -> None:
     assert read_varint(b"\x81\x80\x80\x00", 0, 4) == (1, 4)
 
 
@@ -63,7 +63,7 @@ def test_a_varint_may_be_longer_than_it_must() -> None:
         (b"\x80" * 10 + b"\x00", 11, "more than 10 bytes"),
     ],
 )
-def test_a_varint_that_is_none(data: bytes, end: int, said: str) -> None:
+def test_invalid_varint(data: bytes, end: int, said: str) -> None:
     with pytest.raises(WireFormatError, match=said):
         read_varint(data, 0, end)
 
@@ -81,7 +81,7 @@ def test_fields_are_read_within_their_message_only() -> None:
             list(read_fields(data, begin, end))
 
 
-def test_every_kind_of_value() -> None:
+def test_every_value_type() -> None:
     data = (
         span(1, "\u2581é") + real(2, 0.1) + number(3, -5) + number(4, 2) + number(5, 2) + number(7, -1) + span(6, "ab")
     )
@@ -97,15 +97,15 @@ def test_every_kind_of_value() -> None:
     assert read(b"") == {}
 
 
-def test_int32_is_cut_to_32_bits_as_the_format_demands() -> None:
+def test_int32_is_truncated_to_32_bits() -> None:
     assert read(number(3, 0xFFFFFFFF)) == {"whole": -1}
     assert read(number(3, (1 << 40) + 7)) == {"whole": 7}
 
 
-def test_a_float_may_be_none() -> None:
-    found = read(real(2, math.nan))["real"]
-    assert isinstance(found, float)
-    assert math.isnan(found)
+def test_float_may_be_nan() -> None:
+    value = read(real(2, math.nan))["real"]
+    assert isinstance(value, float)
+    assert math.isnan(value)
 
 
 @pytest.mark.parametrize(
@@ -118,12 +118,12 @@ def test_a_float_may_be_none() -> None:
         (number(9, 1) * 101, "the message at byte 0 has more than 100 fields"),
     ],
 )
-def test_a_message_that_is_none(data: bytes, said: str) -> None:
+def test_invalid_message(data: bytes, said: str) -> None:
     with pytest.raises(WireFormatError, match=said):
         read(data)
 
 
-def test_a_schema_comes_from_a_record() -> None:
+def test_schema_of_a_dataclass() -> None:
     @dataclass(frozen=True, slots=True)
     class Record:
         text: str = numbered(1, FieldKind.TEXT, "none")
@@ -156,7 +156,7 @@ def test_unknown_fields_are_skipped(fields: list[bytes]) -> None:
 @settings(max_examples=500, deadline=None)
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     try:
-        after = [at for _, _, at in read_fields(data, 0, len(data))]
+        after = [end for _, _, end in read_fields(data, 0, len(data))]
         read(data)
     except WireFormatError:
         return

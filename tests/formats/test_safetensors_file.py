@@ -53,7 +53,7 @@ def test_malformed(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.long
-def test_which_of_them_the_library_itself_refuses() -> None:
+def test_malformed_inputs_that_the_library_refuses() -> None:
     read = set()
     for case, (content, _) in HOSTILE.items():
         with contextlib.suppress(safetensors.SafetensorError):
@@ -115,10 +115,10 @@ def near_misses() -> st.SearchStrategy[bytes]:
     def make(draw: Draw) -> bytes:
         header: dict[str, Any] = {"__metadata__": {"a": "b"}} if draw(st.booleans()) else {}
         end = 0
-        for number in range(draw(st.integers(0, 4))):
+        for index in range(draw(st.integers(0, 4))):
             dtype, shape = draw(st.sampled_from(list(DTYPES))), draw(st.lists(st.integers(0, 4), max_size=3))
             nbytes = math.prod(shape) * DTYPES[dtype].bits // 8
-            header[f"t{number}"] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + nbytes]}
+            header[f"t{index}"] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + nbytes]}
             end += nbytes
         names = draw(st.permutations(list(header)))
         tensors = [name for name in names if name != "__metadata__"]
@@ -139,18 +139,18 @@ def mutations() -> st.SearchStrategy[bytes]:
     def mutate(draw: Draw) -> bytes:
         content = bytearray(draw(st.sampled_from(valid)))
         for _ in range(draw(st.integers(1, 4))):
-            at = draw(st.integers(0, len(content) - 1)) if content else 0
+            offset = draw(st.integers(0, len(content) - 1)) if content else 0
             change = draw(st.sampled_from(["set", "insert", "delete", "copy"]))
             if change == "set" and content:
-                content[at] = draw(st.integers(0, 255))
+                content[offset] = draw(st.integers(0, 255))
             elif change == "insert":
-                content[at:at] = draw(
+                content[offset:offset] = draw(
                     st.sampled_from([b'"', b"0", b",", b" ", b"-", b"1", b"e", b"\0", b"\xc3", b"[", b"}"])
                 )
             elif change == "delete":
-                del content[at : at + draw(st.integers(1, 3))]
+                del content[offset : offset + draw(st.integers(1, 3))]
             else:
-                content[at:at] = content[at : at + draw(st.integers(1, 30))]
+                content[offset:offset] = content[offset : offset + draw(st.integers(1, 30))]
         if draw(st.booleans()) and len(content) >= 8:  # make the length agree, so that the text is looked at
             end = content.rfind(b"}") + 1
             content[:8] = max(end - 8, 0).to_bytes(8, "little")
@@ -161,14 +161,14 @@ def mutations() -> st.SearchStrategy[bytes]:
 
 @settings(max_examples=500, deadline=None)
 @given(content=st.one_of(near_misses(), mutations()))
-def test_what_is_accepted_the_reference_accepts_too(content: bytes) -> None:
+def test_accepted_headers_are_accepted_by_the_reference(content: bytes) -> None:
     check_against_reference(content)
 
 
 @pytest.mark.long
 @settings(max_examples=20_000, deadline=None)
 @given(content=st.one_of(near_misses(), mutations()))
-def test_what_is_accepted_the_reference_accepts_too_long(content: bytes) -> None:
+def test_accepted_headers_are_accepted_by_the_reference_long(content: bytes) -> None:
     check_against_reference(content)
 
 
@@ -198,7 +198,7 @@ TABLES = st.dictionaries(
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(table=TABLES, seed=st.integers(0, 99))
-def test_round_trip_of_anything(tmp_path: Path, table: dict[str, tuple[str, tuple[int, ...]]], seed: int) -> None:
+def test_round_trip_of_any_header(tmp_path: Path, table: dict[str, tuple[str, tuple[int, ...]]], seed: int) -> None:
     placed = [TensorToWrite(name, dtype, shape) for name, (dtype, shape) in table.items()]
     lead, offsets = encode_header(placed)
     data = torch.randint(0, 2, (sum(p.nbytes for p in placed),), generator=torch.Generator().manual_seed(seed))
@@ -211,7 +211,7 @@ def test_round_trip_of_anything(tmp_path: Path, table: dict[str, tuple[str, tupl
     assert set(as_reference(content)) == set(ours)
 
 
-def test_data_starts_at_a_multiple_of_4096_whatever_the_header() -> None:
+def test_data_starts_at_a_multiple_of_4096() -> None:
     starts = set()
     for length in range(3900, 4120):
         lead, offsets = encode_header([TensorToWrite("x" * length, "F32", (2,))])
@@ -223,7 +223,7 @@ def test_data_starts_at_a_multiple_of_4096_whatever_the_header() -> None:
     assert starts == {4096, 8192}
 
 
-def test_tensors_are_placed_in_turn_without_holes() -> None:
+def test_tensors_are_adjacent() -> None:
     lead, offsets = encode_header(
         [TensorToWrite("b", "U8", (3,)), TensorToWrite("a", "F32", (0, 4)), TensorToWrite("c", "BF16", (5,))]
     )
@@ -234,20 +234,20 @@ def test_tensors_are_placed_in_turn_without_holes() -> None:
 
 
 def every_dtype() -> dict[str, torch.Tensor]:
-    made: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, dtype in DTYPES.items():
         raw = torch.arange(1, 3 * 4 * dtype.bits // 8 + 1, dtype=torch.uint8)
         raw = raw % 2 if name == "BOOL" else raw
         rows = raw.view(torch_dtype(name)).view(3, -1)
-        made[name] = rows
-    return made
+        tensors[name] = rows
+    return tensors
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
 
 
-def test_files_of_the_library_are_read(tmp_path: Path) -> None:
+def test_files_of_the_library(tmp_path: Path) -> None:
     tensors = every_dtype()
     save_file(tensors, tmp_path / "m.safetensors", metadata={"format": "pt", "made": "by a test"})
     mapped = MappedFile(tmp_path / "m.safetensors")
@@ -255,13 +255,13 @@ def test_files_of_the_library_are_read(tmp_path: Path) -> None:
     specs = {spec.name: spec for spec in mapped.header.tensors}
     assert specs.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        found = mapped.tensor(specs[name])
-        assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
-        assert bytes_of(found) == bytes_of(tensor)
+        view = mapped.tensor(specs[name])
+        assert (view.dtype, view.shape) == (tensor.dtype, tensor.shape)
+        assert bytes_of(view) == bytes_of(tensor)
         assert specs[name].dtype == name
 
 
-def test_files_that_are_written_are_read_by_the_library(tmp_path: Path) -> None:
+def test_written_files_are_read_by_the_library(tmp_path: Path) -> None:
     tensors = every_dtype()
     shapes = dict.fromkeys(tensors, (3, 4))
     lead, _ = encode_header(TensorToWrite(name, name, shapes[name]) for name in tensors)
@@ -276,7 +276,7 @@ def test_files_that_are_written_are_read_by_the_library(tmp_path: Path) -> None:
 # Mapped tensors
 
 
-def test_mapped_tensor_may_be_changed_and_the_file_is_not(tmp_path: Path) -> None:
+def test_writes_to_a_mapped_tensor_do_not_reach_the_file(tmp_path: Path) -> None:
     save_file({"w": torch.ones(4)}, tmp_path / "m.safetensors")
     before = (tmp_path / "m.safetensors").read_bytes()
     mapped = MappedFile(tmp_path / "m.safetensors")
@@ -301,10 +301,10 @@ def test_misaligned_data_is_copied(shift: int) -> None:
     memory = bytearray(64)
     memory[shift : shift + 24] = bytes_of(values)
     spec = TensorSpec("w", "F32", (2, 3), "f", shift, 24)
-    found = view_bytes(memoryview(memory)[shift : shift + 24], spec)
-    assert torch.equal(found, values.view(2, 3))
+    tensor = view_bytes(memoryview(memory)[shift : shift + 24], spec)
+    assert torch.equal(tensor, values.view(2, 3))
     memory[shift : shift + 4] = bytes(4)
-    assert found[0, 0] == 0
+    assert tensor[0, 0] == 0
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 2**62), (2**31, 0, 2**31)])

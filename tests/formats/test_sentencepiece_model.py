@@ -129,7 +129,7 @@ def library(data: bytes) -> sentencepiece.SentencePieceProcessor:
     return sentencepiece.SentencePieceProcessor(model_proto=data)
 
 
-def test_equal_to_the_library_piece_by_piece(trained: tuple[Path, dict[str, Any]]) -> None:
+def test_pieces_equal_those_of_the_library(trained: tuple[Path, dict[str, Any]]) -> None:
     path, _ = trained
     ours, theirs = read_model(path), library(path.read_bytes())
     assert len(ours.pieces) == theirs.get_piece_size() == theirs.vocab_size()
@@ -144,10 +144,10 @@ def test_equal_to_the_library_piece_by_piece(trained: tuple[Path, dict[str, Any]
     assert ours.special_ids() == SpecialIds(theirs.unk_id(), theirs.bos_id(), theirs.eos_id(), theirs.pad_id())
 
 
-def test_what_was_asked_of_the_trainer_is_in_the_specs(trained: tuple[Path, dict[str, Any]]) -> None:
-    path, asked = trained
+def test_specs_have_the_options_of_the_trainer(trained: tuple[Path, dict[str, Any]]) -> None:
+    path, options = trained
     model = read_model(path)
-    for name, value in asked.items():
+    for name, value in options.items():
         if name == "normalization_rule_name":
             assert model.normalizer.name == value
         elif name in ("add_dummy_prefix", "remove_extra_whitespaces"):
@@ -162,10 +162,10 @@ def test_what_was_asked_of_the_trainer_is_in_the_specs(trained: tuple[Path, dict
             assert getattr(model.trainer, name) == value
     rule = model.normalizer.name
     assert (model.normalizer.precompiled_charsmap_bytes == 0) == (rule == "identity")
-    assert rule == asked.get("normalization_rule_name", "nmt_nfkc")
+    assert rule == options.get("normalization_rule_name", "nmt_nfkc")
     kinds = [entry.type for entry in model.pieces]
-    assert kinds.count(PieceType.BYTE) == (256 if asked.get("byte_fallback") else 0)
-    assert kinds.count(PieceType.USER_DEFINED) == len(asked.get("user_defined_symbols", ()))
+    assert kinds.count(PieceType.BYTE) == (256 if options.get("byte_fallback") else 0)
+    assert kinds.count(PieceType.USER_DEFINED) == len(options.get("user_defined_symbols", ()))
 
 
 def test_ids_of_hard_texts_are_our_pieces(trained: tuple[Path, dict[str, Any]]) -> None:
@@ -184,7 +184,7 @@ def test_ids_of_hard_texts_are_our_pieces(trained: tuple[Path, dict[str, Any]]) 
     assert (PieceType.BYTE in used) == model.trainer.byte_fallback
 
 
-def test_a_vocabulary_that_was_trained_is_sound_in_every_way_that_is_checked(
+def test_trained_vocabulary_passes_every_check(
     trained: tuple[Path, dict[str, Any]],
 ) -> None:
     path, _ = trained
@@ -194,7 +194,7 @@ def test_a_vocabulary_that_was_trained_is_sound_in_every_way_that_is_checked(
         parse_model(data + data, "m")
 
 
-def test_defaults_are_the_format_s() -> None:
+def test_defaults_are_those_of_the_format() -> None:
     model = parse_model(SOUND, "m")
     assert model.trainer == TrainerSpec()
     assert model.normalizer == NormalizerSpec()
@@ -246,21 +246,21 @@ def test_samples_and_a_denormaliser() -> None:
         "a long length": span(1, b"\x0a\x81\x00q" + real(2, 0) + number(3, 4)),
     }.values(),
 )
-def test_a_piece_may_be_laid_out_otherwise(entry: bytes) -> None:
+def test_unusual_layouts_of_a_piece(entry: bytes) -> None:
     expected = parse_model(SOUND + piece("q", 0, 4), "m").pieces
-    found = parse_model(SOUND + entry, "m").pieces
-    assert found == expected
+    pieces = parse_model(SOUND + entry, "m").pieces
+    assert pieces == expected
     assert library(SOUND + entry).id_to_piece(6) == "q"
 
 
 @pytest.mark.parametrize("length", [1, 126, 127, 128, 129, 3999])
-def test_a_piece_of_any_length(length: int) -> None:
+def test_piece_of_any_length(length: int) -> None:
     data = SOUND + piece("z" * length, -3) + piece("é" * length, -4, 4)
     assert [entry.text for entry in parse_model(data, "m").pieces[6:]] == ["z" * length, "é" * length]
     assert library(data).id_to_piece(7) == "é" * length
 
 
-def test_one_text_may_be_in_both_tables_of_the_library() -> None:
+def test_text_in_both_tables_of_the_library() -> None:
     data = SOUND + piece("a", 0, 3) + piece("<s>", 0, 1)
     model, theirs = parse_model(data, "m"), library(data)
     assert model.pieces.id_of("a") == theirs.piece_to_id("a") == 6
@@ -299,7 +299,7 @@ def test_all_byte_pieces() -> None:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_vocabulary_is_refused(name: str) -> None:
+def test_hostile_vocabulary_is_refused(name: str) -> None:
     data, said = HOSTILE[name]
     with pytest.raises(CorruptVocabularyError) as caught:
         parse_model(data, "tokenizer.model")
@@ -309,7 +309,7 @@ def test_a_hostile_vocabulary_is_refused(name: str) -> None:
     assert len(str(caught.value)) < 600
 
 
-def test_which_of_them_the_library_itself_refuses() -> None:
+def test_malformed_inputs_that_the_library_refuses() -> None:
     """In a process of its own: what is given to it is hostile."""
     code = (
         "import sentencepiece\n"
@@ -321,12 +321,12 @@ def test_which_of_them_the_library_itself_refuses() -> None:
         "        continue\n"
         "    print(name)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert set(done.stdout.splitlines()) == ACCEPTED_BY_THE_LIBRARY
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(result.stdout.splitlines()) == ACCEPTED_BY_THE_LIBRARY
 
 
 @pytest.mark.long
-def test_the_worst_takes_little_memory(tmp_path: Path) -> None:
+def test_memory_of_the_largest_inputs(tmp_path: Path) -> None:
     """The largest file that is read, of as many pieces as are read, and refused at the end."""
     path = tmp_path / "tokenizer.model"
     entries = b"".join(b"\x0a\x3a\x0a\x33%05x%b\x15\0\0\0\0" % (n, b"z" * 46) for n in range((1 << 20) - 6))
@@ -345,15 +345,15 @@ def test_the_worst_takes_little_memory(tmp_path: Path) -> None:
         "except CorruptVocabularyError as error:\n"
         "    print(error.problem, peak() - idle, sep='\\n')\n"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True, timeout=100
     )
-    problem, kibibytes = done.stdout.splitlines()
+    problem, kibibytes = result.stdout.splitlines()
     assert "0 byte pieces" in problem
     assert int(kibibytes) < 256 * 1000
 
 
-def test_cut_anywhere(tmp_path: Path) -> None:
+def test_truncated_anywhere(tmp_path: Path) -> None:
     """Every prefix is refused, or ends between two fields and is what a writer of fewer pieces would have made."""
     data = SOUND + span(2, number(4, 6) + span(45, "<unk>")) + span(3, span(1, "identity"))
     accepted = 0
@@ -385,13 +385,13 @@ FLIPPED = b"".join(
 )
 
 
-def test_what_is_flipped_is_sound() -> None:
+def test_flipped_input_was_sound() -> None:
     assert len(parse_model(FLIPPED, "m").pieces) == len(library(FLIPPED)) == 8
 
 
 @given(st.data())
 @settings(max_examples=400, deadline=None)
-def test_flipped_bits_are_refused_or_read_as_the_library_does(data: st.DataObject) -> None:
+def test_flipped_bits_are_refused_or_read_like_the_library(data: st.DataObject) -> None:
     changed = bytearray(FLIPPED)
     for _ in range(data.draw(st.integers(1, 4))):
         changed[data.draw(st.integers(0, len(changed) - 1))] ^= 1 << data.draw(st.integers(0, 7))
@@ -409,7 +409,7 @@ PARTS = st.one_of(
     st.builds(piece, st.text(max_size=5), st.floats(width=32), st.integers(0, 7)),
     st.builds(span, st.integers(6, 1000), st.binary(max_size=40)),
     st.builds(span, st.integers(1, 5), st.binary(max_size=40)),
-    st.builds(lambda at, value: span(2, number(at, value)), st.integers(1, 50), st.integers(-3, 1 << 40)),
+    st.builds(lambda field, value: span(2, number(field, value)), st.integers(1, 50), st.integers(-3, 1 << 40)),
     st.builds(lambda a, b: span(3, span(2, a.to_bytes(4, "little") + b)), st.integers(0, 5000), st.binary(max_size=40)),
     st.binary(max_size=20),
 )
@@ -417,7 +417,7 @@ PARTS = st.one_of(
 
 @given(st.lists(PARTS, max_size=4), st.booleans())
 @settings(max_examples=600, deadline=None)
-def test_made_up_files_are_refused_or_read_as_the_library_does(parts: list[bytes], sound: bool) -> None:
+def test_generated_files_are_refused_or_read_like_the_library(parts: list[bytes], sound: bool) -> None:
     raw = b"".join([SOUND] * sound + parts)
     model = loads(raw)
     if model is not None:
@@ -434,7 +434,7 @@ def test_flipped_bits_of_a_trained_vocabulary(trained: tuple[Path, dict[str, Any
         loads(bytes(changed))
 
 
-def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
+def test_irregular_file_is_not_opened(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="no vocabulary"):
         read_model(tmp_path / "tokenizer.model")
     with pytest.raises(CorruptVocabularyError, match="is not a regular file"):
@@ -445,7 +445,7 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
             read_model(tmp_path / "pipe.model")
 
 
-def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+def test_oversized_file_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.model"
     with path.open("wb") as stream:
         stream.truncate(MAX_FILE_BYTES + 1)
@@ -453,7 +453,7 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
         read_model(path)
 
 
-def test_the_name_in_messages_is_the_file_s(tmp_path: Path) -> None:
+def test_messages_name_the_file(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"")
     with pytest.raises(CorruptVocabularyError, match=r"^x is not"):
         read_model(tmp_path / "x")

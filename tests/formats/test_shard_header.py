@@ -36,7 +36,7 @@ TENSORS = {"w": torch.arange(4.0)}
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.bin", "model.txt", "model"])
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_what_torch_writes(tmp_path: Path, name: str, protocol: int) -> None:
+def test_files_of_torch(tmp_path: Path, name: str, protocol: int) -> None:
     path = tmp_path / name
     torch.save(TENSORS, path, pickle_protocol=protocol)
     assert recognise(path.read_bytes()) is Weights.TORCH_ZIP
@@ -101,10 +101,10 @@ def _tar(tensors: Tensors) -> bytes:
 
 def _gguf(tensors: Tensors) -> bytes:
     listed, data = [], b""
-    for name, one in tensors.items():
-        number = TENSOR_TYPES[dtype_name(one.dtype)].number
-        listed.append((name, tuple(one.shape)[::-1], number, len(data)))
-        data += one.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    for name, tensor in tensors.items():
+        type_id = TENSOR_TYPES[dtype_name(tensor.dtype)].number
+        listed.append((name, tuple(tensor.shape)[::-1], type_id, len(data)))
+        data += tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         data += bytes(-len(data) % 32)
     return file_of(listed, data=data)
 
@@ -133,16 +133,16 @@ def made(entry: WeightFormat, folder: Path) -> Path:
     return path
 
 
-def test_each_format_is_there_once() -> None:
-    assert sorted(entry.kind.name for entry in FORMATS) == sorted(kind.name for kind in Weights)
+def test_each_format_is_registered_once() -> None:
+    assert sorted(entry.kind.name for entry in FORMATS) == sorted(weights.name for weights in Weights)
     assert FORMATS[-1].kind is Weights.UNKNOWN
 
 
 @EVERY
-def test_it_is_recognised_by_its_first_bytes_and_read_or_refused(entry: WeightFormat, tmp_path: Path) -> None:
+def test_format_is_recognised_by_first_bytes(entry: WeightFormat, tmp_path: Path) -> None:
     path = made(entry, tmp_path)
     assert recognise(path.read_bytes()[:HEAD_BYTES]) is entry.kind
-    assert next(other for other in FORMATS if other.begins(path.read_bytes()[:HEAD_BYTES])) is entry
+    assert next(candidate for candidate in FORMATS if candidate.begins(path.read_bytes()[:HEAD_BYTES])) is entry
     if entry.header is None:
         assert entry.remedy
         with pytest.raises(UnreadableFormatError, match=re.escape(f"shard.bin is {entry.kind.value}")) as refused:
@@ -154,31 +154,29 @@ def test_it_is_recognised_by_its_first_bytes_and_read_or_refused(entry: WeightFo
 
 @READ
 @pytest.mark.parametrize("scattered", [True, False])
-def test_its_header_is_read_in_ranges_and_without_the_data(
-    entry: WeightFormat, scattered: bool, tmp_path: Path
-) -> None:
+def test_header_is_read_in_ranges_without_the_data(entry: WeightFormat, scattered: bool, tmp_path: Path) -> None:
     path = made(entry, tmp_path)
-    content, taken = path.read_bytes(), 0
+    content, nbytes = path.read_bytes(), 0
     assert len(content) > DATA_BYTES
 
     def read(offset: int, length: int) -> bytes:
-        nonlocal taken
+        nonlocal nbytes
         assert 0 <= offset <= len(content)
         assert 0 <= length <= len(content)
-        taken += length
+        nbytes += length
         return content[offset : offset + length]
 
-    found = parse_shard_header(read, len(content), "shard.bin", scattered=scattered)
-    assert found == read_shard_header(path)
-    assert taken < len(content) - DATA_BYTES / 2
-    if found.comes_first:
-        assert min(spec.offset for spec in found.tensors) == found.data_start
-    assert {spec.file for spec in found.tensors} == {"shard.bin"}
+    header = parse_shard_header(read, len(content), "shard.bin", scattered=scattered)
+    assert header == read_shard_header(path)
+    assert nbytes < len(content) - DATA_BYTES / 2
+    if header.comes_first:
+        assert min(spec.offset for spec in header.tensors) == header.data_start
+    assert {spec.file for spec in header.tensors} == {"shard.bin"}
     assert read_shard_header(path, "other").tensors[0].file == "other"
 
 
 @READ
-def test_its_tensors_are_those_that_were_written(entry: WeightFormat, tmp_path: Path) -> None:
+def test_tensors_equal_the_written_ones(entry: WeightFormat, tmp_path: Path) -> None:
     path = made(entry, tmp_path)
     with PositionalFile(path) as file:
         for spec in read_shard_header(path).tensors:
@@ -191,12 +189,12 @@ def test_its_tensors_are_those_that_were_written(entry: WeightFormat, tmp_path: 
 
 
 @READ
-def test_a_file_that_is_cut_off_or_has_more_behind_it_is_refused(entry: WeightFormat, tmp_path: Path) -> None:
+def test_truncated_or_extended_file_is_refused(entry: WeightFormat, tmp_path: Path) -> None:
     content = made(entry, tmp_path).read_bytes()
     wrong = [content[:length] for length in (*range(0, 600, 7), *range(600, len(content), 100_003), len(content) - 1)]
-    for one in [*wrong, content + b"\0"]:
+    for damaged in [*wrong, content + b"\0"]:
         with pytest.raises(CheckpointError) as refused:
-            parse_shard_header(_reader(one), len(one), "shard.safetensors")
+            parse_shard_header(_reader(damaged), len(damaged), "shard.safetensors")
         assert "shard.safetensors" in str(refused.value)
 
 
@@ -206,13 +204,13 @@ def _reader(content: bytes) -> Callable[[int, int], bytes]:
 
 @READ
 @given(data=st.data())
-def test_a_changed_byte_is_an_error_of_ours_or_harmless(entry: WeightFormat, data: st.DataObject) -> None:
+def test_changed_byte_is_refused_or_harmless(entry: WeightFormat, data: st.DataObject) -> None:
     content = bytearray(WRITERS[entry.kind]({"w": torch.arange(4.0)}))
-    at = data.draw(st.integers(0, len(content) - 1))
-    content[at] = data.draw(st.integers(0, 255))
+    offset = data.draw(st.integers(0, len(content) - 1))
+    content[offset] = data.draw(st.integers(0, 255))
     try:
-        found = parse_shard_header(_reader(bytes(content)), len(content), "shard.safetensors")
+        header = parse_shard_header(_reader(bytes(content)), len(content), "shard.safetensors")
     except CheckpointError:
         return
-    for spec in found.tensors:
+    for spec in header.tensors:
         assert 0 <= spec.offset <= spec.offset + spec.extent <= len(content)

@@ -27,14 +27,14 @@ from rabbitllm.storage.files import PositionalFile
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_dtype_is_torchs_own_and_the_name_comes_back(name: str) -> None:
+def test_dtype_names_of_torch_round_trip(name: str) -> None:
     dtype = torch_dtype(name)
     assert dtype_name(dtype) == name
     elements_in_one = 2 if name == "F4" else 1  # torch keeps two to an element
     assert dtype.itemsize * 8 == DTYPES[name].bits * elements_in_one
 
 
-def test_what_bitsandbytes_takes() -> None:
+def test_quantizable_dtypes() -> None:
     assert {name for name, dtype in DTYPES.items() if dtype.quantizable} == {"F32", "F16", "BF16"}
 
 
@@ -72,8 +72,8 @@ OFFSET = 24
 @pytest.fixture(scope="module")
 def noise(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("strided") / "noise"
-    made = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    path.write_bytes(made.numpy().tobytes())
+    values = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    path.write_bytes(values.numpy().tobytes())
     return path
 
 
@@ -119,20 +119,20 @@ def test_any_range_of_any_tensor(
 
 
 @pytest.mark.parametrize("shape", [(5,), (), (2, 3, 4), (1, 4, 1), (0, 3), (3, 1)])
-def test_contiguous_is_what_torch_calls_so(shape: tuple[int, ...]) -> None:
+def test_is_contiguous_equals_torch(shape: tuple[int, ...]) -> None:
     whole = torch.zeros(shape)
     assert is_contiguous(shape, whole.stride())
     for view in (whole.transpose(0, -1), whole[..., ::2], whole[::2]) if shape else ():
         assert is_contiguous(tuple(view.shape), view.stride()) == view.is_contiguous()
 
 
-def test_strides_of_single_indices_say_nothing() -> None:
+def test_strides_of_size_1_are_ignored() -> None:
     assert is_contiguous((1, 4), (999, 1))
     assert is_contiguous((4, 1), (1, 999))
     assert not is_contiguous((4, 2), (1, 4))
 
 
-def test_a_transposed_tensor_is_not_read_one_element_at_a_time(noise: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transposed_tensor_is_read_in_few_reads(noise: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
     plain = PositionalFile.read_into
 
@@ -162,7 +162,7 @@ def test_staging_is_bounded(noise: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert sum(staged) < 4 * 200_000
 
 
-def test_a_file_that_ends_too_early(tmp_path: Path) -> None:
+def test_truncated_file(tmp_path: Path) -> None:
     (tmp_path / "short").write_bytes(bytes(100))
     with PositionalFile(tmp_path / "short") as file:
         for strides in ((1, 16), (16, 1)):

@@ -33,7 +33,7 @@ def test_tokens_are_at_their_ranks(tmp_path: Path) -> None:
     assert parse_ranks(b"".join(reversed(LINES)), "x") == tokens
 
 
-def test_as_tiktoken_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_equal_those_of_tiktoken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load = pytest.importorskip("tiktoken.load")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
     path = tmp_path / "tokenizer.model"
@@ -45,7 +45,7 @@ def test_as_tiktoken_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ("head", "is_it"),
     [(SOUND, True), (SOUND[:6], True), (b"IQ== 0", True), (b"\n\x0b\n", False), (b"", False), (b"IQ==", False)],
 )
-def test_what_the_first_line_shows(head: bytes, is_it: bool) -> None:
+def test_format_is_recognised_by_first_line(head: bytes, is_it: bool) -> None:
     assert looks_like_ranks(head) is is_it
 
 
@@ -82,7 +82,7 @@ def test_too_many_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         parse_ranks(SOUND, "x")
 
 
-def test_what_is_no_file_of_a_fitting_size(tmp_path: Path) -> None:
+def test_irregular_or_oversized_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="There is no vocabulary"):
         read_ranks(tmp_path / "absent")
     os.mkfifo(tmp_path / "pipe")

@@ -58,7 +58,7 @@ def test_views_and_shared_storages(tmp_path: Path, protocol: int) -> None:
     assert_equal(path, read, views() if protocol > 3 else torch.load(path, weights_only=True))
 
 
-def test_a_module_and_a_training_checkpoint(tmp_path: Path) -> None:
+def test_module_and_training_checkpoint(tmp_path: Path) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     state = module.state_dict()
     assert_equal(tmp_path / "a.pt", saved(tmp_path / "a.pt", OrderedDict(state)), dict(state))
@@ -72,35 +72,35 @@ def test_nan_and_infinite_weights_are_legal(tmp_path: Path) -> None:
     assert_equal(tmp_path / "x.bin", saved(tmp_path / "x.bin", tensors), tensors)
 
 
-def test_pickles_longer_than_what_is_read_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = {f"a.rather.long.name.{number}": torch.full((3,), number) for number in range(100)}
+def test_pickles_longer_than_the_first_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {f"a.rather.long.name.{index}": torch.full((3,), index) for index in range(100)}
     whole = saved(tmp_path / "x.bin", tensors)
     for first in (1, 50, 211, 512, 5000):  # wherever the first read ends, inside whichever opcode
         monkeypatch.setattr(torch_file, "READS", (first, first + 700, 1 << 20))
         assert read_legacy_torch(tmp_path / "x.bin") == whole
 
 
-def test_without_the_counts(tmp_path: Path) -> None:
+def test_counts_left_out(tmp_path: Path) -> None:
     """What stands between the storages is not asked for, and the places are the same."""
     path = tmp_path / "x.bin"
-    whole = saved(path, {str(number): torch.ones(70_000) for number in range(4)})
+    whole = saved(path, {str(index): torch.ones(70_000) for index in range(4)})
     content = path.read_bytes()
-    asked: list[tuple[int, int]] = []
+    reads: list[tuple[int, int]] = []
 
     def read(offset: int, length: int) -> bytes:
-        asked.append((offset, length))
+        reads.append((offset, length))
         return content[offset : offset + length]
 
     assert parse_legacy_torch(read, len(content), "x.bin", counts=False) == whole
-    assert asked == [(0, 256 << 10)]
+    assert reads == [(0, 256 << 10)]
 
 
-def test_the_builder_makes_what_torch_loads(tmp_path: Path) -> None:
+def test_built_files_are_loaded_by_torch(tmp_path: Path) -> None:
     """The control of the attacks: without its one change, each file is sound."""
     path = tmp_path / "x.bin"
-    two = {"w": tensor(storage()), "v": tensor(storage("1", 2, torch.LongStorage), 0, (2,), (1,))}
-    both = [struct.pack("<q", 2) + struct.pack("<2q", 7, 9), struct.pack("<q", 4) + FOUR]
-    for content in (parts(), parts(two, keys=("1", "0"), storages=both)):
+    root = {"w": tensor(storage()), "v": tensor(storage("1", 2, torch.LongStorage), 0, (2,), (1,))}
+    data = [struct.pack("<q", 2) + struct.pack("<2q", 7, 9), struct.pack("<q", 4) + FOUR]
+    for content in (parts(), parts(root, keys=("1", "0"), storages=data)):
         path.write_bytes(content)
         assert_equal(path, read_legacy_torch(path), torch.load(path, weights_only=True))
 
@@ -117,7 +117,7 @@ def test_attack(tmp_path: Path, attack: Attack) -> None:
     assert caught.value.remedy
 
 
-def test_a_file_that_is_cut_off_anywhere(tmp_path: Path) -> None:
+def test_file_truncated_anywhere(tmp_path: Path) -> None:
     content = parts()
     for length in range(len(content)):
         (tmp_path / "x.bin").write_bytes(content[:length])
@@ -132,8 +132,8 @@ def test_a_file_that_is_cut_off_anywhere(tmp_path: Path) -> None:
 def test_only_our_errors(tmp_path: Path, changes: list[tuple[int, int, bytes]]) -> None:
     """And whatever is accepted is what torch itself makes of it."""
     data = bytearray(parts())
-    for at, cut, new in changes:
-        data[at % len(data) : at % len(data) + cut] = new.ljust(cut, b"\0")
+    for offset, cut, new in changes:
+        data[offset % len(data) : offset % len(data) + cut] = new.ljust(cut, b"\0")
     path = tmp_path / "x.bin"
     path.write_bytes(data)
     try:
@@ -157,10 +157,10 @@ assert "torch" not in sys.modules
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sparse files, ru_maxrss in kilobytes")
-def test_a_file_of_13_gb(tmp_path: Path) -> None:
+def test_file_of_13_gb(tmp_path: Path) -> None:
     """Opened without its data, which torch itself would have to read whole."""
     elements = 4096 * 11008
-    names = {f"layers.{number}.weight": str(number) for number in range(150)}
+    names = {f"layers.{index}.weight": str(index) for index in range(150)}
     value = {
         name: tensor(storage(key, elements, torch.BFloat16Storage), 0, (4096, 11008), (11008, 1))
         for name, key in names.items()

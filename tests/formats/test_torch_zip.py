@@ -66,10 +66,10 @@ def assert_equal(path: Path, read: TorchFile, tensors: Mapping[str, torch.Tensor
 
 def every_dtype() -> dict[str, torch.Tensor]:
     """A tensor of every dtype that safetensors has too, of all kinds of bits (NaN among them)."""
-    made = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     tensors = {}
     for name, entry in DTYPES.items():
-        raw = torch.randint(0, 2 if name == "BOOL" else 256, (96,), dtype=torch.uint8, generator=made)
+        raw = torch.randint(0, 2 if name == "BOOL" else 256, (96,), dtype=torch.uint8, generator=generator)
         tensors[f"t.{name}"] = raw.view(getattr(torch, entry.torch_name)).reshape(3, -1)
     return tensors
 
@@ -128,7 +128,7 @@ def test_chunks_of_any_size(tmp_path: Path, chunk: int) -> None:
         assert bytes_of(path, record, chunk) == bits(views()[record.name])
 
 
-def test_tensors_are_specs_like_those_of_safetensors_but_for_their_strides(tmp_path: Path) -> None:
+def test_specs_equal_those_of_safetensors_except_strides(tmp_path: Path) -> None:
     path = tmp_path / "x.bin"
     tensors = every_dtype() | views()
     read = saved(path, tensors)
@@ -143,12 +143,12 @@ def test_tensors_are_specs_like_those_of_safetensors_but_for_their_strides(tmp_p
             continue
         assert spec.strides is None
         data = memoryview(bytearray(content[spec.offset : spec.offset + spec.nbytes]))
-        made = view_bytes(data, spec)
-        assert made.shape == tensors[record.name].shape
-        assert bits(made) == bits(tensors[record.name])
+        tensor = view_bytes(data, spec)
+        assert tensor.shape == tensors[record.name].shape
+        assert bits(tensor) == bits(tensors[record.name])
 
 
-def test_a_module_with_parameters_and_metadata(tmp_path: Path) -> None:
+def test_module_with_parameters_and_metadata(tmp_path: Path) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     assert hasattr(module.state_dict(), "_metadata")
     read = saved(tmp_path / "x.pt", module.state_dict())
@@ -192,8 +192,8 @@ def test_names(tmp_path: Path, value: Any, names: list[str], left_out: tuple[str
     assert read.left_out == left_out
 
 
-def test_what_else_torch_saves(tmp_path: Path) -> None:
-    other = {
+def test_other_saved_values(tmp_path: Path) -> None:
+    content = {
         "size": torch.Size([1, 2]),
         "device": torch.device("cuda:1"),
         "dtype": torch.bfloat16,
@@ -203,7 +203,7 @@ def test_what_else_torch_saves(tmp_path: Path) -> None:
         "big": 10**30,
         "w": torch.ones(2),
     }
-    assert [record.name for record in saved(tmp_path / "x.pt", other).tensors] == ["w"]
+    assert [record.name for record in saved(tmp_path / "x.pt", content).tensors] == ["w"]
 
 
 def test_files_without_checksums(tmp_path: Path) -> None:
@@ -221,48 +221,48 @@ def test_nan_and_infinite_weights_are_legal(tmp_path: Path) -> None:
     assert_equal(tmp_path / "x.pt", saved(tmp_path / "x.pt", tensors), tensors)
 
 
-def test_the_name_of_the_file_says_nothing(tmp_path: Path) -> None:
+def test_file_name_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     assert_equal(path, saved(path, STATE), STATE)
 
 
-def test_the_listing_of_a_file(tmp_path: Path) -> None:
+def test_listing_of_a_file(tmp_path: Path) -> None:
     torch.save(STATE, tmp_path / "x.pt")
     names = [op.argument for op in list_opcodes(pickle_of(tmp_path / "x.pt"), "x.pt") if op.name == "GLOBAL"]
     assert names == ["'torch._utils _rebuild_tensor_v2'", "'torch FloatStorage'", "'collections OrderedDict'"]
 
 
-def test_without_the_local_headers(tmp_path: Path) -> None:
+def test_local_headers_left_out(tmp_path: Path) -> None:
     """As a repository would be asked: the end, the directory, the byte order and the pickle."""
     path = tmp_path / "x.bin"
-    with_them = saved(path, {f"t{number}": torch.ones(number) for number in range(100)})
-    asked = []
+    with_them = saved(path, {f"t{index}": torch.ones(index) for index in range(100)})
+    reads = []
 
     def read(offset: int, length: int) -> bytes:
-        asked.append((offset, length))
+        reads.append((offset, length))
         return path.read_bytes()[offset : offset + length]
 
     assert parse_torch_zip(read, path.stat().st_size, "x.bin", local_headers=False) == with_them
-    assert len(asked) == 4
+    assert len(reads) == 4
 
 
-def test_a_file_that_ends_inside_its_pickle(tmp_path: Path) -> None:
+def test_file_that_ends_inside_its_pickle(tmp_path: Path) -> None:
     """Seen by its size as whole, and cut off when it is read."""
     content = pack(archive())
-    at = content.index(b"\x80\x02")
+    begin = content.index(b"\x80\x02")
 
     def read(offset: int, length: int) -> bytes:
-        return content[offset : offset + length][: 10 if offset == at else None]
+        return content[offset : offset + length][: 10 if offset == begin else None]
 
     with pytest.raises(CorruptShardError, match=r"it ended inside its data\.pkl"):
         parse_torch_zip(read, len(content), "x.bin", local_headers=False)
 
 
-def test_values_of_four_bits_are_no_scalars_and_have_no_strides(tmp_path: Path) -> None:
+def test_scalar_and_strided_4_bit_tensors_are_refused(tmp_path: Path) -> None:
     pairs = torch.zeros(6, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
-    for value, what in ((pairs[0], "a scalar"), (pairs.view(2, 3).t(), "strided")):
+    for value, form in ((pairs[0], "a scalar"), (pairs.view(2, 3).t(), "strided")):
         (record,) = saved(tmp_path / "x.bin", {"w": value}).tensors
-        with pytest.raises(CorruptShardError, match=rf"x\.bin has a tensor 'w' of F4 that is {what}"):
+        with pytest.raises(CorruptShardError, match=rf"x\.bin has a tensor 'w' of F4 that is {form}"):
             record.spec()
 
 
@@ -289,7 +289,7 @@ print(len(read.tensors), opened - idle, done, after - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sparse files, ru_maxrss in kilobytes")
 @pytest.mark.long
-def test_a_file_of_13_gb(tmp_path: Path) -> None:
+def test_file_of_13_gb(tmp_path: Path) -> None:
     """torch's own writer, leaving holes for the data: beyond 4 GiB entries and offsets are zip64's."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.serialization import skip_data
@@ -312,14 +312,14 @@ def test_a_file_of_13_gb(tmp_path: Path) -> None:
         flat = b"".join(bytes(piece) for piece in chunks_of(opened, record))
     assert flat.index(b"\x12\x34") == (3 * 4096 + 7) * 2
     ran = subprocess.run([sys.executable, "-c", GIANT, str(path)], cwd=ROOT, capture_output=True, text=True, check=True)
-    count, opening, done, reading = map(float, ran.stdout.split())
+    count, opening, copying, reading = map(float, ran.stdout.split())
     path.unlink()
-    assert (count, done) == (198, 16384 * 4096 * 2)
+    assert (count, copying) == (198, 16384 * 4096 * 2)
     assert opening < 50_000
     assert reading < 50_000
 
 
-def test_a_real_entry_above_4_gib_is_found_where_torch_finds_it(tmp_path: Path) -> None:
+def test_entry_above_4_gib(tmp_path: Path) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.serialization import skip_data
 
@@ -336,7 +336,7 @@ def test_a_real_entry_above_4_gib_is_found_where_torch_finds_it(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("case", torch_zips.LEGAL)
-def test_what_looks_like_an_attack_and_is_sound(tmp_path: Path, case: str) -> None:
+def test_sound_inputs_that_resemble_attacks(tmp_path: Path, case: str) -> None:
     path = tmp_path / "x.bin"
     path.write_bytes(torch_zips.LEGAL[case]())
     assert_equal(path, read_torch_zip(path), torch.load(path, weights_only=True))
@@ -376,7 +376,7 @@ def test_pickle_attacks_in_a_file(tmp_path: Path) -> None:
         assert not marker.exists(), attack.name
 
 
-def test_the_builder_makes_what_torch_loads(tmp_path: Path) -> None:
+def test_built_files_are_loaded_by_torch(tmp_path: Path) -> None:
     """The control of the attacks: without its one change, each file is sound."""
     path = tmp_path / "x.bin"
     of_torch_1 = [member for member in archive() if not member.name.endswith("byteorder")]
@@ -390,18 +390,18 @@ def test_the_builder_makes_what_torch_loads(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.skipif(not torch.__version__.startswith(("2.13.", "2.14.")), reason="claims are of torch 2.13, 2.14")
-def test_which_of_them_torch_itself_refuses(tmp_path: Path) -> None:
-    taken: dict[str, set[str]] = {"zips": set(), "pickles": set()}
+def test_attacks_that_torch_refuses(tmp_path: Path) -> None:
+    accepted: dict[str, set[str]] = {"zips": set(), "pickles": set()}
     for attack in torch_zips.ATTACKS:
         if _torch_takes(attack.build(tmp_path / "marker")):
-            taken["zips"].add(attack.name)
+            accepted["zips"].add(attack.name)
     for attack in pickles.ATTACKS:
         data = attack.build(tmp_path / "marker")
         endless = attack.name in pickles.ENDLESS_IN_TORCH
         if len(data) < 10_000 and not endless and _torch_takes(pack(archive(data))):
-            taken["pickles"].add(attack.name)
+            accepted["pickles"].add(attack.name)
     for_gpus = pickles.ACCEPTED_BY_TORCH_WITH_CUDA if torch.version.cuda else set()
-    assert taken == {"zips": torch_zips.ACCEPTED_BY_TORCH, "pickles": pickles.ACCEPTED_BY_TORCH | for_gpus}
+    assert accepted == {"zips": torch_zips.ACCEPTED_BY_TORCH, "pickles": pickles.ACCEPTED_BY_TORCH | for_gpus}
     assert not (tmp_path / "marker").exists()
 
 
@@ -414,9 +414,9 @@ def _torch_takes(content: bytes) -> bool:
 
 
 def sample() -> list[bytes]:
-    held = storage(elements=4)
-    two = pickled({"w": tensor(held), "v": tensor(held, 1, (3,), (1,))})
-    return [pack(archive()), pack(archive(two)), pack(changed(archive(two), "0", described=True), zip64={})]
+    shared = storage(elements=4)
+    root = pickled({"w": tensor(shared), "v": tensor(shared, 1, (3,), (1,))})
+    return [pack(archive()), pack(archive(root)), pack(changed(archive(root), "0", described=True), zip64={})]
 
 
 @settings(max_examples=800, deadline=3000, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -427,8 +427,8 @@ def sample() -> list[bytes]:
 def test_only_our_errors(tmp_path: Path, content: bytes, changes: list[tuple[int, int, bytes]]) -> None:
     """And whatever is accepted is what torch itself makes of it."""
     data = bytearray(content)
-    for at, cut, new in changes:
-        data[at % len(data) : at % len(data) + cut] = new.ljust(cut, b"\0")  # mostly in place, so that some are sound
+    for start, cut, new in changes:
+        data[start % len(data) : start % len(data) + cut] = new.ljust(cut, b"\0")  # mostly in place, so some are sound
     try:
         read = parse_torch_zip(lambda offset, length: bytes(data[offset : offset + length]), len(data), "x.bin")
     except CheckpointError:
@@ -452,7 +452,7 @@ def test_equal_bytes_only(tmp_path: Path) -> None:
         assert_equal(path, read_torch_zip(path), {"w": torch.tensor([0.0, 1.0, 2.0, 3.0])})
 
 
-def test_tensors_that_no_weight_has_are_counted(tmp_path: Path) -> None:
+def test_tensors_left_out_are_counted(tmp_path: Path) -> None:
     """By key; not those that are weights too, but also the bytes of a storage without a tensor."""
     weight, moment = torch.ones(4), torch.ones(6)
     value = {

@@ -19,21 +19,21 @@ from rabbitllm.formats.zip_directory import MAX_DIRECTORY_BYTES, ZipEntry, check
 from tests.support.torch_files import Member, archive, changed, pack, zip64_extra
 
 
-def reader(content: bytes, asked: list[int] | None = None) -> Callable[[int, int], bytes]:
+def reader(content: bytes, reads: list[int] | None = None) -> Callable[[int, int], bytes]:
     """Reads ranges of these bytes, and notes how many were asked for each time."""
 
     def read(offset: int, length: int) -> bytes:
         assert offset >= 0
         assert length >= 0
-        if asked is not None:
-            asked.append(length)
+        if reads is not None:
+            reads.append(length)
         return content[offset : offset + length]
 
     return read
 
 
-def entries_of(content: bytes, asked: list[int] | None = None) -> tuple[ZipEntry, ...]:
-    read = reader(content, asked)
+def entries_of(content: bytes, reads: list[int] | None = None) -> tuple[ZipEntry, ...]:
+    read = reader(content, reads)
     entries = read_entries(read, len(content), "x.bin")
     check_local_headers(read, entries, "x.bin")
     return entries
@@ -41,17 +41,17 @@ def entries_of(content: bytes, asked: list[int] | None = None) -> tuple[ZipEntry
 
 def agrees_with_zipfile(content: bytes) -> tuple[ZipEntry, ...]:
     entries = entries_of(content)
-    with zipfile.ZipFile(io.BytesIO(content)) as other:
-        infos = sorted(other.infolist(), key=lambda info: info.header_offset)
+    with zipfile.ZipFile(io.BytesIO(content)) as zip_file:
+        infos = sorted(zip_file.infolist(), key=lambda info: info.header_offset)
         assert [(e.name, e.header, e.size, e.crc) for e in entries] == [
             (info.filename, info.header_offset, info.file_size, info.CRC) for info in infos
         ]
         for entry in entries:
-            assert content[entry.begin : entry.end] == other.read(entry.name)
+            assert content[entry.begin : entry.end] == zip_file.read(entry.name)
     return entries
 
 
-def test_what_torch_writes() -> None:
+def test_files_of_torch() -> None:
     stream = io.BytesIO()
     torch.save({"a": torch.arange(5), "empty": torch.empty(0), "b": torch.ones(3, 3)}, stream)
     entries = agrees_with_zipfile(stream.getvalue())
@@ -60,18 +60,18 @@ def test_what_torch_writes() -> None:
     assert all(entry.begin % 64 == 0 for entry in entries if "/data/" in entry.name)
 
 
-def test_what_zipfile_writes() -> None:
+def test_zips_of_zipfile() -> None:
     stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as made:
-        made.writestr("archive/data.pkl", b"abc")
-        made.writestr("archive/ä", b"")
-        with made.open("archive/data/0", "w", force_zip64=True) as entry:
+    with zipfile.ZipFile(stream, "w") as zip_file:
+        zip_file.writestr("archive/data.pkl", b"abc")
+        zip_file.writestr("archive/ä", b"")
+        with zip_file.open("archive/data/0", "w", force_zip64=True) as entry:
             entry.write(b"0123")
     entries = agrees_with_zipfile(stream.getvalue())
     assert [entry.name for entry in entries] == ["archive/data.pkl", "archive/ä", "archive/data/0"]
 
 
-def test_what_zipfile_writes_to_a_pipe() -> None:
+def test_zips_that_zipfile_writes_to_a_pipe() -> None:
     class Pipe(io.BytesIO):
         def seekable(self) -> bool:
             return False
@@ -80,14 +80,14 @@ def test_what_zipfile_writes_to_a_pipe() -> None:
             raise OSError
 
     stream = Pipe()
-    with zipfile.ZipFile(stream, "w") as made:
-        made.writestr("archive/data.pkl", b"abc")
+    with zipfile.ZipFile(stream, "w") as zip_file:
+        zip_file.writestr("archive/data.pkl", b"abc")
     assert agrees_with_zipfile(stream.getvalue())[0].descriptor == 16
 
 
 @pytest.mark.parametrize("described", [False, True])
 @pytest.mark.parametrize("zip64", [None, {}])
-def test_what_is_packed_here(described: bool, zip64: dict[str, int] | None) -> None:
+def test_zips_of_our_builder(described: bool, zip64: dict[str, int] | None) -> None:
     members = [Member("a/x", b"abc", described=described), Member("a/y", b"", described=described), Member("a/z", b"z")]
     entries = agrees_with_zipfile(pack(members, zip64=zip64))
     assert [entry.size for entry in entries] == [3, 0, 1]
@@ -98,7 +98,7 @@ def test_attributes_of_ordinary_files(attributes: int) -> None:
     agrees_with_zipfile(pack(changed(archive(), "data/0", central={"attributes": attributes})))
 
 
-def test_an_order_in_the_directory_other_than_in_the_file() -> None:
+def test_directory_in_another_order_than_the_file() -> None:
     content = pack(archive())
     begin = content.index(b"PK\x01\x02")
     second = content.index(b"PK\x01\x02", begin + 1)
@@ -124,39 +124,39 @@ def test_zip64_fields_as_torch_writes_them() -> None:
     assert (entries[2].size, entries[2].descriptor) == (16, 24)
 
 
-def test_no_more_is_read_than_the_headers(tmp_path: Path) -> None:
+def test_only_headers_are_read(tmp_path: Path) -> None:
     stream = io.BytesIO()
     torch.save({"a": torch.zeros(1 << 18), "b": torch.zeros(1 << 18)}, stream)
-    asked: list[int] = []
-    entries_of(stream.getvalue(), asked)
-    assert sum(asked) < 5000
+    reads: list[int] = []
+    entries_of(stream.getvalue(), reads)
+    assert sum(reads) < 5000
 
 
 def test_no_size_is_read_before_it_is_checked() -> None:
     for lie in ({"size": 1 << 62}, {"offset": 1 << 62}, {"size": MAX_DIRECTORY_BYTES + 1}, {"here": 9, "count": 9}):
-        asked: list[int] = []
+        reads: list[int] = []
         content = pack(
             archive(), zip64=lie, end={"size": 0xFFFFFFFF, "offset": 0xFFFFFFFF, "here": 65535, "count": 65535}
         )
         with pytest.raises(CorruptShardError):
-            entries_of(content, asked)
-        assert max(asked) < len(content)
+            entries_of(content, reads)
+        assert max(reads) < len(content)
 
 
-def test_places_follow_from_the_directory_alone() -> None:
+def test_offsets_follow_from_the_directory() -> None:
     """Which is what a repository is asked for: one range instead of one a tensor."""
     stream = io.BytesIO()
-    torch.save({f"t{number}": torch.full((number,), number) for number in range(40)}, stream)
+    torch.save({f"t{index}": torch.full((index,), index) for index in range(40)}, stream)
     content = stream.getvalue()
-    asked: list[int] = []
-    entries = read_entries(reader(content, asked), len(content), "x.bin")
-    assert len(asked) == 2
-    with zipfile.ZipFile(io.BytesIO(content)) as other:
+    reads: list[int] = []
+    entries = read_entries(reader(content, reads), len(content), "x.bin")
+    assert len(reads) == 2
+    with zipfile.ZipFile(io.BytesIO(content)) as zip_file:
         for entry in entries:
-            assert content[entry.begin : entry.end] == other.read(entry.name)
+            assert content[entry.begin : entry.end] == zip_file.read(entry.name)
 
 
-def test_a_file_that_shrinks_meanwhile() -> None:
+def test_file_that_shrinks_during_the_read() -> None:
     content = pack(archive())
     entries = read_entries(reader(content), len(content), "x.bin")
     for length in (0, 20, entries[2].begin - 1):
@@ -175,13 +175,13 @@ SOUND = [pack(archive()), pack(changed(archive(), "data/0", described=True), zip
 def test_only_our_errors(content: bytes, changes: list[tuple[int, int, bytes]]) -> None:
     """And what is accepted still has every byte accounted for, and is the same to zipfile."""
     data = bytearray(content)
-    for at, cut, new in changes:
-        data[at % len(data) : at % len(data) + cut] = new
+    for offset, cut, new in changes:
+        data[offset % len(data) : offset % len(data) + cut] = new
     try:
         entries = entries_of(bytes(data))
     except CorruptShardError:
         return
-    with zipfile.ZipFile(io.BytesIO(bytes(data))) as other:
+    with zipfile.ZipFile(io.BytesIO(bytes(data))) as zip_file:
         assert {e.name: (e.header, e.size) for e in entries} == {
-            info.filename: (info.header_offset, info.file_size) for info in other.infolist()
+            info.filename: (info.header_offset, info.file_size) for info in zip_file.infolist()
         }

@@ -38,108 +38,108 @@ def folder(tmp_path: Path) -> Path:
 
 
 def seen(folder: Path) -> SplitEntry:
-    found = look(folder)
-    assert found is not None
-    return found
+    entry = look(folder)
+    assert entry is not None
+    return entry
 
 
-def test_a_whole_one(folder: Path) -> None:
-    made = Call(str(folder), compression="4bit", sequential=False).make()
-    found = seen(made)
-    files = len([*made.glob("*.safetensors")])
-    assert (found.name, found.state, found.compression, found.folder) == ("hare", WHOLE, "4bit", made)
-    assert (found.layers, found.layers_of) == (files, files)
-    assert found.nbytes == occupied(made)
-    assert (found.problem, found.legacy, found.commit) == (None, False, None)
-    assert set(as_record(found)) == {
+def test_finished_split(folder: Path) -> None:
+    split_folder = Call(str(folder), compression="4bit", sequential=False).make()
+    entry = seen(split_folder)
+    files = len([*split_folder.glob("*.safetensors")])
+    assert (entry.name, entry.state, entry.compression, entry.folder) == ("hare", WHOLE, "4bit", split_folder)
+    assert (entry.layers, entry.layers_of) == (files, files)
+    assert entry.nbytes == occupied(split_folder)
+    assert (entry.problem, entry.legacy, entry.commit) == (None, False, None)
+    assert set(as_record(entry)) == {
         *("name", "folder", "state", "source", "commit", "compression", "bytes", "layers", "layers_of", "shards"),
         *("shards_used", "changed_at", "problem", "rabbitllm_1"),
     }
-    json.dumps(as_record(found))
+    json.dumps(as_record(entry))
 
 
-def test_an_unfinished_one_says_what_is_missing(folder: Path) -> None:
-    made = interrupted(Call(str(folder), compression="8bit", sequential=False), shards=2)
-    found = seen(made)
-    assert (found.state, found.name, found.compression) == (UNFINISHED, "hare", "8bit")
-    assert (found.shards, found.shards_used) == (3, 2)
-    assert 0 < found.layers < found.layers_of
+def test_unfinished_split(folder: Path) -> None:
+    split_folder = interrupted(Call(str(folder), compression="8bit", sequential=False), shards=2)
+    entry = seen(split_folder)
+    assert (entry.state, entry.name, entry.compression) == (UNFINISHED, "hare", "8bit")
+    assert (entry.shards, entry.shards_used) == (3, 2)
+    assert 0 < entry.layers < entry.layers_of
     whole = seen(Call(str(folder), compression="8bit", sequential=False).make())
-    assert (whole.state, whole.layers) == (WHOLE, found.layers_of)
+    assert (whole.state, whole.layers) == (WHOLE, entry.layers_of)
 
 
-def test_damaged_ones_are_listed_all_the_same(folder: Path) -> None:
-    made = Call(str(folder), sequential=False).make()
-    layer = next(iter(sorted(made.glob("*.safetensors"))))
+def test_damaged_splits_are_listed(folder: Path) -> None:
+    split_folder = Call(str(folder), sequential=False).make()
+    layer = next(iter(sorted(split_folder.glob("*.safetensors"))))
     content = layer.read_bytes()
     layer.write_bytes(content[:-1])
-    assert (seen(made).state, seen(made).problem) == (
+    assert (seen(split_folder).state, seen(split_folder).problem) == (
         DAMAGED,
         f"{layer.name} has {len(content) - 1:,} bytes instead of {len(content):,}",
     )
     layer.unlink()
-    assert seen(made).problem == f"{layer.name} is missing"
-    (made / MANIFEST_NAME).write_text("{")
-    assert seen(made).state == DAMAGED
-    assert MANIFEST_NAME in (seen(made).problem or "")
-    (made / MANIFEST_NAME).unlink()
-    (made / JOURNAL_NAME).write_text("nonsense\n")
-    assert (seen(made).state, seen(made).problem) == (DAMAGED, f"{JOURNAL_NAME} cannot be read")
+    assert seen(split_folder).problem == f"{layer.name} is missing"
+    (split_folder / MANIFEST_NAME).write_text("{")
+    assert seen(split_folder).state == DAMAGED
+    assert MANIFEST_NAME in (seen(split_folder).problem or "")
+    (split_folder / MANIFEST_NAME).unlink()
+    (split_folder / JOURNAL_NAME).write_text("nonsense\n")
+    assert (seen(split_folder).state, seen(split_folder).problem) == (DAMAGED, f"{JOURNAL_NAME} cannot be read")
 
 
-def test_one_of_rabbitllm_1(tmp_path: Path) -> None:
+def test_split_of_rabbitllm_1(tmp_path: Path) -> None:
     folder = tmp_path / "hare" / "splitted_model.8bit"
     folder.mkdir(parents=True)
     for layer in ("model.norm", "lm_head"):
         (folder / f"{layer}.safetensors").write_bytes(b"x" * 100)
         (folder / f"{layer}.safetensors.done").touch()
-    found = seen(folder)
-    assert (found.name, found.state, found.compression, found.layers, found.legacy) == ("hare", WHOLE, "8bit", 2, True)
+    entry = seen(folder)
+    assert (entry.name, entry.state, entry.compression, entry.layers, entry.legacy) == ("hare", WHOLE, "8bit", 2, True)
     (folder / "lm_head.safetensors.done").unlink()
     assert seen(folder).problem == "lm_head.safetensors has no .done marker"
 
 
-@pytest.mark.parametrize("what", ["nothing", "checkpoint", "file"])
-def test_what_is_none(tmp_path: Path, folder: Path, what: str) -> None:
-    place = {"nothing": tmp_path / "no", "checkpoint": folder, "file": folder / "config.json"}[what]
+@pytest.mark.parametrize("case", ["nothing", "checkpoint", "file"])
+def test_folders_that_are_no_split(tmp_path: Path, folder: Path, case: str) -> None:
+    place = {"nothing": tmp_path / "no", "checkpoint": folder, "file": folder / "config.json"}[case]
     assert look(place) is None
 
 
-def test_one_behind_a_link(folder: Path, tmp_path: Path) -> None:
+def test_split_behind_a_link(folder: Path, tmp_path: Path) -> None:
     """A user's way to put the layers on another disk."""
     (tmp_path / "disk").mkdir()
     link = folder / "splitted_model.4bit"
     link.symlink_to(tmp_path / "disk")
     assert Call(str(folder), compression="4bit", sequential=False).make() == link
     assert seen(link).state == WHOLE
-    for found in (of_model(str(folder)), below(folder), below(folder.parent)):
-        assert [entry.folder for entry in found] == [link]
+    for entries in (of_model(str(folder)), below(folder), below(folder.parent)):
+        assert [entry.folder for entry in entries] == [link]
 
 
-def test_those_below_a_folder(folder: Path) -> None:
-    made = [Call(str(folder), compression=c, sequential=False).make() for c in ("8bit", "4bit")]
-    assert [entry.folder for entry in below(folder.parent)] == made
-    assert [entry.folder for entry in below(folder)] == made
-    assert [entry.folder for entry in below(made[1])] == made[1:]
+def test_splits_below_a_folder(folder: Path) -> None:
+    folders = [Call(str(folder), compression=c, sequential=False).make() for c in ("8bit", "4bit")]
+    assert [entry.folder for entry in below(folder.parent)] == folders
+    assert [entry.folder for entry in below(folder)] == folders
+    assert [entry.folder for entry in below(folders[1])] == folders[1:]
     (folder.parent / "again").symlink_to(folder)
     assert len(below(folder.parent)) == 2
     with pytest.raises(CheckpointNotFoundError, match="There is no folder"):
         below(folder / "nowhere")
 
 
-def test_those_of_a_repository(tmp_path: Path, hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
+def test_splits_of_a_repository(tmp_path: Path, hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
     write_shards(tmp_path / "hub" / REPO, cut(llama_tensors(), 2))
-    made = [Call(REPO, compression=c).make() for c in (None, "4bit")]
+    folders = [Call(REPO, compression=c).make() for c in (None, "4bit")]
     elsewhere = Call(REPO, str(tmp_path / "elsewhere"), compression="8bit").make()
-    assert [entry.folder for entry in known()] == made
+    assert [entry.folder for entry in known()] == folders
     commit = local_hub.commit(REPO)
     assert {(entry.name, entry.commit) for entry in known()} == {(REPO, commit)}
     local_hub.stop()  # from here on the hub cannot be reached
     for name in (REPO, f"hf://{REPO}"):
-        assert [entry.folder for entry in of_model(name)] == made
-    assert [entry.folder for entry in of_model(REPO, "none")] == made[:1]
+        assert [entry.folder for entry in of_model(name)] == folders
+    assert [entry.folder for entry in of_model(REPO, "none")] == folders[:1]
     assert [entry.folder for entry in of_model(REPO, saving_path=tmp_path / "elsewhere")] == [elsewhere]
-    assert one_of_model(REPO, "4bit").folder == made[1]
+    assert one_of_model(REPO, "4bit").folder == folders[1]
     with pytest.raises(OptionError, match=r"has 2 split directories: none in .*; 4bit in"):
         one_of_model(REPO)
     with pytest.raises(OptionError, match="does not exist"):
@@ -148,38 +148,38 @@ def test_those_of_a_repository(tmp_path: Path, hub_environment: HubEnvironment, 
         one_of_model("org/rabit")
 
 
-def test_those_of_a_folder(folder: Path, tmp_path: Path) -> None:
-    made = Call(str(folder), compression="4bit", sequential=False).make()
+def test_splits_of_a_folder(folder: Path, tmp_path: Path) -> None:
+    split_folder = Call(str(folder), compression="4bit", sequential=False).make()
     elsewhere = Call(str(folder), str(tmp_path / "out"), sequential=False).make()
     shard = next(folder.glob("*-of-*"))
-    assert [entry.folder for entry in of_model(str(folder))] == [made]
-    assert [entry.folder for entry in of_model(str(shard))] == [made]
-    assert [entry.folder for entry in of_model(str(made))] == [made]
+    assert [entry.folder for entry in of_model(str(folder))] == [split_folder]
+    assert [entry.folder for entry in of_model(str(shard))] == [split_folder]
+    assert [entry.folder for entry in of_model(str(split_folder))] == [split_folder]
     assert [entry.folder for entry in of_model(str(folder), saving_path=tmp_path / "out")] == [elsewhere]
 
 
-def test_those_of_one_of_several_models(tmp_path: Path, hub_environment: HubEnvironment) -> None:
+def test_splits_of_one_of_several_models(tmp_path: Path, hub_environment: HubEnvironment) -> None:
     hub = tmp_path / "hub" / REPO
     for place in (tmp_path, hub):
         place.mkdir(parents=True, exist_ok=True)
         for seed, name in enumerate(("a-Q8_0", "b-Q4_K_M")):
             write_gguf(place / f"{name}.gguf", seed=seed)
     for file, name in ((tmp_path / "b-Q4_K_M.gguf", "b-Q4_K_M"), (f"{REPO}:q4_k_m", "Q4_K_M")):
-        made = [Call(str(file), compression=c, sequential=False).make() for c in ("8bit", "4bit")]
-        assert [one.name for one in made] == [f"splitted_model-{name}.8bit", f"splitted_model-{name}.4bit"]
-        assert [entry.folder for entry in of_model(str(file))] == made
+        folders = [Call(str(file), compression=c, sequential=False).make() for c in ("8bit", "4bit")]
+        assert [path.name for path in folders] == [f"splitted_model-{name}.8bit", f"splitted_model-{name}.4bit"]
+        assert [entry.folder for entry in of_model(str(file))] == folders
         assert compression_here(str(file)) == "8bit"
-    for other in (tmp_path / "a-Q8_0.gguf", f"{REPO}:Q8_0"):
-        assert of_model(str(other)) == []
+    for name_of_model in (tmp_path / "a-Q8_0.gguf", f"{REPO}:Q8_0"):
+        assert of_model(str(name_of_model)) == []
 
 
-def test_a_folder_that_cannot_be_written_to_is_found_by_its_name(
+def test_split_of_a_read_only_folder_is_known_by_its_name(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(locations.HOME_VARIABLE, str(tmp_path / "home"))
     monkeypatch.setattr(locations, "is_writable", lambda path: False)
-    made = Call(str(folder), sequential=False).make()
-    assert made.is_relative_to(tmp_path / "home")
-    assert [entry.folder for entry in of_model("hare")] == [made]
-    assert [entry.folder for entry in of_model(str(folder))] == [made]
+    split_folder = Call(str(folder), sequential=False).make()
+    assert split_folder.is_relative_to(tmp_path / "home")
+    assert [entry.folder for entry in of_model("hare")] == [split_folder]
+    assert [entry.folder for entry in of_model(str(folder))] == [split_folder]
     assert of_model("har") == []

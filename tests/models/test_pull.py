@@ -45,98 +45,94 @@ def wished(name: str | Path, **options: Any) -> LoadRequest:
     return asked(name, **{"compression": "4bit", "device": "cpu", **options})
 
 
-def test_a_folder_keeps_everything(folder: Path) -> None:
+def test_folder_keeps_its_shards(folder: Path) -> None:
     before = contents(folder)
-    made = pull(wished(folder))
+    pulled = pull(wished(folder))
     assert {name: data for name, data in contents(folder).items() if not name.startswith("splitted_model")} == before
-    assert (made.shards, made.shards_at, made.before) == (Shards.KEPT, folder, False)
-    assert (made.entry.state, made.entry.folder, made.config_folder) == (
+    assert (pulled.shards, pulled.shards_at, pulled.before) == (Shards.KEPT, folder, False)
+    assert (pulled.entry.state, pulled.entry.folder, pulled.config_folder) == (
         WHOLE,
         folder / "splitted_model.4bit",
         folder / "splitted_model.4bit",
     )
-    assert made.peak_disk_bytes >= sum(map(len, layer_files(made.entry.folder).values())) / 2
+    assert pulled.peak_disk_bytes >= sum(map(len, layer_files(pulled.entry.folder).values())) / 2
     again = pull(wished(folder))
-    assert (again.before, again.entry, again.peak_disk_bytes) == (True, made.entry, 0)
+    assert (again.before, again.entry, again.peak_disk_bytes) == (True, pulled.entry, 0)
 
 
 @pytest.mark.parametrize(
     ("options", "shards"),
     [({"sequential": True}, Shards.DELETED), ({"delete_original": True}, Shards.DELETED)],
 )
-def test_a_folder_loses_its_shards_only_where_that_was_said(
-    folder: Path, options: dict[str, object], shards: Shards
-) -> None:
-    made = pull(wished(folder, **options))
-    assert made.shards is shards
+def test_folder_loses_its_shards_only_on_request(folder: Path, options: dict[str, object], shards: Shards) -> None:
+    pulled = pull(wished(folder, **options))
+    assert pulled.shards is shards
     assert shards_in(folder) == []
 
 
-def test_what_is_fetched_for_a_repository_is_not_kept(repository: Path, hub_environment: HubEnvironment) -> None:
-    made = pull(wished(REPO))
-    assert (made.shards, made.shards_at) == (Shards.FETCHED, None)
+def test_fetched_shards_are_not_kept(repository: Path, hub_environment: HubEnvironment) -> None:
+    pulled = pull(wished(REPO))
+    assert (pulled.shards, pulled.shards_at) == (Shards.FETCHED, None)
     assert shards_in(hub_environment.home) == []
-    assert layer_files(made.entry.folder) == layer_files(Call(str(repository), compression="4bit").make())
+    assert layer_files(pulled.entry.folder) == layer_files(Call(str(repository), compression="4bit").make())
 
 
-def test_what_was_in_the_cache_stays_there(
-    repository: Path, hub_environment: HubEnvironment, local_hub: LocalHub
-) -> None:
+def test_cached_shards_are_kept(repository: Path, hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
     names = shards_in(repository)
-    own = names[1]
-    path = Path(hf_hub_download(REPO, own))
+    cached = names[1]
+    path = Path(hf_hub_download(REPO, cached))
     data = path.read_bytes()
-    before = local_hub.downloads(own)
-    made = pull(wished(REPO))
-    assert local_hub.downloads(own) == before
+    before = local_hub.downloads(cached)
+    pulled = pull(wished(REPO))
+    assert local_hub.downloads(cached) == before
     assert path.read_bytes() == data
-    assert shards_in(hub_environment.home) == [own]
-    assert (made.shards, made.shards_at) == (Shards.PARTLY, path.parent)
+    assert shards_in(hub_environment.home) == [cached]
+    assert (pulled.shards, pulled.shards_at) == (Shards.PARTLY, path.parent)
 
 
-def test_the_peak_is_that_of_one_shard_at_a_time(repository: Path, hub_environment: HubEnvironment) -> None:
+def test_peak_is_that_of_one_shard_at_a_time(repository: Path, hub_environment: HubEnvironment) -> None:
     wish = wished(REPO, shard_transfer="file")
     told = dry_run(wish)
     assert told.route is not None
     peak = Peak(hub_environment.home)
     with observe_ticks(Counter(peak.look)):
-        made = pull(wish)
+        pulled = pull(wish)
     assert peak.most <= told.route.disk_bytes
     checkpoint = sum((repository / name).stat().st_size for name in shards_in(repository))
-    assert peak.most < made.entry.nbytes + checkpoint
+    assert peak.most < pulled.entry.nbytes + checkpoint
 
 
-def test_shards_are_kept_where_that_was_said(repository: Path, hub_environment: HubEnvironment) -> None:
-    made = pull(wished(REPO, keep_shards=True))
-    assert made.shards is Shards.KEPT
-    assert made.shards_at is not None
-    assert shards_in(made.shards_at) == shards_in(repository)
+def test_shards_are_kept_on_request(repository: Path, hub_environment: HubEnvironment) -> None:
+    pulled = pull(wished(REPO, keep_shards=True))
+    assert pulled.shards is Shards.KEPT
+    assert pulled.shards_at is not None
+    assert shards_in(pulled.shards_at) == shards_in(repository)
 
 
-def test_the_cache_loses_shards_only_where_that_was_said(repository: Path, hub_environment: HubEnvironment) -> None:
-    own = shards_in(repository)[0]
-    hf_hub_download(REPO, own)
+def test_cache_loses_shards_only_on_request(repository: Path, hub_environment: HubEnvironment) -> None:
+    cached = shards_in(repository)[0]
+    hf_hub_download(REPO, cached)
     assert pull(wished(REPO, sequential=True)).shards is Shards.FETCHED
     assert shards_in(hub_environment.home) == []
 
 
-def test_an_interrupted_one_goes_on(repository: Path, hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
+def test_interrupted_pull_is_resumed(repository: Path, hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
     first = shards_in(repository)[0]
-    made = interrupted(Call(REPO, compression="4bit"), 2)
-    found = dry_run(wished(REPO))
-    assert (found.estimate.state, found.estimate.shards_used, found.fits) == ("unfinished", 2, True)
+    split_folder = interrupted(Call(REPO, compression="4bit"), 2)
+    outcome = dry_run(wished(REPO))
+    assert (outcome.estimate.state, outcome.estimate.shards_used, outcome.fits) == ("unfinished", 2, True)
     fetched = local_hub.downloads(first)
-    assert pull(wished(REPO)).entry.folder == made
+    assert pull(wished(REPO)).entry.folder == split_folder
     assert local_hub.downloads(first) == fetched
 
 
-def test_a_split_directory_is_whole_already(folder: Path) -> None:
-    made = pull(wished(folder)).entry.folder
-    found = pull(wished(made, compression=None))
-    assert (found.before, found.shards, found.entry.folder) == (True, None, made)
+def test_pull_of_a_split_directory(folder: Path) -> None:
+    split_folder = pull(wished(folder)).entry.folder
+    pulled = pull(wished(split_folder, compression=None))
+    assert (pulled.before, pulled.shards, pulled.entry.folder) == (True, None, split_folder)
 
 
-def test_a_model_that_transformers_does_not_know_is_refused_before_it_is_split(folder: Path) -> None:
+def test_unknown_model_is_refused_before_the_split(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "unheard_of"}))
     with pytest.raises(UnknownArchitectureError):
@@ -155,7 +151,7 @@ def test_a_model_that_transformers_does_not_know_is_refused_before_it_is_split(f
         ({"max_memory": {"gpu": 1}}, "names the device"),
     ],
 )
-def test_wishes_that_cannot_be_fulfilled(folder: Path, options: dict[str, object], message: str) -> None:
+def test_contradicting_options(folder: Path, options: dict[str, object], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         pull(wished(folder, **options))
 
@@ -164,21 +160,21 @@ def test_wishes_that_cannot_be_fulfilled(folder: Path, options: dict[str, object
 
 
 @pytest.mark.parametrize("options", [{}, {"sequential": True}])
-def test_a_dry_run_of_a_folder_says_what_a_split_accepts(folder: Path, options: dict[str, object]) -> None:
+def test_dry_run_agrees_with_the_split(folder: Path, options: dict[str, object]) -> None:
     before = contents(folder)
-    found = dry_run(wished(folder, **options))
-    assert found.fits
-    assert found.route is not None
-    need = found.route.created_bytes
+    outcome = dry_run(wished(folder, **options))
+    assert outcome.fits
+    assert outcome.route is not None
+    need = outcome.route.created_bytes
     short = dry_run(wished(folder, max_disk=need - 1, **options))
     assert contents(folder) == before
     assert not short.fits
     assert dry_run_record(short)["lacking"]["need_bytes"] == need
     with pytest.raises(NotEnoughSpaceException):
         pull(wished(folder, max_disk=need - 1, **options))
-    made = pull(wished(folder, max_disk=need, **options))
+    pulled = pull(wished(folder, max_disk=need, **options))
     assert dry_run(wished(folder, **options)).fits
-    assert made.entry.state == WHOLE
+    assert pulled.entry.state == WHOLE
 
 
 @pytest.mark.parametrize(
@@ -197,7 +193,7 @@ def test_routes_of_a_repository(
     assert {route.name for route in dry_run(wished(REPO, **options)).routes} == routes
 
 
-def test_own_shards_take_room_where_they_stay(repository: Path, hub_environment: HubEnvironment) -> None:
+def test_kept_shards_count_as_disk_use(repository: Path, hub_environment: HubEnvironment) -> None:
     for name in shards_in(repository):
         hf_hub_download(REPO, name)
     keeps, frees = dry_run(wished(REPO)).route, dry_run(wished(REPO, sequential=True)).route
@@ -216,16 +212,16 @@ def test_records(folder: Path) -> None:
     assert json.loads(json.dumps(dry_run_record(dry_run(wished(folder)))))["fits"] is True
 
 
-def test_the_next_command_means_the_same_split(folder: Path, tmp_path: Path) -> None:
+def test_next_command_names_the_same_split(folder: Path, tmp_path: Path) -> None:
     wish = wished(folder, folder=tmp_path / "my layers", access=HubAccess("v1"))
-    made: Pulled = pull(wished(folder, folder=tmp_path / "my layers"))
-    assert next_command(made, wish) == (
+    pulled: Pulled = pull(wished(folder, folder=tmp_path / "my layers"))
+    assert next_command(pulled, wish) == (
         f"rabbitllm run {folder} --compression 4bit --dir '{tmp_path}/my layers' --revision v1 \"What is a rabbit?\""
     )
 
 
-def test_the_usual_place_is_under_home(repository: Path, hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
-    made = pull(wished(REPO)).entry
+def test_default_folder_is_under_home(repository: Path, hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
+    entry = pull(wished(REPO)).entry
     commit = local_hub.commit(REPO)
-    assert made.folder == locations.home() / "models--org--rabbit" / commit / "splitted_model.4bit"
-    assert (made.commit, made.name) == (commit, REPO)
+    assert entry.folder == locations.home() / "models--org--rabbit" / commit / "splitted_model.4bit"
+    assert (entry.commit, entry.name) == (commit, REPO)

@@ -39,37 +39,37 @@ def split(folder: Path, **options: object) -> Path:
     return Call(str(folder), **{"compression": "4bit", "sequential": False, **options}).make()  # type: ignore[arg-type]
 
 
-def test_a_whole_one_goes_and_its_checkpoint_stays(folder: Path) -> None:
+def test_finished_split_is_removed(folder: Path) -> None:
     before = contents(folder)
-    made = split(folder)
-    size = occupied(made)
-    plan = plan_removal(made)
+    split_folder = split(folder)
+    size = occupied(split_folder)
+    plan = plan_removal(split_folder)
     assert plan.nbytes == size
     assert remove(plan) == pytest.approx(size, abs=3 * 4096)
     assert contents(folder) == before
-    assert not made.exists()
-    assert split(folder) == made  # and can be made again
+    assert not split_folder.exists()
+    assert split(folder) == split_folder  # and can be made again
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_an_unfinished_one_goes_too(folder: Path, shards: int) -> None:
+def test_unfinished_split_is_removed(folder: Path, shards: int) -> None:
     before = contents(folder)
-    made = interrupted(Call(str(folder), compression="8bit", sequential=False), shards)
-    remove(plan_removal(made))
+    split_folder = interrupted(Call(str(folder), compression="8bit", sequential=False), shards)
+    remove(plan_removal(split_folder))
     assert contents(folder) == before
 
 
-def test_one_of_a_repository_takes_its_own_folders_along(tmp_path: Path, hub_environment: HubEnvironment) -> None:
+def test_split_of_a_repository_is_removed_with_its_folders(tmp_path: Path, hub_environment: HubEnvironment) -> None:
     build_checkpoint(tmp_path / "hub" / "org/rabbit", "llama", shards=2)
-    made = [Call("org/rabbit", compression=c).make() for c in (None, "4bit")]
-    remove(plan_removal(made[0]))
-    assert made[1].exists()
-    remove(plan_removal(made[1]))
-    assert not made[1].parent.exists()
+    folders = [Call("org/rabbit", compression=c).make() for c in (None, "4bit")]
+    remove(plan_removal(folders[0]))
+    assert folders[1].exists()
+    remove(plan_removal(folders[1]))
+    assert not folders[1].parent.exists()
     assert [path.name for path in (locations.home() / "models--org--rabbit").iterdir()] == ["refs"]
 
 
-def test_one_of_rabbitllm_1_goes(tmp_path: Path) -> None:
+def test_split_of_rabbitllm_1_is_removed(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "hare", "llama")
     before = contents(folder)
     old = folder / "splitted_model"
@@ -85,19 +85,19 @@ def test_one_of_rabbitllm_1_goes(tmp_path: Path) -> None:
 # What is refused, with nothing touched
 
 FOREIGN: dict[str, Callable[[Path], object]] = {
-    "a file": lambda made: (made / "notes.md").write_text("mine"),
-    "a text": lambda made: _later(made, made / "notes.txt"),
-    "another layer": lambda made: (made / "adapter.safetensors").write_bytes(b"mine"),
-    "a folder": lambda made: (made / "mine").mkdir(),
-    "a link": lambda made: (made / "model.extra.safetensors").symlink_to("/etc/hosts"),
-    "a link instead of a config": lambda made: _linked(made / "config.json"),
-    "a pipe": lambda made: os.mkfifo(made / "pipe.json"),
+    "a file": lambda target: (target / "notes.md").write_text("mine"),
+    "a text": lambda target: _later(target, target / "notes.txt"),
+    "another layer": lambda target: (target / "adapter.safetensors").write_bytes(b"mine"),
+    "a folder": lambda target: (target / "mine").mkdir(),
+    "a link": lambda target: (target / "model.extra.safetensors").symlink_to("/etc/hosts"),
+    "a link instead of a config": lambda target: _linked(target / "config.json"),
+    "a pipe": lambda target: os.mkfifo(target / "pipe.json"),
 }
 
 
-def _later(made: Path, path: Path) -> None:
+def _later(split_folder: Path, path: Path) -> None:
     path.write_text("mine")
-    written = (made / MANIFEST_NAME).stat().st_mtime
+    written = (split_folder / MANIFEST_NAME).stat().st_mtime
     os.utime(path, (written + 10, written + 10))
 
 
@@ -106,126 +106,126 @@ def _linked(path: Path) -> None:
     path.symlink_to("/etc/hosts")
 
 
-@pytest.mark.parametrize("what", FOREIGN)
-def test_something_foreign_inside(folder: Path, what: str) -> None:
-    made = split(folder)
-    FOREIGN[what](made)
-    before = sorted(made.rglob("*"))
+@pytest.mark.parametrize("case", FOREIGN)
+def test_foreign_files_are_refused(folder: Path, case: str) -> None:
+    split_folder = split(folder)
+    FOREIGN[case](split_folder)
+    before = sorted(split_folder.rglob("*"))
     with pytest.raises(SplitError, match="1 item that RabbitLLM did not write"):
-        plan_removal(made)
-    assert sorted(made.rglob("*")) == before
+        plan_removal(split_folder)
+    assert sorted(split_folder.rglob("*")) == before
 
 
-def test_configs_may_have_been_edited(folder: Path) -> None:
-    made = split(folder)
-    _later(made, made / "config.json")
-    remove(plan_removal(made))
-    assert not made.exists()
+def test_edited_configs_are_removed(folder: Path) -> None:
+    split_folder = split(folder)
+    _later(split_folder, split_folder / "config.json")
+    remove(plan_removal(split_folder))
+    assert not split_folder.exists()
 
 
-def test_what_is_no_split_directory(folder: Path, tmp_path: Path) -> None:
+def test_folder_without_a_split_is_refused(folder: Path, tmp_path: Path) -> None:
     for place in (folder, tmp_path, tmp_path / "nowhere"):
         with pytest.raises(SplitError, match="is not a split directory"):
             plan_removal(place)
-    made = split(folder)
-    (tmp_path / "link").symlink_to(made)
+    split_folder = split(folder)
+    (tmp_path / "link").symlink_to(split_folder)
     with pytest.raises(SplitError, match="is a link to"):
         plan_removal(tmp_path / "link")
-    (made / MANIFEST_NAME).write_text("{}")
+    (split_folder / MANIFEST_NAME).write_text("{}")
     with pytest.raises(SplitError, match="cannot be identified"):
-        plan_removal(made)
-    assert made.exists()
+        plan_removal(split_folder)
+    assert split_folder.exists()
 
 
-def test_one_that_is_worked_on(folder: Path) -> None:
-    made = split(folder)
-    plan = plan_removal(made)
+def test_split_in_use_is_refused(folder: Path) -> None:
+    split_folder = split(folder)
+    plan = plan_removal(split_folder)
     code = f"""
 import sys
 from pathlib import Path
 from rabbitllm.splitter.lock import locked
-with locked(Path({str(made)!r})):
+with locked(Path({str(split_folder)!r})):
     print("locked", flush=True)
     sys.stdin.read()
 """
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "locked\n"
-        before = contents(made)
-        with pytest.raises(SplitError, match=rf"is in use by process {other.pid}"):
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
+        before = contents(split_folder)
+        with pytest.raises(SplitError, match=rf"is in use by process {process.pid}"):
             remove(plan)
-        assert contents(made).keys() == before.keys()
-        other.communicate("")
+        assert contents(split_folder).keys() == before.keys()
+        process.communicate("")
     remove(plan)
-    assert not made.exists()
+    assert not split_folder.exists()
 
 
-def test_one_that_changed_since_it_was_looked_at(folder: Path) -> None:
-    made = split(folder)
-    plan = plan_removal(made)
-    (made / "tokenizer.json").write_text("{}")
+def test_split_that_changed_since_the_plan_is_refused(folder: Path) -> None:
+    split_folder = split(folder)
+    plan = plan_removal(split_folder)
+    (split_folder / "tokenizer.json").write_text("{}")
     with pytest.raises(SplitError, match="has changed since the check"):
         remove(plan)
-    assert (made / MANIFEST_NAME).exists()
+    assert (split_folder / MANIFEST_NAME).exists()
 
 
-def test_the_lock_is_held_during_a_removal(folder: Path) -> None:
-    made = split(folder)
-    held: list[bool] = []
+def test_lock_is_held_during_a_removal(folder: Path) -> None:
+    split_folder = split(folder)
+    states: list[bool] = []
 
     def watch(step: Step) -> None:
-        if step.kind == "unlink" and not held:
-            held.append((made / ".lock").exists())
+        if step.kind == "unlink" and not states:
+            states.append((split_folder / ".lock").exists())
 
     with observe_steps(watch):
-        remove(plan_removal(made))
-    assert held == [True]
-    with locked(made):
+        remove(plan_removal(split_folder))
+    assert states == [True]
+    with locked(split_folder):
         pass
 
 
 # A crash at any step leaves something that is never taken for whole, and that can be removed again
 
 
-@pytest.mark.parametrize("kind", ["whole", "unfinished"])
-def test_a_crash_at_any_step(folder: Path, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("state", ["whole", "unfinished"])
+def test_removal_resumes_after_a_crash(folder: Path, tmp_path: Path, state: str) -> None:
     before = contents(folder)
     call = Call(str(folder), compression="4bit", sequential=False)
-    made = call.make() if kind == "whole" else interrupted(call, 2)
-    kept = shutil.copytree(made, tmp_path / "kept")
+    split_folder = call.make() if state == "whole" else interrupted(call, 2)
+    copy = shutil.copytree(split_folder, tmp_path / "kept")
     steps: list[Step] = []
-    plan = plan_removal(made)
+    plan = plan_removal(split_folder)
     with observe_steps(steps.append):
         remove(plan)
     assert len(steps) > 10
-    for number, step in enumerate(steps):
-        shutil.copytree(kept, made)
-        seen: list[Step] = []
+    for index, step in enumerate(steps):
+        shutil.copytree(copy, split_folder)
+        done: list[Step] = []
 
-        def crash(step: Step, at: int = number, seen: list[Step] = seen) -> None:
-            if len(seen) == at:
+        def crash(step: Step, stop: int = index, done: list[Step] = done) -> None:
+            if len(done) == stop:
                 raise KeyboardInterrupt
-            seen.append(step)
+            done.append(step)
 
-        plan = plan_removal(made)
+        plan = plan_removal(split_folder)
         with observe_steps(crash), pytest.raises(KeyboardInterrupt):
             remove(plan)
-        left = look(made)
-        if left is None:  # nothing of it is there any more
+        entry = look(split_folder)
+        if entry is None:  # nothing of it is there any more
             assert contents(folder) == before, step
-            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(split_folder, ignore_errors=True)
             continue
-        assert left.state == HALF_REMOVED or number == 0
-        remove(plan_removal(made))
+        assert entry.state == HALF_REMOVED or index == 0
+        remove(plan_removal(split_folder))
         assert contents(folder) == before, step
 
 
 # Is it the only copy?
 
 
-def test_a_kept_original_is_recognised(folder: Path, tmp_path: Path) -> None:
+def test_kept_original_is_recognised(folder: Path, tmp_path: Path) -> None:
     removal = plan_removal(split(folder))
     assert original_of(removal.entry).where == f"in {folder}"
     elsewhere = plan_removal(split(folder, saving_path=str(tmp_path / "out")))
@@ -234,7 +234,7 @@ def test_a_kept_original_is_recognised(folder: Path, tmp_path: Path) -> None:
     refuse_only_copy(elsewhere, original_of(elsewhere.entry, folder))
 
 
-def test_a_used_up_original_makes_it_the_only_copy(folder: Path) -> None:
+def test_used_up_original_makes_the_split_the_only_copy(folder: Path) -> None:
     plan = plan_removal(split(folder, sequential=True))
     original = original_of(plan.entry)
     assert (original.there, f"{SHARDS} of its {SHARDS} shards not in {folder}" in original.where) == (False, True)
@@ -250,12 +250,12 @@ def test_other_weights_of_the_same_name_are_not_the_original(folder: Path) -> No
 
 
 @pytest.mark.parametrize("sequential", [True, False])
-def test_of_an_unfinished_one_only_what_is_used_up_counts(folder: Path, sequential: bool) -> None:
-    made = interrupted(Call(str(folder), compression="4bit", sequential=sequential), 2)
-    found = original_of(plan_removal(made).entry)
-    assert found.there is not sequential
+def test_original_of_an_unfinished_split(folder: Path, sequential: bool) -> None:
+    split_folder = interrupted(Call(str(folder), compression="4bit", sequential=sequential), 2)
+    original = original_of(plan_removal(split_folder).entry)
+    assert original.there is not sequential
     if sequential:
-        assert "2 of its 2 shards not in" in found.where
+        assert "2 of its 2 shards not in" in original.where
 
 
 @pytest.fixture
@@ -264,12 +264,12 @@ def of_a_repository(tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnv
     return plan_removal(Call("org/rabbit").make())
 
 
-def test_a_repository_that_is_there(of_a_repository: Removal, local_hub: LocalHub) -> None:
+def test_available_repository(of_a_repository: Removal, local_hub: LocalHub) -> None:
     local_hub.forget_requests()
     assert original_of(of_a_repository.entry).there
     assert local_hub.requests == []
-    found = original_of(of_a_repository.entry, asks_hub=True)
-    assert (found.there, found.where.startswith("on the hub, org/rabbit at commit ")) == (True, True)
+    original = original_of(of_a_repository.entry, asks_hub=True)
+    assert (original.there, original.where.startswith("on the hub, org/rabbit at commit ")) == (True, True)
     assert local_hub.body_bytes(".safetensors") == 0
 
 
@@ -294,52 +294,50 @@ def overwritten(hub: LocalHub, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("change", [gone, gated, offline, overwritten])
-def test_a_repository_that_is_not_there(
+def test_unavailable_repository(
     of_a_repository: Removal, local_hub: LocalHub, tmp_path: Path, change: Callable[[LocalHub, Path], str]
 ) -> None:
     why = change(local_hub, tmp_path / "hub" / "org/rabbit")
-    before, made = contents(of_a_repository.entry.folder), str(of_a_repository.entry.folder)
+    before, name = contents(of_a_repository.entry.folder), str(of_a_repository.entry.folder)
     with pytest.raises(
         SplitError, match="may be the only copy of this model: the hub cache has 0 of the 2 sh"
     ) as caught:
-        CliRunner().invoke(app, ["rm", made, "--yes"], catch_exceptions=False)
+        CliRunner().invoke(app, ["rm", name, "--yes"], catch_exceptions=False)
     assert f"shards of org/rabbit, and the hub was asked: {why}" in re.sub(
         r"There is no folder .* and ", "", str(caught.value)
     )
     assert "Pass --only-copy" in caught.value.remedy
     assert "run the command again with a connection" in caught.value.remedy
     assert contents(of_a_repository.entry.folder) == before
-    result = CliRunner().invoke(app, ["rm", made, "--yes", "--only-copy"], catch_exceptions=False)
+    result = CliRunner().invoke(app, ["rm", name, "--yes", "--only-copy"], catch_exceptions=False)
     assert (result.exit_code, of_a_repository.entry.folder.exists()) == (0, False)
 
 
 @pytest.mark.parametrize("is_complete", [True, False])
-def test_a_complete_copy_in_the_hub_cache_is_enough(
+def test_complete_copy_in_the_hub_cache_is_an_original(
     of_a_repository: Removal, local_hub: LocalHub, is_complete: bool
 ) -> None:
     snapshot = Path(snapshot_download("org/rabbit"))
     local_hub.stop()
     if not is_complete:
         next(snapshot.glob("*.safetensors")).unlink()
-    found = original_of(of_a_repository.entry, asks_hub=True)
-    assert found.there is is_complete
-    assert (found.where == f"in the hub cache, {snapshot}") is is_complete
-    assert ("the hub cache has 1 of the 2 shards of org/rabbit" in found.where) is not is_complete
+    original = original_of(of_a_repository.entry, asks_hub=True)
+    assert original.there is is_complete
+    assert (original.where == f"in the hub cache, {snapshot}") is is_complete
+    assert ("the hub cache has 1 of the 2 shards of org/rabbit" in original.where) is not is_complete
 
 
-def test_an_unfinished_one_of_a_repository(
-    tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment
-) -> None:
+def test_unfinished_split_of_a_repository(tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment) -> None:
     """An unfinished split needs the shards that it has used, and no others."""
     build_checkpoint(tmp_path / "hub" / "org/rabbit", "llama", shards=2)
     removal = plan_removal(interrupted(Call("org/rabbit"), 1))
     assert original_of(removal.entry, asks_hub=True).there
     local_hub.stop()
-    found = original_of(removal.entry, asks_hub=True)
-    assert "the hub cache has 0 of the 1 shard of org/rabbit" in found.where
+    original = original_of(removal.entry, asks_hub=True)
+    assert "the hub cache has 0 of the 1 shard of org/rabbit" in original.where
 
 
-def test_of_rabbitllm_1_the_checkpoint_around_it_is_the_original(tmp_path: Path) -> None:
+def test_original_of_a_rabbitllm_1_split(tmp_path: Path) -> None:
     old = tmp_path / "hare" / "splitted_model"
     old.mkdir(parents=True)
     (old / "lm_head.safetensors").write_bytes(b"x")

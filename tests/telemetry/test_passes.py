@@ -96,7 +96,7 @@ def test_limits(seconds: dict[str, float], limit: str | None) -> None:
     assert limit_of({stage: Total(length, 1, 0) for stage, length in seconds.items()}) == limit
 
 
-def test_sums_by_kind_whatever_was_summed_before() -> None:
+def test_sums_by_kind_add_to_earlier_sums() -> None:
     passes = [
         a_pass(1, 4.0, PassInput(2, 30, 0, 1), 2, read=4.0),
         a_pass(2, 1.0, PassInput(2, 1, 30, 1), 2, read=1.0, compute=0.5),
@@ -116,14 +116,14 @@ def test_sums_by_kind_whatever_was_summed_before() -> None:
     assert PassSums().made_per_pass is None
 
 
-def test_the_median_pass_is_of_further_tokens_where_there_are_any() -> None:
+def test_median_pass_prefers_decode_passes() -> None:
     passes = [
         a_pass(1, 9.0, PassInput(1, 30, 0, 1)),
         *(a_pass(n, wall, ONE) for n, wall in ((2, 1.0), (3, 5.0), (4, 2.0))),
     ]
-    chosen = median_pass(passes)
-    assert chosen is not None
-    assert chosen.number == 4
+    middle = median_pass(passes)
+    assert middle is not None
+    assert middle.number == 4
     assert (median_of(passes, FURTHER), median_of(passes, PROMPT), median_of([], PROMPT)) == (2.0, 9.0, 0.0)
     assert median_pass(passes[:1]) is passes[0]
     assert median_pass([]) is None

@@ -64,7 +64,7 @@ def test_stage_measures_time_and_survives_an_exception() -> None:
     assert (total.count, total.nbytes) == (1, 3)
 
 
-def test_nothing_is_recorded_when_off() -> None:
+def test_disabled_profiler_records_no_stage() -> None:
     profiler = Profiler(enabled=False)
     profiler.add("norm", READ, 1.0)
     with profiler.stage("norm", READ):
@@ -72,11 +72,11 @@ def test_nothing_is_recorded_when_off() -> None:
     assert profiler.layers == {}
 
 
-def test_threads_lose_no_record() -> None:
+def test_records_of_concurrent_threads() -> None:
     profiler = Profiler()
     with ThreadPoolExecutor(8) as pool:
-        for number in range(4000):
-            pool.submit(profiler.add, f"layers.{number % 3}", READ, 0.001, 2)
+        for index in range(4000):
+            pool.submit(profiler.add, f"layers.{index % 3}", READ, 0.001, 2)
     assert sum(stages[READ].count for stages in profiler.layers.values()) == 4000
     assert profiler.stages[READ].nbytes == 8000
 
@@ -105,10 +105,10 @@ def test_bottleneck_is_the_longest_that_makes_the_caller_wait(
 
 def test_stage_of_two_threads_is_the_limit_only_if_both_are_busy_longest() -> None:
     profiler = Profiler()
-    both = threading.Barrier(2)
+    barrier = threading.Barrier(2)
 
     def record() -> None:
-        both.wait(60)
+        barrier.wait(60)
         profiler.add("layers.0", QUANTIZE, 3.0, 8)
 
     threads = [threading.Thread(target=record) for _ in range(2)]
@@ -150,7 +150,7 @@ def test_report_has_core_seconds_where_they_were_measured() -> None:
     assert row.split()[3] == f"{core_seconds:.3f}"
 
 
-def test_report_of_nothing_says_how_to_get_one() -> None:
+def test_empty_report_names_the_option() -> None:
     assert Profiler(title="Passes").report() == "Passes: nothing was recorded (pass profiling_mode=True)."
     assert Profiler().report() == "Profile: nothing was recorded (pass profiling_mode=True)."
 
@@ -168,7 +168,7 @@ def make_pass(profiler: Profiler, entry: PassInput, text: Text | None = None, nb
         profiler.add("layers.0", COMPUTE, 0.25)
 
 
-def test_a_pass_has_what_was_recorded_since_the_one_before() -> None:
+def test_pass_has_stages_since_the_previous_one() -> None:
     profiler = Profiler()
     make_pass(profiler, PassInput(2, 7, 0, 1))
     profiler.add("layers.0", READ, 1.0, 5)  # ahead, for the next one
@@ -182,30 +182,30 @@ def test_a_pass_has_what_was_recorded_since_the_one_before() -> None:
     assert second.start + second.wall <= time.perf_counter()
 
 
-def test_what_came_of_a_pass_is_known_when_its_text_goes_on() -> None:
+def test_tokens_of_a_pass_are_known_at_the_next_one() -> None:
     profiler, text = Profiler(), Text()
     make_pass(profiler, PassInput(1, 7, 0, 1), text)
     make_pass(profiler, PassInput(1, 4, 7, 4), text)
     make_pass(profiler, PassInput(1, 4, 10, 4), text)
     make_pass(profiler, PassInput(1, 7, 0, 1), Text())
     make_pass(profiler, PassInput(1, 1, 7, 1), None)
-    assert [one.made for one in profiler.passes] == [1, 3, None, None, None]
+    assert [step.made for step in profiler.passes] == [1, 3, None, None, None]
 
 
-def test_a_text_is_not_kept_alive() -> None:
+def test_cache_is_not_kept_alive() -> None:
     profiler, text = Profiler(), Text()
     make_pass(profiler, PassInput(1, 7, 0, 1), text)
-    kept = weakref.ref(text)
+    reference = weakref.ref(text)
     del text
     gc.collect()
-    assert kept() is None
+    assert reference() is None
 
 
-def test_passes_are_bounded_and_nothing_is_lost_from_the_sums() -> None:
+def test_dropped_passes_stay_in_the_sums() -> None:
     profiler, text = Profiler(kept_passes=3), Text()
-    for number in range(8):
-        make_pass(profiler, PassInput(1, 1, 7 + number, 1), text)
-    assert [one.number for one in profiler.passes] == [6, 7, 8]
+    for index in range(8):
+        make_pass(profiler, PassInput(1, 1, 7 + index, 1), text)
+    assert [step.number for step in profiler.passes] == [6, 7, 8]
     further = profiler.sums["further"]
     assert (further.passes, further.tokens, further.made, further.made_passes) == (8, 8, 7, 7)
     assert further.stages[READ] == Total(4.0, 8, 80)
@@ -213,15 +213,15 @@ def test_passes_are_bounded_and_nothing_is_lost_from_the_sums() -> None:
     assert (profiler.passes, profiler.sums) == ((), {})
 
 
-def test_a_pass_inside_another_is_part_of_it() -> None:
+def test_nested_pass_is_part_of_the_outer_one() -> None:
     profiler = Profiler()
     with profiler.forward(PassInput(1, 7)):
         make_pass(profiler, PassInput(1, 1, 3))
-    (one,) = profiler.passes
-    assert (one.tokens, one.stages[READ].count) == (7, 1)
+    (step,) = profiler.passes
+    assert (step.tokens, step.stages[READ].count) == (7, 1)
 
 
-def test_a_pass_that_fails_is_recorded_and_the_next_one_is_too() -> None:
+def test_failed_pass_is_recorded() -> None:
     profiler = Profiler()
 
     def fail() -> None:
@@ -231,10 +231,10 @@ def test_a_pass_that_fails_is_recorded_and_the_next_one_is_too() -> None:
     with pytest.raises(KeyError):
         fail()
     make_pass(profiler, PassInput(1, 1, 7))
-    assert [one.tokens for one in profiler.passes] == [7, 1]
+    assert [step.tokens for step in profiler.passes] == [7, 1]
 
 
-def test_no_pass_is_recorded_when_off() -> None:
+def test_disabled_profiler_records_no_pass() -> None:
     profiler = Profiler(enabled=False)
     make_pass(profiler, PassInput(1, 1, 7))
     assert (profiler.passes, profiler.sums, profiler.as_json()["passes"]) == ((), {}, [])
@@ -259,13 +259,13 @@ def test_report_of_passes() -> None:
     assert all(len(line) <= 80 for line in profiler.report().splitlines())
 
 
-def test_a_split_has_no_passes_in_its_report() -> None:
+def test_report_of_a_split_has_no_passes() -> None:
     profiler = Profiler(title="Split of x, by stage")
     profiler.add("layers.0", READ, 0.5, 10**9)
     assert "\n\n" not in profiler.report()
 
 
-def test_everything_as_json() -> None:
+def test_record_as_json() -> None:
     profiler, text = Profiler(title="Passes"), Text()
     profiler.in_place = {"cpu resident": 77}
     make_pass(profiler, PassInput(2, 30, 0, 1), text, 20)
@@ -281,8 +281,8 @@ def test_everything_as_json() -> None:
     assert record["stages"][READ] == record["layers"]["layers.0"][READ] == total
     first, second = record["passes"]
     assert first.keys() == second.keys()
-    known = ("number", "kind", "tokens_in", "batch", "length", "past", "tokens_made")
-    assert [first[name] for name in known] == [1, "prompt", 60, 2, 30, 0, 2]
+    keys = ("number", "kind", "tokens_in", "batch", "length", "past", "tokens_made")
+    assert [first[name] for name in keys] == [1, "prompt", 60, 2, 30, 0, 2]
     assert (first["disk_bytes"], first["copied_bytes"], first["bottleneck"]) == (20, 0, COMPUTE)
     assert second["tokens_made"] is None
     sums = record["sums"]["further"]
@@ -309,8 +309,8 @@ def record(model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     with torch.inference_mode(), model.profiler.trace() as trace:
         model.generate(INPUT, max_new_tokens=PASSES, min_new_tokens=PASSES, do_sample=False)
     trace.write(path)
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
 
 
 def complete(record: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -349,14 +349,14 @@ def test_events_of_a_thread_follow_or_contain_each_other(record: Mapping[str, An
             ends.append(end)
 
 
-def test_every_pass_has_its_layers_inside(record: Mapping[str, Any], model: Any) -> None:
+def test_events_of_layers_lie_within_their_pass(record: Mapping[str, Any], model: Any) -> None:
     events = complete(record)
     passes = [event for event in events if event["cat"] == "pass"]
     assert [event["name"] for event in passes] == [f"pass {n + 1}" for n in range(PASSES)]
     assert [event["args"]["kind"] for event in passes] == ["prompt"] + ["further"] * (PASSES - 1)
     units = [placed.unit for placed in model.placement.units]
-    for one in passes:
-        start, end = nanoseconds(one)
+    for step in passes:
+        start, end = nanoseconds(step)
         inside = [e for e in events if e["cat"] == COMPUTE and start <= nanoseconds(e)[0] <= nanoseconds(e)[1] <= end]
         assert [event["args"]["layer"] for event in inside] == units
     stored = {placed.unit: placed.stored for placed in model.placement.units}
@@ -365,7 +365,7 @@ def test_every_pass_has_its_layers_inside(record: Mapping[str, Any], model: Any)
     assert all(arguments["bytes"] == stored[arguments["layer"]] for arguments in reads)
 
 
-def test_nothing_is_kept_outside_of_a_trace(model: Any) -> None:
+def test_no_event_is_kept_outside_a_trace(model: Any) -> None:
     with model.profiler.trace() as trace:
         pass
     with torch.inference_mode():
@@ -374,26 +374,26 @@ def test_nothing_is_kept_outside_of_a_trace(model: Any) -> None:
     assert trace.passes == ()
 
 
-def test_the_oldest_events_go_first() -> None:
+def test_oldest_events_are_dropped_first() -> None:
     profiler = Profiler()
     with profiler.trace(most_events=5) as trace:
-        for number in range(8):
-            profiler.add(f"layers.{number}", COMPUTE, 0.001)
+        for index in range(8):
+            profiler.add(f"layers.{index}", COMPUTE, 0.001)
     assert [event.layer for event in trace.events] == [f"layers.{n}" for n in range(3, 8)]
     assert trace.dropped == 3
 
 
-def test_a_trace_of_a_profiler_that_is_off_is_refused() -> None:
+def test_trace_of_a_disabled_profiler_is_refused() -> None:
     with pytest.raises(OptionError, match="profiling_mode=True"), Profiler(enabled=False).trace():
         pass
 
 
-def test_an_empty_trace_is_valid(tmp_path: Path) -> None:
+def test_empty_trace_is_valid(tmp_path: Path) -> None:
     Trace().write(tmp_path / "trace.json")
     assert complete(json.loads((tmp_path / "trace.json").read_text())) == []
 
 
-def test_threads_are_told_apart() -> None:
+def test_events_name_their_thread() -> None:
     profiler = Profiler()
 
     def record_one() -> None:
@@ -408,8 +408,8 @@ def test_threads_are_told_apart() -> None:
     read, computed = trace.events
     assert (read.thread, read.seconds, read.nbytes) == ("reader", 0.5, 7)
     assert isinstance(computed, Event)
-    (one,) = trace.passes
-    assert inside(trace.events, one.start, one.start + one.wall) == [computed]
+    (step,) = trace.passes
+    assert inside(trace.events, step.start, step.start + step.wall) == [computed]
 
 
 def inside(events: Sequence[Event], start: float, end: float) -> list[Event]:
