@@ -132,7 +132,7 @@ class RequestBuilder:
 
     def _call(self, item: Item, asked: BatchCall) -> PreparedItem:
         try:
-            from rabbitllm.server.answers import ChatChoices, CompletionChoices, Envelope, Spelling
+            from rabbitllm.server.answers import ChatChoices, CompletionChoices, ResponseBuilder, TokenTexts
             from rabbitllm.server.reasoning import AnswerFormat
             from rabbitllm.server.requests import checked_chat, checked_completion
             from rabbitllm.server.schemas import ChatBody, CompletionBody, parsed
@@ -149,26 +149,26 @@ class RequestBuilder:
             sampling=sampling,
             of_the_model=self._of_the_model,
         )
-        given, spelling = _with_defaults(asked, item.index), Spelling(self.tokenizer)
+        given, texts = _with_defaults(asked, item.index), TokenTexts(self.tokenizer)
         body: ChatBody | CompletionBody
         choices: ChatChoices | CompletionChoices
         if asked.url == "/v1/chat/completions":
             body = parsed(ChatBody, given)
             self._form = self._form or AnswerFormat.of(self.template)
             checked = checked_chat(body, self.template, self._form, self.limits, settings)
-            choices = ChatChoices(checked, spelling, self.ends, lambda: _new("call_"))
+            choices = ChatChoices(checked, texts, self.ends, lambda: _new("call_"))
             kind, lead = "chat.completion", "chatcmpl-"
         else:
             body = parsed(CompletionBody, given)
             checked = checked_completion(body, self.tokenizer, self.limits, settings)
-            choices = CompletionChoices(checked, spelling, self.ends)
+            choices = CompletionChoices(checked, texts, self.ends)
             kind, lead = "text_completion", "cmpl-"
         n = body.n or 1
 
         def line_of(deltas: Sequence[Delta], results: Sequence[Result]) -> Mapping[str, Any]:
-            envelope = Envelope(_new(lead), int(time.time()), self.name, kind, n=n)
+            builder = ResponseBuilder(_new(lead), int(time.time()), self.name, kind, n=n)
             made = [choices.whole(number, *pair) for number, pair in enumerate(zip(deltas, results, strict=True))]
-            return call_line(item, 200, envelope.whole(made, results))
+            return call_line(item, 200, builder.whole(made, results))
 
         return PreparedItem(item, checked.requests, line_of, checked.top_logprobs is not None)
 
