@@ -56,10 +56,10 @@ def watching(folder: Path) -> Iterator[DemoPeaks]:
 
     process = psutil.Process()
     peaks = DemoPeaks(memory_before=process.memory_info().rss)
-    over = threading.Event()
+    stop = threading.Event()
 
     def sample() -> None:
-        while not over.wait(SAMPLE_SECONDS):
+        while not stop.wait(SAMPLE_SECONDS):
             peaks.disk = max(peaks.disk, disk_bytes(folder))
             peaks.memory = max(peaks.memory, process.memory_info().rss)
 
@@ -68,7 +68,7 @@ def watching(folder: Path) -> Iterator[DemoPeaks]:
     try:
         yield peaks
     finally:
-        over.set()
+        stop.set()
         thread.join()
 
 
@@ -90,11 +90,11 @@ class ShardTable:
             self._source, self._most = event.source_bytes, event.source_bytes + event.output_bytes
             self._console.print(f"[bold]{'shard':7}{'disk in use':{BAR_WIDTH + 12}}standard route would use")
         elif isinstance(event, progress.ShardDone):
-            now = event.disk_bytes + event.source_left_bytes
+            in_use = event.disk_bytes + event.source_left_bytes
             standard = event.disk_bytes + self._source
             self.standard_peak = max(self.standard_peak, standard)
             self._console.print(
-                f"{event.number:>2}/{event.of:<3} [green]{self._bar(now)}[/] {now / MIB:5.1f} MiB  "
+                f"{event.number:>2}/{event.of:<3} [green]{self._bar(in_use)}[/] {in_use / MIB:5.1f} MiB  "
                 f"[yellow]{self._bar(standard)}[/] {standard / MIB:5.1f} MiB",
                 highlight=False,
             )
@@ -201,7 +201,7 @@ def run(
     surviving = sorted(path.name for path in checkpoint.glob("*.safetensors"))
     chosen = of.problems(problems)
     console.print(f"\nReady after {ready:.1f} s. {of.introduction}\n")
-    asked, rate = _ask(console, model, chosen[:QUESTIONS_SHOWN], of)
+    answers, rate = _ask(console, model, chosen[:QUESTIONS_SHOWN], of)
     right = of.right_answers(model, tokenizer_of(model), chosen)
     outcome = Outcome(
         compression=of.compression,
@@ -218,7 +218,7 @@ def run(
         exact_match=right / len(chosen),
         recorded_exact_match=of.recorded_score(),
         allowed_drop=of.allowed_drop,
-        asked=asked,
+        asked=answers,
     )
     _sum_up(console, outcome)
     return outcome
@@ -252,20 +252,20 @@ def _ask(
     """Print questions with the model's answers, one at a time; return them, and tokens per second."""
     from rabbitllm.generation.request import tokenizer_of
 
-    asked, tokens, seconds, tokenizer = [], 0, 0.0, tokenizer_of(model)
+    answers, tokens, seconds, tokenizer = [], 0, 0.0, tokenizer_of(model)
     for problem in problems:
         start = time.perf_counter()
         answer = of.answers(model, tokenizer, [problem])[0]
         seconds += time.perf_counter() - start
         tokens += len(tokenizer(answer)["input_ids"]) + 1
         question = problem.prompt.removeprefix("Q: ").removesuffix("\nA:")
-        asked.append(one := DemoAnswer(question, answer, problem.answer, of.is_right(answer, problem)))
-        mark = "[green]right[/]" if one.right else f"[red]wrong, {problem.answer}[/]"
+        answers.append(shown := DemoAnswer(question, answer, problem.answer, of.is_right(answer, problem)))
+        mark = "[green]right[/]" if shown.right else f"[red]wrong, {problem.answer}[/]"
         if of.answers_in_words:
             console.print(f"  {question}\n    {_first_sentence(answer)} {mark}", highlight=False)
         else:
             console.print(f"  {question:<44} {answer:<22} {mark}", highlight=False)
-    return tuple(asked), tokens / seconds
+    return tuple(answers), tokens / seconds
 
 
 def _first_sentence(text: str) -> str:
@@ -275,11 +275,11 @@ def _first_sentence(text: str) -> str:
 
 def _sum_up(console: Console, outcome: Outcome) -> None:
     disk, standard = amount(outcome.peak_disk_bytes), amount(outcome.standard_peak_disk_bytes)
-    memory, before = amount(outcome.peak_memory_bytes), amount(outcome.memory_before_bytes)
+    memory, memory_before = amount(outcome.peak_memory_bytes), amount(outcome.memory_before_bytes)
     score, recorded = 100 * outcome.exact_match, 100 * outcome.recorded_exact_match
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_row("peak disk", disk, f"{standard} on the standard route")
-    table.add_row("peak RAM", memory, f"{before} before the split")
+    table.add_row("peak RAM", memory, f"{memory_before} before the split")
     table.add_row("speed", f"{outcome.tokens_per_second:.0f} tokens/s", "one question at a time")
     table.add_row("exact match", f"{score:.1f} %", f"of {outcome.problems} problems; {recorded:.1f} % recorded")
     table.add_row("shards left", str(len(outcome.shards_left)), ", ".join(outcome.shards_left))

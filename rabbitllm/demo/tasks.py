@@ -83,13 +83,13 @@ def held_out(n: int, seed: int = 0) -> list[Problem]:
     """
     if n <= 0 or n % len(KINDS):
         raise ValueError(f"n must be a positive multiple of {len(KINDS)}, not {n}")
-    each = n // len(KINDS)
+    per_kind = n // len(KINDS)
     rng = random.Random(f"held-out {seed}")
     facts = sorted(held_out_facts(), key=lambda problem: problem.prompt)
-    if each > len(facts):
-        raise ValueError(f"there are only {len(facts)} held-out facts, {each} were asked for")
-    columns = [_distinct(kind, each, rng) for kind in KINDS[:-1]]
-    columns.append(rng.sample(facts, each))
+    if per_kind > len(facts):
+        raise ValueError(f"there are only {len(facts)} held-out facts, {per_kind} were asked for")
+    columns = [_distinct(kind, per_kind, rng) for kind in KINDS[:-1]]
+    columns.append(rng.sample(facts, per_kind))
     return [problem for row in zip(*columns, strict=True) for problem in row]
 
 
@@ -126,11 +126,11 @@ def _hash(text: str) -> int:
 
 def _distinct(kind: str, count: int, rng: random.Random) -> list[Problem]:
     """Held-out problems of ``kind``, no two over the same numbers."""
-    found: dict[tuple[int, ...], Problem] = {}
-    while len(found) < count:
+    problems: dict[tuple[int, ...], Problem] = {}
+    while len(problems) < count:
         numbers = _numbers(kind, rng, for_scoring=True)
-        found.setdefault(tuple(sorted(numbers)), _worded(kind, numbers, rng))
-    return list(found.values())
+        problems.setdefault(tuple(sorted(numbers)), _worded(kind, numbers, rng))
+    return list(problems.values())
 
 
 def _numbers(kind: str, rng: random.Random, *, for_scoring: bool) -> tuple[int, ...]:

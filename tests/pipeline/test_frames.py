@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rabbitllm.errors import HostsError
-from rabbitllm.pipeline.frames import ALIGNMENT, Frame, Word, from_bytes, to_bytes
+from rabbitllm.pipeline.frames import ALIGNMENT, Frame, FrameType, from_bytes, to_bytes
 
 
 def test_every_dtype_and_shape_comes_back() -> None:
@@ -21,28 +21,28 @@ def test_every_dtype_and_shape_comes_back() -> None:
         torch.ones(()).expand(2, 2),
     )
     content = {"events": [["crop", 1, -3]], "text": "ä", "nothing": None, "scale": float("inf")}
-    for word in Word:
+    for word in FrameType:
         got = from_bytes(to_bytes(Frame(word, 12, content, tensors)))
-        assert (got.word, got.number, got.content) == (word, 12, content)
+        assert (got.type, got.number, got.content) == (word, 12, content)
         assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(got.tensors, tensors, strict=True))
 
 
 def test_tensors_begin_where_kernels_like_it() -> None:
-    buffer = to_bytes(Frame(Word.HIDDEN, 1, "x", (torch.ones(3), torch.ones(5))))
+    buffer = to_bytes(Frame(FrameType.HIDDEN, 1, "x", (torch.ones(3), torch.ones(5))))
     begins = [tensor.data_ptr() - buffer.data_ptr() for tensor in from_bytes(buffer).tensors]
     assert [begin % ALIGNMENT for begin in begins] == [0, 0]
 
 
 @given(st.binary(max_size=64), st.integers(0, 200))
 def test_bytes_of_another_protocol_are_refused(added: bytes, keep: int) -> None:
-    whole = bytes(to_bytes(Frame(Word.HIDDEN, 3, None, (torch.ones(9),))).numpy())
+    whole = bytes(to_bytes(Frame(FrameType.HIDDEN, 3, None, (torch.ones(9),))).numpy())
     wrong = whole[:keep][: len(whole) - 1] + added
     if len(wrong) >= len(whole) and wrong.startswith(whole[: len(whole) - 1]):
         return
     buffer = torch.frombuffer(bytearray(wrong or b"\0"), dtype=torch.uint8)
     if len(wrong) >= len(whole) and wrong.startswith(whole[: 8 + int.from_bytes(whole[:8], "little")]):
         frame = from_bytes(buffer)  # only the bytes of the tensor are others
-        assert (frame.word, frame.number, [t.shape for t in frame.tensors]) == (Word.HIDDEN, 3, [(9,)])
+        assert (frame.type, frame.number, [t.shape for t in frame.tensors]) == (FrameType.HIDDEN, 3, [(9,)])
     else:
         with pytest.raises(HostsError, match="invalid message"):
             from_bytes(buffer)
