@@ -54,9 +54,7 @@ def begin(started: list[subprocess.Popen[str]], *arguments: object) -> subproces
 
 
 @pytest.mark.long
-def test_a_worker_computes_for_a_model_until_it_is_killed(
-    checkpoint: Path, started: list[subprocess.Popen[str]]
-) -> None:
+def test_worker_serves_a_model_until_killed(checkpoint: Path, started: list[subprocess.Popen[str]]) -> None:
     def call(address: str) -> None:
         begin(started, "worker", checkpoint, "--join", address, "--device", "cpu")
 
@@ -82,21 +80,21 @@ def test_run_with_workers(checkpoint: Path, started: list[subprocess.Popen[str]]
     first = begin(started, "run", checkpoint, *how, *much, "--workers", 2, "--address", "127.0.0.1:0")
     assert first.stderr is not None
     assert first.stdout is not None
-    asked = re.search(r"waiting for 2 workers: rabbitllm (worker .*)", first.stderr.readline())
-    assert asked is not None
-    workers = [begin(started, *asked[1].split(), "--device", "cpu") for _ in range(2)]
+    match = re.search(r"waiting for 2 workers: rabbitllm (worker .*)", first.stderr.readline())
+    assert match is not None
+    workers = [begin(started, *match[1].split(), "--device", "cpu") for _ in range(2)]
     if ends == "done":
-        found: dict[str, Any] = json.loads(first.communicate()[0])
+        record: dict[str, Any] = json.loads(first.communicate()[0])
         alone = subprocess.run(command("run", checkpoint, *how, *much), capture_output=True, text=True)
-        assert found["tokens"] == json.loads(alone.stdout)["tokens"]
+        assert record["tokens"] == json.loads(alone.stdout)["tokens"]
     else:
         assert first.stdout.read(1)
         first.kill()
     for worker in workers:
-        said = worker.communicate()[1]
-        assert worker.returncode == (0 if ends == "done" else 1), said
-        assert re.search(r"ready: layers \d to \d, of 3 hosts", said)
-        assert ("the first process has ended" if ends == "done" else "error: process 0") in said
+        errors = worker.communicate()[1]
+        assert worker.returncode == (0 if ends == "done" else 1), errors
+        assert re.search(r"ready: layers \d to \d, of 3 hosts", errors)
+        assert ("the first process has ended" if ends == "done" else "error: process 0") in errors
 
 
 @pytest.mark.long
@@ -104,20 +102,20 @@ def test_under_torchrun_the_first_one_answers(checkpoint: Path) -> None:
     how = ["run", str(checkpoint), "the rabbit", "--raw", "--device", "cpu", "--max-new-tokens", "8", "--json"]
     alone = subprocess.run(command(*how), capture_output=True, text=True)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*torchrun, "-m", "rabbitllm", *how], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["tokens"] == json.loads(alone.stdout)["tokens"]
+    process = subprocess.run([*torchrun, "-m", "rabbitllm", *how], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout)["tokens"] == json.loads(alone.stdout)["tokens"]
 
 
-def test_who_belongs_together() -> None:
+def test_hosts_of_options_and_environment() -> None:
     console = Console(quiet=True)
     assert hosts_for(0, None, "m", console, {}) is None
     assert hosts_for(0, None, "m", console, {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}) is None
     assert hosts_for(0, None, "m", console, TORCHRUN) == Hosts("127.0.0.1:29500", 0, 1)
     assert hosts_for(0, None, "m", console, {**TORCHRUN, "RANK": "0"}) == Hosts("127.0.0.1:29500", 2, 0)
-    asked = hosts_for(2, "10.0.0.1:29500", "m", console, TORCHRUN)
-    assert asked is not None
-    assert (asked.address, asked.workers, asked.rank, asked.is_first) == ("10.0.0.1:29500", 2, None, True)
+    hosts = hosts_for(2, "10.0.0.1:29500", "m", console, TORCHRUN)
+    assert hosts is not None
+    assert (hosts.address, hosts.workers, hosts.rank, hosts.is_first) == ("10.0.0.1:29500", 2, None, True)
     for workers, address in ((1, None), (0, "10.0.0.1:29500")):
         with pytest.raises(OptionError, match="used together"):
             hosts_for(workers, address, "m", console, {})
