@@ -37,7 +37,7 @@ def decode_argument(text: str | None) -> str | None:
     return os.fsencode(text).decode("utf-8", "replace")
 
 
-def joined(argument: str | None, piped: str | None) -> str:
+def join_prompt(argument: str | None, piped: str | None) -> str:
     """Join the piped text and the argument, which is usually a question about it, by an empty line.
 
     Raises:
@@ -164,7 +164,7 @@ def _pass_of(total: PassSums) -> str:
     return f"{mean:.3f} s: {shown}, {size(read) if read else 'nothing'} read"
 
 
-def how_it_ended(result: Result, max_tokens: int, context: int | None = None, *, raw: bool = False) -> Text | None:
+def finish_note(result: Result, max_tokens: int, context: int | None = None, *, raw: bool = False) -> Text | None:
     """A remark on how the answer ended; None for a normal end.
 
     Args:
@@ -242,7 +242,7 @@ def hosts_for(
     return Hosts(address, workers, announce=announce)
 
 
-def own_device(device: str | None, hosts: Hosts | None, environment: Mapping[str, str] = os.environ) -> str | None:
+def local_device(device: str | None, hosts: Hosts | None, environment: Mapping[str, str] = os.environ) -> str | None:
     """The device of this process; those that torchrun started on one machine get a GPU each."""
     local = environment.get("LOCAL_RANK", "")
     if device is not None or hosts is None or hosts.rank is None or not local.isdigit():

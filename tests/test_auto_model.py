@@ -121,7 +121,7 @@ def test_the_arguments_and_their_defaults() -> None:
     assert named == ADDED
 
 
-def test_every_default_may_be_given(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_defaults_are_accepted(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         model = AutoModel.from_pretrained(checkpoint, **(RABBITLLM_1_1 | ADDED | {"device": "cpu"}))
     assert not warnings_of(caplog)
@@ -470,7 +470,7 @@ def test_text_iterator_streamer(model: Any, plain: Any) -> None:
     assert len(pieces) > 1
 
 
-def test_a_whole_conversation_reuses_its_cache(model: Any, plain: Any) -> None:
+def test_conversation_reuses_its_cache(model: Any, plain: Any) -> None:
     def converse(m: Any) -> list[torch.Tensor]:
         cache, ids, turns = transformers.DynamicCache(config=m.config), INPUT, []
         for question in (torch.tensor([[9, 14, 30]]), torch.tensor([[77, 5]])):
@@ -569,7 +569,7 @@ class OwnForCausalLM(LlamaForCausalLM):
 """
 
 
-def test_a_repository_with_code_of_its_own(published: Path, local_hub: LocalHub) -> None:
+def test_repository_with_custom_code(published: Path, local_hub: LocalHub) -> None:
     expected = reference_logits(published, INPUT, torch.float32)
     content = json.loads((published / "config.json").read_text())
     content |= {

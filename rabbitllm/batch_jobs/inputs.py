@@ -124,7 +124,7 @@ def scanned(file: BinaryIO, defaults: Defaults) -> InputScan:
         if not raw.strip():
             continue
         item = _item(raw, number, count, defaults)
-        text, tokens = sized(item.task)
+        text, tokens = text_and_size(item.task)
         rows.extend((offset, number, kind_of(item.task), tokens, hashed(text[:PREFIX_CHARACTERS]), hashed(item.key)))
         count += 1
     if not count:
@@ -196,7 +196,7 @@ ERRORS, GENERATIONS, LIKELIHOODS, EMBEDDINGS = range(4)
 
 def ordered(items: Sequence[Item]) -> list[Item]:
     """Items in an efficient order."""
-    sizes = [sized(item.task) for item in items]
+    sizes = [text_and_size(item.task) for item in items]
     order = in_order(
         np.array([kind_of(item.task) for item in items], dtype=np.int64),
         np.array([tokens for _, tokens in sizes], dtype=np.int64),
@@ -209,7 +209,7 @@ def in_order(kinds: Any, lengths: Any, prefixes: Any) -> Any:
     """Indices of lines in an efficient order.
 
     Args:
-        kinds, lengths, prefixes: of each line: see `kind_of` and `sized`, the last one hashed; arrays of (lines,).
+        kinds, lengths, prefixes: of each line: see `kind_of` and `text_and_size` (prefixes hashed); arrays of (lines,).
     """
     if not len(kinds):
         return np.zeros(0, dtype=np.int64)
@@ -227,7 +227,7 @@ def kind_of(task: Task) -> int:
     return LIKELIHOODS if isinstance(task, ScoreItem | Choose) else EMBEDDINGS
 
 
-def sized(task: Task) -> tuple[str, int]:
+def text_and_size(task: Task) -> tuple[str, int]:
     """The text of a line, and its estimated number of tokens."""
     if isinstance(task, Generate):
         if isinstance(task.prompt, str):

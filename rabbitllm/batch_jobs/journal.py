@@ -112,7 +112,7 @@ class BatchJournal:
         try:
             self._log.append("\n".join(lines))
         except OSError as error:
-            raise _unwritten(error, self.path) from error
+            raise _write_error(error, self.path) from error
         offsets = []
         for line in lines:
             offsets.append(self._end)
@@ -148,7 +148,7 @@ class BatchJournal:
             durable.remove(self.path)
             durable.sync_folder(self.path.parent)
         except OSError as error:
-            raise _unwritten(error, out) from error
+            raise _write_error(error, out) from error
 
     def _lines(self) -> Iterator[bytes]:
         with self.path.open("rb") as file:
@@ -245,11 +245,11 @@ def opened(out: Path, lines: int, head: Mapping[str, Any], *, overwrite: bool = 
                         "Use another output, or pass --overwrite (overwrite=True) to replace it.",
                     )
                 _begin(path, head)
-            elif overwrite and not _belongs(path, head):
+            elif overwrite and not _has_head(path, head):
                 _begin(path, head)
             journal = BatchJournal(path, lines, head)
         except OSError as error:
-            raise _unwritten(error, path) from error
+            raise _write_error(error, path) from error
         stack.callback(journal.close)
         yield journal
 
@@ -258,7 +258,7 @@ def _begin(path: Path, head: Mapping[str, Any]) -> None:
     durable.write_whole(path, (_dumped({"journal": VERSION, "head": head}) + "\n").encode())
 
 
-def _belongs(path: Path, head: Mapping[str, Any]) -> bool:
+def _has_head(path: Path, head: Mapping[str, Any]) -> bool:
     try:
         with path.open("rb") as file:
             _check_head(file.readline(), head, path)
@@ -322,7 +322,7 @@ def _dumped(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
-def _unwritten(error: OSError, path: Path) -> ResultsError:
+def _write_error(error: OSError, path: Path) -> ResultsError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ResultsError(
             f"The disk is full: {path} cannot be written.",

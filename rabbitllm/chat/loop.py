@@ -113,11 +113,11 @@ def show_stats(console: Console, answers: Sequence[Result], session: Session, in
         console.print(Text("last answer", "bold"))
         first = last.seconds if last.first_seconds is None else last.first_seconds
         put_fact(console, "  first token", _duration(first))
-        _show(console, [last])
+        _put_sums(console, [last])
         if len(answers) > 1:
             console.print(Text(f"all {len(answers):,} answers", "bold"))
             put_fact(console, "  time", _duration(sum(answer.seconds for answer in answers)))
-            _show(console, answers)
+            _put_sums(console, answers)
     for tier, nbytes in in_place.items():
         put_fact(console, "in place", f"{size(nbytes)} {tier}, used in place by each pass")
     of = f" of {session.context:,}" if session.context is not None else ""
@@ -125,7 +125,7 @@ def show_stats(console: Console, answers: Sequence[Result], session: Session, in
     put_fact(console, "KV cache", cached if session.cache is not None else f"not kept: {session.uncached}")
 
 
-def _show(console: Console, answers: Sequence[Result]) -> None:
+def _put_sums(console: Console, answers: Sequence[Result]) -> None:
     tokens = sum(len(answer.tokens) for answer in answers)
     prompt, kept = (sum(map(attrgetter(name), answers)) for name in ("prompt_tokens", "kept_tokens"))
     further = sum(max(len(answer.tokens) - 1, 0) for answer in answers)
@@ -280,7 +280,7 @@ class ChatLoop:
         """Handle a message or command; returns whether to continue."""
         command = command_of(message) if "\n" not in message else None
         if command is not None:
-            self._carry_out(command)
+            self._execute(command)
         elif message.strip():
             self._ask(message.strip())
         return command is None or command.name != "/exit"
@@ -323,7 +323,7 @@ class ChatLoop:
         if self._streams.interactive:
             self._put("\n")
 
-    def _carry_out(self, command: Command) -> None:
+    def _execute(self, command: Command) -> None:
         match command.name:
             case "/help":
                 self._help()

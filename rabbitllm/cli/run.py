@@ -73,10 +73,10 @@ def run_command(
       rabbitllm run Qwen/Qwen2.5-7B-Instruct "What is a rabbit?"
       cat report.txt | rabbitllm run my-checkpoint "Sum up" --max-new-tokens 200
     """
-    from rabbitllm.run import joined, piped_text
+    from rabbitllm.run import join_prompt, piped_text
 
     try:
-        text = joined(prompt, piped_text())
+        text = join_prompt(prompt, piped_text())
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="PROMPT") from None
 
@@ -91,10 +91,10 @@ def run_command(
     from rabbitllm.run import (
         answer_record,
         decode_argument,
+        finish_note,
         hosts_for,
-        how_it_ended,
         load_with_draft,
-        own_device,
+        local_device,
         prompt_of,
         put_statistics,
         work,
@@ -105,7 +105,7 @@ def run_command(
     errors = Console(stderr=True, highlight=False)
     hosts = hosts_for(workers, address, model, errors)
     disable_progress_bars()  # shards have our own bar, and other files are small
-    request = replace(options, device=own_device(options.device, hosts)).request(model, hosts, profiling=verbose)
+    request = replace(options, device=local_device(options.device, hosts)).request(model, hosts, profiling=verbose)
     if hosts is not None and not hosts.is_first:
         work(request, Console(stderr=True, quiet=True))
         return
@@ -125,7 +125,7 @@ def run_command(
         put_json(answer_record(model, result, load_seconds, _where(loaded, request.spec.compression)))
     elif result.text and not result.text.endswith("\n"):
         print_text("\n")
-    ended = how_it_ended(result, max_tokens, limits.context, raw=raw and bool(tokenizer_of(loaded).chat_template))
+    ended = finish_note(result, max_tokens, limits.context, raw=raw and bool(tokenizer_of(loaded).chat_template))
     if ended is not None and not as_json:
         errors.print(ended)
     if verbose:

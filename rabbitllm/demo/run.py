@@ -48,7 +48,7 @@ class DemoPeaks:
 
 
 @contextmanager
-def watching(folder: Path) -> Iterator[DemoPeaks]:
+def sample_peaks(folder: Path) -> Iterator[DemoPeaks]:
     """Sample disk and memory in a thread while the context is open."""
     import psutil
 
@@ -185,7 +185,7 @@ def run(
 
     console = Console() if console is None else console
     of = of or BundledModel()
-    checkpoint = _fresh(folder, of)
+    checkpoint = _write_checkpoint(folder, of)
     shards = sorted(path.name for path in checkpoint.glob("*.safetensors"))
     size = sum((checkpoint / name).stat().st_size for name in shards)
     console.print(
@@ -195,13 +195,13 @@ def run(
     )
     start = time.perf_counter()
     shard_table = ShardTable(console)
-    with watching(checkpoint) as peaks, pictured(plot), progress.listening(shard_table), not_resumable():
+    with sample_peaks(checkpoint) as peaks, pictured(plot), progress.listening(shard_table), not_resumable():
         model = AutoModel.from_pretrained(checkpoint, sequential_shard_processing=True, compression=of.compression)
     ready = time.perf_counter() - start
     surviving = sorted(path.name for path in checkpoint.glob("*.safetensors"))
     chosen = of.problems(problems)
     console.print(f"\nReady after {ready:.1f} s. {of.introduction}\n")
-    answers, rate = _ask(console, model, chosen[:QUESTIONS_SHOWN], of)
+    answers, rate = _answer_questions(console, model, chosen[:QUESTIONS_SHOWN], of)
     right = of.right_answers(model, tokenizer_of(model), chosen)
     outcome = Outcome(
         compression=of.compression,
@@ -220,11 +220,11 @@ def run(
         allowed_drop=of.allowed_drop,
         asked=answers,
     )
-    _sum_up(console, outcome)
+    _print_summary(console, outcome)
     return outcome
 
 
-def _fresh(folder: Path, of: DemoModel) -> Path:
+def _write_checkpoint(folder: Path, of: DemoModel) -> Path:
     """Write the checkpoint into the working folder, replacing that of an earlier demonstration.
 
     Raises:
@@ -246,7 +246,7 @@ def _fresh(folder: Path, of: DemoModel) -> Path:
     return part.rename(checkpoint)
 
 
-def _ask(
+def _answer_questions(
     console: Console, model: StreamedModel, problems: list[Problem], of: DemoModel
 ) -> tuple[tuple[DemoAnswer, ...], float]:
     """Print questions with the model's answers, one at a time; return them, and tokens per second."""
@@ -273,7 +273,7 @@ def _first_sentence(text: str) -> str:
     return " ".join(text[: end + 1].split()) if end >= 0 else " ".join(text.split())
 
 
-def _sum_up(console: Console, outcome: Outcome) -> None:
+def _print_summary(console: Console, outcome: Outcome) -> None:
     disk, standard = amount(outcome.peak_disk_bytes), amount(outcome.standard_peak_disk_bytes)
     memory, memory_before = amount(outcome.peak_memory_bytes), amount(outcome.memory_before_bytes)
     score, recorded = 100 * outcome.exact_match, 100 * outcome.recorded_exact_match

@@ -90,7 +90,7 @@ class Summary:
     agreement: float
 
 
-def at_positions(reference: torch.Tensor, compared: torch.Tensor, targets: torch.Tensor) -> Positions:
+def compare_logits(reference: torch.Tensor, compared: torch.Tensor, targets: torch.Tensor) -> Positions:
     """Compare logits.
 
     Args:
@@ -111,7 +111,7 @@ def at_positions(reference: torch.Tensor, compared: torch.Tensor, targets: torch
     )
 
 
-def summary_of(parts: Sequence[Positions]) -> Summary:
+def summarize(parts: Sequence[Positions]) -> Summary:
     """Summarize all positions, of which there must be at least one."""
     divergence = torch.cat([part.divergence for part in parts]).sort().values
     loss, reference_loss, agrees = (
@@ -243,5 +243,5 @@ def compare(
             for begin in range(0, len(targets), step):
                 end = min(begin + step, len(targets))
                 say(f"distributions: {begin:,} of {len(targets):,}")
-                parts.append(at_positions(true(begin, end), compared(begin, end), targets[begin:end]))
-    return summary_of(parts)
+                parts.append(compare_logits(true(begin, end), compared(begin, end), targets[begin:end]))
+    return summarize(parts)

@@ -176,7 +176,7 @@ def windows(tokenizer: PreTrainedTokenizerBase, text: str, *, window: int, token
     return texts
 
 
-def answers_of(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> list[ScoredText]:
+def scored_answers(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> list[ScoredText]:
     """Problems with their correct answers and the end token, to be scored."""
     prompts = tokenizer([problem.prompt for problem in problems])["input_ids"]
     answers = tokenizer([f" {problem.answer}" for problem in problems])["input_ids"]
@@ -186,7 +186,7 @@ def answers_of(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) 
     ]
 
 
-def is_trained_here(tokenizer: PreTrainedTokenizerBase) -> bool:
+def is_bundled_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether a tokenizer is that of the bundled model, whose problems such a model can answer."""
     written = files("rabbitllm.demo").joinpath("model", "tokenizer.json").read_text(encoding="utf-8")
     bundled = json.loads(written)
@@ -331,9 +331,9 @@ def quality(
     compared: Any = _load_as(request, spec, split=True) if spec is not None else model
     tokenizer = _tokenizer_of(reference, compared)
     count = problems if problems is not None else PROBLEMS if text is None else 0
-    questions = _problems(count) if is_trained_here(tokenizer) else []
+    questions = _problems(count) if is_bundled_tokenizer(tokenizer) else []
     if text is None and questions:
-        shown, texts = PROBLEMS_TEXT, answers_of(tokenizer, questions)
+        shown, texts = PROBLEMS_TEXT, scored_answers(tokenizer, questions)
     else:
         shown, written = (str(text), content) if content is not None else (BUNDLED_TEXT, bundled_text())
         context = ModelLimits.of(reference).context

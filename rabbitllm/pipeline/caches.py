@@ -126,7 +126,7 @@ class CacheRecorder:
 
 
 def recipe_of(cache: Cache) -> Any:
-    """A recipe for an empty cache of the same kind, as JSON; see `made_by`.
+    """A recipe for an empty cache of the same kind, as JSON; see `build_cache`.
 
     Raises:
         HostsError: its kind cannot be spread over hosts.
@@ -146,7 +146,7 @@ def recipe_of(cache: Cache) -> Any:
     return [layer_recipes, cache.layer_class_to_replicate is not None, recording]
 
 
-def made_by(recipe: Any) -> DynamicCache:
+def build_cache(recipe: Any) -> DynamicCache:
     """An empty cache made by a recipe.
 
     Raises:
@@ -224,7 +224,7 @@ class MirroredCaches:
         """Apply the operations on the caller's caches to the layers in this process."""
         for operation, number, *args in events:
             if operation == "new":
-                self._caches[number] = made_by(args[0])
+                self._caches[number] = build_cache(args[0])
             elif operation == "copy":
                 self._caches[number] = copy.deepcopy(self._caches[args[0]])
             elif operation == "drop":

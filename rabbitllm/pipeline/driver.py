@@ -82,7 +82,7 @@ class Driver:
         self._channel = _HostChannel(spans, link, self._recorder)
         for position, unit in enumerate(stack.units):
             if position >= self._first:
-                unit.module.forward = self._standing_for(position)
+                unit.module.forward = self._stand_in(position)
         model.register_forward_pre_hook(_refuse_outputs_of_layers, with_kwargs=True)
         weakref.finalize(model, self._channel.close)  # not a method of this object, which refers to the model
 
@@ -95,9 +95,9 @@ class Driver:
         """End the workers; further calls do nothing."""
         self._channel.close()
 
-    def _standing_for(self, index: int) -> Callable[..., Any]:
+    def _stand_in(self, index: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._stack.returned(self._call(index, args, kwargs))
+            return self._stack.output_of(self._call(index, args, kwargs))
 
         return forward
 
@@ -171,19 +171,19 @@ class _HostChannel:
             except queue.Empty:
                 if self.error is None:
                     with contextlib.suppress(HostsError):
-                        self._guarded(self._send_heartbeats)
+                        self._exchange(self._send_heartbeats)
                 continue
             if job is None:
                 self._stop()
                 return
             records, future = job
             try:
-                future.set_result(self._guarded(partial(self._go_through, records)))
+                future.set_result(self._exchange(partial(self._send_pass, records)))
             except BaseException as error:
                 future.set_exception(error)
             del job, records, future  # the next job may come much later
 
-    def _guarded(self, do: Callable[[], T]) -> T:
+    def _exchange(self, do: Callable[[], T]) -> T:
         """The result of an exchange with the workers; if one of them has ended, stop all."""
         if self.error is not None:
             raise HostGoneError(self.error.problem, self.error.remedy)
@@ -195,7 +195,7 @@ class _HostChannel:
             self._stop()
             raise
 
-    def _go_through(self, records: _DriverPass) -> torch.Tensor:
+    def _send_pass(self, records: _DriverPass) -> torch.Tensor:
         """Send a pass through the workers; returns the hidden states from the last one."""
         self._number += 1
         events = self._recorder.take()

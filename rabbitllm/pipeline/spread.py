@@ -71,7 +71,7 @@ class Sharing:
         rendezvous = Rendezvous(self._hosts)
         limited = set(self._options.max_memory or {})
         description = {
-            "host": f"{socket.gethostname()} {_machine()}",
+            "host": f"{socket.gethostname()} {_machine_id()}",
             "identity": identity_of(model, store, self._options),
             "budgets": {device: [nbytes, device in limited] for device, nbytes in budgets.items()},
         }
@@ -157,7 +157,7 @@ def _samples(store: WeightFiles) -> list[str]:
     return [hashlib.sha256(store.mapped(part.file).bytes_of(part)[:_SAMPLE_BYTES]).hexdigest() for part in parts]
 
 
-def _machine() -> str:
+def _machine_id() -> str:
     """An identifier that distinguishes machines of the same name."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -187,9 +187,9 @@ def load_spread(hosts: Hosts, options: RunOptions, load: Callable[[Sharing], Str
     except BaseException as error:
         if sharing.is_connected:
             with contextlib.suppress(HostsError):
-                _agree(sharing.link, f"{sharing.link.names[sharing.link.rank]} could not load its part: {error}")
+                _report_load(sharing.link, f"{sharing.link.names[sharing.link.rank]} could not load its part: {error}")
         raise
-    failed = _agree(sharing.link, None)
+    failed = _report_load(sharing.link, None)
     if failed is not None:
         raise HostsError(f"A host failed to load its layers: {failed}", "Fix this, then start all processes again.")
     if sharing.link.rank:
@@ -198,7 +198,7 @@ def load_spread(hosts: Hosts, options: RunOptions, load: Callable[[Sharing], Str
     return model
 
 
-def _agree(link: Link, failure: str | None) -> str | None:
+def _report_load(link: Link, failure: str | None) -> str | None:
     """Report the failure of this process, if any; returns the first failure of all processes, or None."""
     if link.rank:
         link.send(0, Frame(FrameType.READY, content=failure))

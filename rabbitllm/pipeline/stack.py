@@ -47,12 +47,12 @@ class Stack:
     cached: tuple[tuple[int, ...], ...]
     form: int | None
 
-    def returned(self, hidden: torch.Tensor) -> Any:
+    def output_of(self, hidden: torch.Tensor) -> Any:
         """The output of a layer with these hidden states."""
-        return _returned(self.form, hidden, None)
+        return _output(self.form, hidden, None)
 
 
-def _returned(form: int | None, hidden: torch.Tensor, value: Any) -> Any:
+def _output(form: int | None, hidden: torch.Tensor, value: Any) -> Any:
     return hidden if form is None else (hidden, *[value] * form)
 
 
@@ -88,7 +88,7 @@ def find_stack(model: StreamedModel, sources: Mapping[str, UnitSource]) -> Stack
         if source.unit.is_layer:
             stacks.setdefault(source.unit.name.rpartition(".")[0], []).append(source)
     if model.config.is_encoder_decoder or not stacks:
-        raise _cannot(model, "it has an encoder" if stacks else "it has no layers that are called one after the other")
+        raise _refusal(model, "it has an encoder" if stacks else "it has no layers that are called one after the other")
     largest = max(stacks.values(), key=lambda layers: sum(source.stored_bytes for source in layers))
     units = tuple(source.unit for source in largest)
     skeleton.materialise_buffers(model, lambda path: torch.device("cpu"))
@@ -108,7 +108,7 @@ def hidden_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Sequ
     return arguments.pop(NAME, None), (), arguments
 
 
-def _cannot(model: StreamedModel, why: str) -> HostsError:
+def _refusal(model: StreamedModel, why: str) -> HostsError:
     return HostsError(
         f"A model of type {model.config.model_type} cannot be spread over hosts: {why}.", "Run it on one host."
     )
@@ -130,14 +130,14 @@ def _form_of(model: StreamedModel, layers: Sequence[nn.Module]) -> int | None:
             first = _trial_run(model, layers, form, 0.0, None)
             second = _trial_run(model, layers, form, 1.0, torch.ones(1))
         except HostsError as error:
-            raise _cannot(model, error.problem.rstrip(".")) from None
+            raise _refusal(model, error.problem.rstrip(".")) from None
         except _NotAStack as error:
             why = why or str(error)
             continue
         if first.calls != second.calls or not _same(first.tensors, second.tensors):
-            raise _cannot(model, "more than hidden states goes from layer to layer")
+            raise _refusal(model, "more than hidden states goes from layer to layer")
         return form
-    raise _cannot(model, why)
+    raise _refusal(model, why)
 
 
 class _NotAStack(Exception):
@@ -160,7 +160,7 @@ def _trial_run(model: StreamedModel, layers: Sequence[nn.Module], form: int | No
             trial.calls.append(packer.call(positional, named))
             trial.tensors.append(packer.tensors)
             trial.flowing = torch.full_like(hidden, fill)
-            return _returned(form, trial.flowing, value)
+            return _output(form, trial.flowing, value)
 
         return forward
 

@@ -81,7 +81,7 @@ def connected(address: str) -> Iterator[list[Node]]:
     if ray.is_initialized():
         yield nodes()
         return
-    running = _running_cluster() if address == AUTO else _checked(address)
+    running = _running_cluster() if address == AUTO else _check_address(address)
     say("starting Ray on this machine …" if running is None else f"connecting to Ray at {running} …")
     # the paths of Ray's sockets are limited to 107 bytes
     short = "/tmp" if len(tempfile.gettempdir()) > 20 and Path("/tmp").is_dir() else None
@@ -152,21 +152,21 @@ def _connect(running: str | None, scratch: str | None) -> None:
 def _running_cluster() -> str | None:
     """The address of the default cluster; None where none is known or the known one is gone."""
     if named := os.environ.get("RAY_ADDRESS"):
-        return _checked(named)
+        return _check_address(named)
     from ray._private.utils import read_ray_address
 
     address = read_ray_address()
-    return address if address and _answers(address) else None
+    return address if address and _is_reachable(address) else None
 
 
-def _checked(address: str) -> str:
+def _check_address(address: str) -> str:
     host, colon, port = address.rpartition(":")
     if "://" in address or not (host and colon and port.isdigit()):
         raise OptionError(
             f"{address!r} is not the address of a Ray cluster.",
             "Use 'auto', or HOST:PORT of the head node (what `ray start --head` printed; its port is 6379 by default).",
         )
-    if not _answers(address):
+    if not _is_reachable(address):
         raise ClusterError(
             f"Nothing answers at {address} within {CONNECT_SECONDS:.0f} s; expected a Ray cluster.",
             "Start one there (ray start --head --port=PORT), check HOST, PORT and firewall, or use --ray auto.",
@@ -174,7 +174,7 @@ def _checked(address: str) -> str:
     return address
 
 
-def _answers(address: str) -> bool:
+def _is_reachable(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
@@ -183,7 +183,7 @@ def _answers(address: str) -> bool:
     return True
 
 
-def everywhere(request: LoadRequest) -> LoadRequest:
+def portable(request: LoadRequest) -> LoadRequest:
     """The same request, with paths that do not depend on the working directory."""
     spec = request.spec
     path = expand(spec.name)
@@ -208,7 +208,7 @@ def check_machines(nodes: Sequence[Node], lease: Lease | None, required: Sequenc
     Raises:
         ClusterError: a machine fails a check, or does not answer; names the machine.
     """
-    for node, facts in zip(nodes, _inspected(nodes, lease, required), strict=True):
+    for node, facts in zip(nodes, _inspect_all(nodes, lease, required), strict=True):
         _check(node.host, facts, lease, quantizes=quantizes)
 
 
@@ -250,7 +250,7 @@ def quantizer_version() -> str | None:
         return None
 
 
-def _inspected(nodes: Sequence[Node], lease: Lease | None, required: Sequence[Path]) -> list[dict[str, Any]]:
+def _inspect_all(nodes: Sequence[Node], lease: Lease | None, required: Sequence[Path]) -> list[dict[str, Any]]:
     """The properties of each machine; see `_inspector`."""
     import ray
     from ray.exceptions import RayError

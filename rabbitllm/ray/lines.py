@@ -24,7 +24,7 @@ from rabbitllm.batch_jobs.job import digest_of
 from rabbitllm.batch_jobs.journal import BatchJournal
 from rabbitllm.errors import ClusterError, OptionError
 from rabbitllm.ray.answerer import Answerer, WorkerInfo, WorkerJob
-from rabbitllm.ray.cluster import Node, check_machines, connected, error_of, everywhere, say
+from rabbitllm.ray.cluster import Node, check_machines, connected, error_of, portable, say
 
 
 def answering_on(
@@ -49,7 +49,7 @@ def answering_on(
             pool = worker_pool(nodes, workers)
             check_machines(nodes, None, [], quantizes=request.spec.compression is not None)
             say(f"{counted(len(nodes), 'machine')}, {counted(pool.workers, 'worker')}; loading the model …")
-            job = WorkerJob(everywhere(request), request.spec.name, limits, scan.longest(limits.sequences), pool.share)
+            job = WorkerJob(portable(request), request.spec.name, limits, scan.longest(limits.sequences), pool.share)
             chunks = in_chunks(order, pool.workers, limits.sequences)
 
             def check(about: WorkerInfo) -> None:
@@ -191,7 +191,7 @@ class RayAnswers:
         waiting = deque(list(chunk) for chunk in chunks)
         try:
             for _ in range(min(self._pool.workers, len(waiting))):
-                self._workers.append(self._started())
+                self._workers.append(self._start_worker())
             while waiting or any(worker.unanswered for worker in self._workers):
                 for worker in self._workers:
                     if waiting and worker.loading is None and worker.answers is None:
@@ -201,13 +201,13 @@ class RayAnswers:
                 busy = {reference: w for w in self._workers if (reference := w.loading or w.answers) is not None}
                 finished, _ = ray.wait([*busy], timeout=POLL_SECONDS)
                 for reference in finished:
-                    yield from self._received(busy[reference], waiting)
+                    yield from self._handle_report(busy[reference], waiting)
                 self._report_unplaced()
         finally:
             for worker in self._workers:
-                _end(worker)
+                _kill(worker)
 
-    def _started(self) -> _LineWorker:
+    def _start_worker(self) -> _LineWorker:
         import ray
 
         options = {"num_cpus": self._pool.cpus, "num_gpus": self._pool.gpus, "scheduling_strategy": "SPREAD"}
@@ -230,7 +230,7 @@ class RayAnswers:
             cluster: Any = ray  # its functions are untyped
             self._report(wait_notice(self._pool, len(late), cluster.cluster_resources(), cluster.available_resources()))
 
-    def _received(self, worker: _LineWorker, waiting: deque[list[int]]) -> Generator[list[BatchAnswer]]:
+    def _handle_report(self, worker: _LineWorker, waiting: deque[list[int]]) -> Generator[list[BatchAnswer]]:
         """Handle a report of a worker: that it is ready, some answers, the end of its chunk, or its loss."""
         import ray
         from ray.exceptions import RayError, RayTaskError
@@ -268,10 +268,10 @@ class RayAnswers:
                 "or lines at a time (--sequences) need less. Finished answers are kept: the same command resumes.",
             ) from error
         self._workers.remove(worker)
-        _end(worker)  # it may be alive but unreachable
+        _kill(worker)  # it may be alive but unreachable
         if worker.unanswered:
             waiting.appendleft([*worker.unanswered])
-        self._workers.append(self._started())
+        self._workers.append(self._start_worker())
 
     def _compare(self, about: WorkerInfo) -> None:
         if self._about is None:
@@ -305,7 +305,7 @@ def wait_notice(pool: WorkerPool, late: int, total: Mapping[str, float], free: M
     )
 
 
-def _end(worker: _LineWorker) -> None:
+def _kill(worker: _LineWorker) -> None:
     import ray
 
     with contextlib.suppress(Exception):  # the error that led here is the one to report

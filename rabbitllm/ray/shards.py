@@ -15,7 +15,7 @@ from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base.terminal import counted
 from rabbitllm.errors import ClusterError, OptionError
 from rabbitllm.models.pull import Pulled, pull
-from rabbitllm.ray.cluster import Node, check_machines, connected, error_of, everywhere, say
+from rabbitllm.ray.cluster import Node, check_machines, connected, error_of, portable, say
 from rabbitllm.splitter.filler import ROOM, Filled, Filler, ShardFetcher, SplitWork
 from rabbitllm.splitter.lock import Lease, LeaseCheck, granted
 from rabbitllm.splitter.mover import FillTarget, Mover
@@ -205,4 +205,4 @@ def pull_on(address: str, request: LoadRequest, at_once: int | None = None) -> P
     with connected(address) as nodes:
         executor = RayShardExecutor(nodes, at_once, quantizes=request.spec.compression is not None)
         say(f"{counted(len(nodes), 'machine')}, up to {counted(executor.at_once, 'shard')} at a time")
-        return pull(everywhere(request), executor)
+        return pull(portable(request), executor)

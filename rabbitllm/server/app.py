@@ -230,14 +230,14 @@ async def _generated(
         finally:
             over(True)
 
-    async def noted() -> AsyncIterator[bytes]:
+    async def recorded_frames() -> AsyncIterator[bytes]:
         async for frame in frames(submission, builder, choices):
             yield frame
         record.error = submission.error
 
     settings = service.settings
     return EventStream(
-        noted(), over, heartbeat_seconds=settings.heartbeat_seconds, stall_seconds=settings.stall_seconds
+        recorded_frames(), over, heartbeat_seconds=settings.heartbeat_seconds, stall_seconds=settings.stall_seconds
     )
 
 

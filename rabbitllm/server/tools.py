@@ -159,10 +159,10 @@ class CallReader:
                 calls += [call for value in values for call in _calls_of(value)]
             elif values and isinstance(values[0], dict):
                 calls.append(ParsedToolCall(named[1], json.dumps(values[0], ensure_ascii=False)))
-            behind = part[start + end :]
-            if any(mark in behind for mark in self._closing_of):
+            following = part[start + end :]
+            if any(mark in following for mark in self._closing_of):
                 break  # the rest is only considered
-            if self._closes(behind):
+            if self._closes(following):
                 calls = []
         return calls
 

@@ -84,16 +84,16 @@ def test_invalid_prompts_are_errors_in_place(model: Any, plain: Any) -> None:
 
 
 def test_open_items_are_limited(model: Any) -> None:
-    taken = ended = max_open = 0
+    started = ended = max_open = 0
 
     def items() -> Iterator[Item]:
-        nonlocal taken
+        nonlocal started
         for n in range(60):
-            taken += 1
+            started += 1
             yield Item(n, n, Generate(ids(5, n), 2 + n % 3))
 
     for group in answered(model, "m", items(), LIMITS):
-        max_open = max(max_open, taken - ended)
+        max_open = max(max_open, started - ended)
         ended += len(group)
     assert ended == 60
     assert max_open <= 2 * LIMITS.sequences + 2

@@ -6,7 +6,7 @@ import base64
 from pathlib import Path
 from typing import Any
 
-from rabbitllm.batch_jobs.inputs import sized
+from rabbitllm.batch_jobs.inputs import text_and_size
 from rabbitllm.batch_jobs.items import Defaults, Item, Refused, parse_task
 from tests.batch_jobs.answering import answers
 from tests.generation.test_media import by_itself, prompt, request
@@ -37,7 +37,7 @@ def test_lines_with_pictures(tmp_path: Path, one_thread: None) -> None:
     items = [Item(index, index, parse_task(line, index, Defaults())) for index, line in enumerate(lines())]
     assert isinstance(items[4].task, Refused)
     assert "expected the type text or image_url" in items[4].task.message
-    assert all(1000 < sized(item.task)[1] < 2000 for item in items[:3])  # not the letters of the picture
+    assert all(1000 < text_and_size(item.task)[1] < 2000 for item in items[:3])  # not the letters of the picture
     expected = [by_itself(model, request(prompt(model, "image", seed, text=QUESTION))) for seed in (0, 1)]
     texts = [model.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in expected]
     by_index = {answer.index: answer.line for answer in answers(model, items[:4])}

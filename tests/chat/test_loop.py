@@ -78,7 +78,7 @@ def test_saving_and_loading(model: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"format": "rabbitllm chat", "version": 1}', "\x1b[31m"])
-def test_a_damaged_file_changes_nothing(model: Any, tmp_path: Path, text: str) -> None:
+def test_damaged_file_is_refused(model: Any, tmp_path: Path, text: str) -> None:
     (tmp_path / "talk.json").write_text(text)
     talk = Talk(model, "Hello?", f"/load {tmp_path}/talk.json", "And?", system="Be brief.")
     assert not talk.well

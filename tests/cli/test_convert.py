@@ -148,7 +148,7 @@ def test_a_checkpoint_of_torch_with_tensors_that_share_bytes(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_a_checkpoint_in_metas_own_format(tmp_path: Path, ranks: int) -> None:
+def test_checkpoint_in_metas_format(tmp_path: Path, ranks: int) -> None:
     model = tiny_llama(kv_heads=4)
     source = write_meta(tmp_path / "meta", model, ranks=ranks)
     before = contents(source)
@@ -280,15 +280,15 @@ def test_non_empty_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_finished_folder_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
-    one = write_shards(tmp_path / "one", cut(llama_tensors(), 2))
-    two = write_shards(tmp_path / "two", cut(llama_tensors(seed=1), 2))
-    convert(one, tmp_path / "new")
+    first = write_shards(tmp_path / "one", cut(llama_tensors(), 2))
+    second = write_shards(tmp_path / "two", cut(llama_tensors(seed=1), 2))
+    convert(first, tmp_path / "new")
     before = contents(tmp_path / "new")
-    assert convert(one, tmp_path / "new").before
+    assert convert(first, tmp_path / "new").before
     with pytest.raises(
         SplitMismatchError, match=r"holds the conversion of one; requested was .*two: its shard .* has other"
     ):
-        convert(two, tmp_path / "new")
+        convert(second, tmp_path / "new")
     assert contents(tmp_path / "new") == before
 
 
@@ -485,8 +485,8 @@ def test_interrupted_conversion_is_resumed(tmp_path: Path, source_format: str, o
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_another_checkpoint_while_one_is_unfinished(tmp_path: Path, options: dict[str, Any]) -> None:
-    two = write_shards(tmp_path / "two", cut(llama_tensors(seed=1), 2))
-    untouched = contents(two)
+    second = write_shards(tmp_path / "two", cut(llama_tensors(seed=1), 2))
+    untouched = contents(second)
     stopped_at = {"split": "split.json.part", "moved": f"{INDEX_NAME}.part"}
     for moment, name in stopped_at.items():
         new = tmp_path / moment / "new"
@@ -495,13 +495,13 @@ def test_another_checkpoint_while_one_is_unfinished(tmp_path: Path, options: dic
             if step.kind == "rename" and step.path.name == name:
                 raise KeyboardInterrupt
 
-        one = write_shards(tmp_path / moment / "one", cut(llama_tensors(), 2))
+        first = write_shards(tmp_path / moment / "one", cut(llama_tensors(), 2))
         with observe_ticks(Counter(stop)), pytest.raises(KeyboardInterrupt):
-            convert(one, new, **options)
+            convert(first, new, **options)
         before = contents(new)
         with pytest.raises(SplitMismatchError):
-            convert(two, new, **options)
+            convert(second, new, **options)
         assert contents(new) == before
-        assert contents(two) == untouched
-        convert(one, new, **options)
+        assert contents(second) == untouched
+        convert(first, new, **options)
         check(new, llama_tensors())

@@ -261,7 +261,7 @@ def test_unknown_models_are_refused(hub_environment: HubEnvironment, repository:
             run(command, "org/rabit")
 
 
-def test_a_picture_of_the_disk_comes_with_a_split_and_not_without_one(folder: Path, tmp_path: Path) -> None:
+def test_picture_of_the_disk_needs_a_split(folder: Path, tmp_path: Path) -> None:
     picture = tmp_path / "disk.svg"
     run("pull", folder, "--plot", picture)
     assert "complete" in run("show", folder).stdout

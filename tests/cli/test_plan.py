@@ -124,7 +124,7 @@ def test_folder_as_text(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("fitted", "measured"), [(False, {"8bit", "4bit"}), (True, {"8bit", "4bit", "4bit-double"})])
-def test_fitted_scales_have_their_own_time(folder: Path, fitted: bool, measured: set[str]) -> None:
+def test_fitted_scales_are_timed_separately(folder: Path, fitted: bool, measured: set[str]) -> None:
     """It tries fewer scales; scales that are not fitted are 4bit's."""
     forecast = plan(folder, compression="4bit-double", fit_scales=fitted, device="cpu")
     assert set(forecast.rates.quantize) == measured

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from rabbitllm import AutoModel, Hosts
 from rabbitllm.errors import HostGoneError, OptionError
-from rabbitllm.run import hosts_for, own_device
+from rabbitllm.run import hosts_for, local_device
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import INPUT, one_thread, plain_model, split  # noqa: F401  a fixture that applies by itself
 
@@ -130,8 +130,8 @@ def test_hosts_of_options_and_environment() -> None:
 def test_devices_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = Hosts.of_torchrun(TORCHRUN)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert own_device(None, hosts, TORCHRUN) == "cuda:1"
-    assert own_device("cpu", hosts, TORCHRUN) == "cpu"
-    assert own_device(None, None, TORCHRUN) is None
+    assert local_device(None, hosts, TORCHRUN) == "cuda:1"
+    assert local_device("cpu", hosts, TORCHRUN) == "cpu"
+    assert local_device(None, None, TORCHRUN) is None
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert own_device(None, hosts, TORCHRUN) is None
+    assert local_device(None, hosts, TORCHRUN) is None

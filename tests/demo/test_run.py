@@ -91,9 +91,9 @@ def test_folder_of_the_user_is_not_replaced(tmp_path: Path, model: BundledModel 
 
 
 def test_the_folder_of_an_earlier_demonstration_is_replaced(tmp_path: Path) -> None:
-    checkpoint = demo._fresh(tmp_path, BundledModel())
+    checkpoint = demo._write_checkpoint(tmp_path, BundledModel())
     (checkpoint / SHARDS[0]).unlink()
-    assert demo._fresh(tmp_path, BundledModel()) == checkpoint
+    assert demo._write_checkpoint(tmp_path, BundledModel()) == checkpoint
     assert sorted(path.name for path in checkpoint.glob("*.safetensors")) == SHARDS
 
 

@@ -180,11 +180,11 @@ def test_tables_agree_with_the_calendar_and_themselves() -> None:
     days = list(calendar.day_name)
     for index, day in enumerate(days):
         assert tables["next day"][day] == days[(index + 1) % 7]
-    for there, back in (
+    for forward, backward in (
         ("capital", "country"),
         ("symbol", "element"),
         ("next day", "previous day"),
         ("next month", "previous month"),
     ):
-        assert {value: name for name, value in tables[there].items()} == tables[back]
-        assert len(tables[there]) == len(tables[back])
+        assert {value: name for name, value in tables[forward].items()} == tables[backward]
+        assert len(tables[forward]) == len(tables[backward])

@@ -17,7 +17,7 @@ from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import OptionError, QualityError
 from rabbitllm.evaluation import compare as module
-from rabbitllm.evaluation.compare import Positions, Summary, at_positions, compare, summary_of
+from rabbitllm.evaluation.compare import Positions, Summary, compare, compare_logits, summarize
 from rabbitllm.generation.scoring import Room, ScoredText
 from rabbitllm.storage.durable import NamelessFile
 from tests.support.builders import FAMILIES, VOCABULARY_SIZE, build_checkpoint
@@ -51,8 +51,8 @@ def directly(reference: Any, model: Any, scored: Sequence[ScoredText]) -> Summar
         ids = torch.tensor([[*text.context, *text.continuation]])
         with torch.no_grad():
             true, actual = (m(ids).logits[0, len(text.context) - 1 : -1] for m in (reference, model))
-        parts.append(at_positions(true, actual, torch.tensor(text.continuation)))
-    return summary_of(parts)
+        parts.append(compare_logits(true, actual, torch.tensor(text.continuation)))
+    return summarize(parts)
 
 
 def assert_near(actual: Summary, expected: Summary) -> None:
@@ -173,7 +173,7 @@ def test_divergence_computed_by_hand() -> None:
     """Of a half each against a quarter and three quarters: ln 2 / 2 + ln (2/3) / 2."""
     reference = torch.tensor([[0.5, 0.5]]).log()
     compared = torch.tensor([[0.25, 0.75]]).log()
-    actual = at_positions(reference, compared, torch.tensor([0]))
+    actual = compare_logits(reference, compared, torch.tensor([0]))
     assert actual.divergence.item() == pytest.approx(math.log(2) / 2 + math.log(2 / 3) / 2, abs=1e-7)
     assert actual.loss.item() == pytest.approx(math.log(4), abs=1e-7)
     assert actual.reference_loss.item() == pytest.approx(math.log(2), abs=1e-7)
@@ -181,13 +181,13 @@ def test_divergence_computed_by_hand() -> None:
 
 def test_divergence_equals_torch() -> None:
     reference, compared, follows = logits(40, 30), logits(40, 30, seed=1), targets(40, 30)
-    measures = at_positions(reference, compared, follows)
+    measures = compare_logits(reference, compared, follows)
     true, actual = (torch.log_softmax(tensor.double(), -1) for tensor in (reference, compared))
     expected = torch.nn.functional.kl_div(actual, true, log_target=True, reduction="none").sum(-1)
     torch.testing.assert_close(measures.divergence, expected)
     losses = torch.nn.functional.cross_entropy(compared.double(), follows, reduction="none")
     torch.testing.assert_close(measures.loss, losses)
-    summary = summary_of([measures])
+    summary = summarize([measures])
     assert summary.agreement == (reference.argmax(-1) == compared.argmax(-1)).double().mean().item()
     assert 0 < summary.agreement < 1
     assert summary.perplexity == pytest.approx(losses.mean().exp().item())
@@ -198,17 +198,17 @@ def test_divergence_is_zero_from_itself_and_never_negative() -> None:
     same = logits(20, 50)
     same[:, 7] = -math.inf
     follows = torch.zeros(20, dtype=torch.long)
-    assert at_positions(same, same.clone(), follows).divergence.tolist() == [0.0] * 20
-    assert summary_of([at_positions(same, same, follows)]).agreement == 1
+    assert compare_logits(same, same.clone(), follows).divergence.tolist() == [0.0] * 20
+    assert summarize([compare_logits(same, same, follows)]).agreement == 1
     near = same * (1 + 1e-7)
-    assert (at_positions(same, near, follows).divergence >= 0).all()
+    assert (compare_logits(same, near, follows).divergence >= 0).all()
 
 
 def test_small_divergences_are_not_lost_in_rounding() -> None:
     """Of logits that differ by d in one of two tokens it is d²/8 but for higher powers; float32 would give noise."""
     d = 1e-5
     reference, compared = (torch.tensor([[3.0, 3.0 + difference]], dtype=torch.float64) for difference in (0, d))
-    actual = at_positions(reference, compared, torch.tensor([0]))
+    actual = compare_logits(reference, compared, torch.tensor([0]))
     assert actual.divergence.item() == pytest.approx(d * d / 8, rel=1e-3)
 
 
@@ -219,7 +219,7 @@ def positions(*divergences: float) -> Positions:
 
 
 def test_summary_of_all_positions() -> None:
-    summary = summary_of([positions(*range(1, 100)), positions(1000)])
+    summary = summarize([positions(*range(1, 100)), positions(1000)])
     assert summary.positions == 100
     assert summary.divergence.mean == pytest.approx((99 * 100 / 2 + 1000) / 100)
     assert (summary.divergence.median, summary.divergence.percentile, summary.divergence.largest) == (50, 99, 1000)
@@ -229,10 +229,10 @@ def test_summary_of_all_positions() -> None:
 
 
 def test_summary_of_one_position() -> None:
-    d = summary_of([positions(0.25)]).divergence
+    d = summarize([positions(0.25)]).divergence
     assert (d.mean, d.error, d.median, d.percentile, d.largest) == (0.25, 0, 0.25, 0.25, 0.25)
 
 
 def test_uniform_perplexity_is_the_vocabulary_size() -> None:
-    summary = summary_of([at_positions(torch.zeros(9, 32), torch.zeros(9, 32), targets(9, 32))])
+    summary = summarize([compare_logits(torch.zeros(9, 32), torch.zeros(9, 32), targets(9, 32))])
     assert summary.perplexity == pytest.approx(32)

@@ -15,7 +15,7 @@ import rabbitllm.demo
 from rabbitllm import AutoModel, quality
 from rabbitllm.demo.tasks import held_out
 from rabbitllm.errors import OptionError, QualityError
-from rabbitllm.evaluation.quality import answers_of, bundled_text, is_trained_here, text_of, windows
+from rabbitllm.evaluation.quality import bundled_text, is_bundled_tokenizer, scored_answers, text_of, windows
 from rabbitllm.store.layer_store import LayerStore
 from tests.support.builders import build_checkpoint, make_tokenizer, read_tensors
 from tests.support.splitting import names_in
@@ -65,15 +65,15 @@ def test_an_uncompressed_model_is_not_compared_with_itself(checkpoint: Path) -> 
 @pytest.mark.long
 def test_split_directories_find_their_original(checkpoint: Path) -> None:
     packed = split(checkpoint, "8bit")
-    around = quality(packed, **FEW)
-    assert around.reference.name == str(checkpoint)
-    assert around.model.compression == "8bit"
+    result = quality(packed, **FEW)
+    assert result.reference.name == str(checkpoint)
+    assert result.model.compression == "8bit"
     whole = split(checkpoint)
     assert quality(packed, **FEW).reference.name == str(whole)
     elsewhere = shutil.move(packed, checkpoint.parent / "alone" / packed.name) if _make(checkpoint) else packed
     with pytest.raises(QualityError, match="parent folder does not hold the uncompressed model"):
         quality(elsewhere, **FEW)
-    assert quality(elsewhere, whole, **FEW).summary == around.summary
+    assert quality(elsewhere, whole, **FEW).summary == result.summary
 
 
 def _make(checkpoint: Path) -> bool:
@@ -240,12 +240,12 @@ def test_bundled_text_is_long_enough(tokenizer: Any) -> None:
 
 def test_answers_and_end_tokens_are_predicted(bundled: Any) -> None:
     problems = held_out(8)
-    for scored, problem in zip(answers_of(bundled, problems), problems, strict=True):
+    for scored, problem in zip(scored_answers(bundled, problems), problems, strict=True):
         assert bundled.decode(scored.context) == problem.prompt
         assert bundled.decode(scored.continuation[:-1]).strip() == problem.answer
         assert scored.continuation[-1] == bundled.eos_token_id
-    assert is_trained_here(bundled)
+    assert is_bundled_tokenizer(bundled)
 
 
 def test_bundled_tokenizer_is_recognised(tokenizer: Any) -> None:
-    assert not is_trained_here(tokenizer)
+    assert not is_bundled_tokenizer(tokenizer)

@@ -187,8 +187,8 @@ def test_workers_drop_garbage_collected_caches(spread_model: tuple[Any, Crew]) -
     cache = model(INPUT).past_key_values
     model(INPUT[:, :2], use_cache=False)
     assert [len(worker.caches) for worker in crew.workers] == [count + 1 for count in before]
-    held = sum(layer.keys.nbytes for layer in cache.layers[model.hosts.spans[0].end :])
-    assert 0 < held <= INPUT.numel() * (LAYERS - model.hosts.spans[0].end)  # a byte a token
+    nbytes = sum(layer.keys.nbytes for layer in cache.layers[model.hosts.spans[0].end :])
+    assert 0 < nbytes <= INPUT.numel() * (LAYERS - model.hosts.spans[0].end)  # a byte a token
     del cache
     gc.collect()
     model(INPUT[:, :2], use_cache=False)
@@ -200,10 +200,10 @@ def test_garbage_collected_model_ends_its_workers(folder: Path) -> None:
     crew = Crew([split(folder)], hosts, [ALL])
     model = load_part(split(folder), replace(hosts, announce=crew.come))
     model(INPUT)
-    gone = weakref.ref(model)
+    reference = weakref.ref(model)
     del model
     gc.collect()
-    assert gone() is None
+    assert reference() is None
     crew.join()
     assert not crew.errors
 

@@ -163,7 +163,7 @@ def test_interrupted_driver_is_resumed(cluster: str, source: Path, tmp_path: Pat
 
 @pytest.mark.long
 @pytest.mark.parametrize("transfer", ["file", "stream"])
-def test_each_task_fetches_its_own_shard(
+def test_each_task_fetches_its_shard(
     cluster: str, tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment, transfer: str
 ) -> None:
     build_checkpoint(tmp_path / "hub" / "org" / "rabbit", "llama", shards=SHARDS)

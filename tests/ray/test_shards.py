@@ -151,7 +151,7 @@ def test_missing_checksums_of_a_task_are_refused(source: Path, tmp_path: Path) -
     before = contents(source)
     call = Call(str(source), str(tmp_path / "spread"))
     with pytest.raises(IncompleteSplitError, match="on this machine the file is missing"):
-        spread(call, Here(fill=lambda *given: {}))
+        spread(call, Here(fill=lambda *args: {}))
     assert contents(source) == before
 
 

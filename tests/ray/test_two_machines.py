@@ -48,7 +48,7 @@ def machines() -> Iterator[Any]:
         yield cluster
 
 
-def test_two_machines_never_share_a_layer_and_one_may_be_lost(machines: Any, tmp_path: Path) -> None:
+def test_two_machines_never_share_a_layer_file(machines: Any, tmp_path: Path) -> None:
     source = build_checkpoint(tmp_path / "hare", "llama", shards=12, num_hidden_layers=8)
     expected = contents(pull(asked(source, folder=tmp_path / "local")).entry.folder)
     log = tmp_path / "log"

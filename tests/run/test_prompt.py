@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rabbitllm.errors import OptionError
-from rabbitllm.run import joined, prompt_of
+from rabbitllm.run import join_prompt, prompt_of
 from tests.support.builders import make_tokenizer, talking
 
 
@@ -32,13 +32,13 @@ def prompt_ids(tokenizer: Any, text: str, system: str | None = None, *, raw: boo
     ],
 )
 def test_argument_and_piped_text_are_joined(argument: str | None, piped: str | None, prompt: str) -> None:
-    assert joined(argument, piped) == prompt
+    assert join_prompt(argument, piped) == prompt
 
 
 @pytest.mark.parametrize(("argument", "piped"), [(None, None), ("", None), ("  ", "\n"), (None, "")])
 def test_missing_prompt_is_refused(argument: str | None, piped: str | None) -> None:
     with pytest.raises(OptionError, match="There is no prompt"):
-        joined(argument, piped)
+        join_prompt(argument, piped)
 
 
 @pytest.mark.parametrize("way", ["pipe", "file", "nothing"])

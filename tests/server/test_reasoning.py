@@ -134,7 +134,7 @@ def test_result_is_independent_of_chunking(name: str, cuts: list[int]) -> None:
 
 @PATIENT
 @given(st.text(alphabet="<>/thinkTHINK[]\n a", max_size=60))
-def test_without_a_mark_at_its_beginning_a_text_is_whole(written: str) -> None:
+def test_text_without_an_opening_mark_is_unchanged(written: str) -> None:
     if not written.lstrip().startswith(tuple(first for first, _ in PAIRS)):
         assert read(ALL, "", list(written), ()) == ("", written, ())
 
