@@ -91,7 +91,7 @@ class JobDisplay:
 def reporting_interrupts(console: Console) -> Iterator[None]:
     """Report an interrupt at once: the current pass, which may take a minute, is finished first."""
 
-    def report(signum: int, frame: object) -> None:
+    def report(sig: int, frame: object) -> None:
         signal.signal(signal.SIGINT, previous)
         console.print("stopping after this pass; press Ctrl-C again to stop now", style="yellow")
         raise KeyboardInterrupt

@@ -429,7 +429,7 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
     """
     pressed = False
 
-    def on_interrupt(signum: int, frame: Any) -> None:
+    def on_interrupt(sig: int, frame: Any) -> None:
         nonlocal pressed
         if pressed:
             raise KeyboardInterrupt

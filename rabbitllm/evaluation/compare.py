@@ -159,7 +159,7 @@ class States:
     def __enter__(self) -> States:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, *args: object) -> None:
         self._file.close()
 
     @property
