@@ -168,11 +168,11 @@ class AutoModel:
             TypeError: an unknown argument.
         """
         parameters = inspect.signature(AutoModel.from_pretrained).parameters.values()
-        known = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
-        reject_unknown(unknown, known, "from_pretrained")
-        given = locals()
+        names = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+        reject_unknown(unknown, names, "from_pretrained")
+        arguments = locals()
         for name, (default, instead) in WITHOUT_EFFECT.items():
-            if given[name] != default:
+            if arguments[name] != default:
                 logger.warning("%s has no effect: %s.", name, instead)
         request = LoadRequest.of(
             str(path_or_repo_id),
@@ -418,7 +418,7 @@ def check_unsplit(options: SplitOptions) -> None:
         "delete_original=True": options.shards.deletes_rest,
         "verify_source=True": options.verify_source,
     }
-    if wrong := next((name for name, given in named.items() if given), None):
+    if wrong := next((name for name, is_set in named.items() if is_set), None):
         raise OptionError(
             f"{wrong} works only while splitting, and split=False does not split.", "Remove one of the two."
         )

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from rabbitllm.engine.placement import Placement
     from rabbitllm.engine.streamed_model import StreamedModel
 
-# Peak memory of this process. Independent of models.
-
 
 def peak_memory() -> int | None:
     """Return the peak resident bytes, pages of mapped files included; None if the system does not report it."""
@@ -60,8 +58,8 @@ def peak_memory() -> int | None:
         return peak
     import resource
 
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    max_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return max_rss if sys.platform == "darwin" else max_rss * 1024
 
 
 SEED = 0
@@ -85,7 +83,7 @@ class BenchRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TurnTimes:
     """Times of one generation, seconds.
 
     Attributes:
@@ -125,7 +123,7 @@ class Measured:
     placement: Placement
     load: float
     first_after_load: float
-    turns: tuple[Turn, ...]
+    turns: tuple[TurnTimes, ...]
     sums: Mapping[str, PassSums]
     profile: Mapping[str, Any]
     passes: tuple[Pass, ...]
@@ -178,8 +176,8 @@ def measure(
     say("the first token")
     after_load = _turn(model, prompt, 1)
     turns = []
-    for number in range(request.turns):
-        say(f"turn {number + 1} of {request.turns}")
+    for index in range(request.turns):
+        say(f"turn {index + 1} of {request.turns}")
         turns.append(_turn(model, prompt, request.tokens))
     say("once more, with the profiler on")
     model.profiler.enabled = True
@@ -211,7 +209,7 @@ def _prompt(model: StreamedModel, request: BenchRequest) -> torch.Tensor:
     return torch.randint(vocabulary, (request.batch, request.prompt_tokens), generator=random).to(model.device)
 
 
-def _turn(model: StreamedModel, prompt: torch.Tensor, tokens: int) -> Turn:
+def _turn(model: StreamedModel, prompt: torch.Tensor, tokens: int) -> TurnTimes:
     """Generate this many tokens of each sequence."""
     ends: list[float] = []
 
@@ -238,10 +236,7 @@ def _turn(model: StreamedModel, prompt: torch.Tensor, tokens: int) -> Turn:
     finally:
         hook.remove()
     further = (ends[-1] - ends[0]) / max(len(ends) - 1, 1)
-    return Turn(ends[0] - start, further)
-
-
-# JSON
+    return TurnTimes(ends[0] - start, further)
 
 
 def as_record(measured: Measured) -> dict[str, Any]:
@@ -270,14 +265,11 @@ def as_record(measured: Measured) -> dict[str, Any]:
         "bottleneck": further.bottleneck,
         "peak_memory_bytes": measured.peak,
         "placement": [
-            {"device": one.device, "tier": one.tier, "units": one.units, "bytes": one.stored_bytes}
-            for one in measured.placement.contents
+            {"device": entry.device, "tier": entry.tier, "units": entry.units, "bytes": entry.stored_bytes}
+            for entry in measured.placement.contents
         ],
         "profile": measured.profile,
     }
-
-
-# Text, laid out for 80 columns
 
 
 BAR = 36

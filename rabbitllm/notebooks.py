@@ -70,8 +70,8 @@ class Places:
 
     def _others(self, model: str) -> Iterator[Path]:
         local, checkpoint = self.layers / LOCAL_FOLDER, expand(model)
-        own = local / local_folder_name(checkpoint) if checkpoint.is_dir() else self.layers / folder_name(model)
-        yield from (one for one in (*_folders_in(self.layers), *_folders_in(local)) if one not in (local, own))
+        chosen = local / local_folder_name(checkpoint) if checkpoint.is_dir() else self.layers / folder_name(model)
+        yield from (path for path in (*_folders_in(self.layers), *_folders_in(local)) if path not in (local, chosen))
 
     def __str__(self) -> str:
         lines = [
@@ -91,19 +91,19 @@ def find(environment: Mapping[str, str] = os.environ) -> Places:
     Args:
         environment: variables to read.
     """
-    kind = _kind(environment)
-    scratch = _scratch(kind)
+    host = _kind(environment)
+    scratch = _scratch(host)
     if scratch is None:
         from huggingface_hub import constants
 
-        return Places(kind, home(), Path(constants.HF_HOME), None)
+        return Places(host, home(), Path(constants.HF_HOME), None)
     layers, hub = environment.get(HOME_VARIABLE), environment.get(HF_HOME)
     return Places(
-        kind,
+        host,
         Path(layers) if layers else scratch / "rabbitllm",
         Path(hub) if hub else scratch / "huggingface",
-        KAGGLE_BYTES if kind == "Kaggle" else None,
-        tuple(_checkpoints_in(ROOT / "kaggle" / "input")) if kind == "Kaggle" else (),
+        KAGGLE_BYTES if host == "Kaggle" else None,
+        tuple(_checkpoints_in(ROOT / "kaggle" / "input")) if host == "Kaggle" else (),
     )
 
 
@@ -118,19 +118,19 @@ def settle() -> Places:
     Raises:
         OSError: a folder cannot be created.
     """
-    places = find()
-    if places.kind == ELSEWHERE:
-        return places
-    for folder in (places.layers, places.hub):
+    folders = find()
+    if folders.kind == ELSEWHERE:
+        return folders
+    for folder in (folders.layers, folders.hub):
         durable.make_folder(folder)
-    os.environ[HOME_VARIABLE], os.environ[HF_HOME] = str(places.layers), str(places.hub)
+    os.environ[HOME_VARIABLE], os.environ[HF_HOME] = str(folders.layers), str(folders.hub)
     constants = sys.modules.get("huggingface_hub.constants")
-    if constants is not None and Path(constants.HF_HOME) != places.hub:
+    if constants is not None and Path(constants.HF_HOME) != folders.hub:
         logger.warning(
             "huggingface_hub was imported before and still uses %s; restart the kernel to change that.",
             constants.HF_HOME,
         )
-    return places
+    return folders
 
 
 def _kind(environment: Mapping[str, str]) -> str:
@@ -139,12 +139,12 @@ def _kind(environment: Mapping[str, str]) -> str:
     return "Colab" if _COLAB_VARIABLE in environment else ELSEWHERE
 
 
-def _scratch(kind: str) -> Path | None:
+def _scratch(host: str) -> Path | None:
     """Return the scratch folder: the first if it can be created, else the one with the most room; None elsewhere."""
-    candidates = [ROOT / name for name in _SCRATCH.get(kind, ())]
+    candidates = [ROOT / name for name in _SCRATCH.get(host, ())]
     if not candidates:
         return None
-    first, *others = candidates
+    first, *fallbacks = candidates
     try:
         durable.make_folder(first)
     except OSError:
@@ -152,17 +152,17 @@ def _scratch(kind: str) -> Path | None:
     else:
         if first.is_dir() and os.access(first, os.W_OK):
             return first
-    return max(filter(Path.is_dir, others), key=lambda folder: shutil.disk_usage(folder).free)
+    return max(filter(Path.is_dir, fallbacks), key=lambda folder: shutil.disk_usage(folder).free)
 
 
 def _checkpoints_in(folder: Path) -> Iterator[Path]:
     """Yield folders below this one with a checkpoint or a finished split; none below another such folder."""
     for where, folders, names in os.walk(folder):
-        here = Path(where)
+        path = Path(where)
         if {*ENTRY_NAMES, META_PARAMETERS, MANIFEST_NAME} & set(names):
             folders.clear()
-            yield here
-        elif len(here.relative_to(folder).parts) >= _DEEPEST:
+            yield path
+        elif len(path.relative_to(folder).parts) >= _DEEPEST:
             folders.clear()
         folders.sort()
 

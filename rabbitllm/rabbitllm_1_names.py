@@ -150,8 +150,8 @@ def _naming(layer_names: Mapping[str, str] | LayerNaming | None) -> LayerNaming 
     for role, prefix in layer_names.items():
         head, _, tail = prefix.rpartition(".")
         lead = re.escape(head + ".") if head else ""
-        number = r"\.\d+" if role == "layer_prefix" else ""
-        patterns.append(rf"{lead}(?P<id>{re.escape(tail)}{number})\.")
+        index_pattern = r"\.\d+" if role == "layer_prefix" else ""
+        patterns.append(rf"{lead}(?P<id>{re.escape(tail)}{index_pattern})\.")
     return naming(patterns)
 
 
@@ -201,15 +201,15 @@ def uncompress_layer_state_dict(layer_state_dict: StateDict) -> StateDict:
     """
     import torch
 
-    found = stored_schemes(layer_state_dict)
-    if not any(found.values()):
+    schemes = stored_schemes(layer_state_dict)
+    if not any(schemes.values()):
         return layer_state_dict
     specs = {
         key: TensorSpec(key, dtype_name(tensor.dtype), tuple(tensor.shape), "", 0, tensor.nbytes)
         for key, tensor in layer_state_dict.items()
     }
     plain: StateDict = {}
-    for name, scheme in found.items():
+    for name, scheme in schemes.items():
         if scheme is None:
             plain[name] = layer_state_dict[name]
             continue
@@ -226,7 +226,7 @@ def _settled(form: StoredForm, scales: memoryview) -> dict[str, bytearray]:
     import numpy as np
 
     waiting = settling(form, "", 0)
-    found: dict[str, bytearray] = {}
+    contents: dict[str, bytearray] = {}
     for part, begin, content in settled(waiting, lambda first, count: np.frombuffer(scales, "<f4", count, 4 * first)):
-        found.setdefault(waiting.parts[part].name, bytearray())[begin:] = content
-    return found
+        contents.setdefault(waiting.parts[part].name, bytearray())[begin:] = content
+    return contents

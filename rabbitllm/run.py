@@ -29,23 +29,21 @@ WAIT_SECONDS = 1.5
 """Time after which waiting for the pipe is reported on stderr."""
 _NO_SYSTEM = "Remove --system, or put the instruction into the prompt."
 
-# The prompt.
 
-
-def typed(text: str | None) -> str | None:
+def decode_argument(text: str | None) -> str | None:
     """Text of the command line, read as UTF-8 where the locale has another encoding or none; None stays None."""
     if text is None or text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text):
         return text
     return os.fsencode(text).decode("utf-8", "replace")
 
 
-def joined(argument: str | None, piped: str | None) -> str:
+def join_prompt(argument: str | None, piped: str | None) -> str:
     """Join the piped text and the argument, which is usually a question about it, by an empty line.
 
     Raises:
         OptionError: both are missing or blank.
     """
-    parts = [part for part in (piped.strip("\n") if piped is not None else None, typed(argument)) if part]
+    parts = [part for part in (piped.strip("\n") if piped is not None else None, decode_argument(argument)) if part]
     if not any(part.strip() for part in parts):
         raise OptionError(
             "There is no prompt.", 'Pass one, e.g. rabbitllm run MODEL "What is a rabbit?", or pipe one to stdin.'
@@ -56,10 +54,10 @@ def joined(argument: str | None, piped: str | None) -> str:
 def piped_text() -> str | None:
     """The text piped or redirected into this process, or None. Prints a note to stderr if it has to wait."""
     try:
-        kind = os.fstat(sys.stdin.fileno()).st_mode
+        mode = os.fstat(sys.stdin.fileno()).st_mode
     except (OSError, ValueError, AttributeError):  # no stdin, or a replacement by a test
         return None
-    if not (stat.S_ISFIFO(kind) or stat.S_ISREG(kind) or stat.S_ISSOCK(kind)):
+    if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)):
         return None
     waiting = "reading the prompt from stdin until it is closed …"
     note = threading.Timer(WAIT_SECONDS, print, (waiting,), {"file": sys.stderr, "flush": True})
@@ -105,9 +103,9 @@ def prompt_of(
             if raw:
                 holder = getattr(model.processor, "image_token", "…")
                 remedy = f"--raw needs one placeholder ({holder}) for each picture in the prompt."
-        what = "a system prompt" if system is not None and not error.by_processor else "this prompt"
+        refused = "a system prompt" if system is not None and not error.by_processor else "this prompt"
         raise OptionError(
-            f"The model's {error.program} refuses {what}: {harmless(str(error), 300)}.", remedy
+            f"The model's {error.program} refuses {refused}: {harmless(str(error), 300)}.", remedy
         ) from error
     if not prompt.ids:
         raise OptionError("The prompt has no tokens.", "Use a longer prompt.")
@@ -130,8 +128,6 @@ def load_with_draft(
     return model, drafting
 
 
-# The answer.
-
 _STAGES = {
     COMPUTE: "computing",
     READ_WAIT: "waiting for the disk",
@@ -151,10 +147,10 @@ def put_statistics(console: Console, result: Result, load_seconds: float, sums: 
     rate = result.tokens_per_second
     speed = f", {rate:.2f} a second after the first" if rate is not None else ""
     put_fact(console, "answer", f"{counted(len(result.tokens), 'token')} in {result.seconds:.2f} s{speed}")
-    for kind, total in sums.items():
+    for pass_kind, total in sums.items():
         further = max(len(result.tokens) - 1, 0) / total.passes
-        if kind == PROMPT or further <= 1:
-            put_fact(console, "prompt" if kind == PROMPT else "each token", _pass_of(total))
+        if pass_kind == PROMPT or further <= 1:
+            put_fact(console, "prompt" if pass_kind == PROMPT else "each token", _pass_of(total))
         else:  # a draft model
             put_fact(console, "each pass", f"{further:.1f} tokens in {_pass_of(total)}")
 
@@ -168,7 +164,7 @@ def _pass_of(total: PassSums) -> str:
     return f"{mean:.3f} s: {shown}, {size(read) if read else 'nothing'} read"
 
 
-def how_it_ended(result: Result, max_tokens: int, context: int | None = None, *, raw: bool = False) -> Text | None:
+def finish_note(result: Result, max_tokens: int, context: int | None = None, *, raw: bool = False) -> Text | None:
     """A remark on how the answer ended; None for a normal end.
 
     Args:
@@ -217,9 +213,6 @@ def answer_record(model: str, result: Result, load_seconds: float, where: Mappin
     }
 
 
-# Several processes that compute a model together.
-
-
 def hosts_for(
     workers: int, address: str | None, model: str, console: Console, environment: Mapping[str, str] = os.environ
 ) -> Hosts | None:
@@ -242,14 +235,14 @@ def hosts_for(
     if address is None:
         return Hosts.of_torchrun(environment)
 
-    def announce(found: str) -> None:
-        start = f"rabbitllm worker {model} --join {found}"
+    def announce(reached: str) -> None:
+        start = f"rabbitllm worker {model} --join {reached}"
         console.print(f"waiting for {counted(workers, 'worker')}: {start}", soft_wrap=True, markup=False)
 
     return Hosts(address, workers, announce=announce)
 
 
-def own_device(device: str | None, hosts: Hosts | None, environment: Mapping[str, str] = os.environ) -> str | None:
+def local_device(device: str | None, hosts: Hosts | None, environment: Mapping[str, str] = os.environ) -> str | None:
     """The device of this process; those that torchrun started on one machine get a GPU each."""
     local = environment.get("LOCAL_RANK", "")
     if device is not None or hosts is None or hosts.rank is None or not local.isdigit():

@@ -121,7 +121,7 @@ def test_the_arguments_and_their_defaults() -> None:
     assert named == ADDED
 
 
-def test_every_default_may_be_given(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_defaults_are_accepted(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         model = AutoModel.from_pretrained(checkpoint, **(RABBITLLM_1_1 | ADDED | {"device": "cpu"}))
     assert not warnings_of(caplog)
@@ -138,7 +138,7 @@ def test_every_default_may_be_given(checkpoint: Path, caplog: pytest.LogCaptureF
         ("offload_small_layers_use_cpu_cache", False, "page cache"),
     ],
 )
-def test_what_has_no_effect_says_so(
+def test_arguments_without_effect_warn(
     checkpoint: Path, caplog: pytest.LogCaptureFixture, name: str, value: object, why: str
 ) -> None:
     with caplog.at_level(logging.WARNING, "rabbitllm"):
@@ -150,7 +150,7 @@ def test_what_has_no_effect_says_so(
 
 
 @pytest.mark.parametrize(
-    ("wrong", "meant"),
+    ("wrong", "nearest"),
     [
         ("compresion", "compression"),
         ("sequential", "sequential_shard_processing"),
@@ -160,11 +160,11 @@ def test_what_has_no_effect_says_so(
         ("device_map", "device"),
     ],
 )
-def test_an_unknown_argument_names_the_nearest(tmp_path: Path, wrong: str, meant: str) -> None:
+def test_unknown_argument_suggests_the_nearest(tmp_path: Path, wrong: str, nearest: str) -> None:
     with pytest.raises(TypeError) as caught:
         AutoModel.from_pretrained(tmp_path / "not looked for", **{wrong: 1})
     assert str(caught.value) == (
-        f"from_pretrained() got an unexpected keyword argument {wrong!r}. Did you mean {meant!r}?"
+        f"from_pretrained() got an unexpected keyword argument {wrong!r}. Did you mean {nearest!r}?"
     )
 
 
@@ -195,13 +195,13 @@ def test_dtype_in_every_spelling(checkpoint: Path, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, "auto"])
-def test_without_a_dtype_it_is_the_config_s(tmp_path: Path, dtype: Any) -> None:
+def test_default_dtype_is_the_config_s(tmp_path: Path, dtype: Any) -> None:
     folder = build_checkpoint(tmp_path, "llama", dtype=torch.float16)
     assert AutoModel.from_pretrained(folder, dtype=dtype, **STREAM).dtype == torch.float16
 
 
 @pytest.mark.parametrize("dtype", ["float", "int8", "nn", torch.int64])
-def test_a_dtype_that_is_none(checkpoint: Path, dtype: Any) -> None:
+def test_invalid_dtype_is_refused(checkpoint: Path, dtype: Any) -> None:
     name = str(dtype).removeprefix("torch.")
     if name == "float":  # torch knows it as another name of float32
         assert AutoModel.from_pretrained(checkpoint, dtype=dtype, **STREAM).dtype == torch.float32
@@ -211,7 +211,7 @@ def test_a_dtype_that_is_none(checkpoint: Path, dtype: Any) -> None:
     assert not (checkpoint / "splitted_model").exists(), "refused only after the split"
 
 
-def test_an_attention_that_does_not_exist(checkpoint: Path) -> None:
+def test_unknown_attention_is_refused(checkpoint: Path) -> None:
     with pytest.raises(OptionError, match="attn_implementation='flush'"):
         AutoModel.from_pretrained(checkpoint, attn_implementation="flush", **STREAM)
     assert not (checkpoint / "splitted_model").exists(), "refused only after the split"
@@ -316,15 +316,15 @@ def test_min_free_disk_is_a_limit(checkpoint: Path) -> None:
 @pytest.mark.parametrize("compression", [None, "4bit", "8bit"])
 def test_routes(tmp_path: Path, sequential: bool, delete_original: bool, compression: str | None) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama", shards=4)
-    wanted = folder
+    reference = folder
     if compression is not None:
-        wanted = dequantized(folder, tmp_path / "reference", compression, torch.float32)
-    expected = reference_logits(wanted, INPUT, torch.float32)
+        reference = dequantized(folder, tmp_path / "reference", compression, torch.float32)
+    expected = reference_logits(reference, INPUT, torch.float32)
     options = {"sequential_shard_processing": sequential, "delete_original": delete_original}
     model = AutoModel.from_pretrained(folder, compression=compression, **options, **STREAM)
     assert_same(run(model), expected)
-    left = len(list(folder.glob("model-*.safetensors")))
-    assert left == (0 if sequential or delete_original else 4)
+    remaining = len(list(folder.glob("model-*.safetensors")))
+    assert remaining == (0 if sequential or delete_original else 4)
     again = AutoModel.from_pretrained(folder, compression=compression, **options, **STREAM)
     assert_same(run(again), expected)
 
@@ -343,12 +343,12 @@ def test_it_is_a_genuine_model_with_a_tokenizer_and_a_profiler(model: Any) -> No
 
 
 def assert_generates_alike(model: Any, plain: Any, ids: torch.Tensor = INPUT, **options: Any) -> None:
-    found, wanted = [], []
-    for who, into in ((model, found), (plain, wanted)):
+    actual, expected = [], []
+    for m, into in ((model, actual), (plain, expected)):
         torch.manual_seed(7)
-        given = {"max_new_tokens": 10, "pad_token_id": 0, **options}
-        into.append(who.generate(ids, **given))
-    assert torch.equal(found[0], wanted[0])
+        arguments = {"max_new_tokens": 10, "pad_token_id": 0, **options}
+        into.append(m.generate(ids, **arguments))
+    assert torch.equal(actual[0], expected[0])
 
 
 @pytest.mark.parametrize(
@@ -392,8 +392,8 @@ def test_batches_with_left_padding(model: Any, plain: Any, way: dict[str, Any]) 
     mask = batch["attention_mask"]
     assert mask[:, 0].tolist() == [0, 1, 0]
     with torch.inference_mode():
-        wanted = plain(**batch).logits
-        assert torch.equal(model(**batch).logits, wanted)
+        expected = plain(**batch).logits
+        assert torch.equal(model(**batch).logits, expected)
     assert_generates_alike(model, plain, batch["input_ids"], attention_mask=mask, **way)
 
 
@@ -405,9 +405,9 @@ def test_scores_and_hidden_states(model: Any, plain: Any) -> None:
         "output_scores": True,
         "output_hidden_states": True,
     }
-    found, wanted = model.generate(INPUT, **options), plain.generate(INPUT, **options)
-    assert all(torch.equal(a, b) for a, b in zip(found.scores, wanted.scores, strict=True))
-    for a, b in zip(found.hidden_states, wanted.hidden_states, strict=True):
+    actual, expected = model.generate(INPUT, **options), plain.generate(INPUT, **options)
+    assert all(torch.equal(a, b) for a, b in zip(actual.scores, expected.scores, strict=True))
+    for a, b in zip(actual.hidden_states, expected.hidden_states, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
@@ -420,33 +420,33 @@ def test_an_assistant(tmp_path: Path, model: Any, plain: Any, streamed_assistant
 
 def test_a_streamed_model_as_the_assistant_of_a_plain_one(tmp_path: Path, plain: Any) -> None:
     small = build_checkpoint(tmp_path / "assistant", "llama", num_hidden_layers=1, seed=3)
-    wanted = plain.generate(INPUT, max_new_tokens=10, do_sample=False)
+    expected = plain.generate(INPUT, max_new_tokens=10, do_sample=False)
     helper = AutoModel.from_pretrained(small, **STREAM)
-    assert torch.equal(plain.generate(INPUT, max_new_tokens=10, do_sample=False, assistant_model=helper), wanted)
+    assert torch.equal(plain.generate(INPUT, max_new_tokens=10, do_sample=False, assistant_model=helper), expected)
 
 
 @pytest.mark.parametrize("prompt", ["the and in", [{"role": "user", "content": "the?"}]], ids=["text", "chat"])
 def test_pipeline(model: Any, plain: Any, prompt: Any) -> None:
-    made = [transformers.pipeline("text-generation", model=m, tokenizer=model.tokenizer) for m in (model, plain)]
-    found, wanted = (pipe(prompt, max_new_tokens=8, do_sample=False) for pipe in made)
-    assert found == wanted
-    assert made[0].device == torch.device("cpu")
+    pipes = [transformers.pipeline("text-generation", model=m, tokenizer=model.tokenizer) for m in (model, plain)]
+    actual, expected = (pipe(prompt, max_new_tokens=8, do_sample=False) for pipe in pipes)
+    assert actual == expected
+    assert pipes[0].device == torch.device("cpu")
 
 
 def test_pipeline_of_batches(model: Any, plain: Any) -> None:
     tokenizer = make_tokenizer()
     tokenizer.padding_side = "left"
     texts = ["the", "the and in the", "on re"]
-    made = [transformers.pipeline("text-generation", model=m, tokenizer=tokenizer) for m in (model, plain)]
-    found, wanted = (pipe(texts, max_new_tokens=6, do_sample=False, batch_size=3) for pipe in made)
-    assert found == wanted
+    pipes = [transformers.pipeline("text-generation", model=m, tokenizer=tokenizer) for m in (model, plain)]
+    actual, expected = (pipe(texts, max_new_tokens=6, do_sample=False, batch_size=3) for pipe in pipes)
+    assert actual == expected
 
 
 def test_text_streamer(model: Any, plain: Any, capsys: pytest.CaptureFixture[str]) -> None:
     shown = []
-    for who in (model, plain):
+    for m in (model, plain):
         streamer = transformers.TextStreamer(model.tokenizer)
-        who.generate(INPUT, max_new_tokens=8, do_sample=False, streamer=streamer)
+        m.generate(INPUT, max_new_tokens=8, do_sample=False, streamer=streamer)
         shown.append(capsys.readouterr().out)
     assert shown[0] == shown[1]
     assert len(shown[0]) > 10
@@ -470,11 +470,11 @@ def test_text_iterator_streamer(model: Any, plain: Any) -> None:
     assert len(pieces) > 1
 
 
-def test_a_whole_conversation_reuses_its_cache(model: Any, plain: Any) -> None:
-    def converse(who: Any) -> list[torch.Tensor]:
-        cache, ids, turns = transformers.DynamicCache(config=who.config), INPUT, []
+def test_conversation_reuses_its_cache(model: Any, plain: Any) -> None:
+    def converse(m: Any) -> list[torch.Tensor]:
+        cache, ids, turns = transformers.DynamicCache(config=m.config), INPUT, []
         for question in (torch.tensor([[9, 14, 30]]), torch.tensor([[77, 5]])):
-            ids = who.generate(
+            ids = m.generate(
                 torch.cat([ids, question], dim=1), past_key_values=cache, max_new_tokens=5, do_sample=False
             )
             turns.append(ids)
@@ -513,7 +513,7 @@ def test_a_compressed_split_directory_says_how_it_is_compressed(tmp_path: Path, 
     assert_same(run(AutoModel.from_pretrained(alone, compression="8bit", **STREAM)), expected)
 
 
-def test_after_deleting_the_original_the_same_call_goes_on_working(checkpoint: Path) -> None:
+def test_same_call_works_after_deleting_the_original(checkpoint: Path) -> None:
     expected = reference_logits(checkpoint, INPUT, torch.float32)
     for _ in range(3):
         model = AutoModel.from_pretrained(checkpoint, sequential_shard_processing=True, delete_original=True, **STREAM)
@@ -532,10 +532,10 @@ def published(tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironme
 def test_a_repository(
     tmp_path: Path, published: Path, local_hub: LocalHub, sequential: bool, compression: str | None
 ) -> None:
-    wanted = published
+    reference = published
     if compression is not None:
-        wanted = dequantized(published, tmp_path / "reference", compression, torch.float32)
-    expected = reference_logits(wanted, INPUT, torch.float32)
+        reference = dequantized(published, tmp_path / "reference", compression, torch.float32)
+    expected = reference_logits(reference, INPUT, torch.float32)
     options: Any = {"sequential_shard_processing": sequential, "compression": compression, **STREAM}
     model = AutoModel.from_pretrained("acme/tiny", **options)
     assert_same(run(model), expected)
@@ -569,7 +569,7 @@ class OwnForCausalLM(LlamaForCausalLM):
 """
 
 
-def test_a_repository_with_code_of_its_own(published: Path, local_hub: LocalHub) -> None:
+def test_repository_with_custom_code(published: Path, local_hub: LocalHub) -> None:
     expected = reference_logits(published, INPUT, torch.float32)
     content = json.loads((published / "config.json").read_text())
     content |= {
@@ -643,11 +643,11 @@ def assert_golden(model: Any, golden: Path) -> None:
         generated = model.generate(prompt, max_new_tokens=12, do_sample=False)
         assert torch.equal(generated, plain.generate(prompt, max_new_tokens=12, do_sample=False))
         scores = plain(tokens).logits[0, prompt.shape[1] - 1 : -1].float()
-    recorded, found = tokens[0, prompt.shape[1] :], generated[0, prompt.shape[1] :]
-    differs = (recorded != found).nonzero()
+    recorded, actual = tokens[0, prompt.shape[1] :], generated[0, prompt.shape[1] :]
+    differs = (recorded != actual).nonzero()
     if len(differs):
         step = int(differs[0])
-        assert abs(float(scores[step, recorded[step]] - scores[step, found[step]])) <= 2 * LAST_BITS
+        assert abs(float(scores[step, recorded[step]] - scores[step, actual[step]])) <= 2 * LAST_BITS
 
 
 def checkpoint_of_golden(directory: Path, config: Path, target: Path) -> Path:
@@ -758,21 +758,21 @@ def test_the_unsound_golden_folder_is_refused(golden: Path) -> None:
 # Without a split
 
 
-def write_unsplit(folder: Path, kind: str) -> Path:
+def write_unsplit(folder: Path, source: str) -> Path:
     """A checkpoint whose weights are one file, several, or files of torch.save."""
-    build_checkpoint(folder, "llama", shards=1 if kind == "one file" else 3)
-    if kind.startswith("torch"):
+    build_checkpoint(folder, "llama", shards=1 if source == "one file" else 3)
+    if source.startswith("torch"):
         tensors = read_tensors(folder)
         for path in [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]:
             path.unlink()
-        torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=kind == "torch")
+        torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=source == "torch")
     return folder
 
 
 @pytest.mark.parametrize("room", ["1GiB", 0])
-@pytest.mark.parametrize("kind", ["one file", "several", "torch", "torch from before 1.6"])
-def test_without_a_split_nothing_is_written(tmp_path: Path, kind: str, room: Any) -> None:
-    folder = write_unsplit(tmp_path / "model", kind)
+@pytest.mark.parametrize("source", ["one file", "several", "torch", "torch from before 1.6"])
+def test_no_files_are_written_without_a_split(tmp_path: Path, source: str, room: Any) -> None:
+    folder = write_unsplit(tmp_path / "model", source)
     before = contents(tmp_path)
     model = AutoModel.from_pretrained(folder, split=False, **{**STREAM, "max_memory": {"cpu": room}})
     assert model.placement.is_resident == (room != 0)
@@ -801,7 +801,7 @@ def test_a_repository_without_a_split(tmp_path: Path, hub_environment: HubEnviro
     assert not list(hub_environment.home.rglob("split*"))
 
 
-def test_what_cannot_run_is_refused_before_it_is_fetched(
+def test_unsupported_model_is_refused_before_fetching(
     tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment
 ) -> None:
     served = build_checkpoint(tmp_path / "hub" / "acme/tiny", "llama", shards=3)
@@ -811,7 +811,7 @@ def test_what_cannot_run_is_refused_before_it_is_fetched(
     assert not [request for request in local_hub.requests if request.file.endswith(".safetensors")]
 
 
-def test_a_split_that_is_there_is_used(checkpoint: Path) -> None:
+def test_existing_split_is_used(checkpoint: Path) -> None:
     AutoModel.from_pretrained(checkpoint, **STREAM)
     for shard in checkpoint.glob("model*.safetensors"):
         shard.unlink()
@@ -819,7 +819,7 @@ def test_a_split_that_is_there_is_used(checkpoint: Path) -> None:
     assert run(model).logits.shape[-1] == model.config.vocab_size
 
 
-def test_what_only_a_split_can_do(checkpoint: Path, tmp_path: Path) -> None:
+def test_options_that_need_a_split_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     for option in ({"compression": "4bit"}, {"sequential_shard_processing": True}, {"delete_original": True}):
         with pytest.raises(OptionError, match="split=False does not split"):
             AutoModel.from_pretrained(checkpoint, split=False, **option, **STREAM)

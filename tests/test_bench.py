@@ -25,7 +25,7 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def test_only_the_last_turn_is_profiled(measured: Measured) -> None:
     assert len(measured.passes) == REQUEST.tokens
     assert len(measured.trace.passes) == REQUEST.tokens
-    assert [one.kind for one in measured.passes][1:] == ["further"] * (REQUEST.tokens - 1)
+    assert [p.kind for p in measured.passes][1:] == ["further"] * (REQUEST.tokens - 1)
     assert len(measured.turns) == REQUEST.turns
 
 
@@ -42,24 +42,24 @@ def test_the_placement_counts_tied_tensors_once(measured: Measured) -> None:
     assert sum(row["units"] for row in rows) == len(measured.placement.units)
 
 
-def test_shares_of_a_pass_are_its_whole(measured: Measured) -> None:
+def test_shares_of_a_pass_add_up(measured: Measured) -> None:
     further = measured.sums["further"]
-    found = list(shares(further))
-    assert sum(share for _, _, share, _ in found) == pytest.approx(1, abs=0.01)
-    assert sum(seconds for _, seconds, _, _ in found) == pytest.approx(further.wall / further.passes, rel=0.01)
-    assert found[-1][0] == "between layers"
+    rows = list(shares(further))
+    assert sum(share for _, _, share, _ in rows) == pytest.approx(1, abs=0.01)
+    assert sum(seconds for _, seconds, _, _ in rows) == pytest.approx(further.wall / further.passes, rel=0.01)
+    assert rows[-1][0] == "between layers"
 
 
 @pytest.mark.long
-def test_peak_memory_grows_by_what_is_used() -> None:
+def test_peak_memory_grows_with_use() -> None:
     in_a_fresh_process(check_peak_memory)
 
 
 def check_peak_memory() -> None:
     before = peak_memory()
     assert before is not None
-    more = before - psutil.Process().memory_info().rss + (64 << 20)
-    used = np.ones(more, np.uint8)
+    growth = before - psutil.Process().memory_info().rss + (64 << 20)
+    used = np.ones(growth, np.uint8)
     after = peak_memory()
     assert after is not None
     assert before + (48 << 20) < after < before + (128 << 20)

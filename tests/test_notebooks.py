@@ -28,18 +28,18 @@ def kaggle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_kaggle(kaggle: Path) -> None:
-    places = notebooks.find(NOWHERE)
-    assert places.kind == "Kaggle"
-    assert (places.layers, places.hub) == (kaggle / "tmp" / "rabbitllm", kaggle / "tmp" / "huggingface")
-    assert (places.room, places.attached) == (KAGGLE_BYTES, ())
+    folders = notebooks.find(NOWHERE)
+    assert folders.kind == "Kaggle"
+    assert (folders.layers, folders.hub) == (kaggle / "tmp" / "rabbitllm", kaggle / "tmp" / "huggingface")
+    assert (folders.room, folders.attached) == (KAGGLE_BYTES, ())
 
 
-def test_what_is_set_already_is_kept(kaggle: Path) -> None:
-    places = notebooks.find({HOME_VARIABLE: "/elsewhere/layers", HF_HOME: "/elsewhere/hub"})
-    assert (places.layers, places.hub) == (Path("/elsewhere/layers"), Path("/elsewhere/hub"))
+def test_set_variables_are_kept(kaggle: Path) -> None:
+    folders = notebooks.find({HOME_VARIABLE: "/elsewhere/layers", HF_HOME: "/elsewhere/hub"})
+    assert (folders.layers, folders.hub) == (Path("/elsewhere/layers"), Path("/elsewhere/hub"))
 
 
-def test_where_the_scratch_folder_cannot_be_made_another_is_taken(kaggle: Path) -> None:
+def test_fallback_scratch_folder(kaggle: Path) -> None:
     (kaggle / "tmp").write_text("a file")
     (kaggle.parent / "tmp").mkdir()
     assert notebooks.find(NOWHERE).layers == kaggle.parent / "tmp" / "rabbitllm"
@@ -47,19 +47,19 @@ def test_where_the_scratch_folder_cannot_be_made_another_is_taken(kaggle: Path) 
 
 def test_colab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notebooks, "ROOT", tmp_path)
-    places = notebooks.find({"COLAB_RELEASE_TAG": "release-colab"})
-    assert (places.kind, places.layers, places.room) == ("Colab", tmp_path / "content" / "rabbitllm", None)
-    assert places.max_disk("org/name") is None
+    folders = notebooks.find({"COLAB_RELEASE_TAG": "release-colab"})
+    assert (folders.kind, folders.layers, folders.room) == ("Colab", tmp_path / "content" / "rabbitllm", None)
+    assert folders.max_disk("org/name") is None
 
 
-def test_elsewhere_nothing_changes(
+def test_other_machines_are_unchanged(
     tmp_path: Path, hub_environment: HubEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notebooks, "ROOT", tmp_path / "machine")
     monkeypatch.delenv(HOME_VARIABLE, raising=False)
     before = dict(os.environ)
-    places = notebooks.settle()
-    assert (places.kind, places.layers, places.hub) == (
+    folders = notebooks.settle()
+    assert (folders.kind, folders.layers, folders.hub) == (
         ELSEWHERE,
         hub_environment.home / "rabbitllm",
         hub_environment.home,
@@ -75,18 +75,18 @@ def test_settling_sets_variables_and_makes_folders(
     monkeypatch.delenv(HOME_VARIABLE)
     monkeypatch.delenv(HF_HOME)
     with caplog.at_level(logging.WARNING, "rabbitllm"):
-        places = notebooks.settle()
-    assert places.layers.is_dir()
-    assert places.hub.is_dir()
-    assert (os.environ[HOME_VARIABLE], os.environ[HF_HOME]) == (str(places.layers), str(places.hub))
-    assert notebooks.find() == places
+        folders = notebooks.settle()
+    assert folders.layers.is_dir()
+    assert folders.hub.is_dir()
+    assert (os.environ[HOME_VARIABLE], os.environ[HF_HOME]) == (str(folders.layers), str(folders.hub))
+    assert notebooks.find() == folders
     assert "huggingface_hub was imported before" in caplog.text  # by these tests
 
 
 def test_the_module_itself_imports_no_hub() -> None:
     code = "import sys; from rabbitllm import notebooks; print('huggingface_hub' in sys.modules)"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == "False"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
 
 
 def test_attached_checkpoints_are_found(kaggle: Path) -> None:
@@ -101,24 +101,24 @@ def test_attached_checkpoints_are_found(kaggle: Path) -> None:
 
 
 def test_an_attached_split_is_found(tmp_path: Path, kaggle: Path) -> None:
-    made = split(build_checkpoint(tmp_path / "m", "llama", shards=2))
+    split_folder = split(build_checkpoint(tmp_path / "m", "llama", shards=2))
     (kaggle / "input").mkdir()
-    attached = made.rename(kaggle / "input" / "layers")
+    attached = split_folder.rename(kaggle / "input" / "layers")
     assert notebooks.find(NOWHERE).attached == (attached,)
 
 
-def test_what_other_models_occupy_is_not_there_for_this_one(tmp_path: Path) -> None:
-    places = Places("Kaggle", tmp_path / "layers", tmp_path, 1 << 20)
-    mine = build_checkpoint(tmp_path / "mine", "llama")
-    own = f"{LOCAL_FOLDER}/{local_folder_name(mine)}"
+def test_splits_of_other_models_reduce_max_disk(tmp_path: Path) -> None:
+    folders = Places("Kaggle", tmp_path / "layers", tmp_path, 1 << 20)
+    checkpoint = build_checkpoint(tmp_path / "mine", "llama")
+    ours = f"{LOCAL_FOLDER}/{local_folder_name(checkpoint)}"
     occupied = {}
-    for folder in ("models--org--name", "models--org--other", own, "local/mine-of-another-place", "local/theirs-4567"):
+    for folder in ("models--org--name", "models--org--other", ours, "local/mine-of-another-place", "local/theirs-4567"):
         file = tmp_path / "layers" / folder / "splitted_model" / "weights"
         file.parent.mkdir(parents=True)
         file.write_bytes(bytes(100_000))
-        occupied[folder] = sum(one.stat().st_blocks * 512 for one in (file, file.parent))
-    everything = sum(occupied.values())
-    assert places.max_disk("org/name") == (1 << 20) - (everything - occupied["models--org--name"])
-    assert places.max_disk("org/new") == (1 << 20) - everything
-    assert places.max_disk(mine) == (1 << 20) - (everything - occupied[own])
+        occupied[folder] = sum(path.stat().st_blocks * 512 for path in (file, file.parent))
+    total = sum(occupied.values())
+    assert folders.max_disk("org/name") == (1 << 20) - (total - occupied["models--org--name"])
+    assert folders.max_disk("org/new") == (1 << 20) - total
+    assert folders.max_disk(checkpoint) == (1 << 20) - (total - occupied[ours])
     assert Places("Kaggle", tmp_path / "layers", tmp_path, 1000).max_disk("org/new") == 0

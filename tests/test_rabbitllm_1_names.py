@@ -79,9 +79,9 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_names_are_importable(name: str) -> None:
     assert name in rabbitllm.__all__
     assert name in dir(rabbitllm)
-    found = getattr(importlib.import_module("rabbitllm"), name)
-    assert found.__name__ == name
-    assert found.__doc__
+    value = getattr(importlib.import_module("rabbitllm"), name)
+    assert value.__name__ == name
+    assert value.__doc__
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -100,24 +100,24 @@ def test_the_path_by_its_old_name(checkpoint: Path) -> None:
 def test_arguments_in_the_old_order(
     tmp_path: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: dict[str, Any] = {}
+    recorded: dict[str, Any] = {}
 
     def note(path: Any, *by_position: Any, **arguments: Any) -> str:
-        given.update(zip(POSITIONAL, by_position, strict=False), **arguments)
+        recorded.update(zip(POSITIONAL, by_position, strict=False), **arguments)
         return f"model of {path}"
 
     monkeypatch.setattr(AutoModel, "from_pretrained", note)
-    values = [f"value {number}" for number in range(len(POSITIONAL))]
-    made: Any = RabbitLLMLlama2("here", *values)
-    assert made == "model of here"
-    assert given == dict(zip(POSITIONAL, values, strict=True))
+    values = [f"value {index}" for index in range(len(POSITIONAL))]
+    model: Any = RabbitLLMLlama2("here", *values)
+    assert model == "model of here"
+    assert recorded == dict(zip(POSITIONAL, values, strict=True))
 
 
-def test_some_arguments_in_the_old_order_really(tmp_path: Path, checkpoint: Path) -> None:
-    place = tmp_path / "layers"
-    model: Any = RabbitLLMLlama2(checkpoint, "cpu", torch.bfloat16, 512, str(place), False, "8bit", cache_layers=1)
+def test_arguments_in_the_old_order_load_a_model(tmp_path: Path, checkpoint: Path) -> None:
+    folder = tmp_path / "layers"
+    model: Any = RabbitLLMLlama2(checkpoint, "cpu", torch.bfloat16, 512, str(folder), False, "8bit", cache_layers=1)
     assert model.dtype == torch.bfloat16
-    assert (place / "splitted_model.8bit" / "split.json").exists()
+    assert (folder / "splitted_model.8bit" / "split.json").exists()
 
 
 def test_too_many_arguments_or_one_twice(checkpoint: Path) -> None:
@@ -188,7 +188,7 @@ def test_another_name_and_place(tmp_path: Path, checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("sequential", [False, True])
 @pytest.mark.parametrize("delete_original", [False, True])
-def test_what_becomes_of_the_original(checkpoint: Path, sequential: bool, delete_original: bool) -> None:
+def test_original_is_kept_or_deleted(checkpoint: Path, sequential: bool, delete_original: bool) -> None:
     expected = reference_logits(checkpoint, INPUT, torch.float32)
     where = split_and_save_layers(checkpoint, delete_original=delete_original, sequential_shard_processing=sequential)
     assert len(list(checkpoint.glob("model-*.safetensors"))) == (0 if sequential or delete_original else 3)
@@ -253,9 +253,9 @@ def test_a_missing_shard_is_fetched_from_its_repository(
 ) -> None:
     shutil.copytree(checkpoint, tmp_path / "hub" / "acme" / "tiny")
     expected = reference_logits(checkpoint, INPUT, torch.float32)
-    gone = checkpoint / "model-00002-of-00003.safetensors"
-    gone.unlink()
-    with pytest.raises(MissingShardError, match=gone.name):
+    missing = checkpoint / "model-00002-of-00003.safetensors"
+    missing.unlink()
+    with pytest.raises(MissingShardError, match=missing.name):
         split_and_save_layers(checkpoint)
     where = split_and_save_layers(checkpoint, repo_id="acme/tiny")
     assert_same(run(load(Path(where))), expected)
@@ -280,13 +280,13 @@ def test_not_enough_space_is_the_exception_to_catch(checkpoint: Path) -> None:
 
 
 def layer(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    made = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     return {
-        "model.layers.0.mlp.up_proj.weight": torch.randn((96, 128), generator=made).to(dtype),
-        "model.layers.0.self_attn.q_proj.weight": torch.randn((64, 66), generator=made).to(dtype),
-        "model.layers.0.self_attn.k_proj.weight": torch.randn((63, 65), generator=made).to(dtype),
-        "model.layers.0.input_layernorm.weight": torch.randn((128,), generator=made).to(dtype),
-        "model.layers.0.small.weight": torch.randn((4, 4), generator=made).to(dtype),
+        "model.layers.0.mlp.up_proj.weight": torch.randn((96, 128), generator=generator).to(dtype),
+        "model.layers.0.self_attn.q_proj.weight": torch.randn((64, 66), generator=generator).to(dtype),
+        "model.layers.0.self_attn.k_proj.weight": torch.randn((63, 65), generator=generator).to(dtype),
+        "model.layers.0.input_layernorm.weight": torch.randn((128,), generator=generator).to(dtype),
+        "model.layers.0.small.weight": torch.randn((4, 4), generator=generator).to(dtype),
         "model.layers.0.steps": torch.arange(3),
     }
 
@@ -302,31 +302,31 @@ def test_none_and_plain_return_the_very_dict() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("compression", ["4bit", "8bit"])
-def test_there_and_back(compression: str, dtype: torch.dtype) -> None:
+def test_compression_round_trips(compression: str, dtype: torch.dtype) -> None:
     from bitsandbytes import functional
 
     plain = layer(dtype)
     stored = compress_layer_state_dict(plain, compression)
     assert uncompress_layer_state_dict(stored) is not stored
-    back = uncompress_layer_state_dict(stored)
-    assert back.keys() == plain.keys()
+    restored = uncompress_layer_state_dict(stored)
+    assert restored.keys() == plain.keys()
     for name, tensor in plain.items():
         if tensor.numel() < 4096:
-            assert torch.equal(back[name], tensor)
+            assert torch.equal(restored[name], tensor)
             continue
-        assert back[name].shape == tensor.shape
-        assert back[name].dtype == (dtype if compression == "4bit" else torch.float16)
+        assert restored[name].shape == tensor.shape
+        assert restored[name].dtype == (dtype if compression == "4bit" else torch.float16)
         # what bitsandbytes itself makes of it
         if compression == "4bit":
             codes, state = functional.quantize_4bit(tensor, blocksize=64, quant_type="nf4")
             state.shape = torch.Size([tensor.numel()])  # its kernel for the CPU begins a block with each row
-            wanted = functional.dequantize_4bit(codes, state)
+            expected = functional.dequantize_4bit(codes, state)
         else:
             codes, state = functional.quantize_blockwise(tensor, blocksize=2048)
             state.dtype = torch.float16
-            wanted = functional.dequantize_blockwise(codes, state)
-        assert torch.equal(back[name], wanted.view(tensor.shape))
-        error = (back[name].float() - tensor.float()).pow(2).mean().sqrt()
+            expected = functional.dequantize_blockwise(codes, state)
+        assert torch.equal(restored[name], expected.view(tensor.shape))
+        error = (restored[name].float() - tensor.float()).pow(2).mean().sqrt()
         assert 0 < error < 0.12
     assert sum(tensor.nbytes for tensor in stored.values()) < 0.7 * sum(tensor.nbytes for tensor in plain.values())
 
@@ -338,13 +338,13 @@ def test_the_keys_are_those_of_a_layer_file(tmp_path: Path, compression: str) ->
     plain = load_file(folder / "model.safetensors")
     of_layer = {name: tensor for name, tensor in plain.items() if ".layers.1." in name}
     stored = compress_layer_state_dict(of_layer, compression)
-    wanted = load_file(directory / "model.layers.1.safetensors")
-    assert stored.keys() == wanted.keys()
-    for key in wanted:
-        assert stored[key].dtype == wanted[key].dtype
-        assert torch.equal(stored[key], wanted[key]), key
-    back = uncompress_layer_state_dict(wanted)
-    assert back.keys() == of_layer.keys()
+    expected = load_file(directory / "model.layers.1.safetensors")
+    assert stored.keys() == expected.keys()
+    for key in expected:
+        assert stored[key].dtype == expected[key].dtype
+        assert torch.equal(stored[key], expected[key]), key
+    restored = uncompress_layer_state_dict(expected)
+    assert restored.keys() == of_layer.keys()
 
 
 @pytest.mark.parametrize("compression", ["4bit", "8bit"])
@@ -353,13 +353,13 @@ def test_layer_files_of_rabbitllm_1_1_uncompress(compression: str) -> None:
     original: dict[str, torch.Tensor] = {}
     for file in set(index["weight_map"].values()):
         original |= load_file(GOLDEN / "model-2-shards" / file)
-    found: dict[str, torch.Tensor] = {}
+    restored: dict[str, torch.Tensor] = {}
     for path in (GOLDEN / f"rabbitllm-1.1.0-{compression}").rglob("*.safetensors"):
-        found |= uncompress_layer_state_dict(load_file(path))
-    assert found.keys() == original.keys()
+        restored |= uncompress_layer_state_dict(load_file(path))
+    assert restored.keys() == original.keys()
     for name, tensor in original.items():
-        assert found[name].shape == tensor.shape
-        assert (found[name].float() - tensor.float()).abs().max() <= 0.2 * tensor.float().abs().max()
+        assert restored[name].shape == tensor.shape
+        assert (restored[name].float() - tensor.float()).abs().max() <= 0.2 * tensor.float().abs().max()
 
 
 def test_a_compressed_dict_without_a_part_is_refused() -> None:
@@ -371,7 +371,7 @@ def test_a_compressed_dict_without_a_part_is_refused() -> None:
         uncompress_layer_state_dict(stored)
 
 
-def test_a_tensor_that_is_no_contiguous_one() -> None:
+def test_non_contiguous_tensor() -> None:
     tensor = torch.randn(128, 96).t()
     for compression in ("4bit", "8bit"):
         first = compress_layer_state_dict({"a.weight": tensor}, compression)
@@ -379,7 +379,7 @@ def test_a_tensor_that_is_no_contiguous_one() -> None:
         assert all(torch.equal(first[key], second[key]) for key in second)
 
 
-def test_warnings_are_said_for_the_class_too(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_classes_warn_too(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         rabbitllm_1_names.RabbitLLMQWen2(checkpoint, "cpu", None, 2048)
     assert any("max_seq_len has no effect" in record.getMessage() for record in caplog.records)

@@ -32,8 +32,8 @@ from benchmarks.quality.llama_cpp import PLAIN, PRESETS, next_tokens, quantized,
 from rabbitllm import AutoModel
 from rabbitllm.demo.tasks import held_out
 from rabbitllm.errors import RabbitLLMError
-from rabbitllm.evaluation.compare import Summary, at_positions, compare, summary_of
-from rabbitllm.evaluation.quality import answers_of, number, text_of, windows
+from rabbitllm.evaluation.compare import Summary, compare, compare_logits, summarize
+from rabbitllm.evaluation.quality import number, scored_answers, text_of, windows
 from rabbitllm.formats.gguf import read_gguf
 from rabbitllm.generation.scoring import ScoredText
 from tools.demo_prose import held_out_prose
@@ -98,7 +98,7 @@ class Subject:
         self.name, self.folder, self.extent = name, folder, extent
         tokenizer = AutoTokenizer.from_pretrained(folder)
         self.texts: list[ScoredText] = (
-            answers_of(tokenizer, held_out(extent.problems))
+            scored_answers(tokenizer, held_out(extent.problems))
             if text is None and name != "larger"
             else windows(
                 tokenizer, text_of(text) if text is not None else held_out_prose(), window=WINDOW, tokens=extent.tokens
@@ -120,7 +120,7 @@ class Subject:
     def summary(self, model: Any) -> Summary:
         """Of a model of transformers."""
         found = zip(self.logits, self._logits(model), self.targets, strict=True)
-        return summary_of([at_positions(true, other, targets) for true, other, targets in found])
+        return summarize([compare_logits(true, other, targets) for true, other, targets in found])
 
     def middles(self) -> list[tuple[list[int], int]]:
         """Some texts up to their middle, and the next token."""
@@ -215,7 +215,7 @@ def of_llama_cpp(subject: Subject, work: Path) -> Iterator[Row]:
                 with serving(path, max(map(len, contexts)) + 16, work.parent) as ask:
                     found = next_tokens(ask, contexts, expected.shape[1])
                 targets = torch.tensor([token for _, token in subject.middles()])
-                own = summary_of([at_positions(expected, found, targets)])
+                own = summarize([compare_logits(expected, found, targets)])
                 tensors = read_gguf(path).header.tensors
                 note = (
                     f"{types(tensors)}. llama.cpp itself is "

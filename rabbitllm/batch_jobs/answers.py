@@ -82,10 +82,10 @@ def answered(
         RabbitLLMError, OSError, MemoryError: the run cannot continue; the remaining items have no answer.
         MissingPackageError: a line is in OpenAI's format, and the packages that read those are not installed.
     """
-    for kind, group in groupby(items, lambda item: kind_of(item.asked)):
-        if kind == ERRORS:
+    for line_kind, group in groupby(items, lambda item: kind_of(item.task)):
+        if line_kind == ERRORS:
             yield from ([unreadable_answer(item)] for item in group)
-        elif kind == GENERATIONS:
+        elif line_kind == GENERATIONS:
             yield from generated(model, name, group, limits, watch)
         else:
             yield from scored(model, name, group, limits)
@@ -108,7 +108,7 @@ class _OpenGeneration:
 
     Args:
         prepared: the prepared item.
-        done: receives this object when all requests have ended.
+        finished: receives this object when all requests have ended.
 
     Attributes:
         prepared: see above.
@@ -117,7 +117,7 @@ class _OpenGeneration:
         error: error of one of them.
     """
 
-    def __init__(self, prepared: PreparedItem, done: queue.SimpleQueue[_OpenGeneration]) -> None:
+    def __init__(self, prepared: PreparedItem, finished: queue.SimpleQueue[_OpenGeneration]) -> None:
         count = len(prepared.requests)
         self.prepared = prepared
         self.results: list[Result | None] = [None] * count
@@ -126,19 +126,19 @@ class _OpenGeneration:
         self._texts = [""] * count
         self._tokens: list[list[TokenLogprob]] = [[] for _ in range(count)]
         self._running = count
-        self._done = done
+        self._done = finished
 
-    def put(self, number: int, event: Event) -> None:
+    def put(self, index: int, event: Event) -> None:
         """Handle an event of one request; runs in the batch's thread."""
         if isinstance(event, Delta):
-            self._texts[number] += event.text
+            self._texts[index] += event.text
             if self.prepared.keeps_tokens:
-                self._tokens[number] += event.tokens
+                self._tokens[index] += event.tokens
             return
         if isinstance(event, Failed):
             self.error = event.error
         else:
-            self.results[number] = event
+            self.results[index] = event
         self._running -= 1
         if not self._running and not self.is_refused:
             self._done.put(self)
@@ -212,8 +212,8 @@ class _Feed:
 
     def release(self, items: Iterable[_OpenGeneration]) -> None:
         """Count items as ended."""
-        for one in items:
-            self._count(one.prepared, -1)
+        for item in items:
+            self._count(item.prepared, -1)
 
     def _count(self, item: PreparedItem, sign: int) -> None:
         self.open_requests += sign * len(item.requests)
@@ -237,7 +237,7 @@ def generated(
             be submitted again.
     """
     builder = RequestBuilder(model, name)
-    done: queue.SimpleQueue[_OpenGeneration] = queue.SimpleQueue()
+    finished: queue.SimpleQueue[_OpenGeneration] = queue.SimpleQueue()
     max_open = READY * limits.sequences
     batch_limits = BatchLimits(
         *(limits.sequences, max_open + MAX_CHOICES, limits.cache_bytes, WHOLE_PROMPT, limits.exact),
@@ -250,59 +250,59 @@ def generated(
         feed = _Feed(builder, items, max_open)
         while not feed.is_empty or feed.open_requests:
             ready, refused = feed.take()
-            begun = [_OpenGeneration(item, done) for item in ready]
-            refused += _submit(batch, begun)
+            generations = [_OpenGeneration(item, finished) for item in ready]
+            refused += _submit(batch, generations)
             if refused:
                 yield refused
-            feed.release(one for one in begun if one.is_refused)
+            feed.release(generation for generation in generations if generation.is_refused)
             if not feed.open_requests:
                 continue
-            ended = [done.get()]
-            while not done.empty():
-                ended.append(done.get())
+            ended = [finished.get()]
+            while not finished.empty():
+                ended.append(finished.get())
             feed.release(ended)
-            made, failed = _answered(ended, batch)
-            if made:
-                yield made
+            answers, failed = _answered(ended, batch)
+            if answers:
+                yield answers
             if failed is not None:
                 raise failed
     finally:
         batch.close(0)
 
 
-def _submit(batch: Batch, begun: list[_OpenGeneration]) -> list[BatchAnswer]:
+def _submit(batch: Batch, generations: list[_OpenGeneration]) -> list[BatchAnswer]:
     """Submit all at once, so that they share the first pass; returns the answers to refused ones."""
     refused = []
     with batch.paused():
-        for one in begun:
+        for generation in generations:
             sequences = []
             try:
-                for number, request in enumerate(one.prepared.requests):
-                    sequences.append(batch.submit(request, partial(one.put, number)))
+                for index, request in enumerate(generation.prepared.requests):
+                    sequences.append(batch.submit(request, partial(generation.put, index)))
             except OptionError as error:
                 for sequence in sequences:
                     sequence.cancel()
-                one.is_refused = True
-                refused.append(refused_answer(one.prepared.item, bad(error.problem)))
+                generation.is_refused = True
+                refused.append(refused_answer(generation.prepared.item, bad(error.problem)))
     return refused
 
 
 def _answered(ended: list[_OpenGeneration], batch: Batch) -> tuple[list[BatchAnswer], BaseException | None]:
     """Answers, and the error that ends the whole run, if any."""
-    made: list[BatchAnswer] = []
+    answers: list[BatchAnswer] = []
     failed: BaseException | None = None
-    for one in ended:
-        if one.error is not None and not (batch.error or _is_fatal(one.error)):
-            broken = APIError(BROKEN, f"{type(one.error).__name__}: {one.error}")
-            api_error = bad(one.error.problem) if isinstance(one.error, OptionError) else broken
-            made.append(refused_answer(one.prepared.item, api_error))
-        elif one.error is not None:
-            failed = batch.error or one.error
-        elif one.is_unanswered:
+    for generation in ended:
+        if generation.error is not None and not (batch.error or _is_fatal(generation.error)):
+            broken = APIError(BROKEN, f"{type(generation.error).__name__}: {generation.error}")
+            api_error = bad(generation.error.problem) if isinstance(generation.error, OptionError) else broken
+            answers.append(refused_answer(generation.prepared.item, api_error))
+        elif generation.error is not None:
+            failed = batch.error or generation.error
+        elif generation.is_unanswered:
             failed = batch.error or BatchError("The batch was closed before all lines were answered.")
         else:
-            made.append(one.answer())
-    return made, failed
+            answers.append(generation.answer())
+    return answers, failed
 
 
 def _is_fatal(error: Exception) -> bool:
@@ -335,20 +335,20 @@ class _OpenScores:
         item: the item.
         texts: the texts to score.
         line_of: makes the output line from their results.
-        found: results so far, by text.
+        results: those so far, by text.
     """
 
     item: Item
     texts: Sequence[ScoredText]
     line_of: Callable[[Sequence[Scored]], Line]
-    found: dict[int, Scored] = field(default_factory=dict)
+    results: dict[int, Scored] = field(default_factory=dict)
 
     def answer(self) -> BatchAnswer:
         """The answer to the item."""
-        found = [self.found[text.index] for text in self.texts]
-        if (error := next((one.error for one in found if one.error is not None), None)) is not None:
+        results = [self.results[text.index] for text in self.texts]
+        if (error := next((result.error for result in results if result.error is not None), None)) is not None:
             return refused_answer(self.item, bad(error.problem))
-        return BatchAnswer(self.item.index, self.item.key, self.line_of(found), False, self.tokens, 0)
+        return BatchAnswer(self.item.index, self.item.key, self.line_of(results), False, self.tokens, 0)
 
     @property
     def tokens(self) -> int:
@@ -379,21 +379,21 @@ def scored(model: StreamedModel, name: str, items: Iterator[Item], limits: JobLi
                 at_end = True
                 break
             try:
-                one = _open_scores(builder, item, len(by_text))
+                pending = _open_scores(builder, item, len(by_text))
             except APIError as error:
                 refused.append(refused_answer(item, error))
                 continue
-            tokens += one.tokens
-            by_text += [one] * len(one.texts)
-            texts += one.texts
+            tokens += pending.tokens
+            by_text += [pending] * len(pending.texts)
+            texts += pending.texts
         if refused:
             yield refused
         if texts:
             for result in score(model, texts, room):
-                one = by_text[result.index]
-                one.found[result.index] = result
-                if len(one.found) == len(one.texts):
-                    yield [one.answer()]
+                pending = by_text[result.index]
+                pending.results[result.index] = result
+                if len(pending.results) == len(pending.texts):
+                    yield [pending.answer()]
 
 
 def _open_scores(builder: RequestBuilder, item: Item, first: int) -> _OpenScores:
@@ -406,81 +406,81 @@ def _open_scores(builder: RequestBuilder, item: Item, first: int) -> _OpenScores
     Raises:
         APIError: it cannot be answered.
     """
-    match item.asked:
+    match item.task:
         case ScoreItem(context, texts) | Choose(context, texts):
             pairs = [_pair(builder, context, text) for text in texts]
-            scored = [ScoredText(first + at, *pair) for at, pair in enumerate(pairs)]
-            return _OpenScores(item, scored, partial(_likelihoods, item.key, item.asked))
+            scored = [ScoredText(first + index, *pair) for index, pair in enumerate(pairs)]
+            return _OpenScores(item, scored, partial(_likelihoods, item.key, item.task))
         case Embed(texts, _, pooling):
             inputs = tuple(builder.ids_of(text) for text in texts)
-            is_listed, normalise = item.asked.is_listed, item.asked.normalise
+            is_listed, normalise = item.task.is_listed, item.task.normalise
 
-            def line_of(found: Sequence[Scored]) -> Line:
-                vectors = [_vector(each, normalise=normalise) for each in found]
+            def line_of(results: Sequence[Scored]) -> Line:
+                vectors = [_vector(result, normalise=normalise) for result in results]
                 return {"id": item.key} | ({"embeddings": vectors} if is_listed else {"embedding": vectors[0]})
 
-        case BatchCall(_, _, defaults) as asked:
-            checked, pooling = _embedding_call(asked, builder), defaults.pooling
+        case BatchCall(_, _, defaults) as task:
+            checked, pooling = _embedding_call(task, builder), defaults.pooling
             inputs = checked.inputs
 
-            def line_of(found: Sequence[Scored]) -> Line:
+            def line_of(results: Sequence[Scored]) -> Line:
                 from rabbitllm.server.embeddings import embedding_object
 
-                vectors = [_vector(each, normalise=defaults.normalise) for each in found]
+                vectors = [_vector(result, normalise=defaults.normalise) for result in results]
                 return call_line(item, 200, embedding_object(checked, vectors, builder.name))
 
         case _:
-            raise AssertionError(f"{item.asked} is not an item to score")
-    return _OpenScores(item, [ScoredText(first + at, one, (), pooling) for at, one in enumerate(inputs)], line_of)
+            raise AssertionError(f"{item.task} is not an item to score")
+    return _OpenScores(item, [ScoredText(first + index, ids, (), pooling) for index, ids in enumerate(inputs)], line_of)
 
 
 def _pair(builder: RequestBuilder, context: str, continuation: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     bare = context.rstrip()
     continuation = context[len(bare) :] + continuation
     if not bare:
-        whole = tuple(int(one) for one in builder.tokenizer(continuation, add_special_tokens=False)["input_ids"])
+        ids = tuple(int(token) for token in builder.tokenizer(continuation, add_special_tokens=False)["input_ids"])
         first = builder.tokenizer.bos_token_id
         first = builder.tokenizer.eos_token_id if first is None else first
         if first is None:
             raise bad("The context is empty, and the model has no beginning-of-sequence token.")
-        after = whole[1:] if whole[:1] == (first,) else whole
-        before: tuple[int, ...] = (int(first),)
+        continuation_ids = ids[1:] if ids[:1] == (first,) else ids
+        context_ids: tuple[int, ...] = (int(first),)
     else:
-        before = builder.ids_of(bare)
-        after = builder.ids_of(bare + continuation)[len(before) :]
-    if not after:
+        context_ids = builder.ids_of(bare)
+        continuation_ids = builder.ids_of(bare + continuation)[len(context_ids) :]
+    if not continuation_ids:
         raise bad("The continuation adds no token to the context.")
-    return before, after
+    return context_ids, continuation_ids
 
 
-def _embedding_call(asked: BatchCall, builder: RequestBuilder) -> CheckedEmbedding:
+def _embedding_call(task: BatchCall, builder: RequestBuilder) -> CheckedEmbedding:
     try:
         from rabbitllm.server.embeddings import checked_embedding
         from rabbitllm.server.schemas import Embedding, parsed
     except ImportError as error:
         raise missing_pydantic(error) from None
-    body = parsed(Embedding, {name: value for name, value in asked.body.items() if value is not None})
+    body = parsed(Embedding, {name: value for name, value in task.body.items() if value is not None})
     return checked_embedding(body, builder.tokenizer, builder.limits, builder.width, max_inputs=None)
 
 
-def _likelihoods(key: Key, asked: ScoreItem | Choose, found: Sequence[Scored]) -> Line:
-    if isinstance(asked, ScoreItem):
-        scores = [{"logprob": each.logprob, "tokens": each.tokens, "greedy": each.greedy} for each in found]
-        return {"id": key, "scores": scores} if asked.is_listed else {"id": key, **scores[0]}
-    logprobs = [each.logprob for each in found if each.logprob is not None]
-    by_length = [value / len(text) for value, text in zip(logprobs, asked.choices, strict=True)]
+def _likelihoods(key: Key, task: ScoreItem | Choose, results: Sequence[Scored]) -> Line:
+    if isinstance(task, ScoreItem):
+        scores = [{"logprob": result.logprob, "tokens": result.tokens, "greedy": result.greedy} for result in results]
+        return {"id": key, "scores": scores} if task.is_listed else {"id": key, **scores[0]}
+    logprobs = [result.logprob for result in results if result.logprob is not None]
+    by_length = [value / len(text) for value, text in zip(logprobs, task.choices, strict=True)]
     return {
         "id": key,
         "choice": logprobs.index(max(logprobs)),
         "choice_by_length": by_length.index(max(by_length)),
         "logprobs": logprobs,
-        "tokens": [each.tokens for each in found],
+        "tokens": [result.tokens for result in results],
     }
 
 
-def _vector(found: Scored, *, normalise: bool) -> list[float]:
-    assert found.embedding is not None
+def _vector(result: Scored, *, normalise: bool) -> list[float]:
+    assert result.embedding is not None
     if not normalise:
-        return list(found.embedding)
-    length = sum(value * value for value in found.embedding) ** 0.5
-    return [value / length for value in found.embedding] if length else list(found.embedding)
+        return list(result.embedding)
+    length = sum(value * value for value in result.embedding) ** 0.5
+    return [value / length for value in result.embedding] if length else list(result.embedding)

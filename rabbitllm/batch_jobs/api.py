@@ -124,13 +124,13 @@ def batch(
     if isinstance(inputs, str | os.PathLike) and str(inputs) != STDIN:
         inputs = expand(Path(inputs))
 
-    def made(path: Path) -> Progress:
+    def run_job(path: Path) -> Progress:
         return work(BatchJob(inputs, path, to_run, defaults, limits, columns, overwrite))
 
     if out is not None:
-        return made(expand(Path(out)))
+        return run_job(expand(Path(out)))
     with ScratchFolder() as folder:
         path = folder / "answers.jsonl"
-        made(path)
+        run_job(path)
         with path.open("rb") as file:
             return [json.loads(line) for line in file]

@@ -74,16 +74,16 @@ class JobDisplay:
     def _pieces(self, progress: Progress) -> list[LinePiece]:
         """The pieces of the row, the most important first."""
         stats = self._stats() if self._stats is not None else None
-        left = running = passes = ""
+        remaining = running = passes = ""
         if progress.prompt_tokens and progress.seconds:  # errors alone give no estimate
-            here = progress.done - progress.resumed
-            left = f"{duration((progress.lines - progress.done) * progress.seconds / here)} left"
+            answered = progress.done - progress.resumed
+            remaining = f"{duration((progress.lines - progress.done) * progress.seconds / answered)} left"
         if stats is not None and stats.passes:
             running = f"{stats.running:,} at a time"
             passes = f"{stats.pass_seconds / stats.passes:.1f} s a pass"
         errors = counted(progress.errors, "error") if progress.errors else ""
         lines = f"{progress.done:,} of {counted(progress.lines, 'line')}"
-        texts = (lines, rate_of(progress, stats), left, errors, running, passes)
+        texts = (lines, rate_of(progress, stats), remaining, errors, running, passes)
         return [LinePiece(text, rank) for rank, text in enumerate(texts)]
 
 
@@ -91,31 +91,31 @@ class JobDisplay:
 def reporting_interrupts(console: Console) -> Iterator[None]:
     """Report an interrupt at once: the current pass, which may take a minute, is finished first."""
 
-    def report(number: int, frame: object) -> None:
-        signal.signal(signal.SIGINT, before)
+    def report(sig: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, previous)
         console.print("stopping after this pass; press Ctrl-C again to stop now", style="yellow")
         raise KeyboardInterrupt
 
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # the program has its own handler
+    previous = signal.getsignal(signal.SIGINT)
+    if previous is not signal.default_int_handler:  # the program has its own handler
         yield
         return
     signal.signal(signal.SIGINT, report)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)
 
 
 def rate_of(progress: Progress, stats: BatchStats | None) -> str:
     """Tokens per second: generated ones, or where there are none, prompt tokens."""
-    made = max(progress.new_tokens, stats.new_tokens if stats is not None else 0)
+    generated = max(progress.new_tokens, stats.new_tokens if stats is not None else 0)
     seconds = stats.pass_seconds if stats is not None else progress.seconds
-    tokens, what = (made, "tokens/s") if made else (progress.prompt_tokens, "tokens/s read")
+    tokens, unit = (generated, "tokens/s") if generated else (progress.prompt_tokens, "tokens/s read")
     if not tokens or not seconds:
         return ""
     rate = tokens / seconds
-    return f"{rate:,.0f} {what}" if rate >= 10 else f"{rate:.2g} {what}"
+    return f"{rate:,.0f} {unit}" if rate >= 10 else f"{rate:.2g} {unit}"
 
 
 def put_end(console: Console, out: Path, progress: Progress) -> None:
@@ -130,9 +130,9 @@ def put_end(console: Console, out: Path, progress: Progress) -> None:
     if progress.resumed == progress.lines:
         return
     took = f"{duration(progress.seconds)}, {counted(progress.prompt_tokens, 'token')} read"
-    made = f", {progress.new_tokens:,} generated" if progress.new_tokens else ""
+    generated = f", {progress.new_tokens:,} generated" if progress.new_tokens else ""
     rate = rate_of(progress, None)
-    put_fact(console, "took", f"{took}{made}{f', {rate}' if rate else ''}")
+    put_fact(console, "took", f"{took}{generated}{f', {rate}' if rate else ''}")
 
 
 def record(out: Path, model: str, progress: Progress) -> dict[str, Any]:

@@ -29,7 +29,6 @@ import numpy as np
 
 from rabbitllm.batch_jobs.items import (
     KEYS,
-    Asked,
     BatchCall,
     Choose,
     Defaults,
@@ -40,8 +39,9 @@ from rabbitllm.batch_jobs.items import (
     LineError,
     Refused,
     ScoreItem,
-    asked_of,
+    Task,
     key_of,
+    parse_task,
     text_of_messages,
 )
 from rabbitllm.errors import InputError, OptionError, missing_package
@@ -88,16 +88,16 @@ class InputScan:
 
     def longest(self, count: int) -> tuple[int, ...]:
         """The largest estimated numbers of tokens of lines that ask for a generation, at most `count`."""
-        found = np.sort(self.lengths[self.kinds == GENERATIONS])[::-1]
-        return tuple(int(length) for length in found[:count])
+        lengths = np.sort(self.lengths[self.kinds == GENERATIONS])[::-1]
+        return tuple(int(length) for length in lengths[:count])
 
-    def ordered(self, wanted: Iterable[int]) -> list[int]:
+    def ordered(self, indices: Iterable[int]) -> list[int]:
         """Indices in the order in which to answer them.
 
         Args:
-            wanted: indices of lines.
+            indices: indices of lines.
         """
-        chosen = np.fromiter(wanted, dtype=np.int64)
+        chosen = np.fromiter(indices, dtype=np.int64)
         order = in_order(self.kinds[chosen], self.lengths[chosen], self.prefixes[chosen])
         return [int(index) for index in chosen[order]]
 
@@ -124,14 +124,14 @@ def scanned(file: BinaryIO, defaults: Defaults) -> InputScan:
         if not raw.strip():
             continue
         item = _item(raw, number, count, defaults)
-        text, tokens = sized(item.asked)
-        rows.extend((offset, number, kind_of(item.asked), tokens, hashed(text[:PREFIX_CHARACTERS]), hashed(item.key)))
+        text, tokens = text_and_size(item.task)
+        rows.extend((offset, number, kind_of(item.task), tokens, hashed(text[:PREFIX_CHARACTERS]), hashed(item.key)))
         count += 1
     if not count:
         raise InputError("The input has no lines.", 'Example of a line: {"id": 1, "prompt": "What is a rabbit?"}.')
-    made = InputScan(file, defaults, digest.hexdigest(), *np.array(rows).reshape(count, -1).T)
-    _refuse_duplicates(made)
-    return made
+    scan = InputScan(file, defaults, digest.hexdigest(), *np.array(rows).reshape(count, -1).T)
+    _refuse_duplicates(scan)
+    return scan
 
 
 def _item(raw: bytes, number: int, index: int, defaults: Defaults) -> Item:
@@ -148,7 +148,7 @@ def _item(raw: bytes, number: int, index: int, defaults: Defaults) -> Item:
         key = key_of(value, number)
     except LineError as error:
         return Item(index, number, Refused(f"{error}."))
-    return Item(index, key, asked_of(value, index, defaults))
+    return Item(index, key, parse_task(value, index, defaults))
 
 
 def _line(file: BinaryIO, digest: Any = None) -> tuple[bytes, int]:
@@ -174,7 +174,7 @@ def _refuse_duplicates(scan: InputScan) -> None:
     order = np.argsort(scan.keys, kind="stable")
     hashes = scan.keys[order]
     for position in np.flatnonzero(hashes[1:] == hashes[:-1]):
-        first, second = (int(order[at]) for at in (position, position + 1))
+        first, second = (int(order[i]) for i in (position, position + 1))
         key = scan.item(first).key
         if key == scan.item(second).key:  # not a mere hash collision
             raise InputError(
@@ -196,9 +196,9 @@ ERRORS, GENERATIONS, LIKELIHOODS, EMBEDDINGS = range(4)
 
 def ordered(items: Sequence[Item]) -> list[Item]:
     """Items in an efficient order."""
-    sizes = [sized(item.asked) for item in items]
+    sizes = [text_and_size(item.task) for item in items]
     order = in_order(
-        np.array([kind_of(item.asked) for item in items], dtype=np.int64),
+        np.array([kind_of(item.task) for item in items], dtype=np.int64),
         np.array([tokens for _, tokens in sizes], dtype=np.int64),
         np.array([hashed(text[:PREFIX_CHARACTERS]) for text, _ in sizes], dtype=np.int64),
     )
@@ -209,7 +209,7 @@ def in_order(kinds: Any, lengths: Any, prefixes: Any) -> Any:
     """Indices of lines in an efficient order.
 
     Args:
-        kinds, lengths, prefixes: of each line: see `kind_of` and `sized`, the last one hashed; arrays of (lines,).
+        kinds, lengths, prefixes: of each line: see `kind_of` and `text_and_size` (prefixes hashed); arrays of (lines,).
     """
     if not len(kinds):
         return np.zeros(0, dtype=np.int64)
@@ -218,36 +218,36 @@ def in_order(kinds: Any, lengths: Any, prefixes: Any) -> Any:
     return np.lexsort((-lengths, groups, kinds))
 
 
-def kind_of(asked: Asked) -> int:
+def kind_of(task: Task) -> int:
     """The kind of a line; lines of one kind share passes."""
-    if isinstance(asked, Refused):
+    if isinstance(task, Refused):
         return ERRORS
-    if isinstance(asked, Generate) or (isinstance(asked, BatchCall) and not asked.url.endswith("embeddings")):
+    if isinstance(task, Generate) or (isinstance(task, BatchCall) and not task.url.endswith("embeddings")):
         return GENERATIONS
-    return LIKELIHOODS if isinstance(asked, ScoreItem | Choose) else EMBEDDINGS
+    return LIKELIHOODS if isinstance(task, ScoreItem | Choose) else EMBEDDINGS
 
 
-def sized(asked: Asked) -> tuple[str, int]:
+def text_and_size(task: Task) -> tuple[str, int]:
     """The text of a line, and its estimated number of tokens."""
-    if isinstance(asked, Generate):
-        if isinstance(asked.given, str):
-            return asked.given, len(asked.given) // CHARACTERS_OF_A_TOKEN + asked.max_new_tokens
-        if asked.given and isinstance(asked.given[0], int):
-            return str(asked.given[:PREFIX_CHARACTERS]), len(asked.given) + asked.max_new_tokens
-        text, media = text_of_messages(asked.given)
-        return text, len(text) // CHARACTERS_OF_A_TOKEN + media * MEDIA_TOKENS + asked.max_new_tokens
-    if isinstance(asked, ScoreItem | Choose):
-        texts = asked.continuations if isinstance(asked, ScoreItem) else asked.choices
-        return asked.context, (len(asked.context) + max(map(len, texts))) // CHARACTERS_OF_A_TOKEN
-    if isinstance(asked, Embed):
-        longest = max(asked.texts, key=len)
+    if isinstance(task, Generate):
+        if isinstance(task.prompt, str):
+            return task.prompt, len(task.prompt) // CHARACTERS_OF_A_TOKEN + task.max_new_tokens
+        if task.prompt and isinstance(task.prompt[0], int):
+            return str(task.prompt[:PREFIX_CHARACTERS]), len(task.prompt) + task.max_new_tokens
+        text, media = text_of_messages(task.prompt)
+        return text, len(text) // CHARACTERS_OF_A_TOKEN + media * MEDIA_TOKENS + task.max_new_tokens
+    if isinstance(task, ScoreItem | Choose):
+        texts = task.continuations if isinstance(task, ScoreItem) else task.choices
+        return task.context, (len(task.context) + max(map(len, texts))) // CHARACTERS_OF_A_TOKEN
+    if isinstance(task, Embed):
+        longest = max(task.texts, key=len)
         return "", len(longest) // (CHARACTERS_OF_A_TOKEN if isinstance(longest, str) else 1)
-    if isinstance(asked, BatchCall):
-        text, media = text_of_messages(asked.body.get("messages") or ())
-        text = text or str(asked.body.get("prompt") or asked.body.get("input") or "")
-        most = asked.body.get("max_completion_tokens") or asked.body.get("max_tokens") or asked.defaults.max_new_tokens
+    if isinstance(task, BatchCall):
+        text, media = text_of_messages(task.body.get("messages") or ())
+        text = text or str(task.body.get("prompt") or task.body.get("input") or "")
+        limit = task.body.get("max_completion_tokens") or task.body.get("max_tokens") or task.defaults.max_new_tokens
         tokens = len(text) // CHARACTERS_OF_A_TOKEN + media * MEDIA_TOKENS
-        return text, tokens + (most if isinstance(most, int) else 0)
+        return text, tokens + (limit if isinstance(limit, int) else 0)
     return "", 0
 
 
@@ -264,22 +264,22 @@ BLOCK_BYTES = 4 << 20
 STDIN = "-"
 
 
-def columns_of(given: Iterable[str]) -> dict[str, str] | None:
+def columns_of(words: Iterable[str]) -> dict[str, str] | None:
     """`prompt=question`, one for each column -> the `columns` of `opened`; None without any.
 
     Raises:
         OptionError: no equals sign, or a name that is never read.
     """
-    found: dict[str, str] = {}
-    for word in given:
-        wanted, equals, name = word.partition("=")
-        if not equals or wanted not in KEYS:
+    columns: dict[str, str] = {}
+    for word in words:
+        key, equals, column = word.partition("=")
+        if not equals or key not in KEYS:
             raise OptionError(
                 f"--column {word} is not a mapping of columns; expected NAME=COLUMN.",
                 "Example: --column prompt=question.",
             )
-        found[wanted] = name
-    return found or None
+        columns[key] = column
+    return columns or None
 
 
 @contextlib.contextmanager
@@ -357,13 +357,13 @@ def _blocks_of(file: BinaryIO) -> Iterator[bytes]:
 
 def in_blocks(lines: Iterable[bytes]) -> Iterator[bytes]:
     """Lines in blocks of some MB."""
-    out = io.BytesIO()
+    buffer = io.BytesIO()
     for line in lines:
-        out.write(line)
-        if out.tell() >= BLOCK_BYTES:
-            yield out.getvalue()
-            out = io.BytesIO()
-    yield out.getvalue()
+        buffer.write(line)
+        if buffer.tell() >= BLOCK_BYTES:
+            yield buffer.getvalue()
+            buffer = io.BytesIO()
+    yield buffer.getvalue()
 
 
 def _joined(records: Iterable[Any], columns: Mapping[str, str] | None) -> Iterator[bytes]:
@@ -377,13 +377,13 @@ def _line_of(record: Any, columns: Mapping[str, str], number: int) -> bytes:
             'Example of a record: {"prompt": "…"}.',
         )
     named = {name: record[name] for name in KEYS & record.keys()}  # other columns may hold anything
-    for wanted, name in columns.items():
-        if name not in record:
+    for field, key in columns.items():
+        if key not in record:
             raise InputError(
-                f"Record {number:,} of the input has no {name!r}; it has {', '.join(map(repr, record)) or 'nothing'}.",
+                f"Record {number:,} of the input has no {key!r}; it has {', '.join(map(repr, record)) or 'nothing'}.",
                 "Use columns that every record has.",
             )
-        named[wanted] = record[name]
+        named[field] = record[key]
 
     def plain(value: Any) -> Any:
         return value.tolist() if hasattr(value, "tolist") else str(value)  # of arrays and their numbers

@@ -1,6 +1,6 @@
 """Items of the input and their answers, plain data that can be pickled and compared; and items from JSON. Pure.
 
-    line of the input  ->  Item(index, key, asked)  ->  BatchAnswer(index, key, line)  ->  line of the output
+    line of the input  ->  Item(index, key, task)  ->  BatchAnswer(index, key, line)  ->  line of the output
 
     {"prompt": …} | {"messages": […]} | {"tokens": […]}      generate; temperature, top_p, top_k, seed, stop, n, …
     {"context": …, "continuation": … or […]}                 score
@@ -51,15 +51,15 @@ class Generate:
     """Continue a text, or answer a conversation.
 
     Attributes:
-        given: the text; token ids; or messages, each a mapping with `role` and `content` (a text, or a list of parts in
-            OpenAI's form), for the chat template.
+        prompt: a text; token ids; or messages for the chat template, each with `role` and `content` (a text, or a list
+            of parts in OpenAI's form).
         max_new_tokens: limit of generated tokens.
         sampling: see `Defaults`; the seed is that of this line.
         stop: texts at which an answer ends; the answer excludes them.
         n: number of answers.
     """
 
-    given: str | tuple[int, ...] | tuple[Mapping[str, Any], ...]
+    prompt: str | tuple[int, ...] | tuple[Mapping[str, Any], ...]
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
@@ -140,7 +140,7 @@ class Refused:
     as_call: bool = False
 
 
-Asked = Generate | ScoreItem | Choose | Embed | BatchCall | Refused
+Task = Generate | ScoreItem | Choose | Embed | BatchCall | Refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +150,12 @@ class Item:
     Attributes:
         index: among the lines that are not empty, from 0.
         key: see `Key`.
-        asked: the request in it.
+        task: what it asks for.
     """
 
     index: int
     key: Key
-    asked: Asked
+    task: Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,9 +243,9 @@ def pooling_of(word: str) -> Pooling:
     Raises:
         OptionError: the method is unknown.
     """
-    for known in POOLINGS:
-        if word == known:
-            return known
+    for pooling in POOLINGS:
+        if word == pooling:
+            return pooling
     raise OptionError(f"pooling {word!r} does not exist.", f"Expected {' or '.join(POOLINGS)}.")
 
 
@@ -262,14 +262,14 @@ def key_of(value: Any, number: int) -> Key:
     if not isinstance(value, Mapping):
         return number
     for name in ("id", "custom_id"):
-        found = value.get(name)
-        if found is None:
+        key = value.get(name)
+        if key is None:
             continue
-        if isinstance(found, bool) or not isinstance(found, str | int):
-            raise LineError(f"{name} is {_kind(found)}; expected a text or a whole number")
-        if isinstance(found, str) and not 0 < len(found) <= MAX_KEY_CHARACTERS:
-            raise LineError(f"{name} has {len(found):,} characters; expected 1 to {MAX_KEY_CHARACTERS:,}")
-        return found
+        if isinstance(key, bool) or not isinstance(key, str | int):
+            raise LineError(f"{name} is {_type_name(key)}; expected a text or a whole number")
+        if isinstance(key, str) and not 0 < len(key) <= MAX_KEY_CHARACTERS:
+            raise LineError(f"{name} has {len(key):,} characters; expected 1 to {MAX_KEY_CHARACTERS:,}")
+        return key
     return number
 
 
@@ -278,7 +278,7 @@ def is_call(value: Any) -> bool:
     return isinstance(value, Mapping) and ("body" in value or ("url" in value and "custom_id" in value))
 
 
-def asked_of(value: Any, index: int, defaults: Defaults) -> Asked:
+def parse_task(value: Any, index: int, defaults: Defaults) -> Task:
     """The request in a line; `Refused` if it is invalid.
 
     Args:
@@ -287,78 +287,78 @@ def asked_of(value: Any, index: int, defaults: Defaults) -> Asked:
         defaults: for values that it omits.
     """
     try:
-        return _call(value, defaults) if is_call(value) else _own(value, index, defaults)
+        return _parse_call(value, defaults) if is_call(value) else _parse_native(value, index, defaults)
     except LineError as error:
         return Refused(f"{error}.", as_call=is_call(value))
 
 
-def _call(value: Mapping[str, Any], defaults: Defaults) -> BatchCall:
+def _parse_call(value: Mapping[str, Any], defaults: Defaults) -> BatchCall:
     method, url, body = value.get("method", "POST"), value.get("url"), value.get("body")
     if method != "POST":
         raise LineError(f"method is {_shown(method)}; expected POST")
     if url not in URLS:
         raise LineError(f"url is {_shown(url)}; expected {', '.join(URLS)}")
     if not isinstance(body, Mapping):
-        raise LineError(f"body is {_kind(body)}; expected an object")
+        raise LineError(f"body is {_type_name(body)}; expected an object")
     if body.get("stream"):
         raise LineError("stream is not supported in batches; omit it")
     return BatchCall(url, body, defaults)
 
 
-def _own(value: Any, index: int, defaults: Defaults) -> Asked:
+def _parse_native(value: Any, index: int, defaults: Defaults) -> Task:
     if not isinstance(value, Mapping):
-        raise LineError(f'The line is {_kind(value)}; expected an object, as {{"prompt": …}}')
-    given = [name for name in _KINDS if value.get(name) is not None]
-    if len(given) != 1:
-        found = " and ".join(given) if given else "none of them"
-        raise LineError(f"Expected one of {', '.join(_KINDS)}; the line has {found}")
-    kind = given[0]
-    if kind in ("continuation", "choices"):
-        return _likelihood(value, kind)
-    if kind == "input":
-        return _embedding(value, defaults)
-    return _generation(value, kind, index, defaults)
+        raise LineError(f'The line is {_type_name(value)}; expected an object, as {{"prompt": …}}')
+    names = [name for name in _KINDS if value.get(name) is not None]
+    if len(names) != 1:
+        listing = " and ".join(names) if names else "none of them"
+        raise LineError(f"Expected one of {', '.join(_KINDS)}; the line has {listing}")
+    field = names[0]
+    if field in ("continuation", "choices"):
+        return _parse_likelihood(value, field)
+    if field == "input":
+        return _parse_embedding(value, defaults)
+    return _parse_generation(value, field, index, defaults)
 
 
-def _generation(value: Mapping[str, Any], kind: str, index: int, defaults: Defaults) -> Generate:
-    given: Any = value[kind]
+def _parse_generation(value: Mapping[str, Any], field: str, index: int, defaults: Defaults) -> Generate:
+    raw: Any = value[field]
     for name in _OF_CALLS:
         if value.get(name) and (name, value[name]) != ("repetition_penalty", 1):
             raise LineError(f"{name} is not supported here; omit it, or write the line in OpenAI's batch format")
-    if kind == "prompt" and isinstance(given, str):
-        what: Any = given
-    elif kind == "messages":
-        what = _messages(given)
+    if field == "prompt" and isinstance(raw, str):
+        prompt: Any = raw
+    elif field == "messages":
+        prompt = _messages(raw)
     else:
-        what = _tokens(given, kind)
-    if not what:
-        raise LineError(f"{kind} is empty")
+        prompt = _tokens(raw, field)
+    if not prompt:
+        raise LineError(f"{field} is empty")
     limit = "max_new_tokens" if value.get("max_tokens") is None else "max_tokens"
-    most = _number(value, limit, defaults.max_new_tokens)
+    max_new_tokens = _number(value, limit, defaults.max_new_tokens)
     usual = asdict(defaults.sampling.nth(index))
     sampling = Sampling(**{name: _number(value, name, default) for name, default in usual.items()})
-    return Generate(what, most, sampling, _stops(value, defaults), _number(value, "n", 1))
+    return Generate(prompt, max_new_tokens, sampling, _stops(value, defaults), _number(value, "n", 1))
 
 
-def _messages(given: Any) -> tuple[Mapping[str, Any], ...]:
-    if not isinstance(given, list | tuple):
-        raise LineError(f"messages is {_kind(given)}; expected a list")
-    for number, one in enumerate(given):
-        if not isinstance(one, Mapping) or not isinstance(one.get("role"), str):
-            raise LineError(f"messages.{number} is not a message; expected an object with role and content")
-        content = one.get("content")
+def _messages(messages: Any) -> tuple[Mapping[str, Any], ...]:
+    if not isinstance(messages, list | tuple):
+        raise LineError(f"messages is {_type_name(messages)}; expected a list")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise LineError(f"messages.{index} is not a message; expected an object with role and content")
+        content = message.get("content")
         if isinstance(content, list | tuple):
-            _check_parts(content, f"messages.{number}.content")
+            _check_parts(content, f"messages.{index}.content")
         elif not isinstance(content, str):
-            raise LineError(f"messages.{number}.content is {_kind(content)}; expected a text, or a list of parts")
-    return tuple(dict(one) for one in given)
+            raise LineError(f"messages.{index}.content is {_type_name(content)}; expected a text, or a list of parts")
+    return tuple(dict(message) for message in messages)
 
 
 def _check_parts(parts: Sequence[Any], where: str) -> None:
-    for number, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in PARTS or (kind == "text" and not isinstance(part.get("text"), str)):
-            raise LineError(f"{where}.{number} is not a message part; expected the type {' or '.join(PARTS)}")
+    for index, part in enumerate(parts):
+        part_type = part.get("type") if isinstance(part, Mapping) else None
+        if part_type not in PARTS or (part_type == "text" and not isinstance(part.get("text"), str)):
+            raise LineError(f"{where}.{index} is not a message part; expected the type {' or '.join(PARTS)}")
 
 
 def text_of_messages(messages: Any) -> tuple[str, int]:
@@ -375,52 +375,52 @@ def text_of_messages(messages: Any) -> tuple[str, int]:
     return "".join(texts), media
 
 
-def _tokens(given: Any, kind: str) -> tuple[int, ...]:
-    if not isinstance(given, list | tuple) or not all(type(one) is int and one >= 0 for one in given):
-        wanted = "a text" if kind == "prompt" else "a list of token ids"
-        raise LineError(f"{kind} is {_kind(given)}; expected {wanted}")
-    return tuple(given)
+def _tokens(ids: Any, field: str) -> tuple[int, ...]:
+    if not isinstance(ids, list | tuple) or not all(type(token) is int and token >= 0 for token in ids):
+        expected = "a text" if field == "prompt" else "a list of token ids"
+        raise LineError(f"{field} is {_type_name(ids)}; expected {expected}")
+    return tuple(ids)
 
 
-def _likelihood(value: Mapping[str, Any], kind: str) -> ScoreItem | Choose:
-    context, given = value.get("context", ""), value[kind]
+def _parse_likelihood(value: Mapping[str, Any], field: str) -> ScoreItem | Choose:
+    context, raw = value.get("context", ""), value[field]
     if not isinstance(context, str):
-        raise LineError(f"context is {_kind(context)}; expected a text")
-    listed = isinstance(given, list | tuple)
-    texts = tuple(given) if listed else (given,)
-    if not texts or not all(isinstance(one, str) and one for one in texts) or (kind == "choices" and not listed):
-        wanted = "a list of texts" if kind == "choices" else "a text, or a list of texts"
-        raise LineError(f"{kind} is {_kind(given)}; expected {wanted}, none of them empty")
-    return Choose(context, texts) if kind == "choices" else ScoreItem(context, texts, listed)
+        raise LineError(f"context is {_type_name(context)}; expected a text")
+    listed = isinstance(raw, list | tuple)
+    texts = tuple(raw) if listed else (raw,)
+    if not texts or not all(isinstance(text, str) and text for text in texts) or (field == "choices" and not listed):
+        expected = "a list of texts" if field == "choices" else "a text, or a list of texts"
+        raise LineError(f"{field} is {_type_name(raw)}; expected {expected}, none of them empty")
+    return Choose(context, texts) if field == "choices" else ScoreItem(context, texts, listed)
 
 
-def _embedding(value: Mapping[str, Any], defaults: Defaults) -> Embed:
-    given = value["input"]
-    if isinstance(given, str):
-        texts: tuple[Any, ...] = (given,)
-    elif isinstance(given, list | tuple) and given and all(type(one) is int for one in given):
-        texts, given = (_tokens(given, "input"),), ""
-    elif isinstance(given, list | tuple):
-        texts = tuple(one if isinstance(one, str) else _tokens(one, "input") for one in given)
+def _parse_embedding(value: Mapping[str, Any], defaults: Defaults) -> Embed:
+    raw = value["input"]
+    if isinstance(raw, str):
+        texts: tuple[Any, ...] = (raw,)
+    elif isinstance(raw, list | tuple) and raw and all(type(token) is int for token in raw):
+        texts, raw = (_tokens(raw, "input"),), ""
+    elif isinstance(raw, list | tuple):
+        texts = tuple(text if isinstance(text, str) else _tokens(text, "input") for text in raw)
     else:
-        raise LineError(f"input is {_kind(given)}; expected a text, token ids, or a list of those")
+        raise LineError(f"input is {_type_name(raw)}; expected a text, token ids, or a list of those")
     if not texts or not all(texts):
         raise LineError("input is empty, or has an empty text")
     pooling, normalise = value.get("pooling", defaults.pooling), value.get("normalise", defaults.normalise)
     if pooling not in POOLINGS:
         raise LineError(f"pooling is {_shown(pooling)}; expected {' or '.join(POOLINGS)}")
     if not isinstance(normalise, bool):
-        raise LineError(f"normalise is {_kind(normalise)}; expected true or false")
-    return Embed(texts, not isinstance(given, str), pooling, normalise)
+        raise LineError(f"normalise is {_type_name(normalise)}; expected true or false")
+    return Embed(texts, not isinstance(raw, str), pooling, normalise)
 
 
 def _stops(value: Mapping[str, Any], defaults: Defaults) -> tuple[str, ...]:
-    given = value.get("stop")
-    if given is None:
+    raw = value.get("stop")
+    if raw is None:
         return defaults.stop
-    texts = (given,) if isinstance(given, str) else given
-    if not isinstance(texts, list | tuple) or not all(isinstance(one, str) for one in texts):
-        raise LineError(f"stop is {_kind(given)}; expected a text, or a list of texts")
+    texts = (raw,) if isinstance(raw, str) else raw
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise LineError(f"stop is {_type_name(raw)}; expected a text, or a list of texts")
     return tuple(dict.fromkeys(text for text in texts if text))
 
 
@@ -437,16 +437,16 @@ _NUMBERS: Mapping[str, tuple[type, Callable[[Any], bool], str]] = {
 
 
 def _number(value: Mapping[str, Any], name: str, default: Any) -> Any:
-    given = value.get(name)
-    if given is None:
+    raw = value.get(name)
+    if raw is None:
         return default
-    kind, is_good, wanted = _NUMBERS[name]
-    if not (type(given) is int or (kind is float and type(given) is float)) or not is_good(given):
-        raise LineError(f"{name} is {_shown(given)}; expected {wanted}")
-    return kind(given)
+    type_, is_good, expected = _NUMBERS[name]
+    if not (type(raw) is int or (type_ is float and type(raw) is float)) or not is_good(raw):
+        raise LineError(f"{name} is {_shown(raw)}; expected {expected}")
+    return type_(raw)
 
 
-def _kind(value: Any) -> str:
+def _type_name(value: Any) -> str:
     return "missing" if value is None else _NAMES.get(type(value), f"of type {type(value).__name__}")
 
 

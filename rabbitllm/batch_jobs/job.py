@@ -151,13 +151,13 @@ def _displayed(display: JobDisplay) -> Iterator[None]:
         claim.release()
 
 
-def keep(groups: Groups, journal: BatchJournal, tell: Callable[[Progress], object]) -> Progress:
+def keep(groups: Groups, journal: BatchJournal, notify: Callable[[Progress], object]) -> Progress:
     """Make answers from any source durable.
 
     Args:
         groups: the answers.
         journal: the journal of the output.
-        tell: called with the progress whenever more answers are durable; in a separate thread.
+        notify: called with the progress whenever more answers are durable; in a separate thread.
 
     Raises:
         RabbitLLMError, OSError, MemoryError: see `answers.answered` and `BatchJournal.add`; earlier answers are kept.
@@ -170,19 +170,19 @@ def keep(groups: Groups, journal: BatchJournal, tell: Callable[[Progress], objec
         return Progress(*counts, tokens[0], tokens[1], time.monotonic() - start)
 
     def write() -> None:
-        tell(progress())
-        taken: list[list[BatchAnswer] | None] = []
+        notify(progress())
+        received: list[list[BatchAnswer] | None] = []
         try:
-            while None not in taken:
-                taken = [waiting.get()]
+            while None not in received:
+                received = [waiting.get()]
                 while not waiting.empty():
-                    taken.append(waiting.get())
-                answers = [one for group in taken for one in group or ()]
+                    received.append(waiting.get())
+                answers = [answer for group in received for answer in group or ()]
                 if answers:
                     journal.add(answers)
-                    tokens[0] += sum(one.prompt_tokens for one in answers)
-                    tokens[1] += sum(one.new_tokens for one in answers)
-                    tell(progress())
+                    tokens[0] += sum(answer.prompt_tokens for answer in answers)
+                    tokens[1] += sum(answer.new_tokens for answer in answers)
+                    notify(progress())
         except BaseException as error:
             failed.append(error)
 
@@ -293,14 +293,14 @@ def needed_bytes(config: PretrainedConfig, lengths: Sequence[int], sequences: in
         dtype: the dtype to compute in; None for the config's.
     """
     text = config.get_text_config(decoder=True)
-    most = getattr(text, "max_position_embeddings", None)
+    max_length = getattr(text, "max_position_embeddings", None)
     cost = cost_by_config(text, _dtype_of(config, dtype))
     longest = sorted(lengths, reverse=True)[:sequences]
     if not longest:
         return 0
     # the longest one has to fit alone, even where a character is a token
     longest.append(CHARACTERS_OF_A_TOKEN * longest[0] + SPARE_TOKENS)
-    return sum(cost.bytes_for(min(length, most) if isinstance(most, int) else length) for length in longest)
+    return sum(cost.bytes_for(min(length, max_length) if isinstance(max_length, int) else length) for length in longest)
 
 
 def worthwhile_pass_bytes(config: PretrainedConfig, texts: int, dtype: str | None = None) -> int:

@@ -100,19 +100,19 @@ class BatchJournal:
         Raises:
             ResultsError: the disk is full; earlier answers are kept.
         """
-        new = [one for one in answers if self._offsets[one.index] == _ABSENT]
-        entries = [{"index": one.index, "is_error": one.is_error, "line": one.line} for one in new]
-        for one, offset in zip(new, self._append([_with_checksum(entry) for entry in entries]), strict=True):
-            self._offsets[one.index] = offset
+        new = [answer for answer in answers if self._offsets[answer.index] == _ABSENT]
+        entries = [{"index": answer.index, "is_error": answer.is_error, "line": answer.line} for answer in new]
+        for answer, offset in zip(new, self._append([_with_checksum(entry) for entry in entries]), strict=True):
+            self._offsets[answer.index] = offset
             self.done += 1
-            self.errors += one.is_error
+            self.errors += answer.is_error
 
     def _append(self, lines: Sequence[str]) -> list[int]:
         """Append lines, and return their offsets."""
         try:
             self._log.append("\n".join(lines))
         except OSError as error:
-            raise _unwritten(error, self.path) from error
+            raise _write_error(error, self.path) from error
         offsets = []
         for line in lines:
             offsets.append(self._end)
@@ -134,30 +134,30 @@ class BatchJournal:
             durable.remove(part)
             file = durable.GrowingFile(part, 0, write_back=True)
             try:
-                at = checksum = 0
+                offset = checksum = 0
                 for block in in_blocks(self._lines()):
-                    file.write_at(memoryview(block), at)
-                    at += len(block)
+                    file.write_at(memoryview(block), offset)
+                    offset += len(block)
                     checksum = zlib.crc32(block, checksum)
                 file.sync()
             finally:
                 file.close()
             durable.publish(part, out)
-            record = {"head": self._head, "bytes": at, "crc32": checksum, "errors": self.errors}
+            record = {"head": self._head, "bytes": offset, "crc32": checksum, "errors": self.errors}
             durable.write_whole(out.with_name(out.name + DONE_SUFFIX), (_dumped(record) + "\n").encode())
             durable.remove(self.path)
             durable.sync_folder(self.path.parent)
         except OSError as error:
-            raise _unwritten(error, out) from error
+            raise _write_error(error, out) from error
 
     def _lines(self) -> Iterator[bytes]:
         with self.path.open("rb") as file:
             for offset in self._offsets:
                 file.seek(offset)
-                found = _answer_in(file.readline())
-                if found is None:
+                entry = _answer_in(file.readline())
+                if entry is None:
                     raise ResultsError(f"A line of {self.path} can no longer be read.", "Run the same command again.")
-                yield _dumped(found["line"]).encode() + b"\n"
+                yield _dumped(entry["line"]).encode() + b"\n"
 
     def _read_back(self, head: Mapping[str, Any]) -> None:
         """
@@ -166,29 +166,29 @@ class BatchJournal:
         """
         with self.path.open("rb") as file:
             _check_head(file.readline(), head, self.path)
-            at = file.tell()
+            offset = file.tell()
             for line in file:
-                found = _answer_in(line)
-                if found is not None and "weights" in found:
-                    self._weights = str(found["weights"])
-                elif found is not None and 0 <= found["index"] < len(self) and self._offsets[found["index"]] == _ABSENT:
-                    self._offsets[found["index"]] = at
+                entry = _answer_in(line)
+                if entry is not None and "weights" in entry:
+                    self._weights = str(entry["weights"])
+                elif entry is not None and 0 <= entry["index"] < len(self) and self._offsets[entry["index"]] == _ABSENT:
+                    self._offsets[entry["index"]] = offset
                     self.done += 1
-                    self.errors += bool(found.get("is_error"))
-                at += len(line)
+                    self.errors += bool(entry.get("is_error"))
+                offset += len(line)
 
 
 def errors_of_finished(out: Path, head: Mapping[str, Any]) -> int | None:
     """Number of errors in a finished output; None if it is unfinished, has another head, or was changed."""
     try:
-        found = json.loads(out.with_name(out.name + DONE_SUFFIX).read_bytes())
-        if out.with_name(out.name + SUFFIX).exists() or _differences(_as_parsed(found["head"]), head):
+        record = json.loads(out.with_name(out.name + DONE_SUFFIX).read_bytes())
+        if out.with_name(out.name + SUFFIX).exists() or _differences(_as_parsed(record["head"]), head):
             return None
         nbytes = checksum = 0
         with out.open("rb") as file:
             while block := file.read(BLOCK_BYTES):
                 nbytes, checksum = nbytes + len(block), zlib.crc32(block, checksum)
-        return int(found["errors"]) if (nbytes, checksum) == (found["bytes"], found["crc32"]) else None
+        return int(record["errors"]) if (nbytes, checksum) == (record["bytes"], record["crc32"]) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -245,11 +245,11 @@ def opened(out: Path, lines: int, head: Mapping[str, Any], *, overwrite: bool = 
                         "Use another output, or pass --overwrite (overwrite=True) to replace it.",
                     )
                 _begin(path, head)
-            elif overwrite and not _belongs(path, head):
+            elif overwrite and not _has_head(path, head):
                 _begin(path, head)
             journal = BatchJournal(path, lines, head)
         except OSError as error:
-            raise _unwritten(error, path) from error
+            raise _write_error(error, path) from error
         stack.callback(journal.close)
         yield journal
 
@@ -258,7 +258,7 @@ def _begin(path: Path, head: Mapping[str, Any]) -> None:
     durable.write_whole(path, (_dumped({"journal": VERSION, "head": head}) + "\n").encode())
 
 
-def _belongs(path: Path, head: Mapping[str, Any]) -> bool:
+def _has_head(path: Path, head: Mapping[str, Any]) -> bool:
     try:
         with path.open("rb") as file:
             _check_head(file.readline(), head, path)
@@ -269,8 +269,8 @@ def _belongs(path: Path, head: Mapping[str, Any]) -> bool:
 
 def _check_head(line: bytes, head: Mapping[str, Any], path: Path) -> None:
     try:
-        found = json.loads(line)
-        version, before = found["journal"], _as_parsed(found["head"])
+        record = json.loads(line)
+        version, recorded = record["journal"], _as_parsed(record["head"])
     except (ValueError, KeyError, TypeError):
         raise ResultsError(
             f"{path} is not a journal of rabbitllm batch.", "Use another output, or move that file away."
@@ -280,17 +280,17 @@ def _check_head(line: bytes, head: Mapping[str, Any], path: Path) -> None:
             f"{path} is a journal of version {version}; this version of RabbitLLM resumes {VERSION}.",
             "Use the version that started it, or --overwrite (overwrite=True) to start again.",
         )
-    if differences := _differences(before, head):
+    if differences := _differences(recorded, head):
         raise ResultsError(
             f"{path} was started with other inputs or options: {'; '.join(differences)}.",
             "Use the same ones to resume, another output, or --overwrite (overwrite=True) to start again.",
         )
 
 
-def _differences(before: Mapping[str, Any], head: Mapping[str, Any]) -> list[str]:
+def _differences(recorded: Mapping[str, Any], head: Mapping[str, Any]) -> list[str]:
     """How a recorded head differs from today's; an option that only one of them has counts as not given."""
-    asked = json.loads(_dumped(head))
-    pairs = {name: (before.get(name), asked.get(name)) for name in {**before, **asked}}
+    current = json.loads(_dumped(head))
+    pairs = {name: (recorded.get(name), current.get(name)) for name in {**recorded, **current}}
     return [f"{name} was {_short(was)}, now {_short(now)}" for name, (was, now) in pairs.items() if was != now]
 
 
@@ -314,15 +314,15 @@ def _answer_in(line: bytes) -> dict[str, Any] | None:
     checksum, _, body = line.rstrip(b"\n").partition(b" ")
     if len(checksum) != 8 or not body or checksum != b"%08x" % zlib.crc32(body):
         return None
-    found: dict[str, Any] = json.loads(body)
-    return found
+    entry: dict[str, Any] = json.loads(body)
+    return entry
 
 
 def _dumped(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
-def _unwritten(error: OSError, path: Path) -> ResultsError:
+def _write_error(error: OSError, path: Path) -> ResultsError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ResultsError(
             f"The disk is full: {path} cannot be written.",

@@ -93,82 +93,82 @@ class RequestBuilder:
             APIError: the item is invalid or unsupported; the error is its answer.
             MissingPackageError: the line is in OpenAI's format, and the packages that read those are not installed.
         """
-        if isinstance(item.asked, BatchCall):
-            return self._call(item, item.asked)
-        assert isinstance(item.asked, Generate)
-        return self._own(item, item.asked)
+        if isinstance(item.task, BatchCall):
+            return self._prepare_call(item, item.task)
+        assert isinstance(item.task, Generate)
+        return self._prepare_native(item, item.task)
 
-    def ids_of(self, given: str | tuple[int, ...]) -> tuple[int, ...]:
+    def ids_of(self, text: str | tuple[int, ...]) -> tuple[int, ...]:
         """The token ids of a text; ids are returned unchanged.
 
         Raises:
             APIError: an id outside the vocabulary, or no ids.
         """
-        ids = tuple(int(one) for one in self.tokenizer(given)["input_ids"]) if isinstance(given, str) else given
+        ids = tuple(int(token) for token in self.tokenizer(text)["input_ids"]) if isinstance(text, str) else text
         try:
             self.limits.check_ids(ids, "The text")
         except OptionError as error:
             raise bad(error.problem) from None
         return ids
 
-    def _own(self, item: Item, asked: Generate) -> PreparedItem:
-        stop = asked.stop
-        if isinstance(asked.given, str) or isinstance(asked.given[0], int):
-            prompt = Prompt(self.ids_of(asked.given))
+    def _prepare_native(self, item: Item, task: Generate) -> PreparedItem:
+        stop = task.stop
+        if isinstance(task.prompt, str) or isinstance(task.prompt[0], int):
+            prompt = Prompt(self.ids_of(task.prompt))
         else:
-            messages, stop = _with_media(asked.given), (*stop, *self.template.stops)
+            messages, stop = _with_media(task.prompt), (*stop, *self.template.stops)
             try:
                 prompt = self.template.prompt(messages)
             except PROMPT_ERRORS as error:
                 raise prompt_error(error) from error
         try:
-            most = self.limits.new_tokens(len(prompt.ids), asked.max_new_tokens, cut=True)
+            limit = self.limits.new_tokens(len(prompt.ids), task.max_new_tokens, cut=True)
         except OptionError as error:
             raise bad(error.problem, code="context_length_exceeded") from None
         requests = tuple(
-            Request(prompt.ids, most, asked.sampling.nth(number), stop, media=prompt.media) for number in range(asked.n)
+            Request(prompt.ids, limit, task.sampling.nth(i), stop, media=prompt.media) for i in range(task.n)
         )
-        return PreparedItem(item, requests, lambda _, results: _own_line(item, results))
+        return PreparedItem(item, requests, lambda _, results: _native_line(item, results))
 
-    def _call(self, item: Item, asked: BatchCall) -> PreparedItem:
+    def _prepare_call(self, item: Item, task: BatchCall) -> PreparedItem:
         try:
-            from rabbitllm.server.answers import ChatChoices, CompletionChoices, Envelope, Spelling
+            from rabbitllm.server.answers import ChatChoices, CompletionChoices, ResponseBuilder, TokenTexts
             from rabbitllm.server.reasoning import AnswerFormat
             from rabbitllm.server.requests import checked_chat, checked_completion
             from rabbitllm.server.schemas import ChatBody, CompletionBody, parsed
         except ImportError as error:
             raise missing_pydantic(error) from None
 
-        defaults = asked.defaults
-        most = defaults.max_new_tokens
+        defaults = task.defaults
+        max_new_tokens = defaults.max_new_tokens
         sampling = Sampling(defaults.sampling.temperature or 0.0, defaults.sampling.top_p)
         settings = Settings(
             self.name,
-            max_new_tokens=most,
-            completion_new_tokens=most,
+            max_new_tokens=max_new_tokens,
+            completion_new_tokens=max_new_tokens,
             sampling=sampling,
             of_the_model=self._of_the_model,
         )
-        given, spelling = _with_defaults(asked, item.index), Spelling(self.tokenizer)
+        raw, texts = _with_defaults(task, item.index), TokenTexts(self.tokenizer)
         body: ChatBody | CompletionBody
         choices: ChatChoices | CompletionChoices
-        if asked.url == "/v1/chat/completions":
-            body = parsed(ChatBody, given)
+        if task.url == "/v1/chat/completions":
+            body = parsed(ChatBody, raw)
             self._form = self._form or AnswerFormat.of(self.template)
             checked = checked_chat(body, self.template, self._form, self.limits, settings)
-            choices = ChatChoices(checked, spelling, self.ends, lambda: _new("call_"))
-            kind, lead = "chat.completion", "chatcmpl-"
+            choices = ChatChoices(checked, texts, self.ends, lambda: _new("call_"))
+            object_type, lead = "chat.completion", "chatcmpl-"
         else:
-            body = parsed(CompletionBody, given)
+            body = parsed(CompletionBody, raw)
             checked = checked_completion(body, self.tokenizer, self.limits, settings)
-            choices = CompletionChoices(checked, spelling, self.ends)
-            kind, lead = "text_completion", "cmpl-"
+            choices = CompletionChoices(checked, texts, self.ends)
+            object_type, lead = "text_completion", "cmpl-"
         n = body.n or 1
 
         def line_of(deltas: Sequence[Delta], results: Sequence[Result]) -> Mapping[str, Any]:
-            envelope = Envelope(_new(lead), int(time.time()), self.name, kind, n=n)
-            made = [choices.whole(number, *pair) for number, pair in enumerate(zip(deltas, results, strict=True))]
-            return call_line(item, 200, envelope.whole(made, results))
+            builder = ResponseBuilder(_new(lead), int(time.time()), self.name, object_type, n=n)
+            entries = [choices.whole(index, *pair) for index, pair in enumerate(zip(deltas, results, strict=True))]
+            return call_line(item, 200, builder.whole(entries, results))
 
         return PreparedItem(item, checked.requests, line_of, checked.top_logprobs is not None)
 
@@ -179,29 +179,29 @@ def _with_media(messages: Sequence[Any]) -> list[dict[str, Any]]:
     Raises:
         APIError: one of them cannot be read.
     """
-    found = []
-    for number, message in enumerate(messages):
+    converted = []
+    for index, message in enumerate(messages):
         content = message["content"]
         if not isinstance(content, str):
             parts = []
-            for at, part in enumerate(content):
-                where = f"messages.{number}.content.{at}"
+            for part_index, part in enumerate(content):
+                where = f"messages.{index}.content.{part_index}"
                 try:
                     parts.append(openai_part(part, where) or {"type": "text", "text": part["text"]})
                 except MediaError as error:
                     raise bad(error.problem, where, BAD_MEDIA) from error
             content = text_of_parts(parts)
-        found.append({**message, "content": content})
-    return found
+        converted.append({**message, "content": content})
+    return converted
 
 
-def _with_defaults(asked: BatchCall, index: int) -> dict[str, Any]:
-    body = {name: value for name, value in asked.body.items() if value is not None}
-    usual = asked.defaults.sampling.nth(index)
+def _with_defaults(task: BatchCall, index: int) -> dict[str, Any]:
+    body = {name: value for name, value in task.body.items() if value is not None}
+    usual = task.defaults.sampling.nth(index)
     if usual.seed is not None:
         body.setdefault("seed", usual.seed)
-    if asked.defaults.stop:
-        body.setdefault("stop", list(asked.defaults.stop))
+    if task.defaults.stop:
+        body.setdefault("stop", list(task.defaults.stop))
     if usual.top_p is not None and usual.temperature is None:
         body.setdefault("temperature", 1.0)  # top_p without temperature means sampling, as elsewhere
     return body
@@ -214,7 +214,7 @@ def missing_pydantic(error: ImportError) -> MissingPackageError:
 
 def refused_answer(item: Item, error: APIError) -> BatchAnswer:
     """The answer to an item that is invalid or unsupported."""
-    if isinstance(item.asked, BatchCall):
+    if isinstance(item.task, BatchCall):
         line = call_line(item, error.status, error.as_object())
     else:
         code = error.code or ("internal_error" if error.status >= BROKEN else "invalid_line")
@@ -230,19 +230,19 @@ def call_line(item: Item, status: int, body: Mapping[str, Any]) -> Mapping[str, 
 
 def unreadable_answer(item: Item) -> BatchAnswer:
     """The answer to an invalid input line."""
-    assert isinstance(item.asked, Refused)
-    error = {"code": item.asked.code, "message": item.asked.message}
+    assert isinstance(item.task, Refused)
+    error = {"code": item.task.code, "message": item.task.message}
     line: dict[str, Any] = {"id": item.key}
-    if item.asked.as_call:
+    if item.task.as_call:
         line = {"id": _new("batch_req_"), "custom_id": item.key, "response": None}
     return BatchAnswer(item.index, item.key, {**line, "error": error}, is_error=True)
 
 
-def _own_line(item: Item, results: Sequence[Result]) -> Mapping[str, Any]:
-    made = [{"text": result.text, "finish": FINISHES[result.finish]} for result in results]
+def _native_line(item: Item, results: Sequence[Result]) -> Mapping[str, Any]:
+    answers = [{"text": result.text, "finish": FINISHES[result.finish]} for result in results]
     counts = [len(result.tokens) for result in results]
-    of_each = [{**one, "new_tokens": count} for one, count in zip(made, counts, strict=True)]
-    texts = made[0] if len(made) == 1 else {"answers": of_each}
+    of_each = [{**answer, "new_tokens": count} for answer, count in zip(answers, counts, strict=True)]
+    texts = answers[0] if len(answers) == 1 else {"answers": of_each}
     return {"id": item.key, **texts, "prompt_tokens": results[0].prompt_tokens, "new_tokens": sum(counts)}
 
 

@@ -86,11 +86,11 @@ class Conversation:
             question: a question without an answer, appended as the last message; None for none.
             pictures: pictures that come with this question.
         """
-        found: list[dict[str, Any]] = [{"role": SYSTEM, "content": self.system}] if self.system is not None else []
+        turns: list[dict[str, Any]] = [{"role": SYSTEM, "content": self.system}] if self.system is not None else []
         for exchange in self.exchanges:
             content = _with_pictures(exchange.question, exchange.pictures)
-            found += [{"role": USER, "content": content}, {"role": ASSISTANT, "content": exchange.answer}]
-        return found if question is None else [*found, {"role": USER, "content": _with_pictures(question, pictures)}]
+            turns += [{"role": USER, "content": content}, {"role": ASSISTANT, "content": exchange.answer}]
+        return turns if question is None else [*turns, {"role": USER, "content": _with_pictures(question, pictures)}]
 
 
 def _with_pictures(question: str, pictures: Sequence[MediaFile]) -> str | list[dict[str, Any]]:
@@ -171,10 +171,10 @@ def _conversation(messages: Any, name: str) -> Conversation:
     checked = [_message(message, f"message {number} of {name}") for number, message in enumerate(messages, 1)]
     has_system = bool(checked) and checked[0][0] == SYSTEM
     talk = checked[1:] if has_system else checked
-    for at, (role, _, _) in enumerate(talk):
-        if role != (wanted := (USER, ASSISTANT)[at % 2]):
+    for index, (role, _, _) in enumerate(talk):
+        if role != (expected := (USER, ASSISTANT)[index % 2]):
             raise ChatFileError(
-                f"Message {at + 1 + has_system} of {name} has the role {role}; expected {wanted}.", _REMEDY
+                f"Message {index + 1 + has_system} of {name} has the role {role}; expected {expected}.", _REMEDY
             )
     if len(talk) % 2:
         raise ChatFileError(f"{name} ends with a question; expected an answer to it.", _REMEDY)

@@ -97,9 +97,6 @@ def count_of(argument: str) -> int:
     return int(argument[:9])
 
 
-# The output of /stats.
-
-
 def show_stats(console: Console, answers: Sequence[Result], session: Session, in_place: Mapping[str, int]) -> None:
     """Print the output of /stats.
 
@@ -116,19 +113,19 @@ def show_stats(console: Console, answers: Sequence[Result], session: Session, in
         console.print(Text("last answer", "bold"))
         first = last.seconds if last.first_seconds is None else last.first_seconds
         put_fact(console, "  first token", _duration(first))
-        _show(console, [last])
+        _put_sums(console, [last])
         if len(answers) > 1:
             console.print(Text(f"all {len(answers):,} answers", "bold"))
             put_fact(console, "  time", _duration(sum(answer.seconds for answer in answers)))
-            _show(console, answers)
-    for place, nbytes in in_place.items():
-        put_fact(console, "in place", f"{size(nbytes)} {place}, used in place by each pass")
+            _put_sums(console, answers)
+    for tier, nbytes in in_place.items():
+        put_fact(console, "in place", f"{size(nbytes)} {tier}, used in place by each pass")
     of = f" of {session.context:,}" if session.context is not None else ""
-    held = f"{session.cached_tokens:,}{of} tokens, {size(session.cache_bytes)}"
-    put_fact(console, "KV cache", held if session.cache is not None else f"not kept: {session.uncached}")
+    cached = f"{session.cached_tokens:,}{of} tokens, {size(session.cache_bytes)}"
+    put_fact(console, "KV cache", cached if session.cache is not None else f"not kept: {session.uncached}")
 
 
-def _show(console: Console, answers: Sequence[Result]) -> None:
+def _put_sums(console: Console, answers: Sequence[Result]) -> None:
     tokens = sum(len(answer.tokens) for answer in answers)
     prompt, kept = (sum(map(attrgetter(name), answers)) for name in ("prompt_tokens", "kept_tokens"))
     further = sum(max(len(answer.tokens) - 1, 0) for answer in answers)
@@ -141,15 +138,13 @@ def _show(console: Console, answers: Sequence[Result]) -> None:
     moved = [f"{size(work.moved[stage])} {where}" for stage, where in _PLACES.items() if stage in work.moved]
     put_fact(console, "  moved", ", ".join(moved) if moved else "nothing: all weights are resident")
     if work.experts:
-        found = ", ".join(f"{count:,} {where.removeprefix('experts ')}" for where, count in work.experts.items())
-        put_fact(console, "  experts", found)
+        experts = ", ".join(f"{count:,} {where.removeprefix('experts ')}" for where, count in work.experts.items())
+        put_fact(console, "  experts", experts)
 
 
 def _duration(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
-
-# Reads messages: a line each, or several lines between triple quotes.
 
 PROMPT = ">>> "
 CONTINUATION = "... "
@@ -285,7 +280,7 @@ class ChatLoop:
         """Handle a message or command; returns whether to continue."""
         command = command_of(message) if "\n" not in message else None
         if command is not None:
-            self._carry_out(command)
+            self._execute(command)
         elif message.strip():
             self._ask(message.strip())
         return command is None or command.name != "/exit"
@@ -328,7 +323,7 @@ class ChatLoop:
         if self._streams.interactive:
             self._put("\n")
 
-    def _carry_out(self, command: Command) -> None:
+    def _execute(self, command: Command) -> None:
         match command.name:
             case "/help":
                 self._help()
@@ -345,8 +340,8 @@ class ChatLoop:
             case "/drop":
                 had = len(self.conversation.exchanges)
                 self.conversation = self.conversation.without_oldest(count_of(command.argument))
-                left = len(self.conversation.exchanges)
-                self._note(f"removed {counted(had - left, 'exchange')}; {left:,} left")
+                remaining = len(self.conversation.exchanges)
+                self._note(f"removed {counted(had - remaining, 'exchange')}; {remaining:,} left")
             case "/system":
                 self._system(command.argument)
             case "/save":
@@ -381,8 +376,8 @@ class ChatLoop:
         saved = read_chat(path)
         self.conversation = saved.conversation
         count = counted(len(saved.conversation.exchanges), "exchange")
-        other = f" with {harmless(saved.model)}" if saved.model != self._model else ""
-        self._note(f"loaded {count}{other} from {harmless(str(path))}")
+        model = f" with {harmless(saved.model)}" if saved.model != self._model else ""
+        self._note(f"loaded {count}{model} from {harmless(str(path))}")
 
     def _put(self, text: str) -> None:
         print_text(text, self._streams.answers)
@@ -434,7 +429,7 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
     """
     pressed = False
 
-    def on_interrupt(number: int, frame: Any) -> None:
+    def on_interrupt(sig: int, frame: Any) -> None:
         nonlocal pressed
         if pressed:
             raise KeyboardInterrupt
@@ -443,8 +438,8 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
     if threading.current_thread() is not threading.main_thread():
         yield lambda: pressed
         return
-    before = signal.signal(signal.SIGINT, on_interrupt)
+    previous = signal.signal(signal.SIGINT, on_interrupt)
     try:
         yield lambda: pressed
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)

@@ -25,16 +25,16 @@ def complete_model(incomplete: str) -> list[str]:
     """Completions for a shell: models that are split here, and paths."""
     from rabbitllm.store import locations
 
-    known = [name for name in locations.known_names() if name.lower().startswith(incomplete.lower())]
+    names = [name for name in locations.known_names() if name.lower().startswith(incomplete.lower())]
     path = Path(incomplete)
     folder, begun = (path, "") if incomplete.endswith("/") else (path.parent, path.name)
     lead = incomplete[: len(incomplete) - len(begun)]
     try:
-        paths = sorted(lead + found.name + "/" * found.is_dir() for found in folder.expanduser().iterdir())
+        paths = sorted(lead + entry.name + "/" * entry.is_dir() for entry in folder.expanduser().iterdir())
     except OSError:
         paths = []
-    shown = (one for one in paths if begun.startswith(".") or not one.removeprefix(lead).startswith("."))
-    return [*known, *(one for one in shown if one.startswith(incomplete))]
+    shown = (path for path in paths if begun.startswith(".") or not path.removeprefix(lead).startswith("."))
+    return [*names, *(path for path in shown if path.startswith(incomplete))]
 
 
 ModelArgument = Annotated[
@@ -250,7 +250,7 @@ TopPOption = Annotated[
 SeedOption = Annotated[int | None, typer.Option(rich_help_panel=SAMPLING_PANEL, help="Random seed.")]
 
 
-def limits_of(given: list[str] | None) -> dict[int | str, int | str] | None:
+def limits_of(words: list[str] | None) -> dict[int | str, int | str] | None:
     """`cpu=24GiB`, one for each device -> the argument `max_memory`.
 
     Raises:
@@ -258,15 +258,15 @@ def limits_of(given: list[str] | None) -> dict[int | str, int | str] | None:
     """
     from rabbitllm.errors import OptionError
 
-    found: dict[int | str, int | str] = {}
-    for word in given or ():
+    limits: dict[int | str, int | str] = {}
+    for word in words or ():
         name, equals, size = word.partition("=")
         if not equals:
             raise OptionError(
                 f"--max-memory {word} names no device; expected DEVICE=SIZE.", "Example: --max-memory cpu=24GiB."
             )
-        found[int(name) if name.strip().isdigit() else name.strip()] = size.strip()
-    return found or None
+        limits[int(name) if name.strip().isdigit() else name.strip()] = size.strip()
+    return limits or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,15 +380,15 @@ def with_model_options(
         ]
 
         @functools.wraps(command)
-        def called(**given: Any) -> None:
-            options = ModelOptions(**{parameter.name: given.pop(parameter.name) for parameter in shared})
-            command(**given, options=options)
+        def called(**arguments: Any) -> None:
+            options = ModelOptions(**{parameter.name: arguments.pop(parameter.name) for parameter in shared})
+            command(**arguments, options=options)
 
-        own = get_type_hints(command, include_extras=True)
+        command_hints = get_type_hints(command, include_extras=True)
         parameters: list[Parameter] = []
         for parameter in signature(command).parameters.values():
             is_place = parameter.name == "options"
-            parameters += shared if is_place else [parameter.replace(annotation=own[parameter.name])]
+            parameters += shared if is_place else [parameter.replace(annotation=command_hints[parameter.name])]
         called.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
         called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return called

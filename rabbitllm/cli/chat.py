@@ -57,7 +57,7 @@ def chat_command(
     from rich.console import Console
 
     from rabbitllm.generation.request import Sampling
-    from rabbitllm.run import hosts_for, load_with_draft, typed
+    from rabbitllm.run import decode_argument, hosts_for, load_with_draft
 
     sampling = Sampling(temperature, top_p, seed)
     errors = Console(stderr=True, highlight=False)
@@ -78,7 +78,7 @@ def chat_command(
         Session(loaded, max_new_tokens, sampling, drafting),
         standard_streams(),
         model,
-        Conversation().with_system(typed(system)),
+        Conversation().with_system(decode_argument(system)),
     )
     if not chat.run(dict(loaded.profiler.in_place)):
         raise typer.Exit(exit_codes.ERROR)

@@ -71,7 +71,7 @@ def convert_command(
 
     start = time.perf_counter()
     with pictured(plot) as disk, shown():
-        made = convert(
+        result = convert(
             source,
             output,
             to=to,
@@ -84,19 +84,20 @@ def convert_command(
         )
     seconds = time.perf_counter() - start
     if as_json:
-        put_json({**dataclasses.asdict(made), "folder": str(made.folder), "seconds": seconds})
+        put_json({**dataclasses.asdict(result), "folder": str(result.folder), "seconds": seconds})
         return
     console = Console(highlight=False)
-    put(console, Text(str(made.folder), "bold"))
+    put(console, Text(str(result.folder), "bold"))
     put_fact(
         console,
         "tensors",
-        f"{made.tensors:,}, {size(made.nbytes)}, in {counted(made.shards, 'shard' if to == 'safetensors' else 'file')}",
+        f"{result.tensors:,}, {size(result.nbytes)}, "
+        f"in {counted(result.shards, 'shard' if to == 'safetensors' else 'file')}",
     )
-    if made.beside:
-        put_fact(console, "other files", ", ".join(map(harmless, made.beside)))
-    if to == "safetensors" and "config.json" not in made.beside:
+    if result.beside:
+        put_fact(console, "other files", ", ".join(map(harmless, result.beside)))
+    if to == "safetensors" and "config.json" not in result.beside:
         put_fact(console, "config", "missing in the original; transformers needs a config.json")
     if plot is not None and disk is not None:
         put_fact(console, "picture", str(plot) if disk.points else "none, there was nothing to do")
-    put_fact(console, "time", "none, it was complete already" if made.before else f"{seconds:.1f} s")
+    put_fact(console, "time", "none, it was complete already" if result.before else f"{seconds:.1f} s")

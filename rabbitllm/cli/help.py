@@ -20,19 +20,19 @@ class _InWords:
     """The common part of commands and their group."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
-        panels = {id(one): getattr(one, "rich_help_panel", None) for one in found}
+        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        panels = {id(parameter): getattr(parameter, "rich_help_panel", None) for parameter in parameters}
         has_panels = len({*panels.values()} - {None}) > 1
-        for one in found:
-            one._get_number_range_help_str = lambda: None  # "[x>=1]" takes the width of the text
-            if one.param_type_name == "argument":
-                one.metavar = one.metavar or one.name.upper()
-                one.display_type_rich = lambda ctx: ""
+        for parameter in parameters:
+            parameter._get_number_range_help_str = lambda: None  # "[x>=1]" takes the width of the text
+            if parameter.param_type_name == "argument":
+                parameter.metavar = parameter.metavar or parameter.name.upper()
+                parameter.display_type_rich = lambda ctx: ""
                 continue
-            one.metavar = "" if getattr(one, "is_flag", False) else one.metavar or word_of(one)
-            one.rich_help_panel = (panels[id(one)] or OTHER_PANEL) if has_panels else None
+            parameter.metavar = "" if getattr(parameter, "is_flag", False) else parameter.metavar or word_of(parameter)
+            parameter.rich_help_panel = (panels[id(parameter)] or OTHER_PANEL) if has_panels else None
         order = dict(zip(PANELS, range(len(PANELS)), strict=True))
-        return sorted(found, key=lambda one: order.get(str(getattr(one, "rich_help_panel", "")), -1))
+        return sorted(parameters, key=lambda parameter: order.get(str(getattr(parameter, "rich_help_panel", "")), -1))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]  # type: ignore[misc]
@@ -49,5 +49,5 @@ class GroupInWords(_InWords, TyperGroup):
 def word_of(option: Any) -> str:
     """The word for the value of an option that declares none."""
     described = getattr(option, "type_descriptor", None)
-    kind = described.annotation.__name__ if described is not None else option.type.name
-    return "N" if kind in ("int", "integer", "float") else "TEXT"
+    type_name = described.annotation.__name__ if described is not None else option.type.name
+    return "N" if type_name in ("int", "integer", "float") else "TEXT"

@@ -48,14 +48,14 @@ def inspect_command(
         sys.stdout.reconfigure(errors="backslashreplace")
     console = Console(highlight=False)
     with Console(stderr=True).status("reading headers …"):
-        found = look(source, revision=revision, opcodes=opcodes)
+        inspection = look(source, revision=revision, opcodes=opcodes)
     if limit is None and console.is_terminal and not as_json:
         limit = ON_A_TERMINAL
     choice = RowChoice(name, skip, limit or None)
     if as_json:
-        put_json(as_record(found, choice))
+        put_json(as_record(inspection, choice))
     else:
-        show(found, choice, console)
-    if found.refusal is not None:
+        show(inspection, choice, console)
+    if inspection.refusal is not None:
         sys.stdout.flush()
-        raise found.refusal
+        raise inspection.refusal

@@ -57,8 +57,8 @@ class _Commands(GroupInWords):
 app = typer.Typer(cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False, epilog=exit_codes.EPILOG)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         print(f"rabbitllm {__version__}")
         raise typer.Exit
 
@@ -85,10 +85,10 @@ def _needs_torch(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> None:
         swap = swap_bytes()
-        found = [("control group", group.limit, group.room + swap, TORCH_BYTES) for group in group_limits()]
-        for own in process_limits():
-            found.append((own.name, own.limit, own.room, TORCH_ADDRESSES if own.name == "RLIMIT_AS" else TORCH_BYTES))
-        for name, limit, room, needed in found:
+        limits = [("control group", group.limit, group.room + swap, TORCH_BYTES) for group in group_limits()]
+        for cap in process_limits():
+            limits.append((cap.name, cap.limit, cap.room, TORCH_ADDRESSES if cap.name == "RLIMIT_AS" else TORCH_BYTES))
+        for name, limit, room, needed in limits:
             if room < needed:
                 raise NotEnoughMemoryError(
                     f"This process may take {size(room)} more memory ({name}, limit {size(limit)}); Python with torch "
@@ -103,7 +103,7 @@ def _needs_torch(function: Callable[..., None]) -> Callable[..., None]:
 def _add(name: str, panel: str, function: Callable[..., None]) -> None:
     """Add a command. Each paragraph of its help is one line, which the terminal wraps; examples keep their lines."""
     paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
-    shown = "\n\n".join(one if one.startswith("Examples:") else " ".join(one.split()) for one in paragraphs)
+    shown = "\n\n".join(text if text.startswith("Examples:") else " ".join(text.split()) for text in paragraphs)
     app.command(name=name, cls=CommandInWords, rich_help_panel=panel, help=shown)(function)
 
 

@@ -101,12 +101,12 @@ def pull_command(
     console = Console(highlight=False)
     if dry_run:
         with Console(stderr=True).status("reading headers …"):
-            found = pulling.dry_run(request)
+            result = pulling.dry_run(request)
         if as_json:
-            put_json(pulling.dry_run_record(found))
+            put_json(pulling.dry_run_record(result))
         else:
-            pulling.show_dry_run(found, request, console)
-        raise typer.Exit(0 if found.fits else 1)
+            pulling.show_dry_run(result, request, console)
+        raise typer.Exit(0 if result.fits else 1)
     with contextlib.redirect_stdout(sys.stderr), pictured(plot), shown():
         if ray is None:
             pulled = pulling.pull(request)

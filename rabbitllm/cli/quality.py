@@ -59,7 +59,7 @@ def quality_command(
     from rabbitllm.evaluation.quality import quality, show
 
     with Console(stderr=True).status("starting") as status:
-        found = quality(
+        result = quality(
             model,
             against,
             text=text,
@@ -75,9 +75,9 @@ def quality_command(
             revision=options.revision,
             trust_remote_code=options.trust_remote_code,
             verify_checksums=not options.no_verify_checksums,
-            say=lambda said: status.update(f"{said} …"),
+            say=lambda text: status.update(f"{text} …"),
         )
     if as_json:
-        put_json(found.as_json())
+        put_json(result.as_json())
     else:
-        show(found, Console(highlight=False))
+        show(result, Console(highlight=False))

@@ -73,10 +73,10 @@ def run_command(
       rabbitllm run Qwen/Qwen2.5-7B-Instruct "What is a rabbit?"
       cat report.txt | rabbitllm run my-checkpoint "Sum up" --max-new-tokens 200
     """
-    from rabbitllm.run import joined, piped_text
+    from rabbitllm.run import join_prompt, piped_text
 
     try:
-        text = joined(prompt, piped_text())
+        text = join_prompt(prompt, piped_text())
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="PROMPT") from None
 
@@ -90,13 +90,13 @@ def run_command(
     from rabbitllm.generation.streams import print_text
     from rabbitllm.run import (
         answer_record,
+        decode_argument,
+        finish_note,
         hosts_for,
-        how_it_ended,
         load_with_draft,
-        own_device,
+        local_device,
         prompt_of,
         put_statistics,
-        typed,
         work,
     )
 
@@ -105,7 +105,7 @@ def run_command(
     errors = Console(stderr=True, highlight=False)
     hosts = hosts_for(workers, address, model, errors)
     disable_progress_bars()  # shards have our own bar, and other files are small
-    request = replace(options, device=own_device(options.device, hosts)).request(model, hosts, profiling=verbose)
+    request = replace(options, device=local_device(options.device, hosts)).request(model, hosts, profiling=verbose)
     if hosts is not None and not hosts.is_first:
         work(request, Console(stderr=True, quiet=True))
         return
@@ -113,24 +113,24 @@ def run_command(
     with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the answer
         loaded, drafting = load_with_draft(request, options.draft_request(draft), errors)
     load_seconds = time.perf_counter() - start
-    made = prompt_of(loaded, text, typed(system), files, raw=raw)
+    encoded = prompt_of(loaded, text, decode_argument(system), files, raw=raw)
     limits = ModelLimits.of(loaded)
-    most = limits.new_tokens(len(made.ids), max_new_tokens)
-    generation = Request(made.ids, most, sampling, media=made.media)
+    max_tokens = limits.new_tokens(len(encoded.ids), max_new_tokens)
+    generation = Request(encoded.ids, max_tokens, sampling, media=encoded.media)
     logging.set_verbosity_error()  # no warnings about missing kernels amid an answer
     write = (lambda piece: None) if as_json else print_text
     with errors.status("reading the prompt …") as status:
-        found = answer(loaded, generation, write, status.stop, drafting)
+        result = answer(loaded, generation, write, status.stop, drafting)
     if as_json:
-        put_json(answer_record(model, found, load_seconds, _where(loaded, request.spec.compression)))
-    elif found.text and not found.text.endswith("\n"):
+        put_json(answer_record(model, result, load_seconds, _where(loaded, request.spec.compression)))
+    elif result.text and not result.text.endswith("\n"):
         print_text("\n")
-    ended = how_it_ended(found, most, limits.context, raw=raw and bool(tokenizer_of(loaded).chat_template))
+    ended = finish_note(result, max_tokens, limits.context, raw=raw and bool(tokenizer_of(loaded).chat_template))
     if ended is not None and not as_json:
         errors.print(ended)
     if verbose:
-        put_statistics(errors, found, load_seconds, loaded.profiler.sums)
-    if found.finish is FinishReason.CANCELLED:
+        put_statistics(errors, result, load_seconds, loaded.profiler.sums)
+    if result.finish is FinishReason.CANCELLED:
         raise typer.Exit(exit_codes.INTERRUPTED)
 
 

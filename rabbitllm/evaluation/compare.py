@@ -90,7 +90,7 @@ class Summary:
     agreement: float
 
 
-def at_positions(reference: torch.Tensor, compared: torch.Tensor, targets: torch.Tensor) -> Positions:
+def compare_logits(reference: torch.Tensor, compared: torch.Tensor, targets: torch.Tensor) -> Positions:
     """Compare logits.
 
     Args:
@@ -98,20 +98,20 @@ def at_positions(reference: torch.Tensor, compared: torch.Tensor, targets: torch
         compared: logits of the compared model, of the same shape.
         targets: (positions,) int64, the next tokens.
     """
-    true, other = (torch.log_softmax(logits.double(), -1) for logits in (reference, compared.to(reference.device)))
-    weights = true.exp()
+    log_p, log_q = (torch.log_softmax(logits.double(), -1) for logits in (reference, compared.to(reference.device)))
+    weights = log_p.exp()
     # tokens with probability 0 add nothing, even if both logarithms are -inf
-    terms = torch.where(weights > 0, weights * (true - other), 0.0)
+    terms = torch.where(weights > 0, weights * (log_p - log_q), 0.0)
     column = targets.to(reference.device)[:, None]
     return Positions(
         terms.sum(-1).clamp(min=0).cpu(),
-        -other.gather(-1, column)[:, 0].cpu(),
-        -true.gather(-1, column)[:, 0].cpu(),
-        (true.argmax(-1) == other.argmax(-1)).cpu(),
+        -log_q.gather(-1, column)[:, 0].cpu(),
+        -log_p.gather(-1, column)[:, 0].cpu(),
+        (log_p.argmax(-1) == log_q.argmax(-1)).cpu(),
     )
 
 
-def summary_of(parts: Sequence[Positions]) -> Summary:
+def summarize(parts: Sequence[Positions]) -> Summary:
     """Summarize all positions, of which there must be at least one."""
     divergence = torch.cat([part.divergence for part in parts]).sort().values
     loss, reference_loss, agrees = (
@@ -159,7 +159,7 @@ class States:
     def __enter__(self) -> States:
         return self
 
-    def __exit__(self, *given: object) -> None:
+    def __exit__(self, *args: object) -> None:
         self._file.close()
 
     @property
@@ -173,16 +173,16 @@ class States:
         Raises:
             RabbitLLMError: as `score` does, or the error of the first text that has one.
         """
-        for done, one in enumerate(score(self._model, self._texts, room, keep=self._put), 1):
-            if one.error is not None:
-                raise one.error
-            say(f"{done:,} of {len(self._texts):,} windows")
+        for count, result in enumerate(score(self._model, self._texts, room, keep=self._put), 1):
+            if result.error is not None:
+                raise result.error
+            say(f"{count:,} of {len(self._texts):,} windows")
 
     def _put(self, index: int, states: torch.Tensor) -> None:
         self._shape = states.shape[-1], states.dtype, states.device
-        whole = states.cpu().contiguous().view(torch.uint8)
-        if whole.numel():
-            self._file.write_at(whole.numpy().reshape(-1).data, self._begins[index] * whole.shape[-1])
+        raw = states.cpu().contiguous().view(torch.uint8)
+        if raw.numel():
+            self._file.write_at(raw.numpy().reshape(-1).data, self._begins[index] * raw.shape[-1])
 
     @contextlib.contextmanager
     def with_head(self) -> Iterator[Callable[[int, int], torch.Tensor]]:
@@ -195,9 +195,9 @@ class States:
         if self._shape is None:
             raise QualityError("There are no hidden states to compute logits from.")
         hidden, dtype, device = self._shape
-        whole = torch.empty((end - begin, hidden * dtype.itemsize), dtype=torch.uint8)
-        self._file.read_at(whole.numpy().reshape(-1).data, begin * whole.shape[-1])
-        return whole.view(dtype).to(device)
+        raw = torch.empty((end - begin, hidden * dtype.itemsize), dtype=torch.uint8)
+        self._file.read_at(raw.numpy().reshape(-1).data, begin * raw.shape[-1])
+        return raw.view(dtype).to(device)
 
 
 LOGITS_BYTES = 32 << 20
@@ -225,23 +225,23 @@ def compare(
         RabbitLLMError: as `rabbitllm.generation.scoring.score` does.
     """
     room = room or Room()
-    known, other = (one.get_output_embeddings().weight.shape[0] for one in (reference, model))
-    if known != other:
+    reference_size, model_size = (side.get_output_embeddings().weight.shape[0] for side in (reference, model))
+    if reference_size != model_size:
         raise QualityError(
-            f"The vocabularies differ in size: {known:,} and {other:,}.",
+            f"The vocabularies differ in size: {reference_size:,} and {model_size:,}.",
             "Only models with the same vocabulary can be compared.",
         )
     targets = torch.tensor([token for text in texts for token in text.continuation])
     if not len(targets):
         raise QualityError("The texts have no token to predict.", "Use a longer text.")
-    with States(reference, texts, room.scratch) as expected, States(model, texts, room.scratch) as found:
+    with States(reference, texts, room.scratch) as expected, States(model, texts, room.scratch) as actual:
         expected.fill(room, lambda text: say(f"reference: {text}"))
-        found.fill(room, lambda text: say(f"model: {text}"))
-        step = max(LOGITS_BYTES // (4 * known), 1)
+        actual.fill(room, lambda text: say(f"model: {text}"))
+        step = max(LOGITS_BYTES // (4 * reference_size), 1)
         parts = []
-        with expected.with_head() as true, found.with_head() as compared:
+        with expected.with_head() as true, actual.with_head() as compared:
             for begin in range(0, len(targets), step):
                 end = min(begin + step, len(targets))
                 say(f"distributions: {begin:,} of {len(targets):,}")
-                parts.append(at_positions(true(begin, end), compared(begin, end), targets[begin:end]))
-    return summary_of(parts)
+                parts.append(compare_logits(true(begin, end), compared(begin, end), targets[begin:end]))
+    return summarize(parts)

@@ -79,13 +79,13 @@ def reference_spec(spec: ModelSpec) -> ModelSpec:
         return replace(spec, compression=None)
     if manifest.compression is None:
         return spec
-    own = spelled_out(folder)
-    uncompressed = own.with_name(own.name.removesuffix(f".{manifest.compression}"))
-    other = read_manifest(uncompressed)
-    if other is not None and other.compression is None and other.source.fingerprints == manifest.source.fingerprints:
+    split_folder = spelled_out(folder)
+    uncompressed = split_folder.with_name(split_folder.name.removesuffix(f".{manifest.compression}"))
+    plain = read_manifest(uncompressed)
+    if plain is not None and plain.compression is None and plain.source.fingerprints == manifest.source.fingerprints:
         return ModelSpec(str(uncompressed), folder=spec.folder)
-    if _is_checkpoint(own.parent):
-        return ModelSpec(str(own.parent), folder=spec.folder)
+    if _is_checkpoint(split_folder.parent):
+        return ModelSpec(str(split_folder.parent), folder=spec.folder)
     if manifest.source is not None and manifest.source.kind == "hub":
         return ModelSpec(manifest.source.name, folder=spec.folder, access=HubAccess(manifest.source.commit))
     raise QualityError(
@@ -118,11 +118,6 @@ def _is_checkpoint(folder: Path) -> bool:
         return False
 
 
-# The texts of a comparison: windows of a text, or held-out problems for models with the bundled tokenizer.
-#
-# A window begins with the beginning-of-sequence token if the tokenizer adds one, and is predicted from its second token
-# on. Of a problem the answer and the end token are predicted.
-
 LEAST_POSITIONS = 16
 """Minimum number of predicted tokens."""
 
@@ -145,7 +140,7 @@ def text_of(path: Path) -> str:
 
 
 def windows(tokenizer: PreTrainedTokenizerBase, text: str, *, window: int, tokens: int) -> list[ScoredText]:
-    """Consecutive windows of a text, from its start.
+    """Consecutive windows of a text, from its start, each predicted from its second token on.
 
     Args:
         tokenizer: tokenizer of the models.
@@ -162,40 +157,40 @@ def windows(tokenizer: PreTrainedTokenizerBase, text: str, *, window: int, token
             f"window={window}, tokens={tokens}; expected at least 2 and {LEAST_POSITIONS}.", "Use larger numbers."
         )
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    own = tokenizer("")["input_ids"]
-    lead = own[:1] if own[:1] == [tokenizer.bos_token_id] else []
-    found: list[ScoredText] = []
-    left, begin, step = tokens, 0, window - len(lead)
-    while left > 0 and begin < len(ids):
-        whole = (*lead, *ids[begin : begin + step])[: left + 1]
-        if len(whole) > 1:
-            found.append(ScoredText(len(found), whole[:1], whole[1:]))
-            left -= len(whole) - 1
+    special_ids = tokenizer("")["input_ids"]
+    lead = special_ids[:1] if special_ids[:1] == [tokenizer.bos_token_id] else []
+    texts: list[ScoredText] = []
+    remaining, begin, step = tokens, 0, window - len(lead)
+    while remaining > 0 and begin < len(ids):
+        window_ids = (*lead, *ids[begin : begin + step])[: remaining + 1]
+        if len(window_ids) > 1:
+            texts.append(ScoredText(len(texts), window_ids[:1], window_ids[1:]))
+            remaining -= len(window_ids) - 1
         begin += step
-    predicted = sum(len(one.continuation) for one in found)
+    predicted = sum(len(scored.continuation) for scored in texts)
     if predicted < LEAST_POSITIONS:
         raise QualityError(
             f"The text has {predicted} tokens to predict; expected at least {LEAST_POSITIONS}.",
             "Use a longer text.",
         )
-    return found
+    return texts
 
 
-def answers_of(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> list[ScoredText]:
+def scored_answers(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> list[ScoredText]:
     """Problems with their correct answers and the end token, to be scored."""
     prompts = tokenizer([problem.prompt for problem in problems])["input_ids"]
     answers = tokenizer([f" {problem.answer}" for problem in problems])["input_ids"]
     return [
-        ScoredText(number, tuple(prompt), (*answer, tokenizer.eos_token_id))
-        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+        ScoredText(index, tuple(prompt), (*answer, tokenizer.eos_token_id))
+        for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
     ]
 
 
-def is_trained_here(tokenizer: PreTrainedTokenizerBase) -> bool:
+def is_bundled_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether a tokenizer is that of the bundled model, whose problems such a model can answer."""
     written = files("rabbitllm.demo").joinpath("model", "tokenizer.json").read_text(encoding="utf-8")
     bundled = json.loads(written)
-    special = {one["content"]: one["id"] for one in bundled["added_tokens"]}
+    special = {token["content"]: token["id"] for token in bundled["added_tokens"]}
     return bool(tokenizer.get_vocab() == {**bundled["model"]["vocab"], **special})
 
 
@@ -207,7 +202,7 @@ PROBLEMS_TEXT, BUNDLED_TEXT = "held-out problems", "the bundled text"
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class ComparedModel:
     """One of the two models.
 
     Attributes:
@@ -237,8 +232,8 @@ class Quality:
         problems: number of held-out problems to answer; 0 for none.
     """
 
-    model: Side
-    reference: Side
+    model: ComparedModel
+    reference: ComparedModel
     text: str
     windows: int
     dtype: str
@@ -250,8 +245,8 @@ class Quality:
         names = {"error": "standard_error", "percentile": "percentile_99"}
         divergence = asdict(self.summary.divergence)
         return {
-            "model": _side(self.model, self.summary.perplexity),
-            "against": _side(self.reference, self.summary.reference_perplexity),
+            "model": _model_record(self.model, self.summary.perplexity),
+            "against": _model_record(self.reference, self.summary.reference_perplexity),
             "text": self.text,
             "windows": self.windows,
             "positions": self.summary.positions,
@@ -313,8 +308,8 @@ def quality(
         RabbitLLMError: as `AutoModel.from_pretrained` and scoring do.
     """
     is_named = isinstance(model, str | os.PathLike)
-    gpus = (one for one in resolve_devices(device, None) if one.name != "cpu")
-    shares: dict[int | str, int | str] = {one.name: one.free_bytes() // SHARE for one in gpus}
+    gpus = (gpu for gpu in resolve_devices(device, None) if gpu.name != "cpu")
+    shares: dict[int | str, int | str] = {gpu.name: gpu.free_bytes() // SHARE for gpu in gpus}
     shares["cpu"] = available_ram() // SHARE
     request = LoadRequest.of(
         str(model) if is_named else "",
@@ -327,20 +322,20 @@ def quality(
         exact=exact,
         verify_checksums=verify_checksums,
     )
-    given = text_of(expand(Path(text))) if text is not None else None  # before an hour of splitting
+    content = text_of(expand(Path(text))) if text is not None else None  # before an hour of splitting
     say("loading")
-    own = compared_spec(replace(request.spec, compression=compression), alone=against is None) if is_named else None
+    spec = compared_spec(replace(request.spec, compression=compression), alone=against is None) if is_named else None
     if isinstance(against, str | os.PathLike):
         against = replace(request.spec, name=str(against))
-    other, reference = _reference(request, own, against)
-    compared: Any = _load_as(request, own, split=True) if own is not None else model
+    reference_named, reference = _reference(request, spec, against)
+    compared: Any = _load_as(request, spec, split=True) if spec is not None else model
     tokenizer = _tokenizer_of(reference, compared)
-    wanted = problems if problems is not None else PROBLEMS if text is None else 0
-    asked = _problems(wanted) if is_trained_here(tokenizer) else []
-    if text is None and asked:
-        shown, texts = PROBLEMS_TEXT, answers_of(tokenizer, asked)
+    count = problems if problems is not None else PROBLEMS if text is None else 0
+    questions = _problems(count) if is_bundled_tokenizer(tokenizer) else []
+    if text is None and questions:
+        shown, texts = PROBLEMS_TEXT, scored_answers(tokenizer, questions)
     else:
-        shown, written = (str(text), given) if given is not None else (BUNDLED_TEXT, bundled_text())
+        shown, written = (str(text), content) if content is not None else (BUNDLED_TEXT, bundled_text())
         context = ModelLimits.of(reference).context
         if window is not None and context is not None and window > context:
             raise OptionError(
@@ -351,29 +346,29 @@ def quality(
         texts = windows(tokenizer, written, window=chosen, tokens=tokens)
     summary = compare(compared, reference, texts, say=say)
     sides = []
-    for one, named in ((compared, own), (reference, other)):
-        side = _side_of(one, named)
-        if asked:
+    for loaded, named in ((compared, spec), (reference, reference_named)):
+        side = _compared_model(loaded, named)
+        if questions:
             say("answering problems")
-            side = replace(side, right=BundledModel().right_answers(one, tokenizer, asked))
+            side = replace(side, right=BundledModel().right_answers(loaded, tokenizer, questions))
         sides.append(side)
     dtype_name = str(compared.dtype).removeprefix("torch.")
-    return Quality(sides[0], sides[1], shown, len(texts), dtype_name, summary, len(asked))
+    return Quality(sides[0], sides[1], shown, len(texts), dtype_name, summary, len(questions))
 
 
-def _reference(request: LoadRequest, own: ModelSpec | None, against: Any) -> tuple[ModelSpec | None, Any]:
+def _reference(request: LoadRequest, spec: ModelSpec | None, against: Any) -> tuple[ModelSpec | None, Any]:
     """The reference: its name if it was given by name, and the loaded model."""
     if isinstance(against, ModelSpec):
         return against, _load_as(request, against, split=False)
     if against is not None:
         return None, against
-    if own is None:
+    if spec is None:
         raise OptionError(
             "against is required when the model is already loaded.", "Pass a model or its name as against."
         )
-    other = reference_spec(own)
+    uncompressed = reference_spec(spec)
     try:
-        return other, _load_as(request, other, split=False)
+        return uncompressed, _load_as(request, uncompressed, split=False)
     except CheckpointError as error:
         raise QualityError(
             f"The uncompressed model cannot be read. {error.problem}",
@@ -408,17 +403,17 @@ def _tokenizer_of(reference: Any, model: StreamedModel) -> Any:
     return first
 
 
-def _side_of(model: StreamedModel, named: ModelSpec | None) -> Side:
+def _compared_model(model: StreamedModel, named: ModelSpec | None) -> ComparedModel:
     name = named.name if named is not None else str(model.name_or_path)
     compression = named.compression if named is not None else None
     folder = Path(model.name_or_path)
-    used = (tensor for own, tensor in model._internals.origin.store.tensors.items() if own not in model.unused_tensors)
+    used = (tensor for key, tensor in model._internals.origin.store.tensors.items() if key not in model.unused_tensors)
     manifest = read_manifest(folder) if folder.is_dir() else None
     recorded = manifest.compression if manifest is not None else None
-    return Side(name, compression or recorded, sum(tensor.nbytes for tensor in used))
+    return ComparedModel(name, compression or recorded, sum(tensor.nbytes for tensor in used))
 
 
-def _side(side: Side, perplexity: float) -> dict[str, Any]:
+def _model_record(side: ComparedModel, perplexity: float) -> dict[str, Any]:
     return {
         "name": side.name,
         "compression": side.compression,
@@ -428,7 +423,7 @@ def _side(side: Side, perplexity: float) -> dict[str, Any]:
     }
 
 
-_SIDES = (Column(""), Column("compression"), Column("weights", True), Column("perplexity", True), Column("right", True))
+_TABLE = (Column(""), Column("compression"), Column("weights", True), Column("perplexity", True), Column("right", True))
 
 
 def show(quality: Quality, console: Console) -> None:
@@ -445,7 +440,7 @@ def show(quality: Quality, console: Console) -> None:
         _row("reference", quality.reference, summary.reference_perplexity, quality.problems),
         _row("model", quality.model, summary.perplexity, quality.problems),
     ]
-    columns = _SIDES if quality.problems else _SIDES[:-1]
+    columns = _TABLE if quality.problems else _TABLE[:-1]
     put_table(console, columns, [row[: len(columns)] for row in rows])
     console.print()
     divergence = summary.divergence
@@ -469,6 +464,6 @@ def number(value: float) -> str:
     return f"{value:.4f}" if value >= 0.01 else f"{value:.2e}" if value < 1e-4 else f"{value:.3g}"
 
 
-def _row(label: str, side: Side, perplexity: float, problems: int) -> list[str]:
+def _row(label: str, side: ComparedModel, perplexity: float, problems: int) -> list[str]:
     right = f"{side.right} of {problems}" if side.right is not None else ""
     return [label, side.compression or "none", size(side.nbytes), f"{perplexity:,.4f}", right]

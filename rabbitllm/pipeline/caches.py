@@ -39,20 +39,20 @@ Event = list[Any]
 class _RecordedCache:
     """Mixin before a cache's own class that records the operations on it, which `_recording` adds."""
 
-    _ledger: Ledger
+    _recorder: CacheRecorder
     _number: int
 
-    def _record(self, what: str, *given: Any) -> None:
-        self._ledger.events.append([what, self._number, *given])
+    def _record(self, operation: str, *arguments: Any) -> None:
+        self._recorder.events.append([operation, self._number, *arguments])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        made = object.__new__(type(self))
-        memo[id(self)] = made
-        own = {name: value for name, value in vars(self).items() if name not in ("_ledger", "_number")}
-        made.__dict__.update(copy.deepcopy(own, memo))
-        self._ledger.enter(made)
-        made._record("copy", self._number)
-        return made
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        state = {name: value for name, value in vars(self).items() if name not in ("_recorder", "_number")}
+        copied.__dict__.update(copy.deepcopy(state, memo))
+        self._recorder.enter(copied)
+        copied._record("copy", self._number)
+        return copied
 
 
 _OPERATIONS = (
@@ -67,9 +67,9 @@ _OPERATIONS = (
 
 
 def _recording(name: str) -> Callable[..., None]:
-    def method(self: _RecordedCache, *given: Any, **named: Any) -> None:
-        getattr(super(_RecordedCache, self), name)(*given, **named)
-        values = (*given, *named.values())
+    def method(self: _RecordedCache, *args: Any, **kwargs: Any) -> None:
+        getattr(super(_RecordedCache, self), name)(*args, **kwargs)
+        values = (*args, *kwargs.values())
         self._record(name, *(value.tolist() if isinstance(value, torch.Tensor) else int(value) for value in values))
 
     return method
@@ -79,7 +79,7 @@ for _name in _OPERATIONS:
     setattr(_RecordedCache, _name, _recording(_name))
 
 
-class Ledger:
+class CacheRecorder:
     """Numbers the caches of passes, and records the operations on them since the last pass.
 
     Args:
@@ -107,9 +107,9 @@ class Ledger:
         Raises:
             HostsError: its kind cannot be spread over hosts, or it was filled by another model.
         """
-        known = getattr(cache, "_number", None)
-        if known is not None and getattr(cache, "_ledger", None) is self:
-            return int(known)
+        number = getattr(cache, "_number", None)
+        if number is not None and getattr(cache, "_recorder", None) is self:
+            return int(number)
         recipe = recipe_of(cache)
         if any(_is_filled(cache.layers[index]) for index in self._remote if index < len(cache.layers)):
             raise HostsError("This KV cache was not filled by these hosts.", "Use a new cache.")
@@ -121,32 +121,32 @@ class Ledger:
     def enter(self, cache: Cache) -> None:
         """Assign a number to a cache, and record its garbage collection as an event."""
         self._last += 1
-        cache._ledger, cache._number = self, self._last
+        cache._recorder, cache._number = self, self._last
         weakref.finalize(cache, self.events.append, ["drop", self._last]).atexit = False
 
 
 def recipe_of(cache: Cache) -> Any:
-    """A recipe for an empty cache of the same kind, as JSON; see `made_by`.
+    """A recipe for an empty cache of the same kind, as JSON; see `build_cache`.
 
     Raises:
         HostsError: its kind cannot be spread over hosts.
     """
-    kind, layers = type(cache).__name__, getattr(cache, "layers", ())
+    class_name, layers = type(cache).__name__, getattr(cache, "layers", ())
     odd = [type(layer).__name__ for layer in layers if type(layer).__name__ not in (*KINDS, "DummyLayer")]
     if type(cache) is not DynamicCache or odd or cache.offloading:
         raise HostsError(
-            f"A KV cache of this kind cannot be spread over hosts: {', '.join([kind, *odd[:1]])}.",
+            f"A KV cache of this kind cannot be spread over hosts: {', '.join([class_name, *odd[:1]])}.",
             "Remove cache_implementation and cache (past_key_values), or run the model on one host.",
         )
-    made = [
+    layer_recipes = [
         [type(layer).__name__, {name: getattr(layer, name) for name in _SETTINGS if hasattr(layer, name)}]
         for layer in layers
     ]
     recording = any(getattr(layer, "record_past", False) for layer in layers)
-    return [made, cache.layer_class_to_replicate is not None, recording]
+    return [layer_recipes, cache.layer_class_to_replicate is not None, recording]
 
 
-def made_by(recipe: Any) -> DynamicCache:
+def build_cache(recipe: Any) -> DynamicCache:
     """An empty cache made by a recipe.
 
     Raises:
@@ -177,8 +177,8 @@ def lengths_of(cache: Cache, indices: Iterable[int]) -> list[list[int]]:
 
     A caller may cut layers directly, which is not recorded; so the workers compare these lengths before each pass.
     """
-    known = [(index, cache.layers[index]) for index in indices if index < len(cache.layers)]
-    return [[index, int(layer.get_seq_length())] for index, layer in known if hasattr(layer, "get_seq_length")]
+    indexed = [(index, cache.layers[index]) for index in indices if index < len(cache.layers)]
+    return [[index, int(layer.get_seq_length())] for index, layer in indexed if hasattr(layer, "get_seq_length")]
 
 
 def stand_in(cache: Cache, index: int, batch: int, tokens: int, device: torch.device) -> None:
@@ -206,11 +206,11 @@ class MirroredCaches:
     """A worker's caches, by the numbers that the first process gave them.
 
     Args:
-        here: cache indices of the layers that this worker computes.
+        indices: cache indices of the layers that this worker computes.
     """
 
-    def __init__(self, here: Sequence[int]) -> None:
-        self._here = sorted(here)
+    def __init__(self, indices: Sequence[int]) -> None:
+        self._indices = sorted(indices)
         self._caches: dict[int, Any] = {}
 
     def __len__(self) -> int:
@@ -222,16 +222,16 @@ class MirroredCaches:
 
     def follow(self, events: Iterable[Event]) -> None:
         """Apply the operations on the caller's caches to the layers in this process."""
-        for what, number, *given in events:
-            if what == "new":
-                self._caches[number] = made_by(given[0])
-            elif what == "copy":
-                self._caches[number] = copy.deepcopy(self._caches[given[0]])
-            elif what == "drop":
+        for operation, number, *args in events:
+            if operation == "new":
+                self._caches[number] = build_cache(args[0])
+            elif operation == "copy":
+                self._caches[number] = copy.deepcopy(self._caches[args[0]])
+            elif operation == "drop":
                 self._caches.pop(number, None)
-            elif what in _OPERATIONS:
-                arguments = [torch.tensor(value) if isinstance(value, list) else value for value in given]
-                self._on_layers(self._caches[number], what, arguments)
+            elif operation in _OPERATIONS:
+                arguments = [torch.tensor(value) if isinstance(value, list) else value for value in args]
+                self._on_layers(self._caches[number], operation, arguments)
 
     def align(self, number: int, lengths: Iterable[Sequence[int]]) -> None:
         """Cut the layers in this process to the lengths of the caller's.
@@ -245,21 +245,21 @@ class MirroredCaches:
         """
         cache = self._caches[number]
         for index, expected in lengths:
-            layer = cache.layers[index] if index in self._here and index < len(cache.layers) else None
-            own = 0 if layer is None else int(layer.get_seq_length())
-            if layer is None or own == expected:
+            layer = cache.layers[index] if index in self._indices and index < len(cache.layers) else None
+            length = 0 if layer is None else int(layer.get_seq_length())
+            if layer is None or length == expected:
                 continue
-            if own < expected or own >= getattr(layer, "sliding_window", math.inf):
+            if length < expected or length >= getattr(layer, "sliding_window", math.inf):
                 raise HostsError(
-                    f"Layer {index} of a KV cache has {own} tokens here and {expected} in the first process.",
+                    f"Layer {index} of a KV cache has {length} tokens here and {expected} in the first process.",
                     "Use a new cache after an error. To shorten a cache, call its crop().",
                 )
             layer.keys, layer.values = layer.keys[..., :expected, :], layer.values[..., :expected, :]
             if hasattr(layer, "cumulative_length"):
                 layer.cumulative_length = expected
 
-    def _on_layers(self, cache: Cache, what: str, given: Sequence[Any]) -> None:
-        for index in self._here:
+    def _on_layers(self, cache: Cache, name: str, args: Sequence[Any]) -> None:
+        for index in self._indices:
             layer = cache.layers[index] if index < len(cache.layers) else None
-            if layer is not None and hasattr(layer, what) and (_is_filled(layer) or what == "activate_past_recording"):
-                getattr(layer, what)(*given)
+            if layer is not None and hasattr(layer, name) and (_is_filled(layer) or name == "activate_past_recording"):
+                getattr(layer, name)(*args)

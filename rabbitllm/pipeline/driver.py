@@ -29,8 +29,8 @@ from transformers import Cache
 
 from rabbitllm.base.forks import DaemonThread, ForkGuard
 from rabbitllm.errors import HostGoneError, HostsError
-from rabbitllm.pipeline.caches import Ledger, MirroredCaches, lengths_of, stand_in
-from rabbitllm.pipeline.frames import Frame, Packer, Word, unpack
+from rabbitllm.pipeline.caches import CacheRecorder, MirroredCaches, lengths_of, stand_in
+from rabbitllm.pipeline.frames import Frame, FrameType, Packer, unpack
 from rabbitllm.pipeline.rendezvous import Link
 from rabbitllm.pipeline.stack import Span, Stack, hidden_of
 
@@ -49,8 +49,8 @@ _FROM_ALL_LAYERS = ("output_hidden_states", "output_attentions", "output_router_
 class _DriverPass:
     """The records of the stand-ins in one pass."""
 
-    def __init__(self, ledger: Ledger, hidden: torch.Tensor) -> None:
-        self.packer = Packer(ledger.number_of)
+    def __init__(self, recorder: CacheRecorder, hidden: torch.Tensor) -> None:
+        self.packer = Packer(recorder.number_of)
         self.hidden = hidden
         self.flowing = hidden
         self.calls: dict[int, Any] = {}
@@ -77,12 +77,12 @@ class Driver:
         self.names = tuple(link.names)
         self._first = spans[0].end
         away = [index for cached in stack.cached[self._first :] for index in cached]
-        self._ledger = Ledger(away)
+        self._recorder = CacheRecorder(away)
         self._pass: _DriverPass | None = None
-        self._channel = _HostChannel(spans, link, self._ledger)
-        for number, unit in enumerate(stack.units):
-            if number >= self._first:
-                unit.module.forward = self._standing_for(number)
+        self._channel = _HostChannel(spans, link, self._recorder)
+        for position, unit in enumerate(stack.units):
+            if position >= self._first:
+                unit.module.forward = self._stand_in(position)
         model.register_forward_pre_hook(_refuse_outputs_of_layers, with_kwargs=True)
         weakref.finalize(model, self._channel.close)  # not a method of this object, which refers to the model
 
@@ -95,46 +95,46 @@ class Driver:
         """End the workers; further calls do nothing."""
         self._channel.close()
 
-    def _standing_for(self, number: int) -> Callable[..., Any]:
+    def _stand_in(self, index: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._stack.returned(self._call(number, args, kwargs))
+            return self._stack.output_of(self._call(index, args, kwargs))
 
         return forward
 
-    def _call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        hidden, others, named = hidden_of(args, kwargs)
+    def _call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        hidden, positional, named = hidden_of(args, kwargs)
         named.pop("tokenizer", None)  # `generate` passes its own down to the layers, none of which reads it
-        if number == self._first:
-            self._pass = _DriverPass(self._ledger, hidden)
+        if index == self._first:
+            self._pass = _DriverPass(self._recorder, hidden)
         records = self._pass
         if records is None or hidden is not records.flowing:
             raise HostsError(
                 "The model changes hidden states between two layers that are on other hosts.", "Run it on one host."
             )
-        records.calls[number] = records.packer.call(others, named)
-        self._stand_in_caches(number, records, (*others, *named.values()))
-        if number < len(self._stack.units) - 1:
+        records.calls[index] = records.packer.call(positional, named)
+        self._stand_in_caches(index, records, (*positional, *named.values()))
+        if index < len(self._stack.units) - 1:
             records.flowing = hidden.new_full((), float("nan")).expand(hidden.shape)
             return records.flowing
         self._pass = None
         return self._channel.run(records).to(records.hidden.device)
 
-    def _stand_in_caches(self, number: int, records: _DriverPass, given: tuple[Any, ...]) -> None:
+    def _stand_in_caches(self, layer_index: int, records: _DriverPass, arguments: tuple[Any, ...]) -> None:
         batch, tokens = records.hidden.shape[-3], records.hidden.shape[-2]
-        for cache in (value for value in given if isinstance(value, Cache)):
-            own = self._stack.cached[number]
-            records.lengths.append([self._ledger.number_of(cache), lengths_of(cache, own)])
-            for index in own:
+        for cache in (value for value in arguments if isinstance(value, Cache)):
+            indices = self._stack.cached[layer_index]
+            records.lengths.append([self._recorder.number_of(cache), lengths_of(cache, indices)])
+            for index in indices:
                 stand_in(cache, index, batch, tokens, records.hidden.device)
 
 
 class _HostChannel:
     """The channel to the workers, served by a separate thread. Does not refer to the model."""
 
-    def __init__(self, spans: tuple[Span, ...], link: Link, ledger: Ledger) -> None:
+    def __init__(self, spans: tuple[Span, ...], link: Link, recorder: CacheRecorder) -> None:
         self._spans = spans
         self._link = link
-        self._ledger = ledger
+        self._recorder = recorder
         self._number = 0
         self._home = ForkGuard()
         self._passes: queue.SimpleQueue[tuple[_DriverPass, Future[torch.Tensor]] | None] = queue.SimpleQueue()
@@ -160,9 +160,9 @@ class _HostChannel:
         self._home.refuse("A model whose layers are on several hosts", "Call it in that process.")
         if self.error is not None:
             raise HostGoneError(self.error.problem, self.error.remedy)
-        done: Future[torch.Tensor] = Future()
-        self._passes.put((records, done))
-        return done.result()
+        future: Future[torch.Tensor] = Future()
+        self._passes.put((records, future))
+        return future.result()
 
     def _work(self) -> None:
         while True:
@@ -171,19 +171,19 @@ class _HostChannel:
             except queue.Empty:
                 if self.error is None:
                     with contextlib.suppress(HostsError):
-                        self._guarded(self._send_heartbeats)
+                        self._exchange(self._send_heartbeats)
                 continue
             if job is None:
                 self._stop()
                 return
-            records, done = job
+            records, future = job
             try:
-                done.set_result(self._guarded(partial(self._go_through, records)))
+                future.set_result(self._exchange(partial(self._send_pass, records)))
             except BaseException as error:
-                done.set_exception(error)
-            del job, records, done  # the next job may come much later
+                future.set_exception(error)
+            del job, records, future  # the next job may come much later
 
-    def _guarded(self, do: Callable[[], T]) -> T:
+    def _exchange(self, do: Callable[[], T]) -> T:
         """The result of an exchange with the workers; if one of them has ended, stop all."""
         if self.error is not None:
             raise HostGoneError(self.error.problem, self.error.remedy)
@@ -195,36 +195,36 @@ class _HostChannel:
             self._stop()
             raise
 
-    def _go_through(self, records: _DriverPass) -> torch.Tensor:
+    def _send_pass(self, records: _DriverPass) -> torch.Tensor:
         """Send a pass through the workers; returns the hidden states from the last one."""
         self._number += 1
-        events = self._ledger.take()
+        events = self._recorder.take()
         for rank, span in enumerate(self._spans[1:], 1):
-            calls = {number: records.calls[number] for number in range(span.begin, span.end)}
+            calls = {index: records.calls[index] for index in range(span.begin, span.end)}
             content = {"events": events, "calls": calls, "lengths": records.lengths}
-            self._link.send(rank, Frame(Word.PASS, self._number, content, tuple(records.packer.tensors)))
-        self._link.send(1, Frame(Word.HIDDEN, self._number, None, (records.hidden,)))
+            self._link.send(rank, Frame(FrameType.PASS, self._number, content, tuple(records.packer.tensors)))
+        self._link.send(1, Frame(FrameType.HIDDEN, self._number, None, (records.hidden,)))
         answer = self._link.receive(self._link.ranks - 1)
-        if answer.word is Word.FAILED:
-            kind = HostGoneError if answer.content["gone"] else HostsError
-            raise kind(answer.content["problem"], answer.content["remedy"])
+        if answer.type is FrameType.FAILED:
+            error_type = HostGoneError if answer.content["gone"] else HostsError
+            raise error_type(answer.content["problem"], answer.content["remedy"])
         return answer.tensors[0]
 
     def _send_heartbeats(self) -> None:
-        events = self._ledger.take()
+        events = self._recorder.take()
         for rank in range(1, self._link.ranks):
-            self._link.send(rank, Frame(Word.ALIVE, self._number, {"events": events}))
+            self._link.send(rank, Frame(FrameType.ALIVE, self._number, {"events": events}))
 
     def _stop(self) -> None:
         for rank in range(1, self._link.ranks):
             with contextlib.suppress(HostsError):
-                self._link.send(rank, Frame(Word.STOP, self._number))
+                self._link.send(rank, Frame(FrameType.STOP, self._number))
 
 
 def _refuse_outputs_of_layers(model: StreamedModel, args: Any, kwargs: dict[str, Any]) -> None:
     for name in _FROM_ALL_LAYERS:
-        asked = kwargs.get(name)
-        if asked or (asked is None and getattr(model.config, name, None)):
+        requested = kwargs.get(name)
+        if requested or (requested is None and getattr(model.config, name, None)):
             raise HostsError(
                 f"{name} requests values of layers, and some layers are on other hosts.",
                 "Remove it, or run the model on one host.",
@@ -256,7 +256,7 @@ class Worker:
         self._stack = stack
         self._link = link
         self._next = (link.rank + 1) % link.ranks
-        positions = [index for number in range(self.span.begin, self.span.end) for index in stack.cached[number]]
+        positions = [index for layer in range(self.span.begin, self.span.end) for index in stack.cached[layer]]
         self.caches = MirroredCaches(positions)
 
     def work(self) -> None:
@@ -266,9 +266,9 @@ class Worker:
             HostGoneError: a process ended unexpectedly, or does not answer.
         """
         with torch.no_grad():
-            while (frame := self._link.receive(0)).word is not Word.STOP:
+            while (frame := self._link.receive(0)).type is not FrameType.STOP:
                 self.caches.follow(frame.content["events"])
-                if frame.word is Word.PASS:
+                if frame.type is FrameType.PASS:
                     self._run_pass(frame)
 
     def _run_pass(self, frame: Frame) -> None:
@@ -277,11 +277,11 @@ class Worker:
         except HostGoneError as error:
             self._fail(frame.number, error, gone=True)
             raise
-        if hidden.word is Word.FAILED:
+        if hidden.type is FrameType.FAILED:
             self._link.send(self._next, hidden)
             return
         try:
-            answer = Frame(Word.HIDDEN, frame.number, None, (self._compute(frame, hidden.tensors[0]),))
+            answer = Frame(FrameType.HIDDEN, frame.number, None, (self._compute(frame, hidden.tensors[0]),))
         except Exception as error:
             logger.warning("A pass failed on this host: %s", error, exc_info=True)
             self._fail(frame.number, error, gone=False)
@@ -302,15 +302,15 @@ class Worker:
         for cache, lengths in frame.content["lengths"]:
             self.caches.align(cache, lengths)
         with self.model.streamer.passing():
-            for number in range(self.span.begin, self.span.end):
-                args, kwargs = frame.content["calls"][str(number)]
-                there = [unpack(value, tensors, self.caches) for value in args]
+            for index in range(self.span.begin, self.span.end):
+                args, kwargs = frame.content["calls"][str(index)]
+                positional = [unpack(value, tensors, self.caches) for value in args]
                 named = {name: unpack(value, tensors, self.caches) for name, value in kwargs.items()}
-                output = self._stack.units[number].module(hidden, *there, **named)
+                output = self._stack.units[index].module(hidden, *positional, **named)
                 hidden = output[0] if isinstance(output, tuple) else output
         return hidden
 
     def _fail(self, number: int, error: BaseException, *, gone: bool) -> None:
         problem, remedy = getattr(error, "problem", f"{type(error).__name__}: {error}"), getattr(error, "remedy", "")
-        reason = problem if gone else f"{self.names[self._link.rank]} could not compute its layers: {problem}"
-        self._link.send(self._next, Frame(Word.FAILED, number, {"problem": reason, "remedy": remedy, "gone": gone}))
+        why = problem if gone else f"{self.names[self._link.rank]} could not compute its layers: {problem}"
+        self._link.send(self._next, Frame(FrameType.FAILED, number, {"problem": why, "remedy": remedy, "gone": gone}))

@@ -27,8 +27,8 @@ ALIGNMENT = 64
 _LENGTH = 8
 
 
-class Word(enum.Enum):
-    """The kind of a frame."""
+class FrameType(enum.Enum):
+    """The type of a frame."""
 
     READY = "ready"
     """From a worker: it has loaded its span, or the reason why not."""
@@ -51,13 +51,13 @@ class Frame:
     """One message.
 
     Attributes:
-        word: kind of the message.
+        type: type of the message.
         number: number of the pass.
         content: plain JSON.
         tensors: tensors, on the host after it was received.
     """
 
-    word: Word
+    type: FrameType
     number: int = 0
     content: Any = None
     tensors: tuple[torch.Tensor, ...] = ()
@@ -67,7 +67,7 @@ def to_bytes(frame: Frame) -> torch.Tensor:
     """A frame as uint8 (nbytes,)."""
     flat = [tensor.detach().to("cpu").contiguous() for tensor in frame.tensors]
     described = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in flat]
-    head = json.dumps([frame.word.value, frame.number, frame.content, described], allow_nan=True).encode()
+    head = json.dumps([frame.type.value, frame.number, frame.content, described], allow_nan=True).encode()
     offsets = _offsets(_LENGTH + len(head), [tensor.nbytes for tensor in flat])
     total = offsets[-1] + flat[-1].nbytes if flat else _LENGTH + len(head)
     buffer = torch.zeros(total, dtype=torch.uint8)
@@ -89,20 +89,20 @@ def from_bytes(buffer: torch.Tensor) -> Frame:
         length = int.from_bytes(buffer[:_LENGTH].numpy().tobytes(), "little")
         if not 0 < length <= len(buffer) - _LENGTH:
             raise ValueError("its header is longer than the message")
-        word, number, content, described = json.loads(buffer[_LENGTH : _LENGTH + length].numpy().tobytes())
-        kinds = [_dtype(name) for name, _ in described]
+        type_, number, content, described = json.loads(buffer[_LENGTH : _LENGTH + length].numpy().tobytes())
+        dtypes = [_dtype(name) for name, _ in described]
         shapes = [tuple(map(int, shape)) for _, shape in described]
         if any(size < 0 for shape in shapes for size in shape):
             raise ValueError("a shape is negative")
-        sizes = [math.prod(shape) * kind.itemsize for kind, shape in zip(kinds, shapes, strict=True)]
+        sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in zip(dtypes, shapes, strict=True)]
         offsets = _offsets(_LENGTH + length, sizes)
         if sizes and offsets[-1] + sizes[-1] > len(buffer):
             raise ValueError("its tensors are longer than the message")
         tensors = tuple(
-            buffer[offset : offset + size].view(kind).view(shape) if size else torch.empty(shape, dtype=kind)
-            for offset, size, kind, shape in zip(offsets, sizes, kinds, shapes, strict=True)
+            buffer[offset : offset + size].view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
+            for offset, size, dtype, shape in zip(offsets, sizes, dtypes, shapes, strict=True)
         )
-        return Frame(Word(word), int(number), content, tensors)
+        return Frame(FrameType(type_), int(number), content, tensors)
     except (ValueError, TypeError, RecursionError) as error:
         raise HostsError(
             f"Another host sent an invalid message: {error}.",
@@ -120,10 +120,10 @@ def _offsets(begin: int, sizes: Sequence[int]) -> list[int]:
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, str(name), None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a dtype")
-    return found
+    return dtype
 
 
 _PLAIN = (bool, int, float, str)
@@ -141,7 +141,7 @@ class Packer:
 
     def __init__(self, number_of: Callable[[Cache], int]) -> None:
         self._number_of = number_of
-        self._known: dict[int, int] = {}
+        self._indices: dict[int, int] = {}
         self.tensors: list[torch.Tensor] = []
 
     def pack(self, value: Any) -> Any:
@@ -170,10 +170,10 @@ class Packer:
         return [[self.pack(value) for value in args], {name: self.pack(value) for name, value in kwargs.items()}]
 
     def _tensor(self, tensor: torch.Tensor) -> int:
-        if id(tensor) not in self._known:  # `tensors` keeps it alive, so its id remains unique
-            self._known[id(tensor)] = len(self.tensors)
+        if id(tensor) not in self._indices:  # `tensors` keeps it alive, so its id remains unique
+            self._indices[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
-        return self._known[id(tensor)]
+        return self._indices[id(tensor)]
 
 
 def unpack(packed: Any, tensors: Sequence[torch.Tensor], cache: Callable[[int], Cache]) -> Any:
@@ -186,11 +186,11 @@ def unpack(packed: Any, tensors: Sequence[torch.Tensor], cache: Callable[[int], 
     """
     if not isinstance(packed, dict):
         return packed
-    ((kind, content),) = packed.items()
-    if kind == "tensor":
+    ((tag, content),) = packed.items()
+    if tag == "tensor":
         return tensors[content]
-    if kind == "cache":
+    if tag == "cache":
         return cache(content)
-    if kind == "dtype":
+    if tag == "dtype":
         return getattr(torch, content)
     return tuple(unpack(part, tensors, cache) for part in content)

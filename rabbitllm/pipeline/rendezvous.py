@@ -124,14 +124,14 @@ class Rendezvous:
             return ProcessGroupGloo.create_device(hostname=probe.getsockname()[0])
         return ProcessGroupGloo.create_default_device()
 
-    def _wait_for(self, key: str, who: str) -> str:
+    def _wait_for(self, key: str, peer: str) -> str:
         """Wait for the value of a key in the store; polls, so that an interrupt takes effect."""
         try:
             while not self._store.check([key]):
                 if time.monotonic() > self._until:
                     patience = f"{self._hosts.patience:.0f} s"
                     raise HostGoneError(
-                        f"{who[0].upper()}{who[1:]} did not connect to {self._hosts.address} within {patience}.",
+                        f"{peer[0].upper()}{peer[1:]} did not connect to {self._hosts.address} within {patience}.",
                         "Start it with the same address; if a host has ended, start all processes again.",
                     )
                 time.sleep(_POLL_SECONDS)

@@ -21,7 +21,7 @@ from rabbitllm.engine.transformers_api import attention_of
 from rabbitllm.engine.units import UnitSource
 from rabbitllm.errors import HostsError
 from rabbitllm.pipeline.driver import Driver, Worker
-from rabbitllm.pipeline.frames import Frame, Word
+from rabbitllm.pipeline.frames import Frame, FrameType
 from rabbitllm.pipeline.rendezvous import Link, Rendezvous
 from rabbitllm.pipeline.stack import Span, Stack, find_stack, plan_spans
 from rabbitllm.store.layer_store import WeightFiles
@@ -71,7 +71,7 @@ class Sharing:
         rendezvous = Rendezvous(self._hosts)
         limited = set(self._options.max_memory or {})
         description = {
-            "host": f"{socket.gethostname()} {_machine()}",
+            "host": f"{socket.gethostname()} {_machine_id()}",
             "identity": identity_of(model, store, self._options),
             "budgets": {device: [nbytes, device in limited] for device, nbytes in budgets.items()},
         }
@@ -81,15 +81,15 @@ class Sharing:
         names = {unit.name for unit in self.stack.units}
         layers = [cost.ready + cost.routed for cost in costs if cost.name in names]
         # of a mapped embedding only the rows of the current tokens are read, which is negligible
-        others = ready_once(cost for cost in costs if cost.name not in names and not (cost.by_rows and cost.is_view))
-        self.spans = plan_spans(layers, others, [sum(share.values()) for share in shares])
+        rest = ready_once(cost for cost in costs if cost.name not in names and not (cost.by_rows and cost.is_view))
+        self.spans = plan_spans(layers, rest, [sum(share.values()) for share in shares])
         names_of_hosts = [f"process {rank} ({host['host'].split()[0]})" for rank, host in enumerate(hosts)]
         self.link = rendezvous.connect(names_of_hosts)
         span = self.spans[rendezvous.rank]
-        mine = {unit.name for unit in self.stack.units[span.begin : span.end]}
-        others_of = {name: enclosing(name, names) for name in set(sources) - names}  # a table is in a layer
-        mine |= {name for name, layer in others_of.items() if layer in mine or (layer is None and rendezvous.rank == 0)}
-        return ModelPart(frozenset(mine), shares[rendezvous.rank])
+        part = {unit.name for unit in self.stack.units[span.begin : span.end]}
+        layer_of = {name: enclosing(name, names) for name in set(sources) - names}  # a table is in a layer
+        part |= {name for name, layer in layer_of.items() if layer in part or (layer is None and rendezvous.rank == 0)}
+        return ModelPart(frozenset(part), shares[rendezvous.rank])
 
 
 def identity_of(model: StreamedModel, store: WeightFiles, options: RunOptions) -> dict[str, str]:
@@ -127,23 +127,23 @@ def check_identities(identities: Sequence[Mapping[str, str]]) -> None:
         HostsError: names the rank and the property that differ.
     """
     first = identities[0]
-    for rank, other in enumerate(identities):
-        wrong = [name for name in first if other.get(name) != first[name]]
+    for rank, identity in enumerate(identities):
+        wrong = [name for name in first if identity.get(name) != first[name]]
         if wrong:
             name = wrong[0]
             raise HostsError(
-                f"Process {rank} differs from process 0 in {name}: {other.get(name)} instead of {first[name]}.",
+                f"Process {rank} differs from process 0 in {name}: {identity.get(name)} instead of {first[name]}.",
                 "Every host needs the same versions, the same split directory and the same options.",
             )
 
 
 def _budgets(host: Any, hosts: Sequence[Any]) -> dict[str, int]:
     """Device -> bytes; without a limit by the user, processes on the same device get equal parts of its free memory."""
-    found = {}
-    for device, (nbytes, given) in host["budgets"].items():
-        others = sum(1 for one in hosts if one["host"] == host["host"] and device in one["budgets"])
-        found[device] = int(nbytes) if given else int(nbytes) // others
-    return found
+    budgets = {}
+    for device, (nbytes, is_limited) in host["budgets"].items():
+        sharers = sum(1 for process in hosts if process["host"] == host["host"] and device in process["budgets"])
+        budgets[device] = int(nbytes) if is_limited else int(nbytes) // sharers
+    return budgets
 
 
 def _digest(content: Any) -> str:
@@ -157,7 +157,7 @@ def _samples(store: WeightFiles) -> list[str]:
     return [hashlib.sha256(store.mapped(part.file).bytes_of(part)[:_SAMPLE_BYTES]).hexdigest() for part in parts]
 
 
-def _machine() -> str:
+def _machine_id() -> str:
     """An identifier that distinguishes machines of the same name."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -187,9 +187,9 @@ def load_spread(hosts: Hosts, options: RunOptions, load: Callable[[Sharing], Str
     except BaseException as error:
         if sharing.is_connected:
             with contextlib.suppress(HostsError):
-                _agree(sharing.link, f"{sharing.link.names[sharing.link.rank]} could not load its part: {error}")
+                _report_load(sharing.link, f"{sharing.link.names[sharing.link.rank]} could not load its part: {error}")
         raise
-    failed = _agree(sharing.link, None)
+    failed = _report_load(sharing.link, None)
     if failed is not None:
         raise HostsError(f"A host failed to load its layers: {failed}", "Fix this, then start all processes again.")
     if sharing.link.rank:
@@ -198,14 +198,14 @@ def load_spread(hosts: Hosts, options: RunOptions, load: Callable[[Sharing], Str
     return model
 
 
-def _agree(link: Link, failure: str | None) -> str | None:
+def _report_load(link: Link, failure: str | None) -> str | None:
     """Report the failure of this process, if any; returns the first failure of all processes, or None."""
     if link.rank:
-        link.send(0, Frame(Word.READY, content=failure))
+        link.send(0, Frame(FrameType.READY, content=failure))
         reason = link.receive(0).content
         return None if reason is None else str(reason)
     failures = [failure, *(link.receive(rank).content for rank in range(1, link.ranks))]
-    first = next((str(one) for one in failures if one is not None), None)
+    first = next((str(text) for text in failures if text is not None), None)
     for rank in range(1, link.ranks):
-        link.send(rank, Frame(Word.BEGIN, content=first))
+        link.send(rank, Frame(FrameType.BEGIN, content=first))
     return first

@@ -47,13 +47,13 @@ class Stack:
     cached: tuple[tuple[int, ...], ...]
     form: int | None
 
-    def returned(self, hidden: torch.Tensor) -> Any:
+    def output_of(self, hidden: torch.Tensor) -> Any:
         """The output of a layer with these hidden states."""
-        return _returned(self.form, hidden, None)
+        return _output(self.form, hidden, None)
 
 
-def _returned(form: int | None, hidden: torch.Tensor, other: Any) -> Any:
-    return hidden if form is None else (hidden, *[other] * form)
+def _output(form: int | None, hidden: torch.Tensor, value: Any) -> Any:
+    return hidden if form is None else (hidden, *[value] * form)
 
 
 @dataclass
@@ -88,8 +88,8 @@ def find_stack(model: StreamedModel, sources: Mapping[str, UnitSource]) -> Stack
         if source.unit.is_layer:
             stacks.setdefault(source.unit.name.rpartition(".")[0], []).append(source)
     if model.config.is_encoder_decoder or not stacks:
-        raise _cannot(model, "it has an encoder" if stacks else "it has no layers that are called one after the other")
-    largest = max(stacks.values(), key=lambda own: sum(source.stored_bytes for source in own))
+        raise _refusal(model, "it has an encoder" if stacks else "it has no layers that are called one after the other")
+    largest = max(stacks.values(), key=lambda layers: sum(source.stored_bytes for source in layers))
     units = tuple(source.unit for source in largest)
     skeleton.materialise_buffers(model, lambda path: torch.device("cpu"))
     for source in sources.values():
@@ -97,29 +97,29 @@ def find_stack(model: StreamedModel, sources: Mapping[str, UnitSource]) -> Stack
             element = torch.full((), float("nan") if entry.dtype.is_floating_point else 0).to(entry.dtype)
             entry.bind(element.expand(entry.shape))  # which takes no memory
     form = _form_of(model, [unit.module for unit in units])
-    return Stack(units, tuple(_cached(unit.module, number) for number, unit in enumerate(units)), form)
+    return Stack(units, tuple(_cached(unit.module, index) for index, unit in enumerate(units)), form)
 
 
 def hidden_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Sequence[Any], dict[str, Any]]:
     """Separate the hidden states from the other arguments of a layer's call."""
     if args:
         return args[0], args[1:], dict(kwargs)
-    others = dict(kwargs)
-    return others.pop(NAME, None), (), others
+    arguments = dict(kwargs)
+    return arguments.pop(NAME, None), (), arguments
 
 
-def _cannot(model: StreamedModel, why: str) -> HostsError:
+def _refusal(model: StreamedModel, why: str) -> HostsError:
     return HostsError(
         f"A model of type {model.config.model_type} cannot be spread over hosts: {why}.", "Run it on one host."
     )
 
 
-def _cached(layer: nn.Module, number: int) -> tuple[int, ...]:
+def _cached(layer: nn.Module, layer_index: int) -> tuple[int, ...]:
     """The indices in a KV cache that a layer writes to, according to its attention and mixer modules."""
     inner = {getattr(module, "layer_idx", None) for module in layer.modules() if module is not layer}
-    own = inner - {None} or {getattr(layer, "layer_idx", None)}  # LongCat's layers have two attentions each
+    indices = inner - {None} or {getattr(layer, "layer_idx", None)}  # LongCat's layers have two attentions each
     # Zamba2's shared blocks have -1 for none
-    return tuple(sorted(index for index in own if isinstance(index, int) and index >= 0)) or (number,)
+    return tuple(sorted(index for index in indices if isinstance(index, int) and index >= 0)) or (layer_index,)
 
 
 def _form_of(model: StreamedModel, layers: Sequence[nn.Module]) -> int | None:
@@ -130,48 +130,48 @@ def _form_of(model: StreamedModel, layers: Sequence[nn.Module]) -> int | None:
             first = _trial_run(model, layers, form, 0.0, None)
             second = _trial_run(model, layers, form, 1.0, torch.ones(1))
         except HostsError as error:
-            raise _cannot(model, error.problem.rstrip(".")) from None
+            raise _refusal(model, error.problem.rstrip(".")) from None
         except _NotAStack as error:
             why = why or str(error)
             continue
         if first.calls != second.calls or not _same(first.tensors, second.tensors):
-            raise _cannot(model, "more than hidden states goes from layer to layer")
+            raise _refusal(model, "more than hidden states goes from layer to layer")
         return form
-    raise _cannot(model, why)
+    raise _refusal(model, why)
 
 
 class _NotAStack(Exception):
     """The layers are not called as a stack."""
 
 
-def _trial_run(model: StreamedModel, layers: Sequence[nn.Module], form: int | None, fill: float, other: Any) -> _Trial:
+def _trial_run(model: StreamedModel, layers: Sequence[nn.Module], form: int | None, fill: float, value: Any) -> _Trial:
     trial = _Trial([], [])
 
-    def stand_for(number: int) -> Callable[..., Any]:
+    def stand_for(index: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            hidden, others, named = hidden_of(args, kwargs)
-            if number != len(trial.calls):
-                raise _NotAStack(f"layer {number} is called when layer {len(trial.calls)} should be")
-            if not isinstance(hidden, torch.Tensor) or (number and hidden is not trial.flowing):
+            hidden, positional, named = hidden_of(args, kwargs)
+            if index != len(trial.calls):
+                raise _NotAStack(f"layer {index} is called when layer {len(trial.calls)} should be")
+            if not isinstance(hidden, torch.Tensor) or (index and hidden is not trial.flowing):
                 raise _NotAStack("the output of one layer is changed before the next layer")
             if hidden.shape[:2] != _GIVEN.shape:  # stand-ins take the number of cached tokens from it
                 raise _NotAStack(f"its layers get {tuple(hidden.shape)} for {_GIVEN.shape[1]} tokens")
             packer = Packer(lambda cache: len(recipe_of(cache)))
-            trial.calls.append(packer.call(others, named))
+            trial.calls.append(packer.call(positional, named))
             trial.tensors.append(packer.tensors)
             trial.flowing = torch.full_like(hidden, fill)
-            return _returned(form, trial.flowing, other)
+            return _output(form, trial.flowing, value)
 
         return forward
 
-    def done(*args: Any, **kwargs: Any) -> Any:
+    def stop(*args: Any, **kwargs: Any) -> Any:
         raise _Done
 
     head = model.get_output_embeddings()
-    for number, layer in enumerate(layers):
-        layer.forward = stand_for(number)
+    for index, layer in enumerate(layers):
+        layer.forward = stand_for(index)
     if head is not None:
-        head.forward = done
+        head.forward = stop
     try:
         with torch.no_grad():
             model(input_ids=_GIVEN, use_cache=True)
@@ -194,7 +194,7 @@ def _trial_run(model: StreamedModel, layers: Sequence[nn.Module], form: int | No
 
 def _same(first: list[list[torch.Tensor]], second: list[list[torch.Tensor]]) -> bool:
     """Whether two passes gave the layers the same inputs, hidden states excepted; NaN equals NaN."""
-    pairs = [(a, b) for own, other in zip(first, second, strict=True) for a, b in zip(own, other, strict=True)]
+    pairs = [(a, b) for xs, ys in zip(first, second, strict=True) for a, b in zip(xs, ys, strict=True)]
     return all(a.shape == b.shape and torch.equal(_numbers(a), _numbers(b)) for a, b in pairs)
 
 
@@ -216,12 +216,12 @@ class Span:
         return isinstance(layer, int) and self.begin <= layer < self.end
 
 
-def plan_spans(layers: Sequence[int], others: int, budgets: Sequence[int]) -> tuple[Span, ...]:
+def plan_spans(layers: Sequence[int], other_bytes: int, budgets: Sequence[int]) -> tuple[Span, ...]:
     """A span for each process, in order, which together cover all layers.
 
     Args:
         layers: bytes of each layer, in the order of a pass.
-        others: bytes of the other weights (embedding, norm, head); the first process has those, and so may have no
+        other_bytes: bytes of the other weights (embedding, norm, head); the first process has those, and so may have no
             layer. Every other one has at least one.
         budgets: bytes that weights may take in each process.
 
@@ -240,12 +240,12 @@ def plan_spans(layers: Sequence[int], others: int, budgets: Sequence[int]) -> tu
         reached: dict[int, tuple[int, float, tuple[int, ...]]] = {}
         for begin, (streamed, fullest, ends) in best.items():
             for end in range(begin + (rank > 0), count + 1):
-                load = sums[end] - sums[begin] + (others if rank == 0 else 0)
-                more = _streamed(load, max(layers[begin:end], default=0), budget)
+                load = sums[end] - sums[begin] + (other_bytes if rank == 0 else 0)
+                added = _streamed(load, max(layers[begin:end], default=0), budget)
                 full = load / budget if budget else math.inf if load else 0.0
-                found = (streamed + more, max(fullest, full), (*ends, end))
-                if end not in reached or found < reached[end]:
-                    reached[end] = found
+                candidate = (streamed + added, max(fullest, full), (*ends, end))
+                if end not in reached or candidate < reached[end]:
+                    reached[end] = candidate
         best = reached
     ends = best[count][2]
     return tuple(Span(begin, end) for begin, end in zip((0, *ends), ends, strict=False))

@@ -96,11 +96,11 @@ class Answerer:
         from rabbitllm.store.manifest import read_manifest
 
         job = self._with_its_share()
-        found = BatchModel.load(job.request, job.longest, job.limits)
-        self._model = found.model
+        loaded = BatchModel.load(job.request, job.longest, job.limits)
+        self._model = loaded.model
         self._model.pass_line = None
-        self._limits = replace(job.limits, cache_bytes=found.cache_bytes)
-        manifest = read_manifest(found.folder) if found.folder is not None else None
+        self._limits = replace(job.limits, cache_bytes=loaded.cache_bytes)
+        manifest = read_manifest(loaded.folder) if loaded.folder is not None else None
         return WorkerInfo(
             socket.gethostname(),
             os.getpid(),

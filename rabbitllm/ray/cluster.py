@@ -81,7 +81,7 @@ def connected(address: str) -> Iterator[list[Node]]:
     if ray.is_initialized():
         yield nodes()
         return
-    running = _running_cluster() if address == AUTO else _checked(address)
+    running = _running_cluster() if address == AUTO else _check_address(address)
     say("starting Ray on this machine …" if running is None else f"connecting to Ray at {running} …")
     # the paths of Ray's sockets are limited to 107 bytes
     short = "/tmp" if len(tempfile.gettempdir()) > 20 and Path("/tmp").is_dir() else None
@@ -107,7 +107,7 @@ def nodes() -> list[Node]:
     import ray
 
     listed: Callable[[], list[dict[str, Any]]] = ray.nodes
-    found = [
+    machines = [
         Node(
             node["NodeID"],
             str(node.get("NodeManagerHostname") or node.get("NodeManagerAddress") or node["NodeID"][:8]),
@@ -117,12 +117,12 @@ def nodes() -> list[Node]:
         for node in listed()
         if node["Alive"] and (resources := node["Resources"]).get("CPU", 0) >= 1
     ]
-    if not found:
+    if not machines:
         raise ClusterError(
             "The Ray cluster has no machine with a processor for tasks.",
             "Add one: ray start --address=HOST:PORT on it.",
         )
-    return found
+    return machines
 
 
 def _connect(running: str | None, scratch: str | None) -> None:
@@ -152,21 +152,21 @@ def _connect(running: str | None, scratch: str | None) -> None:
 def _running_cluster() -> str | None:
     """The address of the default cluster; None where none is known or the known one is gone."""
     if named := os.environ.get("RAY_ADDRESS"):
-        return _checked(named)
+        return _check_address(named)
     from ray._private.utils import read_ray_address
 
-    found = read_ray_address()
-    return found if found and _answers(found) else None
+    address = read_ray_address()
+    return address if address and _is_reachable(address) else None
 
 
-def _checked(address: str) -> str:
+def _check_address(address: str) -> str:
     host, colon, port = address.rpartition(":")
     if "://" in address or not (host and colon and port.isdigit()):
         raise OptionError(
             f"{address!r} is not the address of a Ray cluster.",
             "Use 'auto', or HOST:PORT of the head node (what `ray start --head` printed; its port is 6379 by default).",
         )
-    if not _answers(address):
+    if not _is_reachable(address):
         raise ClusterError(
             f"Nothing answers at {address} within {CONNECT_SECONDS:.0f} s; expected a Ray cluster.",
             "Start one there (ray start --head --port=PORT), check HOST, PORT and firewall, or use --ray auto.",
@@ -174,7 +174,7 @@ def _checked(address: str) -> str:
     return address
 
 
-def _answers(address: str) -> bool:
+def _is_reachable(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
@@ -183,7 +183,7 @@ def _answers(address: str) -> bool:
     return True
 
 
-def everywhere(request: LoadRequest) -> LoadRequest:
+def portable(request: LoadRequest) -> LoadRequest:
     """The same request, with paths that do not depend on the working directory."""
     spec = request.spec
     path = expand(spec.name)
@@ -208,34 +208,34 @@ def check_machines(nodes: Sequence[Node], lease: Lease | None, required: Sequenc
     Raises:
         ClusterError: a machine fails a check, or does not answer; names the machine.
     """
-    for node, found in zip(nodes, _inspected(nodes, lease, required), strict=True):
-        _check(node.host, found, lease, quantizes=quantizes)
+    for node, facts in zip(nodes, _inspect_all(nodes, lease, required), strict=True):
+        _check(node.host, facts, lease, quantizes=quantizes)
 
 
-def _check(host: str, found: Mapping[str, Any], lease: Lease | None, *, quantizes: bool) -> None:
-    if "error" in found:
+def _check(host: str, facts: Mapping[str, Any], lease: Lease | None, *, quantizes: bool) -> None:
+    if "error" in facts:
         raise ClusterError(
-            f"rabbitllm cannot be imported on {host}: {found['error']}.",
+            f"rabbitllm cannot be imported on {host}: {facts['error']}.",
             'Install it there, with what Ray needs: pip install ".[ray]" in a copy of the repository.',
         )
-    if found["version"] != __version__:
+    if facts["version"] != __version__:
         raise ClusterError(
-            f"{host} has rabbitllm {found['version']}; this machine has {__version__}.",
+            f"{host} has rabbitllm {facts['version']}; this machine has {__version__}.",
             "Install the same version on all machines.",
         )
-    if quantizes and found["quantizer"] != (ours := quantizer_version()):
+    if quantizes and facts["quantizer"] != (ours := quantizer_version()):
         raise ClusterError(
-            f"{host} has bitsandbytes {found['quantizer']}; this machine has {ours}.",
+            f"{host} has bitsandbytes {facts['quantizer']}; this machine has {ours}.",
             "Install the same version on all machines, so that all quantize to the same bytes.",
         )
-    if lease is not None and not found["lease"]:
+    if lease is not None and not facts["lease"]:
         raise ClusterError(
             f"{host} does not see {lease.folder / LEASE_NAME}, which this machine has just written.",
             "Put the split directory into a folder that all machines share under the same path, and set it with --dir.",
         )
-    if found["missing"]:
+    if facts["missing"]:
         raise ClusterError(
-            f"{host} does not see {found['missing'][0]}, where the source is.",
+            f"{host} does not see {facts['missing'][0]}, where the source is.",
             "Put the source into a folder that all machines share under the same path, or use a repository.",
         )
 
@@ -250,27 +250,27 @@ def quantizer_version() -> str | None:
         return None
 
 
-def _inspected(nodes: Sequence[Node], lease: Lease | None, required: Sequence[Path]) -> list[dict[str, Any]]:
+def _inspect_all(nodes: Sequence[Node], lease: Lease | None, required: Sequence[Path]) -> list[dict[str, Any]]:
     """The properties of each machine; see `_inspector`."""
     import ray
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     inspect = ray.remote(num_cpus=0, max_retries=1)(_inspector())
-    given = ("", "") if lease is None else (str(lease.folder / LEASE_NAME), lease.run)
+    about = ("", "") if lease is None else (str(lease.folder / LEASE_NAME), lease.run)
     paths = [str(path) for path in required]
     strategies = [NodeAffinitySchedulingStrategy(node.id, soft=False) for node in nodes]
-    asked = [inspect.options(scheduling_strategy=strategy).remote(*given, paths) for strategy in strategies]
-    found = []
-    for node, answer in zip(nodes, asked, strict=True):
+    references = [inspect.options(scheduling_strategy=strategy).remote(*about, paths) for strategy in strategies]
+    facts = []
+    for node, answer in zip(nodes, references, strict=True):
         try:
-            found.append(ray.get(answer, timeout=ANSWER_SECONDS))
+            facts.append(ray.get(answer, timeout=ANSWER_SECONDS))
         except RayError as error:
             raise ClusterError(
                 f"{node.host} did not answer within {ANSWER_SECONDS:.0f} s: {type(error).__name__}.",
                 "Check that the machine runs, has free memory, and is listed by `ray status`.",
             ) from error
-    return found
+    return facts
 
 
 def _inspector() -> Callable[[str, str, list[str]], dict[str, Any]]:
@@ -299,17 +299,17 @@ def _inspector() -> Callable[[str, str, list[str]], dict[str, Any]]:
     return inspect
 
 
-def error_of(error: Any, what: str) -> BaseException:
+def error_of(error: Any, task: str) -> BaseException:
     """The error of a task (a `RayTaskError`): its cause, if that is an error for users.
 
     Args:
         error: the error as Ray raised it.
-        what: what the worker worked on.
+        task: what the worker worked on.
     """
     cause = error.cause
     if isinstance(cause, RabbitLLMError | OSError | MemoryError):
         return cause
     return ClusterError(
-        f"A worker failed at {what}: {type(cause).__name__}: {cause}.",
+        f"A worker failed at {task}: {type(cause).__name__}: {cause}.",
         "The same call resumes; without --ray its error has more details.",
     )

@@ -24,7 +24,7 @@ from rabbitllm.batch_jobs.job import digest_of
 from rabbitllm.batch_jobs.journal import BatchJournal
 from rabbitllm.errors import ClusterError, OptionError
 from rabbitllm.ray.answerer import Answerer, WorkerInfo, WorkerJob
-from rabbitllm.ray.cluster import Node, check_machines, connected, error_of, everywhere, say
+from rabbitllm.ray.cluster import Node, check_machines, connected, error_of, portable, say
 
 
 def answering_on(
@@ -49,7 +49,7 @@ def answering_on(
             pool = worker_pool(nodes, workers)
             check_machines(nodes, None, [], quantizes=request.spec.compression is not None)
             say(f"{counted(len(nodes), 'machine')}, {counted(pool.workers, 'worker')}; loading the model …")
-            job = WorkerJob(everywhere(request), request.spec.name, limits, scan.longest(limits.sequences), pool.share)
+            job = WorkerJob(portable(request), request.spec.name, limits, scan.longest(limits.sequences), pool.share)
             chunks = in_chunks(order, pool.workers, limits.sequences)
 
             def check(about: WorkerInfo) -> None:
@@ -97,9 +97,9 @@ def worker_pool(nodes: Sequence[Node], workers: int | None = None) -> WorkerPool
     count = (gpus or len(nodes)) if workers is None else workers
     most = gpus or cpus
     if not 1 <= count <= most:
-        kind = "GPUs" if gpus else "processors"
+        unit = "GPUs" if gpus else "processors"
         raise OptionError(
-            f"--ray-workers {count} is not possible on a cluster of {most} {kind}.", f"Use 1 to {most}, or remove it."
+            f"--ray-workers {count} is not possible on a cluster of {most} {unit}.", f"Use 1 to {most}, or remove it."
         )
     if gpus:
         return WorkerPool(count, 1, 1, min(count, max(node.gpus for node in nodes)))
@@ -116,7 +116,7 @@ def in_chunks(order: Sequence[int], workers: int, sequences: int) -> list[list[i
         sequences: limit of lines in one pass.
     """
     size = max(1, min(PASSFULS * sequences, -(-len(order) // (workers * MIN_CHUNKS))))
-    return [list(order[at : at + size]) for at in range(0, len(order), size)]
+    return [list(order[begin : begin + size]) for begin in range(0, len(order), size)]
 
 
 POLL_SECONDS = 0.5
@@ -135,7 +135,7 @@ class _LineWorker:
         placed: reference that resolves when the actor has started; None from then on.
         loading: reference that resolves when its model is ready; None from then on.
         answers: its stream of answers while it works.
-        left: its unanswered items, by index.
+        unanswered: its items without an answer, by index.
     """
 
     actor: Any
@@ -143,7 +143,7 @@ class _LineWorker:
     placed: Any
     loading: Any
     answers: Any = None
-    left: dict[int, Item] | None = None
+    unanswered: dict[int, Item] | None = None
 
 
 class RayAnswers:
@@ -191,25 +191,23 @@ class RayAnswers:
         waiting = deque(list(chunk) for chunk in chunks)
         try:
             for _ in range(min(self._pool.workers, len(waiting))):
-                self._workers.append(self._started())
-            while waiting or any(worker.left for worker in self._workers):
+                self._workers.append(self._start_worker())
+            while waiting or any(worker.unanswered for worker in self._workers):
                 for worker in self._workers:
                     if waiting and worker.loading is None and worker.answers is None:
-                        worker.left = {index: item(index) for index in waiting.popleft()}
+                        worker.unanswered = {index: item(index) for index in waiting.popleft()}
                         answer = worker.actor.answer.options(num_returns="streaming")
-                        worker.answers = answer.remote([*worker.left.values()])
-                busy = {
-                    reference: one for one in self._workers if (reference := one.loading or one.answers) is not None
-                }
-                done, _ = ray.wait([*busy], timeout=POLL_SECONDS)
-                for reference in done:
-                    yield from self._received(busy[reference], waiting)
+                        worker.answers = answer.remote([*worker.unanswered.values()])
+                busy = {reference: w for w in self._workers if (reference := w.loading or w.answers) is not None}
+                finished, _ = ray.wait([*busy], timeout=POLL_SECONDS)
+                for reference in finished:
+                    yield from self._handle_report(busy[reference], waiting)
                 self._report_unplaced()
         finally:
             for worker in self._workers:
-                _end(worker)
+                _kill(worker)
 
-    def _started(self) -> _LineWorker:
+    def _start_worker(self) -> _LineWorker:
         import ray
 
         options = {"num_cpus": self._pool.cpus, "num_gpus": self._pool.gpus, "scheduling_strategy": "SPREAD"}
@@ -230,9 +228,9 @@ class RayAnswers:
         if late and now - self._reported_at >= REPEAT_SECONDS:
             self._reported_at = now
             cluster: Any = ray  # its functions are untyped
-            self._report(wanting(self._pool, len(late), cluster.cluster_resources(), cluster.available_resources()))
+            self._report(wait_notice(self._pool, len(late), cluster.cluster_resources(), cluster.available_resources()))
 
-    def _received(self, worker: _LineWorker, waiting: deque[list[int]]) -> Generator[list[BatchAnswer]]:
+    def _handle_report(self, worker: _LineWorker, waiting: deque[list[int]]) -> Generator[list[BatchAnswer]]:
         """Handle a report of a worker: that it is ready, some answers, the end of its chunk, or its loss."""
         import ray
         from ray.exceptions import RayError, RayTaskError
@@ -242,20 +240,20 @@ class RayAnswers:
                 self._compare(ray.get(worker.loading))
                 worker.loading = None
                 return
-            assert worker.left is not None
+            assert worker.unanswered is not None
             try:
                 group: list[BatchAnswer] = ray.get(next(worker.answers))
             except StopIteration:
-                if worker.left:
-                    waiting.appendleft([*worker.left])
-                worker.answers = worker.left = None
+                if worker.unanswered:
+                    waiting.appendleft([*worker.unanswered])
+                worker.answers = worker.unanswered = None
                 return
         except RayTaskError as error:
             raise error_of(error, "lines of the batch") from None
         except RayError as error:
             self._replace(worker, waiting, error)
             return
-        new = [one for one in group if worker.left.pop(one.index, None) is not None]
+        new = [answer for answer in group if worker.unanswered.pop(answer.index, None) is not None]
         if new:
             self._lost = 0
             yield new
@@ -270,10 +268,10 @@ class RayAnswers:
                 "or lines at a time (--sequences) need less. Finished answers are kept: the same command resumes.",
             ) from error
         self._workers.remove(worker)
-        _end(worker)  # it may be alive but unreachable
-        if worker.left:
-            waiting.appendleft([*worker.left])
-        self._workers.append(self._started())
+        _kill(worker)  # it may be alive but unreachable
+        if worker.unanswered:
+            waiting.appendleft([*worker.unanswered])
+        self._workers.append(self._start_worker())
 
     def _compare(self, about: WorkerInfo) -> None:
         if self._about is None:
@@ -287,27 +285,27 @@ class RayAnswers:
             )
 
 
-def wanting(pool: WorkerPool, late: int, there: Mapping[str, float], free: Mapping[str, float]) -> str:
+def wait_notice(pool: WorkerPool, late: int, total: Mapping[str, float], free: Mapping[str, float]) -> str:
     """The message about workers that have not started.
 
     Args:
         pool: the resources of each worker.
         late: their number.
-        there, free: resources of the cluster, as Ray counts them.
+        total, free: resources of the cluster, as Ray counts them.
     """
     kinds = [("processor", "CPU", pool.cpus), ("GPU", "GPU", pool.gpus)]
-    wanted = " and ".join(counted(count, kind) for kind, _, count in kinds if count)
-    found = ", ".join(
-        f"{free.get(name, 0):g} of {there.get(name, 0):g} {kind}s" for kind, name, count in kinds if count
+    needed = " and ".join(counted(count, unit) for unit, _, count in kinds if count)
+    available = ", ".join(
+        f"{free.get(name, 0):g} of {total.get(name, 0):g} {unit}s" for unit, name, count in kinds if count
     )
-    who = f"{late} of {counted(pool.workers, 'worker')} {'has' if late == 1 else 'have'}"
+    subject = f"{late} of {counted(pool.workers, 'worker')} {'has' if late == 1 else 'have'}"
     return (
-        f"{who} no place on the cluster yet: each wants {wanted} of one machine; free in all: {found}. "
+        f"{subject} no place on the cluster yet: each wants {needed} of one machine; free in all: {available}. "
         "`ray status` says what has them. Waiting …"
     )
 
 
-def _end(worker: _LineWorker) -> None:
+def _kill(worker: _LineWorker) -> None:
     import ray
 
     with contextlib.suppress(Exception):  # the error that led here is the one to report

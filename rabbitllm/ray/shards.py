@@ -15,7 +15,7 @@ from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base.terminal import counted
 from rabbitllm.errors import ClusterError, OptionError
 from rabbitllm.models.pull import Pulled, pull
-from rabbitllm.ray.cluster import Node, check_machines, connected, error_of, everywhere, say
+from rabbitllm.ray.cluster import Node, check_machines, connected, error_of, portable, say
 from rabbitllm.splitter.filler import ROOM, Filled, Filler, ShardFetcher, SplitWork
 from rabbitllm.splitter.lock import Lease, LeaseCheck, granted
 from rabbitllm.splitter.mover import FillTarget, Mover
@@ -23,14 +23,9 @@ from rabbitllm.splitter.plan import PlannedShard
 from rabbitllm.splitter.sums import ShardChecksums
 from rabbitllm.telemetry.profiler import Profiler
 
-# The task of a worker for one shard: writes it into the layer files that contain its tensors, durably.
-#
-# Runs in a separate process that may be killed at any moment: repeated, it writes the same bytes at the same offsets.
-# Independent of clusters.
-
 
 def fill_from(shard: PlannedShard, work: SplitWork, lease: Lease, threads: int) -> ShardChecksums:
-    """Fill unfinished layer files from a shard.
+    """Fill unfinished layer files from a shard: the task of a worker, which may be killed and repeated at any moment.
 
     Args:
         shard: the shard.
@@ -65,8 +60,6 @@ def fill_from(shard: PlannedShard, work: SplitWork, lease: Lease, threads: int) 
             target.close()
 
 
-# The choice of the next shard while others are in work. Pure.
-
 Part = tuple[PlannedShard, SplitWork]
 
 
@@ -82,10 +75,10 @@ def next_part(waiting: Sequence[Part], in_work: Iterable[Part], *, apart: bool) 
     """
     if not apart:
         return waiting[0] if waiting else None
-    taken: set[str] = set()
+    busy: set[str] = set()
     for _, work in in_work:
-        taken |= work.plan.layouts.keys()
-    return next((part for part in waiting if taken.isdisjoint(part[1].plan.layouts)), None)
+        busy |= work.plan.layouts.keys()
+    return next((part for part in waiting if busy.isdisjoint(part[1].plan.layouts)), None)
 
 
 CPUS_A_TASK = 2
@@ -150,9 +143,9 @@ class RayShardExecutor:
                     waiting.remove(part)
                     began(part[0])
                     in_work[task.remote(self._fill, *part, self._lease, self._cpus)] = part
-                done, _ = ray.wait([*in_work], timeout=POLL_SECONDS)
+                finished, _ = ray.wait([*in_work], timeout=POLL_SECONDS)
                 watch()
-                for reference in done:
+                for reference in finished:
                     shard = in_work[reference][0]
                     sums = _result(reference, shard)
                     del in_work[reference]
@@ -163,8 +156,8 @@ class RayShardExecutor:
                 _wait_for_end([*in_work])
 
 
-def _call(fill: Fill, *given: Any) -> ShardChecksums:
-    return fill(*given)
+def _call(fill: Fill, *arguments: Any) -> ShardChecksums:
+    return fill(*arguments)
 
 
 def _result(reference: Any, shard: PlannedShard) -> ShardChecksums:
@@ -212,4 +205,4 @@ def pull_on(address: str, request: LoadRequest, at_once: int | None = None) -> P
     with connected(address) as nodes:
         executor = RayShardExecutor(nodes, at_once, quantizes=request.spec.compression is not None)
         say(f"{counted(len(nodes), 'machine')}, up to {counted(executor.at_once, 'shard')} at a time")
-        return pull(everywhere(request), executor)
+        return pull(portable(request), executor)

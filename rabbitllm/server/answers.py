@@ -1,7 +1,7 @@
 """From the batch's events to OpenAI's objects, whole and in chunks. Pure: events in, dicts out.
 
-`ChatChoices` and `CompletionChoices` make the choices of an answer, `Envelope` the object around them. Lists of log
-probabilities need single tokens as text and as bytes (`Spelling`).
+`ChatChoices` and `CompletionChoices` make the choices of an answer, `ResponseBuilder` the object around them. Lists
+of log probabilities need single tokens as text and as bytes (`TokenTexts`).
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ SPACE = "\u2581"
 
 
 @dataclass(frozen=True, slots=True)
-class Envelope:
+class ResponseBuilder:
     """The object around the choices of one answer.
 
     Attributes:
         id: id of the answer.
         created: seconds since 1970.
         model: its name.
-        kind: `object` of a whole answer.
-        chunk_kind: `object` of a chunk.
+        object_type: `object` of a whole answer.
+        chunk_type: `object` of a chunk.
         n: choices of a prompt.
         include_usage: whether a stream ends with its token usage.
     """
@@ -54,27 +54,27 @@ class Envelope:
     id: str
     created: int
     model: str
-    kind: str
-    chunk_kind: str = ""
+    object_type: str
+    chunk_type: str = ""
     n: int = 1
     include_usage: bool = False
 
     def chunk(self, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """A chunk of a stream."""
-        return self._around(self.chunk_kind, choices) | ({"usage": None} if self.include_usage else {})
+        return self._object(self.chunk_type, choices) | ({"usage": None} if self.include_usage else {})
 
     def last_chunk(self, finished: Sequence[Result]) -> dict[str, Any]:
         """The chunk with the token usage of choices that ended so."""
-        return self._around(self.chunk_kind, ()) | {"usage": self._usage(finished)}
+        return self._object(self.chunk_type, ()) | {"usage": self._usage(finished)}
 
     def whole(self, choices: Sequence[Mapping[str, Any]], finished: Sequence[Result]) -> dict[str, Any]:
         """A whole answer, of choices that ended so."""
-        return self._around(self.kind, choices) | {"usage": self._usage(finished)}
+        return self._object(self.object_type, choices) | {"usage": self._usage(finished)}
 
-    def _around(self, kind: str, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _object(self, object_type: str, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {
             "id": self.id,
-            "object": kind,
+            "object": object_type,
             "created": self.created,
             "model": self.model,
             "system_fingerprint": None,
@@ -84,16 +84,16 @@ class Envelope:
     def _usage(self, finished: Sequence[Result]) -> dict[str, Any]:
         """The token usage; each prompt counts once, however many choices it has."""
         firsts = finished[:: self.n]
-        prompt, new = sum(one.prompt_tokens for one in firsts), sum(len(one.tokens) for one in finished)
+        prompt, new = sum(result.prompt_tokens for result in firsts), sum(len(result.tokens) for result in finished)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": new,
             "total_tokens": prompt + new,
-            "prompt_tokens_details": {"cached_tokens": sum(one.kept_tokens for one in firsts)},
+            "prompt_tokens_details": {"cached_tokens": sum(result.kept_tokens for result in firsts)},
         }
 
 
-class Spelling:
+class TokenTexts:
     """Single tokens as text and as bytes.
 
     A token may be a single byte of a character. Its text is then U+FFFD, as a decoder gives it; its bytes are exact.
@@ -107,9 +107,9 @@ class Spelling:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self.of = lru_cache(1 << 16)(self._spell)
+        self.of = lru_cache(1 << 16)(self._text_of)
 
-    def _spell(self, token: int) -> tuple[str, tuple[int, ...]]:
+    def _text_of(self, token: int) -> tuple[str, tuple[int, ...]]:
         name = self._tokenizer.convert_ids_to_tokens(token)
         text = str(self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
         if not isinstance(name, str):
@@ -130,22 +130,22 @@ def bytes_of_characters() -> Mapping[str, int]:
     """The characters by which byte-level vocabularies write bytes: printable ones stand for themselves, the others are
     U+0100 and up in their order (as published with GPT-2)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [value for value in range(256) if value not in printable]
-    return {chr(value): value for value in printable} | {chr(256 + at): value for at, value in enumerate(others)}
+    unprintable = [value for value in range(256) if value not in printable]
+    return {chr(value): value for value in printable} | {chr(256 + i): value for i, value in enumerate(unprintable)}
 
 
 class _Choices:
     """The choices of one answer, whole or streamed; subclasses make its objects.
 
     Args:
-        asked: the request.
-        spelling: the texts and bytes of tokens.
+        call: the request.
+        texts: the texts and bytes of tokens.
         ends: end-of-text tokens.
     """
 
-    def __init__(self, asked: CheckedCall, spelling: Spelling, ends: frozenset[int]) -> None:
-        self._asked = asked
-        self._spelling = spelling
+    def __init__(self, call: CheckedCall, texts: TokenTexts, ends: frozenset[int]) -> None:
+        self._call = call
+        self._texts = texts
         self._ends = ends
 
     def _without_end(self, tokens: Sequence[TokenLogprob]) -> Sequence[TokenLogprob]:
@@ -157,14 +157,14 @@ class ChatChoices(_Choices):
     """Choices of `/v1/chat/completions`: messages and their deltas, reasoning, tool calls, log probabilities.
 
     Args:
-        asked, spelling, ends: see `_Choices`.
+        call, texts, ends: see `_Choices`.
         new_id: makes the id of a tool call.
     """
 
-    def __init__(self, asked: CheckedCall, spelling: Spelling, ends: frozenset[int], new_id: Callable[[], str]) -> None:
-        super().__init__(asked, spelling, ends)
+    def __init__(self, call: CheckedCall, texts: TokenTexts, ends: frozenset[int], new_id: Callable[[], str]) -> None:
+        super().__init__(call, texts, ends)
         self._new_id = new_id
-        self._readers = [AnswerReader(asked.form, asked.tail, asked.tools, asked.types) for _ in asked.requests]
+        self._readers = [AnswerReader(call.form, call.tail, call.tools, call.types) for _ in call.requests]
 
     def begin(self, choice: int) -> list[dict[str, Any]]:
         """The role."""
@@ -174,16 +174,16 @@ class ChatChoices(_Choices):
         """Reasoning and text, unless it may belong to a tool call, and log probabilities."""
         piece = self._readers[choice].feed(delta.text)
         logprobs = self._logprobs(delta.tokens)
-        said = _said(piece) or ({"content": ""} if logprobs and logprobs["content"] else {})
-        return [_delta(choice, said, logprobs)] if said else []
+        fields = _delta_fields(piece) or ({"content": ""} if logprobs and logprobs["content"] else {})
+        return [_delta(choice, fields, logprobs)] if fields else []
 
     def end(self, choice: int, finished: Result) -> list[dict[str, Any]]:
         """The withheld reasoning and text, the tool calls and the finish reason."""
         piece = self._readers[choice].end()
-        said = _said(piece)
-        chunks = [_delta(choice, said)] if said else []
+        fields = _delta_fields(piece)
+        chunks = [_delta(choice, fields)] if fields else []
         if piece.calls:
-            listed = [{"index": at, **call} for at, call in enumerate(self._calls(piece.calls))]
+            listed = [{"index": index, **call} for index, call in enumerate(self._calls(piece.calls))]
             chunks.append(_delta(choice, {"tool_calls": listed}))
         return [*chunks, _delta(choice, {}, reason=_reason(finished, piece.calls))]
 
@@ -208,13 +208,13 @@ class ChatChoices(_Choices):
         return [{"id": self._new_id(), "type": "function", "function": asdict(call)} for call in calls]
 
     def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        if self._asked.top_logprobs is None:
+        if self._call.top_logprobs is None:
             return None
         content = [
             self._entry(chosen.token, chosen.logprob)
             | {
                 "top_logprobs": [
-                    self._entry(one.token, one.logprob) for one in chosen.top_logprobs[: self._asked.top_logprobs]
+                    self._entry(top.token, top.logprob) for top in chosen.top_logprobs[: self._call.top_logprobs]
                 ]
             }
             for chosen in self._without_end(tokens)
@@ -222,16 +222,16 @@ class ChatChoices(_Choices):
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
-        text, raw = self._spelling.of(token)
+        text, raw = self._texts.of(token)
         return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
 
 
 class CompletionChoices(_Choices):
     """Choices of `/v1/completions`: text, and log probabilities in the older form; see `_Choices`."""
 
-    def __init__(self, asked: CheckedCall, spelling: Spelling, ends: frozenset[int]) -> None:
-        super().__init__(asked, spelling, ends)
-        self._lengths = [0] * len(asked.requests)
+    def __init__(self, call: CheckedCall, texts: TokenTexts, ends: frozenset[int]) -> None:
+        super().__init__(call, texts, ends)
+        self._lengths = [0] * len(call.requests)
 
     def begin(self, choice: int) -> list[dict[str, Any]]:
         """The prompt, if `echo` is set."""
@@ -255,27 +255,27 @@ class CompletionChoices(_Choices):
         return _choice(choice, text, self._logprobs(choice, delta.tokens), REASONS[finished.finish])
 
     def _echo(self, choice: int) -> str:
-        return self._asked.echoes[choice] if self._asked.echoes else ""
+        return self._call.echoes[choice] if self._call.echoes else ""
 
     def _logprobs(self, choice: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         """Lists of tokens, their log probabilities, the most likely alternatives at each position, and text offsets."""
-        if self._asked.top_logprobs is None:
+        if self._call.top_logprobs is None:
             return None
-        found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        logprobs: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for chosen in self._without_end(tokens):
-            text, _ = self._spelling.of(chosen.token)
-            found["tokens"].append(text)
-            found["token_logprobs"].append(_finite(chosen.logprob))
+            text, _ = self._texts.of(chosen.token)
+            logprobs["tokens"].append(text)
+            logprobs["token_logprobs"].append(_finite(chosen.logprob))
             top: dict[str, float] = {}
-            for one in chosen.top_logprobs[: self._asked.top_logprobs]:
-                top.setdefault(self._spelling.of(one.token)[0], _finite(one.logprob))
-            found["top_logprobs"].append(top)
-            found["text_offset"].append(self._lengths[choice])
+            for candidate in chosen.top_logprobs[: self._call.top_logprobs]:
+                top.setdefault(self._texts.of(candidate.token)[0], _finite(candidate.logprob))
+            logprobs["top_logprobs"].append(top)
+            logprobs["text_offset"].append(self._lengths[choice])
             self._lengths[choice] += len(text)
-        return found
+        return logprobs
 
 
-def _said(piece: AnswerPiece) -> dict[str, Any]:
+def _delta_fields(piece: AnswerPiece) -> dict[str, Any]:
     reasoning = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
     return {**reasoning, **({"content": piece.text} if piece.text else {})}
 

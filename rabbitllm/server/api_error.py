@@ -62,8 +62,8 @@ class APIError(Exception):
 
     def as_object(self) -> dict[str, Any]:
         """For `json.dumps`."""
-        kind = _ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < BROKEN else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        error_type = _ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < BROKEN else "server_error")
+        return {"error": {"message": self.message, "type": error_type, "param": self.param, "code": self.code}}
 
 
 def bad(

@@ -24,7 +24,7 @@ from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rabbitllm.formats.bounded import decode_message
-from rabbitllm.server.answers import ChatChoices, CompletionChoices, Envelope
+from rabbitllm.server.answers import ChatChoices, CompletionChoices, ResponseBuilder
 from rabbitllm.server.api_error import CLOSE, CLOSING, NOT_FOUND, TIMED_OUT, TOO_LARGE, APIError, bad, closing
 from rabbitllm.server.embeddings import NO_RECIPE, checked_embedding, embedding_object
 from rabbitllm.server.guards import (
@@ -44,7 +44,7 @@ from rabbitllm.server.metrics import CONTENT_TYPE, text_format
 from rabbitllm.server.requests import CheckedCall, checked_chat, checked_completion
 from rabbitllm.server.schemas import ChatBody, CompletionBody, Embedding, GenerationBody, parsed
 from rabbitllm.server.service import Service
-from rabbitllm.server.streaming import EventStream, Inbox, Submission, frames, unless_left, whole
+from rabbitllm.server.streaming import EventStream, Inbox, Submission, frames, unless_disconnected, whole
 
 GONE = 499
 """Status of a request whose client left; it appears only in the log."""
@@ -122,7 +122,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 def routes(service: Service) -> list[BaseRoute]:
     """All routes: the interface, and the page's files."""
-    return [*_routes(service), *(Route(f"/{path}", _page_file(*found)) for path, found in PAGE.items())]
+    return [*_routes(service), *(Route(f"/{path}", _page_file(*entry)) for path, entry in PAGE.items())]
 
 
 def _routes(service: Service) -> list[BaseRoute]:
@@ -131,9 +131,9 @@ def _routes(service: Service) -> list[BaseRoute]:
     async def body_of(request: Request) -> Any:
         return await read_json(request, settings.body_bytes, settings.body_seconds)
 
-    def envelope(lead: str, kinds: tuple[str, str], body: GenerationBody, request: Request) -> Envelope:
+    def builder(lead: str, kinds: tuple[str, str], body: GenerationBody, request: Request) -> ResponseBuilder:
         name, usage = f"{lead}{_record(request).id}", bool(body.stream and body.include_usage)
-        return Envelope(name, int(time.time()), settings.name, *kinds, body.n or 1, usage)
+        return ResponseBuilder(name, int(time.time()), settings.name, *kinds, body.n or 1, usage)
 
     async def models(_: Request) -> Response:
         return JsonResponse({"object": "list", "data": [_model(service)]})
@@ -145,20 +145,20 @@ def _routes(service: Service) -> list[BaseRoute]:
     async def chat(request: Request) -> Response:
         body = parsed(ChatBody, await body_of(request))
         service.check_name(body.model)
-        asked = await service.encoded(
+        call = await service.encoded(
             lambda: checked_chat(body, service.template, service.form, service.limits, settings)
         )
-        choices = ChatChoices(asked, service.spelling, service.ends, lambda: f"call_{uuid.uuid4().hex[:24]}")
+        choices = ChatChoices(call, service.texts, service.ends, lambda: f"call_{uuid.uuid4().hex[:24]}")
         kinds = "chat.completion", "chat.completion.chunk"
-        return await _generated(request, service, body, asked, choices, envelope("chatcmpl-", kinds, body, request))
+        return await _generated(request, service, body, call, choices, builder("chatcmpl-", kinds, body, request))
 
     async def completion(request: Request) -> Response:
         body = parsed(CompletionBody, await body_of(request))
         service.check_name(body.model)
-        asked = await service.encoded(lambda: checked_completion(body, service.tokenizer, service.limits, settings))
-        choices = CompletionChoices(asked, service.spelling, service.ends)
+        call = await service.encoded(lambda: checked_completion(body, service.tokenizer, service.limits, settings))
+        choices = CompletionChoices(call, service.texts, service.ends)
         kinds = "text_completion", "text_completion"
-        return await _generated(request, service, body, asked, choices, envelope("cmpl-", kinds, body, request))
+        return await _generated(request, service, body, call, choices, builder("cmpl-", kinds, body, request))
 
     async def embeddings(request: Request) -> Response:
         body = parsed(Embedding, await body_of(request))
@@ -170,12 +170,12 @@ def _routes(service: Service) -> list[BaseRoute]:
                 code="no_embeddings",
             )
         embedder = service.embedder
-        asked = await service.encoded(
+        checked = await service.encoded(
             lambda: checked_embedding(body, service.tokenizer, service.limits, embedder.width)
         )
-        work = asyncio.ensure_future(embedder.embed(asked.inputs))
-        found = await unless_left(work, request.receive, work.cancel)
-        return JsonResponse(embedding_object(asked, found, settings.name))
+        work = asyncio.ensure_future(embedder.embed(checked.inputs))
+        vectors = await unless_disconnected(work, request.receive, work.cancel)
+        return JsonResponse(embedding_object(checked, vectors, settings.name))
 
     async def health(request: Request) -> Response:
         state = _health(service, in_full=has_key(request.scope, settings.api_key))
@@ -204,18 +204,18 @@ async def _generated(
     request: Request,
     service: Service,
     body: GenerationBody,
-    asked: CheckedCall,
+    call: CheckedCall,
     choices: ChatChoices | CompletionChoices,
-    envelope: Envelope,
+    builder: ResponseBuilder,
 ) -> Response:
     """The answer to requests of the batch, whole or as a stream; they are cancelled when the client disconnects."""
     record = _record(request)
     inbox = Inbox(
-        len(asked.requests),
-        keep_tokens=asked.top_logprobs is not None,
+        len(call.requests),
+        keep_tokens=call.top_logprobs is not None,
         watch=service.metrics.watch(),
     )
-    submission = Submission(service.batch, asked.requests, inbox)
+    submission = Submission(service.batch, call.requests, inbox)
 
     def over(stayed: bool) -> None:
         submission.cancel()
@@ -223,40 +223,40 @@ async def _generated(
         record.finished = submission.ends()
 
     if not body.stream:
-        work = asyncio.ensure_future(whole(submission, envelope, choices))
+        work = asyncio.ensure_future(whole(submission, builder, choices))
         try:
-            return JsonResponse(await unless_left(work, request.receive, submission.cancel))
+            return JsonResponse(await unless_disconnected(work, request.receive, submission.cancel))
         finally:
             over(True)
 
-    async def noted() -> AsyncIterator[bytes]:
-        async for frame in frames(submission, envelope, choices):
+    async def recorded_frames() -> AsyncIterator[bytes]:
+        async for frame in frames(submission, builder, choices):
             yield frame
         record.error = submission.error
 
     settings = service.settings
     return EventStream(
-        noted(), over, heartbeat_seconds=settings.heartbeat_seconds, stall_seconds=settings.stall_seconds
+        recorded_frames(), over, heartbeat_seconds=settings.heartbeat_seconds, stall_seconds=settings.stall_seconds
     )
 
 
-def _page_file(name: str, kind: str) -> Callable[[Request], Awaitable[Response]]:
+def _page_file(name: str, media_type: str) -> Callable[[Request], Awaitable[Response]]:
     body = resources.files("rabbitllm.server").joinpath("static", name).read_bytes()
     tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
     headers = {**PAGE_HEADERS, "etag": tag}
 
     async def answer(request: Request) -> Response:
-        known = {one.strip().removeprefix("W/") for one in request.headers.get("if-none-match", "").split(",")}
-        if known & {tag, "*"}:
+        etags = {etag.strip().removeprefix("W/") for etag in request.headers.get("if-none-match", "").split(",")}
+        if etags & {tag, "*"}:
             return Response(status_code=304, headers=headers)
-        return Response(body, headers=headers, media_type=kind)
+        return Response(body, headers=headers, media_type=media_type)
 
     return answer
 
 
 def _record(request: Request) -> Record:
-    found: Record = request.scope[SCOPE_KEY]
-    return found
+    record: Record = request.scope[SCOPE_KEY]
+    return record
 
 
 def _model(service: Service) -> dict[str, Any]:

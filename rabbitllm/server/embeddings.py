@@ -23,7 +23,7 @@ from rabbitllm.generation.request import ModelLimits
 from rabbitllm.generation.scoring.micro_batches import TextLayout
 from rabbitllm.generation.scoring.score import layout_of
 from rabbitllm.server.api_error import bad
-from rabbitllm.server.requests import listed, token_ids
+from rabbitllm.server.requests import list_prompts, token_ids
 from rabbitllm.server.schemas import Embedding
 from rabbitllm.telemetry.passes import PassInput
 
@@ -117,13 +117,13 @@ class Embedder:
 
     async def embed(self, inputs: Sequence[Sequence[int]]) -> list[list[float]]:
         """A vector for each input; cancellation when the client disconnects takes effect between two passes."""
-        found: list[list[float]] = [[]] * len(inputs)
+        embeddings: list[list[float]] = [[]] * len(inputs)
         async with self._lock:
             for group in groups([len(ids) for ids in inputs], pads=self._pads):
                 vectors = await asyncio.to_thread(self.vectors, [inputs[index] for index in group])
                 for index, vector in zip(group, vectors, strict=True):
-                    found[index] = vector
-        return found
+                    embeddings[index] = vector
+        return embeddings
 
     def vectors(self, inputs: Sequence[Sequence[int]]) -> list[list[float]]:
         """The vectors of some inputs, float32, all in one pass.
@@ -139,7 +139,7 @@ class Embedder:
             row[: len(ids)] = torch.tensor(list(ids))
         with self._model.joint_pass(PassInput(len(inputs), longest, None, None)):
             states = self._model.base_model(input_ids=tokens.to(self._model.device), use_cache=False).last_hidden_state
-        return [self._pooled(of_one[: len(ids)].float()) for of_one, ids in zip(states, inputs, strict=True)]
+        return [self._pooled(hidden[: len(ids)].float()) for hidden, ids in zip(states, inputs, strict=True)]
 
     def _pooled(self, states: torch.Tensor) -> list[float]:
         pooled = {"last": states[-1], "cls": states[0], "mean": states.mean(dim=0)}[self._recipe.pooling]
@@ -158,14 +158,14 @@ def groups(lengths: Sequence[int], *, pads: bool = True) -> list[list[int]]:
     Returns:
         Indices of inputs, each in one group.
     """
-    found: list[list[int]] = []
+    passes: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        longest = lengths[found[-1][0]] if found else None
-        if longest and longest * (len(found[-1]) + 1) <= MAX_TOKENS and (pads or lengths[index] == longest):
-            found[-1].append(index)
+        longest = lengths[passes[-1][0]] if passes else None
+        if longest and longest * (len(passes[-1]) + 1) <= MAX_TOKENS and (pads or lengths[index] == longest):
+            passes[-1].append(index)
         else:
-            found.append([index])
-    return found
+            passes.append([index])
+    return passes
 
 
 def checked_embedding(
@@ -187,16 +187,16 @@ def checked_embedding(
     Raises:
         APIError: no input, too many or too long inputs, or more dimensions than the model has.
     """
-    given = listed(body.input)
-    if not given:
+    entries = list_prompts(body.input)
+    if not entries:
         raise bad("The input is empty.", "input")
-    if max_inputs is not None and len(given) > max_inputs:
-        raise bad(f"There are {len(given):,} inputs; expected at most {max_inputs:,}.", "input")
+    if max_inputs is not None and len(entries) > max_inputs:
+        raise bad(f"There are {len(entries):,} inputs; expected at most {max_inputs:,}.", "input")
     if body.dimensions is not None and body.dimensions > width:
         raise bad(f"dimensions is {body.dimensions:,}; this model's vectors have {width:,}.", "dimensions")
     inputs = []
-    for one in given:
-        ids = token_ids(one, tokenizer, limits, "input")
+    for entry in entries:
+        ids = token_ids(entry, tokenizer, limits, "input")
         try:
             limits.check_ids(ids, "An input")
         except OptionError as error:
@@ -211,18 +211,18 @@ def checked_embedding(
     return CheckedEmbedding(tuple(inputs), body.encoding_format == "base64", body.dimensions)
 
 
-def embedding_object(asked: CheckedEmbedding, vectors: Sequence[Sequence[float]], name: str) -> dict[str, Any]:
+def embedding_object(call: CheckedEmbedding, vectors: Sequence[Sequence[float]], name: str) -> dict[str, Any]:
     """The response object of OpenAI's interface."""
 
     def encode(vector: Sequence[float]) -> Any:
-        return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if asked.as_base64 else list(vector)
+        return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if call.as_base64 else list(vector)
 
-    tokens = sum(map(len, asked.inputs))
+    tokens = sum(map(len, call.inputs))
     return {
         "object": "list",
         "data": [
-            {"object": "embedding", "index": at, "embedding": encode(_cut(vector, asked.dimensions))}
-            for at, vector in enumerate(vectors)
+            {"object": "embedding", "index": index, "embedding": encode(_cut(vector, call.dimensions))}
+            for index, vector in enumerate(vectors)
         ],
         "model": name,
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},

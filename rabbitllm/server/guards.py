@@ -35,6 +35,7 @@ from rabbitllm.server.metrics import Metrics
 from rabbitllm.server.streaming import text_of
 
 logger = logging.getLogger("rabbitllm.server.requests")
+errors = logging.getLogger(__name__)
 
 SCOPE_KEY = "rabbitllm.record"
 """Key of a request's record in its ASGI scope."""
@@ -76,24 +77,24 @@ class Record:
         return ", ".join(parts) + f" [{self.id}]"
 
     def _generated(self) -> list[str]:
-        prompt, kept = (sum(getattr(one, name) for one in self.finished) for name in ("prompt_tokens", "kept_tokens"))
-        new = sum(len(one.tokens) for one in self.finished)
-        parts = [f"{prompt:,} + {counted(new, 'token')}" + (f" ({kept:,} kept)" if kept else "")]
-        firsts = [one.first_seconds for one in self.finished if one.first_seconds is not None]
+        prompt, cached = (
+            sum(getattr(result, name) for result in self.finished) for name in ("prompt_tokens", "kept_tokens")
+        )
+        new = sum(len(result.tokens) for result in self.finished)
+        parts = [f"{prompt:,} + {counted(new, 'token')}" + (f" ({cached:,} kept)" if cached else "")]
+        firsts = [result.first_seconds for result in self.finished if result.first_seconds is not None]
         if firsts:
             parts.append(f"first after {min(firsts):.2f} s")
-            after = max(one.seconds for one in self.finished) - min(firsts)
-            if new > len(firsts) and after > 0:
-                parts.append(f"then {(new - len(firsts)) / after:.1f} tokens/s")
+            decode_seconds = max(result.seconds for result in self.finished) - min(firsts)
+            if new > len(firsts) and decode_seconds > 0:
+                parts.append(f"then {(new - len(firsts)) / decode_seconds:.1f} tokens/s")
         return parts
 
 
-def request_id(given: str | None) -> str:
+def request_id(header: str | None) -> str:
     """The caller's id if it is a plain word, else a new one."""
-    return given if given is not None and _ID.fullmatch(given) else uuid.uuid4().hex[:20]
+    return header if header is not None and _ID.fullmatch(header) else uuid.uuid4().hex[:20]
 
-
-errors = logging.getLogger(__name__)
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/health", "/metrics", "/")
 QUIET = ("/health", "/metrics", "/status")
@@ -182,9 +183,9 @@ class RequestLog:
 
 def no_such_path(path: str) -> APIError:
     """The error for a path that other servers have; it names those that are here."""
-    paths = [known for known in ENDPOINTS if known.startswith("/v1/")]
-    here = f"{', '.join(paths[:-1])} and {paths[-1]}"
-    return APIError(NOT_FOUND, f"There is no {harmless(path, 80)} here. This server has {here}.", code="not_found")
+    paths = [endpoint for endpoint in ENDPOINTS if endpoint.startswith("/v1/")]
+    names = f"{', '.join(paths[:-1])} and {paths[-1]}"
+    return APIError(NOT_FOUND, f"There is no {harmless(path, 80)} here. This server has {names}.", code="not_found")
 
 
 def api_error_of(error: Exception) -> APIError:
@@ -271,9 +272,9 @@ def is_address(name: str) -> bool:
 
 def has_key(scope: Scope, api_key: str | None) -> bool:
     """Whether a request has the API key, which is compared in constant time; True where there is none."""
-    kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+    scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
     return not api_key or (
-        kind.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), api_key.encode())
+        scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), api_key.encode())
     )
 
 

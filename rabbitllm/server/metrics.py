@@ -83,12 +83,12 @@ class Counts:
         with self._lock:
             self._counts[values] = self._counts.get(values, 0) + amount
 
-    def family(self, name: str, text: str, kind: str = "counter") -> Family:
+    def family(self, name: str, text: str, metric_type: str = "counter") -> Family:
         """The counters as a family."""
         with self._lock:
             counts = dict(self._counts)
         samples = [("", dict(zip(self._labels, values, strict=True)), count) for values, count in counts.items()]
-        return Family(name, kind, text, samples)
+        return Family(name, metric_type, text, samples)
 
 
 class Histogram:
@@ -140,17 +140,17 @@ class Metrics:
 
     def watch(self) -> Callable[[int, Event, float], None]:
         """A function that times the tokens of one answer's requests; called in the batch's thread."""
-        start, before = time.perf_counter(), dict[int, float]()
+        start, last_times = time.perf_counter(), dict[int, float]()
 
         def note(choice: int, event: Event, now: float) -> None:
             if not isinstance(event, Delta):
                 self.whole.observe(now - start)
             elif event.tokens:
-                if choice in before:
-                    self.between.observe((now - before[choice]) / len(event.tokens), len(event.tokens))
+                if choice in last_times:
+                    self.between.observe((now - last_times[choice]) / len(event.tokens), len(event.tokens))
                 else:
                     self.first.observe(now - start)
-                before[choice] = now
+                last_times[choice] = now
 
         return note
 
@@ -171,11 +171,11 @@ class Metrics:
             self.first.family("rabbitllm_time_to_first_token_seconds", "Time from a request to its first token."),
             self.between.family("rabbitllm_time_between_tokens_seconds", "Time between two tokens of an answer."),
             self.whole.family("rabbitllm_request_seconds", "Time from a request to the end of its answer."),
-            *_of_the_batch(stats),
+            *_batch_families(stats),
         ]
 
 
-def _of_the_batch(stats: BatchStats) -> list[Family]:
+def _batch_families(stats: BatchStats) -> list[Family]:
     ended = [("", {"reason": reason}, float(count)) for reason, count in stats.ended.items()]
     return [
         gauge("rabbitllm_running", "Running requests.", stats.running),

@@ -65,9 +65,9 @@ class AnswerFormat:
         """The format of a model, from its chat template and its vocabulary."""
         tokens = template.tokenizer.get_added_vocab()
         special = {name: token for token, name in special_tokens(template.tokenizer).items()}
-        known = "\n".join([*template.sources, *tokens])
-        pairs = tuple(pair for pair in PAIRS if pair == USUAL or pair[1] in known)
-        has_channels = CHANNEL in known and MESSAGE in known
+        sources = "\n".join([*template.sources, *tokens])
+        pairs = tuple(pair for pair in PAIRS if pair == USUAL or pair[1] in sources)
+        has_channels = CHANNEL in sources and MESSAGE in sources
         marks = [mark for pair in pairs for mark in pair] + [*(_SHOWN_OF_CHANNELS if has_channels else ())]
         shown = {token for name, token in special.items() if name.strip() and any(name in mark for mark in marks)}
         with_tools = {token for name, token in special.items() if name in SPECIAL}
@@ -129,8 +129,8 @@ class AnswerReader:
         if self._calls is None:
             return AnswerPiece(reasoning, answer, calls)
         answer = self._calls.feed(answer)
-        rest, more = self._calls.end()
-        return AnswerPiece(reasoning, answer + rest, (*calls, *more))
+        rest, last_calls = self._calls.end()
+        return AnswerPiece(reasoning, answer + rest, (*calls, *last_calls))
 
 
 class _Marks:
@@ -152,11 +152,11 @@ class _Marks:
         reasoning = ""
         while not self._is_over:
             if self._closing is not None:
-                at = self._pending.find(self._closing)
-                if at < 0:
+                position = self._pending.find(self._closing)
+                if position < 0:
                     certain = len(self._pending) - begun(self._pending, (self._closing,))
-                    return reasoning + self._reasoned(len(self._pending[:certain].rstrip("\n"))), ""
-                reasoning += self._reasoned(len(self._pending[:at].rstrip("\n")))
+                    return reasoning + self._take_reasoning(len(self._pending[:certain].rstrip("\n"))), ""
+                reasoning += self._take_reasoning(len(self._pending[:position].rstrip("\n")))
                 self._pending = self._pending.lstrip("\n").removeprefix(self._closing)
                 self._closing, self._has_reasoned = None, True
             lead = self._pending.lstrip()
@@ -178,7 +178,7 @@ class _Marks:
             return rest.strip("\n") if self._begins else rest.rstrip("\n"), ""
         return "", rest.lstrip("\n") if self._has_reasoned and not self._is_over else rest
 
-    def _reasoned(self, length: int) -> str:
+    def _take_reasoning(self, length: int) -> str:
         text, self._pending = self._pending[:length], self._pending[length:]
         if self._begins:
             text = text.lstrip("\n")
@@ -206,30 +206,30 @@ class _Channels:
     def feed(self, text: str) -> tuple[str, str]:
         self._pending += text
         while True:
-            places = [(at, mark) for mark in CHANNEL_MARKS if (at := self._pending.find(mark)) >= 0]
-            if not places:
+            positions = [(position, mark) for mark in CHANNEL_MARKS if (position := self._pending.find(mark)) >= 0]
+            if not positions:
                 break
-            at, mark = min(places)
-            self._put(self._pending[:at])
-            self._pending = self._pending[at + len(mark) :]
-            self._turn(mark)
+            position, mark = min(positions)
+            self._add(self._pending[:position])
+            self._pending = self._pending[position + len(mark) :]
+            self._handle_mark(mark)
         certain = len(self._pending) - begun(self._pending, CHANNEL_MARKS)
-        self._put(self._pending[:certain])
+        self._add(self._pending[:certain])
         self._pending = self._pending[certain:]
-        return self._taken()
+        return self._take_output()
 
     def end(self) -> tuple[str, str]:
-        self._put(self._pending)
+        self._add(self._pending)
         self._pending = ""
-        self._turn(END)
-        return self._taken()
+        self._handle_mark(END)
+        return self._take_output()
 
-    def _taken(self) -> tuple[str, str]:
-        made = self._reasoning, self._answer
+    def _take_output(self) -> tuple[str, str]:
+        pieces = self._reasoning, self._answer
         self._reasoning = self._answer = ""
-        return made
+        return pieces
 
-    def _turn(self, mark: str) -> None:
+    def _handle_mark(self, mark: str) -> None:
         """Go on behind a mark."""
         if mark == CHANNEL and self._header is not None:
             self._header += " " + CHANNEL
@@ -250,7 +250,7 @@ class _Channels:
     def _is_reasoning(self) -> bool:
         return self._body is not None and self._body != _FINAL and self._tool is None
 
-    def _put(self, text: str) -> None:
+    def _add(self, text: str) -> None:
         if self._header is not None:
             self._header += text
         elif self._tool is not None:

@@ -57,14 +57,14 @@ class CheckedCall:
     tail: str = ""
 
 
-def _new_tokens(prompt: Prompt, wanted: int | None, limits: ModelLimits, settings: Settings, param: str) -> int:
-    """The limit of new tokens after a prompt; `wanted` is the request's own, `param` its field with the prompt."""
+def _new_tokens(prompt: Prompt, max_tokens: int | None, limits: ModelLimits, settings: Settings, param: str) -> int:
+    """The limit of new tokens after a prompt; `max_tokens` is the request's own, `param` its field with the prompt."""
     try:
         limits.check_ids(prompt.ids)
     except OptionError as error:
         raise bad(error.problem, param) from None
     try:
-        return limits.new_tokens(len(prompt.ids), wanted, settings.max_new_tokens)
+        return limits.new_tokens(len(prompt.ids), max_tokens, settings.max_new_tokens)
     except OptionError as error:
         raise bad(error.problem, param, "context_length_exceeded") from None
 
@@ -85,8 +85,8 @@ def _requests_of(
     top_k = None if body.top_k is None else max(body.top_k, 0)
     sampling = Sampling(temperature, top_p if temperature else None, body.seed, top_k)
     return tuple(
-        Request(prompt.ids, most, sampling.nth(number), stops, top_logprobs, settings.seconds, prompt.media)
-        for number, (prompt, most) in enumerate(pair for pair in prompts for _ in range(count))
+        Request(prompt.ids, max_new_tokens, sampling.nth(index), stops, top_logprobs, settings.seconds, prompt.media)
+        for index, (prompt, max_new_tokens) in enumerate(pair for pair in prompts for _ in range(count))
     )
 
 
@@ -109,9 +109,9 @@ def checked_chat(
         prompt = template.prompt(messages, [tool.model_dump(exclude_none=True) for tool in tools], **variables)
     except PROMPT_ERRORS as error:
         raise prompt_error(error) from error
-    wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    wanted = None if wanted == NO_LIMIT else wanted
-    new_tokens = _new_tokens(prompt, wanted, limits, settings, "messages")
+    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    max_tokens = None if max_tokens == NO_LIMIT else max_tokens
+    new_tokens = _new_tokens(prompt, max_tokens, limits, settings, "messages")
     requests = _requests_of(body, [(prompt, new_tokens)], (*body.stops, *template.stops), top_logprobs, settings)
     shown = form.shown | form.shown_with_tools if tools else form.shown
     requests = tuple(replace(request, shown=shown) for request in requests)
@@ -148,36 +148,36 @@ def _variables(body: ChatBody, template: ChatTemplate, *, with_tools: bool) -> d
     named = body.chat_template_kwargs or {}
     for name, value in named.items():
         if name not in settable and value is not None:
-            known = f" It reads {', '.join(sorted(settable))}." if settable else ""
+            hint = f" It reads {', '.join(sorted(settable))}." if settable else ""
             raise unsupported(
-                f"chat_template_kwargs: {harmless(name, 60)} is no variable of this model's chat template.{known}",
+                f"chat_template_kwargs: {harmless(name, 60)} is no variable of this model's chat template.{hint}",
                 "chat_template_kwargs",
             )
     form = body.response_format.model_dump(exclude_none=True) if body.response_format is not None else {"type": "text"}
-    asked = {"response_format": form if form["type"] != "text" else None, "reasoning_effort": body.reasoning_effort}
-    for name, value in asked.items():
+    fields = {"response_format": form if form["type"] != "text" else None, "reasoning_effort": body.reasoning_effort}
+    for name, value in fields.items():
         if value is not None and name not in settable:
             raise unsupported(f"{name} is not supported: this model's chat template does not use it.", name)
-    return {name: value for name, value in {**named, **asked}.items() if value is not None}
+    return {name: value for name, value in {**named, **fields}.items() if value is not None}
 
 
 def _messages(messages: list[Message], template: ChatTemplate, settings: Settings) -> list[dict[str, Any]]:
     """Messages in the form that chat templates expect."""
-    found = []
-    for number, message in enumerate(messages):
-        where = f"messages.{number}"
+    converted = []
+    for index, message in enumerate(messages):
+        where = f"messages.{index}"
         role = message.role
         if role == "developer" and not template.reads("developer"):
             role = "system"
-        made: dict[str, Any] = {"role": role, "content": _content(message, where, settings)}
-        made |= message.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
-        made |= _reasoning(message, template, where)
+        entry: dict[str, Any] = {"role": role, "content": _content(message, where, settings)}
+        entry |= message.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
+        entry |= _reasoning(message, template, where)
         if message.tool_calls:
             if role != "assistant":
                 raise bad(f"{where} is of {role}; only an assistant can call tools.", f"{where}.tool_calls")
             if not template.reads("tool_calls", with_tools=True):
                 raise unsupported("This model's chat template does not support tool calls.", f"{where}.tool_calls")
-            made["tool_calls"] = [
+            entry["tool_calls"] = [
                 {
                     "id": call.id,
                     "type": "function",
@@ -185,8 +185,8 @@ def _messages(messages: list[Message], template: ChatTemplate, settings: Setting
                 }
                 for call in message.tool_calls
             ]
-        found.append(made)
-    return found
+        converted.append(entry)
+    return converted
 
 
 def _reasoning(message: Message, template: ChatTemplate, where: str) -> dict[str, str]:
@@ -206,42 +206,42 @@ def _content(message: Message, where: str, settings: Settings) -> str | list[Map
     if isinstance(message.content, str):
         return message.content
     parts = []
-    for number, part in enumerate(message.content):
-        at = f"{where}.content.{number}"
-        others = [name for name in sorted(ContentPart.model_fields.keys() - {"type", part.type}) if getattr(part, name)]
-        if others:
-            raise unsupported(f"{at} is of type {harmless(part.type, 40)} and has {others[0]}; omit it.", at)
+    for index, part in enumerate(message.content):
+        path = f"{where}.content.{index}"
+        extra = [name for name in sorted(ContentPart.model_fields.keys() - {"type", part.type}) if getattr(part, name)]
+        if extra:
+            raise unsupported(f"{path} is of type {harmless(part.type, 40)} and has {extra[0]}; omit it.", path)
         try:
-            media = openai_part(part.model_dump(exclude_none=True), at, settings.media_folder)
+            media = openai_part(part.model_dump(exclude_none=True), path, settings.media_folder)
         except MediaError as error:
-            raise bad(error.problem, at, BAD_MEDIA) from error
+            raise bad(error.problem, path, BAD_MEDIA) from error
         if media is not None and message.role not in ("user", "tool"):
-            raise bad(f"{where} is of {message.role}; only a user can send pictures and sounds.", at, UNSUPPORTED)
-        parts.append(media or {"type": "text", "text": _text(part, at)})
+            raise bad(f"{where} is of {message.role}; only a user can send pictures and sounds.", path, UNSUPPORTED)
+        parts.append(media or {"type": "text", "text": _text(part, path)})
     return text_of_parts(parts)
 
 
 def _text(part: ContentPart, where: str) -> str:
     if part.type not in ("text", "refusal"):
-        wanted = "text, image_url and input_audio are supported"
-        raise bad(f"{where} is of type {part.type[:40]}; {wanted}.", where, UNSUPPORTED)
+        supported = "text, image_url and input_audio are supported"
+        raise bad(f"{where} is of type {part.type[:40]}; {supported}.", where, UNSUPPORTED)
     text = part.text if part.type == "text" else part.refusal
     if not isinstance(text, str):
         raise bad(f"{where} has no text.", where)
     return text
 
 
-def _arguments(given: str | dict[str, Any] | None) -> Any:
+def _arguments(arguments: str | dict[str, Any] | None) -> Any:
     """Arguments as a dict, which templates expect; unchanged if they are not a JSON object."""
-    if isinstance(given, dict):
-        return given
-    if given is None or not given.strip():  # a call without arguments
+    if isinstance(arguments, dict):
+        return arguments
+    if arguments is None or not arguments.strip():  # a call without arguments
         return {}
     try:
-        value = json.loads(given)
+        value = json.loads(arguments)
     except (ValueError, RecursionError):
-        return given
-    return value if isinstance(value, dict) else given
+        return arguments
+    return value if isinstance(value, dict) else arguments
 
 
 def _types(parameters: dict[str, Any] | None) -> dict[str, str]:
@@ -253,11 +253,13 @@ def _types(parameters: dict[str, Any] | None) -> dict[str, str]:
 
 def _type(schema: dict[str, Any]) -> str:
     """The type of a parameter; of several, as of an optional one, "string" if it is among them."""
-    several = (schema.get(word) for word in ("anyOf", "oneOf"))
-    branches = [schema, *(one for listed in several if isinstance(listed, list) for one in listed)]
-    given = [one.get("type") for one in branches if isinstance(one, dict)]
-    kinds = [kind for one in given for kind in (one if isinstance(one, list) else [one]) if isinstance(kind, str)]
-    return "string" if "string" in kinds else next(iter(kinds), "")
+    unions = (schema.get(word) for word in ("anyOf", "oneOf"))
+    branches = [schema, *(branch for union in unions if isinstance(union, list) for branch in union)]
+    declared = [branch.get("type") for branch in branches if isinstance(branch, dict)]
+    names = [
+        name for item in declared for name in (item if isinstance(item, list) else [item]) if isinstance(name, str)
+    ]
+    return "string" if "string" in names else next(iter(names), "")
 
 
 def checked_completion(
@@ -275,31 +277,31 @@ def checked_completion(
         raise unsupported("best_of is not supported; omit it, or set it to n.", "best_of")
     if body.echo and body.logprobs is not None:
         raise unsupported("echo with logprobs is not supported; omit one of them.", "echo")
-    given = listed(body.prompt)
-    if not given:
+    entries = list_prompts(body.prompt)
+    if not entries:
         raise bad("There is no prompt.", "prompt")
-    if len(given) * (body.n or 1) > MAX_CHOICES:  # before any of them becomes tokens
-        raise bad(f"{len(given)} prompts with n={body.n or 1} are more than {MAX_CHOICES} choices.", "prompt")
-    prompts = [Prompt(tuple(token_ids(one, tokenizer, limits, "prompt"))) for one in given]
-    wanted = body.max_tokens if body.max_tokens is not None else settings.completion_new_tokens
-    wanted = settings.max_new_tokens if wanted == NO_LIMIT else wanted
+    if len(entries) * (body.n or 1) > MAX_CHOICES:  # before any of them becomes tokens
+        raise bad(f"{len(entries)} prompts with n={body.n or 1} are more than {MAX_CHOICES} choices.", "prompt")
+    prompts = [Prompt(tuple(token_ids(entry, tokenizer, limits, "prompt"))) for entry in entries]
+    max_tokens = body.max_tokens if body.max_tokens is not None else settings.completion_new_tokens
+    max_tokens = settings.max_new_tokens if max_tokens == NO_LIMIT else max_tokens
     if body.max_tokens in (None, NO_LIMIT) and limits.context is not None:
-        wanted = min(wanted, max(limits.context - max(len(prompt.ids) for prompt in prompts), 1))
-    pairs = [(prompt, _new_tokens(prompt, wanted, limits, settings, "prompt")) for prompt in prompts]
+        max_tokens = min(max_tokens, max(limits.context - max(len(prompt.ids) for prompt in prompts), 1))
+    pairs = [(prompt, _new_tokens(prompt, max_tokens, limits, settings, "prompt")) for prompt in prompts]
     requests = _requests_of(body, pairs, body.stops, body.logprobs, settings)
     echoes: tuple[str, ...] = ()
     if body.echo:
-        texts = [one if isinstance(one, str) else str(tokenizer.decode(one)) for one in given]
+        texts = [entry if isinstance(entry, str) else str(tokenizer.decode(entry)) for entry in entries]
         echoes = tuple(text for text in texts for _ in range(body.n or 1))
     return CheckedCall(requests, body.logprobs, echoes=echoes)
 
 
-def listed(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
-    """Each prompt by itself, as text or as ids."""
+def list_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    """Each prompt, as text or as ids."""
     if isinstance(prompt, str):
         return [prompt]
-    ids = [one for one in prompt if isinstance(one, int)]
-    return [ids] if ids else [one for one in prompt if not isinstance(one, int)]
+    ids = [entry for entry in prompt if isinstance(entry, int)]
+    return [ids] if ids else [entry for entry in prompt if not isinstance(entry, int)]
 
 
 def token_ids(

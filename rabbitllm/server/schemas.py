@@ -80,10 +80,10 @@ class GenerationBody(_Strict):
         Raises:
             APIError: too many.
         """
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(given) > MAX_STOPS:
-            raise bad(f"stop has {len(given)} texts; expected at most {MAX_STOPS}.", "stop")
-        return tuple(dict.fromkeys(text for text in given if text))
+        texts = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(texts) > MAX_STOPS:
+            raise bad(f"stop has {len(texts)} texts; expected at most {MAX_STOPS}.", "stop")
+        return tuple(dict.fromkeys(text for text in texts if text))
 
     @property
     def include_usage(self) -> bool:
@@ -199,7 +199,7 @@ class Embedding(_Strict):
     dimensions: Whole | None = Field(None, ge=1)
 
 
-def parsed(kind: type[_Parsed], body: Any) -> _Parsed:
+def parsed(schema: type[_Parsed], body: Any) -> _Parsed:
     """A body as one of these schemas.
 
     Raises:
@@ -208,22 +208,22 @@ def parsed(kind: type[_Parsed], body: Any) -> _Parsed:
     if not isinstance(body, dict):
         raise bad("The request body is not a JSON object.")
     try:
-        made = kind.model_validate(body)
+        checked = schema.model_validate(body)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_input=False, include_context=False)
-        where = _field(found[0]["loc"])
-        same = [one["msg"] for one in found if _field(one["loc"]) == where]
-        problems = "; or ".join(dict.fromkeys(text[:1].lower() + text[1:] for text in same[:4]))
+        details = error.errors(include_url=False, include_input=False, include_context=False)
+        where = _field(details[0]["loc"])
+        messages = [detail["msg"] for detail in details if _field(detail["loc"]) == where]
+        problems = "; or ".join(dict.fromkeys(text[:1].lower() + text[1:] for text in messages[:4]))
         raise bad(f"{where or 'The body'}: {problems}.", where or None) from None
-    _refuse_unknown(made, "")
-    return made
+    _refuse_unknown(checked, "")
+    return checked
 
 
 def _field(location: tuple[int | str, ...]) -> str:
     """`messages.0.content`, without the names of the types that pydantic tried."""
     types = {"str", "int", "float", "bool", "dict", "list"}
-    kept = [str(part) for part in location if isinstance(part, int) or (part.isidentifier() and part not in types)]
-    return ".".join(kept)[:200]
+    names = [str(part) for part in location if isinstance(part, int) or (part.isidentifier() and part not in types)]
+    return ".".join(names)[:200]
 
 
 def _refuse_unknown(value: Any, where: str) -> None:
@@ -233,18 +233,18 @@ def _refuse_unknown(value: Any, where: str) -> None:
         APIError: there is one; the message names fields that are near.
     """
     if isinstance(value, list):
-        for number, item in enumerate(value):
+        for index, item in enumerate(value):
             if isinstance(item, BaseModel):
-                _refuse_unknown(item, f"{where}.{number}")
+                _refuse_unknown(item, f"{where}.{index}")
     if not isinstance(value, _Strict) or (
         isinstance(value, ContentPart) and value.type not in type(value).model_fields
     ):
         return  # such a part is refused for its type
-    known = {name for kind in type(value).__mro__ for name in HARMLESS.get(kind, ())}
+    allowed = {name for schema in type(value).__mro__ for name in HARMLESS.get(schema, ())}
     if isinstance(value, GenerationBody):
-        known |= NEUTRAL.keys()
+        allowed |= NEUTRAL.keys()
     for name, content in (value.model_extra or {}).items():
-        if content is None or name in known or _is_one_of(content, _NEUTRAL_IN.get((type(value), name), ())):
+        if content is None or name in allowed or _is_one_of(content, _NEUTRAL_IN.get((type(value), name), ())):
             continue
         fields = [name for name in type(value).model_fields if name != "type"]
         near = difflib.get_close_matches(name[:MAX_NAME], fields)
@@ -261,7 +261,7 @@ def _refuse_unknown(value: Any, where: str) -> None:
 
 def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
     """Whether a value is one of these; true is not 1."""
-    return any(value == each and (value is each or bool not in (type(value), type(each))) for each in neutral)
+    return any(value == option and (value is option or bool not in (type(value), type(option))) for option in neutral)
 
 
 HARMLESS: Mapping[type, tuple[str, ...]] = {
@@ -366,8 +366,8 @@ def refuse_unsupported(body: GenerationBody, of_the_model: Mapping[str, float]) 
     for name, value in (body.model_extra or {}).items():
         if name not in NEUTRAL or value is None:
             continue
-        own = _SAME.get(name, name)
-        kept = (of_the_model[own],) if own in of_the_model else NEUTRAL[name]
-        if not _is_one_of(value, kept):
-            what = f" or use {' or '.join(map(repr, kept))}" if kept else ""
-            raise unsupported(f"{name} is not supported; omit it{what}.", name)
+        option = _SAME.get(name, name)
+        allowed = (of_the_model[option],) if option in of_the_model else NEUTRAL[name]
+        if not _is_one_of(value, allowed):
+            hint = f" or use {' or '.join(map(repr, allowed))}" if allowed else ""
+            raise unsupported(f"{name} is not supported; omit it{hint}.", name)

@@ -43,6 +43,8 @@ from rabbitllm.server.settings import Settings, address_of, is_local, listen
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
 
+logger = logging.getLogger(__name__)
+
 # uvicorn itself limits the head's bytes and the time between two requests, but not the time for the first head or half
 # a head. Only the kernel detects a peer that vanished without closing the connection.
 
@@ -97,8 +99,8 @@ class Connection(H11Protocol):
 
     def _check(self) -> None:
         now = time.monotonic()
-        before, self._unsent = self._unsent, self.transport.get_write_buffer_size()
-        if (self.cycle is not None and not self.cycle.response_complete) or self._unsent < before:
+        previous_unsent, self._unsent = self._unsent, self.transport.get_write_buffer_size()
+        if (self.cycle is not None and not self.cycle.response_complete) or self._unsent < previous_unsent:
             self._waits_since = now
         if now - self._waits_since >= self.head_seconds:
             self.transport.abort()
@@ -133,8 +135,6 @@ async def trim_periodically() -> None:
         await asyncio.sleep(TRIM_SECONDS)
         await asyncio.to_thread(trim)
 
-
-logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 5.0
 """Seconds for clients to read their answers after the batch has ended."""
@@ -190,22 +190,22 @@ class Server(uvicorn.Server):
             if hang_up is None or not is_main or signal.getsignal(hang_up) is signal.SIG_IGN:
                 yield
                 return
-            before = signal.signal(hang_up, self.handle_exit)
+            previous_handler = signal.signal(hang_up, self.handle_exit)
             try:
                 yield
             finally:
-                signal.signal(hang_up, before)
+                signal.signal(hang_up, previous_handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal: the first ends the server, the second ends it at once."""
-        again = self._service.is_closing
-        if again and sig == getattr(signal, "SIGHUP", None):
+        is_second = self._service.is_closing
+        if is_second and sig == getattr(signal, "SIGHUP", None):
             return
-        self.end(now=again)
-        if again:  # a pass cannot be interrupted, and may take minutes
-            last = threading.Timer(FORCED_SECONDS, os._exit, (FORCED,))
-            last.daemon = True
-            last.start()
+        self.end(now=is_second)
+        if is_second:  # a pass cannot be interrupted, and may take minutes
+            exit_timer = threading.Timer(FORCED_SECONDS, os._exit, (FORCED,))
+            exit_timer.daemon = True
+            exit_timer.start()
 
     def end(self, *, now: bool = False) -> None:
         """Refuse new requests, finish running ones, and return from `serve`; safe to call from any thread.
@@ -228,10 +228,10 @@ class Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         while not self.force_exit and sockets:
             try:
-                made, _ = sockets[0].accept()
+                accepted, _ = sockets[0].accept()
             except OSError:
                 break
-            await loop.connect_accepted_socket(lambda: Connection(self.config, self.server_state, {}), made)
+            await loop.connect_accepted_socket(lambda: Connection(self.config, self.server_state, {}), accepted)
         await super().shutdown(sockets)
 
     def _close(self, grace: float | None) -> None:
@@ -289,8 +289,8 @@ def put_greeting(
     settings, stats = service.settings, service.batch.stats
     put(console, Text(f"{harmless(settings.name)} at {address}", "bold green"))
     if split is not None:
-        before, folder = split
-        put_fact(console, "split", f"{'existed' if before else 'made'}, in {harmless(str(folder))}")
+        existed, folder = split
+        put_fact(console, "split", f"{'existed' if existed else 'made'}, in {harmless(str(folder))}")
     put_fact(console, "weights", _weights(service.model))
     put_fact(console, "requests", _requests(stats))
     put_fact(console, "embeddings", "yes" if service.embedder is not None else f"no, {NO_RECIPE}")
@@ -306,10 +306,10 @@ def put_greeting(
 def _weights(model: StreamedModel) -> str:
     """`in RAM: 0.35 GiB; disk, read for each pass: 3.20 GiB`."""
     parts = []
-    for place, words in model.placement.bytes_by_device.items():
-        for word, nbytes in words.items():
-            where = f" of {place}" if place.startswith("cuda") else ""
-            parts.append(f"{word}{where}: {size(nbytes)}")
+    for device, tiers in model.placement.bytes_by_device.items():
+        for tier, nbytes in tiers.items():
+            where = f" of {device}" if device.startswith("cuda") else ""
+            parts.append(f"{tier}{where}: {size(nbytes)}")
     return "; ".join(parts) or "none"
 
 
@@ -323,11 +323,11 @@ def _curl(service: Service, address: str) -> str:
     """A command to paste."""
     body: dict[str, Any] = {"max_tokens": 64}
     if service.template.is_there:
-        what, body["messages"] = "chat/completions", [{"role": "user", "content": "What is a rabbit?"}]
+        endpoint, body["messages"] = "chat/completions", [{"role": "user", "content": "What is a rabbit?"}]
     else:
-        what, body["prompt"] = "completions", "A rabbit is"
+        endpoint, body["prompt"] = "completions", "A rabbit is"
     key = ' -H "authorization: Bearer $RABBITLLM_API_KEY"' if service.settings.api_key else ""
-    return f"curl {address}/v1/{what}{key} -d {shlex.quote(json.dumps(body))}"
+    return f"curl {address}/v1/{endpoint}{key} -d {shlex.quote(json.dumps(body))}"
 
 
 def serve_model(
@@ -355,16 +355,16 @@ def serve_model(
         RabbitLLMError: see `ServedModel.load` and `serve`.
     """
     with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the result
-        found = ServedModel.load(request, console, limits.cache_bytes)
+        served = ServedModel.load(request, console, limits.cache_bytes)
 
     from transformers import logging
 
     logging.set_verbosity_error()  # no warnings about missing kernels amid requests
-    batch = batch_of(found.model, limits)
-    embedder = Embedder(found.model, found.recipe) if found.recipe is not None else None
-    service = Service(found.model, batch, settings, embedder)
+    batch = batch_of(served.model, limits)
+    embedder = Embedder(served.model, served.recipe) if served.recipe is not None else None
+    service = Service(served.model, batch, settings, embedder)
 
     def started() -> None:
-        put_greeting(console, service, address_of(listening), found.split, is_local=is_local(listening))
+        put_greeting(console, service, address_of(listening), served.split, is_local=is_local(listening))
 
     return serve(service, listening, grace, started)

@@ -29,7 +29,7 @@ from rabbitllm.generation.request import (
     tokenizer_of,
 )
 from rabbitllm.generation.template import ChatTemplate
-from rabbitllm.server.answers import Spelling
+from rabbitllm.server.answers import TokenTexts
 from rabbitllm.server.api_error import NOT_FOUND, APIError
 from rabbitllm.server.embeddings import Embedder, PoolingRecipe, recipe_in
 from rabbitllm.server.metrics import Metrics
@@ -74,8 +74,8 @@ class ServedModel:
         folder, source = prepared.folder, prepared.source
         if folder is None:
             return cls(model, None, recipe_in(expand(resolve_name(request.spec.name))))
-        places = (folder, prepared.config_folder, source.local)
-        recipes = (recipe_in(place) for place in places if place is not None)
+        candidates = (folder, prepared.config_folder, source.local)
+        recipes = (recipe_in(candidate) for candidate in candidates if candidate is not None)
         return cls(model, (prepared.was_finished, folder), next(filter(None, recipes), None))
 
 
@@ -87,10 +87,10 @@ def served_name(name: str) -> str:
     """
     if is_gguf_file(expand(name)):
         return gguf_stem(expand(name).name)
-    found = resolve_name(name)
-    path = expand(found)
+    resolved = resolve_name(name)
+    path = expand(resolved)
     if not path.is_dir():
-        return found
+        return resolved
     path = path.resolve()
     while path.name.startswith("splitted_model") and path.parent.name:
         path = path.parent
@@ -164,7 +164,7 @@ class Service:
         self.tokenizer = tokenizer_of(model)
         self.template = ChatTemplate(model)
         self.form = AnswerFormat.of(self.template)
-        self.spelling = Spelling(self.tokenizer)
+        self.texts = TokenTexts(self.tokenizer)
         # the first call may change a tokenizer's settings, which must not happen while another thread decodes
         self.tokenizer("a")
         self._encoder = ThreadPoolExecutor(1, "rabbitllm-tokenizer")

@@ -62,32 +62,32 @@ def bound(host: str, port: int) -> socket.socket:
         OptionError: the address is not available.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = next((one for one in found if one[0] == socket.AF_INET), found[0])
-        made = socket.socket(family, kind, protocol)
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, type_, protocol, _, address = next((info for info in infos if info[0] == socket.AF_INET), infos[0])
+        listener = socket.socket(family, type_, protocol)
     except OSError as error:
         raise OptionError(
             f"There is no address {host} here ({error.strerror}).", "Set --host to an address of this machine."
         ) from None
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
     except OSError as error:
-        made.close()
+        listener.close()
         raise _unavailable(host, port, error) from None
-    return made
+    return listener
 
 
-def listen(made: socket.socket, backlog: int) -> None:
+def listen(listener: socket.socket, backlog: int) -> None:
     """Start listening.
 
     Raises:
         OptionError: another program bound to the same address listens already.
     """
     try:
-        made.listen(backlog)
+        listener.listen(backlog)
     except OSError as error:
-        host, port = made.getsockname()[:2]
+        host, port = listener.getsockname()[:2]
         raise _unavailable(host, port, error) from None
 
 
@@ -98,42 +98,42 @@ def _unavailable(host: str, port: int, error: OSError) -> OptionError:
     )
 
 
-def address_of(made: socket.socket) -> str:
+def address_of(listener: socket.socket) -> str:
     """The URL that reaches a socket from this machine: `http://127.0.0.1:8000`."""
-    host, port = made.getsockname()[:2]
+    host, port = listener.getsockname()[:2]
     shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
 
 
-def is_local(made: socket.socket) -> bool:
+def is_local(listener: socket.socket) -> bool:
     """Whether the socket is reachable from this machine only."""
-    return str(made.getsockname()[0]) in LOCAL or str(made.getsockname()[0]).startswith("127.")
+    return str(listener.getsockname()[0]) in LOCAL or str(listener.getsockname()[0]).startswith("127.")
 
 
-def hosts_of(made: socket.socket, host: str, allowed: Sequence[str] = ()) -> tuple[str, ...] | None:
+def hosts_of(listener: socket.socket, host: str, allowed: Sequence[str] = ()) -> tuple[str, ...] | None:
     """Names by which requests may call a server, in addition to every address; None for any name.
 
     Args:
-        made: the bound socket.
+        listener: the bound socket.
         host: as the user wrote it.
         allowed: further names; "*" allows all.
     """
     if "*" in allowed:
         return None
-    own = socket.gethostname()
-    names = (*LOCAL, host, *allowed, *(() if is_local(made) else (own, own.partition(".")[0], f"{own}.local")))
+    node = socket.gethostname()
+    names = (*LOCAL, host, *allowed, *(() if is_local(listener) else (node, node.partition(".")[0], f"{node}.local")))
     return tuple({name.lower() for name in names})
 
 
-def check_guarded(made: socket.socket, api_key: str | None, *, insecure: bool) -> None:
+def check_guarded(listener: socket.socket, api_key: str | None, *, insecure: bool) -> None:
     """Refuse to listen where other machines reach the server, unless there is a key or the user accepts that.
 
     Raises:
         OptionError: neither is the case.
     """
-    if is_local(made) or api_key or insecure:
+    if is_local(listener) or api_key or insecure:
         return
-    host, port = made.getsockname()[:2]
+    host, port = listener.getsockname()[:2]
     raise OptionError(
         f"Other machines reach the server at {host}, port {port}, and no API key is set.",
         "Set an API key (RABBITLLM_API_KEY in the environment, or --api-key KEY). Or pass --insecure: every machine "

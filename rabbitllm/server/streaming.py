@@ -27,7 +27,7 @@ from starlette.types import Receive, Scope, Send
 
 from rabbitllm.errors import BusyError, ClosedError, OptionError
 from rabbitllm.generation.request import Delta, Event, Failed, FinishReason, Request, Result, TokenLogprob
-from rabbitllm.server.answers import ChatChoices, CompletionChoices, Envelope
+from rabbitllm.server.answers import ChatChoices, CompletionChoices, ResponseBuilder
 from rabbitllm.server.api_error import BUSY, TOO_LATE, APIError, bad, broken, closing
 
 logger = logging.getLogger(__name__)
@@ -114,17 +114,17 @@ class Inbox:
         """
         await self._has_events.wait()
         with self._lock:
-            found: ChoiceEvents = []
+            events: ChoiceEvents = []
             for choice in self._waiting:
-                found.append((choice, Delta("".join(self._texts[choice]), tuple(self._tokens[choice]))))
+                events.append((choice, Delta("".join(self._texts[choice]), tuple(self._tokens[choice]))))
                 self._texts[choice].clear()
                 self._tokens[choice].clear()
-            found += self._ends
+            events += self._ends
             self._waiting.clear()
             self._ends = []
             self._is_woken = False
             self._has_events.clear()
-        return found
+        return events
 
 
 class Submission:
@@ -154,9 +154,9 @@ class Submission:
                 self._handles.append(batch.submit(request, partial(inbox.put, choice)))
         except Exception as error:
             self.cancel()
-            most = batch.stats.most_running + batch.stats.most_waiting
-            if isinstance(error, BusyError) and len(requests) > most:  # however long the client waits
-                raise bad(f"{len(requests)} choices are too many: this server holds at most {most}.", "n") from error
+            limit = batch.stats.most_running + batch.stats.most_waiting
+            if isinstance(error, BusyError) and len(requests) > limit:  # however long the client waits
+                raise bad(f"{len(requests)} choices are too many: this server holds at most {limit}.", "n") from error
             raise api_error_of_batch(error) from error
 
     def cancel(self) -> None:
@@ -171,28 +171,28 @@ class Submission:
             APIError: a request failed or took too long.
         """
         while self._open:
-            found: list[tuple[int, Delta | Result]] = []
-            for choice, one in await self._inbox.take():
-                if isinstance(one, Failed):
-                    raise api_error_of_batch(one.error)
-                if isinstance(one, Result):
-                    self.finished[choice] = one
+            events: list[tuple[int, Delta | Result]] = []
+            for choice, event in await self._inbox.take():
+                if isinstance(event, Failed):
+                    raise api_error_of_batch(event.error)
+                if isinstance(event, Result):
+                    self.finished[choice] = event
                     self._open -= 1
-                    if one.finish is FinishReason.TIMEOUT:
+                    if event.finish is FinishReason.TIMEOUT:
                         raise APIError(
                             TOO_LATE,
-                            f"The answer was not complete after {one.seconds:.0f} s.",
+                            f"The answer was not complete after {event.seconds:.0f} s.",
                             code="timeout",
                             headers=NO_RETRY,
                         )
-                    if one.finish is FinishReason.CANCELLED and not one.tokens:
+                    if event.finish is FinishReason.CANCELLED and not event.tokens:
                         raise closing()
-                found.append((choice, one))
-            yield found
+                events.append((choice, event))
+            yield events
 
     def ends(self) -> list[Result]:
         """The end of each choice that has ended."""
-        return [one for one in self.finished if one is not None]
+        return [result for result in self.finished if result is not None]
 
 
 def api_error_of_batch(error: Exception) -> APIError:
@@ -215,35 +215,37 @@ def api_error_of_batch(error: Exception) -> APIError:
     return broken()
 
 
-async def whole(submission: Submission, envelope: Envelope, choices: ChatChoices | CompletionChoices) -> dict[str, Any]:
+async def whole(
+    submission: Submission, builder: ResponseBuilder, choices: ChatChoices | CompletionChoices
+) -> dict[str, Any]:
     """The whole answer, once it is complete.
 
     Raises:
         APIError: see `Submission.events`.
     """
     deltas = [Delta("", ())] * len(submission.finished)
-    async for found in submission.events():
-        for choice, one in found:
-            if isinstance(one, Delta):
-                deltas[choice] = Delta(deltas[choice].text + one.text, deltas[choice].tokens + one.tokens)
+    async for events in submission.events():
+        for choice, event in events:
+            if isinstance(event, Delta):
+                deltas[choice] = Delta(deltas[choice].text + event.text, deltas[choice].tokens + event.tokens)
     ends = submission.ends()
-    return envelope.whole([choices.whole(choice, deltas[choice], end) for choice, end in enumerate(ends)], ends)
+    return builder.whole([choices.whole(choice, deltas[choice], end) for choice, end in enumerate(ends)], ends)
 
 
 async def frames(
-    submission: Submission, envelope: Envelope, choices: ChatChoices | CompletionChoices
+    submission: Submission, builder: ResponseBuilder, choices: ChatChoices | CompletionChoices
 ) -> AsyncIterator[bytes]:
     """The answer as server-sent events, as they arrive."""
 
     def chunks(parts: Sequence[dict[str, Any]]) -> bytes:
-        return b"".join(event(envelope.chunk([part])) for part in parts)
+        return b"".join(event(builder.chunk([part])) for part in parts)
 
     yield b"".join(chunks(choices.begin(choice)) for choice in range(len(submission.finished)))
     try:
-        async for found in submission.events():
+        async for events in submission.events():
             yield b"".join(
-                chunks(choices.more(choice, one) if isinstance(one, Delta) else choices.end(choice, one))
-                for choice, one in found
+                chunks(choices.more(choice, item) if isinstance(item, Delta) else choices.end(choice, item))
+                for choice, item in events
             )
     except Exception as error:  # the response has begun, so the error is sent as an event
         api_error = api_error_of_batch(error)
@@ -251,8 +253,8 @@ async def frames(
         yield event(api_error.as_object())
         yield DONE
         return
-    if envelope.include_usage:
-        yield event(envelope.last_chunk(submission.ends()))
+    if builder.include_usage:
+        yield event(builder.last_chunk(submission.ends()))
     yield DONE
 
 
@@ -261,7 +263,7 @@ class EventStream(Response):
 
     Args:
         frames: the frames, in order.
-        over: called at the end in any case, with whether the client stayed connected until then.
+        on_end: called at the end in any case, with whether the client stayed connected until then.
         heartbeat_seconds: an idle stream sends a comment after this time.
         stall_seconds: a client that reads nothing for this time is disconnected.
     """
@@ -269,7 +271,7 @@ class EventStream(Response):
     def __init__(
         self,
         frames: AsyncIterator[bytes],
-        over: Callable[[bool], None],
+        on_end: Callable[[bool], None],
         *,
         heartbeat_seconds: float,
         stall_seconds: float,
@@ -278,7 +280,7 @@ class EventStream(Response):
         self.background = None
         self.init_headers(HEADERS)
         self._frames = frames
-        self._over = over
+        self._on_end = on_end
         self._heartbeat = heartbeat_seconds
         self._stall = stall_seconds
         self._stayed = False
@@ -287,7 +289,7 @@ class EventStream(Response):
         """Write until the end, or until the client stops reading."""
         writing = asyncio.ensure_future(self._write(send))
         with contextlib.suppress(ClientDisconnect):
-            await unless_left(writing, receive, lambda: self._over(self._stayed))
+            await unless_disconnected(writing, receive, lambda: self._on_end(self._stayed))
 
     async def _write(self, send: Send) -> None:
         with contextlib.suppress(TimeoutError, OSError):
@@ -302,23 +304,23 @@ class EventStream(Response):
             await send(message)
 
     async def _with_heartbeats(self) -> AsyncIterator[bytes]:
-        coming: asyncio.Future[bytes] | None = None
+        next_frame: asyncio.Future[bytes] | None = None
         try:
             while True:
-                coming = coming or asyncio.ensure_future(_next(self._frames))
-                done, _ = await asyncio.wait({coming}, timeout=self._heartbeat)
+                next_frame = next_frame or asyncio.ensure_future(_next(self._frames))
+                done, _ = await asyncio.wait({next_frame}, timeout=self._heartbeat)
                 if not done:
                     yield COMMENT
                     continue
-                frame, coming = coming.result(), None
+                frame, next_frame = next_frame.result(), None
                 if not frame:
                     return
                 yield frame
         finally:
-            if coming is not None:
-                coming.cancel()
+            if next_frame is not None:
+                next_frame.cancel()
                 with contextlib.suppress(asyncio.CancelledError, Exception):
-                    await coming
+                    await next_frame
 
 
 async def _next(frames: AsyncIterator[bytes]) -> bytes:
@@ -328,30 +330,30 @@ async def _next(frames: AsyncIterator[bytes]) -> bytes:
     return b""
 
 
-async def unless_left(work: asyncio.Future[Any], receive: Receive, over: Callable[[], object]) -> Any:
+async def unless_disconnected(work: asyncio.Future[Any], receive: Receive, on_end: Callable[[], object]) -> Any:
     """The result of the work, unless the client disconnects first; the body must have been read before.
 
     Args:
         work: cancelled if the client disconnects.
         receive: see ASGI.
-        over: called in any case, before the work is cancelled.
+        on_end: called in any case, before the work is cancelled.
 
     Raises:
         ClientDisconnect: the client has disconnected.
     """
-    leaving = asyncio.ensure_future(_left(receive))
+    leaving = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if work.done():
             return work.result()
         raise ClientDisconnect
     finally:
-        over()
+        on_end()
         leaving.cancel()
         work.cancel()
         await asyncio.gather(work, leaving, return_exceptions=True)
 
 
-async def _left(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

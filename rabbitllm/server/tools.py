@@ -105,21 +105,21 @@ class CallReader:
         """How much of the pending text belongs to no call, as far as to the next mark."""
         pending = self._pending
         if self._closing is not None:
-            at = pending.find(self._closing)
-            if at < 0:
+            position = pending.find(self._closing)
+            if position < 0:
                 return len(pending) - begun(pending, (self._closing,))
-            at, self._closing = at + len(self._closing), None
-            return at
+            position, self._closing = position + len(self._closing), None
+            return position
         marks = (*MARKERS, *self._closing_of)
-        places = [(at, mark) for mark in marks if (at := pending.find(mark)) >= 0]
-        if not places:
+        positions = [(position, mark) for mark in marks if (position := pending.find(mark)) >= 0]
+        if not positions:
             return len(pending) - begun(pending, marks)
-        at, mark = min(places)
+        position, mark = min(positions)
         if mark in MARKERS:
             self._calling = True
-            return at
+            return position
         self._closing = self._closing_of[mark]
-        return at + len(mark)
+        return position + len(mark)
 
     def end(self) -> tuple[str, tuple[ParsedToolCall, ...]]:
         """The rest of the text, and the calls."""
@@ -140,14 +140,14 @@ class CallReader:
         if OPEN not in pending:
             return pending, ()
         text = read = ""
-        found: list[ParsedToolCall] = []
+        all_calls: list[ParsedToolCall] = []
         for part in self._spans.split(pending):
             calls = tuple(self._hermes(part.removeprefix(OPEN))) if part.startswith(OPEN) else ()
-            found, text, read = [*found, *calls], text + ("" if calls else part), read + part
+            all_calls, text, read = [*all_calls, *calls], text + ("" if calls else part), read + part
             is_span = part.startswith((OPEN, *self._closing_of))
             if not is_span and self._closes(part):
-                found, text = [], read  # what was before is only considered
-        return (text.rstrip() if found else text), tuple(found)
+                all_calls, text = [], read  # what was before is only considered
+        return (text.rstrip() if all_calls else text), tuple(all_calls)
 
     def _mistral(self, rest: str) -> list[ParsedToolCall]:
         calls: list[ParsedToolCall] = []
@@ -159,10 +159,10 @@ class CallReader:
                 calls += [call for value in values for call in _calls_of(value)]
             elif values and isinstance(values[0], dict):
                 calls.append(ParsedToolCall(named[1], json.dumps(values[0], ensure_ascii=False)))
-            behind = part[start + end :]
-            if any(mark in behind for mark in self._closing_of):
+            following = part[start + end :]
+            if any(mark in following for mark in self._closing_of):
                 break  # the rest is only considered
-            if self._closes(behind):
+            if self._closes(following):
                 calls = []
         return calls
 
@@ -176,8 +176,8 @@ class CallReader:
             for name, body in functions:
                 types = self._types.get(name.strip(), {})
                 texts = {key.strip(): text for key, text in _PARAMETER.findall(body)}
-                given = {key: _value(text, types.get(key, "")) for key, text in texts.items()}
-                yield ParsedToolCall(name.strip(), json.dumps(given, ensure_ascii=False))
+                arguments = {key: _value(text, types.get(key, "")) for key, text in texts.items()}
+                yield ParsedToolCall(name.strip(), json.dumps(arguments, ensure_ascii=False))
             return
         for value in _values(inside)[0]:
             yield from _calls_of(value)
@@ -192,36 +192,36 @@ def _values(text: str) -> tuple[list[Any], int]:
     """Consecutive JSON values, up to the first invalid one, and where they end."""
     decoder = json.JSONDecoder()
     values: list[Any] = []
-    at = 0
-    while at < len(text):
-        while at < len(text) and text[at] in " \t\r\n;,":
-            at += 1
+    position = 0
+    while position < len(text):
+        while position < len(text) and text[position] in " \t\r\n;,":
+            position += 1
         try:
-            value, at = decoder.raw_decode(text, at)
+            value, position = decoder.raw_decode(text, position)
         except (ValueError, RecursionError):
             break
         values.append(value)
-    return values, at
+    return values, position
 
 
 def _calls_of(value: Any) -> Iterator[ParsedToolCall]:
     if isinstance(value, list):
-        for one in value:
-            if isinstance(one, dict):
-                yield from _calls_of(one)
+        for entry in value:
+            if isinstance(entry, dict):
+                yield from _calls_of(entry)
         return
     if not isinstance(value, dict):
         return
     value = value["function"] if isinstance(value.get("function"), dict) else value
     name = value.get("name")
-    given = value.get("arguments", value.get("parameters", {}))
-    if isinstance(name, str) and name and isinstance(given, dict | str):
-        yield ParsedToolCall(name, given if isinstance(given, str) else json.dumps(given, ensure_ascii=False))
+    args = value.get("arguments", value.get("parameters", {}))
+    if isinstance(name, str) and name and isinstance(args, dict | str):
+        yield ParsedToolCall(name, args if isinstance(args, str) else json.dumps(args, ensure_ascii=False))
 
 
-def _value(text: str, kind: str) -> Any:
+def _value(text: str, json_type: str) -> Any:
     """A parameter written without quotes, converted to the type in the tool's schema."""
-    if kind in ("", "string"):
+    if json_type in ("", "string"):
         return text
     try:
         return json.loads(text)

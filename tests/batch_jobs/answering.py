@@ -14,4 +14,4 @@ LIMITS = JobLimits(sequences=4)
 
 def answers(model: Any, items: Sequence[Item], limits: JobLimits = LIMITS, name: str = "model") -> list[BatchAnswer]:
     """The answers in the order of their completion."""
-    return [one for group in answered(model, name, ordered(items), limits) for one in group]
+    return [answer for group in answered(model, name, ordered(items), limits) for answer in group]

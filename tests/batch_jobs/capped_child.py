@@ -24,7 +24,7 @@ def main() -> None:
     assert answers
     folder, out, cache_memory = sys.argv[1:4]
     prompts, tokens, new_tokens = map(int, sys.argv[4:])
-    records = [{"tokens": [3 + (11 * one + 7 * at) % 200 for at in range(tokens)]} for one in range(prompts)]
+    records = [{"tokens": [3 + (11 * prompt + 7 * i) % 200 for i in range(tokens)]} for prompt in range(prompts)]
     print("idle", flush=True)
     sys.stdin.readline()
     report = rabbitllm.batch(

@@ -21,18 +21,18 @@ RECORDS: list[dict[str, Any]] = [
 ]
 
 
-def test_a_list_of_answers_in_the_order_of_the_input(model: Any, plain: Any) -> None:
-    found = rabbitllm.batch(model, RECORDS, max_new_tokens=6, sequences=2)
-    assert isinstance(found, list)
-    assert [one["id"] for one in found] == ["a", "b", "c", "d"]
+def test_answers_keep_the_order_of_the_input(model: Any, plain: Any) -> None:
+    answers = rabbitllm.batch(model, RECORDS, max_new_tokens=6, sequences=2)
+    assert isinstance(answers, list)
+    assert [answer["id"] for answer in answers] == ["a", "b", "c", "d"]
     ids = tuple(model.tokenizer("the rabbit")["input_ids"])
-    assert found[0]["text"] == alone(plain, model.tokenizer, ids, 4)
-    assert found[1]["choice"] in (0, 1)
-    assert "none of them" in found[2]["error"]["message"]
-    assert found[3]["new_tokens"] <= 6
+    assert answers[0]["text"] == alone(plain, model.tokenizer, ids, 4)
+    assert answers[1]["choice"] in (0, 1)
+    assert "none of them" in answers[2]["error"]["message"]
+    assert answers[3]["new_tokens"] <= 6
 
 
-def test_into_a_file_and_what_is_there_is_not_overwritten(model: Any, tmp_path: Path) -> None:
+def test_existing_output_is_not_overwritten(model: Any, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     report = rabbitllm.batch(model, iter(RECORDS), out, max_new_tokens=3)
     assert isinstance(report, Progress)
@@ -51,31 +51,31 @@ def test_into_a_file_and_what_is_there_is_not_overwritten(model: Any, tmp_path: 
     assert [json.loads(line) for line in out.read_text().splitlines()] == first
 
 
-def test_an_output_that_is_no_file_or_the_input(tmp_path: Path) -> None:
+def test_output_that_is_a_folder_or_the_input_is_refused(tmp_path: Path) -> None:
     """Told before the answers are computed, and nothing is replaced."""
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "the rabbit"}\n')
     link = tmp_path / "link.jsonl"
     link.symlink_to(source)
-    for out, why in (("", "not a file"), (tmp_path, "not a file"), (link, "the input"), (source, "the input")):
-        with pytest.raises(ResultsError, match=why):
+    for out, message in (("", "not a file"), (tmp_path, "not a file"), (link, "the input"), (source, "the input")):
+        with pytest.raises(ResultsError, match=message):
             rabbitllm.batch("there-is-no-such-model", source, out, overwrite=True)
     assert source.read_text() == '{"prompt": "the rabbit"}\n'
     assert sorted(tmp_path.iterdir()) == [source, link]
 
 
-def test_a_model_by_its_name_is_split_and_loaded(checkpoint: Path, tmp_path: Path, plain: Any, model: Any) -> None:
+def test_model_name_is_split_and_loaded(checkpoint: Path, tmp_path: Path, plain: Any, model: Any) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"question": "the rabbit"}\n')
-    (found,) = rabbitllm.batch(  # type: ignore[misc]
+    (answer,) = rabbitllm.batch(  # type: ignore[misc]
         str(checkpoint), path, columns={"prompt": "question"}, max_new_tokens=5, device="cpu", dtype="float32"
     )
     ids = tuple(model.tokenizer("the rabbit")["input_ids"])
-    assert found["text"] == alone(plain, model.tokenizer, ids, 5)
-    assert found["id"] == 1
+    assert answer["text"] == alone(plain, model.tokenizer, ids, 5)
+    assert answer["id"] == 1
 
 
-def test_what_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_invalid_options_are_refused_before_loading(tmp_path: Path) -> None:
     nowhere = str(tmp_path / "nowhere")
     for options, error in (
         ({"inputs": []}, InputError),
@@ -90,13 +90,13 @@ def test_what_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
             rabbitllm.batch(nowhere, **options)  # type: ignore[arg-type]
 
 
-def test_chance_is_repeated_by_its_seed_whatever_the_order(model: Any) -> None:
-    records = [{"prompt": f"the rabbit {number}"} for number in range(5)]
+def test_samples_depend_on_the_seed_only(model: Any) -> None:
+    records = [{"prompt": f"the rabbit {n}"} for n in range(5)]
     first = rabbitllm.batch(model, records, max_new_tokens=5, temperature=1.0, seed=11)
     again = rabbitllm.batch(model, records, max_new_tokens=5, temperature=1.0, seed=11, sequences=2)
     assert first == again
-    other = rabbitllm.batch(model, records, max_new_tokens=5, temperature=1.0, seed=12)
-    assert first != other
+    other_seed = rabbitllm.batch(model, records, max_new_tokens=5, temperature=1.0, seed=12)
+    assert first != other_seed
 
 
 def test_every_field_of_the_files_is_described(model: Any, tmp_path: Path) -> None:
@@ -115,8 +115,8 @@ def test_every_field_of_the_files_is_described(model: Any, tmp_path: Path) -> No
     answers = [json.loads(line) for line in out.read_text().splitlines()]
     page = (Path(__file__).parents[2] / "docs/reference/files.md").read_text(encoding="utf-8")
     section = page.partition("## Batch files")[2].partition("\n## ")[0]
-    answered = {name for one in answers for name in one} | {name for one in answers[0]["answers"] for name in one}
-    done = set(json.loads((tmp_path / "out.jsonl.done").read_text()))
-    wanted = {"text", "finish", "scores", "choice", "embedding", "embeddings", "error", "logprob", "answers", "head"}
-    assert wanted <= answered | done
-    assert [name for name in answered | done | set(answers[-1]["error"]) if f"`{name}`" not in section] == []
+    answered = {name for line in answers for name in line} | {name for line in answers[0]["answers"] for name in line}
+    done_fields = set(json.loads((tmp_path / "out.jsonl.done").read_text()))
+    main = {"text", "finish", "scores", "choice", "embedding", "embeddings", "error", "logprob", "answers", "head"}
+    assert main <= answered | done_fields
+    assert [name for name in answered | done_fields | set(answers[-1]["error"]) if f"`{name}`" not in section] == []

@@ -28,9 +28,9 @@ def of(*lines: bytes | dict[str, Any]) -> InputScan:
     return scanned(io.BytesIO(raw), Defaults())
 
 
-def test_bad_lines_are_errors_in_place_with_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_lines_are_errors_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_LINE_BYTES", 64)
-    found = of(
+    scan = of(
         b"\xef\xbb\xbf" + b'{"prompt": "a"}',
         b"{bad",
         b"",
@@ -41,27 +41,27 @@ def test_bad_lines_are_errors_in_place_with_their_numbers(monkeypatch: pytest.Mo
         b'{"id": [], "prompt": "a"}',
         b'{"id": "last", "prompt": "b"}',
     )
-    items = [found.item(index) for index in range(len(found))]
+    items = [scan.item(index) for index in range(len(scan))]
     assert [item.key for item in items] == [1, 2, 4, 5, 6, 7, 8, "last"]
-    said = [item.asked.message if isinstance(item.asked, Refused) else "" for item in items]
-    assert said[0] == said[-1] == ""
-    assert said[1].startswith("Line 2 is not valid JSON")
-    assert "byte 12 is not UTF-8" in said[2]
-    assert said[3] == "Line 5 has more than 64 bytes."
-    assert "NaN" in said[4]
-    assert "unpaired surrogate" in said[5]
-    assert "id is a list" in said[6]
-    assert isinstance(items[-1].asked, Generate)
+    messages = [item.task.message if isinstance(item.task, Refused) else "" for item in items]
+    assert messages[0] == messages[-1] == ""
+    assert messages[1].startswith("Line 2 is not valid JSON")
+    assert "byte 12 is not UTF-8" in messages[2]
+    assert messages[3] == "Line 5 has more than 64 bytes."
+    assert "NaN" in messages[4]
+    assert "unpaired surrogate" in messages[5]
+    assert "id is a list" in messages[6]
+    assert isinstance(items[-1].task, Generate)
 
 
-def test_lines_are_read_again_as_they_were_in_any_order() -> None:
-    found = of(*({"id": number, "prompt": f"p{number}"} for number in range(20)))
+def test_lines_are_read_again_in_any_order() -> None:
+    scan = of(*({"id": n, "prompt": f"p{n}"} for n in range(20)))
     for index in (7, 0, 19, 7):
-        item = found.item(index)
-        assert (item.key, item.asked.given) == (index, f"p{index}")  # type: ignore[union-attr]
+        item = scan.item(index)
+        assert (item.key, item.task.prompt) == (index, f"p{index}")  # type: ignore[union-attr]
 
 
-def test_an_id_twice_is_refused_and_names_the_lines() -> None:
+def test_duplicate_ids_are_refused() -> None:
     with pytest.raises(InputError, match=r"Lines 2 and 5 of the input both have the id 'a'"):
         of(
             {"id": "b", "prompt": "x"},
@@ -81,18 +81,18 @@ def test_an_input_without_lines_is_refused() -> None:
             scanned(io.BytesIO(raw), Defaults())
 
 
-def test_what_is_kept_of_a_line_is_some_tens_of_bytes() -> None:
+def test_scan_keeps_few_bytes_a_line() -> None:
     raw = "".join(json.dumps({"id": f"line {n}", "prompt": f"{n} " * 200}) + "\n" for n in range(3000)).encode()
     file = io.BytesIO(raw)
     tracemalloc.start()
     try:
-        found = scanned(file, Defaults())
+        scan = scanned(file, Defaults())
         gc.collect()  # garbage is not kept
-        held, peak = tracemalloc.get_traced_memory()
+        used, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert len(found) == 3000
-    assert held < 100 * len(found)
+    assert len(scan) == 3000
+    assert used < 100 * len(scan)
     assert peak < len(raw) // 4
 
 
@@ -101,9 +101,9 @@ def test_the_digest_is_of_all_bytes() -> None:
     assert of({"prompt": "a", "label": 1}).digest != of({"prompt": "a", "label": 2}).digest
 
 
-def test_the_order_is_by_kind_then_what_begins_alike_then_the_longest_first() -> None:
+def test_order_is_by_kind_prefix_and_length() -> None:
     shared = "s" * 300
-    found = of(
+    scan = of(
         {"id": "embed", "input": "x"},
         {"id": "short", "prompt": "a"},
         {"id": "shared 1", "prompt": shared + "1"},
@@ -112,12 +112,12 @@ def test_the_order_is_by_kind_then_what_begins_alike_then_the_longest_first() ->
         {"id": "bad"},
         {"id": "shared 2", "prompt": shared + "22 and more"},
     )
-    order = found.ordered(range(len(found)))
-    keys = [found.item(index).key for index in order]
+    order = scan.ordered(range(len(scan)))
+    keys = [scan.item(index).key for index in order]
     assert keys == ["bad", "long", "short", "shared 2", "shared 1", "score", "embed"]
-    assert [item.key for item in ordered([found.item(index) for index in range(len(found))])] == keys
-    assert found.ordered([]) == []
-    assert found.ordered([3, 1]) == [1, 3]
+    assert [item.key for item in ordered([scan.item(index) for index in range(len(scan))])] == keys
+    assert scan.ordered([]) == []
+    assert scan.ordered([3, 1]) == [1, 3]
 
 
 RECORDS = [{"id": "a", "prompt": "x"}, {"id": "b", "prompt": "ü"}]
@@ -131,17 +131,17 @@ def read(source: Any, columns: dict[str, str] | None = None) -> list[dict[str, A
     return [json.loads(line) for line in first.splitlines()]
 
 
-def test_a_file_of_lines_is_read_where_it_is(tmp_path: Path) -> None:
+def test_json_lines_are_read_in_place(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
-    path.write_text("".join(json.dumps(one) + "\n" for one in RECORDS))
+    path.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
     assert read(path) == read(str(path)) == RECORDS
     with opened(path) as file:
         assert file.name == str(path)
 
 
-def test_lists_and_generators_and_what_no_json_knows() -> None:
+def test_lists_generators_and_arrays() -> None:
     assert read(RECORDS) == RECORDS
-    assert read(one for one in RECORDS) == RECORDS
+    assert read(record for record in RECORDS) == RECORDS
     assert read([{"prompt": "x", "when": datetime.datetime.now(), "score": float("nan")}]) == [{"prompt": "x"}]
 
 
@@ -159,7 +159,7 @@ def test_columns_by_other_names(tmp_path: Path) -> None:
         read(path, {"prompt": "question"})
 
 
-def test_words_for_columns() -> None:
+def test_parsed_columns() -> None:
     assert columns_of(["prompt=question", "id=a=b"]) == {"prompt": "question", "id": "a=b"}
     assert columns_of([]) is None
     for wrong in ("prompt", "nonsense=x"):
@@ -174,7 +174,7 @@ def test_parquet(tmp_path: Path) -> None:
     path = tmp_path / "in.parquet"
     messages = [[{"role": "user", "content": "x"}], [{"role": "user", "content": "y"}]]
     write_table(pyarrow.table({"id": [1, 2], "messages": messages, "label": [float("nan"), 0.5]}), path)
-    assert read(path) == [{"id": number, "messages": said} for number, said in enumerate(messages, 1)]
+    assert read(path) == [{"id": number, "messages": message} for number, message in enumerate(messages, 1)]
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(InputError, match="is not a readable Parquet file"):
         read(path)
@@ -194,7 +194,7 @@ def test_a_data_set() -> None:
 
 
 def test_a_pipe_and_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    raw = "".join(json.dumps(one) + "\n" for one in RECORDS)
+    raw = "".join(json.dumps(record) + "\n" for record in RECORDS)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw.encode())))
     assert read("-") == RECORDS
     pipe = tmp_path / "pipe"
@@ -205,7 +205,7 @@ def test_a_pipe_and_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     writer.join()
 
 
-def test_what_is_no_input(tmp_path: Path) -> None:
+def test_invalid_inputs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read: No such file"):
         read(tmp_path / "nowhere.jsonl")
     for wrong in (5, {"prompt": "x"}):
@@ -215,7 +215,7 @@ def test_what_is_no_input(tmp_path: Path) -> None:
         read([{"prompt": "x"}, "y"])
 
 
-def test_no_room_for_what_cannot_be_read_in_place() -> None:
+def test_full_disk_refuses_a_spooled_input() -> None:
     class Full:
         def __iter__(self) -> Iterator[dict[str, Any]]:
             yield {"prompt": "x"}

@@ -15,8 +15,8 @@ from rabbitllm.batch_jobs.items import (
     LineError,
     Refused,
     ScoreItem,
-    asked_of,
     key_of,
+    parse_task,
     pooling_of,
 )
 from rabbitllm.errors import OptionError
@@ -26,7 +26,7 @@ DEFAULTS = Defaults(max_new_tokens=9, sampling=Sampling(0.5, seed=100), stop=("E
 
 
 @pytest.mark.parametrize(
-    ("value", "asked"),
+    ("value", "task"),
     [
         ({"prompt": "a"}, Generate("a", 9, Sampling(0.5, None, 103), ("END",))),
         ({"prompt": [4, 5], "max_tokens": 2, "seed": 7}, Generate((4, 5), 2, Sampling(0.5, None, 7), ("END",))),
@@ -52,12 +52,12 @@ DEFAULTS = Defaults(max_new_tokens=9, sampling=Sampling(0.5, seed=100), stop=("E
         ),
     ],
 )
-def test_what_a_line_asks_for(value: dict[str, Any], asked: object) -> None:
-    assert asked_of(value, 3, DEFAULTS) == asked
+def test_parsed_lines(value: dict[str, Any], task: object) -> None:
+    assert parse_task(value, 3, DEFAULTS) == task
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         ({"prompt": "a", "repetition_penalty": 1.2}, "repetition_penalty is not supported here; omit it, or write the"),
         ({"prompt": "a", "tools": [{}]}, "tools is not supported here"),
@@ -91,15 +91,15 @@ def test_what_a_line_asks_for(value: dict[str, Any], asked: object) -> None:
         ({"input": "a", "normalise": 1}, "normalise is a number"),
     ],
 )
-def test_what_is_said_of_a_line_that_asks_for_nothing(value: object, said: str) -> None:
-    refused = asked_of(value, 0, DEFAULTS)
+def test_messages_of_invalid_lines(value: object, message: str) -> None:
+    refused = parse_task(value, 0, DEFAULTS)
     assert isinstance(refused, Refused)
-    assert said in refused.message
+    assert message in refused.message
     assert not refused.as_call
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"method": "GET"}, "method is 'GET'; expected POST"),
         ({"url": "/v1/images"}, "url is '/v1/images'"),
@@ -107,11 +107,11 @@ def test_what_is_said_of_a_line_that_asks_for_nothing(value: object, said: str) 
         ({"body": {"stream": True}}, "stream is not supported in batches"),
     ],
 )
-def test_what_is_said_of_a_line_in_openais_format(changed: dict[str, Any], said: str) -> None:
+def test_messages_of_invalid_openai_lines(changed: dict[str, Any], message: str) -> None:
     line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {}}
-    refused = asked_of({**line, **changed}, 0, DEFAULTS)
+    refused = parse_task({**line, **changed}, 0, DEFAULTS)
     assert isinstance(refused, Refused)
-    assert said in refused.message
+    assert message in refused.message
     assert refused.as_call
 
 
@@ -124,7 +124,7 @@ def test_keys() -> None:
             key_of({"id": wrong}, 3)
 
 
-def test_words_for_pooling() -> None:
+def test_parsed_pooling() -> None:
     assert pooling_of("mean") == "mean"
     with pytest.raises(OptionError, match="'max' does not exist"):
         pooling_of("max")

@@ -10,7 +10,7 @@ from rabbitllm.batch_jobs.job import left_of, needed_bytes, worthwhile_pass_byte
 from tests.support.builders import FAMILIES
 
 
-def test_the_longest_lines_together_and_one_more_that_is_all_characters(checkpoint: Path) -> None:
+def test_needed_bytes_cover_the_longest_lines(checkpoint: Path) -> None:
     config = AutoConfig.from_pretrained(checkpoint)
     assert needed_bytes(config, [], 8) == 0
     few, many = (needed_bytes(config, [20] * 100, sequences, "float32") for sequences in (2, 50))
@@ -19,14 +19,14 @@ def test_the_longest_lines_together_and_one_more_that_is_all_characters(checkpoi
     assert needed_bytes(config, [20], 1, "bfloat16") == needed_bytes(config, [20], 1, "float32") // 2
 
 
-def test_a_good_pass_is_one_for_as_many_lines_as_are_answered(checkpoint: Path) -> None:
+def test_worthwhile_pass_grows_with_the_lines(checkpoint: Path) -> None:
     config = AutoConfig.from_pretrained(checkpoint)
-    one, many = (worthwhile_pass_bytes(config, texts, "float32") for texts in (1, 101))
-    assert many - one == 100 * 8 * config.vocab_size  # logits, and what they are rounded from
+    single, many = (worthwhile_pass_bytes(config, texts, "float32") for texts in (1, 101))
+    assert many - single == 100 * 8 * config.vocab_size  # logits, and what they are rounded from
     assert worthwhile_pass_bytes(config, 1, "float32") != worthwhile_pass_bytes(config, 1, "bfloat16")
 
 
-def test_where_less_is_free_than_was_foretold_keys_and_values_give_way() -> None:
+def test_cache_shrinks_if_less_memory_is_free_than_predicted() -> None:
     assert left_of(1000, 300, 200) == 300
     assert left_of(400, 300, 200) == 200
     assert left_of(400, 300, 100) == 300

@@ -37,20 +37,20 @@ EXPECTED = "".join(
 )
 
 
-def make(out: Path, told: list[int], *, overwrite: bool = False) -> None:
+def make(out: Path, added: list[int], *, overwrite: bool = False) -> None:
     """Answer all that is missing, in an order of its own, and note what was added."""
     with opened(out, LINES, HEAD, overwrite=overwrite) as journal:
-        wanted = sorted(journal.missing(), key=lambda index: index * 5 % LINES)
-        for group in (wanted[:1], wanted[1:4], wanted[4:]):
+        missing = sorted(journal.missing(), key=lambda index: index * 5 % LINES)
+        for group in (missing[:1], missing[1:4], missing[4:]):
             if group:
                 journal.add([answer(index) for index in group])
-                told += group
+                added += group
         journal.write_output(out)
 
 
-def failing_make(out: Path, observer: Callable[[Step], None], told: list[int]) -> None:
+def failing_make(out: Path, observer: Callable[[Step], None], added: list[int]) -> None:
     with durable.observe_steps(observer):
-        make(out, told)
+        make(out, added)
 
 
 def error_of(call: Callable[[], object]) -> ResultsError | None:
@@ -68,14 +68,14 @@ def other_files(out: Path) -> list[str]:
     return sorted(path.name for path in out.parent.iterdir() if path != out)
 
 
-def test_the_output_has_the_inputs_order_and_the_journal_is_gone(tmp_path: Path) -> None:
+def test_output_has_the_order_of_the_input(tmp_path: Path) -> None:
     out = tmp_path / "new" / "out.jsonl"
     make(out, [])
     assert out.read_text() == EXPECTED
     assert other_files(out) == ["out.jsonl.done"]
 
 
-def test_an_answer_is_durable_when_it_is_added_and_some_together_cost_one_sync(tmp_path: Path) -> None:
+def test_answers_added_together_are_durable_after_one_sync(tmp_path: Path) -> None:
     steps: list[Step] = []
     with opened(tmp_path / "out", LINES, HEAD) as journal, durable.observe_steps(steps.append):
         journal.add([answer(index) for index in (4, 2, 0)])
@@ -85,13 +85,13 @@ def test_an_answer_is_durable_when_it_is_added_and_some_together_cost_one_sync(t
         assert (journal.done, journal.resumed, journal.errors) == (3, 3, 0)
 
 
-def test_it_goes_on_after_dying_at_any_step(tmp_path: Path) -> None:
+def test_resumes_after_a_crash_at_any_step(tmp_path: Path) -> None:
     """Nothing that was added is made twice, and the output is the same to the byte."""
-    at = 0
+    step_index = 0
     while True:
-        out = tmp_path / str(at) / "out.jsonl"
+        out = tmp_path / str(step_index) / "out.jsonl"
         added: list[int] = []
-        with dying_at(at) as death:
+        with dying_at(step_index) as death:
             make(out, added)
         if death.step is None:
             break
@@ -104,19 +104,19 @@ def test_it_goes_on_after_dying_at_any_step(tmp_path: Path) -> None:
         assert out.read_text() == EXPECTED
         assert other_files(out) == ["out.jsonl.done"]
         assert errors_of_finished(out, HEAD) is not None
-        at += 1
-    assert at > 15
+        step_index += 1
+    assert step_index > 15
 
 
 @pytest.mark.parametrize(
     "fault",
     [pytest.param(fault, id=name, marks=() if name in QUICK else pytest.mark.long) for name, fault in FAULTS.items()],
 )
-def test_a_failing_disk_ends_it_with_words_and_loses_nothing(tmp_path: Path, fault: Fault) -> None:
-    for at in range(40):
-        out = tmp_path / str(at) / "out.jsonl"
+def test_disk_fault_is_reported_and_answers_are_kept(tmp_path: Path, fault: Fault) -> None:
+    for i in range(40):
+        out = tmp_path / str(i) / "out.jsonl"
         added: list[int] = []
-        error = error_of(lambda out=out, at=at, added=added: failing_make(out, fault.observer(at), added))  # type: ignore[misc]
+        error = error_of(lambda out=out, i=i, added=added: failing_make(out, fault.observer(i), added))  # type: ignore[misc]
         if error is None:
             break
         assert "run the same command again" in error.remedy.lower()
@@ -129,7 +129,7 @@ def test_a_failing_disk_ends_it_with_words_and_loses_nothing(tmp_path: Path, fau
         raise AssertionError("it failed for ever")
 
 
-def test_a_disk_that_is_full_in_the_middle_of_an_answer(tmp_path: Path) -> None:
+def test_disk_full_within_an_answer(tmp_path: Path) -> None:
     for room in range(0, 1200, 37):
         out = tmp_path / str(room) / "out.jsonl"
         with room_for(room):
@@ -141,15 +141,15 @@ def test_a_disk_that_is_full_in_the_middle_of_an_answer(tmp_path: Path) -> None:
         assert other_files(out) == ["out.jsonl.done"]
 
 
-def test_a_torn_or_spoilt_line_is_no_answer(tmp_path: Path) -> None:
+def test_truncated_or_corrupted_line_is_ignored(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     with opened(out, LINES, HEAD) as journal:
         journal.add([answer(0), answer(1), answer(2)])
         path = journal.path
     raw = path.read_bytes()
     spoilt = raw.replace("ü1".encode(), b"\0\0\0", 1)
-    for found, missing in ((raw[:-5], [2, 3, 4, 5, 6]), (spoilt, [1, 3, 4, 5, 6]), (raw + b"\0" * 50, [3, 4, 5, 6])):
-        path.write_bytes(found)
+    for content, missing in ((raw[:-5], [2, 3, 4, 5, 6]), (spoilt, [1, 3, 4, 5, 6]), (raw + b"\0" * 50, [3, 4, 5, 6])):
+        path.write_bytes(content)
         with opened(out, LINES, HEAD) as journal:
             assert list(journal.missing()) == missing
             journal.add([answer(index) for index in missing])
@@ -158,15 +158,15 @@ def test_a_torn_or_spoilt_line_is_no_answer(tmp_path: Path) -> None:
         out.unlink()
 
 
-def test_what_is_there_is_not_overwritten_without_being_told(tmp_path: Path) -> None:
+def test_overwrite_is_needed_to_replace_an_output(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text("mine")
     with pytest.raises(ResultsError, match=r"out\.jsonl already exists"):
         make(out, [])
     assert other_files(out) == []
-    told: list[int] = []
-    make(out, told, overwrite=True)
-    assert (out.read_text(), len(told)) == (EXPECTED, LINES)
+    added: list[int] = []
+    make(out, added, overwrite=True)
+    assert (out.read_text(), len(added)) == (EXPECTED, LINES)
 
 
 def test_other_weights_of_the_same_name_are_refused(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_other_weights_of_the_same_name_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("typed", "parsed"), [("auto", None), ("torch.float32", "float32"), ("float16", "float16")])
-def test_a_dtype_that_was_recorded_as_typed_is_the_same(tmp_path: Path, typed: str, parsed: str | None) -> None:
+def test_recorded_dtype_spellings_are_equal(tmp_path: Path, typed: str, parsed: str | None) -> None:
     out = tmp_path / "out.jsonl"
     with opened(out, LINES, {**HEAD, "dtype": parsed}) as journal:
         journal.add([answer(0)])
@@ -214,30 +214,30 @@ def test_a_finished_output_of_a_version_with_fewer_options(tmp_path: Path) -> No
     assert errors_of_finished(out, {**HEAD, "new option": 5}) is None
 
 
-def test_while_it_is_replaced_the_old_output_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
+def test_old_output_stays_until_the_new_one_is_complete(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text("old")
     with opened(out, LINES, HEAD, overwrite=True) as journal:
         journal.add([answer(0)])
     assert out.read_text() == "old"
-    told: list[int] = []
-    make(out, told, overwrite=True)  # the same command goes on
-    assert (out.read_text(), len(told)) == (EXPECTED, LINES - 1)
+    added: list[int] = []
+    make(out, added, overwrite=True)  # the same command goes on
+    assert (out.read_text(), len(added)) == (EXPECTED, LINES - 1)
 
 
-def test_a_journal_of_something_else_is_refused_and_says_what_differs(tmp_path: Path) -> None:
+def test_another_journal_is_refused_with_its_differences(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     with opened(out, LINES, HEAD) as journal:
         journal.add([answer(0)])
-    other = {**HEAD, "model": "n", "temperature": 1}
+    other_head = {**HEAD, "model": "n", "temperature": 1}
     with (
         pytest.raises(ResultsError, match='model was "m", now "n"; temperature was null, now 1'),
-        opened(out, 7, other),
+        opened(out, 7, other_head),
     ):
         pass
     with opened(out, LINES, HEAD) as journal:
         assert journal.done == 1
-    with opened(out, LINES, other, overwrite=True) as journal:
+    with opened(out, LINES, other_head, overwrite=True) as journal:
         assert journal.done == 0
     journal.path.write_text('{"journal": 99, "head": {}}\n')
     with pytest.raises(ResultsError, match="of version 99"), opened(out, LINES, HEAD):
@@ -249,7 +249,7 @@ def test_a_journal_of_something_else_is_refused_and_says_what_differs(tmp_path: 
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there an open file keeps others off")
-def test_a_second_process_is_kept_off(tmp_path: Path) -> None:
+def test_second_process_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     code = f"""
 from pathlib import Path
@@ -266,9 +266,7 @@ with opened(Path({str(out)!r}), {LINES}, {HEAD!r}):
 
 
 @pytest.mark.parametrize("code", NO_LOCKS)
-def test_a_second_one_is_kept_off_where_there_are_no_locks(
-    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_process_is_refused_without_locks(tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", failing_flock(code))
     monkeypatch.setattr(leases, "BEAT_SECONDS", 0.1)
     out, head = tmp_path / "out[1]", {"n": 1}
@@ -288,7 +286,7 @@ def test_a_second_one_is_kept_off_where_there_are_no_locks(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other.journal", "out[1]", "out[1].done"]
 
 
-def test_a_lock_on_a_file_that_lost_its_name_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_of_a_removed_file_is_retaken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first process removed it when it ended, and a third one may have made a new file by then."""
     flock, lock = fcntl.flock, tmp_path / "out.journal.lock"
 
@@ -305,7 +303,7 @@ def test_a_lock_on_a_file_that_lost_its_name_does_not_count(tmp_path: Path, monk
         assert lock.exists() is again
 
 
-def test_locks_that_fail_are_no_locks_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_errors_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", failing_flock(errno.EIO))
     error = error_of(lambda: opened(tmp_path / "out", 1, {"n": 1}).__enter__())
     assert error is not None
@@ -319,7 +317,7 @@ def failing_flock(code: int) -> Callable[[int, int], None]:
     return flock
 
 
-def test_an_output_where_nothing_can_be_written(tmp_path: Path) -> None:
+def test_unwritable_folder_is_reported(tmp_path: Path) -> None:
     if os.geteuid() == 0:
         folder = Path("/proc")
     else:

@@ -24,31 +24,31 @@ PROMPTS, NEW_TOKENS = 24, 3
 @pytest.fixture
 def group() -> Iterator[ControlGroup]:
     try:
-        with control_group(f"rabbitllm-test-{os.getpid()}") as made:
-            if not (made.folder / made.limit_file).exists():
+        with control_group(f"rabbitllm-test-{os.getpid()}") as control:
+            if not (control.folder / control.limit_file).exists():
                 pytest.skip("control groups do not limit memory here")
-            yield made
+            yield control
     except SystemExit as error:
         pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("wide") / "model"
-    return split(build_checkpoint(place, "llama", dtype=torch.bfloat16, **SIZES, **MORE))
+    path = tmp_path_factory.mktemp("wide") / "model"
+    return split(build_checkpoint(path, "llama", dtype=torch.bfloat16, **SIZES, **MORE))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("cache_memory", ["8MB", "any"])
 def test_prompts_that_do_not_fit(group: ControlGroup, folder: Path, tmp_path: Path, cache_memory: str) -> None:
     weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    given = (str(folder), str(tmp_path / "out.jsonl"), cache_memory, str(PROMPTS), "256", str(NEW_TOKENS))
-    command = [*group.entering(), sys.executable, "-m", "tests.batch_jobs.capped_child", *given]
+    arguments = (str(folder), str(tmp_path / "out.jsonl"), cache_memory, str(PROMPTS), "256", str(NEW_TOKENS))
+    command = [*group.entering(), sys.executable, "-m", "tests.batch_jobs.capped_child", *arguments]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "idle\n"
     group.limit_to_idle_and(weights)
-    said, errors = process.communicate("go\n", timeout=600)
+    output, errors = process.communicate("go\n", timeout=600)
     assert process.returncode == 0, errors[-2000:]
-    assert json.loads(said.splitlines()[-1]) == [PROMPTS * NEW_TOKENS, 0]
+    assert json.loads(output.splitlines()[-1]) == [PROMPTS * NEW_TOKENS, 0]

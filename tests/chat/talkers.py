@@ -31,14 +31,14 @@ STREAMED = 0
 
 def characters(template: str | None = TEMPLATE) -> Any:
     """A tokenizer that makes one token of every character, so that generated ids and their text are the same."""
-    known = [*map(chr, range(32, 127)), "\n"]
-    known += [chr(0x100 + at) for at in range(VOCABULARY_SIZE - len(SPECIAL) - len(known))]
-    vocabulary = {token: at for at, token in enumerate((*SPECIAL, *known))}
-    made = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    made.decoder = decoders.Fuse()
+    alphabet = [*map(chr, range(32, 127)), "\n"]
+    alphabet += [chr(0x100 + i) for i in range(VOCABULARY_SIZE - len(SPECIAL) - len(alphabet))]
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *alphabet))}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
     fast: Any = transformers.PreTrainedTokenizerFast
     pad, bos, eos = SPECIAL
-    wrapped = fast(tokenizer_object=made, pad_token=pad, bos_token=bos, eos_token=eos, model_max_length=4096)
+    wrapped = fast(tokenizer_object=tokenizer, pad_token=pad, bos_token=bos, eos_token=eos, model_max_length=4096)
     wrapped.chat_template = template
     return wrapped
 
@@ -73,10 +73,10 @@ def parrot_folder(folder: Path, says: Mapping[str, str], template: str | None = 
     tokenizer = characters()
     heads = torch.zeros_like(tensors["lm_head.weight"])
     embeddings = torch.zeros_like(tensors["model.embed_tokens.weight"])
-    for at, (before, after) in enumerate(says.items()):
-        first, second = (tokenizer.convert_tokens_to_ids(one) for one in (before, after))
-        embeddings[first, at] = 1.0
-        heads[second, at] = 1.0
+    for index, (before, after) in enumerate(says.items()):
+        first, second = (tokenizer.convert_tokens_to_ids(character) for character in (before, after))
+        embeddings[first, index] = 1.0
+        heads[second, index] = 1.0
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             tensor.zero_()

@@ -10,7 +10,7 @@ from rabbitllm.chat.loop import COMMANDS, Command, command_of, count_of, read_me
 from rabbitllm.errors import ChatError
 
 
-def test_a_command_and_its_argument() -> None:
+def test_parsed_commands() -> None:
     assert command_of("/save  my talk.json ") == Command("/save", "my talk.json")
     assert command_of("/stats") == Command("/stats", "")
     assert command_of("hello /stats") is None
@@ -29,7 +29,7 @@ def test_a_command_and_its_argument() -> None:
         ("/reset all", "takes no argument"),
     ],
 )
-def test_what_is_no_command_is_said(line: str, message: str) -> None:
+def test_unknown_commands_are_refused(line: str, message: str) -> None:
     with pytest.raises(ChatError, match=message):
         command_of(line)
 
@@ -43,12 +43,12 @@ def test_numbers_to_drop() -> None:
 
 def reader(*lines: str) -> Callable[[str], str]:
     """Lines one after the other, then the end."""
-    left = list(lines)
+    remaining = list(lines)
 
     def read(prompt: str) -> str:
-        if not left:
+        if not remaining:
             raise EOFError
-        return left.pop(0)
+        return remaining.pop(0)
 
     return read
 
@@ -66,10 +66,10 @@ def reader(*lines: str) -> Callable[[str], str]:
         (['""""""'], ""),
     ],
 )
-def test_messages_of_one_line_and_of_several(lines: list[str], message: str) -> None:
+def test_messages_of_one_or_several_lines(lines: list[str], message: str) -> None:
     assert read_message(reader(*lines)) == message
 
 
-def test_no_line_is_the_end() -> None:
+def test_end_of_input() -> None:
     with pytest.raises(EOFError):
         read_message(reader())

@@ -28,7 +28,7 @@ from rabbitllm.storage import durable
 FIRST, SECOND = Exchange("Hello?", "Hello."), Exchange("More?", "A lo", stopped=True)
 
 
-def test_messages_take_turns() -> None:
+def test_roles_alternate() -> None:
     talk = Conversation("Be brief.").with_exchange(FIRST).with_exchange(SECOND)
     assert [message["role"] for message in talk.messages("And?")] == [
         *("system", "user", "assistant", "user", "assistant", "user"),
@@ -37,7 +37,7 @@ def test_messages_take_turns() -> None:
     assert Conversation().messages("And?") == [{"role": "user", "content": "And?"}]
 
 
-def test_forgetting_keeps_the_system_prompt() -> None:
+def test_emptied_conversation_keeps_the_system_prompt() -> None:
     talk = Conversation("Be brief.", (FIRST, SECOND, FIRST))
     assert talk.without_oldest(1) == Conversation("Be brief.", (SECOND, FIRST))
     assert talk.without_oldest(7) == talk.emptied() == Conversation("Be brief.")
@@ -57,12 +57,12 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
     st.none() | TEXTS.filter(str.strip),
     st.lists(st.builds(Exchange, TEXTS, TEXTS, st.booleans()), max_size=3).map(tuple),
 )
-def test_what_is_encoded_is_decoded(model: str, system: str | None, exchanges: tuple[Exchange, ...]) -> None:
+def test_encoding_round_trips(model: str, system: str | None, exchanges: tuple[Exchange, ...]) -> None:
     saved = SavedChat(model, Conversation(system, exchanges))
     assert decode(encode(saved), "it") == saved
 
 
-def test_people_can_read_it(tmp_path: Path) -> None:
+def test_saved_file_is_indented_utf8(tmp_path: Path) -> None:
     write_chat(tmp_path / "talk.json", SAVED)
     text = (tmp_path / "talk.json").read_text(encoding="utf-8")
     assert '"role": "user", "content": "Größe?"' in text.replace(",\n   ", ", ")
@@ -74,8 +74,8 @@ def test_people_can_read_it(tmp_path: Path) -> None:
 
 def table(**changes: Any) -> dict[str, Any]:
     """A sound file with some of it changed; None leaves a key out."""
-    made = {**json.loads(encode(SAVED)), **changes}
-    return {key: value for key, value in made.items() if value is not None}
+    content = {**json.loads(encode(SAVED)), **changes}
+    return {key: value for key, value in content.items() if value is not None}
 
 
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
@@ -124,7 +124,7 @@ RAW: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_contradicts_the_format_is_refused(name: str) -> None:
+def test_invalid_files_are_refused(name: str) -> None:
     value, message = WRONG[name]
     with pytest.raises(ChatFileError, match=message) as caught:
         decode(json.dumps(value).encode(), "it")
@@ -141,7 +141,7 @@ def test_damaged_bytes_are_refused(name: str, tmp_path: Path) -> None:
     assert str(caught.value).replace("\n", "").isprintable()
 
 
-def test_every_beginning_of_a_file_is_refused() -> None:
+def test_truncated_files_are_refused() -> None:
     raw = encode(SAVED).rstrip()
     for length in range(len(raw)):
         with pytest.raises(ChatFileError):
@@ -152,7 +152,7 @@ def test_other_keys_are_ignored() -> None:
     assert decode(json.dumps(table(colour="grey")).encode(), "it") == SAVED
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_folders_and_missing_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ChatFileError, match="cannot be read: No such file"):
         read_chat(tmp_path / "talk.json")
     with pytest.raises(ChatFileError, match=r"cannot be read|not a regular file"):
@@ -181,7 +181,7 @@ def test_only_a_conversation_is_overwritten(tmp_path: Path) -> None:
     assert read_chat(tmp_path / "talk.json") == later
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     write_chat(tmp_path / "talk.json", SAVED)
 
     def fail(step: durable.Step) -> None:

@@ -22,20 +22,20 @@ SAYS = {" ": "Y", "Y": "o", "o": "<eos>"}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made = talker(parrot_folder(tmp_path_factory.mktemp("talk") / "model", SAYS), ALL)
-    made.generation_config.suppress_tokens = None
-    return made
+    model = talker(parrot_folder(tmp_path_factory.mktemp("talk") / "model", SAYS), ALL)
+    model.generation_config.suppress_tokens = None
+    return model
 
 
 class Talk:
     """A conversation over given lines: what was said by whom, and whether all went well."""
 
     def __init__(self, model: Any, *lines: str, max_new_tokens: int | None = None, system: str | None = None):
-        left: Iterator[str] = iter(lines)
+        remaining: Iterator[str] = iter(lines)
 
         def read_line(prompt: str) -> str:
             try:
-                return next(left)
+                return next(remaining)
             except StopIteration:
                 raise EOFError from None
 
@@ -48,13 +48,13 @@ class Talk:
         self.answers, self.notes = answers.getvalue(), notes.getvalue()
 
 
-def test_answers_and_nothing_else_are_written(model: Any) -> None:
+def test_output_has_only_the_answers(model: Any) -> None:
     talk = Talk(model, "Hello?", "", "   ", '"""And', 'you?"""')
     assert (talk.answers, talk.notes, talk.well) == ("Yo\nYo\n", "", True)
     assert talk.conversation.exchanges == (Exchange("Hello?", "Yo"), Exchange("And\nyou?", "Yo"))
 
 
-def test_exit_leaves(model: Any) -> None:
+def test_exit_ends_the_loop(model: Any) -> None:
     assert Talk(model, "/exit", "Hello?").answers == ""
 
 
@@ -78,7 +78,7 @@ def test_saving_and_loading(model: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"format": "rabbitllm chat", "version": 1}', "\x1b[31m"])
-def test_a_damaged_file_changes_nothing(model: Any, tmp_path: Path, text: str) -> None:
+def test_damaged_file_is_refused(model: Any, tmp_path: Path, text: str) -> None:
     (tmp_path / "talk.json").write_text(text)
     talk = Talk(model, "Hello?", f"/load {tmp_path}/talk.json", "And?", system="Be brief.")
     assert not talk.well
@@ -110,7 +110,7 @@ def test_system_prompts(model: Any) -> None:
     assert talk.conversation == Conversation()
 
 
-def test_forgetting(model: Any) -> None:
+def test_reset_and_drop(model: Any) -> None:
     talk = Talk(model, "1?", "2?", "3?", "/drop", "/drop 5", "4?", "/reset", "5?")
     assert "removed 1 exchange; 2 left" in talk.notes
     assert "removed 2 exchanges; 0 left" in talk.notes
@@ -118,13 +118,13 @@ def test_forgetting(model: Any) -> None:
     assert talk.session.cached_tokens == len("user: 5?\nassistant: ") + 2
 
 
-def test_what_is_wrong_is_said_and_the_talk_goes_on(model: Any) -> None:
+def test_wrong_commands_are_reported_and_the_loop_continues(model: Any) -> None:
     talk = Talk(model, "/frob", "/drop x", "Hello?")
     assert (talk.answers, talk.well) == ("Yo\n", False)
     assert "There is no command '/frob'." in talk.notes
 
 
-def test_a_question_for_which_there_is_no_room_is_taken_back(model: Any) -> None:
+def test_question_beyond_the_context_is_removed(model: Any) -> None:
     talk = Talk(model, "Hello?", "x" * 2000, "And?")
     assert not talk.well
     assert "the model's context 1,024" in talk.notes
@@ -133,7 +133,7 @@ def test_a_question_for_which_there_is_no_room_is_taken_back(model: Any) -> None
 
 
 @pytest.mark.long
-def test_limits_are_said(tmp_path: Path) -> None:
+def test_reached_limits_are_reported(tmp_path: Path) -> None:
     endless = talker(parrot_folder(tmp_path / "model", {" ": "Y", "Y": "o", "o": " "}), ALL)
     talk = Talk(endless, "Hello?", max_new_tokens=5)
     assert talk.answers == "Yo Yo\n"
@@ -149,9 +149,9 @@ def test_stats(model: Any) -> None:
     assert "answers" not in second.split("last answer")[1]
     facts = third.split("last answer")[1]
     prompt = len("user: Hello?\nassistant: Yo\nuser: And?\nassistant: ")
-    held = len("user: Hello?\nassistant: Yo")
-    assert f"prompt      {prompt} tokens: {held} kept in the cache, {prompt - held} computed" in facts
-    assert f"passes      3, with {prompt - held + 2} tokens altogether" in facts
+    tokens = len("user: Hello?\nassistant: Yo")
+    assert f"prompt      {prompt} tokens: {tokens} kept in the cache, {prompt - tokens} computed" in facts
+    assert f"passes      3, with {prompt - tokens + 2} tokens altogether" in facts
     assert "all 2 answers" in facts
     assert "nothing: all weights are resident" in facts
     assert "5.00 MiB cpu resident" in facts

@@ -25,12 +25,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def chatted(model: Any, *lines: str) -> tuple[ChatLoop, str]:
     """A conversation over a pipe, and what it notes."""
-    left, notes = list(lines), io.StringIO()
+    remaining, notes = list(lines), io.StringIO()
 
     def read_line(prompt: str) -> str:
-        if not left:
+        if not remaining:
             raise EOFError
-        return left.pop(0)
+        return remaining.pop(0)
 
     streams = ChatStreams(read_line, io.StringIO(), Console(file=notes, width=200), interactive=False)
     loop = ChatLoop(Session(model, max_new_tokens=5), streams, "model", Conversation())
@@ -42,33 +42,33 @@ def test_a_conversation_with_pictures(folder: Path, tmp_path: Path, one_thread: 
     for seed in range(2):
         (tmp_path / f"{seed}.png").write_bytes(encoded(picture(seed)))
     model = load(folder, 0)
-    asked = ("Hello", f"/image {tmp_path}/0.png", "What is this?", "And now?", f"/image {tmp_path}/1.png", "And this?")
-    loop, _ = chatted(model, *asked)
+    lines = ("Hello", f"/image {tmp_path}/0.png", "What is this?", "And now?", f"/image {tmp_path}/1.png", "And this?")
+    loop, _ = chatted(model, *lines)
     exchanges = loop.conversation.exchanges
-    assert [len(one.pictures) for one in exchanges] == [0, 1, 0, 1]
-    for number in range(1, 4):
-        said: list[dict[str, Any]] = []
-        for at, one in enumerate(exchanges[: number + 1]):
-            parts = [{"type": "image", "image": picture(at // 2)} for _ in one.pictures]
-            said.append({"role": "user", "content": [*parts, {"type": "text", "text": one.question}]})
-            if at < number:
-                said.append({"role": "assistant", "content": [{"type": "text", "text": one.answer}]})
+    assert [len(exchange.pictures) for exchange in exchanges] == [0, 1, 0, 1]
+    for count in range(1, 4):
+        messages: list[dict[str, Any]] = []
+        for index, exchange in enumerate(exchanges[: count + 1]):
+            parts = [{"type": "image", "image": picture(index // 2)} for _ in exchange.pictures]
+            messages.append({"role": "user", "content": [*parts, {"type": "text", "text": exchange.question}]})
+            if index < count:
+                messages.append({"role": "assistant", "content": [{"type": "text", "text": exchange.answer}]})
         inputs = model.processor.apply_chat_template(
-            said, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+            messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
         )
         ends = {"eos_token_id": model.tokenizer.eos_token_id, "pad_token_id": 0}
-        made = model.generate(**inputs, max_new_tokens=5, do_sample=False, **ends)[0, inputs["input_ids"].shape[1] :]
-        text = model.tokenizer.decode(made, skip_special_tokens=True)
-        assert exchanges[number].answer.strip() == text.strip()
+        tokens = model.generate(**inputs, max_new_tokens=5, do_sample=False, **ends)[0, inputs["input_ids"].shape[1] :]
+        text = model.tokenizer.decode(tokens, skip_special_tokens=True)
+        assert exchanges[count].answer.strip() == text.strip()
 
 
-def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_invalid_pictures_are_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "0.png").write_bytes(encoded(picture()))
     (tmp_path / "bad.png").write_bytes(b"no picture")
     saved = f"/save {tmp_path}/talk.json"
-    asked = (f"/image {tmp_path}/bad.png", f"/image {tmp_path}/none.png", f"/image {tmp_path}/0.png", "This?", saved)
-    loop, notes = chatted(load(folder), *asked)
+    lines = (f"/image {tmp_path}/bad.png", f"/image {tmp_path}/none.png", f"/image {tmp_path}/0.png", "This?", saved)
+    loop, notes = chatted(load(folder), *lines)
     assert len(loop.conversation.exchanges) == 1
-    for said in ("is not a picture", "cannot be read", "goes with the next message", "pictures cannot be saved"):
-        assert said in notes
+    for note in ("is not a picture", "cannot be read", "goes with the next message", "pictures cannot be saved"):
+        assert note in notes
     assert not (tmp_path / "talk.json").exists()

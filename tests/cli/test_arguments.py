@@ -17,12 +17,12 @@ from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.splitting import split
 
 
-def wish(name: object, **given: Any) -> LoadRequest:
+def wish(name: object, **options: Any) -> LoadRequest:
     """That of a command with these options, and otherwise without any."""
-    return ModelOptions(**given).request(str(name))
+    return ModelOptions(**options).request(str(name))
 
 
-def test_every_option_arrives(tmp_path: Path) -> None:
+def test_every_option_reaches_the_request(tmp_path: Path) -> None:
     assert wish(
         "example/model",
         compression="8bit",
@@ -57,13 +57,13 @@ def test_shards_that_are_fetched_are_not_kept_by_default() -> None:
     )
 
 
-def test_nothing_is_split_without_a_split() -> None:
+def test_no_split_has_no_split_options() -> None:
     assert wish("example/model", no_split=True).split is None
     with pytest.raises(OptionError, match="compression='4bit' works only while splitting"):
         wish("example/model", no_split=True, compression="4bit")
 
 
-def test_the_split_that_is_here_says_how_it_is_compressed(tmp_path: Path) -> None:
+def test_existing_split_gives_the_compression(tmp_path: Path) -> None:
     checkpoint = write_shards(tmp_path / "model", cut(llama_tensors(layers=1), 2))
     assert wish(checkpoint).spec.compression is None
     split(checkpoint, tmp_path / "splits", compression="4bit", sequential=False)
@@ -77,6 +77,6 @@ def test_a_dtype_is_named_as_in_python(word: str, dtype: str | None) -> None:
     assert wish("example/model", dtype=word).run.dtype == dtype
 
 
-def test_a_limit_of_no_device_is_refused() -> None:
+def test_limit_without_device_is_refused() -> None:
     with pytest.raises(OptionError, match="--max-memory 24GiB names no device"):
         wish("example/model", max_memory=["24GiB"])

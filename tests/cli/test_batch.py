@@ -25,10 +25,10 @@ LINES = 28
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model without an end, so that every line takes as many tokens as it asks for."""
-    made = endless_model(tmp_path_factory.mktemp("batch") / "demo-model")
+    checkpoint = endless_model(tmp_path_factory.mktemp("batch") / "demo-model")
     lines = [{"id": f"q{n}", "prompt": f"Q: {n} + {n}\nA:", "max_tokens": 3 + 7 * n % 25} for n in range(LINES)]
-    (made.parent / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return made
+    (checkpoint.parent / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return checkpoint
 
 
 def command(folder: Path, out: Path, *options: str) -> list[str]:
@@ -37,17 +37,17 @@ def command(folder: Path, out: Path, *options: str) -> list[str]:
     return [*start, "--device", "cpu", "--max-memory", "cpu=0", "--sequences", "4", *options]
 
 
-def run(folder: Path, out: Path, *options: str, code: int = 0, **more: Any) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(command(folder, out, *options), capture_output=True, text=True, check=False, **more)
-    assert done.returncode == code, done.stderr
-    return done
+def run(folder: Path, out: Path, *options: str, code: int = 0, **extra: Any) -> subprocess.CompletedProcess[str]:
+    ran = subprocess.run(command(folder, out, *options), capture_output=True, text=True, check=False, **extra)
+    assert ran.returncode == code, ran.stderr
+    return ran
 
 
 @pytest.fixture(scope="module")
 def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     out = tmp_path_factory.mktemp("expected") / "out.jsonl"
-    done = run(folder, out, "--json")
-    record = json.loads(done.stdout)
+    ran = run(folder, out, "--json")
+    record = json.loads(ran.stdout)
     assert (record["lines"], record["errors"], record["resumed"]) == (LINES, 0, 0)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["id"] for line in lines] == [f"q{n}" for n in range(LINES)]
@@ -72,14 +72,14 @@ def killed(folder: Path, out: Path, answers: int, how: int = signal.SIGKILL) -> 
 def answered_in(journal: Path) -> list[int]:
     """Lines that have a whole answer there, in the order in which they came."""
     try:
-        found = [_answer_in(line) for line in journal.read_bytes().split(b"\n")]
+        entries = [_answer_in(line) for line in journal.read_bytes().split(b"\n")]
     except FileNotFoundError:
         return []
-    return [one["index"] for one in found if one is not None and "index" in one]
+    return [entry["index"] for entry in entries if entry is not None and "index" in entry]
 
 
 @pytest.mark.long
-def test_after_kill_9_in_the_middle_the_same_command_goes_on(folder: Path, expected: str, tmp_path: Path) -> None:
+def test_killed_command_is_resumed(folder: Path, expected: str, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     assert killed(folder, out, 8).returncode == -signal.SIGKILL
     assert not out.exists()
@@ -92,58 +92,58 @@ def test_after_kill_9_in_the_middle_the_same_command_goes_on(folder: Path, expec
 
 
 @pytest.mark.long
-def test_killed_again_and_again(folder: Path, expected: str, tmp_path: Path) -> None:
+def test_repeated_kills_are_resumed(folder: Path, expected: str, tmp_path: Path) -> None:
     drawn = random.Random(5)
     for attempt in range(2):
         out = tmp_path / str(attempt) / "out.jsonl"
         out.parent.mkdir()
         journal = out.with_name("out.jsonl.journal")
-        seen: list[int] = []
+        earlier: list[int] = []
         while not out.exists():
             killed(folder, out, drawn.randint(0, 12))
-            now = answered_in(journal) if journal.exists() else seen
-            assert now[: len(seen)] == seen  # nothing is lost
+            now = answered_in(journal) if journal.exists() else earlier
+            assert now[: len(earlier)] == earlier  # nothing is lost
             assert len(set(now)) == len(now)  # and nothing is done twice
-            seen = now
+            earlier = now
         if journal.exists():
             run(folder, out)
         assert out.read_text() == expected
 
 
 @pytest.mark.long
-def test_ctrl_c_says_that_it_goes_on(folder: Path, expected: str, tmp_path: Path) -> None:
+def test_ctrl_c_says_how_to_resume(folder: Path, expected: str, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     process = killed(folder, out, 5, signal.SIGINT)
     assert process.stderr is not None
-    said = process.stderr.read()
-    assert process.returncode == exit_codes.INTERRUPTED, said
-    assert "stopping after this pass" in said
-    assert "the same command to resume" in said
-    assert "Traceback" not in said
-    done = run(folder, out)
-    assert f"answers       {LINES} lines in" in done.stderr
-    assert "were answered before" in done.stderr
-    assert done.stdout == ""
+    errors = process.stderr.read()
+    assert process.returncode == exit_codes.INTERRUPTED, errors
+    assert "stopping after this pass" in errors
+    assert "the same command to resume" in errors
+    assert "Traceback" not in errors
+    ran = run(folder, out)
+    assert f"answers       {LINES} lines in" in ran.stderr
+    assert "were answered before" in ran.stderr
+    assert ran.stdout == ""
     assert out.read_text() == expected
 
 
 @pytest.mark.long
-def test_the_same_command_on_a_finished_output_says_so_and_exits_with_0(folder: Path, tmp_path: Path) -> None:
+def test_finished_output_exits_with_0(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     run(folder, out)
     first = out.read_bytes()
-    again = run(folder, out)
-    assert "all lines were answered before" in again.stderr
+    second = run(folder, out)
+    assert "all lines were answered before" in second.stderr
     assert out.read_bytes() == first
 
 
 @pytest.mark.long
-def test_what_is_refused(folder: Path, expected: str, tmp_path: Path) -> None:
+def test_other_options_of_an_unfinished_output_are_refused(folder: Path, expected: str, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     killed(folder, out, 5)
-    other = run(folder, out, "--temperature", "0.5", code=exit_codes.ERROR)
-    assert "temperature was null, now 0.5" in other.stderr
-    assert "--overwrite" in other.stderr
+    ran = run(folder, out, "--temperature", "0.5", code=exit_codes.ERROR)
+    assert "temperature was null, now 0.5" in ran.stderr
+    assert "--overwrite" in ran.stderr
     out.write_text("mine")
     out.with_name("out.jsonl.journal").unlink()
     refused = run(folder, out, code=exit_codes.ERROR)

@@ -41,36 +41,36 @@ def bench(*arguments: str) -> Result:
 
 
 def record(*arguments: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(bench(*arguments, "--json").stdout)
-    return found
+    parsed: dict[str, Any] = json.loads(bench(*arguments, "--json").stdout)
+    return parsed
 
 
 def test_json_of_a_streamed_model(checkpoint: Path) -> None:
-    found = record(str(checkpoint), *STREAMED)
-    assert found.keys() == KEYS
-    assert (found["tokens"], found["prompt_tokens"], found["batch"], len(found["turns"])) == (4, 5, 1, 2)
-    streamed = next(row for row in found["placement"] if row["tier"] == "streamed")
+    measured = record(str(checkpoint), *STREAMED)
+    assert measured.keys() == KEYS
+    assert (measured["tokens"], measured["prompt_tokens"], measured["batch"], len(measured["turns"])) == (4, 5, 1, 2)
+    streamed = next(row for row in measured["placement"] if row["tier"] == "streamed")
     assert (streamed["device"], streamed["units"]) == ("cpu", 4)
     # what was read ahead may belong to the pass before or after
-    assert found["bytes_per_token"]["disk"] == pytest.approx(streamed["bytes"], rel=0.5)
-    assert found["bytes_per_token"]["copied"] == 0
-    assert 0 < found["token_seconds"] == pytest.approx(1 / found["tokens_per_second"])
-    assert 0 < found["overlap"] <= 1
-    assert found["bottleneck"] in ("compute", "dequantise", "wait for disk")
-    assert found["peak_memory_bytes"] > 50e6
-    assert found["profile"]["sums"]["further"]["passes"] == 3
-    assert found["profile"]["sums"]["prompt"]["tokens_in"] == 5
+    assert measured["bytes_per_token"]["disk"] == pytest.approx(streamed["bytes"], rel=0.5)
+    assert measured["bytes_per_token"]["copied"] == 0
+    assert 0 < measured["token_seconds"] == pytest.approx(1 / measured["tokens_per_second"])
+    assert 0 < measured["overlap"] <= 1
+    assert measured["bottleneck"] in ("compute", "dequantise", "wait for disk")
+    assert measured["peak_memory_bytes"] > 50e6
+    assert measured["profile"]["sums"]["further"]["passes"] == 3
+    assert measured["profile"]["sums"]["prompt"]["tokens_in"] == 5
 
 
-def test_a_batch_shares_what_is_read(checkpoint: Path) -> None:
-    one, eight = (record(str(checkpoint), *STREAMED, "--batch", batch) for batch in ("1", "8"))
-    ratio = one["bytes_per_token"]["disk"] / eight["bytes_per_token"]["disk"]
+def test_batch_shares_reads(checkpoint: Path) -> None:
+    single, batched = (record(str(checkpoint), *STREAMED, "--batch", batch) for batch in ("1", "8"))
+    ratio = single["bytes_per_token"]["disk"] / batched["bytes_per_token"]["disk"]
     assert 4 < ratio < 16
-    assert eight["tokens_per_second"] == pytest.approx(8 / eight["token_seconds"])
-    assert eight["profile"]["sums"]["prompt"]["tokens_in"] == 40
+    assert batched["tokens_per_second"] == pytest.approx(8 / batched["token_seconds"])
+    assert batched["profile"]["sums"]["prompt"]["tokens_in"] == 40
 
 
-def test_what_people_read(checkpoint: Path) -> None:
+def test_text_output(checkpoint: Path) -> None:
     result = bench(str(checkpoint), *STREAMED)
     text = result.stdout
     assert text.startswith(f"{checkpoint}, float32, on cpu\n")
@@ -92,11 +92,11 @@ def test_what_people_read(checkpoint: Path) -> None:
     assert 97 <= sum(shares) <= 103
 
 
-def test_a_compressed_model_that_stays(checkpoint: Path) -> None:
-    found = record(str(checkpoint), *SHORT, "--compression", "4bit")
-    assert found["compression"] == "4bit"
-    assert found["bytes_per_token"]["disk"] == 0
-    assert set(found["bytes_per_token"]["in_place"]) == {"cpu resident"}
+def test_compressed_resident_model(checkpoint: Path) -> None:
+    measured = record(str(checkpoint), *SHORT, "--compression", "4bit")
+    assert measured["compression"] == "4bit"
+    assert measured["bytes_per_token"]["disk"] == 0
+    assert set(measured["bytes_per_token"]["in_place"]) == {"cpu resident"}
     assert record(str(checkpoint), *SHORT, "--compression", "4bit", "--exact")["compression"] == "4bit"
 
 
@@ -117,7 +117,7 @@ def test_a_checkpoint_is_split_and_kept(tmp_path: Path) -> None:
     assert (tmp_path / "layers" / "splitted_model" / "split.json").exists()
 
 
-def test_without_a_split_nothing_is_written(tmp_path: Path) -> None:
+def test_no_files_are_written_without_a_split(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama", shards=2)
     before = names_in(tmp_path)
     assert record(str(folder), *STREAMED, "--no-split")["bytes_per_token"]["disk"] > 0
@@ -127,9 +127,9 @@ def test_without_a_split_nothing_is_written(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_progress_is_on_stderr(checkpoint: Path) -> None:
     command = [sys.executable, "-m", "rabbitllm", "bench", str(checkpoint), *STREAMED, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout).keys() == KEYS
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout).keys() == KEYS
 
 
 @pytest.mark.parametrize(
@@ -152,6 +152,6 @@ def test_a_plot_without_matplotlib_is_refused_before_loading(tmp_path: Path, mon
         CliRunner().invoke(app, ["bench", str(tmp_path / "nowhere"), "--plot", "a.png"], catch_exceptions=False)
 
 
-def test_help_says_what_is_written() -> None:
+def test_help_names_the_written_files() -> None:
     text = " ".join(CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": "200"}).stdout.split())
     assert "Nothing is ever deleted." in text

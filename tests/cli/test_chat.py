@@ -59,9 +59,9 @@ def test_lines_over_a_pipe(demo: Path, tmp_path: Path) -> None:
     """Answers alone are on stdout; what went wrong is in the exit code, and the talk went on after it."""
     talk = tmp_path / "talk.json"
     lines = f"What is 12 + 7?\n/save {talk}\n/stats\n/load nowhere.json\nWhat is 20 + 22?\n"
-    done = piped(demo, lines, "--max-memory", "cpu=0")
-    notes = done.stderr.decode()
-    assert (done.returncode, done.stdout.decode()) == (1, "19\n42\n"), notes
+    process = piped(demo, lines, "--max-memory", "cpu=0")
+    notes = process.stderr.decode()
+    assert (process.returncode, process.stdout.decode()) == (1, "19\n42\n"), notes
     assert re.search(r"moved +[\d.]+ MiB from the disk", notes)
     assert "error: nowhere.json cannot be read" in notes
     assert "Traceback" not in notes
@@ -80,32 +80,32 @@ class Terminal:
     def send(self, text: str) -> None:
         os.write(self._descriptor, text.encode())
 
-    def until(self, wanted: str) -> str:
+    def until(self, pattern: str) -> str:
         """Wait for a text (a pattern), and return what came since the last one up to its end."""
         limit = time.monotonic() + PATIENCE
-        while (found := re.search(wanted, self.text)) is None:
+        while (match := re.search(pattern, self.text)) is None:
             ready, _, _ = select.select([self._descriptor], [], [], max(limit - time.monotonic(), 0))
-            assert ready, f"{wanted!r} did not come in {self.text!r}"
+            assert ready, f"{pattern!r} did not come in {self.text!r}"
             try:
                 data = os.read(self._descriptor, 4096)
             except OSError:  # the process has ended
                 data = b""
-            assert data, f"it ended before {wanted!r}: {self.text!r}"
+            assert data, f"it ended before {pattern!r}: {self.text!r}"
             self.text += data.decode(errors="replace")
-        came, self.text = self.text[: found.end()], self.text[found.end() :]
+        came, self.text = self.text[: match.end()], self.text[match.end() :]
         return came
 
-    def interrupt_until(self, wanted: str) -> None:
+    def interrupt_until(self, pattern: str) -> None:
         """Press Ctrl-C, and again if it was in the instant in which `input` is there and does not wait yet."""
         for _ in range(PATIENCE // 2):
             self.send("\x03")
             limit = time.monotonic() + 2
-            while time.monotonic() < limit and not re.search(wanted, self.text):
+            while time.monotonic() < limit and not re.search(pattern, self.text):
                 if select.select([self._descriptor], [], [], 0.1)[0]:
                     self.text += os.read(self._descriptor, 4096).decode(errors="replace")
-            if re.search(wanted, self.text):
+            if re.search(pattern, self.text):
                 break
-        self.until(wanted)
+        self.until(pattern)
 
 
 @contextlib.contextmanager
@@ -134,7 +134,7 @@ def at_a_terminal(folder: Path, *options: str) -> Iterator[Terminal]:
 
 @pytest.mark.long
 def test_with_a_draft_model(demo: Path) -> None:
-    plain, drafted = (piped(demo, "1 + 2 =\nAnd 2 + 2 =\n", *more) for more in ((), ("--draft", str(demo))))
+    plain, drafted = (piped(demo, "1 + 2 =\nAnd 2 + 2 =\n", *draft) for draft in ((), ("--draft", str(demo))))
     assert (drafted.returncode, drafted.stdout) == (0, plain.stdout)
     assert b"no reusable KV cache" not in drafted.stderr
 

@@ -48,12 +48,12 @@ def test_help_ends_with_two_examples(name: str) -> None:
         program, subcommand, *arguments = shlex.split(example.rpartition("| ")[2])
         assert (program, subcommand) == ("rabbitllm", name)
         with command.make_context(name, arguments) as context:
-            given = [parameter for parameter in command.params if context.params[parameter.name] != parameter.default]
-        assert len(given) >= min(1, len(arguments))
+            named = [parameter for parameter in command.params if context.params[parameter.name] != parameter.default]
+        assert len(named) >= min(1, len(arguments))
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_examples_are_whole_lines_in_80_columns(name: str) -> None:
+def test_examples_fit_into_80_columns(name: str) -> None:
     shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "80"}).stdout
     for example in examples_of(COMMANDS[name]):
         assert example in [line.strip() for line in shown.splitlines()]
@@ -87,8 +87,8 @@ def test_the_main_commands_come_first_each_in_one_line() -> None:
 def test_help_is_wrapped_at_the_width_of_the_terminal(name: str) -> None:
     """And nowhere else: a line of a paragraph is ended by the width, or by the paragraph's end."""
     shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "80"}).stdout
-    told = [line.strip() for line in shown.partition("Examples:")[0].splitlines()]
-    for line, following in pairwise(told):
+    paragraphs = [line.strip() for line in shown.partition("Examples:")[0].splitlines()]
+    for line, following in pairwise(paragraphs):
         if line and following:
             assert len(f"{line} {following.split()[0]}") > 78, (line, following)
 
@@ -99,15 +99,15 @@ def test_every_model_is_named_in_the_same_way() -> None:
         assert "A repository, a folder, a file of weights, or a split directory." in help_of(name)
 
 
-def test_exit_codes_are_told_in_help_and_page() -> None:
+def test_exit_codes_are_in_help_and_page() -> None:
     codes = {
         value
         for name, value in vars(exit_codes).items()
         if name.isupper() and isinstance(value, int) and name[0] != "_"
     }
-    told = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "300"}).stdout
+    output = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "300"}).stdout
     for code in codes:
-        assert re.search(rf"^ +{code} +\w", told.rpartition("Exit codes")[2], re.MULTILINE)
+        assert re.search(rf"^ +{code} +\w", output.rpartition("Exit codes")[2], re.MULTILINE)
         assert re.search(rf"^\| {code} \|", PAGE, re.MULTILINE)
 
 
@@ -138,7 +138,7 @@ def test_help_and_page_agree_on_the_memory_of_keys_and_values() -> None:
 # Completion
 
 
-def test_completion_is_there_for_shells() -> None:
+def test_shell_completion_is_installed() -> None:
     shown = process(
         "--show-completion", "bash", env={**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
     )
@@ -154,8 +154,8 @@ def completed(words: str) -> list[str]:
         "COMP_CWORD": str(len(words.split())),
     }
     code = "import sys; sys.argv = ['rabbitllm']; from rabbitllm.cli.main import app; app(prog_name='rabbitllm')"
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, text=True)
-    return done.stdout.split()
+    ran = subprocess.run([sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, text=True)
+    return ran.stdout.split()
 
 
 def test_commands_and_options_are_completed() -> None:
@@ -178,7 +178,7 @@ def test_models_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert complete_model(f"{tmp_path}/ha") == [f"{tmp_path}/hare/"]
 
 
-def test_help_and_completion_import_nothing_heavy() -> None:
+def test_help_and_completion_import_no_heavy_packages() -> None:
     code = "import sys; import rabbitllm.cli.main; from rabbitllm.cli.arguments import complete_model; "
     code += "complete_model('x'); print(*sys.modules)"
     loaded = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split())

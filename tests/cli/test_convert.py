@@ -61,7 +61,7 @@ def run(*arguments: object) -> str:
 def check(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """The folder has exactly these tensors, by its index and by its files."""
     index = json.loads((folder / INDEX_NAME).read_text())
-    found: dict[str, torch.Tensor] = {}
+    actual: dict[str, torch.Tensor] = {}
     files = names_in(folder, "*.safetensors")
     assert files == [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
     for file in files:
@@ -69,12 +69,12 @@ def check(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
             assert opened.metadata() == {"format": "pt"}
             for name in opened.keys():  # noqa: SIM118  it is no mapping
                 assert index["weight_map"][name] == file
-                found[name] = opened.get_tensor(name)
-    assert found.keys() == tensors.keys() == index["weight_map"].keys()
+                actual[name] = opened.get_tensor(name)
+    assert actual.keys() == tensors.keys() == index["weight_map"].keys()
     for name, tensor in tensors.items():
-        assert found[name].dtype is tensor.dtype
-        assert found[name].shape == tensor.shape
-        assert torch.equal(raw(found[name]), raw(tensor))
+        assert actual[name].dtype is tensor.dtype
+        assert actual[name].shape == tensor.shape
+        assert torch.equal(raw(actual[name]), raw(tensor))
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors.values()]
     assert index["metadata"]["total_size"] == sum(sizes)
     assert index["metadata"]["total_parameters"] == sum(tensor.numel() for tensor in tensors.values())
@@ -103,11 +103,11 @@ def test_a_checkpoint_of_safetensors(tmp_path: Path, tied: bool, shards: int) ->
     check(tmp_path / "new", read_tensors(folder))
     assert f"tensors       {len(read_tensors(folder))}, " in text
     assert "config.json" in text
-    others = {name: data for name, data in before.items() if "safetensors" not in name}
-    assert {name: (tmp_path / "new" / name).read_bytes() for name in others} == others
-    expected, found = loaded(folder), loaded(tmp_path / "new")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    other_files = {name: data for name, data in before.items() if "safetensors" not in name}
+    assert {name: (tmp_path / "new" / name).read_bytes() for name in other_files} == other_files
+    expected, actual = loaded(folder), loaded(tmp_path / "new")
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "new")
     assert (
         tokenizer.decode(tokenizer("What is a rabbit?")["input_ids"], skip_special_tokens=True) == "What is a rabbit?"
@@ -119,18 +119,18 @@ def test_families(tmp_path: Path, family: str) -> None:
     folder = build_checkpoint(tmp_path / "model", family, dtype=torch.float32, shards=2)
     convert(folder, tmp_path / "new")
     check(tmp_path / "new", read_tensors(folder))
-    expected, found = loaded(folder), loaded(tmp_path / "new")
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    expected, actual = loaded(folder), loaded(tmp_path / "new")
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
-def test_what_was_made_as_one_object(tmp_path: Path) -> None:
+def test_json_record(tmp_path: Path) -> None:
     source = write_shards(tmp_path / "model", cut(llama_tensors(), 3))
-    found = json.loads(run(source, "-o", tmp_path / "new", "--json"))
+    record = json.loads(run(source, "-o", tmp_path / "new", "--json"))
     shards = [*(tmp_path / "new").glob("*.safetensors")]
     tensors = read_tensors(tmp_path / "new")
-    assert (found["folder"], found["shards"], found["tensors"]) == (str(tmp_path / "new"), len(shards), len(tensors))
-    assert found["nbytes"] == sum(tensor.nbytes for tensor in tensors.values())
-    assert found["before"] is False
+    assert (record["folder"], record["shards"], record["tensors"]) == (str(tmp_path / "new"), len(shards), len(tensors))
+    assert record["nbytes"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert record["before"] is False
     assert json.loads(run(source, "-o", tmp_path / "new", "--json"))["before"] is True
 
 
@@ -144,20 +144,20 @@ def test_a_checkpoint_of_torch_with_tensors_that_share_bytes(tmp_path: Path) -> 
     torch.save(tensors, folder / TORCH_SINGLE_NAME)
     convert(folder, tmp_path / "new")
     check(tmp_path / "new", tensors)
-    expected, found = loaded(folder), loaded(tmp_path / "new")
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    expected, actual = loaded(folder), loaded(tmp_path / "new")
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_a_checkpoint_in_metas_own_format(tmp_path: Path, ranks: int) -> None:
+def test_checkpoint_in_metas_format(tmp_path: Path, ranks: int) -> None:
     model = tiny_llama(kv_heads=4)
     source = write_meta(tmp_path / "meta", model, ranks=ranks)
     before = contents(source)
     run(source, "-o", tmp_path / "new")
     check(tmp_path / "new", weights_of(model))
     assert contents(source) == before
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype=torch.bfloat16)
-    assert {name: raw(tensor).tolist() for name, tensor in again.state_dict().items()} == {
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype=torch.bfloat16)
+    assert {name: raw(tensor).tolist() for name, tensor in reloaded.state_dict().items()} == {
         name: raw(tensor).tolist() for name, tensor in model.state_dict().items()
     }
 
@@ -170,7 +170,7 @@ def test_a_checkpoint_of_torch_from_before_1_6(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["consolidated.00.pth", "x.safetensors"])
-def test_a_file_alone_is_its_weights_alone(tmp_path: Path, name: str) -> None:
+def test_single_file_has_only_weights(tmp_path: Path, name: str) -> None:
     """Other files in its folder are not copied."""
     tensors = {
         "tok_embeddings.weight": torch.randn(8, 4),
@@ -206,18 +206,18 @@ def test_a_repository(
     tmp_path: Path, hub_environment: HubEnvironment, local_hub: LocalHub, options: dict[str, Any]
 ) -> None:
     folder = build_checkpoint(tmp_path / "hub" / REPO, "llama", shards=3)
-    made = convert(REPO, tmp_path / "new", **options)
+    converted = convert(REPO, tmp_path / "new", **options)
     check(tmp_path / "new", read_tensors(folder))
-    expected, found = loaded(folder), loaded(tmp_path / "new")
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    expected, actual = loaded(folder), loaded(tmp_path / "new")
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
     assert json.loads((tmp_path / "new" / INDEX_NAME).read_text())["metadata"]["converted_from"]["name"] == REPO
-    assert dataclass_without_time(convert(REPO, tmp_path / "new", **options)) == dataclass_without_time(made)
+    assert dataclass_without_time(convert(REPO, tmp_path / "new", **options)) == dataclass_without_time(converted)
     with pytest.raises(SplitMismatchError, match=f"holds the conversion of {REPO}; requested was"):
         convert(folder, tmp_path / "new")
 
 
-def dataclass_without_time(made: Conversion) -> tuple[Any, ...]:
-    return made.folder, made.shards, made.tensors, made.nbytes, made.beside
+def dataclass_without_time(converted: Conversion) -> tuple[Any, ...]:
+    return converted.folder, converted.shards, converted.tensors, converted.nbytes, converted.beside
 
 
 def test_a_repository_without_a_config(tmp_path: Path, hub_environment: HubEnvironment) -> None:
@@ -229,12 +229,12 @@ def test_a_repository_without_a_config(tmp_path: Path, hub_environment: HubEnvir
     check(tmp_path / "new", tensors)
 
 
-def test_chat_templates_in_a_folder_of_their_own(tmp_path: Path) -> None:
+def test_folder_of_chat_templates_is_copied(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama")
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}")
-    made = convert(folder, tmp_path / "new")
-    assert "additional_chat_templates/tool.jinja" in made.beside
+    converted = convert(folder, tmp_path / "new")
+    assert "additional_chat_templates/tool.jinja" in converted.beside
     assert (tmp_path / "new" / "additional_chat_templates" / "tool.jinja").read_text() == "{{ messages }}"
     assert not (tmp_path / "new" / WORK_NAME).exists()
 
@@ -242,7 +242,7 @@ def test_chat_templates_in_a_folder_of_their_own(tmp_path: Path) -> None:
 # the original
 
 
-def test_the_original_goes_only_if_asked(tmp_path: Path) -> None:
+def test_original_is_deleted_only_on_request(tmp_path: Path) -> None:
     tensors = llama_tensors()
     folder = write_shards(tmp_path / "model", cut(tensors, 3))
     convert(folder, tmp_path / "sequential", sequential=True)
@@ -265,7 +265,7 @@ def test_the_original_goes_only_if_asked(tmp_path: Path) -> None:
 # what is refused
 
 
-def test_a_folder_with_something_in_it(tmp_path: Path) -> None:
+def test_non_empty_folder_is_refused(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "model", cut(llama_tensors(), 2))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("years of work")
@@ -280,16 +280,16 @@ def test_a_folder_with_something_in_it(tmp_path: Path) -> None:
         convert(folder, tmp_path / "full" / "thesis.txt")
 
 
-def test_another_checkpoint_in_a_folder_that_is_whole(tmp_path: Path) -> None:
-    one = write_shards(tmp_path / "one", cut(llama_tensors(), 2))
-    two = write_shards(tmp_path / "two", cut(llama_tensors(seed=1), 2))
-    convert(one, tmp_path / "new")
+def test_finished_folder_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
+    first = write_shards(tmp_path / "one", cut(llama_tensors(), 2))
+    second = write_shards(tmp_path / "two", cut(llama_tensors(seed=1), 2))
+    convert(first, tmp_path / "new")
     before = contents(tmp_path / "new")
-    assert convert(one, tmp_path / "new").before
+    assert convert(first, tmp_path / "new").before
     with pytest.raises(
         SplitMismatchError, match=r"holds the conversion of one; requested was .*two: its shard .* has other"
     ):
-        convert(two, tmp_path / "new")
+        convert(second, tmp_path / "new")
     assert contents(tmp_path / "new") == before
 
 
@@ -298,21 +298,21 @@ def test_another_checkpoint_in_a_folder_that_is_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("named", ["the split", "its folder"])
 @pytest.mark.parametrize("shards", [1, 2])
-def test_an_uncompressed_split_gives_the_very_checkpoint(tmp_path: Path, named: str, shards: int) -> None:
+def test_uncompressed_split_restores_the_checkpoint(tmp_path: Path, named: str, shards: int) -> None:
     folder = build_checkpoint(tmp_path / "model", "qwen3", tied=True, shards=3, dtype=torch.bfloat16)
-    before, others = read_tensors(folder), {n: d for n, d in contents(folder).items() if "safetensors" not in n}
+    before, other_files = read_tensors(folder), {n: d for n, d in contents(folder).items() if "safetensors" not in n}
     split_folder = split(folder, folder, sequential=True)
     assert not list(folder.glob("*.safetensors"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rabbitllm.models.convert.SHARD_BYTES", 1 << 40 if shards == 1 else 60_000)
-        made = convert(split_folder if named == "the split" else folder, tmp_path / "new")
-        again = convert(split_folder, tmp_path / "new")
-    assert (made.shards == 1) is (shards == 1)
-    assert (made.before, again.before) == (False, True)
-    found = read_tensors(tmp_path / "new")
-    assert found.keys() == before.keys()
-    assert all(torch.equal(raw(found[name]), raw(before[name])) for name in before)
-    assert {name: (tmp_path / "new" / name).read_bytes() for name in others} == others
+        converted = convert(split_folder if named == "the split" else folder, tmp_path / "new")
+        second = convert(split_folder, tmp_path / "new")
+    assert (converted.shards == 1) is (shards == 1)
+    assert (converted.before, second.before) == (False, True)
+    actual = read_tensors(tmp_path / "new")
+    assert actual.keys() == before.keys()
+    assert all(torch.equal(raw(actual[name]), raw(before[name])) for name in before)
+    assert {name: (tmp_path / "new" / name).read_bytes() for name in other_files} == other_files
     expected, loads = loaded(tmp_path / "new"), read_tensors(tmp_path / "new")
     assert all(torch.equal(expected[name], loads[name]) for name in loads)
     other = build_checkpoint(tmp_path / "other", "qwen3", tied=True, shards=3, dtype=torch.bfloat16, seed=9)
@@ -321,16 +321,16 @@ def test_an_uncompressed_split_gives_the_very_checkpoint(tmp_path: Path, named: 
 
 
 @pytest.mark.parametrize("compression", ["4bit", "8bit", "4bit-double"])
-def test_a_compressed_split_gives_what_bitsandbytes_dequantizes(tmp_path: Path, compression: str) -> None:
+def test_compressed_split_equals_bitsandbytes(tmp_path: Path, compression: str) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama", shards=2, dtype=torch.bfloat16)
     reference = dequantized(folder, tmp_path / "reference", compression, torch.bfloat16)
     split(folder, folder, compression=compression, sequential=True)
     convert(folder, tmp_path / "new")
-    expected, found = read_tensors(reference), read_tensors(tmp_path / "new")
-    assert found.keys() == expected.keys()
+    expected, actual = read_tensors(reference), read_tensors(tmp_path / "new")
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype is tensor.dtype
-        assert torch.equal(raw(found[name]), raw(tensor))
+        assert actual[name].dtype is tensor.dtype
+        assert torch.equal(raw(actual[name]), raw(tensor))
 
 
 @pytest.mark.parametrize("compression", ["none", "8bit"])
@@ -343,25 +343,25 @@ def test_a_directory_of_rabbitllm_1_1(tmp_path: Path, compression: str) -> None:
     shutil.copytree(golden / f"rabbitllm-1.1.0-{compression}" / name, home / name)
     for shard in home.glob("*.safetensors"):
         shard.unlink()
-    made = convert(home, tmp_path / "new")
-    assert "config.json" in made.beside
-    found = read_tensors(tmp_path / "new")
-    assert found.keys() == before.keys()
+    converted = convert(home, tmp_path / "new")
+    assert "config.json" in converted.beside
+    actual = read_tensors(tmp_path / "new")
+    assert actual.keys() == before.keys()
     for key, tensor in before.items():
-        assert found[key].dtype is tensor.dtype
+        assert actual[key].dtype is tensor.dtype
         if compression == "none":
-            assert torch.equal(raw(found[key]), raw(tensor))
+            assert torch.equal(raw(actual[key]), raw(tensor))
     loaded(tmp_path / "new")
 
 
-def test_published_codes_of_a_split_stay_as_they_were_published(tmp_path: Path) -> None:
+def test_published_codes_are_kept(tmp_path: Path) -> None:
     folder = build_fp8(tmp_path / "model", "llama")
     before = read_tensors(folder)
     split(folder, folder, sequential=True)
     convert(folder, tmp_path / "new")
-    found = read_tensors(tmp_path / "new")
-    assert found.keys() == before.keys()
-    assert all(torch.equal(raw(found[name]), raw(before[name])) for name in before)
+    actual = read_tensors(tmp_path / "new")
+    assert actual.keys() == before.keys()
+    assert all(torch.equal(raw(actual[name]), raw(before[name])) for name in before)
 
 
 @pytest.mark.parametrize("types", ["mixed", "Q4_K", "F32"])
@@ -373,13 +373,13 @@ def test_a_gguf_file_at_a_chosen_dtype(tmp_path: Path, types: str, outtype: str)
     run(file, "-o", tmp_path / "as is")
     exact = read_tensors(tmp_path / "as is")
     assert {tensor.dtype for tensor in exact.values()} == {torch.float32}
-    found = tmp_path / "new"
-    run(file, "-o", found, "--outtype", outtype)
-    check(found, {name: tensor.to(dtype) for name, tensor in exact.items()})
-    assert transformers.AutoModelForCausalLM.from_pretrained(found, dtype="auto").dtype is dtype
+    output = tmp_path / "new"
+    run(file, "-o", output, "--outtype", outtype)
+    check(output, {name: tensor.to(dtype) for name, tensor in exact.items()})
+    assert transformers.AutoModelForCausalLM.from_pretrained(output, dtype="auto").dtype is dtype
     with pytest.raises(SplitMismatchError, match=f"with outtype='{outtype}', not 'auto'"):
-        convert(file, found)
-    assert "complete already" in run(file, "-o", found, "--outtype", outtype)
+        convert(file, output)
+    assert "complete already" in run(file, "-o", output, "--outtype", outtype)
 
 
 @pytest.mark.parametrize("part", ["split.json.part", f"{INDEX_NAME}.part"])
@@ -398,7 +398,7 @@ def test_a_chosen_dtype_while_a_conversion_is_unfinished(tmp_path: Path, part: s
     assert {tensor.dtype for tensor in read_tensors(new).values()} == {torch.bfloat16}
 
 
-def test_a_dtype_is_refused_where_nothing_is_converted(tmp_path: Path) -> None:
+def test_dtype_without_conversion_is_refused(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "model", cut(llama_tensors(), 2))
     for source in (folder, folder / "model-00001-of-00002.safetensors", split(folder)):
         with pytest.raises(OptionError, match="is not a GGUF checkpoint; its tensors keep their dtypes"):
@@ -412,27 +412,27 @@ def test_a_dtype_is_refused_where_nothing_is_converted(tmp_path: Path) -> None:
 def test_a_value_beyond_float16_is_refused(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", types="F32")
     tensors = gguf.GGUFReader(file, "r+").tensors
-    next(one for one in tensors if one.name == "output_norm.weight").data[3] = 1e6
+    next(tensor for tensor in tensors if tensor.name == "output_norm.weight").data[3] = 1e6
     with pytest.raises(UnreadableFormatError, match=r"norm.weight has the value 1000000.0, which exceeds float16"):
         convert(file, tmp_path / "new", outtype="f16")
     assert file.exists()
     convert(file, tmp_path / "other", outtype="bf16")
 
 
-def test_what_cannot_be_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_sources_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_shards(tmp_path / "model", cut(llama_tensors(), 2))
     new = tmp_path / "new"
     with pytest.raises(OptionError, match="is one of the 2 shards of a checkpoint"):
         convert(folder / "model-00001-of-00002.safetensors", new)
     with pytest.raises(OptionError, match="is an index"):
         convert(folder / INDEX_NAME, new)
-    made = split(folder, tmp_path / "layers", sequential=False)
+    path = split(folder, tmp_path / "layers", sequential=False)
     for to, target in (("safetensors", new), ("gguf", tmp_path / "new.gguf")):
-        with pytest.raises(OptionError, match=rf"one of the 6 layer files of a split(?s:.)*Use the folder: {made}\."):
-            convert(made / "model.norm.safetensors", target, to=to)
+        with pytest.raises(OptionError, match=rf"one of the 6 layer files of a split(?s:.)*Use the folder: {path}\."):
+            convert(path / "model.norm.safetensors", target, to=to)
     for deleting in ({"sequential": True}, {"delete_original": True}):
         with pytest.raises(OptionError, match="is a split directory"):
-            convert(made, new, **deleting)
+            convert(path, new, **deleting)
     with pytest.raises(CheckpointNotFoundError, match="There is no file"):
         convert(tmp_path / "nothing.pth", new)
     with pytest.raises(NotEnoughSpaceException):
@@ -457,23 +457,23 @@ OPTIONS = [{}, {"sequential": True}, {"delete_original": True}]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("kind", SOURCES)
-def test_broken_off_at_some_steps(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("source_format", SOURCES)
+def test_interrupted_conversion_is_resumed(tmp_path: Path, source_format: str, options: dict[str, Any]) -> None:
     """The same call finishes, with the same files."""
     source, new = tmp_path / "model", tmp_path / "new"
     counter = Counter()
-    SOURCES[kind](source)
+    SOURCES[source_format](source)
     with observe_ticks(counter):
         convert(source, new, **options)
-    expected, left = contents(new), contents(source)
+    expected, remaining = contents(new), contents(source)
     check(new, llama_tensors(2))
-    for at in {*sample(counter.count, 5), *range(counter.count)[-40::10]}:
+    for step_number in {*sample(counter.count, 5), *range(counter.count)[-40::10]}:
         for folder in (source, new):
             shutil.rmtree(folder)
-        SOURCES[kind](source)
+        SOURCES[source_format](source)
 
-        def stop(number: int, step: Step, at: int = at) -> None:
-            if number >= at:  # whatever tries to tidy up fails too, as it would in a process that is gone
+        def stop(number: int, step: Step, step_number: int = step_number) -> None:
+            if number >= step_number:  # whatever tries to tidy up fails too, as it would in a process that is gone
                 raise KeyboardInterrupt
 
         with observe_ticks(Counter(stop)), pytest.raises(KeyboardInterrupt):
@@ -481,13 +481,13 @@ def test_broken_off_at_some_steps(tmp_path: Path, kind: str, options: dict[str, 
         assert (new / INDEX_NAME).exists() <= ({*contents(new)} >= {*expected})
         convert(source, new, **options)
         assert contents(new) == expected
-        assert contents(source) == left
+        assert contents(source) == remaining
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_another_checkpoint_while_one_is_unfinished(tmp_path: Path, options: dict[str, Any]) -> None:
-    two = write_shards(tmp_path / "two", cut(llama_tensors(seed=1), 2))
-    untouched = contents(two)
+    second = write_shards(tmp_path / "two", cut(llama_tensors(seed=1), 2))
+    untouched = contents(second)
     stopped_at = {"split": "split.json.part", "moved": f"{INDEX_NAME}.part"}
     for moment, name in stopped_at.items():
         new = tmp_path / moment / "new"
@@ -496,13 +496,13 @@ def test_another_checkpoint_while_one_is_unfinished(tmp_path: Path, options: dic
             if step.kind == "rename" and step.path.name == name:
                 raise KeyboardInterrupt
 
-        one = write_shards(tmp_path / moment / "one", cut(llama_tensors(), 2))
+        first = write_shards(tmp_path / moment / "one", cut(llama_tensors(), 2))
         with observe_ticks(Counter(stop)), pytest.raises(KeyboardInterrupt):
-            convert(one, new, **options)
+            convert(first, new, **options)
         before = contents(new)
         with pytest.raises(SplitMismatchError):
-            convert(two, new, **options)
+            convert(second, new, **options)
         assert contents(new) == before
-        assert contents(two) == untouched
-        convert(one, new, **options)
+        assert contents(second) == untouched
+        convert(first, new, **options)
         check(new, llama_tensors())

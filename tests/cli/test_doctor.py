@@ -21,16 +21,16 @@ def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     )
 
 
-def test_json_whole_on_stdout(tmp_path: Path) -> None:
+def test_stdout_is_one_json_object(tmp_path: Path) -> None:
     run = doctor("--quick", "--json", RABBITLLM_HOME=str(tmp_path))
     assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout)
+    record = json.loads(run.stdout)
     keys = {"version", "machine", "models", "devices", "advice", "failures", "seconds", "can_run"}
-    assert found.keys() == keys
-    assert found["can_run"] is True
-    assert found["failures"] == []
-    assert len(found["models"]) >= 10
-    assert {"compression", "output_bytes", "needs", "route", "fits", "generation", "problem"} == found["models"][0][
+    assert record.keys() == keys
+    assert record["can_run"] is True
+    assert record["failures"] == []
+    assert len(record["models"]) >= 10
+    assert {"compression", "output_bytes", "needs", "route", "fits", "generation", "problem"} == record["models"][0][
         "at"
     ][0].keys()
 
@@ -46,7 +46,7 @@ def test_plain_text_without_a_terminal(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_exit_code_1_where_nothing_can_be_run(tmp_path: Path) -> None:
+def test_exit_code_1_if_no_model_can_run(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     run = doctor("--quick", RABBITLLM_HOME=str(tmp_path / "file" / "home"))
     assert run.returncode == 1
@@ -56,10 +56,10 @@ def test_exit_code_1_where_nothing_can_be_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_all_of_it(tmp_path: Path) -> None:
+def test_full_report(tmp_path: Path) -> None:
     """Every model of the list, measured."""
     run = doctor("--json", "--all", RABBITLLM_HOME=str(tmp_path))
-    found = json.loads(run.stdout)
-    assert found["failures"] == []
-    times = [one["generation"]["token_seconds"] for model in found["models"] for one in model["at"]]
+    record = json.loads(run.stdout)
+    assert record["failures"] == []
+    times = [context["generation"]["token_seconds"] for model in record["models"] for context in model["at"]]
     assert all(time > 0 for time in times)

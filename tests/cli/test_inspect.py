@@ -42,8 +42,8 @@ def run(*arguments: object) -> str:
 
 
 def record(*arguments: object) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run(*arguments, "--json"))
-    return found
+    parsed: dict[str, Any] = json.loads(run(*arguments, "--json"))
+    return parsed
 
 
 def process(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -103,9 +103,9 @@ def test_the_vocabulary_of_llama_2(tmp_path: Path) -> None:
         ("31001", "동", "-30742", "normal"),
     ):
         assert row in rows
-    found = record(path, "--name", "ång")
-    assert found["pieces"] == [{"id": 10001, "piece": "ång", "score": -9742.0, "type": "normal"}]
-    assert (found["piece_count"], found["trainer"]["model_type"]) == (32000, "bpe")
+    parsed = record(path, "--name", "ång")
+    assert parsed["pieces"] == [{"id": 10001, "piece": "ång", "score": -9742.0, "type": "normal"}]
+    assert (parsed["piece_count"], parsed["trainer"]["model_type"]) == (32000, "bpe")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in other units elsewhere")
@@ -122,11 +122,11 @@ before = taken()
 app(["inspect", sys.argv[1]], standalone_mode=False)
 print(*(now - then for now, then in zip(taken(), before)), file=sys.stderr)
 """
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, cwd=ROOT, check=True)
-    kilobytes, nbytes = map(int, done.stderr.split())
+    ran = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, cwd=ROOT, check=True)
+    kilobytes, nbytes = map(int, ran.stderr.split())
     assert kilobytes < 50_000
     assert 0 < nbytes < 50_000_000
-    assert "tok_embeddings.weight" in done.stdout
+    assert "tok_embeddings.weight" in ran.stdout
 
 
 # folders and repositories
@@ -135,14 +135,14 @@ print(*(now - then for now, then in zip(taken(), before)), file=sys.stderr)
 def test_a_checkpoint(tmp_path: Path) -> None:
     tensors = llama_tensors()
     folder = write_shards(tmp_path / "model", cut(tensors, 3))
-    found = record(folder)
-    assert (found["format"], found["tensor_count"], found["missing"]) == ("a checkpoint", len(tensors), [])
-    assert found["files"] == {path.name: path.stat().st_size for path in sorted(folder.glob("*.safetensors"))}
-    assert found["bytes"] == sum(found["files"].values())
+    parsed = record(folder)
+    assert (parsed["format"], parsed["tensor_count"], parsed["missing"]) == ("a checkpoint", len(tensors), [])
+    assert parsed["files"] == {path.name: path.stat().st_size for path in sorted(folder.glob("*.safetensors"))}
+    assert parsed["bytes"] == sum(parsed["files"].values())
     weight_map = json.loads((folder / INDEX_NAME).read_text())["weight_map"]
-    assert {tensor["name"]: tensor["file"] for tensor in found["tensors"]} == weight_map
-    assert {t["name"]: t["layer"] for t in found["tensors"]}["model.layers.1.mlp.up_proj.weight"] == "layers.1"
-    assert found["beside"] == ["config.json"]
+    assert {tensor["name"]: tensor["file"] for tensor in parsed["tensors"]} == weight_map
+    assert {t["name"]: t["layer"] for t in parsed["tensors"]}["model.layers.1.mlp.up_proj.weight"] == "layers.1"
+    assert parsed["beside"] == ["config.json"]
     text = run(folder, "--name", "*q_proj*")
     assert f"'*q_proj*' matches 3 tensors of {len(tensors)}" in text
     assert text.count("q_proj.weight") == 3
@@ -153,29 +153,29 @@ def test_a_checkpoint(tmp_path: Path) -> None:
 def test_a_repository_by_its_headers(tmp_path: Path, hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
     tensors = llama_tensors(hidden=512, vocabulary=4000)
     folder = write_shards(tmp_path / "hub" / REPO, cut(tensors, 2))
-    found = record(REPO)
-    assert found["source"] == f"{REPO} at commit {local_hub.commit(REPO)}"
-    assert {tensor["name"]: tuple(tensor["shape"]) for tensor in found["tensors"]} == {
+    parsed = record(REPO)
+    assert parsed["source"] == f"{REPO} at commit {local_hub.commit(REPO)}"
+    assert {tensor["name"]: tuple(tensor["shape"]) for tensor in parsed["tensors"]} == {
         name: tuple(tensor.shape) for name, tensor in tensors.items()
     }
     sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
     sent = sum(request.bytes_sent for request in local_hub.requests if request.file.endswith(".safetensors"))
     assert sent <= len(sizes) * FIRST_READ_BYTES < sum(sizes)
-    again = {**found, "source": str(folder), "format": "a checkpoint"}
-    assert record(folder) == again
+    expected = {**parsed, "source": str(folder), "format": "a checkpoint"}
+    assert record(folder) == expected
 
 
 @pytest.mark.parametrize("compression", [None, "8bit", "4bit"])
 def test_a_split_directory_and_its_layer_files(tmp_path: Path, compression: str | None) -> None:
     tensors = llama_tensors(hidden=128)
     folder = write_shards(tmp_path / "model", cut(tensors, 2))
-    made = split(folder, compression=compression)
-    found = record(made)
-    assert found["format"] == f"a split directory, {compression or 'uncompressed'}, of model"
-    assert {t["name"]: tuple(t["shape"]) for t in found["tensors"]} == {n: tuple(t.shape) for n, t in tensors.items()}
-    assert {t["dtype"] for t in found["tensors"]} == ({"BF16"} if compression is None else {"BF16", compression})
-    assert found["layers"] == ["embed_tokens", "layers.0", "layers.1", "layers.2", "norm", "lm_head"]
-    layer = record(made / "model.layers.1.safetensors")
+    split_folder = split(folder, compression=compression)
+    parsed = record(split_folder)
+    assert parsed["format"] == f"a split directory, {compression or 'uncompressed'}, of model"
+    assert {t["name"]: tuple(t["shape"]) for t in parsed["tensors"]} == {n: tuple(t.shape) for n, t in tensors.items()}
+    assert {t["dtype"] for t in parsed["tensors"]} == ({"BF16"} if compression is None else {"BF16", compression})
+    assert parsed["layers"] == ["embed_tokens", "layers.0", "layers.1", "layers.2", "norm", "lm_head"]
+    layer = record(split_folder / "model.layers.1.safetensors")
     assert (layer["format"], layer["layers"]) == ("safetensors", ["layers.1"])
     names = {tensor["name"] for tensor in layer["tensors"]}
     assert {name for name in tensors if ".layers.1." in name} <= names
@@ -185,33 +185,33 @@ def test_a_split_directory_and_its_layer_files(tmp_path: Path, compression: str 
 def test_a_split_directory_of_rabbitllm_1_1(how: str) -> None:
     golden = ROOT / "tests" / "golden" / f"rabbitllm-1.1.0-{how}"
     (folder,) = golden.glob("splitted_model*")
-    found = record(folder)
-    assert found["format"] == f"a split directory, {'uncompressed' if how == 'none' else how}, RabbitLLM 1.1's"
-    assert (found["tensor_count"], found["parameters"]) == (27, 94_784)
-    assert found["layers"] == ["embed_tokens", "layers.0", "layers.1", "norm", "lm_head"]
+    parsed = record(folder)
+    assert parsed["format"] == f"a split directory, {'uncompressed' if how == 'none' else how}, RabbitLLM 1.1's"
+    assert (parsed["tensor_count"], parsed["parameters"]) == (27, 94_784)
+    assert parsed["layers"] == ["embed_tokens", "layers.0", "layers.1", "norm", "lm_head"]
 
 
 def test_an_unfinished_split(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "model", cut(llama_tensors(), 3))
-    made = interrupted(Call(str(folder)))
+    split_folder = interrupted(Call(str(folder)))
     with pytest.raises(CheckpointNotFoundError, match="is an unfinished split"):
-        look(made)
+        look(split_folder)
 
 
 def test_a_checkpoint_that_lacks_shards_or_has_a_damaged_one(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "model", cut(llama_tensors(), 3))
-    gone = folder / "model-00002-of-00003.safetensors"
-    gone.unlink()
-    found = look(folder)
-    assert found.absent == (gone.name,)
-    assert isinstance(found.refusal, MissingShardError)
+    missing = folder / "model-00002-of-00003.safetensors"
+    missing.unlink()
+    inspection = look(folder)
+    assert inspection.absent == (missing.name,)
+    assert isinstance(inspection.refusal, MissingShardError)
     (folder / "model-00003-of-00003.safetensors").write_bytes(b"\x08")
-    done = process(folder, "--json")
-    assert done.returncode == 1
-    record = json.loads(done.stdout)
+    result = process(folder, "--json")
+    assert result.returncode == 1
+    record = json.loads(result.stdout)
     assert list(record["files"]) == ["model-00001-of-00003.safetensors"]
     assert record["refused"]["error"] == "CorruptShardError"
-    assert "it has 1 bytes" in done.stderr
+    assert "it has 1 bytes" in result.stderr
 
 
 # what is refused
@@ -221,39 +221,39 @@ def test_a_checkpoint_that_lacks_shards_or_has_a_damaged_one(tmp_path: Path) -> 
 def test_a_pickle_that_is_refused_is_listed(tmp_path: Path) -> None:
     path = tmp_path / "x.pth"
     path.write_bytes(pack(archive(EVIL)))
-    done = process(path)
-    assert done.returncode == 1
-    assert "--opcodes lists it; nothing of it is run" in done.stdout
-    assert "names the global 'os' 'system', which is not on the list" in done.stderr
-    done = process(path, "--opcodes")
-    assert done.returncode == 1
-    assert re.search(r"names +os.system\n", done.stdout)
-    assert re.search(r"^   2  GLOBAL      'os system'$", done.stdout, re.MULTILINE)
-    assert "Traceback" not in done.stderr
-    found = json.loads(process(path, "--opcodes", "--json").stdout)
-    assert found["pickles"][0]["opcodes"][1] == {"byte": 2, "opcode": "GLOBAL", "argument": "'os system'"}
-    assert found["refused"]["error"] == "UnsafePickleError"
+    result = process(path)
+    assert result.returncode == 1
+    assert "--opcodes lists it; nothing of it is run" in result.stdout
+    assert "names the global 'os' 'system', which is not on the list" in result.stderr
+    result = process(path, "--opcodes")
+    assert result.returncode == 1
+    assert re.search(r"names +os.system\n", result.stdout)
+    assert re.search(r"^   2  GLOBAL      'os system'$", result.stdout, re.MULTILINE)
+    assert "Traceback" not in result.stderr
+    parsed = json.loads(process(path, "--opcodes", "--json").stdout)
+    assert parsed["pickles"][0]["opcodes"][1] == {"byte": 2, "opcode": "GLOBAL", "argument": "'os system'"}
+    assert parsed["refused"]["error"] == "UnsafePickleError"
 
 
 def test_a_bare_pickle_is_its_opcodes(tmp_path: Path) -> None:
     (tmp_path / "x.pkl").write_bytes(EVIL)
-    done = process(tmp_path / "x.pkl")
-    assert done.returncode == 1
-    assert "GLOBAL      'os system'" in done.stdout
-    assert "is a bare pickle" in done.stderr
+    result = process(tmp_path / "x.pkl")
+    assert result.returncode == 1
+    assert "GLOBAL      'os system'" in result.stdout
+    assert "is a bare pickle" in result.stderr
 
 
-def test_what_a_pickle_would_import(tmp_path: Path) -> None:
+def test_imports_of_a_pickle_are_listed(tmp_path: Path) -> None:
     """As far as it can be told without running it; several in a row each have a head."""
     path = tmp_path / "x.pkl"
     path.write_bytes(b"\x80\x04(ios\nsystem\ncos\npopen\ncos\npopen\n\x8c\x02os\x8c\x04exec\x93.")
     assert re.search(r"names +os.system, os.popen, 1 from the stack \(STACK_GLOBAL\)\n", process(path).stdout)
     torch.save({"w": torch.zeros(3)}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
-    found = process(tmp_path / "x.pt", "--opcodes").stdout
-    assert re.findall(r"^x\.pt, pickle \d$", found, re.MULTILINE) == [f"x.pt, pickle {n}" for n in range(1, 6)]
+    output = process(tmp_path / "x.pt", "--opcodes").stdout
+    assert re.findall(r"^x\.pt, pickle \d$", output, re.MULTILINE) == [f"x.pt, pickle {n}" for n in range(1, 6)]
 
 
-def test_names_that_there_is_nothing_at(tmp_path: Path) -> None:
+def test_unknown_names_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match=r"There is no file 'weights.pth'"):
         look("weights.pth")
     with pytest.raises(OptionError, match="--opcodes works on a file"):
@@ -268,7 +268,7 @@ def test_names_that_there_is_nothing_at(tmp_path: Path) -> None:
 
 def test_limit_and_skip(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    save_file({f"w{number:02}": torch.zeros(1) for number in range(20)}, path)
+    save_file({f"w{index:02}": torch.zeros(1) for index in range(20)}, path)
     text = run(path, "--limit", "3", "--skip", "4")
     assert re.findall(r"^w\d+", text, re.MULTILINE) == ["w04", "w05", "w06"]
     assert "… and 13 more; --limit 0 shows all" in text
@@ -280,10 +280,10 @@ def test_limit_and_skip(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_pipe_that_is_closed(tmp_path: Path) -> None:
+def test_closed_pipe(tmp_path: Path) -> None:
     path = write_llama_2_vocabulary(tmp_path)
-    for more in ((), ("--json",)):
-        command = [sys.executable, "-m", "rabbitllm", "inspect", str(path), *more]
+    for options in ((), ("--json",)):
+        command = [sys.executable, "-m", "rabbitllm", "inspect", str(path), *options]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as running:
             assert running.stdout is not None
             assert running.stderr is not None
@@ -293,11 +293,11 @@ def test_a_pipe_that_is_closed(tmp_path: Path) -> None:
             assert running.wait(60) == exit_codes.BROKEN_PIPE
 
 
-def test_letters_that_the_terminal_does_not_have(tmp_path: Path) -> None:
+def test_unprintable_letters_are_escaped(tmp_path: Path) -> None:
     path = write_llama_2_vocabulary(tmp_path)
     command = [sys.executable, "-m", "rabbitllm", "inspect", str(path), "--skip", "259", "--limit", "1"]
-    done = subprocess.run(command, capture_output=True, cwd=ROOT, env={"PYTHONIOENCODING": "ascii"}, check=True)
-    assert rb"259  \u2581\u2581" in done.stdout
+    result = subprocess.run(command, capture_output=True, cwd=ROOT, env={"PYTHONIOENCODING": "ascii"}, check=True)
+    assert rb"259  \u2581\u2581" in result.stdout
 
 
 def test_hostile_names(tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ def test_hostile_names(tmp_path: Path) -> None:
     assert record(path)["weight_map"] == hostile
 
 
-def test_layers_that_follow_one_another() -> None:
+def test_consecutive_layers_are_one_row() -> None:
     assert runs(["embed", "h.0", "h.1", "h.2", "x.3", "x.5", "x.6", "norm"]) == [
         "embed",
         "h.0 to h.2",

@@ -44,7 +44,7 @@ def record(*arguments: object, code: int = 0) -> Any:
     return json.loads(run(*arguments, "--json", code=code).stdout)
 
 
-def test_from_nothing_to_nothing(repository: Path, hub_environment: HubEnvironment) -> None:
+def test_pull_ls_show_verify_rm(repository: Path, hub_environment: HubEnvironment) -> None:
     assert "No model is split here yet" in run("ls").stdout
     assert "none; `rabbitllm plan`" in run("show", REPO).stdout
     text = run("pull", REPO, "--compression", "4bit").stdout
@@ -61,7 +61,7 @@ def test_from_nothing_to_nothing(repository: Path, hub_environment: HubEnvironme
     assert record("ls") == []
 
 
-def test_pull_of_what_is_whole(folder: Path) -> None:
+def test_pull_of_a_finished_split(folder: Path) -> None:
     run("pull", folder)
     before = contents(folder)
     assert "is ready; it was complete already" in run("pull", f"{folder}/splitted_model").stdout
@@ -69,7 +69,7 @@ def test_pull_of_what_is_whole(folder: Path) -> None:
     assert contents(folder) == before
 
 
-def test_a_dry_run_answers_with_its_exit_code(folder: Path) -> None:
+def test_exit_code_of_a_dry_run(folder: Path) -> None:
     before = contents(folder)
     assert "The split fits." in run("pull", folder, "--dry-run").stdout
     short = run("pull", folder, "--dry-run", "--max-disk", "1kB", code=1)
@@ -125,22 +125,22 @@ def test_show_of_a_repository_before_and_after(
     after = record("show", REPO)
     assert after["parameters"] == before["parameters"]
     assert after["config"] == before["config"]
-    [made] = after["splits"]
-    assert (made["state"], made["original_there"]) == ("whole", True)
-    assert "on the hub" in made["original"]
+    [entry] = after["splits"]
+    assert (entry["state"], entry["original_there"]) == ("whole", True)
+    assert "on the hub" in entry["original"]
     text = run("show", REPO).stdout
     for fact in ("architecture", "layers", "context", "vocabulary", "parameters", "split", "folder", "made from"):
         assert re.search(rf"^{fact} +\S", text, re.MULTILINE), fact
 
 
-def test_show_of_a_folder_says_whether_its_original_is_there(folder: Path) -> None:
+def test_show_reports_whether_the_original_exists(folder: Path) -> None:
     run("pull", folder, "--sequential")
-    [made] = record("show", folder)["splits"]
-    assert made["original_there"] is False
-    assert "3 of its 3 shards not in" in made["original"]
+    [entry] = record("show", folder)["splits"]
+    assert entry["original_there"] is False
+    assert "3 of its 3 shards not in" in entry["original"]
 
 
-def test_rm_says_what_goes_and_asks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rm_lists_files_and_asks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run("pull", folder)
     with pytest.raises(OptionError, match="no terminal"):
         run("rm", folder)
@@ -155,7 +155,7 @@ def test_rm_says_what_goes_and_asks(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert not (folder / "splitted_model").exists()
 
 
-def test_rm_of_the_only_copy_needs_a_word_more(folder: Path) -> None:
+def test_rm_of_the_only_copy_needs_an_option(folder: Path) -> None:
     run("pull", folder, "--sequential")
     before = contents(folder)
     with pytest.raises(SplitError, match="may be the only copy"):
@@ -242,7 +242,7 @@ def test_the_command_that_resumes_a_split_in_another_folder(folder: Path, tmp_pa
     assert record("ls", out)[0]["state"] == "whole"
 
 
-def test_rm_of_a_file_that_is_not_here_removes_nothing(folder: Path) -> None:
+def test_rm_of_a_missing_file_is_refused(folder: Path) -> None:
     run("pull", folder)
     before = contents(folder)
     for command in (["rm", "--yes"], ["verify"]):
@@ -251,7 +251,7 @@ def test_rm_of_a_file_that_is_not_here_removes_nothing(folder: Path) -> None:
     assert contents(folder) == before
 
 
-def test_names_that_are_not_here(hub_environment: HubEnvironment, repository: Path) -> None:
+def test_unknown_models_are_refused(hub_environment: HubEnvironment, repository: Path) -> None:
     run("pull", REPO)
     for command in ("rm", "verify"):
         with pytest.raises(CheckpointNotFoundError, match=f"Did you mean {REPO}"):
@@ -261,7 +261,7 @@ def test_names_that_are_not_here(hub_environment: HubEnvironment, repository: Pa
             run(command, "org/rabit")
 
 
-def test_a_picture_of_the_disk_comes_with_a_split_and_not_without_one(folder: Path, tmp_path: Path) -> None:
+def test_picture_of_the_disk_needs_a_split(folder: Path, tmp_path: Path) -> None:
     picture = tmp_path / "disk.svg"
     run("pull", folder, "--plot", picture)
     assert "complete" in run("show", folder).stdout

@@ -58,7 +58,7 @@ def test_closed_streams_are_no_error(tmp_path: Path, closed: str) -> None:
 
 @pytest.mark.skipif(os.name == "nt", reason="pipes")
 @pytest.mark.parametrize("words", [["--help"], ["run", "--help"], []])
-def test_a_help_whose_reader_has_ended(words: list[str]) -> None:
+def test_help_into_a_closed_pipe(words: list[str]) -> None:
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "wb") as out:
@@ -68,17 +68,17 @@ def test_a_help_whose_reader_has_ended(words: list[str]) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
 @pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_DATA"])
-def test_a_limit_below_what_torch_needs_is_a_sentence(limit: str, tmp_path: Path) -> None:
+def test_memory_limit_below_torch_is_reported(limit: str, tmp_path: Path) -> None:
     """Before torch is imported, in which the process would end without a word, or with an error of the loader."""
     code = (
         f"import resource; resource.setrlimit(resource.{limit}, (200 << 20,) * 2)\n"
         "from rabbitllm.cli.main import main; main()"
     )
     command = [sys.executable, "-c", code, "run", str(tmp_path), "hi"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: This process may take ")
-    assert f"({limit}, limit 200.00 MiB); Python with torch takes" in done.stderr
-    assert "What to do: Raise the limit" in done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert process.returncode == 1
+    assert process.stderr.startswith("error: This process may take ")
+    assert f"({limit}, limit 200.00 MiB); Python with torch takes" in process.stderr
+    assert "What to do: Raise the limit" in process.stderr
     ended = subprocess.run([*command[:3], "--version"], capture_output=True, text=True, timeout=120, check=False)
     assert ended.stdout.startswith("rabbitllm ")

@@ -84,17 +84,17 @@ def plan(source: Path | str, **options: Any) -> SplitEstimate:
     return rabbitllm.plan(source, **{"bandwidth": "100MB", **options})  # type: ignore[no-any-return]
 
 
-def at(forecast: SplitEstimate, compression: str | None) -> CompressionEstimate:
-    found = forecast.at(compression)
-    assert found is not None
-    return found
+def estimate_at(forecast: SplitEstimate, compression: str | None) -> CompressionEstimate:
+    estimate = forecast.at(compression)
+    assert estimate is not None
+    return estimate
 
 
 def routes(forecast: SplitEstimate, compression: str | None) -> dict[str, Route]:
-    return {route.name: route for route in at(forecast, compression).routes}
+    return {route.name: route for route in estimate_at(forecast, compression).routes}
 
 
-def everything(folder: Path) -> dict[str, tuple[int, int]]:
+def files_in(folder: Path) -> dict[str, tuple[int, int]]:
     """Size and time of change of all that is below a folder."""
     paths = sorted(folder.rglob("*"))
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
@@ -110,9 +110,9 @@ def call_on(route: str, source: str, compression: str | None, **options: Any) ->
 
 
 def test_folder_as_text(folder: Path) -> None:
-    before = everything(folder)
+    before = files_in(folder)
     text = run(str(folder), "--bandwidth", "100MB")
-    assert everything(folder) == before
+    assert files_in(folder) == before
     total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     assert re.search(rf"checkpoint +{re.escape(size(total))} in {SHARDS} shards", text)
     assert re.search(r"layer files +8, the largest layers\.\d with", text)
@@ -124,14 +124,14 @@ def test_folder_as_text(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("fitted", "measured"), [(False, {"8bit", "4bit"}), (True, {"8bit", "4bit", "4bit-double"})])
-def test_fitted_scales_of_double_are_timed_by_themselves(folder: Path, fitted: bool, measured: set[str]) -> None:
+def test_fitted_scales_are_timed_separately(folder: Path, fitted: bool, measured: set[str]) -> None:
     """It tries fewer scales; scales that are not fitted are 4bit's."""
-    found = plan(folder, compression="4bit-double", fit_scales=fitted, device="cpu")
-    assert set(found.rates.quantize) == measured
-    assert all(route.seconds is not None for route in at(found, "4bit-double").routes)
+    forecast = plan(folder, compression="4bit-double", fit_scales=fitted, device="cpu")
+    assert set(forecast.rates.quantize) == measured
+    assert all(route.seconds is not None for route in estimate_at(forecast, "4bit-double").routes)
 
 
-def test_codes_as_they_are_published_are_not_called_uncompressed(tmp_path: Path) -> None:
+def test_published_codes_are_not_called_uncompressed(tmp_path: Path) -> None:
     text = run(str(quantized.build_fp8(tmp_path / "model", "llama")), "--bandwidth", "100MB", "--device", "cpu")
     assert re.search(r"^quantized +fp8, as published", text, re.MULTILINE)
     assert re.search(r"^as published, [\d.]+ MiB of layer files$", text, re.MULTILINE)
@@ -141,41 +141,41 @@ def test_codes_as_they_are_published_are_not_called_uncompressed(tmp_path: Path)
 
 
 def test_folder_as_json(folder: Path) -> None:
-    found = json.loads(run(str(folder), "--json", "--compression", "4bit", "--max-disk", "1GiB"))
-    assert set(found) == KEYS
-    assert set(found["anatomy"]) == ANATOMY_KEYS
-    assert [entry["compression"] for entry in found["outlooks"]] == COMPRESSIONS
-    for entry in found["outlooks"]:
+    record = json.loads(run(str(folder), "--json", "--compression", "4bit", "--max-disk", "1GiB"))
+    assert set(record) == KEYS
+    assert set(record["anatomy"]) == ANATOMY_KEYS
+    assert [entry["compression"] for entry in record["outlooks"]] == COMPRESSIONS
+    for entry in record["outlooks"]:
         assert set(entry) == OUTLOOK_KEYS
         assert [route["name"] for route in entry["routes"]] == LOCAL_ROUTES
         assert all(set(route) == ROUTE_KEYS for route in entry["routes"])
         assert entry["routes"][0]["seconds"] > 0
-    assert (found["kind"], found["label"], found["commit"]) == ("local", str(folder), None)
-    assert (found["max_disk"], found["min_free_disk"]) == (1 << 30, 10**9)
-    assert found["memory_bytes"] == 200_000_000 + 2400 * found["anatomy"]["tensors"]
-    assert found["choice"]["compression"] == "4bit"
-    assert 0 < found["rates"]["read"]["measured_bytes"] <= found["anatomy"]["total_bytes"]
-    assert found["rates"]["fetch"] is None
-    assert set(found["rates"]["quantise"]) == {"4bit", "8bit"}
+    assert (record["kind"], record["label"], record["commit"]) == ("local", str(folder), None)
+    assert (record["max_disk"], record["min_free_disk"]) == (1 << 30, 10**9)
+    assert record["memory_bytes"] == 200_000_000 + 2400 * record["anatomy"]["tensors"]
+    assert record["choice"]["compression"] == "4bit"
+    assert 0 < record["rates"]["read"]["measured_bytes"] <= record["anatomy"]["total_bytes"]
+    assert record["rates"]["fetch"] is None
+    assert set(record["rates"]["quantise"]) == {"4bit", "8bit"}
 
 
 def test_repository_asks_for_headers_and_one_sample(
     repository: Path, hub_environment: HubEnvironment, local_hub: LocalHub
 ) -> None:
-    found = json.loads(run(REPO, "--json"))
-    assert found["label"] == f"{REPO}@{local_hub.commit(REPO)[:8]}"
-    assert found["commit"] == local_hub.commit(REPO)
+    record = json.loads(run(REPO, "--json"))
+    assert record["label"] == f"{REPO}@{local_hub.commit(REPO)[:8]}"
+    assert record["commit"] == local_hub.commit(REPO)
     sizes = {path.name: path.stat().st_size for path in repository.glob("*.safetensors")}
     assert min(sizes.values()) > 8 * FIRST_READ_BYTES
     first = min(sizes)
     for name, nbytes in sizes.items():
         sample = min(nbytes, FETCHED_BYTES) if name == first else 0
         assert 0 < local_hub.body_bytes(name) <= FIRST_READ_BYTES + sample
-    whole = [request.range for request in local_hub.requests if request.file in sizes and request.method == "GET"]
-    assert whole.count(f"bytes=0-{min(sizes[first], FETCHED_BYTES) - 1}") == 1
-    assert whole.count(f"bytes=0-{FIRST_READ_BYTES - 1}") == len(whole) - 1
-    assert found["rates"]["fetch"]["measured_bytes"] == min(sizes[first], FETCHED_BYTES)
-    assert [route["name"] for route in found["outlooks"][0]["routes"]] == list(ROUTES)
+    ranges = [request.range for request in local_hub.requests if request.file in sizes and request.method == "GET"]
+    assert ranges.count(f"bytes=0-{min(sizes[first], FETCHED_BYTES) - 1}") == 1
+    assert ranges.count(f"bytes=0-{FIRST_READ_BYTES - 1}") == len(ranges) - 1
+    assert record["rates"]["fetch"]["measured_bytes"] == min(sizes[first], FETCHED_BYTES)
+    assert [route["name"] for route in record["outlooks"][0]["routes"]] == list(ROUTES)
     # small files of the repository, where huggingface_hub keeps them, and nothing else
     below = {path.relative_to(hub_environment.home).parts[0] for path in hub_environment.home.rglob("*")}
     assert below == {"hub"}
@@ -188,10 +188,10 @@ def test_given_bandwidth_is_not_measured(
     text = run(REPO, "--bandwidth", "2MB")
     assert "1.91 MiB/s (as given) from the hub" in text
     assert local_hub.body_bytes(".safetensors") == SHARDS * FIRST_READ_BYTES
-    found = plan(REPO, bandwidth="2MB")
-    assert found.rates.read is None
-    total = found.anatomy.total_bytes  # type: ignore[union-attr]
-    times = {name: route.seconds for name, route in routes(found, None).items()}
+    forecast = plan(REPO, bandwidth="2MB")
+    assert forecast.rates.read is None
+    total = forecast.anatomy.total_bytes  # type: ignore[union-attr]
+    times = {name: route.seconds for name, route in routes(forecast, None).items()}
     assert times == pytest.approx(dict.fromkeys(ROUTES, total / 2e6))
 
 
@@ -200,15 +200,15 @@ def test_cached_shards_are_read_and_not_fetched(
 ) -> None:
     Call(REPO, sequential=False).make()
     local_hub.forget_requests()
-    found = rabbitllm.plan(REPO, compression="4bit")
+    forecast = rabbitllm.plan(REPO, compression="4bit")
     assert local_hub.body_bytes(".safetensors") == 0
-    assert [route.name for route in at(found, "4bit").routes] == LOCAL_ROUTES
-    assert found.rates.fetch is None
-    assert found.rates.read is not None
-    assert routes(found, "4bit")["standard"].cache_bytes < 16 * 1024  # a listing of files
+    assert [route.name for route in estimate_at(forecast, "4bit").routes] == LOCAL_ROUTES
+    assert forecast.rates.fetch is None
+    assert forecast.rates.read is not None
+    assert routes(forecast, "4bit")["standard"].cache_bytes < 16 * 1024  # a listing of files
 
 
-def test_tied_and_spanning_and_odd(tmp_path: Path) -> None:
+def test_estimates_of_unusual_checkpoints(tmp_path: Path) -> None:
     import torch
 
     tensors = llama_tensors(layers=2)
@@ -235,8 +235,8 @@ def test_tied_and_spanning_and_odd(tmp_path: Path) -> None:
 def test_peak_of_a_folder(folder: Path, name: str, compression: str | None) -> None:
     predicted = routes(plan(folder), compression)[name]
     peak = Peak(folder)
-    made = peak.during(call_on(name, str(folder), compression, max_disk=predicted.created_bytes))
-    assert_bound(predicted.disk_bytes, peak.most, made)
+    written = peak.during(call_on(name, str(folder), compression, max_disk=predicted.created_bytes))
+    assert_bound(predicted.disk_bytes, peak.most, written)
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
@@ -246,31 +246,31 @@ def test_peak_of_a_repository(
 ) -> None:
     predicted = routes(plan(REPO), compression)[name]
     peak = Peak(hub_environment.home)
-    made = peak.during(call_on(name, REPO, compression, max_disk=predicted.created_bytes))
+    written = peak.during(call_on(name, REPO, compression, max_disk=predicted.created_bytes))
     if name == "sequential_ahead":  # the next shard may come late
         assert peak.most <= predicted.disk_bytes
     else:
-        assert_bound(predicted.disk_bytes, peak.most, made)
+        assert_bound(predicted.disk_bytes, peak.most, written)
 
 
-def assert_bound(predicted: int, most: int, made: Path) -> None:
+def assert_bound(predicted: int, peak_bytes: int, folder: Path) -> None:
     """The estimate is an upper bound, and close."""
-    files = len([path for path in made.rglob("*") if path.stat().st_size])
-    assert most <= predicted <= most + PER_FILE * files
+    files = len([path for path in folder.rglob("*") if path.stat().st_size])
+    assert peak_bytes <= predicted <= peak_bytes + PER_FILE * files
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("name", ["standard", "sequential_file", "sequential_stream"])
-@pytest.mark.parametrize("kind", ["folder", "repository"])
-def test_what_does_not_fit_is_refused_alike(
-    tmp_path: Path, hub_environment: HubEnvironment, kind: str, name: str, compression: str | None
+@pytest.mark.parametrize("source_type", ["folder", "repository"])
+def test_plan_and_split_refuse_the_same_sizes(
+    tmp_path: Path, hub_environment: HubEnvironment, source_type: str, name: str, compression: str | None
 ) -> None:
     """One byte less than is needed: the plan says no, and so does the split, with the same numbers."""
-    if kind == "folder" and name not in LOCAL_ROUTES:
+    if source_type == "folder" and name not in LOCAL_ROUTES:
         return
-    where = tmp_path / ("hub" if kind == "repository" else "x") / REPO
+    where = tmp_path / ("hub" if source_type == "repository" else "x") / REPO
     source = write_shards(where, cut(llama_tensors(), 3))
-    named = REPO if kind == "repository" else str(source)
+    named = REPO if source_type == "repository" else str(source)
     need = routes(plan(named), compression)[name].created_bytes
     enough, too_little = plan(named, max_disk=need), plan(named, max_disk=need - 1)
     assert routes(enough, compression)[name].fits
@@ -281,17 +281,17 @@ def test_what_does_not_fit_is_refused_alike(
     with pytest.raises(NotEnoughSpaceException, match=f"needs {re.escape(size_rounded_up(need))} ") as refused:
         dataclasses.replace(call, max_disk=need - 1).make()
     assert lacking.where in str(refused.value)
-    made = dataclasses.replace(call, max_disk=need).make()
-    assert (made / "split.json").exists()
+    split_folder = dataclasses.replace(call, max_disk=need).make()
+    assert (split_folder / "split.json").exists()
 
 
-def test_free_disk_and_what_is_to_stay_free(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_disk_and_min_free_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need = routes(plan(folder), "8bit")["standard"].disk_bytes
     free = [need + 1000]
     monkeypatch.setattr("shutil.disk_usage", lambda path: os.terminal_size((0, 0)) and _Usage(free[0]))
-    found = plan(folder, min_free_disk=1000)
-    assert routes(found, "8bit")["standard"].fits
-    assert [disk.free_bytes for disk in found.disks] == free
+    forecast = plan(folder, min_free_disk=1000)
+    assert routes(forecast, "8bit")["standard"].fits
+    assert [disk.free_bytes for disk in forecast.disks] == free
     lacking = routes(plan(folder, min_free_disk=1001), "8bit")["standard"].lacking
     assert lacking is not None
     assert (lacking.need, lacking.have) == (need, need - 1)
@@ -306,17 +306,17 @@ class _Usage:
 # The call that it proposes
 
 
-def given(call: str) -> dict[str, Any]:
+def arguments_of(call: str) -> dict[str, Any]:
     """What a proposed call would hand to from_pretrained, by way of running it."""
-    seen: dict[str, Any] = {}
+    passed: dict[str, Any] = {}
 
     class Model:
         @staticmethod
         def from_pretrained(source: str, **arguments: Any) -> None:
-            seen.update(arguments, source=source)
+            passed.update(arguments, source=source)
 
     exec(call.replace("from rabbitllm import AutoModel", ""), {"AutoModel": Model})
-    return seen
+    return passed
 
 
 @pytest.mark.parametrize(
@@ -337,21 +337,21 @@ def test_choice_is_the_best_route_that_fits(
 ) -> None:
     free = routes(plan(REPO), "4bit")[budget].disk_bytes
     monkeypatch.setattr("shutil.disk_usage", lambda path: _Usage(free))
-    found = plan(REPO, compression="4bit", min_free_disk=0)
-    assert found.choice is not None
-    assert (found.choice.compression, found.choice.route) == ("4bit", budget)
-    assert given(found.choice.call) == {"source": REPO, "compression": "4bit", "min_free_disk": 0, **expected}
+    forecast = plan(REPO, compression="4bit", min_free_disk=0)
+    assert forecast.choice is not None
+    assert (forecast.choice.compression, forecast.choice.route) == ("4bit", budget)
+    assert arguments_of(forecast.choice.call) == {"source": REPO, "compression": "4bit", "min_free_disk": 0, **expected}
 
 
 @pytest.mark.long
 def test_less_compression_is_proposed_before_more(repository: Path, hub_environment: HubEnvironment) -> None:
     budget = routes(plan(REPO), "8bit")["sequential_stream"].created_bytes
-    found = plan(REPO, max_disk=budget, revision="main")
-    assert found.choice is not None
+    forecast = plan(REPO, max_disk=budget, revision="main")
+    assert forecast.choice is not None
     # the standard route would hold all shards and the layer files at the same time
-    assert (found.choice.compression, found.choice.route) == ("8bit", "sequential_stream")
+    assert (forecast.choice.compression, forecast.choice.route) == ("8bit", "sequential_stream")
     expected = {"source": REPO, "compression": "8bit", "revision": "main", "max_disk": budget}
-    assert given(found.choice.call) == {**expected, "sequential_shard_processing": True}
+    assert arguments_of(forecast.choice.call) == {**expected, "sequential_shard_processing": True}
     assert plan(REPO, max_disk=1000).choice is None
     text = run(REPO, "--max-disk", "1000", "--bandwidth", "1GB")
     assert "Nothing fits. The smallest is 4bit-double, sequential, stream: it needs" in text
@@ -363,10 +363,10 @@ def test_less_compression_is_proposed_before_more(repository: Path, hub_environm
 def test_call_can_be_pasted(tmp_path: Path) -> None:
     source = build_checkpoint(tmp_path / "m", "qwen2", shards=3)
     need = routes(plan(source), "4bit")["sequential_file"].created_bytes
-    found = plan(source, max_disk=need, layer_shards_saving_path=tmp_path / "out")
-    assert found.choice is not None
+    forecast = plan(source, max_disk=need, layer_shards_saving_path=tmp_path / "out")
+    assert forecast.choice is not None
     names: dict[str, Any] = {}
-    exec(found.choice.call, names)
+    exec(forecast.choice.call, names)
     assert names["model"].tokenizer is not None
     assert names_in(tmp_path / "out") == ["splitted_model.4bit"]
     loads = plan(source, compression="4bit", layer_shards_saving_path=tmp_path / "out").choice
@@ -376,90 +376,90 @@ def test_call_can_be_pasted(tmp_path: Path) -> None:
 
 def test_token_is_not_printed(repository: Path, hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
     local_hub.token = "hf_secret"
-    found = plan(REPO, token="hf_secret")
-    assert "hf_secret" not in repr(found)
-    assert found.choice is not None
-    assert given(found.choice.call)["token"] == "hf_…"
+    forecast = plan(REPO, token="hf_secret")
+    assert "hf_secret" not in repr(forecast)
+    assert forecast.choice is not None
+    assert arguments_of(forecast.choice.call)["token"] == "hf_…"
 
 
 # What is there already
 
 
-@pytest.mark.parametrize("kind", ["folder", "repository"])
+@pytest.mark.parametrize("source_type", ["folder", "repository"])
 @pytest.mark.parametrize("compression", [None, "8bit"])
 def test_unfinished_split_is_planned_to_its_end(
-    tmp_path: Path, hub_environment: HubEnvironment, kind: str, compression: str | None
+    tmp_path: Path, hub_environment: HubEnvironment, source_type: str, compression: str | None
 ) -> None:
-    where = tmp_path / ("hub" if kind == "repository" else "x") / REPO
+    where = tmp_path / ("hub" if source_type == "repository" else "x") / REPO
     source = write_shards(where, cut(llama_tensors(**LARGE), SHARDS))
-    named = REPO if kind == "repository" else str(source)
+    named = REPO if source_type == "repository" else str(source)
     fresh = routes(plan(named), compression)["sequential_file"]
     call = call_on("sequential_file", named, compression, max_disk=fresh.created_bytes)
-    made = interrupted(call, shards=2)
-    before = everything(made)
-    found = plan(named)
-    assert everything(made) == before
-    outlook = at(found, compression)
+    split_folder = interrupted(call, shards=2)
+    before = files_in(split_folder)
+    forecast = plan(named)
+    assert files_in(split_folder) == before
+    outlook = estimate_at(forecast, compression)
     assert (outlook.state, outlook.shards_used, outlook.shards) == ("unfinished", 2, SHARDS)
     assert outlook.routes[-1].name == "standard"  # it would fetch shards again that are used up
-    left = routes(found, compression)["sequential_file"]
-    assert left.disk_bytes < fresh.disk_bytes
-    assert left.seconds is not None
+    remaining = routes(forecast, compression)["sequential_file"]
+    assert remaining.disk_bytes < fresh.disk_bytes
+    assert remaining.seconds is not None
     assert fresh.seconds is not None
-    assert left.seconds < fresh.seconds
+    assert remaining.seconds < fresh.seconds
     assert f"unfinished, 2 of {SHARDS} shards used" in run(named, "--bandwidth", "1GB")
-    others = [at(found, other) for other in COMPRESSIONS if other != compression]
-    if kind == "folder":
-        assert all(f"2 of its {SHARDS} shards are missing" in (other.obstacle or "") for other in others)
-        assert not any(other.routes for other in others)
+    other_estimates = [estimate_at(forecast, name) for name in COMPRESSIONS if name != compression]
+    if source_type == "folder":
+        assert all(f"2 of its {SHARDS} shards are missing" in (estimate.obstacle or "") for estimate in other_estimates)
+        assert not any(estimate.routes for estimate in other_estimates)
     else:
-        assert all(other.obstacle is None and other.routes for other in others)
-    watched = source if kind == "folder" else hub_environment.home
+        assert all(estimate.obstacle is None and estimate.routes for estimate in other_estimates)
+    watched = source if source_type == "folder" else hub_environment.home
     peak = Peak(watched)
-    assert peak.during(call) == made
-    assert peak.most <= left.disk_bytes
+    assert peak.during(call) == split_folder
+    assert peak.most <= remaining.disk_bytes
 
 
 @pytest.mark.parametrize("sequential", [True, False])
-def test_finished_split_is_said_to_be_finished(folder: Path, sequential: bool) -> None:
-    made = Call(str(folder), compression="4bit", sequential=sequential).make()
-    before = everything(folder)
-    found = plan(folder, compression="4bit", max_disk=1)
-    assert everything(folder) == before
-    outlook = at(found, "4bit")
+def test_finished_split_is_reported(folder: Path, sequential: bool) -> None:
+    split_folder = Call(str(folder), compression="4bit", sequential=sequential).make()
+    before = files_in(folder)
+    forecast = plan(folder, compression="4bit", max_disk=1)
+    assert files_in(folder) == before
+    outlook = estimate_at(forecast, "4bit")
     assert outlook.finished
-    assert outlook.folder == made
-    assert outlook.output_bytes == sum(path.stat().st_size for path in made.glob("*.safetensors"))
-    assert found.choice is not None
-    assert given(found.choice.call) == {"source": str(folder), "compression": "4bit", "max_disk": 1}
-    assert (at(found, None).obstacle is not None) == sequential  # its shards are gone
+    assert outlook.folder == split_folder
+    assert outlook.output_bytes == sum(path.stat().st_size for path in split_folder.glob("*.safetensors"))
+    assert forecast.choice is not None
+    assert arguments_of(forecast.choice.call) == {"source": str(folder), "compression": "4bit", "max_disk": 1}
+    assert (estimate_at(forecast, None).obstacle is not None) == sequential  # its shards are gone
     text = run(str(folder), "--compression", "4bit")
     assert re.search(r"4bit, .*: finished \d{4}-\d\d-\d\d \d\d:\d\d in ", text)
     assert "is finished. To load it:" in text
 
 
 def test_split_directory_itself(folder: Path) -> None:
-    made = Call(str(folder), compression="8bit").make()
-    found = plan(made)
-    assert (found.kind, found.anatomy) == ("split", None)
-    assert [outlook.compression for outlook in found.outlooks] == ["8bit"]
-    assert found.choice is not None
-    assert given(found.choice.call) == {"source": str(made), "compression": "8bit"}
-    text = run(str(made))
+    split_folder = Call(str(folder), compression="8bit").make()
+    forecast = plan(split_folder)
+    assert (forecast.kind, forecast.anatomy) == ("split", None)
+    assert [outlook.compression for outlook in forecast.outlooks] == ["8bit"]
+    assert forecast.choice is not None
+    assert arguments_of(forecast.choice.call) == {"source": str(split_folder), "compression": "8bit"}
+    text = run(str(split_folder))
     assert "8bit is finished. To load it:" in text
     assert "no route" not in text
 
 
-def test_single_file_that_is_used_up(tmp_path: Path) -> None:
+def test_deleted_single_file(tmp_path: Path) -> None:
     source = write_shards(tmp_path / "m", {SINGLE_NAME: llama_tensors()}, index=False)
     call = Call(str(source), compression="4bit")
     call.make()
     assert not (source / SINGLE_NAME).exists()
-    found = plan(source)
-    assert at(found, "4bit").finished
-    assert at(found, None).obstacle == "its shards are missing"
-    assert found.choice is not None
-    assert found.choice.compression == "4bit"
+    forecast = plan(source)
+    assert estimate_at(forecast, "4bit").finished
+    assert estimate_at(forecast, None).obstacle == "its shards are missing"
+    assert forecast.choice is not None
+    assert forecast.choice.compression == "4bit"
 
 
 def test_split_of_another_model_in_the_way(tmp_path: Path) -> None:
@@ -467,11 +467,11 @@ def test_split_of_another_model_in_the_way(tmp_path: Path) -> None:
     second = write_shards(tmp_path / "b" / "model", cut(llama_tensors(seed=2), 3))
     Call(str(first), str(tmp_path / "out"), compression="8bit", sequential=False).make()
     interrupted(Call(str(first), str(tmp_path / "out"), compression="4bit", sequential=False))
-    found = plan(second, layer_shards_saving_path=tmp_path / "out")
-    assert "of another source: its shard" in (at(found, "8bit").obstacle or "")
-    assert "of another source: its shard" in (at(found, "4bit").obstacle or "")
-    assert not at(found, "8bit").finished
-    assert at(found, None).routes
+    forecast = plan(second, layer_shards_saving_path=tmp_path / "out")
+    assert "of another source: its shard" in (estimate_at(forecast, "8bit").obstacle or "")
+    assert "of another source: its shard" in (estimate_at(forecast, "4bit").obstacle or "")
+    assert not estimate_at(forecast, "8bit").finished
+    assert estimate_at(forecast, None).routes
     text = run(str(second), "--dir", str(tmp_path / "out"), "--bandwidth", "1GB")
     assert text.count("not possible: the ") == 2
 
@@ -479,49 +479,49 @@ def test_split_of_another_model_in_the_way(tmp_path: Path) -> None:
 def test_other_commit_with_the_same_weights(
     repository: Path, hub_environment: HubEnvironment, local_hub: LocalHub
 ) -> None:
-    made = Call(REPO, compression="4bit").make()
+    split_folder = Call(REPO, compression="4bit").make()
     (repository / "README.md").write_text("a new readme")
-    found = plan(REPO, compression="4bit")
-    assert found.commit == local_hub.commit(REPO)
-    assert found.commit not in str(made)
-    assert at(found, "4bit").finished
-    assert at(found, "4bit").folder == made
+    forecast = plan(REPO, compression="4bit")
+    assert forecast.commit == local_hub.commit(REPO)
+    assert forecast.commit not in str(split_folder)
+    assert estimate_at(forecast, "4bit").finished
+    assert estimate_at(forecast, "4bit").folder == split_folder
 
 
-def test_plan_does_not_move_what_offline_calls_find(
+def test_plan_keeps_the_commit_of_offline_calls(
     repository: Path, hub_environment: HubEnvironment, local_hub: LocalHub
 ) -> None:
-    made = Call(REPO, compression="4bit").make()
+    split_folder = Call(REPO, compression="4bit").make()
     write_shards(repository, cut(llama_tensors(seed=5), SHARDS))
-    assert not at(plan(REPO, compression="4bit"), "4bit").finished
-    assert Call(REPO, compression="4bit", local_files_only=True).find().split_folder == made
+    assert not estimate_at(plan(REPO, compression="4bit"), "4bit").finished
+    assert Call(REPO, compression="4bit", local_files_only=True).find().split_folder == split_folder
 
 
 # What is wrong with the source
 
 
 @pytest.mark.parametrize("config", [None, "{ no json", '{"model_type": 7}'])
-def test_config_that_is_no_help(folder: Path, config: str | None) -> None:
+def test_unusable_config(folder: Path, config: str | None) -> None:
     (folder / "config.json").unlink()
     if config is not None:
         (folder / "config.json").write_text(config)
-    found = plan(folder)
-    assert found.anatomy is not None
-    assert found.anatomy.layers == 8
-    assert bool(found.warnings) == (config != '{"model_type": 7}')
+    forecast = plan(folder)
+    assert forecast.anatomy is not None
+    assert forecast.anatomy.layers == 8
+    assert bool(forecast.warnings) == (config != '{"model_type": 7}')
     state = "is missing" if config is None else "cannot be read"
-    assert all(f"config.json {state}" in warning for warning in found.warnings)
+    assert all(f"config.json {state}" in warning for warning in forecast.warnings)
 
 
 def test_repository_without_a_config(repository: Path, hub_environment: HubEnvironment) -> None:
     (repository / "config.json").unlink()
-    found = plan(REPO)
-    assert "config.json is missing" in found.warnings[0]
-    assert found.choice is None  # from_pretrained would refuse it
-    assert "no config.json" in str(at(found, None).obstacle)
+    forecast = plan(REPO)
+    assert "config.json is missing" in forecast.warnings[0]
+    assert forecast.choice is None  # from_pretrained would refuse it
+    assert "no config.json" in str(estimate_at(forecast, None).obstacle)
 
 
-def test_no_such_source(tmp_path: Path, hub_environment: HubEnvironment) -> None:
+def test_missing_source_is_refused(tmp_path: Path, hub_environment: HubEnvironment) -> None:
     with pytest.raises(CheckpointNotFoundError):
         plan("org/nowhere")
     (tmp_path / "empty").mkdir()
@@ -540,26 +540,26 @@ def test_no_such_source(tmp_path: Path, hub_environment: HubEnvironment) -> None
         ({"max_memory": {"cpu": "much"}}, "max_memory"),
     ],
 )
-def test_arguments_that_mean_nothing(folder: Path, options: dict[str, Any], named: str) -> None:
+def test_invalid_arguments_are_refused(folder: Path, options: dict[str, Any], named: str) -> None:
     with pytest.raises(OptionError, match=named):
         plan(folder, **options)
 
 
 def test_memory_as_on_the_command_line(tmp_path: Path) -> None:
     source = build_checkpoint(tmp_path / "m", "llama", hidden_size=128, intermediate_size=512)
-    given = ("--device", "cpu", "--max-memory", "cpu=500kB", "--bandwidth", "1GB")
-    found = json.loads(run(str(source), "--json", *given))
-    assert [set(entry) for entry in found["generations"]] == [GENERATION_KEYS] * len(COMPRESSIONS)
-    streamed = [entry["read_bytes"] for entry in found["generations"]]
+    options = ("--device", "cpu", "--max-memory", "cpu=500kB", "--bandwidth", "1GB")
+    record = json.loads(run(str(source), "--json", *options))
+    assert [set(entry) for entry in record["generations"]] == [GENERATION_KEYS] * len(COMPRESSIONS)
+    streamed = [entry["read_bytes"] for entry in record["generations"]]
     assert streamed[0] > streamed[2] == 0
-    assert 'max_memory={"cpu": "500kB"}' in found["choice"]["call"]
-    text = run(str(source), *given)
+    assert 'max_memory={"cpu": "500kB"}' in record["choice"]["call"]
+    text = run(str(source), *options)
     assert re.search(r"uncompressed +[\d.,]+ (?:MiB|bytes) +[\d.]+ MiB, cached", text)
     wrong = CliRunner().invoke(app, ["plan", str(source), "--max-memory", "500kB"])
     assert isinstance(wrong.exception, OptionError)
 
 
-def test_errors_go_to_stderr(tmp_path: Path) -> None:
+def test_errors_are_on_stderr(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rabbitllm", "plan", str(tmp_path / "nowhere"), "--json"]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert (ran.returncode, ran.stdout) == (1, "")
@@ -567,7 +567,7 @@ def test_errors_go_to_stderr(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_one_json_object_and_nothing_else_on_stdout(folder: Path) -> None:
+def test_stdout_is_one_json_object(folder: Path) -> None:
     command = [sys.executable, "-m", "rabbitllm", "plan", str(folder), "--json"]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     assert set(json.loads(ran.stdout)) == KEYS
@@ -590,12 +590,12 @@ def test_terminal_of_80_columns_is_enough(
     repository: Path, hub_environment: HubEnvironment, on_terminal: Callable[[SplitEstimate, int], str]
 ) -> None:
     """No line is broken in the table; a terminal of another width only breaks sentences elsewhere."""
-    found = plan(REPO, max_disk="6MB")
-    coloured = on_terminal(found, 80)
+    forecast = plan(REPO, max_disk="6MB")
+    coloured = on_terminal(forecast, 80)
     plain = re.sub(r"\x1b\[[\d;]*m", "", coloured)
     assert "\x1b[" in coloured
     assert max(map(len, plain.splitlines())) <= 80
-    wide = re.sub(r"\x1b\[[\d;]*m", "", on_terminal(found, 120))
+    wide = re.sub(r"\x1b\[[\d;]*m", "", on_terminal(forecast, 120))
     assert "".join(plain.split()) == "".join(wide.split())
     rows = [line for line in plain.splitlines() if re.match(r"  (standard|sequential)", line)]
     assert len(rows) == 4 * len(COMPRESSIONS)
@@ -608,7 +608,7 @@ MEASURED = re.compile(r"free disk +[\d.]+|[\d.,]+ [MG]iB/s|under 1 s|[\d.]+ m?s|
 
 
 @pytest.mark.parametrize("guide", ["small-disk", "compression"])
-def test_a_guide_shows_what_is_printed(guide: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guide_has_the_printed_output(guide: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of it, with … between them, but for what is measured; shards give back their blocks on any disk."""
     monkeypatch.setattr(local, "bytes_freed_by_deleting", lambda path, device: on_disk(path.stat().st_size))
     page = (GUIDES / f"{guide}.md").read_text(encoding="utf-8")
@@ -618,17 +618,17 @@ def test_a_guide_shows_what_is_printed(guide: str, monkeypatch: pytest.MonkeyPat
     printed = " ".join(MEASURED.sub("#", run(*block[1].split())).split())
     parts = [" ".join(MEASURED.sub("#", part).split()) for part in block[2].split("…") if part.strip()]
     assert len(parts) >= 2
-    places = [printed.find(part) for part in parts]
-    assert -1 not in places, printed
-    assert places == sorted(places)
+    offsets = [printed.find(part) for part in parts]
+    assert -1 not in offsets, printed
+    assert offsets == sorted(offsets)
 
 
-def test_markup_in_a_name_is_no_markup(tmp_path: Path) -> None:
+def test_markup_in_a_name_is_escaped(tmp_path: Path) -> None:
     source = write_shards(tmp_path / "[red]m[/red]", cut(llama_tensors(), 3))
     assert f"{source}\n" in run(str(source), "--bandwidth", "1GB")
 
 
-def test_a_picture_of_where_layers_will_live(tmp_path: Path) -> None:
+def test_picture_of_the_placement(tmp_path: Path) -> None:
     source = write_shards(tmp_path / "m", cut(llama_tensors(), 3))
     wrong = CliRunner().invoke(app, ["plan", str(source), "--plot", str(tmp_path / "tiers.txt")])
     assert isinstance(wrong.exception, OptionError)
@@ -636,7 +636,7 @@ def test_a_picture_of_where_layers_will_live(tmp_path: Path) -> None:
     bare = CliRunner().invoke(app, ["plan", str(source), "--plot", str(tmp_path / "none.png")])
     assert isinstance(bare.exception, OptionError)  # without a config nothing is known of generating
     assert not (tmp_path / "none.png").exists()
-    whole = build_checkpoint(tmp_path / "whole", "llama")
+    checkpoint = build_checkpoint(tmp_path / "whole", "llama")
     picture = tmp_path / "tiers.png"
-    run(str(whole), "--bandwidth", "1GB", "--device", "cpu", "--plot", str(picture))
+    run(str(checkpoint), "--bandwidth", "1GB", "--device", "cpu", "--plot", str(picture))
     assert picture.read_bytes().startswith(b"\x89PNG")

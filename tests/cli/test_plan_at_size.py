@@ -28,10 +28,10 @@ COMPRESSIONS = [None, "4bit"]
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     tensors = cut(llama_tensors(layers=9, hidden=2048, vocabulary=48_000), 5)
-    made = write_shards(tmp_path_factory.mktemp("at-size"), tensors)
-    assert sum(path.stat().st_size for path in made.glob("*.safetensors")) > 1e9
-    yield made
-    for path in made.glob("*.safetensors"):
+    folder = write_shards(tmp_path_factory.mktemp("at-size"), tensors)
+    assert sum(path.stat().st_size for path in folder.glob("*.safetensors")) > 1e9
+    yield folder
+    for path in folder.glob("*.safetensors"):
         path.unlink()
 
 

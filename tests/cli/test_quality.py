@@ -29,24 +29,24 @@ def quality(*arguments: str) -> Result:
     return result
 
 
-def test_the_table_says_what_the_record_says(packed: Path) -> None:
-    found = json.loads(quality(str(packed), "--json").stdout)
+def test_table_equals_record(packed: Path) -> None:
+    record = json.loads(quality(str(packed), "--json").stdout)
     shown = quality(str(packed)).stdout
-    assert found["model"]["compression"] == "4bit"
-    assert found["positions"] == 64
+    assert record["model"]["compression"] == "4bit"
+    assert record["positions"] == 64
     rows = dict(re.findall(r"^(reference|model) +(.+)$", shown, re.MULTILINE))
     assert rows["model"].split()[0] == "4bit"
-    assert f"{found['model']['perplexity']:,.4f}" in rows["model"]
-    assert f"{found['against']['perplexity']:,.4f}" in rows["reference"]
-    assert f"mean              {found['divergence']['mean']:.4f}"[:24] in shown
-    assert f"{found['agreement']:.2%}" in shown
+    assert f"{record['model']['perplexity']:,.4f}" in rows["model"]
+    assert f"{record['against']['perplexity']:,.4f}" in rows["reference"]
+    assert f"mean              {record['divergence']['mean']:.4f}"[:24] in shown
+    assert f"{record['agreement']:.2%}" in shown
     assert max(map(len, shown.splitlines())) < 200
 
 
-def test_against_itself_nothing_is_lost(packed: Path) -> None:
-    found = json.loads(quality(str(packed), "--against", str(packed), "--json").stdout)
-    assert found["divergence"]["largest"] == 0
-    assert found["agreement"] == 1
+def test_model_has_no_divergence_from_itself(packed: Path) -> None:
+    record = json.loads(quality(str(packed), "--against", str(packed), "--json").stdout)
+    assert record["divergence"]["largest"] == 0
+    assert record["agreement"] == 1
     assert "100%" in quality(str(packed), "--against", str(packed)).stdout
 
 
@@ -54,9 +54,9 @@ def test_against_itself_nothing_is_lost(packed: Path) -> None:
 def test_errors_are_one_message(packed: Path, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("A hare.", encoding="utf-8")
     command = [sys.executable, "-m", "rabbitllm", "quality", str(packed), "--text", str(tmp_path / "short.txt"), *SHORT]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "error: The text has" in done.stderr
-    assert "What to do: Use a longer text." in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 1
+    assert "error: The text has" in process.stderr
+    assert "What to do: Use a longer text." in process.stderr
+    assert "Traceback" not in process.stderr
+    assert process.stdout == ""

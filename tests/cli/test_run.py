@@ -48,8 +48,8 @@ def expected(folder: Path, text: str, tokens: int = 8, *, begins: bool = True) -
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=begins)["input_ids"]
     output = model.generate(ids, max_new_tokens=tokens, do_sample=False)
-    said: str = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
-    return said
+    answer: str = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    return answer
 
 
 def test_the_answer_alone_is_on_stdout(checkpoint: Path) -> None:
@@ -58,21 +58,21 @@ def test_the_answer_alone_is_on_stdout(checkpoint: Path) -> None:
     assert "stopped after 8 tokens" in result.stderr
 
 
-def test_through_the_chat_template(checkpoint: Path) -> None:
-    said = run(str(checkpoint), PROMPT, "--system", "Be brief.", *SHORT, "--json")
+def test_chat_template_is_used(checkpoint: Path) -> None:
+    output = run(str(checkpoint), PROMPT, "--system", "Be brief.", *SHORT, "--json")
     text = f"system: Be brief.\nuser: {PROMPT}\nassistant:"
-    assert json.loads(said.stdout)["text"] == expected(checkpoint, text, begins=False)
+    assert json.loads(output.stdout)["text"] == expected(checkpoint, text, begins=False)
 
 
 def test_one_json_object(checkpoint: Path) -> None:
     result = run(str(checkpoint), PROMPT, "--raw", *SHORT, "--json", "--compression", "none")
-    found: dict[str, Any] = json.loads(result.stdout)
-    assert set(found) == {
+    record: dict[str, Any] = json.loads(result.stdout)
+    assert set(record) == {
         *("model", "text", "tokens", "prompt_tokens", "new_tokens", "finish", "load_seconds", "first_token_seconds"),
         *("seconds", "tokens_per_second", "device", "dtype", "compression", "folder"),
     }
-    assert (found["text"], found["finish"], found["new_tokens"]) == (expected(checkpoint, PROMPT), "length", 8)
-    assert found["folder"] == str(checkpoint / "splitted_model")
+    assert (record["text"], record["finish"], record["new_tokens"]) == (expected(checkpoint, PROMPT), "length", 8)
+    assert record["folder"] == str(checkpoint / "splitted_model")
     assert result.stderr == ""
 
 
@@ -82,8 +82,8 @@ def test_statistics_are_on_stderr(checkpoint: Path) -> None:
     assert result.stdout.rstrip("\n") == expected(checkpoint, PROMPT).rstrip("\n")
     for fact in ("load", "prompt", "first token", "answer", "each token"):
         assert re.search(rf"^{fact} +\S", result.stderr, re.MULTILINE), fact
-    said = r"^each token +[\d.]+ s: .*computing \d+%.*, [\d.,]+ (MiB|bytes) read"
-    assert re.search(said, result.stderr, re.MULTILINE)
+    pattern = r"^each token +[\d.]+ s: .*computing \d+%.*, [\d.,]+ (MiB|bytes) read"
+    assert re.search(pattern, result.stderr, re.MULTILINE)
     assert "dequantizing" not in result.stderr
     packed = run(str(checkpoint), PROMPT, "--raw", *SHORT, *streamed, "--compression", "4bit")
     assert "dequantizing" in packed.stderr
@@ -97,15 +97,15 @@ def test_a_draft_model(checkpoint: Path, tmp_path: Path) -> None:
         run(str(checkpoint), PROMPT, "--raw", *SHORT, "--draft", str(other))
 
 
-def test_an_answer_that_ends_at_once_says_so(tmp_path: Path) -> None:
+def test_empty_answer_is_reported(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama")
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(PROMPT)["input_ids"]
     model = plain_model(folder)
     first = int(model(torch.tensor([ids])).logits[0, -1].argmax())
     settings = folder / "generation_config.json"
-    known = json.loads(settings.read_text()) if settings.exists() else {}
-    settings.write_text(json.dumps({**known, "eos_token_id": first}))
+    generation_config = json.loads(settings.read_text()) if settings.exists() else {}
+    settings.write_text(json.dumps({**generation_config, "eos_token_id": first}))
     tokenizer.add_special_tokens({"eos_token": tokenizer.convert_ids_to_tokens(first)})
     tokenizer.save_pretrained(folder)
     result = run(str(folder), PROMPT, "--raw", "--no-split", *SHORT)
@@ -114,28 +114,28 @@ def test_an_answer_that_ends_at_once_says_so(tmp_path: Path) -> None:
     assert "chat template" in result.stderr
 
 
-def test_the_compression_of_the_split_that_is_here(tmp_path: Path) -> None:
+def test_existing_split_gives_the_compression(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama")
     split(folder, "4bit")
-    asked = [str(folder), PROMPT, "--raw", *SHORT, "--json"]
-    assert json.loads(run(*asked).stdout)["compression"] == "4bit"
+    arguments = [str(folder), PROMPT, "--raw", *SHORT, "--json"]
+    assert json.loads(run(*arguments).stdout)["compression"] == "4bit"
     split(folder, "8bit")
-    assert json.loads(run(*asked).stdout)["compression"] == "8bit"
-    assert json.loads(run(*asked, "--compression", "4bit").stdout)["compression"] == "4bit"
+    assert json.loads(run(*arguments).stdout)["compression"] == "8bit"
+    assert json.loads(run(*arguments, "--compression", "4bit").stdout)["compression"] == "4bit"
     assert not (folder / "splitted_model").exists()
 
 
-@pytest.mark.parametrize("what", ["split directory", "file", "no split"])
-def test_every_kind_of_name(checkpoint: Path, tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("name_type", ["split directory", "file", "no split"])
+def test_names_of_models(checkpoint: Path, tmp_path: Path, name_type: str) -> None:
     folder = checkpoint
     names = {"split directory": checkpoint / "splitted_model", "file": next(checkpoint.glob("*-of-*"))}
-    more = []
-    if what == "no split":
+    options = []
+    if name_type == "no split":
         folder = build_checkpoint(tmp_path / "model", "llama", shards=2)
-        more = ["--no-split"]
-    result = run(str(names.get(what, folder)), PROMPT, "--raw", *SHORT, *more)
+        options = ["--no-split"]
+    result = run(str(names.get(name_type, folder)), PROMPT, "--raw", *SHORT, *options)
     assert result.stdout.rstrip("\n") == expected(folder, PROMPT).rstrip("\n")
-    if what == "no split":
+    if name_type == "no split":
         assert "splitted_model" not in names_in(folder)
 
 
@@ -150,8 +150,8 @@ def test_a_model_that_is_not_split_is_split_first(tmp_path: Path, hub_environmen
 
 
 def test_an_interrupt_ends_it_with_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    question, place = "Sort from low to high: 31 5 77 2", ["--dir", str(tmp_path), "--device", "cpu"]
-    whole = run(str(DEMO), question, *place).stdout
+    question, options = "Sort from low to high: 31 5 77 2", ["--dir", str(tmp_path), "--device", "cpu"]
+    complete = run(str(DEMO), question, *options).stdout
     pieces: list[str] = []
 
     def write(piece: str) -> None:
@@ -160,12 +160,12 @@ def test_an_interrupt_ends_it_with_130(tmp_path: Path, monkeypatch: pytest.Monke
             raise KeyboardInterrupt
 
     monkeypatch.setattr("rabbitllm.generation.streams.print_text", write)
-    result = run(str(DEMO), question, *place, code=130)
+    result = run(str(DEMO), question, *options, code=130)
     assert "interrupted after" in result.stderr
     text = "".join(pieces).rstrip("\n")
     assert text
-    assert whole.startswith(text)
-    assert len(text) < len(whole.strip())
+    assert complete.startswith(text)
+    assert len(text) < len(complete.strip())
 
 
 def test_no_prompt_is_a_wrong_call(checkpoint: Path) -> None:
@@ -189,16 +189,16 @@ def test_wrong_options(checkpoint: Path, arguments: list[str], message: str) -> 
 
 
 @pytest.mark.long
-def test_what_is_piped_stands_before_the_prompt(tmp_path: Path) -> None:
+def test_piped_text_precedes_the_prompt(tmp_path: Path) -> None:
     """A process of its own: only there is stdin a pipe."""
     command = [sys.executable, "-m", "rabbitllm", "run", str(DEMO), "What is 3 + 4?", "--dir", str(tmp_path)]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, "--device", "cpu", "--json", "--raw"], input="some text\n", capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    assert process.returncode == 0, process.stderr
+    record = json.loads(process.stdout)
     tokenizer: Any = AutoTokenizer.from_pretrained(DEMO)
-    assert found["prompt_tokens"] == len(tokenizer("some text\n\nWhat is 3 + 4?")["input_ids"])
+    assert record["prompt_tokens"] == len(tokenizer("some text\n\nWhat is 3 + 4?")["input_ids"])
     assert (tmp_path / "splitted_model" / "split.json").exists()
 
 

@@ -45,13 +45,13 @@ class Process:
         for line in self.process.stderr:
             self.said += line
 
-    def until(self, wanted: str) -> re.Match[str]:
+    def until(self, pattern: str) -> re.Match[str]:
         limit = time.monotonic() + PATIENCE
-        while (found := re.search(wanted, self.said)) is None:
+        while (match := re.search(pattern, self.said)) is None:
             assert time.monotonic() < limit, self.said
             assert self.process.poll() is None, self.said
             time.sleep(0.05)
-        return found
+        return match
 
     def ended(self) -> int:
         code = self.process.wait(PATIENCE)
@@ -73,21 +73,21 @@ def serving(folder: Path, *options: str, **variables: str) -> Iterator[tuple[Pro
         text=True,
         env={**os.environ, **variables},
     )
-    said = Process(process)
+    watched = Process(process)
     try:
-        yield said, said.until(r"demo-model at (http://127\.0\.0\.1:\d+)")[1]
+        yield watched, watched.until(r"demo-model at (http://127\.0\.0\.1:\d+)")[1]
     finally:
         if process.poll() is None:
             process.kill()
             process.wait()
 
 
-def ask(address: str, most: int, answers: list[Any]) -> threading.Thread:
+def ask(address: str, max_tokens: int, answers: list[Any]) -> threading.Thread:
     """Ask in a thread, which has an answer or an error in the end."""
 
     def go() -> None:
         try:
-            body = {"prompt": "Q: 1", "max_tokens": most, "temperature": 0}
+            body = {"prompt": "Q: 1", "max_tokens": max_tokens, "temperature": 0}
             with httpx.Client(timeout=PATIENCE, trust_env=False) as client:
                 answers.append(client.post(f"{address}/v1/completions", json=body).json())
         except httpx.HTTPError as error:
@@ -108,7 +108,7 @@ def runs(address: str) -> None:
 
 
 @pytest.mark.long
-def test_it_says_where_it_is_and_ends_when_all_is_answered(endless: Path) -> None:
+def test_server_prints_its_address_and_shuts_down(endless: Path) -> None:
     with serving(endless) as (process, address):
         process.until("split         made, in ")
         line = process.until(r"try +(curl .+)")[1]
@@ -130,7 +130,7 @@ def test_it_says_where_it_is_and_ends_when_all_is_answered(endless: Path) -> Non
 
 
 @pytest.mark.long
-def test_a_terminal_that_closes_lets_running_answers_finish(endless: Path) -> None:
+def test_closed_terminal_lets_running_answers_finish(endless: Path) -> None:
     """The kernel and the shell both send SIGHUP."""
     with serving(endless) as (process, address):
         answers: list[Any] = []
@@ -146,7 +146,7 @@ def test_a_terminal_that_closes_lets_running_answers_finish(endless: Path) -> No
 
 
 @pytest.mark.long
-def test_a_second_start_splits_nothing(endless: Path) -> None:
+def test_second_start_uses_the_split(endless: Path) -> None:
     with serving(endless):
         pass
     layers = {path: path.stat().st_mtime_ns for path in (endless / "splitted_model").iterdir()}
@@ -171,55 +171,55 @@ def test_a_second_signal_ends_it_at_once(endless: Path) -> None:
         for thread in threads:
             thread.join()
         assert len(answers) == 4
-        assert all(isinstance(one, Exception) or one["error"]["code"] == "shutting_down" for one in answers)
+        assert all(isinstance(answer, Exception) or answer["error"]["code"] == "shutting_down" for answer in answers)
 
 
-def test_a_port_that_is_taken_is_found_out_before_the_model(endless: Path) -> None:
+def test_used_port_is_refused_before_loading(endless: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
-        done = subprocess.run(command(endless, "--port", port), capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (exit_codes.USAGE, "")
-    assert done.stderr.startswith(f"error: Nothing can listen at 127.0.0.1, port {port}")
-    assert "--port" in done.stderr
+        process = subprocess.run(command(endless, "--port", port), capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stdout) == (exit_codes.USAGE, "")
+    assert process.stderr.startswith(f"error: Nothing can listen at 127.0.0.1, port {port}")
+    assert "--port" in process.stderr
 
 
-def test_a_folder_of_pictures_that_is_not_there(endless: Path, tmp_path: Path) -> None:
+def test_missing_media_folder_is_refused(endless: Path, tmp_path: Path) -> None:
     wrong = command(endless, "--port", "0", "--media-dir", str(tmp_path / "nowhere"))
-    done = subprocess.run(wrong, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (exit_codes.USAGE, "")
-    assert "nowhere is not a folder" in done.stderr
+    process = subprocess.run(wrong, capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stdout) == (exit_codes.USAGE, "")
+    assert "nowhere is not a folder" in process.stderr
 
 
-def test_what_is_missing_is_named(endless: Path) -> None:
+def test_missing_packages_are_named(endless: Path) -> None:
     code = (
         "import sys; sys.modules['uvicorn'] = None; sys.argv = ['rabbitllm', 'serve', 'x']\n"
         "import importlib.util as u; find = u.find_spec\n"
         "u.find_spec = lambda name, *a: None if name == 'uvicorn' else find(name, *a)\n"
         "from rabbitllm.cli.main import main; main()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == exit_codes.ERROR
-    assert "needs the package uvicorn" in done.stderr
-    assert 'pip install ".[serve]" in a copy of the repository' in done.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert process.returncode == exit_codes.ERROR
+    assert "needs the package uvicorn" in process.stderr
+    assert 'pip install ".[serve]" in a copy of the repository' in process.stderr
 
 
 @pytest.mark.long
-def test_other_machines_are_let_in_with_a_key_or_on_purpose_only(endless: Path) -> None:
+def test_public_address_needs_a_key_or_insecure(endless: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "RABBITLLM_API_KEY"}
-    done = subprocess.run(
+    process = subprocess.run(
         command(endless, "--port", "0", "--host", "0.0.0.0"),
         capture_output=True,
         text=True,
         env=environment,
         check=False,
     )
-    assert done.returncode == exit_codes.USAGE
-    assert "Other machines reach the server at 0.0.0.0, port" in done.stderr
-    assert "--insecure" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert process.returncode == exit_codes.USAGE
+    assert "Other machines reach the server at 0.0.0.0, port" in process.stderr
+    assert "--insecure" in process.stderr
+    assert "Traceback" not in process.stderr
     options = ("--host", "0.0.0.0", "--insecure", "--allow-host", "LLM.example")
-    with serving(endless, *options, RABBITLLM_API_KEY="") as (said, address), httpx.Client(trust_env=False) as client:
-        said.until("Every machine that reaches this address")
+    with serving(endless, *options, RABBITLLM_API_KEY="") as (log, address), httpx.Client(trust_env=False) as client:
+        log.until("Every machine that reaches this address")
         for host, status in (
             ("llm.example:8000", 200),
             ("localhost", 200),

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from rabbitllm import AutoModel, Hosts
 from rabbitllm.errors import HostGoneError, OptionError
-from rabbitllm.run import hosts_for, own_device
+from rabbitllm.run import hosts_for, local_device
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import INPUT, one_thread, plain_model, split  # noqa: F401  a fixture that applies by itself
 
@@ -54,9 +54,7 @@ def begin(started: list[subprocess.Popen[str]], *arguments: object) -> subproces
 
 
 @pytest.mark.long
-def test_a_worker_computes_for_a_model_until_it_is_killed(
-    checkpoint: Path, started: list[subprocess.Popen[str]]
-) -> None:
+def test_worker_serves_a_model_until_killed(checkpoint: Path, started: list[subprocess.Popen[str]]) -> None:
     def call(address: str) -> None:
         begin(started, "worker", checkpoint, "--join", address, "--device", "cpu")
 
@@ -82,21 +80,21 @@ def test_run_with_workers(checkpoint: Path, started: list[subprocess.Popen[str]]
     first = begin(started, "run", checkpoint, *how, *much, "--workers", 2, "--address", "127.0.0.1:0")
     assert first.stderr is not None
     assert first.stdout is not None
-    asked = re.search(r"waiting for 2 workers: rabbitllm (worker .*)", first.stderr.readline())
-    assert asked is not None
-    workers = [begin(started, *asked[1].split(), "--device", "cpu") for _ in range(2)]
+    match = re.search(r"waiting for 2 workers: rabbitllm (worker .*)", first.stderr.readline())
+    assert match is not None
+    workers = [begin(started, *match[1].split(), "--device", "cpu") for _ in range(2)]
     if ends == "done":
-        found: dict[str, Any] = json.loads(first.communicate()[0])
+        record: dict[str, Any] = json.loads(first.communicate()[0])
         alone = subprocess.run(command("run", checkpoint, *how, *much), capture_output=True, text=True)
-        assert found["tokens"] == json.loads(alone.stdout)["tokens"]
+        assert record["tokens"] == json.loads(alone.stdout)["tokens"]
     else:
         assert first.stdout.read(1)
         first.kill()
     for worker in workers:
-        said = worker.communicate()[1]
-        assert worker.returncode == (0 if ends == "done" else 1), said
-        assert re.search(r"ready: layers \d to \d, of 3 hosts", said)
-        assert ("the first process has ended" if ends == "done" else "error: process 0") in said
+        errors = worker.communicate()[1]
+        assert worker.returncode == (0 if ends == "done" else 1), errors
+        assert re.search(r"ready: layers \d to \d, of 3 hosts", errors)
+        assert ("the first process has ended" if ends == "done" else "error: process 0") in errors
 
 
 @pytest.mark.long
@@ -104,20 +102,20 @@ def test_under_torchrun_the_first_one_answers(checkpoint: Path) -> None:
     how = ["run", str(checkpoint), "the rabbit", "--raw", "--device", "cpu", "--max-new-tokens", "8", "--json"]
     alone = subprocess.run(command(*how), capture_output=True, text=True)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*torchrun, "-m", "rabbitllm", *how], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["tokens"] == json.loads(alone.stdout)["tokens"]
+    process = subprocess.run([*torchrun, "-m", "rabbitllm", *how], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout)["tokens"] == json.loads(alone.stdout)["tokens"]
 
 
-def test_who_belongs_together() -> None:
+def test_hosts_of_options_and_environment() -> None:
     console = Console(quiet=True)
     assert hosts_for(0, None, "m", console, {}) is None
     assert hosts_for(0, None, "m", console, {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}) is None
     assert hosts_for(0, None, "m", console, TORCHRUN) == Hosts("127.0.0.1:29500", 0, 1)
     assert hosts_for(0, None, "m", console, {**TORCHRUN, "RANK": "0"}) == Hosts("127.0.0.1:29500", 2, 0)
-    asked = hosts_for(2, "10.0.0.1:29500", "m", console, TORCHRUN)
-    assert asked is not None
-    assert (asked.address, asked.workers, asked.rank, asked.is_first) == ("10.0.0.1:29500", 2, None, True)
+    hosts = hosts_for(2, "10.0.0.1:29500", "m", console, TORCHRUN)
+    assert hosts is not None
+    assert (hosts.address, hosts.workers, hosts.rank, hosts.is_first) == ("10.0.0.1:29500", 2, None, True)
     for workers, address in ((1, None), (0, "10.0.0.1:29500")):
         with pytest.raises(OptionError, match="used together"):
             hosts_for(workers, address, "m", console, {})
@@ -132,8 +130,8 @@ def test_who_belongs_together() -> None:
 def test_devices_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = Hosts.of_torchrun(TORCHRUN)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert own_device(None, hosts, TORCHRUN) == "cuda:1"
-    assert own_device("cpu", hosts, TORCHRUN) == "cpu"
-    assert own_device(None, None, TORCHRUN) is None
+    assert local_device(None, hosts, TORCHRUN) == "cuda:1"
+    assert local_device("cpu", hosts, TORCHRUN) == "cpu"
+    assert local_device(None, None, TORCHRUN) is None
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert own_device(None, hosts, TORCHRUN) is None
+    assert local_device(None, hosts, TORCHRUN) is None

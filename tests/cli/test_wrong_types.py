@@ -97,19 +97,19 @@ def change(path: Path, random: Random) -> str:
         path.write_text(text)
         return f"{path.name} = {text[:30]!r}"
     content = json.loads(path.read_text())
-    place = random.choice([at for at in places(content) if len(at) < 5])
+    key_path = random.choice([keys for keys in places(content) if len(keys) < 5])
     inside = content
-    for key in place[:-1]:
+    for key in key_path[:-1]:
         inside = inside[key]
-    inside[place[-1]] = random.choice((*ODD, *MORE))
+    inside[key_path[-1]] = random.choice((*ODD, *MORE))
     path.write_text(json.dumps(content))
-    return f"{path.name}: {place} = {str(inside[place[-1]])[:30]!r}"
+    return f"{path.name}: {key_path} = {str(inside[key_path[-1]])[:30]!r}"
 
 
 def calls(folder: Path, *, runs: bool) -> Iterator[tuple[str, ...]]:
     for name in LOOKS:
-        more = {"pull": ("--dry-run",), "convert": ("-o", str(folder.parent / "converted")), "rm": ("--yes",)}
-        yield name, str(folder), *more.get(name, ())
+        options = {"pull": ("--dry-run",), "convert": ("-o", str(folder.parent / "converted")), "rm": ("--yes",)}
+        yield name, str(folder), *options.get(name, ())
     if runs:  # what `rm` has left
         few = ("--tokens", "16", "--window", "16", "--problems", "0", "--device", "cpu")
         yield "quality", str(folder), "--compression", "8bit", *few
@@ -129,32 +129,28 @@ def calls(folder: Path, *, runs: bool) -> Iterator[tuple[str, ...]]:
         *(pytest.param(1_000 + 50 * part, 50, True, marks=pytest.mark.long) for part in range(3)),
     ],
 )
-def test_every_command_refuses_or_does_without(
-    sound: Path, tmp_path: Path, first: int, count: int, *, runs: bool
-) -> None:
-    seen = set()
+def test_every_command_survives_wrong_types(sound: Path, tmp_path: Path, first: int, count: int, *, runs: bool) -> None:
+    outcomes = set()
     for seed in range(first, first + count):
         random = Random(seed)
         folder = shutil.copytree(sound, tmp_path / str(seed) / "model")
         (split,) = folder.glob("splitted_model*")
-        kind = random.choice(("the split's", "the checkpoint's", "the checkpoint's, alone"))
-        changed = change((split if kind == "the split's" else folder) / random.choice(FILES), random)
-        if kind == "the checkpoint's, alone":
+        changed_part = random.choice(("the split's", "the checkpoint's", "the checkpoint's, alone"))
+        changed = change((split if changed_part == "the split's" else folder) / random.choice(FILES), random)
+        if changed_part == "the checkpoint's, alone":
             shutil.rmtree(split)
         for call in calls(folder, runs=runs):
             try:
-                seen.add(outcome(*call, typed="hello\n/exit\n" if call[0] == "chat" else None))
+                outcomes.add(outcome(*call, typed="hello\n/exit\n" if call[0] == "chat" else None))
             except Exception as error:
-                raise AssertionError(f"{call[0]} after {kind} {changed} (seed {seed})") from error
+                raise AssertionError(f"{call[0]} after {changed_part} {changed} (seed {seed})") from error
         shutil.rmtree(folder.parent)
-    assert "exit 0" in seen  # or nothing was tried
-    assert count < 10 or "refused" in seen
+    assert "exit 0" in outcomes  # or nothing was tried
+    assert count < 10 or "refused" in outcomes
 
 
 @pytest.mark.parametrize("name", GENERATION)
-def test_generation_settings_that_no_generation_could_use_are_refused_when_they_are_read(
-    sound: Path, name: str
-) -> None:
+def test_invalid_generation_settings_are_refused(sound: Path, name: str) -> None:
     (split,) = sound.glob("splitted_model*")
     path = split / "generation_config.json"
     before = path.read_text()
@@ -167,7 +163,7 @@ def test_generation_settings_that_no_generation_could_use_are_refused_when_they_
 
 
 @pytest.mark.parametrize("settings", [{"num_beams": 4}, {"stop_strings": ["7"]}, {"max_length": 4096.0, "top_k": 0}])
-def test_generation_settings_that_a_checkpoint_may_have_do_not_end_a_run(sound: Path, settings: dict[str, Any]) -> None:
+def test_odd_generation_settings_are_accepted(sound: Path, settings: dict[str, Any]) -> None:
     (split,) = sound.glob("splitted_model*")
     path = split / "generation_config.json"
     before = path.read_text()
@@ -183,7 +179,7 @@ def test_generation_settings_that_a_checkpoint_may_have_do_not_end_a_run(sound: 
     [{"padding_side": "x"}, {"model_max_length": []}, {"model_max_length": "x"}, {"unk_token": ""}],
     ids=lambda settings: " ".join(settings),
 )
-def test_a_tokenizer_that_cannot_be_used_is_refused(sound: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_unusable_tokenizer_is_refused(sound: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
     (split,) = sound.glob("splitted_model*")
     path, lines, few = split / "tokenizer_config.json", tmp_path / "lines.jsonl", ("--device", "cpu")
     lines.write_text('{"prompt": "12+3=", "max_tokens": 2}\n')
@@ -209,9 +205,7 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(sound: Path, tmp_path: Path,
     ],
     ids=lambda settings: " ".join(settings),
 )
-def test_a_tokenizer_that_cannot_be_used_is_refused_before_a_split(
-    sound: Path, tmp_path: Path, settings: dict[str, Any]
-) -> None:
+def test_unusable_tokenizer_is_refused_before_a_split(sound: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
     folder = shutil.copytree(sound, tmp_path / "model", ignore=shutil.ignore_patterns("splitted_model*", "*.jinja"))
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
@@ -219,7 +213,7 @@ def test_a_tokenizer_that_cannot_be_used_is_refused_before_a_split(
     assert not [*folder.glob("splitted_model*/*.safetensors")]
 
 
-def test_what_no_terminal_can_show_is_shown_as_escapes(sound: Path, tmp_path: Path) -> None:
+def test_unprintable_characters_are_escaped(sound: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(sound, tmp_path / "model", ignore=shutil.ignore_patterns("splitted_model*"))
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "padding_side": "\ud800"}))

@@ -31,7 +31,7 @@ def test_bundled_model_is_in_at_least_six_shards_of_at_most_8_mb() -> None:
     assert weights < 8.1e6
 
 
-def test_recorded_scores_are_what_the_issue_asks() -> None:
+def test_recorded_scores_are_high_enough() -> None:
     record = json.loads((files("rabbitllm.demo") / "score.json").read_text())
     assert record["bf16"]["exact_match"] >= 0.99
     assert {"loss", "exact_match"} <= set(record["8bit"]) & set(record["4bit"])
@@ -44,10 +44,10 @@ def test_demo_passes_and_shows_every_shard(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     lines = re.findall(r"^ *(\d+)/(\d+) .*?([\d.]+) MiB .*?([\d.]+) MiB *$", result.stdout, re.MULTILINE)
     assert [int(number) for number, *_ in lines] == list(range(1, len(SHARDS) + 1))
-    in_use = [float(now) for _, _, now, _ in lines]
-    standard = [float(other) for *_, other in lines]
+    in_use = [float(nbytes) for _, _, nbytes, _ in lines]
+    standard = [float(nbytes) for *_, nbytes in lines]
     assert in_use == sorted(in_use, reverse=True)
-    assert all(now < other for now, other in zip(in_use, standard, strict=True))
+    assert all(used < whole for used, whole in zip(in_use, standard, strict=True))
     for row in ("peak disk", "peak RAM", "tokens/s", "exact match", "shards left  0"):
         assert row in result.stdout
     split = tmp_path / BundledModel.folder / "splitted_model.4bit"
@@ -66,11 +66,11 @@ def test_demo_fails_when_the_score_falls(tmp_path: Path, monkeypatch: pytest.Mon
     assert (record["problems"], record["recorded_exact_match"]) == (8, 1.03)
     assert (record["shards"], record["shards_left"]) == (len(SHARDS), [])
     assert record["peak_disk_bytes"] < record["source_bytes"] * 1.1 < record["standard_peak_disk_bytes"]
-    assert all(one["right"] == (one["answer"] == one["expected"]) for one in record["asked"])
+    assert all(answer["right"] == (answer["answer"] == answer["expected"]) for answer in record["asked"])
     assert len(record["asked"]) == demo.QUESTIONS_SHOWN
 
 
-def test_what_passes() -> None:
+def test_passing_outcomes() -> None:
     score = 0.99
     drop = BundledModel.allowed_drop
     good = demo.Outcome("4bit", 8, 6, (), 1.0, 9, 12, 5, 4, 30.0, 40, score, score + drop / 2, drop, ())
@@ -81,19 +81,19 @@ def test_what_passes() -> None:
 
 
 @pytest.mark.parametrize("model", [BundledModel(), SmolLM2()])
-def test_a_folder_of_the_same_name_that_is_the_user_s_stays(tmp_path: Path, model: BundledModel | SmolLM2) -> None:
-    own = tmp_path / model.folder / "model.safetensors"
-    own.parent.mkdir()
-    own.write_bytes(b"the user's own weights")
+def test_folder_of_the_user_is_not_replaced(tmp_path: Path, model: BundledModel | SmolLM2) -> None:
+    users_file = tmp_path / model.folder / "model.safetensors"
+    users_file.parent.mkdir()
+    users_file.write_bytes(b"the user's own weights")
     with pytest.raises(OptionError, match="was not written by a complete demonstration, and is not replaced"):
         demo.run(tmp_path, 8, of=model)
-    assert own.read_bytes() == b"the user's own weights"
+    assert users_file.read_bytes() == b"the user's own weights"
 
 
 def test_the_folder_of_an_earlier_demonstration_is_replaced(tmp_path: Path) -> None:
-    checkpoint = demo._fresh(tmp_path, BundledModel())
+    checkpoint = demo._write_checkpoint(tmp_path, BundledModel())
     (checkpoint / SHARDS[0]).unlink()
-    assert demo._fresh(tmp_path, BundledModel()) == checkpoint
+    assert demo._write_checkpoint(tmp_path, BundledModel()) == checkpoint
     assert sorted(path.name for path in checkpoint.glob("*.safetensors")) == SHARDS
 
 

@@ -60,8 +60,8 @@ def plain(checkpoint: Path) -> Any:
 
 
 def loaded(folder: Path, out: Path, **options: Any) -> Any:
-    own = {"device": "cpu", "dtype": "float32", "exact": True, "show_layer_progress": False}
-    return AutoModel.from_pretrained(folder, layer_shards_saving_path=out, **own, **options)
+    defaults = {"device": "cpu", "dtype": "float32", "exact": True, "show_layer_progress": False}
+    return AutoModel.from_pretrained(folder, layer_shards_saving_path=out, **defaults, **options)
 
 
 def greedy(model: Any, tokenizer: Any, question: str) -> list[int]:
@@ -70,11 +70,11 @@ def greedy(model: Any, tokenizer: Any, question: str) -> list[int]:
         [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )
     with torch.inference_mode():
-        found: list[int] = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)[0].tolist()
-    return found
+        tokens: list[int] = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)[0].tolist()
+    return tokens
 
 
-def test_an_answer_straight_out_of_the_gguf_file(file: Path) -> None:
+def test_answer_from_the_gguf_file(file: Path) -> None:
     ran = CliRunner().invoke(app, ["run", str(file), WATER, "--no-split", "--device", "cpu", "--max-new-tokens", "12"])
     assert ran.exit_code == 0, ran.output
     assert "H2O" in ran.stdout
@@ -86,22 +86,22 @@ def test_the_demonstration(file: Path, tmp_path: Path) -> None:
     (tmp_path / file.name).hardlink_to(file)
     ran = CliRunner().invoke(app, ["demo", "--smollm2", "--dir", str(tmp_path), "--json"])
     assert ran.exit_code == 0, ran.output
-    found = json.loads(ran.stdout)
-    assert (found["passed"], found["shards"], found["shards_left"]) == (True, 6, [])
-    assert found["peak_disk_bytes"] < 0.8 * found["standard_peak_disk_bytes"]
+    record = json.loads(ran.stdout)
+    assert (record["passed"], record["shards"], record["shards_left"]) == (True, 6, [])
+    assert record["peak_disk_bytes"] < 0.8 * record["standard_peak_disk_bytes"]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("room", ["2GiB", 0])
-def test_greedy_answers_are_those_of_transformers(checkpoint: Path, plain: Any, tmp_path: Path, room: Any) -> None:
+def test_greedy_answers_equal_transformers(checkpoint: Path, plain: Any, tmp_path: Path, room: Any) -> None:
     model = loaded(checkpoint, tmp_path, max_memory={"cpu": room})
-    theirs = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    reference = transformers.AutoTokenizer.from_pretrained(checkpoint)
     for prompt in PROMPTS:
-        assert greedy(model, model.tokenizer, prompt) == greedy(plain, theirs, prompt), prompt
+        assert greedy(model, model.tokenizer, prompt) == greedy(plain, reference, prompt), prompt
 
 
 @pytest.mark.long
-def test_logits_of_a_long_text_are_those_of_transformers(checkpoint: Path, plain: Any, tmp_path: Path) -> None:
+def test_logits_of_a_long_text_equal_transformers(checkpoint: Path, plain: Any, tmp_path: Path) -> None:
     model = loaded(checkpoint, tmp_path, max_memory={"cpu": 0})
     ids = torch.tensor([model.tokenizer(held_out_prose())["input_ids"][:2048]])
     with torch.inference_mode():
@@ -110,9 +110,7 @@ def test_logits_of_a_long_text_are_those_of_transformers(checkpoint: Path, plain
 
 @pytest.mark.long
 @pytest.mark.parametrize("compression", ["8bit", "4bit", "4bit-double", "auto"])
-def test_compressed_answers_are_those_of_transformers_with_the_same_weights(
-    checkpoint: Path, tmp_path: Path, compression: str
-) -> None:
+def test_compressed_answers_equal_dequantized_weights(checkpoint: Path, tmp_path: Path, compression: str) -> None:
     room = {"max_disk": "100MB"} if compression == "auto" else {}
     model = loaded(checkpoint, tmp_path / "split", compression=compression, **room)
     model.save_pretrained(tmp_path / "dequantized")
@@ -145,13 +143,13 @@ def test_llama_cpp_answers_with_the_file_that_convert_writes(
                 messages = [{"role": "user", "content": question}]
                 prompt = ask("/apply-template", messages=messages)["prompt"]
                 contexts.append(ask("/tokenize", content=prompt, add_special=True, parse_special=True)["tokens"])
-                given = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-                assert contexts[-1] == given["input_ids"]
-            found = next_tokens(ask, contexts, plain.config.vocab_size)
+                encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+                assert contexts[-1] == encoded["input_ids"]
+            predicted = next_tokens(ask, contexts, plain.config.vocab_size)
     except PeerError as error:
         pytest.skip(str(error))
     with torch.inference_mode():
         expected = torch.stack([plain(torch.tensor([ids])).logits[0, -1].log_softmax(-1) for ids in contexts])
-    divergence = torch.nn.functional.kl_div(found, expected, reduction="none", log_target=True).sum(-1)
+    divergence = torch.nn.functional.kl_div(predicted, expected, reduction="none", log_target=True).sum(-1)
     assert float(divergence.mean()) < 0.01
-    assert float((found.argmax(-1) == expected.argmax(-1)).float().mean()) >= 0.9
+    assert float((predicted.argmax(-1) == expected.argmax(-1)).float().mean()) >= 0.9

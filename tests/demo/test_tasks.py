@@ -79,13 +79,13 @@ def test_same_seed_same_problems(stream: list[Problem]) -> None:
     assert held_out(200, 7) != held_out(200, 8)
 
 
-def test_the_sets_do_not_move_between_versions() -> None:
+def test_held_out_sets_are_stable() -> None:
     """The recorded score and the trained weights are only worth something for these very problems."""
     assert [problem.text for problem in held_out(4, 0)] == PINNED_HELD_OUT
     assert [problem.text for problem in islice(training_stream(0), 3)] == PINNED_TRAINING
 
 
-def test_nothing_held_out_is_trained_on(stream: list[Problem]) -> None:
+def test_held_out_problems_are_not_in_training(stream: list[Problem]) -> None:
     scored = {key(problem) for seed in range(5) for problem in held_out(800, seed)}
     assert scored.isdisjoint(key(problem) for problem in stream)
 
@@ -125,15 +125,15 @@ def test_training_shows_every_kind_and_every_fact(stream: list[Problem]) -> None
     assert len(taught - shown) < 120
 
 
-def test_each_fact_keeps_back_one_wording_that_other_facts_teach() -> None:
+def test_each_fact_holds_out_one_wording() -> None:
     kept_back = {problem.prompt for problem in tasks.held_out_facts()}
     trained = {problem.prompt for problem in tasks.training_facts()}
     assert kept_back.isdisjoint(trained)
     for relation in RELATIONS:
         for subject in relation.answers:
-            asked = {tasks.ask(wording.format(x=subject)) for wording in relation.wordings}
-            assert len(asked & kept_back) == 1
-            assert len(asked & trained) == len(relation.wordings) - 1
+            prompts = {tasks.ask(wording.format(x=subject)) for wording in relation.wordings}
+            assert len(prompts & kept_back) == 1
+            assert len(prompts & trained) == len(relation.wordings) - 1
         for wording in relation.wordings:
             assert any(tasks.ask(wording.format(x=subject)) in trained for subject in relation.answers)
 
@@ -142,7 +142,7 @@ def test_no_question_has_two_answers() -> None:
     answers: dict[str, set[str]] = {}
     for problem in [*tasks.held_out_facts(), *tasks.training_facts()]:
         answers.setdefault(problem.prompt, set()).add(problem.answer)
-    assert all(len(found) == 1 for found in answers.values())
+    assert all(len(texts) == 1 for texts in answers.values())
 
 
 def test_exact_match_forgives_white_space_only() -> None:
@@ -153,7 +153,7 @@ def test_exact_match_forgives_white_space_only() -> None:
     assert not exact_match("", problem)
 
 
-def test_tasks_import_nothing_heavy() -> None:
+def test_tasks_import_no_heavy_packages() -> None:
     code = "import sys, rabbitllm.demo.tasks; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     imported = {
@@ -180,11 +180,11 @@ def test_tables_agree_with_the_calendar_and_themselves() -> None:
     days = list(calendar.day_name)
     for index, day in enumerate(days):
         assert tables["next day"][day] == days[(index + 1) % 7]
-    for there, back in (
+    for forward, backward in (
         ("capital", "country"),
         ("symbol", "element"),
         ("next day", "previous day"),
         ("next month", "previous month"),
     ):
-        assert {value: name for name, value in tables[there].items()} == tables[back]
-        assert len(tables[there]) == len(tables[back])
+        assert {value: name for name, value in tables[forward].items()} == tables[backward]
+        assert len(tables[forward]) == len(tables[backward])

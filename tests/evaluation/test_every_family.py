@@ -18,12 +18,12 @@ from tests.support.tiny_models import load, one_thread, split  # noqa: F401  a f
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(ALONE | (FILLABLE - PACKABLE)))
-def test_as_each_alone(tmp_path: Path, name: str) -> None:
+def test_comparison_with_itself_equals_single_scores(tmp_path: Path, name: str) -> None:
     model = load(split(checkpoint(tmp_path / "model", name)), 60_000, exact=False)
-    asked = [text for text in texts_for() if text.continuation]
-    texts = [ScoredText(number, text.context, text.continuation) for number, text in enumerate(asked)]
+    with_continuation = [text for text in texts_for() if text.continuation]
+    texts = [ScoredText(index, text.context, text.continuation) for index, text in enumerate(with_continuation)]
     expected = [alone(model, text) for text in texts]
-    found = compare(model, model, texts, Room(tokens=40, memory_bytes=0, disk_bytes=1 << 30, scratch=tmp_path))
-    assert (found.divergence.largest, found.agreement) == (0, 1)
-    total = math.fsum(one.logprob or 0 for one in expected)
-    assert math.log(found.perplexity) == pytest.approx(-total / found.positions, abs=1e-4)
+    summary = compare(model, model, texts, Room(tokens=40, memory_bytes=0, disk_bytes=1 << 30, scratch=tmp_path))
+    assert (summary.divergence.largest, summary.agreement) == (0, 1)
+    total = math.fsum(result.logprob or 0 for result in expected)
+    assert math.log(summary.perplexity) == pytest.approx(-total / summary.positions, abs=1e-4)

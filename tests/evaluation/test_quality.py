@@ -15,7 +15,7 @@ import rabbitllm.demo
 from rabbitllm import AutoModel, quality
 from rabbitllm.demo.tasks import held_out
 from rabbitllm.errors import OptionError, QualityError
-from rabbitllm.evaluation.quality import answers_of, bundled_text, is_trained_here, text_of, windows
+from rabbitllm.evaluation.quality import bundled_text, is_bundled_tokenizer, scored_answers, text_of, windows
 from rabbitllm.store.layer_store import LayerStore
 from tests.support.builders import build_checkpoint, make_tokenizer, read_tensors
 from tests.support.splitting import names_in
@@ -29,29 +29,29 @@ def checkpoint(tmp_path: Path) -> Path:
     return build_checkpoint(tmp_path / "model", "llama", shards=2)
 
 
-def test_tied_embeddings_are_in_the_size_once(tmp_path: Path) -> None:
+def test_tied_embeddings_count_once(tmp_path: Path) -> None:
     """And all experts, wherever they are."""
     for family in ("qwen2", "qwen3_moe"):
         folder = build_checkpoint(tmp_path / family, family, tied=True)
-        found = quality(folder, compression="4bit", max_memory={"cpu": 0}, **FEW)
-        assert found.reference.nbytes == sum(tensor.nbytes for tensor in read_tensors(folder).values())
-        assert found.model.nbytes == sum(
-            one.nbytes for one in LayerStore(folder / "splitted_model.4bit").tensors.values()
+        result = quality(folder, compression="4bit", max_memory={"cpu": 0}, **FEW)
+        assert result.reference.nbytes == sum(tensor.nbytes for tensor in read_tensors(folder).values())
+        assert result.model.nbytes == sum(
+            tensor.nbytes for tensor in LayerStore(folder / "splitted_model.4bit").tensors.values()
         )
 
 
 def test_against_the_same_model_uncompressed(checkpoint: Path) -> None:
     """Split where it was not, and nothing written for the reference."""
-    found = quality(checkpoint, compression="4bit", **FEW)
+    result = quality(checkpoint, compression="4bit", **FEW)
     assert [name for name in names_in(checkpoint) if name.startswith("splitted")] == ["splitted_model.4bit"]
-    assert (found.model.compression, found.reference.compression) == ("4bit", None)
-    assert found.model.nbytes < found.reference.nbytes
-    assert found.summary.divergence.mean > 0
-    assert found.summary.positions == 64
-    assert found.text == "the bundled text"
+    assert (result.model.compression, result.reference.compression) == ("4bit", None)
+    assert result.model.nbytes < result.reference.nbytes
+    assert result.summary.divergence.mean > 0
+    assert result.summary.positions == 64
+    assert result.text == "the bundled text"
     again = quality(checkpoint, **FEW)  # the compression of the split that is here
-    assert again.model == found.model
-    assert again.summary == found.summary
+    assert again.model == result.model
+    assert again.summary == result.summary
 
 
 def test_an_uncompressed_model_is_not_compared_with_itself(checkpoint: Path) -> None:
@@ -63,17 +63,17 @@ def test_an_uncompressed_model_is_not_compared_with_itself(checkpoint: Path) -> 
 
 
 @pytest.mark.long
-def test_split_directories_find_what_they_were_made_from(checkpoint: Path) -> None:
+def test_split_directories_find_their_original(checkpoint: Path) -> None:
     packed = split(checkpoint, "8bit")
-    around = quality(packed, **FEW)
-    assert around.reference.name == str(checkpoint)
-    assert around.model.compression == "8bit"
+    result = quality(packed, **FEW)
+    assert result.reference.name == str(checkpoint)
+    assert result.model.compression == "8bit"
     whole = split(checkpoint)
     assert quality(packed, **FEW).reference.name == str(whole)
     elsewhere = shutil.move(packed, checkpoint.parent / "alone" / packed.name) if _make(checkpoint) else packed
     with pytest.raises(QualityError, match="parent folder does not hold the uncompressed model"):
         quality(elsewhere, **FEW)
-    assert quality(elsewhere, whole, **FEW).summary == around.summary
+    assert quality(elsewhere, whole, **FEW).summary == result.summary
 
 
 def _make(checkpoint: Path) -> bool:
@@ -96,7 +96,7 @@ def test_the_uncompressed_split_of_another_model_is_no_reference(checkpoint: Pat
     assert quality(tmp_path / "out" / "splitted_model", checkpoint, **FEW).summary.divergence.mean > 0.1
 
 
-def test_where_the_original_is_used_up(tmp_path: Path, checkpoint: Path) -> None:
+def test_missing_original_is_reported(tmp_path: Path, checkpoint: Path) -> None:
     spare = shutil.copytree(checkpoint, tmp_path / "spare")
     AutoModel.from_pretrained(checkpoint, compression="4bit", sequential_shard_processing=True, device="cpu")
     with pytest.raises(QualityError, match=r"The uncompressed model cannot be read\."):
@@ -107,29 +107,29 @@ def test_where_the_original_is_used_up(tmp_path: Path, checkpoint: Path) -> None
 def test_loaded_models(checkpoint: Path) -> None:
     packed = AutoModel.from_pretrained(checkpoint, compression="4bit", device="cpu", dtype="float32")
     whole = AutoModel.from_pretrained(checkpoint, device="cpu", dtype="float32")
-    found = quality(packed, whole, **FEW)
-    assert found.summary == quality(checkpoint, compression="4bit", **FEW).summary
-    assert found.model.compression == "4bit"
+    result = quality(packed, whole, **FEW)
+    assert result.summary == quality(checkpoint, compression="4bit", **FEW).summary
+    assert result.model.compression == "4bit"
     with pytest.raises(OptionError, match="is required when"):
         quality(packed, **FEW)
 
 
-def test_an_own_text(checkpoint: Path, tmp_path: Path) -> None:
+def test_given_text(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "own.txt").write_text("A hare is not a rabbit. " * 9, encoding="utf-8")
-    found = quality(checkpoint, text=tmp_path / "own.txt", compression="none", **FEW)
-    assert found.text == str(tmp_path / "own.txt")
-    assert found.summary.divergence.largest == 0
-    assert found.summary.agreement == 1
+    result = quality(checkpoint, text=tmp_path / "own.txt", compression="none", **FEW)
+    assert result.text == str(tmp_path / "own.txt")
+    assert result.summary.divergence.largest == 0
+    assert result.summary.agreement == 1
 
 
-def test_models_that_read_otherwise_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+def test_different_vocabularies_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     other = shutil.copytree(checkpoint, tmp_path / "other")
     text = (other / "tokenizer.json").read_text(encoding="utf-8")
     vocabulary = json.loads(text)["model"]["vocab"]
-    one, two = (json.dumps(token, ensure_ascii=False) for token in ("Q", "Z"))
+    first, second = (json.dumps(token, ensure_ascii=False) for token in ("Q", "Z"))
     swapped = {"Q": vocabulary["Z"], "Z": vocabulary["Q"]}
-    for name, number in ((one, swapped["Q"]), (two, swapped["Z"])):
-        text = text.replace(f"{name}: {vocabulary[json.loads(name)]}", f"{name}: {number}")
+    for name, token_id in ((first, swapped["Q"]), (second, swapped["Z"])):
+        text = text.replace(f"{name}: {vocabulary[json.loads(name)]}", f"{name}: {token_id}")
     (other / "tokenizer.json").write_text(text, encoding="utf-8")
     with pytest.raises(QualityError, match="different vocabularies"):
         quality(checkpoint, other, compression="none", **FEW)
@@ -138,16 +138,16 @@ def test_models_that_read_otherwise_are_refused(checkpoint: Path, tmp_path: Path
         quality(untold, compression="none", **FEW)
 
 
-def test_of_the_bundled_model(tmp_path: Path) -> None:
+def test_bundled_model(tmp_path: Path) -> None:
     """It answers, and its problems are what it is measured on."""
     folder = shutil.copytree(Path(rabbitllm.demo.__file__).parent / "model", tmp_path / "demo")
-    found = quality(folder, compression="4bit", device="cpu", problems=12)
-    assert found.text == "held-out problems"
-    assert found.windows == found.problems == 12
-    assert found.model.right == found.reference.right == 12
-    assert found.summary.positions > 24
-    assert 0 < found.summary.divergence.mean < 1e-3
-    record = found.as_json()
+    result = quality(folder, compression="4bit", device="cpu", problems=12)
+    assert result.text == "held-out problems"
+    assert result.windows == result.problems == 12
+    assert result.model.right == result.reference.right == 12
+    assert result.summary.positions > 24
+    assert 0 < result.summary.divergence.mean < 1e-3
+    record = result.as_json()
     assert json.loads(json.dumps(record)) == record
     assert record["model"]["bytes"] < record["against"]["bytes"] / 3
     with pytest.raises(OptionError, match="problems=3 is not possible"):
@@ -155,10 +155,10 @@ def test_of_the_bundled_model(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("Q: 3 + 4\nA: 7\n" * 20, encoding="utf-8")
     few: dict[str, Any] = {"device": "cpu", "tokens": 64, "window": 32, "text": text}
-    own = quality(folder, compression="4bit", **few)
-    assert (own.text, own.problems, own.model.right, own.reference.right) == (str(text), 0, None, None)
-    asked = quality(folder, compression="4bit", **few, problems=4)
-    assert (asked.problems, asked.model.right, asked.summary) == (4, 4, own.summary)
+    on_text = quality(folder, compression="4bit", **few)
+    assert (on_text.text, on_text.problems, on_text.model.right, on_text.reference.right) == (str(text), 0, None, None)
+    with_problems = quality(folder, compression="4bit", **few, problems=4)
+    assert (with_problems.problems, with_problems.model.right, with_problems.summary) == (4, 4, on_text.summary)
 
 
 DEMO_MODEL = Path(rabbitllm.demo.__file__).parent / "model"
@@ -175,29 +175,29 @@ def bundled() -> Any:
     return AutoTokenizer.from_pretrained(DEMO_MODEL)
 
 
-def test_windows_with_a_beginning_predict_every_token_once(tokenizer: Any) -> None:
+def test_windows_with_bos_predict_every_token(tokenizer: Any) -> None:
     assert tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
     ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    found = windows(tokenizer, TEXT, window=32, tokens=10_000)
-    assert [token for one in found for token in one.continuation] == ids
-    assert {tuple(one.context) for one in found} == {(tokenizer.bos_token_id,)}
-    assert [one.index for one in found] == list(range(len(found)))
-    assert {1 + len(one.continuation) for one in found[:-1]} == {32}
+    texts = windows(tokenizer, TEXT, window=32, tokens=10_000)
+    assert [token for text in texts for token in text.continuation] == ids
+    assert {tuple(text.context) for text in texts} == {(tokenizer.bos_token_id,)}
+    assert [text.index for text in texts] == list(range(len(texts)))
+    assert {1 + len(text.continuation) for text in texts[:-1]} == {32}
 
 
-def test_windows_without_one_predict_all_but_their_first_token(bundled: Any) -> None:
+def test_windows_without_bos_predict_all_but_the_first_token(bundled: Any) -> None:
     ids = bundled(TEXT)["input_ids"]
-    found = windows(bundled, TEXT, window=32, tokens=10_000)
-    whole = [token for one in found for token in (*one.context, *one.continuation)]
-    assert whole == ids[: len(whole)]
-    assert len(ids) - len(whole) < 2
-    assert {len(one.context) for one in found} == {1}
+    texts = windows(bundled, TEXT, window=32, tokens=10_000)
+    tokens = [token for text in texts for token in (*text.context, *text.continuation)]
+    assert tokens == ids[: len(tokens)]
+    assert len(ids) - len(tokens) < 2
+    assert {len(text.context) for text in texts} == {1}
 
 
 @pytest.mark.parametrize("tokens", [16, 31, 32, 100])
-def test_no_more_is_predicted_than_asked_for(tokenizer: Any, tokens: int) -> None:
-    found = windows(tokenizer, TEXT, window=32, tokens=tokens)
-    assert sum(len(one.continuation) for one in found) == tokens
+def test_predicted_tokens_are_limited(tokenizer: Any, tokens: int) -> None:
+    texts = windows(tokenizer, TEXT, window=32, tokens=tokens)
+    assert sum(len(text.continuation) for text in texts) == tokens
 
 
 def test_an_unreadable_text_is_refused_before_the_split(checkpoint: Path) -> None:
@@ -221,7 +221,7 @@ def test_too_short_a_text_and_impossible_numbers_are_refused(tokenizer: Any) -> 
             windows(tokenizer, TEXT, window=window, tokens=tokens)
 
 
-def test_files_that_are_no_text_are_refused(tmp_path: Path) -> None:
+def test_files_other_than_text_are_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"nowhere\.txt cannot be read as text"):
         text_of(tmp_path / "nowhere.txt")
     (tmp_path / "other.txt").write_bytes(b"\xff\xfe\x00")
@@ -231,21 +231,21 @@ def test_files_that_are_no_text_are_refused(tmp_path: Path) -> None:
     assert text_of(tmp_path / "one.txt") == "héron"
 
 
-def test_what_comes_along_is_enough(tokenizer: Any) -> None:
+def test_bundled_text_is_long_enough(tokenizer: Any) -> None:
     """Also for tokenizers whose tokens are longer."""
     words = len(bundled_text().split())
     assert words > 800
-    assert sum(len(one.continuation) for one in windows(tokenizer, bundled_text(), window=256, tokens=4096)) > words
+    assert sum(len(text.continuation) for text in windows(tokenizer, bundled_text(), window=256, tokens=4096)) > words
 
 
-def test_of_a_problem_its_answer_is_predicted_and_its_end(bundled: Any) -> None:
+def test_answers_and_end_tokens_are_predicted(bundled: Any) -> None:
     problems = held_out(8)
-    for one, problem in zip(answers_of(bundled, problems), problems, strict=True):
-        assert bundled.decode(one.context) == problem.prompt
-        assert bundled.decode(one.continuation[:-1]).strip() == problem.answer
-        assert one.continuation[-1] == bundled.eos_token_id
-    assert is_trained_here(bundled)
+    for scored, problem in zip(scored_answers(bundled, problems), problems, strict=True):
+        assert bundled.decode(scored.context) == problem.prompt
+        assert bundled.decode(scored.continuation[:-1]).strip() == problem.answer
+        assert scored.continuation[-1] == bundled.eos_token_id
+    assert is_bundled_tokenizer(bundled)
 
 
-def test_other_tokenizers_are_told_from_the_bundled_one(tokenizer: Any) -> None:
-    assert not is_trained_here(tokenizer)
+def test_bundled_tokenizer_is_recognised(tokenizer: Any) -> None:
+    assert not is_bundled_tokenizer(tokenizer)

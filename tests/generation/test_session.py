@@ -29,7 +29,7 @@ from rabbitllm.generation.request import (
 )
 from rabbitllm.generation.session import Session, answer, work_between
 from rabbitllm.generation.template import ChatTemplate
-from rabbitllm.run import answer_record, how_it_ended, put_statistics
+from rabbitllm.run import answer_record, finish_note, put_statistics
 from rabbitllm.telemetry.passes import EXPERTS_READ, READ, UPLOAD, PassInput
 from rabbitllm.telemetry.profiler import Profiler
 from tests.chat.talkers import FORGETFUL, family_of, parrot_folder, talker, talker_folder
@@ -210,12 +210,12 @@ def test_what_is_said_of_it(model: Any) -> None:
     assert "a second after the first" in text
     assert "each token" in text
     assert "computing" in text
-    assert how_it_ended(Result("2", (5, 2), 1, FinishReason.STOP, 0.1, 0.1), 5) is None
-    assert "the answer is empty" in str(how_it_ended(Result("", (2,), 1, FinishReason.STOP, 0.1, 0.1), 5))
-    assert "stopped after 12 tokens, the limit of --max" in str(how_it_ended(found, TOKENS, 256))
+    assert finish_note(Result("2", (5, 2), 1, FinishReason.STOP, 0.1, 0.1), 5) is None
+    assert "the answer is empty" in str(finish_note(Result("", (2,), 1, FinishReason.STOP, 0.1, 0.1), 5))
+    assert "stopped after 12 tokens, the limit of --max" in str(finish_note(found, TOKENS, 256))
     context = found.prompt_tokens + TOKENS
-    assert f"where the model's context of {context} tokens ends" in str(how_it_ended(found, TOKENS, context))
-    assert "interrupted after 1 token" in str(how_it_ended(Result("", (5,), 1, FinishReason.CANCELLED, 0.1, 0.1), 5))
+    assert f"where the model's context of {context} tokens ends" in str(finish_note(found, TOKENS, context))
+    assert "interrupted after 1 token" in str(finish_note(Result("", (5,), 1, FinishReason.CANCELLED, 0.1, 0.1), 5))
     record = answer_record("m", found, 1.5, {"device": "cpu"})
     assert (record["new_tokens"], record["device"], record["text"]) == (TOKENS, "cpu", found.text)
 

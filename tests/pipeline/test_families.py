@@ -34,7 +34,7 @@ SHORT: set[str] = {"llama"}
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in FAMILIES]
 )
-def test_a_spread_model_has_the_bits_of_transformers(tmp_path: Path, family: str) -> None:
+def test_spread_model_is_bit_equal_to_transformers(tmp_path: Path, family: str) -> None:
     dtype = torch.bfloat16 if number_of(family) % 2 else torch.float32
     folder = build_checkpoint(tmp_path / "model", family, tied=FAMILIES[family].ties[-1], dtype=dtype)
     directory = split(folder)
@@ -54,7 +54,7 @@ def number_of(family: str) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-def test_every_type_of_transformers_has_its_bits_or_is_refused_before_it_is_loaded(tmp_path: Path, name: str) -> None:
+def test_every_model_type_is_bit_equal_or_refused(tmp_path: Path, name: str) -> None:
     build(tmp_path / "model", name)
     plain = plain_model(tmp_path / "model")
     expected, generates = possible_passes(plain)
@@ -67,5 +67,5 @@ def test_every_type_of_transformers_has_its_bits_or_is_refused_before_it_is_load
             pass
         return
     with spread(directory) as (model, _):
-        found = passes(model, generates)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        logits = passes(model, generates)
+    assert all(torch.equal(a, b) for a, b in zip(logits, expected, strict=True))

@@ -20,12 +20,12 @@ def lengths(*args: object) -> list[int]:
     return [len(span) for span in plan_spans(*args)]  # type: ignore[arg-type]
 
 
-def test_equal_hosts_get_equal_shares_and_the_first_fewer_for_what_else_it_has() -> None:
+def test_spans_of_equal_hosts() -> None:
     assert lengths([10] * 12, 0, [100] * 3) == [4, 4, 4]
     assert lengths([10] * 12, 30, [100] * 3) == [2, 5, 5]
 
 
-def test_memory_decides() -> None:
+def test_spans_follow_memory() -> None:
     assert lengths([10] * 12, 0, [20, 60, 40]) == [2, 6, 4]
     assert lengths([10] * 4, 100, [50, 40]) == [0, 4]
 
@@ -37,7 +37,7 @@ def test_more_hosts_than_layers_are_refused() -> None:
 
 
 @given(LAYERS, st.integers(0, 20), BUDGETS)
-def test_no_other_spans_stream_less_nor_fill_a_host_fuller(layers: list[int], others: int, budgets: list[int]) -> None:
+def test_spans_are_optimal(layers: list[int], others: int, budgets: list[int]) -> None:
     ranks, count = len(budgets), len(layers)
     possible = [
         (0, *cuts, count)
@@ -64,5 +64,5 @@ def test_no_other_spans_stream_less_nor_fill_a_host_fuller(layers: list[int], ot
     assert judged((0, *(span.end for span in spans))) == min(map(judged, possible))
 
 
-def test_a_span_knows_its_layers() -> None:
+def test_span_contains_its_layers() -> None:
     assert [layer for layer in range(6) if layer in Span(2, 5)] == [2, 3, 4]

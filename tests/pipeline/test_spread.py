@@ -58,8 +58,8 @@ def whole_bytes(folder: Path) -> int:
 
 @pytest.fixture(scope="module")
 def spread_model(folder: Path, whole_bytes: int) -> Iterator[tuple[Any, Crew]]:
-    with spread(split(folder), [whole_bytes // 2] * 3) as found:
-        yield found
+    with spread(split(folder), [whole_bytes // 2] * 3) as pair:
+        yield pair
 
 
 @pytest.fixture
@@ -67,28 +67,28 @@ def model(spread_model: tuple[Any, Crew]) -> Any:
     return spread_model[0]
 
 
-def same(got: Any, expected: Any) -> bool:
-    return torch.equal(got, expected)
+def same(actual: Any, expected: Any) -> bool:
+    return torch.equal(actual, expected)
 
 
-def test_none_could_keep_the_model_and_all_of_it_stays(spread_model: tuple[Any, Crew], whole_bytes: int) -> None:
+def test_model_larger_than_one_host_is_resident(spread_model: tuple[Any, Crew], whole_bytes: int) -> None:
     model, crew = spread_model
     placements = [model.placement, *(worker.model.placement for worker in crew.workers)]
     units = [{p.unit for p in placement.units if p.tier in READY} for placement in placements]
     assert sum(map(len, units)) == len(set().union(*units)) == len(model.placement.units)
     assert all(p.tier in (*READY, Tier.ELSEWHERE) for placement in placements for p in placement.units)
     for placement in placements:
-        here = sum(p.stored for p in placement.units if p.tier in READY)
-        assert 0 < here < whole_bytes
+        nbytes = sum(p.stored for p in placement.units if p.tier in READY)
+        assert 0 < nbytes < whole_bytes
     assert model.hosts.spans[0].begin == 0
     assert model.hosts.spans[-1].end == LAYERS
     assert "on another host" in str(model.placement)
 
 
-def test_logits_have_the_bits_of_transformers(model: Any, plain: Any) -> None:
+def test_logits_are_bit_equal_to_transformers(model: Any, plain: Any) -> None:
     with torch.inference_mode():
-        for given in ({"input_ids": INPUT}, PADDED, {"input_ids": INPUT, "logits_to_keep": 2}):
-            assert same(model(**given).logits, plain(**given).logits)
+        for inputs in ({"input_ids": INPUT}, PADDED, {"input_ids": INPUT, "logits_to_keep": 2}):
+            assert same(model(**inputs).logits, plain(**inputs).logits)
         assert same(model(INPUT, use_cache=False).logits, plain(INPUT, use_cache=False).logits)
         embeds = plain.get_input_embeddings()(INPUT)
         assert same(model(inputs_embeds=embeds).logits, plain(inputs_embeds=embeds).logits)
@@ -107,48 +107,48 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_generated_tokens_are_those_of_transformers(model: Any, plain: Any, way: str) -> None:
+def test_generated_tokens_equal_transformers(model: Any, plain: Any, way: str) -> None:
     """Past the sliding window, too; chance is the first process's alone."""
-    given, how = WAYS[way]
-    found = []
-    for one in (model, plain):
+    inputs, options = WAYS[way]
+    outputs = []
+    for m in (model, plain):
         torch.manual_seed(0)
-        found.append(one.generate(**given, **{"do_sample": False, **how}))
-    assert same(*found)
+        outputs.append(m.generate(**inputs, **{"do_sample": False, **options}))
+    assert same(*outputs)
 
 
-def test_a_cache_is_the_callers(model: Any, plain: Any) -> None:
+def test_cache_operations_equal_transformers(model: Any, plain: Any) -> None:
     """Filled, copied, cut and gone on with; both copies go on by themselves."""
-    found = []
-    for one in (model, plain):
+    outputs = []
+    for m in (model, plain):
         with torch.inference_mode():
-            cache = DynamicCache(config=one.config)
-            one(INPUT[:, :6], past_key_values=cache)
+            cache = DynamicCache(config=m.config)
+            m(INPUT[:, :6], past_key_values=cache)
             twin = copy.deepcopy(cache)
             cache.crop(-2)
-            steps = [one(INPUT[:, 4:7], past_key_values=cache).logits, one(INPUT[:, 6:8], past_key_values=twin).logits]
+            steps = [m(INPUT[:, 4:7], past_key_values=cache).logits, m(INPUT[:, 6:8], past_key_values=twin).logits]
             twin.batch_repeat_interleave(2)
             twin.batch_select_indices(torch.tensor([1]))
-            steps.append(one(INPUT[:, 8:], past_key_values=twin).logits)
+            steps.append(m(INPUT[:, 8:], past_key_values=twin).logits)
             cache.reset()
-            steps.append(one(INPUT, past_key_values=cache).logits)
-            found.append((*steps, cache.get_seq_length(), twin.get_seq_length()))
-    for got, expected in zip(*found, strict=True):
-        assert same(got, expected) if isinstance(got, torch.Tensor) else got == expected
+            steps.append(m(INPUT, past_key_values=cache).logits)
+            outputs.append((*steps, cache.get_seq_length(), twin.get_seq_length()))
+    for actual, expected in zip(*outputs, strict=True):
+        assert same(actual, expected) if isinstance(actual, torch.Tensor) else actual == expected
 
 
-def test_layers_that_a_caller_cuts_himself_are_cut_everywhere(model: Any, plain: Any) -> None:
+def test_directly_cut_layers_are_cut_on_workers(model: Any, plain: Any) -> None:
     """As rabbitllm.chat does. In a window that is full nothing can be cut, and that is said."""
     with torch.inference_mode():
-        found = []
-        for one in (model, plain):
-            cache = one(INPUT[:, :6]).past_key_values
+        logits = []
+        for m in (model, plain):
+            cache = m(INPUT[:, :6]).past_key_values
             for layer in cache.layers:
                 layer.keys, layer.values = layer.keys[..., :3, :], layer.values[..., :3, :]
                 if hasattr(layer, "cumulative_length"):
                     layer.cumulative_length = 3
-            found.append(one(INPUT[:, 3:7], past_key_values=cache).logits)
-        assert same(*found)
+            logits.append(m(INPUT[:, 3:7], past_key_values=cache).logits)
+        assert same(*logits)
         cache = model(INPUT).past_key_values
         for layer in cache.layers[model.hosts.spans[0].end :]:
             if hasattr(layer, "cumulative_length"):
@@ -158,12 +158,12 @@ def test_layers_that_a_caller_cuts_himself_are_cut_everywhere(model: Any, plain:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals")
-def test_an_interrupt_leaves_no_host_behind(spread_model: tuple[Any, Crew], plain: Any) -> None:
+def test_interrupted_pass_completes_on_all_hosts(spread_model: tuple[Any, Crew], plain: Any) -> None:
     """It comes while workers compute; the same cache goes on from where all of them are."""
     model, crew = spread_model
     layer = crew.workers[0].model.model.layers[crew.workers[0].span.begin]
     with torch.inference_mode():
-        cache, expected = (one(INPUT[:, :4]).past_key_values for one in (model, plain))
+        cache, expected = (m(INPUT[:, :4]).past_key_values for m in (model, plain))
 
         def interrupt(module: Any, args: Any) -> None:
             os.kill(os.getpid(), signal.SIGINT)
@@ -175,65 +175,65 @@ def test_an_interrupt_leaves_no_host_behind(spread_model: tuple[Any, Crew], plai
         hook.remove()
         plain(INPUT[:, 4:6], past_key_values=expected)
         assert cache.get_seq_length() == expected.get_seq_length()
-        found = [one(INPUT[:, 6:], past_key_values=own).logits for one, own in ((model, cache), (plain, expected))]
-    assert same(*found)
+        logits = [m(INPUT[:, 6:], past_key_values=past).logits for m, past in ((model, cache), (plain, expected))]
+    assert same(*logits)
 
 
-def test_workers_let_go_of_caches_that_were_garbage_collected(spread_model: tuple[Any, Crew]) -> None:
+def test_workers_drop_garbage_collected_caches(spread_model: tuple[Any, Crew]) -> None:
     model, crew = spread_model
     gc.collect()
     model(INPUT[:, :2], use_cache=False)
     before = [len(worker.caches) for worker in crew.workers]
     cache = model(INPUT).past_key_values
     model(INPUT[:, :2], use_cache=False)
-    assert [len(worker.caches) for worker in crew.workers] == [held + 1 for held in before]
-    held = sum(layer.keys.nbytes for layer in cache.layers[model.hosts.spans[0].end :])
-    assert 0 < held <= INPUT.numel() * (LAYERS - model.hosts.spans[0].end)  # a byte a token
+    assert [len(worker.caches) for worker in crew.workers] == [count + 1 for count in before]
+    nbytes = sum(layer.keys.nbytes for layer in cache.layers[model.hosts.spans[0].end :])
+    assert 0 < nbytes <= INPUT.numel() * (LAYERS - model.hosts.spans[0].end)  # a byte a token
     del cache
     gc.collect()
     model(INPUT[:, :2], use_cache=False)
     assert [len(worker.caches) for worker in crew.workers] == before
 
 
-def test_a_model_that_is_let_go_is_freed_and_its_worker_ends(folder: Path) -> None:
+def test_garbage_collected_model_ends_its_workers(folder: Path) -> None:
     hosts = Hosts(HERE, 1, timeout=60, patience=60)
     crew = Crew([split(folder)], hosts, [ALL])
     model = load_part(split(folder), replace(hosts, announce=crew.come))
     model(INPUT)
-    gone = weakref.ref(model)
+    reference = weakref.ref(model)
     del model
     gc.collect()
-    assert gone() is None
+    assert reference() is None
     crew.join()
     assert not crew.errors
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("inputs", "message"),
     [
         ({"output_hidden_states": True}, "output_hidden_states requests values of layers"),
         ({"past_key_values": "static"}, "cannot be spread over hosts: StaticCache"),
         ({"past_key_values": "of another model"}, "was not filled by these hosts"),
     ],
 )
-def test_what_a_call_cannot_have(model: Any, plain: Any, given: dict[str, Any], message: str) -> None:
+def test_unsupported_arguments_are_refused(model: Any, plain: Any, inputs: dict[str, Any], message: str) -> None:
     from transformers import StaticCache
 
-    if given.get("past_key_values") == "static":
-        given = {"past_key_values": StaticCache(config=model.config, max_cache_len=32)}
-    elif "past_key_values" in given:
-        given = {"past_key_values": plain(INPUT).past_key_values}
+    if inputs.get("past_key_values") == "static":
+        inputs = {"past_key_values": StaticCache(config=model.config, max_cache_len=32)}
+    elif "past_key_values" in inputs:
+        inputs = {"past_key_values": plain(INPUT).past_key_values}
     with pytest.raises(HostsError, match=message):
-        model(INPUT, **given)
+        model(INPUT, **inputs)
     with torch.inference_mode():
         assert same(model(INPUT).logits, plain(INPUT).logits)
 
 
-def test_an_error_in_a_worker_is_the_callers_and_the_next_pass_is_sound(
+def test_worker_error_is_raised_and_the_next_pass_works(
     spread_model: tuple[Any, Crew], plain: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, crew = spread_model
-    worker = min(crew.workers, key=lambda one: one.span.begin)  # so that another one has to pass it on
+    worker = min(crew.workers, key=lambda worker: worker.span.begin)  # so that another one has to pass it on
     layer = worker.model.model.layers[worker.span.begin]
 
     def fail(*args: object, **kwargs: object) -> None:
@@ -260,7 +260,7 @@ def test_a_batch_of_requests_is_refused(model: Any) -> None:
 
 
 @pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.long), "qwen3_moe"])
-def test_what_fits_nowhere_is_streamed_by_who_has_it(tmp_path: Path, family: str) -> None:
+def test_layers_beyond_memory_are_streamed_by_their_host(tmp_path: Path, family: str) -> None:
     folder = build_checkpoint(tmp_path / "model", family, tied=True, dtype=torch.bfloat16)
     directory, plain = split(folder, "4bit" if family == "llama" else None), plain_model(folder)
     alone = load(directory)
@@ -272,7 +272,7 @@ def test_what_fits_nowhere_is_streamed_by_who_has_it(tmp_path: Path, family: str
                 assert same(model(INPUT).logits, plain(INPUT).logits)
 
 
-def test_hosts_with_other_weights_or_options_are_refused_at_once(folder: Path, tmp_path: Path) -> None:
+def test_different_weights_or_options_are_refused(folder: Path, tmp_path: Path) -> None:
     other = split(gemma(tmp_path / "other", seed=1))
     refusing = pytest.raises(HostsError, match="differs from process 0 in the weights")
     with refusing as refused, spread(split(folder), others=[other]):
@@ -280,7 +280,7 @@ def test_hosts_with_other_weights_or_options_are_refused_at_once(folder: Path, t
     assert "the same split directory" in refused.value.remedy
 
 
-def test_a_host_that_cannot_load_its_part_is_heard_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_load_of_a_host_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rabbitllm.engine import load as loading
 
     original = loading.skeleton.read_tokenizer
@@ -294,7 +294,7 @@ def test_a_host_that_cannot_load_its_part_is_heard_of(folder: Path, monkeypatch:
         pass
 
 
-def test_no_process_waits_for_ever(folder: Path) -> None:
+def test_waiting_for_workers_times_out(folder: Path) -> None:
     directory, begun = split(folder), time.monotonic()
     with pytest.raises(HostGoneError, match="did not connect to"):
         load_part(directory, Hosts("127.0.0.1:0", 1, patience=0.5))
@@ -303,7 +303,7 @@ def test_no_process_waits_for_ever(folder: Path) -> None:
     assert time.monotonic() - begun < 60
 
 
-def test_a_host_that_is_silent_ends_it(folder: Path) -> None:
+def test_silent_host_ends_the_run(folder: Path) -> None:
     with spread(split(folder), timeout=1.0) as (model, crew):
         layer = crew.workers[0].model.model.layers[crew.workers[0].span.begin]
         layer.register_forward_pre_hook(lambda module, args: time.sleep(2.5))
@@ -313,6 +313,6 @@ def test_a_host_that_is_silent_ends_it(folder: Path) -> None:
             model(INPUT)
 
 
-def test_spans_are_told(model: Any) -> None:
+def test_model_has_spans_and_names(model: Any) -> None:
     assert all(isinstance(span, Span) for span in model.hosts.spans)
     assert [name.split()[:2] for name in model.hosts.names] == [["process", str(rank)] for rank in range(3)]

@@ -13,14 +13,14 @@ from rabbitllm.ray.cluster import connected
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install '.[ray]'")
 
 
-def test_without_ray_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ray_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingPackageError, match=r"\.\[ray\]"), connected("auto"):
         pass
 
 
 @needs_ray
-def test_an_address_where_nothing_answers() -> None:
+def test_unreachable_address_is_refused() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -30,13 +30,13 @@ def test_an_address_where_nothing_answers() -> None:
 
 @needs_ray
 @pytest.mark.parametrize("address", ["", "here", "host:", ":6379", "ray://host:10001", "host:port"])
-def test_what_is_no_address(address: str) -> None:
+def test_malformed_addresses_are_refused(address: str) -> None:
     with pytest.raises(OptionError, match="is not the address of a Ray cluster"), connected(address):
         pass
 
 
 @needs_ray
-def test_the_address_that_the_environment_names_is_the_one_of_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_uses_the_address_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(ClusterError, match=r"Nothing answers at 127\.0\.0\.1:1 "), connected("auto"):
         pass

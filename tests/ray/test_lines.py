@@ -19,23 +19,23 @@ def nodes(*sizes: tuple[int, int]) -> list[Node]:
     return [Node(f"id-{n}", f"host-{n}", cpus, gpus) for n, (cpus, gpus) in enumerate(sizes)]
 
 
-def test_a_worker_for_each_gpu_else_for_each_machine() -> None:
+def test_default_worker_pool() -> None:
     assert worker_pool(nodes((16, 4), (16, 4), (8, 0))) == WorkerPool(8, 1, 1, 4)
     assert worker_pool(nodes((16, 0), (8, 0))) == WorkerPool(2, 8, 0, 1)
     assert worker_pool(nodes((8, 0)), 4) == WorkerPool(4, 2, 0, 4)
     assert worker_pool(nodes((16, 0), (8, 0)), 3) == WorkerPool(3, 4, 0, 2)
 
 
-@pytest.mark.parametrize(("machines", "wanted"), [(nodes((8, 0)), 0), (nodes((8, 0)), 9), (nodes((8, 2)), 3)])
-def test_more_workers_than_there_is_room_for_are_refused(machines: list[Node], wanted: int) -> None:
-    with pytest.raises(OptionError, match=f"--ray-workers {wanted} is not possible on"):
-        worker_pool(machines, wanted)
+@pytest.mark.parametrize(("machines", "workers"), [(nodes((8, 0)), 0), (nodes((8, 0)), 9), (nodes((8, 2)), 3)])
+def test_too_many_workers_are_refused(machines: list[Node], workers: int) -> None:
+    with pytest.raises(OptionError, match=f"--ray-workers {workers} is not possible on"):
+        worker_pool(machines, workers)
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 100, 1001])
 @pytest.mark.parametrize("workers", [1, 4])
 @pytest.mark.parametrize("sequences", [1, 16, 256])
-def test_each_line_is_in_one_chunk_and_no_worker_waits_for_one(count: int, workers: int, sequences: int) -> None:
+def test_chunks_cover_each_line_once(count: int, workers: int, sequences: int) -> None:
     order = [*reversed(range(count))]
     chunks = in_chunks(order, workers, sequences)
     assert [index for chunk in chunks for index in chunk] == order
@@ -57,12 +57,12 @@ ABOUT = WorkerInfo("host-0", 1, SOURCE, "4bit", "float32 on cpu")
         (replace(ABOUT, source=replace(SOURCE, fingerprints={"model.safetensors": "sampled:2"})), "other contents"),
     ],
 )
-def test_workers_with_other_models_are_told_apart(other: WorkerInfo, why: str | None) -> None:
-    said = other.differs_from(ABOUT)
-    assert said is None if why is None else why in str(said)
+def test_workers_with_different_models_differ(other: WorkerInfo, why: str | None) -> None:
+    reason = other.differs_from(ABOUT)
+    assert reason is None if why is None else why in str(reason)
 
 
-def test_workers_with_other_bits_are_told_apart() -> None:
+def test_workers_with_different_bits_differ() -> None:
     mixed = replace(ABOUT, compression="auto", chosen=BitAllocation({"lm_head.weight": "4bit"}, max_disk=1))
     assert mixed.differs_from(replace(mixed, chosen=BitAllocation({"lm_head.weight": "4bit"}, max_disk=2))) is None
     assert "other bits" in str(mixed.differs_from(replace(mixed, chosen=BitAllocation({"lm_head.weight": "8bit"}))))

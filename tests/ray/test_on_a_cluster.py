@@ -85,15 +85,15 @@ def shards_in(folder: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def broken_off(kind: str, at: int) -> Iterator[None]:
+def broken_off(step_kind: str, index: int) -> Iterator[None]:
     """Ends what runs in the context at a step of this kind, counted from 0: from then on nothing changes the disk."""
 
-    def stop(number: int, step: Step) -> None:
-        seen.extend([step] if step.kind == kind else [])
-        if len(seen) > at:
+    def stop(count: int, step: Step) -> None:
+        steps.extend([step] if step.kind == step_kind else [])
+        if len(steps) > index:
             raise KeyboardInterrupt
 
-    seen: list[Step] = []
+    steps: list[Step] = []
     with observe_steps(Counter(stop)), pytest.raises(KeyboardInterrupt):
         yield
 
@@ -104,11 +104,11 @@ def local(source: Path, to: Path, compression: str | None = None) -> dict[str, b
 
 
 @pytest.mark.long
-def test_all_tasks_together_make_the_bytes_of_one_process(cluster: str, source: Path, tmp_path: Path) -> None:
+def test_cluster_split_equals_a_local_one(cluster: str, source: Path, tmp_path: Path) -> None:
     expected = local(source, tmp_path / "local")
-    made = pull_on(cluster, asked(source, folder=tmp_path / "spread"))
-    assert contents(made.entry.folder) == expected
-    assert made.shards is Shards.KEPT
+    pulled = pull_on(cluster, asked(source, folder=tmp_path / "spread"))
+    assert contents(pulled.entry.folder) == expected
+    assert pulled.shards is Shards.KEPT
     assert pull_on("auto", asked(source, folder=tmp_path / "spread")).before
 
 
@@ -118,10 +118,10 @@ def test_a_killed_worker_is_replaced(cluster: str, source: Path, tmp_path: Path)
     marker = tmp_path / "died"
     executor = RayShardExecutor(nodes(), None, quantizes=False, fill=dying_once(marker, 7))
     assert executor.at_once == AT_ONCE
-    made = pull(asked(source, folder=tmp_path / "spread", sequential=True), executor)
+    pulled = pull(asked(source, folder=tmp_path / "spread", sequential=True), executor)
     assert len(marker.read_text().split()) == 3
-    assert contents(made.entry.folder) == expected
-    assert made.shards is Shards.DELETED
+    assert contents(pulled.entry.folder) == expected
+    assert pulled.shards is Shards.DELETED
     assert shards_in(source) == []
 
 
@@ -135,7 +135,7 @@ def test_a_shard_that_kills_each_of_its_workers_is_an_error(cluster: str, source
     assert not (tmp_path / "spread" / "splitted_model" / LEASE_NAME).exists()
 
 
-def test_a_driver_that_died_is_gone_on_with(cluster: str, source: Path, tmp_path: Path) -> None:
+def test_interrupted_driver_is_resumed(cluster: str, source: Path, tmp_path: Path) -> None:
     """On the cluster or without it; what was used up is not asked for again."""
     expected = local(source, tmp_path / "local")
     call = Call(str(source), str(tmp_path / "spread"))
@@ -163,26 +163,26 @@ def test_a_driver_that_died_is_gone_on_with(cluster: str, source: Path, tmp_path
 
 @pytest.mark.long
 @pytest.mark.parametrize("transfer", ["file", "stream"])
-def test_each_task_fetches_its_own_shard(
+def test_each_task_fetches_its_shard(
     cluster: str, tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment, transfer: str
 ) -> None:
     build_checkpoint(tmp_path / "hub" / "org" / "rabbit", "llama", shards=SHARDS)
     wish = functools.partial(asked, "org/rabbit", shard_transfer=transfer)
     expected = contents(pull(wish(folder=tmp_path / "local")).entry.folder)
     fill = from_local_hub(hub_environment.url, tmp_path / "elsewhere")
-    made = pull(wish(folder=tmp_path / "spread"), RayShardExecutor(nodes(), 3, quantizes=False, fill=fill))
-    assert contents(made.entry.folder) == expected
-    assert made.shards is Shards.FETCHED
+    pulled = pull(wish(folder=tmp_path / "spread"), RayShardExecutor(nodes(), 3, quantizes=False, fill=fill))
+    assert contents(pulled.entry.folder) == expected
+    assert pulled.shards is Shards.FETCHED
 
 
-def test_what_does_not_fit_is_refused_before_the_first_byte(cluster: str, source: Path, tmp_path: Path) -> None:
+def test_too_small_disk_is_refused_before_the_first_byte(cluster: str, source: Path, tmp_path: Path) -> None:
     executor = RayShardExecutor(nodes(), None, quantizes=False)
     with pytest.raises(NotEnoughSpaceException):
         pull(asked(source, folder=tmp_path / "spread", max_disk=1 << 16), executor)
     assert not (tmp_path / "spread").exists()
 
 
-def test_a_damaged_shard_is_the_error_that_it_is_here(cluster: str, source: Path, tmp_path: Path) -> None:
+def test_damaged_shard_raises_the_local_error(cluster: str, source: Path, tmp_path: Path) -> None:
     spread, spoilt = tmp_path / "spread", shards_in(source)[4]
     executor = RayShardExecutor(nodes(), 1, quantizes=False)
 
@@ -198,7 +198,7 @@ def test_a_damaged_shard_is_the_error_that_it_is_here(cluster: str, source: Path
     assert len(earlier.used) == 4
 
 
-def test_every_machine_is_asked_first(
+def test_every_machine_is_checked_first(
     cluster: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with granted(tmp_path) as lease:
@@ -228,13 +228,13 @@ def test_keeping_shards_where_only_one_machine_has_them_is_refused(
 
 def lines_of(count: int) -> list[dict[str, object]]:
     """Prompts of several lengths, scores and a line that nothing can be made of."""
-    made: list[dict[str, object]] = [
+    lines: list[dict[str, object]] = [
         {"id": f"line {n}", "prompt": "the rabbit and the hare " * (1 + n % 3) + str(n), "max_new_tokens": 4 + n % 5}
         for n in range(count)
     ]
-    made[3] = {"id": "scored", "context": "the rabbit", "continuation": " and the hare"}
-    made[7] = {"id": "nonsense"}
-    return made
+    lines[3] = {"id": "scored", "context": "the rabbit", "continuation": " and the hare"}
+    lines[7] = {"id": "nonsense"}
+    return lines
 
 
 def write_lines(path: Path, lines: list[dict[str, object]]) -> Path:
@@ -256,58 +256,58 @@ def taken(workers: int, count: int, worker: type) -> Generator[list[BatchAnswer]
 
 def pids(name: str) -> list[int]:
     """Of actors that are in a method of this name."""
-    found = []
+    ids = []
     for process in processes():
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended, or is a zombie
             if f"ray::{name}" in " ".join(process.cmdline()):
-                found.append(process.pid)
-    return found
+                ids.append(process.pid)
+    return ids
 
 
 @pytest.mark.long
-def test_each_line_is_answered_once_though_workers_are_killed(cluster: str) -> None:
+def test_each_line_is_answered_once_despite_killed_workers(cluster: str) -> None:
     """Of what a killed worker had, only that is done again which had no answer yet."""
-    got, killed = list[BatchAnswer](), list[int]()
+    answers, killed = list[BatchAnswer](), list[int]()
     for group in taken(4, 96, Slow):
-        got += group
-        if len(got) > 10 * (1 + len(killed)) and len(killed) < 2 and (at_work := pids("Slow.answer")):
+        answers += group
+        if len(answers) > 10 * (1 + len(killed)) and len(killed) < 2 and (at_work := pids("Slow.answer")):
             os.kill(at_work[0], signal.SIGKILL)
             killed.append(at_work[0])
     assert len({*killed}) == 2
-    assert sorted(one.index for one in got) == list(range(96))
-    assert {one.line["pid"] for one in got} - {*killed}
+    assert sorted(answer.index for answer in answers) == list(range(96))
+    assert {answer.line["pid"] for answer in answers} - {*killed}
 
 
 @pytest.mark.long
-def test_workers_without_a_place_are_told_of(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unplaced_workers_are_reported(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, with what is wanted and what is there; they begin as soon as there is one."""
     import ray
 
     monkeypatch.setattr(lines_module, "PLACE_SECONDS", 1.0)
-    job, told = WorkerJob(asked("any"), "any", JobLimits(sequences=2)), list[str]()
-    other = ray.remote(Slow).options(num_cpus=CPUS - 1).remote(job)
-    ray.get(other.__ray_ready__.remote())
+    job, messages = WorkerJob(asked("any"), "any", JobLimits(sequences=2)), list[str]()
+    holder = ray.remote(Slow).options(num_cpus=CPUS - 1).remote(job)
+    ray.get(holder.__ray_ready__.remote())
 
     def tell(line: str) -> None:
-        told.append(line)
-        ray.kill(other)
+        messages.append(line)
+        ray.kill(holder)
 
     answers = RayAnswers(WorkerPool(1, 2, 0, 1), job, Slow, report=tell).answered([[0, 1]], items(2).__getitem__)
-    assert sorted(one.index for group in answers for one in group) == [0, 1]
-    (line,) = told
+    assert sorted(answer.index for group in answers for answer in group) == [0, 1]
+    (line,) = messages
     assert "1 of 1 worker has no place" in line
     assert f"each wants 2 processors of one machine; free in all: 1 of {CPUS} processors" in line
 
 
 @pytest.mark.long
-def test_workers_that_die_again_and_again_are_an_error(cluster: str) -> None:
+def test_repeatedly_dying_workers_are_an_error(cluster: str) -> None:
     with pytest.raises(ClusterError, match="died, 4 of them"):
         list(taken(2, 8, Dying))
     assert pids("Dying") == []
 
 
 @pytest.mark.long
-def test_what_a_worker_raises_is_raised_here(cluster: str) -> None:
+def test_worker_errors_are_raised(cluster: str) -> None:
     with pytest.raises(HubError, match="no answer"):
         list(taken(1, 8, Failing))
     with pytest.raises(ClusterError, match="KeyError: 'what'"):
@@ -330,7 +330,7 @@ def spread_batch(
     return work(BatchJob(source, out, asked(model, dtype="float32"), Defaults(), limits, elsewhere=elsewhere))
 
 
-def test_a_batch_has_the_output_of_one_process(cluster: str, tmp_path: Path) -> None:
+def test_cluster_batch_equals_a_local_one(cluster: str, tmp_path: Path) -> None:
     """Float32, greedy; begun here and finished by a worker."""
     model = build_checkpoint(tmp_path / "hare", "llama")
     source, out = write_lines(tmp_path / "in.jsonl", lines_of(24)), tmp_path / "out.jsonl"
@@ -338,24 +338,24 @@ def test_a_batch_has_the_output_of_one_process(cluster: str, tmp_path: Path) -> 
     elsewhere = answering_on(cluster, asked(model, dtype="float32"), JobLimits(), workers=1)
     with pytest.raises(KeyboardInterrupt):
         spread_batch(source, out, model, JobLimits(), lambda survey, journal: here(5, tmp_path / "local.jsonl", survey))
-    done = spread_batch(source, out, model, JobLimits(), elsewhere)
-    assert (done.done, done.resumed, done.errors) == (24, 5, 1)
+    record = spread_batch(source, out, model, JobLimits(), elsewhere)
+    assert (record.done, record.resumed, record.errors) == (24, 5, 1)
     assert out.read_bytes() == (tmp_path / "local.jsonl").read_bytes()
 
 
 @pytest.mark.long
 def test_other_weights_of_the_same_name_are_refused(cluster: str, tmp_path: Path) -> None:
-    said = list[str]()
+    messages = list[str]()
 
     def check(about: WorkerInfo) -> None:
-        said.append(about.computes)
+        messages.append(about.computes)
         raise ResultsError("It was begun with other weights.")
 
     job = WorkerJob(asked("any"), "any", JobLimits())
     workers = RayAnswers(WorkerPool(1, 1, 0, 1), job, Slow, check)
     with pytest.raises(ResultsError):
         list(workers.answered([[0]], items(1).__getitem__))
-    assert said == ["nothing"]
+    assert messages == ["nothing"]
 
 
 def here(count: int, answers: Path, survey: InputScan) -> Generator[list[BatchAnswer]]:
@@ -366,7 +366,7 @@ def here(count: int, answers: Path, survey: InputScan) -> Generator[list[BatchAn
 
 
 @pytest.mark.long
-def test_the_command_with_four_workers_one_killed(cluster: str, tmp_path: Path) -> None:
+def test_command_survives_a_killed_worker(cluster: str, tmp_path: Path) -> None:
     """Nothing lost, nothing twice, and the output of one process, byte by byte."""
     model = build_checkpoint(tmp_path / "hare", "llama")
     source, out = write_lines(tmp_path / "in.jsonl", lines_of(200)), tmp_path / "out.jsonl"
@@ -381,16 +381,16 @@ def test_the_command_with_four_workers_one_killed(cluster: str, tmp_path: Path) 
                 os.kill(at_work[0], signal.SIGKILL)
                 killed = at_work[0]
             time.sleep(0.01)
-        said = running.communicate()[0]
+        output = running.communicate()[0]
     assert killed
     assert running.returncode == 0
-    record = json.loads(said)
+    record = json.loads(output)
     assert (record["lines"], record["resumed"], record["errors"]) == (200, 0, 1)
     assert out.read_bytes() == (tmp_path / "local.jsonl").read_bytes()
 
 
 @pytest.mark.long
-def test_a_command_that_is_killed_is_gone_on_with(cluster: str, source: Path, tmp_path: Path) -> None:
+def test_killed_command_is_resumed(cluster: str, source: Path, tmp_path: Path) -> None:
     """`rabbitllm pull --ray`, killed while it splits; the same command finishes, with the same bytes."""
     expected = local(source, tmp_path / "local", "8bit")
     command = [sys.executable, "-m", "rabbitllm", "pull", str(source), "--dir", str(tmp_path / "spread")]
@@ -398,12 +398,12 @@ def test_a_command_that_is_killed_is_gone_on_with(cluster: str, source: Path, tm
     folder = tmp_path / "spread" / "splitted_model.8bit"
     with subprocess.Popen([*command, *options]) as running:
         while running.poll() is None:
-            seen = journal.glance(folder) if (folder / "split.journal").exists() else None
-            if seen is not None and seen.used:
+            state = journal.glance(folder) if (folder / "split.journal").exists() else None
+            if state is not None and state.used:
                 running.kill()
             time.sleep(0.005)
     assert running.returncode == -signal.SIGKILL
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([*command, *options], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
     assert contents(folder) == expected
     assert shards_in(source) == []

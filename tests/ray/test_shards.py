@@ -55,14 +55,14 @@ class Here:
         began: Callable[[PlannedShard], None],
         watch: Callable[[], None],
     ) -> Generator[Filled]:
-        waiting, through = [*parts], list[Filled]()
-        while waiting or through:
-            while waiting and len(through) < min(self.at_once, parts[0][1].at_once):
+        waiting, results = [*parts], list[Filled]()
+        while waiting or results:
+            while waiting and len(results) < min(self.at_once, parts[0][1].at_once):
                 shard, work = waiting.pop(0)
                 began(shard)
                 self.fill(shard, work, self.lease, 2)
-                through.append((shard, self.fill(shard, work, self.lease, 2)))  # twice: a worker may be lost at the end
-            yield through.pop(self.chance.randrange(len(through)))
+                results.append((shard, self.fill(shard, work, self.lease, 2)))  # twice: a worker may be lost at the end
+            yield results.pop(self.chance.randrange(len(results)))
 
 
 @pytest.fixture
@@ -71,14 +71,14 @@ def source(tmp_path: Path) -> Path:
 
 
 def spread(call: Call, executor: Here) -> Path:
-    found = call.find()
+    source = call.find()
     options = SplitOptions(call.compression, call.shards, shard_transfer=call.shard_transfer)
-    prepare.ensure_split(found, options, executor=executor)
-    return found.split_folder
+    prepare.ensure_split(source, options, executor=executor)
+    return source.split_folder
 
 
 @pytest.mark.parametrize("compression", [None, "4bit"])
-def test_in_any_order_the_bytes_are_the_same(source: Path, tmp_path: Path, compression: str | None) -> None:
+def test_bytes_are_independent_of_the_order(source: Path, tmp_path: Path, compression: str | None) -> None:
     expected = contents(Call(str(source), str(tmp_path / "local"), compression, sequential=False).make())
     for seed in range(2):
         call = Call(str(source), str(tmp_path / f"spread-{seed}"), compression, sequential=False)
@@ -86,7 +86,7 @@ def test_in_any_order_the_bytes_are_the_same(source: Path, tmp_path: Path, compr
 
 
 @pytest.mark.parametrize("transfer", ["file", "stream"])
-def test_each_shard_is_fetched_by_who_fills_from_it(
+def test_each_task_fetches_its_shard(
     tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment, transfer: str
 ) -> None:
     """Also one that is in this user's cache, which others do not see; it stays there."""
@@ -103,7 +103,7 @@ def test_each_shard_is_fetched_by_who_fills_from_it(
 
 
 @pytest.mark.parametrize("compression", [None, "4bit"])
-def test_ranks_that_are_joined(tmp_path: Path, compression: str | None) -> None:
+def test_joined_ranks(tmp_path: Path, compression: str | None) -> None:
     """Every rank is in every layer, and pieces wait in scratch files, which the loop joins."""
     folder = write_meta(tmp_path / "meta", tiny_llama(), ranks=4)
     expected = contents(Call(str(folder), str(tmp_path / "local"), compression, sequential=False).make())
@@ -112,34 +112,34 @@ def test_ranks_that_are_joined(tmp_path: Path, compression: str | None) -> None:
         assert contents(spread(call, Here(seed))) == expected
 
 
-def test_wherever_it_dies_nothing_is_lost_and_it_is_finished(tmp_path: Path) -> None:
+def test_crash_at_any_step_is_resumed(tmp_path: Path) -> None:
     """With hands or without, one after the other."""
     source = build_checkpoint(tmp_path / "first", "llama", shards=SHARDS)
     shards = contents(source)
     expected = contents(Call(str(source), str(tmp_path / "local"), sequential=False).make())
-    for number, at in enumerate(range(0, 1000, EVERY)):
-        hare = tmp_path / f"hare-{number}"
+    for run, step in enumerate(range(0, 1000, EVERY)):
+        hare = tmp_path / f"hare-{run}"
         hare.mkdir()
         for name, data in shards.items():
             (hare / name).write_bytes(data)
-        call = Call(str(hare), str(tmp_path / f"made-{number}"))
-        with dying_at(at) as death:
-            spread(call, Here(number))
+        call = Call(str(hare), str(tmp_path / f"made-{run}"))
+        with dying_at(step) as death:
+            spread(call, Here(run))
         folder = call.find().split_folder
         if death.step is None:
-            assert number > 5
+            assert run > 5
             break
         earlier = journal.replay(folder) if folder.exists() else None
         used = earlier.used if earlier is not None else frozenset()
-        gone = {name for name in shards if "-of-" in name} - {path.name for path in hare.glob("*-of-*")}
-        assert gone <= used
-        if number % 2:
+        deleted = {name for name in shards if "-of-" in name} - {path.name for path in hare.glob("*-of-*")}
+        assert deleted <= used
+        if run % 2:
             call.make()
         else:
-            spread(call, Here(number + 1))
-        made = contents(folder)
-        assert made.keys() == expected.keys()
-        assert {n: d for n, d in made.items() if n != "split.json"} == {
+            spread(call, Here(run + 1))
+        files = contents(folder)
+        assert files.keys() == expected.keys()
+        assert {n: d for n, d in files.items() if n != "split.json"} == {
             n: d for n, d in expected.items() if n != "split.json"
         }
         assert names_in(hare, "*-of-*") == []
@@ -147,15 +147,15 @@ def test_wherever_it_dies_nothing_is_lost_and_it_is_finished(tmp_path: Path) -> 
         raise AssertionError("it never came to its end")
 
 
-def test_what_was_filled_elsewhere_is_not_believed_unseen(source: Path, tmp_path: Path) -> None:
+def test_missing_checksums_of_a_task_are_refused(source: Path, tmp_path: Path) -> None:
     before = contents(source)
     call = Call(str(source), str(tmp_path / "spread"))
     with pytest.raises(IncompleteSplitError, match="on this machine the file is missing"):
-        spread(call, Here(fill=lambda *given: {}))
+        spread(call, Here(fill=lambda *args: {}))
     assert contents(source) == before
 
 
-def test_without_its_lease_a_worker_writes_nothing(source: Path, tmp_path: Path) -> None:
+def test_revoked_lease_stops_all_writes(source: Path, tmp_path: Path) -> None:
     def fill(shard: PlannedShard, work: SplitWork, lease: Lease, threads: int) -> Mapping[str, tuple[int, ...]]:
         revoke(lease.folder)
         with observe_steps(Counter(lambda number, step: steps.append(step))):
@@ -212,10 +212,10 @@ def names(parts: list[Part]) -> list[str]:
     return [shard.name for shard, _ in parts]
 
 
-def test_machines_apart_never_fill_the_same_layer(parts: list[Part]) -> None:
+def test_separate_machines_never_fill_the_same_layer(parts: list[Part]) -> None:
     for seed in range(20):
         chance = random.Random(seed)
-        waiting, in_work, most, begun = [*parts], list[Part](), 0, list[str]()
+        waiting, in_work, max_in_work, begun = [*parts], list[Part](), 0, list[str]()
         while waiting or in_work:
             while len(in_work) < 3 and (part := next_part(waiting, in_work, apart=True)) is not None:
                 layers = [layer for _, work in in_work for layer in work.plan.layouts]
@@ -223,20 +223,20 @@ def test_machines_apart_never_fill_the_same_layer(parts: list[Part]) -> None:
                 waiting.remove(part)
                 in_work.append(part)
                 begun.append(part[0].name)
-            most = max(most, len(in_work))
+            max_in_work = max(max_in_work, len(in_work))
             in_work.remove(chance.choice(in_work))
         assert sorted(begun) == names(parts)
-        assert most == 3
+        assert max_in_work == 3
 
 
-def test_on_one_machine_they_go_in_order(parts: list[Part]) -> None:
+def test_one_machine_keeps_the_order(parts: list[Part]) -> None:
     assert next_part(parts[2:], parts[:2], apart=False) == parts[2]
     assert next_part(parts[1:], parts[:1], apart=True) == parts[2]
     assert next_part([], parts, apart=False) is None
     assert next_part(parts[1:2], parts[:1], apart=True) is None
 
 
-def test_a_part_is_all_that_its_shard_needs_and_no_more(parts: list[Part]) -> None:
+def test_part_of_a_split_is_minimal(parts: list[Part]) -> None:
     shard, work = parts[3]
     assert work.plan.shards == (shard,)
     assert sorted(work.plan.layouts) == ["layers.6", "layers.7", "layers.8"]
@@ -245,26 +245,26 @@ def test_a_part_is_all_that_its_shard_needs_and_no_more(parts: list[Part]) -> No
 
 def reached(plan: SplitPlan, at_once: int, deletes: bool, chance: random.Random) -> int:
     """The most that the disk is fuller than at the start, when shards are finished in some order."""
-    waiting, in_work, written, freed, most = [*plan.shards], [], 0, 0, 0
-    seen: set[str] = set()
+    waiting, in_work, written, freed, peak = [*plan.shards], [], 0, 0, 0
+    layers: set[str] = set()
     while waiting or in_work:
         while waiting and len(in_work) < at_once:
             shard = waiting.pop(0)
             in_work.append(shard)
             for layer in plan.layer_map.shard_to_layers[shard.name]:
                 layout = plan.layouts[layer]
-                written += layout.shard_bytes[shard.name] + (layout.header_bytes if layer not in seen else 0)
-                seen.add(layer)
-        most = max(most, written - freed)
-        done = chance.choice(in_work)
-        in_work.remove(done)
-        freed += done.size if deletes else 0
-    return most
+                written += layout.shard_bytes[shard.name] + (layout.header_bytes if layer not in layers else 0)
+                layers.add(layer)
+        peak = max(peak, written - freed)
+        part = chance.choice(in_work)
+        in_work.remove(part)
+        freed += part.size if deletes else 0
+    return peak
 
 
 @pytest.mark.parametrize("compression", [None, "4bit"])
 @pytest.mark.parametrize("deletes", [False, True])
-def test_the_bound_holds_in_any_order_and_is_near(compression: str | None, deletes: bool) -> None:
+def test_disk_bound_holds_in_any_order(compression: str | None, deletes: bool) -> None:
     sizes = [8, 1, 3, 1, 5, 2]
     plan = plan_of(
         tuple(
@@ -275,17 +275,17 @@ def test_the_bound_holds_in_any_order_and_is_near(compression: str | None, delet
     )
     for at_once in (1, 2, 3, 6):
         bound = peak_of(plan, at_once, shard_transfer=ShardTransfer.FILE, freed=all_freed(plan, deletes))
-        seen = max(reached(plan, at_once, deletes, random.Random(seed)) for seed in range(200))
-        assert seen <= bound.added
+        peak = max(reached(plan, at_once, deletes, random.Random(seed)) for seed in range(200))
+        assert peak <= bound.added
         if not deletes:
-            assert bound.added <= seen + 16384 * len(sizes)
+            assert bound.added <= peak + 16384 * len(sizes)
         assert bound.created >= plan.output_bytes
     assert peak_of(plan, 6, shard_transfer=ShardTransfer.FILE, freed=all_freed(plan)).added <= plan.output_bytes + (
         1 << 16
     )
 
 
-def test_shards_that_are_fetched_count_as_often_as_they_are_in_work() -> None:
+def test_disk_bound_counts_fetched_shards_in_work() -> None:
     plan = plan_of(
         tuple(shard_of(f"shard-{n}", {f"model.layers.{n}.w": ("BF16", (8192, 64))}, staged=True) for n in range(4))
     )

@@ -30,7 +30,7 @@ def machines() -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    each = {"num_cpus": 4, "object_store_memory": OBJECT_STORE_BYTES}
+    resources = {"num_cpus": 4, "object_store_memory": OBJECT_STORE_BYTES}
     with contextlib.ExitStack() as stack:
         # Ray's own stand-in for a cluster writes its address there, and does not make the folder
         noted = Path(tempfile.gettempdir(), "ray")
@@ -39,45 +39,40 @@ def machines() -> Iterator[Any]:
             stack.callback(shutil.rmtree, noted, ignore_errors=True)
         folder = tempfile.mkdtemp(prefix="rr-", dir="/tmp")
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        head = {**each, "include_dashboard": False, "temp_dir": folder}
+        head = {**resources, "include_dashboard": False, "temp_dir": folder}
         cluster = Cluster(initialize_head=True, head_node_args=head)
         stack.callback(cluster.shutdown)
-        cluster.add_node(**each)
+        cluster.add_node(**resources)
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
         stack.callback(ray.shutdown)
         yield cluster
 
 
-def test_no_layer_file_is_filled_by_both_at_once_and_one_may_go(machines: Any, tmp_path: Path) -> None:
+def test_two_machines_never_share_a_layer_file(machines: Any, tmp_path: Path) -> None:
     source = build_checkpoint(tmp_path / "hare", "llama", shards=12, num_hidden_layers=8)
     expected = contents(pull(asked(source, folder=tmp_path / "local")).entry.folder)
     log = tmp_path / "log"
     log.mkdir()
     executor = RayShardExecutor(nodes(), None, quantizes=False, fill=recording(log, 0.3))
     assert executor.at_once == 4
-    done: list[str] = []
+    finished: list[str] = []
     lost: list[str] = []
     check_machines(nodes(), None, [], quantizes=False)  # each has a worker then, however busy it is
 
     def lose_one(event: progress.Event) -> None:
         if isinstance(event, progress.ShardDone):
-            done.append(event.shard)
-            if not lost and len({one.node for one in recorded(log)}) == 2:
+            finished.append(event.shard)
+            if not lost and len({record.node for record in recorded(log)}) == 2:
                 lost.append(event.shard)
                 machines.remove_node(next(iter(machines.worker_nodes)), allow_graceful=False)
 
     with progress.listening(lose_one):
-        made = pull(asked(source, folder=tmp_path / "spread", sequential=True), executor)
-    assert contents(made.entry.folder) == expected
-    assert len(done) == 12
+        pulled = pull(asked(source, folder=tmp_path / "spread", sequential=True), executor)
+    assert contents(pulled.entry.folder) == expected
+    assert len(finished) == 12
     assert lost
-    seen = recorded(log)
-    assert len({one.node for one in seen}) == 2
-    together = [
-        (one, other)
-        for one in seen
-        for other in seen
-        if one.shard < other.shard and one.begin < other.end and other.begin < one.end
-    ]
+    records = recorded(log)
+    assert len({record.node for record in records}) == 2
+    together = [(a, b) for a in records for b in records if a.shard < b.shard and a.begin < b.end and b.begin < a.end]
     assert together
-    assert not [(one, other) for one, other in together if one.layers & other.layers]
+    assert not [(a, b) for a, b in together if a.layers & b.layers]

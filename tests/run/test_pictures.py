@@ -25,8 +25,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*words: str | Path) -> tuple[int, str, str]:
-    done = CliRunner().invoke(app, ["run", *map(str, words), "--device", "cpu"])
-    return done.exit_code, done.stdout, done.stderr + str(done.exception or "")
+    result = CliRunner().invoke(app, ["run", *map(str, words), "--device", "cpu"])
+    return result.exit_code, result.stdout, result.stderr + str(result.exception or "")
 
 
 @pytest.mark.parametrize("name", cases(("gemma3", "llama4", "mistral3"), short=("gemma3",)))
@@ -37,7 +37,7 @@ def test_two_pictures_and_a_system_prompt(name: str, tmp_path: Path, one_thread:
     exif[0x0112] = 6
     paths[0].write_bytes(encoded(picture(), "JPEG", exif=exif))
     paths[1].write_bytes(encoded(picture(1).convert("RGBA")))
-    code, said, errors = run(
+    code, output, errors = run(
         *(folder, QUESTION, "--image", paths[0], "--image", paths[1], "--system", "Be brief."),
         *("--max-new-tokens", "6", "--json"),
     )
@@ -54,16 +54,16 @@ def test_two_pictures_and_a_system_prompt(name: str, tmp_path: Path, one_thread:
     )
     inputs = inputs.to(torch.float32)  # the pictures of Llama 4 come in bfloat16
     expected = plain.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    found = json.loads(said)
-    assert found["tokens"] == expected.tolist()
-    assert found["prompt_tokens"] == inputs["input_ids"].shape[1]
+    record = json.loads(output)
+    assert record["tokens"] == expected.tolist()
+    assert record["prompt_tokens"] == inputs["input_ids"].shape[1]
 
 
-def test_raw_has_its_own_placeholders(folder: Path, tmp_path: Path) -> None:
+def test_raw_prompt_has_placeholders(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(encoded(picture()))
     options = ("--image", tmp_path / "a.png", "--raw", "--max-new-tokens", "2", "--json")
-    code, said, errors = run(folder, "See <start_of_image>: it is", *options)
-    assert (code, json.loads(said)["new_tokens"]) == (0, 2), errors
+    code, output, errors = run(folder, "See <start_of_image>: it is", *options)
+    assert (code, json.loads(output)["new_tokens"]) == (0, 2), errors
     code, _, errors = run(folder, "See it is", *options)
     assert code == 1
     assert "one placeholder" in errors
@@ -72,7 +72,7 @@ def test_raw_has_its_own_placeholders(folder: Path, tmp_path: Path) -> None:
 def test_a_sound(tmp_path: Path) -> None:
     folder = build(tmp_path / "hears", "qwen2_audio")
     (tmp_path / "a.wav").write_bytes(sound())
-    code, said, errors = run(folder, QUESTION, "--audio", tmp_path / "a.wav", "--max-new-tokens", "4", "--json")
+    code, output, errors = run(folder, QUESTION, "--audio", tmp_path / "a.wav", "--max-new-tokens", "4", "--json")
     assert code == 0, errors
     model = load(split(folder))
     part = {"type": "audio", "audio": read_sound(sound(), "a", RATE)}
@@ -84,10 +84,10 @@ def test_a_sound(tmp_path: Path) -> None:
         return_tensors="pt",
     )
     expected = model.generate(**inputs, max_new_tokens=4, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    assert json.loads(said)["tokens"] == expected.tolist()
+    assert json.loads(output)["tokens"] == expected.tolist()
 
 
-def test_what_cannot_be_used_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_invalid_media_are_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "broken.png").write_bytes(encoded(picture())[:-80])
     for path, why in ((tmp_path / "none.png", "cannot be read"), (tmp_path, "not a regular file")):
         code, _, errors = run(folder, QUESTION, "--image", path)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rabbitllm.errors import OptionError
-from rabbitllm.run import joined, prompt_of
+from rabbitllm.run import join_prompt, prompt_of
 from tests.support.builders import make_tokenizer, talking
 
 
@@ -31,18 +31,18 @@ def prompt_ids(tokenizer: Any, text: str, system: str | None = None, *, raw: boo
         ("say \udcff", None, "say \ufffd"),
     ],
 )
-def test_both_become_one(argument: str | None, piped: str | None, prompt: str) -> None:
-    assert joined(argument, piped) == prompt
+def test_argument_and_piped_text_are_joined(argument: str | None, piped: str | None, prompt: str) -> None:
+    assert join_prompt(argument, piped) == prompt
 
 
 @pytest.mark.parametrize(("argument", "piped"), [(None, None), ("", None), ("  ", "\n"), (None, "")])
-def test_nothing_is_no_prompt(argument: str | None, piped: str | None) -> None:
+def test_missing_prompt_is_refused(argument: str | None, piped: str | None) -> None:
     with pytest.raises(OptionError, match="There is no prompt"):
-        joined(argument, piped)
+        join_prompt(argument, piped)
 
 
 @pytest.mark.parametrize("way", ["pipe", "file", "nothing"])
-def test_what_is_piped_or_redirected_is_read(tmp_path: object, way: str) -> None:
+def test_piped_or_redirected_text_is_read(tmp_path: object, way: str) -> None:
     command = [sys.executable, "-c", "from rabbitllm.run import piped_text; print(ascii(piped_text()))"]
     text = "höhe\nund 🐇\n"
     if way == "pipe":
@@ -58,14 +58,14 @@ def test_what_is_piped_or_redirected_is_read(tmp_path: object, way: str) -> None
     assert out.decode().strip() == (ascii(text) if way != "nothing" else "None")
 
 
-def test_through_the_chat_template() -> None:
+def test_chat_template_is_used() -> None:
     tokenizer = make_tokenizer()
-    found = prompt_ids(tokenizer, "Hello", "Be brief.")
-    assert tokenizer.decode(found, skip_special_tokens=True) == "system: Be brief.\nuser: Hello\nassistant:"
+    ids = prompt_ids(tokenizer, "Hello", "Be brief.")
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "system: Be brief.\nuser: Hello\nassistant:"
     assert "system" not in tokenizer.decode(prompt_ids(tokenizer, "Hello"))
 
 
-def test_as_it_is() -> None:
+def test_raw_prompt() -> None:
     tokenizer = make_tokenizer()
     raw = prompt_ids(tokenizer, "Hello", raw=True)
     assert raw == tokenizer("Hello")["input_ids"]
@@ -74,7 +74,7 @@ def test_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("raw", [True, False])
-def test_a_system_prompt_needs_a_place(raw: bool) -> None:
+def test_system_prompt_needs_a_template(raw: bool) -> None:
     tokenizer = make_tokenizer()
     if not raw:
         tokenizer.chat_template = None

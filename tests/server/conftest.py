@@ -16,5 +16,5 @@ __all__ = ["checkpoint", "one_thread", "plain", "split_folder"]
 
 @pytest.fixture(scope="package")
 def served(split_folder: Path) -> Iterator[Running]:
-    with running(split_folder) as found:
-        yield found
+    with running(split_folder) as server:
+        yield server

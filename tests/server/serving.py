@@ -59,9 +59,9 @@ class Running:
 
     def socket(self) -> socket.socket:
         """A connection on which anything can be said."""
-        made = socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE)
-        made.settimeout(PATIENCE)
-        return made
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE)
+        connection.settimeout(PATIENCE)
+        return connection
 
     def post(self, path: str, body: Any) -> httpx.Response:
         with self.http as client:
@@ -94,12 +94,12 @@ def running(
     grace: float | None = 5.0,
     send_buffer: int | None = None,
     dtype: str = "float32",
-    **more: Any,
+    **settings: Any,
 ) -> Iterator[Running]:
     """A server for as long as the context lasts."""
     model = load(split_folder, budget, dtype=dtype)
     batch = batch_of(model, limits)
-    chosen = Settings(**{"name": NAME, "hosts": LOCAL, **more})
+    chosen = Settings(**{"name": NAME, "hosts": LOCAL, **settings})
     embedder = Embedder(model, recipe) if recipe is not None else None
     service = Service(model, batch, chosen, embedder)
     listening = bound("127.0.0.1", 0)

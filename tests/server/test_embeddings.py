@@ -27,17 +27,17 @@ TEXTS = ["the rain", "and then there was a longer one in the rain", "x"]
 GENERATES = "Qwen3ForCausalLM"
 
 
-def write_recipe(folder: Path, *chosen: str, more: tuple[str, ...] = ("Normalize",)) -> None:
+def write_recipe(folder: Path, *chosen: str, modules_after: tuple[str, ...] = ("Normalize",)) -> None:
     """The files of sentence-transformers."""
-    kinds = ["Transformer", "Pooling", *more]
+    kinds = ["Transformer", "Pooling", *modules_after]
     modules = [
         {
-            "idx": at,
-            "name": str(at),
-            "path": f"{at}_{kind}" if at else "",
-            "type": f"sentence_transformers.models.{kind}",
+            "idx": index,
+            "name": str(index),
+            "path": f"{index}_{name}" if index else "",
+            "type": f"sentence_transformers.models.{name}",
         }
-        for at, kind in enumerate(kinds)
+        for index, name in enumerate(kinds)
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir(exist_ok=True)
@@ -73,9 +73,9 @@ def test_a_base_model_serves_embeddings_and_refuses_text(tmp_path: Path, tied: b
         assert type(served.model).__name__ == "Qwen3Model"
         inputs = served.model.tokenizer(TEXTS[0], return_tensors="pt")
         with torch.inference_mode():
-            wanted = torch.nn.functional.normalize(plain(**inputs).last_hidden_state[0, -1], dim=0).tolist()
+            expected = torch.nn.functional.normalize(plain(**inputs).last_hidden_state[0, -1], dim=0).tolist()
         answer = served.post("/v1/embeddings", {"input": TEXTS[0]}).json()
-        assert answer["data"][0]["embedding"] == wanted
+        assert answer["data"][0]["embedding"] == expected
         for route, body in (
             ("/v1/completions", {"prompt": "the rain"}),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "the rain"}]}),
@@ -93,8 +93,8 @@ def served(checkpoint: Path) -> Iterator[Running]:
     split_folder = split(checkpoint)
     recipe = recipe_in(split_folder)  # copied into the split directory
     assert recipe == PoolingRecipe("last", True)
-    with running(split_folder, recipe=recipe) as found:
-        yield found
+    with running(split_folder, recipe=recipe) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -107,30 +107,30 @@ def states(checkpoint: Path, served: Running) -> list[torch.Tensor]:
 
 def test_vectors_are_those_of_the_model_alone(checkpoint: Path, served: Running, states: list[torch.Tensor]) -> None:
     client = served.openai()
-    wanted = [torch.nn.functional.normalize(state[-1], dim=0).tolist() for state in states]
+    expected = [torch.nn.functional.normalize(state[-1], dim=0).tolist() for state in states]
     plain = transformers.AutoModel.from_pretrained(checkpoint, dtype=torch.float64).eval()
     with torch.inference_mode():
-        given = [served.model.tokenizer(text, return_tensors="pt") for text in TEXTS]
-        exact = torch.stack([plain(**one).last_hidden_state[0, -1] for one in given])
+        encoded = [served.model.tokenizer(text, return_tensors="pt") for text in TEXTS]
+        exact = torch.stack([plain(**inputs).last_hidden_state[0, -1] for inputs in encoded])
     exact = torch.nn.functional.normalize(exact, dim=-1)
     alone = [
         client.embeddings.create(model=NAME, input=text, encoding_format="float").data[0].embedding for text in TEXTS
     ]
-    assert alone == wanted
-    found = client.embeddings.create(model=NAME, input=TEXTS, encoding_format="float")
-    together = [one.embedding for one in found.data]
-    assert_as_near(torch.tensor(together), torch.tensor(wanted), exact)
-    assert [one.index for one in found.data] == [0, 1, 2]
-    assert found.usage.prompt_tokens == sum(map(len, states))
+    assert alone == expected
+    answer = client.embeddings.create(model=NAME, input=TEXTS, encoding_format="float")
+    together = [vector.embedding for vector in answer.data]
+    assert_as_near(torch.tensor(together), torch.tensor(expected), exact)
+    assert [vector.index for vector in answer.data] == [0, 1, 2]
+    assert answer.usage.prompt_tokens == sum(map(len, states))
     coded = client.embeddings.create(model=NAME, input=TEXTS)  # as base64, unless one says otherwise
-    assert [one.embedding for one in coded.data] == together
+    assert [vector.embedding for vector in coded.data] == together
     ids = [served.model.tokenizer(text)["input_ids"] for text in TEXTS]
     assert client.embeddings.create(model=NAME, input=ids, encoding_format="float").data[1].embedding == together[1]
     short = (
         client.embeddings.create(model=NAME, input=TEXTS[0], dimensions=8, encoding_format="float").data[0].embedding
     )
     assert np.linalg.norm(short) == pytest.approx(1, abs=1e-6)
-    assert np.allclose(np.array(short) / short[0], np.array(wanted[0][:8]) / wanted[0][0], atol=1e-5)
+    assert np.allclose(np.array(short) / short[0], np.array(expected[0][:8]) / expected[0][0], atol=1e-5)
 
 
 ENCODERS = {
@@ -148,15 +148,15 @@ def test_texts_of_an_encoder_are_not_padded(tmp_path: Path, family: str) -> None
     plain = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(family, **settings)).eval()
     plain.save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
-    write_recipe(tmp_path, "mean_tokens", more=())
+    write_recipe(tmp_path, "mean_tokens", modules_after=())
     split_folder = split(tmp_path)
     with running(split_folder, recipe=recipe_in(split_folder)) as served:
         texts = [*TEXTS, TEXTS[0][::-1]]
-        found = served.post("/v1/embeddings", {"input": texts}).json()["data"]
+        data = served.post("/v1/embeddings", {"input": texts}).json()["data"]
         ids = [served.model.tokenizer(text, return_tensors="pt") for text in texts]
         with torch.inference_mode():
-            wanted = torch.stack([plain(one["input_ids"]).last_hidden_state[0].mean(dim=0) for one in ids])
-        assert torch.allclose(torch.tensor([one["embedding"] for one in found]), wanted, atol=1e-5)
+            expected = torch.stack([plain(row["input_ids"]).last_hidden_state[0].mean(dim=0) for row in ids])
+        assert torch.allclose(torch.tensor([entry["embedding"] for entry in data]), expected, atol=1e-5)
         context = served.service.limits.context
         assert context is not None
         for tokens, status in ((context, 200), (context + 1, 400)):
@@ -167,18 +167,18 @@ def test_other_poolings(served: Running, states: list[torch.Tensor]) -> None:
     embedder = served.service.embedder
     assert embedder is not None
     ids = served.model.tokenizer(TEXTS[1])["input_ids"]
-    for pooling, wanted in (("cls", states[1][0]), ("mean", states[1].mean(dim=0))):
+    for pooling, expected in (("cls", states[1][0]), ("mean", states[1].mean(dim=0))):
         embedder._recipe = PoolingRecipe(pooling, False)
         try:
-            assert embedder.vectors([ids]) == [wanted.tolist()]
+            assert embedder.vectors([ids]) == [expected.tolist()]
         finally:
             embedder._recipe = PoolingRecipe("last", True)
 
 
-def test_they_come_during_generations(served: Running) -> None:
+def test_embeddings_are_computed_during_generations(served: Running) -> None:
     """Which go on meanwhile, and are what they are without."""
     body = {"prompt": "the rain", "max_tokens": 60, "temperature": 0}
-    wanted = served.post("/v1/completions", body).json()["choices"][0]["text"]
+    expected = served.post("/v1/completions", body).json()["choices"][0]["text"]
     vectors = served.post("/v1/embeddings", {"input": TEXTS}).json()["data"]
     texts: list[str] = []
     asking = [
@@ -190,7 +190,7 @@ def test_they_come_during_generations(served: Running) -> None:
     assert served.post("/v1/embeddings", {"input": TEXTS}).json()["data"] == vectors
     for thread in asking:
         thread.join()
-    assert texts == [wanted] * 3
+    assert texts == [expected] * 3
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_they_come_during_generations(served: Running) -> None:
         ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
     ],
 )
-def test_what_has_no_vector(served: Running, body: dict[str, Any], param: str | None) -> None:
+def test_invalid_inputs_are_refused(served: Running, body: dict[str, Any], param: str | None) -> None:
     answer = served.post("/v1/embeddings", body)
     if param is None:  # this tokenizer begins every text with a token of its own
         assert answer.status_code == 200
@@ -215,21 +215,21 @@ def test_what_has_no_vector(served: Running, body: dict[str, Any], param: str | 
 
 @PATIENT
 @given(st.lists(st.integers(1, 6000), max_size=40), st.booleans())
-def test_each_input_is_in_one_group(lengths: list[int], pads: bool) -> None:
-    found = groups(lengths, pads=pads)
-    assert pads or all(len({lengths[at] for at in group}) == 1 for group in found)
-    assert sorted(place for group in found for place in group) == [*range(len(lengths))]
-    assert all(len(group) == 1 or max(lengths[at] for at in group) * len(group) <= MAX_TOKENS for group in found)
+def test_groups_hold_each_input_once(lengths: list[int], pads: bool) -> None:
+    passes = groups(lengths, pads=pads)
+    assert pads or all(len({lengths[index] for index in group}) == 1 for group in passes)
+    assert sorted(index for group in passes for index in group) == [*range(len(lengths))]
+    assert all(len(group) == 1 or max(lengths[index] for index in group) * len(group) <= MAX_TOKENS for group in passes)
 
 
 def test_recipes(tmp_path: Path) -> None:
     assert recipe_in(tmp_path) is None
-    write_recipe(tmp_path, "mean_tokens", more=())
+    write_recipe(tmp_path, "mean_tokens", modules_after=())
     assert recipe_in(tmp_path) == PoolingRecipe("mean", False)
     write_recipe(tmp_path, "cls_token")
     assert recipe_in(tmp_path) == PoolingRecipe("cls", True)
-    for chosen, more in ((("max_tokens",), ()), (("cls_token", "mean_tokens"), ()), (("cls_token",), ("Dense",))):
-        write_recipe(tmp_path, *chosen, more=more)
+    for chosen, modules in ((("max_tokens",), ()), (("cls_token", "mean_tokens"), ()), (("cls_token",), ("Dense",))):
+        write_recipe(tmp_path, *chosen, modules_after=modules)
         assert recipe_in(tmp_path) is None
     (tmp_path / "modules.json").write_text("[1]")
     assert recipe_in(tmp_path) is None

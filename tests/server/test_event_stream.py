@@ -21,14 +21,14 @@ VALUES = st.dictionaries(st.text(max_size=6), st.text(max_size=12) | st.integers
 
 @PATIENT
 @given(values=st.lists(VALUES, max_size=6), cuts=st.lists(st.integers(0, 400), max_size=6))
-def test_whatever_is_said_arrives(values: list[Any], cuts: list[int]) -> None:
+def test_clients_parse_the_same_values(values: list[Any], cuts: list[int]) -> None:
     """In any pieces, for OpenAI's own reader and for one that ends lines wherever Unicode does."""
     written = b"".join(map(event, values)) + COMMENT + DONE
-    places = sorted({0, len(written), *(min(cut, len(written)) for cut in cuts)})
-    parts = [written[a:b] for a, b in zip(places, places[1:], strict=False)]  # noqa: RUF007
-    found = [one.data for one in SSEDecoder().iter_bytes(iter(parts))]
-    assert found.pop() == "[DONE]"
-    assert [json.loads(one) for one in found] == values
+    offsets = sorted({0, len(written), *(min(cut, len(written)) for cut in cuts)})
+    parts = [written[a:b] for a, b in zip(offsets, offsets[1:], strict=False)]  # noqa: RUF007
+    data = [message.data for message in SSEDecoder().iter_bytes(iter(parts))]
+    assert data.pop() == "[DONE]"
+    assert [json.loads(message) for message in data] == values
     lines = [line for line in written.decode().splitlines() if line.startswith("data: {")]
     assert [json.loads(line.removeprefix("data: ")) for line in lines] == values
 
@@ -39,34 +39,34 @@ END = Result("", (2,), 1, FinishReason.STOP, 0.1, 0.1)
 
 @PATIENT
 @given(EVENTS)
-def test_pieces_that_wait_are_joined(events: list[tuple[int, str, bool]]) -> None:
+def test_waiting_deltas_are_joined(events: list[tuple[int, str, bool]]) -> None:
     """Nothing is lost, doubled or in another order, and of each choice one piece waits at most."""
 
     async def go() -> None:
         inbox = Inbox(3)
         texts, tokens = [""] * 3, [0] * 3
-        for number, (choice, text, takes) in enumerate(events):
-            inbox.put(choice, Delta(text, (TokenLogprob(number),)))
+        for token, (choice, text, takes) in enumerate(events):
+            inbox.put(choice, Delta(text, (TokenLogprob(token),)))
             if takes:
-                for at, one in await inbox.take():
-                    assert isinstance(one, Delta)
-                    texts[at] += one.text
-                    tokens[at] += len(one.tokens)
+                for source, event in await inbox.take():
+                    assert isinstance(event, Delta)
+                    texts[source] += event.text
+                    tokens[source] += len(event.tokens)
         for choice in range(3):
             inbox.put(choice, END)
         last = await inbox.take()
-        assert len([one for _, one in last if isinstance(one, Delta)]) <= 3
-        over: set[int] = set()
-        for at, one in last:
-            if isinstance(one, Delta):
-                assert at not in over
-                texts[at] += one.text
-                tokens[at] += len(one.tokens)
+        assert len([event for _, event in last if isinstance(event, Delta)]) <= 3
+        ended: set[int] = set()
+        for source, event in last:
+            if isinstance(event, Delta):
+                assert source not in ended
+                texts[source] += event.text
+                tokens[source] += len(event.tokens)
             else:
-                over.add(at)
-        assert over == {0, 1, 2}
-        assert texts == ["".join(text for choice, text, _ in events if choice == at) for at in range(3)]
-        assert tokens == [sum(choice == at for choice, _, _ in events) for at in range(3)]
+                ended.add(source)
+        assert ended == {0, 1, 2}
+        assert texts == ["".join(text for choice, text, _ in events if choice == index) for index in range(3)]
+        assert tokens == [sum(choice == index for choice, _, _ in events) for index in range(3)]
 
     asyncio.run(go())
 
@@ -104,22 +104,22 @@ class Reader:
 
 
 async def streamed(reader: Reader, frames: AsyncIterator[bytes]) -> list[bool]:
-    over: list[bool] = []
-    await EventStream(frames, over.append, heartbeat_seconds=0.05, stall_seconds=0.1)(
+    ends: list[bool] = []
+    await EventStream(frames, ends.append, heartbeat_seconds=0.05, stall_seconds=0.1)(
         {"type": "http"}, reader.receive, reader.send
     )
-    return over
+    return ends
 
 
-async def frames(count: int, pause: float = 0.0, then: Any = None) -> AsyncIterator[bytes]:
-    for number in range(count):
+async def frames(count: int, pause: float = 0.0, wait_for: Any = None) -> AsyncIterator[bytes]:
+    for index in range(count):
         await asyncio.sleep(pause)
-        yield event(number)
-    if then is not None:
-        await then.wait()
+        yield event(index)
+    if wait_for is not None:
+        await wait_for.wait()
 
 
-def test_a_reader_that_stays() -> None:
+def test_connected_client_gets_all_frames() -> None:
     async def go() -> None:
         reader = Reader()
         assert await streamed(reader, frames(3)) == [True]
@@ -130,7 +130,7 @@ def test_a_reader_that_stays() -> None:
     asyncio.run(go())
 
 
-def test_while_there_is_nothing_to_say() -> None:
+def test_idle_stream_sends_heartbeats() -> None:
     async def go() -> None:
         reader = Reader()
         assert await streamed(reader, frames(1, pause=0.18)) == [True]
@@ -141,10 +141,10 @@ def test_while_there_is_nothing_to_say() -> None:
 
 
 @pytest.mark.parametrize("how", ["leaves", "stalls"])
-def test_a_reader_that_goes(how: str) -> None:
+def test_disconnected_or_stalled_client_ends_the_stream(how: str) -> None:
     async def go() -> None:
         reader = Reader()
         asyncio.get_running_loop().call_later(0.02, getattr(reader, how).set)
-        assert await asyncio.wait_for(streamed(reader, frames(1, then=asyncio.Event())), 5) == [False]
+        assert await asyncio.wait_for(streamed(reader, frames(1, wait_for=asyncio.Event())), 5) == [False]
 
     asyncio.run(go())

@@ -50,7 +50,7 @@ def samples(served: Running) -> dict[str, float]:
     with served.http as client:
         answer = client.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     described: set[str] = set()
     for line in answer.text.splitlines():
         if line.startswith("#"):
@@ -59,8 +59,8 @@ def samples(served: Running) -> dict[str, float]:
         matched = LINE.fullmatch(line)
         assert matched is not None, line
         assert re.sub("_(bucket|sum|count)$", "", matched[1]) in described or matched[1] in described
-        found[matched[1] + (matched[2] or "")] = float(matched[3])
-    return found
+        values[matched[1] + (matched[2] or "")] = float(matched[3])
+    return values
 
 
 def test_the_server_counts(served: Running) -> None:

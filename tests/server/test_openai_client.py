@@ -16,17 +16,17 @@ PROMPT = "the rain and the"
 
 
 def chat_ids(served: Running, messages: list[Any] = MESSAGES) -> torch.Tensor:
-    made = served.model.tokenizer.apply_chat_template(
+    inputs = served.model.tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    return made["input_ids"]
+    return inputs["input_ids"]
 
 
-def alone(plain: Any, ids: torch.Tensor, most: int) -> list[int]:
+def alone(plain: Any, ids: torch.Tensor, count: int) -> list[int]:
     """New tokens, greedily, of a model that nothing is shared with."""
     with torch.inference_mode():
-        made = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=most, do_sample=False)
-    return made[0, ids.shape[-1] :].tolist()
+        tokens = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+    return tokens[0, ids.shape[-1] :].tolist()
 
 
 def text_of(served: Running, tokens: list[int]) -> str:
@@ -42,20 +42,20 @@ def test_the_model_is_listed(served: Running) -> None:
     assert refused.value.code == "model_not_found"
 
 
-def test_a_chat_is_what_generate_gives(served: Running, plain: Any) -> None:
+def test_chat_equals_generate(served: Running, plain: Any) -> None:
     ids = chat_ids(served)
     tokens = alone(plain, ids, 12)
-    found = served.openai().chat.completions.create(model=NAME, messages=MESSAGES, temperature=0, max_tokens=12)
-    assert found.choices[0].message.content == text_of(served, tokens)
-    assert found.choices[0].message.role == "assistant"
-    assert found.choices[0].finish_reason == ("stop" if tokens[-1] == 2 else "length")
-    assert found.usage is not None
-    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (ids.shape[-1], len(tokens))
-    assert found.object == "chat.completion"
-    assert found.model == NAME
+    answer = served.openai().chat.completions.create(model=NAME, messages=MESSAGES, temperature=0, max_tokens=12)
+    assert answer.choices[0].message.content == text_of(served, tokens)
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason == ("stop" if tokens[-1] == 2 else "length")
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (ids.shape[-1], len(tokens))
+    assert answer.object == "chat.completion"
+    assert answer.model == NAME
 
 
-def test_a_stream_is_the_same_in_pieces(served: Running, plain: Any) -> None:
+def test_streamed_chat_equals_generate(served: Running, plain: Any) -> None:
     tokens = alone(plain, chat_ids(served), 12)
     chunks = list(
         served.openai().chat.completions.create(
@@ -80,57 +80,57 @@ def test_a_stream_is_the_same_in_pieces(served: Running, plain: Any) -> None:
 def test_completions_of_text_and_of_ids(served: Running, plain: Any) -> None:
     client = served.openai()
     ids = served.model.tokenizer(PROMPT, return_tensors="pt")["input_ids"]
-    wanted = text_of(served, alone(plain, ids, 9))
+    expected = text_of(served, alone(plain, ids, 9))
     prompts: list[Any] = [PROMPT, [PROMPT], ids[0].tolist(), [ids[0].tolist()]]
     for prompt in prompts:
-        found = client.completions.create(model=NAME, prompt=prompt, temperature=0, max_tokens=9)
-        assert [choice.text for choice in found.choices] == [wanted]
+        answer = client.completions.create(model=NAME, prompt=prompt, temperature=0, max_tokens=9)
+        assert [choice.text for choice in answer.choices] == [expected]
     echoed = client.completions.create(model=NAME, prompt=PROMPT, temperature=0, max_tokens=9, echo=True)
-    assert echoed.choices[0].text == PROMPT + wanted
+    assert echoed.choices[0].text == PROMPT + expected
 
 
-def test_several_prompts_in_their_order(served: Running, plain: Any) -> None:
+def test_answers_keep_the_order_of_prompts(served: Running, plain: Any) -> None:
     prompts = ["and then", "in the rain", "one"]
-    wanted = [
+    expected = [
         text_of(served, alone(plain, served.model.tokenizer(prompt, return_tensors="pt")["input_ids"], 7))
         for prompt in prompts
     ]
     client = served.openai()
-    found = client.completions.create(model=NAME, prompt=prompts, temperature=0, max_tokens=7, n=2)
-    assert [choice.index for choice in found.choices] == [*range(6)]
-    assert [choice.text for choice in found.choices] == [text for text in wanted for _ in range(2)]
-    assert found.usage is not None
-    assert found.usage.completion_tokens == 6 * 7
+    answer = client.completions.create(model=NAME, prompt=prompts, temperature=0, max_tokens=7, n=2)
+    assert [choice.index for choice in answer.choices] == [*range(6)]
+    assert [choice.text for choice in answer.choices] == [text for text in expected for _ in range(2)]
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 6 * 7
     streamed = [""] * 3
     for chunk in client.completions.create(model=NAME, prompt=prompts, temperature=0, max_tokens=7, stream=True):
         for choice in chunk.choices:
             streamed[choice.index] += choice.text
-    assert streamed == wanted
+    assert streamed == expected
 
 
 def test_a_stop_text_is_cut_exactly(served: Running, plain: Any) -> None:
     ids = served.model.tokenizer(PROMPT, return_tensors="pt")["input_ids"]
-    whole = text_of(served, alone(plain, ids, 24))
-    stop = whole[9:12]
+    text = text_of(served, alone(plain, ids, 24))
+    stop = text[9:12]
     client = served.openai()
     for stops in (stop, ["never there", stop]):
-        found = client.completions.create(model=NAME, prompt=PROMPT, temperature=0, max_tokens=24, stop=stops)
-        assert found.choices[0].text == whole[: whole.index(stop)]
-        assert found.choices[0].finish_reason == "stop"
+        answer = client.completions.create(model=NAME, prompt=PROMPT, temperature=0, max_tokens=24, stop=stops)
+        assert answer.choices[0].text == text[: text.index(stop)]
+        assert answer.choices[0].finish_reason == "stop"
     streamed = client.completions.create(
         model=NAME, prompt=PROMPT, temperature=0, max_tokens=24, stop=stop, stream=True
     )
-    assert "".join(chunk.choices[0].text for chunk in streamed) == whole[: whole.index(stop)]
+    assert "".join(chunk.choices[0].text for chunk in streamed) == text[: text.index(stop)]
 
 
-def test_a_seed_gives_the_same_again(served: Running) -> None:
+def test_same_seed_gives_the_same_samples(served: Running) -> None:
     client = served.openai()
 
     def drawn(seed: int, n: int) -> list[str]:
-        found = client.completions.create(
+        answer = client.completions.create(
             model=NAME, prompt=PROMPT, temperature=1.5, top_p=0.95, seed=seed, n=n, max_tokens=16
         )
-        return [choice.text for choice in found.choices]
+        return [choice.text for choice in answer.choices]
 
     first = drawn(7, 3)
     assert first == drawn(7, 3)
@@ -138,19 +138,19 @@ def test_a_seed_gives_the_same_again(served: Running) -> None:
     assert drawn(8, 1) == first[1:2]
 
 
-def test_top_k_is_transformers_50_unless_a_request_has_its_own(served: Running, plain: Any) -> None:
+def test_default_top_k_is_50(served: Running, plain: Any) -> None:
     body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 1, "temperature": 2, "n": 30, "seed": 1, "logprobs": 0}
 
-    def least(**more: Any) -> float:
+    def least(**options: Any) -> float:
         """The least likely of the tokens that were drawn."""
-        choices = served.openai().completions.create(model=NAME, **body, extra_body=more).choices
+        choices = served.openai().completions.create(model=NAME, **body, extra_body=options).choices
         return min(choice.logprobs.token_logprobs[0] for choice in choices)
 
     with torch.inference_mode():
         logits = plain(torch.tensor([served.model.tokenizer(PROMPT)["input_ids"]])).logits[0, -1]
     likely = torch.log_softmax(logits, dim=-1).sort(descending=True).values.tolist()
-    for more, most in (({}, 50), ({"top_k": 3}, 3), ({"top_k": 1}, 1)):
-        assert least(**more) > likely[most - 1] - 1e-4
+    for options, limit in (({}, 50), ({"top_k": 3}, 3), ({"top_k": 1}, 1)):
+        assert least(**options) > likely[limit - 1] - 1e-4
     for top_k in (0, -1):
         assert least(top_k=top_k) < likely[49] - 1e-4
 
@@ -160,29 +160,29 @@ def test_probabilities_are_those_of_plain_logits(served: Running, plain: Any) ->
     tokens = alone(plain, ids, 6)
     with torch.inference_mode():
         logits = plain(torch.cat([ids, torch.tensor([tokens])], dim=-1)).logits[0, ids.shape[-1] - 1 : -1]
-    wanted = torch.log_softmax(logits.float(), dim=-1)
+    expected = torch.log_softmax(logits.float(), dim=-1)
     client = served.openai()
-    found = client.chat.completions.create(
+    answer = client.chat.completions.create(
         model=NAME, messages=MESSAGES, temperature=0, max_tokens=6, logprobs=True, top_logprobs=4
     )
-    assert found.choices[0].logprobs is not None
-    content = found.choices[0].logprobs.content or []
+    assert answer.choices[0].logprobs is not None
+    content = answer.choices[0].logprobs.content or []
     assert len(content) == len(tokens)
-    for entry, row, token in zip(content, wanted, tokens, strict=True):
+    for entry, row, token in zip(content, expected, tokens, strict=True):
         assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
         best = row.topk(4).values.tolist()
-        assert [one.logprob for one in entry.top_logprobs] == pytest.approx(best, abs=1e-4)
-    whole = b"".join(bytes(entry.bytes or []) for entry in content)
-    assert whole.decode("utf-8", "replace") == found.choices[0].message.content
+        assert [candidate.logprob for candidate in entry.top_logprobs] == pytest.approx(best, abs=1e-4)
+    text = b"".join(bytes(entry.bytes or []) for entry in content)
+    assert text.decode("utf-8", "replace") == answer.choices[0].message.content
 
     prompt = ids[0].tolist()
     older = client.completions.create(model=NAME, prompt=prompt, temperature=0, max_tokens=6, logprobs=2)
-    said = older.choices[0].logprobs
-    assert said is not None
-    assert said.token_logprobs == pytest.approx([entry.logprob for entry in content], abs=1e-5)
-    assert said.text_offset is not None
-    assert said.text_offset[0] == 0
-    assert len(said.text_offset) == 6
+    logprobs = older.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs == pytest.approx([entry.logprob for entry in content], abs=1e-5)
+    assert logprobs.text_offset is not None
+    assert logprobs.text_offset[0] == 0
+    assert len(logprobs.text_offset) == 6
 
     streamed = client.chat.completions.create(
         model=NAME, messages=MESSAGES, temperature=0, max_tokens=6, logprobs=True, stream=True
@@ -191,22 +191,22 @@ def test_probabilities_are_those_of_plain_logits(served: Running, plain: Any) ->
     assert [entry.logprob for entry in entries] == pytest.approx([entry.logprob for entry in content], abs=1e-5)
 
 
-def test_many_at_once_get_what_each_gets_alone(served: Running, plain: Any) -> None:
+def test_concurrent_requests_equal_single_ones(served: Running, plain: Any) -> None:
     """More than may run; streamed and not, side by side."""
-    prompts = [f"{word} the rain {number}" for number, word in enumerate(["in", "and", "on", "one"] * 5)]
-    wanted = [
-        text_of(served, alone(plain, served.model.tokenizer(prompt, return_tensors="pt")["input_ids"], 5 + at % 4))
-        for at, prompt in enumerate(prompts)
+    prompts = [f"{word} the rain {index}" for index, word in enumerate(["in", "and", "on", "one"] * 5)]
+    expected = [
+        text_of(served, alone(plain, served.model.tokenizer(prompt, return_tensors="pt")["input_ids"], 5 + index % 4))
+        for index, prompt in enumerate(prompts)
     ]
 
-    async def ask(client: openai.AsyncOpenAI, at: int) -> str:
-        settings: dict[str, Any] = {"model": NAME, "prompt": prompts[at], "temperature": 0, "max_tokens": 5 + at % 4}
-        if at % 2:
+    async def ask(client: openai.AsyncOpenAI, i: int) -> str:
+        settings: dict[str, Any] = {"model": NAME, "prompt": prompts[i], "temperature": 0, "max_tokens": 5 + i % 4}
+        if i % 2:
             return (await client.completions.create(**settings)).choices[0].text
         return "".join([c.choices[0].text async for c in await client.completions.create(**settings, stream=True)])
 
     async def ask_all() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{served.address}/v1", api_key="none", max_retries=0) as client:
-            return await asyncio.gather(*(ask(client, at) for at in range(len(prompts))))
+            return await asyncio.gather(*(ask(client, index) for index in range(len(prompts))))
 
-    assert asyncio.run(ask_all()) == wanted
+    assert asyncio.run(ask_all()) == expected

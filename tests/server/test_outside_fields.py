@@ -73,8 +73,8 @@ EXTRAS = (
 
 def names_of_fields() -> list[str]:
     """Of all schemas, and more."""
-    kinds = [kind for kind in vars(schemas).values() if isinstance(kind, type) and issubclass(kind, BaseModel)]
-    return sorted({*EXTRAS, *NEUTRAL, *(name for kind in kinds for name in kind.model_fields)} - {"model"})
+    kinds = [schema for schema in vars(schemas).values() if isinstance(schema, type) and issubclass(schema, BaseModel)]
+    return sorted({*EXTRAS, *NEUTRAL, *(name for schema in kinds for name in schema.model_fields)} - {"model"})
 
 
 WATCHED = (
@@ -121,38 +121,38 @@ def watch() -> Watch:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("outside")
-    (made / "secret.png").write_bytes(encoded(picture(3)))
-    (made / "secret.txt").write_text("secret")
-    return made
+    path = tmp_path_factory.mktemp("outside")
+    (path / "secret.png").write_bytes(encoded(picture(3)))
+    (path / "secret.txt").write_text("secret")
+    return path
 
 
 @pytest.fixture(scope="module")
 def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = build_checkpoint(tmp_path_factory.mktemp("text") / "llama", "llama", max_position_embeddings=4096)
-    (made / "chat_template.jinja").write_text(TOOLS_TEMPLATE + TEMPLATE_END)
-    return split(made)
+    checkpoint = build_checkpoint(tmp_path_factory.mktemp("text") / "llama", "llama", max_position_embeddings=4096)
+    (checkpoint / "chat_template.jinja").write_text(TOOLS_TEMPLATE + TEMPLATE_END)
+    return split(checkpoint)
 
 
 @pytest.fixture(scope="module")
 def picture_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = build(tmp_path_factory.mktemp("pictures") / "gemma3", "gemma3")
-    return split(made)
+    checkpoint = build(tmp_path_factory.mktemp("pictures") / "gemma3", "gemma3")
+    return split(checkpoint)
 
 
 @contextlib.contextmanager
-def served(kind: str, request: pytest.FixtureRequest) -> Iterator[Running]:
+def served(model: str, request: pytest.FixtureRequest) -> Iterator[Running]:
     # in memory, so that no weight is read later; short answers, since -1 asks for as many tokens as there may be
-    with running(request.getfixturevalue(kind), budget=1 << 30, max_new_tokens=4) as found:
-        yield found
+    with running(request.getfixturevalue(model), budget=1 << 30, max_new_tokens=4) as server:
+        yield server
 
 
-def body_of(kind: str) -> dict[str, Any]:
+def body_of(model: str) -> dict[str, Any]:
     """A request with an object of every kind that the model takes."""
     url = f"data:image/png;base64,{base64.b64encode(encoded(picture())).decode()}"
     parts: list[Any] = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]
     body: dict[str, Any] = {"max_tokens": 1, "temperature": 0, "chat_template_kwargs": {}}
-    if kind == "picture_model":
+    if model == "picture_model":
         parts.append({"type": "image_url", "image_url": {"url": url, "detail": "auto"}})
         return body | {"messages": [{"role": "user", "content": parts}]}
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
@@ -188,39 +188,39 @@ def places(value: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 
 def changed(body: dict[str, Any], where: tuple[Any, ...], name: str, value: Any) -> dict[str, Any]:
-    made = copy.deepcopy(body)
-    inner: Any = made
+    copied = copy.deepcopy(body)
+    inner: Any = copied
     for key in where:
         inner = inner[key]
     inner[name] = value
-    return made
+    return copied
 
 
 @pytest.fixture(scope="module")
 def listener() -> Iterator[socket.socket]:
     """An address that nothing may connect to."""
-    with socket.create_server(("127.0.0.1", 0)) as made:
-        made.setblocking(False)
-        yield made
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        yield server
 
 
-def cases_of(body: dict[str, Any], given: list[Any]) -> list[tuple[tuple[Any, ...], str, Any]]:
+def cases_of(body: dict[str, Any], bad: list[Any]) -> list[tuple[tuple[Any, ...], str, Any]]:
     """Each field in each object, with three of the values; a field gets other ones in the next object."""
     pairs = [(where, name) for where in places(body) for name in names_of_fields()]
-    return [(*pair, given[(3 * at + step) % len(given)]) for at, pair in enumerate(pairs) for step in range(3)]
+    return [(*pair, bad[(3 * index + step) % len(bad)]) for index, pair in enumerate(pairs) for step in range(3)]
 
 
 @pytest.mark.parametrize("share", [0.015, pytest.param(1.0, marks=pytest.mark.long)])
-@pytest.mark.parametrize("kind", ["text_model", "picture_model"])
+@pytest.mark.parametrize("model", ["text_model", "picture_model"])
 def test_no_field_opens_a_file_or_an_address(
-    kind: str, share: float, folder: Path, watch: Watch, listener: socket.socket, request: pytest.FixtureRequest
+    model: str, share: float, folder: Path, watch: Watch, listener: socket.socket, request: pytest.FixtureRequest
 ) -> None:
-    body = body_of(kind)
-    given = values(folder, listener.getsockname()[1])
-    cases = cases_of(body, given)
+    body = body_of(model)
+    bad = values(folder, listener.getsockname()[1])
+    cases = cases_of(body, bad)
     chosen = random.Random(0).sample(cases, int(len(cases) * share))
-    chosen += [(("chat_template_kwargs",), name, value) for name in ("images", "size") for value in given]
-    with served(kind, request) as running_server, running_server.http as client:
+    chosen += [(("chat_template_kwargs",), name, value) for name in ("images", "size") for value in bad]
+    with served(model, request) as running_server, running_server.http as client:
         first = client.post("/v1/chat/completions", json=body)
         assert first.status_code == 200, first.text
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -239,31 +239,31 @@ def test_no_field_opens_a_file_or_an_address(
         listener.accept()
 
 
-@pytest.mark.parametrize("kind", ["text_model", "picture_model"])
-def test_arguments_of_a_processor_are_no_variables(
-    kind: str, folder: Path, listener: socket.socket, request: pytest.FixtureRequest
+@pytest.mark.parametrize("model", ["text_model", "picture_model"])
+def test_processor_arguments_are_refused(
+    model: str, folder: Path, listener: socket.socket, request: pytest.FixtureRequest
 ) -> None:
     """Even those that the template reads; and each is refused by name."""
-    given = [
+    bad = [
         f"http://127.0.0.1:{listener.getsockname()[1]}/",
         str(folder / "secret.png"),
         {"height": 30_000, "width": 30_000},
     ]
-    with served(kind, request) as server:
+    with served(model, request) as server:
         for name in EXTRAS:
-            for value in given:
-                body = body_of(kind) | {"chat_template_kwargs": {name: value}}
+            for value in bad:
+                body = body_of(model) | {"chat_template_kwargs": {name: value}}
                 answer = server.post("/v1/chat/completions", body)
                 assert answer.status_code == 400, (name, answer.text)
                 error = answer.json()["error"]
                 assert error["message"].startswith(f"chat_template_kwargs: {name} is no variable"), error
                 assert error["param"] == "chat_template_kwargs"
-        assert server.post("/v1/chat/completions", body_of(kind)).status_code == 200
+        assert server.post("/v1/chat/completions", body_of(model)).status_code == 200
 
 
-@pytest.mark.parametrize("kind", ["text_model", "picture_model"])
-def test_a_part_that_names_a_place_is_refused(
-    kind: str, folder: Path, watch: Watch, listener: socket.socket, request: pytest.FixtureRequest
+@pytest.mark.parametrize("model", ["text_model", "picture_model"])
+def test_content_parts_with_paths_or_urls_are_refused(
+    model: str, folder: Path, watch: Watch, listener: socket.socket, request: pytest.FixtureRequest
 ) -> None:
     types = (
         "image",
@@ -277,15 +277,15 @@ def test_a_part_that_names_a_place_is_refused(
         "file",
         "path",
     )
-    given = values(folder, listener.getsockname()[1])
-    with served(kind, request) as server, server.http as client:
-        assert client.post("/v1/chat/completions", json=body_of(kind)).status_code == 200
+    bad = values(folder, listener.getsockname()[1])
+    with served(model, request) as server, server.http as client:
+        assert client.post("/v1/chat/completions", json=body_of(model)).status_code == 200
         watch.own, watch.is_on = ("127.0.0.1", server.port), True
         try:
             for word in types:
                 for name in (word, "url", "path", "image", "video", "audio", "base64", "data"):
-                    for value in (given[0], given[1], given[2], {"url": given[0]}, {"data": given[1], "format": "wav"}):
-                        parts = [{"type": word, name: value}, *body_of(kind)["messages"][0]["content"]]
+                    for value in (bad[0], bad[1], bad[2], {"url": bad[0]}, {"data": bad[1], "format": "wav"}):
+                        parts = [{"type": word, name: value}, *body_of(model)["messages"][0]["content"]]
                         body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 1}
                         answer = client.post("/v1/chat/completions", json=body)
                         assert answer.status_code == 400, (parts[0], answer.text)
@@ -297,17 +297,17 @@ def test_a_part_that_names_a_place_is_refused(
         listener.accept()
 
 
-def test_a_line_of_a_batch_is_read_alike(
+def test_batch_lines_are_checked_the_same(
     picture_model: Path, folder: Path, watch: Watch, listener: socket.socket
 ) -> None:
     model = AutoModel.from_pretrained(str(picture_model), device="cpu", dtype="float32")
     body = body_of("picture_model")
-    given = values(folder, listener.getsockname()[1])
-    chosen = random.Random(1).sample(cases_of(body, given), 60)
+    bad = values(folder, listener.getsockname()[1])
+    chosen = random.Random(1).sample(cases_of(body, bad), 60)
     lines = [{"custom_id": "right", "url": "/v1/chat/completions", "body": body}]
-    for number, (where, name, value) in enumerate(chosen):
+    for index, (where, name, value) in enumerate(chosen):
         lines.append(
-            {"custom_id": str(number), "url": "/v1/chat/completions", "body": changed(body, where, name, value)}
+            {"custom_id": str(index), "url": "/v1/chat/completions", "body": changed(body, where, name, value)}
         )
     for name in ("no_repeat_ngram_size", "enable_thinking"):
         lines.append({"custom_id": name, "url": "/v1/chat/completions", "body": {**body, name: 3}})
@@ -315,7 +315,7 @@ def test_a_line_of_a_batch_is_read_alike(
     watch.is_on = True
     try:
         answers = {line["custom_id"]: line for line in batch(model, lines)}
-        assert not [seen for seen in watch.seen if str(folder) in seen or "socket" in seen or "urllib" in seen]
+        assert not [event for event in watch.seen if str(folder) in event or "socket" in event or "urllib" in event]
     finally:
         watch.is_on = False
         watch.seen.clear()

@@ -26,27 +26,27 @@ ELSEWHERE = re.compile(r"""(?:https?:)?//(?!www\.w3\.org/2000/svg")[\w.-]+\.\w|@
 
 
 @pytest.mark.parametrize("path", app.PAGE)
-def test_a_file_is_served_with_headers_that_let_nothing_else_in(served: Running, path: str) -> None:
-    name, kind = app.PAGE[path]
+def test_page_files_have_strict_headers(served: Running, path: str) -> None:
+    name, media_type = app.PAGE[path]
     with served.http as client:
-        found = client.get(f"/{path}")
-        assert found.status_code == 200
-        assert found.content == (STATIC / name).read_bytes()
-        assert found.headers["content-type"] == kind
-        policy = dict(part.strip().split(" ", 1) for part in found.headers["content-security-policy"].split(";"))
+        answer = client.get(f"/{path}")
+        assert answer.status_code == 200
+        assert answer.content == (STATIC / name).read_bytes()
+        assert answer.headers["content-type"] == media_type
+        policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
         assert policy["default-src"] == "'none'"
         assert set(policy.values()) == {"'none'", "'self'"}
         assert policy["frame-ancestors"] == policy["base-uri"] == policy["form-action"] == "'none'"
-        assert found.headers["x-content-type-options"] == "nosniff"
-        assert found.headers["referrer-policy"] == "no-referrer"
-        assert found.headers["cache-control"] == "no-cache"
-        again = client.get(f"/{path}", headers={"if-none-match": found.headers["etag"]})
-        assert (again.status_code, again.content) == (304, b"")
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["referrer-policy"] == "no-referrer"
+        assert answer.headers["cache-control"] == "no-cache"
+        unchanged = client.get(f"/{path}", headers={"if-none-match": answer.headers["etag"]})
+        assert (unchanged.status_code, unchanged.content) == (304, b"")
         assert client.get(f"/{path}", headers={"if-none-match": '"other"'}).status_code == 200
-        assert client.head(f"/{path}").headers["etag"] == found.headers["etag"]
+        assert client.head(f"/{path}").headers["etag"] == answer.headers["etag"]
 
 
-def test_what_is_not_listed_is_not_served(served: Running) -> None:
+def test_unlisted_files_are_not_served(served: Running) -> None:
     with served.http as client:
         for path in ("/static/", "/static/page.py", "/static/../page.py", "/static/%2e%2e/page.py", "/page.html"):
             assert client.get(path).status_code == 404
@@ -57,14 +57,14 @@ def test_every_file_is_listed_and_all_are_small() -> None:
     assert sum(file.stat().st_size for file in STATIC.iterdir()) < MAX_BYTES
 
 
-def test_the_files_name_no_other_place_and_make_nothing_of_text() -> None:
+def test_page_files_have_no_outside_urls_and_no_html_injection() -> None:
     for file in STATIC.iterdir():
         text = file.read_text(encoding="utf-8")
         assert not ELSEWHERE.findall(text), file.name
         assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", text)
         if file.suffix == ".html":
-            wanted = set(re.findall(r'(?:src|href)="([^"]*)"', text))
-            assert wanted <= set(app.PAGE)
+            links = set(re.findall(r'(?:src|href)="([^"]*)"', text))
+            assert links <= set(app.PAGE)
             assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?! type=\"module\" src=)", text)
         for module in re.findall(r'from "([^"]*)"', text):
             assert f"static/{module.removeprefix('./')}" in app.PAGE
@@ -75,7 +75,7 @@ def test_packages_carry_the_files() -> None:
     assert '"rabbitllm.server" = ["static/*"]' in project.read_text(encoding="utf-8")
 
 
-def test_the_status_says_where_the_time_goes(served: Running) -> None:
+def test_status_reports_times_of_passes(served: Running) -> None:
     with served.http as client:
         before = client.get("/status").json()
         served.post("/v1/completions", {"prompt": "the rain", "max_tokens": 3, "temperature": 0}).raise_for_status()
@@ -108,17 +108,17 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def evaluated(modules: Path, code: str, given: Any = None) -> Any:
-    """What a script, whose `given` is from here, returns; it may name what the modules export."""
+def evaluated(modules: Path, code: str, value: Any = None) -> Any:
+    """The result of a script, in which `given` is the value, and which may name exports of the modules."""
     names = {
         "markdown.js": "parse",
         "chats.js": "decode, encode, messagesOf, nameOf, Chats",
         "talk.js": "ask, Events, refused, untilWhen",
         "timing.js": "Readings, percentages, took, duration, size",
     }
-    imports = "".join(f'import {{ {what} }} from "./{file}";\n' for file, what in names.items())
+    imports = "".join(f'import {{ {exports} }} from "./{file}";\n' for file, exports in names.items())
     script = (
-        f"{imports}const given = {json.dumps(given)};\nconsole.log(JSON.stringify(await (async () => {{ {code} }})()));"
+        f"{imports}const given = {json.dumps(value)};\nconsole.log(JSON.stringify(await (async () => {{ {code} }})()));"
     )
     (modules / "script.js").write_text(script, encoding="utf-8")
     done = subprocess.run(["node", "script.js"], cwd=modules, capture_output=True, text=True, timeout=60, check=False)
@@ -167,25 +167,25 @@ MARKDOWN: dict[str, list[dict[str, Any]]] = {
 
 @needs_node
 def test_markdown(modules: Path) -> None:
-    found = evaluated(modules, "return given.map((text) => parse(text));", list(MARKDOWN))
-    assert dict(zip(MARKDOWN, found, strict=True)) == MARKDOWN
+    parsed = evaluated(modules, "return given.map((text) => parse(text));", list(MARKDOWN))
+    assert dict(zip(MARKDOWN, parsed, strict=True)) == MARKDOWN
 
 
 @needs_node
-def test_markdown_of_long_and_deep_texts_comes_to_an_end(modules: Path) -> None:
+def test_markdown_of_long_and_deep_texts_terminates(modules: Path) -> None:
     """A text of opening marks, and lists in lists, are where parsers take the square of their length, which here would
     be minutes, or all of the stack."""
     marks = ["**a ", "*a ", "`", "``a ", "> ", "- ", "|a", "#", "```\n", "  - a\n", "* * ", "> - ", "1. ", "**", "\n"]
-    found = evaluated(modules, "return given.map((mark) => parse(mark.repeat(1e5)).length);", marks)
-    assert all(found[:-1])
-    assert found[-1] == 0
+    lengths = evaluated(modules, "return given.map((mark) => parse(mark.repeat(1e5)).length);", marks)
+    assert all(lengths[:-1])
+    assert lengths[-1] == 0
 
 
 @needs_node
-def test_events_come_whole_wherever_the_network_cuts_them(modules: Path) -> None:
+def test_events_are_parsed_across_network_chunks(modules: Path) -> None:
     stream = 'data: {"a": 1}\r\n\r\n: waiting\n\ndata:two\ndata: lines\n\nevent: x\ndata: ä\n\ndata: [DONE]\n\n'
     expected = ['{"a": 1}', "two\nlines", "ä", "[DONE]"]
-    found = evaluated(
+    parsed_events = evaluated(
         modules,
         """
         const cut = (...at) => {
@@ -199,7 +199,7 @@ def test_events_come_whole_wherever_the_network_cuts_them(modules: Path) -> None
         """,
         stream,
     )
-    assert all(events == expected for events in found)
+    assert all(events == expected for events in parsed_events)
 
 
 BROKEN = {
@@ -214,12 +214,12 @@ BROKEN = {
 
 
 @needs_node
-def test_reasoning_comes_by_itself(modules: Path) -> None:
+def test_reasoning_is_separate_from_text(modules: Path) -> None:
     deltas = [{"reasoning_content": "so"}, {"content": "a"}, {"reasoning_content": "b", "content": "c"}]
     stream = (
         "".join(f"data: {json.dumps({'choices': [{'delta': delta}]})}\n\n" for delta in deltas) + "data: [DONE]\n\n"
     )
-    found = evaluated(
+    pieces = evaluated(
         modules,
         """
         globalThis.fetch = async () => new Response(given);
@@ -229,12 +229,12 @@ def test_reasoning_comes_by_itself(modules: Path) -> None:
         """,
         stream,
     )
-    assert found == [{"reasoning": "so"}, {"text": "a"}, {"reasoning": "b"}, {"text": "c"}]
+    assert pieces == [{"reasoning": "so"}, {"text": "a"}, {"reasoning": "b"}, {"text": "c"}]
 
 
 @needs_node
-def test_a_stream_that_breaks_off_gives_what_came_and_says_why(modules: Path) -> None:
-    found = evaluated(
+def test_broken_stream_keeps_partial_text_and_error(modules: Path) -> None:
+    stream = evaluated(
         modules,
         """
         const told = async (stream) => {
@@ -252,12 +252,12 @@ def test_a_stream_that_breaks_off_gives_what_came_and_says_why(modules: Path) ->
         """,
         list(BROKEN),
     )
-    assert found == [[[{"text": "a"}], words] for words in BROKEN.values()]
+    assert stream == [[[{"text": "a"}], words] for words in BROKEN.values()]
 
 
 @needs_node
-def test_refusals_in_words(modules: Path) -> None:
-    found = evaluated(
+def test_error_messages_of_refusals(modules: Path) -> None:
+    messages = evaluated(
         modules,
         """
         const now = Date.parse("2026-01-01T00:00:00Z");
@@ -275,7 +275,7 @@ def test_refusals_in_words(modules: Path) -> None:
             [500, "Sorry.", None],
         ],
     )
-    assert found == [
+    assert messages == [
         ["The server's request queue is full.", False, 7],
         ["The server is not available. Shutting down.", False, 60],
         ["This server requires an API key.", True, None],
@@ -293,24 +293,24 @@ CONVERSATIONS = [
 
 
 @needs_node
-def test_conversations_go_from_the_command_to_the_page_and_back(modules: Path) -> None:
-    files = [conversation.encode(SavedChat("org/model", one)).decode() for one in CONVERSATIONS]
-    back = evaluated(modules, 'return given.map((text) => encode(decode(text), "org/model"));', files)
-    assert [conversation.decode(text.encode(), "file") for text in back] == [
-        SavedChat("org/model", one) for one in CONVERSATIONS
+def test_saved_chats_round_trip_between_command_and_page(modules: Path) -> None:
+    files = [conversation.encode(SavedChat("org/model", turns)).decode() for turns in CONVERSATIONS]
+    returned = evaluated(modules, 'return given.map((text) => encode(decode(text), "org/model"));', files)
+    assert [conversation.decode(text.encode(), "file") for text in returned] == [
+        SavedChat("org/model", turns) for turns in CONVERSATIONS
     ]
 
 
 @needs_node
-def test_a_question_without_an_answer_stays_out_of_the_file(modules: Path) -> None:
+def test_unanswered_question_is_not_saved(modules: Path) -> None:
     chat = {"title": "", "system": " ", "messages": [{"role": "user", "content": "Well?"}]}
     text = evaluated(modules, 'return encode(given, "m");', chat)
     assert conversation.decode(text.encode(), "file").conversation == Conversation()
 
 
 def file_of(**changes: Any) -> str:
-    whole = {"format": conversation.FORMAT, "version": 1, "model": "m", "messages": []}
-    return json.dumps({**whole, **changes})
+    document = {"format": conversation.FORMAT, "version": 1, "model": "m", "messages": []}
+    return json.dumps({**document, **changes})
 
 
 REFUSED = {
@@ -333,26 +333,26 @@ REFUSED = {
 
 
 @needs_node
-def test_what_the_command_refuses_the_page_refuses_too(modules: Path) -> None:
+def test_page_refuses_the_same_files_as_the_command(modules: Path) -> None:
     words = evaluated(
         modules,
         "return given.map((text) => { try { decode(text); return null; } catch (error) { return error.message; } });",
         list(REFUSED.values()),
     )
-    for (name, text), said in zip(REFUSED.items(), words, strict=True):
-        assert said, name
+    for (name, text), message in zip(REFUSED.items(), words, strict=True):
+        assert message, name
         with pytest.raises(conversation.ChatFileError):
             conversation.decode(text.encode(), name)
 
 
 @needs_node
-def test_shares_are_those_between_readings(modules: Path) -> None:
+def test_shares_are_differences_of_readings(modules: Path) -> None:
     def reading(passes: int, seconds: float, disk: float, copies: float, nbytes: int) -> dict[str, float]:
         sums = {"pass_seconds": seconds, "disk_seconds": disk, "copy_seconds": copies, "streamed_bytes": nbytes}
         return {"passes": passes, **sums}
 
     first, second = reading(4, 40.0, 20.0, 10.0, 400), reading(8, 48.0, 26.0, 11.0, 800)
-    found = evaluated(
+    shares = evaluated(
         modules,
         """
         const after = (readings) => { const r = new Readings(); readings.forEach((one) => r.add(one)); return r.work; };
@@ -362,18 +362,18 @@ def test_shares_are_those_between_readings(modules: Path) -> None:
     )
     since_begin = {"passes": 4, "seconds": 40, "disk": 20, "copies": 10, "computing": 10, "bytes": 400, "recent": False}
     between = {"passes": 4, "seconds": 8, "disk": 6, "copies": 1, "computing": 1, "bytes": 400, "recent": True}
-    assert found == [None, None, since_begin, between, since_begin]
+    assert shares == [None, None, since_begin, between, since_begin]
 
 
 @needs_node
 def test_percentages_add_up(modules: Path) -> None:
-    found = evaluated(modules, "return given.map(percentages);", [[1, 1, 1], [5, 0, 0], [1, 2, 4], [0.1, 999, 0.1]])
-    assert found == [[34, 33, 33], [100, 0, 0], [14, 29, 57], [0, 100, 0]]
+    shares = evaluated(modules, "return given.map(percentages);", [[1, 1, 1], [5, 0, 0], [1, 2, 4], [0.1, 999, 0.1]])
+    assert shares == [[34, 33, 33], [100, 0, 0], [14, 29, 57], [0, 100, 0]]
 
 
 @needs_node
-def test_numbers_as_people_read_them(modules: Path) -> None:
-    found = evaluated(
+def test_numbers_are_formatted(modules: Path) -> None:
+    texts = evaluated(
         modules,
         """
         return [took({ tokens: 11, first: 2, seconds: 7 }),
@@ -381,7 +381,7 @@ def test_numbers_as_people_read_them(modules: Path) -> None:
                 duration(3723), duration(0.25), duration(12.4), size(3 << 20), size(471859), size(17)];
         """,
     )
-    assert found == [
+    assert texts == [
         "11 tokens · 2.00 a second · first after 2 s",
         "about 1 token · first after 1:15 min",
         "1:02 h",

@@ -37,25 +37,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Running]:
-    with running(folder, limits=Limits(running=2, waiting=1)) as found:
-        yield found
+    with running(folder, limits=Limits(running=2, waiting=1)) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with Browser(tmp_path_factory.mktemp("browser")) as found:
-        yield found
+    with Browser(tmp_path_factory.mktemp("browser")) as browser:
+        yield browser
 
 
 @pytest.fixture
 def tab(browser: Browser, server: Running) -> Iterator[Tab]:
     """The page, in a browser that has never seen it, asking for the likeliest tokens."""
-    found = browser.tab(f"{server.address}/")
-    found.wait(f"document.querySelector('#model').textContent === '{NAME}'")
-    settings(found, temperature=0)
-    yield found
-    assert all(address.startswith((server.address, "blob:")) for address in found.asked_for())
-    found.close()
+    tab = browser.tab(f"{server.address}/")
+    tab.wait(f"document.querySelector('#model').textContent === '{NAME}'")
+    settings(tab, temperature=0)
+    yield tab
+    assert all(address.startswith((server.address, "blob:")) for address in tab.asked_for())
+    tab.close()
 
 
 def settings(tab: Tab, **values: Any) -> None:
@@ -77,23 +77,23 @@ def idle(tab: Tab) -> None:
     tab.wait("document.querySelector('#log').ariaBusy === 'false' && !document.querySelector('#send').hidden")
 
 
-def texts(tab: Tab, kind: str = "article") -> list[str]:
-    found: list[str] = tab.run(f"[...document.querySelectorAll('{kind} .text')].map((one) => one.textContent)")
-    return found
+def texts(tab: Tab, selector: str = "article") -> list[str]:
+    texts: list[str] = tab.run(f"[...document.querySelectorAll('{selector} .text')].map((one) => one.textContent)")
+    return texts
 
 
 def trouble(tab: Tab) -> str:
-    found: str = tab.wait("document.querySelector('[role=alert]')?.textContent")
-    return found
+    message: str = tab.wait("document.querySelector('[role=alert]')?.textContent")
+    return message
 
 
 def kept(tab: Tab) -> list[dict[str, Any]]:
     """The conversations in the browser's store."""
-    found: list[dict[str, Any]] = tab.run(
+    chats: list[dict[str, Any]] = tab.run(
         "Object.keys(localStorage).filter((key) => key.startsWith('rabbitllm.chat.'))"
         ".map((key) => JSON.parse(localStorage[key]))"
     )
-    return found
+    return chats
 
 
 def eventually(holds: Callable[[], bool]) -> None:
@@ -133,7 +133,7 @@ def slowly(server: Running) -> Iterator[None]:
         yield
 
 
-class Relay:
+class TcpProxy:
     """Passes bytes on to a server, until it is cut."""
 
     def __init__(self, port: int) -> None:
@@ -149,10 +149,10 @@ class Relay:
     def _accept(self, listening: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while True:
-                here, _ = listening.accept()
-                there = socket.create_connection(self._to)
-                self._open += [here, there]
-                for source, sink in ((here, there), (there, here)):
+                client, _ = listening.accept()
+                upstream = socket.create_connection(self._to)
+                self._open += [client, upstream]
+                for source, sink in ((client, upstream), (upstream, client)):
                     threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
 
     @staticmethod
@@ -160,16 +160,16 @@ class Relay:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 sink.sendall(data)
-        for one in (source, sink):
+        for end in (source, sink):
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                end.shutdown(socket.SHUT_RDWR)
 
     def cut(self) -> None:
         """End all connections, and take no more."""
-        for one in (self._socket, *self._open):
+        for connection in (self._socket, *self._open):
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
         self._open.clear()
 
     def mend(self) -> None:
@@ -178,7 +178,7 @@ class Relay:
         self._begin()
 
 
-def test_an_answer_comes_in_pieces_and_is_there_after_a_reload(tab: Tab) -> None:
+def test_streamed_answer_survives_a_reload(tab: Tab) -> None:
     settings(tab, max_tokens=201)
     tab.run(
         "window.seen = new Set(); new MutationObserver(() => seen.add(document.querySelector('.assistant .text')?."
@@ -207,7 +207,7 @@ def test_an_answer_comes_in_pieces_and_is_there_after_a_reload(tab: Tab) -> None
 
 @pytest.mark.usefixtures("slowly")
 @pytest.mark.parametrize("how", ["key", "button"])
-def test_stopping_keeps_what_came_and_frees_the_place(tab: Tab, server: Running, how: str) -> None:
+def test_stopped_answer_is_kept_and_its_request_cancelled(tab: Tab, server: Running, how: str) -> None:
     cancelled = server.batch.stats.ended.get("cancelled", 0)
     ask(tab, "Go on!")
     tab.wait("document.querySelector('.assistant .text')?.textContent.length > 3")
@@ -228,7 +228,7 @@ def test_stopping_keeps_what_came_and_frees_the_place(tab: Tab, server: Running,
 
 
 @pytest.mark.usefixtures("slowly")
-def test_what_came_until_a_reload_stays_and_the_place_is_freed(tab: Tab, server: Running) -> None:
+def test_reload_keeps_the_partial_answer_and_cancels_its_request(tab: Tab, server: Running) -> None:
     ask(tab, "Go on!")
     tab.wait("document.querySelector('.assistant .text')?.textContent.length > 3")
     tab.reload()
@@ -238,10 +238,10 @@ def test_what_came_until_a_reload_stays_and_the_place_is_freed(tab: Tab, server:
     eventually(lambda: server.batch.stats.running == 1)
 
 
-def test_a_full_server_says_when_to_ask_again(tab: Tab, server: Running) -> None:
+def test_full_server_shows_the_retry_time(tab: Tab, server: Running) -> None:
     settings(tab, max_tokens=3)
-    held = threading.Event()
-    with another_request(server, lambda: held.wait(SECONDS)):
+    released = threading.Event()
+    with another_request(server, lambda: released.wait(SECONDS)):
         waiting = []
         with contextlib.suppress(BusyError):
             while True:
@@ -252,7 +252,7 @@ def test_a_full_server_says_when_to_ask_again(tab: Tab, server: Running) -> None
         tab.wait(f"document.querySelector('#requests').textContent === '{shown}'")
         for handle in waiting:
             handle.cancel()
-        held.set()
+        released.set()
     tab.click("[role=alert] button")
     tab.wait("!!document.querySelector('.assistant')")
     idle(tab)
@@ -261,8 +261,8 @@ def test_a_full_server_says_when_to_ask_again(tab: Tab, server: Running) -> None
 
 
 @pytest.mark.usefixtures("slowly")
-def test_a_lost_connection_leaves_what_came(browser: Browser, server: Running) -> None:
-    relay = Relay(server.port)
+def test_lost_connection_keeps_the_partial_answer(browser: Browser, server: Running) -> None:
+    relay = TcpProxy(server.port)
     tab = browser.tab(f"http://127.0.0.1:{relay.port}/")
     tab.wait(f"document.querySelector('#model').textContent === '{NAME}'")
     settings(tab, temperature=0)
@@ -287,14 +287,14 @@ def test_a_lost_connection_leaves_what_came(browser: Browser, server: Running) -
     relay.cut()
 
 
-def test_a_refusal_is_said_in_words(tab: Tab) -> None:
+def test_refusal_shows_its_message(tab: Tab) -> None:
     settings(tab, max_tokens=3)
     ask(tab, "long " * 1000)
     assert trouble(tab).startswith("The server refused the request. ")
     assert "1,024" in trouble(tab) or "1024" in trouble(tab)
 
 
-def test_a_server_that_ends_says_so(tab: Tab, server: Running) -> None:
+def test_shutdown_is_shown(tab: Tab, server: Running) -> None:
     server.service.is_closing = True
     try:
         ask(tab, "Still there?")
@@ -303,7 +303,7 @@ def test_a_server_that_ends_says_so(tab: Tab, server: Running) -> None:
         server.service.is_closing = False
 
 
-def test_what_is_shown_already_stays_when_more_comes(tab: Tab) -> None:
+def test_shown_elements_are_kept_while_an_answer_streams(tab: Tab) -> None:
     """Else screen readers would read all of it again, and a selection would be lost."""
     settings(tab, max_tokens=3)
     ask(tab, "First?")
@@ -319,11 +319,11 @@ def test_what_is_shown_already_stays_when_more_comes(tab: Tab) -> None:
     idle(tab)
     assert texts(tab) == ["First?", "hop", "Second?", "hop"]
     assert tab.run("document.querySelector('.user') === old && removed === 0")
-    again = "[...document.querySelectorAll('.assistant')].map((one) => one.textContent.includes('Ask again'))"
-    assert tab.run(again) == [False, True]
+    buttons = "[...document.querySelectorAll('.assistant')].map((one) => one.textContent.includes('Ask again'))"
+    assert tab.run(buttons) == [False, True]
 
 
-def test_a_key_is_asked_for_and_kept_for_the_tab(browser: Browser, folder: Path) -> None:
+def test_api_key_is_requested_and_kept_for_the_tab(browser: Browser, folder: Path) -> None:
     with running(folder, api_key=KEY) as server:
         tab = browser.tab(f"{server.address}/")
         tab.wait("document.querySelector('#notice').textContent.includes('API key')")
@@ -348,7 +348,7 @@ HOSTILE = (
 )
 
 
-def test_files_go_in_and_out_and_text_stays_text(tab: Tab, browser: Browser, tmp_path: Path) -> None:
+def test_imported_and_exported_files_are_never_markup(tab: Tab, browser: Browser, tmp_path: Path) -> None:
     saved = SavedChat(
         NAME, Conversation("Be <i>brief</i>.", (Exchange("<b>Well?</b>", HOSTILE, True), Exchange("a", "b")))
     )
@@ -370,9 +370,9 @@ def test_files_go_in_and_out_and_text_stays_text(tab: Tab, browser: Browser, tmp
     tab.resize(1000, 700)
 
     tab.click("#export")
-    out = browser.downloads / "b-Well-b.json"
-    eventually(out.exists)
-    assert conversation.read_chat(out) == saved
+    download = browser.downloads / "b-Well-b.json"
+    eventually(download.exists)
+    assert conversation.read_chat(download) == saved
     tab.wait(f"document.title === '{NAME} · RabbitLLM'")
 
     (tmp_path / "other.json").write_text('{"format": "other"}')
@@ -380,7 +380,7 @@ def test_files_go_in_and_out_and_text_stays_text(tab: Tab, browser: Browser, tmp
     tab.wait("document.querySelector('#notice').textContent.includes('other.json was not imported')")
 
 
-def test_conversations_are_renamed_deleted_and_brought_back(tab: Tab) -> None:
+def test_conversations_are_renamed_deleted_and_restored(tab: Tab) -> None:
     settings(tab, max_tokens=3)
     ask(tab, "First?")
     tab.wait("!!document.querySelector('.assistant')")
@@ -406,10 +406,10 @@ def test_conversations_are_renamed_deleted_and_brought_back(tab: Tab) -> None:
     assert texts(tab) == ["First?", "hop"]
 
 
-def test_an_answer_goes_on_while_another_conversation_is_looked_at(tab: Tab, server: Running) -> None:
+def test_answer_continues_while_another_conversation_is_open(tab: Tab, server: Running) -> None:
     settings(tab, max_tokens=3)
-    held = threading.Event()
-    with another_request(server, lambda: held.wait(SECONDS)):
+    released = threading.Event()
+    with another_request(server, lambda: released.wait(SECONDS)):
         ask(tab, "First?")
         tab.click("#new")
         assert texts(tab) == []
@@ -418,7 +418,7 @@ def test_an_answer_goes_on_while_another_conversation_is_looked_at(tab: Tab, ser
         tab.press("Enter")  # one at a time
         assert tab.run("document.querySelector('#question').value") == "Second?"
         assert texts(tab) == []
-        held.set()
+        released.set()
     idle(tab)
     tab.press("Enter")
     tab.wait("document.querySelector('.assistant .text')?.textContent === 'hop'")
@@ -427,7 +427,7 @@ def test_an_answer_goes_on_while_another_conversation_is_looked_at(tab: Tab, ser
     assert texts(tab) == ["First?", "hop"]
 
 
-def test_the_server_is_asked_for_what_was_set(tab: Tab) -> None:
+def test_requests_carry_the_settings(tab: Tab) -> None:
     settings(tab, system="Be brief.", temperature=0.5, top_p=0.9, max_tokens=2, seed=7)
     tab.click("#question")
     tab.write("one")
@@ -449,7 +449,7 @@ def test_the_server_is_asked_for_what_was_set(tab: Tab) -> None:
     }
 
 
-def test_everything_has_a_name_for_those_who_do_not_see(tab: Tab) -> None:
+def test_controls_have_accessible_names(tab: Tab) -> None:
     settings(tab, max_tokens=3)
     ask(tab, "Well?")
     tab.wait("!!document.querySelector('.assistant')")
@@ -457,12 +457,12 @@ def test_everything_has_a_name_for_those_who_do_not_see(tab: Tab) -> None:
     tab.click("#open")
     nodes = tab.call("Accessibility.getFullAXTree")["nodes"]
     roles = {"button", "textbox", "spinbutton", "log", "navigation", "dialog"}
-    found = [
+    problems = [
         (node["role"]["value"], node.get("name", {}).get("value"))
         for node in nodes
         if not node["ignored"] and node["role"]["value"] in roles
     ]
-    assert len(found) >= 7
-    assert all(name for _, name in found)
+    assert len(problems) >= 7
+    assert all(name for _, name in problems)
     assert tab.run("document.querySelector('#log').getAttribute('role')") == "log"
     assert tab.run("[...document.querySelectorAll('article h2')].map((one) => one.textContent)") == ["You", "Model"]

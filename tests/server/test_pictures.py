@@ -35,24 +35,24 @@ def allowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(checkpoint: Path, allowed: Path) -> Iterator[Running]:
-    with running(split(checkpoint), media_folder=allowed) as found:
-        yield found
+    with running(split(checkpoint), media_folder=allowed) as server:
+        yield server
 
 
-def url_of(data: bytes, kind: str = "image/png") -> str:
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+def url_of(data: bytes, media_type: str = "image/png") -> str:
+    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
 
 
-def asked(served: Running, *urls: str, text: str = QUESTION, **more: Any) -> Any:
+def asked(served: Running, *urls: str, text: str = QUESTION, **options: Any) -> Any:
     parts: list[Any] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     messages: list[Any] = [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
     return served.openai().chat.completions.create(
-        model=NAME, messages=messages, max_tokens=5, temperature=0, logprobs=True, **more
+        model=NAME, messages=messages, max_tokens=5, temperature=0, logprobs=True, **options
     )
 
 
 def tokens_of(answer: Any) -> list[str]:
-    return [one.token for one in answer.choices[0].logprobs.content]
+    return [entry.token for entry in answer.choices[0].logprobs.content]
 
 
 def expected(checkpoint: Path, *seeds: int) -> tuple[list[str], int]:
@@ -68,11 +68,11 @@ def expected(checkpoint: Path, *seeds: int) -> tuple[list[str], int]:
         return_tensors="pt",
     )
     count = inputs["input_ids"].shape[1]
-    made = plain.generate(**inputs, max_new_tokens=5, do_sample=False)[0, count:]
-    return [processor.tokenizer.decode([token]) for token in made.tolist()], count
+    tokens = plain.generate(**inputs, max_new_tokens=5, do_sample=False)[0, count:]
+    return [processor.tokenizer.decode([token]) for token in tokens.tolist()], count
 
 
-def test_the_answer_is_that_of_transformers(served: Running, checkpoint: Path, one_thread: None) -> None:
+def test_answer_equals_transformers(served: Running, checkpoint: Path, one_thread: None) -> None:
     for seeds in ((0,), (1,), (0, 1)):
         answer = asked(served, *(url_of(encoded(picture(seed))) for seed in seeds))
         tokens, count = expected(checkpoint, *seeds)
@@ -99,7 +99,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_picture_is_the_callers_fault(name: str, served: Running, allowed: Path) -> None:
+def test_invalid_picture_is_a_bad_request(name: str, served: Running, allowed: Path) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         asked(served, BAD[name].replace("ALLOWED", str(allowed)))
     assert caught.value.code == "invalid_media"

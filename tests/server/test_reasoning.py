@@ -108,33 +108,33 @@ FORMS: dict[str, Case] = {  # format, end of the prompt, output -> reasoning, te
 
 def read(form: AnswerFormat, tail: str, pieces: list[str], tools: tuple[str, ...] = TOOLS) -> Any:
     reader = AnswerReader(form, tail, tools)
-    found = [*map(reader.feed, pieces), reader.end()]
-    return "".join(one.reasoning for one in found), "".join(one.text for one in found), found[-1].calls
+    parts = [*map(reader.feed, pieces), reader.end()]
+    return "".join(piece.reasoning for piece in parts), "".join(piece.text for piece in parts), parts[-1].calls
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_form(name: str) -> None:
-    form, tail, written, *wanted = FORMS[name]
+def test_reasoning_formats(name: str) -> None:
+    form, tail, written, *expected = FORMS[name]
     reasoning, text, calls = read(form, tail, [written])
     assert [reasoning, text.rstrip() if calls else text, calls] == [
-        wanted[0],
-        wanted[1].rstrip() if calls else wanted[1],
-        wanted[2],
+        expected[0],
+        expected[1].rstrip() if calls else expected[1],
+        expected[2],
     ]
 
 
 @PATIENT
 @given(name=st.sampled_from(sorted(FORMS)), cuts=st.lists(st.integers(0, 200), max_size=12))
-def test_pieces_make_no_difference(name: str, cuts: list[int]) -> None:
+def test_result_is_independent_of_chunking(name: str, cuts: list[int]) -> None:
     form, tail, written, *_ = FORMS[name]
-    places = sorted({0, len(written), *(min(cut, len(written)) for cut in cuts)})
-    assert read(form, tail, [written[a:b] for a, b in pairwise(places)]) == read(form, tail, [written])
+    offsets = sorted({0, len(written), *(min(cut, len(written)) for cut in cuts)})
+    assert read(form, tail, [written[a:b] for a, b in pairwise(offsets)]) == read(form, tail, [written])
     assert read(form, tail, list(written)) == read(form, tail, [written])
 
 
 @PATIENT
 @given(st.text(alphabet="<>/thinkTHINK[]\n a", max_size=60))
-def test_without_a_mark_at_its_beginning_a_text_is_whole(written: str) -> None:
+def test_text_without_an_opening_mark_is_unchanged(written: str) -> None:
     if not written.lstrip().startswith(tuple(first for first, _ in PAIRS)):
         assert read(ALL, "", list(written), ()) == ("", written, ())
 
@@ -178,19 +178,19 @@ CHANNEL_LINE = (
 )
 
 
-def test_the_content_of_channels_is_the_final_one(tmp_path: Path) -> None:
+def test_channel_content_is_the_final_channel(tmp_path: Path) -> None:
     """The marks are special tokens; the last two are in an ordinary one, since each token has one successor here."""
     special = ["<|channel|>", "<|message|>", "<|end|>", "<|start|>"]
     folder = scripted_checkpoint(tmp_path / "channels", [CHANNEL_LINE], "{{ messages[0].content }}", special)
     with running(split(folder)) as served:
         ask: Any = served.openai().chat.completions.create
-        said: Any = {"model": NAME, "messages": [{"role": "user", "content": "<go>"}], "temperature": 0}
-        choice = ask(**said).choices[0]
+        message: Any = {"model": NAME, "messages": [{"role": "user", "content": "<go>"}], "temperature": 0}
+        choice = ask(**message).choices[0]
         assert (choice.message.content, choice.message.reasoning_content) == ("Hello!", "We need to say hi.")
-        deltas = [chunk.choices[0].delta for chunk in ask(**said, stream=True)]
+        deltas = [chunk.choices[0].delta for chunk in ask(**message, stream=True)]
         assert "".join(delta.content or "" for delta in deltas) == "Hello!"
         assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "We need to say hi."
-        cut = ask(**said, max_tokens=5).choices[0]
+        cut = ask(**message, max_tokens=5).choices[0]
         assert (cut.message.content, cut.message.reasoning_content, cut.finish_reason) == (
             "",
             "We need to say hi.",

@@ -108,20 +108,20 @@ def idle(served: Running) -> None:
         (COMPLETION, {"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(served: Running, path: str, body: Any, param: str) -> None:
+def test_unsupported_fields_are_refused(served: Running, path: str, body: Any, param: str) -> None:
     refused(served.post(path, body), 400, param=param)
 
 
 @pytest.mark.parametrize("prompt", [[1.5] * 1000, [[5]] * 1000 + ["x"], ["a"] * 1000 + [1], [[1.5] * 1000] * 1000])
 @pytest.mark.parametrize(("schema", "field"), [(CompletionBody, "prompt"), (Embedding, "input")])
-def test_a_list_is_refused_at_its_first_wrong_item(schema: type[BaseModel], field: str, prompt: Any) -> None:
+def test_list_fails_at_its_first_wrong_item(schema: type[BaseModel], field: str, prompt: Any) -> None:
     """Half a million errors kept the event loop busy for a minute."""
     with pytest.raises(ValidationError) as refusal:
         schema.model_validate({field: prompt, "model": NAME})
     assert refusal.value.error_count() <= 8
 
 
-def test_a_text_that_cannot_fit_does_not_become_tokens(served: Running) -> None:
+def test_too_long_text_is_not_tokenized(served: Running) -> None:
     """A tokenizer would take half a minute for it, and all others would wait."""
     tokenizer, limits = served.service.tokenizer, served.service.limits
     text = "a" * (limits.letters + 1)
@@ -135,8 +135,8 @@ def test_a_text_that_cannot_fit_does_not_become_tokens(served: Running) -> None:
     assert counts["PreTrainedTokenizerBase.__call__"] == 1
 
 
-def test_what_changes_nothing_is_accepted(served: Running) -> None:
-    more = {
+def test_fields_without_effect_are_accepted(served: Running) -> None:
+    fields = {
         "user": "u",
         "store": True,
         "metadata": {"a": "b"},
@@ -144,10 +144,10 @@ def test_what_changes_nothing_is_accepted(served: Running) -> None:
         "logit_bias": {},
         "unheard": None,
     }
-    found = served.post(CHAT, {"messages": HELLO, "max_tokens": 1, "model": "", "tool_choice": "none", **more})
-    assert found.status_code == 200, found.text
-    found = served.post(CHAT, {"messages": HELLO, "max_tokens": 1, "response_format": {"type": "text"}})
-    assert found.status_code == 200, found.text
+    answer = served.post(CHAT, {"messages": HELLO, "max_tokens": 1, "model": "", "tool_choice": "none", **fields})
+    assert answer.status_code == 200, answer.text
+    answer = served.post(CHAT, {"messages": HELLO, "max_tokens": 1, "response_format": {"type": "text"}})
+    assert answer.status_code == 200, answer.text
 
 
 OF_OTHER_SERVERS: dict[str, Any] = {
@@ -221,7 +221,7 @@ def test_a_field_of_another_server_is_refused_by_name(served: Running, path: str
         ("keep_thoughts", " Variables of the chat template are set in chat_template_kwargs."),
     ],
 )
-def test_a_refusal_names_what_is_near(served: Running, field: str, hint: str) -> None:
+def test_refusal_suggests_a_near_field(served: Running, field: str, hint: str) -> None:
     message = refused(served.post(CHAT, {"messages": HELLO, field: 1}), 400, param=field)
     assert message == f"{field} is not supported; omit it.{hint}"
 
@@ -290,7 +290,7 @@ def test_requests_of_real_clients_are_answered(served: Running) -> None:
         "keep_alive": "5m",
         "verbosity": "medium",
     }
-    for more in (
+    for fields in (
         harmless_fields,
         {"max_tokens": 2.0, "n": 1.0, "top_k": 20.0, "seed": 3.0},
         {"max_tokens": -1},
@@ -312,7 +312,7 @@ def test_requests_of_real_clients_are_answered(served: Running) -> None:
             ]
         },
     ):
-        answer = served.post(CHAT, {"messages": HELLO, "temperature": 0, "max_tokens": 1, **more})
+        answer = served.post(CHAT, {"messages": HELLO, "temperature": 0, "max_tokens": 1, **fields})
         assert answer.status_code == 200, answer.text
     for wrong in (0, -2, 2.5, True):
         refused(served.post(CHAT, {"messages": HELLO, "max_tokens": wrong}), 400, param="max_tokens")
@@ -320,14 +320,14 @@ def test_requests_of_real_clients_are_answered(served: Running) -> None:
     assert unbounded.json()["usage"]["completion_tokens"] > 16
 
 
-def test_a_penalty_of_the_model_is_not_taken_for_none(tmp_path: Path) -> None:
+def test_neutral_penalty_is_refused_if_the_model_sets_one(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama")
     (folder / "generation_config.json").write_text(json.dumps({"repetition_penalty": 1.3}))
     with running(split(folder)) as served:
-        for own in ({}, {"repetition_penalty": 1.3}, {"min_p": 0}):
-            assert served.post(COMPLETION, {"prompt": "a", "max_tokens": 1, **own}).status_code == 200
-        for own in ("repetition_penalty", "repeat_penalty"):
-            refused(served.post(COMPLETION, {"prompt": "a", own: 1}), 400, param=own)
+        for name in ({}, {"repetition_penalty": 1.3}, {"min_p": 0}):
+            assert served.post(COMPLETION, {"prompt": "a", "max_tokens": 1, **name}).status_code == 200
+        for name in ("repetition_penalty", "repeat_penalty"):
+            refused(served.post(COMPLETION, {"prompt": "a", name: 1}), 400, param=name)
 
 
 def test_another_model_is_not_found(served: Running) -> None:
@@ -337,7 +337,7 @@ def test_another_model_is_not_found(served: Running) -> None:
     assert "no modules.json with a supported pooling" in none.json()["error"]["message"]
 
 
-def test_what_is_no_json(served: Running) -> None:
+def test_invalid_json_is_refused(served: Running) -> None:
     nested = b"[" * 100_000
     for body in (
         b"",
@@ -354,14 +354,14 @@ def test_what_is_no_json(served: Running) -> None:
             refused(client.post(CHAT, content=body), 400)
 
 
-def test_wrong_places_and_methods(served: Running) -> None:
+def test_unknown_paths_and_methods(served: Running) -> None:
     with served.http as client:
         refused(client.get("/nowhere"), 404)
         refused(client.get(CHAT), 405)
         refused(client.post("/v1/models", json={}), 405)
 
 
-def test_a_body_is_bounded_with_and_without_its_length(split_folder: Path) -> None:
+def test_body_size_is_limited_with_and_without_content_length(split_folder: Path) -> None:
     with running(split_folder, body_bytes=1000) as served, served.http as client:
         refused(client.post(CHAT, content=b" " * 1001), 413, "body_too_large")
 
@@ -390,15 +390,15 @@ def test_a_slow_body_and_a_slow_head_are_cut_off(split_folder: Path, monkeypatch
 
 def test_garbage_and_pipelines(served: Running) -> None:
     for garbage in (b"\x16\x03\x01\x02\x00\x01\x00", b"\r\n\r\n\r\n", b"GET\r\n\r\n", b"X" * 100_000):
-        with served.socket() as made:
-            made.sendall(garbage)
-            made.shutdown(socket.SHUT_WR)
-            harmless(everything(made).decode("latin-1"))
-    one = posted(COMPLETION, {"prompt": "the rain", "max_tokens": 2, "temperature": 0})
-    last = one.replace(b"Host", b"Connection: close\r\nHost")
-    with served.socket() as made:
-        made.sendall(one + one + last)
-        answers = everything(made)
+        with served.socket() as connection:
+            connection.sendall(garbage)
+            connection.shutdown(socket.SHUT_WR)
+            harmless(everything(connection).decode("latin-1"))
+    request = posted(COMPLETION, {"prompt": "the rain", "max_tokens": 2, "temperature": 0})
+    last = request.replace(b"Host", b"Connection: close\r\nHost")
+    with served.socket() as connection:
+        connection.sendall(request + request + last)
+        answers = everything(connection)
     assert answers.count(b"HTTP/1.1 200") == 3
     bodies = [part.partition(b"\r\n\r\n")[2] for part in answers.split(b"HTTP/1.1 200")[1:]]
     texts = [json.loads(body)["choices"][0]["text"] for body in bodies]
@@ -406,41 +406,41 @@ def test_garbage_and_pipelines(served: Running) -> None:
     assert len(set(texts)) == 1
 
 
-def everything(made: socket.socket) -> bytes:
-    found = b""
+def everything(connection: socket.socket) -> bytes:
+    received = b""
     while True:
         try:
-            part = made.recv(1 << 16)
+            part = connection.recv(1 << 16)
         except ConnectionResetError:
-            return found
+            return received
         if not part:
-            return found
-        found += part
+            return received
+        received += part
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_gives_the_place_back(served: Running, stream: bool) -> None:
+def test_disconnected_client_frees_its_requests(served: Running, stream: bool) -> None:
     idle(served)
     before = served.batch.stats.ended.get("cancelled", 0)
     body = json.dumps({**LONG, "n": 3, "stream": stream}).encode()
-    made = served.socket()
-    made.sendall(
+    connection = served.socket()
+    connection.sendall(
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
     )
     until(lambda: served.batch.stats.running == 3)
-    made.close()
+    connection.close()
     idle(served)
     assert served.batch.stats.ended["cancelled"] == before + 3
 
 
-def test_more_choices_than_may_ever_wait_are_refused_for_good(served: Running) -> None:
-    most = LIMITS.running + LIMITS.waiting
-    assert served.post(COMPLETION, {"prompt": "a", "max_tokens": 1, "n": most}).status_code == 200
-    refused(served.post(COMPLETION, {"prompt": "a", "max_tokens": 1, "n": most + 1}), 400, param="n")
+def test_more_choices_than_the_queue_holds_are_a_bad_request(served: Running) -> None:
+    capacity = LIMITS.running + LIMITS.waiting
+    assert served.post(COMPLETION, {"prompt": "a", "max_tokens": 1, "n": capacity}).status_code == 200
+    refused(served.post(COMPLETION, {"prompt": "a", "max_tokens": 1, "n": capacity + 1}), 400, param="n")
 
 
 @pytest.mark.long
-def test_more_than_may_wait_is_told_when_to_come_back(split_folder: Path) -> None:
+def test_full_queue_answers_429_with_retry_after(split_folder: Path) -> None:
     with running(split_folder, limits=Limits(running=1, waiting=1)) as served:
         started = [
             threading.Thread(target=served.post, args=(COMPLETION, {**LONG, "max_tokens": 60}), daemon=True)
@@ -459,7 +459,7 @@ def test_more_than_may_wait_is_told_when_to_come_back(split_folder: Path) -> Non
             thread.join()
 
 
-def test_a_request_has_its_time(split_folder: Path) -> None:
+def test_timeout_of_a_request(split_folder: Path) -> None:
     with running(split_folder, seconds=0.3) as served:
         answer = served.post(COMPLETION, LONG)
         refused(answer, 504, "timeout")
@@ -501,7 +501,7 @@ def test_keys_and_hosts_and_origins(split_folder: Path) -> None:
                 assert allowed == ("https://page.example" if origin == "https://page.example" else None)
 
 
-def test_every_route_but_two_needs_the_key(split_folder: Path) -> None:
+def test_all_routes_but_health_and_page_need_the_key(split_folder: Path) -> None:
     """Also a route that somebody adds later, a path that is none, and odd spellings of those that need it."""
     with running(split_folder, api_key="secret") as served:
         served.key = None
@@ -531,19 +531,19 @@ def test_every_route_but_two_needs_the_key(split_folder: Path) -> None:
             assert with_key["status"] == "ok"
 
 
-def test_the_prompt_counts_once_however_many_choices(served: Running) -> None:
-    one, three = (
+def test_usage_counts_the_prompt_once(served: Running) -> None:
+    usage_of_1, usage_of_3 = (
         served.post(CHAT, {"messages": HELLO, "max_tokens": 2, "n": n, "temperature": 0}).json()["usage"]
         for n in (1, 3)
     )
-    assert three["prompt_tokens"] == one["prompt_tokens"]
-    assert three["completion_tokens"] == 3 * one["completion_tokens"]
-    assert three["total_tokens"] == three["prompt_tokens"] + three["completion_tokens"]
+    assert usage_of_3["prompt_tokens"] == usage_of_1["prompt_tokens"]
+    assert usage_of_3["completion_tokens"] == 3 * usage_of_1["completion_tokens"]
+    assert usage_of_3["total_tokens"] == usage_of_3["prompt_tokens"] + usage_of_3["completion_tokens"]
     prompts = served.post(COMPLETION, {"prompt": ["the rain", "the"], "max_tokens": 1, "n": 2}).json()["usage"]
-    each = [
+    usages = [
         served.post(COMPLETION, {"prompt": prompt, "max_tokens": 1}).json()["usage"] for prompt in ("the rain", "the")
     ]
-    assert prompts["prompt_tokens"] == sum(usage["prompt_tokens"] for usage in each)
+    assert prompts["prompt_tokens"] == sum(usage["prompt_tokens"] for usage in usages)
     streamed = served.openai().chat.completions.create(
         model=NAME,
         messages=HELLO,
@@ -554,23 +554,23 @@ def test_the_prompt_counts_once_however_many_choices(served: Running) -> None:
     )
     usage = [*streamed][-1].usage
     assert usage is not None
-    assert usage.prompt_tokens == one["prompt_tokens"]
+    assert usage.prompt_tokens == usage_of_1["prompt_tokens"]
 
 
 def test_a_request_with_two_lengths_is_refused(served: Running) -> None:
     head = (
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n"
     )
-    with served.socket() as made:
-        made.sendall(head + b"2\r\n{}\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        answer = everything(made)
+    with served.socket() as connection:
+        connection.sendall(head + b"2\r\n{}\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        answer = everything(connection)
     assert answer.startswith(b"HTTP/1.1 400")
     assert b"both Content-Length and Transfer-Encoding" in answer
     assert answer.count(b"HTTP/1.1") == 1  # the connection is closed
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/api/chat", "/v1/chat/completion"])
-def test_a_path_of_another_server_is_told_what_there_is(served: Running, path: str) -> None:
+def test_unknown_path_lists_the_endpoints(served: Running, path: str) -> None:
     message = refused(served.post(path, {}), 404, "not_found")
     assert message == (
         f"There is no {path} here. "
@@ -578,29 +578,29 @@ def test_a_path_of_another_server_is_told_what_there_is(served: Running, path: s
     )
 
 
-def test_request_ids_go_round(served: Running) -> None:
+def test_request_ids_are_returned(served: Running) -> None:
     with served.http as client:
         assert client.get("/health", headers={"x-request-id": "a-1"}).headers["x-request-id"] == "a-1"
-        own = client.get("/health", headers={"x-request-id": "a b\t<script>"}).headers["x-request-id"]
-        assert own.isalnum()
-        assert own != client.get("/health").headers["x-request-id"]
+        request_id = client.get("/health", headers={"x-request-id": "a b\t<script>"}).headers["x-request-id"]
+        assert request_id.isalnum()
+        assert request_id != client.get("/health").headers["x-request-id"]
 
 
-def test_a_reader_that_takes_nothing_ends(split_folder: Path) -> None:
+def test_stalled_client_is_disconnected(split_folder: Path) -> None:
     """Its answer does not fit what the kernel holds back for it, and the server waits no longer than it says."""
     with running(split_folder, stall_seconds=0.3, send_buffer=4096) as served:
-        made = socket.socket()
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        made.connect(("127.0.0.1", served.port))
-        made.sendall(posted(COMPLETION, {**LONG, "n": 4, "stream": True, "logprobs": 20}))
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.connect(("127.0.0.1", served.port))
+        connection.sendall(posted(COMPLETION, {**LONG, "n": 4, "stream": True, "logprobs": 20}))
         until(lambda: served.batch.stats.running > 0)
         until(lambda: "rabbitllm_clients_left_total 1" in metrics(served))
         idle(served)
         assert served.post(COMPLETION, {"prompt": "a", "max_tokens": 1}).status_code == 200
-        made.close()
+        connection.close()
 
 
-def test_it_ends_when_what_runs_is_finished(split_folder: Path) -> None:
+def test_shutdown_finishes_running_requests(split_folder: Path) -> None:
     with running(split_folder, grace=None) as served:
         answers: list[Any] = []
         asking = threading.Thread(target=lambda: answers.append(served.post(COMPLETION, {**LONG, "max_tokens": 120})))
@@ -616,7 +616,7 @@ def test_it_ends_when_what_runs_is_finished(split_folder: Path) -> None:
         assert answers[0].json()["usage"]["completion_tokens"] == 120
 
 
-def test_it_ends_with_what_there_is_when_the_grace_is_over(split_folder: Path) -> None:
+def test_shutdown_cancels_requests_after_the_grace_period(split_folder: Path) -> None:
     with running(split_folder, grace=0.2) as served:
         answers: list[Any] = []
         asking = threading.Thread(target=lambda: answers.append(served.post(COMPLETION, {**LONG, "max_tokens": 240})))
@@ -630,7 +630,7 @@ def test_it_ends_with_what_there_is_when_the_grace_is_over(split_folder: Path) -
         assert choice["text"]
 
 
-def test_a_dead_batch_is_unwell(split_folder: Path) -> None:
+def test_failed_batch_is_unhealthy(split_folder: Path) -> None:
     with running(split_folder) as served:
         served.batch._scheduler.step = lambda: 1 / 0  # type: ignore
         refused(served.post(COMPLETION, LONG), 500, "internal_error")
@@ -669,9 +669,7 @@ MESSAGES = st.lists(
     messages=MESSAGES | ANYTHING,
     prompt=st.text(max_size=8) | ANYTHING,
 )
-def test_no_body_whatever_is_a_fault_of_the_server(
-    served: Running, path: str, body: Any, messages: Any, prompt: Any
-) -> None:
+def test_no_body_causes_a_server_error(served: Running, path: str, body: Any, messages: Any, prompt: Any) -> None:
     if isinstance(body, dict):
         right = {CHAT: {"messages": messages}, COMPLETION: {"prompt": prompt}}.get(path, {"input": prompt})
         body = {**({} if path.endswith("embeddings") else {"max_tokens": 1}), **right, **body}

@@ -27,12 +27,12 @@ from tests.support.gguf_files import write_gguf
 
 
 def said(served: Running, split: tuple[bool, Path] | None, *, is_local: bool = True) -> str:
-    out = io.StringIO()
-    put_greeting(Console(file=out), served.service, served.address, split, is_local=is_local)
-    return out.getvalue()
+    output = io.StringIO()
+    put_greeting(Console(file=output), served.service, served.address, split, is_local=is_local)
+    return output.getvalue()
 
 
-def test_where_what_and_a_line_to_try(served: Running, split_folder: Path) -> None:
+def test_greeting_has_address_split_and_a_curl_command(served: Running, split_folder: Path) -> None:
     lines = said(served, (True, split_folder)).splitlines()
     assert lines[0] == f"tiny at {served.address}"
     assert lines[1].split() == ["split", "existed,", "in", str(split_folder)]
@@ -43,20 +43,20 @@ def test_where_what_and_a_line_to_try(served: Running, split_folder: Path) -> No
     assert answer.status_code == 200, answer.text
 
 
-def test_a_warning_where_everybody_reaches_it(served: Running) -> None:
+def test_greeting_warns_of_a_public_address_without_a_key(served: Running) -> None:
     assert "Every machine that reaches this address" not in said(served, None)
     assert "Every machine that reaches this address" in said(served, None, is_local=False)
     guarded = replace(served.service.settings, api_key="k")
     before, served.service.settings = served.service.settings, guarded
     try:
-        told = said(served, None, is_local=False)
+        output = said(served, None, is_local=False)
     finally:
         served.service.settings = before
-    assert "Every machine that reaches this address" not in told
-    assert "$RABBITLLM_API_KEY" in told
+    assert "Every machine that reaches this address" not in output
+    assert "$RABBITLLM_API_KEY" in output
 
 
-def test_addresses() -> None:
+def test_bound_addresses_and_host_names() -> None:
     with bound("127.0.0.1", 0) as local, bound("0.0.0.0", 0) as everywhere:
         assert is_local(local)
         assert not is_local(everywhere)
@@ -71,7 +71,7 @@ def test_addresses() -> None:
         bound("nowhere.invalid", 0)
 
 
-def test_other_machines_need_a_key_unless_the_user_says_otherwise() -> None:
+def test_public_address_needs_a_key_or_insecure() -> None:
     with bound("127.0.0.1", 0) as local, bound("0.0.0.0", 0) as everywhere:
         check_guarded(local, None, insecure=False)
         check_guarded(everywhere, "key", insecure=False)
@@ -89,7 +89,7 @@ def test_names_of_hosts(host: str, name: str) -> None:
     assert name_of(host) == name
 
 
-def test_the_name_that_requests_use(tmp_path: Path) -> None:
+def test_served_name(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "my-model", "llama")
     (folder / "splitted_model.4bit").mkdir()
     for name in (folder, folder / "splitted_model.4bit", folder / "model.safetensors"):
@@ -107,7 +107,7 @@ needs_glibc = pytest.mark.skipif(server.trimming() is None, reason="no glibc her
 
 
 @needs_glibc
-def test_what_lies_between_blocks_in_use_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trimming_returns_freed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "TRIM_SECONDS", 0.01)
     process = psutil.Process()
     blocks = [torch.ones(BLOCK, dtype=torch.uint8) for _ in range(COUNT)]
@@ -129,6 +129,6 @@ def test_what_lies_between_blocks_in_use_is_given_back(monkeypatch: pytest.Monke
 
 
 @needs_glibc
-def test_without_glibc_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_glibc_trimming_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "trimming", lambda: None)
     asyncio.run(asyncio.wait_for(server.trim_periodically(), 1))

@@ -20,12 +20,12 @@ def answer_of(template: Any, *messages: dict[str, str]) -> APIError:
     return prompt_error(error)
 
 
-def test_what_a_template_refuses_is_told_in_its_words() -> None:
+def test_template_refusal_is_quoted() -> None:
     error = answer_of("{{ raise_exception('roles must alternate') }}", {"role": "user", "content": "a"})
     assert "roles must alternate" in error.message
 
 
-def test_a_template_that_fails_is_a_refusal() -> None:
+def test_failing_template_is_a_refusal() -> None:
     error = answer_of("{{ messages[7].content.nothing.there }}", {"role": "user", "content": "a"})
     assert error.code == "template_error"
     error = answer_of("{{ messages[0].content + 1 }}", {"role": "user", "content": "a"})
@@ -36,7 +36,7 @@ def test_without_a_template_there_are_no_tool_messages() -> None:
     assert "need a template" in answer_of(None, {"role": "tool", "content": "a"}).message
 
 
-def test_a_text_that_is_too_long_for_the_tokenizer() -> None:
+def test_text_longer_than_the_context_is_refused() -> None:
     error = answer_of("{{ 'x y ' * 10000000 }}", {"role": "user", "content": "a"})
     assert error.message == "The prompt has 40,000,000 letters; the model's context has 4,096 tokens."
     assert error.code == "context_length_exceeded"

@@ -50,8 +50,8 @@ ADD: Any = {
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder: Path = tmp_path_factory.mktemp("serve") / "scripted"
     scripted_checkpoint(folder, LINES, TEMPLATE, special=("[TOOL_CALLS]", "</think>"))
-    with running(split(folder)) as found:
-        yield found
+    with running(split(folder)) as server:
+        yield server
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ def test_values_without_quotes_have_the_types_of_the_schema(scripted: Running, o
     assert json.loads(choice.message.tool_calls[0].function.arguments) == {"a": 1, "b": "7"}
 
 
-def ask(scripted: Running, word: str, **more: Any) -> Any:
-    settings: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "tools": [ADD], **more}
-    said: list[Any] = [{"role": "user", "content": word}]
-    return scripted.openai().chat.completions.create(model=NAME, messages=said, **settings)
+def ask(scripted: Running, word: str, **options: Any) -> Any:
+    settings: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "tools": [ADD], **options}
+    messages: list[Any] = [{"role": "user", "content": word}]
+    return scripted.openai().chat.completions.create(model=NAME, messages=messages, **settings)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def ask(scripted: Running, word: str, **more: Any) -> Any:
         ("<later>", "So:", {}),
     ],
 )
-def test_a_call(scripted: Running, word: str, text: str | None, arguments: dict[str, int]) -> None:
+def test_tool_call(scripted: Running, word: str, text: str | None, arguments: dict[str, int]) -> None:
     choice = ask(scripted, word).choices[0]
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content == text
@@ -120,9 +120,7 @@ def streamed(chunks: Any) -> tuple[str, str, list[Any], str | None]:
         ("<end>", "", "</think>No tool."),
     ],
 )
-def test_a_call_that_is_only_considered_is_none(
-    scripted: Running, word: str, reasoning: str, text: str, tools: Any
-) -> None:
+def test_call_inside_reasoning_is_ignored(scripted: Running, word: str, reasoning: str, text: str, tools: Any) -> None:
     choice = ask(scripted, word, tools=tools).choices[0]
     assert choice.finish_reason == "stop"
     assert (choice.message.content, choice.message.tool_calls) == (text, None)
@@ -146,7 +144,7 @@ def test_a_stop_text_is_not_found_across_a_marker(scripted: Running) -> None:
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
-def test_reasoning_of_an_earlier_answer_goes_to_a_template_that_reads_it(scripted: Running, name: str) -> None:
+def test_templates_get_earlier_reasoning(scripted: Running, name: str) -> None:
     messages = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b", name: "the hare"},
@@ -160,23 +158,23 @@ def test_reasoning_of_an_earlier_answer_goes_to_a_template_that_reads_it(scripte
     assert answer.json()["error"]["message"] == "messages.0 is of user; only an assistant has reasoning."
 
 
-def test_text_is_text(scripted: Running) -> None:
-    for found in (ask(scripted, "<talk>"), ask(scripted, "<talk>", tools=None)):
-        assert (found.choices[0].message.content, found.choices[0].message.tool_calls) == ("It is three.", None)
-        assert found.choices[0].finish_reason == "stop"
+def test_plain_text_has_no_tool_calls(scripted: Running) -> None:
+    for answer in (ask(scripted, "<talk>"), ask(scripted, "<talk>", tools=None)):
+        assert (answer.choices[0].message.content, answer.choices[0].message.tool_calls) == ("It is three.", None)
+        assert answer.choices[0].finish_reason == "stop"
     pieces = [chunk.choices[0].delta.content for chunk in ask(scripted, "<talk>", stream=True)]
     assert [piece for piece in pieces if piece] == ["It is ", "three."]
 
 
-def test_tools_that_may_not_be_called_are_not_told(scripted: Running) -> None:
-    told, untold = ask(scripted, "<talk>"), ask(scripted, "<talk>", tool_choice="none")
-    assert untold.usage.prompt_tokens < told.usage.prompt_tokens
-    found = ask(scripted, "<call>", tool_choice="none")
-    assert found.choices[0].finish_reason == "stop"
-    assert found.choices[0].message.content.startswith("<tool_call>")
+def test_tool_choice_none_hides_tools_from_the_template(scripted: Running) -> None:
+    with_tools, without_tools = ask(scripted, "<talk>"), ask(scripted, "<talk>", tool_choice="none")
+    assert without_tools.usage.prompt_tokens < with_tools.usage.prompt_tokens
+    answer = ask(scripted, "<call>", tool_choice="none")
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].message.content.startswith("<tool_call>")
 
 
-def test_calls_and_answers_go_to_the_template(scripted: Running) -> None:
+def test_templates_get_tool_calls_and_results(scripted: Running) -> None:
     """Arguments as the table that templates expect."""
     messages = [
         {"role": "user", "content": "add"},
@@ -187,15 +185,15 @@ def test_calls_and_answers_go_to_the_template(scripted: Running) -> None:
         },
         {"role": "tool", "tool_call_id": "1", "content": "3 <talk>"},
     ]
-    found = scripted.openai().chat.completions.create(model=NAME, messages=messages, temperature=0)  # type: ignore[arg-type]
-    said = "addcalled add with [('a', 1)]\ngot 3 <talk>"
-    assert found.usage is not None
-    assert found.usage.prompt_tokens == len(scripted.model.tokenizer(said, add_special_tokens=False)["input_ids"])
-    assert found.choices[0].message.content == "It is three."
+    answer = scripted.openai().chat.completions.create(model=NAME, messages=messages, temperature=0)  # type: ignore[arg-type]
+    expected = "addcalled add with [('a', 1)]\ngot 3 <talk>"
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(scripted.model.tokenizer(expected, add_special_tokens=False)["input_ids"])
+    assert answer.choices[0].message.content == "It is three."
 
 
 @pytest.mark.parametrize("arguments", ["", " ", None, "{}", {}])
-def test_a_call_without_arguments_goes_to_the_template(scripted: Running, arguments: Any) -> None:
+def test_templates_get_calls_without_arguments(scripted: Running, arguments: Any) -> None:
     """Clients send it back in any of these forms; some send the answer of a tool as null."""
     call = {"id": "1", "type": "function", "index": 0, "function": {"name": "add", "arguments": arguments}}
     messages = [
@@ -205,25 +203,25 @@ def test_a_call_without_arguments_goes_to_the_template(scripted: Running, argume
         {"role": "user", "content": "<talk>"},
     ]
     answer = scripted.post("/v1/chat/completions", {"messages": messages, "temperature": 0})
-    said = "addcalled add with []\ngot <talk>"
+    expected = "addcalled add with []\ngot <talk>"
     assert answer.status_code == 200, answer.text
-    tokens = len(scripted.model.tokenizer(said, add_special_tokens=False)["input_ids"])
+    tokens = len(scripted.model.tokenizer(expected, add_special_tokens=False)["input_ids"])
     assert answer.json()["usage"]["prompt_tokens"] == tokens
 
 
-def test_json_is_asked_of_a_template_that_has_a_place_for_it(scripted: Running) -> None:
-    found = ask(scripted, "", tools=None, response_format={"type": "json_object"})
-    assert json.loads(found.choices[0].message.content) == {"a": 1}
+def test_templates_get_the_response_format(scripted: Running) -> None:
+    answer = ask(scripted, "", tools=None, response_format={"type": "json_object"})
+    assert json.loads(answer.choices[0].message.content) == {"a": 1}
 
 
-def test_forcing_is_refused(scripted: Running) -> None:
-    for more in (
+def test_forced_tool_choice_is_refused(scripted: Running) -> None:
+    for fields in (
         {"tool_choice": {"type": "function", "function": {"name": "add"}}},
         {"tool_choice": "required"},
         {"parallel_tool_calls": False},
     ):
         answer = scripted.post(
-            "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [ADD], **more}
+            "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [ADD], **fields}
         )
         assert answer.status_code == 400
         assert answer.json()["error"]["code"] == "unsupported_parameter"

@@ -86,23 +86,23 @@ def read(pieces: list[str]) -> tuple[str, tuple[ParsedToolCall, ...]]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_form(form: str) -> None:
+def test_tool_call_formats(form: str) -> None:
     written, text, calls = FORMS[form]
-    found, read_calls = read([written])
-    assert (found.rstrip() if calls else found, read_calls) == (text, calls)
+    answer, read_calls = read([written])
+    assert (answer.rstrip() if calls else answer, read_calls) == (text, calls)
 
 
 @PATIENT
 @given(form=st.sampled_from(sorted(FORMS)), cuts=st.lists(st.integers(0, 200), max_size=12))
-def test_pieces_make_no_difference(form: str, cuts: list[int]) -> None:
+def test_result_is_independent_of_chunking(form: str, cuts: list[int]) -> None:
     written = FORMS[form][0]
-    places = sorted({0, len(written), *(min(cut, len(written)) for cut in cuts)})
-    assert read([written[a:b] for a, b in pairwise(places)]) == read([written])
+    offsets = sorted({0, len(written), *(min(cut, len(written)) for cut in cuts)})
+    assert read([written[a:b] for a, b in pairwise(offsets)]) == read([written])
 
 
 @PATIENT
 @given(st.text(alphabet='<>tool_ca/|[]{}"namergus:,TOL_CS 1\n', max_size=80))
-def test_without_calls_the_text_is_whole(written: str) -> None:
+def test_text_without_calls_is_unchanged(written: str) -> None:
     """Whatever it begins like."""
     text, calls = read(list(written))
     if calls:

@@ -73,8 +73,8 @@ def crowd(count: int, silence: float, tokens: int) -> list[Kind]:
         ill_behaved.sends_too_much: 2,
         asking_for_long: 4,
     }
-    whole = sum(shares.values())
-    return [kind for kind, share in shares.items() for _ in range(max(round(share * count / whole), 1))]
+    total = sum(shares.values())
+    return [client for client, share in shares.items() for _ in range(max(round(share * count / total), 1))]
 
 
 @pytest.fixture(scope="module")
@@ -89,48 +89,48 @@ def few(model: Path) -> list[Question]:
 
 @pytest.fixture
 def server(model: Path, tmp_path: Path) -> Iterator[ServedModel]:
-    made = ServedModel(model, tmp_path / "log", *OPTIONS)
-    made.start()
-    yield made
-    made.kill()
+    model_server = ServedModel(model, tmp_path / "log", *OPTIONS)
+    model_server.start()
+    yield model_server
+    model_server.kill()
 
 
-async def watched(server: ServedModel, seen: list[tuple[float, int]]) -> None:
+async def watched(server: ServedModel, samples: list[tuple[float, int]]) -> None:
     """Resident bytes of the server, each second."""
     process = server.process
     while True:
-        seen.append((time.monotonic(), process.memory_info().rss))
+        samples.append((time.monotonic(), process.memory_info().rss))
         await asyncio.sleep(1)
 
 
-async def all_at_once(place: Place, kinds: list[Kind], server: ServedModel) -> list[tuple[float, int]]:
+async def all_at_once(place: Place, clients: list[Kind], server: ServedModel) -> list[tuple[float, int]]:
     """All clients until the place's time is over and each has what it asked for; the server's memory meanwhile."""
-    seen: list[tuple[float, int]] = []
-    watching = asyncio.create_task(watched(server, seen))
-    await asyncio.gather(*(kind(place, random.Random(number)) for number, kind in enumerate(kinds)))
+    samples: list[tuple[float, int]] = []
+    watching = asyncio.create_task(watched(server, samples))
+    await asyncio.gather(*(client(place, random.Random(seed)) for seed, client in enumerate(clients)))
     watching.cancel()
-    return seen
+    return samples
 
 
-def slope(seen: list[tuple[float, int]]) -> float:
+def slope(samples: list[tuple[float, int]]) -> float:
     """Bytes a second by least squares, over the second half."""
-    half = seen[len(seen) // 2 :]
-    return statistics.linear_regression([at for at, _ in half], [nbytes for _, nbytes in half]).slope
+    half = samples[len(samples) // 2 :]
+    return statistics.linear_regression([seconds for seconds, _ in half], [nbytes for _, nbytes in half]).slope
 
 
 def free_again(server: ServedModel, seconds: float = 60) -> dict[str, float]:
     """Wait until all places are free; the server's metrics then."""
     until = time.monotonic() + seconds
     while True:
-        found = server.metrics()
-        taken = found["rabbitllm_running"] + found["rabbitllm_waiting"]
-        if not taken and found["rabbitllm_http_requests_open"] <= 1:  # that for /metrics is open itself
-            return found
-        assert time.monotonic() < until, f"places are still taken: {found}"
+        metrics = server.metrics()
+        occupied = metrics["rabbitllm_running"] + metrics["rabbitllm_waiting"]
+        if not occupied and metrics["rabbitllm_http_requests_open"] <= 1:  # that for /metrics is open itself
+            return metrics
+        assert time.monotonic() < until, f"places are still taken: {metrics}"
         time.sleep(0.2)
 
 
-def show(tally: Tally, seen: list[tuple[float, int]], found: dict[str, float]) -> None:
+def show(tally: Tally, samples: list[tuple[float, int]], metrics: dict[str, float]) -> None:
     """Print what there was, for `pytest -s` and for the report of a failure."""
     print(f"\nanswered: {dict(tally.answered)}; returned: {tally.returned}")
     print(f"refused for the moment: {dict(tally.refused)}")
@@ -138,39 +138,39 @@ def show(tally: Tally, seen: list[tuple[float, int]], found: dict[str, float]) -
     for name, values in (("first token", tally.firsts), ("between tokens", tally.betweens)):
         if values:
             print(f"{name}: p50 {percentile(values, 50):.3f} s, p95 {percentile(values, 95):.3f} s")
-    if len(seen) > 3:
-        sizes = [nbytes / 2**20 for _, nbytes in seen]
+    if len(samples) > 3:
+        sizes = [nbytes / 2**20 for _, nbytes in samples]
         print(
             f"resident: {sizes[0]:.0f} MiB at first, {max(sizes):.0f} at most, {sizes[-1]:.0f} at last; "
-            f"slope of the second half {slope(seen) * 60 / 2**20:+.2f} MiB a minute"
+            f"slope of the second half {slope(samples) * 60 / 2**20:+.2f} MiB a minute"
         )
-    ended = {name: value for name, value in found.items() if name.startswith("rabbitllm_generations_total")}
-    print(f"ended: {ended}; gave their place back: {found['rabbitllm_preempted_total']:.0f}")
+    ended = {name: value for name, value in metrics.items() if name.startswith("rabbitllm_generations_total")}
+    print(f"ended: {ended}; gave their place back: {metrics['rabbitllm_preempted_total']:.0f}")
 
 
-def under_load(server: ServedModel, asked: list[Question], kinds: list[Kind], seconds: float) -> float:
+def under_load(server: ServedModel, few: list[Question], clients: list[Kind], seconds: float) -> float:
     """Load it, check everything but memory; bytes a second that its memory grows."""
-    place = Place(server.url, asked, time.monotonic() + seconds)
-    seen = asyncio.run(all_at_once(place, kinds, server))
-    found = free_again(server)
-    show(place.tally, seen, found)
+    place = Place(server.url, few, time.monotonic() + seconds)
+    samples = asyncio.run(all_at_once(place, clients, server))
+    metrics = free_again(server)
+    show(place.tally, samples, metrics)
     assert not place.tally.lost
     assert not place.tally.wrong
     assert set(place.tally.answered) == {"streamed", "whole", "read slowly"}
-    assert found["rabbitllm_cache_bytes"] <= found["rabbitllm_cache_limit_bytes"] == CACHE_BYTES
-    assert not found.get('rabbitllm_generations_total{reason="failed"}')
+    assert metrics["rabbitllm_cache_bytes"] <= metrics["rabbitllm_cache_limit_bytes"] == CACHE_BYTES
+    assert not metrics.get('rabbitllm_generations_total{reason="failed"}')
     assert "Traceback" not in server.log.read_text()
-    after = Place(server.url, asked, time.monotonic() + 1)  # every place can be taken again
-    asyncio.run(all_at_once(after, [streaming] * (RUNNING + WAITING), server))
-    assert not after.tally.lost
-    assert not after.tally.wrong
-    assert not after.tally.refused
+    second = Place(server.url, few, time.monotonic() + 1)  # every place can be taken again
+    asyncio.run(all_at_once(second, [streaming] * (RUNNING + WAITING), server))
+    assert not second.tally.lost
+    assert not second.tally.wrong
+    assert not second.tally.refused
     assert server.end() == 0
-    return slope(seen)
+    return slope(samples)
 
 
 @pytest.mark.long
-def test_clients_of_every_kind(server: ServedModel, few: list[Question]) -> None:
+def test_mixed_clients(server: ServedModel, few: list[Question]) -> None:
     under_load(server, few, crowd(14, silence=2, tokens=50), seconds=6)
 
 
@@ -181,7 +181,7 @@ def test_64_clients_for_two_minutes(server: ServedModel, model: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_restart_in_the_middle(server: ServedModel, model: Path, few: list[Question]) -> None:
+def test_restart_under_load(server: ServedModel, model: Path, few: list[Question]) -> None:
     """Clients that ask again get every answer; the layer files are those of before."""
     split = model / "splitted_model"
     before = {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in split.iterdir()}
@@ -196,7 +196,7 @@ def test_a_restart_in_the_middle(server: ServedModel, model: Path, few: list[Que
 
     async def both() -> int:
         clients = asyncio.gather(
-            *((streaming if number % 3 else not_streaming)(place, random.Random(number)) for number in range(12))
+            *((streaming if seed % 3 else not_streaming)(place, random.Random(seed)) for seed in range(12))
         )
         code = await restart()
         await clients
