@@ -453,7 +453,7 @@ def test_equal_bytes_only(tmp_path: Path) -> None:
 
 
 def test_tensors_left_out_are_counted(tmp_path: Path) -> None:
-    """By key; not those that are weights too, but also the bytes of a storage without a tensor."""
+    """By key, as are other values; not those that are weights too, but also the bytes of a storage without a tensor."""
     weight, moment = torch.ones(4), torch.ones(6)
     value = {
         "model": {"w": weight, "tied": weight},
@@ -466,6 +466,8 @@ def test_tensors_left_out_are_counted(tmp_path: Path) -> None:
     assert read.left_tensors == (
         LeftOut("optimizer", 24),
         LeftOut("rng_state", 5),
+        LeftOut("epoch", 0, 0),
+        LeftOut("args", 0, 0),
         LeftOut("tensors without a name", 12),
     )
     assert read.header().left_out == read.left_tensors
