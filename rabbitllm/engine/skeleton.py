@@ -47,13 +47,9 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConf
         UnknownArchitectureError: transformers does not support the model type, its code is not trusted, or the weights
             are quantized by a method that is not supported.
         InvalidIndexError: config.json is a git-lfs pointer, or begins with a byte-order mark.
-        MissingPackageError: transformers is newer than the tested versions, and fails its self-check.
     """
     from transformers import AutoConfig
 
-    from rabbitllm.engine.transformers_check import check_transformers
-
-    check_transformers()
     if not (folder / "config.json").is_file():
         raise UnknownArchitectureError(
             f"{folder} has no config.json; the model's architecture is not known.",

@@ -118,10 +118,15 @@ def acceptance(
         options: options for running the model.
         devices: devices to run it on; by default those that the options name.
         too_little: see `LoadPlanner`.
+
+    Raises:
+        MissingPackageError: transformers is newer than the tested versions, and fails its self-check.
     """
     from rabbitllm.engine.devices import resolve_devices  # with torch
     from rabbitllm.engine.load_plan import LoadPlanner
+    from rabbitllm.engine.transformers_check import check_transformers
 
+    check_transformers()
     if devices is None:
         devices = resolve_devices(options.device, options.max_memory, options.pin_memory)
     with config_folder(source) as folder:
