@@ -342,14 +342,22 @@ def make_folder(folder: Path) -> None:
         sync_folder(path.parent)
 
 
-def remove_folder(folder: Path) -> None:
-    """Remove a folder and the files in it, if it exists; it must contain no folders."""
+def remove_folder(folder: Path, suffix: str = "") -> None:
+    """Remove the files in a folder whose names end with `suffix`, and the folder unless it contains others.
+
+    It may be absent.
+    """
     if not folder.is_dir():
         return
+    others = False
     for path in folder.iterdir():
-        remove(path)
-    _announce(Step("remove_folder", folder))
-    folder.rmdir()
+        if path.name.endswith(suffix):
+            remove(path)
+        else:
+            others = True
+    if not others:
+        _announce(Step("remove_folder", folder))
+        folder.rmdir()
 
 
 # Scratch files describe a running process and hold no data. They are neither synced nor announced as steps: losing them

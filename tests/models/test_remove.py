@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -87,6 +88,12 @@ def test_one_of_rabbitllm_1_goes(tmp_path: Path) -> None:
 FOREIGN: dict[str, Callable[[Path], object]] = {
     "a file": lambda made: (made / "notes.md").write_text("mine"),
     "a text": lambda made: _later(made, made / "notes.txt"),
+    "an old text": lambda made: _older(made / "notes.txt"),
+    "old results": lambda made: _older(made / "results.json"),
+    "old code": lambda made: _older(made / "train.py"),
+    "a text that the checkpoint's folder links to": lambda made: _linked_to(made.parent, made / "notes.txt"),
+    "another file among the fetched ones": lambda made: _in_folder(made / ".staging" / "mine.txt"),
+    "another file among the templates": lambda made: _in_folder(made / "additional_chat_templates" / "mine.txt"),
     "another layer": lambda made: (made / "adapter.safetensors").write_bytes(b"mine"),
     "a folder": lambda made: (made / "mine").mkdir(),
     "a link": lambda made: (made / "model.extra.safetensors").symlink_to("/etc/hosts"),
@@ -99,6 +106,21 @@ def _later(made: Path, path: Path) -> None:
     path.write_text("mine")
     written = (made / MANIFEST_NAME).stat().st_mtime
     os.utime(path, (written + 10, written + 10))
+
+
+def _older(path: Path) -> None:
+    path.write_text("mine")
+    os.utime(path, (0, 0))
+
+
+def _linked_to(folder: Path, path: Path) -> None:
+    _older(path)
+    (folder / path.name).symlink_to(path)
+
+
+def _in_folder(path: Path) -> None:
+    path.parent.mkdir()
+    _older(path)
 
 
 def _linked(path: Path) -> None:
@@ -121,6 +143,28 @@ def test_configs_may_have_been_edited(folder: Path) -> None:
     _later(made, made / "config.json")
     remove(plan_removal(made))
     assert not made.exists()
+
+
+def test_what_was_copied_from_the_checkpoint_goes(folder: Path) -> None:
+    """It is recognised by its bytes, which the checkpoint still has; code by the config that names it, too."""
+    (folder / "results.json").write_text("{}")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "modeling_hare.Hare"}}))
+    for name in ("modeling_hare.py", "train.py"):
+        (folder / name).write_text("import torch\n")
+    before, made = contents(folder), split(folder)
+    (made / "modeling_hare.py").write_text("import torch  # edited\n")
+    remove(plan_removal(made))
+    assert contents(folder) == before
+    made = split(folder)
+    (made / "train.py").write_text("import torch  # edited\n")
+    with pytest.raises(SplitError, match=r"did not write: train\.py"):
+        plan_removal(made)
+
+
+def test_copies_are_named_before_they_go(folder: Path) -> None:
+    result = CliRunner().invoke(app, ["rm", str(split(folder)), "--yes"], catch_exceptions=False)
+    assert re.search(r"copies +config\.json", result.stderr)
 
 
 def test_what_is_no_split_directory(folder: Path, tmp_path: Path) -> None:
