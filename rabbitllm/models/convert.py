@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from rabbitllm import prepare
 from rabbitllm.base.options import RunOptions, ShardPolicy, SplitOptions, expand
 from rabbitllm.base.terminal import listed
-from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata, SourceIdentity, sidecars_in
+from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata, SourceIdentity, is_sidecar, sidecars_in
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.index import (
     INDEX_NAME,
@@ -57,14 +57,29 @@ from rabbitllm.formats.tensor_spec import DTYPES
 from rabbitllm.quant.schemes import DOUBLE
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.journal import reporting_interrupts
-from rabbitllm.splitter.lock import is_lock_file, locked
+from rabbitllm.splitter.lock import LEASE_NAME, is_lock_file, locked
 from rabbitllm.splitter.request import Acceptance, SplitRequest
-from rabbitllm.splitter.split import clean_up, discard_finished, split
+from rabbitllm.splitter.split import STAGING_NAME, clean_up, discard_finished, split
 from rabbitllm.storage import durable
 from rabbitllm.store import checkpoint_folder, locations
-from rabbitllm.store.checkpoint_folder import index_of_files, named_dtype, plan_shards, write_checkpoint
+from rabbitllm.store.checkpoint_folder import (
+    index_of_files,
+    named_dtype,
+    plan_shards,
+    refuse_foreign,
+    write_checkpoint,
+)
+from rabbitllm.store.layer_file import LAYER_SUFFIX
 from rabbitllm.store.layer_store import LayerStore, StoredTensor
-from rabbitllm.store.manifest import AUTO, MANIFEST_NAME, Manifest, directory_name, is_finished, read_manifest
+from rabbitllm.store.manifest import (
+    AUTO,
+    JOURNAL_NAME,
+    MANIFEST_NAME,
+    Manifest,
+    directory_name,
+    is_finished,
+    read_manifest,
+)
 
 # The inputs: a folder, a repository or a single file of weights; and the check of the new folder
 
@@ -489,6 +504,9 @@ def _convert_by_split(name: str, access: HubAccess, folder: Path, options: Split
     dtype = str(options.gguf_dtype)
     work = folder / _work_name(dtype)
     before = False
+    for own_work in (folder / _work_name(one) for one in _DTYPES.values()):
+        refuse_foreign(own_work, lambda name: name in (directory_name(None), _READY_NAME))
+        refuse_foreign(own_work / directory_name(None), _is_of_a_split)
     if (folder / INDEX_NAME).exists():
         known = origin_of(folder)
         require_same(known, input_of(name, access, work), folder)
@@ -514,6 +532,12 @@ def _convert_by_split(name: str, access: HubAccess, folder: Path, options: Split
     for one in _DTYPES.values():
         _clear(folder / _work_name(one))
     return _made(folder, before=before)
+
+
+def _is_of_a_split(name: str) -> bool:
+    """Whether a split writes files of this name into its folder, or copies them there."""
+    records = (MANIFEST_NAME, JOURNAL_NAME, STAGING_NAME, LEASE_NAME, "additional_chat_templates", "1_Pooling")
+    return name in records or LAYER_SUFFIX in name or is_lock_file(name) or is_sidecar(name, 0)
 
 
 def _work_name(dtype: str) -> str:
