@@ -225,13 +225,12 @@ def check_output(out: Path, source: Any, folders: Iterable[Path] = ()) -> None:
     """
     if not out.name or (out.exists() and not out.is_file()):
         raise ResultsError(f"The output {str(out)!r} is not a file.", "Use the path of a file, such as answers.jsonl.")
-    suffixes = ("", *_BEGINNINGS, SUFFIX + LOCK_SUFFIX)
-    own = [path for suffix in suffixes if (path := out.with_name(out.name + suffix)).exists()]
+    beside = [out.with_name(out.name + suffix) for suffix in (*_BEGINNINGS, SUFFIX + LOCK_SUFFIX)]
     if isinstance(source, str | os.PathLike) and os.path.exists(source):
-        for path in own:
-            if path.samefile(source):
-                what = "is the input" if path == out else f"would replace the input, {str(path)!r}"
-                raise ResultsError(f"The output {str(out)!r} {what}.", "Use another output.")
+        if out.exists() and out.samefile(source):
+            raise ResultsError(f"The output {str(out)!r} is the input.", "Use another output.")
+        if any(path.exists() and path.samefile(source) for path in beside):
+            raise ResultsError(f"The output {str(out)!r} would replace the input, {source}.", "Use another output.")
     done = out.with_name(out.name + DONE_SUFFIX)
     if out.exists() and not (done.is_file() and done.stat().st_size and _is_ours(out, DONE_SUFFIX)):
         for folder in folders:
@@ -252,13 +251,12 @@ def _is_ours(out: Path, suffix: str) -> bool:
 
 def _refuse_foreign(out: Path) -> None:
     """Refuse to replace files beside an output that this package did not write."""
-    for suffix in _BEGINNINGS:
+    for suffix in _BEGINNINGS.keys() - {SUFFIX}:  # the head of a journal is compared later
         path = out.with_name(out.name + suffix)
         is_stray = suffix == durable.PART_SUFFIX and not out.with_name(out.name + SUFFIX).exists()
         if path.exists() and (is_stray or not _is_ours(out, suffix)):
-            what = "journal" if suffix == SUFFIX else "file"
             raise ResultsError(
-                f"{path} is not a {what} of rabbitllm batch.", "Use another output, or move that file away."
+                f"{path} is not a file of rabbitllm batch.", "Use another output, or move that file away."
             )
 
 
@@ -290,7 +288,7 @@ def opened(out: Path, lines: int, head: Mapping[str, Any], *, overwrite: bool = 
                         "Use another output, or pass --overwrite (overwrite=True) to replace it.",
                     )
                 _begin(path, head)
-            elif overwrite and not _belongs(path, head):
+            elif overwrite and _is_ours(out, SUFFIX) and not _belongs(path, head):
                 _begin(path, head)
             journal = BatchJournal(path, lines, head)
         except OSError as error:
