@@ -23,6 +23,9 @@ def answer_of(template: Any, *messages: dict[str, str]) -> APIError:
 def test_what_a_template_refuses_is_told_in_its_words() -> None:
     error = answer_of("{{ raise_exception('roles must alternate') }}", {"role": "user", "content": "a"})
     assert "roles must alternate" in error.message
+    error = answer_of("{{ raise_exception('Roles must alternate.') }}", {"role": "user", "content": "a"})
+    assert error.message.endswith("Roles must alternate.")
+    assert not error.message.endswith("..")
 
 
 def test_a_template_that_fails_is_a_refusal() -> None:
