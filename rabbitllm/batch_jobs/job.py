@@ -40,6 +40,7 @@ from rabbitllm.engine.devices import resolve_devices
 from rabbitllm.engine.skeleton import read_config
 from rabbitllm.generation.kv_cache import cost_by_config
 from rabbitllm.generation.memory import cost_of_a_pass, free_memory, weight_limits
+from rabbitllm.models.library import folders_of
 from rabbitllm.store.manifest import read_manifest
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def work(batch: BatchJob) -> Progress:
         RabbitLLMError: the input cannot be read, the output exists already or belongs to another input, the model
             cannot be loaded, or the disk is full; earlier answers are kept.
     """
-    check_output(batch.out, batch.source)
+    check_output(batch.out, batch.source, folders_of(batch.name) if batch.out.exists() else ())
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(opened_input(batch.source, batch.columns))
         scan = scanned(file, batch.defaults)

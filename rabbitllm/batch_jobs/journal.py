@@ -20,7 +20,7 @@ import os
 import sys
 import zlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -202,20 +202,62 @@ def clear_lock(out: Path) -> None:
             pass
 
 
-def check_output(out: Path, source: Any) -> None:
-    """Refuse an output that is no file, or would replace the input.
+_BEGINNINGS = {
+    durable.PART_SUFFIX: b'{"id":',
+    SUFFIX: b'{"journal":',
+    SUFFIX + durable.PART_SUFFIX: b'{"journal":',
+    DONE_SUFFIX: b'{"head":',
+    DONE_SUFFIX + durable.PART_SUFFIX: b'{"head":',
+}
+"""Suffixes of the files beside an output, and the first bytes of each."""
+
+
+def check_output(out: Path, source: Any, folders: Iterable[Path] = ()) -> None:
+    """Refuse an output that is no file, or would replace the input or a file of the model.
 
     Args:
         out: path of the output.
         source: see `inputs.opened`.
+        folders: folders of the model.
 
     Raises:
         ResultsError: see above.
     """
     if not out.name or (out.exists() and not out.is_file()):
         raise ResultsError(f"The output {str(out)!r} is not a file.", "Use the path of a file, such as answers.jsonl.")
-    if isinstance(source, str | os.PathLike) and out.exists() and os.path.exists(source) and out.samefile(source):
-        raise ResultsError(f"The output {str(out)!r} is the input.", "Use another output.")
+    beside = [out.with_name(out.name + suffix) for suffix in (*_BEGINNINGS, SUFFIX + LOCK_SUFFIX)]
+    if isinstance(source, str | os.PathLike) and os.path.exists(source):
+        if out.exists() and out.samefile(source):
+            raise ResultsError(f"The output {str(out)!r} is the input.", "Use another output.")
+        if any(path.exists() and path.samefile(source) for path in beside):
+            raise ResultsError(f"The output {str(out)!r} would replace the input, {source}.", "Use another output.")
+    done = out.with_name(out.name + DONE_SUFFIX)
+    if out.exists() and not (done.is_file() and done.stat().st_size and _is_ours(out, DONE_SUFFIX)):
+        for folder in folders:
+            is_inside = out.resolve().is_relative_to(folder.resolve())
+            if is_inside or any(out.samefile(path) for path in folder.iterdir() if path.exists()):
+                raise ResultsError(f"The output {str(out)!r} is a file of the model.", "Use another output.")
+
+
+def _is_ours(out: Path, suffix: str) -> bool:
+    """Whether a file beside an output begins as this package writes it; a power cut may have left it shorter."""
+    beginning = _BEGINNINGS[suffix]
+    try:
+        with out.with_name(out.name + suffix).open("rb") as file:
+            return beginning.startswith(file.read(len(beginning)).rstrip(b"\0"))
+    except OSError:
+        return False
+
+
+def _refuse_foreign(out: Path) -> None:
+    """Refuse to replace files beside an output that this package did not write."""
+    for suffix in _BEGINNINGS.keys() - {SUFFIX}:  # the head of a journal is compared later
+        path = out.with_name(out.name + suffix)
+        is_stray = suffix == durable.PART_SUFFIX and not out.with_name(out.name + SUFFIX).exists()
+        if path.exists() and (is_stray or not _is_ours(out, suffix)):
+            raise ResultsError(
+                f"{path} is not a file of rabbitllm batch.", "Use another output, or move that file away."
+            )
 
 
 @contextlib.contextmanager
@@ -234,6 +276,7 @@ def opened(out: Path, lines: int, head: Mapping[str, Any], *, overwrite: bool = 
             be written.
     """
     path = out.with_name(out.name + SUFFIX)
+    _refuse_foreign(out)
     with contextlib.ExitStack() as stack:
         try:
             durable.make_folder(out.parent)
@@ -245,7 +288,7 @@ def opened(out: Path, lines: int, head: Mapping[str, Any], *, overwrite: bool = 
                         "Use another output, or pass --overwrite (overwrite=True) to replace it.",
                     )
                 _begin(path, head)
-            elif overwrite and not _has_head(path, head):
+            elif overwrite and _is_ours(out, SUFFIX) and not _has_head(path, head):
                 _begin(path, head)
             journal = BatchJournal(path, lines, head)
         except OSError as error:
@@ -352,6 +395,10 @@ def _locked(lock: Path, path: Path) -> Iterator[None]:
 
     lease = None
     with durable.open_scratch(lock) as descriptor:
+        if os.fstat(descriptor).st_size:
+            raise ResultsError(
+                f"{lock} is not a file of rabbitllm batch.", "Use another output, or move that file away."
+            )
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_ours = lock.exists() and os.path.samestat(os.fstat(descriptor), lock.stat())

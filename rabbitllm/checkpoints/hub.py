@@ -241,7 +241,7 @@ class HubRepository:
 
     def staged(self, name: str) -> Path:
         """The staging path of a fetched shard; never its final name, since it is hashed again before it is trusted."""
-        return self.staging / (name.replace("/", "--") + durable.PART_SUFFIX)
+        return self.staging / staged_name(name)
 
     def stages(self, shard: str) -> bool:
         """Whether a shard is fetched into the staging folder, because it is not in the user's cache."""
@@ -337,6 +337,11 @@ class HubRepository:
         if not only_staged and (cached := self.cached(shard)):
             return hub_cache.release_file(cached[0], shard)
         return Release(shard, Disposal.DELETED)
+
+
+def staged_name(shard: str) -> str:
+    """The name of a shard in the staging folder."""
+    return shard.replace("/", "--") + durable.PART_SUFFIX
 
 
 def open_repository(repo_id: str, access: HubAccess, staging: Path, quantization: str | None = None) -> HubRepository:

@@ -55,9 +55,12 @@ def bench_command(
     from rabbitllm.base.options import ShardPolicy
     from rabbitllm.bench import BenchRequest, as_record, headline, measure, show, summary
     from rabbitllm.display.pictures import check_picture, draw_pass
+    from rabbitllm.telemetry.profiler import check_trace
 
     for picture in filter(None, (plot, plot_tiers)):
         check_picture(picture)
+    if trace is not None:
+        check_trace(trace)
     request = options.request(model, shards=ShardPolicy.KEEP, of_split={"profiling": True}, exact=exact)
     generation = BenchRequest(tokens, prompt_tokens, batch, turns)
     with Console(stderr=True).status("starting") as status:

@@ -16,8 +16,22 @@ PANELS = (
 """In the order of the help. A command whose options are of one panel has no panels."""
 
 
+NEVER_SUGGESTED = {"--delete-original", "--sequential", "--overwrite", "--only-copy", "--yes"}
+"""Options that delete or replace files: a typing error must not lead to one."""
+OTHER_WORDS = {"remove": "rm", "delete": "rm", "list": "ls", "generate": "run"}
+"""Names of commands in other programs, and ours."""
+
+
 class _InWords:
     """The common part of commands and their group."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)  # type: ignore[misc, no-any-return]
+        except Exception as error:
+            if near := getattr(error, "possibilities", None):
+                error.possibilities = [name for name in near if name not in NEVER_SUGGESTED]  # type: ignore[attr-defined]
+            raise
 
     def get_params(self, ctx: Any) -> list[Any]:
         parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
@@ -44,6 +58,14 @@ class CommandInWords(_InWords, TyperCommand):
 
 class GroupInWords(_InWords, TyperGroup):
     """A group of commands."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except Exception as error:
+            if args[0] in OTHER_WORDS and hasattr(error, "message"):
+                error.message = f"No such command {args[0]!r}. Did you mean {OTHER_WORDS[args[0]]!r}?"
+            raise
 
 
 def word_of(option: Any) -> str:

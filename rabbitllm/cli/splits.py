@@ -176,9 +176,9 @@ def rm_command(
     from rabbitllm.store.locations import one_of_several, resolve_name
 
     entry = one_of_model(model, compression, expand(folder) if folder else None)
-    removal = plan_removal(entry.folder)
     named = expand(one_of_several(resolve_name(model))[0])
-    folder_of_it = named if named.is_dir() and named != removal.entry.folder else None
+    folder_of_it = named if named.is_dir() and named != entry.folder else None
+    removal = plan_removal(entry.folder, folder_of_it)
     original = original_of(removal.entry, folder_of_it, asks_hub=not only_copy)
     errors = Console(stderr=True, highlight=False)
     put_removal(removal, original, errors)

@@ -17,7 +17,7 @@ from typing import Any
 from rabbitllm.base import progress
 from rabbitllm.base.terminal import amount, counted, duration, unit_of
 from rabbitllm.errors import OptionError, missing_package
-from rabbitllm.storage.durable import write_whole
+from rabbitllm.storage.durable import require_kind, write_whole
 from rabbitllm.telemetry.passes import (
     CALLER_STAGES,
     COMPUTE,
@@ -41,7 +41,7 @@ def check_picture(path: str | Path) -> None:
     """Refuse, before anything is measured, a picture that could not be drawn afterwards.
 
     Raises:
-        OptionError: the suffix of the name is not a supported format.
+        OptionError: the suffix of the name is not a supported format, or a file of that name is no picture.
         MissingPackageError: matplotlib is not installed.
     """
     ending = Path(path).suffix.removeprefix(".").lower()
@@ -49,6 +49,7 @@ def check_picture(path: str | Path) -> None:
         raise OptionError(
             f"{path} is not the name of a picture file.", f"Use a name that ends in .{', .'.join(FORMATS)}."
         )
+    require_kind(Path(path), "a picture", b"\x89PNG", b"%PDF", b"<?xml")
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -106,7 +107,7 @@ def stack(
 
 
 def write(figure: Any, path: str | Path, dpi: int = 150) -> None:
-    """Write a figure in the format of the file's suffix; an existing file is replaced.
+    """Write a figure in the format of the file's suffix; an existing picture is replaced.
 
     Raises:
         OSError: the file cannot be written.

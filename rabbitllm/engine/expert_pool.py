@@ -12,6 +12,7 @@ read it from the ends of their groups, other kernels from the indices.
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.errors import OptionError
 from rabbitllm.formats.safetensors_file import MappedFile, TensorToWrite, encode_header
 from rabbitllm.storage import durable
+from rabbitllm.storage.files import read_range
 from rabbitllm.telemetry.passes import EXPERTS_IN_HOST_MEMORY, EXPERTS_ON_DEVICE, EXPERTS_READ, READ, READ_WAIT
 from rabbitllm.telemetry.profiler import Profiler
 
@@ -615,11 +617,23 @@ def transit_slots(sources: Sequence[ExpertSource]) -> int:
     return min(max(2, more, *(source.used for source in sources)), max(source.experts for source in sources))
 
 
+_USES = re.compile(
+    rb'\Z|\{"__metadata__":\{"format":"pt"\},?(\}|"[^"]+":\{"dtype":"F64","shape":\[%d,)' % len(HALF_LIVES)
+)
+"""The beginning of the header of a file of `write_uses`; a power cut may have left the file empty."""
+
+
 def write_uses(path: Path, uses: Mapping[str, Values]) -> None:
     """Write the uses of every module, durably, so that the next start is warm.
 
     A safetensors file with one float64 tensor (half-lives, experts) for each module, named as the module.
+
+    Raises:
+        OptionError: a file of that name is another one; nothing was changed.
     """
+    for there in (path, path.with_name(path.name + durable.PART_SUFFIX)):
+        if there.is_file() and not _USES.match(read_range(there, 8, 4096).rstrip(b"\0")):
+            raise OptionError(f"{there} exists and has no use counts; it was not changed.", "Use another name.")
     header, _ = encode_header(TensorToWrite(name, "F64", found.shape) for name, found in uses.items())
     durable.write_whole(path, header + b"".join(found.astype("<f8").tobytes() for found in uses.values()))
 

@@ -290,8 +290,16 @@ _COUNT_SETTINGS = (
 _PENALTIES = ("repetition_penalty", "encoder_repetition_penalty")
 
 
-def _check_generation(settings: Mapping[str, Any]) -> None:
+_VOCABULARY_SETTINGS = ("bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id")
+"""Settings whose token ids index the logits."""
+
+
+def _check_generation(settings: Mapping[str, Any], vocabulary: int | None = None) -> None:
     """Refuse generation settings that transformers reads without an error and that fail in a generation.
+
+    Args:
+        settings: by name.
+        vocabulary: number of token ids; None if the config does not say.
 
     Raises:
         ValueError: names the setting.
@@ -322,6 +330,30 @@ def _check_generation(settings: Mapping[str, Any]) -> None:
     ids = [one for word in lists for one in word]
     if not lists or len(lists) < len(words) or not all(type(one) is int and 0 <= one < 1 << 63 for one in ids):
         refuse("bad_words_ids", "lists of token ids")
+    pairs = given.get("sequence_bias", [[[0], 1.0]])
+    if not isinstance(pairs, list) or not pairs or not all(map(_is_bias, pairs)):
+        refuse("sequence_bias", "pairs of a list of token ids and a number with a decimal point")
+    names: tuple[str, ...] = _VOCABULARY_SETTINGS
+    if (decay := given.get("exponential_decay_length_penalty")) is not None:
+        names = (*names, "eos_token_id")
+        if not isinstance(decay, list) or [type(part) in (int, float) for part in decay] != [True, True]:
+            refuse("exponential_decay_length_penalty", "two numbers")
+    for name in filter(given.__contains__, names):
+        if vocabulary is not None and not all(0 <= number < vocabulary for number in _numbers(given[name])):
+            refuse(name, f"token ids below {vocabulary}, the size of the vocabulary")
+
+
+def _is_bias(pair: object) -> bool:
+    if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], list) and pair[0]):
+        return False
+    return type(pair[1]) is float and all(type(one) is int and 0 <= one < 1 << 63 for one in pair[0])
+
+
+def _numbers(ids: Any) -> list[int]:
+    """The token ids in nested lists; a bias, which is a float, is none."""
+    if isinstance(ids, list):
+        return [number for part in ids for number in _numbers(part)]
+    return [ids] if type(ids) is int else []
 
 
 def _read_generation_config(model: PreTrainedModel, folder: Path) -> None:
@@ -341,7 +373,8 @@ def _read_generation_config(model: PreTrainedModel, folder: Path) -> None:
         name, options = "config.json", GENERATION_SETTINGS_OF_CONFIG
     try:
         model.generation_config = settings.from_pretrained(folder, **options)
-        _check_generation(vars(model.generation_config))
+        vocabulary = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
+        _check_generation(vars(model.generation_config), vocabulary)
     except Exception as error:  # values of unexpected types make transformers raise any error
         raise UnknownArchitectureError(
             f"transformers cannot read the generation settings in {folder / name}: {error_line(error)}",

@@ -430,9 +430,10 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
         If all experts are resident, the file has no counts.
 
         Args:
-            path: the file, which is replaced.
+            path: the file; an existing one with use counts is replaced.
 
         Raises:
+            OptionError: a file of that name is another one.
             OSError: the file cannot be written.
         """
         pools = self.streamer.pools.values()

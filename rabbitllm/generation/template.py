@@ -50,7 +50,8 @@ _NOT_INPUTS = ("input_ids", "attention_mask")
 
 
 class PromptRefused(Exception):
-    """The model's chat template or processor refuses a conversation, or fails on it; the text is that of its error.
+    """The model's chat template or processor refuses a conversation, or fails on it; the text is that of its error,
+    without a full stop.
 
     Args:
         error: its error, of any type.
@@ -58,7 +59,7 @@ class PromptRefused(Exception):
     """
 
     def __init__(self, error: Exception, *, by_processor: bool = False) -> None:
-        super().__init__(str(error))
+        super().__init__(str(error).rstrip("."))
         self.error = error
         self.by_processor = by_processor
         self.program = "processor" if by_processor else "chat template"

@@ -19,7 +19,7 @@ from typing import Any
 
 from rabbitllm import prepare
 from rabbitllm.base.options import ShardPolicy, SplitOptions, expand
-from rabbitllm.checkpoints.checkpoint import SourceIdentity, sidecars_in
+from rabbitllm.checkpoints.checkpoint import SourceIdentity, is_sidecar, sidecars_in
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.index import INDEX_NAME, read_index, shard_names
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME
@@ -42,12 +42,14 @@ from rabbitllm.models.conversion_input import (
     require_same,
 )
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.lock import is_lock_file, locked
+from rabbitllm.splitter.lock import LEASE_NAME, is_lock_file, locked
+from rabbitllm.splitter.split import STAGING_NAME
 from rabbitllm.storage import durable
 from rabbitllm.store import checkpoint_folder
-from rabbitllm.store.checkpoint_folder import index_of_files, named_dtype, plan_shards, write_checkpoint
+from rabbitllm.store.checkpoint_folder import index_of_files, named_dtype, plan_shards, refuse_foreign, write_checkpoint
+from rabbitllm.store.layer_file import LAYER_SUFFIX
 from rabbitllm.store.layer_store import LayerStore
-from rabbitllm.store.manifest import AUTO, MANIFEST_NAME, Manifest, directory_name, read_manifest
+from rabbitllm.store.manifest import AUTO, JOURNAL_NAME, MANIFEST_NAME, Manifest, directory_name, read_manifest
 
 SAFETENSORS, GGUF = "safetensors", "gguf"
 """The formats that are written."""
@@ -229,6 +231,9 @@ def _convert_by_split(name: str, access: HubAccess, folder: Path, options: Split
     dtype = str(options.gguf_dtype)
     work = folder / _work_name(dtype)
     before = False
+    for own_work in (folder / _work_name(one) for one in _DTYPES.values()):
+        refuse_foreign(own_work, lambda name: name in (directory_name(None), _READY_NAME))
+        refuse_foreign(own_work / directory_name(None), _is_of_a_split)
     if (folder / INDEX_NAME).exists():
         known = origin_of(folder)
         require_same(known, input_of(name, access, work), folder)
@@ -254,6 +259,12 @@ def _convert_by_split(name: str, access: HubAccess, folder: Path, options: Split
     for one in _DTYPES.values():
         _clear(folder / _work_name(one))
     return _made(folder, before=before)
+
+
+def _is_of_a_split(name: str) -> bool:
+    """Whether a split writes files of this name into its folder, or copies them there."""
+    records = (MANIFEST_NAME, JOURNAL_NAME, STAGING_NAME, LEASE_NAME, "additional_chat_templates", "1_Pooling")
+    return name in records or LAYER_SUFFIX in name or is_lock_file(name) or is_sidecar(name, 0)
 
 
 def _work_name(dtype: str) -> str:

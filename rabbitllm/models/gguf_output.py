@@ -21,6 +21,7 @@ import hashlib
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -65,7 +66,7 @@ from rabbitllm.models.conversion_input import (
 from rabbitllm.quant.schemes import STORED
 from rabbitllm.quant.stored_blocks import read_tensor
 from rabbitllm.storage import durable
-from rabbitllm.storage.files import PositionalFile
+from rabbitllm.storage.files import PositionalFile, read_range
 from rabbitllm.storage.folders import bytes_freed_by_deleting, require_room
 from rabbitllm.store.layer_store import LayerStore, StoredTensor
 
@@ -605,6 +606,7 @@ def convert_to_gguf(
         if (finished := _finished(path_or_repo_id, file, outtype, access)) is not None:
             return finished
         raise OptionError(f"{file} exists already. Nothing was changed.", "Use another name, or delete the file.")
+    _refuse_foreign(file)
     with system_errors_by_name(str(file)), _source(path_or_repo_id, outtype, access) as (metadata, layout):
         tensors = layout.tensors
         head, offsets, nbytes = metadata.header(tensors, file_type_of(tensors))
@@ -615,7 +617,7 @@ def convert_to_gguf(
         try:
             _write(file, head, layout, offsets, nbytes)
         except UnreadableFormatError:  # the same call would fail again
-            for suffix in (LOG_SUFFIX, durable.PART_SUFFIX):
+            for suffix in (durable.PART_SUFFIX, LOG_SUFFIX):  # the log last: it identifies the unfinished file
                 durable.remove(file.with_name(file.name + suffix))
             raise
     return Conversion(file, 1, len(tensors), sum(tensor.nbytes for tensor in tensors), ())
@@ -640,7 +642,8 @@ def _finished(name: str, file: Path, outtype: str, access: HubAccess) -> Convers
                         return None
     except (RabbitLLMError, OSError):
         return None
-    durable.remove(file.with_name(file.name + LOG_SUFFIX))
+    if _is_log(log := file.with_name(file.name + LOG_SUFFIX)):
+        durable.remove(log)
     return Conversion(file, 1, len(tensors), sum(tensor.nbytes for tensor in tensors), (), before=True)
 
 
@@ -709,13 +712,13 @@ def _write(file: Path, head: bytes, layout: _Layout, offsets: Sequence[int], nby
     made_of = json.dumps([sorted(layout.identity.fingerprints.items()), version("gguf")])
     key = hashlib.sha256(made_of.encode() + head).hexdigest()
     complete = _tensors_in(part_path, log_path, key, nbytes)
+    # first: it identifies the unfinished file as this package's; without a line that was cut off
+    durable.write_whole(log_path, f"{key}\n{complete}\n".encode())
     if not complete:
-        durable.remove(log_path)  # first: it belongs to the old file
         durable.remove(part_path)
     written = durable.GrowingFile(part_path, nbytes, write_back=True)
     try:
         written.write_at(memoryview(head), 0)
-        durable.write_whole(log_path, f"{key}\n{complete}\n".encode())  # without a line that was cut off
         log = durable.Log(log_path)
         try:
             unsynced = 0
@@ -734,6 +737,29 @@ def _write(file: Path, head: bytes, layout: _Layout, offsets: Sequence[int], nby
         written.close()
     durable.publish(part_path, file.absolute())
     durable.remove(log_path)
+
+
+def _is_log(path: Path) -> bool:
+    """Whether a file is the log of an unfinished GGUF file, by its first line, which may be cut off."""
+    if not path.is_file():
+        return False
+    return re.fullmatch(rb"[0-9a-f]{0,64}|[0-9a-f]{64}\n", read_range(path, 0, 65)) is not None
+
+
+def _refuse_foreign(file: Path) -> None:
+    """
+    Raises:
+        OptionError: files beside the GGUF file, which would be replaced, were not written by an earlier call.
+    """
+    part, log = (file.with_name(file.name + suffix) for suffix in (durable.PART_SUFFIX, LOG_SUFFIX))
+    log_part = log.with_name(log.name + durable.PART_SUFFIX)
+    own = {log: _is_log(log), part: _is_log(log), log_part: _is_log(log_part)}
+    foreign = [path for path, is_own in own.items() if path.exists() and not is_own]
+    if foreign:
+        raise OptionError(
+            f"{foreign[0]} was not written by an earlier conversion into {file.name}. Nothing was changed.",
+            "Move that file away, or use another name.",
+        )
 
 
 def _tensors_in(part: Path, log: Path, key: str, nbytes: int) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 
 from rabbitllm.base.options import expand
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
+from rabbitllm.checkpoints.hub import HubAccess, cached_snapshot
 from rabbitllm.errors import CheckpointNotFoundError, OptionError, RabbitLLMError
 from rabbitllm.quant.schemes import COMPRESSIONS
 from rabbitllm.splitter import journal
@@ -248,6 +249,17 @@ def of_model(name: str, compression: str | None = None, saving_path: Path | None
     if compression is None:
         return entries
     return [entry for entry in entries if (entry.compression or "none") == compression]
+
+
+def folders_of(name: str) -> list[Path]:
+    """The folders on this machine with files of a model: its checkpoint, also in the hub cache, and its splits."""
+    folders: list[Path | None] = []
+    with contextlib.suppress(RabbitLLMError):
+        folders += [entry.folder for entry in of_model(name)]
+        name = locations.one_of_several(resolve_name(name))[0]
+        is_repository = locations.is_repo_id(name) and not expand(name).is_dir()
+        folders.append(cached_snapshot(name, HubAccess()) if is_repository else expand(name))
+    return [folder for folder in folders if folder is not None and folder.is_dir()]
 
 
 def one_of_model(name: str, compression: str | None = None, saving_path: Path | None = None) -> SplitEntry:

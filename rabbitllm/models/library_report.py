@@ -17,6 +17,7 @@ from rabbitllm.base.terminal import (
     counted,
     harmless,
     large,
+    listed,
     minute,
     put,
     put_fact,
@@ -32,6 +33,7 @@ from rabbitllm.models.remove import Original, Removal
 from rabbitllm.models.show import ConfigSummary, Shown
 from rabbitllm.splitter import journal
 from rabbitllm.store import locations
+from rabbitllm.store.layer_file import LAYER_SUFFIX
 from rabbitllm.store.layer_store import Verification
 
 _COLUMNS = (
@@ -192,6 +194,9 @@ def put_removal(removal: Removal, original: Original, console: Console) -> None:
     put(console, Text(f"{harmless(entry.name)}, {entry.compression or 'uncompressed'}, {_label(entry)}", "bold"))
     put_fact(console, "folder", harmless(str(entry.folder), 400))
     put_fact(console, "frees", f"{size(removal.nbytes)} in {counted(len(removal.files), 'file')}")
+    copies = [path.name for path in removal.files if LAYER_SUFFIX not in path.name]
+    if copies:
+        put_fact(console, "copies", harmless(listed(copies, 12), 400))
     stays = "stays" if original.there else "NOT FOUND"
     put_fact(console, "original", f"{stays}: {harmless(original.where, 400)}")
 

@@ -8,18 +8,23 @@ complete, and the removal can be resumed. Independent of prompts and terminals.
 from __future__ import annotations
 
 import contextlib
+import filecmp
+import json
 import os
+import re
 import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from rabbitllm.base.terminal import counted, listed
 from rabbitllm.checkpoints.checkpoint import SourceIdentity, is_sidecar
-from rabbitllm.checkpoints.hub import HubAccess, cached_snapshot, open_repository
+from rabbitllm.checkpoints.hub import HubAccess, cached_snapshot, open_repository, staged_name
 from rabbitllm.checkpoints.index import index_of
 from rabbitllm.checkpoints.local import LocalCheckpoint
-from rabbitllm.errors import CheckpointError, HubError, SplitError, system_errors_by_name
+from rabbitllm.errors import CheckpointError, HubError, InvalidIndexError, SplitError, system_errors_by_name
+from rabbitllm.formats.bounded import read_json
 from rabbitllm.models.library import DAMAGED, RECORDS, REMOVED_SUFFIX, SplitEntry, look
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.disk_sampler import disk_bytes
@@ -139,7 +144,9 @@ _CONFIGS = frozenset(
     ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
     + ("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja")
     + ("chat_template.json", "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
-    + ("params.json",)
+    + ("params.json", "audio_tokenizer_config.json", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model")
+    + ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "1_Pooling/config.json")
+    + ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md")
 )
 """Files that a split copies from the checkpoint, and that users may edit afterwards."""
 _PARTS = tuple(name + durable.PART_SUFFIX for name in RECORDS)
@@ -155,16 +162,22 @@ class Removal:
         files: every file except the records, in the order of removal.
         folders: its own folders, innermost first.
         nbytes: bytes that are freed.
+        original: the checkpoint's folder, if the user named it.
     """
 
     entry: SplitEntry
     files: tuple[Path, ...]
     folders: tuple[Path, ...]
     nbytes: int
+    original: Path | None = None
 
 
-def plan_removal(folder: Path) -> Removal:
+def plan_removal(folder: Path, original: Path | None = None) -> Removal:
     """Check everything in a split directory; change nothing.
+
+    Args:
+        folder: the split directory.
+        original: the checkpoint's folder, if the user named it.
 
     Raises:
         SplitError: it is not a split directory, or holds something that is not RabbitLLM's.
@@ -187,9 +200,8 @@ def plan_removal(folder: Path) -> Removal:
             "If you are sure, remove the folder yourself.",
         )
     paths = [*_walk(folder)]
-    written = max((path.stat().st_mtime for name in RECORDS if (path := folder / name).exists()), default=0.0)
-    layers = _layer_files(folder, entry)
-    foreign = [path for path in paths if not _is_ours(path, folder, layers, written)]
+    layers, origins = _layer_files(folder, entry), _origins(entry, original)
+    foreign = [path for path in paths if not (_is_ours(path, entry, layers) or _is_copy(path, folder, origins))]
     if foreign:
         names = listed((str(path.relative_to(folder)) for path in foreign), 3)
         raise SplitError(
@@ -199,9 +211,10 @@ def plan_removal(folder: Path) -> Removal:
         )
     last = {folder / name for name in RECORDS} | {path for path in folder.iterdir() if is_lock_file(path.name)}
     files = [path for path in paths if not path.is_dir() and path not in last]
-    files.sort(key=lambda path: not path.name.endswith(DONE_SUFFIX))  # first: a partial removal never looks complete
+    # markers first: a partial removal never looks complete; JSON last, since it names code files
+    files.sort(key=lambda path: (not path.name.endswith(DONE_SUFFIX), path.suffix == ".json"))
     folders = sorted((path for path in paths if path.is_dir()), key=lambda path: -len(path.parts))
-    return Removal(entry, tuple(files), tuple(folders), disk_bytes(folder))
+    return Removal(entry, tuple(files), tuple(folders), disk_bytes(folder), original)
 
 
 @system_errors_by_name()
@@ -214,7 +227,7 @@ def remove(removal: Removal) -> int:
     """
     folder = removal.entry.folder
     with locked_without_waiting(folder):
-        again = plan_removal(folder)
+        again = plan_removal(folder, removal.original)
         if set(again.files) != set(removal.files):
             raise SplitError(
                 f"{folder} has changed since the check.", "Check it with `rabbitllm ls`, and run the command again."
@@ -263,29 +276,55 @@ def _layer_files(folder: Path, entry: SplitEntry) -> frozenset[str] | None:
     return None
 
 
-def _is_ours(path: Path, folder: Path, layers: frozenset[str] | None, written: float) -> bool:
-    """Whether a file in a split directory was made by RabbitLLM.
-
-    Of the files copied from the model, well-known names count at any age; any other must be older than the record,
-    which is written after them.
-    """
-    status = path.lstat()
-    relative = path.relative_to(folder)
+def _is_ours(path: Path, entry: SplitEntry, layers: frozenset[str] | None) -> bool:
+    """Whether a file in a split directory has a name under which RabbitLLM writes there."""
+    folder, status = entry.folder, path.lstat()
+    name = path.relative_to(folder).as_posix()
     if stat.S_ISDIR(status.st_mode):
-        return relative.as_posix() in (STAGING_NAME, *COMPANIONS)
+        return name in (STAGING_NAME, *COMPANIONS)
     if not stat.S_ISREG(status.st_mode):
         return False
-    is_copied = is_sidecar(relative.as_posix(), status.st_size) and status.st_mtime <= written
-    if len(relative.parts) > 1:
-        return relative.parts[0] == STAGING_NAME or is_copied
-    if path.name in _OWN_NAMES or is_lock_file(path.name):
+    if name.startswith(f"{STAGING_NAME}/"):
+        shards = entry.source.fingerprints if entry.source is not None else ()
+        return path.name in {staged_name(shard) for shard in shards}
+    if name in _OWN_NAMES or fnmatchcase(name, "additional_chat_templates/*.jinja") or is_lock_file(name):
         return True
-    if path.name.endswith(_OWN_SUFFIXES):
-        layer = path.name.partition(LAYER_SUFFIX)[0] + LAYER_SUFFIX
+    if name.endswith(_OWN_SUFFIXES):
+        layer = name.partition(LAYER_SUFFIX)[0] + LAYER_SUFFIX
         if layers is not None:
             return layer in layers
         return is_legacy(folder) and (folder / (layer + DONE_SUFFIX)).is_file()
-    return is_copied
+    return name.endswith(".py") and name.removesuffix(".py") in _code_modules(folder)
+
+
+def _code_modules(folder: Path) -> set[str]:
+    """Modules of the model's own code, by the `auto_map` of its configs."""
+    modules = set()
+    for name in _CONFIGS:
+        if name.endswith("config.json") and (folder / name).is_file():
+            with contextlib.suppress(InvalidIndexError):
+                named = json.dumps(read_json(folder / name).get("auto_map"))
+                modules |= {*re.findall(r'"(?:[^"]*--)?(\w+)\.\w+"', named)}
+    return modules
+
+
+def _origins(entry: SplitEntry, original: Path | None) -> list[Path]:
+    """Folders that may hold the files that were copied into a split directory."""
+    origins = [original or locations.spelled_out(entry.folder).parent]
+    if (source := entry.source) is not None and source.kind == "hub":
+        snapshot = cached_snapshot(source.name, HubAccess(revision=source.commit))
+        origins += [] if snapshot is None else [snapshot]
+    return origins
+
+
+def _is_copy(path: Path, folder: Path, origins: Sequence[Path]) -> bool:
+    """Whether a file was copied from the checkpoint: its bytes are also there."""
+    name = path.relative_to(folder)
+    if not stat.S_ISREG(path.lstat().st_mode) or not is_sidecar(name.as_posix(), path.stat().st_size):
+        return False
+    others = [origin / name for origin in origins if (origin / name).is_file()]
+    kept = [other for other in others if not other.resolve().is_relative_to(folder.resolve())]
+    return any(filecmp.cmp(path, other, shallow=False) for other in kept)
 
 
 def refuse_only_copy(removal: Removal, original: Original) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rabbitllm.base.options import RunOptions, ShardPolicy, SplitOptions
+from rabbitllm.base.terminal import listed
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata, SourceIdentity
 from rabbitllm.checkpoints.config import quantized_as
 from rabbitllm.checkpoints.hub import HubAccess, HubCheckpoint, HubRepository, download_all, open_repository
@@ -517,8 +518,10 @@ def _locked_for_repair(
         repository = open_repository(identity.name, access, folder / STAGING_NAME, quantization)
         checkpoint = HubCheckpoint(repository)
     else:
+        around = locations.spelled_out(folder).parent
+        missing = listed([shard for shard in shards if not (around / shard).is_file()], 3) or "its shards"
         raise OptionError(
-            f"{folder} was split from a folder named {identity.name!r}, and its path is not known.",
+            f"{folder} was split from a folder named {identity.name!r}, and {around} lacks {missing}.",
             "Pass its path with --original, if its shards still exist; otherwise split another copy of the model.",
         )
     policy = ShardPolicy.DELETE_FETCHED if original is None else ShardPolicy.KEEP

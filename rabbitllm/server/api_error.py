@@ -115,7 +115,7 @@ def prompt_error(error: Exception) -> APIError:
     if error.by_processor and not isinstance(cause, jinja2.TemplateError):
         reason = f": {harmless(str(cause), 300)}" if type(cause) is ValueError else ""
         return bad(f"The model's processor refuses these pictures{reason}.", "messages", BAD_MEDIA)
-    reason = f": {str(cause)[:300]}" if isinstance(cause, jinja2.TemplateError) and cause.message else ""
+    reason = f": {str(cause)[:300].rstrip('.')}" if isinstance(cause, jinja2.TemplateError) and cause.message else ""
     return bad(f"The model's chat template refuses this conversation{reason}.", "messages", "template_error")
 
 

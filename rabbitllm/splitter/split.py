@@ -148,7 +148,7 @@ def clean_up(folder: Path) -> None:
     if journal_path.exists():  # checked first: a finished split may lie on a read-only mount
         durable.sync_folder(folder)  # the manifest's name may not be durable yet if an earlier process died
         durable.remove(journal_path)
-    durable.remove_folder(folder / STAGING_NAME)
+    durable.remove_folder(folder / STAGING_NAME, durable.PART_SUFFIX)
 
 
 def discard_original(checkpoint: Checkpoint, shards: Iterable[PlannedShard], checksums: Mapping[str, int]) -> None:
@@ -364,7 +364,7 @@ def _resume(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
     work = dataclasses.replace(work, source_checksums=earlier.source_checksums)
     journal.settle(request.folder)
     if work.shard_transfer is ShardTransfer.STREAM:  # parts of shards that were fetched are fetched again
-        durable.remove_folder(request.folder / STAGING_NAME)
+        durable.remove_folder(request.folder / STAGING_NAME, durable.PART_SUFFIX)
     return work
 
 

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rabbitllm.base.forks import direct_read
-from rabbitllm.storage.files import DIRECT_ALIGNMENT, DirectIO, OpenFiles, write_back_call
+from rabbitllm.errors import OptionError
+from rabbitllm.storage.files import DIRECT_ALIGNMENT, DirectIO, OpenFiles, read_range, write_back_call
 
 PART_SUFFIX = ".part"
 """Suffix of an unfinished file until its rename."""
@@ -293,6 +294,25 @@ def write_whole(path: Path, data: bytes, *, new: bool = False) -> None:
     publish(part, path)
 
 
+def require_kind(path: Path, kind: str, *beginnings: bytes) -> None:
+    """Refuse to replace a file that does not begin as one of its kind; the same of the unfinished one beside it.
+
+    Args:
+        path: of the file that `write_whole` will write.
+        kind: its kind, in words.
+        beginnings: the first bytes of such files; a file may end within them.
+
+    Raises:
+        OptionError: there is another file; nothing was changed.
+    """
+    for there in (path, path.with_name(path.name + PART_SUFFIX)):
+        begin = read_range(there, 0, max(map(len, beginnings))) if there.is_file() else b""
+        if not any(begin[: len(one)] == one[: len(begin)] for one in beginnings):
+            raise OptionError(
+                f"{there} exists and is not {kind}; it was not changed.", "Use another name for the file."
+            )
+
+
 def publish(part: Path, final: Path) -> None:
     """Give a synced file its final name, durably."""
     rename(part, final)
@@ -342,14 +362,22 @@ def make_folder(folder: Path) -> None:
         sync_folder(path.parent)
 
 
-def remove_folder(folder: Path) -> None:
-    """Remove a folder and the files in it, if it exists; it must contain no folders."""
+def remove_folder(folder: Path, suffix: str = "") -> None:
+    """Remove the files in a folder whose names end with `suffix`, and the folder unless it contains others.
+
+    It may be absent.
+    """
     if not folder.is_dir():
         return
+    others = False
     for path in folder.iterdir():
-        remove(path)
-    _announce(Step("remove_folder", folder))
-    folder.rmdir()
+        if path.name.endswith(suffix):
+            remove(path)
+        else:
+            others = True
+    if not others:
+        _announce(Step("remove_folder", folder))
+        folder.rmdir()
 
 
 @contextlib.contextmanager

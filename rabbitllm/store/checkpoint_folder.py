@@ -25,6 +25,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
+from rabbitllm.base.terminal import listed
 from rabbitllm.checkpoints.index import (
     INDEX_NAME,
     META_PARAMETERS,
@@ -212,6 +213,8 @@ WORK_NAME = ".saving"
 """Name of the work folder inside the target."""
 _READY_NAME = "all.is.there"
 """File in that folder: all files are durable and may be moved."""
+_READY = re.compile(rb"[0-9a-f]{64}")
+_SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _VERSION_LINE = re.compile(rb'(,\s*)?"transformers_version": "[^"]*"')
 _ENTRIES = (INDEX_NAME, TORCH_INDEX_NAME, META_PARAMETERS, MANIFEST_NAME, JOURNAL_NAME)
 
@@ -268,7 +271,8 @@ def write_checkpoint(
         metadata: of the index, which is then also written for a single file.
 
     Raises:
-        OptionError: the folder has weights, or another model's config; nothing was changed.
+        OptionError: the folder has weights, or another model's config, or its work folder has files of others; nothing
+            was changed.
         NotEnoughSpaceException: the disk is too small.
         OSError: a file cannot be written; nothing of it is left.
     """
@@ -278,8 +282,12 @@ def write_checkpoint(
         )
     work = folder / WORK_NAME
     mark = _digest_of(shards, sidecars, source)
-    if (work / _READY_NAME).exists():  # an earlier call was interrupted while moving the files
-        same = (work / _READY_NAME).read_bytes() == mark
+    ready = work / _READY_NAME
+    is_ready = ready.is_file() and _READY.fullmatch(ready.read_bytes()) is not None
+    own = {*map(_quoted, sidecars), INDEX_NAME, *(() if ready.exists() else (_READY_NAME,))}
+    refuse_foreign(work, lambda name: is_ready or name in own or _SHARD.fullmatch(name))
+    if is_ready:  # an earlier call was interrupted while moving the files
+        same = ready.read_bytes() == mark
         _move_out(folder, work)
         if same:
             return
@@ -312,7 +320,7 @@ def _write_all(
         for shard in shards:
             _write_shard(work / shard.name, shard, chunks, tell)
         for name, content in sidecars.items():
-            durable.write_whole(work / quote(name, safe=""), content)  # the work folder has no subfolders
+            durable.write_whole(work / _quoted(name), content)
         for name, content in index.items():
             durable.write_whole(work / name, content)
         durable.sync_folder(work)
@@ -322,6 +330,29 @@ def _write_all(
         durable.remove_empty_folder(folder)
         raise
     _move_out(folder, work)
+
+
+def _quoted(name: str) -> str:
+    """The name of a sidecar in the work folder, which has no subfolders."""
+    return quote(name, safe="")
+
+
+def refuse_foreign(work: Path, is_own: Callable[[str], object]) -> None:
+    """Refuse a work folder with files of others, which would be deleted with it.
+
+    Args:
+        work: the folder, which may be absent.
+        is_own: whether a file of this name, without the suffix of an unfinished one, is this package's.
+
+    Raises:
+        OptionError: there are such files; nothing was changed.
+    """
+    names = sorted(path.name for path in work.iterdir()) if work.is_dir() else []
+    if foreign := [name for name in names if not is_own(name.removesuffix(durable.PART_SUFFIX))]:
+        raise OptionError(
+            f"{work} holds files that RabbitLLM did not write: {listed(foreign, 3)}. Nothing was changed.",
+            "Move them to another folder, or use another output folder.",
+        )
 
 
 def index_of_files(

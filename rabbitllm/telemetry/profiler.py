@@ -19,7 +19,7 @@ from typing import Any
 
 from rabbitllm.base.forks import own_lock
 from rabbitllm.errors import OptionError
-from rabbitllm.storage.durable import write_whole
+from rabbitllm.storage.durable import require_kind, write_whole
 from rabbitllm.telemetry.passes import NOTHING, Pass, PassInput, PassSums, Total, limit_of, sums_of
 from rabbitllm.telemetry.report import as_record, expert_table, pass_table, slowest_layers, stage_table
 
@@ -90,14 +90,25 @@ class Trace:
             return tuple(step for step, _ in self._passes)
 
     def write(self, path: str | Path) -> None:
-        """Write a Chrome trace (JSON).
+        """Write a Chrome trace (JSON); an existing trace is replaced.
 
         Raises:
+            OptionError: a file of that name is no trace.
             OSError: the file cannot be written.
         """
+        check_trace(path)
         with self._lock:
             record = chrome_trace(tuple(self._events), tuple(self._passes), self.dropped)
         write_whole(Path(path), json.dumps(record).encode())
+
+
+def check_trace(path: str | Path) -> None:
+    """Refuse to replace a file that is no trace.
+
+    Raises:
+        OptionError: there is one.
+    """
+    require_kind(Path(path), "a trace", b'{"traceEvents":')
 
 
 def chrome_trace(events: Sequence[Event], passes: Sequence[tuple[Pass, str]], dropped: int = 0) -> dict[str, Any]:

@@ -12,6 +12,8 @@ import rabbitllm
 from rabbitllm.batch_jobs.display import Progress
 from rabbitllm.errors import InputError, OptionError, ResultsError
 from tests.batch_jobs.test_answers import alone
+from tests.support.builders import build_checkpoint
+from tests.support.splitting import contents
 
 RECORDS: list[dict[str, Any]] = [
     {"id": "a", "prompt": "the rabbit", "max_tokens": 4},
@@ -120,3 +122,15 @@ def test_every_field_of_the_files_is_described(model: Any, tmp_path: Path) -> No
     main = {"text", "finish", "scores", "choice", "embedding", "embeddings", "error", "logprob", "answers", "head"}
     assert main <= answered | done_fields
     assert [name for name in answered | done_fields | set(answers[-1]["error"]) if f"`{name}`" not in section] == []
+
+
+def test_a_shard_of_the_model_is_never_the_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = build_checkpoint(tmp_path / "hare", "llama")
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    monkeypatch.chdir(tmp_path)
+    before = contents(folder)
+    shard = next(folder.glob("*.safetensors"))
+    for out in (shard, Path("hare") / shard.name):
+        with pytest.raises(ResultsError, match="is a file of the model"):
+            rabbitllm.batch("hare", "in.jsonl", out, overwrite=True)
+    assert contents(folder) == before

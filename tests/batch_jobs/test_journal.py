@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rabbitllm.batch_jobs.items import BatchAnswer
-from rabbitllm.batch_jobs.journal import DONE_SUFFIX, errors_of_finished, opened
+from rabbitllm.batch_jobs.journal import DONE_SUFFIX, check_output, errors_of_finished, opened
 from rabbitllm.errors import InUseError, ResultsError
 from rabbitllm.storage import durable, leases
 from rabbitllm.storage.durable import Step
@@ -167,6 +167,53 @@ def test_overwrite_is_needed_to_replace_an_output(tmp_path: Path) -> None:
     added: list[int] = []
     make(out, added, overwrite=True)
     assert (out.read_text(), len(added)) == (EXPECTED, LINES)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    "suffix", [".part", ".done", ".done.part", ".journal", ".journal.part", ".journal.lock", ".part with a journal"]
+)
+def test_files_of_others_beside_the_output_are_refused(tmp_path: Path, suffix: str, overwrite: bool) -> None:
+    out = tmp_path / "out.jsonl"
+    if suffix.endswith("with a journal"):
+        with opened(out, LINES, HEAD) as journal:
+            journal.add([answer(0)])
+    path = tmp_path / f"out.jsonl{suffix.partition(' ')[0]}"
+    path.write_text('{"mine": 1}\n')
+    with pytest.raises(ResultsError, match="of rabbitllm batch"):
+        make(out, [], overwrite=overwrite)
+    assert path.read_text() == '{"mine": 1}\n'
+
+
+def test_an_unfinished_output_without_a_journal_is_of_others(tmp_path: Path) -> None:
+    part = tmp_path / "out.jsonl.part"
+    part.write_text('{"id": 1, "prompt": "mine"}\n')
+    with pytest.raises(ResultsError, match="is not a file of rabbitllm batch"):
+        make(tmp_path / "out.jsonl", [])
+    assert part.exists()
+
+
+@pytest.mark.parametrize("suffix", ["", ".part", ".done", ".journal", ".done.part", ".journal.part", ".journal.lock"])
+def test_an_output_that_would_replace_the_input_is_refused(tmp_path: Path, suffix: str) -> None:
+    source = tmp_path / f"out.jsonl{suffix}"
+    source.write_text("")
+    with pytest.raises(ResultsError, match="the input"):
+        check_output(tmp_path / "out.jsonl", str(source))
+    check_output(tmp_path / "other.jsonl", str(source))
+
+
+def test_an_output_that_is_a_file_of_the_model_is_refused(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    shard = model / "model.safetensors"
+    shard.write_bytes(b"weights")
+    (tmp_path / "link").symlink_to(shard)
+    os.link(shard, tmp_path / "hard link")
+    for out in (shard, tmp_path / "link", tmp_path / "hard link"):
+        with pytest.raises(ResultsError, match="is a file of the model"):
+            check_output(out, "-", [model])
+    make(model / "answers.jsonl", [])
+    check_output(model / "answers.jsonl", "-", [model])
 
 
 def test_other_weights_of_the_same_name_are_refused(tmp_path: Path) -> None:

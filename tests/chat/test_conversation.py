@@ -191,3 +191,10 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     with durable.observe_steps(fail), pytest.raises(ChatFileError, match="No space left on device"):
         write_chat(tmp_path / "talk.json", SavedChat("b", Conversation()))
     assert read_chat(tmp_path / "talk.json") == SAVED
+
+
+def test_an_unfinished_file_of_others_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "talk.json.part").write_text("mine")
+    with pytest.raises(ChatFileError, match=r"talk\.json\.part exists and is not a saved conversation"):
+        write_chat(tmp_path / "talk.json", SAVED)
+    assert (tmp_path / "talk.json.part").read_text() == "mine"

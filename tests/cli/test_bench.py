@@ -155,3 +155,15 @@ def test_a_plot_without_matplotlib_is_refused_before_loading(tmp_path: Path, mon
 def test_help_names_the_written_files() -> None:
     text = " ".join(CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": "200"}).stdout.split())
     assert "Nothing is ever deleted." in text
+
+
+@pytest.mark.parametrize("option", ["--trace", "--plot", "--plot-tiers"])
+def test_no_shard_is_replaced(checkpoint: Path, tmp_path: Path, option: str) -> None:
+    """And that is said before anything is measured."""
+    shard = next(checkpoint.glob("*.safetensors"))
+    before = shard.read_bytes()
+    target = tmp_path / "file.png"
+    target.symlink_to(shard)
+    with pytest.raises(OptionError, match="it was not changed"):
+        bench(str(tmp_path / "no model"), option, str(target))
+    assert shard.read_bytes() == before

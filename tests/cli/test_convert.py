@@ -506,3 +506,15 @@ def test_another_checkpoint_while_one_is_unfinished(tmp_path: Path, options: dic
         assert contents(second) == untouched
         convert(first, new, **options)
         check(new, llama_tensors())
+
+
+@pytest.mark.parametrize("name", ["mine.txt", "mine.safetensors", "splitted_model/mine.md"])
+@pytest.mark.parametrize("work", [WORK_NAME, f"{WORK_NAME}.F32"])
+def test_a_work_folder_with_files_of_others_is_refused(tmp_path: Path, work: str, name: str) -> None:
+    source = write_shards(tmp_path / "source", cut(llama_tensors(), 2))
+    mine = tmp_path / "new" / work / name
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    with pytest.raises(OptionError, match=rf"holds files that RabbitLLM did not write: {mine.name}\."):
+        convert(source, tmp_path / "new")
+    assert mine.read_text() == "mine"

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from rabbitllm.cli.main import app
 from rabbitllm.version import __version__
 
 
@@ -30,6 +32,36 @@ def test_help_names_the_subcommands() -> None:
 
 def test_a_wrong_option_exits_with_2() -> None:
     assert rabbitllm("demo", "--problem", "7").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (("pull", "x", "--delete"), "--delete-original"),
+        (("pull", "x", "--sequentia"), "--sequential"),
+        (("pull", "x", "--sequence"), "--sequential"),
+        (("batch", "x", "y", "-o", "z", "--overwrit"), "--overwrite"),
+        (("rm", "x", "--only"), "--only-copy"),
+        (("rm", "x", "--yess"), "--yes"),
+    ],
+)
+def test_no_suggestion_is_an_option_that_deletes(words: tuple[str, ...], option: str) -> None:
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert "No such option" in result.output
+    assert option not in result.output.replace(f"option: {words[-1]}", "")
+
+
+def test_a_harmless_option_is_suggested() -> None:
+    assert "--compression" in CliRunner().invoke(app, ["pull", "x", "--compresion", "4bit"]).output
+
+
+@pytest.mark.parametrize(
+    ("word", "command"), [("remove", "rm"), ("delete", "rm"), ("list", "ls"), ("generate", "run"), ("serv", "serve")]
+)
+def test_the_command_is_named_that_another_program_calls_otherwise(word: str, command: str) -> None:
+    result = CliRunner().invoke(app, [word, "x"])
+    assert (result.exit_code, f"Did you mean '{command}'?" in result.output) == (2, True)
 
 
 USES_ALL = """

@@ -49,7 +49,11 @@ GENERATION: dict[str, tuple[Any, ...]] = {
     "top_k": ([], 2.5),
     "max_length": ("x", 10**30),
     "stop_strings": (1, [None]),
-    "bad_words_ids": ("x", [], [[]], [["x"]]),
+    "bad_words_ids": ("x", [], [[]], [["x"]], [[5000]], [[1, 5000]]),
+    "exponential_decay_length_penalty": ("x", [1], ["x", 1.5]),
+    "sequence_bias": ("x", [], {"5": 1.0}, [[[1], 1]], [[[], 1.0]], [[[5000], 1.0]], [[[1, 5000], 1.0]]),
+    "forced_bos_token_id": (5000,),
+    "forced_eos_token_id": (5000, [1, 5000], -9000),
 }
 
 
@@ -158,6 +162,18 @@ def test_invalid_generation_settings_are_refused(sound: Path, name: str) -> None
         for value in GENERATION[name]:
             path.write_text(json.dumps({**json.loads(before), name: value}))
             assert outcome("run", str(split), "12+3=", "--max-new-tokens", "2", "--device", "cpu") == "refused", value
+    finally:
+        path.write_text(before)
+
+
+def test_a_penalty_for_an_end_beyond_the_vocabulary_is_refused(sound: Path) -> None:
+    (split,) = sound.glob("splitted_model*")
+    path = split / "generation_config.json"
+    before = path.read_text()
+    try:
+        settings = {"exponential_decay_length_penalty": [0, 1.5], "eos_token_id": 5000}
+        path.write_text(json.dumps({**json.loads(before), **settings}))
+        assert outcome("run", str(split), "12+3=", "--max-new-tokens", "2", "--device", "cpu") == "refused"
     finally:
         path.write_text(before)
 

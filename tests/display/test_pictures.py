@@ -223,3 +223,11 @@ def test_without_matplotlib_the_message_says_what_to_install(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingPackageError, match=r'pip install "\.\[plot\]"'):
         check_picture("time.png")
+
+
+@pytest.mark.parametrize("name", ["time.png", "time.png.part"])
+def test_a_file_that_is_no_picture_is_kept(trace: Trace, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"weights")
+    with pytest.raises(OptionError, match=f"{name} exists and is not a picture; it was not changed"):
+        draw_pass(trace, tmp_path / "time.png", "", [])
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [(name, b"weights")]

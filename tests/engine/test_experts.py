@@ -245,6 +245,19 @@ def test_use_of_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> No
         load(split(checkpoint), 0).load_expert_use(file)
 
 
+def test_use_counts_replace_no_other_file(checkpoint: Path, tmp_path: Path) -> None:
+    model, file = load(split(checkpoint), 0), tmp_path / "use.safetensors"
+    shard = next(checkpoint.glob("*.safetensors")).read_bytes()
+    for name in (file.name, f"{file.name}.part"):
+        (tmp_path / name).write_bytes(shard)
+        with pytest.raises(OptionError, match=f"{name} exists and has no use counts; it was not changed"):
+            model.save_expert_use(file)
+        assert (tmp_path / name).read_bytes() == shard
+        (tmp_path / name).unlink()
+    for _ in range(2):
+        model.save_expert_use(file)
+
+
 def test_a_long_prompt_goes_through_few_slots_and_is_read_once(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

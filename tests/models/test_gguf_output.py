@@ -607,6 +607,21 @@ def test_a_resumed_conversion_writes_only_what_is_missing(tmp_path: Path, monkey
     assert names_in(tmp_path, "*.gguf*") == ["model.gguf", "other.gguf"]
 
 
+@pytest.mark.parametrize("suffix", [".part", ".progress", ".progress.part"])
+def test_files_of_others_beside_it_are_kept(tmp_path: Path, suffix: str) -> None:
+    folder, file = build(tmp_path / "model", "llama"), tmp_path / "model.gguf"
+    other = tmp_path / f"model.gguf{suffix}"
+    other.write_text("mine")
+    with pytest.raises(OptionError, match=rf"{other.name} was not written by an earlier conversion"):
+        convert(folder, file, to="gguf")
+    assert (other.read_text(), names_in(tmp_path)) == ("mine", sorted(["model", other.name]))
+    other.unlink()
+    convert(folder, file, to="gguf")
+    other.write_text("mine")
+    assert convert(folder, file, to="gguf").before
+    assert other.read_text() == "mine"
+
+
 @pytest.mark.parametrize("line", [b"", b"9", b"x\n"])
 def test_a_damaged_log_costs_work_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes) -> None:
     monkeypatch.setattr(gguf_output, "SYNC_BYTES", 1)

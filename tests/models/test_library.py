@@ -16,6 +16,7 @@ from rabbitllm.models.library import (
     as_record,
     below,
     compression_here,
+    folders_of,
     known,
     look,
     of_model,
@@ -137,6 +138,8 @@ def test_splits_of_a_repository(tmp_path: Path, hub_environment: HubEnvironment,
     local_hub.stop()  # from here on the hub cannot be reached
     for name in (REPO, f"hf://{REPO}"):
         assert [entry.folder for entry in of_model(name)] == folders
+        assert folders_of(name)[:2] == folders
+        assert [folder.parent.name for folder in folders_of(name)[2:]] == ["snapshots"]
     assert [entry.folder for entry in of_model(REPO, "none")] == folders[:1]
     assert [entry.folder for entry in of_model(REPO, saving_path=tmp_path / "elsewhere")] == [elsewhere]
     assert one_of_model(REPO, "4bit").folder == folders[1]

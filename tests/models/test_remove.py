@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -87,6 +88,12 @@ def test_split_of_rabbitllm_1_is_removed(tmp_path: Path) -> None:
 FOREIGN: dict[str, Callable[[Path], object]] = {
     "a file": lambda target: (target / "notes.md").write_text("mine"),
     "a text": lambda target: _later(target, target / "notes.txt"),
+    "an old text": lambda target: _older(target / "notes.txt"),
+    "old results": lambda target: _older(target / "results.json"),
+    "old code": lambda target: _older(target / "train.py"),
+    "a text that the checkpoint's folder links to": lambda target: _linked_to(target.parent, target / "notes.txt"),
+    "another file among the fetched ones": lambda target: _in_folder(target / ".staging" / "mine.txt"),
+    "another file among the templates": lambda target: _in_folder(target / "additional_chat_templates" / "mine.txt"),
     "another layer": lambda target: (target / "adapter.safetensors").write_bytes(b"mine"),
     "a folder": lambda target: (target / "mine").mkdir(),
     "a link": lambda target: (target / "model.extra.safetensors").symlink_to("/etc/hosts"),
@@ -99,6 +106,21 @@ def _later(split_folder: Path, path: Path) -> None:
     path.write_text("mine")
     written = (split_folder / MANIFEST_NAME).stat().st_mtime
     os.utime(path, (written + 10, written + 10))
+
+
+def _older(path: Path) -> None:
+    path.write_text("mine")
+    os.utime(path, (0, 0))
+
+
+def _linked_to(folder: Path, path: Path) -> None:
+    _older(path)
+    (folder / path.name).symlink_to(path)
+
+
+def _in_folder(path: Path) -> None:
+    path.parent.mkdir()
+    _older(path)
 
 
 def _linked(path: Path) -> None:
@@ -121,6 +143,28 @@ def test_edited_configs_are_removed(folder: Path) -> None:
     _later(split_folder, split_folder / "config.json")
     remove(plan_removal(split_folder))
     assert not split_folder.exists()
+
+
+def test_copies_from_the_checkpoint_are_removed(folder: Path) -> None:
+    """It is recognised by its bytes, which the checkpoint still has; code by the config that names it, too."""
+    (folder / "results.json").write_text("{}")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "modeling_hare.Hare"}}))
+    for name in ("modeling_hare.py", "train.py"):
+        (folder / name).write_text("import torch\n")
+    before, made = contents(folder), split(folder)
+    (made / "modeling_hare.py").write_text("import torch  # edited\n")
+    remove(plan_removal(made))
+    assert contents(folder) == before
+    made = split(folder)
+    (made / "train.py").write_text("import torch  # edited\n")
+    with pytest.raises(SplitError, match=r"did not write: train\.py"):
+        plan_removal(made)
+
+
+def test_copies_are_named_before_they_go(folder: Path) -> None:
+    result = CliRunner().invoke(app, ["rm", str(split(folder)), "--yes"], catch_exceptions=False)
+    assert re.search(r"copies +config\.json", result.stderr)
 
 
 def test_folder_without_a_split_is_refused(folder: Path, tmp_path: Path) -> None:

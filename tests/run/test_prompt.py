@@ -93,7 +93,9 @@ def test_a_template_that_refuses() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "why"), [("{{ messages[0].content + 1 }}", "can only concatenate str"), ("{% nonsense %}", "nonsense")]
+    ("template", "why"),
+    [("{{ messages[0].content + 1 }}", "can only concatenate str"), ("{% nonsense %}", "nonsense")]
+    + [("{{ ''.__class__.x }}", r"is unsafe\.(?!\.)"), ("{{ raise_exception('Why?.') }}", r"Why\?\.(?!\.)")],
 )
 def test_a_template_that_fails(template: str, why: str) -> None:
     tokenizer = make_tokenizer()

@@ -23,6 +23,9 @@ def answer_of(template: Any, *messages: dict[str, str]) -> APIError:
 def test_template_refusal_is_quoted() -> None:
     error = answer_of("{{ raise_exception('roles must alternate') }}", {"role": "user", "content": "a"})
     assert "roles must alternate" in error.message
+    error = answer_of("{{ raise_exception('Roles must alternate.') }}", {"role": "user", "content": "a"})
+    assert error.message.endswith("Roles must alternate.")
+    assert not error.message.endswith("..")
 
 
 def test_failing_template_is_a_refusal() -> None:

@@ -102,6 +102,16 @@ def test_same_call_completes_a_killed_one(tmp_path: Path) -> None:
     assert moved > 5
 
 
+@pytest.mark.parametrize("name", ["mine.txt", "all.is.there", "mine.safetensors", "mine.json.part"])
+def test_a_work_folder_with_files_of_others_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / WORK_NAME).mkdir()
+    (tmp_path / WORK_NAME / name).write_text("mine")
+    with pytest.raises(OptionError, match=rf"\.saving holds files that RabbitLLM did not write: {name}\."):
+        save(tmp_path)
+    assert [path.name for path in tmp_path.rglob("*")] == [WORK_NAME, name]
+    assert (tmp_path / WORK_NAME / name).read_text() == "mine"
+
+
 def test_another_model_is_not_taken_for_the_interrupted_one(tmp_path: Path) -> None:
     for index in itertools.count():
         with dying_at(index, kinds=("rename",)):

@@ -414,3 +414,14 @@ def test_events_name_their_thread() -> None:
 
 def inside(events: Sequence[Event], start: float, end: float) -> list[Event]:
     return [event for event in events if start <= event.start and event.end <= end]
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.part"])
+def test_a_file_that_is_no_trace_is_kept(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"weights")
+    with pytest.raises(OptionError, match=f"{name} exists and is not a trace; it was not changed"):
+        Trace().write(tmp_path / "trace.json")
+    assert (tmp_path / name).read_bytes() == b"weights"
+    (tmp_path / name).unlink()
+    for _ in range(2):
+        Trace().write(tmp_path / "trace.json")
