@@ -236,7 +236,9 @@ def check_output(out: Path, source: Any, folders: Iterable[Path] = ()) -> None:
         for folder in folders:
             is_inside = out.resolve().is_relative_to(folder.resolve())
             if is_inside or any(out.samefile(path) for path in folder.iterdir() if path.exists()):
-                raise ResultsError(f"The output {str(out)!r} is a file of the model.", "Use another output.")
+                raise ResultsError(
+                    f"The output {str(out)!r} is a file in the folder of the model.", "Use another output."
+                )
 
 
 def _is_ours(out: Path, suffix: str) -> bool:

@@ -231,7 +231,7 @@ def _convert_by_split(name: str, access: HubAccess, folder: Path, options: Split
     dtype = str(options.gguf_dtype)
     work = folder / _work_name(dtype)
     before = False
-    for own_work in (folder / _work_name(one) for one in _DTYPES.values()):
+    for own_work in (folder / _work_name(name) for name in _DTYPES.values()):
         refuse_foreign(own_work, lambda name: name in (directory_name(None), _READY_NAME))
         refuse_foreign(own_work / directory_name(None), _is_of_a_split)
     if (folder / INDEX_NAME).exists():

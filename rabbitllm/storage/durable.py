@@ -307,7 +307,7 @@ def require_kind(path: Path, kind: str, *beginnings: bytes) -> None:
     """
     for there in (path, path.with_name(path.name + PART_SUFFIX)):
         begin = read_range(there, 0, max(map(len, beginnings))) if there.is_file() else b""
-        if not any(begin[: len(one)] == one[: len(begin)] for one in beginnings):
+        if not any(begin[: len(expected)] == expected[: len(begin)] for expected in beginnings):
             raise OptionError(
                 f"{there} exists and is not {kind}; it was not changed.", "Use another name for the file."
             )

@@ -131,6 +131,6 @@ def test_a_shard_of_the_model_is_never_the_output(tmp_path: Path, monkeypatch: p
     before = contents(folder)
     shard = next(folder.glob("*.safetensors"))
     for out in (shard, Path("hare") / shard.name):
-        with pytest.raises(ResultsError, match="is a file of the model"):
+        with pytest.raises(ResultsError, match="is a file in the folder of the model"):
             rabbitllm.batch("hare", "in.jsonl", out, overwrite=True)
     assert contents(folder) == before

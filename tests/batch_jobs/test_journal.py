@@ -210,7 +210,7 @@ def test_an_output_that_is_a_file_of_the_model_is_refused(tmp_path: Path) -> Non
     (tmp_path / "link").symlink_to(shard)
     os.link(shard, tmp_path / "hard link")
     for out in (shard, tmp_path / "link", tmp_path / "hard link"):
-        with pytest.raises(ResultsError, match="is a file of the model"):
+        with pytest.raises(ResultsError, match="is a file in the folder of the model"):
             check_output(out, "-", [model])
     make(model / "answers.jsonl", [])
     check_output(model / "answers.jsonl", "-", [model])
