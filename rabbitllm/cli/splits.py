@@ -169,13 +169,18 @@ def rm_command(
 
     from rabbitllm.base.options import expand
     from rabbitllm.base.terminal import put, size
-    from rabbitllm.errors import OptionError
+    from rabbitllm.errors import CheckpointNotFoundError, OptionError
     from rabbitllm.models.library import one_of_model
     from rabbitllm.models.library_report import put_removal
-    from rabbitllm.models.remove import original_of, plan_removal, refuse_only_copy, remove
+    from rabbitllm.models.remove import original_of, plan_removal, refuse_only_copy, remove, remove_empty_folders
     from rabbitllm.store.locations import one_of_several, resolve_name
 
-    entry = one_of_model(model, compression, expand(folder) if folder else None)
+    saving_path = expand(folder) if folder else None
+    try:
+        entry = one_of_model(model, compression, saving_path)
+    except CheckpointNotFoundError:
+        remove_empty_folders(model, saving_path)
+        raise
     named = expand(one_of_several(resolve_name(model))[0])
     folder_of_it = named if named.is_dir() and named != entry.folder else None
     removal = plan_removal(entry.folder, folder_of_it)

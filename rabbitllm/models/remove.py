@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from rabbitllm.base.options import expand
 from rabbitllm.base.terminal import counted, listed
 from rabbitllm.checkpoints.checkpoint import SourceIdentity, is_sidecar
 from rabbitllm.checkpoints.hub import HubAccess, cached_snapshot, open_repository, staged_name
@@ -34,7 +35,7 @@ from rabbitllm.storage import durable
 from rabbitllm.storage.folders import existing
 from rabbitllm.store import locations
 from rabbitllm.store.layer_file import DONE_SUFFIX, LAYER_SUFFIX, SCRATCH_SUFFIX, layer_file_name
-from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME, is_legacy, read_manifest
+from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME, SPLITS, is_legacy, read_manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +252,26 @@ def remove(removal: Removal) -> int:
         durable.remove_empty_folder(parent)
     durable.sync_folder(existing(folder.absolute()))
     return again.nbytes
+
+
+def remove_empty_folders(name: str, saving_path: Path | None = None) -> None:
+    """Remove the empty folders that a removal has left which was killed at its very end.
+
+    Args:
+        name: the model, as in `library.of_model`.
+        saving_path: folder that the user chose for its splits.
+    """
+    place, _ = locations.one_of_several(locations.resolve_name(name))
+    checkpoint = expand(place)
+    if place and checkpoint.is_dir():
+        folders = [locations.for_local(checkpoint, saving_path, compression) for compression in SPLITS]
+    else:
+        folders = [locations.for_repository(place, "commit", saving_path, compression) for compression in SPLITS]
+        if saving_path is None and locations.is_repo_id(place):
+            home_of_model = folders[0].parent.parent
+            folders = [*home_of_model.glob("*/*"), *home_of_model.glob("*"), home_of_model]
+    for folder in folders:
+        durable.remove_empty_folder(folder)
 
 
 def _walk(folder: Path) -> Iterator[Path]:

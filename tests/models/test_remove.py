@@ -52,6 +52,26 @@ def test_finished_split_is_removed(folder: Path) -> None:
     assert split(folder) == split_folder  # and can be made again
 
 
+@pytest.mark.parametrize("home_only", [False, True])
+def test_empty_folders_of_a_killed_removal_go_with_the_next(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home_only: bool
+) -> None:
+    """It was killed behind the last file: the same command finds no split, and leaves no folder."""
+    monkeypatch.setenv("RABBITLLM_HOME", str(tmp_path / "home"))
+    name = "acme/hare" if home_only else str(folder)
+    left = tmp_path / "home" / "models--acme--hare" / ("f" * 40) / "splitted_model" if home_only else None
+    empty = left or folder / "splitted_model.4bit"
+    empty.mkdir(parents=True)
+    other = tmp_path / "home" / "models--acme--fox" / "splitted_model"
+    other.mkdir(parents=True)
+    result = CliRunner().invoke(app, ["rm", name, "--yes"])
+    assert result.exit_code == 1
+    assert not (tmp_path / "home" / "models--acme--hare").exists()
+    assert not (folder / "splitted_model.4bit").exists()
+    assert other.is_dir()
+    assert contents(folder)
+
+
 @pytest.mark.parametrize("shards", [1, 2])
 def test_unfinished_split_is_removed(folder: Path, shards: int) -> None:
     before = contents(folder)
