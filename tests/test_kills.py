@@ -134,7 +134,7 @@ class Command:
         words: its arguments; or of `save_pretrained` the model and the target.
         save: whether it is `save_pretrained`.
         stdin: what it is told.
-        done_code: its exit code where all is done already.
+        done_code: its exit code where all is done already, but for a lock or an empty folder.
     """
 
     before: Callable[[Stage, Path], None]
@@ -265,9 +265,8 @@ class Sweep:
             self._finish(f"{1e3 * delay:.1f} ms behind step {at}")
 
     def _finish(self, moment: str) -> None:
-        was_done = self._wrong() == []
         again = self._run()
-        wrong, codes = self._wrong(), (0, self._command.done_code if was_done else 0)
+        wrong, codes = self._wrong(), (0, self._command.done_code)
         self.row.kills += 1
         if again.status in codes and not wrong:
             self.row.equal += 1

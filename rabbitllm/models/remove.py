@@ -255,7 +255,7 @@ def remove(removal: Removal) -> int:
 
 
 def remove_empty_folders(name: str, saving_path: Path | None = None) -> None:
-    """Remove the empty folders that a removal has left which was killed at its very end.
+    """Remove the folders, empty or with a lock, that a removal has left which was killed at its very end.
 
     Args:
         name: the model, as in `library.of_model`.
@@ -271,6 +271,9 @@ def remove_empty_folders(name: str, saving_path: Path | None = None) -> None:
             home_of_model = folders[0].parent.parent
             folders = [*home_of_model.glob("*/*"), *home_of_model.glob("*"), home_of_model]
     for folder in folders:
+        if folder.is_dir() and {*map(is_lock_file, (path.name for path in folder.iterdir()))} == {True}:
+            with contextlib.suppress(SplitError), locked_without_waiting(folder):
+                pass  # whoever frees a lock removes its file
         durable.remove_empty_folder(folder)
 
 

@@ -52,9 +52,10 @@ def test_finished_split_is_removed(folder: Path) -> None:
     assert split(folder) == split_folder  # and can be made again
 
 
+@pytest.mark.parametrize("with_lock", [False, True])
 @pytest.mark.parametrize("home_only", [False, True])
 def test_empty_folders_of_a_killed_removal_go_with_the_next(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home_only: bool
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home_only: bool, with_lock: bool
 ) -> None:
     """It was killed behind the last file: the same command finds no split, and leaves no folder."""
     monkeypatch.setenv("RABBITLLM_HOME", str(tmp_path / "home"))
@@ -62,6 +63,8 @@ def test_empty_folders_of_a_killed_removal_go_with_the_next(
     left = tmp_path / "home" / "models--acme--hare" / ("f" * 40) / "splitted_model" if home_only else None
     empty = left or folder / "splitted_model.4bit"
     empty.mkdir(parents=True)
+    if with_lock:
+        (empty / ".lock").touch()
     other = tmp_path / "home" / "models--acme--fox" / "splitted_model"
     other.mkdir(parents=True)
     result = CliRunner().invoke(app, ["rm", name, "--yes"])
