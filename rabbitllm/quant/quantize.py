@@ -41,7 +41,7 @@ from rabbitllm.quant.schemes import (
     SCHEMES,
     STORED,
     Quantized,
-    Settling,
+    ScalesForm,
     bitsandbytes,
     code_values,
     functional,
@@ -194,7 +194,7 @@ LEVELS = 4
 LEAST_GROUP = 16
 
 
-def settled(form: Settling, read: ReadScales) -> Iterator[tuple[int, int, memoryview]]:
+def settled(form: ScalesForm, read: ReadScales) -> Iterator[tuple[int, int, memoryview]]:
     """The stored bytes of a tensor's scales: (index in `form.parts`, offset in that part, bytes).
 
     Reads the scales twice, one to four megabytes at a time.

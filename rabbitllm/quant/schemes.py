@@ -448,7 +448,7 @@ def arriving(form: StoredForm) -> StoredForm:
 
 
 @dataclass(frozen=True, slots=True)
-class Settling:
+class ScalesForm:
     """The quantization of a tensor's scales, once all of them are there.
 
     Attributes:
@@ -462,12 +462,12 @@ class Settling:
     parts: tuple[TensorToWrite, ...]
 
 
-def settling(form: StoredForm, file: str, offset: int) -> Settling:
+def settling(form: StoredForm, file: str, offset: int) -> ScalesForm:
     """The quantization of the scales of a tensor at 4bit-double, which begin at `offset` bytes in `file`."""
     _, scales, _, nested, _, state = form.parts
     waiting = arriving(form).parts[1]
     source = TensorSpec(scales.name, waiting.dtype, waiting.shape, file, offset, waiting.nbytes)
-    return Settling(form.source, source, (scales, nested, state))
+    return ScalesForm(form.source, source, (scales, nested, state))
 
 
 # The JSON of bitsandbytes that is stored with each 4bit weight, and its validation.

@@ -16,7 +16,7 @@ from rabbitllm.generation.scoring.micro_batches import (
     linked,
     micro_batches,
 )
-from rabbitllm.generation.scoring.tasks import Asked, Task
+from rabbitllm.generation.scoring.tasks import Task, TextRequest
 
 TASKS = st.sets(st.lists(st.integers(0, 1), min_size=1, max_size=10).map(tuple), min_size=1, max_size=20).map(
     lambda found: [Task(ids, ()) for ids in sorted(found, key=hash)]
@@ -64,7 +64,7 @@ def test_those_with_the_same_beginning_are_together() -> None:
 
 @given(tasks=TASKS, first=st.integers(0, 9))
 def test_what_is_handed_on_was_computed_and_has_no_rows_that_are_asked_for(tasks: list[Task], first: int) -> None:
-    asked = [Task(one.ids, (Asked(0, min(first, len(one.ids) - 1), (1,), None),)) for one in tasks]
+    asked = [Task(one.ids, (TextRequest(0, min(first, len(one.ids) - 1), (1,), None),)) for one in tasks]
     before: list[int] = []
     handed = 0
     for own, alone in zip(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rabbitllm.generation.request import ModelLimits
-from rabbitllm.generation.scoring.tasks import Asked, ScoredText, problem_of, tasks_of
+from rabbitllm.generation.scoring.tasks import ScoredText, TextRequest, problem_of, tasks_of
 
 ABLE = ModelLimits(context=8, vocabulary=100)
 
@@ -13,13 +13,13 @@ ABLE = ModelLimits(context=8, vocabulary=100)
 def test_the_last_token_is_no_input() -> None:
     (task,) = tasks_of([ScoredText(0, (1, 2, 3), (4, 5))], [0], 8)
     assert task.ids == (1, 2, 3, 4)
-    assert task.asked == (Asked(0, 2, (4, 5), None),)
+    assert task.asked == (TextRequest(0, 2, (4, 5), None),)
 
 
 def test_an_embedding_is_of_all_tokens() -> None:
     (task,) = tasks_of([ScoredText(0, (1, 2, 3), (4, 5), "mean")], [0], 8)
     assert task.ids == (1, 2, 3, 4, 5)
-    assert task.asked == (Asked(0, 2, (4, 5), "mean"),)
+    assert task.asked == (TextRequest(0, 2, (4, 5), "mean"),)
 
 
 def test_choices_of_one_token_are_one_task() -> None:
@@ -34,9 +34,9 @@ def test_what_is_too_long_loses_its_beginning() -> None:
     texts = [ScoredText(0, range(10), (50, 51)), ScoredText(1, range(10), (50, 51), "last")]
     without, whole = tasks_of(texts, [0, 1], 8)
     assert without.ids == (3, 4, 5, 6, 7, 8, 9, 50)
-    assert without.asked == (Asked(0, 6, (50, 51), None),)
+    assert without.asked == (TextRequest(0, 6, (50, 51), None),)
     assert whole.ids == (4, 5, 6, 7, 8, 9, 50, 51)
-    assert whole.asked == (Asked(1, 5, (50, 51), "last"),)
+    assert whole.asked == (TextRequest(1, 5, (50, 51), "last"),)
 
 
 @pytest.mark.parametrize(
