@@ -86,7 +86,7 @@ def test_a_handed_on_prefix_was_computed_and_has_no_requested_rows(tasks: list[T
         before, handed = list(batch.tasks[-1].ids[: batch.shared_prefix]), batch.shared_prefix
 
 
-@given(tasks=TASKS, most=st.integers(1, 4))
+@given(tasks=TASKS, limit=st.integers(1, 4))
 def test_chains_are_linked_and_end_without_a_shared_prefix(tasks: list[Task], limit: int) -> None:
     batches = micro_batches(tasks, TextLayout.PACKED, LIMIT, min_shared=2)
     passes = chains(batches, limit)
