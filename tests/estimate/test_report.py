@@ -65,7 +65,7 @@ def test_too_little_memory_is_shown_for_the_compressions_concerned() -> None:
     problem = "A pass takes at least 9.00 GiB of memory; this process may take 1.00 GiB."
     small = dataclasses.replace(LARGE, too_little_memory=problem)
     small_too = dataclasses.replace(CACHED, too_little_memory=problem)
-    lines = text(plan_of(small, small_too, SMALL), most=200)  # a sentence is one line where there is no terminal
+    lines = text(plan_of(small, small_too, SMALL), width=200)  # a sentence is one line where there is no terminal
     assert lines[4] == f"uncompressed, 8bit cannot be loaded here: {problem}"
 
 
