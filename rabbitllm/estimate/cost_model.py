@@ -227,10 +227,10 @@ def _products(source: UnitSource, picked: int | None) -> Iterable[Product]:
 
 def _own_form(module: nn.Module) -> str | None:
     """Return the form of a module of bitsandbytes, of 4bit with its compute dtype; None for any other module."""
-    kind = type(module).__name__
-    if kind == "Linear8bitLt":
+    type_name = type(module).__name__
+    if type_name == "Linear8bitLt":
         return f"{BITSANDBYTES}8bit"
-    if kind == "Linear4bit":
+    if type_name == "Linear4bit":
         return f"{BITSANDBYTES}4bit in {str(module.compute_dtype or 'float32').removeprefix('torch.')}"
     return None
 
@@ -323,15 +323,15 @@ class RoutedWork:
 
 def routed_work(plan: LoadPlan) -> tuple[RoutedWork, ...]:
     """Return the work of a pass with experts, module by module, in its order."""
-    known = {source.name: source for source in plan.experts}
+    sources = {source.name: source for source in plan.experts}
     pools = {pool.device: pool for pool in plan.placement.pools}
     hosts = {budget.device for budget in plan.placement.budgets if budget.is_host}
-    found = []
+    work = []
     for placed in plan.placement.experts:
-        source = known[placed.unit]
+        source = sources[placed.unit]
         routed = placed.tier is Tier.ROUTED
         on_device, in_host = pools[placed.device].shares if routed else (1.0, 0.0)
-        found.append(
+        work.append(
             RoutedWork(
                 name=source.name,
                 unit=source.unit,
@@ -353,7 +353,7 @@ def routed_work(plan: LoadPlan) -> tuple[RoutedWork, ...]:
                 ),
             )
         )
-    return tuple(found)
+    return tuple(work)
 
 
 def _expert_products(source: ExpertSource) -> Iterator[Product]:
@@ -374,10 +374,10 @@ def _expert_products(source: ExpertSource) -> Iterator[Product]:
 
 def by_unit(work: Iterable[RoutedWork]) -> dict[str, list[RoutedWork]]:
     """Group the modules by unit."""
-    found: dict[str, list[RoutedWork]] = {}
+    units: dict[str, list[RoutedWork]] = {}
     for routed in work:
-        found.setdefault(routed.unit, []).append(routed)
-    return found
+        units.setdefault(routed.unit, []).append(routed)
+    return units
 
 
 def experts_of(work: Iterable[RoutedWork]) -> tuple[Experts, ...]:
@@ -389,16 +389,16 @@ def experts_of(work: Iterable[RoutedWork]) -> tuple[Experts, ...]:
         Experts(
             device=device,
             tier=tier.value,
-            count=sum(routed.experts for routed in own),
-            used=sum(routed.used for routed in own),
-            stored_bytes=sum(routed.stored_bytes for routed in own),
-            used_bytes=sum(routed.used_bytes for routed in own),
-            kept_bytes=round(sum(routed.on_device * routed.stored_bytes for routed in own)),
-            host_bytes=round(sum(routed.in_host * routed.stored_bytes for routed in own)),
-            read_bytes=round(sum(routed.read_bytes for routed in own)),
-            copied_bytes=round(sum(routed.copied_bytes for routed in own)),
+            count=sum(routed.experts for routed in members),
+            used=sum(routed.used for routed in members),
+            stored_bytes=sum(routed.stored_bytes for routed in members),
+            used_bytes=sum(routed.used_bytes for routed in members),
+            kept_bytes=round(sum(routed.on_device * routed.stored_bytes for routed in members)),
+            host_bytes=round(sum(routed.in_host * routed.stored_bytes for routed in members)),
+            read_bytes=round(sum(routed.read_bytes for routed in members)),
+            copied_bytes=round(sum(routed.copied_bytes for routed in members)),
         )
-        for (device, tier), own in groups.items()
+        for (device, tier), members in groups.items()
     )
 
 
@@ -418,9 +418,9 @@ def bytes_of_a_pass(
     return GenerationEstimate(
         compression,
         placed=placement.contents,
-        stays_bytes=stays + sum(own.kept_bytes + own.host_bytes for own in experts),
-        copied_bytes=sum(unit.uploaded for unit in decoding) + sum(own.copied_bytes for own in experts),
-        read_bytes=sum(unit.streamed for unit in decoding) + sum(own.read_bytes for own in experts),
+        stays_bytes=stays + sum(group.kept_bytes + group.host_bytes for group in experts),
+        copied_bytes=sum(unit.uploaded for unit in decoding) + sum(group.copied_bytes for group in experts),
+        read_bytes=sum(unit.streamed for unit in decoding) + sum(group.read_bytes for group in experts),
         experts=experts,
         placement=placement,
     )

@@ -190,8 +190,8 @@ def _weight(device: Device, form: str, dtype: torch.dtype) -> tuple[Any, int]:
     scheme = STORED[form]
     if scheme.block_bytes:
         nbytes = elements // scheme.block * scheme.block_bytes
-        nothing = torch.empty(0)
-        return QuantizedWeight(Matrix(Quantized(form, SHAPE, None), filled(nbytes), nothing, nothing), dtype), nbytes
+        empty = torch.empty(0)
+        return QuantizedWeight(Matrix(Quantized(form, SHAPE, None), filled(nbytes), empty, empty), dtype), nbytes
     payload = filled(elements // scheme.codes_a_byte).view(-1, 1)
     absmax = torch.ones(elements // scheme.block, device=payload.device)
     matrix_type = Matrix if device.shares_host_memory else FusedMatrix
@@ -205,13 +205,13 @@ def _bitsandbytes_module(device: Device, form: str) -> nn.Module:
     from bitsandbytes import nn as modules
 
     rows, columns = SHAPE
-    made: Any
+    module: Any
     if "8bit" in form:
-        made = modules.Linear8bitLt(columns, rows, bias=False, has_fp16_weights=False, threshold=6.0)
+        module = modules.Linear8bitLt(columns, rows, bias=False, has_fp16_weights=False, threshold=6.0)
     else:
         compute = getattr(torch, form.rpartition(" ")[2])
-        made = modules.Linear4bit(columns, rows, bias=False, compute_dtype=compute, quant_type="nf4")
-    return made.to(device.torch_device).eval()  # type: ignore[no-any-return]
+        module = modules.Linear4bit(columns, rows, bias=False, compute_dtype=compute, quant_type="nf4")
+    return module.to(device.torch_device).eval()  # type: ignore[no-any-return]
 
 
 def _filled(device: Device, nbytes: int) -> torch.Tensor:

@@ -64,8 +64,8 @@ class Outline:
 
     def times(self, layer: str) -> int:
         """Return how often the model has a layer of the sample, by the layer's id."""
-        found = _LAYER.fullmatch(layer)
-        return self._counts.get(int(found[1]), 1) if found else 1
+        numbered = _LAYER.fullmatch(layer)
+        return self._counts.get(int(numbered[1]), 1) if numbered else 1
 
     @cached_property
     def _counts(self) -> Counter[int]:
@@ -74,12 +74,12 @@ class Outline:
     @cached_property
     def plans(self) -> dict[str | None, SplitPlan]:
         """The sample's split at each compression, as if all of it were in one shard."""
-        specs, at = [], 0
-        for one in self.stored:
-            nbytes = byte_size(one.dtype, one.shape)
-            specs.append(TensorSpec(one.name, one.dtype, one.shape, SHARD, at, nbytes))
-            at += nbytes
-        shard = PlannedShard(SHARD, at, "", tuple(specs), staged=False)
+        specs, offset = [], 0
+        for tensor in self.stored:
+            nbytes = byte_size(tensor.dtype, tensor.shape)
+            specs.append(TensorSpec(tensor.name, tensor.dtype, tensor.shape, SHARD, offset, nbytes))
+            offset += nbytes
+        shard = PlannedShard(SHARD, offset, "", tuple(specs), staged=False)
         family = self.config.get("model_type")
         assigned = assign_layers([spec.name for spec in specs], family if isinstance(family, str) else None)
         base = make_plan(SourceIdentity("local", "outline", None, {}), (shard,), assigned, None)
@@ -130,8 +130,8 @@ def published() -> tuple[Published, ...]:
     """Return all models of the list, from the smallest to the largest."""
     content = json.loads(resources.files("rabbitllm.estimate").joinpath("models.json").read_text(encoding="utf-8"))
     return tuple(
-        Published(one["repository"], one["parameters"], int(one["largest_shard_gb"] * 1000**3), outline_of(one))
-        for one in content["models"]
+        Published(entry["repository"], entry["parameters"], int(entry["largest_shard_gb"] * 1000**3), outline_of(entry))
+        for entry in content["models"]
     )
 
 
@@ -141,8 +141,8 @@ def outline_of(entry: Mapping[str, Any]) -> Outline:
     for name, form in entry["tensors"].items():
         dtype, *shape = form if isinstance(form[0], str) else ("BF16", *form)
         many = _MANY.search(name)
-        numbers: Sequence[object] = range(int(many[1])) if many else [""]
-        stored += [OutlinedTensor(_MANY.sub(str(number), name), tuple(shape), dtype) for number in numbers]
+        indices: Sequence[object] = range(int(many[1])) if many else [""]
+        stored += [OutlinedTensor(_MANY.sub(str(index), name), tuple(shape), dtype) for index in indices]
     layers = tuple(map(int, entry["layers"]))
     config, sample = entry["config"], {**entry["config"], **entry["sample"]}
     if "text_config" in entry["sample"]:

@@ -90,11 +90,11 @@ class SourceScan:
             folder = self.source.split_folder
             manifest = read_manifest(folder)
             return {manifest.compression if manifest is not None else self.spec.compression: folder}
-        found = {c: prepare.folder_at(self.source, self.spec, c) for c in COMPRESSIONS}
+        folders = {c: prepare.folder_at(self.source, self.spec, c) for c in COMPRESSIONS}
         mixed = prepare.folder_at(self.source, self.spec, AUTO)
         if self.options.compression == AUTO or is_finished(mixed) or (mixed / JOURNAL_NAME).exists():
-            found[AUTO] = mixed
-        return found
+            folders[AUTO] = mixed
+        return folders
 
     @cached_property
     def checkpoint(self) -> Checkpoint | None:
@@ -109,16 +109,16 @@ class SourceScan:
     @cached_property
     def journals(self) -> dict[str | None, journal.Replay]:
         """The journals of unfinished splits, by compression."""
-        found = {c: journal.replay(folder) for c, folder in self.folders.items() if c not in self.manifests}
-        return {c: earlier for c, earlier in found.items() if earlier is not None}
+        journals = {c: journal.replay(folder) for c, folder in self.folders.items() if c not in self.manifests}
+        return {c: earlier for c, earlier in journals.items() if earlier is not None}
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """The source's config; empty if it is absent or damaged."""
         derived = self.checkpoint.derived() if self.checkpoint is not None else {}
         if "config.json" in derived:
-            found: dict[str, Any] = json.loads(derived["config.json"])
-            return found
+            config: dict[str, Any] = json.loads(derived["config.json"])
+            return config
         try:
             return read_config(self.source.config_folder)
         except InvalidIndexError:
@@ -132,18 +132,18 @@ class SourceScan:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Reasons for which `from_pretrained` would refuse the source, and what a split of it leaves out."""
-        found = []
+        warnings = []
         for shard in self.base.shards if self.base is not None else ():
             if shard.left_out:
-                found.append(f"the split leaves out of {shard.name}: {listed(map(str, shard.left_out), 3)}")
+                warnings.append(f"the split leaves out of {shard.name}: {listed(map(str, shard.left_out), 3)}")
                 if self.base is not None and shard.is_kept(self.base.source, ShardPolicy.DELETE_USED):
-                    found[-1] += "; it is kept where shards are deleted"
+                    warnings[-1] += "; it is kept where shards are deleted"
         if self.config:
-            return tuple(found)
+            return tuple(warnings)
         state = "cannot be read" if (self.source.config_folder / "config.json").exists() else "is missing"
         return (
             f"config.json {state}: from_pretrained cannot load this model; this estimate assumes Llama's layer names.",
-            *found,
+            *warnings,
         )
 
     @property
@@ -151,9 +151,9 @@ class SourceScan:
         """The pinned commit of a repository, or the one that local splits were made from."""
         if self.source.repository is not None:
             return self.source.repository.commit
-        known = [self.base.source] if self.base is not None else []
-        known += [manifest.source for manifest in self.manifests.values() if manifest is not None]
-        return known[0].commit if known else None
+        sources = [self.base.source] if self.base is not None else []
+        sources += [manifest.source for manifest in self.manifests.values() if manifest is not None]
+        return sources[0].commit if sources else None
 
     @cached_property
     def base(self) -> SplitPlan | None:
@@ -180,9 +180,9 @@ class SourceScan:
         """The plan at "auto", as it was or would be carried out; or why there is none."""
         if self.base is None:
             return None
-        made = self.manifests.get(AUTO)
-        if made is not None:
-            return recompressed(self.base, AUTO, made.chosen)
+        manifest = self.manifests.get(AUTO)
+        if manifest is not None:
+            return recompressed(self.base, AUTO, manifest.chosen)
         if self.checkpoint is None or AUTO in self.journals:
             return None
         request = self.request(AUTO)
@@ -266,8 +266,8 @@ class SourceScan:
         metadata = (self.checkpoint.metadata(shard) for shard in self.checkpoint.index.shards)
         return self.checkpoint.identity(fact for fact in metadata if fact is not None)
 
-    def _differs(self, known: SourceIdentity) -> str | None:
-        return known.differs_from(self._identity) if self._identity is not None else None
+    def _differs(self, identity: SourceIdentity) -> str | None:
+        return identity.differs_from(self._identity) if self._identity is not None else None
 
     def request(self, compression: str | None, shards: ShardPolicy = ShardPolicy.KEEP) -> SplitRequest:
         """Return the request for the split that `from_pretrained` would make."""
@@ -353,17 +353,17 @@ def plan(
     )
     assert request.split is not None
     options, run_options = prepare.with_memory(request.split, request.run), request.run
-    given = None if bandwidth is None else _given_rate(bandwidth)
+    rate = None if bandwidth is None else _given_rate(bandwidth)
     source = prepare.find(request.spec, only_look=True)
     scan = SourceScan(source, request.spec, options)
 
     from rabbitllm.estimate.predict import generations  # imports transformers, which takes seconds
 
     devices, predicted = generations(scan, run_options, options.min_free)
-    scan.refused |= {one.compression: one.obstacle for one in predicted if one.refused and one.obstacle}
-    measured = _measure(scan, given)
+    scan.refused |= {g.compression: g.obstacle for g in predicted if g.refused and g.obstacle}
+    measured = _measure(scan, rate)
     estimates = tuple(split_estimate_at(scan, choice, measured) for choice in scan.folders)
-    too_heavy = {one.compression for one in predicted if one.too_little_memory is not None}
+    too_heavy = {g.compression for g in predicted if g.too_little_memory is not None}
     anatomy = anatomy_of(scan.base, scan.config) if scan.base is not None else None
     arguments = {
         "layer_shards_saving_path": str(layer_shards_saving_path) if layer_shards_saving_path else None,
@@ -396,13 +396,13 @@ def plan(
 
 
 def _given_rate(bandwidth: int | str) -> Rate:
-    given = parse_size(bandwidth, "bandwidth")
-    if not given:
+    nbytes = parse_size(bandwidth, "bandwidth")
+    if not nbytes:
         raise OptionError("bandwidth=0; expected more than 0.", "Use bytes per second, such as '12MB'.")
-    return Rate(given)
+    return Rate(nbytes)
 
 
-def _measure(scan: SourceScan, given: Rate | None) -> Rates:
+def _measure(scan: SourceScan, bandwidth: Rate | None) -> Rates:
     """Measure the rates that the estimates are based on, as far as they are needed and memory allows it."""
     from rabbitllm.estimate.machine import can_measure
 
@@ -410,8 +410,8 @@ def _measure(scan: SourceScan, given: Rate | None) -> Rates:
     waiting = [shard for c, plan in scan.feasible.items() for shard in plan.shards if shard.name not in scan.used(c)]
     staged = list(dict.fromkeys(shard.name for shard in waiting if shard.staged))
     here = list(dict.fromkeys(shard.name for shard in waiting if not shard.staged))
-    fetch = given if staged else None
-    read = given if here and not staged else None
+    fetch = bandwidth if staged else None
+    read = bandwidth if here and not staged else None
     if not can_measure():
         return Rates(fetch, read, {}, threads)
     if staged and fetch is None and scan.source.repository is not None:
@@ -505,10 +505,10 @@ def _disks(scan: SourceScan) -> tuple[Disk, ...]:
     places = [scan.folders.get(scan.options.compression, scan.source.split_folder)]
     if scan.source.repository is not None:
         places.append(scan.source.repository.cache)
-    found: dict[int, Path] = {}
-    for at in map(existing, places):
-        found.setdefault(at.stat().st_dev, at)
-    return tuple(Disk(at, shutil.disk_usage(at).free) for at in found.values())
+    paths: dict[int, Path] = {}
+    for path in map(existing, places):
+        paths.setdefault(path.stat().st_dev, path)
+    return tuple(Disk(path, shutil.disk_usage(path).free) for path in paths.values())
 
 
 def _choice(
@@ -516,16 +516,16 @@ def _choice(
     estimates: Sequence[CompressionEstimate],
     preferred: str | None,
     refused: Collection[str | None],
-    given: Mapping[str, object],
+    arguments: Mapping[str, object],
 ) -> Recommendation | None:
-    found = split_estimate.best(estimates, preferred, refused)
-    if found is None:
+    best = split_estimate.best(estimates, preferred, refused)
+    if best is None:
         return None
-    estimate, route = found
+    estimate, route = best
     sequential = True if route is not None and route.name != STANDARD else None
     # how shards arrive is left to the split: "auto" selects the same way as here
-    own = {"compression": estimate.compression, "sequential_shard_processing": sequential}
+    chosen = {"compression": estimate.compression, "sequential_shard_processing": sequential}
     if estimate.compression not in (None, "8bit") and scan.options.fit_scales and scan.fitted(estimate.compression):
-        given = {**given, "fit_scales": True}  # elsewhere it would be refused
-    call = split_estimate.call_of(scan.source.name, {**own, **given})
+        arguments = {**arguments, "fit_scales": True}  # elsewhere it would be refused
+    call = split_estimate.call_of(scan.source.name, {**chosen, **arguments})
     return Recommendation(estimate.compression, route.name if route is not None else None, call)

@@ -59,7 +59,7 @@ def generations(
         DeviceError: the device does not exist.
     """
     devices = resolve_devices(options.device, options.max_memory, options.pin_memory)
-    found = []
+    estimates = []
     nearest, readable = next(iter(scan.folders.values())), _readable(scan)
     with prepare.config_folder(scan.source) as home, something_to_read(nearest, readable, min_free) as files:
         machine = Machine(devices, options, files)
@@ -68,16 +68,16 @@ def generations(
                 store = _store(scan, compression)
                 plan = make_load_plan(store, options, home, devices) if store is not None else None
             except RabbitLLMError as error:
-                found.append(GenerationEstimate(compression, obstacle=error.problem, refused=True))
+                estimates.append(GenerationEstimate(compression, obstacle=error.problem, refused=True))
                 continue
             if store is None or plan is None:
-                found.append(GenerationEstimate(compression, obstacle=scan.obstacle(compression)))
+                estimates.append(GenerationEstimate(compression, obstacle=scan.obstacle(compression)))
                 continue
             try:
-                found.append(estimate(compression, plan, machine))
+                estimates.append(estimate(compression, plan, machine))
             except RabbitLLMError as error:
-                found.append(GenerationEstimate(compression, obstacle=error.problem))
-    return tuple(device.name for device in devices), found
+                estimates.append(GenerationEstimate(compression, obstacle=error.problem))
+    return tuple(device.name for device in devices), estimates
 
 
 def _store(scan: SourceScan, compression: str | None) -> WeightFiles | None:
@@ -107,10 +107,10 @@ def estimate(compression: str | None, plan: LoadPlan, machine: Machine, *, first
     """
     plan = plan.as_multiplied()
     work, routed, refusal = work_of(plan), routed_work(plan), too_little_memory(plan, machine.devices)
-    found = bytes_of_a_pass(compression, plan.placement, work, routed)
+    in_bytes = bytes_of_a_pass(compression, plan.placement, work, routed)
     if refusal is not None:
-        return dataclasses.replace(found, too_little_memory=refusal.problem)
-    return PassEstimator(plan, work, routed, machine).timed(found, first=first) if can_measure() else found
+        return dataclasses.replace(in_bytes, too_little_memory=refusal.problem)
+    return PassEstimator(plan, work, routed, machine).timed(in_bytes, first=first) if can_measure() else in_bytes
 
 
 # A model of which only an outline is known. The load plan of the outline's sample model is made; then each of its
@@ -150,22 +150,22 @@ def stretched(sample: LoadPlan, layers: Sequence[int], machine: Machine) -> Load
         layers: for each decoder layer of the large one, the number of the small one's of the same kind.
         machine: the machine to place it on.
     """
-    own = [name for name, source in sample.sources.items() if source.unit.is_layer]
-    own = [name for name in own if "language_model." in name] or own  # an encoder has layers too
-    names = {f"{own[like].rpartition('.')[0]}.{at}": own[like] for at, like in enumerate(layers)}
+    units = [name for name, source in sample.sources.items() if source.unit.is_layer]
+    units = [name for name in units if "language_model." in name] or units  # an encoder has layers too
+    names = {f"{units[like].rpartition('.')[0]}.{index}": units[like] for index, like in enumerate(layers)}
     sources: dict[str, UnitSource] = {}
     for name, source in sample.sources.items():
-        if name not in own:
+        if name not in units:
             sources[name] = source
-        elif name == own[0]:
+        elif name == units[0]:
             sources |= {long: sample.sources[short] for long, short in names.items()}
     inside: dict[str, list[ExpertSource]] = {}
-    for found in sample.experts:
-        inside.setdefault(found.unit, []).append(found)
+    for expert in sample.experts:
+        inside.setdefault(expert.unit, []).append(expert)
     experts = tuple(
-        dataclasses.replace(found, name=long + found.name.removeprefix(short), unit=long)
+        dataclasses.replace(expert, name=long + expert.name.removeprefix(short), unit=long)
         for long, short in names.items()
-        for found in inside.get(short, ())
+        for expert in inside.get(short, ())
     )
     placement = place_units(sample.model, sources, experts, machine.devices, machine.options, sample.choosers)
     return dataclasses.replace(sample, sources=sources, experts=experts, placement=placement)
@@ -209,14 +209,14 @@ class PassEstimator:
         room = cache_room(plan.placement)
         pooled = sum(pool.stored for pool in plan.placement.pools)
         self._is_cached = stays_cached(plan.placement.streamed_bytes + pooled, room)
-        self._streams = any(unit.streamed for unit in work) or any(one.missed for one in routed)
+        self._streams = any(unit.streamed for unit in work) or any(experts.missed for experts in routed)
         self._forms: dict[str, Counter[str]] = {unit.device: Counter() for unit in work}
         for unit in work:
             for product in unit.products:
                 self._forms[unit.device][product.form] += round(product.touched(1))
-        for one in routed:
-            for product in one.products:
-                self._forms[one.device][product.form] += product.nbytes * one.used
+        for experts in routed:
+            for product in experts.products:
+                self._forms[experts.device][product.form] += product.nbytes * experts.used
 
     def timed(self, estimate: GenerationEstimate, *, first: bool = True) -> GenerationEstimate:
         """Measure, and return the estimate with times; without some that could not be measured.
@@ -328,4 +328,4 @@ class PassEstimator:
             if nbytes >= _SMALL * forms.total()
         }
         speeds |= {f"reading {READING[mode]}": rate for mode, rate in reads.items()}
-        return tuple(Speed(what, rate) for what, rate in speeds.items())
+        return tuple(Speed(name, rate) for name, rate in speeds.items())

@@ -42,13 +42,13 @@ def show_allocation(console: Console, allocation: AllocationSummary) -> None:
     schemes = [scheme for scheme in COMPRESSIONS if any(share.scheme == scheme for share in allocation.shares)]
     heads = "".join(f"{scheme or 'as is':>13}" for scheme in schemes)
     put(console, Text(f"  {'bits chosen':<{_ROLE_WIDTH}}{heads}", "dim"))
-    found = {(share.role, share.scheme): share.nbytes for share in allocation.shares}
+    sizes = {(share.role, share.scheme): share.nbytes for share in allocation.shares}
     for role in dict.fromkeys(share.role for share in allocation.shares):
-        cells = "".join(f"{size(found[role, s]) if (role, s) in found else '-':>13}" for s in schemes)
+        cells = "".join(f"{size(sizes[role, s]) if (role, s) in sizes else '-':>13}" for s in schemes)
         put(console, Text(f"  {role:<{_ROLE_WIDTH}}{cells}"))
     uniform = {scheme: loss for scheme, loss in allocation.uniform.items() if allocation.fitted or scheme != "4bit"}
-    others = ", ".join(f"{_times(loss)} at {scheme}" for scheme, loss in uniform.items())
-    line = f"  {allocation.bits:.2f} bits per weight; expected loss {_times(allocation.loss)} of 4bit's ({others})"
+    losses = ", ".join(f"{_times(loss)} at {scheme}" for scheme, loss in uniform.items())
+    line = f"  {allocation.bits:.2f} bits per weight; expected loss {_times(allocation.loss)} of 4bit's ({losses})"
     put(console, Text(line))
     if allocation.fitted:
         put(console, Text("  all with fitted scales, except the 4bit of the comparison", "dim"))
@@ -120,13 +120,13 @@ def draw_plan(plan: Plan, path: Path) -> None:
         OptionError: there is no generation estimate at that compression; or as `Placement.plot`.
     """
     chosen = plan.choice.compression if plan.choice is not None else plan.compression
-    found = next((one for one in plan.generations if one.compression == chosen), None)
-    if found is None or found.placement is None:
-        why = found.obstacle if found is not None and found.obstacle else "the model has no split at this compression"
+    drawn = next((generation for generation in plan.generations if generation.compression == chosen), None)
+    if drawn is None or drawn.placement is None:
+        why = drawn.obstacle if drawn is not None and drawn.obstacle else "the model has no split at this compression"
         raise OptionError(f"There is no placement to plot: {why}.", "Remove --plot, or use another compression.")
     title = f"{_title(plan)}, {chosen or 'uncompressed'}: placement of the weights"
-    note = f"{moment(found.token_seconds)} per token, {moment(found.first_token_seconds)} for the first"
-    found.placement.plot(path, f"{title}\n{note}")
+    note = f"{moment(drawn.token_seconds)} per token, {moment(drawn.first_token_seconds)} for the first"
+    drawn.placement.plot(path, f"{title}\n{note}")
 
 
 def _title(plan: SplitEstimate) -> str:
@@ -165,13 +165,13 @@ def _of_anatomy(anatomy: Anatomy) -> Iterator[tuple[str, str]]:
         yield "not floating", _groups(anatomy.not_floating)
     odd = [(anatomy.empty, "empty tensor"), (anatomy.scalars, "scalar")]
     if any(count for count, _ in odd):
-        yield "odd shapes", ", ".join(counted(count, what) for count, what in odd if count)
+        yield "odd shapes", ", ".join(counted(count, noun) for count, noun in odd if count)
 
 
 def _groups(groups: Iterable[TensorGroup]) -> str:
-    found = list(groups)
-    shown = [f"{group.what} ({counted(group.count, 'tensor')}, {size(group.total_bytes)})" for group in found]
-    more = sum(group.count for group in found[GROUPS_SHOWN:])
+    tensor_groups = list(groups)
+    shown = [f"{group.what} ({counted(group.count, 'tensor')}, {size(group.total_bytes)})" for group in tensor_groups]
+    more = sum(group.count for group in tensor_groups[GROUPS_SHOWN:])
     return "; ".join(shown[:GROUPS_SHOWN] + ([f"{more:,} of other kinds"] if more else []))
 
 
@@ -251,18 +251,18 @@ def _capitalised(plan: SplitEstimate, estimate: CompressionEstimate) -> str:
 
 def _too_heavy(plan: Plan) -> dict[str | None, str]:
     """Return why loading would be refused for lack of memory, by compression."""
-    known = {one.compression: one.too_little_memory for one in plan.generations}
-    return {compression: problem for compression, problem in known.items() if problem is not None}
+    problems = {generation.compression: generation.too_little_memory for generation in plan.generations}
+    return {compression: problem for compression, problem in problems.items() if problem is not None}
 
 
 def _nothing_fits(plan: Plan) -> str:
     too_heavy = _too_heavy(plan)
-    if best([one for one in plan.outlooks if one.compression in too_heavy], plan.compression) is not None:
+    if best([outlook for outlook in plan.outlooks if outlook.compression in too_heavy], plan.compression) is not None:
         return f"It fits on the disk, but not in memory. {[*too_heavy.values()][-1]}"
-    found = nearest(plan.outlooks)
-    if found is None:
+    smallest = nearest(plan.outlooks)
+    if smallest is None:
         return "This model cannot be split or loaded here."
-    estimate, route = found
+    estimate, route = smallest
     assert route.lacking is not None
     more = f"Set max_disk to {route.lacking.need}" if _is_limited(route) else "Free disk space"
     lacking = route.lacking
@@ -281,8 +281,8 @@ def _basis(plan: SplitEstimate) -> Iterator[str]:
     if rates.read is not None:
         yield f"{_rate(rates.read)} from this disk"
     if rates.quantize:
-        found = " and ".join(f"{scheme} {speed(rate.bytes_per_second)}" for scheme, rate in rates.quantize.items())
-        yield f"quantizing {found} (measured on {rates.threads} CPU threads)"
+        speeds = " and ".join(f"{scheme} {speed(rate.bytes_per_second)}" for scheme, rate in rates.quantize.items())
+        yield f"quantizing {speeds} (measured on {rates.threads} CPU threads)"
 
 
 def _rate(rate: Rate) -> str:
@@ -298,25 +298,25 @@ NAME_WIDTH = 19
 
 def show_generations(console: Console, plan: Plan) -> None:
     """Print a line per compression; an obstacle that all of them share is printed once."""
-    known = [found for found in plan.generations if found.obstacle is None]
-    for obstacle in dict.fromkeys(found.obstacle for found in plan.generations if found.obstacle is not None):
-        which = [plan.called(found.compression) for found in plan.generations if found.obstacle == obstacle]
+    loadable = [g for g in plan.generations if g.obstacle is None]
+    for obstacle in dict.fromkeys(g.obstacle for g in plan.generations if g.obstacle is not None):
+        which = [plan.called(g.compression) for g in plan.generations if g.obstacle == obstacle]
         of = "" if len(which) == len(plan.generations) else f" of {', '.join(which)}"
         put(console, Text(f"no speed estimate{of}: {obstacle}", "yellow"))
-    if known:
+    if loadable:
         title = f"generating on {', '.join(plan.devices)}"
         if len(title) >= NAME_WIDTH:
             put(console, Text(title, "dim"))
             title = ""
         put(console, Text(_generation_columns(title, "in memory", "read/token", "first token", "a token"), "dim"))
-        for found in known:
-            _show(console, plan, found)
-        for problem in dict.fromkeys(one.too_little_memory for one in known if one.too_little_memory is not None):
-            refused = ", ".join(plan.called(one.compression) for one in known if one.too_little_memory == problem)
+        for generation in loadable:
+            _show(console, plan, generation)
+        for problem in dict.fromkeys(g.too_little_memory for g in loadable if g.too_little_memory is not None):
+            refused = ", ".join(plan.called(g.compression) for g in loadable if g.too_little_memory == problem)
             put(console, Text(f"{refused} cannot be loaded here: {problem}", "yellow"))
         legend = f"first token: {plan.prompt_tokens}-token prompt, cold page cache"
         put(console, Text(legend, "dim"))
-        for line in _legend_of_experts([own for found in known for own in found.experts]):
+        for line in _legend_of_experts([experts for generation in loadable for experts in generation.experts]):
             put(console, Text(line, "dim"))
     if plan.generations:
         console.print()
@@ -326,46 +326,46 @@ def _generation_columns(name: str, stays: str, read: str, first: str, token: str
     return f"{name:<{NAME_WIDTH}}{stays:>12}{read:>21}{first:>14}{token:>12}"
 
 
-def _show(console: Console, plan: Plan, found: GenerationEstimate) -> None:
-    source = "disk" if found.from_the_disk else "cached"
-    read = f"{size(found.read_bytes)}, {source}" if found.read_bytes else "nothing"
-    times = (moment(found.first_token_seconds), moment(found.token_seconds))
-    name = plan.called(found.compression)
-    put(console, Text(_generation_columns(f"  {name}", size(found.stays_bytes), read, *times)))
-    if found.copied_bytes:
-        copied = f"    each token copies {size(found.copied_bytes)} from host memory"
+def _show(console: Console, plan: Plan, generation: GenerationEstimate) -> None:
+    source = "disk" if generation.from_the_disk else "cached"
+    read = f"{size(generation.read_bytes)}, {source}" if generation.read_bytes else "nothing"
+    times = (moment(generation.first_token_seconds), moment(generation.token_seconds))
+    name = plan.called(generation.compression)
+    put(console, Text(_generation_columns(f"  {name}", size(generation.stays_bytes), read, *times)))
+    if generation.copied_bytes:
+        copied = f"    each token copies {size(generation.copied_bytes)} from host memory"
         put(console, Text(copied, "dim"))
-    for line in _of_experts(found):
+    for line in _of_experts(generation):
         put(console, Text(f"    {line}", "dim"))
     if len(plan.devices) > 1:
-        kept = dict.fromkeys(plan.devices, 0)
-        for held in found.placed:
-            kept[held.device] += held.stored_bytes if held.tier in ("resident", "packed") else 0
-        for own in found.experts:
-            kept[own.device] += own.kept_bytes
-        put(console, Text("    " + ", ".join(f"{size(nbytes)} on {device}" for device, nbytes in kept.items()), "dim"))
+        sums = dict.fromkeys(plan.devices, 0)
+        for content in generation.placed:
+            sums[content.device] += content.stored_bytes if content.tier in ("resident", "packed") else 0
+        for experts in generation.experts:
+            sums[experts.device] += experts.kept_bytes
+        put(console, Text("    " + ", ".join(f"{size(nbytes)} on {device}" for device, nbytes in sums.items()), "dim"))
 
 
-def _of_experts(found: GenerationEstimate) -> Iterator[str]:
+def _of_experts(generation: GenerationEstimate) -> Iterator[str]:
     """Describe the kept part of streamed experts, and a token that finds all of its experts there."""
-    coming = [own for own in found.experts if own.tier == Tier.ROUTED.value]
+    coming = [experts for experts in generation.experts if experts.tier == Tier.ROUTED.value]
     if not coming:
         return
     kept, pinned, stored, used = (
-        sum(getattr(own, name) for own in coming) for name in ("kept_bytes", "host_bytes", "stored_bytes", "used_bytes")
+        sum(getattr(e, name) for e in coming) for name in ("kept_bytes", "host_bytes", "stored_bytes", "used_bytes")
     )
     places = size(kept) + (f" and {size(pinned)} in pinned RAM" if pinned else "")
     yield f"kept: {places}, of {size(stored)} of experts"
-    near = f"; {moment(found.found_token_seconds)} if all of these are kept" if kept else ""
+    near = f"; {moment(generation.found_token_seconds)} if all of these are kept" if kept else ""
     yield f"a token uses {size(used)} of experts{near}"
 
 
-def _legend_of_experts(known: Sequence[Experts]) -> Iterator[str]:
+def _legend_of_experts(groups: Sequence[Experts]) -> Iterator[str]:
     """Yield the assumptions about experts, in lines of 80 columns."""
-    if any(own.tier == Tier.ROUTED.value for own in known):
+    if any(experts.tier == Tier.ROUTED.value for experts in groups):
         yield "experts: estimated for uniform use, the worst case; with 12 to 54 % of experts"
         yield "kept, published measurements found 44 to 91 % of the used ones in memory"
-    if any(own.tier != Tier.ROUTED.value for own in known):
+    if any(experts.tier != Tier.ROUTED.value for experts in groups):
         yield "resident experts: after the first use of each, which reads it from the disk"
 
 
@@ -382,11 +382,11 @@ def moment(seconds: float | None) -> str:
 
 def generation_basis(plan: Plan) -> str | None:
     """Return the measured rates that the times of tokens are based on, as text; None if there are none."""
-    found: dict[str, float] = {}
+    by_name: dict[str, float] = {}
     for generation in plan.generations:
-        for one in generation.speeds:
-            found.setdefault(one.what, one.bytes_per_second)
-    if not found:
+        for entry in generation.speeds:
+            by_name.setdefault(entry.what, entry.bytes_per_second)
+    if not by_name:
         return None
-    rates = ", ".join(f"{what} {speed(rate)}" for what, rate in found.items())
+    rates = ", ".join(f"{what} {speed(rate)}" for what, rate in by_name.items())
     return f"Estimated seconds per token, from measurements on this machine: {rates}."

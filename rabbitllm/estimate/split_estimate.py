@@ -134,12 +134,12 @@ def why_never_compressed(spec: TensorSpec) -> str | None:
     return "convolution" if "conv" in spec.name.lower() else "state-space decay"
 
 
-def _grouped(found: Iterable[tuple[str, TensorSpec]]) -> tuple[TensorGroup, ...]:
+def _grouped(specs: Iterable[tuple[str, TensorSpec]]) -> tuple[TensorGroup, ...]:
     groups: dict[str, list[int]] = {}
-    for what, spec in found:
-        groups.setdefault(what, []).append(spec.nbytes)
-    made = (TensorGroup(what, len(sizes), sum(sizes)) for what, sizes in groups.items())
-    return tuple(sorted(made, key=lambda group: (-group.total_bytes, group.what)))
+    for name, spec in specs:
+        groups.setdefault(name, []).append(spec.nbytes)
+    tensor_groups = (TensorGroup(name, len(sizes), sum(sizes)) for name, sizes in groups.items())
+    return tuple(sorted(tensor_groups, key=lambda group: (-group.total_bytes, group.what)))
 
 
 def _is_tied(specs: Iterable[TensorSpec], config: Mapping[str, Any]) -> bool | None:
@@ -441,8 +441,8 @@ def best(
 
 def nearest(estimates: Sequence[CompressionEstimate]) -> tuple[CompressionEstimate, Route] | None:
     """If nothing fits, select the route that lacks least, and of several the one with least disk use."""
-    found = [(estimate, route) for estimate in estimates for route in estimate.routes if route.lacking is not None]
-    return min(found, key=lambda pair: (missing_bytes(pair[1]), pair[1].disk_bytes), default=None)
+    lacking = [(estimate, route) for estimate in estimates for route in estimate.routes if route.lacking is not None]
+    return min(lacking, key=lambda pair: (missing_bytes(pair[1]), pair[1].disk_bytes), default=None)
 
 
 def missing_bytes(route: Route) -> int:
@@ -452,8 +452,8 @@ def missing_bytes(route: Route) -> int:
 
 def call_of(source: str, arguments: Mapping[str, object]) -> str:
     """Return the Python that makes a split, ready to paste: on one line if that is short enough."""
-    given = [f"{name}={_literal(value)}" for name, value in arguments.items() if value is not None]
-    parts = [_literal(source), *given]
+    pairs = [f"{name}={_literal(value)}" for name, value in arguments.items() if value is not None]
+    parts = [_literal(source), *pairs]
     lead = "AutoModel.from_pretrained("
     short = f"model = {lead}{', '.join(parts)})"
     if len(short) > WIDTH:
@@ -473,10 +473,10 @@ def _literal(value: object) -> str:
 def as_json(estimate: SplitEstimate) -> dict[str, Any]:
     """Convert a split estimate to one JSON object: snake_case keys, sizes in bytes, times in seconds."""
     content: dict[str, Any] = plain(dataclasses.asdict(estimate))
-    for entry, at in zip(content["outlooks"], estimate.outlooks, strict=True):
-        entry["finished"] = at.finished
-        entry["fits"] = at.finished or any(route.fits for route in at.routes)
-        for record, route in zip(entry["routes"], at.routes, strict=True):
+    for entry, outlook in zip(content["outlooks"], estimate.outlooks, strict=True):
+        entry["finished"] = outlook.finished
+        entry["fits"] = outlook.finished or any(route.fits for route in outlook.routes)
+        for record, route in zip(entry["routes"], outlook.routes, strict=True):
             record["fits"] = route.fits
             if route.lacking is not None:
                 record["lacking"] = route.lacking.record()
@@ -564,7 +564,7 @@ def quantize_rate(scheme: str, dtype: str, threads: int, *, fitted: bool = False
 
     with ThreadPoolExecutor(threads, thread_name_prefix="quantize-rate") as pool:
         try:
-            found = list(pool.map(work, range(threads)))
+            work_times = list(pool.map(work, range(threads)))
         except MissingPackageError:
             return None
-    return Rate(sum(done / seconds for done, seconds in found), sum(done for done, _ in found))
+    return Rate(sum(done / seconds for done, seconds in work_times), sum(done for done, _ in work_times))

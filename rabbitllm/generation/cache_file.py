@@ -98,7 +98,7 @@ class KVBuffer:
     def of(keys: torch.Tensor, values: torch.Tensor, more: int, device: torch.device | None = None) -> KVBuffer:
         """A copy of a key and a value tensor with room for `more` tokens, all zeros; on the host by default."""
         tokens = keys.shape[2]
-        shapes = [torch.Size((*one.shape[:2], tokens + more, one.shape[3])) for one in (keys, values)]
+        shapes = [torch.Size((*tensor.shape[:2], tokens + more, tensor.shape[3])) for tensor in (keys, values)]
         buffer = KVBuffer.new((shapes[0], shapes[1], keys.dtype), device)
         for target, source in ((buffer.keys, keys), (buffer.values, values)):
             target[:, :, :tokens] = source
@@ -227,14 +227,14 @@ class BufferFile:
         Raises:
             OSError: it cannot be read.
         """
-        found = self._prefetched.pop(stored, None)
-        if found is None:
+        prefetched = self._prefetched.pop(stored, None)
+        if prefetched is None:
             with contextlib.suppress(ValueError):
                 self._next.remove(stored)
             buffer = KVBuffer.new(stored.form)
             self._file.fill(stored, buffer.whole.numpy().data, aligned=self._is_direct(buffer))
         else:
-            buffer, future = found
+            buffer, future = prefetched
             future.result()
             self.prefetched_bytes -= len(buffer.whole)
             self._prefetch_next()
@@ -357,9 +357,9 @@ class CacheFile:
             cache: KV cache of one sequence.
         """
         self.add(cache)
-        for number, layer in enumerate(cache.layers):
+        for index, layer in enumerate(cache.layers):
             if keeps_every_token(layer) and layer.is_initialized:
-                self._write(self._sequences[cache], layer, number, layer.keys, layer.values)
+                self._write(self._sequences[cache], layer, index, layer.keys, layer.values)
 
     def return_to_memory(self, cache: Cache) -> None:
         """Return a cache to memory in its next pass."""
@@ -382,13 +382,13 @@ class CacheFile:
         """
         if cache not in self:
             return cache
-        made = copy(cache)
-        made.layers = list(cache.layers)
-        for number in self._sequences[cache].layers:
-            buffer, end = self._whole(cache, number, 0)
-            layer = made.layers[number] = copy(made.layers[number])
+        whole = copy(cache)
+        whole.layers = list(cache.layers)
+        for index in self._sequences[cache].layers:
+            buffer, end = self._whole(cache, index, 0)
+            layer = whole.layers[index] = copy(whole.layers[index])
             layer.keys, layer.values = buffer.keys[:, :, :end], buffer.values[:, :, :end]
-        return made
+        return whole
 
     # in a pass -------------------------------------------------------------------------------------------------------
 
@@ -427,77 +427,77 @@ class CacheFile:
         if not self._sequences and not self.buffers.limit:
             return
         filed = [self._sequences[cache].layers for cache in caches if cache in self._sequences]
-        numbers = sorted({number for layers in filed for number in layers})
-        self.buffers.prefetch(layers[number].stored for number in numbers for layers in filed if number in layers)
+        indices = sorted({index for layers in filed for index in layers})
+        self.buffers.prefetch(layers[index].stored for index in indices for layers in filed if index in layers)
 
-    def covers(self, cache: Cache, number: int) -> bool:
+    def covers(self, cache: Cache, index: int) -> bool:
         """Whether the KV cache of a layer goes through this file.
 
         Args:
             cache: KV cache of a sequence in the pass.
-            number: number of the layer.
+            index: index of the layer.
         """
-        return cache in self._sequences and keeps_every_token(cache.layers[number])
+        return cache in self._sequences and keeps_every_token(cache.layers[index])
 
     def load(
-        self, cache: Cache, number: int, keys: torch.Tensor, values: torch.Tensor
+        self, cache: Cache, index: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The whole KV cache of a layer for its attention, after which `store` must be called.
 
         Args:
-            cache, number: see `covers`.
+            cache, index: see `covers`.
             keys, values: of the new tokens, (1, heads, tokens, width).
 
         Raises:
             OSError: they cannot be read.
         """
         filed = self._sequences[cache]
-        if number not in filed.layers:
-            return append(cache.layers[number], keys, values)
-        filed.current, begin = self._whole(cache, number, keys.shape[2])
+        if index not in filed.layers:
+            return append(cache.layers[index], keys, values)
+        filed.current, begin = self._whole(cache, index, keys.shape[2])
         end = begin + keys.shape[2]
         filed.current.keys[:, :, begin:end] = keys
         filed.current.values[:, :, begin:end] = values
         return filed.current.keys[:, :, :end], filed.current.values[:, :, :end]
 
-    def store(self, cache: Cache, number: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def store(self, cache: Cache, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Move a layer out of memory after its attention, writing it if its tail is full; or return it to memory.
 
         Args:
-            cache, number: see `covers`.
+            cache, index: see `covers`.
             keys, values: the same as in `load`.
         """
-        filed, layer = self._sequences[cache], cache.layers[number]
-        kept, buffer, filed.current = filed.layers.get(number), filed.current, None
-        if kept is None:
+        filed, layer = self._sequences[cache], cache.layers[index]
+        stored, buffer, filed.current = filed.layers.get(index), filed.current, None
+        if stored is None:
             if not filed.returns:
-                self._write(filed, layer, number, layer.keys, layer.values)
+                self._write(filed, layer, index, layer.keys, layer.values)
             return
         assert buffer is not None
         rows = keys.shape[2]
-        end = kept.tokens + kept.tail + rows
+        end = stored.tokens + stored.tail + rows
         if filed.returns:
             layer.keys, layer.values = buffer.keys[:, :, :end], buffer.values[:, :, :end]
-            self.buffers.release(kept.stored)
-            del filed.layers[number]
+            self.buffers.release(stored.stored)
+            del filed.layers[index]
             if not filed.layers:
                 del self._sequences[cache]
-        elif kept.tail + rows > TAIL_TOKENS:
-            self._write(filed, layer, number, buffer.keys[:, :, :end], buffer.values[:, :, :end])
+        elif stored.tail + rows > TAIL_TOKENS:
+            self._write(filed, layer, index, buffer.keys[:, :, :end], buffer.values[:, :, :end])
         else:
-            if kept.tail_keys is None or kept.tail_values is None:
-                kept.tail_keys = keys.new_empty((*keys.shape[:2], TAIL_TOKENS, keys.shape[3]))
-                kept.tail_values = values.new_empty((*values.shape[:2], TAIL_TOKENS, values.shape[3]))
-            kept.tail_keys[:, :, kept.tail : kept.tail + rows] = keys
-            kept.tail_values[:, :, kept.tail : kept.tail + rows] = values
-            kept.tail += rows
+            if stored.tail_keys is None or stored.tail_values is None:
+                stored.tail_keys = keys.new_empty((*keys.shape[:2], TAIL_TOKENS, keys.shape[3]))
+                stored.tail_values = values.new_empty((*values.shape[:2], TAIL_TOKENS, values.shape[3]))
+            stored.tail_keys[:, :, stored.tail : stored.tail + rows] = keys
+            stored.tail_values[:, :, stored.tail : stored.tail + rows] = values
+            stored.tail += rows
             _empty(layer, keys, values, end)
 
     def _write(
-        self, filed: _FiledSequence, layer: CacheLayerMixin, number: int, keys: torch.Tensor, values: torch.Tensor
+        self, filed: _FiledSequence, layer: CacheLayerMixin, index: int, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
         """Write a layer whole, and empty it; if it cannot be written, the sequence is lost."""
-        before = filed.layers.pop(number, None)
+        before = filed.layers.pop(index, None)
         if before is not None:
             self.buffers.release(before.stored)
         _empty(layer, keys, values, keys.shape[2])
@@ -507,20 +507,20 @@ class CacheFile:
         if stored is None:
             filed.is_lost = True
         else:
-            filed.layers[number] = _FiledLayer(stored, keys.device, keys.shape[2])
+            filed.layers[index] = _FiledLayer(stored, keys.device, keys.shape[2])
 
-    def _whole(self, cache: Cache, number: int, more: int) -> tuple[KVBuffer, int]:
+    def _whole(self, cache: Cache, index: int, more: int) -> tuple[KVBuffer, int]:
         """A layer with all its tokens on its device and room for `more`, and the number of its tokens."""
-        kept = self._sequences[cache].layers[number]
-        buffer = self.buffers.take(kept.stored)
-        if kept.device != buffer.whole.device:
-            buffer = KVBuffer.over(buffer.whole.to(kept.device), kept.stored.form)
-        end = kept.tokens + kept.tail
-        if kept.tail_keys is not None and kept.tail_values is not None:
-            buffer.keys[:, :, kept.tokens : end] = kept.tail_keys[:, :, : kept.tail]
-            buffer.values[:, :, kept.tokens : end] = kept.tail_values[:, :, : kept.tail]
+        stored = self._sequences[cache].layers[index]
+        buffer = self.buffers.take(stored.stored)
+        if stored.device != buffer.whole.device:
+            buffer = KVBuffer.over(buffer.whole.to(stored.device), stored.stored.form)
+        end = stored.tokens + stored.tail
+        if stored.tail_keys is not None and stored.tail_values is not None:
+            buffer.keys[:, :, stored.tokens : end] = stored.tail_keys[:, :, : stored.tail]
+            buffer.values[:, :, stored.tokens : end] = stored.tail_values[:, :, : stored.tail]
         if end + more > buffer.keys.shape[2]:
-            buffer = KVBuffer.of(buffer.keys[:, :, :end], buffer.values[:, :, :end], more + TAIL_TOKENS, kept.device)
+            buffer = KVBuffer.of(buffer.keys[:, :, :end], buffer.values[:, :, :end], more + TAIL_TOKENS, stored.device)
         return buffer, end
 
 
@@ -528,5 +528,5 @@ def _empty(layer: CacheLayerMixin, keys: torch.Tensor, values: torch.Tensor, tok
     """Replace a layer's tensors by NaN of the same shape, which takes no memory and makes any use visible."""
     without_room(layer)
     for name, like in (("keys", keys), ("values", values)):
-        nothing = like.new_full((1, 1, 1, 1), float("nan"))
-        setattr(layer, name, nothing.expand(*like.shape[:2], tokens, like.shape[3]))
+        element = like.new_full((1, 1, 1, 1), float("nan"))
+        setattr(layer, name, element.expand(*like.shape[:2], tokens, like.shape[3]))

@@ -112,7 +112,7 @@ class RunningLengths:
 
     def file_has_room(self, length: SequenceLength, memory: CacheMemory) -> bool:
         """Whether the file has room for one more sequence, and saves enough memory by it; see `MIN_SAVING`."""
-        in_file = sum(memory.bytes_for(one.tokens + one.room + TAIL_TOKENS) for one in (*self.in_file, length))
+        in_file = sum(memory.bytes_for(other.tokens + other.room + TAIL_TOKENS) for other in (*self.in_file, length))
         return in_file <= self.max_file_bytes and memory.reserved([length]) > MIN_SAVING * memory.tail_bytes()
 
     def fits(self, length: SequenceLength, memory: CacheMemory) -> bool:
@@ -150,7 +150,7 @@ def excess(running: abc.Sequence[SequenceLength], cost: Callable[[int], int], li
         cost: function from tokens to bytes of the KV cache.
         limit: limit in bytes.
     """
-    needed = [cost(one.tokens + 1) for one in running]
+    needed = [cost(length.tokens + 1) for length in running]
     count = 0
     while count < len(running) - 1 and sum(needed[: len(needed) - count]) > limit:
         count += 1
@@ -227,8 +227,8 @@ class CacheManager:
         """The running sequences with their KV cache in memory, and those with it in the file."""
         in_memory: list[Sequence] = []
         in_file: list[Sequence] = []
-        for one in self._running:
-            (in_file if self.file.stays_in_file(one.cache) else in_memory).append(one)
+        for sequence in self._running:
+            (in_file if self.file.stays_in_file(sequence.cache) else in_memory).append(sequence)
         return in_memory, in_file
 
     def allocation(self, sequence: Sequence, others: int) -> CacheAllocation:
@@ -249,12 +249,12 @@ class CacheManager:
         At least one sequence with its KV cache in memory is not among them.
         """
         in_memory, in_file = self.by_location()
-        count = excess([one.length for one in in_memory], self.memory.bytes_for, self._left_by(in_file))
+        count = excess([sequence.length for sequence in in_memory], self.memory.bytes_for, self._left_by(in_file))
         return in_memory[len(in_memory) - count :][::-1]
 
     def _left_by(self, in_file: abc.Sequence[Sequence]) -> int:
         """Bytes that sequences with their KV cache in a file leave to those with it in memory."""
-        return self.memory.limit - RunningLengths([], [one.length for one in in_file], 0).reserved(self.memory)
+        return self.memory.limit - RunningLengths([], [s.length for s in in_file], 0).reserved(self.memory)
 
     def to_file(self, sequence: Sequence) -> bool:
         """Move the KV cache of a running sequence to the file in the next pass; False if that is not possible."""
@@ -274,7 +274,7 @@ class CacheManager:
     def evict(self) -> None:
         """Evict finished sequences as far as the running ones need their memory in the next pass."""
         in_memory, in_file = self.by_location()
-        self._finished.shrink(self._left_by(in_file) - self.memory.next_bytes(one.length for one in in_memory))
+        self._finished.shrink(self._left_by(in_file) - self.memory.next_bytes(s.length for s in in_memory))
 
     def evict_all(self) -> None:
         """Evict all finished sequences."""
@@ -282,7 +282,7 @@ class CacheManager:
 
     def lost(self) -> list[Sequence]:
         """The sequences whose KV cache could not be written to the file, or read from it."""
-        return [one for one in self._running if self.file.is_lost(one.cache)]
+        return [sequence for sequence in self._running if self.file.is_lost(sequence.cache)]
 
     def measure(self) -> None:
         """Measure the bytes of a token after a pass; for unusual kinds of caches the config's estimate is kept.
@@ -291,11 +291,11 @@ class CacheManager:
 
         In batch jobs, free memory is returned to the system, at most once in `TRIM_SECONDS`.
         """
-        for one in self._running:
-            if one.has_dropped_cache:
-                self.keep(one)
+        for sequence in self._running:
+            if sequence.has_dropped_cache:
+                self.keep(sequence)
         if self._keeps:
-            self.memory.measure(one.resumable_cache(continues=True) for one in self._running)
+            self.memory.measure(sequence.resumable_cache(continues=True) for sequence in self._running)
         if self._trim is not None and time.monotonic() - self._trimmed > TRIM_SECONDS:
             self._trim()
             self._trimmed = time.monotonic()
@@ -328,10 +328,10 @@ class CacheManager:
             sequence: the sequence that begins.
             in_file: whether its KV cache goes into the file.
         """
-        left = self.memory.limit - self._lengths().reserved(self.memory)
-        left -= self.memory.tail_bytes() if in_file else self.memory.reserved([sequence.length])
+        free = self.memory.limit - self._lengths().reserved(self.memory)
+        free -= self.memory.tail_bytes() if in_file else self.memory.reserved([sequence.length])
         if sequence.swapped_out is not None:
-            self._finished.shrink(left)
+            self._finished.shrink(free)
             sequence.cache = self.swap.take(sequence.swapped_out)
             sequence.swapped_out = None
             if sequence.cache is not None:
@@ -342,15 +342,15 @@ class CacheManager:
         if not self._continues(sequence):
             return True
         ids = sequence.ids
-        candidates = ((usable(ids, known, cache), known, cache) for known, cache in self._prefixes())
-        tokens, known, cache = max(candidates, key=itemgetter(0), default=(0, (), None))
+        candidates = ((usable(ids, prefix, cache), prefix, cache) for prefix, cache in self._prefixes())
+        tokens, prefix, cache = max(candidates, key=itemgetter(0), default=(0, (), None))
         worth = max(tokens + MIN_PREFIX_TOKENS, MIN_SHARED_TOKENS)
-        prefilling = (one.prefilling for one in self._running)
+        prefilling = (other.prefilling for other in self._running)
         if any(prompt is not None and common_prefix(ids, prompt) >= worth for prompt in prefilling):
             return False
         if tokens:
-            self._finished.used(known)
-        self._finished.shrink(left)  # before the copy, which takes their memory
+            self._finished.used(prefix)
+        self._finished.shrink(free)  # before the copy, which takes their memory
         sequence.cache = self._copied(cache, tokens) if tokens else None
         if sequence.cache is None:
             sequence.cache, tokens = DynamicCache(config=self._config), 0
@@ -403,9 +403,9 @@ class CacheManager:
     def _prefixes(self) -> Iterator[tuple[abc.Sequence[int], Any]]:
         """Ids and KV cache of each sequence whose prefix can be reused."""
         yield from self._finished.entries()
-        for one in self._running:
-            if 0 < (tokens := one.num_computed_tokens) <= self._same_angles:
-                yield one.ids[:tokens], one.cache
+        for sequence in self._running:
+            if 0 < (tokens := sequence.num_computed_tokens) <= self._same_angles:
+                yield sequence.ids[:tokens], sequence.cache
 
     def _write(self, sequence: Sequence) -> bool:
         """Write the cache of a sequence that begins to the file; if that fails, give it an empty one in memory."""
@@ -417,11 +417,11 @@ class CacheManager:
         return False
 
     def _lengths(self, without: Sequence | None = None) -> RunningLengths:
-        in_memory, in_file = ([one.length for one in part if one is not without] for part in self.by_location())
+        in_memory, in_file = ([s.length for s in part if s is not without] for part in self.by_location())
         return RunningLengths(in_memory, in_file, self.file.buffers.limit)
 
     def _running_bytes(self) -> int:
         in_memory, in_file = self.by_location()
         # computed from token counts, since the batch's thread may change the tensors meanwhile
-        counts = [one.num_computed_tokens if one.cache is not None else one.length.tokens for one in in_memory]
+        counts = [s.num_computed_tokens if s.cache is not None else s.length.tokens for s in in_memory]
         return sum(map(self.memory.bytes_for, counts)) + len(in_file) * self.memory.tail_bytes()

@@ -76,17 +76,17 @@ def joined(kind: RowKind, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]
         calls: positional and keyword arguments of each call.
     """
     expected = 3 if kind is RowKind.EXPERTS else 1  # rows with the indices and weights of their experts
-    given = [args for args, kwargs in calls if not kwargs and len(args) == expected]
-    if len(given) < len(calls) or any(not isinstance(one, torch.Tensor) for args in given for one in args):
+    inputs = [args for args, kwargs in calls if not kwargs and len(args) == expected]
+    if len(inputs) < len(calls) or any(not isinstance(tensor, torch.Tensor) for args in inputs for tensor in args):
         return None
-    if len(given) == 1:
-        return RowBatch(given[0], lambda result: [result])
+    if len(inputs) == 1:
+        return RowBatch(inputs[0], lambda result: [result])
     inner = 0 if kind is RowKind.IDS else 1
-    shapes = [args[0].shape[: args[0].dim() - inner] for args in given]
-    rows = [[one.reshape(-1, *one.shape[one.dim() - inner :]) for one in args] for args in given]
-    lengths = [len(own[0]) for own in rows]
-    forms = {tuple((one.dtype, one.device, one.shape[1:]) for one in own) for own in rows}
-    if len(forms) > 1 or any(len(one) != length for own, length in zip(rows, lengths, strict=True) for one in own):
+    shapes = [args[0].shape[: args[0].dim() - inner] for args in inputs]
+    rows = [[tensor.reshape(-1, *tensor.shape[tensor.dim() - inner :]) for tensor in args] for args in inputs]
+    lengths = [len(tensors[0]) for tensors in rows]
+    forms = {tuple((tensor.dtype, tensor.device, tensor.shape[1:]) for tensor in tensors) for tensors in rows}
+    if len(forms) > 1 or any(len(t) != length for ts, length in zip(rows, lengths, strict=True) for t in ts):
         return None
 
     def parts(result: torch.Tensor) -> list[torch.Tensor]:
@@ -327,12 +327,12 @@ class Coroutines:
         """Run one pass; afterwards each of the coroutines has ended or waits for the next pass."""
         for coroutine in coroutines:
             self.resume(coroutine, None)
-        while waiting := [one for one in coroutines if one.call is not None and not one.is_outside]:
+        while waiting := [c for c in coroutines if c.call is not None and not c.is_outside]:
             self.compute(waiting)
 
     def leave(self, point: SyncPoint, coroutines: Sequence[Coroutine]) -> None:
         """Compute until all of the coroutines have left a unit."""
-        while inside := [one for one in coroutines if one.call is not None and point in one.inside]:
+        while inside := [c for c in coroutines if c.call is not None and point in c.inside]:
             self.compute(inside)
 
     def compute(self, waiting: Sequence[Coroutine]) -> None:
@@ -352,7 +352,7 @@ class Coroutines:
 
     def compute_rows(self, point: SyncPoint, waiting: Sequence[Coroutine]) -> bool:
         """Compute the rows of all calls as one matrix; False if they cannot be joined."""
-        calls = [(one.pending.args, one.pending.kwargs) for one in waiting]
+        calls = [(coroutine.pending.args, coroutine.pending.kwargs) for coroutine in waiting]
         batch = joined(point.kind, calls) if point.kind is not None else None
         if batch is None:
             return False

@@ -44,10 +44,10 @@ def continuing(model: StreamedModel, tokens: int) -> Iterator[None]:
     ordinary = model.prepare_inputs_for_generation
 
     @functools.wraps(ordinary)  # `generate` reads the signature
-    def prepared(ids: torch.Tensor, *args: Any, next_sequence_length: int | None = None, **given: Any) -> Any:
-        if given.get("is_first_iteration") and next_sequence_length is None:
+    def prepared(ids: torch.Tensor, *args: Any, next_sequence_length: int | None = None, **kwargs: Any) -> Any:
+        if kwargs.get("is_first_iteration") and next_sequence_length is None:
             next_sequence_length = ids.shape[1] - tokens
-        return ordinary(ids, *args, next_sequence_length=next_sequence_length, **given)
+        return ordinary(ids, *args, next_sequence_length=next_sequence_length, **kwargs)
 
     model.prepare_inputs_for_generation = prepared
     try:
@@ -70,11 +70,11 @@ def prepare_draft(model: StreamedModel, draft: StreamedModel | Literal["ngram"])
         OptionError: its vocabulary is another one, its weights are not all in memory, or the KV cache of one of the
             models cannot drop tokens.
     """
-    for one in (model,) if draft == NGRAM else (model, draft):
-        check_generates(one)
-        if not can_drop_tokens(one):
+    for causal in (model,) if draft == NGRAM else (model, draft):
+        check_generates(causal)
+        if not can_drop_tokens(causal):
             raise OptionError(
-                f"A {type(one).__name__} cannot be used with a draft: its KV cache cannot drop tokens.", _LEAVE_OUT
+                f"A {type(causal).__name__} cannot be used with a draft: its KV cache cannot drop tokens.", _LEAVE_OUT
             )
     if draft == NGRAM:
         return
@@ -111,5 +111,5 @@ class _FitLogits:
 def _same_share(model: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> float:
     """The share of the smaller vocabulary that both have under the same ids."""
     ours, theirs = model.get_vocab(), draft.get_vocab()
-    same = sum(ours.get(token) == number for token, number in theirs.items())
+    same = sum(ours.get(token) == id for token, id in theirs.items())
     return float(same / max(min(len(ours), len(theirs)), 1))

@@ -68,15 +68,15 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _tensors(one)
+        for item in value.values():
+            yield from _tensors(item)
 
 
 def _cloned(value: Any) -> Any:
     """A copy of a value and its tensors; of a view only the viewed part."""
     if isinstance(value, torch.Tensor):
         return value.clone()
-    return {name: _cloned(one) for name, one in value.items()} if isinstance(value, dict) else value
+    return {name: _cloned(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
 # growing in place ----------------------------------------------------------------------------------------------------
@@ -127,8 +127,8 @@ def append(layer: CacheLayerMixin, keys: torch.Tensor, values: torch.Tensor) -> 
     """
     before = layer.keys
     if not keeps_every_token(layer) or before is None or before.nbytes < MIN_ROOM_BYTES:
-        found: tuple[torch.Tensor, torch.Tensor] = layer.update(keys, values)
-        return found
+        updated: tuple[torch.Tensor, torch.Tensor] = layer.update(keys, values)
+        return updated
     begin = before.shape[2]
     end = begin + keys.shape[2]
     room = vars(layer).get("_room")
@@ -148,9 +148,9 @@ def without_room(layer: CacheLayerMixin) -> Any:
 
 
 def _longer(tensor: torch.Tensor, tokens: int) -> torch.Tensor:
-    made = tensor.new_empty((*tensor.shape[:2], tokens, tensor.shape[3]))
-    made[:, :, : tensor.shape[2]] = tensor
-    return made
+    longer = tensor.new_empty((*tensor.shape[:2], tokens, tensor.shape[3]))
+    longer[:, :, : tensor.shape[2]] = tensor
+    return longer
 
 
 # sizes ---------------------------------------------------------------------------------------------------------------
@@ -182,12 +182,12 @@ class CacheCost:
         """Bytes of the KV cache of a sequence of this length."""
         has_room = tokens * self.every_token >= 2 * self.layers * MIN_ROOM_BYTES
         allocated = tokens + (tokens // SPARE_SHARE + SPARE_TOKENS if has_room else 0)
-        windows = sum(min(tokens, window) * each for window, each in self.windows)
+        windows = sum(min(tokens, window) * nbytes for window, nbytes in self.windows)
         return self.fixed + allocated * self.every_token + windows
 
     def tail_bytes(self, tokens: int) -> int:
         """Bytes in memory of a sequence in a file: its last tokens, with sliding windows and states."""
-        return self.fixed + tokens * self.every_token + sum(window * each for window, each in self.windows)
+        return self.fixed + tokens * self.every_token + sum(window * nbytes for window, nbytes in self.windows)
 
 
 def layer_configs(config: PretrainedConfig) -> Sequence[Any]:
@@ -203,7 +203,7 @@ def cost_by_config(config: PretrainedConfig, dtype: torch.dtype) -> CacheCost:
         dtype: dtype of the KV cache.
     """
     layers = layer_configs(config)
-    if not any(getattr(one, "num_attention_heads", None) for one in layers):
+    if not any(getattr(layer, "num_attention_heads", None) for layer in layers):
         return CacheCost(0, config.num_hidden_layers, fixed=config.num_hidden_layers * _state_bytes(config))
     values = sum(map(_values_of_a_token, layers)) * (config.num_hidden_layers // len(layers))
     return CacheCost(values * dtype.itemsize, config.num_hidden_layers)
@@ -235,12 +235,12 @@ def cost_by_cache(cache: Cache) -> CacheCost | None:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         tensors = sum(tensor.nbytes for tensor in _tensors(vars(layer)))
         if isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and keys.dim() == 4 and keys.shape[-2]:
-            each = (keys.nbytes + values.nbytes) // keys.shape[-2]
+            token = (keys.nbytes + values.nbytes) // keys.shape[-2]
             window = getattr(layer, "sliding_window", None)
             if isinstance(window, int):
-                windows.append((window, each))
+                windows.append((window, token))
             else:
-                every_token += each
+                every_token += token
                 layers += 1
             tensors -= keys.nbytes + values.nbytes
         elif tensors == 0 and getattr(layer, "is_initialized", True) and not is_nothing(layer):
@@ -252,7 +252,7 @@ def cost_by_cache(cache: Cache) -> CacheCost | None:
 def bytes_of(cache: Cache) -> int:
     """Bytes that a cache holds now: each storage once, whole even if the cache has only a view of it."""
     storages = (tensor.untyped_storage() for layer in cache.layers for tensor in _tensors(vars(layer)))
-    return sum({found.data_ptr(): found.nbytes() for found in storages}.values())
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 # prefixes ------------------------------------------------------------------------------------------------------------
@@ -267,27 +267,27 @@ MAX_SEQUENCES = 256
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     """The length of the common prefix; compares slices, which is a hundred times faster than single ids."""
     low, high = 0, min(len(first), len(second))
-    one, other = tuple(first[:high]), tuple(second[:high])
+    a, b = tuple(first[:high]), tuple(second[:high])
     while low < high:
         middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
+        if a[low:middle] == b[low:middle]:
             low = middle
         else:
             high = middle - 1
     return low
 
 
-def usable(wanted: Sequence[int], ids: Sequence[int], cache: Cache) -> int:
+def usable(prompt: Sequence[int], ids: Sequence[int], cache: Cache) -> int:
     """Number of tokens of a cache that can be reused for a sequence.
 
     At least one token is left to compute, since it yields the first generated one.
 
     Args:
-        wanted: ids of the new sequence.
+        prompt: ids of the new sequence.
         ids: ids of the tokens in the cache.
         cache: the KV cache.
     """
-    common = min(common_prefix(wanted, ids), len(wanted) - 1)
+    common = min(common_prefix(prompt, ids), len(prompt) - 1)
     if common < MIN_PREFIX_TOKENS:
         return 0
     return common if common == len(ids) or all(can_be_cut(layer) for layer in cache.layers) else 0
@@ -300,17 +300,17 @@ def copied(cache: Cache, tokens: int) -> Any:
         cache: KV cache with at least that number of tokens.
         tokens: number of tokens, as `usable` returned it.
     """
-    made = copy(cache)
-    made.layers = [_copied_layer(layer, tokens) for layer in cache.layers]
-    return made
+    copied_cache = copy(cache)
+    copied_cache.layers = [_copied_layer(layer, tokens) for layer in cache.layers]
+    return copied_cache
 
 
 def _copied_layer(layer: CacheLayerMixin, tokens: int) -> Any:
-    made = without_room(copy(layer))
+    cut = without_room(copy(layer))
     if can_be_cut(layer):
-        _cut_layer(made, tokens)
-    vars(made).update(_cloned(vars(made)))
-    return made
+        _cut_layer(cut, tokens)
+    vars(cut).update(_cloned(vars(cut)))
+    return cut
 
 
 def _cut_layer(layer: CacheLayerMixin, length: int) -> None:
@@ -343,8 +343,8 @@ class PrefixCache:
             cache: KV cache; must not be used elsewhere afterwards.
         """
         key = tuple(ids)
-        for known in [known for known in self._entries if known == key[: len(known)]]:
-            self._drop(known)
+        for prefix in [prefix for prefix in self._entries if prefix == key[: len(prefix)]]:
+            self._drop(prefix)
         nbytes = bytes_of(cache)
         self._entries[key] = cache, nbytes
         self.nbytes += nbytes
@@ -435,15 +435,15 @@ def angles_change_after(config: PretrainedConfig) -> int | None:
     Args:
         config: config of the text model.
     """
-    found = [tokens for rope in _ropes(config) if (tokens := _angles_change_after(config, rope)) is not None]
-    return min(found, default=None)
+    limits = [tokens for rope in _ropes(config) if (tokens := _angles_change_after(config, rope)) is not None]
+    return min(limits, default=None)
 
 
 def _angles_change_after(config: PretrainedConfig, rope: Mapping[str, Any]) -> int | None:
-    kind = str(rope.get("rope_type", rope.get("type")))
-    if "dynamic" in kind:
+    rope_type = str(rope.get("rope_type", rope.get("type")))
+    if "dynamic" in rope_type:
         return int(config.max_position_embeddings)
-    if "longrope" not in kind:
+    if "longrope" not in rope_type:
         return None
     # the rotary embedding reads the first one, and Phi-3's code that drops the cache the second one
     both = (rope.get("original_max_position_embeddings"), getattr(config, "original_max_position_embeddings", None))
@@ -452,8 +452,8 @@ def _angles_change_after(config: PretrainedConfig, rope: Mapping[str, Any]) -> i
 
 def _ropes(config: PretrainedConfig) -> Iterator[Mapping[str, Any]]:
     """The settings of the rotary embeddings of all layers."""
-    given = getattr(config, "rope_parameters", None) or {}
-    yield from (one for one in (given, *given.values()) if isinstance(one, Mapping))
+    parameters = getattr(config, "rope_parameters", None) or {}
+    yield from (rope for rope in (parameters, *parameters.values()) if isinstance(rope, Mapping))
 
 
 def keeps(model: StreamedModel) -> bool:
@@ -515,8 +515,8 @@ class ConversationCache:
     def nbytes(self) -> int:
         """Bytes of the tensors of the cache and its snapshots."""
         owners = [vars(layer) for layer in self.cache.layers]
-        owners += [dict(one) for layers in self._snapshots.values() for one in layers.values()]
-        return sum(tensor.nbytes for one in owners for tensor in _tensors(one))
+        owners += [dict(attributes) for layers in self._snapshots.values() for attributes in layers.values()]
+        return sum(tensor.nbytes for attributes in owners for tensor in _tensors(attributes))
 
     def crop(self, length: int) -> int:
         """Cut the cache, and return its new length.
@@ -530,12 +530,12 @@ class ConversationCache:
         """Record that the cache has exactly these tokens now, and copy its windows and states."""
         self.ids = list(ids)
         layers = {
-            number: _cloned(_uncroppable(layer))
-            for number, layer in enumerate(self.cache.layers)
+            index: _cloned(_uncroppable(layer))
+            for index, layer in enumerate(self.cache.layers)
             if not keeps_every_token(layer) and not is_nothing(layer)
         }
         if layers and ids:
-            before = [one for one in self._snapshots.items() if one[0] < len(ids)][1 - MAX_SNAPSHOTS :]
+            before = [item for item in self._snapshots.items() if item[0] < len(ids)][1 - MAX_SNAPSHOTS :]
             self._snapshots = dict([*before, (len(ids), layers)])
 
     def recover(self, length: int, ids: list[int]) -> int:
@@ -553,7 +553,7 @@ class ConversationCache:
 
     def _crop(self, length: int) -> int:
         layers = self.cache.layers
-        self._snapshots = {at: one for at, one in self._snapshots.items() if at <= length}
+        self._snapshots = {tokens: snapshot for tokens, snapshot in self._snapshots.items() if tokens <= length}
         restored: Mapping[int, Mapping[str, Any]] = {}
         if not length or not all(can_be_cut(layer) for layer in layers):
             if not self._snapshots:
@@ -561,17 +561,17 @@ class ConversationCache:
                 return 0
             length = max(self._snapshots)
             restored = self._snapshots[length]
-        for number, layer in enumerate(layers):
-            if number not in restored or _grows(layer):
+        for index, layer in enumerate(layers):
+            if index not in restored or _grows(layer):
                 _cut_layer(layer, length)
-            vars(layer).update(_cloned(dict(restored.get(number, {}))))
+            vars(layer).update(_cloned(dict(restored.get(index, {}))))
         self.ids = self.ids[:length]
         return length
 
 
 def _uncroppable(layer: CacheLayerMixin) -> dict[str, Any]:
     """The attributes of a layer that cutting does not restore."""
-    own: dict[str, Any] = dict(vars(layer))
+    state: dict[str, Any] = dict(vars(layer))
     if _grows(layer):
-        del own["keys"], own["values"]
-    return own
+        del state["keys"], state["values"]
+    return state

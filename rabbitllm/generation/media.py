@@ -119,18 +119,18 @@ def openai_part(part: Mapping[str, Any], where: str, folder: Path | None = None)
     Raises:
         MediaError: it is malformed, or its file cannot be read.
     """
-    kind, given = part.get("type"), part.get(str(part.get("type")))
+    kind, content = part.get("type"), part.get(str(part.get("type")))
     if kind == "image_url":
-        url = given if isinstance(given, str) else given.get("url") if isinstance(given, Mapping) else None
-        detail = given.get("detail") if isinstance(given, Mapping) else None
+        url = content if isinstance(content, str) else content.get("url") if isinstance(content, Mapping) else None
+        detail = content.get("detail") if isinstance(content, Mapping) else None
         if not isinstance(url, str):
             raise MediaError(f"{where} has no url; expected image_url with a url.", "Add the url.")
         if detail not in (None, "auto", "high"):
             raise MediaError(f"{where} has the detail {harmless(str(detail), 20)}; expected auto.", "Omit it.")
         return {"type": "image", "file": media_of_url("image", url, folder, where)}
     if kind == "input_audio":
-        data = given.get("data") if isinstance(given, Mapping) else None
-        if not isinstance(given, Mapping) or not isinstance(data, str) or given.get("format") != "wav":
+        data = content.get("data") if isinstance(content, Mapping) else None
+        if not isinstance(content, Mapping) or not isinstance(data, str) or content.get("format") != "wav":
             raise MediaError(f"{where} is not a WAV sound; expected input_audio with data and format wav.", "Use WAV.")
         return {"type": "audio", "file": media_of_url("audio", f"data:audio/wav;base64,{data}", None, where)}
     return None

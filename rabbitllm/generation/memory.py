@@ -95,10 +95,10 @@ class PassCost:
         """Number of tokens that can go through a layer at a time in `nbytes`; at least `MIN_TOKENS`."""
         if self.pair:
             half = self.each / (2 * self.pair)
-            found = int(math.sqrt(half * half + max(nbytes, 0) / self.pair) - half)
+            tokens = int(math.sqrt(half * half + max(nbytes, 0) / self.pair) - half)
         else:
-            found = nbytes // self.each
-        return max(found, MIN_TOKENS)
+            tokens = nbytes // self.each
+        return max(tokens, MIN_TOKENS)
 
     @property
     def max_tokens(self) -> int:
@@ -125,9 +125,9 @@ class PassCost:
         Returns:
             Tokens of the pass, and tokens of a part.
         """
-        left = max(nbytes - self.fixed - sequences * self.sampled, 0)
-        part = self.tokens_in(left // 2)
-        return max((left - left // 2) // self.carried, part), part
+        free = max(nbytes - self.fixed - sequences * self.sampled, 0)
+        part = self.tokens_in(free // 2)
+        return max((free - free // 2) // self.carried, part), part
 
 
 def cost_of_a_pass(config: PretrainedConfig, itemsize: int) -> PassCost:
@@ -159,7 +159,7 @@ def _cost_by(config: PretrainedConfig, itemsize: int) -> PassCost:
     # during the rotary embedding: queries, two products, a rotated half, the sum
     turned = itemsize * (2 * hidden + 6 * queries + 4 * keys) + widened * (hidden + queries)
     normed = itemsize * 2 * hidden + 3 * 4 * hidden
-    each = max(up, both, down, turned, normed) * _SPARE[0] // _SPARE[1]
+    token = max(up, both, down, turned, normed) * _SPARE[0] // _SPARE[1]
     is_eager = attention_of(config) == "eager"
     pair = heads * (2 * itemsize + 4) if is_eager else 0
     matrix = hidden * max(wide, queries)
@@ -167,7 +167,7 @@ def _cost_by(config: PretrainedConfig, itemsize: int) -> PassCost:
     vocabulary: int = getattr(config, "vocab_size", None) or 0
     sampled = max((4 + itemsize) * vocabulary, 1)
     return PassCost(
-        each, pair, CARRIED * itemsize * hidden, fixed, sampled, max(widened, itemsize) * max(wide, queries)
+        token, pair, CARRIED * itemsize * hidden, fixed, sampled, max(widened, itemsize) * max(wide, queries)
     )
 
 
@@ -192,8 +192,8 @@ def repeated_bytes(config: PretrainedConfig, itemsize: int, tokens: int) -> int:
 
 def _wide(config: PretrainedConfig, hidden: int) -> int:
     """The width of the widest feed-forward network in any layer."""
-    given = getattr(config, "intermediate_size", None) or 4 * hidden
-    wide: int = given if isinstance(given, int) else max(given)
+    sizes = getattr(config, "intermediate_size", None) or 4 * hidden
+    wide: int = sizes if isinstance(sizes, int) else max(sizes)
     expert, picked = getattr(config, "moe_intermediate_size", None), picked_by(config)
     return max(wide, expert * picked) if isinstance(expert, int) and picked else wide
 
@@ -244,32 +244,32 @@ class CacheMemory:
             )
         executors = model.streamer.executors.values()
         # KV caches and activations are in memory at once, the activations of a layer on one device
-        left = (free - self.limit) // len(executors)
+        room = (free - self.limit) // len(executors)
         if not all(executor.device.shares_host_memory for executor in executors):
             longest = min(
                 self.limit // max(self._cost.every_token, 1), getattr(config, "max_position_embeddings", 1 << 40)
             )
-            left -= repeated_bytes(config, model.dtype.itemsize, longest)
-        left = max(left, 0)
+            room -= repeated_bytes(config, model.dtype.itemsize, longest)
+        room = max(room, 0)
         cost = cost_of_a_pass(config, model.dtype.itemsize)
         self.max_sequences = running
         self.part: int | None = None
         self.rows: int | None = None
         self.is_tight = False
         if not throughput:
-            self.max_tokens = cost.tokens_in(left - cost.of(0, 0, running))
+            self.max_tokens = cost.tokens_in(room - cost.of(0, 0, running))
             return
-        if cache_bytes is not None and left < cost.least():
+        if cache_bytes is not None and room < cost.least():
             raise OptionError(
                 f"A pass needs {size(cost.least())} in addition to the KV cache ({size(cache_bytes)}); "
                 f"{size(free)} are free with the weights loaded.",
                 "Lower --cache-memory or --max-memory.",
             )
-        left -= left // UNUSED_SHARE
-        self.max_sequences = min(running, cost.sequences_in(left))
-        self.max_tokens, self.part = cost.parts_in(left, self.max_sequences)
+        room -= room // UNUSED_SHARE
+        self.max_sequences = min(running, cost.sequences_in(room))
+        self.max_tokens, self.part = cost.parts_in(room, self.max_sequences)
         self.rows = min(self.part, cost.max_tokens)
-        self.is_tight = cost.is_tight(self.rows, left // 2)
+        self.is_tight = cost.is_tight(self.rows, room // 2)
 
     def bytes_for(self, tokens: int) -> int:
         """Bytes of the KV cache of one sequence of this length."""
@@ -300,8 +300,8 @@ class CacheMemory:
         if self._is_measured:
             return
         for cache in caches:
-            if cache is not None and (found := cost_by_cache(cache)) is not None:
-                self._cost, self._is_measured = found, True
+            if cache is not None and (cost := cost_by_cache(cache)) is not None:
+                self._cost, self._is_measured = cost, True
                 return
 
 
@@ -347,8 +347,8 @@ def weight_limits(run: RunOptions, cache_bytes: int | None, pass_bytes: int = 0)
     if cache_bytes is None and not on_host:
         return None
     share = None if cache_bytes is None else cache_bytes // len(devices)
-    left = {
-        one.name: left_to_requests(one.free_bytes(), share, pass_bytes) if on_host or share is None else share
-        for one in devices
+    reserved = {
+        device.name: left_to_requests(device.free_bytes(), share, pass_bytes) if on_host or share is None else share
+        for device in devices
     }
-    return {one.name: max(default_budget(one) - left[one.name], 0) for one in devices}
+    return {device.name: max(default_budget(device) - reserved[device.name], 0) for device in devices}

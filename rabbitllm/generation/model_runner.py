@@ -51,7 +51,7 @@ class PackedGroup:
     def __init__(self, forward: PackedForward, members: Sequence[tuple[Coroutine, PackedSequence]]) -> None:
         self._forward = forward
         self.coroutines = [coroutine for coroutine, _ in members]
-        self.inputs = [one for _, one in members]
+        self.inputs = [sequence for _, sequence in members]
         self.outputs: list[Any] = []
         self.error: BaseException | None = None
 
@@ -104,19 +104,19 @@ class ModelRunner:
         with self._model.joint_pass(PassInput(1, sum(coroutine.tokens for coroutine in coroutines))):
             groups = self._packed_groups(coroutines)
             packed = {coroutine for group in groups for coroutine in group.coroutines}
-            others = [coroutine for coroutine in coroutines if coroutine not in packed]
+            unpacked = [coroutine for coroutine in coroutines if coroutine not in packed]
             if self._file is not None:
-                others = [coroutine for coroutine in others if self._is_in_memory(coroutine, self._file)]
-                self._file.begin([one.cache for group in groups for one in group.inputs])
-            if len(groups) == 1 and not others:
+                unpacked = [coroutine for coroutine in unpacked if self._is_in_memory(coroutine, self._file)]
+                self._file.begin([sequence.cache for group in groups for sequence in group.inputs])
+            if len(groups) == 1 and not unpacked:
                 groups[0]()
             else:
                 for group in groups:
-                    others.append(Coroutine(group, syncs_rows=len(groups) == 1))
-                    others[-1].is_in_pass = True
+                    unpacked.append(Coroutine(group, syncs_rows=len(groups) == 1))
+                    unpacked[-1].is_in_pass = True
             # forwards that take turns are left in any order
             with self._packed.attending() if self._packed and len(groups) > 1 else contextlib.nullcontext():
-                self.coroutines.run(others)
+                self.coroutines.run(unpacked)
             for group in groups:
                 self._answer(group)
 
@@ -137,10 +137,10 @@ class ModelRunner:
         if forward is None:
             return []
         read = [(coroutine, forward.read(coroutine.pending.args, coroutine.pending.kwargs)) for coroutine in coroutines]
-        known = [(coroutine, found) for coroutine, found in read if found is not None]
-        fits = forward.fitting([found for _, found in known]) if known else []
-        packed = [one for one, is_fitting in zip(known, fits, strict=True) if is_fitting]
-        groups = grouped([found.ids.shape[1] for _, found in packed], self._max_rows)
+        candidates = [(coroutine, sequence) for coroutine, sequence in read if sequence is not None]
+        fits = forward.fitting([sequence for _, sequence in candidates]) if candidates else []
+        packed = [candidate for candidate, is_fitting in zip(candidates, fits, strict=True) if is_fitting]
+        groups = grouped([sequence.ids.shape[1] for _, sequence in packed], self._max_rows)
         return [PackedGroup(forward, packed[group]) for group in groups]
 
     def _answer(self, group: PackedGroup) -> None:
@@ -177,4 +177,4 @@ class ModelRunner:
 
         # the unit's hooks run once, and between them every coroutine's call
         with point.replaced(forward):
-            called(point.module, *((one.pending.args, one.pending.kwargs) for one in waiting))
+            called(point.module, *((coroutine.pending.args, coroutine.pending.kwargs) for coroutine in waiting))

@@ -66,12 +66,12 @@ def grouped(sizes: Sequence[int], limit: int | None) -> list[slice]:
         The indices of each group as a slice.
     """
     groups: list[slice] = []
-    begin, taken = 0, 0
-    for at, size in enumerate(sizes):
-        if at > begin and limit is not None and taken + size > limit:
-            groups.append(slice(begin, at))
-            begin, taken = at, 0
-        taken += size
+    begin, total = 0, 0
+    for index, size in enumerate(sizes):
+        if index > begin and limit is not None and total + size > limit:
+            groups.append(slice(begin, index))
+            begin, total = index, 0
+        total += size
     return [*groups, slice(begin, len(sizes))] if sizes else []
 
 
@@ -152,10 +152,10 @@ class PackedCache(Cache):  # type: ignore[misc]
             NotPackable: attention was given other keys.
         """
         self._unused -= 1
-        found = [layer for layer, (keys, _, _) in self._new.items() if keys is key_states]
-        expand = getattr(module, "expand_kv", None) if not found else None
-        layer = found[0] if found else module.layer_idx if expand is not None else -1
-        if layer not in self._new or (found and self._new[layer][1] is not value_states):
+        layers = [layer for layer, (keys, _, _) in self._new.items() if keys is key_states]
+        expand = getattr(module, "expand_kv", None) if not layers else None
+        layer = layers[0] if layers else module.layer_idx if expand is not None else -1
+        if layer not in self._new or (layers and self._new[layer][1] is not value_states):
             raise NotPackable("attention received other keys than the cache returned")
         pairs = self._pairs(layer, *self._new[layer])
         if not self._shares:
@@ -173,14 +173,14 @@ class PackedCache(Cache):  # type: ignore[misc]
             yield from (pair for pair in pairs if pair is not None)
             return
         by_sequence = zip(self._caches, pairs, self._by_sequence(keys, values), strict=True)
-        for number, (cache, pair, (key, value)) in enumerate(by_sequence):
+        for index, (cache, pair, (key, value)) in enumerate(by_sequence):
             if pair is not None:
                 yield pair
                 continue
             try:
                 pair = self._file.load(cache, layer, key, value)
             except (OSError, *NO_MEMORY) as error:  # of this sequence alone: no other one attends to its zeros
-                self.errors.setdefault(number, error)
+                self.errors.setdefault(index, error)
                 self._file.lose(cache, error)
                 tokens = cache.layers[layer].get_seq_length() + key.shape[2]
                 yield _zeros(key, tokens), _zeros(value, tokens)
@@ -190,11 +190,11 @@ class PackedCache(Cache):  # type: ignore[misc]
 
     def spans(self) -> list[MaskSpan]:
         """The sizes of each sequence's mask in the layer of the latest `get_mask_sizes` or `get_query_offset`."""
-        found = []
+        spans = []
         for cache, length in zip(self._caches, self.lengths, strict=True):
             keys, first = cache.get_mask_sizes(length, self._mask_layer)
-            found.append(MaskSpan(length, cache.get_query_offset(self._mask_layer), keys, first))
-        return found
+            spans.append(MaskSpan(length, cache.get_query_offset(self._mask_layer), keys, first))
+        return spans
 
     def finish(self) -> None:
         """Check that all attention used each sequence's own keys.
@@ -277,14 +277,14 @@ def attention_by_sequence(configs: Iterable[Any]) -> Iterator[None]:
     Args:
         configs: configs of the model and its modules, each once; their implementation is one of `OWN`.
     """
-    before = [(config, own) for config in configs if (own := attention_of(config)) in OWN]
+    before = [(config, name) for config in configs if (name := attention_of(config)) in OWN]
     try:
-        for config, own in before:
-            name_attention(config, _NAME.format(own))
+        for config, name in before:
+            name_attention(config, _NAME.format(name))
         yield
     finally:
-        for config, own in before:
-            name_attention(config, own)
+        for config, name in before:
+            name_attention(config, name)
 
 
 @contextlib.contextmanager
@@ -320,7 +320,7 @@ def _attention(
         result: tuple[torch.Tensor, torch.Tensor | None] = attend(module, query, key, value, attention_mask, **kwargs)
         return result
     pairs = cache.of(key, value, module)
-    for name in [name for name, given in kwargs.items() if isinstance(given, torch.Tensor)]:
+    for name in [name for name, argument in kwargs.items() if isinstance(argument, torch.Tensor)]:
         if name in _BY_ROW:
             del kwargs[name]
         elif name not in _BY_HEAD:
@@ -329,7 +329,7 @@ def _attention(
     if attend is sdpa_attention_forward and kwargs.keys() <= _PLAIN and not kwargs.get("dropout"):
         return _by_rows(module, query, pairs, masks, cache.lengths, kwargs), None
     rows = zip(torch.split(query, cache.lengths, 2), pairs, masks, strict=True)
-    parts = [attend(module, own, keys, values, mask, **kwargs)[0] for own, (keys, values), mask in rows]
+    parts = [attend(module, queries, keys, values, mask, **kwargs)[0] for queries, (keys, values), mask in rows]
     return torch.cat(parts, 1), None
 
 
@@ -358,8 +358,8 @@ def _by_rows(
             part = scaled_dot_product_attention(by_row[begin:end], keys, values, scale=scale)
             parts.append(part.reshape(1, 1, heads, -1))
         else:
-            own = query[:, :, begin:end]
-            parts.append(sdpa_attention_forward(module, own, keys, values, mask, **kwargs)[0])
+            queries = query[:, :, begin:end]
+            parts.append(sdpa_attention_forward(module, queries, keys, values, mask, **kwargs)[0])
         begin = end
     return torch.cat(parts, 1)
 
@@ -379,13 +379,13 @@ def _masks(own: str, **kwargs: Any) -> Any:
     if cache is None:
         return make(**kwargs)
     spans = cache.spans()
-    made: dict[MaskSpan, Any] = {}  # sequences of the same sizes share one
+    masks: dict[MaskSpan, Any] = {}  # sequences of the same sizes share one
     for span in spans:
-        if span not in made:
+        if span not in masks:
             kwargs |= {"q_length": span.queries, "q_offset": span.begins}
             kwargs |= {"kv_length": span.keys, "kv_offset": span.first_key}
-            made[span] = _mask_of_one_row(make, kwargs) if span.queries == 1 and own == "sdpa" else make(**kwargs)
-    return None if all(mask is None for mask in made.values()) else tuple(made[span] for span in spans)
+            masks[span] = _mask_of_one_row(make, kwargs) if span.queries == 1 and own == "sdpa" else make(**kwargs)
+    return None if all(mask is None for mask in masks.values()) else tuple(masks[span] for span in spans)
 
 
 def _mask_of_one_row(make: Callable[..., Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -434,17 +434,17 @@ def can_be_packed(model: StreamedModel) -> bool:
         and attention_of(config) in OWN
         and getattr(config, "return_dict", True)
         and not model.training
-        and not any(getattr(one, extra, False) for one in (config, text) for extra in _EXTRAS)
+        and not any(getattr(part, extra, False) for part in (config, text) for extra in _EXTRAS)
         and angles_change_after(text) is None
-        and all(keeps_every_token(one) or is_window(one) or is_nothing(one) for one in DynamicCache(config=text).layers)
+        and all(keeps_every_token(kv) or is_window(kv) or is_nothing(kv) for kv in DynamicCache(config=text).layers)
         and not (shares_keys(model) and len(set(model.hf_device_map.values())) > 1)
     )
 
 
 def attending_configs(model: StreamedModel) -> list[Any]:
     """The configs of a model and its modules that name an attention implementation, each once."""
-    seen = {id(one): one for module in model.modules() if (one := getattr(module, "config", None)) is not None}
-    return [one for one in seen.values() if attention_of(one) is not None]
+    seen = {id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None}
+    return [config for config in seen.values() if attention_of(config) is not None]
 
 
 def shares_keys(model: StreamedModel) -> bool:
@@ -494,7 +494,7 @@ class PackedForward:
         config = model.config.get_text_config(decoder=True)
         self._configs = attending_configs(model)
         self._layers = [type(layer) for layer in DynamicCache(config=config).layers]
-        self._windows = [number for number, kind in enumerate(self._layers) if kind is DynamicSlidingWindowLayer]
+        self._windows = [index for index, layer in enumerate(self._layers) if layer is DynamicSlidingWindowLayer]
         self._shares = shares_keys(model)
         self._vocabulary = ModelLimits.of(model).vocabulary
         self._positions = getattr(config, "max_position_embeddings", None) or 1 << 62
@@ -526,14 +526,14 @@ class PackedForward:
         The others are not packed, so that an error ends only one of them.
         """
         kinds = sequences[0].positions.shape[:-1]
-        least = torch.stack([torch.minimum(sequence.ids.min(), sequence.positions.min()) for sequence in sequences])
-        most = torch.stack([torch.stack([sequence.ids.max(), sequence.positions.max()]) for sequence in sequences])
+        lowest = torch.stack([torch.minimum(sequence.ids.min(), sequence.positions.min()) for sequence in sequences])
+        highest = torch.stack([torch.stack([sequence.ids.max(), sequence.positions.max()]) for sequence in sequences])
         return [
             low >= 0
             and token < self._vocabulary
             and position < self._positions
             and sequence.positions.shape[:-1] == kinds
-            for sequence, low, (token, position) in zip(sequences, least.tolist(), most.tolist(), strict=True)
+            for sequence, low, (token, position) in zip(sequences, lowest.tolist(), highest.tolist(), strict=True)
         ]
 
     def attending(self) -> AbstractContextManager[None]:
@@ -560,21 +560,21 @@ class PackedForward:
                 **{CACHE_ARGUMENT: cache, **_EXPECTED},
             )
         cache.finish()
-        kind, logits = type(output), output.logits
+        output_type, logits = type(output), output.logits
         unknown = output.keys() - {"logits", CACHE_ARGUMENT}
         if unknown:
             raise NotPackable(f"the model returned unknown values: {', '.join(sorted(unknown))}")
         parts = logits.split([sequence.logits for sequence in sequences], 1)
         return [
-            cache.errors.get(number) or kind(logits=part, **{CACHE_ARGUMENT: sequence.cache})
-            for number, (sequence, part) in enumerate(zip(sequences, parts, strict=True))
+            cache.errors.get(index) or output_type(logits=part, **{CACHE_ARGUMENT: sequence.cache})
+            for index, (sequence, part) in enumerate(zip(sequences, parts, strict=True))
         ]
 
     def _knows(self, cache: Cache) -> TypeGuard[DynamicCache]:
         """Whether a cache has the kinds of layers that the model would make, with one sequence in it."""
         if type(cache) is not DynamicCache or cache.offloading or list(map(type, cache.layers)) != self._layers:
             return False
-        records = any(getattr(cache.layers[number], "record_past", False) for number in self._windows)
+        records = any(getattr(cache.layers[index], "record_past", False) for index in self._windows)
         return not records and all(map(_is_one_sequence, cache.layers))
 
 

@@ -94,8 +94,8 @@ def neutral_arguments(model: StreamedModel) -> dict[str, Any]:
 
 def stop_strings(model: StreamedModel) -> tuple[str, ...]:
     """The strings that end an answer by the checkpoint's generation config."""
-    given = _set_options(model).get("stop_strings", ())
-    return tuple(text for text in ([given] if isinstance(given, str) else given) if text)
+    stops = _set_options(model).get("stop_strings", ())
+    return tuple(text for text in ([stops] if isinstance(stops, str) else stops) if text)
 
 
 def check_options(model: StreamedModel) -> None:
@@ -104,8 +104,8 @@ def check_options(model: StreamedModel) -> None:
     Raises:
         OptionError: one demands what cannot be had.
     """
-    given = _set_options(model)
-    refused = [name for name in given if OPTIONS.get(name) is Use.REFUSED]
+    options = _set_options(model)
+    refused = [name for name in options if OPTIONS.get(name) is Use.REFUSED]
     if refused:
         names = listed(refused, len(refused), " and ")
         raise OptionError(
@@ -113,12 +113,12 @@ def check_options(model: StreamedModel) -> None:
             "search that transformers no longer has.",
             "Remove this from the file, if answers without these words are of use.",
         )
-    dropped = [name for name in given if OPTIONS.get(name) is Use.DROPPED]
+    dropped = [name for name in options if OPTIONS.get(name) is Use.DROPPED]
     if dropped:
         logger.warning(
             "The model's generation_config.json sets %s, which has no effect here: answers are made one token after "
             "the other, with one pass for each.",
-            listed([f"{name}={given[name]}" for name in dropped], len(dropped), " and "),
+            listed([f"{name}={options[name]}" for name in dropped], len(dropped), " and "),
         )
 
 

@@ -91,16 +91,16 @@ class Sampling:
         """Whether tokens are sampled, not chosen greedily."""
         return self.top_p is not None if self.temperature is None else self.temperature >= COLDEST
 
-    def nth(self, number: int) -> Sampling:
+    def nth(self, index: int) -> Sampling:
         """The sampling of one of several requests with the same options: each has its own seed, counted from 0."""
-        return self if self.seed is None else replace(self, seed=(self.seed + number) & SEEDS)
+        return self if self.seed is None else replace(self, seed=(self.seed + index) & SEEDS)
 
     def arguments(self) -> dict[str, Any]:
         """Arguments for `generate`."""
         if not self.samples:
             return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-        return {"do_sample": True, **{name: value for name, value in given.items() if value is not None}}
+        options = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return {"do_sample": True, **{name: value for name, value in options.items() if value is not None}}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,14 +126,14 @@ class PromptMedia:
                 token of the prompt, its kind, are extended by 0, the kind of text.
             device: device of the inputs.
         """
-        found: dict[str, torch.Tensor] = {}
+        inputs: dict[str, torch.Tensor] = {}
         for name, tensor in self.tensors.items():
             if name.endswith("token_type_ids") and tensor.dim() == 2 and tensor.shape[1] < tokens:
                 longer = tensor.new_zeros(1, tokens)
                 longer[:, : tensor.shape[1]] = tensor
                 tensor = longer
-            found[name] = tensor.to(device)
-        return found
+            inputs[name] = tensor.to(device)
+        return inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,12 +413,12 @@ def end_tokens(model: StreamedModel) -> list[int]:
     Raises:
         OptionError: see `tokenizer_of`.
     """
-    given = model.generation_config.eos_token_id if model.can_generate() else None
-    ends = [] if given is None else [given] if isinstance(given, int) else [*given]
+    configured = model.generation_config.eos_token_id if model.can_generate() else None
+    ends = [] if configured is None else [configured] if isinstance(configured, int) else [*configured]
     tokenizer = tokenizer_of(model)
-    own, added = tokenizer.eos_token_id, tokenizer.get_added_vocab()
+    eos, added = tokenizer.eos_token_id, tokenizer.get_added_vocab()
     stops = [added[text] for text in stop_strings(model) if text in added]
-    return list(dict.fromkeys([*ends, *([own] if own is not None else []), *stops]))
+    return list(dict.fromkeys([*ends, *([eos] if eos is not None else []), *stops]))
 
 
 OF_THE_MODEL = (
@@ -486,8 +486,8 @@ class ModelLimits:
         table = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
         padding = getattr(table, "padding_idx", None)  # the positions of RoBERTa's kind begin after this row
         skipped = 0 if padding is None else padding + 1
-        left = context - skipped if isinstance(context, int) and context > 0 else None
-        return cls(left, model.get_input_embeddings().num_embeddings)
+        tokens = context - skipped if isinstance(context, int) and context > 0 else None
+        return cls(tokens, model.get_input_embeddings().num_embeddings)
 
     @property
     def letters(self) -> int:
@@ -526,25 +526,25 @@ class ModelLimits:
         if not 0 <= wrong < self.vocabulary:
             raise OptionError(f"{name} has the token {wrong}; the model's vocabulary has {self.vocabulary:,} tokens.")
 
-    def new_tokens(self, prompt_tokens: int, wanted: int | None, usual: int = MAX_TOKENS, *, cut: bool = False) -> int:
-        """Maximum tokens after a prompt: `wanted`, by default `usual` limited by the rest of the context.
+    def new_tokens(self, prompt_tokens: int, count: int | None, usual: int = MAX_TOKENS, *, cut: bool = False) -> int:
+        """Maximum tokens after a prompt: `count`, by default `usual` limited by the rest of the context.
 
         Args:
             prompt_tokens: number of tokens of the prompt.
-            wanted: number of tokens that the request wants; None for the default.
+            count: number of tokens that the request wants; None for the default.
             usual: the default.
-            cut: whether a larger `wanted` is cut to the rest of the context, and not refused.
+            cut: whether a larger `count` is cut to the rest of the context, and not refused.
 
         Raises:
             OptionError: prompt and answer exceed the model's context.
         """
         if self.context is None:
-            return usual if wanted is None else wanted
-        left = self.context - prompt_tokens
-        if left < (1 if cut or wanted is None else wanted):
-            new = f" and {wanted:,} new tokens were requested" if wanted is not None and not cut else ""
+            return usual if count is None else count
+        free = self.context - prompt_tokens
+        if free < (1 if cut or count is None else count):
+            new = f" and {count:,} new tokens were requested" if count is not None and not cut else ""
             raise OptionError(
                 f"The prompt has {prompt_tokens:,} tokens{new}; the model's context has {self.context:,}.",
-                "Shorten the prompt." if left < 1 else f"Shorten the prompt, or request at most {left:,} new tokens.",
+                "Shorten the prompt." if free < 1 else f"Shorten the prompt, or request at most {free:,} new tokens.",
             )
-        return min(usual if wanted is None else wanted, left)
+        return min(usual if count is None else count, free)

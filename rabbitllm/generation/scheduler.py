@@ -66,8 +66,8 @@ class TokenBudget:
     def after(self, tokens: int, seconds: float) -> TokenBudget:
         """The budget updated by one more pass."""
         if tokens >= MANY_TOKENS and self.least is not None:
-            each = max(seconds - self.least, 0.0) / tokens
-            return TokenBudget(self.least, each if self.each is None else 0.5 * (self.each + each))
+            rate = max(seconds - self.least, 0.0) / tokens
+            return TokenBudget(self.least, rate if self.each is None else 0.5 * (self.each + rate))
         # the minimum rises slowly, so that a short pass long ago does not count for ever
         return TokenBudget(seconds if self.least is None else min(seconds, 1.05 * self.least), self.each)
 
@@ -172,12 +172,12 @@ class Scheduler:
 
     def _check_media(self, sequence: Sequence) -> None:
         new = sequence.request.media
-        known = {id(other.request.media): other.request.media for other in (*self.running, *self._waiting)}
-        others = sum(media.nbytes for media in known.values() if media is not None and media is not new)
-        if new is not None and others and others + new.nbytes > MEDIA_BYTES:
+        media_by_id = {id(other.request.media): other.request.media for other in (*self.running, *self._waiting)}
+        waiting_bytes = sum(media.nbytes for media in media_by_id.values() if media is not None and media is not new)
+        if new is not None and waiting_bytes and waiting_bytes + new.nbytes > MEDIA_BYTES:
             after = retry_after(len(self._waiting), self._limits.running, self._recent_seconds)
             raise BusyError(
-                f"The pictures of the requests before this one take {size(others)}.",
+                f"The pictures of the requests before this one take {size(waiting_bytes)}.",
                 f"Try again in {after:.0f} s.",
                 after,
             )
@@ -299,9 +299,9 @@ class Scheduler:
         with self._change:
             closing = self._closing is not None and now >= self._closing
             return [
-                (one, FinishReason.CANCELLED if one.is_cancelled or closing else FinishReason.TIMEOUT)
-                for one in (*self.running, *self._waiting)
-                if one.is_cancelled or closing or (one.deadline is not None and now >= one.deadline)
+                (sequence, FinishReason.CANCELLED if sequence.is_cancelled or closing else FinishReason.TIMEOUT)
+                for sequence in (*self.running, *self._waiting)
+                if sequence.is_cancelled or closing or (sequence.deadline is not None and now >= sequence.deadline)
             ]
 
     def _preempt_excess(self) -> None:

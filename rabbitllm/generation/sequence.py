@@ -138,8 +138,8 @@ class Sequence:
     @property
     def length(self) -> SequenceLength:
         """Its current and maximum length."""
-        made = len(self.tokens)
-        return SequenceLength(len(self.request.prompt) + made, self.request.max_new_tokens - made)
+        new = len(self.tokens)
+        return SequenceLength(len(self.request.prompt) + new, self.request.max_new_tokens - new)
 
     @property
     def num_computed_tokens(self) -> int:

@@ -215,19 +215,19 @@ class Session:
     @property
     def remarks(self) -> tuple[str, ...]:
         """Remarks on this model for the user; usually none."""
-        found = []
+        remarks = []
         if not self._template.is_there:
-            found.append("the model has no chat template; the prompt is made of User: and Assistant: lines")
+            remarks.append("the model has no chat template; the prompt is made of User: and Assistant: lines")
         if self.cache is None:
-            found.append(f"{self.uncached}; each answer reads the full conversation")
-        return tuple(found)
+            remarks.append(f"{self.uncached}; each answer reads the full conversation")
+        return tuple(remarks)
 
     @property
     def uncached(self) -> str:
         """Why there is no `cache`."""
         # a snapshot of windows would have the draft's tokens
-        kind = "with a draft this" if self._draft else "this"
-        return f"{kind} model type has no reusable KV cache"
+        subject = "with a draft this" if self._draft else "this"
+        return f"{subject} model type has no reusable KV cache"
 
     @property
     def cached_tokens(self) -> int:
@@ -277,8 +277,8 @@ class Session:
             with self._watched(stopped, at_unit) as prompt_done:
                 return generate(self._model, request, write, draft=self._draft, prompt_done=prompt_done)
         # at least one token is computed, since it yields the first one of the answer
-        kept = cache.crop(min(common_prefix(ids, cache.ids), len(ids) - 1))
-        cache.snapshot(ids[:kept])
+        cached = cache.crop(min(common_prefix(ids, cache.ids), len(ids) - 1))
+        cache.snapshot(ids[:cached])
         self._is_consistent = False
         with self._watched(stopped, at_unit) as prompt_done:
 
@@ -287,14 +287,14 @@ class Session:
                 cache.snapshot(ids)
 
             result = generate(self._model, request, write, cache=cache.cache, draft=self._draft, prompt_done=snapshot)
-        known = [*ids, *result.tokens]
+        tokens = [*ids, *result.tokens]
         if result.finish is FinishReason.CANCELLED:
-            cache.recover(len(known) - 1 if result.tokens else kept, known)
+            cache.recover(len(tokens) - 1 if result.tokens else cached, tokens)
         else:  # all tokens but the last, which was not fed to the model
-            cache.ids = known[: cache.cache.get_seq_length()]
+            cache.ids = tokens[: cache.cache.get_seq_length()]
         cache.crop(self._same_angles)
         self._is_consistent = True
-        return replace(result, kept_tokens=kept)
+        return replace(result, kept_tokens=cached)
 
     def _prompt(self, messages: list[dict[str, Any]]) -> Prompt:
         """The whole conversation, up to the beginning of the model's answer.
@@ -315,9 +315,9 @@ class Session:
 
     def _new_tokens(self, prompt: int, messages: list[dict[str, Any]]) -> int:
         """Maximum tokens of the answer."""
-        wanted = self._max_new_tokens or self._model.generation_config.max_new_tokens
+        requested = self._max_new_tokens or self._model.generation_config.max_new_tokens
         try:
-            return self._limits.new_tokens(prompt, wanted, self.context or WITHOUT_LIMIT, cut=True)
+            return self._limits.new_tokens(prompt, requested, self.context or WITHOUT_LIMIT, cut=True)
         except OptionError:
             raise ChatError(
                 f"The conversation has {prompt:,} tokens with this question, and the model's context {self.context:,}.",

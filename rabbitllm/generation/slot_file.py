@@ -34,9 +34,9 @@ class FileSlots:
         Args:
             nbytes: size of the slot, at least one.
         """
-        for number, (begin, room) in enumerate(self._free):
+        for index, (begin, room) in enumerate(self._free):
             if room >= nbytes:
-                self._free[number : number + 1] = [(begin + nbytes, room - nbytes)] if room > nbytes else []
+                self._free[index : index + 1] = [(begin + nbytes, room - nbytes)] if room > nbytes else []
                 self.taken += nbytes
                 return begin
         return None

@@ -51,10 +51,10 @@ class StoppedText:
             return ""
         text = self._pending + text
         # the stop string that is complete first, as if text were added by the character; of several the longest
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            _, at, self.stop = min(found)
-            return text[:at]
+        matches = [(begin + len(stop), begin, stop) for stop in self._stops if (begin := text.find(stop)) >= 0]
+        if matches:
+            _, begin, self.stop = min(matches)
+            return text[:begin]
         certain = len(text) - (0 if last else begun(text, self._stops))
         self._pending = text[certain:]
         return text[:certain]
@@ -95,7 +95,7 @@ class TextStream:
         self._write = write
         self._stops = StoppedText(stops)
         added = tokenizer.added_tokens_decoder.items() if shown else ()
-        self._hidden = {token for token, one in added if one.special} - shown if shown else None
+        self._hidden = {token for token, details in added if details.special} - shown if shown else None
         self._prompt_done = prompt_done
         self._prompt_is_next = True
         # Tokens from `_from` on are decoded at once, since the text of a token depends on those before it (a leading
@@ -137,9 +137,9 @@ class TextStream:
         self._emit(finished=True)
 
     def _emit(self, *, finished: bool) -> None:
-        known = self._decode(self.tokens[self._from : self._to])
+        written = self._decode(self.tokens[self._from : self._to])
         both = self._decode(self.tokens[self._from :])
-        text = both[len(known) :]
+        text = both[len(written) :]
         if both.endswith(UNFINISHED) and not finished:
             return
         if text:
@@ -151,9 +151,9 @@ class TextStream:
     def _decode(self, ids: Sequence[int]) -> str:
         if not ids:
             return ""
-        kept = list(ids) if self._hidden is None else [token for token in ids if token not in self._hidden]
+        shown = list(ids) if self._hidden is None else [token for token in ids if token not in self._hidden]
         skips = self._hidden is None
-        text = self._tokenizer.decode(kept, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
+        text = self._tokenizer.decode(shown, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 

@@ -56,15 +56,15 @@ def taken_apart(cache: Cache) -> tuple[Any, list[torch.Tensor]] | None:
     as long as they contain only tensors and plain values. A tensor that is a view is restored without its base.
     """
     tensors: list[torch.Tensor] = []
-    known: dict[int, _Index] = {}
+    indices: dict[int, _Index] = {}
 
     def emptied(value: Any) -> _Index:
         if type(value) is not torch.Tensor or value.layout is not torch.strided:
             raise _Unknown
-        if id(value) not in known:
-            known[id(value)] = _Index(len(tensors))
+        if id(value) not in indices:
+            indices[id(value)] = _Index(len(tensors))
             tensors.append(value)
-        return known[id(value)]
+        return indices[id(value)]
 
     try:
         return _walked(cache, emptied, {}), tensors
@@ -82,21 +82,21 @@ def put_together(shell: Any, tensors: list[torch.Tensor]) -> Any:
     return _walked(shell, lambda value: tensors[value.number], {})
 
 
-def _walked(value: Any, replaced: Callable[[Any], Any], seen: dict[int, Any]) -> Any:
+def _walked(value: Any, replaced: Callable[[Any], Any], walked: dict[int, Any]) -> Any:
     """A copy in which every value that is neither plain nor a container is replaced."""
     if isinstance(value, _PLAIN):
         return value
     if type(value) is dict:
-        return {key: _walked(one, replaced, seen) for key, one in value.items()}
+        return {key: _walked(item, replaced, walked) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_walked(one, replaced, seen) for one in value)
+        return type(value)(_walked(item, replaced, walked) for item in value)
     if not isinstance(value, _HOLDERS):
         return replaced(value)
-    if id(value) not in seen:
-        seen[id(value)] = made = without_room(copy(value))
-        for name, one in vars(made).items():
-            vars(made)[name] = _walked(one, replaced, seen)
-    return seen[id(value)]
+    if id(value) not in walked:
+        walked[id(value)] = result = without_room(copy(value))
+        for name, item in vars(result).items():
+            vars(result)[name] = _walked(item, replaced, walked)
+    return walked[id(value)]
 
 
 @dataclass(eq=False, slots=True)
@@ -147,18 +147,18 @@ class SwapSpace:
         if parts is None:
             return None
         shell, tensors = parts
-        made = SwappedOutCache(shell, [(_form(tensor), tensor.device) for tensor in tensors])
-        if self.nbytes + made.nbytes > self.limit:
+        swapped = SwappedOutCache(shell, [(_form(tensor), tensor.device) for tensor in tensors])
+        if self.nbytes + swapped.nbytes > self.limit:
             return None
         with self._recomputed_after_errors():
-            if _is_on_gpu(tensors) and made.nbytes <= available_ram() // SHARE:
-                made.content = [_dense(tensor) for tensor in tensors]
-            elif self._folder is not None and made.nbytes <= shutil.disk_usage(self._folder).free // SHARE:
-                made.content = self._written(tensors)
-        if made.content is None:
+            if _is_on_gpu(tensors) and swapped.nbytes <= available_ram() // SHARE:
+                swapped.content = [_dense(tensor) for tensor in tensors]
+            elif self._folder is not None and swapped.nbytes <= shutil.disk_usage(self._folder).free // SHARE:
+                swapped.content = self._written(tensors)
+        if swapped.content is None:
             return None
-        self.nbytes += made.nbytes
-        return made
+        self.nbytes += swapped.nbytes
+        return swapped
 
     def take(self, swapped: SwappedOutCache) -> Any | None:
         """Swap a cache in; None if it is lost.
@@ -169,7 +169,7 @@ class SwapSpace:
         tensors: list[torch.Tensor] | None = None
         with self._recomputed_after_errors():
             if isinstance(swapped.content, list):
-                tensors = [one.to(device) for one, (_, device) in zip(swapped.content, swapped.forms, strict=True)]
+                tensors = [t.to(device) for t, (_, device) in zip(swapped.content, swapped.forms, strict=True)]
             elif swapped.content is not None:
                 tensors = self._read(swapped.content, swapped.forms)
         self.drop(swapped)
@@ -198,10 +198,10 @@ class SwapSpace:
         end = 0
         tensors = []
         for form, device in forms:
-            made = _empty(form)
-            file.read_at(_bytes_of(made), end)
-            end += made.nbytes
-            tensors.append(made.to(device))
+            tensor = _empty(form)
+            file.read_at(_bytes_of(tensor), end)
+            end += tensor.nbytes
+            tensors.append(tensor.to(device))
         return tensors
 
     @contextlib.contextmanager

@@ -135,7 +135,7 @@ class ChatTemplate:
         if files := files_in(messages):
             loader = _MediaLoader(self._model, files)
             program: Any = loader.processor
-            given = [loader.loaded(message) for message in messages]
+            loaded = [loader.loaded(message) for message in messages]
             if not getattr(program, "chat_template", None):
                 raise MediaError(
                     "The processor of this model has no chat template, so pictures and sounds have no place in a "
@@ -147,21 +147,21 @@ class ChatTemplate:
             variables["return_tensors"] = "pt"
         elif self.is_there:
             _refuse_arguments(variables, variables_in(self.sources[bool(tools)]))
-            program, given = self.tokenizer, [dict(message) for message in messages]
+            program, loaded = self.tokenizer, [dict(message) for message in messages]
         else:
             return self.raw(_plain(messages))
         variables |= {"tools": [dict(tool) for tool in tools] or None}
         limits = ModelLimits.of(self._model)
         try:
             with in_the_process(limits.letters):
-                made = program.apply_chat_template(
-                    given, add_generation_prompt=True, tokenize=True, return_dict=True, **variables
+                encoded = program.apply_chat_template(
+                    loaded, add_generation_prompt=True, tokenize=True, return_dict=True, **variables
                 )
         except TooManyLetters as error:
             raise limits.too_many_letters(error.letters) from None
         except Exception as error:  # templates and processors may raise anything
             raise PromptRefused(error, by_processor=bool(files)) from error
-        return self._media_prompt(made) if files else Prompt(tuple(map(int, made["input_ids"])))
+        return self._media_prompt(encoded) if files else Prompt(tuple(map(int, encoded["input_ids"])))
 
     def raw(self, text: str, files: Sequence[MediaFile] = ()) -> Prompt:
         """A text without the template; with media it has the model's placeholders, in the order of the files.
@@ -181,20 +181,20 @@ class ChatTemplate:
         if sounds:
             named |= {"audio": sounds, "sampling_rate": loader.rate}
         try:
-            made = loader.processor(text=text, return_tensors="pt", **named)
+            encoded = loader.processor(text=text, return_tensors="pt", **named)
         except Exception as error:  # processors may raise anything
             raise PromptRefused(error, by_processor=True) from error
-        return self._media_prompt(made)
+        return self._media_prompt(encoded)
 
-    def _media_prompt(self, made: Mapping[str, Any]) -> Prompt:
+    def _media_prompt(self, encoded: Mapping[str, Any]) -> Prompt:
         import torch
 
         tensors = {
             name: value.to(self._model.dtype) if value.is_floating_point() else value
-            for name, value in made.items()
+            for name, value in encoded.items()
             if name not in _NOT_INPUTS and isinstance(value, torch.Tensor)
         }
-        return Prompt(tuple(map(int, made["input_ids"][0])), PromptMedia(tensors))
+        return Prompt(tuple(map(int, encoded["input_ids"][0])), PromptMedia(tensors))
 
 
 def _plain(messages: Sequence[Mapping[str, Any]]) -> str:
@@ -212,8 +212,8 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> str:
 
 def _sources(program: Any) -> tuple[str, str]:
     """The chat template of a tokenizer or a processor, and the one for a prompt with tools; empty for none."""
-    given = getattr(program, "chat_template", None) or ""
-    named = {"default": given} if isinstance(given, str) else dict(given)
+    templates = getattr(program, "chat_template", None) or ""
+    named = {"default": templates} if isinstance(templates, str) else dict(templates)
     default = str(named.get("default", ""))
     return default, str(named.get("tool_use", default))
 
@@ -288,9 +288,9 @@ class _MediaLoader:
         self._pixels = MAX_PIXELS
 
     def picture(self, file: MediaFile) -> Any:
-        found = read_picture(file.data, file.name, self._pixels)
-        self._pixels -= found.width * found.height
-        return found
+        picture = read_picture(file.data, file.name, self._pixels)
+        self._pixels -= picture.width * picture.height
+        return picture
 
     def sound(self, file: MediaFile) -> Any:
         return read_sound(file.data, file.name, self.rate)

@@ -72,13 +72,13 @@ def _compiler(source: str) -> Callable[[str], Any]:
     return functools.lru_cache(4)(names["_cached_compile_jinja_template"])
 
 
-def _limit_memory(most: int) -> None:
+def _limit_memory(nbytes: int) -> None:
     if sys.platform != "win32":
         import resource
 
         _set_limit(resource.RLIMIT_CORE, 0)
-        if most:
-            _set_limit(resource.RLIMIT_AS, most)
+        if nbytes:
+            _set_limit(resource.RLIMIT_AS, nbytes)
 
 
 def _limit_time(seconds: int, patience: float) -> None:
@@ -90,12 +90,12 @@ def _limit_time(seconds: int, patience: float) -> None:
         _set_limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + seconds)
 
 
-def _set_limit(limit: int, most: int) -> None:
+def _set_limit(limit: int, value: int) -> None:
     if sys.platform != "win32":
         import resource
 
         hard = resource.getrlimit(limit)[1]
-        resource.setrlimit(limit, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+        resource.setrlimit(limit, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
 def _answer(compiled: Callable[[str], Any], line: bytes) -> bytes:

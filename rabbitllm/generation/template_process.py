@@ -96,15 +96,15 @@ class TemplateProcess:
             raise ValueError("the conversation is too long for it")
         with self._lock:
             try:
-                kind, value = json.loads(self._exchanged(line))
+                status, value = json.loads(self._exchanged(line))
             except BaseException:  # also a KeyboardInterrupt: a later request must not get this answer
                 self._end()
                 raise
-        if kind == LONG:
+        if status == LONG:
             raise TooManyLetters(value)
-        if kind == REFUSED:
+        if status == REFUSED:
             raise jinja2.TemplateError(value)
-        if kind == FAILED:
+        if status == FAILED:
             raise RuntimeError(value)
         return value
 
@@ -143,24 +143,24 @@ class TemplateProcess:
             limits = (MEMORY if KERNEL_LIMITS_MEMORY else 0, SECONDS, PATIENCE)
             _send(process, json.dumps([[str(folder) for folder in sys.path], source, *limits]).encode() + b"\n")
             assert process.stdout is not None
-            number = int(process.stdout.readline())
+            pid = int(process.stdout.readline())
         except (OSError, ValueError) as error:
             raise RuntimeError(f"the process that runs it does not start ({error_line(error)})") from error
         if not KERNEL_LIMITS_MEMORY:
-            DaemonThread(self._watch, "rabbitllm-templates", process, number).start()
+            DaemonThread(self._watch, "rabbitllm-templates", process, pid).start()
         return process
 
-    def _watch(self, process: subprocess.Popen[bytes], number: int) -> None:
+    def _watch(self, process: subprocess.Popen[bytes], pid: int) -> None:
         """End the process once it takes too much memory.
 
         Args:
             process: the process as it was started; on Windows this may be a launcher.
-            number: the process that runs templates.
+            pid: the process that runs templates.
         """
         import psutil
 
         with contextlib.suppress(psutil.Error):
-            program = psutil.Process(number)
+            program = psutil.Process(pid)
             while self._busy.wait() and process is self._process:
                 if program.memory_info().rss > MEMORY:
                     self._is_too_large = True

@@ -256,7 +256,7 @@ def _refuse_one_of_several(folder: Path, name: str) -> None:
         )
 
 
-def require_same(known: SourceIdentity, source: Input, folder: Path) -> None:
+def require_same(origin: SourceIdentity, source: Input, folder: Path) -> None:
     """Refuse a checkpoint other than the folder's, by fingerprints, or by name if nothing else is left.
 
     Raises:
@@ -265,17 +265,17 @@ def require_same(known: SourceIdentity, source: Input, folder: Path) -> None:
     checkpoint = source.checkpoint()
     if checkpoint is None:
         name = Path(source.name).name
-        if source.name == known.name or name == known.name or name in known.fingerprints:
+        if source.name == origin.name or name == origin.name or name in origin.fingerprints:
             return
         why: str | None = "no shard of the named checkpoint is left to compare"
     else:
         identity = checkpoint.identity(shards_at_hand(checkpoint))
-        why = known.differs_from(identity)
-        if why is None and identity.fingerprints and known.fingerprints.keys().isdisjoint(identity.fingerprints):
-            why = f"it was made from {listed(known.fingerprints, 3)}"
+        why = origin.differs_from(identity)
+        if why is None and identity.fingerprints and origin.fingerprints.keys().isdisjoint(identity.fingerprints):
+            why = f"it was made from {listed(origin.fingerprints, 3)}"
     if why is not None:
         raise SplitMismatchError(
-            f"{folder} holds the conversion of {known.instead_of(source.name)}: {why}.",
+            f"{folder} holds the conversion of {origin.instead_of(source.name)}: {why}.",
             "Use another output folder, or delete this one if you do not need it.",
         )
 

@@ -207,14 +207,14 @@ def convert(
         raise OptionError(
             f"{target} is a file; expected a folder.", "Use an output folder that is empty or does not exist."
         )
-    if (made := finished_split_of(str(path_or_repo_id))) is not None:
+    if (split_folder := finished_split_of(str(path_or_repo_id))) is not None:
         if sequential or delete_original:
             raise OptionError(
-                f"{made} is a split directory; sequential and delete_original apply only to checkpoints.",
+                f"{split_folder} is a split directory; sequential and delete_original apply only to checkpoints.",
                 "Remove these options; `rabbitllm rm` removes a split.",
             )
-        _refuse_dtype(outtype, str(made))
-        return _join_split(made, expand(path_or_repo_id), target)
+        _refuse_dtype(outtype, str(split_folder))
+        return _join_split(split_folder, expand(path_or_repo_id), target)
     if is_single_file(str(path_or_repo_id)):
         _refuse_dtype(outtype, str(path_or_repo_id))
     with system_errors_by_name(target), locked(target):
@@ -235,14 +235,14 @@ def _convert_by_split(name: str, access: HubAccess, folder: Path, options: Split
         refuse_foreign(own_work, lambda name: name in (directory_name(None), _READY_NAME))
         refuse_foreign(own_work / directory_name(None), _is_of_a_split)
     if (folder / INDEX_NAME).exists():
-        known = origin_of(folder)
-        require_same(known, input_of(name, access, work), folder)
+        origin = origin_of(folder)
+        require_same(origin, input_of(name, access, work), folder)
         _require_dtype(dtype, read_json(folder / INDEX_NAME)["metadata"]["converted_from"].get("dtype", AUTO), folder)
         before = not work.exists()
     else:
-        for other in _DTYPES.values():
-            if other != dtype and _begun(folder / _work_name(other) / directory_name(None)) is not None:
-                _require_dtype(dtype, other, folder)
+        for other_dtype in _DTYPES.values():
+            if other_dtype != dtype and _begun(folder / _work_name(other_dtype) / directory_name(None)) is not None:
+                _require_dtype(dtype, other_dtype, folder)
         if not work.exists():
             _require_empty(folder)
         split_folder, source = work / directory_name(None), input_of(name, access, work)
@@ -256,9 +256,9 @@ def _convert_by_split(name: str, access: HubAccess, folder: Path, options: Split
         if not is_ready:
             durable.write_whole(work / _READY_NAME, b"")
         publish(folder, split_folder, manifest, dtype)
-    for one in _DTYPES.values():
-        _clear(folder / _work_name(one))
-    return _made(folder, before=before)
+    for work_dtype in _DTYPES.values():
+        _clear(folder / _work_name(work_dtype))
+    return _conversion_of(folder, before=before)
 
 
 def _is_of_a_split(name: str) -> bool:
@@ -277,21 +277,21 @@ def outtype_of(folder: Path) -> str | None:
     return next((outtype for outtype, dtype in _DTYPES.items() if folder.name == _work_name(dtype)), None)
 
 
-def _require_dtype(dtype: str, known: str, folder: Path) -> None:
-    if dtype != known:
+def _require_dtype(dtype: str, converted: str, folder: Path) -> None:
+    if dtype != converted:
         names = {name: outtype for outtype, name in _DTYPES.items()}
         raise SplitMismatchError(
-            f"{folder} holds the conversion with outtype={names.get(known, known)!r}, not {names[dtype]!r}.",
+            f"{folder} holds the conversion with outtype={names.get(converted, converted)!r}, not {names[dtype]!r}.",
             "Use another output folder, or delete this one if you do not need it.",
         )
 
 
 def _require_empty(folder: Path) -> None:
-    own = {*map(_work_name, _DTYPES.values())}
-    others = sorted(path.name for path in folder.iterdir() if path.name not in own and not is_lock_file(path.name))
-    if others:
+    reserved = {*map(_work_name, _DTYPES.values())}
+    names = sorted(path.name for path in folder.iterdir() if path.name not in reserved and not is_lock_file(path.name))
+    if names:
         raise OptionError(
-            f"{folder} is not empty: it holds {len(others)} items, such as {others[0]!r}. Nothing was changed.",
+            f"{folder} is not empty: it holds {len(names)} items, such as {names[0]!r}. Nothing was changed.",
             "Use an output folder that is empty or does not exist.",
         )
 
@@ -325,13 +325,13 @@ def _clear(work: Path) -> None:
     durable.sync_folder(work.parent)
 
 
-def _made(folder: Path, *, before: bool = False) -> Conversion:
+def _conversion_of(folder: Path, *, before: bool = False) -> Conversion:
     index = read_index(folder / INDEX_NAME)
-    others = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
-    known = {INDEX_NAME, *index.shards}
+    paths = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
+    expected = {INDEX_NAME, *index.shards}
     size = read_json(folder / INDEX_NAME)["metadata"]["total_size"]
-    beside = tuple(name for name in others if name not in known and not is_lock_file(name))
-    return Conversion(folder, len(index.shards), len(index.weight_map), size, beside, before)
+    names = tuple(name for name in paths if name not in expected and not is_lock_file(name))
+    return Conversion(folder, len(index.shards), len(index.weight_map), size, names, before)
 
 
 def _join_split(split_folder: Path, named: Path, folder: Path) -> Conversion:

@@ -174,23 +174,23 @@ def _tensors_of_files(checkpoint: LocalCheckpoint) -> dict[str, SourceTensor]:
         for spec in checkpoint.taken_from(shard, read_shard_header(path, shard)).tensors:
             if spec.piece is not None or owner.get(spec.name, shard) == shard:
                 pieces.setdefault(spec.whole.name, []).append((path, spec))
-    found = {}
-    for name, held in pieces.items():
-        path, spec = held[0]
+    tensors = {}
+    for name, parts in pieces.items():
+        path, spec = parts[0]
         if spec.piece is None:
-            found[name] = SourceTensor(spec.shape, _kind_of(spec), functools.partial(_chunks, path, spec))
+            tensors[name] = SourceTensor(spec.shape, _kind_of(spec), functools.partial(_chunks, path, spec))
         else:
-            found[name] = SourceTensor(spec.whole.shape, _kind_of(spec), functools.partial(_joined, tuple(held)))
-    return found
+            tensors[name] = SourceTensor(spec.whole.shape, _kind_of(spec), functools.partial(_joined, tuple(parts)))
+    return tensors
 
 
 def _tensors_of_gguf(files: Mapping[Path, GgufFile]) -> dict[str, SourceTensor]:
     """The tensors of GGUF files under the names of the files."""
-    found = {}
+    tensors = {}
     for path, file in files.items():
         for spec in file.header.tensors:
-            found[spec.name] = SourceTensor(spec.shape, _kind_of(spec), functools.partial(_chunks, path, spec))
-    return found
+            tensors[spec.name] = SourceTensor(spec.shape, _kind_of(spec), functools.partial(_chunks, path, spec))
+    return tensors
 
 
 def _tensor_of_split(store: LayerStore, stored: StoredTensor, dtype: str) -> SourceTensor:
@@ -236,19 +236,19 @@ class SourcePart:
     @property
     def fixed(self) -> int:
         """Number of leading dimensions that the file has in the same order."""
-        return next((at for at, dim in enumerate(self.order) if at != dim), len(self.order))
+        return next((index for index, dim in enumerate(self.order) if index != dim), len(self.order))
 
     @property
     def group(self) -> int:
         """Number of elements that are rearranged together."""
         return math.prod(self.sizes[self.fixed :])
 
-    def keeps_blocks(self, kind: TensorType) -> bool:
+    def keeps_blocks(self, block: TensorType) -> bool:
         """Whether blocks are moved as a whole."""
         if self.change is not ValueChange.NONE:
             return False
-        plain = kind.elements == 1 or self.fixed == len(self.order)
-        return plain or (self.order[-1] == len(self.order) - 1 and self.sizes[-1] % kind.elements == 0)
+        plain = block.elements == 1 or self.fixed == len(self.order)
+        return plain or (self.order[-1] == len(self.order) - 1 and self.sizes[-1] % block.elements == 0)
 
 
 def _part_of(target: Target) -> SourcePart:
@@ -304,12 +304,12 @@ def type_of(name: str, shape: tuple[int, ...], stored: TensorType, outtype: str)
     special = any(mark in name for mark in _ALWAYS_SINGLE) or not name.endswith(".weight")
     if len(shape) < 2 or name.endswith("_norm.weight") or special:
         return TENSOR_TYPES["F32"]
-    kind = stored if outtype == AUTO else TENSOR_TYPES[OUTTYPES[outtype]]
-    if kind.name == "F64":
+    tensor_type = stored if outtype == AUTO else TENSOR_TYPES[OUTTYPES[outtype]]
+    if tensor_type.name == "F64":
         return TENSOR_TYPES["F32"]
-    if kind.name in ("TQ1_0", "TQ2_0") and name in ("token_embd.weight", "output.weight"):
+    if tensor_type.name in ("TQ1_0", "TQ2_0") and name in ("token_embd.weight", "output.weight"):
         return TENSOR_TYPES["F16"]
-    return TENSOR_TYPES["F16"] if shape[-1] % kind.elements else kind
+    return TENSOR_TYPES["F16"] if shape[-1] % tensor_type.elements else tensor_type
 
 
 # Encoding.
@@ -331,7 +331,7 @@ def _rearranged(data: npt.NDArray[Any], part: SourcePart, width: int, last: int)
     return grouped.transpose(0, *dims, len(sizes)).reshape(-1)
 
 
-def _encoded(values: npt.NDArray[np.float32], kind: TensorType, name: str) -> memoryview:
+def _encoded(values: npt.NDArray[np.float32], block: TensorType, name: str) -> memoryview:
     """The bytes of float32 values as a type.
 
     Raises:
@@ -340,24 +340,24 @@ def _encoded(values: npt.NDArray[np.float32], kind: TensorType, name: str) -> me
     import gguf
     import numpy as np
 
-    if kind.name not in ("F32", "BF16") and values.size and not float(np.abs(values).max()) <= MAX_HALF:
+    if block.name not in ("F32", "BF16") and values.size and not float(np.abs(values).max()) <= MAX_HALF:
         raise UnreadableFormatError(
             f"{name} has the value {float(np.abs(values).max())}, which exceeds float16, the type of values or scales "
-            f"of {kind.name}.",
+            f"of {block.name}.",
             "Use --outtype bf16 or f32.",
         )
-    made = gguf.quants.quantize(values.reshape(1, -1), gguf.GGMLQuantizationType[kind.name])
-    return memoryview(np.ascontiguousarray(made).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+    encoded = gguf.quants.quantize(values.reshape(1, -1), gguf.GGMLQuantizationType[block.name])
+    return memoryview(np.ascontiguousarray(encoded).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
 
-def _pieces(source: SourceTensor, part: SourcePart, kind: TensorType, name: str) -> Iterator[memoryview]:
+def _pieces(source: SourceTensor, part: SourcePart, target: TensorType, name: str) -> Iterator[memoryview]:
     """The bytes of a part in the order of the file."""
     import numpy as np
     import torch
 
-    raw = source.kind is kind and part.keeps_blocks(kind)
+    raw = source.kind is target and part.keeps_blocks(target)
     read = source.kind if raw or source.kind.dtype is not None else TENSOR_TYPES["F32"]
-    group = math.lcm(part.group, kind.elements, read.elements)
+    group = math.lcm(part.group, target.elements, read.elements)
     step = max(1, PIECE_ELEMENTS // group) * group // read.elements * read.nbytes
     for chunk in _in_steps(source.chunks(not raw), step):
         if raw:
@@ -371,19 +371,19 @@ def _pieces(source: SourceTensor, part: SourcePart, kind: TensorType, name: str)
             values = values + np.float32(1)
         elif part.change is ValueChange.LOG_OF_NEGATIVE:
             values = -np.exp(values)
-        yield _encoded(values, kind, name)
+        yield _encoded(values, target, name)
 
 
 def _in_steps(chunks: Iterable[memoryview], step: int) -> Iterator[memoryview]:
     """The same bytes in pieces of `step`; the last may be shorter."""
-    held = bytearray()
+    pending = bytearray()
     for chunk in chunks:
-        held += chunk
-        while len(held) >= step:
-            yield memoryview(bytearray(held[:step]))
-            del held[:step]
-    if held:
-        yield memoryview(held)
+        pending += chunk
+        while len(pending) >= step:
+            yield memoryview(bytearray(pending[:step]))
+            del pending[:step]
+    if pending:
+        yield memoryview(pending)
 
 
 # The header.
@@ -408,20 +408,20 @@ class _Metadata:
             writer.add_file_type(file_type)
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
             for tensor in tensors:
-                kind = gguf.GGMLQuantizationType(tensor.kind.number)
-                writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, kind)
+                ggml_type = gguf.GGMLQuantizationType(tensor.kind.number)
+                writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, ggml_type)
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             writer.close()
             head = path.read_bytes()
         alignment = writer.data_alignment
-        at = round_up(len(head), alignment)
+        offset = round_up(len(head), alignment)
         offsets = []
         for tensor in tensors:
-            offsets.append(at)
-            at += round_up(tensor.nbytes, alignment)
-        return head, offsets, at
+            offsets.append(offset)
+            offset += round_up(tensor.nbytes, alignment)
+        return head, offsets, offset
 
 
 def file_type_of(tensors: Iterable[TensorInFile]) -> int:
@@ -431,10 +431,10 @@ def file_type_of(tensors: Iterable[TensorInFile]) -> int:
     sizes: dict[str, int] = {}
     for tensor in tensors:
         sizes[tensor.kind.name] = sizes.get(tensor.kind.name, 0) + tensor.nbytes * (len(tensor.shape) > 1)
-    most = max(sizes, key=lambda name: sizes[name], default="F32")
-    names = {found.name: int(found) for found in gguf.LlamaFileType}
-    known = (f"ALL_{most}", f"MOSTLY_{most}", f"MOSTLY_{most}_M", f"MOSTLY_{most}_MOE")
-    return next((names[name] for name in known if name in names), int(gguf.LlamaFileType.GUESSED))
+    largest = max(sizes, key=lambda name: sizes[name], default="F32")
+    names = {member.name: int(member) for member in gguf.LlamaFileType}
+    candidates = (f"ALL_{largest}", f"MOSTLY_{largest}", f"MOSTLY_{largest}_M", f"MOSTLY_{largest}_MOE")
+    return next((names[name] for name in candidates if name in names), int(gguf.LlamaFileType.GUESSED))
 
 
 # The two ways: metadata of a model of transformers, and metadata of a GGUF file.
@@ -475,8 +475,8 @@ def _of_model(
 def _has_own_head(tensors: Mapping[str, SourceTensor]) -> bool:
     """Whether the output head is another matrix than the embedding; transformers does not tie it then."""
     pair = [tensors.get(name) for name in ("lm_head.weight", "model.embed_tokens.weight")]
-    both = [_in_steps(one.chunks(True), CHUNK_BYTES) for one in pair if one is not None]
-    return len(both) == 2 and any(own != other for own, other in itertools.zip_longest(*both))
+    both = [_in_steps(tensor.chunks(True), CHUNK_BYTES) for tensor in pair if tensor is not None]
+    return len(both) == 2 and any(head != embedding for head, embedding in itertools.zip_longest(*both))
 
 
 @dataclass(frozen=True)
@@ -509,26 +509,26 @@ def _layout(
     Raises:
         IncompleteCheckpointError: the source lacks tensors, or has them in other shapes, or has others.
     """
-    found, used, problems = [], set[str](), []
+    in_file, used, problems = [], set[str](), []
     for gguf_name, shape in shapes:
         targets = extra.checkpoint.targets(gguf_name, shape)
         for target in targets:
             used.add(target.name)
-            own = tensors.get(target.name)
-            if own is None:
+            tensor = tensors.get(target.name)
+            if tensor is None:
                 problems.append(f"{target.name} is missing")
-            elif own.shape != target.shape:
-                problems.append(f"{target.name} has shape {own.shape}, expected {target.shape}")
+            elif tensor.shape != target.shape:
+                problems.append(f"{target.name} has shape {tensor.shape}, expected {target.shape}")
         if not problems:
             parts = tuple(_part_of(target) for target in targets)
             kinds = {tensors[part.source].kind for part in parts}
             stored = kinds.pop() if len(kinds) == 1 else TENSOR_TYPES["F32"]
             if any(not part.keeps_blocks(stored) for part in parts) and stored.dtype is None:
                 stored = TENSOR_TYPES["F16"] if outtype == AUTO else stored
-            found.append(TensorInFile(gguf_name, shape, type_of(gguf_name, shape, stored, outtype), parts))
+            in_file.append(TensorInFile(gguf_name, shape, type_of(gguf_name, shape, stored, outtype), parts))
     tied = {"lm_head.weight"} if extra.checkpoint.config.tie_word_embeddings else set[str]()
-    others = sorted(key for key in tensors.keys() - used - tied if not key.endswith("rotary_emb.inv_freq"))
-    problems += [f"{other} has no place in a GGUF file" for other in others]
+    unused = sorted(key for key in tensors.keys() - used - tied if not key.endswith("rotary_emb.inv_freq"))
+    problems += [f"{key} has no place in a GGUF file" for key in unused]
     if problems:
         some = listed((short(problem, 160) for problem in problems), 3, "; ")
         raise IncompleteCheckpointError(
@@ -542,8 +542,8 @@ def _layout(
             shape, TENSOR_TYPES["F32"], lambda as_values: iter([memoryview(bytearray(data))])
         )
         part = SourcePart(FACTORS, 0, shape, (0,))
-        found.append(TensorInFile(FACTORS, shape, TENSOR_TYPES["F32"], (part,)))
-    return found, sources
+        in_file.append(TensorInFile(FACTORS, shape, TENSOR_TYPES["F32"], (part,)))
+    return in_file, sources
 
 
 def _of_gguf(first: Path) -> _Metadata:
@@ -556,10 +556,10 @@ def _of_gguf(first: Path) -> _Metadata:
 
     def fill(writer: gguf.GGUFWriter) -> None:
         for key, field in reader.fields.items():
-            kind, *inner = field.types
-            is_empty = kind is gguf.GGUFValueType.ARRAY and not inner  # the package writes none
+            value_type, *inner = field.types
+            is_empty = value_type is gguf.GGUFValueType.ARRAY and not inner  # the package writes none
             if not (is_empty or key.startswith(("GGUF.", "split.", *of_writer))):
-                writer.add_key_value(key, field.contents(), kind, inner[-1] if inner else None)
+                writer.add_key_value(key, field.contents(), value_type, inner[-1] if inner else None)
 
     return _Metadata(architecture, fill)
 
@@ -635,9 +635,9 @@ def _finished(name: str, file: Path, outtype: str, access: HubAccess) -> Convers
             if file.stat().st_size != nbytes:
                 return None
             with file.open("rb") as written:
-                data = (_placed(layout, offsets, number) for number in range(len(tensors)))
-                for at, piece in itertools.chain([(0, memoryview(head))], *data):
-                    written.seek(at)
+                data = (_placed(layout, offsets, index) for index in range(len(tensors)))
+                for offset, piece in itertools.chain([(0, memoryview(head))], *data):
+                    written.seek(offset)
                     if written.read(len(piece)) != piece:
                         return None
     except (RabbitLLMError, OSError):
@@ -647,24 +647,24 @@ def _finished(name: str, file: Path, outtype: str, access: HubAccess) -> Convers
     return Conversion(file, 1, len(tensors), sum(tensor.nbytes for tensor in tensors), (), before=True)
 
 
-def _placed(layout: _Layout, offsets: Sequence[int], number: int) -> Iterator[tuple[int, memoryview]]:
+def _placed(layout: _Layout, offsets: Sequence[int], index: int) -> Iterator[tuple[int, memoryview]]:
     """The bytes of a tensor in pieces, each with its offset in the file."""
-    tensor = layout.tensors[number]
+    tensor = layout.tensors[index]
     for part in tensor.parts:
-        at = offsets[number] + part.first // tensor.kind.elements * tensor.kind.nbytes
+        offset = offsets[index] + part.first // tensor.kind.elements * tensor.kind.nbytes
         for piece in _pieces(layout.sources[part.source], part, tensor.kind, part.source):
-            yield at, piece
-            at += len(piece)
+            yield offset, piece
+            offset += len(piece)
 
 
 @contextlib.contextmanager
 def _source(name: str, outtype: str, access: HubAccess) -> Iterator[tuple[_Metadata, _Layout]]:
     """The metadata and tensors to write, by the headers and small files of the source."""
-    if (made := finished_split_of(name)) is not None:
-        store = LayerStore(made)
-        home = made if (made / CONFIG_NAME).exists() else expand(name)
+    if (split_folder := finished_split_of(name)) is not None:
+        store = LayerStore(split_folder)
+        home = split_folder if (split_folder / CONFIG_NAME).exists() else expand(name)
         with prepare.SmallFiles(sidecars_in(home), {}) as files:
-            stored = {key: _tensor_of_split(store, one, dtype_of(one, home)) for key, one in store.tensors.items()}
+            stored = {key: _tensor_of_split(store, t, dtype_of(t, home)) for key, t in store.tensors.items()}
             metadata, shapes, extra = _of_model(files.folder, name, stored)
             tensors, sources = _layout(shapes, extra, stored, outtype, name)
             yield metadata, _Layout(tensors, sources, identity_of_split(store))
@@ -686,9 +686,9 @@ def _source(name: str, outtype: str, access: HubAccess) -> Iterator[tuple[_Metad
             yield _from_gguf(checkpoint, outtype)
             return
         with prepare.SmallFiles(checkpoint.sidecars(), checkpoint.derived()) as files:
-            found = _tensors_of_files(checkpoint)
-            metadata, shapes, extra = _of_model(files.folder, name, found)
-            tensors, sources = _layout(shapes, extra, found, outtype, name)
+            in_files = _tensors_of_files(checkpoint)
+            metadata, shapes, extra = _of_model(files.folder, name, in_files)
+            tensors, sources = _layout(shapes, extra, in_files, outtype, name)
             yield metadata, _Layout(tensors, sources, checkpoint.identity(shards_at_hand(checkpoint)))
 
 
@@ -700,8 +700,8 @@ def _from_gguf(checkpoint: LocalCheckpoint, outtype: str) -> tuple[_Metadata, _L
     layout = []
     for name, tensor in tensors.items():
         part = SourcePart(name, 0, (math.prod(tensor.shape),), (0,))
-        kind = tensor.kind if outtype == AUTO else type_of(name, tensor.shape, tensor.kind, outtype)
-        layout.append(TensorInFile(name, tensor.shape, kind, (part,)))
+        tensor_type = tensor.kind if outtype == AUTO else type_of(name, tensor.shape, tensor.kind, outtype)
+        layout.append(TensorInFile(name, tensor.shape, tensor_type, (part,)))
     return _of_gguf(paths[-1]), _Layout(layout, tensors, checkpoint.identity(shards_at_hand(checkpoint)))
 
 
@@ -722,13 +722,13 @@ def _write(file: Path, head: bytes, layout: _Layout, offsets: Sequence[int], nby
         log = durable.Log(log_path)
         try:
             unsynced = 0
-            for number in range(complete, len(layout.tensors)):
-                for at, piece in _placed(layout, offsets, number):
-                    written.write_at(piece, at)
-                unsynced += layout.tensors[number].nbytes
+            for index in range(complete, len(layout.tensors)):
+                for offset, piece in _placed(layout, offsets, index):
+                    written.write_at(piece, offset)
+                unsynced += layout.tensors[index].nbytes
                 if unsynced >= SYNC_BYTES:
                     written.sync()
-                    log.append(str(number + 1))
+                    log.append(str(index + 1))
                     unsynced = 0
         finally:
             log.close()

@@ -37,9 +37,9 @@ def multiplies(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """
     import torch
 
-    most = max_rows()
+    limit = max_rows()
     if (
-        not most
+        not limit
         or weight.dtype != torch.bfloat16
         or x.dtype != torch.bfloat16
         or type(weight) not in (torch.Tensor, torch.nn.Parameter)
@@ -49,7 +49,7 @@ def multiplies(x: torch.Tensor, weight: torch.Tensor) -> bool:
         return False
     from rabbitllm.quant import vectors
 
-    return not weight.shape[1] % (2 * vectors.lanes()) and weight.numel() > 0 and x.shape[:-1].numel() <= most
+    return not weight.shape[1] % (2 * vectors.lanes()) and weight.numel() > 0 and x.shape[:-1].numel() <= limit
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -80,8 +80,8 @@ def times(width: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     out = torch.empty(count, rows)
     if count:
         inputs, steps = kernels.interleaved(width, x), columns // (2 * width)
-        given = (weight.data_ptr(), 0, inputs.data_ptr(), 0, 0, out.data_ptr(), 2 * columns, steps, 0, count, rows)
-        kernels.run(CODES, BFLOAT16, width, [given], 2 * weight.numel())
+        arguments = (weight.data_ptr(), 0, inputs.data_ptr(), 0, 0, out.data_ptr(), 2 * columns, steps, 0, count, rows)
+        kernels.run(CODES, BFLOAT16, width, [arguments], 2 * weight.numel())
     return out
 
 

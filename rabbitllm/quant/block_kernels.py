@@ -27,7 +27,7 @@ from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant import block_pairs, product_kernels
 from rabbitllm.quant.gguf_decoders import DECODERS, Group
 from rabbitllm.quant.kernel_interface import BEFORE_WORK, CODES, NUMBERS, PAIRS, PANELS, SUMMED
-from rabbitllm.quant.product_kernels import GIVEN, arguments, named, own_rows, pieces
+from rabbitllm.quant.product_kernels import PIECE_WORDS, arguments, named, own_rows, pieces
 from rabbitllm.quant.vectors import F32, I8, I16, I32, Emitter, Pairs, number
 
 TOKENS = 4
@@ -52,9 +52,9 @@ def address(method: str, scheme: str, width: int) -> int:
 def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
     name = f"{method}_{scheme}_{width}"
     if method == CODES:
-        one, wide = (_dot(scheme, width, tokens) for tokens in (1, TOKENS))
+        single, wide = (_dot(scheme, width, tokens) for tokens in (1, TOKENS))
         step = _step_of(scheme, width)
-        return named(_by_codes, name, ONE=one, WIDE=wide, INPUT_BYTES=step.input_bytes, SUM_BYTES=step.sum_bytes)
+        return named(_by_codes, name, ONE=single, WIDE=wide, INPUT_BYTES=step.input_bytes, SUM_BYTES=step.sum_bytes)
     if method == NUMBERS:
         return named(_by_numbers, name, FILL=_fill(scheme, width))
     assert method == PANELS
@@ -68,17 +68,17 @@ class _Number:
         self.b = builder
         self.value = value
 
-    def _other(self, given: _Number | int) -> Any:
-        if isinstance(given, _Number):
-            return given.value
-        kind = self.value.type
-        return ir.Constant(kind, [given] * kind.count if isinstance(kind, ir.VectorType) else given)
+    def _other(self, operand: _Number | int) -> Any:
+        if isinstance(operand, _Number):
+            return operand.value
+        int_type = self.value.type
+        return ir.Constant(int_type, [operand] * int_type.count if isinstance(int_type, ir.VectorType) else operand)
 
-    def __and__(self, other: _Number | int) -> _Number:
-        return _Number(self.b, self.b.and_(self.value, self._other(other)))
+    def __and__(self, operand: _Number | int) -> _Number:
+        return _Number(self.b, self.b.and_(self.value, self._other(operand)))
 
-    def __or__(self, other: _Number | int) -> _Number:
-        return _Number(self.b, self.b.or_(self.value, self._other(other)))
+    def __or__(self, operand: _Number | int) -> _Number:
+        return _Number(self.b, self.b.or_(self.value, self._other(operand)))
 
     def __rshift__(self, count: int) -> _Number:
         return _Number(self.b, self.b.lshr(self.value, self._other(count))) if count else self
@@ -86,11 +86,11 @@ class _Number:
     def __lshift__(self, count: int) -> _Number:
         return _Number(self.b, self.b.shl(self.value, self._other(count))) if count else self
 
-    def __add__(self, other: _Number | int) -> _Number:
-        return _Number(self.b, self.b.add(self.value, self._other(other)))
+    def __add__(self, operand: _Number | int) -> _Number:
+        return _Number(self.b, self.b.add(self.value, self._other(operand)))
 
-    def __sub__(self, other: _Number | int) -> _Number:
-        return _Number(self.b, self.b.sub(self.value, self._other(other)))
+    def __sub__(self, operand: _Number | int) -> _Number:
+        return _Number(self.b, self.b.sub(self.value, self._other(operand)))
 
 
 class _BlockInMemory:
@@ -109,9 +109,9 @@ class _BlockInMemory:
         return _Number(self._emit.b, self._emit.b.zext(mask, ir.VectorType(I8, count)))
 
     def look_up(self, values: tuple[int, ...], index: _Number) -> _Number:
-        kind = ir.VectorType(I8, 16)
-        shuffle = self._emit.function("llvm.x86.ssse3.pshuf.b.128", kind, kind, kind)
-        table = ir.Constant(kind, [value & 255 for value in values])
+        bytes_16 = ir.VectorType(I8, 16)
+        shuffle = self._emit.function("llvm.x86.ssse3.pshuf.b.128", bytes_16, bytes_16, bytes_16)
+        table = ir.Constant(bytes_16, [value & 255 for value in values])
         return _Number(self._emit.b, self._emit.b.call(shuffle, [table, index.value]))
 
     def byte(self, offset: int) -> _Number:
@@ -136,21 +136,21 @@ class _BlockInMemory:
     def negative(self, value: Any) -> Any:
         return self._emit.b.fneg(value)
 
-    def _read(self, offset: int, kind: ir.Type) -> _Number:
-        return _Number(self._emit.b, self._emit.load(self._emit.add(self._base, offset), kind, 1))
+    def _read(self, offset: int, ir_type: ir.Type) -> _Number:
+        return _Number(self._emit.b, self._emit.load(self._emit.add(self._base, offset), ir_type, 1))
 
 
 def _floats(emit: Emitter, group: Group, part: int) -> list[Any]:
     """The codes that share the scale `part`, as vectors of float32."""
     codes = group.codes.value
     share = codes.type.count // len(group.scales)
-    found = []
+    vectors = []
     for begin in range(part * share, (part + 1) * share, emit.width):
         order = ir.Constant(ir.VectorType(I32, emit.width), list(range(begin, begin + emit.width)))
         few = emit.b.shuffle_vector(codes, codes, order)
         wide = (emit.b.sext if group.signed else emit.b.zext)(few, emit.ints)
-        found.append(emit.b.sitofp(wide, emit.floats))
-    return found
+        vectors.append(emit.b.sitofp(wide, emit.floats))
+    return vectors
 
 
 class _RowStep(NamedTuple):
@@ -166,11 +166,11 @@ class _RowStep(NamedTuple):
 
 
 def _step_of(scheme: str, width: int) -> _RowStep:
-    kind = BLOCK_TYPES[scheme]
+    block = BLOCK_TYPES[scheme]
     if width != PAIRS:
-        return _RowStep(kind.nbytes, 4 * kind.elements, 4 * (kind.elements // SUMMED))
+        return _RowStep(block.nbytes, 4 * block.elements, 4 * (block.elements // SUMMED))
     layout = block_pairs.LAYOUTS[scheme]
-    return _RowStep(kind.row_bytes(layout.step), 2 * layout.step, 4 * layout.groups)
+    return _RowStep(block.row_bytes(layout.step), 2 * layout.step, 4 * layout.groups)
 
 
 class _FloatSums:
@@ -179,24 +179,24 @@ class _FloatSums:
     def __init__(self, emit: Emitter, scheme: str, tokens: int) -> None:
         self._emit, self._scheme = emit, scheme
         self._totals = [emit.variable() for _ in range(tokens)]
-        nothing = ir.Constant(F32, 0.0)
-        self._least = [cgutils.alloca_once_value(emit.b, nothing) for _ in range(tokens)]  # type: ignore[no-untyped-call]
+        zero = ir.Constant(F32, 0.0)
+        self._least = [cgutils.alloca_once_value(emit.b, zero) for _ in range(tokens)]  # type: ignore[no-untyped-call]
 
     def add(self, base: Any, inputs: list[Any], sums: list[Any]) -> None:
         """Add the products of the block at an address with each input, and with its sums by group."""
-        emit, at = self._emit, 0
+        emit, element = self._emit, 0
         emit.prefetch(emit.add(base, PREFETCHED))
         for group in DECODERS[self._scheme](_BlockInMemory(emit, base)):
             for part, scale in enumerate(group.scales):
                 values, spread = _floats(emit, group, part), emit.spread(scale)
                 least = group.minima[part] if group.minima else None
                 for t in range(len(inputs)):
-                    self._multiply(t, values, spread, emit.add(inputs[t], 4 * at))
+                    self._multiply(t, values, spread, emit.add(inputs[t], 4 * element))
                     if least is not None:
-                        of_inputs = _sum_at(emit, sums[t], at, len(values) * emit.width)
+                        of_inputs = _sum_at(emit, sums[t], element, len(values) * emit.width)
                         product = emit.b.fmul(least, of_inputs)
                         emit.b.store(emit.b.fadd(emit.b.load(self._least[t]), product), self._least[t])
-                at += len(values) * emit.width
+                element += len(values) * emit.width
 
     def _multiply(self, t: int, values: list[Any], scale: Any, inputs: Any) -> None:
         emit, product = self._emit, self._emit.zero
@@ -212,7 +212,7 @@ class _FloatSums:
 
 def _sum_at(emit: Emitter, sums: Any, begin: int, count: int) -> Any:
     """The sum of an input's elements from `begin` on."""
-    parts = [emit.load(emit.add(sums, 4 * at), F32, 4) for at in range(begin // SUMMED, (begin + count) // SUMMED)]
+    parts = [emit.load(emit.add(sums, 4 * g), F32, 4) for g in range(begin // SUMMED, (begin + count) // SUMMED)]
     return functools.reduce(emit.b.fadd, parts)
 
 
@@ -230,14 +230,14 @@ class _PairSums:
 
     def add(self, base: Any, inputs: list[Any], sums: list[Any]) -> None:
         """Add the products of the step at an address with each input, and with its sums by group."""
-        emit, at, layout = self._emit, 0, block_pairs.LAYOUTS[self._scheme]
+        emit, offset, layout = self._emit, 0, block_pairs.LAYOUTS[self._scheme]
         for line in range(0, _step_of(self._scheme, PAIRS).code_bytes, 64):
             emit.prefetch(emit.add(base, PREFETCHED + line))
         parts, minima = block_pairs.parts(emit, self._scheme, base)
         for part, totals in zip(parts, itertools.cycle((self._even, self._odd)), strict=False):
             for t in range(len(inputs)):
-                self._multiply(totals[t], part, emit.add(inputs[t], at))
-            at += 64 * len(part.words)
+                self._multiply(totals[t], part, emit.add(inputs[t], offset))
+            offset += 64 * len(part.words)
         for t in range(len(inputs) if minima is not None else 0):
             of_inputs = emit.load(sums[t], ir.VectorType(F32, layout.groups), 4)
             if layout.groups < 16:  # zeros follow, at no cost
@@ -260,7 +260,7 @@ class _PairSums:
 
 def _dot(scheme: str, width: int, tokens: int) -> Any:
     """An intrinsic that multiplies a row by `tokens` consecutive inputs."""
-    step, kind = _step_of(scheme, width), _PairSums if width == PAIRS else _FloatSums
+    step, sums_type = _step_of(scheme, width), _PairSums if width == PAIRS else _FloatSums
 
     @intrinsic
     def dot(context, codes, inputs, summed, out, steps, all_rows):  # type: ignore[no-untyped-def]
@@ -271,12 +271,12 @@ def _dot(scheme: str, width: int, tokens: int) -> Any:
         def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             codes, inputs, summed, out, steps, all_rows = arguments
             emit = Emitter(builder, 16 if width == PAIRS else width)
-            sums = kind(emit, scheme, tokens)
+            sums = sums_type(emit, scheme, tokens)
             with cgutils.for_range(builder, steps) as loop:
                 base = emit.add(codes, builder.mul(loop.index, number(step.code_bytes)))
-                each = [emit.add(builder.mul(steps, number(t)), loop.index) for t in range(tokens)]
-                starts = [emit.add(inputs, builder.mul(at, number(step.input_bytes))) for at in each]
-                sums.add(base, starts, [emit.add(summed, builder.mul(at, number(step.sum_bytes))) for at in each])
+                places = [emit.add(builder.mul(steps, number(t)), loop.index) for t in range(tokens)]
+                starts = [emit.add(inputs, builder.mul(i, number(step.input_bytes))) for i in places]
+                sums.add(base, starts, [emit.add(summed, builder.mul(i, number(step.sum_bytes))) for i in places])
             for t in range(tokens):
                 to = builder.inttoptr(emit.add(out, builder.mul(all_rows, number(4 * t))), F32.as_pointer())
                 builder.store(sums.total(t), to, align=4)
@@ -289,7 +289,7 @@ def _dot(scheme: str, width: int, tokens: int) -> Any:
 
 def _fill(scheme: str, width: int) -> Any:
     """An intrinsic that decodes a part of one row of the matrix to float32."""
-    kind, decode = BLOCK_TYPES[scheme], DECODERS[scheme]
+    block, decode = BLOCK_TYPES[scheme], DECODERS[scheme]
 
     @intrinsic
     def fill(context, codes, scales, table, panel, row_bytes, all_steps, shift, row, first, steps):  # type: ignore[no-untyped-def]
@@ -300,23 +300,23 @@ def _fill(scheme: str, width: int) -> Any:
             codes, _, _, panel, row_bytes, _, _, row, first, steps = arguments
             emit = Emitter(builder, width)
             first, count = (
-                builder.udiv(builder.mul(given, number(2 * width)), number(kind.elements)) for given in (first, steps)
+                builder.udiv(builder.mul(step, number(2 * width)), number(block.elements)) for step in (first, steps)
             )
-            start = emit.add(codes, builder.mul(row, row_bytes), builder.mul(first, number(kind.nbytes)))
+            start = emit.add(codes, builder.mul(row, row_bytes), builder.mul(first, number(block.nbytes)))
             with cgutils.for_range(builder, count) as loop:
-                base = emit.add(start, builder.mul(loop.index, number(kind.nbytes)))
-                place = emit.add(panel, builder.mul(loop.index, number(kind.elements * 4)))
-                at = 0
+                base = emit.add(start, builder.mul(loop.index, number(block.nbytes)))
+                place = emit.add(panel, builder.mul(loop.index, number(block.elements * 4)))
+                element = 0
                 for group in decode(_BlockInMemory(emit, base)):
                     for part, scale in enumerate(group.scales):
                         spread = emit.spread(scale)
                         least = emit.spread(group.minima[part]) if group.minima else None
                         for value in _floats(emit, group, part):
-                            made = builder.fmul(value, spread)
-                            made = builder.fsub(made, least) if least is not None else made
-                            pointer = builder.inttoptr(emit.add(place, 4 * at), emit.floats.as_pointer())
-                            builder.store(made, pointer, align=4)
-                            at += width
+                            product = builder.fmul(value, spread)
+                            product = builder.fsub(product, least) if least is not None else product
+                            pointer = builder.inttoptr(emit.add(place, 4 * element), emit.floats.as_pointer())
+                            builder.store(product, pointer, align=4)
+                            element += width
             return context.get_dummy_value()
 
         return signature, emit_code
@@ -331,10 +331,10 @@ WIDE = FILL = INPUT_BYTES = SUM_BYTES = ONE
 
 
 def _by_codes(data):  # type: ignore[no-untyped-def]
-    given = pieces(data)
-    for at in range(BEFORE_WORK, len(given), GIVEN):
-        codes, _, inputs, summed, _, out, row_bytes, steps, _, tokens, rows = arguments(given, at)
-        first, last = own_rows(given, rows)
+    words = pieces(data)
+    for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
+        codes, _, inputs, summed, _, out, row_bytes, steps, _, tokens, rows = arguments(words, piece)
+        first, last = own_rows(words, rows)
         for row in range(first, last):
             token, base = 0, codes + row * row_bytes
             while token + TOKENS <= tokens:  # two loops: with a branch in one, a single input takes 1.4 times as long
@@ -348,9 +348,9 @@ def _by_codes(data):  # type: ignore[no-untyped-def]
 
 
 def _by_numbers(data):  # type: ignore[no-untyped-def]
-    given = pieces(data)
-    for at in range(BEFORE_WORK, len(given), GIVEN):
-        codes, _, _, _, _, out, row_bytes, steps, columns, _, rows = arguments(given, at)
-        first, last = own_rows(given, rows)
+    words = pieces(data)
+    for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
+        codes, _, _, _, _, out, row_bytes, steps, columns, _, rows = arguments(words, piece)
+        first, last = own_rows(words, rows)
         for row in range(first, last):
             FILL(codes, 0, 0, out + row * columns * 4, row_bytes, steps, 0, row, 0, steps)

@@ -55,8 +55,8 @@ class PairLayout:
     @functools.cached_property
     def _strides(self) -> tuple[int, ...]:
         """Elements from one value of a digit to the next, in the order of the inputs."""
-        each = [math.prod(self.sizes[digit + 1 :]) for digit in range(len(self.sizes))]
-        return tuple(each[digit] for digit in self.order)
+        strides = [math.prod(self.sizes[digit + 1 :]) for digit in range(len(self.sizes))]
+        return tuple(strides[digit] for digit in self.order)
 
     @functools.cached_property
     def _counts(self) -> tuple[int, ...]:
@@ -165,10 +165,10 @@ class _StepInMemory:
     def masked(self, vector: Any, mask: Any) -> Any:
         return self._by(self.b.and_, vector, mask)
 
-    def _by(self, operation: Any, vector: Any, given: Any) -> Any:
-        if given == 0 and operation != self.b.and_:
+    def _by(self, operation: Any, vector: Any, operand: Any) -> Any:
+        if operand == 0 and operation != self.b.and_:
             return vector
-        values = [given] * vector.type.count if isinstance(given, int) else given
+        values = [operand] * vector.type.count if isinstance(operand, int) else operand
         return operation(vector, self.constant(vector.type.element.width, values))
 
     def merged(self, low: Any, high: Any, mask: int) -> Any:
@@ -195,8 +195,8 @@ class _StepInMemory:
     def halves(self, offset: int, order: list[int]) -> Any:
         """16 float32 from one or two float16."""
         half = self.ir.VectorType(self.ir.HalfType(), max(order) + 1)
-        found = self.emit.load(self.emit.add(self._base, offset), half, 1)
-        return self.b.fpext(self.pick(found, order), self.emit.floats)
+        loaded = self.emit.load(self.emit.add(self._base, offset), half, 1)
+        return self.b.fpext(self.pick(loaded, order), self.emit.floats)
 
     def floats(self, ints: Any, *, signed: bool = False) -> Any:
         """16 float32 from bytes or ints."""
@@ -204,8 +204,8 @@ class _StepInMemory:
             ints = (self.b.sext if signed else self.b.zext)(ints, self.emit.ints)
         return self.b.sitofp(ints, self.emit.floats)
 
-    def times(self, one: Any, two: Any) -> Any:
-        return self.b.fmul(one, two)
+    def times(self, a: Any, b: Any) -> Any:
+        return self.b.fmul(a, b)
 
     def ints(self, offset: int, bits: int, count: int, order: Any) -> Any:
         """Ints of 32 bits from consecutive shorter ones, in an order."""
@@ -233,26 +233,26 @@ def _four_blocks(scheme: str, values: Any) -> Callable[[_StepInMemory], tuple[It
             order = step.constant(32, [place if place < 32 else 32 + place - end for place in places])
             return step.b.shuffle_vector(first, last, order)
 
-        def halves(at: int) -> Any:
-            found = of_blocks([lane // 4 * words + at for lane in range(16)])
+        def halves(word: int) -> Any:
+            raw = of_blocks([lane // 4 * words + word for lane in range(16)])
             half = step.ir.VectorType(step.ir.HalfType(), 16)
-            return step.b.fpext(step.b.bitcast(found, half), step.emit.floats)
+            return step.b.fpext(step.b.bitcast(raw, half), step.emit.floats)
 
         low = of_blocks([place // 8 * words + before + place % 8 for place in range(32)])
-        found: list[Any] = []
+        pairs: list[Any] = []
         for high in range(2):
             index = step.right(low, 4 * high)
             if not fifth:
-                found += step.both_bytes(values, index)
+                pairs += step.both_bytes(values, index)
                 continue
             # two bits for each word, of which the lower is that of the even byte
             bits = of_blocks([lane // 8 * words + before - 2 + high for lane in range(32)])
             bits = step.right(bits, [2 * (lane % 8) for lane in range(32)])
-            found.append(step.look_up(values, step.merged(index, step.left(bits, 4), 15)))
-            found.append(step.look_up(values, step.merged(step.right(index, 8), step.left(bits, 3), 15)))
+            pairs.append(step.look_up(values, step.merged(index, step.left(bits, 4), 15)))
+            pairs.append(step.look_up(values, step.merged(step.right(index, 8), step.left(bits, 3), 15)))
         # each minimum has four lanes, which meet the sums of a quarter of the inputs each
         least = step.emit.b.fneg(halves(1)) if minimum else None
-        return iter([PairPart(tuple(found), halves(0))]), least
+        return iter([PairPart(tuple(pairs), halves(0))]), least
 
     return emitted
 
@@ -334,9 +334,9 @@ def _q6_k(step: _StepInMemory) -> tuple[Iterator[PairPart], Any]:
     return found(), None
 
 
-def _quarters(scales: Any, step: _StepInMemory, number: int) -> Any:
+def _quarters(scales: Any, step: _StepInMemory, part: int) -> Any:
     """Scales of groups of 16 of two halves of a block: those of the pairs `number` and `number + 4`."""
-    return step.pick(scales, [8 * (lane // 8) + 2 * number + lane // 4 % 2 for lane in range(16)])
+    return step.pick(scales, [8 * (lane // 8) + 2 * part + lane // 4 % 2 for lane in range(16)])
 
 
 def _q2_k(step: _StepInMemory) -> tuple[Iterator[PairPart], Any]:
@@ -346,9 +346,9 @@ def _q2_k(step: _StepInMemory) -> tuple[Iterator[PairPart], Any]:
 
     def found() -> Iterator[PairPart]:
         index = step.codes(16)
-        for number in range(4):
-            words = step.both_bytes(range(4), step.right(index, 2 * number))
-            yield PairPart(words, _quarters(scales, step, number))
+        for part in range(4):
+            words = step.both_bytes(range(4), step.right(index, 2 * part))
+            yield PairPart(words, _quarters(scales, step, part))
 
     return found(), minima
 
@@ -362,12 +362,12 @@ def _q3_k(step: _StepInMemory) -> tuple[Iterator[PairPart], Any]:
 
     def found() -> Iterator[PairPart]:
         index, third = step.codes(32), step.right(step.twice(0), [0] * 16 + [4] * 16)
-        for number in range(4):
-            moved = step.left(third, 2 - number) if number < 2 else step.right(third, number - 2)
+        for part in range(4):
+            moved = step.left(third, 2 - part) if part < 2 else step.right(third, part - 2)
             # the lookup heeds five bits, of which two are others'
             eight = [value - 4 for value in range(8)] * 4
-            words = step.both_bytes(eight, step.merged(step.right(index, 2 * number), moved, 3))
-            yield PairPart(words, _quarters(scales, step, number))
+            words = step.both_bytes(eight, step.merged(step.right(index, 2 * part), moved, 3))
+            yield PairPart(words, _quarters(scales, step, part))
 
     return found(), None
 

@@ -57,8 +57,8 @@ def table_of(kernel: CodeKernel, width: int, values: npt.NDArray[np.float32], fa
 def address(kernel: CodeKernel, width: int) -> int:
     """The address of a kernel, which is compiled at the first call, or loaded from numba's cache."""
     name = "_".join((CODES, *map(str, kernel), str(width)))
-    kind = _PairSegment if width == PAIRS else _FloatSegment
-    return product_kernels.address_of(product_kernels.code_kernel(name, functools.partial(kind, kernel), width))
+    segment_type = _PairSegment if width == PAIRS else _FloatSegment
+    return product_kernels.address_of(product_kernels.code_kernel(name, functools.partial(segment_type, kernel), width))
 
 
 class _ScaledSegment:
@@ -73,14 +73,14 @@ class _ScaledSegment:
         self._factor = emit.load(emit.add(table, _TABLE_BYTES[kernel.codes]), F32, 1)
         self.segment_bytes = SEGMENT // 2 if kernel.codes == NIBBLES else SEGMENT
 
-    def scales(self, scales: Any, row: Any, segments: Any, at: Any, shift: Any) -> list[Any]:
+    def scales(self, scales: Any, row: Any, segments: Any, segment: Any, shift: Any) -> list[Any]:
         emit, b, a_segment = self._emit, self._emit.b, SEGMENT // self._kernel.group
         by_columns, by_rows = b.and_(shift, number(255)), b.lshr(shift, number(8))
         in_row = emit.add(b.lshr(b.sub(segments, number(1)), by_columns), 1)
-        first = b.mul(emit.add(b.mul(b.lshr(row, by_rows), in_row), b.lshr(at, by_columns)), number(a_segment))
+        first = b.mul(emit.add(b.mul(b.lshr(row, by_rows), in_row), b.lshr(segment, by_columns)), number(a_segment))
         parts = SEGMENT // self.codes_a_part
-        each = max(a_segment // parts, 1)
-        return [self._spread(scales, emit.add(first, part * each), each) for part in range(parts)]
+        count = max(a_segment // parts, 1)
+        return [self._spread(scales, emit.add(first, part * count), count) for part in range(parts)]
 
     def _spread(self, scales: Any, index: Any, count: int) -> Any:
         """So many consecutive scales, each in an equal share of the lanes."""
@@ -92,19 +92,19 @@ class _ScaledSegment:
         return b.shuffle_vector(few, few, ir.Constant(ir.VectorType(I32, emit.width), order))
 
     def _floats(self, words: Any, count: int) -> Any:
-        b, kind, wide = self._emit.b, self._kernel.scales, ir.VectorType(I32, count)
+        b, scale_type, wide = self._emit.b, self._kernel.scales, ir.VectorType(I32, count)
         floats = ir.VectorType(F32, count)
 
         def every(value: int) -> Any:
             return ir.Constant(wide, [value] * count)
 
-        if kind == "f32":
+        if scale_type == "f32":
             return b.bitcast(words, floats)
-        if kind == "f16":
+        if scale_type == "f16":
             return b.fpext(b.bitcast(words, ir.VectorType(ir.HalfType(), count)), floats)
-        if kind == "float8":
+        if scale_type == "float8":
             return _wider(b, b.zext(words, ir.VectorType(I16, count)), count)
-        if kind == "bf16":
+        if scale_type == "bf16":
             return b.bitcast(b.shl(b.zext(words, wide), every(16)), floats)
         exponents = b.zext(words, wide)
         least = b.icmp_unsigned("==", exponents, every(0))  # 2 ** -127, below the normal numbers
@@ -113,11 +113,11 @@ class _ScaledSegment:
     def finished(self, total: Any) -> Any:
         return self._emit.b.fmul(total, self._factor)
 
-    def _halves(self, words: Any, kind: ir.VectorType) -> tuple[Any, Any]:
+    def _halves(self, words: Any, vector_type: ir.VectorType) -> tuple[Any, Any]:
         """The even and the odd codes of a vector of bytes with two nibbles, or of words with two bytes."""
         b, bits = self._emit.b, 4 if self._kernel.codes == NIBBLES else 8
-        low = b.and_(words, ir.Constant(kind, [(1 << bits) - 1] * kind.count))
-        return low, b.lshr(words, ir.Constant(kind, [bits] * kind.count))
+        low = b.and_(words, ir.Constant(vector_type, [(1 << bits) - 1] * vector_type.count))
+        return low, b.lshr(words, ir.Constant(vector_type, [bits] * vector_type.count))
 
 
 class _FloatSegment(_ScaledSegment):
@@ -128,11 +128,11 @@ class _FloatSegment(_ScaledSegment):
         self._a_step = 2 * emit.width
         self.codes_a_part = max(self._a_step, kernel.group)
         halves = range(0, 64 if kernel.codes == NIBBLES else 0, emit.width * 4)
-        self._tables = [emit.load(emit.add(table, at), emit.floats, 1) for at in halves]
+        self._tables = [emit.load(emit.add(table, offset), emit.floats, 1) for offset in halves]
 
     def inputs(self, even: Any, odd: Any, begin: Any) -> list[Any]:
         emit, places = self._emit, range(0, HALF_BYTES, self._emit.width * 4)
-        return [emit.load(emit.add(half, begin, at), emit.floats, 4) for at in places for half in (even, odd)]
+        return [emit.load(emit.add(half, begin, offset), emit.floats, 4) for offset in places for half in (even, odd)]
 
     def products(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
         emit, steps = self._emit, SEGMENT // self._a_step
@@ -151,16 +151,16 @@ class _FloatSegment(_ScaledSegment):
         if self._kernel.codes == NIBBLES:
             wide = emit.b.zext(emit.load(address, emit.bytes, 1), emit.ints)
             return [self._look_up(index) for index in self._halves(wide, emit.ints)]
-        kind = ir.VectorType(I16, width)
-        return [_wider(emit.b, code, width) for code in self._halves(emit.load(address, kind, 1), kind)]
+        words = ir.VectorType(I16, width)
+        return [_wider(emit.b, code, width) for code in self._halves(emit.load(address, words, 1), words)]
 
     def _look_up(self, index: Any) -> Any:
         emit = self._emit
-        found = [emit.look_up(table, index) for table in self._tables]
-        if len(found) == 1:
-            return found[0]
+        values = [emit.look_up(table, index) for table in self._tables]
+        if len(values) == 1:
+            return values[0]
         is_high = emit.b.icmp_unsigned(">=", index, emit.every(8))
-        return emit.b.select(is_high, found[1], found[0])
+        return emit.b.select(is_high, values[1], values[0])
 
 
 class _PairSegment(_ScaledSegment):
@@ -172,7 +172,7 @@ class _PairSegment(_ScaledSegment):
         super().__init__(kernel, emit, table)
         self._words = ir.VectorType(I16, 32)
         places = range(0, _TABLE_BYTES[kernel.codes], 64)
-        self._tables = [emit.load(emit.add(table, at), self._words, 1) for at in places]
+        self._tables = [emit.load(emit.add(table, offset), self._words, 1) for offset in places]
 
     def inputs(self, even: Any, odd: Any, begin: Any) -> list[Any]:
         return pairs_apart(self._emit, self._emit.add(even, begin))
@@ -196,7 +196,7 @@ class _PairSegment(_ScaledSegment):
             return ir.Constant(words, [value] * 32)
 
         permute = emit.function("llvm.x86.avx512.vpermi2var.hi.512", words, words, words, words)
-        low, high = (b.call(permute, [self._tables[at], code, self._tables[at + 1]]) for at in (0, 2))
+        low, high = (b.call(permute, [self._tables[index], code, self._tables[index + 1]]) for index in (0, 2))
         is_high = b.icmp_unsigned("!=", b.and_(code, every(64)), every(0))
         return b.or_(b.select(is_high, high, low), b.shl(b.and_(code, every(128)), every(8)))
 

@@ -213,31 +213,31 @@ class CodedMatrix:
 
         made_in = dtype if dtype == torch.bfloat16 else torch.float32
         (_, columns), block = self.form.shape, self.form.block
-        made = torch.empty(end - begin, columns, dtype=made_in)
+        weights = torch.empty(end - begin, columns, dtype=made_in)
         ints, words = (torch.int16, np.uint16) if made_in == torch.bfloat16 else (torch.int32, np.uint32)
-        bits: Any = made.view(ints).numpy().view(words)
+        bits: Any = weights.view(ints).numpy().view(words)
         codes = self.payload.view(self.form.shape[0], -1)[begin:end].numpy()
-        own = (scales[begin // block[0] : -(-end // block[0])] if block[0] else scales).contiguous().numpy()
+        row_scales = (scales[begin // block[0] : -(-end // block[0])] if block[0] else scales).contiguous().numpy()
         values, threads = _values(self.form.codes), torch.get_num_threads()
         if self.form.codes == FP8:
             size = block[0] or end - begin, block[1] or columns
-            published_kernels.blocks(codes, values, own, size, bits, threads)
+            published_kernels.blocks(codes, values, row_scales, size, bits, threads)
         else:
-            published_kernels.fours(codes, values, own, bits, threads)
-        return made.to(dtype)
+            published_kernels.fours(codes, values, row_scales, bits, threads)
+        return weights.to(dtype)
 
     def _float_scales(self) -> torch.Tensor:
         """The scales as float32, of shape `form.grid`."""
         import torch
 
-        stored, kind = self.scales, SCALES[self.form.scales]
-        if kind == "power":
-            found = torch.exp2(stored.float() - 127.0)
+        stored, scale_type = self.scales, SCALES[self.form.scales]
+        if scale_type == "power":
+            floats = torch.exp2(stored.float() - 127.0)
         else:
             dtype = torch_dtype(self.form.scales)
             aligned = stored if not stored.data_ptr() % dtype.itemsize else stored.clone()
-            found = aligned.view(dtype).float()
-        return found.view(self.form.grid) * self.factor
+            floats = aligned.view(dtype).float()
+        return floats.view(self.form.grid) * self.factor
 
 
 class CodedProduct:
@@ -279,12 +279,12 @@ def _run(width: int, inputs: SegmentInputs, work: Sequence[tuple[CodedMatrix, in
     form = work[0][0].form
     (rows, columns), start = form.shape, out.data_ptr()
     shape = form.row_bytes, columns // SEGMENT, shift_of(*form.block)
-    given = [
+    pieces = [
         (matrix.payload.data_ptr(), matrix.scales.data_ptr(), *inputs.of(begin), matrix.table_for(width))
         + (start + begin * rows * 4, *shape, end - begin, rows)
         for matrix, begin, end in work
     ]
-    kernels.run(CODES, form.kernel, width, given, rows * form.row_bytes * len(work))
+    kernels.run(CODES, form.kernel, width, pieces, rows * form.row_bytes * len(work))
 
 
 @functools.cache
@@ -324,7 +324,7 @@ def sample(kernel: CodeKernel, shape: tuple[int, int], generator: torch.Generato
     """A matrix that a kernel multiplies, with random codes and scales."""
     import torch
 
-    name = next(name for name, kind in SCALES.items() if kind == kernel.scales)
+    name = next(name for name, scale_type in SCALES.items() if scale_type == kernel.scales)
     is_fp8 = kernel.codes == "float8"
     form = CodedForm(FP8 if is_fp8 else FP4, name, (1, kernel.group), shape)
     # no code is a NaN

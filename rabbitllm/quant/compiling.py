@@ -23,8 +23,8 @@ import numba
 @functools.cache
 def digest_of(package: str) -> str | None:
     """A digest of the sources of all modules of a package: 32 hexadecimal digits; None if there are no sources."""
-    found = sorted((path for path in files(package).iterdir() if path.name.endswith(".py")), key=lambda path: path.name)
-    contents = [(path.name, path.read_bytes()) for path in found]
+    paths = sorted((path for path in files(package).iterdir() if path.name.endswith(".py")), key=lambda path: path.name)
+    contents = [(path.name, path.read_bytes()) for path in paths]
     summed = hashlib.sha256(b"".join(f"{name} {len(content)}\n".encode() + content for name, content in contents))
     return summed.hexdigest()[:32] if contents else None
 

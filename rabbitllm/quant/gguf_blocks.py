@@ -51,36 +51,36 @@ def dequantize(name: str, blocks: torch.Tensor, shape: tuple[int, ...], dtype: t
     """
     import torch
 
-    kind = BLOCK_TYPES.get(name)
-    if kind is None:
+    block = BLOCK_TYPES.get(name)
+    if block is None:
         raise UnreadableFormatError(
             f"There are no blocks of type {name!r}; expected one of {', '.join(BLOCK_TYPES)}.",
             "Use a GGUF file of the model in one of these types.",
         )
     elements = math.prod(shape)
-    count = elements // kind.elements
-    if elements % kind.elements or blocks.numel() != count * kind.nbytes or blocks.dtype != torch.uint8:
+    count = elements // block.elements
+    if elements % block.elements or blocks.numel() != count * block.nbytes or blocks.dtype != torch.uint8:
         raise UnreadableFormatError(
-            f"{blocks.numel():,} bytes are not those of {shape} elements in {name} blocks of {kind.elements} elements "
-            f"and {kind.nbytes} bytes.",
+            f"{blocks.numel():,} bytes are not those of {shape} elements in {name} blocks of {block.elements} elements "
+            f"and {block.nbytes} bytes.",
             "Download the file again.",
         )
-    made = torch.empty(count, kind.elements, dtype=dtype, device=blocks.device)
+    values = torch.empty(count, block.elements, dtype=dtype, device=blocks.device)
     is_host = blocks.device == torch.device("cpu")
-    step = max(_CHUNK // kind.elements, 1) if is_host else _WORK_BYTES // _BLOCK_WORK
+    step = max(_CHUNK // block.elements, 1) if is_host else _WORK_BYTES // _BLOCK_WORK
     decode = _by_torch if name in DECODERS else _by_gguf
     if name in DECODERS and elements >= WORTH_A_KERNEL and is_host and _kernel_agrees(name):
         decode = _by_kernel
-    rows = blocks.reshape(count, kind.nbytes)
+    rows = blocks.reshape(count, block.nbytes)
     for begin in range(0, count, step):
-        decode(name, rows[begin : begin + step], made[begin : begin + step])
-    return made.view(shape)
+        decode(name, rows[begin : begin + step], values[begin : begin + step])
+    return values.view(shape)
 
 
 def work_bytes(name: str, elements: int) -> int:
     """Bytes of memory of a GPU that `dequantize` takes at most, besides the numbers; 0 for other schemes."""
-    kind = BLOCK_TYPES.get(name)
-    return min(elements // kind.elements * _BLOCK_WORK, _WORK_BYTES) if kind is not None else 0
+    block = BLOCK_TYPES.get(name)
+    return min(elements // block.elements * _BLOCK_WORK, _WORK_BYTES) if block is not None else 0
 
 
 def lanes_for(name: str) -> int:
@@ -105,8 +105,8 @@ def sample(name: str, elements: int, generator: torch.Generator) -> torch.Tensor
     """Random blocks with scales of usual size: uint8 (bytes,)."""
     import torch
 
-    kind = BLOCK_TYPES[name]
-    blocks = torch.randint(0, 256, (elements // kind.elements, kind.nbytes), dtype=torch.uint8, generator=generator)
+    block = BLOCK_TYPES[name]
+    blocks = torch.randint(0, 256, (elements // block.elements, block.nbytes), dtype=torch.uint8, generator=generator)
     reader = _TensorReader(blocks[:1])
     for _ in DECODERS[name](reader):
         pass
@@ -126,10 +126,10 @@ def _kernel_agrees(name: str) -> bool:
     if not lanes_for(name):
         return False
     some = sample(name, 64 * 256, torch.Generator().manual_seed(0)).view(-1, BLOCK_TYPES[name].nbytes)
-    found, expected = (torch.empty(len(some), BLOCK_TYPES[name].elements) for _ in range(2))
-    _by_kernel(name, some, found)
+    results, expected = (torch.empty(len(some), BLOCK_TYPES[name].elements) for _ in range(2))
+    _by_kernel(name, some, results)
     _by_torch(name, some, expected)
-    agrees = torch.equal(found, expected)
+    agrees = torch.equal(results, expected)
     if not agrees:
         logger.warning("The kernel that dequantizes %s is wrong here and is not used.", name)
     return agrees
@@ -139,31 +139,31 @@ def _by_kernel(name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
     """Write the numbers of blocks (n, bytes) to `out` (n, elements)."""
     import torch
 
-    kind, width = BLOCK_TYPES[name], lanes_for(name)
+    block, width = BLOCK_TYPES[name], lanes_for(name)
     blocks = blocks.contiguous()
-    made = out if out.dtype == torch.float32 else torch.empty(out.shape)
+    values = out if out.dtype == torch.float32 else torch.empty(out.shape)
     if len(blocks):
-        steps = kind.elements // (2 * width)
-        shape = (kind.nbytes, steps, kind.elements, 1, len(blocks))
-        kernels.run(NUMBERS, name, width, [(blocks.data_ptr(), *[0] * 4, made.data_ptr(), *shape)], blocks.numel())
-    if made is not out:
-        out.copy_(made)
+        steps = block.elements // (2 * width)
+        shape = (block.nbytes, steps, block.elements, 1, len(blocks))
+        kernels.run(NUMBERS, name, width, [(blocks.data_ptr(), *[0] * 4, values.data_ptr(), *shape)], blocks.numel())
+    if values is not out:
+        out.copy_(values)
 
 
 def _by_torch(name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
     """The same, on any device, in few operations: their number is the time on a GPU."""
     import torch
 
-    at = 0
+    begin = 0
     for codes, scales, minima, signed in DECODERS[name](_TensorReader(blocks)):
-        for number, part in enumerate((codes.view(torch.int8) if signed else codes).chunk(len(scales), 1)):
-            target = out[:, at : at + part.shape[1]]
+        for index, part in enumerate((codes.view(torch.int8) if signed else codes).chunk(len(scales), 1)):
+            target = out[:, begin : begin + part.shape[1]]
             # bytes are multiplied as float32, and the result is rounded to the dtype of `out`
             if minima:
-                torch.sub(scales[number] * part, minima[number], out=target)
+                torch.sub(scales[index] * part, minima[index], out=target)
             else:
-                torch.mul(scales[number], part, out=target)
-            at += part.shape[1]
+                torch.mul(scales[index], part, out=target)
+            begin += part.shape[1]
 
 
 def _by_gguf(name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
@@ -172,8 +172,8 @@ def _by_gguf(name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
     import torch
 
     with np.errstate(all="ignore"):  # scales may be infinite
-        made = gguf.dequantize(blocks.cpu().numpy(), gguf.GGMLQuantizationType[name])
-    out.copy_(torch.from_numpy(made))
+        values = gguf.dequantize(blocks.cpu().numpy(), gguf.GGMLQuantizationType[name])
+    out.copy_(torch.from_numpy(values))
 
 
 @functools.cache

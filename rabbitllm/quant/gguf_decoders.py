@@ -118,9 +118,9 @@ def _q2_k(block: BlockReader) -> Iterator[Group]:
 def _q3_k(block: BlockReader) -> Iterator[Group]:
     scale, high = block.half(108), block.bytes(0, 32)
 
-    def factor(number: int) -> Any:
-        low = block.byte(96 + number % 8) >> 4 * (number // 8) & 15
-        return (low | (block.byte(104 + number % 4) >> 2 * (number // 4) & 3) << 4) - 32
+    def factor(index: int) -> Any:
+        low = block.byte(96 + index % 8) >> 4 * (index // 8) & 15
+        return (low | (block.byte(104 + index % 4) >> 2 * (index // 4) & 3) << 4) - 32
 
     for group in range(8):
         low = block.bytes(32 + 32 * (group // 4), 32) >> 2 * (group % 4) & 3
@@ -132,7 +132,7 @@ def _six_bits(block: BlockReader, group: int) -> tuple[Any, Any]:
     """The factors of scale and minimum of one of 8 groups, from the 12 bytes at 4."""
     if group < 4:
         return block.byte(4 + group) & 63, block.byte(8 + group) & 63
-    both, scale, least = (block.byte(at + group) for at in (8, 0, 4))
+    both, scale, least = (block.byte(offset + group) for offset in (8, 0, 4))
     return both & 15 | scale >> 6 << 4, both >> 4 | least >> 6 << 4
 
 
@@ -161,7 +161,7 @@ def _q6_k(block: BlockReader) -> Iterator[Group]:
         both = block.bytes(64 * half + 32 * (part % 2), 32)
         high = block.bytes(128 + 32 * half, 32) >> 2 * part & 3
         codes = ((both >> 4 if part > 1 else both & 15) | high << 4) - 32
-        factors = (block.signed(block.byte(192 + 2 * group + at)) for at in (0, 1))
+        factors = (block.signed(block.byte(192 + 2 * group + pair)) for pair in (0, 1))
         yield Group(codes, tuple(block.times(scale, factor) for factor in factors), signed=True)
 
 

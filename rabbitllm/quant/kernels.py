@@ -74,17 +74,17 @@ def torchs_team() -> Team | None:
         mapped = {Path(line.split()[-1]) for line in _MAPS.read_text().splitlines() if "/libgomp" in line}
     except OSError:
         return None
-    own = [path for path in mapped if home in path.parents] or [*mapped]
-    if len(own) != 1 or "OpenMP" not in torch.__config__.parallel_info():
+    libraries = [path for path in mapped if home in path.parents] or [*mapped]
+    if len(libraries) != 1 or "OpenMP" not in torch.__config__.parallel_info():
         return None
-    library = ctypes.CDLL(str(own[0]))
+    library = ctypes.CDLL(str(libraries[0]))
     library.GOMP_parallel.restype = None
     library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    number, count = (
+    thread, count = (
         ctypes.cast(function, ctypes.c_void_p).value
         for function in (library.omp_get_thread_num, library.omp_get_num_threads)
     )
-    return Team(library, number, count) if number is not None and count is not None else None
+    return Team(library, thread, count) if thread is not None and count is not None else None
 
 
 def interleaved(width: int, x: torch.Tensor) -> torch.Tensor:
@@ -127,21 +127,21 @@ def run(method: str, scheme: str | CodeKernel, width: int, work: Sequence[tuple[
 
     function, call, tile = _kernel(method, scheme, width)
     threads, rows = min(torch.get_num_threads(), -(-nbytes // WORTH_A_THREAD[method])), work[0][-1]
-    given = [value for piece in work for value in piece]
+    words = [value for piece in work for value in piece]
     if threads == 1:
-        data = array("q", [0, 0, rows, len(work), *given])
+        data = array("q", [0, 0, rows, len(work), *words])
         call(data.buffer_info()[0])
         return
     share = round_up(-(-rows // threads), tile)  # no tile is divided
     if (team := torchs_team()) is not None:
-        data = array("q", [team.thread_number, team.thread_count, share, len(work), *given])
+        data = array("q", [team.thread_number, team.thread_count, share, len(work), *words])
         team.run(function, data.buffer_info()[0], threads)
         return
-    parts = [array("q", [0, number, share, len(work), *given]) for number in range(-(-rows // share))]
-    others = [_threads().submit(call, part.buffer_info()[0]) for part in parts[1:]]
+    parts = [array("q", [0, index, share, len(work), *words]) for index in range(-(-rows // share))]
+    futures = [_threads().submit(call, part.buffer_info()[0]) for part in parts[1:]]
     call(parts[0].buffer_info()[0])
-    for other in others:
-        other.result()
+    for future in futures:
+        future.result()
 
 
 @functools.cache
@@ -168,35 +168,35 @@ TOLERANCE = 1e-5
 """Maximum error relative to the norm of a product: float32 sums of thousands of terms, in another order."""
 
 
-def agrees(what: str, products: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+def agrees(name: str, products: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
     """Whether all products are right; if not, the relative error (of norms) of the first wrong one is logged.
 
     Computes in a thread of its own, with which OpenMP's team ends. If that of the loading thread stayed, there would be
     more threads than cores, which then sleep at each barrier: passes of a batch job took 1.3 times as long.
 
     Args:
-        what: the products, in the message.
+        name: the products, in the message.
         products: the kernel's result and the correct one, for each product.
     """
-    found = Future[bool]()
+    outcome = Future[bool]()
 
     def compare() -> None:
         try:
-            found.set_result(_agrees(what, products))
+            outcome.set_result(_agrees(name, products))
         except BaseException as error:
-            found.set_exception(error)
+            outcome.set_exception(error)
 
     thread = DaemonThread(compare, "kernel-trial")
     thread.start()
     thread.join()
-    return found.result()
+    return outcome.result()
 
 
-def _agrees(what: str, products: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    for got, expected in products:
-        error = float((got - expected).norm() / expected.norm())
+def _agrees(name: str, products: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    for result, expected in products:
+        error = float((result - expected).norm() / expected.norm())
         if not error < TOLERANCE:  # true for NaN too
-            logger.warning("The kernel for products %s is off by %.1e here and is not used.", what, error)
+            logger.warning("The kernel for products %s is off by %.1e here and is not used.", name, error)
             return False
     return True
 

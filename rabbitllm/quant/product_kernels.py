@@ -61,7 +61,7 @@ PANEL_ROWS, PANEL_COLUMNS = 32, 2048
 PANEL_BYTES = PANEL_ROWS * PANEL_COLUMNS * 4
 INPUT_BYTES, MATRIX_BYTES = 1 << 17, 1 << 19
 """Bytes of the inputs, and of the rows of bfloat16, that are processed together: both fit a core's cache."""
-GIVEN = len(ARGUMENTS)
+PIECE_WORDS = len(ARGUMENTS)
 
 
 def address(method: str, scheme: str, width: int) -> int:
@@ -78,9 +78,9 @@ def address(method: str, scheme: str, width: int) -> int:
 @functools.cache
 def address_of(kernel: Callable[[Any], None]) -> int:
     """The address of a compiled function of the signature `FOR_A_THREAD`."""
-    made = c_function(FOR_A_THREAD, kernel)
-    _KEPT.append(made)
-    return int(made.address)
+    compiled = c_function(FOR_A_THREAD, kernel)
+    _KEPT.append(compiled)
+    return int(compiled.address)
 
 
 _KEPT: list[Any] = []
@@ -89,26 +89,26 @@ _KEPT: list[Any] = []
 
 @inlined
 def pieces(data):  # type: ignore[no-untyped-def]
-    """The int64s at an address; each piece of work begins at a multiple of `GIVEN` after `BEFORE_WORK`."""
-    return to_array(data, BEFORE_WORK + GIVEN * to_array(data, BEFORE_WORK)[3])
+    """The int64s at an address; each piece of work begins at a multiple of `PIECE_WORDS` after `BEFORE_WORK`."""
+    return to_array(data, BEFORE_WORK + PIECE_WORDS * to_array(data, BEFORE_WORK)[3])
 
 
 @inlined
-def arguments(given, at):  # type: ignore[no-untyped-def]
+def arguments(words, i):  # type: ignore[no-untyped-def]
     """The piece of work at an index, as `kernel_interface.ARGUMENTS`."""
     return (
-        given[at], given[at + 1], given[at + 2], given[at + 3], given[at + 4], given[at + 5],
-        given[at + 6], given[at + 7], given[at + 8], given[at + 9], given[at + 10],
+        words[i], words[i + 1], words[i + 2], words[i + 3], words[i + 4], words[i + 5],
+        words[i + 6], words[i + 7], words[i + 8], words[i + 9], words[i + 10],
     )  # fmt: skip
 
 
 @inlined
-def own_rows(given, rows):  # type: ignore[no-untyped-def]
+def own_rows(words, rows):  # type: ignore[no-untyped-def]
     """The first row of this thread and the one after its last; see `kernel_interface.BEFORE_WORK`."""
-    thread, share, is_last = given[1], given[2], False
-    if given[0] != 0:
-        thread = asked(given[0])
-        is_last = thread + 1 == asked(given[1])
+    thread, share, is_last = words[1], words[2], False
+    if words[0] != 0:
+        thread = asked(words[0])
+        is_last = thread + 1 == asked(words[1])
     first = thread * share
     return first, rows if is_last else min(first + share, rows)
 
@@ -143,7 +143,7 @@ class CodeSegment(Protocol):
         """Sums of parts of a segment times the inputs of each token, still apart in lanes."""
         ...
 
-    def scales(self, scales: Any, row: Any, segments: Any, at: Any, shift: Any) -> list[Any]:
+    def scales(self, scales: Any, row: Any, segments: Any, segment: Any, shift: Any) -> list[Any]:
         """The scales of the lanes of each part of segment `at` of a row of so many segments."""
         ...
 
@@ -157,20 +157,20 @@ class _OwnSegment:
 
     def __init__(self, scheme: str, width: int, emit: Emitter, table: Any) -> None:
         self._emit = emit
-        self._meant = Pairs(emit, scheme, table) if width == PAIRS else codebook(emit, scheme, table)
+        self._codebook = Pairs(emit, scheme, table) if width == PAIRS else codebook(emit, scheme, table)
         self.segment_bytes = SEGMENT // (2 if scheme == "4bit" else 1)
-        self.inputs = self._meant.inputs
+        self.inputs = self._codebook.inputs
 
     def products(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
-        return [self._meant.products(address, inputs)]
+        return [self._codebook.products(address, inputs)]
 
-    def scales(self, scales: Any, row: Any, segments: Any, at: Any, shift: Any) -> list[Any]:
+    def scales(self, scales: Any, row: Any, segments: Any, segment: Any, shift: Any) -> list[Any]:
         emit = self._emit
-        block = emit.b.lshr(emit.add(emit.b.mul(row, segments), at), shift)
+        block = emit.b.lshr(emit.add(emit.b.mul(row, segments), segment), shift)
         return [emit.spread(emit.load(emit.add(scales, emit.b.mul(block, number(4))), F32, 4))]
 
     def finished(self, total: Any) -> Any:
-        return self._emit.b.fmul(total, self._meant.factor) if self._meant.has_factor else total
+        return self._emit.b.fmul(total, self._codebook.factor) if self._codebook.has_factor else total
 
 
 def _code_dot(make: Callable[[Emitter, Any], CodeSegment], width: int, rows: int, tokens: int) -> Any:
@@ -188,22 +188,22 @@ def _code_dot(make: Callable[[Emitter, Any], CodeSegment], width: int, rows: int
             input_bytes = builder.mul(segments, number(HALF_BYTES))
             sums = [[emit.variable() for _ in range(tokens)] for _ in range(rows)]
             with cgutils.for_range(builder, segments) as loop:
-                at = loop.index
+                index = loop.index
                 begins = [builder.mul(input_bytes, number(t)) for t in range(tokens)]
-                begins = [emit.add(begin, builder.mul(at, number(HALF_BYTES))) for begin in begins]
+                begins = [emit.add(begin, builder.mul(index, number(HALF_BYTES))) for begin in begins]
                 inputs = [segment.inputs(even, odd, begin) for begin in begins]
                 # the bytes after the end of a row are in the cache already; the next tile's rows are needed next
                 code_bytes = number(segment.segment_bytes)
-                beyond = emit.add(builder.mul(at, code_bytes), PREFETCHED)
+                beyond = emit.add(builder.mul(index, code_bytes), PREFETCHED)
                 is_beyond = builder.icmp_unsigned(">=", beyond, row_bytes)
                 skipped = builder.select(is_beyond, builder.mul(row_bytes, number(rows - 1)), number(0))
                 ahead = emit.add(skipped, PREFETCHED)
                 for r in range(rows):
                     here = emit.add(row, r)
-                    base = emit.add(codes, builder.mul(here, row_bytes), builder.mul(at, code_bytes))
+                    base = emit.add(codes, builder.mul(here, row_bytes), builder.mul(index, code_bytes))
                     emit.prefetch(emit.add(base, ahead))
                     parts = segment.products(base, inputs)
-                    for part, scale in zip(parts, segment.scales(scales, here, segments, at, shift), strict=True):
+                    for part, scale in zip(parts, segment.scales(scales, here, segments, index, shift), strict=True):
                         for total, value in zip(sums[r], part, strict=True):
                             builder.store(emit.fma(value, scale, builder.load(total)), total)
             _store_sums(emit, sums, out, all_rows, row, lambda total, pointer: segment.finished(total))
@@ -217,11 +217,11 @@ def _code_dot(make: Callable[[Emitter, Any], CodeSegment], width: int, rows: int
 @inlined
 def _code_tiles(dots, data):  # type: ignore[no-untyped-def]
     """The loops over rows and inputs, in tiles of `ROWS` and `TOKENS` and smaller ones at the ends."""
-    one, tall, wide, square = dots
-    given = pieces(data)
-    for at in range(BEFORE_WORK, len(given), GIVEN):
-        codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows = arguments(given, at)
-        first, last = own_rows(given, rows)
+    single, tall, wide, square = dots
+    words = pieces(data)
+    for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
+        codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows = arguments(words, piece)
+        first, last = own_rows(words, rows)
         token, input_bytes = 0, segments * HALF_BYTES
         while token < tokens:
             e, o, to = even + token * input_bytes, odd + token * input_bytes, out + token * rows * 4
@@ -235,7 +235,7 @@ def _code_tiles(dots, data):  # type: ignore[no-untyped-def]
                 elif is_tall:
                     tall(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
                 else:
-                    one(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
+                    single(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
                 row += ROWS if is_tall else 1
             token += TOKENS if is_wide else 1
 
@@ -274,14 +274,14 @@ def _fill(scheme: str, width: int) -> Any:
             step_bytes = width * (2 if scheme == "8bit" else 1)
             base = emit.add(codes, builder.mul(row, row_bytes), builder.mul(first, number(step_bytes)))
             before = emit.add(builder.mul(row, all_steps), first)
-            meant = codebook(emit, scheme, table)
+            decoder = codebook(emit, scheme, table)
             with cgutils.for_range(builder, steps) as loop:
                 block = builder.lshr(emit.add(before, loop.index), shift)
                 scale = emit.spread(emit.load(emit.add(scales, builder.mul(block, number(4))), F32, 4))
-                both = meant.weights(emit.add(base, builder.mul(loop.index, number(step_bytes))))
+                both = decoder.weights(emit.add(base, builder.mul(loop.index, number(step_bytes))))
                 place = emit.add(panel, builder.mul(loop.index, number(8 * width)))
-                for at, value in zip((0, 4 * width), both, strict=True):
-                    pointer = builder.inttoptr(emit.add(place, at), emit.floats.as_pointer())
+                for offset, value in zip((0, 4 * width), both, strict=True):
+                    pointer = builder.inttoptr(emit.add(place, offset), emit.floats.as_pointer())
                     builder.store(builder.fmul(value, scale), pointer, align=4)
             return context.get_dummy_value()
 
@@ -306,12 +306,12 @@ def _panel_dot(width: int, rows: int, tokens: int) -> Any:
             begins = [emit.add(inputs, builder.mul(input_bytes, number(t))) for t in range(tokens)]
             bases = [emit.add(panel, builder.mul(panel_bytes, number(r))) for r in range(rows)]
             with cgutils.for_range(builder, builder.mul(steps, number(2))) as loop:
-                at = builder.mul(loop.index, number(4 * width))
-                given = [emit.load(emit.add(begin, at), emit.floats, 4) for begin in begins]
+                offset = builder.mul(loop.index, number(4 * width))
+                vectors = [emit.load(emit.add(begin, offset), emit.floats, 4) for begin in begins]
                 for r in range(rows):
-                    weight = emit.load(emit.add(bases[r], at), emit.floats, 4)
+                    weight = emit.load(emit.add(bases[r], offset), emit.floats, 4)
                     for t in range(tokens):
-                        builder.store(emit.fma(weight, given[t], builder.load(sums[r][t])), sums[r][t])
+                        builder.store(emit.fma(weight, vectors[t], builder.load(sums[r][t])), sums[r][t])
 
             def finish(total: Any, pointer: Any) -> Any:
                 return builder.fadd(builder.load(pointer), total)
@@ -327,24 +327,24 @@ def _panel_dot(width: int, rows: int, tokens: int) -> Any:
 @inlined
 def _panel_tiles(fill, dots, at_once, vector_bytes, data):  # type: ignore[no-untyped-def]
     """The loops over panels, over inputs that fit the cache, and over tiles of rows and inputs."""
-    one, tall, square = dots
+    single, tall, square = dots
     panel = stack_panel()
     step_bytes = 2 * vector_bytes
     max_steps = PANEL_COLUMNS * 4 // step_bytes
-    given = pieces(data)
-    for at in range(BEFORE_WORK, len(given), GIVEN):
-        codes, scales, inputs, _, table, out, row_bytes, steps, shift, tokens, rows = arguments(given, at)
-        first, last = own_rows(given, rows)
+    words = pieces(data)
+    for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
+        codes, scales, inputs, _, table, out, row_bytes, steps, shift, tokens, rows = arguments(words, piece)
+        first, last = own_rows(words, rows)
         input_bytes = steps * step_bytes
         for top in range(first, last, PANEL_ROWS):
             bottom = min(top + PANEL_ROWS, last)
-            for left in range(0, steps, max_steps):
-                count = min(max_steps, steps - left)
+            for step in range(0, steps, max_steps):
+                count = min(max_steps, steps - step)
                 panel_bytes = count * step_bytes
                 many_inputs = max(INPUT_BYTES // panel_bytes // at_once, 1) * at_once
                 for row in range(top, bottom):
                     place = panel + (row - top) * panel_bytes
-                    fill(codes, scales, table, place, row_bytes, steps, shift, row, left, count)
+                    fill(codes, scales, table, place, row_bytes, steps, shift, row, step, count)
                 for begin in range(0, tokens, many_inputs):
                     end = min(begin + many_inputs, tokens)
                     row = top
@@ -352,7 +352,7 @@ def _panel_tiles(fill, dots, at_once, vector_bytes, data):  # type: ignore[no-un
                         here, token = panel + (row - top) * panel_bytes, begin
                         is_tall = row + ROWS <= bottom
                         while token < end:
-                            of_token = inputs + token * input_bytes + left * step_bytes
+                            of_token = inputs + token * input_bytes + step * step_bytes
                             to = out + (token * rows + row) * 4
                             if is_tall and token + at_once <= end:
                                 square(here, of_token, to, count, panel_bytes, input_bytes, rows)
@@ -361,7 +361,7 @@ def _panel_tiles(fill, dots, at_once, vector_bytes, data):  # type: ignore[no-un
                                 tall(here, of_token, to, count, panel_bytes, input_bytes, rows)
                                 token += 1
                             else:
-                                one(here, of_token, to, count, panel_bytes, input_bytes, rows)
+                                single(here, of_token, to, count, panel_bytes, input_bytes, rows)
                                 token += 1
                         row += ROWS if is_tall else 1
 
@@ -386,17 +386,17 @@ def _bfloat_dot(width: int, rows: int, tokens: int) -> Any:
             begins = [emit.add(inputs, builder.mul(input_bytes, number(t))) for t in range(tokens)]
             bases = [emit.add(matrix, builder.mul(emit.add(row, r), row_bytes)) for r in range(rows)]
             with cgutils.for_range(builder, steps) as loop:
-                at = builder.mul(loop.index, number(vector_bytes))
-                places = [emit.add(begin, at, at) for begin in begins]
-                given = [
+                offset = builder.mul(loop.index, number(vector_bytes))
+                places = [emit.add(begin, offset, offset) for begin in begins]
+                vectors = [
                     [emit.load(emit.add(place, odd), emit.floats, 4) for odd in (0, vector_bytes)] for place in places
                 ]
                 for r in range(rows):
-                    both = emit.load(emit.add(bases[r], at), emit.ints, 2)
+                    both = emit.load(emit.add(bases[r], offset), emit.ints, 2)
                     halves = builder.shl(both, emit.every(16)), builder.and_(both, emit.every(-(1 << 16)))
                     for t in range(tokens):
                         total = builder.load(sums[r][t])
-                        for half, value in zip(halves, given[t], strict=True):
+                        for half, value in zip(halves, vectors[t], strict=True):
                             total = emit.fma(builder.bitcast(half, emit.floats), value, total)
                         builder.store(total, sums[r][t])
             _store_sums(emit, sums, out, all_rows, row, lambda total, pointer: total)
@@ -410,11 +410,11 @@ def _bfloat_dot(width: int, rows: int, tokens: int) -> Any:
 @inlined
 def _bfloat_tiles(dots, vector_bytes, data):  # type: ignore[no-untyped-def]
     """The loops over rows and inputs: over parts that fit the cache, in tiles of `ROWS` and `TOKENS`."""
-    one, tall, square = dots
-    given = pieces(data)
-    for at in range(BEFORE_WORK, len(given), GIVEN):
-        matrix, _, inputs, _, _, out, row_bytes, steps, _, tokens, rows = arguments(given, at)
-        first, last = own_rows(given, rows)
+    single, tall, square = dots
+    words = pieces(data)
+    for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
+        matrix, _, inputs, _, _, out, row_bytes, steps, _, tokens, rows = arguments(words, piece)
+        first, last = own_rows(words, rows)
         input_bytes = steps * 2 * vector_bytes
         many_inputs = max(INPUT_BYTES // input_bytes // TOKENS, 1) * TOKENS
         many_rows = max(MATRIX_BYTES // row_bytes // ROWS, 1) * ROWS
@@ -434,7 +434,7 @@ def _bfloat_tiles(dots, vector_bytes, data):  # type: ignore[no-untyped-def]
                             tall(matrix, of_token, to, row_bytes, steps, rows, row)
                             token += 1
                         else:
-                            one(matrix, of_token, to, row_bytes, steps, rows, row)
+                            single(matrix, of_token, to, row_bytes, steps, rows, row)
                             token += 1
                     row += ROWS if is_tall else 1
 
@@ -458,25 +458,25 @@ def _of_bfloat16(data):  # type: ignore[no-untyped-def]
     _bfloat_tiles((ONE, TALL, SQUARE), VECTOR, data)
 
 
-def named(template: Any, name: str, **own: Any) -> Callable[[Any], None]:
+def named(template: Any, name: str, **constants: Any) -> Callable[[Any], None]:
     """A kernel of this name from a template, which uses the globals of its module and these instead of some."""
-    made = FunctionType(template.__code__, {**template.__globals__, **own}, name)
-    made.__qualname__, made.__module__ = name, template.__module__
-    return made
+    kernel = FunctionType(template.__code__, {**template.__globals__, **constants}, name)
+    kernel.__qualname__, kernel.__module__ = name, template.__module__
+    return kernel
 
 
 def panel_kernel(scheme: str, width: int, fill: Any) -> Callable[[Any], None]:
     """The kernel by panels that `fill` decodes, an intrinsic like that of `_fill`."""
-    one, tall, square = (_panel_dot(width, *shape) for shape in ((1, 1), (ROWS, 1), (ROWS, PANEL_TOKENS[width])))
-    own = {"ONE": one, "TALL": tall, "SQUARE": square, "AT_ONCE": PANEL_TOKENS[width], "VECTOR": 4 * width}
-    return named(_by_panels, f"{PANELS}_{scheme}_{width}", FILL=fill, **own)
+    single, tall, square = (_panel_dot(width, *shape) for shape in ((1, 1), (ROWS, 1), (ROWS, PANEL_TOKENS[width])))
+    constants = {"ONE": single, "TALL": tall, "SQUARE": square, "AT_ONCE": PANEL_TOKENS[width], "VECTOR": 4 * width}
+    return named(_by_panels, f"{PANELS}_{scheme}_{width}", FILL=fill, **constants)
 
 
 def code_kernel(name: str, make: Callable[[Emitter, Any], CodeSegment], width: int) -> Callable[[Any], None]:
     """The kernel by codes of segments that `make` returns for an emitter and the address of a table."""
     shapes = (1, 1), (ROWS, 1), (1, TOKENS), (ROWS, TOKENS)
-    one, tall, wide, square = (_code_dot(make, width, *shape) for shape in shapes)
-    return named(_by_codes, name, ONE=one, TALL=tall, WIDE=wide, SQUARE=square)
+    single, tall, wide, square = (_code_dot(make, width, *shape) for shape in shapes)
+    return named(_by_codes, name, ONE=single, TALL=tall, WIDE=wide, SQUARE=square)
 
 
 def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
@@ -484,8 +484,8 @@ def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
         return panel_kernel(scheme, width, _fill(scheme, width))
     name = f"{method}_{scheme}_{width}"
     if scheme == BFLOAT16:
-        one, tall, square = (_bfloat_dot(width, *shape) for shape in ((1, 1), (ROWS, 1), (ROWS, TOKENS)))
-        return named(_of_bfloat16, name, ONE=one, TALL=tall, SQUARE=square, VECTOR=4 * width)
+        single, tall, square = (_bfloat_dot(width, *shape) for shape in ((1, 1), (ROWS, 1), (ROWS, TOKENS)))
+        return named(_of_bfloat16, name, ONE=single, TALL=tall, SQUARE=square, VECTOR=4 * width)
     return code_kernel(name, functools.partial(_OwnSegment, scheme, width), width)
 
 

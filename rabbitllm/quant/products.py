@@ -176,8 +176,8 @@ class FusedMatrix(QuantizedMatrix):
             for begin in range(0, rows, step):
                 end = min(begin + step, rows)
                 part = self._rows(begin, end)
-                given = part.form, part.payload, part.absmax, part.table, flat
-                out[:, begin:end] = multiply_4bit(*given, None if bias is None else bias[begin:end], part.nested)
+                operands = part.form, part.payload, part.absmax, part.table, flat
+                out[:, begin:end] = multiply_4bit(*operands, None if bias is None else bias[begin:end], part.nested)
         return out.view(*x.shape[:-1], rows)
 
     def _rows(self, begin: int, end: int) -> Self:
@@ -243,8 +243,8 @@ class Matrix(QuantizedMatrix):
         if width not in self._tables:  # the array is kept in the cache of `table_of`
             from rabbitllm.quant import vectors
 
-            found = vectors.table_of(self.form.scheme, width, self.table.numpy().tobytes())
-            self._tables[width] = 0 if found is None else found.ctypes.data
+            table = vectors.table_of(self.form.scheme, width, self.table.numpy().tobytes())
+            self._tables[width] = 0 if table is None else table.ctypes.data
         return self._tables[width]
 
 
@@ -294,16 +294,16 @@ def _run(
     form = work[0][0].form
     row_bytes, *shape = _shape(form.scheme, form.shape[1], SEGMENT if method == CODES else 2 * width)
     if method == CODES and form.scheme in BLOCK_TYPES:
-        kind = BLOCK_TYPES[form.scheme]
-        step = block_pairs.LAYOUTS[form.scheme].step if width == PAIRS else kind.elements
+        block = BLOCK_TYPES[form.scheme]
+        step = block_pairs.LAYOUTS[form.scheme].step if width == PAIRS else block.elements
         shape = [form.shape[1] // step, step]
     rows, start = form.shape[0], out.data_ptr()
-    given = [
+    pieces = [
         (matrix.payload.data_ptr(), matrix.absmax.data_ptr(), *inputs.of(begin), matrix.table_for(width))
         + (start + begin * rows * 4, row_bytes, *shape, end - begin, rows)
         for matrix, begin, end in work
     ]
-    kernels.run(method, form.scheme, width, given, rows * row_bytes * len(work))
+    kernels.run(method, form.scheme, width, pieces, rows * row_bytes * len(work))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -406,8 +406,8 @@ def kernel_for(scheme: str, dtype: torch.dtype) -> int:
 
     from rabbitllm.quant import vectors
 
-    known = scheme in SCHEMES or scheme in block_pairs.LAYOUTS
-    pairs = dtype == torch.bfloat16 and known and vectors.multiplies_pairs()
+    has_kernel = scheme in SCHEMES or scheme in block_pairs.LAYOUTS
+    pairs = dtype == torch.bfloat16 and has_kernel and vectors.multiplies_pairs()
     if pairs and _agrees(CODES, scheme, PAIRS):
         return PAIRS
     return vectors.lanes()
@@ -433,12 +433,12 @@ def _of_blocks(
     """Products with random blocks; see `kernels.of_codes`."""
     import torch
 
-    generator, nothing = torch.Generator().manual_seed(0), torch.empty(0)
+    generator, empty = torch.Generator().manual_seed(0), torch.empty(0)
     for inputs, rows, columns in shapes:
         blocks = gguf_blocks.sample(scheme, rows * columns, generator)
         x = torch.randn(inputs, columns, generator=generator).to(dtype)
         matrix = gguf_blocks.dequantize(scheme, blocks, (rows, columns), torch.float32)
-        yield product(Quantized(scheme, (rows, columns), None), blocks, nothing, nothing, x), x.float() @ matrix.T
+        yield product(Quantized(scheme, (rows, columns), None), blocks, empty, empty, x), x.float() @ matrix.T
 
 
 _TRIALS = {

@@ -109,7 +109,7 @@ def _share(work: Callable[[int, int], Any], count: int, elements: int, threads: 
     if threads <= 1:
         work(0, count)
         return
-    ends = [count * number // threads for number in range(threads + 1)]
+    ends = [count * part // threads for part in range(threads + 1)]
     for done in [_pool().submit(work, begin, end) for begin, end in itertools.pairwise(ends)]:
         done.result()
 
@@ -125,66 +125,66 @@ def _pool() -> Workers:
 
 
 @inlined
-def _round(words, made, count):  # type: ignore[no-untyped-def]
+def _round(words, halves, count):  # type: ignore[no-untyped-def]
     """Float32 as bfloat16, both as bits, to the nearest, ties to even."""
     for i in range(count):
         bits = words[i]
         rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
         unordered = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-        made[i] = np.uint16(0x7FC0) if unordered else np.uint16(rounded)
+        halves[i] = np.uint16(0x7FC0) if unordered else np.uint16(rounded)
 
 
 @compiled
 def _blocks_16(codes, values, scales, rows, columns, out, begin, end):  # type: ignore[no-untyped-def]
-    number = np.empty(columns, np.float32)
-    word = number.view(np.uint32)
+    floats = np.empty(columns, np.float32)
+    words = floats.view(np.uint32)
     for row in range(begin, end):
         for block in range(scales.shape[1]):
             scale = scales[row // rows, block]
             code = codes[row, block * columns : (block + 1) * columns]
-            made = out[row, block * columns : (block + 1) * columns]
+            halves = out[row, block * columns : (block + 1) * columns]
             for i in range(len(code)):
-                number[i] = values[code[i]] * scale
-            _round(word, made, len(code))
+                floats[i] = values[code[i]] * scale
+            _round(words, halves, len(code))
 
 
 @compiled
 def _blocks_32(codes, values, scales, rows, columns, out, begin, end):  # type: ignore[no-untyped-def]
-    numbers = out.view(np.float32)
+    floats = out.view(np.float32)
     for row in range(begin, end):
         for block in range(scales.shape[1]):
             scale = scales[row // rows, block]
             code = codes[row, block * columns : (block + 1) * columns]
-            made = numbers[row, block * columns : (block + 1) * columns]
+            weights = floats[row, block * columns : (block + 1) * columns]
             for i in range(len(code)):
-                made[i] = values[code[i]] * scale
+                weights[i] = values[code[i]] * scale
 
 
 @compiled
 def _fours_16(codes, table, scales, out, begin, end):  # type: ignore[no-untyped-def]
     half = codes.shape[1] // scales.shape[1]
-    number = np.empty(2 * half, np.float32)
-    word = number.view(np.uint32)
+    floats = np.empty(2 * half, np.float32)
+    words = floats.view(np.uint32)
     for row in range(begin, end):
         for run in range(scales.shape[1]):
             scale, code = scales[row, run], codes[row, run * half : (run + 1) * half]
-            made = out[row, 2 * run * half : 2 * (run + 1) * half]
+            halves = out[row, 2 * run * half : 2 * (run + 1) * half]
             for i in range(half):
-                number[2 * i] = table[code[i] & np.uint8(15)] * scale
-                number[2 * i + 1] = table[code[i] >> np.uint8(4)] * scale
-            _round(word, made, 2 * half)
+                floats[2 * i] = table[code[i] & np.uint8(15)] * scale
+                floats[2 * i + 1] = table[code[i] >> np.uint8(4)] * scale
+            _round(words, halves, 2 * half)
 
 
 @compiled
 def _fours_32(codes, table, scales, out, begin, end):  # type: ignore[no-untyped-def]
-    half, numbers = codes.shape[1] // scales.shape[1], out.view(np.float32)
+    half, floats = codes.shape[1] // scales.shape[1], out.view(np.float32)
     for row in range(begin, end):
         for run in range(scales.shape[1]):
             scale, code = scales[row, run], codes[row, run * half : (run + 1) * half]
-            made = numbers[row, 2 * run * half : 2 * (run + 1) * half]
+            weights = floats[row, 2 * run * half : 2 * (run + 1) * half]
             for i in range(half):
-                made[2 * i] = table[code[i] & np.uint8(15)] * scale
-                made[2 * i + 1] = table[code[i] >> np.uint8(4)] * scale
+                weights[2 * i] = table[code[i] & np.uint8(15)] * scale
+                weights[2 * i + 1] = table[code[i] >> np.uint8(4)] * scale
 
 
 @compiled
@@ -194,14 +194,14 @@ def _nibbles(codes, scales, table, out, begin, end):  # type: ignore[no-untyped-
         count = min(_TILE, codes.shape[0] - first)
         for group in range(codes.shape[1]):
             for row in range(count):
-                meant, code = table[scales[first + row, group]], codes[first + row, group]
+                values, code = table[scales[first + row, group]], codes[first + row, group]
                 for i in range(16):
-                    tile[2 * i, row] = meant[code[i] & np.uint8(15)]
-                    tile[2 * i + 1, row] = meant[code[i] >> np.uint8(4)]
+                    tile[2 * i, row] = values[code[i] & np.uint8(15)]
+                    tile[2 * i + 1, row] = values[code[i] >> np.uint8(4)]
             for i in range(32):
-                turned, made = tile[i], out[32 * group + i, first : first + count]
+                turned, target = tile[i], out[32 * group + i, first : first + count]
                 for row in range(count):
-                    made[row] = turned[row]
+                    target[row] = turned[row]
 
 
 @compiled
@@ -211,7 +211,7 @@ def _outputs(packed, bits, zeros, scales, group, order, out, begin, end):  # typ
     for w in range(_WORDS):
         for i in range(several):
             shifts[w * several + order[i]] = np.uint32(bits * i)
-    words, number = np.empty(len(shifts), np.uint32), np.empty(len(shifts), np.float32)
+    words, floats = np.empty(len(shifts), np.uint32), np.empty(len(shifts), np.float32)
     tile = np.empty((len(shifts), _TILE), np.float32)
     for first in range(begin * _WORDS, min(end * _WORDS, packed.shape[1]), _WORDS):
         count = min(_WORDS, packed.shape[1] - first)
@@ -225,20 +225,20 @@ def _outputs(packed, bits, zeros, scales, group, order, out, begin, end):  # typ
                     for i in range(several):
                         words[w * several + i] = np.uint32(line[w])
                 for j in range(width):
-                    number[j] = np.float32(np.int32((words[j] >> shifts[j]) & mask) - zero[j]) * scale[j]
+                    floats[j] = np.float32(np.int32((words[j] >> shifts[j]) & mask) - zero[j]) * scale[j]
                 for j in range(width):
-                    tile[j, k] = number[j]
+                    tile[j, k] = floats[j]
             for j in range(width):
-                turned, made = tile[j], out[n + j, begin_input : begin_input + inputs]
+                turned, target = tile[j], out[n + j, begin_input : begin_input + inputs]
                 for k in range(inputs):
-                    made[k] = turned[k]
+                    target[k] = turned[k]
 
 
 @compiled
 def _inputs(packed, bits, zeros, scales, group, out, begin, end):  # type: ignore[no-untyped-def]
     several, mask = 32 // bits, np.uint32((1 << bits) - 1)
     lines = max(_TILE // several, 1)
-    number = np.empty(_TILE, np.float32)
+    floats = np.empty(_TILE, np.float32)
     tile = np.empty((_TILE, lines * several), np.float32)
     for first in range(begin * _TILE, min(end * _TILE, packed.shape[1]), _TILE):
         count = min(_TILE, packed.shape[1] - first)
@@ -250,10 +250,10 @@ def _inputs(packed, bits, zeros, scales, group, out, begin, end):  # type: ignor
                 line = packed[begin_line + k // several, first : first + count]
                 zero, scale = zeros[of, first : first + count], scales[of, first : first + count]
                 for j in range(count):
-                    number[j] = np.float32(np.int32((np.uint32(line[j]) >> shift) & mask) - zero[j]) * scale[j]
+                    floats[j] = np.float32(np.int32((np.uint32(line[j]) >> shift) & mask) - zero[j]) * scale[j]
                 for j in range(count):
-                    tile[j, k] = number[j]
+                    tile[j, k] = floats[j]
             for j in range(count):
-                turned, made = tile[j], out[first + j, begin_input : begin_input + inputs]
+                turned, target = tile[j], out[first + j, begin_input : begin_input + inputs]
                 for k in range(inputs):
-                    made[k] = turned[k]
+                    target[k] = turned[k]

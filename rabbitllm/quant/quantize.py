@@ -41,7 +41,7 @@ from rabbitllm.quant.schemes import (
     SCHEMES,
     STORED,
     Quantized,
-    Settling,
+    ScalesForm,
     bitsandbytes,
     code_values,
     functional,
@@ -194,7 +194,7 @@ LEVELS = 4
 LEAST_GROUP = 16
 
 
-def settled(form: Settling, read: ReadScales) -> Iterator[tuple[int, int, memoryview]]:
+def settled(form: ScalesForm, read: ReadScales) -> Iterator[tuple[int, int, memoryview]]:
     """The stored bytes of a tensor's scales: (index in `form.parts`, offset in that part, bytes).
 
     Reads the scales twice, one to four megabytes at a time.
@@ -280,8 +280,8 @@ def expand_scales(
     import torch
 
     state = functional().QuantState(absmax=nested, code=table, blocksize=NESTED_BLOCK, dtype=torch.float32)
-    made: torch.Tensor = functional().dequantize_blockwise(codes, state)
-    return made.add_(offset)
+    scales: torch.Tensor = functional().dequantize_blockwise(codes, state)
+    return scales.add_(offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,8 +315,8 @@ def scales_at(
     codes: torch.Tensor, nested: torch.Tensor, table: torch.Tensor, offset: float, within: torch.Tensor
 ) -> torch.Tensor:
     """The same for any codes: `within` is the index of each one's block of 256, int64 of their shape."""
-    made: torch.Tensor = table[codes.long()] * nested[within]
-    return made.add_(offset)
+    scales: torch.Tensor = table[codes.long()] * nested[within]
+    return scales.add_(offset)
 
 
 # Dequantization, and products by bitsandbytes.
@@ -454,8 +454,8 @@ def _nf4_quant_state(
     import torch
 
     assert form.dtype is not None
-    kind = functional().QuantState
-    return kind(
+    state_type = functional().QuantState
+    return state_type(
         absmax=absmax,
         shape=torch.Size(form.shape),
         dtype=getattr(torch, form.dtype),
@@ -463,5 +463,5 @@ def _nf4_quant_state(
         code=table,
         quant_type="nf4",
         offset=None if nested is None else nested.offset,
-        state2=None if nested is None else kind(absmax=nested.scales, code=nested.table, blocksize=NESTED_BLOCK),
+        state2=None if nested is None else state_type(absmax=nested.scales, code=nested.table, blocksize=NESTED_BLOCK),
     )

@@ -86,8 +86,8 @@ def quantize_int8(values: Values, kind: int, levels: Scales) -> tuple[Codes, Sca
 @functools.cache
 def nf4_midpoints(levels: bytes) -> Scales:
     """The 15 midpoints between neighbouring levels, float32."""
-    found = np.frombuffer(levels, np.float32)
-    return ((found[1:] + found[:-1]) / np.float32(2)).astype(np.float32)
+    values = np.frombuffer(levels, np.float32)
+    return ((values[1:] + values[:-1]) / np.float32(2)).astype(np.float32)
 
 
 @functools.cache
@@ -118,8 +118,8 @@ def nf4_thresholds(kind: int, levels: bytes) -> npt.NDArray[np.int16]:
 @functools.cache
 def int8_bins(levels: bytes) -> Codes:
     """The code of each of the 65,536 bins that [-1, 1] is divided into."""
-    found = np.frombuffer(levels, np.float32)
-    midpoints = np.float32(0.5) * (found[:-1] + found[1:])
+    values = np.frombuffer(levels, np.float32)
+    midpoints = np.float32(0.5) * (values[:-1] + values[1:])
     centres = np.float32(-1) + (np.float32(2) * np.arange(65536, dtype=np.float32)) / np.float32(65535)
     return np.searchsorted(midpoints, centres, side="left").astype(np.uint8)
 
@@ -150,7 +150,7 @@ def _widen(bits, kind, first, count, values):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _nf4_block(values, midpoints, ranks, codes, at):  # type: ignore[no-untyped-def]
+def _nf4_block(values, midpoints, ranks, codes, begin):  # type: ignore[no-untyped-def]
     """One whole block of float32, changed in place; returns its scale."""
     scale = np.float32(0)
     unordered = False
@@ -170,12 +170,12 @@ def _nf4_block(values, midpoints, ranks, codes, at):  # type: ignore[no-untyped-
         for i in range(NF4_BLOCK):
             ranks[i] -= np.uint8(values[i] <= edge)  # false for NaN, which keeps 15
     for i in range(NF4_BLOCK // 2):
-        codes[at + i] = (ranks[2 * i] << np.uint8(4)) | ranks[2 * i + 1]
+        codes[begin + i] = (ranks[2 * i] << np.uint8(4)) | ranks[2 * i + 1]
     return scale
 
 
 @compiled
-def _nf4_tail(values, count, midpoints, ranks, codes, at):  # type: ignore[no-untyped-def]
+def _nf4_tail(values, count, midpoints, ranks, codes, begin):  # type: ignore[no-untyped-def]
     """The last, short block of float32; returns its scale."""
     scale = np.float32(0)
     for i in range(count):
@@ -190,7 +190,7 @@ def _nf4_tail(values, count, midpoints, ranks, codes, at):  # type: ignore[no-un
         for j in range(15):
             ranks[i] -= np.uint8(values[i] / divisor <= midpoints[j])
     for i in range((count + 1) // 2):
-        codes[at + i] = (ranks[2 * i] << np.uint8(4)) | ranks[2 * i + 1]
+        codes[begin + i] = (ranks[2 * i] << np.uint8(4)) | ranks[2 * i + 1]
     return divisor
 
 
@@ -203,11 +203,11 @@ def _nf4_floats(floats, midpoints, codes, scales):  # type: ignore[no-untyped-de
         for i in range(NF4_BLOCK):
             values[i] = floats[block * NF4_BLOCK + i]
         scales[block] = _nf4_block(values, midpoints, ranks, codes, block * (NF4_BLOCK // 2))
-    rest = floats.size - whole * NF4_BLOCK
-    if rest:
-        for i in range(rest):
+    count = floats.size - whole * NF4_BLOCK
+    if count:
+        for i in range(count):
             values[i] = floats[whole * NF4_BLOCK + i]
-        scales[whole] = _nf4_tail(values, rest, midpoints, ranks, codes, whole * (NF4_BLOCK // 2))
+        scales[whole] = _nf4_tail(values, count, midpoints, ranks, codes, whole * (NF4_BLOCK // 2))
 
 
 @compiled
@@ -218,7 +218,7 @@ def _nf4_halves(bits, kind, infinity, midpoints, thresholds, codes, scales):  # 
     pairs = above.view(np.uint32)  # the even one in the low half: every machine that numba supports is little-endian
     edges = np.empty(15, np.int16)
     largest_bits = np.empty(1, np.uint16)
-    one = np.empty(1, np.float32)
+    scale = np.empty(1, np.float32)
     whole = bits.size // NF4_BLOCK
     for block in range(whole):
         first = block * NF4_BLOCK
@@ -241,12 +241,12 @@ def _nf4_halves(bits, kind, infinity, midpoints, thresholds, codes, scales):  # 
         for i in range(NF4_BLOCK // 2):
             codes[block * (NF4_BLOCK // 2) + i] = np.uint8((pairs[i] << np.uint32(4)) | (pairs[i] >> np.uint32(16)))
         largest_bits[0] = largest
-        _widen(largest_bits, kind, 0, 1, one)
-        scales[block] = one[0]
-    rest = bits.size - whole * NF4_BLOCK
-    if rest:
-        _widen(bits, kind, whole * NF4_BLOCK, rest, values)
-        scales[whole] = _nf4_tail(values, rest, midpoints, ranks, codes, whole * (NF4_BLOCK // 2))
+        _widen(largest_bits, kind, 0, 1, scale)
+        scales[block] = scale[0]
+    count = bits.size - whole * NF4_BLOCK
+    if count:
+        _widen(bits, kind, whole * NF4_BLOCK, count, values)
+        scales[whole] = _nf4_tail(values, count, midpoints, ranks, codes, whole * (NF4_BLOCK // 2))
 
 
 @compiled
@@ -312,23 +312,23 @@ def _int8_halves(bits, kind, infinity, bins, codes, scales):  # type: ignore[no-
     words = values.view(np.uint32)
     places = np.empty(INT8_BLOCK, np.uint16)
     largest_bits = np.empty(1, np.uint16)
-    one = np.empty(1, np.float32)
+    scale = np.empty(1, np.float32)
     for block in range(scales.size):
         first, last = block * INT8_BLOCK, min((block + 1) * INT8_BLOCK, bits.size)
-        given, made = bits[first:last], codes[first:last]
+        block_bits, block_codes = bits[first:last], codes[first:last]
         largest = np.uint16(0)
-        for i in range(given.size):
-            largest = max(largest, given[i] & np.uint16(0x7FFF))
+        for i in range(block_bits.size):
+            largest = max(largest, block_bits[i] & np.uint16(0x7FFF))
         if largest == 0 or largest >= infinity:
-            _widen(given, kind, 0, given.size, values)
-            scales[block] = _int8_block(values[: given.size], words[: given.size], bins, made, places)
+            _widen(block_bits, kind, 0, block_bits.size, values)
+            scales[block] = _int8_block(values[: block_bits.size], words[: block_bits.size], bins, block_codes, places)
             continue
         largest_bits[0] = largest
-        _widen(largest_bits, kind, 0, 1, one)
-        scales[block] = one[0]
-        _int8_places(given, kind, one[0], places)
-        for i in range(given.size):
-            made[i] = bins[places[i]]
+        _widen(largest_bits, kind, 0, 1, scale)
+        scales[block] = scale[0]
+        _int8_places(block_bits, kind, scale[0], places)
+        for i in range(block_bits.size):
+            block_codes[i] = bins[places[i]]
 
 
 def quantize_fitted(
@@ -338,7 +338,7 @@ def quantize_fitted(
 
     Args:
         values: the bits of bfloat16 or float16 as uint16, or float32; one-dimensional.
-        kind: one of `cpu_kernels.KINDS`.
+        kind: one of `KINDS`.
         midpoints: between the 16 NF4 values, ascending.
         nearest: the NF4 value nearest to each of an odd number of evenly spaced numbers from -1 to 1.
         multiples: the multiples of a block's largest magnitude to try.

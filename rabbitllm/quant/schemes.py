@@ -121,11 +121,11 @@ def int8_code() -> bytes:
     """
     import numpy as np
 
-    tenth, one = np.float32(0.1), np.float32(1)
-    values = [np.float32(0), one]
+    tenth, whole = np.float32(0.1), np.float32(1)
+    values = [np.float32(0), whole]
     for exponent in range(-6, 1):
         parts = 2 ** (exponent + 6)
-        step = float((one - tenth) / np.float32(parts))
+        step = float((whole - tenth) / np.float32(parts))
         edges = [
             np.float32(float(tenth) + step * k if k < (parts + 1) // 2 else 1 - step * (parts - k))
             for k in range(parts + 1)
@@ -208,13 +208,13 @@ GGUF_MARK = ".gguf."
 """In the ending of the key that names the type of blocks."""
 
 
-def _of_blocks(kind: TensorType) -> Scheme:
-    mark = GGUF_MARK + kind.name.lower()
+def _of_blocks(block: TensorType) -> Scheme:
+    mark = GGUF_MARK + block.name.lower()
     parts = (_CODES, (mark, "U8", PartRole.KIND))
-    return Scheme(kind.elements, 0, kind.name, bytes, parts, (mark,), block_bytes=kind.nbytes)
+    return Scheme(block.elements, 0, block.name, bytes, parts, (mark,), block_bytes=block.nbytes)
 
 
-STORED: Mapping[str, Scheme] = {**SCHEMES, **{name: _of_blocks(kind) for name, kind in BLOCK_TYPES.items()}}
+STORED: Mapping[str, Scheme] = {**SCHEMES, **{name: _of_blocks(block) for name, block in BLOCK_TYPES.items()}}
 """The schemes of stored tensors: those of compressions, and the types of blocks, which are stored as they came."""
 COMPRESSIONS: tuple[str | None, ...] = (None, *sorted(SCHEMES, key=lambda name: SCHEMES[name].codes_a_byte))
 """The compressions of a split, from the largest output to the smallest."""
@@ -299,21 +299,21 @@ def part_names(name: str, scheme: str | None) -> tuple[str, ...]:
 
 def stored_schemes(keys: Iterable[str]) -> dict[str, str | None]:
     """The tensors of a layer file with these stored keys: tensor name -> scheme, None or one of `STORED`."""
-    found: dict[str, str | None] = dict.fromkeys(keys)
+    schemes: dict[str, str | None] = dict.fromkeys(keys)
     for scheme, entry in SCHEMES.items():
-        mark, *others = entry.marks
-        for key in [key for key in found if key.endswith(mark)]:
+        mark, *other_marks = entry.marks
+        for key in [key for key in schemes if key.endswith(mark)]:
             name = key.removesuffix(mark)
-            if name in found and all(name + other in found for other in others):
-                found[name] = scheme
-    for key in [key for key in found if GGUF_MARK in key]:
-        name, _, kind = key.rpartition(GGUF_MARK)
-        if name in found and kind.upper() in BLOCK_TYPES:
-            found[name] = kind.upper()
-    for name, how in tuple(found.items()):
+            if name in schemes and all(name + ending in schemes for ending in other_marks):
+                schemes[name] = scheme
+    for key in [key for key in schemes if GGUF_MARK in key]:
+        name, _, block = key.rpartition(GGUF_MARK)
+        if name in schemes and block.upper() in BLOCK_TYPES:
+            schemes[name] = block.upper()
+    for name, how in tuple(schemes.items()):
         for part in part_names(name, how)[1:]:
-            found.pop(part, None)
-    return found
+            schemes.pop(part, None)
+    return schemes
 
 
 def state_key(name: str, scheme: str | None) -> str | None:
@@ -352,16 +352,16 @@ def row_blocks(spec: TensorSpec) -> TensorSpec | None:
     stored = spec.blocks
     if stored is None or stored.kind.dtype is not None or stored.change is not ValueChange.NONE or len(spec.shape) < 2:
         return None
-    columns, run, kind = spec.shape[-1], spec.sizes[-1], stored.kind
-    if columns % kind.elements or run % kind.elements:
+    columns, run, block = spec.shape[-1], spec.sizes[-1], stored.kind
+    if columns % block.elements or run % block.elements:
         return None
-    shape = (*spec.shape[:-1], kind.row_bytes(columns))
-    view = None if spec.view is None else (*spec.view[:-1], kind.row_bytes(run))
+    shape = (*spec.shape[:-1], block.row_bytes(columns))
+    view = None if spec.view is None else (*spec.view[:-1], block.row_bytes(run))
     strides = spec.strides
     if strides is not None:
-        if strides[-1] != 1 or any(stride % kind.elements for stride in strides[:-1]):
+        if strides[-1] != 1 or any(stride % block.elements for stride in strides[:-1]):
             return None
-        strides = (*(kind.row_bytes(stride) for stride in strides[:-1]), 1)
+        strides = (*(block.row_bytes(stride) for stride in strides[:-1]), 1)
     return TensorSpec(spec.name, "U8", shape, spec.file, spec.offset, math.prod(shape), strides, view)
 
 
@@ -414,17 +414,17 @@ def constants(form: StoredForm) -> Mapping[str, bytes]:
     """The bytes of the parts that do not depend on the weights: stored key -> content; a piece has none."""
     if form.source.piece is not None or form.scheme is None:
         return {}
-    found, entry = {}, STORED[form.scheme]
+    contents, entry = {}, STORED[form.scheme]
     for ending, _, role in entry.parts:
         if role is PartRole.KIND:
-            found[form.source.name + ending] = bytes([BLOCK_TYPES[form.scheme].number])
+            contents[form.source.name + ending] = bytes([BLOCK_TYPES[form.scheme].number])
         elif role is PartRole.TABLE:
-            found[form.source.name + ending] = entry.values()
+            contents[form.source.name + ending] = entry.values()
         elif role is PartRole.NESTED_TABLE:
-            found[form.source.name + ending] = int8_code()
+            contents[form.source.name + ending] = int8_code()
         elif role is PartRole.STATE and form.scheme != DOUBLE:
-            found[form.source.name + ending] = _state(form.source.dtype, form.source.shape)
-    return found
+            contents[form.source.name + ending] = _state(form.source.dtype, form.source.shape)
+    return contents
 
 
 def code_values(scheme: str) -> torch.Tensor:
@@ -448,7 +448,7 @@ def arriving(form: StoredForm) -> StoredForm:
 
 
 @dataclass(frozen=True, slots=True)
-class Settling:
+class ScalesForm:
     """The quantization of a tensor's scales, once all of them are there.
 
     Attributes:
@@ -462,12 +462,12 @@ class Settling:
     parts: tuple[TensorToWrite, ...]
 
 
-def settling(form: StoredForm, file: str, offset: int) -> Settling:
+def settling(form: StoredForm, file: str, offset: int) -> ScalesForm:
     """The quantization of the scales of a tensor at 4bit-double, which begin at `offset` bytes in `file`."""
     _, scales, _, nested, _, state = form.parts
     waiting = arriving(form).parts[1]
     source = TensorSpec(scales.name, waiting.dtype, waiting.shape, file, offset, waiting.nbytes)
-    return Settling(form.source, source, (scales, nested, state))
+    return ScalesForm(form.source, source, (scales, nested, state))
 
 
 # The JSON of bitsandbytes that is stored with each 4bit weight, and its validation.
@@ -542,39 +542,39 @@ def read_state(name: str, scheme: str, parts: Mapping[str, TensorSpec], state: b
     if STORED[scheme].block_bytes:
         return _of_payload(scheme, parts[name])
     has_state = state_key(name, scheme) is not None
-    found = _parse_state(name, scheme, state) if has_state else Quantized(scheme, parts[name].shape, None)
-    elements = _part_elements(scheme, found.shape)
+    form = _parse_state(name, scheme, state) if has_state else Quantized(scheme, parts[name].shape, None)
+    elements = _part_elements(scheme, form.shape)
     for part, (_, dtype, role) in zip(names, SCHEMES[scheme].parts, strict=True):
         spec = parts[part]
         if role in elements and (spec.dtype != dtype or spec.elements != elements[role]):
             raise IncompleteSplitError(
                 f"the part {part!r} has {spec.elements:,} elements of {spec.dtype}; a {scheme} tensor of shape "
-                f"{found.shape} needs {elements[role]:,} of {dtype}."
+                f"{form.shape} needs {elements[role]:,} of {dtype}."
             )
-    return found
+    return form
 
 
 def _of_payload(scheme: str, payload: TensorSpec) -> Quantized:
     """The form of blocks, whose rows are those of the stored bytes."""
-    kind = BLOCK_TYPES[scheme]
-    if payload.dtype != "U8" or not payload.shape or payload.shape[-1] % kind.nbytes:
+    block = BLOCK_TYPES[scheme]
+    if payload.dtype != "U8" or not payload.shape or payload.shape[-1] % block.nbytes:
         raise IncompleteSplitError(
             f"the tensor {payload.name!r} is stored as {payload.dtype} {payload.shape}; expected U8 rows of {scheme} "
-            f"blocks of {kind.nbytes} bytes."
+            f"blocks of {block.nbytes} bytes."
         )
-    columns = payload.shape[-1] // kind.nbytes * kind.elements
+    columns = payload.shape[-1] // block.nbytes * block.elements
     return Quantized(scheme, (*payload.shape[:-1], columns), None)
 
 
 def _parse_state(name: str, scheme: str, raw: bytes) -> Quantized:
-    found = _form(raw, scheme == DOUBLE) if len(raw) <= LONGEST_STATE else None
-    if found is None:
+    form = _form(raw, scheme == DOUBLE) if len(raw) <= LONGEST_STATE else None
+    if form is None:
         raise IncompleteSplitError(
             f"the quantization state of {name!r} is {raw[:120]!r}; expected the JSON of "
             f"{'a nested' if scheme == DOUBLE else 'an unnested'} nf4 state of blocks of {NF4_BLOCK}"
             f"{f' with scales quantized in blocks of {NESTED_BLOCK}' if scheme == DOUBLE else ''}."
         )
-    return found
+    return form
 
 
 @functools.lru_cache(maxsize=1024)

@@ -44,9 +44,9 @@ class HeldBytes:
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         """See `Readable`."""
-        found = self._data[offset - self._begin :][: len(buffer)]
-        buffer[: len(found)] = found
-        return len(found)
+        held = self._data[offset - self._begin :][: len(buffer)]
+        buffer[: len(held)] = held
+        return len(held)
 
     def read_at(self, offset: int, length: int) -> bytes:
         """The bytes of a range, fewer only at the end."""
@@ -87,18 +87,18 @@ class _Values:
         """See `Readable`."""
         import torch
 
-        first, count, kind = offset // self._width, len(buffer) // self._width, self._blocks.kind
+        first, count, block = offset // self._width, len(buffer) // self._width, self._blocks.kind
         if not count:
             return 0
         into = torch.frombuffer(buffer, dtype=torch.uint8)
-        step = PIECE_ELEMENTS // kind.elements * kind.elements
-        at = first // kind.elements * kind.elements
-        while at < first + count:
-            end = min(at + step, round_up(first + count, kind.elements))
-            begins, length = at // kind.elements * kind.nbytes, (end - at) // kind.elements * kind.nbytes
+        step = PIECE_ELEMENTS // block.elements * block.elements
+        begin = first // block.elements * block.elements
+        while begin < first + count:
+            end = min(begin + step, round_up(first + count, block.elements))
+            begins, length = begin // block.elements * block.nbytes, (end - begin) // block.elements * block.nbytes
             raw = bytearray(length)
             if self._file.read_into(memoryview(raw), self._spec.offset + begins) != length:
-                return max(at - first, 0) * self._width
+                return max(begin - first, 0) * self._width
             exact = _dequantized(self._blocks, torch.frombuffer(raw, dtype=torch.uint8))
             values = exact.to(self._dtype)
             if self._dtype == torch.float16 and not torch.equal(values.isinf(), exact.isinf()):
@@ -107,10 +107,10 @@ class _Values:
                     f"{self._spec.name} has the value {largest}, which exceeds float16.",
                     "Convert the file with --outtype bf16 or f32.",
                 )
-            wanted = values[max(first - at, 0) : first + count - at].view(torch.uint8)
-            to = max(at - first, 0) * self._width
-            into[to : to + wanted.numel()] = wanted
-            at = end
+            chosen = values[max(first - begin, 0) : first + count - begin].view(torch.uint8)
+            to = max(begin - first, 0) * self._width
+            into[to : to + chosen.numel()] = chosen
+            begin = end
         return len(buffer)
 
 
@@ -139,12 +139,12 @@ def _dequantized(blocks: StoredBlocks, data: torch.Tensor) -> torch.Tensor:
     import numpy as np
     import torch
 
-    kind = blocks.kind
-    if kind.dtype is not None:
-        values = data.view(torch_dtype(kind.dtype)).float()
+    block = blocks.kind
+    if block.dtype is not None:
+        values = data.view(torch_dtype(block.dtype)).float()
     else:
-        count = data.numel() // kind.nbytes
-        values = dequantize(kind.name, data, (count * kind.elements,), torch.float32)
+        count = data.numel() // block.nbytes
+        values = dequantize(block.name, data, (count * block.elements,), torch.float32)
     if blocks.change is ValueChange.MINUS_ONE:
         return values - 1
     if blocks.change is ValueChange.LOG_OF_NEGATIVE:  # as numpy computes it

@@ -77,14 +77,14 @@ def _ramps(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32] | None:
     distance = (RAMP_STEP * np.abs(side)).astype(np.float32)
     ramp = distance.view(np.uint32) >> np.uint32(23) & np.uint32(7)
     slopes, starts = np.zeros((2, 8), np.float32)
-    for number in range(8):
-        own = np.flatnonzero((ramp == number) & (side >= 0))
-        first, last = own[0], own[-1]
+    for index in range(8):
+        places = np.flatnonzero((ramp == index) & (side >= 0))
+        first, last = places[0], places[-1]
         if last > first:
-            slopes[number] = (values[last] - values[first]) / (distance[last] - distance[first])
-        starts[number] = values[first] - np.float64(slopes[number]) * distance[first]  # where values are smallest
-    meant = np.copysign(slopes[ramp].astype(np.float64) * distance + starts[ramp], side)
-    if (np.abs(meant - values) > _RAMP_ERROR * np.abs(values)).any():
+            slopes[index] = (values[last] - values[first]) / (distance[last] - distance[first])
+        starts[index] = values[first] - np.float64(slopes[index]) * distance[first]  # where values are smallest
+    approximated = np.copysign(slopes[ramp].astype(np.float64) * distance + starts[ramp], side)
+    if (np.abs(approximated - values) > _RAMP_ERROR * np.abs(values)).any():
         return None
     return np.concatenate([slopes, slopes, starts, starts])
 
@@ -107,10 +107,10 @@ def features() -> frozenset[str]:
 
     LLVM ends the process if a kernel uses an instruction of another feature.
     """
-    told: str | None = numba.config.CPU_FEATURES  # type: ignore[attr-defined]
-    if told is None:
-        told = str(get_host_cpu_features())  # type: ignore[no-untyped-call]
-    return frozenset(name[1:] for name in told.split(",") if name.startswith("+"))
+    names: str | None = numba.config.CPU_FEATURES  # type: ignore[attr-defined]
+    if names is None:
+        names = str(get_host_cpu_features())  # type: ignore[no-untyped-call]
+    return frozenset(name[1:] for name in names.split(",") if name.startswith("+"))
 
 
 def lanes() -> int:
@@ -147,8 +147,8 @@ class Emitter:
         """A variable for a vector, initially zero, which LLVM keeps in a register."""
         return cgutils.alloca_once_value(self.b, self.zero)  # type: ignore[no-untyped-call]
 
-    def load(self, address: Any, kind: ir.Type, alignment: int) -> Any:
-        loaded = self.b.load(self.b.inttoptr(address, kind.as_pointer()))
+    def load(self, address: Any, ir_type: ir.Type, alignment: int) -> Any:
+        loaded = self.b.load(self.b.inttoptr(address, ir_type.as_pointer()))
         loaded.align = alignment
         return loaded
 
@@ -174,9 +174,9 @@ class Emitter:
         return ir.Constant(self.ints, [value] * self.width)
 
     def spread(self, scalar: Any) -> Any:
-        nothing = ir.Constant(self.floats, ir.Undefined)
-        first = self.b.insert_element(nothing, scalar, ir.Constant(I32, 0))
-        return self.b.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(I32, self.width), [0] * self.width))
+        undefined = ir.Constant(self.floats, ir.Undefined)
+        first = self.b.insert_element(undefined, scalar, ir.Constant(I32, 0))
+        return self.b.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, self.width), [0] * self.width))
 
     def sum(self, vector: Any) -> Any:
         add = self.function(f"llvm.vector.reduce.fadd.v{self.width}f32", F32, F32, self.floats)
@@ -250,7 +250,7 @@ class _Floats:
         """Vectors of a segment's inputs, from bytes `begin` on."""
         emit = self._emit
         places = range(0, HALF_BYTES, emit.width * 4)
-        return [emit.load(emit.add(half, begin, at), emit.floats, 4) for at in places for half in (even, odd)]
+        return [emit.load(emit.add(half, begin, offset), emit.floats, 4) for offset in places for half in (even, odd)]
 
     def products(self, address: Any, inputs: list[list[Any]]) -> list[Any]:
         """Sums of a segment's codes times the inputs of each token, still apart in lanes."""
@@ -309,14 +309,14 @@ class _Bytes(_Floats):
 
     def __init__(self, emit: Emitter, table: Any) -> None:
         super().__init__(emit)
-        self._slopes, self._starts = (emit.load(emit.add(table, at), emit.floats, 4) for at in (0, RAMP_BYTES))
+        self._slopes, self._starts = (emit.load(emit.add(table, offset), emit.floats, 4) for offset in (0, RAMP_BYTES))
 
     def weights(self, address: Any) -> tuple[Any, Any]:
         emit = self._emit
         wide = emit.b.zext(emit.load(address, ir.VectorType(I16, emit.width), 1), emit.ints)
-        return self._meant(emit.b.and_(wide, emit.every(255))), self._meant(emit.b.lshr(wide, emit.every(8)))
+        return self._decoded(emit.b.and_(wide, emit.every(255))), self._decoded(emit.b.lshr(wide, emit.every(8)))
 
-    def _meant(self, code: Any) -> Any:
+    def _decoded(self, code: Any) -> Any:
         """The value on the ramp whose index is the exponent of the code's distance from zero, with the code's sign.
 
         The lookup ignores the sign bit.
@@ -341,13 +341,13 @@ class Pairs:
         self._emit = emit
         self._scheme = scheme
         vectors = 1 if scheme == "4bit" else 8
-        self._tables = [emit.load(emit.add(table, 64 * at), _WORDS, 2) for at in range(vectors)]
+        self._tables = [emit.load(emit.add(table, 64 * index), _WORDS, 2) for index in range(vectors)]
         self.factor = emit.load(emit.add(table, 64 * vectors), F32, 2)
 
     def inputs(self, even: Any, odd: Any, begin: Any) -> list[Any]:
         """Two vectors of a segment's inputs; at 4bit the even ones first, as the codes of a byte are separated."""
         if self._scheme == "8bit":
-            return [self._emit.load(self._emit.add(even, begin, at), _WORDS, 2) for at in (0, 64)]
+            return [self._emit.load(self._emit.add(even, begin, offset), _WORDS, 2) for offset in (0, 64)]
         return pairs_apart(self._emit, self._emit.add(even, begin))
 
     def products(self, address: Any, inputs: list[list[Any]]) -> list[Any]:
@@ -357,7 +357,7 @@ class Pairs:
     def _weights(self, address: Any) -> tuple[Any, Any]:
         emit = self._emit
         if self._scheme == "8bit":
-            indices = (emit.load(emit.add(address, at), ir.VectorType(I8, 32), 1) for at in (0, 32))
+            indices = (emit.load(emit.add(address, offset), ir.VectorType(I8, 32), 1) for offset in (0, 32))
             first, second = (_of_256(emit, self._tables, emit.b.zext(index, _WORDS)) for index in indices)
             return first, second
         permute = emit.function("llvm.x86.avx512.permvar.hi.512", _WORDS, _WORDS, _WORDS)
@@ -369,9 +369,9 @@ class Pairs:
 
 def pairs_apart(emit: Emitter, address: Any) -> list[Any]:
     """The 64 inputs at an address: a vector of those at even indices, and one of those at odd ones."""
-    one, two = (emit.load(emit.add(address, at), _WORDS, 2) for at in (0, 64))
+    first, second = (emit.load(emit.add(address, offset), _WORDS, 2) for offset in (0, 64))
     order = ir.VectorType(I32, 32)
-    return [emit.b.shuffle_vector(one, two, ir.Constant(order, list(range(odd, 64, 2)))) for odd in (0, 1)]
+    return [emit.b.shuffle_vector(first, second, ir.Constant(order, list(range(odd, 64, 2)))) for odd in (0, 1)]
 
 
 def pair_products(emit: Emitter, weights: Iterable[Any], inputs: list[list[Any]]) -> list[Any]:

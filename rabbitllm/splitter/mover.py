@@ -24,7 +24,7 @@ from rabbitllm.base.progress import BytesDone, BytesFetched, tell
 from rabbitllm.errors import CorruptShardError, IncompleteSplitError
 from rabbitllm.formats.tensor_spec import Readable
 from rabbitllm.quant.quantize import quantize_blocks, settled
-from rabbitllm.quant.schemes import SCALE_BYTES, SCHEMES, STORED, Settling, StoredForm, constants, row_blocks
+from rabbitllm.quant.schemes import SCALE_BYTES, SCHEMES, STORED, ScalesForm, StoredForm, constants, row_blocks
 from rabbitllm.quant.stored_blocks import HeldBytes, read_tensor
 from rabbitllm.splitter.plan import CHUNK_BYTES, Move
 from rabbitllm.splitter.sums import Sums
@@ -68,7 +68,7 @@ class ByteStream:
         return piece
 
 
-def settled_parts(form: Settling, scratch: Path) -> Generator[tuple[int, int, memoryview]]:
+def settled_parts(form: ScalesForm, scratch: Path) -> Generator[tuple[int, int, memoryview]]:
     """Yield the stored parts of a tensor with quantized scales, a run at a time.
 
     Args:
@@ -248,7 +248,7 @@ class Mover:
         self.sums.expect(form for form, _, _ in work)
         self._finish([self._submit(self._settle, *job) for job in work])
 
-    def _settle(self, form: Settling, target: FillTarget, path: Path) -> None:
+    def _settle(self, form: ScalesForm, target: FillTarget, path: Path) -> None:
         self._watch()
         stage = self._profiler.stage(target.layout.layer.id, QUANTIZE, form.source.nbytes)
         with stage, contextlib.closing(settled_parts(form, path)) as runs:
@@ -367,7 +367,7 @@ class Mover:
     def _put(
         self,
         target: FillTarget,
-        form: StoredForm | Settling,
+        form: StoredForm | ScalesForm,
         part: int,
         begin: int,
         data: memoryview,

@@ -25,7 +25,7 @@ from rabbitllm.checkpoints.index import natural_key
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import IncompleteSplitError, InUseError, RabbitLLMError, SplitMismatchError
 from rabbitllm.formats.safetensors_file import read_header
-from rabbitllm.quant.schemes import Settling, StoredForm, constants, stored_schemes
+from rabbitllm.quant.schemes import ScalesForm, StoredForm, constants, stored_schemes
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.bit_allocation import other_budget
 from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer, choose_shard_transfer, disk_use
@@ -126,7 +126,7 @@ def _file_checksums(layout: LayerLayout, checksums: TensorSums, folder: Path) ->
 def _written_parts(layout: LayerLayout, checksums: TensorSums) -> list[tuple[int, int, PartSums]] | None:
     """Return offset, bytes and sums of all parts of a layer file, in its order; None if some of them are unknown."""
     parts: dict[int, tuple[int, PartSums]] = {0: (layout.header_bytes, sums_of(layout.header, 0))}
-    forms: list[StoredForm | Settling] = [*layout.forms, *layout.joins, *layout.settles]
+    forms: list[StoredForm | ScalesForm] = [*layout.forms, *layout.joins, *layout.settles]
     for form in forms:
         if form.source.name not in checksums:
             return None

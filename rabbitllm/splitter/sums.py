@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rabbitllm.formats.safetensors_file import TensorToWrite
-from rabbitllm.quant.schemes import Settling, StoredForm
+from rabbitllm.quant.schemes import ScalesForm, StoredForm
 from rabbitllm.store.checksums import SUM_BYTES, combine, combine_all, is_cut, numbers, run_lengths, run_sums
 
 PartSums = bytes
@@ -68,7 +68,7 @@ class Sums:
         self._parts: dict[str, tuple[_Part, ...]] = {}
         self._sources: dict[str, list[tuple[int, int, int]]] = {}
 
-    def expect(self, forms: Iterable[StoredForm | Settling], *, sources: bool = False) -> None:
+    def expect(self, forms: Iterable[StoredForm | ScalesForm], *, sources: bool = False) -> None:
         """Announce tensors, before several threads add to them.
 
         Args:
@@ -81,13 +81,13 @@ class Sums:
                 if sources and isinstance(form, StoredForm) and form.scheme is not None:
                     self._sources[form.source.name] = []
 
-    def forget(self, forms: Iterable[StoredForm | Settling]) -> None:
+    def forget(self, forms: Iterable[StoredForm | ScalesForm]) -> None:
         """Drop the checksums of these tensors, which are going to be written again."""
         for form in forms:
             self._parts.pop(form.source.name, None)
             self._sources.pop(form.source.name, None)
 
-    def add(self, form: StoredForm | Settling, part: int, begin: int, data: memoryview, offset: int | None) -> None:
+    def add(self, form: StoredForm | ScalesForm, part: int, begin: int, data: memoryview, offset: int | None) -> None:
         """Add a written run of a stored part.
 
         Args:
@@ -123,7 +123,7 @@ class Sums:
                 sources[form.source.name] = combine_all((crc, nbytes) for _, nbytes, crc in sorted(read))
         return ShardChecksums(stored, sources)
 
-    def take(self, forms: Iterable[StoredForm | Settling]) -> dict[str, tuple[PartSums, ...]]:
+    def take(self, forms: Iterable[StoredForm | ScalesForm]) -> dict[str, tuple[PartSums, ...]]:
         """Return the sums of each stored part of these tensors, and drop them.
 
         Raises:

@@ -41,7 +41,7 @@ from rabbitllm.quant.schemes import (
     DOUBLE,
     SCALE_BYTES,
     STORED,
-    Settling,
+    ScalesForm,
     StoredForm,
     arriving,
     form_in,
@@ -313,7 +313,7 @@ class LayerLayout:
     scratch_bytes: int = 0
     joins: tuple[StoredForm, ...] = ()
     fixed: tuple[StoredForm, ...] = ()
-    settles: tuple[Settling, ...] = ()
+    settles: tuple[ScalesForm, ...] = ()
 
     @property
     def header(self) -> bytes:

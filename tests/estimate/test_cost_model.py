@@ -31,10 +31,10 @@ def touched(work: tuple[UnitWork, ...], form: str, tokens: int = 1) -> float:
     return sum(product.touched(tokens) for unit in work for product in unit.products if product.form == form)
 
 
-def test_every_matrix_of_a_dense_model_is_multiplied_with_once(tmp_path: Path) -> None:
-    found = drawn(tmp_path / "m", "llama")
-    linears = [module for module in found.model.modules() if isinstance(module, nn.Linear)]
-    work = work_of(found)
+def test_each_matrix_of_a_dense_model_is_multiplied_once(tmp_path: Path) -> None:
+    plan = drawn(tmp_path / "m", "llama")
+    linears = [module for module in plan.model.modules() if isinstance(module, nn.Linear)]
+    work = work_of(plan)
     assert touched(work, "bfloat16") == sum(2 * linear.weight.numel() for linear in linears)
     assert touched(work, "bfloat16", 16) == touched(work, "bfloat16")
     assert not any(unit.bound or unit.made or unit.streamed for unit in work)
@@ -43,11 +43,11 @@ def test_every_matrix_of_a_dense_model_is_multiplied_with_once(tmp_path: Path) -
 
 @pytest.mark.parametrize("scheme", ["4bit", "8bit"])
 def test_compressed_matrices_are_multiplied_from_their_codes(tmp_path: Path, scheme: str) -> None:
-    found = drawn(tmp_path / "m", "llama", scheme, hidden_size=128, intermediate_size=256)
-    work = work_of(found)
+    plan = drawn(tmp_path / "m", "llama", scheme, hidden_size=128, intermediate_size=256)
+    work = work_of(plan)
     quantized = [
         source.stored[job.recipe.sources[0][1]]
-        for source in found.sources.values()
+        for source in plan.sources.values()
         for job in source.jobs
         if job.quantized
     ]
@@ -55,29 +55,27 @@ def test_compressed_matrices_are_multiplied_from_their_codes(tmp_path: Path, sch
     assert touched(work, scheme) == sum(tensor.nbytes for tensor in quantized)
 
 
-def test_what_does_not_fit_is_streamed_and_bound_for_each_pass(tmp_path: Path) -> None:
-    found = drawn(tmp_path / "m", "llama", room=0)
-    work = work_of(found)
-    assert sum(unit.streamed for unit in work) == found.placement.streamed_bytes > 0
-    entries = {name: len(list(source.entries)) for name, source in found.sources.items()}
+def test_units_that_do_not_fit_are_streamed_and_bound(tmp_path: Path) -> None:
+    plan = drawn(tmp_path / "m", "llama", room=0)
+    work = work_of(plan)
+    assert sum(unit.streamed for unit in work) == plan.placement.streamed_bytes > 0
+    entries = {name: len(list(source.entries)) for name, source in plan.sources.items()}
     assert all(unit.bound == entries[unit.unit] for unit in work if unit.streamed)
     assert not any(unit.made for unit in work)  # views of what is read
 
 
 def test_experts_are_no_products_of_their_layer(tmp_path: Path) -> None:
-    found = drawn(tmp_path / "m", "qwen3_moe")
-    products = [product for unit in work_of(found) for product in unit.products]
+    plan = drawn(tmp_path / "m", "qwen3_moe")
+    products = [product for unit in work_of(plan) for product in unit.products]
     assert {product.share for product in products} == {1.0}
-    linears = [module.weight for module in found.model.modules() if isinstance(module, nn.Linear)]
-    routers = [module.weight for name, module in found.model.named_modules() if name.endswith("mlp.gate")]
+    linears = [module.weight for module in plan.model.modules() if isinstance(module, nn.Linear)]
+    routers = [module.weight for name, module in plan.model.named_modules() if name.endswith("mlp.gate")]
     assert sum(product.nbytes for product in products) == sum(2 * weight.numel() for weight in linears + routers)
 
 
-def test_of_experts_that_come_with_their_layer_a_token_needs_those_that_are_picked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_uses_the_picked_experts_of_a_streamed_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a family whose experts are not brought in by themselves."""
-    monkeypatch.setattr("rabbitllm.engine.load_plan.expert_sources", lambda *given: [])
+    monkeypatch.setattr("rabbitllm.engine.load_plan.expert_sources", lambda *args: [])
     work = work_of(drawn(tmp_path / "m", "qwen3_moe"))
     shares = {product.share for unit in work for product in unit.products}
     assert shares == {0.5, 1.0}  # 2 of 4
@@ -87,7 +85,7 @@ def test_of_experts_that_come_with_their_layer_a_token_needs_those_that_are_pick
     assert Product("bfloat16", (2, 3), 100).touched(5) == 100
 
 
-def test_weights_that_are_cast_for_each_use_are_made(tmp_path: Path) -> None:
+def test_weights_that_are_cast_for_each_use_count_as_made(tmp_path: Path) -> None:
     build_checkpoint(tmp_path / "m", "llama", dtype=torch.float32)
     options = RunOptions(device="cpu", dtype="bfloat16", max_memory={"cpu": 0}, show_progress=False)
     plan = make_load_plan(planned(tmp_path / "m", None), options, tmp_path / "m", [CpuDevice()])
@@ -96,7 +94,7 @@ def test_weights_that_are_cast_for_each_use_are_made(tmp_path: Path) -> None:
     assert all(2 * unit.made == unit.streamed for unit in streamed)
 
 
-def test_an_encoder_is_passed_once(tmp_path: Path) -> None:
+def test_an_encoder_counts_once(tmp_path: Path) -> None:
     work = work_of(drawn(tmp_path / "m", "t5"))
     assert {unit.unit.split(".")[0] for unit in work if unit.once} == {"encoder"}
     assert not any(unit.unit.startswith("encoder") for unit in work if not unit.once)
@@ -108,33 +106,33 @@ def test_an_encoder_is_passed_once(tmp_path: Path) -> None:
 MANY = {"num_experts": 12, "num_experts_per_tok": 3}
 
 
-def test_experts_that_stay_are_read_by_no_token(tmp_path: Path) -> None:
-    found = drawn(tmp_path / "m", "qwen3_moe", **MANY)
-    work = routed_work(found)
-    assert [routed.name for routed in work] == [source.name for source in found.experts]
+def test_resident_experts_are_not_read(tmp_path: Path) -> None:
+    plan = drawn(tmp_path / "m", "qwen3_moe", **MANY)
+    work = routed_work(plan)
+    assert [routed.name for routed in work] == [source.name for source in plan.experts]
     assert {(routed.tier, routed.on_device, routed.missed, routed.read_bytes) for routed in work} == {
         (Tier.RESIDENT, 1.0, 0.0, 0.0)
     }
-    (own,) = experts_of(work)
-    assert own.kept_bytes == own.stored_bytes == sum(source.stored_bytes for source in found.experts)
-    assert own.used_bytes == own.stored_bytes * 3 / 12
-    assert (own.count, own.used) == (3 * 12, 3 * 3)
+    (summary,) = experts_of(work)
+    assert summary.kept_bytes == summary.stored_bytes == sum(source.stored_bytes for source in plan.experts)
+    assert summary.used_bytes == summary.stored_bytes * 3 / 12
+    assert (summary.count, summary.used) == (3 * 12, 3 * 3)
 
 
-def test_of_experts_that_come_and_go_what_is_kept_is_not_read(tmp_path: Path) -> None:
-    found = drawn(tmp_path / "m", "qwen3_moe", room=700_000, **MANY)
-    (pool,) = found.placement.pools
+def test_kept_routed_experts_are_not_read(tmp_path: Path) -> None:
+    plan = drawn(tmp_path / "m", "qwen3_moe", room=700_000, **MANY)
+    (pool,) = plan.placement.pools
     assert 0 < pool.slots < 36
-    work = routed_work(found)
+    work = routed_work(plan)
     for routed in work:
         assert routed.on_device == pool.slots / 36
         assert routed.read_bytes == pytest.approx((1 - pool.slots / 36) * 3 * routed.expert_bytes)
         assert routed.copied_bytes == 0
-    (own,) = experts_of(work)
-    assert own.kept_bytes == pytest.approx(own.stored_bytes * pool.slots / 36, abs=1)
+    (summary,) = experts_of(work)
+    assert summary.kept_bytes == pytest.approx(summary.stored_bytes * pool.slots / 36, abs=1)
 
 
-def test_a_prompt_touches_more_experts_than_a_token_and_never_more_than_there_are(tmp_path: Path) -> None:
+def test_a_prompt_uses_more_experts_than_a_token(tmp_path: Path) -> None:
     (routed, *_) = routed_work(drawn(tmp_path / "m", "qwen3_moe", room=0, **MANY))
     assert routed.touched_bytes(1) == pytest.approx(routed.used_bytes)
     assert routed.touched_bytes(2) == pytest.approx((3 + 3 * 9 / 12) * routed.expert_bytes)
@@ -142,15 +140,15 @@ def test_a_prompt_touches_more_experts_than_a_token_and_never_more_than_there_ar
 
 
 @pytest.mark.parametrize("share", [0.25, 0.75])
-def test_used_alike_a_cache_finds_the_share_that_it_keeps(share: float) -> None:
+def test_uniform_use_hits_the_kept_share(share: float) -> None:
     """What plans assume, of the engine's own cache."""
     experts, used, tokens = 64, 4, 2000
     cache, random = ExpertCache([experts], int(share * experts)), np.random.default_rng(0)
-    found = 0
+    hits = 0
     for _ in range(tokens):
         chosen = np.sort(random.choice(experts, used, replace=False))
         cache.use(0, chosen, np.ones(used, np.int64), 1)
         slots = cache.slots_of(0, chosen)
-        found += int(np.count_nonzero(slots >= 0))
+        hits += int(np.count_nonzero(slots >= 0))
         cache.admit(0, chosen[slots < 0], slots[slots >= 0])
-    assert found / (used * tokens) == pytest.approx(share, abs=0.03)
+    assert hits / (used * tokens) == pytest.approx(share, abs=0.03)

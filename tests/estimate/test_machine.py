@@ -72,7 +72,7 @@ def test_codes_are_multiplied_by_the_kernel(form: str, dtype: torch.dtype) -> No
     assert weight.matrix.table_for(kernel_for(form, dtype))
 
 
-def test_the_rate_is_of_all_bytes_of_the_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rate_counts_all_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_seconds", lambda work: work() or 2.0)
     assert product_rate(CpuDevice(), "bfloat16", torch.float32, 1) == machine.SET_BYTES / 2
 
@@ -87,20 +87,20 @@ def test_weights_on_a_gpu_stay_there() -> None:
 def test_each_rate_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = iter(range(9))
     monkeypatch.setattr(machine, "product_rate", lambda *arguments: next(rates))
-    this = machine_with()
-    assert [this.product("cpu", "4bit", torch.bfloat16) for _ in range(3)] == [0, 0, 0]
-    assert this.product("cpu", "4bit", torch.float32) == 1
-    assert this.product("cpu", "4bit", torch.float32, 16) == 2
+    measured = machine_with()
+    assert [measured.product("cpu", "4bit", torch.bfloat16) for _ in range(3)] == [0, 0, 0]
+    assert measured.product("cpu", "4bit", torch.float32) == 1
+    assert measured.product("cpu", "4bit", torch.float32, 16) == 2
     # numbers of a dtype are multiplied with numbers of this dtype
-    assert this.product("cpu", "float32", torch.bfloat16) == this.product("cpu", "float32", torch.float32) == 3
+    assert measured.product("cpu", "float32", torch.bfloat16) == measured.product("cpu", "float32", torch.float32) == 3
 
 
-def test_the_overhead_leaves_the_generator_of_random_numbers_alone() -> None:
+def test_measuring_the_overhead_keeps_the_random_state() -> None:
     before = torch.get_rng_state()
-    found = overhead(CpuDevice())
-    assert found.a_token >= 0
-    assert found.a_module >= 0
-    assert found.a_token + found.a_module > 0
+    seconds = overhead(CpuDevice())
+    assert seconds.a_token >= 0
+    assert seconds.a_module >= 0
+    assert seconds.a_token + seconds.a_module > 0
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -127,12 +127,12 @@ def test_files_are_read(tmp_path: Path, mode: ReadMode, monkeypatch: pytest.Monk
     assert read_rate(files, mode)[1] == 3 << 20
 
 
-def test_without_files_nothing_has_a_rate(tmp_path: Path) -> None:
-    gone = file(tmp_path, 5000)
-    this = machine_with(gone)
-    gone.unlink()
-    for one in (machine_with(), machine_with(file(tmp_path, 0)), this):
-        assert one.disk() is one.reading(THROUGH_THE_CACHE) is None
+def test_no_rates_without_files(tmp_path: Path) -> None:
+    missing = file(tmp_path, 5000)
+    measured = machine_with(missing)
+    missing.unlink()
+    for subject in (machine_with(), machine_with(file(tmp_path, 0)), measured):
+        assert subject.disk() is subject.reading(THROUGH_THE_CACHE) is None
 
 
 def test_the_faster_mode_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,14 +141,14 @@ def test_the_faster_mode_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
         assert machine_with().disk() == (chosen, rates[chosen])
 
 
-def test_files_that_exist_are_read(tmp_path: Path) -> None:
+def test_existing_files_are_read(tmp_path: Path) -> None:
     here, before = file(tmp_path, 5000), sorted(tmp_path.iterdir())
     with something_to_read(tmp_path / "not" / "there", [here, tmp_path / "gone"], 0) as files:
         assert list(files) == [here]
     assert sorted(tmp_path.iterdir()) == [*before]
 
 
-def test_without_files_one_without_a_name_is_written(tmp_path: Path) -> None:
+def test_a_nameless_file_is_written_without_files(tmp_path: Path) -> None:
     status = tmp_path.stat()
     with something_to_read(tmp_path / "not" / "there", [], 0) as files:
         assert list(tmp_path.iterdir()) == []
@@ -160,7 +160,7 @@ def test_without_files_one_without_a_name_is_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_room_nothing_is_written(tmp_path: Path) -> None:
+def test_no_file_is_written_without_space(tmp_path: Path) -> None:
     with something_to_read(tmp_path, [], shutil.disk_usage(tmp_path).free) as files:
         assert list(files) == []
 

@@ -47,17 +47,17 @@ def tiny(folder: Path, family: str, **settings: Any) -> tuple[Path, Outline]:
 
 def times_of(outline: Outline, name: str) -> int:
     """How often the whole model has a tensor of the sample, by its name."""
-    found = DECODER.match(name)
-    return outline.times(f"layers.{found[1]}") if found else 1
+    match = DECODER.match(name)
+    return outline.times(f"layers.{match[1]}") if match else 1
 
 
 def all_of(outline: Outline) -> Counter[tuple[str, tuple[int, ...], str]]:
     """The tensors of the whole model, without the numbers of layers."""
-    found: Counter[tuple[str, tuple[int, ...], str]] = Counter()
-    for one in outline.stored:
-        name = DECODER.sub("", one.name)
-        found[name, one.shape, one.dtype] += times_of(outline, one.name)
-    return found
+    counts: Counter[tuple[str, tuple[int, ...], str]] = Counter()
+    for tensor in outline.stored:
+        name = DECODER.sub("", tensor.name)
+        counts[name, tensor.shape, tensor.dtype] += times_of(outline, tensor.name)
+    return counts
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -73,7 +73,7 @@ def test_an_outline_has_each_kind_of_layer_once_and_all_tensors(tmp_path: Path, 
 
 @pytest.mark.parametrize("compression", [None, "8bit", "4bit"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layer_files_take_what_a_plan_says(tmp_path: Path, family: str, compression: str | None) -> None:
+def test_layer_files_have_the_planned_sizes(tmp_path: Path, family: str, compression: str | None) -> None:
     folder, outline = tiny(tmp_path, family)
     files = planned(folder, compression)
     stored = sum(tensor.nbytes for tensor in files.tensors.values())
@@ -105,7 +105,7 @@ def test_an_outline_has_the_estimate_of_its_model(
     assert of_outline.first_token_seconds is None
 
 
-def test_two_gpus_get_what_a_plan_gives_them(tmp_path: Path) -> None:
+def test_two_gpus_get_the_units_of_the_plan(tmp_path: Path) -> None:
     folder, outline = tiny(tmp_path, "qwen3_moe")
     gpus: list[Device] = [FakeGpu(0), FakeGpu(1)]
     options = RunOptions(max_memory={**{gpu.name: 200_000 for gpu in gpus}, "cpu": 300_000})
@@ -117,7 +117,7 @@ def test_two_gpus_get_what_a_plan_gives_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", published(), ids=lambda model: model.repository)
-def test_published_figures_are_those_of_the_models_own_class(model: Published) -> None:
+def test_published_figures_are_those_of_the_model_class(model: Published) -> None:
     """Every parameter, and every buffer that is saved, in a model of that config on the meta device.
 
     Of the heads that predict further tokens some checkpoints have tensors, and the class has none.
@@ -126,13 +126,13 @@ def test_published_figures_are_those_of_the_models_own_class(model: Published) -
     config = transformers.AutoConfig.for_model(**copy.deepcopy(plain))
     with torch.device("meta"):
         skeleton = model_class(config)(config)
-    parameters = {id(one): one for one in skeleton.parameters()}.values()
+    parameters = {id(tensor): tensor for tensor in skeleton.parameters()}.values()
     saved = skeleton.state_dict().keys()
-    buffers = sum(one.numel() for name, one in skeleton.named_buffers() if name in saved)
-    assert sum(one.numel() for one in parameters) + buffers == model.parameters
+    buffers = sum(tensor.numel() for name, tensor in skeleton.named_buffers() if name in saved)
+    assert sum(tensor.numel() for tensor in parameters) + buffers == model.parameters
     further = re.compile(rf"(model\.(language_model\.)?layers\.{len(model.outline.layers)}|mtp)\.")
-    used = [one for one in model.outline.stored if not further.match(one.name)]
-    elements = sum(math.prod(one.shape) * times_of(model.outline, one.name) for one in used)
+    used = [tensor for tensor in model.outline.stored if not further.match(tensor.name)]
+    elements = sum(math.prod(tensor.shape) * times_of(model.outline, tensor.name) for tensor in used)
     assert model.quantized or elements == model.parameters
     assert len(model.outline.layers) == config.get_text_config().num_hidden_layers
     assert 0 < model.largest_shard_bytes <= model.outline.checkpoint_bytes * 1.01
@@ -146,39 +146,39 @@ def test_the_engine_takes_the_sample_of_a_published_model(tmp_path: Path, model:
     (tmp_path / "config.json").write_text(json.dumps(model.outline.sample))
     files = PlannedFiles(model.outline.plans[None], tmp_path / "split")
     drawn = make_load_plan(files, RunOptions(device="cpu", max_memory={"cpu": 1 << 45}), tmp_path, [CpuDevice()])
-    number = len(model.outline.layers)
+    layers = len(model.outline.layers)
     unused = [name for name in drawn.weights.unused if not name.endswith("activation_scale")]
-    assert all(f".layers.{number}." in name or name.startswith("mtp.") for name in unused)
+    assert all(f".layers.{layers}." in name or name.startswith("mtp.") for name in unused)
     text = model.outline.config.get("text_config", model.outline.config)
     assert bool(unused) == any(text.get(f"{key}_layers") for key in FURTHER_HEADS)
 
 
-def test_sizes_that_are_published() -> None:
+def test_published_sizes() -> None:
     """Of whole repositories, as their listings and indexes say."""
-    known = {model.repository: model.outline.checkpoint_bytes for model in published()}
-    assert known["Qwen/Qwen2.5-72B-Instruct"] == 145_412_407_296
-    assert known["Qwen/Qwen3-Coder-Next"] == 159_348_782_592
-    assert known["deepseek-ai/DeepSeek-V3"] == pytest.approx(688_586_727_753, rel=1e-4)
-    assert known["Qwen/Qwen3.6-35B-A3B"] == 71_903_645_408
-    assert known["google/gemma-4-31B-it"] == 62_546_177_752
-    assert known["zai-org/GLM-5.1"] == 1_507_728_316_928
-    assert known["deepseek-ai/DeepSeek-V4-Flash"] == 159_609_485_896
-    assert known["Qwen/Qwen3.8-Flash-Next"] == 359_999_963_128
-    assert known["google/gemma-4-26B-A4B-it"] == 51_611_872_412
-    assert known["moonshotai/Kimi-K2.6"] == pytest.approx(595e9, rel=1e-3)  # as the page of its files says
-    assert known["zai-org/GLM-5.3-Flash"] == pytest.approx(642e9, rel=2e-3)  # as others who converted it say
+    sizes = {model.repository: model.outline.checkpoint_bytes for model in published()}
+    assert sizes["Qwen/Qwen2.5-72B-Instruct"] == 145_412_407_296
+    assert sizes["Qwen/Qwen3-Coder-Next"] == 159_348_782_592
+    assert sizes["deepseek-ai/DeepSeek-V3"] == pytest.approx(688_586_727_753, rel=1e-4)
+    assert sizes["Qwen/Qwen3.6-35B-A3B"] == 71_903_645_408
+    assert sizes["google/gemma-4-31B-it"] == 62_546_177_752
+    assert sizes["zai-org/GLM-5.1"] == 1_507_728_316_928
+    assert sizes["deepseek-ai/DeepSeek-V4-Flash"] == 159_609_485_896
+    assert sizes["Qwen/Qwen3.8-Flash-Next"] == 359_999_963_128
+    assert sizes["google/gemma-4-26B-A4B-it"] == 51_611_872_412
+    assert sizes["moonshotai/Kimi-K2.6"] == pytest.approx(595e9, rel=1e-3)  # as the page of its files says
+    assert sizes["zai-org/GLM-5.3-Flash"] == pytest.approx(642e9, rel=2e-3)  # as others who converted it say
 
 
 @pytest.mark.parametrize(
-    "model", [one for one in published() if "text_config" in one.outline.config], ids=lambda m: m.repository
+    "model", [model for model in published() if "text_config" in model.outline.config], ids=lambda m: m.repository
 )
 def test_layers_of_an_encoder_are_not_multiplied(tmp_path: Path, model: Published) -> None:
     (tmp_path / "config.json").write_text(json.dumps(model.outline.sample))
     files = PlannedFiles(model.outline.plans[None], tmp_path / "split")
     machine = Machine([CpuDevice()], RunOptions(device="cpu", max_memory={"cpu": 1 << 45}))
     sample = make_load_plan(files, machine.options, tmp_path, machine.devices)
-    found = stretched(sample, model.outline.layers, machine)
-    decoder = [name for name in found.sources if re.fullmatch(r"model\.language_model\.layers\.\d+", name)]
+    plan = stretched(sample, model.outline.layers, machine)
+    decoder = [name for name in plan.sources if re.fullmatch(r"model\.language_model\.layers\.\d+", name)]
     assert len(decoder) == len(model.outline.layers)
-    rest = [name for name in found.sources if name not in decoder and ".ngram_embedding" not in name]
-    assert rest == [name for name in sample.sources if "language_model.layers." not in name]
+    outside = [name for name in plan.sources if name not in decoder and ".ngram_embedding" not in name]
+    assert outside == [name for name in sample.sources if "language_model.layers." not in name]

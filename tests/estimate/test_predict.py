@@ -72,33 +72,33 @@ def foretell(folder: Path, compression: str | None = None, room: int = 1 << 34, 
 
 
 def at(plan: Plan, compression: str | None) -> GenerationEstimate:
-    return next(found for found in plan.generations if found.compression == compression)
+    return next(generation for generation in plan.generations if generation.compression == compression)
 
 
 @pytest.mark.parametrize("room", [0, 200_000, None])
-def test_what_a_plan_says_is_what_is_loaded(tmp_path: Path, room: int | None) -> None:
+def test_a_plan_predicts_the_load(tmp_path: Path, room: int | None) -> None:
     folder = checkpoint(tmp_path / "m", hidden_size=128)
     limits: Any = {"device": "cpu", "max_memory": None if room is None else {"cpu": room}}
     plan = rabbitllm.plan(folder, bandwidth="1GB", **limits)
     assert plan.devices == ("cpu",)
-    assert [found.compression for found in plan.generations] == COMPRESSIONS
+    assert [generation.compression for generation in plan.generations] == COMPRESSIONS
     for compression in COMPRESSIONS:
-        found = at(plan, compression)
+        estimate = at(plan, compression)
         model = rabbitllm.AutoModel.from_pretrained(
             folder, compression=compression, show_layer_progress=False, **limits
         )
         units = model.placement.units
         for tier in Tier:
             here = [placed for placed in units if placed.tier is tier]
-            held = [held for held in found.placed if held.tier == tier.value]
-            assert [one.units for one in held] == ([len(here)] if here else [])
-            assert sum(one.stored_bytes for one in held) == sum(placed.counted for placed in here)
-        assert found.read_bytes == model.placement.streamed_bytes
-        assert found.token_seconds is not None
-        assert found.first_token_seconds is not None
-        assert found.speeds
+            content = [content for content in estimate.placed if content.tier == tier.value]
+            assert [content.units for content in content] == ([len(here)] if here else [])
+            assert sum(content.stored_bytes for content in content) == sum(placed.counted for placed in here)
+        assert estimate.read_bytes == model.placement.streamed_bytes
+        assert estimate.token_seconds is not None
+        assert estimate.first_token_seconds is not None
+        assert estimate.speeds
     after = rabbitllm.plan(folder, bandwidth="1GB", **limits)  # the same of finished splits
-    assert [found.placed for found in after.generations] == [found.placed for found in plan.generations]
+    assert [g.placed for g in after.generations] == [g.placed for g in plan.generations]
 
 
 @pytest.mark.parametrize("room", [0, 200_000, 1 << 34])
@@ -106,66 +106,66 @@ def test_what_a_plan_says_is_what_is_loaded(tmp_path: Path, room: int | None) ->
 def test_tied_embeddings_are_counted_once(tmp_path: Path, compression: str | None, room: int) -> None:
     folder = checkpoint(tmp_path / "m", "qwen2", tied=True)
     tensors = planned(folder, compression).tensors.values()
-    found = foretell(folder, compression, room)
-    assert sum(held.stored_bytes for held in found.placed) == sum(tensor.nbytes for tensor in tensors)
+    estimate = foretell(folder, compression, room)
+    assert sum(content.stored_bytes for content in estimate.placed) == sum(tensor.nbytes for tensor in tensors)
     if room == 1 << 34:
-        assert found.stays_bytes == sum(tensor.nbytes for tensor in tensors)
+        assert estimate.stays_bytes == sum(tensor.nbytes for tensor in tensors)
 
 
 @pytest.mark.parametrize("compression", [None, "4bit"])
 @pytest.mark.parametrize("room", [0, 600_000, 1 << 34])
-def test_what_a_plan_says_of_experts_is_what_is_loaded(tmp_path: Path, room: int, compression: str | None) -> None:
+def test_a_plan_predicts_the_loaded_experts(tmp_path: Path, room: int, compression: str | None) -> None:
     folder = checkpoint(tmp_path / "m", "qwen3_moe", num_experts=12, num_experts_per_tok=3)
-    found = foretell(folder, compression, room)
+    estimate = foretell(folder, compression, room)
     options = RunOptions(device="cpu", max_memory={"cpu": room}, show_progress=False)
     placement = load_model(split(folder, compression), options).placement
-    (own,) = found.experts
-    assert {placed.tier.value for placed in placement.experts} == {own.tier}
-    assert sum(placed.stored for placed in placement.experts) == own.stored_bytes
-    assert own.used_bytes * 4 == own.stored_bytes
+    (experts,) = estimate.experts
+    assert {placed.tier.value for placed in placement.experts} == {experts.tier}
+    assert sum(placed.stored for placed in placement.experts) == experts.stored_bytes
+    assert experts.used_bytes * 4 == experts.stored_bytes
     slots = sum(pool.slots for pool in placement.pools)
-    kept = slots / own.count if placement.pools else 1
-    assert own.kept_bytes == pytest.approx(kept * own.stored_bytes, abs=1)
-    assert found.read_bytes == pytest.approx(placement.streamed_bytes + (1 - kept) * own.used_bytes, abs=1)
-    assert (found.found_token_seconds or 0) > 0
-    assert found.token_seconds is not None
+    share = slots / experts.count if placement.pools else 1
+    assert experts.kept_bytes == pytest.approx(share * experts.stored_bytes, abs=1)
+    assert estimate.read_bytes == pytest.approx(placement.streamed_bytes + (1 - share) * experts.used_bytes, abs=1)
+    assert (estimate.found_token_seconds or 0) > 0
+    assert estimate.token_seconds is not None
 
 
-def test_experts_that_are_kept_are_not_read(tmp_path: Path, known_rates: None) -> None:
+def test_kept_experts_are_not_read(tmp_path: Path, known_rates: None) -> None:
     folder = checkpoint(tmp_path / "m", "qwen3_moe", num_experts=12, num_experts_per_tok=3)
     for room in (0, 600_000):
-        found = foretell(folder, None, room)
-        (own,) = found.experts
-        assert found.token_seconds is not None
-        assert found.found_token_seconds is not None
-        missed = 1 - own.kept_bytes / own.stored_bytes
-        spared = found.token_seconds - found.found_token_seconds
-        assert spared == pytest.approx(missed * own.used_bytes / 1e6, rel=0.01)
+        estimate = foretell(folder, None, room)
+        (experts,) = estimate.experts
+        assert estimate.token_seconds is not None
+        assert estimate.found_token_seconds is not None
+        missed = 1 - experts.kept_bytes / experts.stored_bytes
+        spared = estimate.token_seconds - estimate.found_token_seconds
+        assert spared == pytest.approx(missed * experts.used_bytes / 1e6, rel=0.01)
     assert 0 < missed < 1
 
 
 def test_a_model_in_memory_takes_as_long_as_its_products(tmp_path: Path, known_rates: None) -> None:
     folder = checkpoint(tmp_path / "m", hidden_size=128, intermediate_size=512)
-    found = foretell(folder)
-    assert found.read_bytes == 0
-    assert found.token_seconds == pytest.approx(found.stays_bytes / 1e6, rel=0.1)
-    assert found.first_token_seconds == pytest.approx(2 * found.token_seconds, rel=0.1)  # all is read once
+    estimate = foretell(folder)
+    assert estimate.read_bytes == 0
+    assert estimate.token_seconds == pytest.approx(estimate.stays_bytes / 1e6, rel=0.1)
+    assert estimate.first_token_seconds == pytest.approx(2 * estimate.token_seconds, rel=0.1)  # all is read once
     quantized = foretell(folder, "4bit")
     assert quantized.token_seconds is not None
-    assert quantized.token_seconds < 0.5 * found.token_seconds  # type: ignore[operator]
+    assert quantized.token_seconds < 0.5 * estimate.token_seconds  # type: ignore[operator]
 
 
 @pytest.mark.usefixtures("known_rates")
 @pytest.mark.parametrize("is_cached", [True, False])
-def test_the_disk_is_read_while_other_units_compute_and_the_page_cache_is_not(
+def test_disk_reads_overlap_computing_and_page_cache_reads_do_not(
     tmp_path: Path, is_cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(predictions, "stays_cached", lambda nbytes, room: is_cached)
     folder = checkpoint(tmp_path / "m", hidden_size=128, intermediate_size=512, num_hidden_layers=8)
-    found = foretell(folder, room=0)
-    assert found.from_the_disk is not is_cached
-    assert found.read_bytes > 2 * found.stays_bytes
-    assert found.token_seconds == pytest.approx((1 + is_cached) * found.read_bytes / 1e6, rel=0.01)
+    estimate = foretell(folder, room=0)
+    assert estimate.from_the_disk is not is_cached
+    assert estimate.read_bytes > 2 * estimate.stays_bytes
+    assert estimate.token_seconds == pytest.approx((1 + is_cached) * estimate.read_bytes / 1e6, rel=0.01)
 
 
 def test_python_takes_time_for_every_module_and_every_bound_weight(
@@ -183,11 +183,11 @@ def test_python_takes_time_for_every_module_and_every_bound_weight(
     assert after[0] - after[1] == pytest.approx(predictions.BINDING * bound, rel=0.1)  # type: ignore[operator]
 
 
-def test_a_form_of_few_bytes_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_forms_are_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as a router in float32, or a table of integers, with which torch multiplies nothing."""
     forms: list[str] = []
     product = Machine.product
-    monkeypatch.setattr(Machine, "product", lambda self, *given: forms.append(given[1]) or product(self, *given))
+    monkeypatch.setattr(Machine, "product", lambda self, *args: forms.append(args[1]) or product(self, *args))
     folder = checkpoint(tmp_path / "m", hidden_size=128, intermediate_size=512)
     few = Product("int64", (2, 2), 100)
     monkeypatch.setattr(
@@ -206,11 +206,11 @@ def test_no_token_is_slower_than_the_first(
     rates = {THROUGH_THE_CACHE: 1e5}
     monkeypatch.setattr(Machine, "reading", lambda self, mode: rates.get(mode, 1e12))
     monkeypatch.setattr(Machine, "product", lambda self, device, form, dtype, rows=1: 1e6 * rows**2)
-    found = foretell(checkpoint(tmp_path / "m", "qwen3_moe"), compression, room)
-    assert 0 < (found.token_seconds or 0) <= (found.first_token_seconds or 0)
+    estimate = foretell(checkpoint(tmp_path / "m", "qwen3_moe"), compression, room)
+    assert 0 < (estimate.token_seconds or 0) <= (estimate.first_token_seconds or 0)
 
 
-def test_without_files_only_a_model_in_memory_has_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_files_only_resident_models_have_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = checkpoint(tmp_path / "m")
     monkeypatch.setattr(Machine, "reading", lambda self, mode: None)
     fits, streams = foretell(folder), foretell(folder, room=0)
@@ -221,61 +221,61 @@ def test_without_files_only_a_model_in_memory_has_a_time(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("host", [0, 300_000, 1 << 30])
-def test_experts_on_gpus_that_are_none(tmp_path: Path, host: int) -> None:
+def test_experts_on_fake_gpus(tmp_path: Path, host: int) -> None:
     folder = checkpoint(tmp_path / "m", "qwen3_moe", num_experts=12, num_experts_per_tok=3, moe_intermediate_size=32)
     options = RunOptions(max_memory={"fake:0": 260_000, "fake:1": 260_000, "cpu": host})
-    found = predict(None, planned(folder, None), folder, machine_of(folder, options, FakeGpu(0), FakeGpu(1)))
-    assert {own.device for own in found.experts} == {"fake:0", "fake:1"}
-    for own in found.experts:
-        assert 0 < own.kept_bytes < own.stored_bytes
-        missed = 1 - (own.kept_bytes + own.host_bytes) / own.stored_bytes
-        assert own.copied_bytes == pytest.approx(own.used_bytes * (1 - own.kept_bytes / own.stored_bytes), abs=2)
-        assert own.read_bytes == pytest.approx(own.used_bytes * missed, abs=2)
+    estimate = predict(None, planned(folder, None), folder, machine_of(folder, options, FakeGpu(0), FakeGpu(1)))
+    assert {e.device for e in estimate.experts} == {"fake:0", "fake:1"}
+    for e in estimate.experts:
+        assert 0 < e.kept_bytes < e.stored_bytes
+        missed = 1 - (e.kept_bytes + e.host_bytes) / e.stored_bytes
+        assert e.copied_bytes == pytest.approx(e.used_bytes * (1 - e.kept_bytes / e.stored_bytes), abs=2)
+        assert e.read_bytes == pytest.approx(e.used_bytes * missed, abs=2)
         assert (missed < 1e-6) == (host == 1 << 30)
-    assert any(own.host_bytes for own in found.experts) == bool(host)
-    assert {speed.what.rpartition(" ")[2] for speed in found.speeds if "multiplying" in speed.what} >= {"fake:0"}
-    assert (found.token_seconds or 0) > (found.found_token_seconds or 0) > 0
+    assert any(e.host_bytes for e in estimate.experts) == bool(host)
+    assert {speed.what.rpartition(" ")[2] for speed in estimate.speeds if "multiplying" in speed.what} >= {"fake:0"}
+    assert (estimate.token_seconds or 0) > (estimate.found_token_seconds or 0) > 0
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next", "gpt_oss", "t5", "mamba2"])
 def test_other_families(tmp_path: Path, family: str) -> None:
     folder = checkpoint(tmp_path / "m", family, tied=family == "t5")
     for compression, room in ((None, 0), ("4bit", 1 << 34)):
-        found = foretell(folder, compression, room)
-        assert (found.token_seconds or 0) > 0
-        assert (found.first_token_seconds or 0) > 0
+        estimate = foretell(folder, compression, room)
+        assert (estimate.token_seconds or 0) > 0
+        assert (estimate.first_token_seconds or 0) > 0
 
 
 @pytest.mark.parametrize("family", ["zamba", "hy_v4", "dots3_note", "llama4"])
-def test_families_of_their_own(tmp_path: Path, family: str) -> None:
+def test_special_families(tmp_path: Path, family: str) -> None:
     """Matrices kept in float32; layers that differ in what a config says once; experts with a forward of their own."""
     folder = build_checkpoint(tmp_path / "m", HYBRIDS[family], dtype=torch.bfloat16)
     for room in (0, 1 << 34):
         assert (foretell(folder, None, room).token_seconds or 0) > 0
 
 
-def test_on_gpus_that_are_none(tmp_path: Path) -> None:
+def test_estimates_on_fake_gpus(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "m")
     gpus = [FakeGpu(0), FakeGpu(1)]
     options = RunOptions(max_memory={gpu.name: 60_000 for gpu in gpus})
     machine = machine_of(folder, options, *gpus)
     for compression in (None, "4bit"):
-        found = predict(compression, planned(folder, compression), folder, machine)
-        assert {held.device for held in found.placed} == {"fake:0", "fake:1"}
-        assert (found.token_seconds or 0) > 0
-        assert any("on fake:1" in speed.what for speed in found.speeds)
+        estimate = predict(compression, planned(folder, compression), folder, machine)
+        assert {content.device for content in estimate.placed} == {"fake:0", "fake:1"}
+        assert (estimate.token_seconds or 0) > 0
+        assert any("on fake:1" in speed.what for speed in estimate.speeds)
     assert all(gpu.uploads for gpu in gpus)
 
 
 @pytest.mark.parametrize("host", [0, 1 << 30], ids=["nothing is kept", "all is kept in page-locked memory"])
-def test_what_a_gpu_is_sent_for_each_token(tmp_path: Path, host: int, known_rates: None) -> None:
+def test_bytes_copied_to_a_gpu_for_each_token(tmp_path: Path, host: int, known_rates: None) -> None:
     folder = checkpoint(tmp_path / "m")
     options = RunOptions(max_memory={"fake:0": 60_000, "cpu": host})
-    found = predict(None, planned(folder, None), folder, machine_of(folder, options, FakeGpu(0)))
-    assert found.copied_bytes > 0
-    assert found.read_bytes == (0 if host else found.copied_bytes)
-    computed = found.stays_bytes if host else found.copied_bytes
-    assert found.token_seconds == pytest.approx(max(found.copied_bytes, computed) / 1e6, rel=0.5)
+    estimate = predict(None, planned(folder, None), folder, machine_of(folder, options, FakeGpu(0)))
+    assert estimate.copied_bytes > 0
+    assert estimate.read_bytes == (0 if host else estimate.copied_bytes)
+    computed = estimate.stays_bytes if host else estimate.copied_bytes
+    assert estimate.token_seconds == pytest.approx(max(estimate.copied_bytes, computed) / 1e6, rel=0.5)
 
 
 def test_links_of_several_gpus_work_at_the_same_time(tmp_path: Path, known_rates: None) -> None:
@@ -285,21 +285,21 @@ def test_links_of_several_gpus_work_at_the_same_time(tmp_path: Path, known_rates
         options = RunOptions(max_memory={**{gpu.name: 60_000 for gpu in gpus}, "cpu": 1 << 30})
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Machine, "product", lambda self, *arguments: 1e12)
-            found = predict(None, planned(folder, None), folder, machine_of(folder, options, *gpus))
-        seconds.append(found.token_seconds or 0)
-        assert seconds[-1] == pytest.approx(found.copied_bytes / len(gpus) / 1e6, rel=0.2)
+            estimate = predict(None, planned(folder, None), folder, machine_of(folder, options, *gpus))
+        seconds.append(estimate.token_seconds or 0)
+        assert seconds[-1] == pytest.approx(estimate.copied_bytes / len(gpus) / 1e6, rel=0.2)
     assert seconds[1] < 0.6 * seconds[0]
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_what_a_gpu_multiplies_from_codes_is_measured_so(tmp_path: Path, exact: bool) -> None:
+def test_products_from_codes_are_measured_on_a_gpu(tmp_path: Path, exact: bool) -> None:
     folder = checkpoint(tmp_path / "m")
     options = RunOptions(max_memory={"fake:0": 60_000, "cpu": 1 << 30}, exact=exact)
-    found = predict("4bit", planned(folder, "4bit"), folder, machine_of(folder, options, FakeGpu(0)))
-    said = {speed.what for speed in found.speeds if speed.what.startswith("multiplying")}
-    assert ("multiplying with 4bit codes on fake:0" in said) != exact
-    assert "multiplying with bfloat16 on fake:0" in said or not exact
-    assert (found.token_seconds or 0) > 0
+    estimate = predict("4bit", planned(folder, "4bit"), folder, machine_of(folder, options, FakeGpu(0)))
+    names = {speed.what for speed in estimate.speeds if speed.what.startswith("multiplying")}
+    assert ("multiplying with 4bit codes on fake:0" in names) != exact
+    assert "multiplying with bfloat16 on fake:0" in names or not exact
+    assert (estimate.token_seconds or 0) > 0
 
 
 def test_a_gpu_too_small_for_measuring_has_a_plan_without_times(
@@ -308,25 +308,25 @@ def test_a_gpu_too_small_for_measuring_has_a_plan_without_times(
     folder = checkpoint(tmp_path / "m")
     machine = machine_of(folder, RunOptions(max_memory={"fake:0": 30_000}), FakeGpu(0, capacity=50_000))
     with watched():
-        found = predict("4bit", planned(folder, "4bit"), folder, machine)
-    assert found.copied_bytes > 0
-    assert found.token_seconds is None
+        estimate = predict("4bit", planned(folder, "4bit"), folder, machine)
+    assert estimate.copied_bytes > 0
+    assert estimate.token_seconds is None
     assert "The seconds per token cannot be measured: A GPU has too little memory for measuring" in caplog.text
     assert "Weights may take max_memory={'fake:0': 30,000} bytes" in caplog.text
 
 
-def test_what_transformers_does_not_know_is_said(tmp_path: Path) -> None:
+def test_unknown_architectures_are_an_obstacle(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "m")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "hare", "architectures": ["Hare"]}))
     plan = rabbitllm.plan(folder, bandwidth="1GB", device="cpu")
     assert plan.choice is None
-    assert [found.obstacle is None for found in plan.generations] == [False] * len(COMPRESSIONS)
-    assert all("cannot build the model" in (found.obstacle or "") for found in plan.generations)
+    assert [generation.obstacle is None for generation in plan.generations] == [False] * len(COMPRESSIONS)
+    assert all("cannot build the model" in (generation.obstacle or "") for generation in plan.generations)
     assert all("loading would fail" in str(outlook.obstacle) for outlook in plan.outlooks)
 
 
-def test_devices_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_devices(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "m")
     if not torch.cuda.is_available():
         with pytest.raises(DeviceError, match="this machine has no GPU"):
@@ -335,7 +335,7 @@ def test_devices_that_are_not_there(tmp_path: Path) -> None:
         rabbitllm.plan(folder, max_memory={"disk": "1GB"})
 
 
-def test_nothing_is_left_behind(tmp_path: Path) -> None:
+def test_no_files_remain(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "m")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     elsewhere = tmp_path / "elsewhere"

@@ -27,12 +27,12 @@ CACHED = dataclasses.replace(LARGE, compression="8bit", from_the_disk=False, tok
 
 def plan_of(*generations: GenerationEstimate, devices: tuple[str, ...] = ("cpu",)) -> Plan:
     rates = Rates(None, None, {}, 2, "cpu")
-    nothing: dict[str, None] = dict.fromkeys(("commit", "compression", "max_disk", "anatomy", "choice"))
+    unset: dict[str, None] = dict.fromkeys(("commit", "compression", "max_disk", "anatomy", "choice"))
     return Plan(
         source="m",
         kind="local",
         label="m",
-        **nothing,  # type: ignore[arg-type]
+        **unset,  # type: ignore[arg-type]
         min_free_disk=0,
         disks=(),
         outlooks=(),
@@ -43,11 +43,11 @@ def plan_of(*generations: GenerationEstimate, devices: tuple[str, ...] = ("cpu",
     )
 
 
-def text(plan: Plan, most: int = 80) -> list[str]:
+def text(plan: Plan, width: int = 80) -> list[str]:
     out = io.StringIO()
     show_generations(Console(file=out, width=80, highlight=False), plan)
     lines = out.getvalue().splitlines()
-    assert all(len(line) <= most for line in lines)
+    assert all(len(line) <= width for line in lines)
     return lines
 
 
@@ -61,26 +61,26 @@ def test_a_line_for_each_compression() -> None:
     assert empty == ""
 
 
-def test_too_little_memory_is_given_of_the_compressions_that_it_is_too_little_for() -> None:
+def test_too_little_memory_is_shown_for_the_compressions_concerned() -> None:
     problem = "A pass takes at least 9.00 GiB of memory; this process may take 1.00 GiB."
     small = dataclasses.replace(LARGE, too_little_memory=problem)
     small_too = dataclasses.replace(CACHED, too_little_memory=problem)
-    lines = text(plan_of(small, small_too, SMALL), most=200)  # a sentence is one line where there is no terminal
+    lines = text(plan_of(small, small_too, SMALL), width=200)  # a sentence is one line where there is no terminal
     assert lines[4] == f"uncompressed, 8bit cannot be loaded here: {problem}"
 
 
-def test_several_devices_say_what_each_keeps() -> None:
-    held = (
+def test_several_devices_show_their_bytes() -> None:
+    contents = (
         TierContent("cuda:0", "resident", 3, 2 * GIB),
         TierContent("cuda:1", "packed", 3, GIB),
         TierContent("cuda:1", "streamed", 1, 9),
     )
-    lines = text(plan_of(dataclasses.replace(SMALL, placed=held), devices=("cuda:0", "cuda:1")))
+    lines = text(plan_of(dataclasses.replace(SMALL, placed=contents), devices=("cuda:0", "cuda:1")))
     assert lines[0] == "generating on cuda:0, cuda:1"
     assert lines[3].strip() == "2.00 GiB on cuda:0, 1.00 GiB on cuda:1"
 
 
-def test_what_is_copied_to_a_gpu_is_said() -> None:
+def test_bytes_copied_to_a_gpu_are_shown() -> None:
     lines = text(plan_of(dataclasses.replace(LARGE, copied_bytes=9 * GIB), SMALL, devices=("cuda:0",)))
     assert [line for line in lines if "copies" in line] == ["    each token copies 9.00 GiB from host memory"]
 
@@ -90,32 +90,32 @@ def experts(**settings: Any) -> Experts:
     return dataclasses.replace(whole, **settings)
 
 
-def test_what_is_kept_of_experts_is_said_and_what_is_assumed() -> None:
+def test_kept_experts_and_the_assumption_are_shown() -> None:
     routed = dataclasses.replace(LARGE, experts=(experts(),), found_token_seconds=0.5)
     lines = text(plan_of(routed))
     assert "    kept: 10.00 GiB, of 40.00 GiB of experts" in lines
     assert "    a token uses 1.00 GiB of experts; 500 ms if all of these are kept" in lines
     assert len([line for line in lines if "uniform use" in line]) == 1
-    nothing = text(plan_of(dataclasses.replace(routed, experts=(experts(kept_bytes=0),))))
-    assert "    a token uses 1.00 GiB of experts" in nothing
+    none_kept = text(plan_of(dataclasses.replace(routed, experts=(experts(kept_bytes=0),))))
+    assert "    a token uses 1.00 GiB of experts" in none_kept
 
 
 def test_experts_of_several_devices_are_counted_together() -> None:
-    both = tuple(experts(device=f"cuda:{at}", host_bytes=5 * GIB) for at in range(2))
+    both = tuple(experts(device=f"cuda:{index}", host_bytes=5 * GIB) for index in range(2))
     routed = dataclasses.replace(LARGE, placed=(), experts=both, found_token_seconds=0.5)
     lines = text(plan_of(routed, devices=("cuda:0", "cuda:1")))
     assert "    kept: 20.00 GiB and 10.00 GiB in pinned RAM, of 80.00 GiB of experts" in lines
     assert "    10.00 GiB on cuda:0, 10.00 GiB on cuda:1" in lines
 
 
-def test_experts_that_stay_need_no_line_of_their_own() -> None:
+def test_resident_experts_need_no_line() -> None:
     stay = experts(tier="resident", kept_bytes=40 * GIB, read_bytes=0)
     lines = text(plan_of(dataclasses.replace(SMALL, experts=(stay,), found_token_seconds=0.017)))
     assert not any("kept:" in line or "uniform" in line for line in lines)
     assert any("resident experts" in line for line in lines)
 
 
-def test_an_obstacle_is_said_once(tmp_path: Path) -> None:
+def test_an_obstacle_is_shown_once(tmp_path: Path) -> None:
     unknown = [GenerationEstimate(compression, "it is a hare") for compression in (None, "8bit", "4bit")]
     assert text(plan_of(*unknown)) == ["no speed estimate: it is a hare", ""]
     assert text(plan_of(unknown[0], SMALL))[0] == "no speed estimate of uncompressed: it is a hare"
@@ -132,7 +132,7 @@ def test_moments(seconds: float | None, said: str) -> None:
 
 
 def test_basis_names_each_rate_once() -> None:
-    said = generation_basis(plan_of(LARGE, SMALL))
-    assert said is not None
-    assert said.count("bfloat16 on cpu 26.1 GiB/s") == said.count("past the page cache 3.26 GiB/s") == 1
+    line = generation_basis(plan_of(LARGE, SMALL))
+    assert line is not None
+    assert line.count("bfloat16 on cpu 26.1 GiB/s") == line.count("past the page cache 3.26 GiB/s") == 1
     assert generation_basis(plan_of(GenerationEstimate(None, "no"))) is None

@@ -75,16 +75,16 @@ def special() -> tuple[PlannedShard, ...]:
 def test_anatomy_of_a_checkpoint_with_everything() -> None:
     shards = special()
     plan = plan_of(shards)
-    found = split_estimate.anatomy_of(plan, {"tie_word_embeddings": True})
-    assert found.total_bytes == sum(shard.size for shard in shards)
-    assert (found.shards, found.largest_shard_bytes) == (2, max(shard.size for shard in shards))
-    assert (found.layers, found.largest_layer) == (3, "layers.0")
-    assert found.largest_layer_bytes == plan.layouts["layers.0"].size
-    assert found.tensors == 15
+    anatomy = split_estimate.anatomy_of(plan, {"tie_word_embeddings": True})
+    assert anatomy.total_bytes == sum(shard.size for shard in shards)
+    assert (anatomy.shards, anatomy.largest_shard_bytes) == (2, max(shard.size for shard in shards))
+    assert (anatomy.layers, anatomy.largest_layer) == (3, "layers.0")
+    assert anatomy.largest_layer_bytes == plan.layouts["layers.0"].size
+    assert anatomy.tensors == 15
     floating = 128 * 64 + 64 * 64 + 8 * 1024 + 128 * 64 + 128 * 64 + 8 * 8 * 16 * 16 + 64 * 65 + 64 * 64 + 89
-    assert found.parameters == floating
-    assert found.tied_embeddings is True
-    assert found.never_compressed == (
+    assert anatomy.parameters == floating
+    assert anatomy.tied_embeddings is True
+    assert anatomy.never_compressed == (
         TensorGroup("convolution", 1, 128 * 64 * 4),
         TensorGroup("more than 3 dimensions", 1, 8 * 8 * 16 * 16 * 2),
         TensorGroup("state-space decay", 1, 128 * 64 * 4),
@@ -93,9 +93,9 @@ def test_anatomy_of_a_checkpoint_with_everything() -> None:
         TensorGroup("F8_E4M3 already", 1, 64 * 64),
         TensorGroup("under 4,096 elements", 2, 32 + 16),
     )
-    assert found.not_floating == (TensorGroup("BOOL", 1, 25), TensorGroup("I64", 1, 24))
-    assert (found.empty, found.scalars) == (1, 1)
-    assert (found.layers_over_shards, found.most_shards_of_a_layer) == (1, 2)
+    assert anatomy.not_floating == (TensorGroup("BOOL", 1, 25), TensorGroup("I64", 1, 24))
+    assert (anatomy.empty, anatomy.scalars) == (1, 1)
+    assert (anatomy.layers_over_shards, anatomy.most_shards_of_a_layer) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ NAMES = (*ORDINARY, "mlp.gate.weight", "router.weight", "conv1d.weight", "A_log"
 SHAPES = ((), (0, 64), (4096,), (63, 65), (64, 64), (1024, 64), (1025, 64), (4, 32, 32), (2, 2, 32, 32), (1, 2, 3, 4))
 
 
-def test_a_reason_is_named_for_what_is_not_compressed_and_for_nothing_else() -> None:
+def test_a_reason_is_named_for_uncompressed_tensors_only() -> None:
     reasons = set()
     for name in NAMES:
         for shape in SHAPES:
@@ -140,11 +140,11 @@ def test_a_reason_is_named_for_what_is_not_compressed_and_for_nothing_else() -> 
 
 
 def test_which_dtypes_are_floating() -> None:
-    others = {name for name in DTYPES if not split_estimate.is_floating(spec("w", name, (2, 2)))}
-    assert others == {"I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL", "C64"}
+    integers = {name for name in DTYPES if not split_estimate.is_floating(spec("w", name, (2, 2)))}
+    assert integers == {"I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL", "C64"}
 
 
-def test_what_the_quantizer_is_measured_with() -> None:
+def test_dtype_of_the_quantizer_measurement() -> None:
     tensors = {"model.layers.0.a": ("F32", (64, 64)), "model.layers.0.b": ("BF16", (64, 256))}
     assert split_estimate.commonest_dtype(plan_of((shard_of("a", tensors),))) == "BF16"
     assert split_estimate.commonest_dtype(plan_of((shard_of("a", {"model.norm.weight": ("F32", (4096,))}),))) is None
@@ -163,7 +163,7 @@ FOLDER = Path("somewhere")
 RATES = Rates(Rate(10), Rate(100), {"8bit": Rate(50), "4bit": Rate(5)}, 2, "cpu")
 
 
-def test_load_is_of_what_is_left() -> None:
+def test_load_counts_the_remaining_shards() -> None:
     staged, here = even(2, MIB, staged=True), even(3, MIB)[2:]
     plan = plan_of((*staged, *here), "4bit")
     assert split_estimate.load_of(plan, frozenset()) == Load(2 * staged[0].size, here[0].size, 3 * MIB)
@@ -186,47 +186,47 @@ def test_seconds(route: str, expected: float) -> None:
     assert split_estimate.seconds_of(Load(1000, 300, 700), route, "8bit", RATES) == pytest.approx(expected)
 
 
-def test_the_slower_side_decides_where_both_go_on_at_once() -> None:
+def test_the_slower_of_parallel_steps_decides() -> None:
     load = Load(1000, 0, 700)
     assert split_estimate.seconds_of(load, "sequential_stream", "4bit", RATES) == pytest.approx(700 / 5)
     assert split_estimate.seconds_of(load, "sequential_file", "4bit", RATES) == pytest.approx(1000 / 10 + 700 / 5)
     assert split_estimate.seconds_of(dataclasses.replace(load, quantized=0), "sequential_stream", None, RATES) == 100
 
 
-def test_double_goes_by_its_own_rate_where_there_is_one() -> None:
+def test_double_uses_its_measured_rate() -> None:
     assert RATES.quantizing("4bit-double") == RATES.quantizing("4bit") == Rate(5)
-    own = dataclasses.replace(RATES, quantize={**RATES.quantize, "4bit-double": Rate(3)})
-    assert own.quantizing("4bit-double") == own.quantizing("auto") == Rate(3)
-    assert own.quantizing("4bit") == Rate(5)
-    assert split_estimate.seconds_of(Load(0, 0, 700), "standard", "4bit-double", own) == pytest.approx(700 / 3)
+    rates = dataclasses.replace(RATES, quantize={**RATES.quantize, "4bit-double": Rate(3)})
+    assert rates.quantizing("4bit-double") == rates.quantizing("auto") == Rate(3)
+    assert rates.quantizing("4bit") == Rate(5)
+    assert split_estimate.seconds_of(Load(0, 0, 700), "standard", "4bit-double", rates) == pytest.approx(700 / 3)
 
 
 @pytest.mark.parametrize("lacking", ["fetch", "read", "quantize"])
-def test_no_estimate_without_a_rate_that_it_needs(lacking: str) -> None:
+def test_no_estimate_without_a_needed_rate(lacking: str) -> None:
     rates = dataclasses.replace(RATES, **{lacking: {} if lacking == "quantize" else None})
-    nothing = {"fetch": Load(0, 300, 700), "read": Load(1000, 0, 700), "quantize": Load(1000, 300, 0)}[lacking]
+    load = {"fetch": Load(0, 300, 700), "read": Load(1000, 0, 700), "quantize": Load(1000, 300, 0)}[lacking]
     for route in split_estimate.ROUTES:
         assert split_estimate.seconds_of(Load(1000, 300, 700), route, "8bit", rates) is None
-        assert split_estimate.seconds_of(nothing, route, "8bit", rates) is not None
+        assert split_estimate.seconds_of(load, route, "8bit", rates) is not None
 
 
-def test_route_takes_what_the_plan_says() -> None:
+def test_a_route_needs_the_planned_space() -> None:
     plan = plan_of(even(4, MIB, staged=True), "8bit")
     disk_budget = DiskBudget(FOLDER, all_freed(plan), small_files=5000, used=frozenset({"shard-0"}), in_use=4096)
     for name, way in split_estimate.ROUTES.items():
         use = peak_of(
             plan, shard_transfer=way, freed=all_freed(plan), small_files=5000, used=frozenset({"shard-0"}), in_use=4096
         )
-        found = split_estimate.route_of(name, plan, disk_budget, None, 1.0)
-        assert found == Route(name, use.added, use.created, 0, None, 1.0)
-        assert found.fits
+        route = split_estimate.route_of(name, plan, disk_budget, None, 1.0)
+        assert route == Route(name, use.added, use.created, 0, None, 1.0)
+        assert route.fits
     lacking = Shortage(5, 3, "there")
     fetching = dataclasses.replace(disk_budget, downloads=((FOLDER, 7 * MIB),))
-    found = split_estimate.route_of("standard", plan, fetching, lacking, None)
-    assert found.disk_bytes == split_estimate.route_of("standard", plan, disk_budget, None, None).disk_bytes + 7 * MIB
-    assert found.cache_bytes == 7 * MIB
-    assert not found.fits
-    assert split_estimate.missing_bytes(found) == 2
+    route = split_estimate.route_of("standard", plan, fetching, lacking, None)
+    assert route.disk_bytes == split_estimate.route_of("standard", plan, disk_budget, None, None).disk_bytes + 7 * MIB
+    assert route.cache_bytes == 7 * MIB
+    assert not route.fits
+    assert split_estimate.missing_bytes(route) == 2
 
 
 def route(name: str, lacks: int = 0) -> Route:
@@ -240,11 +240,11 @@ def outlook(
 
 
 def chosen(*outlooks: CompressionEstimate, asked: str | None = None) -> tuple[str | None, str | None] | None:
-    found = split_estimate.best(outlooks, asked)
-    return None if found is None else (found[0].compression, found[1].name if found[1] else None)
+    best = split_estimate.best(outlooks, asked)
+    return None if best is None else (best[0].compression, best[1].name if best[1] else None)
 
 
-def test_best_is_the_asked_compression_then_the_least_compressed_and_its_first_route() -> None:
+def test_best_is_the_requested_or_the_least_compressed() -> None:
     every = [outlook(c, route("standard"), route("sequential_file")) for c in COMPRESSIONS]
     assert chosen(*every) == (None, "standard")
     assert chosen(*every, asked="4bit") == ("4bit", "standard")
@@ -257,22 +257,22 @@ def test_best_is_the_asked_compression_then_the_least_compressed_and_its_first_r
     assert chosen() is None
 
 
-def test_a_finished_split_is_the_best_there_is_if_it_is_this_source_s() -> None:
+def test_a_finished_split_of_the_source_is_best() -> None:
     here = outlook(None, route("standard"))
     assert chosen(here, outlook("4bit", state="finished"), asked="4bit") == ("4bit", None)
     assert chosen(here, outlook("4bit", state="finished"), asked=None) == (None, "standard")
     assert chosen(here, outlook("4bit", state="finished", obstacle="another's"), asked="4bit") == (None, "standard")
 
 
-def test_nearest_is_what_lacks_least() -> None:
+def test_nearest_lacks_the_least_space() -> None:
     full, quarter = outlook(None, route("standard", 9)), outlook("4bit", route("standard", 4), route("x", 2))
-    found = split_estimate.nearest([full, quarter])
-    assert found is not None
-    assert (found[0].compression, found[1].name) == ("4bit", "x")
+    nearest = split_estimate.nearest([full, quarter])
+    assert nearest is not None
+    assert (nearest[0].compression, nearest[1].name) == ("4bit", "x")
     larger = dataclasses.replace(route("y", 2), disk_bytes=11)
-    found = split_estimate.nearest([outlook("8bit", larger), quarter])
-    assert found is not None
-    assert found[1].name == "x"
+    nearest = split_estimate.nearest([outlook("8bit", larger), quarter])
+    assert nearest is not None
+    assert nearest[1].name == "x"
     assert split_estimate.nearest([outlook(None)]) is None
 
 
@@ -284,7 +284,7 @@ def test_nearest_is_what_lacks_least() -> None:
         ("~/a 'b' \"c\"", {"layer_shards_saving_path": "C:\\new\\dir", "max_disk": 1234, "token": False}),
     ],
 )
-def test_call_says_what_was_given(source: str, arguments: dict[str, object]) -> None:
+def test_the_call_has_the_given_arguments(source: str, arguments: dict[str, object]) -> None:
     text = split_estimate.call_of(source, {**arguments, "revision": None})
     call = ast.parse(text).body[-1].value  # type: ignore[attr-defined]
     assert [ast.literal_eval(argument) for argument in call.args] == [source]
@@ -293,9 +293,9 @@ def test_call_says_what_was_given(source: str, arguments: dict[str, object]) -> 
     assert max(map(len, text.splitlines())) <= split_estimate.WIDTH
 
 
-def test_json_has_plain_values_and_says_what_fits() -> None:
+def test_json_has_plain_values_and_fits() -> None:
     small = shard_of("s", {"model.layers.0.w": ("BF16", (4, 4)), "model.layers.0.v": ("BF16", (2, 4))})
-    made = SplitEstimate(
+    estimate = SplitEstimate(
         source="m",
         kind="local",
         label="m",
@@ -310,22 +310,22 @@ def test_json_has_plain_values_and_says_what_fits() -> None:
         rates=RATES,
         choice=Recommendation("4bit", None, "call"),
     )
-    found = split_estimate.as_json(made)
-    assert json.loads(json.dumps(found)) == found
-    assert found["disks"] == [{"folder": "somewhere", "free_bytes": 5}]
-    assert [entry["fits"] for entry in found["outlooks"]] == [False, True]
+    record = split_estimate.as_json(estimate)
+    assert json.loads(json.dumps(record)) == record
+    assert record["disks"] == [{"folder": "somewhere", "free_bytes": 5}]
+    assert [entry["fits"] for entry in record["outlooks"]] == [False, True]
     lacking = {"need_bytes": 10, "have_bytes": 9, "where": "there"}
-    assert found["outlooks"][0]["routes"][0]["lacking"] == lacking
-    assert not found["outlooks"][0]["routes"][0]["fits"]
-    assert found["anatomy"]["never_compressed"][-1] == {"what": "under 4,096 elements", "count": 2, "total_bytes": 48}
-    assert found["rates"]["quantise"]["8bit"] == {"bytes_per_second": 50, "measured_bytes": 0}
+    assert record["outlooks"][0]["routes"][0]["lacking"] == lacking
+    assert not record["outlooks"][0]["routes"][0]["fits"]
+    assert record["anatomy"]["never_compressed"][-1] == {"what": "under 4,096 elements", "count": 2, "total_bytes": 48}
+    assert record["rates"]["quantise"]["8bit"] == {"bytes_per_second": 50, "measured_bytes": 0}
 
 
-def test_every_way_to_arrive_is_a_route() -> None:
+def test_every_arrival_policy_is_a_route() -> None:
     assert set(split_estimate.ROUTES.values()) == set(ShardTransfer)
 
 
-def test_the_memory_that_is_told_is_the_one_that_is_tested() -> None:
+def test_the_stated_memory_is_the_tested_one() -> None:
     assert split_estimate.memory_bytes(0) == split_estimate.MEMORY_BYTES == MOST
 
 
@@ -344,27 +344,27 @@ def repository(hub: LocalHub, size: int) -> HubRepository:
     return opened
 
 
-def test_fetch_asks_for_the_sample_alone(hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
-    found = split_estimate.fetch_rate(repository(local_hub, 1 << 40), SHARD)
-    assert found is not None
-    assert found.measured_bytes == split_estimate.FETCHED_BYTES
+def test_fetch_requests_only_the_sample(hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
+    rate = split_estimate.fetch_rate(repository(local_hub, 1 << 40), SHARD)
+    assert rate is not None
+    assert rate.measured_bytes == split_estimate.FETCHED_BYTES
     assert [request.range for request in local_hub.requests] == [f"bytes=0-{split_estimate.FETCHED_BYTES - 1}"]
     assert local_hub.body_bytes() == split_estimate.FETCHED_BYTES
 
 
 def test_fetch_of_a_small_shard(hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
-    found = split_estimate.fetch_rate(repository(local_hub, 1000), SHARD)
-    assert found is not None
-    assert found.measured_bytes == 1000
+    rate = split_estimate.fetch_rate(repository(local_hub, 1000), SHARD)
+    assert rate is not None
+    assert rate.measured_bytes == 1000
 
 
 def test_fetch_is_as_fast_as_the_hub(hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
     """A hub that needs a tenth of a second for each MiB sends at most 10 MiB a second."""
     opened = repository(local_hub, 1 << 30)
     local_hub.faults.delay_per_mib = 0.1
-    found = split_estimate.fetch_rate(opened, SHARD)
-    assert found is not None
-    assert 0 < found.bytes_per_second < 12 * MIB
+    rate = split_estimate.fetch_rate(opened, SHARD)
+    assert rate is not None
+    assert 0 < rate.bytes_per_second < 12 * MIB
 
 
 def test_fetch_stops_in_time(
@@ -375,9 +375,9 @@ def test_fetch_stops_in_time(
     monkeypatch.setattr(split_estimate, "MAX_SECONDS", 0.5)
     opened = repository(local_hub, 1 << 30)
     local_hub.faults.delay_per_mib = 0.2
-    found = split_estimate.fetch_rate(opened, SHARD)
-    assert found is not None
-    assert 0 < found.measured_bytes < split_estimate.FETCHED_BYTES
+    rate = split_estimate.fetch_rate(opened, SHARD)
+    assert rate is not None
+    assert 0 < rate.measured_bytes < split_estimate.FETCHED_BYTES
 
 
 def test_fetch_from_a_hub_that_fails(
@@ -403,82 +403,82 @@ def test_fetch_from_a_hub_that_fails(
     ],
 )
 def test_rate_of_chunks(arrived: list[tuple[float, int]], expected: tuple[float, int] | None) -> None:
-    found = split_estimate._steady_rate(arrived)
-    assert (found and (pytest.approx(found.bytes_per_second), found.measured_bytes)) == expected
+    rate = split_estimate._steady_rate(arrived)
+    assert (rate and (pytest.approx(rate.bytes_per_second), rate.measured_bytes)) == expected
 
 
 def files(folder: Path, sizes: list[int]) -> list[Path]:
-    made = [folder / f"{number}.bin" for number in range(len(sizes))]
-    for path, size in zip(made, sizes, strict=True):
+    paths = [folder / f"{index}.bin" for index in range(len(sizes))]
+    for path, size in zip(paths, sizes, strict=True):
         path.write_bytes(bytes(size))
-    return made
+    return paths
 
 
 def test_small_files_are_read_whole(tmp_path: Path) -> None:
-    found = split_estimate.read_rate(files(tmp_path, [CHUNK_BYTES + 5, 100, 0, 3 * MIB]))
-    assert found is not None
-    assert found.measured_bytes == CHUNK_BYTES + 5 + 100 + 3 * MIB
-    assert found.bytes_per_second > 0
+    rate = split_estimate.read_rate(files(tmp_path, [CHUNK_BYTES + 5, 100, 0, 3 * MIB]))
+    assert rate is not None
+    assert rate.measured_bytes == CHUNK_BYTES + 5 + 100 + 3 * MIB
+    assert rate.bytes_per_second > 0
 
 
-def test_of_large_files_a_sample_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_of_large_files_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "PIECE_BYTES", CHUNK_BYTES)
     monkeypatch.setattr(machine, "SAMPLE_BYTES", 4 * CHUNK_BYTES)
     monkeypatch.setattr(machine, "READ_SECONDS", 60.0)
-    paths = [tmp_path / f"large-{number}" for number in range(4)]
+    paths = [tmp_path / f"large-{index}" for index in range(4)]
     for path in paths:
         with path.open("wb") as file:
             file.truncate(10 * CHUNK_BYTES)
-    found = split_estimate.read_rate(paths)
-    assert found is not None
-    assert found.measured_bytes == 4 * CHUNK_BYTES
+    rate = split_estimate.read_rate(paths)
+    assert rate is not None
+    assert rate.measured_bytes == 4 * CHUNK_BYTES
 
 
-def test_no_files_have_no_rate(tmp_path: Path) -> None:
+def test_no_rate_without_files(tmp_path: Path) -> None:
     assert split_estimate.read_rate([]) is None
     folder = tmp_path / "a folder"
     folder.mkdir()
     assert split_estimate.read_rate([folder]) is None
 
 
-def test_quantizer_is_called_as_a_split_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: set[tuple[str, int, str, str, bool]] = set()
+def test_the_quantizer_is_called_as_in_a_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: set[tuple[str, int, str, str, bool]] = set()
     threads = set()
 
     def quantize(
         scheme: str, data: memoryview, dtype: str, device: str, *, fitted: bool
     ) -> tuple[memoryview, memoryview]:
-        seen.add((scheme, len(data), dtype, device, fitted))
+        calls.add((scheme, len(data), dtype, device, fitted))
         threads.add(threading.get_ident())
         time.sleep(0.01)
         return data, data
 
     monkeypatch.setattr(split_estimate, "quantize_blocks", quantize)
     monkeypatch.setattr(split_estimate, "QUANTIZE_SECONDS", 0.1)
-    found = split_estimate.quantize_rate("4bit", "F32", 3, fitted=True)
-    assert seen == {("4bit", CHUNK_BYTES, "F32", "cpu", True)}
+    rate = split_estimate.quantize_rate("4bit", "F32", 3, fitted=True)
+    assert calls == {("4bit", CHUNK_BYTES, "F32", "cpu", True)}
     assert len(threads) == 3
-    assert found is not None
-    assert found.bytes_per_second <= 3 * CHUNK_BYTES / 0.01
-    assert found.measured_bytes >= 3 * CHUNK_BYTES
+    assert rate is not None
+    assert rate.bytes_per_second <= 3 * CHUNK_BYTES / 0.01
+    assert rate.measured_bytes >= 3 * CHUNK_BYTES
 
 
 @pytest.mark.parametrize(("scheme", "fitted"), [("4bit", False), ("8bit", False), ("4bit-double", True)])
 @pytest.mark.long
-def test_quantizer_itself(scheme: str, fitted: bool) -> None:
-    found = split_estimate.quantize_rate(scheme, "BF16", 2, fitted=fitted)
-    assert found is not None
-    assert found.measured_bytes % CHUNK_BYTES == 0
-    assert 1e6 < found.bytes_per_second < 1e12
+def test_rate_of_the_quantizer(scheme: str, fitted: bool) -> None:
+    rate = split_estimate.quantize_rate(scheme, "BF16", 2, fitted=fitted)
+    assert rate is not None
+    assert rate.measured_bytes % CHUNK_BYTES == 0
+    assert 1e6 < rate.bytes_per_second < 1e12
 
 
-def test_nothing_is_drawn_from_a_caller_s_seed() -> None:
+def test_the_random_state_of_the_caller_is_kept() -> None:
     state = torch.get_rng_state()
     assert split_estimate.quantize_rate("8bit", "BF16", 1) is not None
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_without_bitsandbytes_there_is_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rate_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*arguments: object, **named: object) -> None:
         raise MissingPackageError("not installed")
 

@@ -36,15 +36,15 @@ def resident(name: str) -> int:
 
 
 @contextlib.contextmanager
-def height(found: list[int]) -> Iterator[None]:
+def height(heights: list[int]) -> Iterator[None]:
     """What anonymous memory was more than at the beginning, at most, looked at all the time."""
-    before = most = resident("RssAnon:")
+    before = highest = resident("RssAnon:")
     over = threading.Event()
 
     def look() -> None:
-        nonlocal most
+        nonlocal highest
         while not over.wait(0.001):
-            most = max(most, resident("RssAnon:"))
+            highest = max(highest, resident("RssAnon:"))
 
     looking = threading.Thread(target=look)
     looking.start()
@@ -53,7 +53,7 @@ def height(found: list[int]) -> Iterator[None]:
     finally:
         over.set()
         looking.join()
-        found.append(max(most, resident("RssAnon:")) - before)
+        heights.append(max(highest, resident("RssAnon:")) - before)
 
 
 def main() -> None:
@@ -71,8 +71,8 @@ def main() -> None:
     ModelRunner.run = run  # type: ignore[method-assign]
     answers = []
     for case in sys.argv[2:]:
-        *numbers, mode = case.split(":")
-        tokens, part, texts = map(int, numbers)
+        *sizes, mode = case.split(":")
+        tokens, part, texts = map(int, sizes)
         if mode == "apart":
             keep_large_apart()
         PassCost.parts_in = lambda self, nbytes, texts, part=part: (1 << 30, part)  # type: ignore[method-assign,misc]
@@ -82,9 +82,9 @@ def main() -> None:
         ]
         heights.clear()
         with Batch(model, Limits(texts, cache_bytes=WITH_ALL, chunk=1 << 30, throughput=True)) as batch, batch.paused():
-            made = [batch.submit(Request(ids, 1), lambda event: None) for ids in prompts]
+            submitted = [batch.submit(Request(ids, 1), lambda event: None) for ids in prompts]
         assert len(heights) == 1, heights
-        assert len(made) == texts
+        assert len(submitted) == texts
         config = model.config
         keys = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * tokens
         reckoned = cost_of_a_pass(config, model.dtype.itemsize).of(tokens, part, texts)

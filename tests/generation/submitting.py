@@ -53,11 +53,11 @@ class Submitted:
 
     @property
     def chosen(self) -> list[TokenLogprob]:
-        return [one for event in self.events if isinstance(event, Delta) for one in event.tokens]
+        return [token for event in self.events if isinstance(event, Delta) for token in event.tokens]
 
     @property
     def tokens(self) -> list[int]:
-        return [one.token for one in self.chosen]
+        return [token.token for token in self.chosen]
 
     @property
     def text(self) -> str:
@@ -72,29 +72,29 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
 
 def begin(batch: Batch, request: Request) -> Submitted:
     """Submit one."""
-    made = Submitted(request)
-    made.handle = batch.submit(request, made.receive)
-    return made
+    submitted = Submitted(request)
+    submitted.handle = batch.submit(request, submitted.receive)
+    return submitted
 
 
 def answered(batch: Batch, requests: Sequence[Request]) -> list[Submitted]:
     """Submit all, and wait for all."""
-    made = [begin(batch, request) for request in requests]
-    return [one.wait() for one in made]
+    submitted = [begin(batch, request) for request in requests]
+    return [answer.wait() for answer in submitted]
 
 
 def answered_together(batch: Batch, requests: Sequence[Request]) -> list[Submitted]:
     """Submit all before the first pass, and wait for all."""
     with batch.paused():
-        made = [begin(batch, request) for request in requests]
-    return [one.wait() for one in made]
+        submitted = [begin(batch, request) for request in requests]
+    return [answer.wait() for answer in submitted]
 
 
 def alone(model: Any, request: Request) -> list[int]:
     """What plain transformers generates greedily, ended by its end token."""
     prompt = torch.tensor([request.prompt])
-    made = model.generate(
+    output = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=request.max_new_tokens, do_sample=False
     )
-    tokens: list[int] = made[0, len(request.prompt) :].tolist()
+    tokens: list[int] = output[0, len(request.prompt) :].tolist()
     return tokens

@@ -35,15 +35,15 @@ def short_tails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Callable[..., CacheFile]]:
-    made: list[CacheFile] = []
+    opened_files: list[CacheFile] = []
 
     def open_one(limit: int = 1 << 20, ahead: int = 1 << 12, weight_bytes: int = 0) -> CacheFile:
-        made.append(CacheFile(tmp_path, limit, ahead, weight_bytes))
-        return made[-1]
+        opened_files.append(CacheFile(tmp_path, limit, ahead, weight_bytes))
+        return opened_files[-1]
 
     yield open_one
-    for one in made:
-        one.close()
+    for file in opened_files:
+        file.close()
 
 
 def new(rows: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,33 +55,33 @@ def new(rows: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torc
 def attend(file: CacheFile, caches: list[Any], plain: list[Any], rows: list[int], seed: int) -> None:
     """One pass: each layer of each sequence gets rows, and returns the KV cache of one that was always in memory."""
     file.begin(caches)
-    for number in range(LAYERS):
-        for text, (cache, other) in enumerate(zip(caches, plain, strict=True)):
-            keys, values = new(rows[text], 1000 * seed + 10 * number + text)
-            expected = other.update(keys, values, number)
-            if not file.covers(cache, number):
-                got = cache.update(keys, values, number)
+    for layer in range(LAYERS):
+        for text, (cache, plain_cache) in enumerate(zip(caches, plain, strict=True)):
+            keys, values = new(rows[text], 1000 * seed + 10 * layer + text)
+            expected = plain_cache.update(keys, values, layer)
+            if not file.covers(cache, layer):
+                pair = cache.update(keys, values, layer)
             else:
-                got = file.load(cache, number, keys, values)
-            assert all(torch.equal(one, two) for one, two in zip(got, expected, strict=True))
-            if file.covers(cache, number):
-                file.store(cache, number, keys, values)
-            assert cache.get_seq_length(number) == other.get_seq_length(number)
+                pair = file.load(cache, layer, keys, values)
+            assert all(torch.equal(a, b) for a, b in zip(pair, expected, strict=True))
+            if file.covers(cache, layer):
+                file.store(cache, layer, keys, values)
+            assert cache.get_seq_length(layer) == plain_cache.get_seq_length(layer)
 
 
 def caches() -> tuple[list[Any], list[Any]]:
     """Of texts, and of the same ones in memory."""
-    made = [DynamicCache() for _ in (*PROMPTS, *PROMPTS)]
-    for cache in made:
+    new = [DynamicCache() for _ in (*PROMPTS, *PROMPTS)]
+    for cache in new:
         cache.layers = [DynamicLayer() for _ in range(LAYERS)]
-    return made[: len(PROMPTS)], made[len(PROMPTS) :]
+    return new[: len(PROMPTS)], new[len(PROMPTS) :]
 
 
 @pytest.mark.parametrize("ahead", [0, 1 << 9, 1 << 20])
-def test_attention_sees_what_it_would_see_in_memory(opened: Callable[..., CacheFile], ahead: int) -> None:
+def test_attention_gets_the_same_keys_as_in_memory(opened: Callable[..., CacheFile], ahead: int) -> None:
     file, (texts, plain) = opened(ahead=ahead), caches()
-    for one in texts[:2]:
-        file.add(one)
+    for cache in texts[:2]:
+        file.add(cache)
     attend(file, texts, plain, [*PROMPTS], 0)
     for step in range(STEPS):
         attend(file, texts, plain, [1, 1, 1], step + 1)
@@ -89,30 +89,30 @@ def test_attention_sees_what_it_would_see_in_memory(opened: Callable[..., CacheF
     assert file.buffers.nbytes > 0
     assert file.buffers.read > STEPS * LAYERS * HEADS * (PROMPTS[0] + PROMPTS[1]) * (WIDTH + VALUE_WIDTH) * 2
     attend(file, texts, plain, [6, 1, 1], 99)  # several at once, as of a prompt that is cut
-    for one in texts:
-        file.drop(one)
+    for cache in texts:
+        file.drop(cache)
     assert file.buffers.nbytes == 0
 
 
-def test_attention_sees_the_same_past_the_page_cache(
+def test_attention_gets_the_same_keys_past_the_page_cache(
     opened: Callable[..., CacheFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache_file, "MIN_BLOCKS", 0)  # these are small, and go past it all the same
     file, (texts, plain) = opened(ahead=1 << 14, weight_bytes=1 << 60), caches()
-    for one in texts:
-        file.add(one)
+    for cache in texts:
+        file.add(cache)
     attend(file, texts, plain, [*PROMPTS], 0)
     for step in range(STEPS):
         attend(file, texts, plain, [1, 1, 1], step + 1)
     assert file.buffers.nbytes == len(texts) * LAYERS * DIRECT_ALIGNMENT
     assert file.buffers.read == STEPS * file.buffers.nbytes
-    for one in texts:
-        file.return_to_memory(one)
+    for cache in texts:
+        file.return_to_memory(cache)
     attend(file, texts, plain, [1, 1, 1], STEPS + 1)
     assert file.buffers.nbytes == 0
 
 
-def test_texts_go_there_at_any_time_and_come_back(opened: Callable[..., CacheFile]) -> None:
+def test_sequences_move_to_the_file_and_back(opened: Callable[..., CacheFile]) -> None:
     file, (texts, plain) = opened(), caches()
     attend(file, texts, plain, [*PROMPTS], 0)
     file.add(texts[0])
@@ -121,46 +121,46 @@ def test_texts_go_there_at_any_time_and_come_back(opened: Callable[..., CacheFil
     for step in range(3):
         attend(file, texts, plain, [1, 1, 1], step + 1)
     copied = file.in_memory(texts[0])
-    assert all(torch.equal(one.keys, two.keys) for one, two in zip(copied.layers, plain[0].layers, strict=True))
+    assert all(torch.equal(a.keys, b.keys) for a, b in zip(copied.layers, plain[0].layers, strict=True))
     file.return_to_memory(texts[0])
     assert texts[0] in file
     assert not file.stays_in_file(texts[0])
     attend(file, texts, plain, [1, 1, 1], 7)
     assert texts[0] not in file
-    for one in (texts[1], None):
-        file.take_back(one)
+    for cache in (texts[1], None):
+        file.take_back(cache)
     file.begin([texts[0]])
     for text in range(2):
-        for one, two in zip(texts[text].layers, plain[text].layers, strict=True):
-            assert torch.equal(one.keys, two.keys)
-            assert torch.equal(one.values, two.values)
+        for a, b in zip(texts[text].layers, plain[text].layers, strict=True):
+            assert torch.equal(a.keys, b.keys)
+            assert torch.equal(a.values, b.values)
     assert file.buffers.nbytes == 0
 
 
-def test_never_more_than_so_much_is_ahead(opened: Callable[..., CacheFile], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetched_bytes_are_limited(opened: Callable[..., CacheFile], monkeypatch: pytest.MonkeyPatch) -> None:
     file, (texts, plain) = opened(ahead=1 << 11), caches()
-    for one in texts:
-        file.add(one)
+    for cache in texts:
+        file.add(cache)
     attend(file, texts, plain, [*PROMPTS], 0)
-    seen: list[int] = []
+    sizes: list[int] = []
     take = BufferFile.take
 
-    def taken(self: BufferFile, *given: Any) -> Any:
-        seen.append(sum(len(buffer.whole) for buffer, _ in self._prefetched.values()))
-        assert seen[-1] == self.prefetched_bytes
-        return take(self, *given)
+    def taken(self: BufferFile, *args: Any) -> Any:
+        sizes.append(sum(len(buffer.whole) for buffer, _ in self._prefetched.values()))
+        assert sizes[-1] == self.prefetched_bytes
+        return take(self, *args)
 
     monkeypatch.setattr(BufferFile, "take", taken)
     attend(file, texts, plain, [1, 1, 1], 1)
-    assert len(seen) == LAYERS * len(PROMPTS)
-    assert min(seen[:-1]) > 0
-    assert max(seen) <= 1 << 11
+    assert len(sizes) == LAYERS * len(PROMPTS)
+    assert min(sizes[:-1]) > 0
+    assert max(sizes) <= 1 << 11
 
 
-def test_a_pass_that_broke_off_leaves_nothing_behind(opened: Callable[..., CacheFile]) -> None:
+def test_an_aborted_pass_leaves_no_prefetched_buffers(opened: Callable[..., CacheFile]) -> None:
     file, (texts, plain) = opened(), caches()
-    for one in texts:
-        file.add(one)
+    for cache in texts:
+        file.add(cache)
     attend(file, texts, plain, [*PROMPTS], 0)
     file.begin(texts)
     file.drop(texts[0])
@@ -168,20 +168,20 @@ def test_a_pass_that_broke_off_leaves_nothing_behind(opened: Callable[..., Cache
     attend(file, texts[1:], plain[1:], [1, 1], 1)
 
 
-def test_without_memory_to_read_ahead_each_is_read_when_it_is_needed(
+def test_without_memory_to_prefetch_buffers_are_read_on_use(
     opened: Callable[..., CacheFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, (texts, plain) = opened(), caches()
-    for one in texts:
-        file.add(one)
+    for cache in texts:
+        file.add(cache)
     attend(file, texts, plain, [*PROMPTS], 0)
     new, calls = KVBuffer.new, []
 
-    def fails_first(*given: Any) -> KVBuffer:
-        calls.append(given)
+    def fails_first(*args: Any) -> KVBuffer:
+        calls.append(args)
         if len(calls) == 2:
             raise MemoryError
-        return new(*given)
+        return new(*args)
 
     monkeypatch.setattr(KVBuffer, "new", fails_first)
     attend(file, texts, plain, [1, 1, 1], 1)
@@ -190,34 +190,34 @@ def test_without_memory_to_read_ahead_each_is_read_when_it_is_needed(
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: not enough memory")], ids=repr)
-def test_without_memory_to_write_one_it_is_lost_and_the_pass_is_right(
+def test_a_sequence_is_lost_without_memory_to_write_it(
     opened: Callable[..., CacheFile], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     file, (texts, plain) = opened(), caches()
-    for one in texts:
-        file.add(one)
+    for cache in texts:
+        file.add(cache)
     of, calls = KVBuffer.of, []
 
-    def fails_once(*given: Any) -> KVBuffer:
-        calls.append(given)
+    def fails_once(*args: Any) -> KVBuffer:
+        calls.append(args)
         if len(calls) == 2:
             raise error
-        return of(*given)
+        return of(*args)
 
     monkeypatch.setattr(KVBuffer, "of", fails_once)
     attend(file, texts, plain, [*PROMPTS], 0)
-    assert [file.is_lost(one) for one in texts] == [False, True, False]
+    assert [file.is_lost(cache) for cache in texts] == [False, True, False]
     file.drop(texts[1])
     attend(file, texts[::2], plain[::2], [1, 1], 1)
 
 
 @pytest.mark.parametrize("full", [True, False], ids=["full disk", "limit"])
-def test_what_cannot_be_written_is_lost_and_the_pass_is_right(
+def test_a_sequence_is_lost_when_the_disk_is_full(
     opened: Callable[..., CacheFile], full: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     file, (texts, plain) = opened(limit=1 << 20 if full else 2500), caches()
-    for one in texts[:2]:
-        file.add(one)
+    for cache in texts[:2]:
+        file.add(cache)
 
     def fail(step: Step) -> None:
         if full and step.offset > 1500:
@@ -225,16 +225,16 @@ def test_what_cannot_be_written_is_lost_and_the_pass_is_right(
 
     with observe_steps(fail):
         attend(file, texts, plain, [*PROMPTS], 0)
-    assert [file.is_lost(one) for one in texts] == [True, True, False]
+    assert [file.is_lost(cache) for cache in texts] == [True, True, False]
     assert file.buffers.limit == 0 if full else 0 < file.buffers.limit < 2500
     assert caplog.text.count("No space left on device") == int(full)
-    for one in texts[:2]:
-        file.drop(one)
+    for cache in texts[:2]:
+        file.drop(cache)
     assert file.buffers.nbytes == 0
     attend(file, texts[2:], plain[2:], [1], 1)
 
 
-def test_the_file_has_no_name_and_is_gone_with_it(opened: Callable[..., CacheFile], tmp_path: Path) -> None:
+def test_the_file_has_no_name_and_is_deleted_on_close(opened: Callable[..., CacheFile], tmp_path: Path) -> None:
     file, (texts, plain) = opened(), caches()
     file.add(texts[0])
     attend(file, texts, plain, [*PROMPTS], 0)
@@ -265,34 +265,34 @@ def pages(folder: Path) -> int:
 
 
 def nameless(folder: Path) -> Iterator[Path]:
-    seen = set()
+    names = set()
     for path in Path("/proc/self/fd").iterdir():
         if os.path.lexists(path) and str(path.readlink()).startswith(f"{folder}/"):
             status = path.stat()
-            if status.st_ino not in seen:
-                seen.add(status.st_ino)
+            if status.st_ino not in names:
+                names.add(status.st_ino)
                 yield path
 
 
 def fill_and_compare(file: BufferFile, seeds: range) -> None:
     """Buffers there and back, some of them in places of others that were given back."""
-    kept: dict[int, tuple[Any, KVBuffer]] = {}
+    buffers: dict[int, tuple[Any, KVBuffer]] = {}
     for seed in seeds:
-        one = buffer(TOKENS[seed % len(TOKENS)], seed)
-        stored = file.put(one)
+        written = buffer(TOKENS[seed % len(TOKENS)], seed)
+        stored = file.put(written)
         assert stored is not None
-        kept[seed] = stored, one
+        buffers[seed] = stored, written
         if seed % 4 == 3:
-            file.release(kept.pop(seed - 2)[0])
-    for stored, one in kept.values():
+            file.release(buffers.pop(seed - 2)[0])
+    for stored, written in buffers.values():
         back = file.take(stored)
-        assert torch.equal(back.keys, one.keys)
-        assert torch.equal(back.values, one.values)
-        assert back.form == one.form
+        assert torch.equal(back.keys, written.keys)
+        assert torch.equal(back.values, written.values)
+        assert back.form == written.form
 
 
 @on_linux
-def test_what_does_not_stay_in_the_page_cache_leaves_nothing_there(tmp_path: Path) -> None:
+def test_direct_io_leaves_no_pages_cached(tmp_path: Path) -> None:
     file = buffer_file(tmp_path, MORE_THAN_ANY_MEMORY)
     fill_and_compare(file, range(12))
     assert file.is_past_the_cache
@@ -302,7 +302,7 @@ def test_what_does_not_stay_in_the_page_cache_leaves_nothing_there(tmp_path: Pat
 
 
 @on_linux
-def test_where_memory_has_room_for_all_of_it_the_page_cache_keeps_it(tmp_path: Path) -> None:
+def test_a_small_file_uses_the_page_cache(tmp_path: Path) -> None:
     file = buffer_file(tmp_path, 0)
     fill_and_compare(file, range(12))
     assert not file.is_past_the_cache
@@ -311,7 +311,7 @@ def test_where_memory_has_room_for_all_of_it_the_page_cache_keeps_it(tmp_path: P
 
 
 @on_linux
-def test_from_when_on_it_does_not_stay_there_it_goes_past(tmp_path: Path) -> None:
+def test_direct_io_begins_when_the_file_no_longer_stays_cached(tmp_path: Path) -> None:
     file = buffer_file(tmp_path, 0)
     first = buffer(300, 0)
     stored = file.put(first)
@@ -326,19 +326,19 @@ def test_from_when_on_it_does_not_stay_there_it_goes_past(tmp_path: Path) -> Non
 
 
 @on_linux
-def test_without_direct_reads_it_is_dropped_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_direct_io_read_pages_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "O_DIRECT")
     file = buffer_file(tmp_path, MORE_THAN_ANY_MEMORY)
-    made = [buffer(tokens, seed) for seed, tokens in enumerate(4 * TOKENS)]
-    held = [file.put(one) for one in made]
+    buffers = [buffer(tokens, seed) for seed, tokens in enumerate(4 * TOKENS)]
+    slots = [file.put(written) for written in buffers]
     for path in nameless(tmp_path):
         with path.open("rb+") as again:
             os.fsync(again)  # what is not on the disk yet cannot be dropped
-    for one, stored in zip(made, held, strict=True):
+    for written, stored in zip(buffers, slots, strict=True):
         assert stored is not None
-        assert torch.equal(file.take(stored).values, one.values)
+        assert torch.equal(file.take(stored).values, written.values)
     assert pages(tmp_path) == 0
-    for stored in held[: len(TOKENS)]:
+    for stored in slots[: len(TOKENS)]:
         assert stored is not None
         file.take(stored)
     assert pages(tmp_path) == 0  # nor has anything been read ahead of the next one
@@ -346,7 +346,7 @@ def test_without_direct_reads_it_is_dropped_behind(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("spare", [0, MORE_THAN_ANY_MEMORY])
-def test_small_images_take_what_they_are(tmp_path: Path, spare: int) -> None:
+def test_small_buffers_are_not_padded(tmp_path: Path, spare: int) -> None:
     file = buffer_file(tmp_path, spare)
     small, large = buffer(5, 1), buffer(300, 2)
     assert len(small.whole) == 2 * (5 + 3) * (40 + 24) * 2
@@ -362,26 +362,26 @@ def test_small_images_take_what_they_are(tmp_path: Path, spare: int) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 8)), max_size=60), st.integers(20, 300))
-def test_places_never_overlap_and_are_used_again(steps: list[tuple[int, int]], limit: int) -> None:
+def test_slots_never_overlap_and_are_reused(steps: list[tuple[int, int]], limit: int) -> None:
     """Each step takes a place, and gives back one of those that are taken, if its number is one of theirs."""
     places = FileSlots(limit)
-    held: list[tuple[int, int]] = []
+    taken: list[tuple[int, int]] = []
     for nbytes, which in steps:
         begin = places.take(nbytes)
         if begin is not None:
             assert begin + nbytes <= limit
-            assert all(begin + nbytes <= other or other + size <= begin for other, size in held)
-            held.append((begin, nbytes))
-        if which < len(held):
-            places.give_back(*held.pop(which))
-        assert places.taken == sum(size for _, size in held)
-    for begin, nbytes in held:
+            assert all(begin + nbytes <= start or start + size <= begin for start, size in taken)
+            taken.append((begin, nbytes))
+        if which < len(taken):
+            places.give_back(*taken.pop(which))
+        assert places.taken == sum(size for _, size in taken)
+    for begin, nbytes in taken:
         places.give_back(begin, nbytes)
     assert places.taken == 0
     assert places.take(limit) == 0
 
 
-def test_the_first_hole_that_is_large_enough_is_taken() -> None:
+def test_the_first_large_enough_hole_is_taken() -> None:
     places = FileSlots(100)
     first, second, third = (places.take(20) for _ in range(3))
     assert (first, second, third) == (0, 20, 40)

@@ -36,33 +36,33 @@ class Memory:
     st.integers(1, 600),
     st.integers(0, 3000),
 )
-def test_all_that_begin_fit_and_the_first_always_begins(texts: list[SequenceLength], limit: int, most: int) -> None:
+def test_started_sequences_fit_and_the_first_always_starts(texts: list[SequenceLength], limit: int, disk: int) -> None:
     memory: Any = Memory(limit)
     near: list[SequenceLength] = []
     filed: list[SequenceLength] = []
-    for number, text in enumerate(texts):
-        where = RunningLengths(near, filed, most).allocation(text, len(texts) - number - 1, memory)
+    for index, text in enumerate(texts):
+        where = RunningLengths(near, filed, disk).allocation(text, len(texts) - index - 1, memory)
         if where is CacheAllocation.LATER:
             assert near or filed
             return
         (near if where is CacheAllocation.MEMORY else filed).append(text)
-        running = RunningLengths(near, filed, most)
+        running = RunningLengths(near, filed, disk)
         assert running.reserved(memory) <= limit or len(near) + len(filed) == 1
-        assert sum(one.tokens + one.room for one in filed) <= most
+        assert sum(length.tokens + length.room for length in filed) <= disk
 
 
-def test_all_are_in_memory_where_they_fit_and_else_as_many_as_leave_room_for_the_others() -> None:
-    one, nothing = SequenceLength(100, 0), RunningLengths([], [], 1000)
-    assert nothing.allocation(one, 2, Memory(300)) is CacheAllocation.MEMORY  # type: ignore[arg-type]
+def test_sequences_are_in_memory_while_room_for_the_others_remains() -> None:
+    text, empty = SequenceLength(100, 0), RunningLengths([], [], 1000)
+    assert empty.allocation(text, 2, Memory(300)) is CacheAllocation.MEMORY  # type: ignore[arg-type]
     memory: Any = Memory(299)
-    assert nothing.allocation(one, 2, memory) is CacheAllocation.MEMORY  # 100 + 2 x 10 + 20
-    assert RunningLengths([one], [], 1000).allocation(one, 1, memory) is CacheAllocation.MEMORY  # 200 + 10 + 20
-    assert RunningLengths([one, one], [], 1000).allocation(one, 0, memory) is CacheAllocation.FILE
-    assert RunningLengths([one, one], [], 99).allocation(one, 0, memory) is CacheAllocation.LATER
-    assert RunningLengths([one, one], [], 1000).allocation(SequenceLength(15, 0), 0, memory) is CacheAllocation.MEMORY
+    assert empty.allocation(text, 2, memory) is CacheAllocation.MEMORY  # 100 + 2 x 10 + 20
+    assert RunningLengths([text], [], 1000).allocation(text, 1, memory) is CacheAllocation.MEMORY  # 200 + 10 + 20
+    assert RunningLengths([text, text], [], 1000).allocation(text, 0, memory) is CacheAllocation.FILE
+    assert RunningLengths([text, text], [], 99).allocation(text, 0, memory) is CacheAllocation.LATER
+    assert RunningLengths([text, text], [], 1000).allocation(SequenceLength(15, 0), 0, memory) is CacheAllocation.MEMORY
 
 
-def test_a_sequence_begins_if_all_have_room_for_some_tokens_more() -> None:
+def test_a_sequence_starts_if_all_have_room_for_more_tokens() -> None:
     running = RunningLengths([SequenceLength(10, 1000)], [], 0)
     needed = (10 + RESERVED_TOKENS) + (20 + 5)
     for limit, fits in ((needed, True), (needed - 1, False)):

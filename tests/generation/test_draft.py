@@ -33,39 +33,37 @@ def asked(model: Any, draft: Any = None, **request: Any) -> Result:
 
 @pytest.mark.parametrize("vocabulary", [VOCABULARY_SIZE, VOCABULARY_SIZE + 64, VOCABULARY_SIZE - 8])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, 0.9, seed=4)], ids=["greedy", "sampled"])
-def test_with_any_draft_the_answer_is_the_models_own(
-    folder: Path, tmp_path: Path, vocabulary: int, sampling: Sampling
-) -> None:
+def test_any_draft_gives_the_models_answer(folder: Path, tmp_path: Path, vocabulary: int, sampling: Sampling) -> None:
     """A draft of other weights, with embeddings of another length, that is mostly wrong."""
     small = build_checkpoint(tmp_path / "small", "llama", num_hidden_layers=1, seed=3, vocab_size=vocabulary)
     model, draft = load(split(folder), 0), load(split(small))
     prepare_draft(model, draft)
-    found = asked(model, draft, sampling=sampling)
-    assert len(found.tokens) == TOKENS or found.finish is FinishReason.STOP
-    assert max(found.tokens) < VOCABULARY_SIZE
+    result = asked(model, draft, sampling=sampling)
+    assert len(result.tokens) == TOKENS or result.finish is FinishReason.STOP
+    assert max(result.tokens) < VOCABULARY_SIZE
     if sampling.samples:
-        assert found.tokens == asked(model, draft, sampling=sampling).tokens
+        assert result.tokens == asked(model, draft, sampling=sampling).tokens
     else:
-        assert found.tokens == asked(model).tokens
+        assert result.tokens == asked(model).tokens
     logits = draft(torch.tensor([PROMPT])).logits
     assert logits.shape[-1] == VOCABULARY_SIZE
     if vocabulary < VOCABULARY_SIZE:  # it never proposes a token that it does not have
         assert logits[..., vocabulary:].max() < 2 * logits[..., :vocabulary].min() < 0
 
 
-def test_a_right_draft_saves_passes(folder: Path) -> None:
+def test_a_good_draft_saves_passes(folder: Path) -> None:
     model, draft = load(split(folder), 0, profiling=True), load(split(folder))
     prepare_draft(model, draft)
     draft.generation_config.assistant_confidence_threshold = 0  # a random model is never sure
-    found = asked(model, draft)
+    result = asked(model, draft)
     passes = model.profiler.sums[FURTHER].passes
     assert passes <= TOKENS / 3
     model.profiler.clear()
-    assert found.tokens == asked(model).tokens
+    assert result.tokens == asked(model).tokens
     assert model.profiler.sums[FURTHER].passes == TOKENS - 1
 
 
-def test_a_text_that_repeats_itself_is_its_own_draft(tmp_path: Path) -> None:
+def test_ngram_drafts_of_repetitive_text_save_passes(tmp_path: Path) -> None:
     model = talker(parrot_folder(tmp_path / "model", {"a": "b", "b": "c", "c": "a", " ": "a"}))
     prepare_draft(model, "ngram")
     sessions, messages = (Session(model, 60), Session(model, 60, draft="ngram")), [{"role": "user", "content": "hi"}]
@@ -78,18 +76,18 @@ def test_a_text_that_repeats_itself_is_its_own_draft(tmp_path: Path) -> None:
     assert again[1].kept_tokens == again[0].kept_tokens > 0
 
 
-def test_it_ends_where_it_ends_without(folder: Path) -> None:
+def test_an_answer_ends_at_the_same_token_with_a_draft(folder: Path) -> None:
     model, draft = load(split(folder)), load(split(folder))
     prepare_draft(model, draft)
     whole = asked(model)
-    last = next(at for at, token in enumerate(whole.tokens) if at > 3 and token not in whole.tokens[:at])
+    last = next(index for index, token in enumerate(whole.tokens) if index > 3 and token not in whole.tokens[:index])
     text = model.tokenizer.decode(whole.tokens[last : last + 2])
     stopped = asked(model, stop=(text,))
     assert (stopped.stop, stopped.finish) == (text, FinishReason.STOP)
-    found = asked(model, draft, stop=(text,))
-    assert (found.text, found.stop, found.finish) == (stopped.text, text, FinishReason.STOP)
-    for given in ([text], text):
-        model.generation_config.stop_strings = given
+    result = asked(model, draft, stop=(text,))
+    assert (result.text, result.stop, result.finish) == (stopped.text, text, FinishReason.STOP)
+    for stop_strings in ([text], text):
+        model.generation_config.stop_strings = stop_strings
         assert asked(model, draft).text == stopped.text
     model.generation_config.stop_strings = None
     model.generation_config.eos_token_id = [whole.tokens[last]]
@@ -114,7 +112,7 @@ def test_a_chat_with_a_draft(tmp_path: Path) -> None:
         messages.append({"role": "assistant", "content": plain.text})
 
 
-def test_a_chat_continues_its_cache_whatever_the_draft(tmp_path: Path) -> None:
+def test_a_chat_reuses_its_cache_with_any_draft(tmp_path: Path) -> None:
     """Random weights, drafts that are mostly wrong, and an answer that is stopped in the middle of a pass."""
     model, small = (
         talker(talker_folder(tmp_path / "model", "llama")),
@@ -126,10 +124,10 @@ def test_a_chat_continues_its_cache_whatever_the_draft(tmp_path: Path) -> None:
     draft.generation_config.assistant_confidence_threshold = 0
     sessions = Session(model, 12), Session(model, 12, draft=draft)
     messages: list[dict[str, Any]] = []
-    for number, question in enumerate(("hi", "and then?", "why?", "so?")):
+    for index, question in enumerate(("hi", "and then?", "why?", "so?")):
         messages.append({"role": "user", "content": question})
         plain = sessions[0].answer(list(messages), lambda piece: None)
-        if number == 2:
+        if index == 2:
             units = iter(range(60))
             stopped = sessions[1].answer(
                 list(messages), lambda piece: None, stopped=lambda u=units: next(u, None) is None
@@ -142,7 +140,7 @@ def test_a_chat_continues_its_cache_whatever_the_draft(tmp_path: Path) -> None:
         messages.append({"role": "assistant", "content": plain.text})
 
 
-def test_windows_are_not_kept_with_a_draft(tmp_path: Path) -> None:
+def test_sliding_windows_are_not_reused_with_a_draft(tmp_path: Path) -> None:
     model = talker(talker_folder(tmp_path / "model", "gemma3"))
     session = Session(model, 12, draft=model)
     assert session.cache is None
@@ -164,7 +162,7 @@ def test_a_draft_that_would_stream_is_refused(folder: Path) -> None:
         prepare_draft(load(split(folder)), load(split(folder), 0))
 
 
-def test_models_that_take_no_draft_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_models_without_draft_support_are_refused(folder: Path, tmp_path: Path) -> None:
     draft = load(split(folder))
     encoder = load(split(build_checkpoint(tmp_path / "t5", "t5", tied=True)))
     with pytest.raises(OptionError, match="cannot drop tokens"):
@@ -177,7 +175,7 @@ def test_models_that_take_no_draft_are_refused(folder: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
-def test_windows_take_back_wrong_tokens(folder: Path, tmp_path: Path, name: str) -> None:
+def test_sliding_windows_drop_rejected_tokens(folder: Path, tmp_path: Path, name: str) -> None:
     model = load(split(build_checkpoint(tmp_path / name, HYBRIDS[name], tied=HYBRIDS[name].ties[0])))
     draft = load(split(folder))
     prepare_draft(model, draft)

@@ -66,52 +66,52 @@ def storages(cache: Any) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in both)
 
 
-def test_the_cost_that_a_cache_shows_is_that_of_longer_ones(model: Any) -> None:
+def test_cost_by_cache_holds_for_longer_caches(model: Any) -> None:
     cost = cost_by_cache(cache_of(model, 9))
     assert cost is not None
     for tokens in (9, 20, 70):
         cache = cache_of(model, tokens)
-        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if has_keys(layer))
+        nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if has_keys(layer))
         states = bytes_of(cache) - storages(cache)
         # a window shows one token less than it takes
-        windows = sum(each for _, each in cost.windows)
-        assert held + states <= cost.bytes_for(tokens) <= held + states + windows
+        windows = sum(token for _, token in cost.windows)
+        assert nbytes + states <= cost.bytes_for(tokens) <= nbytes + states + windows
         assert cost_by_config(model.config, torch.float32).bytes_for(tokens) > 0
 
 
-def test_without_windows_the_config_says_it_exactly(tmp_path: Path) -> None:
+def test_cost_by_config_is_exact_without_windows(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "llama", "llama", dtype=torch.float32, tokenizer=False)
     model = plain_model(folder, dtype=torch.float32)
     assert cost_by_config(model.config, torch.float32) == cost_by_cache(cache_of(model, 7))
 
 
 @torch.no_grad()
-def test_a_copied_prefix_is_the_cache_of_that_prefix_and_shares_no_memory(model: Any) -> None:
+def test_a_copied_prefix_is_equal_and_shares_no_memory(model: Any) -> None:
     whole = ids(40)
     cache = cache_of(model, 40)
     before = copy.deepcopy(cache)
-    wanted = [*whole[0, :30].tolist(), *[5] * 6]
-    known = usable(wanted, whole[0].tolist(), cache)
-    if known == 0:  # states, or windows that have slid
+    prompt = [*whole[0, :30].tolist(), *[5] * 6]
+    tokens = usable(prompt, whole[0].tolist(), cache)
+    if tokens == 0:  # states, or windows that have slid
         assert any("conv_states" in vars(layer) or getattr(layer, "is_sliding", False) for layer in cache.layers)
-        wanted = [*whole[0].tolist(), *[5] * 6]
-        known = usable(wanted, whole[0].tolist(), cache)
-        assert known == 40
+        prompt = [*whole[0].tolist(), *[5] * 6]
+        tokens = usable(prompt, whole[0].tolist(), cache)
+        assert tokens == 40
     else:
-        assert known == 30
-    part = copied(cache, known)
-    assert part.get_seq_length() == known
-    rest = torch.tensor([wanted[known:]])
-    got = model(rest, past_key_values=part).logits[0, -1]
-    expected = model(torch.tensor([wanted])).logits[0, -1]
-    assert torch.allclose(got, expected, atol=2e-4, rtol=1e-3)
+        assert tokens == 30
+    part = copied(cache, tokens)
+    assert part.get_seq_length() == tokens
+    new = torch.tensor([prompt[tokens:]])
+    logits = model(new, past_key_values=part).logits[0, -1]
+    expected = model(torch.tensor([prompt])).logits[0, -1]
+    assert torch.allclose(logits, expected, atol=2e-4, rtol=1e-3)
     for layer, old in zip(cache.layers, before.layers, strict=True):  # the source is as it was
         for name, value in vars(old).items():
             if isinstance(value, torch.Tensor):
                 assert torch.equal(vars(layer)[name], value)
 
 
-def test_beginnings() -> None:
+def test_common_prefix() -> None:
     assert common_prefix([], [1]) == 0
     assert common_prefix([1, 2, 3], [1, 2, 4, 5]) == 2
     assert common_prefix([1, 2, 3], [1, 2, 3, 5]) == 3
@@ -119,14 +119,14 @@ def test_beginnings() -> None:
 
 
 @given(st.lists(st.integers(0, 1), max_size=9), st.lists(st.integers(0, 1), max_size=9))
-def test_common_prefix_of_any_two(one: list[int], other: list[int]) -> None:
+def test_common_prefix_of_any_two_sequences(a: list[int], b: list[int]) -> None:
     expected = 0
-    while expected < min(len(one), len(other)) and one[expected] == other[expected]:
+    while expected < min(len(a), len(b)) and a[expected] == b[expected]:
         expected += 1
-    assert common_prefix(one, other) == expected
+    assert common_prefix(a, b) == expected
 
 
-def test_a_short_beginning_is_worth_nothing_and_one_token_is_always_computed(tmp_path: Path) -> None:
+def test_short_prefixes_are_not_usable_and_one_token_is_always_computed(tmp_path: Path) -> None:
     cache = DynamicCache()
     cache.update(torch.zeros(1, 1, 40, 8), torch.zeros(1, 1, 40, 8), 0)
     text = list(range(40))
@@ -135,40 +135,40 @@ def test_a_short_beginning_is_worth_nothing_and_one_token_is_always_computed(tmp
     assert usable(text, text, cache) == 39
 
 
-def test_what_was_not_used_for_the_longest_time_goes_first() -> None:
-    kept = PrefixCache()
+def test_the_least_recently_used_prefix_is_evicted_first() -> None:
+    prefixes = PrefixCache()
     texts = []
     for first in range(3):
         cache = DynamicCache()
         cache.update(torch.zeros(1, 1, 10, 8), torch.zeros(1, 1, 10, 8), 0)
         texts.append([first, *range(50, 59)])
-        kept.put(texts[-1], cache)
-    each = 2 * 10 * 8 * 4
-    assert kept.nbytes == 3 * each
-    kept.used(texts[0])
-    kept.shrink(2 * each)
-    assert [list(ids) for ids, _ in kept.entries()] == [texts[2], texts[0]]
+        prefixes.put(texts[-1], cache)
+    nbytes = 2 * 10 * 8 * 4
+    assert prefixes.nbytes == 3 * nbytes
+    prefixes.used(texts[0])
+    prefixes.shrink(2 * nbytes)
+    assert [list(ids) for ids, _ in prefixes.entries()] == [texts[2], texts[0]]
     longer = DynamicCache()
     longer.update(torch.zeros(1, 1, 12, 8), torch.zeros(1, 1, 12, 8), 0)
-    kept.put([*texts[0], 1, 2], longer)  # its own prefix is dropped
-    assert [len(ids) for ids, _ in kept.entries()] == [10, 12]
-    kept.shrink(0)
-    assert kept.nbytes == 0
+    prefixes.put([*texts[0], 1, 2], longer)  # its own prefix is dropped
+    assert [len(ids) for ids, _ in prefixes.entries()] == [10, 12]
+    prefixes.shrink(0)
+    assert prefixes.nbytes == 0
 
 
-def test_of_many_texts_those_used_last_are_kept() -> None:
-    kept = PrefixCache()
-    texts = [[number, *range(50, 59)] for number in range(MAX_SEQUENCES + 3)]
+def test_the_number_of_cached_prefixes_is_limited() -> None:
+    prefix_cache = PrefixCache()
+    texts = [[index, *range(50, 59)] for index in range(MAX_SEQUENCES + 3)]
     for text in texts[:MAX_SEQUENCES]:
-        kept.put(text, DynamicCache())
-    kept.used(texts[1])
+        prefix_cache.put(text, DynamicCache())
+    prefix_cache.used(texts[1])
     for text in texts[MAX_SEQUENCES:]:
-        kept.put(text, DynamicCache())
-    found = [list(ids) for ids, _ in kept.entries()]
-    assert found == [*texts[4:MAX_SEQUENCES], texts[1], *texts[MAX_SEQUENCES:]]
+        prefix_cache.put(text, DynamicCache())
+    prefixes = [list(ids) for ids, _ in prefix_cache.entries()]
+    assert prefixes == [*texts[4:MAX_SEQUENCES], texts[1], *texts[MAX_SEQUENCES:]]
 
 
-def test_room_that_is_reserved_counts() -> None:
+def test_reserved_room_counts() -> None:
     cache = DynamicCache()
     keys = torch.zeros(1, 4, 700, 128)
     cache.update(keys, keys.clone(), 0)
@@ -196,16 +196,16 @@ def some(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def both(layer: DynamicLayer, plain: DynamicLayer, tokens: int) -> None:
-    given = some(tokens)
-    for got, expected in zip(append(layer, *given), plain.update(*given), strict=True):
-        assert torch.equal(got, expected)
+    pair = some(tokens)
+    for updated, expected in zip(append(layer, *pair), plain.update(*pair), strict=True):
+        assert torch.equal(updated, expected)
     assert torch.equal(layer.keys, plain.keys)
     assert torch.equal(layer.values, plain.values)
     assert layer.get_seq_length() == plain.get_seq_length()
 
 
 @pytest.mark.usefixtures("small_layers_have_room")
-def test_growing() -> None:
+def test_caches_grow_in_place() -> None:
     layer, plain = DynamicLayer(), DynamicLayer()
     places = set()
     for tokens in [3, *[1] * 120, 70, *[1] * 40]:
@@ -215,55 +215,55 @@ def test_growing() -> None:
 
 
 @pytest.mark.usefixtures("small_layers_have_room")
-@pytest.mark.parametrize("kept", [20, 21, 24])
-def test_room_that_another_layer_uses_is_not_written(kept: int) -> None:
+@pytest.mark.parametrize("length", [20, 21, 24])
+def test_room_of_another_layer_is_not_written(length: int) -> None:
     """Two layers with the same first tokens and the same room: each goes on with its own."""
     first, plain = DynamicLayer(), DynamicLayer()
     for tokens in (20, 1, 3):
         both(first, plain, tokens)
-    other, other_plain = copy.copy(first), copy.copy(plain)
-    for layer in (other, other_plain):
-        layer.keys, layer.values = layer.keys[:, :, :kept], layer.values[:, :, :kept]
-    for pair in ((other, other_plain), (first, plain), (other, other_plain)):
+    second, other_plain = copy.copy(first), copy.copy(plain)
+    for layer in (second, other_plain):
+        layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
+    for pair in ((second, other_plain), (first, plain), (second, other_plain)):
         both(*pair, 2)
-        for layer, expected in ((first, plain), (other, other_plain)):
+        for layer, expected in ((first, plain), (second, other_plain)):
             assert torch.equal(layer.keys, expected.keys)
             assert torch.equal(layer.values, expected.values)
 
 
 @pytest.mark.usefixtures("small_layers_have_room")
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_is_done_with_a_layer(seed: int) -> None:
+def test_any_operations_on_a_layer(seed: int) -> None:
     """Cut, copied with and without its tensors, both copies going on, put back to tensors of before."""
     chance = random.Random(seed)
     torch.manual_seed(seed)
     pairs = [(DynamicLayer(), DynamicLayer())]
     both(*pairs[0], 20)
-    kept = (0, pairs[0][0].keys, pairs[0][0].values, pairs[0][1].keys, pairs[0][1].values)
+    saved = (0, pairs[0][0].keys, pairs[0][0].values, pairs[0][1].keys, pairs[0][1].values)
     for _ in range(150):
-        number = chance.randrange(len(pairs))
-        layer, plain = pairs[number]
+        index = chance.randrange(len(pairs))
+        layer, plain = pairs[index]
         match chance.choice(["append"] * 6 + ["cut", "fork", "clone", "keep", "put back"]):
             case "append":
                 both(layer, plain, chance.randint(1, 5))
             case "cut":
-                for one in (layer, plain):
-                    one.crop(-min(3, one.get_seq_length() - 1))
+                for target in (layer, plain):
+                    target.crop(-min(3, target.get_seq_length() - 1))
             case "fork" if len(pairs) < 4:
                 pairs.append((copy.copy(layer), copy.copy(plain)))
             case "clone" if len(pairs) < 4:
                 pairs.append((copy.deepcopy(layer), copy.deepcopy(plain)))
             case "keep":
-                kept = (number, layer.keys, layer.values, plain.keys, plain.values)
+                saved = (index, layer.keys, layer.values, plain.keys, plain.values)
             case "put back":
-                layer, plain = pairs[kept[0]]
-                layer.keys, layer.values, plain.keys, plain.values = kept[1:]
+                layer, plain = pairs[saved[0]]
+                layer.keys, layer.values, plain.keys, plain.values = saved[1:]
         for layer, plain in pairs:
             assert torch.equal(layer.keys, plain.keys)
             assert torch.equal(layer.values, plain.values)
 
 
-def test_windows_are_left_to_themselves() -> None:
+def test_sliding_windows_get_no_room() -> None:
     layer, plain = DynamicSlidingWindowLayer(8), DynamicSlidingWindowLayer(8)
     for tokens in (20, 1, 1, 5):
         both(layer, plain, tokens)
@@ -284,20 +284,20 @@ def made(folder: Path, name: str) -> Any:
 
 
 @torch.no_grad()
-def logits(model: Any, kept: ConversationCache, until: int) -> torch.Tensor:
+def logits(model: Any, conversation: ConversationCache, until: int) -> torch.Tensor:
     """Of all tokens that the cache lacks, (tokens, vocabulary)."""
-    ids = torch.tensor([IDS[len(kept.ids) : until]])
-    found: torch.Tensor = model(ids, past_key_values=kept.cache, use_cache=True).logits[0]
-    kept.ids = IDS[:until]
-    return found
+    ids = torch.tensor([IDS[len(conversation.ids) : until]])
+    output: torch.Tensor = model(ids, past_key_values=conversation.cache, use_cache=True).logits[0]
+    conversation.ids = IDS[:until]
+    return output
 
 
 def filled(model: Any) -> ConversationCache:
-    kept = ConversationCache(model)
-    logits(model, kept, FIRST)
-    kept.snapshot(IDS[:FIRST])
-    logits(model, kept, SECOND)
-    return kept
+    conversation = ConversationCache(model)
+    logits(model, conversation, FIRST)
+    conversation.snapshot(IDS[:FIRST])
+    logits(model, conversation, SECOND)
+    return conversation
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -307,29 +307,29 @@ def test_a_cache_goes_back_to_what_it_was(tmp_path: Path, name: str) -> None:
     whole = model(torch.tensor([IDS])).logits[0].detach()
     cuttable = name == "llama"
     for length in (SECOND + 5, SECOND, SECOND - 1, FIRST + 1, FIRST, FIRST - 1, 1, 0):
-        kept = filled(model)
-        left = kept.crop(length)
-        assert left == (min(length, SECOND) if cuttable or length >= SECOND else FIRST if length >= FIRST else 0)
-        assert kept.ids == IDS[:left]
-        torch.testing.assert_close(logits(model, kept, len(IDS)), whole[left:], rtol=0, atol=1e-4)
-        again = kept.crop(FIRST)  # the snapshot is still good, although it was used
-        assert again == (FIRST if left >= FIRST or cuttable else 0)
-        torch.testing.assert_close(logits(model, kept, len(IDS)), whole[again:], rtol=0, atol=1e-4)
+        conversation = filled(model)
+        length_now = conversation.crop(length)
+        assert length_now == (min(length, SECOND) if cuttable or length >= SECOND else FIRST if length >= FIRST else 0)
+        assert conversation.ids == IDS[:length_now]
+        torch.testing.assert_close(logits(model, conversation, len(IDS)), whole[length_now:], rtol=0, atol=1e-4)
+        again = conversation.crop(FIRST)  # the snapshot is still good, although it was used
+        assert again == (FIRST if length_now >= FIRST or cuttable else 0)
+        torch.testing.assert_close(logits(model, conversation, len(IDS)), whole[again:], rtol=0, atol=1e-4)
 
 
-def test_a_window_that_has_not_slid_is_cut(tmp_path: Path) -> None:
+def test_an_unslid_window_is_cropped(tmp_path: Path) -> None:
     model = made(tmp_path, "mistral")
     whole = model(torch.tensor([IDS])).logits[0].detach()
-    kept = ConversationCache(model)
-    logits(model, kept, WINDOW - 1)
-    assert kept.crop(3) == 3
-    torch.testing.assert_close(logits(model, kept, len(IDS)), whole[3:], rtol=0, atol=1e-4)
-    assert kept.crop(len(IDS) - 1) == 0
+    conversation = ConversationCache(model)
+    logits(model, conversation, WINDOW - 1)
+    assert conversation.crop(3) == 3
+    torch.testing.assert_close(logits(model, conversation, len(IDS)), whole[3:], rtol=0, atol=1e-4)
+    assert conversation.crop(len(IDS) - 1) == 0
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("layers", [1, 2])
-def test_a_pass_that_was_broken_off(tmp_path: Path, name: str, layers: int) -> None:
+def test_recovery_from_an_aborted_pass(tmp_path: Path, name: str, layers: int) -> None:
     """After so many layers had taken its tokens, and the others had not."""
     model = made(tmp_path, name)
     whole = model(torch.tensor([IDS])).logits[0].detach()
@@ -337,25 +337,25 @@ def test_a_pass_that_was_broken_off(tmp_path: Path, name: str, layers: int) -> N
     def stop(module: Any, args: Any) -> None:
         raise KeyboardInterrupt
 
-    kept = filled(model)
+    conversation = filled(model)
     hook = model.get_decoder().layers[layers].register_forward_pre_hook(stop)
     with pytest.raises(KeyboardInterrupt):
-        logits(model, kept, SECOND + 3)
+        logits(model, conversation, SECOND + 3)
     hook.remove()
-    left = kept.recover(SECOND, IDS)
-    assert left == (SECOND if name == "llama" else FIRST)
-    torch.testing.assert_close(logits(model, kept, len(IDS)), whole[left:], rtol=0, atol=1e-4)
+    length = conversation.recover(SECOND, IDS)
+    assert length == (SECOND if name == "llama" else FIRST)
+    torch.testing.assert_close(logits(model, conversation, len(IDS)), whole[length:], rtol=0, atol=1e-4)
 
 
-def test_a_first_pass_that_was_broken_off_leaves_nothing(tmp_path: Path) -> None:
+def test_an_aborted_first_pass_leaves_an_empty_cache(tmp_path: Path) -> None:
     model = made(tmp_path, "llama")
-    kept = ConversationCache(model)
-    logits(model, kept, 5)
-    assert kept.recover(0, []) == 0
-    assert (kept.ids, kept.nbytes) == ([], 0)
+    conversation = ConversationCache(model)
+    logits(model, conversation, 5)
+    assert conversation.recover(0, []) == 0
+    assert (conversation.ids, conversation.nbytes) == ([], 0)
 
 
-def test_what_it_takes(tmp_path: Path) -> None:
+def test_size_of_a_conversation_cache(tmp_path: Path) -> None:
     """KV cache, float32: 3 layers, 2 heads of 16; of windows only so many tokens, and once more for the snapshot."""
     per_token = 2 * 2 * 16 * 4
     assert filled(made(tmp_path / "a", "llama")).nbytes == 3 * SECOND * per_token
@@ -363,16 +363,16 @@ def test_what_it_takes(tmp_path: Path) -> None:
     assert windows == pytest.approx(2 * 3 * (WINDOW - 1) * per_token, abs=100)
 
 
-def test_snapshots_do_not_grow_in_number(tmp_path: Path) -> None:
+def test_the_number_of_snapshots_is_limited(tmp_path: Path) -> None:
     model = made(tmp_path, "mistral")
-    kept, sizes = ConversationCache(model), []
+    conversation, sizes = ConversationCache(model), []
     for length in range(10, 40, 3):
-        logits(model, kept, length)
-        kept.snapshot(IDS[:length])
-        sizes.append(kept.nbytes)
+        logits(model, conversation, length)
+        conversation.snapshot(IDS[:length])
+        sizes.append(conversation.nbytes)
     assert len(set(sizes[2:])) == 1
 
 
-def test_every_type_named_is_tried() -> None:
+def test_every_listed_type_is_tested() -> None:
     """By the long test of `test_session`, which goes through these families."""
     assert {family.model_type for family in HYBRIDS.values()} >= CONTINUING

@@ -60,17 +60,17 @@ def longrope(family: Family, change: int = CHANGE) -> dict[str, Any]:
     config = family.config(family.ties[0])
     head = getattr(config, "qk_rope_head_dim", None) or getattr(config, "head_dim", None)
     head = head or config.hidden_size // config.num_attention_heads
-    given = copy.deepcopy(getattr(config, "rope_parameters", None) or {})
-    ropes = [one for one in (given, *given.values()) if isinstance(one, dict) and one.get("rope_type") == "default"]
+    params = copy.deepcopy(getattr(config, "rope_parameters", None) or {})
+    ropes = [r for r in (params, *params.values()) if isinstance(r, dict) and r.get("rope_type") == "default"]
     for rope in ropes:
         pairs = int(head * rope.get("partial_rotary_factor", 1)) // 2
         rope |= {"rope_type": LONGROPE, "original_max_position_embeddings": change, "factor": 8.0}
-        rope |= {"short_factor": [1.0] * pairs, "long_factor": [2.0 + number for number in range(pairs)]}
+        rope |= {"short_factor": [1.0] * pairs, "long_factor": [2.0 + index for index in range(pairs)]}
         if family.model_type == "phimoe":
             rope |= {"short_mscale": 1.0, "long_mscale": 1.5}
     has_own = hasattr(config, "original_max_position_embeddings")
-    own = {"original_max_position_embeddings": change} if has_own or family.model_type == "phimoe" else {}
-    return {"rope_parameters": given, **own} if ropes else {}
+    original = {"original_max_position_embeddings": change} if has_own or family.model_type == "phimoe" else {}
+    return {"rope_parameters": params, **original} if ropes else {}
 
 
 def checkpoint(folder: Path, name: str) -> Path:
@@ -127,7 +127,7 @@ class Expected:
 @torch.no_grad()
 def expected(plain: Any, request: Request) -> Expected:
     prompt = torch.tensor([request.prompt])
-    made = plain.generate(
+    output = plain.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=request.max_new_tokens,
@@ -135,14 +135,14 @@ def expected(plain: Any, request: Request) -> Expected:
         output_logits=True,
         return_dict_in_generate=True,
     )
-    logprobs = [torch.log_softmax(logits[0].double(), -1) for logits in made.logits]
-    return Expected(made.sequences[0, prompt.shape[1] :].tolist(), logprobs)
+    logprobs = [torch.log_softmax(logits[0].double(), -1) for logits in output.logits]
+    return Expected(output.sequences[0, prompt.shape[1] :].tolist(), logprobs)
 
 
-def assert_same(one: Submitted, other: Expected) -> None:
+def assert_same(answer: Submitted, reference: Expected) -> None:
     """The tokens and their log probabilities, up to a place where rounding decides."""
-    assert len(one.finished.tokens) == len(other.tokens)
-    for chosen, token, logprobs in zip(one.chosen, other.tokens, other.logprobs, strict=True):
+    assert len(answer.finished.tokens) == len(reference.tokens)
+    for chosen, token, logprobs in zip(answer.chosen, reference.tokens, reference.logprobs, strict=True):
         assert chosen.logprob == pytest.approx(float(logprobs[chosen.token]), abs=TOLERANCE)
         assert float(logprobs[token] - logprobs[chosen.token]) <= TOLERANCE
         if chosen.token != token:
@@ -169,11 +169,11 @@ def test_long_prompts(tmp_path: Path, open_batch: Open, name: str) -> None:
         return
     for chunk in (8, 512):
         batch, _ = open_batch(Limits(chunk=chunk), folder=directory, budget=ALL)
-        found = [answered(batch, [request])[0] for request in requests()]
-        found += answered_together(batch, requests())
+        answers = [answered(batch, [request])[0] for request in requests()]
+        answers += answered_together(batch, requests())
         batch.close()
-        for one, other in zip(found, 2 * several, strict=True):
-            assert_same(one, other)
+        for answer, reference in zip(answers, 2 * several, strict=True):
+            assert_same(answer, reference)
 
 
 CHANGING = pytest.mark.parametrize("name", ["llama-longrope", "phi3-longrope"])
@@ -190,38 +190,38 @@ def test_preempted_while_the_angles_change(
     plain = plain_model(folder, dtype=torch.float32).eval()
     room = cost_by_config(plain.config, torch.float32).bytes_for(3 * CHANGE - 2)
     batch, _ = open_batch(Limits(chunk=8, cache_bytes=room, swap_bytes=swap_bytes), folder=split(folder), budget=ALL)
-    for one in answered_together(batch, [Request(ids(n, n), 24, top_logprobs=1) for n in (12, 17, 9)]):
-        assert_same(one, expected(plain, one.request))
+    for answer in answered_together(batch, [Request(ids(n, n), 24, top_logprobs=1) for n in (12, 17, 9)]):
+        assert_same(answer, expected(plain, answer.request))
     assert batch.stats.preempted > 1
     assert (batch.stats.resumed > 0) is (swap_bytes is None)
 
 
-def test_prefixes_are_shared_below_the_change_alone(tmp_path: Path, open_batch: Open) -> None:
+def test_prefixes_are_shared_only_below_the_change(tmp_path: Path, open_batch: Open) -> None:
     batch, _ = open_batch(folder=split(checkpoint(tmp_path / "model", "phi3-longrope")), budget=ALL)
-    kept = [answered(batch, [request])[0].finished.kept_tokens for request in requests()]
-    assert kept == [0, 0, 20, 0, 18]
+    cached = [answered(batch, [request])[0].finished.kept_tokens for request in requests()]
+    assert cached == [0, 0, 20, 0, 18]
     assert batch.stats.kept_tokens == 38
 
 
 @CHANGING
-def test_a_cache_that_the_model_makes_itself_counts(tmp_path: Path, open_batch: Open, name: str) -> None:
+def test_a_cache_created_by_the_model_counts(tmp_path: Path, open_batch: Open, name: str) -> None:
     """Phi-3 drops its cache where the angles change, and makes another one."""
     folder = checkpoint(tmp_path / "model", name)
     batch, model = open_batch(Limits(chunk=8), folder=split(folder), budget=ALL)
     cost = cost_by_config(model.config, torch.float32)
-    seen: list[tuple[int, int]] = []
+    sizes: list[tuple[int, int]] = []
     for request in (Request(ids(20, 1), 12), Request(ids(40, 2), 5)):
-        one = Submitted(request)
+        text = Submitted(request)
 
-        def receive(event: Any, one: Submitted = one) -> None:
-            one.receive(event)
+        def receive(event: Any, text: Submitted = text) -> None:
+            text.receive(event)
             if isinstance(event, Delta):
-                seen.append((batch.stats.cache_bytes, cost.bytes_for(len(one.request.prompt) + len(one.tokens) - 1)))
+                sizes.append((batch.stats.cache_bytes, cost.bytes_for(len(text.request.prompt) + len(text.tokens) - 1)))
 
         batch.submit(request, receive)
-        one.wait()
-        assert all(held >= needed for held, needed in seen)
-    assert len(seen) == 17
+        text.wait()
+        assert all(nbytes >= needed for nbytes, needed in sizes)
+    assert len(sizes) == 17
     assert batch.stats.cache_bytes <= cost.bytes_for(CHANGE)  # what has the other angles is of no use to others
 
 
@@ -238,22 +238,22 @@ def test_a_conversation_across_the_change_and_back(tmp_path: Path, name: str) ->
         {"role": "assistant", "content": "A rabbit."},
         {"role": "user", "content": "And the others, where are they?"},
     ]
-    lengths, kept = [], []
+    lengths, cached = [], []
     for messages in (first, first + turn, first + 2 * turn, first + turn, first):
         answer = session.answer(messages, lambda text: None)
         prompt = torch.tensor([ChatTemplate(model).prompt(messages).ids])
-        made = plain.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=10, do_sample=False)
-        assert answer.tokens == tuple(made[0, prompt.shape[1] :].tolist())
+        output = plain.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=10, do_sample=False)
+        assert answer.tokens == tuple(output[0, prompt.shape[1] :].tolist())
         assert session.cached_tokens <= change
         lengths.append(prompt.shape[1])
-        kept.append(answer.kept_tokens)
+        cached.append(answer.kept_tokens)
     assert lengths[1] < change < lengths[1] + 10 < lengths[2]
-    assert kept[0] == kept[2] == 0
-    assert min(kept[1], kept[3], kept[4]) > 40
+    assert cached[0] == cached[2] == 0
+    assert min(cached[1], cached[3], cached[4]) > 40
 
 
 @CHANGING
-def test_no_draft_where_angles_change(tmp_path: Path, name: str) -> None:
+def test_drafts_are_refused_where_angles_change(tmp_path: Path, name: str) -> None:
     model = load(split(checkpoint(tmp_path / "model", name)))
     with pytest.raises(OptionError, match="cannot be used with a draft: its KV cache cannot drop tokens"):
         prepare_draft(model, NGRAM)

@@ -29,33 +29,33 @@ DRAWN = ("qwen2_5_vl", "gemma3")
 def prompt(model: Any, kind: str, *seeds: int, text: str = "What is this?") -> Prompt:
     """One with so many pictures or sounds before its text."""
     data = [sound(seed) if kind == "audio" else encoded(picture(seed)) for seed in seeds]
-    parts = [{"type": kind, "file": MediaFile(kind, one, "a file")} for one in data]  # type: ignore[arg-type]
+    parts = [{"type": kind, "file": MediaFile(kind, content, "a file")} for content in data]  # type: ignore[arg-type]
 
     return ChatTemplate(model).prompt([{"role": "user", "content": [*parts, {"type": "text", "text": text}]}])
 
 
-def request(made: Prompt, tokens: int = NEW) -> Request:
-    return Request(made.ids, tokens, media=made.media)
+def request(media_prompt: Prompt, tokens: int = NEW) -> Request:
+    return Request(media_prompt.ids, tokens, media=media_prompt.media)
 
 
-def by_itself(model: Any, one: Request) -> list[int]:
+def by_itself(model: Any, task: Request) -> list[int]:
     """What `generate` makes of the same tensors."""
-    ids = torch.tensor([one.prompt])
-    more: dict[str, Any] = one.media.arguments(len(one.prompt), ids.device) if one.media is not None else {}
-    more |= {"max_new_tokens": one.max_new_tokens, "eos_token_id": model.tokenizer.eos_token_id, "pad_token_id": 0}
-    made = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **more)
-    tokens: list[int] = made[0, len(one.prompt) :].tolist()
+    ids = torch.tensor([task.prompt])
+    more: dict[str, Any] = task.media.arguments(len(task.prompt), ids.device) if task.media is not None else {}
+    more |= {"max_new_tokens": task.max_new_tokens, "eos_token_id": model.tokenizer.eos_token_id, "pad_token_id": 0}
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **more)
+    tokens: list[int] = output[0, len(task.prompt) :].tolist()
     return tokens
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
+    by_name: dict[str, Path] = {}
 
     def of(name: str) -> Path:
-        if name not in made:
-            made[name] = split(build(tmp_path_factory.mktemp("media") / name, name))
-        return made[name]
+        if name not in by_name:
+            by_name[name] = split(build(tmp_path_factory.mktemp("media") / name, name))
+        return by_name[name]
 
     return of
 
@@ -63,33 +63,33 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.mark.bits
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("name", cases(short=DRAWN))
-def test_each_has_the_tokens_that_it_has_alone(
+def test_each_request_gets_its_tokens_alone(
     name: str, exact: bool, folders: Callable[[str], Path], one_thread: None
 ) -> None:
     """Pictures of the same size have the same ids, so only the tensors differ."""
     kind = FAMILIES[name].kind
     model = load(folders(name), 0, exact=exact)
-    wanted = [request(prompt(model, kind, seed)) for seed in (0, 1, 0)]
-    assert wanted[0].prompt == wanted[1].prompt == wanted[2].prompt
+    requests = [request(prompt(model, kind, seed)) for seed in (0, 1, 0)]
+    assert requests[0].prompt == requests[1].prompt == requests[2].prompt
     text = tuple(range(5, 40))
-    wanted += [Request(text, NEW), request(prompt(model, kind, 2, 3, text="And these two?")), Request(text[:20], NEW)]
-    expected = [by_itself(model, one) for one in wanted]
+    requests += [Request(text, NEW), request(prompt(model, kind, 2, 3, text="And these two?")), Request(text[:20], NEW)]
+    expected = [by_itself(model, task) for task in requests]
     assert expected[0] == expected[2] != expected[1]
     with Batch(model, Limits(exact=exact)) as batch:
-        assert [one.tokens for one in answered_together(batch, wanted)] == expected
-        again = [begin_and_wait(batch, one) for one in (wanted[1], wanted[0])]  # now with caches of the others
-        assert [one.tokens for one in again] == [expected[1], expected[0]]
-        assert [one.finished.kept_tokens for one in again] == [0, 0]
-        later = [begin(batch, wanted[0])]
+        assert [answer.tokens for answer in answered_together(batch, requests)] == expected
+        again = [begin_and_wait(batch, task) for task in (requests[1], requests[0])]  # now with caches of the others
+        assert [answer.tokens for answer in again] == [expected[1], expected[0]]
+        assert [answer.finished.kept_tokens for answer in again] == [0, 0]
+        later = [begin(batch, requests[0])]
         while not later[0].chosen:
             later[0].over.wait(0.01)
-        later += [begin(batch, one) for one in wanted[1:5]]  # while another one decodes
-        assert [one.wait().tokens for one in later] == expected[:5]
-    assert by_itself(model, wanted[1]) == expected[1]
+        later += [begin(batch, task) for task in requests[1:5]]  # while another one decodes
+        assert [answer.wait().tokens for answer in later] == expected[:5]
+    assert by_itself(model, requests[1]) == expected[1]
 
 
-def begin_and_wait(batch: Batch, one: Request) -> Submitted:
-    return answered(batch, [one])[0]
+def begin_and_wait(batch: Batch, task: Request) -> Submitted:
+    return answered(batch, [task])[0]
 
 
 def test_a_text_of_the_same_ids_has_its_own_cache(folders: Callable[[str], Path], one_thread: None) -> None:
@@ -99,19 +99,19 @@ def test_a_text_of_the_same_ids_has_its_own_cache(folders: Callable[[str], Path]
     expected = [by_itself(model, pictured), by_itself(model, text)]
     assert expected[0] != expected[1]
     with Batch(model) as batch:
-        found = [begin_and_wait(batch, one) for one in (text, pictured, text)]
-    assert [one.tokens for one in found] == [expected[1], expected[0], expected[1]]
-    assert [one.finished.kept_tokens for one in found] == [0, 0, len(text.prompt) - 1]
+        answers = [begin_and_wait(batch, task) for task in (text, pictured, text)]
+    assert [answer.tokens for answer in answers] == [expected[1], expected[0], expected[1]]
+    assert [answer.finished.kept_tokens for answer in answers] == [0, 0, len(text.prompt) - 1]
 
 
 @pytest.mark.long
-def test_preempted_it_begins_again_with_its_pictures(folders: Callable[[str], Path], one_thread: None) -> None:
+def test_a_preempted_request_restarts_with_its_pictures(folders: Callable[[str], Path], one_thread: None) -> None:
     model = load(folders("qwen2_5_vl"), 0)
-    wanted = [request(prompt(model, "image", seed), 90) for seed in (0, 2)]
-    expected = [by_itself(model, one) for one in wanted]
+    requests = [request(prompt(model, "image", seed), 90) for seed in (0, 2)]
+    expected = [by_itself(model, task) for task in requests]
     with Batch(model, Limits(cache_bytes=160_000)) as batch:
-        found = answered_together(batch, wanted)
-        assert [one.tokens for one in found] == expected
+        answers = answered_together(batch, requests)
+        assert [answer.tokens for answer in answers] == expected
         assert batch.stats.preempted > 0
 
 
@@ -119,20 +119,20 @@ def test_waiting_pictures_have_a_limit(
     folders: Callable[[str], Path], one_thread: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(folders("qwen2_5_vl"), 0)
-    made = request(prompt(model, "image", 0))
-    assert made.media is not None
-    monkeypatch.setattr(scheduler, "MEDIA_BYTES", made.media.nbytes + 10)
+    pictured = request(prompt(model, "image", 0))
+    assert pictured.media is not None
+    monkeypatch.setattr(scheduler, "MEDIA_BYTES", pictured.media.nbytes + 10)
     with Batch(model) as batch:
         with batch.paused():
-            first = begin(batch, made)
-            same = begin(batch, made)  # another answer to the same prompt
+            first = begin(batch, pictured)
+            same = begin(batch, pictured)  # another answer to the same prompt
             with pytest.raises(BusyError, match="pictures"):
                 begin(batch, request(prompt(model, "image", 1)))
         assert first.wait().tokens == same.wait().tokens
         assert len(begin(batch, request(prompt(model, "image", 1))).wait().finished.tokens) == NEW
 
 
-def test_what_cannot_be_a_prompt_is_refused(folders: Callable[[str], Path]) -> None:
+def test_invalid_prompts_are_refused(folders: Callable[[str], Path]) -> None:
     model = load(folders("gemma3"))
     with pytest.raises(MediaError, match="marks pictures"):
         prompt(model, "image", 0, text="a <start_of_image> b")
@@ -157,7 +157,7 @@ URLS = {
 
 
 @pytest.mark.parametrize("name", URLS)
-def test_urls_that_are_refused(name: str) -> None:
+def test_refused_urls(name: str) -> None:
     url, why = URLS[name]
     with pytest.raises(MediaError, match=why):
         media_of_url("image", url, None, "a part")

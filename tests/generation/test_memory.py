@@ -54,8 +54,8 @@ def measured(folder: Path, *cases: str) -> list[dict[str, int]]:
     command = [sys.executable, "-m", "tests.generation.pass_peak_child", str(folder), *cases]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
     assert done.returncode == 0, done.stderr
-    found: list[dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    peaks: list[dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
+    return peaks
 
 
 @pytest.fixture(scope="module")
@@ -69,25 +69,25 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.long
 @pytest.mark.skipif(trimming() is None, reason="no glibc here")
-def test_a_pass_takes_what_is_reckoned(wide: Path) -> None:
+def test_a_pass_takes_the_estimated_memory(wide: Path) -> None:
     """Never more; and not much less: widened inputs and sums of products count everywhere, and a processor that
     multiplies bfloat16 itself makes none."""
-    most = 4 if multiplies_pairs() else 3
-    _, *found = measured(wide, *SHAPES)
-    for one in found:
-        assert one["measured"] < one["reckoned"] < most * one["measured"], found
+    limit = 4 if multiplies_pairs() else 3
+    _, *peaks = measured(wide, *SHAPES)
+    for peak in peaks:
+        assert peak["measured"] < peak["reckoned"] < limit * peak["measured"], peaks
 
 
 @pytest.mark.long
 @pytest.mark.skipif(trimming() is None, reason="no glibc here")
-def test_without_large_blocks_apart_it_takes_more(wide: Path) -> None:
+def test_keeping_large_blocks_apart_saves_memory(wide: Path) -> None:
     """What keeping them apart is for."""
     case = "2048:1024:2"
     apart, usual = (measured(wide, f"16:16:1:{how}", f"{case}:{how}")[1] for how in ("apart", "as-usual"))
     assert usual["measured"] > 1.25 * apart["measured"]
 
 
-def test_the_parts_of_a_pass_fit_into_what_there_is() -> None:
+def test_groups_of_a_pass_fit_in_memory() -> None:
     for itemsize in (2, 4):
         cost = cost_of_a_pass(LLAMA, itemsize)
         for nbytes in (150 << 20, 1 << 30, 16 << 30):
@@ -99,7 +99,7 @@ def test_the_parts_of_a_pass_fit_into_what_there_is() -> None:
         assert cost.least() < cost.worthwhile(1) < cost.worthwhile(64)
 
 
-def test_where_attention_makes_a_matrix_a_part_is_smaller() -> None:
+def test_eager_attention_makes_groups_smaller() -> None:
     eager = SimpleNamespace(**vars(LLAMA), _attn_implementation="eager")
     cost, without = cost_of_a_pass(eager, 2), cost_of_a_pass(LLAMA, 2)
     for nbytes in (10 << 20, 1 << 30):
@@ -130,7 +130,7 @@ def test_layers_of_different_sizes() -> None:
     assert cost_by_config(mixed, torch.bfloat16).every_token == 2 * 2 * 16 * (64 + 256)
 
 
-def test_what_weights_are_not_to_take() -> None:
+def test_memory_left_to_requests() -> None:
     assert left_to_requests(1000, None) == 200
     assert left_to_requests(1000, 300) == 400
     assert left_to_requests(1000, 5000) == 1000
@@ -156,7 +156,7 @@ def test_a_given_limit_holds() -> None:
     assert weight_limits(RunOptions(device="cpu", max_memory={"cpu": 1 << 30}), None) == {"cpu": 1 << 30}
 
 
-def test_gpus_leave_their_shares_where_the_size_of_the_cache_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_leave_their_share_of_a_given_cache_size(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = [FakeGpu(0, memory=8 << 30), FakeGpu(1, memory=8 << 30)]
     monkeypatch.setattr(memory, "resolve_devices", lambda device, limits: gpus)
     run = RunOptions(device="auto")
@@ -165,17 +165,17 @@ def test_gpus_leave_their_shares_where_the_size_of_the_cache_is_given(monkeypatc
     assert weight_limits(run, 1 << 30) == {gpu.name: weights - (1 << 29) for gpu in gpus}
 
 
-def test_prompts_are_cut_by_the_memory_there_is(split_folder: Any, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_are_chunked_by_free_memory(split_folder: Any, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With next to nothing free a pass has `MIN_TOKENS` of prompts, and the answers are the same."""
     model = load(split_folder, dtype="float32")
     (lane,) = model.streamer.executors.values()
     monkeypatch.setattr(lane.device, "free_bytes", lambda: 400_000)
     model.profiler.clear()
-    requests = [Request(tuple(range(3 + number, 63 + number)), 4) for number in (0, 70)]
+    requests = [Request(tuple(range(3 + first, 63 + first)), 4) for first in (0, 70)]
     with Batch(model) as batch:
-        found = answered(batch, requests)
+        answers = answered(batch, requests)
         passes = batch.stats.passes
-    assert [one.tokens for one in found] == [alone(plain, request) for request in requests]
+    assert [answer.tokens for answer in answers] == [alone(plain, request) for request in requests]
     assert passes >= 2 * 60 // MIN_TOKENS
 
 
@@ -194,39 +194,37 @@ def test_layers_that_a_pass_dequantizes_are_not_free_memory(tmp_path: Path, is_s
         Tier.STREAMED if is_streamed else Tier.PACKED
     }
     assert memory.free_memory(model) == gpu.memory - (layer - norms)
-    found = limits_of(model, Room()).device_bytes, CacheMemory(model, None).limit
+    limits = limits_of(model, Room()).device_bytes, CacheMemory(model, None).limit
     (executor,) = model.streamer.executors.values()
     executor.scratch = 0
     gpu.memory -= layer - norms
-    assert found == (limits_of(model, Room()).device_bytes, CacheMemory(model, None).limit)
+    assert limits == (limits_of(model, Room()).device_bytes, CacheMemory(model, None).limit)
     executor.scratch = gpu.memory + 1
     assert memory.free_memory(model) == 0
 
 
-def test_keys_that_attention_repeats_are_no_memory_for_prompts(tmp_path: Path) -> None:
+def test_repeated_keys_are_no_memory_for_prompts(tmp_path: Path) -> None:
     """On GPUs, for the longest sequence that a model and its KV caches allow; activations are on one of them."""
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
     directory = split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, **sizes))
-    found = []
+    max_tokens = []
     for count in (1, 2):
-        gpus = [FakeGpu(number, memory=(8 << 20) // count) for number in range(count)]
+        gpus = [FakeGpu(index, memory=(8 << 20) // count) for index in range(count)]
         limits = {**{gpu.name: 0 for gpu in gpus}, "cpu": 0}
         model = load_model(directory, RunOptions(max_memory=limits, show_progress=False), None, gpus)
         assert repeated_bytes(model.config, 2, 512) == 2 * 2 * 8 * 16 * 512
         cost = cost_of_a_pass(model.config, 2)
         for limit, longest in ((4 << 20, 512), (100 * 2 * 2 * 2 * 16 * model.config.num_hidden_layers, 100)):
             room = CacheMemory(model, limit)
-            left = ((8 << 20) - limit) // count - 2 * 2 * 8 * 16 * longest
-            assert room.max_tokens == cost.tokens_in(left - cost.of(0, 0, 1))
-            found.append(room.max_tokens)
-    assert len(set(found)) == 4
+            free = ((8 << 20) - limit) // count - 2 * 2 * 8 * 16 * longest
+            assert room.max_tokens == cost.tokens_in(free - cost.of(0, 0, 1))
+            max_tokens.append(room.max_tokens)
+    assert len(set(max_tokens)) == 4
     own_keys = SimpleNamespace(**{**vars(LLAMA), "num_key_value_heads": 16})
     assert repeated_bytes(own_keys, 2, 512) == repeated_bytes(LLAMA, 2, 512) == 0
 
 
-def test_on_a_t4_a_part_of_a_prompt_takes_the_repeated_keys_of_all_earlier_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_t4_a_chunk_repeats_the_keys_of_earlier_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwards, "_repeating", set())
     monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", sdpa_attention.use_gqa_in_sdpa)
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024}
@@ -241,11 +239,11 @@ def test_on_a_t4_a_part_of_a_prompt_takes_the_repeated_keys_of_all_earlier_parts
         model(ids[:, :before], past_key_values=cache, logits_to_keep=1)
         used = gpu.peak = gpu.used
         model(ids[:, before:], past_key_values=cache, logits_to_keep=1)
-    own = cost_of_a_pass(model.config, 2).of(part, part, 1)
-    assert own < gpu.peak - used < own + repeated_bytes(model.config, 2, before + part)
+    nbytes = cost_of_a_pass(model.config, 2).of(part, part, 1)
+    assert nbytes < gpu.peak - used < nbytes + repeated_bytes(model.config, 2, before + part)
 
 
-def test_no_memory_at_all_is_said_at_once(split_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_free_memory_is_refused_at_once(split_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(split_folder, dtype="float32")
     (lane,) = model.streamer.executors.values()
     monkeypatch.setattr(lane.device, "free_bytes", lambda: 1000)
@@ -253,7 +251,7 @@ def test_no_memory_at_all_is_said_at_once(split_folder: Any, monkeypatch: pytest
         Batch(model)
 
 
-def test_in_bulk_keys_and_values_leave_room_for_the_smallest_pass(
+def test_throughput_mode_leaves_room_for_the_smallest_pass(
     split_folder: Any, plain: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(split_folder, dtype="float32")
@@ -267,21 +265,21 @@ def test_in_bulk_keys_and_values_leave_room_for_the_smallest_pass(
         Batch(model, Limits(cache_bytes=300_001, throughput=True))
     with Batch(model, Limits(cache_bytes=300_000, throughput=True)) as batch:
         request = Request(tuple(range(3, 40)), 3)
-        (one,) = answered(batch, [request])
-    assert one.tokens == alone(plain, request)
+        (answer,) = answered(batch, [request])
+    assert answer.tokens == alone(plain, request)
 
 
-def test_no_more_texts_share_a_pass_than_there_is_memory_for_their_logits(
+def test_memory_for_logits_limits_the_sequences_of_a_pass(
     split_folder: Any, plain: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(split_folder, dtype="float32")
     cost = cost_of_a_pass(model.config, 4)
     (lane,) = model.streamer.executors.values()
     monkeypatch.setattr(lane.device, "free_bytes", lambda: 300_000 + max(12 * cost.sampled, cost.least()))
-    requests = [Request(tuple(range(3 + number, 9 + number)), 4) for number in range(7)]
+    requests = [Request(tuple(range(3 + index, 9 + index)), 4) for index in range(7)]
     with Batch(model, Limits(cache_bytes=300_000, throughput=True)) as batch:
-        most = cost.sequences_in(lane.device.free_bytes() - 300_000)
-        found = answered(batch, requests)
+        limit = cost.sequences_in(lane.device.free_bytes() - 300_000)
+        answers = answered(batch, requests)
         stats = batch.stats
-    assert [one.tokens for one in found] == [alone(plain, request) for request in requests]
-    assert stats.passes >= -(-len(requests) // most) * 4
+    assert [answer.tokens for answer in answers] == [alone(plain, request) for request in requests]
+    assert stats.passes >= -(-len(requests) // limit) * 4

@@ -35,7 +35,7 @@ class Twice(nn.Linear):
         return super().forward(input) * len(input)
 
 
-def test_kinds() -> None:
+def test_row_kinds() -> None:
     assert rowwise(nn.Linear(4, 6)) is rowwise(Conv1D(6, 4)) is RowKind.FEATURES
     assert rowwise(nn.Embedding(9, 4)) is RowKind.IDS
     assert rowwise(Twice(4, 6)) is rowwise(nn.LayerNorm(4)) is None
@@ -45,52 +45,52 @@ def test_kinds() -> None:
 def test_every_call_gets_its_own_rows_back(module: nn.Module) -> None:
     shapes: list[tuple[int, ...]] = [(1, 3), (2, 5), (1, 1), (7,)]
     is_ids = isinstance(module, nn.Embedding)
-    given = [torch.randint(0, 9, shape) if is_ids else torch.randn(*shape, 4) for shape in shapes]
-    kind = rowwise(module)
-    assert kind is not None
-    batch = joined(kind, [((one,), {}) for one in given])
+    inputs = [torch.randint(0, 9, shape) if is_ids else torch.randn(*shape, 4) for shape in shapes]
+    row_kind = rowwise(module)
+    assert row_kind is not None
+    batch = joined(row_kind, [((rows,), {}) for rows in inputs])
     assert batch is not None
-    for got, one in zip(batch.parts(module(*batch.args)), given, strict=True):
-        torch.testing.assert_close(got, module(one))
+    for output, rows in zip(batch.parts(module(*batch.args)), inputs, strict=True):
+        torch.testing.assert_close(output, module(rows))
 
 
-def test_what_does_not_fit_together() -> None:
-    one, other = torch.randn(1, 3, 4), torch.randn(1, 3, 4)
-    assert joined(RowKind.FEATURES, [((one,), {}), ((other.double(),), {})]) is None
-    assert joined(RowKind.FEATURES, [((one,), {}), ((other[..., :2],), {})]) is None
-    assert joined(RowKind.FEATURES, [((one,), {}), ((other,), {"scale": 2})]) is None
+def test_calls_that_cannot_be_joined() -> None:
+    first, second = torch.randn(1, 3, 4), torch.randn(1, 3, 4)
+    assert joined(RowKind.FEATURES, [((first,), {}), ((second.double(),), {})]) is None
+    assert joined(RowKind.FEATURES, [((first,), {}), ((second[..., :2],), {})]) is None
+    assert joined(RowKind.FEATURES, [((first,), {}), ((second,), {"scale": 2})]) is None
     rows, index, weights = torch.randn(3, 4), torch.zeros(3, 2, dtype=torch.long), torch.randn(3, 2)
     assert joined(RowKind.EXPERTS, [((rows, index, weights), {}), ((rows, index, weights[:, :1]), {})]) is None
     assert joined(RowKind.EXPERTS, [((rows, index, weights), {}), ((rows, index), {})]) is None
 
 
 @pytest.mark.parametrize("name", ["mixtral", pytest.param("llama4", marks=pytest.mark.long)])
-def test_experts_are_asked_once_for_all(tmp_path: Path, name: str) -> None:
+def test_experts_are_called_once_for_all_sequences(tmp_path: Path, name: str) -> None:
     model = load(split(build_checkpoint(tmp_path / "model", HYBRIDS[name])), 0)
     calls: list[tuple[int, int]] = []
-    for number, module in enumerate(module for module in model.modules() if is_routed(module)):
+    for index, module in enumerate(module for module in model.modules() if is_routed(module)):
         module.register_forward_pre_hook(
-            lambda module, args, number=number: calls.append((number, len(args[0])))  # type: ignore[misc]
+            lambda module, args, index=index: calls.append((index, len(args[0])))  # type: ignore[misc]
         )
-    given = prompts()
-    expected = alone(model, given)
+    inputs = prompts()
+    expected = alone(model, inputs)
     calls.clear()
     passes: list[int] = []
-    found = together(model, given, lambda _, number: passes.append(number), packing=False)
-    assert_alike(found, expected)
+    texts = together(model, inputs, lambda _, index: passes.append(index), packing=False)
+    assert_alike(texts, expected)
     layers = len({layer for layer, _ in calls})
     assert len(calls) == layers * len(passes)
     assert Counter(rows for layer, rows in calls if layer == 0)[LENGTHS[0] + 6 + LENGTHS[2]] == 1
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_coroutines_that_wait_at_a_table_inside_of_a_layer_are_still_in_the_layer(tmp_path: Path, exact: bool) -> None:
+def test_coroutines_at_an_inner_embedding_stay_in_their_layer(tmp_path: Path, exact: bool) -> None:
     """The table is a unit of its own, some of whose rows are read; the layer's weights are needed after it."""
     model = load(split(build_checkpoint(tmp_path / "model", HYBRIDS["qwen4_exp"])), 60_000, exact=exact)
     units = {placed.unit for placed in model.placement.units}
-    assert any(one.startswith(f"{other}.") for one in units for other in units)
-    given = prompts()
-    assert_alike(together(model, given, exact=exact), alone(model, given))
+    assert any(inner.startswith(f"{outer}.") for inner in units for outer in units)
+    inputs = prompts()
+    assert_alike(together(model, inputs, exact=exact), alone(model, inputs))
 
 
 @pytest.fixture(scope="module")
@@ -99,59 +99,59 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("budget", [0, ALL], ids=["streamed", "resident"])
-def test_company_changes_no_bit_of_a_text(folder: Path, kernel_rows: list[int], budget: int) -> None:
+def test_other_sequences_change_no_bit(folder: Path, kernel_rows: list[int], budget: int) -> None:
     model = load(folder, budget, dtype="bfloat16")
-    given = prompts()
-    found = together(model, given)
-    assert max(kernel_rows) > max(len(prompt) for prompt in given)
-    for number, text in enumerate(found):
+    inputs = prompts()
+    texts = together(model, inputs)
+    assert max(kernel_rows) > max(len(prompt) for prompt in inputs)
+    for index, text in enumerate(texts):
         lone: list[Text] = []
         runner = ModelRunner(model)
-        chunks = {"prefill_chunk_size": CHUNK} if number % 2 else {}
-        runner.coroutines.add(lambda: lone.append(generated(model, given[number], **chunks)))  # noqa: B023 - runs before the next
+        chunks = {"prefill_chunk_size": CHUNK} if index % 2 else {}
+        runner.coroutines.add(lambda: lone.append(generated(model, inputs[index], **chunks)))  # noqa: B023 - runs before the next
         while runner.coroutines.active:
             runner.run(runner.coroutines.active)
         runner.coroutines.close()
         assert torch.equal(lone[0].logits, text.logits)
 
 
-def test_results_are_those_of_the_ordinary_product_but_for_rounding(folder: Path, kernel_rows: list[int]) -> None:
+def test_results_differ_from_plain_products_by_rounding_only(folder: Path, kernel_rows: list[int]) -> None:
     model = load(folder, 0, dtype="bfloat16")
-    given = prompts()
-    for ids, one, other in zip(given, together(model, given), alone(model, given), strict=True):
-        assert_as_near(one.logits[0].bfloat16(), other.logits[0].bfloat16(), exact_logits(folder.parent, ids)[0, -1])
+    inputs = prompts()
+    for ids, text, other in zip(inputs, together(model, inputs), alone(model, inputs), strict=True):
+        assert_as_near(text.logits[0].bfloat16(), other.logits[0].bfloat16(), exact_logits(folder.parent, ids)[0, -1])
     assert kernel_rows
 
 
 @pytest.mark.parametrize("compression", [None, "4bit"])
-def test_float32_codes_and_exact_passes_have_their_own_ways(
+def test_float32_codes_and_exact_passes_skip_the_kernel(
     folder: Path, kernel_rows: list[int], compression: str | None
 ) -> None:
-    found = split(folder.parent, compression) if compression else folder
-    model = load(found, 0, exact=compression is None, dtype="float32")
+    source = split(folder.parent, compression) if compression else folder
+    model = load(source, 0, exact=compression is None, dtype="float32")
     together(model, prompts())
     together(load(folder, 0, dtype="bfloat16"), prompts(), exact=True)
     assert not kernel_rows
 
 
 @pytest.mark.parametrize("compression", [None, "4bit"])
-def test_the_kernel_is_made_before_anybody_waits(folder: Path, compression: str | None) -> None:
-    found = split(folder.parent, compression) if compression else folder
-    model = load(found, 0, dtype="bfloat16")
+def test_the_kernel_is_compiled_at_start(folder: Path, compression: str | None) -> None:
+    source = split(folder.parent, compression) if compression else folder
+    model = load(source, 0, dtype="bfloat16")
     bfloat_products.max_rows.cache_clear()
     ModelRunner(model).coroutines.close()
     assert bfloat_products.max_rows.cache_info().currsize == 1
 
 
-def test_afterwards_the_model_is_as_it_was(folder: Path, kernel_rows: list[int]) -> None:
+def test_the_model_is_restored_afterwards(folder: Path, kernel_rows: list[int]) -> None:
     model = load(folder, 0, dtype="bfloat16")
-    given = prompts()
-    before = alone(model, given)
-    together(model, given)
+    inputs = prompts()
+    before = alone(model, inputs)
+    together(model, inputs)
     assert not any("forward" in module.__dict__ for module in model.modules() if isinstance(module, nn.Linear))
     count = len(kernel_rows)
-    for one, other in zip(alone(model, given), before, strict=True):
-        assert torch.equal(one.logits, other.logits)
+    for text, reference in zip(alone(model, inputs), before, strict=True):
+        assert torch.equal(text.logits, reference.logits)
     assert len(kernel_rows) == count
 
 
@@ -160,35 +160,35 @@ def own_forwards(model: Any) -> dict[str, Any]:
     return {name: module.forward for name, module in model.named_modules() if "forward" in module.__dict__}
 
 
-def test_a_head_among_others_that_go_by_themselves(folder: Path, kernel_rows: list[int]) -> None:
+def test_a_head_without_packing(folder: Path, kernel_rows: list[int]) -> None:
     """A unit that is a linear layer runs its hooks around the calls of all, and is put back as it was each time."""
     model = load(folder, 0, dtype="bfloat16")
-    given, before = prompts(), own_forwards(model)
-    found = together(model, given, packing=False)
-    for ids, one, other in zip(given, found, together(model, given), strict=True):
-        assert_as_near(one.logits[0].bfloat16(), other.logits[0].bfloat16(), exact_logits(folder.parent, ids)[0, -1])
+    inputs, before = prompts(), own_forwards(model)
+    texts = together(model, inputs, packing=False)
+    for ids, text, other in zip(inputs, texts, together(model, inputs), strict=True):
+        assert_as_near(text.logits[0].bfloat16(), other.logits[0].bfloat16(), exact_logits(folder.parent, ids)[0, -1])
     assert kernel_rows
     assert own_forwards(model) == before
 
 
-def test_texts_that_are_scored(folder: Path, kernel_rows: list[int]) -> None:
+def test_scored_texts(folder: Path, kernel_rows: list[int]) -> None:
     """By the same products; micro-batches take turns at the head too, and leave the model as it was."""
     model = load(folder, 0, dtype="bfloat16")
     before = own_forwards(model)
-    texts = [ScoredText(number, tuple(ids[0].tolist()), (7, 40 + number)) for number, ids in enumerate(prompts())]
-    found = {one.index: one for one in score(model, texts, Room(tokens=20))}
+    texts = [ScoredText(index, tuple(ids[0].tolist()), (7, 40 + index)) for index, ids in enumerate(prompts())]
+    scored = {result.index: result for result in score(model, texts, Room(tokens=20))}
     assert kernel_rows
     assert own_forwards(model) == before
     count = len(kernel_rows)
-    for one in score(model, texts, Room(exact=True)):
-        assert one.logprob == pytest.approx(found[one.index].logprob, rel=0.02)
+    for result in score(model, texts, Room(exact=True)):
+        assert result.logprob == pytest.approx(scored[result.index].logprob, rel=0.02)
     assert len(kernel_rows) == count
 
 
 def generate(model: Any, ids: torch.Tensor) -> list[int]:
     ids = ids.to(model.device)
-    made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
-    tokens: list[int] = made[0].tolist()
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+    tokens: list[int] = output[0].tolist()
     return tokens
 
 
@@ -203,7 +203,7 @@ AT_ONCE = {("llama", False, 1), ("llama", True, 2), ("gemma3", True, 1), ("gemma
         for way in itertools.product(("llama", "gemma3"), (False, True), (1, 2))
     ],
 )
-def test_texts_on_gpus(tmp_path: Path, family: str, count: int, exact: bool) -> None:
+def test_sequences_on_gpus(tmp_path: Path, family: str, count: int, exact: bool) -> None:
     checkpoint = build_checkpoint(tmp_path / family, family, dtype=torch.float32)
     plain = plain_model(checkpoint, dtype=torch.float32).eval()
     split_folder = split(checkpoint)
@@ -218,10 +218,10 @@ def test_texts_on_gpus(tmp_path: Path, family: str, count: int, exact: bool) -> 
             torch.randint(3, VOCABULARY_SIZE, (1, 4 + 9 * n), generator=torch.Generator().manual_seed(n))
             for n in range(4)
         ]
-        made: dict[int, list[int]] = {}
+        tokens: dict[int, list[int]] = {}
 
         def work(number: int) -> None:
-            made[number] = generate(model, prompts[number])
+            tokens[number] = generate(model, prompts[number])
 
         coroutines = [runner.coroutines.add(lambda number=number: work(number)) for number in range(len(prompts))]  # type: ignore[misc]
         count_before = sum(gpu.uploads for gpu in gpus)
@@ -231,6 +231,6 @@ def test_texts_on_gpus(tmp_path: Path, family: str, count: int, exact: bool) -> 
             rounds += 1
         runner.coroutines.close()
         uploads = sum(gpu.uploads for gpu in gpus) - count_before
-    assert [one.error for one in coroutines] == [None] * 4
-    assert made == {number: generate(plain, ids) for number, ids in enumerate(prompts)}
+    assert [coroutine.error for coroutine in coroutines] == [None] * 4
+    assert tokens == {number: generate(plain, ids) for number, ids in enumerate(prompts)}
     assert uploads <= (rounds + 1) * len(model.placement.units)  # once a pass, not once a text

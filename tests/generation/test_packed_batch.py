@@ -38,22 +38,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param("8bit", ALL, marks=pytest.mark.long),
     ],
 )
-def test_whatever_the_weights_are(folder: Path, compression: str | None, budget: int) -> None:
+def test_all_forms_of_weights(folder: Path, compression: str | None, budget: int) -> None:
     model = load(split(folder, compression), budget, exact=compression is None)
-    given = prompts()
+    inputs = prompts()
     with forwards(model) as rows:
-        assert_alike(together(model, given), alone(model, given), 1e-4 if compression is None else 1e-3)
+        assert_alike(together(model, inputs), alone(model, inputs), 1e-4 if compression is None else 1e-3)
     assert rows[1] == 1 + 6 + 1
 
 
-def test_exact_passes_have_the_bits_of_each_alone(folder: Path) -> None:
+def test_exact_passes_have_the_bits_of_each_sequence_alone(folder: Path) -> None:
     model = load(split(folder), 0, dtype="bfloat16")
-    given = prompts()
+    inputs = prompts()
     with forwards(model) as rows:
-        found = together(model, given, exact=True)
+        texts = together(model, inputs, exact=True)
     assert rows[:3] == [LENGTHS[0], 6, LENGTHS[2]]
-    for one, other in zip(found, alone(model, given), strict=True):
-        assert torch.equal(one.logits, other.logits)
+    for text, reference in zip(texts, alone(model, inputs), strict=True):
+        assert torch.equal(text.logits, reference.logits)
 
 
 def run(model: Any, works: list[Callable[[], None]]) -> list[BaseException | None]:
@@ -63,7 +63,7 @@ def run(model: Any, works: list[Callable[[], None]]) -> list[BaseException | Non
     while runner.coroutines.active:
         runner.run(runner.coroutines.active)
     runner.coroutines.close()
-    return [one.error for one in coroutines]
+    return [coroutine.error for coroutine in coroutines]
 
 
 UNPACKED: dict[str, dict[str, Any]] = {
@@ -76,53 +76,53 @@ UNPACKED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", UNPACKED)
-def test_together_with_a_text_that_goes_by_itself(folder: Path, way: str) -> None:
+def test_packed_together_with_an_unpacked_sequence(folder: Path, way: str) -> None:
     """In the same passes: each unit is brought once for both kinds."""
     model = load(split(folder), 0)
-    given, found = prompts(), {}
-    expected = alone(model, given)
+    inputs, texts = prompts(), {}
+    expected = alone(model, inputs)
     settings = UNPACKED[way]
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 7, **settings}
-    other = model.generate(given[1], **options)
+    reference = model.generate(inputs[1], **options)
 
-    def work(number: int) -> Callable[[], None]:
+    def work(index: int) -> Callable[[], None]:
         def generate() -> None:
-            found[number] = generated(model, given[number])
+            texts[index] = generated(model, inputs[index])
 
         return generate
 
     def unpacked() -> None:
-        found["other"] = model.generate(given[1], **options)
+        texts["other"] = model.generate(inputs[1], **options)
 
     brought: list[Any] = []
     unit = model.model.layers[1]
     hook = unit.register_forward_pre_hook(lambda module, args: brought.append(module))
     assert run(model, [unpacked, work(0), work(2)]) == [None] * 3
     hook.remove()
-    assert torch.equal(found.pop("other"), other)
-    assert_alike([found[0], found[2]], [expected[0], expected[2]])
+    assert torch.equal(texts.pop("other"), reference)
+    assert_alike([texts[0], texts[2]], [expected[0], expected[2]])
     assert len(brought) <= 8
 
 
-def test_a_prompt_with_padding_goes_by_itself(folder: Path) -> None:
+def test_a_padded_prompt_is_not_packed(folder: Path) -> None:
     model = load(split(folder), 0)
-    given = prompts()
-    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), given[0]], 1)
+    inputs = prompts()
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), inputs[0]], 1)
     mask = torch.ones_like(padded)
     mask[:, :3] = 0
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 5}
     expected = model.generate(padded, attention_mask=mask, **options)
-    found: dict[int, Any] = {}
+    texts: dict[int, Any] = {}
 
     def one() -> None:
-        found[0] = model.generate(padded, attention_mask=mask, **options)
+        texts[0] = model.generate(padded, attention_mask=mask, **options)
 
     def other() -> None:
-        found[1] = generated(model, given[1])
+        texts[1] = generated(model, inputs[1])
 
     assert run(model, [one, other]) == [None, None]
-    assert torch.equal(found[0], expected)
-    assert_alike([found[1]], [generated(model, given[1])])
+    assert torch.equal(texts[0], expected)
+    assert_alike([texts[1]], [generated(model, inputs[1])])
 
 
 class Fails(LogitsProcessor):  # type: ignore[misc]
@@ -134,60 +134,60 @@ class Fails(LogitsProcessor):  # type: ignore[misc]
         return scores
 
 
-def test_what_one_text_does_wrong_ends_it_alone(folder: Path) -> None:
+def test_an_error_of_one_sequence_ends_it_alone(folder: Path) -> None:
     """Its own code, ids that the model does not have, and more positions than it has."""
     model = load(split(folder), 0)
-    given, found = prompts(), {}
+    inputs, texts = prompts(), {}
     unknown = torch.tensor([[5, 70_000, 9]])
 
     def fails() -> None:
-        generated(model, given[1], logits_processor=LogitsProcessorList([Fails()]))
+        generated(model, inputs[1], logits_processor=LogitsProcessorList([Fails()]))
 
     def goes_on() -> None:
-        found[2] = generated(model, given[2])
+        texts[2] = generated(model, inputs[2])
 
     errors = run(model, [fails, goes_on, lambda: generated(model, unknown) and None])
     assert isinstance(errors[0], ZeroDivisionError)
     assert errors[1] is None
     assert isinstance(errors[2], IndexError)
-    assert_alike([found[2]], [generated(model, given[2])])
+    assert_alike([texts[2]], [generated(model, inputs[2])])
 
 
-def test_gradients_are_as_the_caller_left_them(folder: Path) -> None:
+def test_gradient_mode_is_unchanged(folder: Path) -> None:
     """`generate` switches them off for the thread; those that end must not switch them on for others."""
     model = load(split(folder), 0)
-    given, seen = prompts(), []
-    hook = model.register_forward_pre_hook(lambda module, args: seen.append(torch.is_grad_enabled()))
-    works = [lambda n=n: generated(model, given[n], new_tokens=2 + 3 * n) and None for n in range(3)]
+    inputs, states = prompts(), []
+    hook = model.register_forward_pre_hook(lambda module, args: states.append(torch.is_grad_enabled()))
+    works = [lambda n=n: generated(model, inputs[n], new_tokens=2 + 3 * n) and None for n in range(3)]
     assert run(model, works) == [None] * 3
     hook.remove()
     assert torch.is_grad_enabled()
-    assert seen
-    assert not any(seen)
+    assert states
+    assert not any(states)
 
 
-def test_another_thread_that_uses_the_model_meanwhile(folder: Path) -> None:
+def test_another_thread_uses_the_model_meanwhile(folder: Path) -> None:
     """With resident weights threads take no turns: the other thread gets the same results as alone."""
     model = load(split(folder), ALL)
-    given, seen = prompts(), []
-    expected = generated(model, given[2])
+    inputs, logits_seen = prompts(), []
+    expected = generated(model, inputs[2])
 
     def use(module: Any, args: Any) -> None:
         if threading.current_thread() is threading.main_thread():
-            thread = threading.Thread(target=lambda: seen.append(generated(model, given[2])))
+            thread = threading.Thread(target=lambda: logits_seen.append(generated(model, inputs[2])))
             thread.start()
             thread.join()
 
     hook = model.model.layers[1].register_forward_pre_hook(use)
-    works = [lambda n=n: generated(model, given[n], new_tokens=2) and None for n in range(2)]
+    works = [lambda n=n: generated(model, inputs[n], new_tokens=2) and None for n in range(2)]
     assert run(model, works) == [None] * 2
     hook.remove()
-    assert len(seen) == 2
-    for one in seen:
-        assert torch.equal(one.logits, expected.logits)
+    assert len(logits_seen) == 2
+    for logits_ in logits_seen:
+        assert torch.equal(logits_.logits, expected.logits)
 
 
-def test_angles_that_depend_on_the_longest_text(tmp_path: Path) -> None:
+def test_angles_that_depend_on_the_longest_sequence(tmp_path: Path) -> None:
     scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     plain = FAMILIES["llama"]
     family = Family("llama", {**plain.settings, "rope_parameters": scaled, "max_position_embeddings": 64})
@@ -195,10 +195,10 @@ def test_angles_that_depend_on_the_longest_text(tmp_path: Path) -> None:
     assert not can_be_packed(model)
 
 
-def test_a_model_that_is_not_what_its_family_was_goes_on_by_itself(folder: Path, caplog: Any) -> None:
+def test_a_modified_model_continues_unpacked(folder: Path, caplog: Any) -> None:
     """As with another version of transformers: those of that pass fail, later ones do not."""
     model = load(split(folder), 0)
-    given, found = prompts(), {}
+    inputs, texts = prompts(), {}
     layer = model.model.layers[1].self_attn
     ordinary = type(layer).forward
 
@@ -207,55 +207,55 @@ def test_a_model_that_is_not_what_its_family_was_goes_on_by_itself(folder: Path,
 
         class Copies:
             def update(self, *new: Any, **more: Any) -> Any:
-                return tuple(one.clone() for one in cache.update(*new, **more))
+                return tuple(tensor.clone() for tensor in cache.update(*new, **more))
 
         return ordinary(self, *args, **{**kwargs, CACHE_ARGUMENT: Copies()})
 
     layer.forward = other.__get__(layer)
-    expected: list[Text] = [generated(model, given[0])]
+    expected: list[Text] = [generated(model, inputs[0])]
     runner = ModelRunner(model)
-    lost = runner.coroutines.add(lambda: generated(model, given[0]) and None)
+    lost = runner.coroutines.add(lambda: generated(model, inputs[0]) and None)
     runner.run(runner.coroutines.active)
     assert "other keys than the cache returned" in str(lost.error)
 
     def again() -> None:
-        found[0] = generated(model, given[0])
+        texts[0] = generated(model, inputs[0])
 
     runner.coroutines.add(again)
     while runner.coroutines.active:
         runner.run(runner.coroutines.active)
     runner.coroutines.close()
     assert "Packed passes are disabled" in caplog.text
-    assert_alike([found[0]], expected)
+    assert_alike([texts[0]], expected)
 
 
 def test_attention_that_sees_all_sequences_is_noticed(folder: Path, caplog: Any) -> None:
     """A model that calls its attention function itself, past the interface: its rows would attend to each other."""
     model = load(split(folder), 0)
-    given, found = prompts(), {}
+    inputs, texts = prompts(), {}
     layer = model.model.layers[1].self_attn
     ordinary = type(layer).forward
 
     def by_itself(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own = self.config._attn_implementation_internal
+        implementation = self.config._attn_implementation_internal
         self.config._attn_implementation_internal = "sdpa"
         try:
             return ordinary(self, *args, **{**kwargs, "attention_mask": None})
         finally:
-            self.config._attn_implementation_internal = own
+            self.config._attn_implementation_internal = implementation
 
-    expected = [generated(model, given[0])]
+    expected = [generated(model, inputs[0])]
     layer.forward = by_itself.__get__(layer)
-    errors = run(model, [lambda: generated(model, given[0]) and None, lambda: generated(model, given[2]) and None])
+    errors = run(model, [lambda: generated(model, inputs[0]) and None, lambda: generated(model, inputs[2]) and None])
     assert [str(error) for error in errors] == ["attention was not computed by transformers' attention interface"] * 2
     assert "Packed passes are disabled" in caplog.text
     del layer.forward
 
     def again() -> None:
-        found[0] = generated(model, given[0])
+        texts[0] = generated(model, inputs[0])
 
     assert run(model, [again]) == [None]
-    assert_alike([found[0]], expected)
+    assert_alike([texts[0]], expected)
 
 
 ALONE = PACKABLE - {name + "_text" for name in WITH_IMAGES if name.startswith("qwen")}
@@ -333,7 +333,7 @@ IMAGES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(WITH_IMAGES))
-def test_sequences_of_models_that_see(tmp_path: Path, name: str) -> None:
+def test_sequences_of_vision_models(tmp_path: Path, name: str) -> None:
     tokens = {"image_token_id": 270, "image_token_index": 270, "video_token_id": 271}
     config = transformers.AutoConfig.for_model(name, **IMAGES[name], **tokens)
     torch.manual_seed(0)
@@ -341,14 +341,14 @@ def test_sequences_of_models_that_see(tmp_path: Path, name: str) -> None:
     auto.from_config(config, dtype=torch.float32).eval().save_pretrained(tmp_path / "model")
     model = load(split(tmp_path / "model"), 0)
     assert can_be_packed(model)
-    given = prompts()
-    expected = alone(model, given)
+    inputs = prompts()
+    expected = alone(model, inputs)
     with forwards(model) as rows:
-        assert_alike(together(model, given), expected)
+        assert_alike(together(model, inputs), expected)
     assert rows[1] == 1 + 6 + 1
 
 
-def test_every_type_is_tried() -> None:
+def test_every_type_is_tested() -> None:
     assert IMAGES.keys() == WITH_IMAGES
     assert {name + "_text" for name in IMAGES if name.startswith("qwen")} <= PACKABLE
 
@@ -356,13 +356,13 @@ def test_every_type_is_tried() -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in sorted(ALONE)]
 )
-def test_side_by_side(tmp_path: Path, name: str) -> None:
+def test_packed_sequences(tmp_path: Path, name: str) -> None:
     directory = split(checkpoint(tmp_path / "model", name))
     for budget in (0,) if name in SHORT else (0, 1 << 34):
         model = load(directory, budget)
         assert can_be_packed(model)
-        given = prompts()
-        expected = alone(model, given)
+        inputs = prompts()
+        expected = alone(model, inputs)
         with forwards(model) as rows:
-            assert_alike(together(model, given), expected)
+            assert_alike(together(model, inputs), expected)
         assert rows[:2] == [LENGTHS[0] + 6 + LENGTHS[2], 1 + 6 + 1]

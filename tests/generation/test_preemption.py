@@ -80,31 +80,31 @@ def assert_resumed(family: str, model: Any, stats: BatchStats) -> None:
 
 
 @each_family
-def test_tokens_are_those_alone(tmp_path: Path, open_batch: Open, family: str) -> None:
+def test_preempted_requests_get_their_tokens_alone(tmp_path: Path, open_batch: Open, family: str) -> None:
     folder = endless(tmp_path / family, family, torch.float32)
     plain = plain_model(folder, dtype=torch.float32).eval()
     batch, _ = open_batch(limits(plain), folder=split(folder))
-    for one in answered(batch, requests()):
-        assert one.tokens == alone(plain, one.request)
+    for answer in answered(batch, requests()):
+        assert answer.tokens == alone(plain, answer.request)
     assert_resumed(family, plain, batch.stats)
 
 
 @pytest.mark.parametrize("rooms", [1, 100])
-def test_states_that_modules_keep_are_of_one_text_each(tmp_path: Path, open_batch: Open, rooms: int) -> None:
+def test_module_states_belong_to_one_sequence(tmp_path: Path, open_batch: Open, rooms: int) -> None:
     """With room for few of them, and for all."""
     folder = build_checkpoint(tmp_path / "recurrent_gemma", HYBRIDS["recurrent_gemma"], dtype=torch.float32)
     plain = plain_model(folder, dtype=torch.float32).eval()
     few = limits(plain).cache_bytes
     assert few is not None
     batch, _ = open_batch(Limits(cache_bytes=rooms * few, chunk=24), folder=split(folder))
-    for one in answered(batch, requests()):
-        assert one.tokens == alone(plain, one.request)
+    for answer in answered(batch, requests()):
+        assert answer.tokens == alone(plain, answer.request)
     assert batch.stats.resumed == 0
     assert (batch.stats.preempted > 0) is (rooms == 1)
 
 
 @each_family
-def test_exact_has_the_bits_of_one_that_made_no_way(tmp_path: Path, open_batch: Open, family: str) -> None:
+def test_exact_has_the_bits_without_preemption(tmp_path: Path, open_batch: Open, family: str) -> None:
     folder = endless(tmp_path / family, family, torch.bfloat16)
     plain = plain_model(folder, dtype=torch.bfloat16).eval()
     batch, _ = open_batch(limits(plain, exact=True), folder=split(folder), dtype="bfloat16")
@@ -113,20 +113,20 @@ def test_exact_has_the_bits_of_one_that_made_no_way(tmp_path: Path, open_batch: 
     assert_resumed(family, plain, stats)
     if stats.resumed < stats.preempted:
         return  # computed again as one prompt, which has other bits
-    for one in together:
-        (single,) = answered(batch, [one.request])
-        assert one.chosen == single.chosen
+    for answer in together:
+        (single,) = answered(batch, [answer.request])
+        assert answer.chosen == single.chosen
     assert batch.stats.preempted == stats.preempted
 
 
-def test_a_prompt_that_is_half_computed_goes_on_from_there(open_batch: Open, plain: Any, tmp_path: Path) -> None:
+def test_a_half_computed_prompt_resumes(open_batch: Open, plain: Any, tmp_path: Path) -> None:
     token_bytes = cost_by_config(plain.config, torch.float32).bytes_for(1)
     chunk = 8
     written: list[int] = []
     batch, _ = open_batch(Limits(chunk=chunk, cache_bytes=88 * token_bytes, swap_folder=tmp_path))
     with observe_steps(lambda step: written.append(len(step.data))):
-        for one in answered(batch, [Request(prompt(10, 10), 60), Request(prompt(70, 70), 4)]):
-            assert one.tokens == alone(plain, one.request)
+        for answer in answered(batch, [Request(prompt(10, 10), 60), Request(prompt(70, 70), 4)]):
+            assert answer.tokens == alone(plain, answer.request)
     assert batch.stats.resumed == batch.stats.preempted == 1
     assert sum(written) // token_bytes in range(chunk, 70, chunk)
 
@@ -146,7 +146,7 @@ def test_a_full_disk_has_them_computed_again(
     with observe_steps(full):
         batch, _ = open_batch(limits(plain, swap_folder=tmp_path))
         several = answered(batch, requests())
-    assert [one.tokens for one in several] == [alone(plain, one.request) for one in several]
+    assert [answer.tokens for answer in several] == [alone(plain, answer.request) for answer in several]
     stats = batch.stats
     assert tried
     assert (stats.resumed, stats.aside_bytes) == (0, 0)
@@ -155,8 +155,8 @@ def test_a_full_disk_has_them_computed_again(
     assert open_files() == before
 
 
-def test_nothing_is_ever_seen_in_the_folder_and_nothing_remains(open_batch: Open, plain: Any, tmp_path: Path) -> None:
-    seen: list[list[Path]] = []
+def test_the_folder_stays_empty(open_batch: Open, plain: Any, tmp_path: Path) -> None:
+    listings: list[list[Path]] = []
     before = open_files()
     batch, _ = open_batch(limits(plain, swap_folder=tmp_path))
     several = [Submitted(request) for request in requests()]
@@ -165,67 +165,65 @@ def test_nothing_is_ever_seen_in_the_folder_and_nothing_remains(open_batch: Open
         several[0].receive(event)
         if batch.stats.aside_bytes:
             assert open_files() != before
-            seen.append(list(tmp_path.iterdir()))
+            listings.append(list(tmp_path.iterdir()))
 
-    for one in several:
-        batch.submit(one.request, receive if one is several[0] else one.receive)
-    for one in several:
-        one.wait()
+    for answer in several:
+        batch.submit(answer.request, receive if answer is several[0] else answer.receive)
+    for answer in several:
+        answer.wait()
     batch.close()
     assert several[0].finished.finish is FinishReason.LENGTH  # and not because `receive` has raised
-    assert seen
-    assert not any(seen)
+    assert listings
+    assert not any(listings)
     assert not list(tmp_path.iterdir())
     assert open_files() == before
 
 
 @pytest.mark.parametrize("seconds", [None, 0.0], ids=["one", "all"])
-def test_who_is_cancelled_leaves_nothing_aside(
+def test_cancelled_requests_leave_no_swapped_cache(
     open_batch: Open, plain: Any, tmp_path: Path, seconds: float | None
 ) -> None:
     """The last one has been preempted when the first one has so many tokens."""
     before = open_files()
     batch, _ = open_batch(limits(plain, swap_folder=tmp_path))
     several = [Submitted(request) for request in requests()]
-    held: list[int] = []
+    sizes: list[int] = []
 
     def receive(event: Event) -> None:
         several[0].receive(event)
-        if isinstance(event, Delta) and (aside := batch.stats.aside_bytes) and not held:
-            held.append(aside)
-            for one in several[1:] if seconds is None else several:
-                assert one.handle is not None
-                one.handle.cancel()
+        if isinstance(event, Delta) and (aside := batch.stats.aside_bytes) and not sizes:
+            sizes.append(aside)
+            for answer in several[1:] if seconds is None else several:
+                assert answer.handle is not None
+                answer.handle.cancel()
 
-    for one in several:
-        one.handle = batch.submit(one.request, receive if one is several[0] else one.receive)
-    for one in several:
-        one.wait()
-    assert held
-    assert {one.finished.finish for one in several[1:]} == {FinishReason.CANCELLED}
+    for answer in several:
+        answer.handle = batch.submit(answer.request, receive if answer is several[0] else answer.receive)
+    for answer in several:
+        answer.wait()
+    assert sizes
+    assert {answer.finished.finish for answer in several[1:]} == {FinishReason.CANCELLED}
     assert batch.stats.aside_bytes == 0
     assert open_files() == before
 
 
-def test_none_is_swapped_out_where_that_is_switched_off(open_batch: Open, plain: Any, tmp_path: Path) -> None:
+def test_swapping_can_be_switched_off(open_batch: Open, plain: Any, tmp_path: Path) -> None:
     steps: list[Step] = []
     with observe_steps(steps.append):
         batch, _ = open_batch(limits(plain, swap_bytes=0, swap_folder=tmp_path))
-        for one in answered(batch, requests()):
-            assert one.tokens == alone(plain, one.request)
+        for answer in answered(batch, requests()):
+            assert answer.tokens == alone(plain, answer.request)
     assert not steps
     assert batch.stats.resumed == 0 < batch.stats.preempted
 
 
-def test_without_a_disk_there_is_nowhere_to_go_from_ram(
-    open_batch: Open, plain: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_disk_nothing_is_swapped_out(open_batch: Open, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rabbitllm.generation.cache_manager.default_folder", lambda: None)
     batch, _ = open_batch(limits(plain))
     assert batch.stats.aside_limit_bytes == 0
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_refused(tmp_path: Path) -> None:
     for option in ({"swap_folder": tmp_path / "missing"}, {"swap_bytes": -1}):
         with pytest.raises(OptionError):
             Limits(**option)  # type: ignore[arg-type]

@@ -51,7 +51,7 @@ def first(plain: Any, model: Any) -> list[int]:
 
 def stop_in(tokens: list[int], tokenizer: Any) -> str:
     """A character of their text that is a token."""
-    texts: list[str] = [tokenizer.decode([one]) for one in tokens[1:8]]
+    texts: list[str] = [tokenizer.decode([token]) for token in tokens[1:8]]
     return next(text for text in texts if text.isascii() and text.isalnum())
 
 
@@ -153,12 +153,12 @@ def generated(plain: Any, request: Request, **options: Any) -> list[int]:
 
 def test_every_option_of_transformers_is_named() -> None:
     """A new version of transformers may have more: decide what becomes of each."""
-    known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    assert known == OPTIONS.keys()
+    names = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    assert names == OPTIONS.keys()
 
 
 @pytest.mark.parametrize("name", sorted(OPTIONS))
-def test_an_option(
+def test_each_option(
     tmp_path: Path, plain: Any, model: Any, first: list[int], caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     """In both executors."""
@@ -170,31 +170,31 @@ def test_an_option(
     # what a request or the tokenizer sets: the end tokens of both count
     options = {"eos_token_id": end_tokens(model), "pad_token_id": 0}
     plain.generation_config = read(tmp_path / "plain", **base, **({"do_sample": True} if sampling.samples else {}))
-    without = [generated(plain, one, **options) for one in requests]
+    without = [generated(plain, request, **options) for request in requests]
     expected = without
     if use is Use.HONOURED:
         plain.generation_config = model.generation_config
         more = {"tokenizer": model.tokenizer} if name == "stop_strings" else {}
-        expected = [generated(plain, one, **options, **more) for one in requests]
+        expected = [generated(plain, request, **options, **more) for request in requests]
         if name == "eos_token_id":
-            without = [generated(plain, one, eos_token_id=None) for one in requests]
+            without = [generated(plain, request, eos_token_id=None) for request in requests]
         assert (expected == without) is (name in WITHOUT_EFFECT)
     if use is Use.REFUSED:
-        for kind in (Batch, Session, lambda model: answer(model, requests[0], print)):
+        for refuse in (Batch, Session, lambda model: answer(model, requests[0], print)):
             with pytest.raises(OptionError, match=rf"sets {name}: words that each answer must have"):
-                kind(model)
+                refuse(model)
         return
     with caplog.at_level(logging.WARNING, "rabbitllm"), Batch(model) as batch:
-        assert [one.tokens for one in answered(batch, requests)] == expected
-    alone = [list(answer(model, one, lambda text: None).tokens) for one in requests]
+        assert [result.tokens for result in answered(batch, requests)] == expected
+    alone = [list(answer(model, request, lambda text: None).tokens) for request in requests]
     if name == "stop_strings":  # it is looked for after the token that completes it: there is one more
-        alone = [tokens[: len(other)] for tokens, other in zip(alone, expected, strict=True)]
+        alone = [tokens[: len(reference)] for tokens, reference in zip(alone, expected, strict=True)]
     assert alone == expected
     assert (f"sets {name}=" in caplog.text) is (use is Use.DROPPED)
     assert caplog.text.count("has no effect here") == (1 + len(requests) if use is Use.DROPPED else 0)
 
 
-def test_all_that_have_no_effect_are_said_in_one_line(
+def test_options_without_effect_are_logged_in_one_line(
     tmp_path: Path, model: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     model.generation_config = read(tmp_path, num_beams=3, prompt_lookup_num_tokens=2, num_beam_groups=1, min_length=0)
@@ -207,13 +207,13 @@ def test_an_answer_ends_before_a_stop_string(tmp_path: Path, plain: Any, model: 
     stop = stop_in(first, model.tokenizer)
     model.generation_config = read(tmp_path, stop_strings=stop, eos_token_id=first[8])
     with Batch(model) as batch:
-        (one,) = answered(batch, [Request(PROMPTS[1], NEW_TOKENS)])
+        (in_batch,) = answered(batch, [Request(PROMPTS[1], NEW_TOKENS)])
     alone = answer(model, Request(PROMPTS[1], NEW_TOKENS), lambda text: None)
-    assert one.text == alone.text == text[: text.index(stop)]
-    assert one.finished.stop == alone.stop == stop
+    assert in_batch.text == alone.text == text[: text.index(stop)]
+    assert in_batch.finished.stop == alone.stop == stop
 
 
-def test_a_stop_string_that_no_text_shows_is_a_token(tmp_path: Path, model: Any) -> None:
+def test_a_hidden_stop_string_is_an_end_token(tmp_path: Path, model: Any) -> None:
     model.generation_config = read(tmp_path, stop_strings=["<pad>", "ab"], eos_token_id=9)
     assert end_tokens(model) == [9, model.tokenizer.eos_token_id, model.tokenizer.pad_token_id]
 
@@ -221,11 +221,11 @@ def test_a_stop_string_that_no_text_shows_is_a_token(tmp_path: Path, model: Any)
 def test_probabilities_are_those_before_a_penalty(tmp_path: Path, plain: Any, model: Any) -> None:
     model.generation_config = read(tmp_path, repetition_penalty=1.8)
     with Batch(model) as batch:
-        (one,) = answered(batch, [Request(prompt(9), 6, top_logprobs=2)])
-    expected = torch.log_softmax(plain(torch.tensor([[*prompt(9), *one.tokens]])).logits[0].detach(), -1)
-    for number, chosen in enumerate(one.chosen, start=8):
-        assert chosen.logprob == pytest.approx(float(expected[number, chosen.token]), abs=1e-4)
-        best = expected[number].topk(2)
+        (answer,) = answered(batch, [Request(prompt(9), 6, top_logprobs=2)])
+    expected = torch.log_softmax(plain(torch.tensor([[*prompt(9), *answer.tokens]])).logits[0].detach(), -1)
+    for length, chosen in enumerate(answer.chosen, start=8):
+        assert chosen.logprob == pytest.approx(float(expected[length, chosen.token]), abs=1e-4)
+        best = expected[length].topk(2)
         assert [like.token for like in chosen.top_logprobs] == best.indices.tolist()
 
 
@@ -239,7 +239,7 @@ COUNTING: Mapping[str, Any] = {
 
 
 @pytest.mark.parametrize("name", [*COUNTING, "begin_suppress_tokens"])
-def test_an_option_that_counts_after_a_preemption(
+def test_options_hold_after_a_preemption(
     tmp_path: Path, open_batch: Open, plain: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """The tokens are those without one."""
@@ -248,10 +248,10 @@ def test_an_option_that_counts_after_a_preemption(
     plain.generation_config = GenerationConfig(pad_token_id=0)
     ends = generated(plain, requests[0])[6]
     batch, model = open_batch(limits(plain, swap_bytes=0))
-    often = max(range(270), key=[token for one in requests for token in generated(plain, one)].count)
+    often = max(range(270), key=[token for request in requests for token in generated(plain, request)].count)
     value = COUNTING.get(name, [often])
     model.generation_config = plain.generation_config = read(tmp_path, eos_token_id=ends, **{name: value})
-    found = [one.tokens for one in answered_together(batch, requests)]
+    texts = [answer.tokens for answer in answered_together(batch, requests)]
     assert batch.stats.preempted > 0
     assert batch.stats.resumed == 0
-    assert found == [generated(plain, one, eos_token_id=end_tokens(model)) for one in requests]
+    assert texts == [generated(plain, request, eos_token_id=end_tokens(model)) for request in requests]

@@ -48,37 +48,37 @@ def scheduled(split_folder: Path) -> Iterator[Open]:
         opened.append(scheduler)
 
         def submit() -> Sequence:
-            made = Sequence(model, Request((3, 4), 5), lambda event: None, scheduler.wake)
-            scheduler.submit(made)
-            return made
+            sequence = Sequence(model, Request((3, 4), 5), lambda event: None, scheduler.wake)
+            scheduler.submit(sequence)
+            return sequence
 
         return scheduler, submit
 
     yield make
-    for one in opened:
-        one.end(FinishReason.CANCELLED)
+    for scheduler in opened:
+        scheduler.end(FinishReason.CANCELLED)
 
 
-def test_preempted_sequences_come_before_those_that_wait(scheduled: Open) -> None:
+def test_preempted_sequences_precede_waiting_ones(scheduled: Open) -> None:
     scheduler, submit = scheduled(2, 2)
-    made = [submit() for _ in range(4)]
-    assert list(scheduler.schedule().sequences) == scheduler.running == made[:2]
-    scheduler.preempt(made[1])
-    assert scheduler.running == made[:1]
-    assert scheduler.waiting == made[1:]
-    scheduler.finish(made[0], FinishReason.CANCELLED)
-    scheduler.finish(made[2], FinishReason.CANCELLED)
+    sequences = [submit() for _ in range(4)]
+    assert list(scheduler.schedule().sequences) == scheduler.running == sequences[:2]
+    scheduler.preempt(sequences[1])
+    assert scheduler.running == sequences[:1]
+    assert scheduler.waiting == sequences[1:]
+    scheduler.finish(sequences[0], FinishReason.CANCELLED)
+    scheduler.finish(sequences[2], FinishReason.CANCELLED)
     assert not scheduler.running
-    assert scheduler.waiting == [made[1], made[3]]
+    assert scheduler.waiting == [sequences[1], sequences[3]]
     expected = (SequenceStatus.FINISHED, SequenceStatus.PREEMPTED, SequenceStatus.FINISHED, SequenceStatus.WAITING)
-    assert tuple(sequence.status for sequence in made) == expected
+    assert tuple(sequence.status for sequence in sequences) == expected
     scheduled_pass = scheduler.schedule()
-    assert scheduled_pass.sequences == (made[1], made[3])
+    assert scheduled_pass.sequences == (sequences[1], sequences[3])
     assert scheduled_pass.num_tokens == 4
-    assert made[1].status is SequenceStatus.RUNNING
+    assert sequences[1].status is SequenceStatus.RUNNING
 
 
-def test_as_many_wait_as_may_and_as_there_are_places(scheduled: Open) -> None:
+def test_the_waiting_queue_is_limited(scheduled: Open) -> None:
     scheduler, submit = scheduled(2, 1)
     for _ in range(3):
         submit()
@@ -89,19 +89,19 @@ def test_as_many_wait_as_may_and_as_there_are_places(scheduled: Open) -> None:
         submit()
 
 
-def test_who_is_no_longer_wanted(scheduled: Open) -> None:
+def test_unwanted_sequences(scheduled: Open) -> None:
     scheduler, submit = scheduled(1, 4)
-    late, cancelled, wanted = (submit() for _ in range(3))
+    late, cancelled, waiting = (submit() for _ in range(3))
     scheduler.schedule()
     late.deadline = time.monotonic()
     cancelled.cancel()
     assert scheduler.unwanted() == [(late, FinishReason.TIMEOUT), (cancelled, FinishReason.CANCELLED)]
     scheduler.close()
     assert scheduler.unwanted() == [(late, FinishReason.TIMEOUT), (cancelled, FinishReason.CANCELLED)]
-    assert list(scheduler.schedule().sequences) == [wanted]
+    assert list(scheduler.schedule().sequences) == [waiting]
     scheduler.close(0)
     scheduler.close(60)  # it was to be over already
-    assert dict(scheduler.unwanted())[wanted] is FinishReason.CANCELLED
+    assert dict(scheduler.unwanted())[waiting] is FinishReason.CANCELLED
     with pytest.raises(ClosedError):
         submit()
 
@@ -109,13 +109,13 @@ def test_who_is_no_longer_wanted(scheduled: Open) -> None:
 def test_smaller_requests_do_not_overtake_a_large_one(split_folder: Path) -> None:
     """It would never begin if they went on taking the memory that becomes free."""
     model = load(split_folder, 60_000, dtype="float32")
-    each = cost_by_config(model.config, torch.float32)
-    scheduler = Scheduler(model, Limits(8, 8, cache_bytes=each.bytes_for(140), swap_bytes=0))
+    cost = cost_by_config(model.config, torch.float32)
+    scheduler = Scheduler(model, Limits(8, 8, cache_bytes=cost.bytes_for(140), swap_bytes=0))
 
     def submit(tokens: int) -> Sequence:
-        made = Sequence(model, Request((5,) * tokens, 4), lambda event: None, scheduler.wake)
-        scheduler.submit(made)
-        return made
+        sequence = Sequence(model, Request((5,) * tokens, 4), lambda event: None, scheduler.wake)
+        scheduler.submit(sequence)
+        return sequence
 
     first, large = submit(40), submit(100)
     small = [submit(20) for _ in range(3)]
@@ -129,17 +129,17 @@ def test_smaller_requests_do_not_overtake_a_large_one(split_folder: Path) -> Non
     scheduler.end(FinishReason.CANCELLED)
 
 
-def test_nothing_is_to_be_done_while_it_is_held(scheduled: Open) -> None:
+def test_a_paused_scheduler_has_no_work(scheduled: Open) -> None:
     scheduler, submit = scheduled(4, 4)
-    told: list[bool] = []
+    outcomes: list[bool] = []
     with scheduler.paused():
         submit()
-        thread = threading.Thread(target=lambda: told.append(scheduler.wait()))
+        thread = threading.Thread(target=lambda: outcomes.append(scheduler.wait()))
         thread.start()
         thread.join(0.1)
         assert thread.is_alive()
     thread.join(60)
-    assert told == [True]
+    assert outcomes == [True]
     scheduler.finish(scheduler.waiting[0], FinishReason.CANCELLED)
     scheduler.close()
     assert not scheduler.wait()
@@ -149,7 +149,7 @@ texts = st.lists(st.builds(SequenceLength, st.integers(1, 500), st.integers(0, 5
 
 
 @given(st.lists(st.integers(1, 300), max_size=20), st.integers(1, 600))
-def test_texts_that_go_on_always_take_part_and_prompts_as_far_as_they_fit(tokens: list[int], chunk: int) -> None:
+def test_decoding_sequences_always_run_and_prompts_fill_the_budget(tokens: list[int], chunk: int) -> None:
     chosen = within_budget(tokens, chunk)
     assert {place for place, count in enumerate(tokens) if count == 1} <= set(chosen)
     prompts = [tokens[place] for place in chosen if tokens[place] > 1]
@@ -159,18 +159,16 @@ def test_texts_that_go_on_always_take_part_and_prompts_as_far_as_they_fit(tokens
 
 
 @given(texts, st.integers(1, 100), st.integers(1, 200_000))
-def test_what_is_left_after_places_were_given_back_fits_or_is_one(
-    running: list[SequenceLength], each: int, limit: int
-) -> None:
+def test_remaining_sequences_fit_or_are_one(running: list[SequenceLength], each: int, limit: int) -> None:
     def cost(tokens: int) -> int:
         return each * tokens
 
     count = excess(running, cost, limit)
-    left = running[: len(running) - count]
-    assert len(left) >= min(len(running), 1)
-    assert len(left) <= 1 or sum(cost(one.tokens + 1) for one in left) <= limit
+    remaining = running[: len(running) - count]
+    assert len(remaining) >= min(len(running), 1)
+    assert len(remaining) <= 1 or sum(cost(length.tokens + 1) for length in remaining) <= limit
     if count:  # not one more than needed
-        assert sum(cost(one.tokens + 1) for one in running[: len(left) + 1]) > limit
+        assert sum(cost(length.tokens + 1) for length in running[: len(remaining) + 1]) > limit
 
 
 def test_prompts_may_make_a_pass_twice_as_long() -> None:
@@ -184,14 +182,14 @@ def test_prompts_may_make_a_pass_twice_as_long() -> None:
     assert pace.after(1000, 10.0).after(1000, 10.0).after(1000, 10.0).prompt_tokens(512) == MAX_TOKENS
 
 
-def test_passes_that_became_slow_are_believed_after_a_while() -> None:
+def test_slower_passes_change_the_estimate() -> None:
     pace = TokenBudget().after(1, 1.0)
     for _ in range(100):
         pace = pace.after(1, 8.0)
     assert pace.least == 8.0
 
 
-def test_a_refused_request_is_told_a_time_within_reason() -> None:
+def test_retry_after_is_bounded() -> None:
     assert retry_after(0, 64, 0.01) == 1.0
     assert retry_after(128, 64, 30.0) == 60.0
     assert retry_after(10_000, 1, 1000.0) == 600.0
@@ -206,34 +204,34 @@ def test_groups_of_neighbours(sizes: list[int], most: int | None, groups: list[l
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=12), st.integers(1, 20))
-def test_everything_is_in_one_group_and_no_group_could_have_had_the_next(sizes: list[int], most: int) -> None:
+def test_groups_are_complete_and_maximal(sizes: list[int], most: int) -> None:
     groups = [sizes[group] for group in grouped(sizes, most)]
     assert list(itertools.chain(*groups)) == sizes
     assert all(len(group) == 1 or sum(group) <= most for group in groups)
-    assert all(sum(one) + after[0] > most for one, after in itertools.pairwise(groups))
+    assert all(sum(part) + after[0] > most for part, after in itertools.pairwise(groups))
 
 
 @pytest.mark.long
-def test_a_pass_without_enough_memory_is_made_again_with_fewer_sequences(tmp_path: Path) -> None:
+def test_a_pass_out_of_memory_is_repeated_with_fewer_sequences(tmp_path: Path) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
-    gpu, told = FakeGpu(0, capacity=ALL), list[list[Event]]()
+    gpu, events = FakeGpu(0, capacity=ALL), list[list[Event]]()
     with watched(), torch.no_grad():
         options = RunOptions(max_memory={gpu.name: 0, "cpu": 0}, show_progress=False, exact=True)
         model = load_model(directory, options, None, [gpu])
 
         def answers(lengths: list[int]) -> list[list[int]]:
             scheduler = Scheduler(model, Limits(8, 8, exact=True))
-            told.clear()
+            events.clear()
             for length in lengths:
-                told.append([])
-                prompt = tuple(3 + (7 * at + length) % 200 for at in range(length))
-                scheduler.submit(Sequence(model, Request(prompt, 2), told[-1].append, scheduler.wake))
+                events.append([])
+                prompt = tuple(3 + (7 * index + length) % 200 for index in range(length))
+                scheduler.submit(Sequence(model, Request(prompt, 2), events[-1].append, scheduler.wake))
             while scheduler.running or scheduler.waiting:
                 scheduler.step()
             scheduler.end(FinishReason.CANCELLED)
             gc.collect()
-            assert scheduler.totals.ended.get(FAILED, 0) == sum(isinstance(one[-1], Failed) for one in told)
-            return [[t.token for e in one if isinstance(e, Delta) for t in e.tokens] for one in told]
+            assert scheduler.totals.ended.get(FAILED, 0) == sum(isinstance(its[-1], Failed) for its in events)
+            return [[t.token for e in its if isinstance(e, Delta) for t in e.tokens] for its in events]
 
         lengths = [40, 41, 42, 43, 44, 45, 46, 47]
         answers(lengths[:1])
@@ -242,8 +240,8 @@ def test_a_pass_without_enough_memory_is_made_again_with_fewer_sequences(tmp_pat
         assert gpu.peak > 2 * (alone - gpu.used)
         gpu.capacity = gpu.used + (alone - gpu.used) * 5 // 2
         assert answers(lengths) == expected
-        found = answers([*lengths[:3], 900, *lengths[3:]])
-    assert found == [*expected[:3], [], *expected[3:]]
-    error = told[3][-1]
+        texts = answers([*lengths[:3], 900, *lengths[3:]])
+    assert texts == [*expected[:3], [], *expected[3:]]
+    error = events[3][-1]
     assert isinstance(error, Failed)
     assert isinstance(error.error, NotEnoughMemoryError)

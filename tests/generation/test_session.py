@@ -61,23 +61,23 @@ def asked(model: Any, sampling: Sampling = NOT_SAMPLED, tokens: int = TOKENS) ->
     return answer(model, request(sampling, tokens), pieces.append), pieces
 
 
-def test_greedy_by_default_and_those_of_transformers(folder: Path, model: Any) -> None:
-    found, pieces = asked(model)
+def test_greedy_tokens_are_those_of_transformers(folder: Path, model: Any) -> None:
+    result, pieces = asked(model)
     expected = plain_model(folder).generate(IDS, max_new_tokens=TOKENS, do_sample=False)[0, IDS.shape[1] :]
-    assert list(found.tokens) == expected.tolist()
-    assert found.text == "".join(pieces) == model.tokenizer.decode(expected, skip_special_tokens=True)
-    assert (found.prompt_tokens, found.finish) == (5, FinishReason.LENGTH)
-    assert found.first_seconds is not None
-    assert 0 < found.first_seconds < found.seconds
-    assert found.tokens_per_second == (TOKENS - 1) / (found.seconds - found.first_seconds)
+    assert list(result.tokens) == expected.tolist()
+    assert result.text == "".join(pieces) == model.tokenizer.decode(expected, skip_special_tokens=True)
+    assert (result.prompt_tokens, result.finish) == (5, FinishReason.LENGTH)
+    assert result.first_seconds is not None
+    assert 0 < result.first_seconds < result.seconds
+    assert result.tokens_per_second == (TOKENS - 1) / (result.seconds - result.first_seconds)
 
 
-def test_it_stops_at_an_end(model: Any) -> None:
+def test_an_answer_stops_at_an_end_token(model: Any) -> None:
     whole, _ = asked(model)
-    last = next(at for at, token in enumerate(whole.tokens) if at and token not in whole.tokens[:at])
+    last = next(index for index, token in enumerate(whole.tokens) if index and token not in whole.tokens[:index])
     model.generation_config.eos_token_id = [whole.tokens[last], 299]
-    found, _ = asked(model)
-    assert (found.tokens, found.finish) == (whole.tokens[: last + 1], FinishReason.STOP)
+    result, _ = asked(model)
+    assert (result.tokens, result.finish) == (whole.tokens[: last + 1], FinishReason.STOP)
     assert end_tokens(model) == [whole.tokens[last], 299, model.tokenizer.eos_token_id]
 
 
@@ -114,7 +114,7 @@ def test_a_seed_gives_the_same_text_again(model: Any) -> None:
         (Sampling(5e-324, top_p=0.5), False),
     ],
 )
-def test_chance_only_where_it_is_asked_for(sampling: Sampling, samples: bool) -> None:
+def test_sampling_only_if_requested(sampling: Sampling, samples: bool) -> None:
     assert sampling.samples is samples
     assert sampling.arguments()["do_sample"] is samples
 
@@ -138,7 +138,7 @@ def test_a_seed_of_more_bits(model: Any) -> None:
     Session(model, sampling=Sampling(1.0, seed=1 << 70))
 
 
-def test_an_interrupt_ends_the_text_where_it_is(model: Any) -> None:
+def test_an_interrupt_ends_the_answer(model: Any) -> None:
     whole, _ = asked(model)
     pieces: list[str] = []
 
@@ -147,15 +147,15 @@ def test_an_interrupt_ends_the_text_where_it_is(model: Any) -> None:
         if len(pieces) == 3:
             raise KeyboardInterrupt
 
-    found = answer(model, request(), write)
-    assert found.finish is FinishReason.CANCELLED
-    assert whole.text.startswith(found.text)
-    assert found.text == "".join(pieces)
-    assert 3 <= len(found.tokens) < TOKENS
+    result = answer(model, request(), write)
+    assert result.finish is FinishReason.CANCELLED
+    assert whole.text.startswith(result.text)
+    assert result.text == "".join(pieces)
+    assert 3 <= len(result.tokens) < TOKENS
     assert asked(model)[0].tokens == whole.tokens  # and the model is as good as before
 
 
-def test_a_reader_that_left_is_not_swallowed(model: Any) -> None:
+def test_a_broken_pipe_is_raised(model: Any) -> None:
     def write(piece: str) -> None:
         raise BrokenPipeError
 
@@ -163,7 +163,7 @@ def test_a_reader_that_left_is_not_swallowed(model: Any) -> None:
         answer(model, request(), write)
 
 
-def test_how_many_may_follow(model: Any) -> None:
+def test_limit_of_new_tokens(model: Any) -> None:
     limits = ModelLimits.of(model)
     context = model.config.max_position_embeddings
     assert limits.context == context
@@ -178,7 +178,7 @@ def test_how_many_may_follow(model: Any) -> None:
             limits.new_tokens(context, None, **options)
 
 
-def test_as_many_as_asked_for_may_follow_where_the_model_sets_no_limit() -> None:
+def test_models_without_a_context_set_no_limit() -> None:
     config = transformers.MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1)
     endless: Any = transformers.MambaModel(config)
     limits = ModelLimits.of(endless)
@@ -195,15 +195,15 @@ def test_ids_are_those_of_the_vocabulary(ids: tuple[int, ...], why: str) -> None
 
 
 def test_several_answers_have_their_own_seeds() -> None:
-    assert [Sampling(seed=7).nth(number).seed for number in range(3)] == [7, 8, 9]
+    assert [Sampling(seed=7).nth(index).seed for index in range(3)] == [7, 8, 9]
     assert Sampling(seed=-1).nth(0).seed == (1 << 63) - 1
     assert Sampling(0.5).nth(3) == Sampling(0.5)
 
 
-def test_what_is_said_of_it(model: Any) -> None:
-    found, _ = asked(model)
+def test_the_summary_of_an_answer(model: Any) -> None:
+    result, _ = asked(model)
     out = io.StringIO()
-    put_statistics(Console(file=out), found, 1.5, model.profiler.sums)
+    put_statistics(Console(file=out), result, 1.5, model.profiler.sums)
     text = out.getvalue()
     assert "load          1.50 s" in text
     assert f"answer        {TOKENS} tokens in" in text
@@ -212,28 +212,28 @@ def test_what_is_said_of_it(model: Any) -> None:
     assert "computing" in text
     assert finish_note(Result("2", (5, 2), 1, FinishReason.STOP, 0.1, 0.1), 5) is None
     assert "the answer is empty" in str(finish_note(Result("", (2,), 1, FinishReason.STOP, 0.1, 0.1), 5))
-    assert "stopped after 12 tokens, the limit of --max" in str(finish_note(found, TOKENS, 256))
-    context = found.prompt_tokens + TOKENS
-    assert f"where the model's context of {context} tokens ends" in str(finish_note(found, TOKENS, context))
+    assert "stopped after 12 tokens, the limit of --max" in str(finish_note(result, TOKENS, 256))
+    context = result.prompt_tokens + TOKENS
+    assert f"where the model's context of {context} tokens ends" in str(finish_note(result, TOKENS, context))
     assert "interrupted after 1 token" in str(finish_note(Result("", (5,), 1, FinishReason.CANCELLED, 0.1, 0.1), 5))
-    record = answer_record("m", found, 1.5, {"device": "cpu"})
-    assert (record["new_tokens"], record["device"], record["text"]) == (TOKENS, "cpu", found.text)
+    record = answer_record("m", result, 1.5, {"device": "cpu"})
+    assert (record["new_tokens"], record["device"], record["text"]) == (TOKENS, "cpu", result.text)
 
 
-def test_only_what_came_since_counts() -> None:
+def test_work_between_two_states() -> None:
     profiler = Profiler()
     record(profiler, PassInput(1, 9, 0, 1), {READ: 100})
     before = profiler.sums
     record(profiler, PassInput(1, 4, 9, 1), {READ: 30, UPLOAD: 30})
     record(profiler, PassInput(1, 1, 13, 1), {READ: 20, EXPERTS_READ: 7})
     record(profiler, PassInput(1, 1, 14, 1), {READ: 20, EXPERTS_READ: 7})
-    got = work_between(before, profiler.sums)
-    assert got == Work(3, 6, {READ: 70, UPLOAD: 30}, {EXPERTS_READ: 2})
+    work = work_between(before, profiler.sums)
+    assert work == Work(3, 6, {READ: 70, UPLOAD: 30}, {EXPERTS_READ: 2})
     assert work_between({}, profiler.sums).tokens == 15
-    assert got.plus(got) == Work(6, 12, {READ: 140, UPLOAD: 60}, {EXPERTS_READ: 4})
+    assert work.plus(work) == Work(6, 12, {READ: 140, UPLOAD: 60}, {EXPERTS_READ: 4})
 
 
-def test_without_a_profiler_there_is_nothing() -> None:
+def test_no_work_without_a_profiler() -> None:
     assert work_between({}, Profiler(enabled=False).sums) == Work()
 
 
@@ -255,9 +255,9 @@ def quietly(text: str) -> None:
     """What writes nothing."""
 
 
-def every(chosen: tuple[str, ...], others: tuple[str, ...]) -> list[Any]:
+def every(chosen: tuple[str, ...], more: tuple[str, ...]) -> list[Any]:
     """All of them; the short run has the chosen ones."""
-    return [*chosen, *(pytest.param(name, marks=pytest.mark.long) for name in others if name not in chosen)]
+    return [*chosen, *(pytest.param(name, marks=pytest.mark.long) for name in more if name not in chosen)]
 
 
 def kept_families() -> tuple[str, ...]:
@@ -284,8 +284,8 @@ def expected(plain: Any, tokenizer: Any, talk: Conversation, question: str) -> s
     """What transformers makes of the whole conversation, without any cache from before."""
     template = ChatTemplate(talking(tokenizer))
     ids = torch.tensor([template.prompt(talk.messages(question)).ids])
-    made = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False)
-    text: str = tokenizer.decode(made[0, ids.shape[1] :])
+    output = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False)
+    text: str = tokenizer.decode(output[0, ids.shape[1] :])
     return text
 
 
@@ -300,7 +300,7 @@ def test_further_answers_compute_new_tokens_only(tmp_path: Path, name: str) -> N
     folder = talker_folder(tmp_path / "model", known(name))
     model = talker(folder)
     plain = plain_talker(folder, model)
-    session, talk, held = Session(model, NEW_TOKENS), Conversation("Be brief."), 0
+    session, talk, cached = Session(model, NEW_TOKENS), Conversation("Be brief."), 0
     assert session.cache is not None
     assert session.remarks == ()
     for question in QUESTIONS:
@@ -308,20 +308,20 @@ def test_further_answers_compute_new_tokens_only(tmp_path: Path, name: str) -> N
         answer = session.answer(talk.messages(question), quietly)
         assert answer.text == expected(plain, model.tokenizer, talk, question)
         assert (len(answer.tokens), answer.finish) == (10, FinishReason.LENGTH)
-        assert answer.kept_tokens == held
-        new = [(one.entry.past, one.entry.length) for one in model.profiler.passes[passes:]]
-        assert new == [(held, answer.prompt_tokens - held), *((answer.prompt_tokens + at, 1) for at in range(9))]
+        assert answer.kept_tokens == cached
+        new = [(record.entry.past, record.entry.length) for record in model.profiler.passes[passes:]]
+        assert new == [(cached, answer.prompt_tokens - cached), *((answer.prompt_tokens + i, 1) for i in range(9))]
         assert answer.work.passes == 10
         assert answer.work.tokens == answer.prompt_tokens - answer.kept_tokens + 9
         assert answer.work.moved[READ] > 0
-        held = answer.prompt_tokens + 9  # nothing was computed of the last token yet
-        assert session.cached_tokens == held
+        cached = answer.prompt_tokens + 9  # nothing was computed of the last token yet
+        assert session.cached_tokens == cached
         talk = told(talk, question, answer)
-    assert held > 60
+    assert cached > 60
 
 
 @pytest.mark.parametrize("name", every(("jamba", "mamba2"), NOT_KEPT))
-def test_what_does_not_continue_exactly_is_recomputed(tmp_path: Path, name: str) -> None:
+def test_changed_conversations_are_recomputed(tmp_path: Path, name: str) -> None:
     folder = talker_folder(tmp_path / "model", known(name))
     model = talker(folder, ALL)
     plain = plain_talker(folder, model)
@@ -342,18 +342,18 @@ def test_a_template_that_shortens_answers(tmp_path: Path, name: str) -> None:
     model = talker(folder)
     plain = plain_talker(folder, model)
     session, talk, prompt = Session(model, NEW_TOKENS), Conversation(), 0
-    for number, question in enumerate(QUESTIONS):
+    for index, question in enumerate(QUESTIONS):
         before = session.cache.ids if session.cache is not None else []
         answer = session.answer(talk.messages(question), quietly)
         assert answer.text == expected(plain, model.tokenizer, talk, question)
         assert answer.kept_tokens >= prompt
-        assert answer.kept_tokens < len(before) or not number
+        assert answer.kept_tokens < len(before) or not index
         prompt, talk = answer.prompt_tokens, told(talk, question, answer)
     assert session.cached_tokens == prompt + 9
 
 
 @pytest.mark.parametrize("name", KEPT_IN_SHORT)
-def test_another_past(tmp_path: Path, name: str) -> None:
+def test_another_conversation(tmp_path: Path, name: str) -> None:
     """Another system prompt, exchanges that are forgotten, the same question again."""
     folder = talker_folder(tmp_path / "model", name)
     model = talker(folder, ALL)
@@ -375,7 +375,7 @@ def at_call(count: int) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize("name", KEPT_IN_SHORT)
-def test_an_answer_that_is_stopped_anywhere(tmp_path: Path, name: str) -> None:
+def test_an_answer_stopped_at_any_unit(tmp_path: Path, name: str) -> None:
     """In the prompt's pass or a further one, at any layer: the next answer is right, and little is computed again."""
     folder = talker_folder(tmp_path / "model", name)
     model = talker(folder)
@@ -383,7 +383,7 @@ def test_an_answer_that_is_stopped_anywhere(tmp_path: Path, name: str) -> None:
     units = len(model.placement.units)
     session, talk = Session(model, NEW_TOKENS), Conversation("Be brief.")
     for stop_at in (2, units, units + 1, 3 * units - 2, 5 * units + 3):
-        held = session.cached_tokens
+        cached = session.cached_tokens
         stopped = session.answer(talk.messages("And?"), quietly, stopped=at_call(stop_at))
         assert stopped.finish == FinishReason.CANCELLED
         assert len(stopped.tokens) == (stop_at - 1) // units
@@ -397,7 +397,7 @@ def test_an_answer_that_is_stopped_anywhere(tmp_path: Path, name: str) -> None:
             talk = told(talk, "And?", stopped)
         whole = session.answer(talk.messages("Why?"), quietly)
         assert whole.text == expected(plain, model.tokenizer, talk, "Why?")
-        assert whole.kept_tokens >= (stopped.prompt_tokens if stopped.tokens else min(held, 1))
+        assert whole.kept_tokens >= (stopped.prompt_tokens if stopped.tokens else min(cached, 1))
         talk = told(talk, "Why?", whole)
     assert not model.streamer.bound
 
@@ -448,11 +448,11 @@ def test_the_context_is_the_limit(tmp_path: Path) -> None:
     answer = session.answer(talk.messages("Who are you?"), quietly)
     assert session.context == 64
     assert (answer.finish, answer.prompt_tokens + len(answer.tokens)) == (FinishReason.LENGTH, 64)
-    held = session.cached_tokens
+    cached = session.cached_tokens
     talk = told(talk, "Who are you?", answer)
     with pytest.raises(ChatError, match=r"has \d+ tokens with this question, and the model's context 64"):
         session.answer(talk.messages("And?"), quietly)
-    assert session.cached_tokens == held
+    assert session.cached_tokens == cached
     with pytest.raises(ChatError, match=r"Shorten the message\."):
         session.answer(Conversation().messages("And? " * 64), quietly)
     again = session.answer(talk.emptied().messages("Who are you?"), quietly)
@@ -479,7 +479,7 @@ def test_a_model_without_a_template_does_not_speak_for_the_user(tmp_path: Path) 
     assert answer.kept_tokens > 30
 
 
-def test_what_was_held_back_is_said_at_the_end(tmp_path: Path) -> None:
+def test_pending_text_is_written_at_the_end(tmp_path: Path) -> None:
     model = talker(parrot_folder(tmp_path / "model", SAYS, None), ALL)
     answer = Session(model, 7).answer(Conversation().messages("Hello?"), quietly)
     assert (answer.text, answer.finish) == (" Hi\nUse", FinishReason.LENGTH)
@@ -489,18 +489,18 @@ def test_an_answer_ends_where_the_model_ends_it(tmp_path: Path) -> None:
     model = talker(parrot_folder(tmp_path / "model", {" ": "Y", "Y": "o", "o": "<eos>"}), ALL)
     model.generation_config.suppress_tokens = None
     session, talk = Session(model), Conversation()
-    for held in (0, 26):
+    for size in (0, 26):
         answer = session.answer(talk.messages("Hello?"), quietly)
         assert (answer.text, len(answer.tokens), answer.finish, answer.kept_tokens) == (
             "Yo",
             3,
             FinishReason.STOP,
-            held,
+            size,
         )
         talk = told(talk, "Hello?", answer)
 
 
-def test_settings_that_come_with_a_model_do_not_get_in_the_way(tmp_path: Path) -> None:
+def test_unused_settings_of_a_model_are_ignored(tmp_path: Path) -> None:
     folder = talker_folder(tmp_path / "model", "gemma3")
     model = talker(folder, ALL)
     plain = plain_talker(folder, model)
@@ -510,7 +510,7 @@ def test_settings_that_come_with_a_model_do_not_get_in_the_way(tmp_path: Path) -
     assert answer.text == expected(plain, model.tokenizer, Conversation(), "Who?")
 
 
-def test_drawing_repeats_itself_with_a_seed(tmp_path: Path) -> None:
+def test_sampling_with_a_seed_is_reproducible(tmp_path: Path) -> None:
     model = talker(talker_folder(tmp_path / "model", "llama"), ALL)
 
     def texts(*sampling: Sampling) -> list[str]:
@@ -544,7 +544,7 @@ def test_progress_of_the_first_pass(tmp_path: Path) -> None:
     assert told_of == [(done, units) for done in range(units)]
 
 
-def test_a_template_that_refuses_is_heard(tmp_path: Path) -> None:
+def test_an_error_of_a_template_is_raised(tmp_path: Path) -> None:
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('No system role') }}{% endif %}x"
     session = Session(talker(talker_folder(tmp_path / "model", "llama", template), ALL), NEW_TOKENS)
     with pytest.raises(ChatError, match="refuses this conversation: No system role"):

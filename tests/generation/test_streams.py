@@ -27,7 +27,7 @@ PROMPT = torch.tensor([[1, 7, 8]])
 def words_in_front() -> Any:
     """A tokenizer of Llama 2's kind: a space is part of the word after it, and bytes stand in for what it lacks."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁a", "▁rabbit", "s", "▁", ".", "x"]
-    model = models.BPE({piece: at for at, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
+    model = models.BPE({piece: index for index, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     strip = decoders.Strip(content=" ", left=1)
@@ -45,8 +45,8 @@ def streamed(tokenizer: Any, ids: list[int], at_a_time: int = 1) -> list[str]:
     pieces: list[str] = []
     stream = TextStream(tokenizer, pieces.append)
     stream.put(PROMPT)
-    for at in range(0, len(ids), at_a_time):
-        stream.put(torch.tensor(ids[at : at + at_a_time]))
+    for begin in range(0, len(ids), at_a_time):
+        stream.put(torch.tensor(ids[begin : begin + at_a_time]))
     stream.end()
     assert stream.tokens == ids
     assert stream.text == "".join(pieces)
@@ -68,7 +68,7 @@ def test_any_tokens_end_as_the_tokenizer_has_them(ids: list[int], at_a_time: int
 
 @settings(max_examples=100, deadline=None)
 @given(st.text(max_size=30))
-def test_text_in_any_script_comes_in_whole_characters(text: str) -> None:
+def test_text_arrives_in_whole_characters(text: str) -> None:
     ids = BYTES.encode(text, add_special_tokens=False)
     pieces = streamed(BYTES, ids)
     assert "".join(pieces) == decoded(BYTES, ids)
@@ -86,12 +86,12 @@ def test_a_character_of_several_tokens_comes_once_it_is_whole(tokenizer: Any, te
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_each_word_comes_with_its_own_token() -> None:
+def test_each_word_arrives_with_its_token() -> None:
     a, rabbit, s, stop = (WORDS.convert_tokens_to_ids(piece) for piece in ("▁a", "▁rabbit", "s", "."))
     assert streamed(WORDS, [a, rabbit, s, stop, a]) == ["a", " rabbit", "s", ".", " a"]
 
 
-def test_special_tokens_are_left_out_and_cost_no_space() -> None:
+def test_special_tokens_are_omitted_without_spaces() -> None:
     a, rabbit, end = (WORDS.convert_tokens_to_ids(piece) for piece in ("▁a", "▁rabbit", "</s>"))
     assert streamed(WORDS, [a, end, rabbit, end]) == ["a", " rabbit"]
 
@@ -106,7 +106,7 @@ def test_several_sequences_are_refused() -> None:
         TextStream(BYTES, print).put(torch.zeros(2, 3, dtype=torch.int64))
 
 
-def test_of_generate_itself(tmp_path: Path) -> None:
+def test_streaming_from_generate(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama")
     model = load(split(folder))
     pieces: list[str] = []
@@ -118,7 +118,7 @@ def test_of_generate_itself(tmp_path: Path) -> None:
     assert "".join(pieces) == decoded(model.tokenizer, new)
 
 
-def test_printed_at_once_in_what_the_terminal_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_printed_at_once_in_the_terminals_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="latin-1"))
     print_text("é🐇")
@@ -126,16 +126,16 @@ def test_printed_at_once_in_what_the_terminal_has(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.skipif(os.name == "nt", reason="there are no such terminals there")
-def test_a_terminal_is_shown_escapes_and_a_pipe_what_was_said() -> None:
-    said, shown = "a\x1b[2J\u202eb می\u200cرود", "a\\x1b[2J\\u202eb می\u200cرود"
-    for (reader, writer), expected in ((os.openpty(), shown), (os.pipe(), said)):
+def test_terminals_get_escapes_and_pipes_get_raw_text() -> None:
+    written, shown = "a\x1b[2J\u202eb می\u200cرود", "a\\x1b[2J\\u202eb می\u200cرود"
+    for (reader, writer), expected in ((os.openpty(), shown), (os.pipe(), written)):
         with os.fdopen(reader, "rb", 0) as read, os.fdopen(writer, "w", encoding="utf-8") as out:
-            print_text(said, out)
+            print_text(written, out)
             assert read.read(100).decode() == expected
 
 
 @pytest.mark.skipif(os.name == "nt", reason="pipes break otherwise there")
-def test_a_reader_that_leaves_ends_it() -> None:
+def test_a_closed_pipe_ends_printing() -> None:
     code = "from rabbitllm.generation.streams import print_text\nwhile True: print_text('word ')"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -150,26 +150,26 @@ stops = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3).map(tuple)
 
 
 @given(st.lists(few, max_size=10), stops)
-def test_any_pieces(pieces: list[str], stops: tuple[str, ...]) -> None:
+def test_stop_strings_in_any_pieces(pieces: list[str], stops: tuple[str, ...]) -> None:
     text = StoppedText(stops)
-    taken = []
+    parts = []
     for piece in pieces:
-        taken.append(text.add(piece))
-    before = "".join(taken)
-    taken.append(text.add("", last=True))
+        parts.append(text.add(piece))
+    before = "".join(parts)
+    parts.append(text.add("", last=True))
     whole = "".join(pieces)
-    ends = [(at + len(stop), at, stop) for stop in stops if (at := whole.find(stop)) >= 0]
+    ends = [(start + len(stop), start, stop) for stop in stops if (start := whole.find(stop)) >= 0]
     _, begin, stop = min(ends, default=(0, len(whole), None))
-    assert ("".join(taken), text.stop) == (whole[:begin], stop)
+    assert ("".join(parts), text.stop) == (whole[:begin], stop)
     assert not any(stop in before for stop in stops)
 
 
-def test_the_one_that_is_complete_first_came() -> None:
+def test_the_first_complete_stop_string_counts() -> None:
     text = StoppedText(("it>", "<end of it>", "<end of it> and"))
     assert (text.add("so <end of it> and"), text.stop) == ("so ", "<end of it>")
 
 
-def test_what_might_become_one_waits() -> None:
+def test_a_partial_stop_string_waits() -> None:
     text = StoppedText(("\nUser:",))
     assert text.add("yes\nUs") == "yes"
     assert text.add("ually") == "\nUsually"

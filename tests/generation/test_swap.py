@@ -45,27 +45,27 @@ def content(value: Any) -> Any:
         flat = value.reshape(-1).view(torch.uint8)
         return str(value.dtype), tuple(value.shape), str(value.device), flat.tolist()
     if isinstance(value, dict):
-        return {name: content(one) for name, one in value.items() if name != "_room"}
+        return {name: content(item) for name, item in value.items() if name != "_room"}
     if isinstance(value, list):
-        return [content(one) for one in value]
+        return [content(item) for item in value]
     return content(vars(value)) if hasattr(value, "__dict__") and not isinstance(value, type) else value
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_comes_back_has_the_same_bits(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_swapped_caches_keep_their_bits(tmp_path: Path, dtype: torch.dtype) -> None:
     aside = SwapSpace(LIMIT, tmp_path)
     caches = [filled(dtype) for _ in range(3)]
     before = [content(cache) for cache in caches]
     swapped = [aside.put(cache) for cache in caches]
-    assert aside.nbytes == sum(one.nbytes for one in swapped if one is not None) > 0
-    for number in (1, 0, 2):
-        one = swapped[number]
-        assert one is not None
-        got = aside.take(one)
-        assert got is not caches[number]
-        assert content(got) == before[number]
-        got.layers[0].update(torch.ones(1, 2, 1, 4, dtype=dtype), torch.ones(1, 2, 1, 4, dtype=dtype))  # and goes on
-        assert got.get_seq_length() == 10
+    assert aside.nbytes == sum(cache.nbytes for cache in swapped if cache is not None) > 0
+    for index in (1, 0, 2):
+        cache = swapped[index]
+        assert cache is not None
+        back = aside.take(cache)
+        assert back is not caches[index]
+        assert content(back) == before[index]
+        back.layers[0].update(torch.ones(1, 2, 1, 4, dtype=dtype), torch.ones(1, 2, 1, 4, dtype=dtype))  # and goes on
+        assert back.get_seq_length() == 10
     assert aside.nbytes == 0
 
 
@@ -79,7 +79,7 @@ def test_axes_keep_their_order_in_memory(tmp_path: Path) -> None:
     assert aside.take(swapped).layers[2].recurrent_states[0].stride() == strides
 
 
-def test_of_room_that_is_reserved_only_what_is_used_is_moved(tmp_path: Path) -> None:
+def test_reserved_room_is_not_moved(tmp_path: Path) -> None:
     cache = DynamicCache()
     keys = torch.randn(1, 4, 700, 128)
     cache.update(keys, keys + 1, 0)
@@ -101,11 +101,11 @@ def test_one_tensor_in_two_places_is_moved_once() -> None:
     assert parts is not None
     shell, tensors = parts
     assert len(tensors) == len(apart[1]) - 1
-    got = put_together(shell, [tensor.clone() for tensor in tensors])
-    assert got.layers[1].keys is got.layers[0].keys
+    restored = put_together(shell, [tensor.clone() for tensor in tensors])
+    assert restored.layers[1].keys is restored.layers[0].keys
 
 
-def test_what_is_not_known_is_not_moved(tmp_path: Path) -> None:
+def test_caches_with_unknown_values_are_not_moved(tmp_path: Path) -> None:
     for strange in (object(), torch.nn.Parameter(torch.ones(2)), torch.ones(2, 2).to_sparse(), lambda: None):
         cache = filled()
         cache.layers[1].strange = strange
@@ -113,7 +113,7 @@ def test_what_is_not_known_is_not_moved(tmp_path: Path) -> None:
         assert SwapSpace(LIMIT, tmp_path).put(cache) is None
 
 
-def test_no_more_than_may_be(tmp_path: Path) -> None:
+def test_the_swap_limit_holds(tmp_path: Path) -> None:
     cache = filled()
     nbytes = bytes_in(cache)
     assert SwapSpace(nbytes - 1, tmp_path).put(cache) is None
@@ -139,7 +139,7 @@ def test_a_disk_is_never_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert SwapSpace(LIMIT, tmp_path).put(cache) is None
 
 
-def test_a_file_that_cannot_be_read_is_a_cache_that_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreadable_file_loses_the_cache(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     aside = SwapSpace(LIMIT, tmp_path)
     swapped = aside.put(filled())
     assert swapped is not None
@@ -150,7 +150,7 @@ def test_a_file_that_cannot_be_read_is_a_cache_that_is_lost(tmp_path: Path, capl
     assert "computed again" in caplog.text
 
 
-def test_a_full_disk_lets_go_of_what_was_written(tmp_path: Path) -> None:
+def test_a_full_disk_releases_written_bytes(tmp_path: Path) -> None:
     def full(step: Step) -> None:
         if step.offset:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -162,12 +162,12 @@ def test_a_full_disk_lets_go_of_what_was_written(tmp_path: Path) -> None:
     assert aside.put(filled()) is not None  # there is room again
 
 
-def test_the_usual_folder_is_on_a_disk() -> None:
+def test_the_default_folder_is_on_a_disk() -> None:
     folder = default_folder()
     assert folder is None or (folder_at(folder).writable and not folder_at(folder).in_memory)
 
 
-def test_in_ram_is_what_a_quarter_of_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ram_holds_at_most_a_quarter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As from a GPU, but for the copy."""
     cache = filled()
     before = content(cache)
@@ -185,7 +185,7 @@ def test_in_ram_is_what_a_quarter_of_it_holds(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_from_a_gpu_it_goes_to_ram_and_from_there_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_caches_go_to_ram_and_then_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = filled(torch.bfloat16, "cuda")
     before = content(cache)
     aside = SwapSpace(LIMIT, tmp_path)

@@ -34,7 +34,7 @@ each_family = pytest.mark.parametrize(
     "family",
     [
         *SHOWN,
-        *(pytest.param(one, marks=pytest.mark.long) for one in sorted(PACKABLE & {*FAMILIES}) if one not in SHOWN),
+        *(pytest.param(name, marks=pytest.mark.long) for name in sorted(PACKABLE & {*FAMILIES}) if name not in SHOWN),
     ],
 )
 
@@ -47,7 +47,7 @@ def all_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def requests(count: int = RUNNING + 3) -> list[Request]:
-    return [Request(prompt(38 + number % 5, number), NEW_TOKENS - number % 3) for number in range(count)]
+    return [Request(prompt(38 + index % 5, index), NEW_TOKENS - index % 3) for index in range(count)]
 
 
 def limits(plain: Any, folder: Path, **options: Any) -> Limits:
@@ -56,51 +56,51 @@ def limits(plain: Any, folder: Path, **options: Any) -> Limits:
     return Limits(RUNNING, 256, room, throughput=True, file_bytes=1 << 26, swap_folder=folder, **options)
 
 
-def together(batch: Batch, given: Sequence[Request]) -> tuple[list[Submitted], list[BatchStats]]:
+def together(batch: Batch, queue: Sequence[Request]) -> tuple[list[Submitted], list[BatchStats]]:
     """All at once, with what there was at each token of the first."""
-    seen: list[BatchStats] = []
+    stats: list[BatchStats] = []
     with batch.paused():
-        made = [begin(batch, one) for one in given[1:]]
-        first = Submitted(given[0])
+        submitted = [begin(batch, request) for request in queue[1:]]
+        first = Submitted(queue[0])
 
         def receive(event: Any) -> None:
-            seen.append(batch.stats)
+            stats.append(batch.stats)
             first.receive(event)
 
-        first.handle = batch.submit(given[0], receive)
-    return [one.wait() for one in (first, *made)], seen
+        first.handle = batch.submit(queue[0], receive)
+    return [answer.wait() for answer in (first, *submitted)], stats
 
 
 @each_family
-def test_tokens_are_those_alone_and_more_texts_share_a_pass(tmp_path: Path, open_batch: Open, family: str) -> None:
+def test_tokens_are_those_alone_and_more_sequences_share_a_pass(tmp_path: Path, open_batch: Open, family: str) -> None:
     folder = build_checkpoint(tmp_path / family, family, dtype=torch.float32)
     plain = plain_model(folder, dtype=torch.float32).eval()
     batch, model = open_batch(limits(plain, tmp_path), folder=split(folder), budget=0)
-    several, seen = together(batch, requests())
-    for one in several:
-        assert one.tokens == alone(plain, one.request)
+    several, over_time = together(batch, requests())
+    for answer in several:
+        assert answer.tokens == alone(plain, answer.request)
     assert batch.stats.preempted == 0
     if family in SHOWN:
         assert model.placement.streamed_bytes > batch.stats.cache_limit_bytes
-        assert max(stats.running for stats in seen) > 3 * ROOM_TEXTS  # some may have ended with their first token
+        assert max(stats.running for stats in over_time) > 3 * ROOM_TEXTS  # some may have ended with their first token
         assert batch.stats.file_read_bytes > 0
-    assert all(stats.cache_bytes <= stats.cache_limit_bytes for stats in seen)
+    assert all(stats.cache_bytes <= stats.cache_limit_bytes for stats in over_time)
     assert batch.stats.file_bytes == 0
 
 
-def test_without_a_file_as_many_run_as_memory_holds(open_batch: Open, plain: Any, tmp_path: Path) -> None:
-    given = limits(plain, tmp_path)
-    batch, _ = open_batch(Limits(RUNNING, 256, given.cache_bytes, throughput=True), budget=0)
-    several, seen = together(batch, requests(8))
-    assert max(stats.running for stats in seen) <= ROOM_TEXTS + 1
-    assert [one.tokens for one in several] == [alone(plain, one.request) for one in several]
+def test_without_a_file_memory_limits_running_sequences(open_batch: Open, plain: Any, tmp_path: Path) -> None:
+    options = limits(plain, tmp_path)
+    batch, _ = open_batch(Limits(RUNNING, 256, options.cache_bytes, throughput=True), budget=0)
+    several, over_time = together(batch, requests(8))
+    assert max(stats.running for stats in over_time) <= ROOM_TEXTS + 1
+    assert [answer.tokens for answer in several] == [alone(plain, answer.request) for answer in several]
 
 
-def test_who_begins_alike_computes_the_beginning_once(open_batch: Open, plain: Any, tmp_path: Path) -> None:
+def test_a_shared_prefix_is_computed_once(open_batch: Open, plain: Any, tmp_path: Path) -> None:
     beginning = prompt(70, 99)
     batch, _ = open_batch(limits(plain, tmp_path), budget=0)
-    several, _ = together(batch, [Request((*beginning, 5 + number, 9), 6) for number in range(8)])
-    assert [one.tokens for one in several] == [alone(plain, one.request) for one in several]
+    several, _ = together(batch, [Request((*beginning, 5 + index, 9), 6) for index in range(8)])
+    assert [answer.tokens for answer in several] == [alone(plain, answer.request) for answer in several]
     assert batch.stats.file_read_bytes > 0
     assert batch.stats.kept_tokens >= 7 * 64
 
@@ -115,7 +115,7 @@ def test_a_full_disk_has_them_computed_again(
     batch, _ = open_batch(limits(plain, tmp_path, swap_bytes=0), budget=0)
     with observe_steps(full):
         several, _ = together(batch, requests())
-    assert [one.tokens for one in several] == [alone(plain, one.request) for one in several]
+    assert [answer.tokens for answer in several] == [alone(plain, answer.request) for answer in several]
     assert batch.stats.preempted > 0
     assert batch.stats.file_bytes == 0
     assert caplog.text.count("cannot be written to a file") == 1
@@ -123,15 +123,15 @@ def test_a_full_disk_has_them_computed_again(
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="the file has no name")
 @pytest.mark.parametrize("packs", [True, False], ids=["packed", "by themselves"])
-def test_what_cannot_be_read_is_computed_again_and_touches_no_other(
+def test_an_unreadable_sequence_is_recomputed_alone(
     open_batch: Open, plain: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, packs: bool
 ) -> None:
     """The file is cut: reads after its end fail, as from a broken disk."""
     batch, _ = open_batch(limits(plain, tmp_path, swap_bytes=0), budget=0)
-    given, cut = requests(), []
+    queue, cut = requests(), []
     with batch.paused():
-        made = [begin(batch, one) for one in given[1:]]
-        first = Submitted(given[0])
+        submitted = [begin(batch, request) for request in queue[1:]]
+        first = Submitted(queue[0])
 
         def receive(event: Any) -> None:
             first.receive(event)
@@ -145,54 +145,54 @@ def test_what_cannot_be_read_is_computed_again_and_touches_no_other(
                     batch._scheduler._runner._packed = None
 
         batch.submit(first.request, receive)
-    several = [one.wait() for one in (first, *made)]
+    several = [answer.wait() for answer in (first, *submitted)]
     assert cut
-    assert [one.tokens for one in several] == [alone(plain, one.request) for one in several]
-    assert 0 < batch.stats.preempted < len(given)
+    assert [answer.tokens for answer in several] == [alone(plain, answer.request) for answer in several]
+    assert 0 < batch.stats.preempted < len(queue)
     assert batch.error is None
     assert caplog.text.count("cannot be written to a file") == 1
 
 
 @pytest.mark.parametrize("share", [2, 3, 5])
-def test_a_file_that_is_too_small_has_some_of_them_and_the_others_wait(
+def test_a_small_file_holds_some_sequences_and_others_wait(
     open_batch: Open, plain: Any, tmp_path: Path, share: int
 ) -> None:
-    given = limits(plain, tmp_path)
-    assert given.cache_bytes is not None
-    small = dataclasses.replace(given, file_bytes=RUNNING * given.cache_bytes // ROOM_TEXTS // share)
+    options = limits(plain, tmp_path)
+    assert options.cache_bytes is not None
+    small = dataclasses.replace(options, file_bytes=RUNNING * options.cache_bytes // ROOM_TEXTS // share)
     batch, _ = open_batch(small, budget=0)
     several, _ = together(batch, requests())
-    assert [one.tokens for one in several] == [alone(plain, one.request) for one in several]
+    assert [answer.tokens for answer in several] == [alone(plain, answer.request) for answer in several]
     assert batch.stats.file_read_bytes > 0
     assert batch.stats.passes < 15 * NEW_TOKENS
 
 
-def test_who_is_cancelled_leaves_nothing_in_the_file(open_batch: Open, plain: Any, tmp_path: Path) -> None:
+def test_cancelled_requests_leave_no_buffers(open_batch: Open, plain: Any, tmp_path: Path) -> None:
     batch, _ = open_batch(limits(plain, tmp_path), budget=0)
-    made: list[Submitted] = []
+    submitted: list[Submitted] = []
 
     def receive(event: Any) -> None:
         if batch.stats.file_read_bytes:
-            for one in made[1::2]:
-                assert one.handle is not None
-                one.handle.cancel()
-        made[0].receive(event)
+            for answer in submitted[1::2]:
+                assert answer.handle is not None
+                answer.handle.cancel()
+        submitted[0].receive(event)
 
     with batch.paused():
-        made.append(Submitted(requests()[0]))
-        batch.submit(made[0].request, receive)
-        made += [begin(batch, one) for one in requests()[1:]]
-    for one in made[::2]:
-        assert one.wait().tokens == alone(plain, one.request)
-    for one in made:
-        one.wait()
+        submitted.append(Submitted(requests()[0]))
+        batch.submit(submitted[0].request, receive)
+        submitted += [begin(batch, request) for request in requests()[1:]]
+    for answer in submitted[::2]:
+        assert answer.wait().tokens == alone(plain, answer.request)
+    for answer in submitted:
+        answer.wait()
     assert batch.stats.ended["cancelled"] > 0
     assert batch.stats.file_bytes == 0
 
 
 @pytest.mark.parametrize("why", ["switched off", "memory has more", "exact"])
-def test_where_it_does_not_pay_there_is_no_file(open_batch: Open, plain: Any, tmp_path: Path, why: str) -> None:
-    given: dict[str, Any] = {"file_bytes": 0 if why == "switched off" else None, "exact": why == "exact"}
+def test_no_file_where_it_does_not_pay(open_batch: Open, plain: Any, tmp_path: Path, why: str) -> None:
+    options: dict[str, Any] = {"file_bytes": 0 if why == "switched off" else None, "exact": why == "exact"}
     room = 1 << 26 if why == "memory has more" else 200_000
-    batch, _ = open_batch(Limits(4, 64, room, throughput=True, swap_folder=tmp_path, **given), budget=0)
+    batch, _ = open_batch(Limits(4, 64, room, throughput=True, swap_folder=tmp_path, **options), budget=0)
     assert batch._scheduler.caches.file.buffers.limit == 0

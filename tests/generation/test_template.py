@@ -27,8 +27,8 @@ def test_the_template_is_used() -> None:
     tokenizer = characters()
     assert template_of(tokenizer).is_there
     assert template_of(tokenizer).stops == ()
-    wanted = "system: Be brief.\nuser: Who?\nassistant:  Me.\n\nuser: Why?\nassistant: \nuser: And?\nassistant: "
-    assert text_of(tokenizer, TALK.messages("And?")) == wanted
+    expected = "system: Be brief.\nuser: Who?\nassistant:  Me.\n\nuser: Why?\nassistant: \nuser: And?\nassistant: "
+    assert text_of(tokenizer, TALK.messages("And?")) == expected
     tokenizer.chat_template = TEMPLATE.replace("assistant: ", "ASSISTANT: ")
     assert text_of(tokenizer, TALK.messages("And?")).endswith("And?\nASSISTANT: ")
 
@@ -37,14 +37,14 @@ def test_the_plain_format() -> None:
     tokenizer = characters(None)
     assert not template_of(tokenizer).is_there
     assert template_of(tokenizer).stops == ("\nUser:",)
-    wanted = "Be brief.\n\nUser: Who?\nAssistant: Me.\nUser: Why?\nAssistant: \nUser: And?\nAssistant:"
-    assert text_of(tokenizer, TALK.messages("And?")) == wanted
+    expected = "Be brief.\n\nUser: Who?\nAssistant: Me.\nUser: Why?\nAssistant: \nUser: And?\nAssistant:"
+    assert text_of(tokenizer, TALK.messages("And?")) == expected
     assert text_of(tokenizer, Conversation().messages("And?")) == "User: And?\nAssistant:"
     with pytest.raises(PromptRefused, match="messages of the role tool need a template"):
         text_of(tokenizer, [{"role": "tool", "content": "a"}])
 
 
-def test_a_template_that_fails_is_a_refusal() -> None:
+def test_a_failing_template_is_refused() -> None:
     with pytest.raises(PromptRefused, match="can only concatenate str") as caught:
         text_of(characters("{{ messages[0].content + 1 }}"), TALK.messages("And?"))
     assert caught.value.program == "chat template"
@@ -66,7 +66,7 @@ def test_names_that_a_template_reads(source: str, reads: bool) -> None:
     assert template_of(characters(source)).reads("tools") is reads
 
 
-def test_a_template_of_its_own_for_tools() -> None:
+def test_a_separate_template_for_tools() -> None:
     tokenizer = characters()
     tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
     template = template_of(tokenizer)

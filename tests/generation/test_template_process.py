@@ -73,10 +73,10 @@ def test_a_hostile_template_ends_by_a_clear_error(template: str) -> None:
     before, here = resource.getrusage(resource.RUSAGE_CHILDREN), resource.getrusage(resource.RUSAGE_SELF)
     with pytest.raises((PromptRefused, OptionError), match=HOSTILE[template]):
         prompt(template)
-    after, own = resource.getrusage(resource.RUSAGE_CHILDREN), resource.getrusage(resource.RUSAGE_SELF)
+    after, this_process = resource.getrusage(resource.RUSAGE_CHILDREN), resource.getrusage(resource.RUSAGE_SELF)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 4
-    assert own.ru_utime + own.ru_stime - here.ru_utime - here.ru_stime < 4
-    assert own.ru_maxrss - here.ru_maxrss < 64 << 10, "in KiB"
+    assert this_process.ru_utime + this_process.ru_stime - here.ru_utime - here.ru_stime < 4
+    assert this_process.ru_maxrss - here.ru_maxrss < 64 << 10, "in KiB"
     assert prompt(GREETING) == ids
     assert resource.prlimit(template_process.PROCESS._process.pid, resource.RLIMIT_AS)[0] == template_process.MEMORY
 
@@ -87,7 +87,7 @@ HUGE = (Path(__file__).parent / "templates_that_make_too_much.txt").read_text().
 @pytest.mark.long
 @limited
 @pytest.mark.parametrize("template", HUGE)
-def test_an_operation_that_makes_too_much(template: str) -> None:
+def test_an_operation_with_a_huge_result(template: str) -> None:
     with pytest.raises(
         (PromptRefused, OptionError), match=f"{TIME}|{SPACE}|infinite recursion|The prompt has|too large"
     ):
@@ -102,12 +102,12 @@ SANE = [
 ]
 
 
-def test_a_template_gives_what_transformers_gives() -> None:
+def test_templates_give_the_text_of_transformers() -> None:
     tokenizer = make_tokenizer()
     chat = [{"role": role, "content": f" Höhe <{role}>\n 🐇 "} for role in ("system", "user", "assistant", "user")]
 
     def texts() -> list[str]:
-        return [tokenizer.apply_chat_template(chat, chat_template=one, tokenize=False) for one in SANE]
+        return [tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False) for template in SANE]
 
     with in_the_process(1 << 20):
         remote = texts()
@@ -131,7 +131,7 @@ def test_an_error_of_a_template(template: str, error: Exception) -> None:
         rendered(template, messages=[])
 
 
-def test_names_of_variables_are_those_that_transformers_finds() -> None:
+def test_variable_names_are_those_of_transformers() -> None:
     from transformers.utils import chat_template_utils
 
     for template in SANE:
@@ -162,9 +162,9 @@ def test_a_forked_process_starts_its_own(own_process: TemplateProcess) -> None:
         own_process._end()
         return text, process.pid
 
-    text, other = in_a_fork(in_the_fork)
+    text, forked = in_a_fork(in_the_fork)
     assert (text, rendered("{{ 3 }}")) == ("2", "3")
-    assert own_process._process.pid == first != other
+    assert own_process._process.pid == first != forked
 
 
 def test_a_process_that_ended_is_started_again(own_process: TemplateProcess) -> None:
@@ -221,7 +221,7 @@ def test_the_process_ends_with_its_owner() -> None:
     assert not ran.stderr
 
 
-def test_a_process_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_fails_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nothing/python")
     with pytest.raises(RuntimeError, match=r"the process that runs it does not start .*No such file"):
         rendered("{{ 1 }}")

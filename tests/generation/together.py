@@ -42,25 +42,25 @@ def prompts(lengths: Sequence[int] = LENGTHS, vocabulary: int = 270, seed: int =
 def generated(model: Any, prompt: torch.Tensor, new_tokens: int = NEW_TOKENS, **options: Any) -> Text:
     """Greedily, and as many as asked for."""
     settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": new_tokens, **options}
-    found = model.generate(
+    output = model.generate(
         prompt.to(model.device),
         attention_mask=torch.ones_like(prompt).to(model.device),
         output_logits=True,
         return_dict_in_generate=True,
         **settings,
     )
-    return Text(found.sequences[0], torch.cat(found.logits))
+    return Text(output.sequences[0], torch.cat(output.logits))
 
 
-def alone(model: Any, given: Sequence[torch.Tensor], **options: Any) -> list[Text]:
+def alone(model: Any, prompts: Sequence[torch.Tensor], **options: Any) -> list[Text]:
     """One after the other."""
-    return [generated(model, prompt, **_chunks(number), **options) for number, prompt in enumerate(given)]
+    return [generated(model, prompt, **_chunks(index), **options) for index, prompt in enumerate(prompts)]
 
 
 def together(
     model: Any,
-    given: Sequence[torch.Tensor],
-    before_pass: Callable[[ModelRunner, int], None] = lambda runner, number: None,
+    prompts: Sequence[torch.Tensor],
+    before_pass: Callable[[ModelRunner, int], None] = lambda runner, index: None,
     *,
     exact: bool = False,
     packing: bool = True,
@@ -72,20 +72,20 @@ def together(
         before_pass: is given the runner, and the number of the next one.
     """
     runner = ModelRunner(model, exact=exact, packing=packing)
-    found: dict[int, Text] = {}
+    texts: dict[int, Text] = {}
 
-    def work(number: int) -> Callable[[], None]:
+    def work(index: int) -> Callable[[], None]:
         def generate() -> None:
-            found[number] = generated(model, given[number], **_chunks(number), **options)
+            texts[index] = generated(model, prompts[index], **_chunks(index), **options)
 
         return generate
 
     try:
-        coroutines = [runner.coroutines.add(work(number)) for number in range(len(given) - 1)]
+        coroutines = [runner.coroutines.add(work(index)) for index in range(len(prompts) - 1)]
         count = 0
         while runner.coroutines.active:
             if count == LATE:
-                coroutines.append(runner.coroutines.add(work(len(given) - 1)))
+                coroutines.append(runner.coroutines.add(work(len(prompts) - 1)))
             before_pass(runner, count)
             runner.run(runner.coroutines.active)
             count += 1
@@ -94,27 +94,27 @@ def together(
     for coroutine in coroutines:
         if coroutine.error is not None:
             raise coroutine.error
-    return [found[number] for number in range(len(given))]
+    return [texts[index] for index in range(len(prompts))]
 
 
-def _chunks(number: int) -> dict[str, Any]:
-    return {"prefill_chunk_size": CHUNK} if number % 2 else {}
+def _chunks(index: int) -> dict[str, Any]:
+    return {"prefill_chunk_size": CHUNK} if index % 2 else {}
 
 
-def assert_alike(got: Sequence[Text], expected: Sequence[Text], tolerance: float = 1e-4) -> None:
+def assert_alike(texts: Sequence[Text], expected: Sequence[Text], tolerance: float = 1e-4) -> None:
     """Logits that differ by no more than rounding, and the same tokens, up to a place where rounding decides."""
-    assert len(got) == len(expected)
-    for one, other in zip(got, expected, strict=True):
-        assert one.tokens.shape == other.tokens.shape
-        prompt, steps = len(other.tokens) - len(other.logits), len(other.logits)
-        differs = (one.tokens[prompt:] != other.tokens[prompt:]).nonzero()
+    assert len(texts) == len(expected)
+    for text, reference in zip(texts, expected, strict=True):
+        assert text.tokens.shape == reference.tokens.shape
+        prompt, steps = len(reference.tokens) - len(reference.logits), len(reference.logits)
+        differs = (text.tokens[prompt:] != reference.tokens[prompt:]).nonzero()
         if len(differs):
             steps = int(differs[0]) + 1
-            mine, its = (text.tokens[prompt + steps - 1] for text in (one, other))
-            scores = other.logits[steps - 1].double()
+            mine, its = (text.tokens[prompt + steps - 1] for text in (text, reference))
+            scores = reference.logits[steps - 1].double()
             assert float(scores[its] - scores[mine]) <= 2 * tolerance * (1 + float(scores.abs().max()))
-        torch.testing.assert_close(one.logits[:steps], other.logits[:steps], rtol=tolerance, atol=tolerance)
-        assert torch.equal(one.tokens[:prompt], other.tokens[:prompt])
+        torch.testing.assert_close(text.logits[:steps], reference.logits[:steps], rtol=tolerance, atol=tolerance)
+        assert torch.equal(text.tokens[:prompt], reference.tokens[:prompt])
 
 
 @contextlib.contextmanager

@@ -45,20 +45,20 @@ def test_any_number_of_rows_inputs_and_columns(
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_row_has_the_same_bits_alone_and_among_others(width: int) -> None:
+def test_a_row_has_the_same_bits_in_any_batch(width: int) -> None:
     """Also where inputs and rows are more than stay in the cache, and what threads get is no whole tile."""
     columns = 4096
     many = product_kernels.INPUT_BYTES // (4 * columns)
     x, weight = some(3 * many + 1, columns), some(product_kernels.MATRIX_BYTES // (2 * columns) * 2 + 7, columns, 1)
     together = times(width, x, weight)
     assert_products(together, x, weight)
-    for at in (0, 1, many - 1, many, 3 * many):
-        assert torch.equal(times(width, x[at : at + 1], weight)[0], together[at])
+    for row in (0, 1, many - 1, many, 3 * many):
+        assert torch.equal(times(width, x[row : row + 1], weight)[0], together[row])
     assert torch.equal(times(width, x[2:9], weight), together[2:9])
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_without_torchs_team_threads_of_our_own_give_the_same(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_threads_give_the_same_bits(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = some(5, 1024), some(301, 1024, 1)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
@@ -73,10 +73,10 @@ def test_without_torchs_team_threads_of_our_own_give_the_same(width: int, monkey
 @pytest.mark.parametrize("count", [1, MAX_INPUTS, MAX_INPUTS + 1])
 def test_a_layer_rounds_once(kernel: None, count: int) -> None:
     x, weight, bias = some(count, 256), some(96, 256, 1), some(1, 96, 2)[0]
-    got = linear(x, weight, bias)
-    assert got.dtype == torch.bfloat16
-    assert_products(got, x, weight, bias)
-    assert torch.equal(got, linear(x.view(1, count, 256), weight, bias)[0])
+    result = linear(x, weight, bias)
+    assert result.dtype == torch.bfloat16
+    assert_products(result, x, weight, bias)
+    assert torch.equal(result, linear(x.view(1, count, 256), weight, bias)[0])
 
 
 def test_inputs_of_other_forms(kernel: None) -> None:
@@ -88,16 +88,16 @@ def test_inputs_of_other_forms(kernel: None) -> None:
     assert linear(x[0, 0], weight, None).shape == (32,)
 
 
-def test_what_is_not_a_number_stays_so(kernel: None) -> None:
+def test_nan_and_infinity_are_kept(kernel: None) -> None:
     weight = some(8, 128)
     weight[2, 77] = math.nan
     weight[5, 3] = math.inf
-    got = linear(torch.ones(1, 128).bfloat16(), weight, None)[0]
-    assert torch.isnan(got).tolist() == [False, False, True, False, False, False, False, False]
-    assert torch.isinf(got).tolist() == [False, False, False, False, False, True, False, False]
+    result = linear(torch.ones(1, 128).bfloat16(), weight, None)[0]
+    assert torch.isnan(result).tolist() == [False, False, True, False, False, False, False, False]
+    assert torch.isinf(result).tolist() == [False, False, False, False, False, True, False, False]
 
 
-def test_at_an_address_of_any_kind(kernel: None) -> None:
+def test_unaligned_addresses(kernel: None) -> None:
     """Weights lie in a file as they lie."""
     store = torch.empty(9 * 128 + 1, dtype=torch.bfloat16)
     weight = store[1:].view(9, 128)
@@ -106,7 +106,7 @@ def test_at_an_address_of_any_kind(kernel: None) -> None:
     assert torch.equal(linear(x, weight, None), linear(x, weight.clone(), None))
 
 
-def test_other_types_shapes_and_kinds_are_torchs(kernel: None) -> None:
+def test_unsupported_tensors_are_multiplied_by_torch(kernel: None) -> None:
     x, weight = some(2, 128), some(8, 128)
     assert multiplies(x, weight)
     assert multiplies(x, torch.nn.Parameter(weight, requires_grad=False))
@@ -144,7 +144,7 @@ def test_the_number_of_rows_depends_on_the_instructions(
     ]
 
 
-def test_a_kernel_that_is_wrong_is_not_used(
+def test_a_wrong_kernel_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, no_cache: None
 ) -> None:
     right = times
@@ -155,10 +155,10 @@ def test_a_kernel_that_is_wrong_is_not_used(
     assert "is off by 1.0e-03 here and is not used" in caplog.text
 
 
-def test_several_threads_of_python_at_a_time() -> None:
+def test_several_python_threads_at_once() -> None:
     weight = some(256, 1024)
     batches = [some(count, 1024, count) for count in range(1, 9)]
     alone = [times(WIDTHS[-1], x, weight) for x in batches]
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(lambda x: times(WIDTHS[-1], x, weight), batches * 4))
-    assert all(torch.equal(found, alone[at % 8]) for at, found in enumerate(together))
+    assert all(torch.equal(result, alone[index % 8]) for index, result in enumerate(together))

@@ -54,7 +54,7 @@ def test_any_number_of_inputs(scheme: str) -> None:
 @pytest.mark.parametrize("scheme", FEW)
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 20), st.integers(0, 1 << 30))
-def test_shapes_of_all_kinds(scheme: str, rows: int, blocks: int, count: int, seed: int) -> None:
+def test_many_shapes(scheme: str, rows: int, blocks: int, count: int, seed: int) -> None:
     columns = blocks * (256 if scheme == "Q4_K" else 32)
     of = matrix(scheme, rows, columns, seed)
     x = inputs(count, columns)
@@ -68,16 +68,16 @@ def test_other_inputs_and_a_bias(scheme: str, dtype: torch.dtype) -> None:
     of, bias = matrix(scheme, 70, 512), inputs(1, 70)[0].to(dtype)
     for count in COUNTS:
         x = inputs(count, 512, dtype)
-        got = of.linear(x.view(1, count, 512), bias)[0]
-        assert got.dtype == dtype
+        result = of.linear(x.view(1, count, 512), bias)[0]
+        assert result.dtype == dtype
         dequantized = products.method_for(of, vectors.lanes(), count) == DEQUANTIZED
-        assert_products(got, x, meant(of), bias, weights=dtype if dequantized else None)
+        assert_products(result, x, meant(of), bias, weights=dtype if dequantized else None)
 
 
 @pytest.mark.parametrize("scheme", FEW)
 @pytest.mark.parametrize("method", [CODES, PANELS])
 @pytest.mark.parametrize("team", [True, False])
-def test_a_row_has_the_same_bits_alone_among_others_and_by_any_number_of_threads(
+def test_a_row_has_the_same_bits_in_any_batch_and_thread_count(
     scheme: str, method: str, team: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of, x, width = matrix(scheme, 131, 2048), inputs(13, 2048), vectors.lanes()
@@ -113,20 +113,20 @@ def test_pairs_of_bfloat16_are_multiplied_as_precisely_as_float32(scheme: str) -
 
 @in_pairs
 @pytest.mark.parametrize("scheme", PAIRED)
-def test_each_code_of_a_block_meets_its_own_input(scheme: str) -> None:
+def test_each_code_of_a_block_is_multiplied_with_its_input(scheme: str) -> None:
     """One input is not zero at a time, so each product is a single weight."""
     step = max(block_pairs.LAYOUTS[scheme].step, 256)
     of, ones = matrix(scheme, 3, 2 * step), torch.eye(2 * step, dtype=torch.bfloat16)
     expected = meant(of)
-    found = of.times_by(CODES, PAIRS, ones).T.double()
+    result = of.times_by(CODES, PAIRS, ones).T.double()
     blocks = expected.view(3, -1, gguf_blocks.BLOCK_TYPES[scheme].elements)
     largest = blocks.abs().amax(-1, keepdim=True)  # a weight may be the small difference of code and minimum
-    assert bool(((found - expected).view_as(blocks).abs() <= 4e-7 * largest).all())
+    assert bool(((result - expected).view_as(blocks).abs() <= 4e-7 * largest).all())
 
 
 @in_pairs
 @pytest.mark.parametrize("scheme", PAIRED)
-def test_a_row_in_pairs_has_the_same_bits_alone_among_others_and_by_any_number_of_threads(
+def test_a_row_in_pairs_has_the_same_bits_in_any_batch_and_thread_count(
     scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of, x = matrix(scheme, 131, 1024), inputs(13, 1024, torch.bfloat16)
@@ -147,10 +147,10 @@ def test_a_row_in_pairs_has_the_same_bits_alone_among_others_and_by_any_number_o
 
 
 @in_pairs
-def test_pairs_serve_up_to_64_inputs_and_floats_more() -> None:
+def test_pairs_are_used_up_to_64_inputs() -> None:
     of = matrix("Q4_K", 7, 512)
-    found = [products.method_for(of, PAIRS, count) for count in (1, 6, 64, 65, 256, 257)]
-    assert found == [CODES, CODES, CODES, PANELS, PANELS, DEQUANTIZED]
+    methods = [products.method_for(of, PAIRS, count) for count in (1, 6, 64, 65, 256, 257)]
+    assert methods == [CODES, CODES, CODES, PANELS, PANELS, DEQUANTIZED]
     for count in (6, 65, 257):
         x = inputs(count, 512, torch.bfloat16)
         weights = torch.bfloat16 if count == 257 else None
@@ -158,28 +158,28 @@ def test_pairs_serve_up_to_64_inputs_and_floats_more() -> None:
 
 
 @in_pairs
-def test_a_row_of_no_whole_number_of_steps_is_multiplied_in_float32() -> None:
+def test_a_row_with_a_partial_step_is_multiplied_in_float32() -> None:
     of, x = matrix("Q4_0", 7, 96), inputs(2, 96, torch.bfloat16)
     assert_products(of.linear(x, None), x, meant(of))
 
 
 @in_pairs
-def test_inputs_that_are_parts_of_a_larger_tensor() -> None:
+def test_inputs_that_are_slices() -> None:
     of, wide = matrix("Q4_K", 7, 512), inputs(3, 1024, torch.bfloat16)
     x = wide[:, 256:768]
     assert torch.equal(of.times_by(CODES, PAIRS, x), of.times_by(CODES, PAIRS, x.contiguous()))
 
 
-def test_groups_of_rows_with_matrices_of_their_own() -> None:
+def test_row_groups_with_separate_matrices() -> None:
     """As experts are multiplied."""
     matrices, x = [matrix("Q4_K", 40, 512, seed) for seed in range(3)], inputs(12, 512, torch.bfloat16)
     product = matrices[0].grouped(x)
     assert product is not None
     product.multiply(matrices, [(0, 1), (1, 3), (3, 11)])
-    got = product.result()
+    result = product.result()
     for of, begin, end in zip(matrices, (0, 1, 3), (1, 3, 11), strict=True):
-        assert_products(got[begin:end], x[begin:end], meant(of))
-    assert not bool(got[11].any())
+        assert_products(result[begin:end], x[begin:end], meant(of))
+    assert not bool(result[11].any())
 
 
 @pytest.mark.parametrize("scheme", ["IQ3_S", "TQ1_0", "NVFP4"])
@@ -188,9 +188,9 @@ def test_types_without_a_kernel_are_dequantized(scheme: str) -> None:
     assert not multiplies(form)
 
 
-def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wrong_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     right, by_kernel = Matrix.times_by, gguf_blocks._by_kernel
-    monkeypatch.setattr(Matrix, "times_by", lambda *given: right(*given) * 1.001)
+    monkeypatch.setattr(Matrix, "times_by", lambda *args: right(*args) * 1.001)
 
     def wrong(name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
         by_kernel(name, blocks, out)

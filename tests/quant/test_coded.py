@@ -100,7 +100,7 @@ def test_every_kernel_that_this_processor_can_run(name: str, width: int) -> None
 @needs_kernel
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(FORMS), st.integers(1, 300), st.integers(1, 40), st.integers(1, 9), st.integers(0, 1 << 30))
-def test_shapes_of_all_kinds(name: str, rows: int, segments: int, count: int, seed: int) -> None:
+def test_many_shapes(name: str, rows: int, segments: int, count: int, seed: int) -> None:
     """Blocks at the ends are smaller."""
     of = matrix(name, rows, 64 * segments, seed)
     x = inputs(count, 64 * segments)
@@ -115,60 +115,60 @@ def test_shapes_of_all_kinds(name: str, rows: int, segments: int, count: int, se
 def test_inputs_of_every_dtype_and_a_bias(name: str, dtype: torch.dtype, count: int) -> None:
     """Few by the codes, many with dequantized rows."""
     of, x, bias = matrix(name, 150, 640), inputs(2 * count, 640, dtype).view(2, count, 640), inputs(1, 150, dtype)[0]
-    got = of.linear(x, bias)
-    assert (got.dtype, got.shape) == (dtype, (2, count, 150))
+    out = of.linear(x, bias)
+    assert (out.dtype, out.shape) == (dtype, (2, count, 150))
     many = 2 * count > MAX_INPUTS[coded.kernel_for(of.form.kernel, dtype)]
     sums = dtype if many else torch.float32
-    assert_products(got.view(-1, 150), x.reshape(-1, 640), meant(of), bias, sums=sums, weights=dtype if many else None)
+    assert_products(out.view(-1, 150), x.reshape(-1, 640), meant(of), bias, sums=sums, weights=dtype if many else None)
 
 
 @needs_kernel
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_each_code_meets_its_own_input_and_scale(name: str, dtype: torch.dtype) -> None:
+def test_each_code_is_multiplied_with_its_input_and_scale(name: str, dtype: torch.dtype) -> None:
     of = matrix(name, 5, 128)
-    found = torch.cat([of.linear(row[None], None) for row in torch.eye(128, dtype=dtype)])
-    assert torch.equal(found.T, meant(of).to(dtype))
+    result = torch.cat([of.linear(row[None], None) for row in torch.eye(128, dtype=dtype)])
+    assert torch.equal(result.T, meant(of).to(dtype))
 
 
 @needs_kernel
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_row_has_the_same_bits_alone_among_others_and_by_any_number_of_threads(
+def test_a_row_has_the_same_bits_in_any_batch_and_thread_count(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of, x = matrix(name, 333, 1024), inputs(7, 1024, dtype)
     monkeypatch.setitem(kernels.WORTH_A_THREAD, CODES, 1 << 10)
-    before, found = torch.get_num_threads(), []
+    before, results = torch.get_num_threads(), []
     try:
         for threads, team in itertools.product((1, 2, 3), (True, False)):
             torch.set_num_threads(threads)
             with monkeypatch.context() as patch:
                 if not team:
                     patch.setattr(kernels, "torchs_team", lambda: None)
-                found.append(of.linear(x, None))
-                found.append(torch.cat([of.linear(row, None) for row in x.split(1)]))
+                results.append(of.linear(x, None))
+                results.append(torch.cat([of.linear(row, None) for row in x.split(1)]))
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(one, found[0]) for one in found)
+    assert all(torch.equal(result, results[0]) for result in results)
 
 
 @needs_kernel
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_groups_have_the_bits_of_one_by_one(dtype: torch.dtype) -> None:
+def test_grouped_products_have_the_bits_of_single_ones(dtype: torch.dtype) -> None:
     matrices = [matrix("fp4 U8 1x32", 70, 256, seed) for seed in range(4)]
-    most = MAX_INPUTS[coded.kernel_for(matrices[0].form.kernel, dtype)]
-    groups = [(0, 1), (1, 7), (9, 9 + most + 1), (most + 10, most + 12)]  # of rows 7 and 8 nothing is asked
-    x = inputs(most + 12, 256, dtype)
+    limit = MAX_INPUTS[coded.kernel_for(matrices[0].form.kernel, dtype)]
+    groups = [(0, 1), (1, 7), (9, 9 + limit + 1), (limit + 10, limit + 12)]  # of rows 7 and 8 nothing is asked
+    x = inputs(limit + 12, 256, dtype)
     product = matrices[0].grouped(x)
     assert product is not None
     product.multiply(matrices[:3], groups[:3])
     product.multiply(matrices[3:], groups[3:])
-    got = product.result()
-    assert got.dtype == dtype
+    result = product.result()
+    assert result.dtype == dtype
     for of, (begin, end) in zip(matrices, groups, strict=True):
-        assert torch.equal(got[begin:end], of.linear(x[begin:end], None))
-    assert not got[7:9].any()
+        assert torch.equal(result[begin:end], of.linear(x[begin:end], None))
+    assert not result[7:9].any()
     assert matrices[0].grouped(inputs(MAX_GROUPED + 1, 256)) is None
 
 
@@ -182,28 +182,28 @@ def test_all_codes_and_scales_of_a_byte(dtype: torch.dtype) -> None:
     codes.payload.view(256, 64)[:, 3] = torch.arange(256, dtype=torch.uint8)
     x = torch.zeros(1, 64, dtype=dtype)
     x[0, 3] = 1
-    found = codes.linear(x, None)[0].double()
-    assert torch.equal(found.nan_to_num(1e9), VALUES[FP8].nan_to_num(1e9))
+    result = codes.linear(x, None)[0].double()
+    assert torch.equal(result.nan_to_num(1e9), VALUES[FP8].nan_to_num(1e9))
     powers = CodedMatrix(
         CodedForm(FP4, "U8", (1, 32), (256, 64)), torch.full((256 * 32,), 0x22, dtype=torch.uint8), torch.empty(0)
     )
     scales = torch.arange(256, dtype=torch.uint8).repeat_interleave(2)
-    found = dataclasses.replace(powers, scales=scales).linear(x, None)[0]
-    assert torch.equal(found[:255].double(), (2.0 ** (torch.arange(255).double() - 127)).to(dtype).double())
-    assert not found[255].isfinite()
+    result = dataclasses.replace(powers, scales=scales).linear(x, None)[0]
+    assert torch.equal(result[:255].double(), (2.0 ** (torch.arange(255).double() - 127)).to(dtype).double())
+    assert not result[255].isfinite()
 
 
-def bytes_of(number: float) -> torch.Tensor:
-    return torch.tensor([number]).view(torch.uint8)
+def bytes_of(value: float) -> torch.Tensor:
+    return torch.tensor([value]).view(torch.uint8)
 
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_the_dequantized_matrix_is_rounded_once(name: str, dtype: torch.dtype) -> None:
     of = matrix(name, 150, 640)
-    found = of.dequantized(dtype)
-    assert found.dtype == dtype
-    assert torch.equal(found, meant(of).float().to(dtype))  # a product of 4 and 24 bits is rounded to float32 first
+    result = of.dequantized(dtype)
+    assert result.dtype == dtype
+    assert torch.equal(result, meant(of).float().to(dtype))  # a product of 4 and 24 bits is rounded to float32 first
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -233,9 +233,9 @@ def test_matrices_without_a_kernel(form: CodedForm) -> None:
     assert not multiplies(form)
 
 
-def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wrong_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     right = CodedMatrix.times
-    monkeypatch.setattr(CodedMatrix, "times", lambda *given: right(*given) * 1.001)
+    monkeypatch.setattr(CodedMatrix, "times", lambda *args: right(*args) * 1.001)
     for cached in (coded._agrees, coded.kernel_for):
         cached.cache_clear()
     try:
@@ -248,16 +248,16 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, cap
 
 
 @needs_kernel
-def test_many_rows_of_bfloat16_where_no_instructions_are_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_bfloat16_rows_without_bfloat16_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are multiplied in float32, which torch is faster at there."""
     of, x = matrix("fp8 F32 128x128", 150, 640), inputs(100, 640, torch.bfloat16)
-    ordinary, seen = torch.nn.functional.linear, []
+    ordinary, dtypes_seen = torch.nn.functional.linear, []
 
-    def product(x: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
-        seen.append(x.dtype)
-        return ordinary(x, *others)
+    def product(x: torch.Tensor, *more: torch.Tensor | None) -> torch.Tensor:
+        dtypes_seen.append(x.dtype)
+        return ordinary(x, *more)
 
     monkeypatch.setattr(torch.nn.functional, "linear", product)
     monkeypatch.setattr(bfloat_products, "max_rows", lambda: bfloat_products.ALL_ROWS)
     assert_products(of.linear(x, None), x, meant(of))
-    assert set(seen) == {torch.float32}
+    assert set(dtypes_seen) == {torch.float32}

@@ -35,7 +35,7 @@ print("compiled")
 
 
 @pytest.mark.long
-def test_where_nothing_has_small_gaps() -> None:
+def test_compiling_without_a_writable_cache() -> None:
     ran = subprocess.run([sys.executable, "-c", NOWHERE], cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     refused, done = ran.stdout.splitlines()
@@ -44,7 +44,7 @@ def test_where_nothing_has_small_gaps() -> None:
 
 
 @pytest.mark.long
-def test_the_kernels_are_kept_for_the_next_process(tmp_path: Path) -> None:
+def test_kernels_are_cached_for_the_next_process(tmp_path: Path) -> None:
     """What numba cannot keep (a function that is handed on and not inlined, for one) it compiles again, and warns."""
     code = """
 import warnings
@@ -57,8 +57,8 @@ for method, scheme, width in product_kernels.KERNELS:
 """
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", code]
-    made = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert made.returncode == 0, made.stderr
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
 
 
 KERNELS = """
@@ -79,7 +79,7 @@ import ctypes
 """
 
 
-def test_what_a_kernel_is_made_with_renews_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_sources_recompile_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A constant in another module is in the machine code, which is taken up as long as both are what they were."""
     package = tmp_path / "made_with"
     package.mkdir()
@@ -106,7 +106,7 @@ def test_what_a_kernel_is_made_with_renews_it(tmp_path: Path, monkeypatch: pytes
     assert of_a_new_process(2) == (2, True, 2, True)
 
 
-def test_kernels_are_made_of_modules_of_their_own_package() -> None:
+def test_kernels_use_only_modules_of_their_package() -> None:
     """Only of these a digest is part of a kernel's name."""
     for module in (product_kernels, quantize_kernels, vectors):
         assert module.__name__.rpartition(".")[0] == "rabbitllm.quant"

@@ -98,7 +98,7 @@ def test_compressed(name: str, shape: tuple[int, ...], dtype: str) -> None:
         ("empty", (0, 8192), "BF16"),
     ],
 )
-def test_left_as_it_is(name: str, shape: tuple[int, ...], dtype: str) -> None:
+def test_tensors_left_uncompressed(name: str, shape: tuple[int, ...], dtype: str) -> None:
     spec = spec_of(name, shape, dtype)
     assert not is_compressible(spec)
     for choice in (None, "4bit", "8bit", "4bit-double"):
@@ -107,7 +107,7 @@ def test_left_as_it_is(name: str, shape: tuple[int, ...], dtype: str) -> None:
         assert constants(form) == {}
 
 
-def test_nothing_is_compressed_unless_asked_for() -> None:
+def test_compression_is_off_by_default() -> None:
     spec = spec_of("lm_head.weight", (160, 64))
     assert stored_form(spec, None).parts == (TensorToWrite("lm_head.weight", "BF16", (160, 64)),)
 
@@ -157,7 +157,7 @@ def in_chunks(tensor: torch.Tensor, scheme: str, blocks: int) -> dict[str, bytes
     form = stored_form(spec, scheme)
     assert form.scheme == scheme
     data, step = memoryview(bytearray(raw(tensor))), blocks * SCHEMES[scheme].block * tensor.element_size()
-    pieces = [quantize_blocks(scheme, data[at : at + step], spec.dtype, "cpu") for at in range(0, len(data), step)]
+    pieces = [quantize_blocks(scheme, data[i : i + step], spec.dtype, "cpu") for i in range(0, len(data), step)]
     stored = {
         form.parts[0].name: b"".join(bytes(codes) for codes, _ in pieces),
         form.parts[1].name: b"".join(bytes(scales) for _, scales in pieces),
@@ -168,12 +168,12 @@ def in_chunks(tensor: torch.Tensor, scheme: str, blocks: int) -> dict[str, bytes
 
 
 def weights(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    flat = made.view(-1)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    flat = values.view(-1)
     flat[64:192] = 0.0  # whole blocks of zeros at 4bit
     flat[2048:4096] = -0.0  # and one at 8bit
     flat[5::97] *= 100
-    return made.to(dtype)
+    return values.to(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -209,7 +209,7 @@ def test_all_zeros(scheme: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scheme", ["4bit", "8bit"])
 @pytest.mark.parametrize("shape", [(64, 64), (65, 67), (3, 5, 401), (64, 80), (66, 66)], ids=str)
-def test_the_way_back_is_bitsandbytes_own(dtype: torch.dtype, scheme: str, shape: tuple[int, ...]) -> None:
+def test_dequantized_values_are_those_of_bitsandbytes(dtype: torch.dtype, scheme: str, shape: tuple[int, ...]) -> None:
     tensor = weights(shape, dtype)
     stored = in_chunks(tensor, scheme, 5)
     parts, state = specs_of(stored, scheme, shape, dtype)
@@ -225,15 +225,15 @@ def test_the_way_back_is_bitsandbytes_own(dtype: torch.dtype, scheme: str, shape
     else:
         codes, quantized = functional.quantize_blockwise(tensor, blocksize=INT8_BLOCK)
         expected = functional.dequantize_blockwise(codes, quantized)
-    found = dequantize(form, payload, absmax, table, dtype)
-    assert (found.dtype, found.shape) == (dtype, shape)
-    assert raw(found) == raw(expected.to(dtype))
-    assert (found.float() - tensor.float()).abs().max() < 0.2 * tensor.float().abs().max()
+    result = dequantize(form, payload, absmax, table, dtype)
+    assert (result.dtype, result.shape) == (dtype, shape)
+    assert raw(result) == raw(expected.to(dtype))
+    assert (result.float() - tensor.float()).abs().max() < 0.2 * tensor.float().abs().max()
 
 
 @pytest.mark.parametrize("scheme", ["4bit", "8bit"])
 @pytest.mark.parametrize("shape", [(100, 128), (3, 65, 67)], ids=str)
-def test_more_elements_than_bitsandbytes_can_count_are_dequantized_in_runs(
+def test_large_tensors_are_dequantized_in_runs(
     scheme: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its kernels take the number as an int of 32 bits, which wraps without an error."""
@@ -243,20 +243,20 @@ def test_more_elements_than_bitsandbytes_can_count_are_dequantized_in_runs(
     else:
         codes, state = functional.quantize_blockwise(tensor, blocksize=INT8_BLOCK)
     assert state.code is not None
-    given = Quantized(scheme, shape, "bfloat16" if scheme == "4bit" else None), codes, state.absmax, state.code
-    expected, counted = dequantize(*given, torch.bfloat16), list[int]()
+    packed = Quantized(scheme, shape, "bfloat16" if scheme == "4bit" else None), codes, state.absmax, state.code
+    expected, counted = dequantize(*packed, torch.bfloat16), list[int]()
     monkeypatch.setattr(quantize, "RUN_ELEMENTS", INT8_BLOCK)
     monkeypatch.setattr(quantize, "MAX_ELEMENTS", 2 * INT8_BLOCK)
     name = "dequantize_4bit" if scheme == "4bit" else "dequantize_blockwise"
     ordinary = getattr(functional, name)
 
     def counts(codes: torch.Tensor, state: Any) -> torch.Tensor:
-        made: torch.Tensor = ordinary(codes, state)
-        counted.append(made.numel())
-        return made
+        values: torch.Tensor = ordinary(codes, state)
+        counted.append(values.numel())
+        return values
 
     monkeypatch.setattr(functional, name, counts)
-    assert raw(dequantize(*given, torch.bfloat16)) == raw(expected)
+    assert raw(dequantize(*packed, torch.bfloat16)) == raw(expected)
     assert max(counted) <= 2 * INT8_BLOCK
     assert sum(counted) == tensor.numel()
 
@@ -296,9 +296,9 @@ def test_bytes_are_those_of_rabbitllm_1(scheme: str) -> None:
         ours = in_chunks(tensor, scheme, 3)
         form = stored_form(spec, scheme)
         for part in form.parts:
-            found = theirs[part.name]
-            assert (dtype_name(found.dtype), tuple(found.shape)) == (part.dtype, part.shape)
-            assert raw(found) == ours["w" + part.name.removeprefix(name)]
+            stored = theirs[part.name]
+            assert (dtype_name(stored.dtype), tuple(stored.shape)) == (part.dtype, part.shape)
+            assert raw(stored) == ours["w" + part.name.removeprefix(name)]
         compared += 1
     assert compared == 12  # embeddings, head, and five matrices of each of the two layers
 
@@ -306,7 +306,7 @@ def test_bytes_are_those_of_rabbitllm_1(scheme: str) -> None:
 # Keys
 
 
-def test_keys_tell_how_a_tensor_is_stored() -> None:
+def test_keys_name_the_scheme_of_a_tensor() -> None:
     keys = [
         *part_names("a.weight", "4bit"),
         *part_names("b.weight", "8bit"),
@@ -325,7 +325,7 @@ def test_keys_tell_how_a_tensor_is_stored() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["4bit", "8bit", None])
-def test_part_names_are_those_that_are_stored(scheme: str | None) -> None:
+def test_part_names_are_the_stored_keys(scheme: str | None) -> None:
     form = stored_form(spec_of("m.weight", (64, 64)), scheme)
     assert tuple(part.name for part in form.parts) == part_names("m.weight", scheme)
 
@@ -346,13 +346,13 @@ def sound(scheme: str) -> tuple[dict[str, TensorSpec], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("scheme", ["4bit", "8bit"])
-def test_sound_state(scheme: str) -> None:
+def test_valid_state(scheme: str) -> None:
     parts, state = sound(scheme)
     assert read_state("w", scheme, parts, json.dumps(state).encode()).shape == (65, 67)
 
 
 @pytest.mark.parametrize(("scheme", "number"), [("4bit", 1), ("4bit", 2), ("4bit", 3), ("8bit", 1), ("8bit", 2)])
-def test_part_that_is_missing(scheme: str, number: int) -> None:
+def test_missing_part(scheme: str, number: int) -> None:
     parts, state = sound(scheme)
     missing = part_names("w", scheme)[number]
     del parts[missing]
@@ -438,12 +438,12 @@ def test_the_8bit_table_is_that_of_bitsandbytes_with_fused_multiply_add() -> Non
 
 @pytest.mark.parametrize("scheme", ["4bit", "8bit"])
 @pytest.mark.parametrize("shape", [(64, 80), (53, 80), (7, 3, 200), (2, 2112)])
-def test_blocks_go_on_across_rows(scheme: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_span_rows(scheme: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a row is no whole number of blocks: some kernels of bitsandbytes would begin a block with each row, so
     they get rows of whole blocks, or a single one."""
-    asked, state = list[tuple[int, ...]](), quantize._nf4_quant_state
+    shapes, state = list[tuple[int, ...]](), quantize._nf4_quant_state
     monkeypatch.setattr(
-        quantize, "_nf4_quant_state", lambda form, *parts: (asked.append(form.shape), state(form, *parts))[1]
+        quantize, "_nf4_quant_state", lambda form, *parts: (shapes.append(form.shape), state(form, *parts))[1]
     )
     values = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
     payload, scales = quantize_blocks(scheme, memoryview(raw(values)), "F32", "cpu")
@@ -452,11 +452,11 @@ def test_blocks_go_on_across_rows(scheme: str, shape: tuple[int, ...], monkeypat
     absmax = torch.frombuffer(bytearray(scales), dtype=torch.float32)
     block = SCHEMES[scheme].block
     table = torch.frombuffer(bytearray(SCHEMES[scheme].values()), dtype=torch.float32)
-    found = dequantize(Quantized(scheme, shape, "float32"), codes, absmax, table, torch.float32)
+    result = dequantize(Quantized(scheme, shape, "float32"), codes, absmax, table, torch.float32)
     assert form.scheme == scheme
-    assert all(len(rows) == 1 or rows[-1] % NF4_BLOCK == 0 for rows in asked)
-    assert len(asked) == (scheme == "4bit")
-    numbers = torch.stack([codes >> 4, codes & 15], 1).view(-1) if scheme == "4bit" else codes
-    numbers = numbers[: math.prod(shape)].long()
-    expected = table[numbers] * absmax.repeat_interleave(block)[: len(numbers)]
-    assert torch.equal(found.view(-1), expected)
+    assert all(len(rows) == 1 or rows[-1] % NF4_BLOCK == 0 for rows in shapes)
+    assert len(shapes) == (scheme == "4bit")
+    indices = torch.stack([codes >> 4, codes & 15], 1).view(-1) if scheme == "4bit" else codes
+    indices = indices[: math.prod(shape)].long()
+    expected = table[indices] * absmax.repeat_interleave(block)[: len(indices)]
+    assert torch.equal(result.view(-1), expected)

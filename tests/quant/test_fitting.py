@@ -81,19 +81,19 @@ def _fitted_errors(values: Floats, scale: Floats, nearest: Floats) -> Floats:
     while squares.shape[1] > 1:
         half = squares.shape[1] // 2
         squares = squares[:, :half] + squares[:, half:]
-    found: Floats = scale * scale * squares[:, 0]
-    return found
+    errors: Floats = scale * scale * squares[:, 0]
+    return errors
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
-def test_numba_and_numpy_find_the_same(case: str, dtype: str, scheme: str) -> None:
+def test_numba_and_numpy_agree(case: str, dtype: str, scheme: str) -> None:
     data = data_of(CASES[case], dtype)
     codes, scales = quantize_fitted(scheme, data, dtype)
     expected_codes, expected_scales = by_numpy(scheme, data, dtype)
-    found = np.frombuffer(scales, np.float32)
-    assert np.array_equal(found.view(np.uint32), expected_scales.view(np.uint32))
+    fitted = np.frombuffer(scales, np.float32)
+    assert np.array_equal(fitted.view(np.uint32), expected_scales.view(np.uint32))
     assert bytes(codes) == expected_codes
 
 
@@ -102,13 +102,13 @@ def error(values: torch.Tensor, codes: memoryview, scales: memoryview) -> float:
     form = Quantized("4bit", (len(values) // 64, 64), "float32")
     parts = (torch.frombuffer(codes, dtype=torch.uint8), torch.frombuffer(scales, dtype=torch.float32))
     table = torch.frombuffer(bytearray(nf4_map()), dtype=torch.float32)
-    made = dequantize(form, *parts, table, torch.float32).view(-1)
-    return float((made - values).square().sum() / values.square().sum())
+    restored = dequantize(form, *parts, table, torch.float32).view(-1)
+    return float((restored - values).square().sum() / values.square().sum())
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(("case", "share"), [("normal", 0.9), ("long tails", 0.95)])
-def test_there_is_less_error(case: str, share: float, scheme: str) -> None:
+def test_fitted_scales_reduce_the_error(case: str, share: float, scheme: str) -> None:
     values = CASES[case]
     plain, fitted = (
         error(values, *quantize_blocks(scheme, data_of(values, "F32"), "F32", "cpu", fitted=fit))
@@ -123,13 +123,13 @@ def test_chunks_of_whole_blocks_give_the_same(scheme: str) -> None:
     whole = quantize_blocks(scheme, data, "BF16", "cpu", fitted=True)
     step = 64 * 7 * 2
     pieces = [
-        quantize_blocks(scheme, data[at : at + step], "BF16", "cpu", fitted=True) for at in range(0, len(data), step)
+        quantize_blocks(scheme, data[i : i + step], "BF16", "cpu", fitted=True) for i in range(0, len(data), step)
     ]
-    for part, found in enumerate(whole):
-        assert bytes(found) == b"".join(bytes(piece[part]) for piece in pieces)
+    for part, content in enumerate(whole):
+        assert bytes(content) == b"".join(bytes(piece[part]) for piece in pieces)
 
 
-def test_8bit_has_nothing_to_fit() -> None:
+def test_8bit_ignores_fitting() -> None:
     data = data_of(normal(4096), "BF16")
     assert quantize_blocks("8bit", data, "BF16", "cpu", fitted=True) == quantize_blocks("8bit", data, "BF16", "cpu")
     for compression in (None, "8bit"):
@@ -139,7 +139,7 @@ def test_8bit_has_nothing_to_fit() -> None:
     assert check_fitting("4bit", fit_scales=True)
 
 
-def test_scales_that_are_quantized_have_one_sign() -> None:
+def test_quantized_scales_are_positive() -> None:
     _, scales = quantize_fitted("4bit-double", data_of(normal(64 * 64), "F32"), "F32")
     assert (np.frombuffer(scales, np.float32) > 0).all()
 
@@ -147,18 +147,18 @@ def test_scales_that_are_quantized_have_one_sign() -> None:
 def test_bitsandbytes_reads_scales_of_either_sign() -> None:
     values = normal(64 * 64)
     codes, scales = quantize_fitted("4bit", data_of(values, "F32"), "F32")
-    found = torch.frombuffer(scales, dtype=torch.float32)
-    assert (found < 0).any()
-    assert (found > 0).any()
+    signed = torch.frombuffer(scales, dtype=torch.float32)
+    assert (signed < 0).any()
+    assert (signed > 0).any()
     state = functional.QuantState(
-        absmax=found,
+        absmax=signed,
         shape=torch.Size((64, 64)),
         dtype=torch.float32,
         blocksize=64,
         code=torch.frombuffer(bytearray(nf4_map()), dtype=torch.float32),
         quant_type="nf4",
     )
-    made = functional.dequantize_4bit(torch.frombuffer(codes, dtype=torch.uint8), state)
+    restored = functional.dequantize_4bit(torch.frombuffer(codes, dtype=torch.uint8), state)
     assert error(values, codes, scales) == pytest.approx(
-        float((made.view(-1) - values).square().sum() / values.square().sum()), rel=1e-6
+        float((restored.view(-1) - values).square().sum() / values.square().sum()), rel=1e-6
     )

@@ -33,20 +33,20 @@ def by_gguf(name: str, blocks: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(gguf.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[name]))
 
 
-def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_same_bits(result: torch.Tensor, expected: torch.Tensor) -> None:
     """Equal bits; any one that is not a number equals any other."""
-    assert found.dtype == expected.dtype == torch.float32
-    assert torch.equal(found.isnan(), expected.isnan())
-    numbers = ~found.isnan()
-    assert torch.equal(found[numbers].view(torch.int32), expected[numbers].view(torch.int32))
+    assert result.dtype == expected.dtype == torch.float32
+    assert torch.equal(result.isnan(), expected.isnan())
+    finite = ~result.isnan()
+    assert torch.equal(result[finite].view(torch.int32), expected[finite].view(torch.int32))
 
 
 def test_numbers_and_sizes_are_those_of_gguf() -> None:
-    known = {kind.name: (int(kind), *size) for kind, size in gguf.GGML_QUANT_SIZES.items()}
-    ours = {name: (kind.number, kind.elements, kind.nbytes) for name, kind in TENSOR_TYPES.items()}
-    assert {name: known[name] for name in ours} == ours
+    expected = {block.name: (int(block), *size) for block, size in gguf.GGML_QUANT_SIZES.items()}
+    ours = {name: (block.number, block.elements, block.nbytes) for name, block in TENSOR_TYPES.items()}
+    assert {name: expected[name] for name in ours} == ours
     # of inputs, and in no file; without a decoder in the package
-    assert set(known) - set(ours) <= {"Q8_1", "Q8_K", "Q1_0"}
+    assert set(expected) - set(ours) <= {"Q8_1", "Q8_K", "Q1_0"}
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)
@@ -67,49 +67,49 @@ def assert_any_bytes(name: str, blocks: torch.Tensor) -> None:
     shape = tuple(expected.shape)
     assert_same_bits(dequantize(name, blocks, shape, torch.float32), expected)
     for dtype in (torch.bfloat16, torch.float16):
-        found = dequantize(name, blocks, shape, dtype)
-        assert torch.equal(found.nan_to_num(7.0), expected.to(dtype).nan_to_num(7.0))
+        result = dequantize(name, blocks, shape, dtype)
+        assert torch.equal(result.nan_to_num(7.0), expected.to(dtype).nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)
 def test_extreme_scales_are_dequantized_as_by_gguf(name: str) -> None:
     """Each float16 of `EXTREME` at every offset of a block, where it meets a scale or codes."""
-    kind = BLOCK_TYPES[name]
-    blocks = random_blocks(name, len(EXTREME) * (kind.nbytes - 1), kind.elements, seed=1)
+    block = BLOCK_TYPES[name]
+    blocks = random_blocks(name, len(EXTREME) * (block.nbytes - 1), block.elements, seed=1)
     rows = blocks.numpy()
-    for number, (offset, bits) in enumerate((o, b) for o in range(kind.nbytes - 1) for b in EXTREME):
-        rows[number, offset : offset + 2] = bits & 255, bits >> 8
+    for index, (offset, bits) in enumerate((o, b) for o in range(block.nbytes - 1) for b in EXTREME):
+        rows[index, offset : offset + 2] = bits & 255, bits >> 8
     expected = by_gguf(name, blocks)
     assert_same_bits(dequantize(name, blocks, tuple(expected.shape), torch.float32), expected)
     if name in COMPILED_FAST and lanes_for(name):
-        found = torch.empty_like(expected)
-        gguf_blocks._by_kernel(name, blocks, found)
-        assert_same_bits(found, expected)
+        result = torch.empty_like(expected)
+        gguf_blocks._by_kernel(name, blocks, result)
+        assert_same_bits(result, expected)
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_a_gpu_needs_few_operations_little_memory_and_no_wait(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_needs_few_operations_and_little_memory_and_no_wait(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many blocks are dequantized at a time; the bits are the same."""
-    kind, gpu = BLOCK_TYPES[name], FakeGpu(0, capacity=1 << 40)
+    block, gpu = BLOCK_TYPES[name], FakeGpu(0, capacity=1 << 40)
     blocks = random_blocks(name, 64, 1024)
-    expected, count = by_gguf(name, blocks), 64 * 1024 // kind.elements
+    expected, count = by_gguf(name, blocks), 64 * 1024 // block.elements
     with watched() as operations:
         there = blocks.to(gpu.torch_device)
         dequantize(name, there, (64, 1024), torch.float32)  # tables are kept from here on
-        for most in (gguf_blocks._WORK_BYTES, count * gguf_blocks._BLOCK_WORK // 3):
-            monkeypatch.setattr(gguf_blocks, "_WORK_BYTES", most)
+        for limit in (gguf_blocks._WORK_BYTES, count * gguf_blocks._BLOCK_WORK // 3):
+            monkeypatch.setattr(gguf_blocks, "_WORK_BYTES", limit)
             gpu.waits, operations.count, before = 0, 0, gpu.used
             gpu.peak = before
-            found = dequantize(name, there, (64, 1024), torch.float32)
+            result = dequantize(name, there, (64, 1024), torch.float32)
             assert gpu.waits == 0
-            assert gpu.peak - before - found.nbytes <= work_bytes(name, 64 * 1024) <= most
-            assert operations.count <= 210 * (1 if most > count * gguf_blocks._BLOCK_WORK else 4)
-            assert_same_bits(found.cpu(), expected)
+            assert gpu.peak - before - result.nbytes <= work_bytes(name, 64 * 1024) <= limit
+            assert operations.count <= 210 * (1 if limit > count * gguf_blocks._BLOCK_WORK else 4)
+            assert_same_bits(result.cpu(), expected)
             rounded = dequantize(name, there, (64, 1024), torch.bfloat16).cpu()
             assert torch.equal(rounded.nan_to_num(7.0), expected.bfloat16().nan_to_num(7.0))
 
 
-def test_parts_of_a_tensor_are_those_of_the_whole() -> None:
+def test_slices_equal_the_whole_tensor() -> None:
     blocks = random_blocks("Q5_K", 12, 512)
     whole = dequantize("Q5_K", blocks, (3, 4, 512), torch.float32)
     assert torch.equal(dequantize("Q5_K", blocks[4:8], (4, 512), torch.float32).nan_to_num(), whole[1].nan_to_num())
@@ -117,6 +117,6 @@ def test_parts_of_a_tensor_are_those_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize(("name", "nbytes"), [("Q8_K", 292), ("F32", 4), ("Q4_K", 143), ("Q4_K", 288)])
-def test_other_types_and_other_sizes_are_refused(name: str, nbytes: int) -> None:
+def test_unknown_types_and_wrong_sizes_are_refused(name: str, nbytes: int) -> None:
     with pytest.raises(UnreadableFormatError, match=r"blocks of type|bytes are not those of"):
         dequantize(name, torch.zeros(nbytes, dtype=torch.uint8), (1, 256), torch.float32)

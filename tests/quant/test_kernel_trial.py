@@ -16,21 +16,21 @@ from tests.quant.test_products import meant
 SHAPES = ((1, 7, 192), (3, 5, 2048))
 
 
-def right(form: Quantized, codes: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    scales, values, x = others
+def right(form: Quantized, codes: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
+    scales, values, x = operands
     return (x.double() @ meant((form, codes, scales, values)).T).float()
 
 
 @pytest.mark.parametrize("scheme", ["4bit", "8bit"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_right_and_what_is_off(scheme: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+def test_correct_and_wrong_kernels(scheme: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
     before = torch.get_rng_state()
     assert agrees("tried", of_codes(scheme, dtype, SHAPES, right))
     for factor, error in ((1.001, "1.0e-03"), (0.5, "5.0e-01"), (math.nan, "nan")):
 
-        def off(*given: torch.Tensor, factor: float = factor) -> torch.Tensor:
-            wrong = given[-1].shape[0] == SHAPES[1][0]  # the second one alone
-            return right(*given) * (factor if wrong else 1)  # type: ignore[arg-type]
+        def off(*operands: torch.Tensor, factor: float = factor) -> torch.Tensor:
+            wrong = operands[-1].shape[0] == SHAPES[1][0]  # the second one alone
+            return right(*operands) * (factor if wrong else 1)  # type: ignore[arg-type]
 
         assert not agrees("tried", of_codes(scheme, dtype, SHAPES, off))
         assert caplog.messages[-1] == f"The kernel for products tried is off by {error} here and is not used."
@@ -57,7 +57,7 @@ print(threads() - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_no_team_of_threads_stays_behind() -> None:
+def test_a_trial_leaves_no_threads() -> None:
     """Two teams are more threads than cores: libgomp then lets all of them sleep at each barrier."""
     done = subprocess.run([sys.executable, "-c", TRIAL], capture_output=True, text=True, timeout=120)
     assert done.stdout == "0\n", done.stderr

@@ -43,10 +43,10 @@ def summed_by_one_thread(one_thread: None) -> None:
 
 
 def weights(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.02
-    made.view(-1)[64:192] = 0.0
-    made.view(-1)[5::977] *= 100
-    return made.to(dtype)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.02
+    values.view(-1)[64:192] = 0.0
+    values.view(-1)[5::977] *= 100
+    return values.to(dtype)
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -65,15 +65,15 @@ def ours(tensor: torch.Tensor, blocks: int = 1000) -> dict[str, bytes]:
     spec = TensorSpec("w", dtype_name(tensor.dtype), tuple(tensor.shape), "f", 0, tensor.nbytes)
     form = form_in(spec, DOUBLE)
     data, step = memoryview(bytearray(raw(tensor))), blocks * NF4_BLOCK * tensor.element_size()
-    pieces = [quantize_blocks(DOUBLE, data[at : at + step], spec.dtype, "cpu") for at in range(0, len(data), step)]
-    scales = np.frombuffer(b"".join(bytes(found) for _, found in pieces), np.float32)
+    pieces = [quantize_blocks(DOUBLE, data[i : i + step], spec.dtype, "cpu") for i in range(0, len(data), step)]
+    scales = np.frombuffer(b"".join(bytes(part) for _, part in pieces), np.float32)
     stored = {"w": bytearray(b"".join(bytes(codes) for codes, _ in pieces))}
     stored |= {name: bytearray(content) for name, content in constants(form).items()}
     waiting = settling(form, "scratch", 0)
     for part, begin, content in settled(waiting, lambda first, count: scales[first : first + count]):
         stored.setdefault(waiting.parts[part].name, bytearray())[begin:] = content
-    assert {part.name: part.nbytes for part in form.parts} == {name: len(found) for name, found in stored.items()}
-    return {name: bytes(found) for name, found in stored.items()}
+    assert {part.name: part.nbytes for part in form.parts} == {name: len(content) for name, content in stored.items()}
+    return {name: bytes(content) for name, content in stored.items()}
 
 
 def tensors_of(stored: dict[str, bytes], shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -92,12 +92,12 @@ def specs_of(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> dic
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_bytes_are_bitsandbytes_own(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_bytes_are_those_of_bitsandbytes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     tensor = weights(shape, dtype)
     expected, _ = theirs(tensor)
-    found = ours(tensor)
-    found["w" + NF4_STATE] = found["w" + NF4_STATE].rstrip(b" ")  # its length does not depend on the weights
-    assert found == expected
+    stored = ours(tensor)
+    stored["w" + NF4_STATE] = stored["w" + NF4_STATE].rstrip(b" ")  # its length does not depend on the weights
+    assert stored == expected
 
 
 @pytest.mark.parametrize("threads", [2, 4])
@@ -115,25 +115,25 @@ def test_chunks_of_any_size_give_the_same(blocks: int) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_quant_state_reads_what_is_stored(shape: tuple[int, ...]) -> None:
+def test_quant_state_reads_the_stored_state(shape: tuple[int, ...]) -> None:
     tensor = weights(shape, torch.bfloat16)
     _, expected = theirs(tensor)
     stored = tensors_of(ours(tensor), shape, torch.bfloat16)
     codes = stored.pop("w")
-    found = functional.QuantState.from_dict(stored, device=torch.device("cpu"))
-    assert found.nested
-    assert (found.shape, found.dtype, found.blocksize) == (torch.Size(shape), torch.bfloat16, NF4_BLOCK)
-    assert (found.state2.blocksize, found.state2.dtype) == (NESTED_BLOCK, torch.float32)
-    assert torch.equal(found.offset, expected.offset)
-    for mine, their in ((found.absmax, expected.absmax), (found.state2.absmax, expected.state2.absmax)):
+    restored = functional.QuantState.from_dict(stored, device=torch.device("cpu"))
+    assert restored.nested
+    assert (restored.shape, restored.dtype, restored.blocksize) == (torch.Size(shape), torch.bfloat16, NF4_BLOCK)
+    assert (restored.state2.blocksize, restored.state2.dtype) == (NESTED_BLOCK, torch.float32)
+    assert torch.equal(restored.offset, expected.offset)
+    for mine, their in ((restored.absmax, expected.absmax), (restored.state2.absmax, expected.state2.absmax)):
         assert torch.equal(mine, their)
     if shape[-1] % NF4_BLOCK == 0:  # its kernel for the CPU begins a block with each row
-        assert torch.equal(functional.dequantize_4bit(codes, found), functional.dequantize_4bit(codes, expected))
+        assert torch.equal(functional.dequantize_4bit(codes, restored), functional.dequantize_4bit(codes, expected))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_way_back_is_bitsandbytes_own(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_dequantized_values_are_those_of_bitsandbytes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     tensor = weights(shape, dtype)
     stored = ours(tensor)
     parts = tensors_of(stored, shape, dtype)
@@ -141,14 +141,14 @@ def test_the_way_back_is_bitsandbytes_own(shape: tuple[int, ...], dtype: torch.d
     codes, state = functional.quantize_4bit(tensor, blocksize=64, quant_type="nf4", compress_statistics=True)
     assert (form.scheme, form.shape, form.dtype) == (DOUBLE, shape, str(dtype).removeprefix("torch."))
     assert form.offset == state.offset.item()
-    given = operands(form, [specs_of(shape, dtype)[name] for name in part_names("w", DOUBLE)], lambda s: parts[s.name])
-    assert given[0] == Quantized("4bit", shape, form.dtype)
+    inputs = operands(form, [specs_of(shape, dtype)[name] for name in part_names("w", DOUBLE)], lambda s: parts[s.name])
+    assert inputs[0] == Quantized("4bit", shape, form.dtype)
     state.shape = torch.Size([tensor.numel()])
     expected = functional.dequantize_4bit(codes, state).view(shape)
-    assert raw(dequantize(*given, dtype)) == raw(expected)
+    assert raw(dequantize(*inputs, dtype)) == raw(expected)
 
 
-def test_scales_from_anywhere() -> None:
+def test_scales_at_any_index() -> None:
     tensor = weights((257, 2049), torch.bfloat16)
     stored = ours(tensor)
     parts = tensors_of(stored, (257, 2049), torch.bfloat16)
@@ -158,14 +158,14 @@ def test_scales_from_anywhere() -> None:
     codes, _, nested, table = (parts[name] for name in part_names("w", DOUBLE)[1:5])
     chosen = torch.tensor([8000, 0, 255, 256, 511, 512, 3])
     assert form.offset is not None
-    found = scales_at(codes[chosen], nested, table, form.offset, chosen // NESTED_BLOCK)
-    assert torch.equal(found, scales[chosen])
+    at_chosen = scales_at(codes[chosen], nested, table, form.offset, chosen // NESTED_BLOCK)
+    assert torch.equal(at_chosen, scales[chosen])
 
 
 @pytest.mark.parametrize(
     "count", [8, 9, 31, 32, 33, 255, 1000, 4096, 32767, 32768, 33333, 131072, 131073, 1 << 20, 3_000_001]
 )
-def test_the_mean_is_torchs(count: int) -> None:
+def test_the_mean_is_that_of_torch(count: int) -> None:
     scales = np.random.default_rng(count).gamma(2.0, 0.02, count).astype(np.float32)
     lengths = []
 
@@ -186,12 +186,12 @@ def test_the_mean_of_an_embedding_of_four_billion_elements() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, torch.inf, torch.nan])
-def test_what_is_all_alike(value: float) -> None:
+def test_constant_tensors(value: float) -> None:
     tensor = torch.full((64, 64), value, dtype=torch.bfloat16)
     expected, _ = theirs(tensor)
-    found = ours(tensor)
-    found["w" + NF4_STATE] = found["w" + NF4_STATE].rstrip(b" ")
-    assert found == expected
+    stored = ours(tensor)
+    stored["w" + NF4_STATE] = stored["w" + NF4_STATE].rstrip(b" ")
+    assert stored == expected
 
 
 # Places
@@ -199,9 +199,9 @@ def test_what_is_all_alike(value: float) -> None:
 
 def test_the_length_of_a_state_does_not_depend_on_the_weights() -> None:
     means = (0.0, 1e-38, float(np.float32(1.7345678e-05)), 65504.0, 3.4028234663852886e38, float("inf"), float("nan"))
-    made = [nested_state("BF16", (64, 64), mean) for mean in means]
-    assert {len(state) for state in made} == {form_in(spec((64, 64)), DOUBLE).parts[-1].nbytes}
-    assert [json.loads(state)["nested_offset"] for state in made[:-1]] == list(means[:-1])
+    states = [nested_state("BF16", (64, 64), mean) for mean in means]
+    assert {len(state) for state in states} == {form_in(spec((64, 64)), DOUBLE).parts[-1].nbytes}
+    assert [json.loads(state)["nested_offset"] for state in states[:-1]] == list(means[:-1])
 
 
 def spec(shape: tuple[int, ...]) -> TensorSpec:
@@ -213,13 +213,13 @@ def test_bits_of_a_weight() -> None:
 
 
 @pytest.mark.parametrize(("shape", "scheme"), [((64, 256), "4bit"), ((128, 256), DOUBLE), ((64, 63), None)])
-def test_small_tensors_are_not_worth_it(shape: tuple[int, ...], scheme: str | None) -> None:
+def test_small_tensors_are_not_nested(shape: tuple[int, ...], scheme: str | None) -> None:
     form = stored_form(spec(shape), DOUBLE)
     assert form.scheme == scheme
     assert form.nbytes <= min(form_in(spec(shape), other).nbytes for other in ("4bit", None)) or scheme is None
 
 
-def test_scales_wait_under_a_name_of_their_own() -> None:
+def test_unquantized_scales_have_a_separate_name() -> None:
     form = form_in(spec((256, 256)), DOUBLE)
     came = arriving(form)
     assert [part.name for part in came.parts] == ["w", "w.4bit.absmax.float32", *constants(form)]
@@ -227,7 +227,7 @@ def test_scales_wait_under_a_name_of_their_own() -> None:
     assert arriving(form_in(spec((256, 256)), "4bit")) == form_in(spec((256, 256)), "4bit")
 
 
-def test_keys_tell_it_from_4bit() -> None:
+def test_keys_differ_from_4bit() -> None:
     keys = [*part_names("a", DOUBLE), *part_names("b", "4bit"), *part_names("c", "8bit"), "d"]
     assert stored_schemes(keys) == {"a": DOUBLE, "b": "4bit", "c": "8bit", "d": None}
     assert tuple(part.name for part in form_in(spec((64, 64)), DOUBLE).parts) == part_names("w", DOUBLE)
@@ -237,11 +237,11 @@ def test_keys_tell_it_from_4bit() -> None:
 
 
 @pytest.mark.parametrize("number", range(1, 6))
-def test_part_that_is_missing(number: int) -> None:
+def test_missing_part(number: int) -> None:
     parts = specs_of((65, 67))
-    gone = part_names("w", DOUBLE)[number]
-    del parts[gone]
-    with pytest.raises(IncompleteSplitError, match=f"stored at 4bit-double without its part '{gone}'"):
+    missing = part_names("w", DOUBLE)[number]
+    del parts[missing]
+    with pytest.raises(IncompleteSplitError, match=f"stored at 4bit-double without its part '{missing}'"):
         read_state("w", DOUBLE, parts, nested_state("BF16", (65, 67), 0.5))
 
 
@@ -269,13 +269,13 @@ def test_part_of_another_size(number: int) -> None:
     ],
     ids=str,
 )
-def test_state_that_says_something_else(wrong: dict[str, object]) -> None:
+def test_state_of_another_form(wrong: dict[str, object]) -> None:
     state = json.loads(nested_state("BF16", (65, 67), 0.5)) | wrong
     with pytest.raises(IncompleteSplitError, match=r"expected the JSON of a nested nf4 state of blocks of 64 with"):
         read_state("w", DOUBLE, specs_of((65, 67)), json.dumps(state).encode())
 
 
 @pytest.mark.parametrize("raw_state", [b"", b"[]", b"{}", b"{" * 3000, b"\xff", b"0" * 5000], ids=str)
-def test_state_that_is_none(raw_state: bytes) -> None:
+def test_invalid_state(raw_state: bytes) -> None:
     with pytest.raises(IncompleteSplitError, match="the quantization state of 'w' is"):
         read_state("w", DOUBLE, specs_of((65, 67)), raw_state)

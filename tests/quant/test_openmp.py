@@ -25,8 +25,8 @@ pytestmark = pytest.mark.skipif(torchs_team() is None, reason="torch has no libg
 @numba.cfunc(types.void(types.CPointer(types.int64)))
 def mark(data):  # type: ignore[no-untyped-def]
     """Counts, at the place of each thread's number, how often it came."""
-    given = numba.carray(data, 9)
-    given[1 + asked(given[0])] += 1
+    words = numba.carray(data, 9)
+    words[1 + asked(words[0])] += 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="libgomp")
@@ -45,7 +45,7 @@ def test_every_thread_of_the_team_runs_it_once(threads: int) -> None:
 @pytest.mark.skipif(not lanes(), reason="no vectors of a kind that is used here")
 @pytest.mark.parametrize("limit", [3, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.long
-def test_a_team_of_fewer_threads_than_asked_for_does_all_of_the_work(limit: int) -> None:
+def test_a_smaller_team_does_all_of_the_work(limit: int) -> None:
     """As where the number of threads is limited: in a process of its own, since libgomp reads that once."""
     code = """
 import torch
@@ -62,27 +62,25 @@ assert torchs_team() is not None
 assert torch.equal(found, Matrix(*matrix("4bit", 777, 1024)).times_by(*product))
 """
     environment = os.environ | {"OMP_THREAD_LIMIT": str(limit), "PYTHONPATH": os.pathsep.join(sys.path)}
-    made = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert made.returncode == 0, made.stderr
+    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
 
 
-def test_it_is_found_among_others_if_torch_is_installed_behind_a_link(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchs_library_is_found_behind_a_symlink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system lists mapped files by their real names."""
-    own = [line for line in kernels._MAPS.read_text().splitlines() if "/libgomp" in line]
-    other = f"{own[0].rpartition(' ')[0]} {tmp_path}/libgomp.so.1"
-    (tmp_path / "maps").write_text("\n".join([other, *own]))
+    mapped = [line for line in kernels._MAPS.read_text().splitlines() if "/libgomp" in line]
+    second = f"{mapped[0].rpartition(' ')[0]} {tmp_path}/libgomp.so.1"
+    (tmp_path / "maps").write_text("\n".join([second, *mapped]))
     (tmp_path / "linked").symlink_to(Path(torch.__file__).resolve().parent)
     monkeypatch.setattr(kernels, "_MAPS", tmp_path / "maps")
     monkeypatch.setattr(torch, "__file__", str(tmp_path / "linked" / "__init__.py"))
-    found, team = torchs_team.__wrapped__(), torchs_team()
-    assert found is not None
+    team_behind_link, team = torchs_team.__wrapped__(), torchs_team()
+    assert team_behind_link is not None
     assert team is not None
-    assert found.thread_number == team.thread_number
+    assert team_behind_link.thread_number == team.thread_number
 
 
-def test_it_is_the_team_that_torch_computes_with() -> None:
+def test_the_team_is_that_of_torch() -> None:
     """No further thread comes to be for it."""
     team = torchs_team()
     assert team is not None

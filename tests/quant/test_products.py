@@ -64,8 +64,8 @@ def meant(parts: Parts) -> torch.Tensor:
     return (table.double()[codes.long()] * scales).view(form.shape)
 
 
-def error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((got.double() - expected).norm() / expected.norm())
+def error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((result.double() - expected).norm() / expected.norm())
 
 
 def inputs(count: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -80,16 +80,16 @@ def test_any_number_of_inputs_and_rows(scheme: str, count: int, rows: int, colum
     parts = matrix(scheme, rows, columns, dtype=torch.float32)
     x = inputs(count, columns)
     assert multiplies(parts[0])
-    got = Matrix(*parts).linear(x, None)
-    assert got.shape == (count, rows)
-    assert_products(got, x, meant(parts))
+    result = Matrix(*parts).linear(x, None)
+    assert result.shape == (count, rows)
+    assert_products(result, x, meant(parts))
 
 
 @needs_kernel
 @pytest.mark.parametrize("scheme", SCHEMES)
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 70), st.integers(1, 40), st.integers(1, 20), st.integers(0, 1 << 30))
-def test_shapes_of_all_kinds(scheme: str, rows: int, segments: int, count: int, seed: int) -> None:
+def test_many_shapes(scheme: str, rows: int, segments: int, count: int, seed: int) -> None:
     parts = matrix(scheme, rows, 64 * segments, seed, torch.float32)
     x, whole = inputs(count, 64 * segments), meant(parts)
     assert_products(Matrix(*parts).linear(x, None), x, whole)
@@ -106,9 +106,9 @@ def test_every_kernel_that_this_processor_can_run(scheme: str, width: int) -> No
     for rows, columns, count in ((1, 64, 1), (9, 2048, 4), (70, 704, 11), (300, 1024, 2)):
         form, payload, absmax, table = matrix(scheme, rows, columns)
         x = inputs(count, columns, torch.bfloat16 if in_pairs else torch.float32)
-        got = Matrix(form, payload, absmax, table).times_by(CODES, width, x)
+        result = Matrix(form, payload, absmax, table).times_by(CODES, width, x)
         table = as_pairs(scheme, table) if in_pairs else table
-        assert_products(got, x, meant((form, payload, absmax, table)))
+        assert_products(result, x, meant((form, payload, absmax, table)))
 
 
 def as_pairs(scheme: str, table: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,7 @@ def as_pairs(scheme: str, table: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("scheme", "most"), [("4bit", 1.1e-3), ("8bit", 1.8e-3)])
-def test_a_table_of_bfloat16_is_off_by_less_than_a_matrix_of_bfloat16(scheme: str, most: float) -> None:
+def test_a_bfloat16_table_is_more_precise_than_a_bfloat16_matrix(scheme: str, most: float) -> None:
     parts = matrix(scheme, 256, 4096)
     exact, rounded = meant(parts), as_pairs(scheme, parts[3])
     off = error(meant((*parts[:3], rounded)), exact)
@@ -144,7 +144,7 @@ def test_which_processors_have_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("given", [{"NUMBA_CPU_NAME": "generic"}, {"NUMBA_CPU_FEATURES": "+sse4.2,-avx2,-fma"}])
-def test_a_compiler_that_may_use_less_than_the_processor_has(given: dict[str, str], tmp_path: Path) -> None:
+def test_a_compiler_with_fewer_instructions(given: dict[str, str], tmp_path: Path) -> None:
     """Asked for instructions that it may not use, it would end the process."""
     code = (
         "from rabbitllm.quant import products, vectors; from rabbitllm.quant.schemes import Quantized; "
@@ -164,16 +164,16 @@ def test_inputs_of_every_dtype_and_a_bias(scheme: str, dtype: torch.dtype, count
     parts = matrix(scheme, 48, 512)
     x = inputs(count, 512, dtype)
     bias = torch.linspace(-1, 1, 48).to(dtype)
-    got = Matrix(*parts).linear(x, bias)
-    assert got.dtype == dtype
+    result = Matrix(*parts).linear(x, bias)
+    assert result.dtype == dtype
     # of a matrix that is made, or of a table of bfloat16
     rounded = torch.bfloat16 if count > MAX_INPUTS or dtype == torch.bfloat16 else None
-    assert_products(got, x, meant(parts), bias, weights=rounded)
+    assert_products(result, x, meant(parts), bias, weights=rounded)
 
 
 @needs_kernel
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_few_inputs_are_nearer_than_the_rounded_matrix(scheme: str) -> None:
+def test_few_inputs_are_more_precise_than_the_rounded_matrix(scheme: str) -> None:
     parts = matrix(scheme, 256, 4096)
     x = inputs(1, 4096, torch.bfloat16)
     expected = x.double() @ meant(parts).T
@@ -192,21 +192,19 @@ def test_any_number_of_threads_gives_the_same_bits(
     before = torch.get_num_threads()
     monkeypatch.setitem(kernels.WORTH_A_THREAD, CODES, 1 << 10)
     try:
-        found = []
+        results = []
         for threads in (1, 2, 3, 8):
             torch.set_num_threads(threads)
-            found.append(Matrix(*parts).linear(x, None))
+            results.append(Matrix(*parts).linear(x, None))
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(one, found[0]) for one in found)
+    assert all(torch.equal(result, results[0]) for result in results)
 
 
 @needs_kernel
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_without_torchs_team_threads_of_our_own_give_the_same(
-    scheme: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_threads_give_the_same_bits(scheme: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = matrix(scheme, 777, 1024)
     x = inputs(3, 1024, dtype)
     monkeypatch.setitem(kernels.WORTH_A_THREAD, CODES, 1 << 10)
@@ -224,7 +222,7 @@ def test_without_torchs_team_threads_of_our_own_give_the_same(
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("in_a_team", [True, False])
-def test_groups_have_the_bits_of_one_by_one(
+def test_grouped_products_have_the_bits_of_single_ones(
     scheme: str, dtype: torch.dtype, in_a_team: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     matrices = [Matrix(*matrix(scheme, 70, 256, seed)) for seed in range(5)]
@@ -243,25 +241,25 @@ def test_groups_have_the_bits_of_one_by_one(
             assert product is not None
             product.multiply(matrices[:1], groups[:1])
             product.multiply(matrices[1:], groups[1:])
-            got = product.result()
-            assert got.dtype == dtype
-            for one, (begin, end) in zip(matrices, groups, strict=True):
-                assert torch.equal(got[begin:end], one.linear(x[begin:end], None))
-            assert not got[7:9].any()
-            assert not got[86:].any()
+            result = product.result()
+            assert result.dtype == dtype
+            for weight, (begin, end) in zip(matrices, groups, strict=True):
+                assert torch.equal(result[begin:end], weight.linear(x[begin:end], None))
+            assert not result[7:9].any()
+            assert not result[86:].any()
     finally:
         torch.set_num_threads(before)
 
 
 @needs_kernel
 def test_many_rows_are_not_grouped() -> None:
-    one = Matrix(*matrix("4bit", 8, 64))
-    assert one.grouped(inputs(MAX_GROUPED, 64)) is not None
-    assert one.grouped(inputs(MAX_GROUPED + 1, 64)) is None
+    weight = Matrix(*matrix("4bit", 8, 64))
+    assert weight.grouped(inputs(MAX_GROUPED, 64)) is not None
+    assert weight.grouped(inputs(MAX_GROUPED + 1, 64)) is None
 
 
 @needs_kernel
-def test_codes_that_mean_what_no_kernel_has_are_dequantized() -> None:
+def test_unknown_tables_are_dequantized() -> None:
     """Alone and among others of a group; in float32, whose kernels reckon the values of 8bit from ramps."""
     ordinary, x = matrix("8bit", 64, 256), inputs(6, 256)
     form, payload, absmax, table = matrix("8bit", 64, 256, seed=1)
@@ -278,13 +276,13 @@ def test_codes_that_mean_what_no_kernel_has_are_dequantized() -> None:
 
 
 @needs_kernel
-def test_several_threads_of_python_at_a_time() -> None:
+def test_several_python_threads_at_once() -> None:
     parts = Matrix(*matrix("4bit", 512, 1024))
     batches = [inputs(count, 1024) for count in (1, 2, 3, 4, 5, 6, 7, 8)]
     alone = [parts.linear(x, None) for x in batches]
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(lambda x: parts.linear(x, None), batches * 4))
-    assert all(torch.equal(found, alone[at % 8]) for at, found in enumerate(together))
+    assert all(torch.equal(result, alone[index % 8]) for index, result in enumerate(together))
 
 
 @needs_kernel
@@ -297,12 +295,12 @@ def test_inputs_of_other_forms() -> None:
 
 
 @needs_kernel
-def test_what_is_not_a_number_stays_so() -> None:
+def test_nan_and_infinity_are_kept() -> None:
     form, payload, absmax, table = matrix("4bit", 8, 128)
     absmax = absmax.clone()
     absmax[5] = math.nan  # of the second block of the third row
-    got = Matrix(form, payload, absmax, table).linear(torch.ones(1, 128), None)[0]
-    assert torch.isnan(got).tolist() == [False, False, True, False, False, False, False, False]
+    result = Matrix(form, payload, absmax, table).linear(torch.ones(1, 128), None)[0]
+    assert torch.isnan(result).tolist() == [False, False, True, False, False, False, False, False]
 
 
 def test_matrices_without_a_kernel() -> None:
@@ -310,9 +308,9 @@ def test_matrices_without_a_kernel() -> None:
         assert not multiplies(Quantized("4bit", shape, "bfloat16"))
 
 
-def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wrong_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     right = Matrix.times_by
-    monkeypatch.setattr(Matrix, "times_by", lambda *given: right(*given) * 1.001)
+    monkeypatch.setattr(Matrix, "times_by", lambda *args: right(*args) * 1.001)
     products._agrees.cache_clear()
     try:
         assert not multiplies(Quantized("4bit", (8, 64), "bfloat16"))
@@ -340,7 +338,7 @@ for key in sys.argv[1:]:
 
 @pytest.mark.long
 @needs_kernel
-def test_what_processes_compiled_apart_works_together(tmp_path: Path) -> None:
+def test_kernels_compiled_by_separate_processes_load_together(tmp_path: Path) -> None:
     """numba links what it kept by name, and processes that compile a kernel each count their functions alike."""
     kernels = [f"{scheme}-{vectors.lanes()}" for scheme in SCHEMES]
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
@@ -352,23 +350,23 @@ def test_what_processes_compiled_apart_works_together(tmp_path: Path) -> None:
 @needs_kernel
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("count", [1, 300])
-def test_bfloat16_where_no_instructions_are_for_it(scheme: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_without_bfloat16_instructions(scheme: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long prompts are multiplied in float32; the result is rounded once."""
     monkeypatch.setattr(bfloat_products, "max_rows", lambda: bfloat_products.ALL_ROWS)
     monkeypatch.setattr(products, "kernel_for", lambda scheme, dtype: vectors.lanes())
     multiplied: list[torch.dtype] = []
     ordinary = torch.nn.functional.linear
 
-    def product(x: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+    def product(x: torch.Tensor, *more: torch.Tensor | None) -> torch.Tensor:
         multiplied.append(x.dtype)
-        return ordinary(x, *others)  # type: ignore[arg-type]
+        return ordinary(x, *more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(torch.nn.functional, "linear", product)
     parts, x, bias = matrix(scheme, 130, 1024), inputs(count, 1024, torch.bfloat16), torch.ones(130).bfloat16()
-    got = Matrix(*parts).linear(x, bias)
-    assert got.dtype == torch.bfloat16
+    result = Matrix(*parts).linear(x, bias)
+    assert result.dtype == torch.bfloat16
     assert set(multiplied) == ({torch.float32} if count > 256 else set())
-    assert_products(got, x, meant(parts), bias, weights=torch.bfloat16 if count > 256 else None)
+    assert_products(result, x, meant(parts), bias, weights=torch.bfloat16 if count > 256 else None)
 
 
 BY_PANELS = [key[1:] for key in product_kernels.KERNELS if key[0] == PANELS]
@@ -387,13 +385,13 @@ def by_panels(scheme: str, width: int, rows: int, columns: int, x: torch.Tensor)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 64), (3, 192), (37, 2048), (130, 2112), (70, 5632)])
 def test_any_number_of_inputs_rows_and_columns(scheme: str, width: int, count: int, rows: int, columns: int) -> None:
     x = inputs(count, columns)
-    got, weight = by_panels(scheme, width, rows, columns, x)
-    assert got.shape == (count, rows)
-    assert_products(got, x, weight)
+    result, weight = by_panels(scheme, width, rows, columns, x)
+    assert result.shape == (count, rows)
+    assert_products(result, x, weight)
 
 
 @pytest.mark.parametrize(("scheme", "width"), BY_PANELS)
-def test_a_row_has_the_same_bits_alone_and_among_others(scheme: str, width: int) -> None:
+def test_a_row_has_the_same_bits_in_any_batch(scheme: str, width: int) -> None:
     x = inputs(41, 4160)
     together, _ = by_panels(scheme, width, 70, 4160, x)
     for begin, end in ((0, 1), (3, 10), (40, 41)):
@@ -424,7 +422,7 @@ def test_any_number_of_threads_gives_the_same_bits_by_panels(
 @needs_kernel
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_what_is_as_many_as_it_is_for_goes_this_way(
+def test_panels_are_used_for_their_number_of_inputs(
     scheme: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products, "kernel_for", lambda scheme, dtype: vectors.lanes())
@@ -438,33 +436,31 @@ def test_what_is_as_many_as_it_is_for_goes_this_way(
 
     products._agrees(PANELS, scheme, vectors.lanes())  # whose trial multiplies too
     monkeypatch.setattr(Matrix, "times_by", counted)
-    parts, most = matrix(scheme, 70, 512), MAX_PANEL_INPUTS[vectors.lanes()]
-    for count in (LEAST_PANEL_INPUTS - 1, LEAST_PANEL_INPUTS, most, most + 1):
+    parts, limit = matrix(scheme, 70, 512), MAX_PANEL_INPUTS[vectors.lanes()]
+    for count in (LEAST_PANEL_INPUTS - 1, LEAST_PANEL_INPUTS, limit, limit + 1):
         x = inputs(count, 512, dtype)
-        got = Matrix(*parts).linear(x, None)
-        assert got.dtype == dtype
-        if count <= most:
-            assert_products(got, x, meant(parts))
-    assert counts == [LEAST_PANEL_INPUTS, most]
+        result = Matrix(*parts).linear(x, None)
+        assert result.dtype == dtype
+        if count <= limit:
+            assert_products(result, x, meant(parts))
+    assert counts == [LEAST_PANEL_INPUTS, limit]
 
 
 @needs_kernel
-def test_what_is_not_a_number_stays_so_by_panels() -> None:
+def test_nan_and_infinity_are_kept_by_panels() -> None:
     x = inputs(8, 256)
     x[2, 3] = torch.nan
     x[5, 6] = torch.inf
-    got = Matrix(*matrix("4bit", 20, 256)).linear(x, None)
-    assert bool(got[2].isnan().all())
-    assert not bool(got[5].isfinite().any())
-    assert bool(got[[0, 1, 3, 4, 6, 7]].isfinite().all())
+    result = Matrix(*matrix("4bit", 20, 256)).linear(x, None)
+    assert bool(result[2].isnan().all())
+    assert not bool(result[5].isfinite().any())
+    assert bool(result[[0, 1, 3, 4, 6, 7]].isfinite().all())
 
 
 @needs_kernel
-def test_a_kernel_that_is_wrong_is_not_used_by_panels(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_wrong_panel_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     right = Matrix.times_by
-    monkeypatch.setattr(Matrix, "times_by", lambda *given: right(*given) * 1.001)
+    monkeypatch.setattr(Matrix, "times_by", lambda *args: right(*args) * 1.001)
     products._agrees.cache_clear()
     try:
         assert products.method_for(Matrix(*matrix("8bit", 20, 256)), vectors.lanes(), 8) == CODES
@@ -487,46 +483,46 @@ def test_one_input_is_multiplied_from_the_codes(
         raise AssertionError("the matrix was made")
 
     monkeypatch.setattr(products, "dequantize", refuse)
-    found = FusedMatrix(*parts)
-    assert error(found.linear(x, None), exact) < 4 * torch.finfo(dtype).eps
-    assert error(found.linear(x, bias), dense.double()) < 4 * torch.finfo(dtype).eps
+    fused = FusedMatrix(*parts)
+    assert error(fused.linear(x, None), exact) < 4 * torch.finfo(dtype).eps
+    assert error(fused.linear(x, bias), dense.double()) < 4 * torch.finfo(dtype).eps
     for shape in ((columns,), (1, columns), (1, 1, columns)):
-        product = found.linear(x.view(shape), bias)
+        product = fused.linear(x.view(shape), bias)
         assert product.shape == (*shape[:-1], rows)
         assert product.dtype == dtype
-        assert torch.equal(product.view(-1), found.linear(x, bias).view(-1))
+        assert torch.equal(product.view(-1), fused.linear(x, bias).view(-1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("count", [0, 2, 7])
-def test_more_inputs_are_multiplied_by_bitsandbytes_with_few_rows_of_the_matrix_at_a_time(
+def test_more_inputs_are_multiplied_by_bitsandbytes_in_row_slices(
     count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = matrix("4bit", 37, 128)
     x, bias = inputs(count, 128, dtype), inputs(1, 37, dtype)[0]
     multiply, shapes = products.multiply_4bit, []
 
-    def noted(form: Quantized, *given: Any) -> torch.Tensor:
+    def noted(form: Quantized, *operands: Any) -> torch.Tensor:
         shapes.append(form.shape)
-        return multiply(form, *given)
+        return multiply(form, *operands)
 
     monkeypatch.setattr(products, "multiply_4bit", noted)
     monkeypatch.setattr(products, "dequantize", lambda *_: pytest.fail("the matrix was made"))
     monkeypatch.setattr(products, "FUSED_ELEMENTS", 10 * 128)
-    found = FusedMatrix(*parts).linear(x.view(1, count, 128), bias)
+    result = FusedMatrix(*parts).linear(x.view(1, count, 128), bias)
     exact = x.double() @ meant(parts).T + bias.double()
-    assert found.shape == (1, count, 37)
-    assert count == 0 or error(found[0], exact) < 8 * torch.finfo(dtype).eps
+    assert result.shape == (1, count, 37)
+    assert count == 0 or error(result[0], exact) < 8 * torch.finfo(dtype).eps
     assert shapes == ([(10, 128)] * 3 + [(7, 128)] if count > products.FEW_INPUTS else [(37, 128)])
 
 
-def test_no_product_of_bitsandbytes_has_more_elements_than_it_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_of_bitsandbytes_stay_below_its_element_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     parts, x = matrix("4bit", 37, 128), inputs(1, 128, torch.bfloat16)
     expected, multiply, rows = FusedMatrix(*parts).linear(x, None), products.multiply_4bit, []
 
-    def noted(form: Quantized, *given: Any) -> torch.Tensor:
+    def noted(form: Quantized, *operands: Any) -> torch.Tensor:
         rows.append(form.shape[0])
-        return multiply(form, *given)
+        return multiply(form, *operands)
 
     monkeypatch.setattr(products, "multiply_4bit", noted)
     monkeypatch.setattr(products, "MAX_ELEMENTS", 20 * 128 + 1)
@@ -534,7 +530,7 @@ def test_no_product_of_bitsandbytes_has_more_elements_than_it_can_count(monkeypa
     assert rows == [20, 17]
 
 
-def test_inputs_that_are_views_of_others() -> None:
+def test_inputs_that_are_views() -> None:
     parts = matrix("4bit", 16, 128)
     wide = inputs(128, 3, torch.bfloat16)
     row = wide.T[1:2]
@@ -553,12 +549,12 @@ def test_inputs_that_are_views_of_others() -> None:
         ("8bit", (8, 64), False),
     ],
 )
-def test_which_matrices_the_kernel_takes(scheme: str, shape: tuple[int, ...], can: bool) -> None:
+def test_matrices_that_the_kernel_supports(scheme: str, shape: tuple[int, ...], can: bool) -> None:
     assert can_multiply(Quantized(scheme, shape, "bfloat16")) == can
 
 
 @pytest.mark.parametrize("columns", [64, 96, 33])
-def test_a_matrix_that_is_cast_is_not_in_memory_in_both_dtypes(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cast_matrix_is_not_in_memory_in_both_dtypes(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     form, *parts = matrix("4bit", 200, columns, dtype=torch.bfloat16)
     whole = dequantize(form, *parts, torch.bfloat16).half()
     monkeypatch.setattr(quantize, "RUN_ELEMENTS", 1 << 10)
@@ -566,6 +562,6 @@ def test_a_matrix_that_is_cast_is_not_in_memory_in_both_dtypes(columns: int, mon
     with watched():
         there = [part.to(gpu.torch_device) for part in parts]
         before = gpu.peak = gpu.used
-        found = dequantize(form, *there, torch.float16)
-    assert torch.equal(found, whole)
-    assert gpu.peak - before <= found.nbytes + 5 * (1 << 10)
+        result = dequantize(form, *there, torch.float16)
+    assert torch.equal(result, whole)
+    assert gpu.peak - before <= result.nbytes + 5 * (1 << 10)

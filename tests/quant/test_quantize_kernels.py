@@ -28,8 +28,8 @@ RANDOM = torch.randn(512, 2048, generator=torch.Generator().manual_seed(0))
 
 
 def levels() -> torch.Tensor:
-    found: torch.Tensor = functional().get_4bit_type("nf4", device="cpu")
-    return found
+    values: torch.Tensor = functional().get_4bit_type("nf4", device="cpu")
+    return values
 
 
 def ties() -> torch.Tensor:
@@ -79,13 +79,13 @@ def same(scheme: str, values: torch.Tensor, dtype: str) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
-def test_same_bits(scheme: str, dtype: str, case: str) -> None:
+def test_kernels_have_the_bits_of_bitsandbytes(scheme: str, dtype: str, case: str) -> None:
     same(scheme, CASES[case](), dtype)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_of_what_is_no_number(scheme: str, dtype: str) -> None:
+def test_nan_and_infinity(scheme: str, dtype: str) -> None:
     same(scheme, not_finite(), dtype)
 
 
@@ -97,13 +97,13 @@ def test_every_16_bit_value_under_many_scales(scheme: str, dtype: str, infinity:
     every = np.arange(1 << 16, dtype=np.uint16)
     for largest in [1, 2, infinity - 1, *chance.integers(1, infinity, 12).tolist()]:
         values = every[(every & 0x7FFF) <= largest]
-        others = ALL_SCHEMES[scheme].block - 1
-        rows = np.concatenate([values, np.zeros(-values.size % others, np.uint16)]).reshape(-1, others)
+        rest = ALL_SCHEMES[scheme].block - 1
+        rows = np.concatenate([values, np.zeros(-values.size % rest, np.uint16)]).reshape(-1, rest)
         blocks = np.concatenate([np.full((len(rows), 1), largest, np.uint16), rows], axis=1).ravel()
         same(scheme, torch.from_numpy(blocks.view(np.int16)).view(DTYPES[dtype]), dtype)
 
 
-def test_every_bin_of_8bit_is_met_at_its_edges() -> None:
+def test_every_8bit_bin_at_its_edges() -> None:
     edges = (torch.arange(65536)[:, None] - 0.5 + torch.tensor([-1e-3, 0.0, 1e-3])) / 65535 * 2 - 1
     values = edges.reshape(-1)[: 2048 * 96].reshape(96, 2048).clone()
     values[:, 0] = 1
@@ -121,7 +121,7 @@ def test_any_values(scheme: str, dtype: str, values: list[float]) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_kernels_are_what_quantizes(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantizing_uses_the_kernels(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> None:
         raise AssertionError("bitsandbytes was asked")
 
@@ -140,7 +140,7 @@ def asked_again() -> object:
 
 @pytest.mark.usefixtures("asked_again")
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_bitsandbytes_with_other_rules_is_the_one_that_counts(
+def test_bitsandbytes_is_used_if_its_rules_differ(
     scheme: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another version, or another processor's path, may round otherwise; what it gives is what is written."""
@@ -158,7 +158,7 @@ def test_bitsandbytes_with_other_rules_is_the_one_that_counts(
     ]
 
 
-def test_threshold_tables_are_small_and_rise() -> None:
+def test_threshold_tables_are_small_and_monotonic() -> None:
     table = quantize_kernels.nf4_thresholds(quantize_kernels.BF16, levels().numpy().tobytes())
     assert table.nbytes == 1 << 20
     assert (np.diff(table[1:0x7F80, :15].astype(np.int32), axis=1) >= 0).all()

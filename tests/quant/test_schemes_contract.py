@@ -49,16 +49,16 @@ def stored(tensor: torch.Tensor, scheme: str, blocks: int = 1000) -> dict[str, b
     form = form_in(spec, scheme)
     data = memoryview(bytearray(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()))
     step = blocks * SCHEMES[scheme].block * tensor.element_size()
-    runs = [quantize_blocks(scheme, data[at : at + step], spec.dtype, "cpu") for at in range(0, len(data), step)]
+    runs = [quantize_blocks(scheme, data[i : i + step], spec.dtype, "cpu") for i in range(0, len(data), step)]
     payload, waiting = (b"".join(bytes(run[part]) for run in runs) for part in (0, 1))
-    found = {"w": payload, **constants(form)}
+    parts = {"w": payload, **constants(form)}
     if arriving(form) == form:
-        return {form.parts[1].name: waiting, **found}
+        return {form.parts[1].name: waiting, **parts}
     scales, later = np.frombuffer(waiting, np.float32), settling(form, "scratch", 0)
-    made = {part.name: bytearray(part.nbytes) for part in later.parts}
+    buffers = {part.name: bytearray(part.nbytes) for part in later.parts}
     for part, begin, content in settled(later, lambda first, count: scales[first : first + count]):
-        made[later.parts[part].name][begin : begin + len(content)] = content
-    return {name: bytes(content) for name, content in made.items()} | found
+        buffers[later.parts[part].name][begin : begin + len(content)] = content
+    return {name: bytes(content) for name, content in buffers.items()} | parts
 
 
 def specs_of(spec: TensorSpec, scheme: str) -> dict[str, TensorSpec]:
@@ -73,14 +73,14 @@ def read_back(parts: dict[str, bytes], scheme: str, spec: TensorSpec) -> tuple[Q
     key = state_key("w", scheme)
     form = read_state("w", scheme, specs, parts[key] if key is not None else b"")
 
-    def tensor(one: TensorSpec) -> torch.Tensor:
-        return torch.frombuffer(bytearray(parts[one.name]), dtype=KINDS[one.dtype]).view(one.shape)
+    def tensor(s: TensorSpec) -> torch.Tensor:
+        return torch.frombuffer(bytearray(parts[s.name]), dtype=KINDS[s.dtype]).view(s.shape)
 
-    found, *tensors = operands(form, [specs[name] for name in part_names("w", scheme)], tensor)
-    return found, tensors
+    result, *tensors = operands(form, [specs[name] for name in part_names("w", scheme)], tensor)
+    return result, tensors
 
 
-def test_it_is_offered_and_keeps_to_its_codes(scheme: str) -> None:
+def test_a_scheme_is_offered_and_uses_its_codes(scheme: str) -> None:
     entry = SCHEMES[scheme]
     check_compression(scheme)
     assert scheme in COMPRESSIONS
@@ -96,7 +96,7 @@ def test_it_is_offered_and_keeps_to_its_codes(scheme: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
-def test_names_and_sizes_of_its_parts(scheme: str, shape: tuple[int, ...], dtype: str) -> None:
+def test_names_and_sizes_of_parts(scheme: str, shape: tuple[int, ...], dtype: str) -> None:
     form = form_in(spec_of(shape, dtype), scheme)
     names = part_names("w", scheme)
     assert tuple(part.name for part in form.parts) == names
@@ -123,20 +123,20 @@ def test_runs_of_blocks_give_the_bytes_of_the_whole(scheme: str, shape: tuple[in
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_the_way_back_is_within_a_code_of_the_weights(scheme: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_dequantized_values_are_within_one_code(scheme: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     tensor = weights(shape, dtype)
     form, (payload, scales, table) = read_back(stored(tensor, scheme), scheme, spec_of(shape, dtype_name(dtype)))
     assert form.shape == shape
     assert form.scheme == SCHEMES[scheme].codes
-    found = dequantize(form, payload, scales, table, dtype)
-    assert (found.dtype, tuple(found.shape)) == (dtype, shape)
+    result = dequantize(form, payload, scales, table, dtype)
+    assert (result.dtype, tuple(result.shape)) == (dtype, shape)
     widest = float(table.sort().values.diff().max())
     of_each = scales.repeat_interleave(SCHEMES[scheme].block)[: tensor.numel()].view(shape)
     # half of the widest step, and what scales and results are rounded by
-    assert bool(((found.float() - tensor.float()).abs() <= of_each * (widest / 2 + 0.05)).all())
+    assert bool(((result.float() - tensor.float()).abs() <= of_each * (widest / 2 + 0.05)).all())
 
 
-def test_parts_that_are_missing_or_of_another_size_are_refused(scheme: str) -> None:
+def test_missing_and_wrong_parts_are_refused(scheme: str) -> None:
     content, spec = stored(weights((65, 67)), scheme), spec_of((65, 67))
     specs, key = specs_of(spec, scheme), state_key("w", scheme)
     state = content[key] if key is not None else b""
@@ -144,7 +144,7 @@ def test_parts_that_are_missing_or_of_another_size_are_refused(scheme: str) -> N
     for name, (_, _, role) in zip(part_names("w", scheme), SCHEMES[scheme].parts, strict=True):
         if name != "w":
             with pytest.raises(IncompleteSplitError, match="without its part"):
-                read_state("w", scheme, {other: found for other, found in specs.items() if other != name}, state)
+                read_state("w", scheme, {part: s for part, s in specs.items() if part != name}, state)
         changed = [specs[name]._replace(shape=(specs[name].elements + 1,)), specs[name]._replace(dtype="I8")]
         for wrong in changed if role is not PartRole.STATE and (name != "w" or key is not None) else []:
             with pytest.raises(IncompleteSplitError, match=f"a {scheme} tensor of shape"):
@@ -161,9 +161,9 @@ def test_products_are_those_of_the_matrix(scheme: str, count: int, dtype: torch.
     matrix = products.Matrix(form, *parts)
     x = torch.randn(count, 1024, generator=torch.Generator().manual_seed(4)).to(dtype)
     expected = x.double() @ matrix.dequantized(torch.float32).double().T
-    found = matrix.linear(x, None)
-    assert found.dtype == dtype
-    assert float((found.double() - expected).norm() / expected.norm()) < (1e-2 if dtype == torch.bfloat16 else 3e-3)
+    result = matrix.linear(x, None)
+    assert result.dtype == dtype
+    assert float((result.double() - expected).norm() / expected.norm()) < (1e-2 if dtype == torch.bfloat16 else 3e-3)
     alone = matrix.linear(x[:1], None)
     grouped = matrix.grouped(x)
     if grouped is not None:

@@ -17,11 +17,11 @@ from rabbitllm.quant.vectors import _nearest_bfloat16, table_of
 def test_rounding_to_bfloat16_is_torchs() -> None:
     values = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
     ties = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 0.0])
-    for found in (values, ties):
-        assert torch.equal(torch.from_numpy(_nearest_bfloat16(found.numpy())), found.bfloat16().float())
+    for floats in (values, ties):
+        assert torch.equal(torch.from_numpy(_nearest_bfloat16(floats.numpy())), floats.bfloat16().float())
 
 
-def test_a_factor_loses_less_than_none() -> None:
+def test_a_factor_reduces_the_rounding_error() -> None:
     values = np.sort(np.random.default_rng(3).uniform(-1, 1, 16)).astype(np.float32)
     words = table_of("4bit", PAIRS, values.tobytes())
     assert words is not None
@@ -32,7 +32,7 @@ def test_a_factor_loses_less_than_none() -> None:
     assert np.square(with_factor - values).sum() < 0.5 * np.square(_nearest_bfloat16(values) - values).sum()
 
 
-def test_what_bfloat16_can_say_stays_as_it_is() -> None:
+def test_bfloat16_values_are_unchanged() -> None:
     values = np.linspace(-1, 1, 257, dtype=np.float32)[:256]
     words = table_of("8bit", PAIRS, values.tobytes())
     assert words is not None
@@ -40,7 +40,7 @@ def test_what_bfloat16_can_say_stays_as_it_is() -> None:
     assert np.array_equal((words[:256].astype(np.uint32) << 16).view(np.float32) * back, values)
 
 
-def test_the_table_of_4bit_is_the_values_themselves() -> None:
+def test_the_4bit_table_is_its_values() -> None:
     values = np.linspace(-1, 1, 16, dtype=np.float32)
     assert np.array_equal(table(4, values), values)
 
@@ -48,8 +48,8 @@ def test_the_table_of_4bit_is_the_values_themselves() -> None:
 def on_ramps(ramps: npt.NDArray[np.float32], code: int) -> float:
     """What a code means, by a table of slopes and starts."""
     distance = 4.0 * abs(code - 127)
-    number = math.frexp(distance)[1] + 126 if distance else 0  # float32's own exponent
-    return math.copysign(float(ramps[number % 8]) * distance + float(ramps[16 + number % 8]), code - 127)
+    exponent = math.frexp(distance)[1] + 126 if distance else 0  # float32's own exponent
+    return math.copysign(float(ramps[exponent % 8]) * distance + float(ramps[16 + exponent % 8]), code - 127)
 
 
 def test_the_dynamic_map_of_bitsandbytes_is_eight_ramps() -> None:
@@ -63,7 +63,7 @@ def test_the_dynamic_map_of_bitsandbytes_is_eight_ramps() -> None:
 
 @pytest.mark.parametrize("code", [0, 63, 126, 128, 130, 254])  # 127 and 255 have a line to themselves
 @pytest.mark.parametrize("wrong", [1.00001, -1.0, math.nan, math.inf])
-def test_a_map_that_is_no_ramps_has_no_table(code: int, wrong: float) -> None:
+def test_maps_without_ramps_have_no_table(code: int, wrong: float) -> None:
     values = np.frombuffer(int8_code(), np.float32).copy()
     values[code] *= wrong
     for width in (8, 16):
@@ -71,6 +71,6 @@ def test_a_map_that_is_no_ramps_has_no_table(code: int, wrong: float) -> None:
 
 
 def table(bits: int, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    found = table_of(f"{bits}bit", 16, values.tobytes())
-    assert found is not None
-    return found
+    result = table_of(f"{bits}bit", 16, values.tobytes())
+    assert result is not None
+    return result

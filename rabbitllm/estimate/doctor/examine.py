@@ -85,10 +85,10 @@ def probe_memory(root: Path = Path("/")) -> Memory:
     """Return the machine's memory, with the limits of control groups and of the process."""
     import psutil
 
-    found = psutil.virtual_memory()
+    memory = psutil.virtual_memory()
     groups, limits = tuple(group_limits(root)), tuple(process_limits(root))
     # memory is read twice; other processes may free some in between
-    return Memory(int(found.total), int(found.available), min(available_ram(), int(found.available)), groups, limits)
+    return Memory(int(memory.total), int(memory.available), min(available_ram(), int(memory.available)), groups, limits)
 
 
 def probe_processor(root: Path = Path("/")) -> Processor:
@@ -99,25 +99,25 @@ def probe_processor(root: Path = Path("/")) -> Processor:
         lines = []
     values = {name.strip(): value.strip() for name, sign, value in (line.partition(":") for line in lines) if sign}
     flags = set((values.get("flags") or values.get("Features") or "").split())
-    known = INSTRUCTIONS if "flags" in values else _ARM
+    instruction_flags = INSTRUCTIONS if "flags" in values else _ARM
     name = values.get("model name") or platform.processor() or platform.machine()
     cores = os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    instructions = {name: bool(needed & flags) for name, needed in known.items()} if flags else {}
+    instructions = {name: bool(needed & flags) for name, needed in instruction_flags.items()} if flags else {}
     return Processor(name, cores, min([float(allowed), *_quotas(root)]), instructions)
 
 
 def _quotas(root: Path) -> list[float]:
     """Return the cores that control groups allow at a time (v2: cpu.max; v1: cpu.cfs_quota_us)."""
-    found = []
+    quotas = []
     for folder, names in (("", ("cpu.max",)), ("cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us"))):
         try:
             quota = " ".join((root / "sys/fs/cgroup" / folder / name).read_text() for name in names).split()
         except OSError:
             continue
         if len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit() and int(quota[1]):
-            found.append(int(quota[0]) / int(quota[1]))
-    return found
+            quotas.append(int(quota[0]) / int(quota[1]))
+    return quotas
 
 
 def probe_gpus(*, ask_torch: bool = True) -> Gpus:
@@ -133,14 +133,14 @@ def probe_gpus(*, ask_torch: bool = True) -> Gpus:
 
     from rabbitllm.engine.devices import capability_suits_bf16
 
-    found = []
+    gpus = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         capability = (properties.major, properties.minor)
         bfloat16 = capability_suits_bf16(capability)
-        found.append(Gpu(f"cuda:{index}", properties.name, total, free, capability, bfloat16))
-    return Gpus(tuple(found), driver, torch.__version__)
+        gpus.append(Gpu(f"cuda:{index}", properties.name, total, free, capability, bfloat16))
+    return Gpus(tuple(gpus), driver, torch.__version__)
 
 
 def probe_hub(seconds: float = 3.0) -> Hub:
@@ -212,43 +212,43 @@ def probe_packages(*, load: bool = True) -> tuple[Package, ...]:
     Args:
         load: try to import those with compiled parts; this takes seconds.
     """
-    wanted = _wanted_versions()
+    versions = _wanted_versions()
     return tuple(
-        _package(name, use, wanted.get(_plain(name), ""), uses, load)
+        _package(name, use, versions.get(_plain(name), ""), uses, load)
         for uses in (ESSENTIAL, WANTED, OPTIONAL)
         for name, use in uses.items()
     )
 
 
-def _package(name: str, use: str, wanted: str, uses: Mapping[str, str], load: bool) -> Package:
+def _package(name: str, use: str, accepted: str, uses: Mapping[str, str], load: bool) -> Package:
     from packaging.specifiers import SpecifierSet
 
     try:
         version: str | None = metadata.version(name)
     except metadata.PackageNotFoundError:
         version = None
-    fits = version is not None and (not wanted or SpecifierSet(wanted).contains(version, prereleases=True))
+    fits = version is not None and (not accepted or SpecifierSet(accepted).contains(version, prereleases=True))
     problem = None
     if load and version is not None and name in _LOADED:
         try:
             _LOADED[name]()
         except Exception as error:  # a broken library may raise anything
             problem = _first_line(error)
-    return Package(name, version, wanted, fits, use, uses is ESSENTIAL, uses is OPTIONAL, problem)
+    return Package(name, version, accepted, fits, use, uses is ESSENTIAL, uses is OPTIONAL, problem)
 
 
 def _wanted_versions() -> dict[str, str]:
     """Return package -> required versions; empty if this package is on the path but not installed."""
     from packaging.requirements import InvalidRequirement, Requirement
 
-    found = {}
+    versions = {}
     with contextlib.suppress(metadata.PackageNotFoundError):
         for line in metadata.requires("rabbitllm") or []:
             with contextlib.suppress(InvalidRequirement):
-                one = Requirement(line)
-                if str(one.specifier):
-                    found[_plain(one.name)] = str(one.specifier)
-    return found
+                requirement = Requirement(line)
+                if str(requirement.specifier):
+                    versions[_plain(requirement.name)] = str(requirement.specifier)
+    return versions
 
 
 def _plain(name: str) -> str:
@@ -276,7 +276,7 @@ def probe_folders(host: Host | None = None, mounts: Path = Path("/proc/self/moun
     for use, path in named:
         uses.setdefault(path.expanduser().absolute(), []).append(use)
     kinds = file_systems(mounts)
-    return tuple(folder_of(tuple(found), path, kinds, host) for path, found in uses.items())
+    return tuple(folder_of(tuple(folder_uses), path, kinds, host) for path, folder_uses in uses.items())
 
 
 def _first_line(error: Exception) -> str:
@@ -304,13 +304,13 @@ class Probes:
 
     def begin(self, name: str, probe: Callable[[], Found], seconds: float) -> Callable[[], Found | None]:
         """Begin a probe that may not return; the returned function waits for it until `seconds` from now at most."""
-        found: Future[Found] = Future()
+        answer: Future[Found] = Future()
 
         def work() -> None:
             try:
-                found.set_result(probe())
+                answer.set_result(probe())
             except Exception as error:
-                found.set_exception(error)
+                answer.set_exception(error)
 
         until = time.perf_counter() + seconds
         thread = DaemonThread(work, f"probe-{name}")
@@ -318,9 +318,9 @@ class Probes:
 
         def wait() -> Found:
             thread.join(max(until - time.perf_counter(), 0))
-            if not found.done():
+            if not answer.done():
                 raise TimeoutError(f"no answer within {seconds:.0f} s")
-            return found.result()
+            return answer.result()
 
         return lambda: self.run(name, wait)
 
@@ -340,9 +340,9 @@ def examine(*, quick: bool = False, every: bool = False, on_probe: Callable[[str
     host = probes.run("the host", lambda: host_of(os.environ))
     folders = probes.run("disks", lambda: probe_folders(host)) or ()
     models = [
-        found
+        estimate
         for model in probes.run("the list of models", outline.published) or ()
-        if (found := probes.run(model.repository, partial(on_disk, model, folders)))
+        if (estimate := probes.run(model.repository, partial(on_disk, model, folders)))
     ]
     packages = probes.run("packages", lambda: probe_packages(load=not quick)) or ()
     gpus = probes.run("GPUs", lambda: probe_gpus(ask_torch=not quick))
@@ -363,7 +363,7 @@ def examine(*, quick: bool = False, every: bool = False, on_probe: Callable[[str
         packages=packages,
         rates=rates,
     )
-    smallest = min((need.disk_bytes for model in models for one in model.at for need in one.needs), default=0)
+    smallest = min((need.disk_bytes for model in models for choice in model.at for need in choice.needs), default=0)
     advice = advise(machine, smallest)
     seconds = time.perf_counter() - start
     return Report(__version__, machine, tuple(models), devices, advice, tuple(probes.failures), seconds)
@@ -376,7 +376,7 @@ def _measured(
     engine = probes.run("the engine", lambda: importlib.import_module("rabbitllm.estimate.machine"))  # takes seconds
     if engine is None:
         return (), models, ()
-    known = {model.repository: model for model in outline.published()}
+    published = {model.repository: model for model in outline.published()}
     rates: list[Speed] = []
 
     def measure_all() -> tuple[str, ...]:
@@ -390,7 +390,7 @@ def _measured(
                     why = f"measuring took longer than {MEASURING_SECONDS:.0f} s: this machine is busy"
                     probes.failures.append(Failure(f"speed of {model.name} and later models", why))
                     break
-                timed = partial(with_times, known[model.repository], model, machine, locations.home(), every)
+                timed = partial(with_times, published[model.repository], model, machine, locations.home(), every)
                 models[index] = probes.run(model.name, timed) or model
             return tuple(device.name for device in machine.devices)
 
@@ -413,12 +413,12 @@ def on_disk(model: Published, folders: Iterable[Folder]) -> ModelEstimate:
     """
     model_outline = model.outline
     by_use = {use: folder for folder in folders for use in folder.uses}
-    found = tuple(
+    choices = tuple(
         AtCompression(compression, output, tuple(_need(name, model, output, by_use) for name in ROUTES))
         for compression in model_outline.compressions
         for output in [model_outline.output_bytes(compression)]
     )
-    return ModelEstimate(model.repository, model.parameters, model_outline.checkpoint_bytes, found, model.quantized)
+    return ModelEstimate(model.repository, model.parameters, model_outline.checkpoint_bytes, choices, model.quantized)
 
 
 def _need(route: str, model: Published, output: int, by_use: Mapping[str, Folder]) -> Need:
@@ -436,29 +436,29 @@ def _need(route: str, model: Published, output: int, by_use: Mapping[str, Folder
 
 
 def with_times(
-    model: Published, found: ModelEstimate, machine: Machine, folder: Path, every: bool = False
+    model: Published, estimate: ModelEstimate, machine: Machine, folder: Path, every: bool = False
 ) -> ModelEstimate:
     """Return the same estimate with times of generation; a problem at one compression is recorded there.
 
     Args:
         model: the model.
-        found: its estimate from `on_disk`.
+        estimate: its estimate from `on_disk`.
         machine: the machine.
         folder: the future folder of layer files.
         every: also for compressions for which the disk has no room.
     """
     from rabbitllm.estimate.predict import predict_outline
 
-    def timed(one: AtCompression) -> AtCompression:
+    def timed(choice: AtCompression) -> AtCompression:
         with ScratchFolder() as work:
             try:
-                _, generation = predict_outline(model.outline, one.compression, folder, machine, work)
+                _, generation = predict_outline(model.outline, choice.compression, folder, machine, work)
             except Exception as error:  # one failed estimate must not end the list
-                return dataclasses.replace(one, problem=str(error).split("\n")[0] or type(error).__name__)
-        return dataclasses.replace(one, generation=generation)
+                return dataclasses.replace(choice, problem=str(error).split("\n")[0] or type(error).__name__)
+        return dataclasses.replace(choice, generation=generation)
 
     return dataclasses.replace(
-        found, at=tuple(timed(one) if every or one.route is not None else one for one in found.at)
+        estimate, at=tuple(timed(choice) if every or choice.route is not None else choice for choice in estimate.at)
     )
 
 
@@ -481,9 +481,9 @@ def advise(machine: MachineInfo, needed: int) -> tuple[Advice, ...]:
         machine: results of the probes.
         needed: bytes of disk that the smallest model takes.
     """
-    found = [*_of_packages(machine), *_of_transformers(machine), *_of_disks(machine, needed), *_of_memory(machine)]
-    found += [*_of_gpus(machine), *_of_processor(machine), *_of_hub(machine), *_of_rates(machine)]
-    return tuple(sorted(found, key=lambda advice: not advice.essential))
+    items = [*_of_packages(machine), *_of_transformers(machine), *_of_disks(machine, needed), *_of_memory(machine)]
+    items += [*_of_gpus(machine), *_of_processor(machine), *_of_hub(machine), *_of_rates(machine)]
+    return tuple(sorted(items, key=lambda advice: not advice.essential))
 
 
 def _of_packages(machine: MachineInfo) -> Iterator[Advice]:
@@ -515,7 +515,7 @@ def _of_disks(machine: MachineInfo, needed: int) -> Iterator[Advice]:
     splits = next((folder for folder in machine.folders if SPLITS in folder.uses), None)
     if splits is None:
         return
-    others = [one for one in machine.folders if one is not splits and one.writable and not one.in_memory]
+    others = [folder for folder in machine.folders if folder is not splits and folder.writable and not folder.in_memory]
     roomiest = max(others, key=lambda folder: folder.room, default=None)
     better = roomiest if roomiest is not None and roomiest.room >= max(needed, 2 * splits.room) else None
     command = f"export RABBITLLM_HOME={shlex.quote(str(better.path / 'rabbitllm'))}" if better is not None else None
@@ -543,8 +543,8 @@ def _of_memory(machine: MachineInfo) -> Iterator[Advice]:
     memory = machine.memory
     if memory is None:
         return
-    named = [(one.room, f"the control group {one.folder} allows {size(one.limit)}") for one in memory.groups]
-    named += [(one.room, f"{one.name} allows {size(one.limit)}") for one in memory.limits]
+    named = [(group.room, f"the control group {group.folder} allows {size(group.limit)}") for group in memory.groups]
+    named += [(limit.room, f"{limit.name} allows {size(limit.limit)}") for limit in memory.limits]
     room, limit = min(named, default=(memory.free, ""))
     why = f": {limit}" if room < memory.free else ""
     if memory.usable < MIN_MEMORY:

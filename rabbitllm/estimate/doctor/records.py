@@ -202,11 +202,11 @@ class ModelEstimate:
     @property
     def best(self) -> AtCompression | None:
         """The compression that fits the disk with the fastest token, or the smallest one if no time is known."""
-        fitting = [one for one in self.at if one.route is not None]
-        timed = [one for one in fitting if one.token_seconds is not None]
+        fitting = [choice for choice in self.at if choice.route is not None]
+        timed = [choice for choice in fitting if choice.token_seconds is not None]
         if timed:
-            return min(timed, key=lambda one: one.token_seconds or 0.0)
-        return min(fitting, key=lambda one: one.output_bytes, default=None)
+            return min(timed, key=lambda choice: choice.token_seconds or 0.0)
+        return min(fitting, key=lambda choice: choice.output_bytes, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,8 +284,8 @@ def as_record(report: Report) -> dict[str, Any]:
     for entry, model in zip(content["models"], report.models, strict=True):
         best = model.best
         entry["best"] = None if best is None else {"compression": best.compression, "route": best.route}
-        for record, one in zip(entry["at"], model.at, strict=True):
-            record["route"], record["fits"] = one.route, one.route is not None
+        for record, choice in zip(entry["at"], model.at, strict=True):
+            record["route"], record["fits"] = choice.route, choice.route is not None
     for entry, package in zip(content["machine"]["packages"], report.machine.packages, strict=True):
         entry["sound"] = package.sound
     return content

@@ -78,14 +78,14 @@ def _machine_values(machine: MachineInfo) -> Iterator[tuple[str, str]]:
         yield "hub", _hub(machine.hub)
     if machine.packages:
         yield "packages", _packages(machine.packages)
-    for number, rate in enumerate(machine.rates):
-        yield "" if number else "measured", f"{speed(rate.bytes_per_second)} {rate.what}"
+    for index, rate in enumerate(machine.rates):
+        yield "" if index else "measured", f"{speed(rate.bytes_per_second)} {rate.what}"
 
 
 def _memory(memory: Memory) -> str:
     text = f"{size(memory.total)}, {size(memory.free)} free"
-    named = [(f"a control group (v{one.version})", one.limit, one.room) for one in memory.groups]
-    named += [(one.name, one.limit, one.room) for one in memory.limits]
+    named = [(f"a control group (v{group.version})", group.limit, group.room) for group in memory.groups]
+    named += [(group.name, group.limit, group.room) for group in memory.limits]
     for name, limit, room in named:
         if limit < memory.total:
             text += f"; {name} allows {size(limit)}, {size(room)} of it free"
@@ -113,17 +113,17 @@ def _gpus(machine: MachineInfo) -> Iterator[tuple[str, str]]:
 
 def _folders(folders: Sequence[Folder]) -> Iterator[tuple[str, str]]:
     first_use: dict[int, str] = {}
-    for number, folder in enumerate(folders):
+    for index, folder in enumerate(folders):
         if folder.disk in first_use:
             room = f"on the disk of {first_use[folder.disk]}"
         else:
-            kind = f", {folder.filesystem}" if folder.filesystem else ""
-            room = f"{size(folder.free)} free of {size(folder.total)}{kind}" + (", in RAM" if folder.in_memory else "")
+            fs = f", {folder.filesystem}" if folder.filesystem else ""
+            room = f"{size(folder.free)} free of {size(folder.total)}{fs}" + (", in RAM" if folder.in_memory else "")
         first_use.setdefault(folder.disk, folder.uses[0])
         quota = f", {size(folder.quota)} at most" if folder.quota is not None else ""
         access = "" if folder.writable else ", not writable"
         path = shortened(folder.path)
-        yield "" if number else "disks", f"{' and '.join(folder.uses)}: {room}{quota}{access} ({path})"
+        yield "" if index else "disks", f"{' and '.join(folder.uses)}: {room}{quota}{access} ({path})"
 
 
 def _hub(hub: Hub) -> str:
@@ -148,7 +148,7 @@ def _packages(packages: Sequence[Package]) -> str:
 
 
 def _show_models(console: Console, report: Report, every: bool) -> None:
-    timed = any(one.generation for model in report.models for one in model.at)
+    timed = any(choice.generation for model in report.models for choice in model.at)
     title = f"seconds per token on {', '.join(report.devices)}" if timed else "size of the layer files"
     put(console, Text(f"Models that fit, and {title}", "bold"))
     if every:
@@ -174,21 +174,21 @@ def _line(model: ModelEstimate, shown: Sequence[str | None], timed: bool) -> Tex
     billions = model.parameters / 1e9
     parameters = f"{billions:.1f} B" if billions < 99.5 else f"{billions:.0f} B"
     line = Text.assemble((f"{name:<{_NAME}}", "bold"), f"{parameters:>6}  ")
-    at = {one.compression: one for one in model.at}
+    choices = {choice.compression: choice for choice in model.at}
     for compression in shown:
-        cell, style = _cell(at[compression], timed) if compression in at else ("", "")
+        cell, style = _cell(choices[compression], timed) if compression in choices else ("", "")
         line.append(cell, style)
         line.append(" " * (_CELL - len(cell)))
     line.rstrip()
     return line
 
 
-def _cell(one: AtCompression, timed: bool) -> tuple[str, str]:
+def _cell(choice: AtCompression, timed: bool) -> tuple[str, str]:
     """Return the cell of a model at a compression, and its colour."""
-    if one.route is None:
-        return f"no: {_rough(min(need.disk_bytes for need in one.needs))}", "red"
-    value = moment(one.token_seconds) if timed else _rough(one.output_bytes)
-    return value + _MARKS[one.route], "yellow" if _MARKS[one.route] else "green"
+    if choice.route is None:
+        return f"no: {_rough(min(need.disk_bytes for need in choice.needs))}", "red"
+    value = moment(choice.token_seconds) if timed else _rough(choice.output_bytes)
+    return value + _MARKS[choice.route], "yellow" if _MARKS[choice.route] else "green"
 
 
 def _rough(nbytes: int) -> str:
@@ -197,22 +197,22 @@ def _rough(nbytes: int) -> str:
 
 def _show_model(console: Console, model: ModelEstimate) -> None:
     console.print()
-    kind = f", {model.quantized}" if model.quantized else ""
-    sizes = f": {large(model.parameters)} parameters, {size(model.checkpoint_bytes)} as published{kind}"
+    quantized = f", {model.quantized}" if model.quantized else ""
+    sizes = f": {large(model.parameters)} parameters, {size(model.checkpoint_bytes)} as published{quantized}"
     put(console, Text.assemble((model.repository, "bold"), sizes))
     heads = ("standard", "sequential", "stream", "fits by", "stays", "read", "a token")
     put(console, Text(_columns("GiB", *heads), "dim"))
-    for one in model.at:
-        needs = {need.route: need.disk_bytes for need in one.needs}
+    for choice in model.at:
+        needs = {need.route: need.disk_bytes for need in choice.needs}
         disk = [f"{needs[route] / 2**30:,.1f}" for route in _ROUTES]
-        name = one.route or "nothing"
+        name = choice.route or "nothing"
         route = "stream" if name == "sequential_stream" else name.split("_")[0]
-        found = one.generation
-        stays, read = (f"{found.stays_bytes / 2**30:,.1f}", f"{found.read_bytes / 2**30:,.1f}") if found else ("", "")
-        row = _columns(one.compression or "uncompressed", *disk, route, stays, read, moment(one.token_seconds))
-        put(console, Text(row, "red" if one.route is None else ""))
-        if one.problem is not None:
-            put(console, Text(f"  no speed estimate: {harmless(one.problem)}", "yellow"))
+        gen = choice.generation
+        stays, read = (f"{gen.stays_bytes / 2**30:,.1f}", f"{gen.read_bytes / 2**30:,.1f}") if gen else ("", "")
+        row = _columns(choice.compression or "uncompressed", *disk, route, stays, read, moment(choice.token_seconds))
+        put(console, Text(row, "red" if choice.route is None else ""))
+        if choice.problem is not None:
+            put(console, Text(f"  no speed estimate: {harmless(choice.problem)}", "yellow"))
 
 
 def _columns(name: str, *values: str) -> str:

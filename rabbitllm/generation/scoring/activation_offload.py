@@ -38,17 +38,17 @@ class NoRoom(Exception):
 
 def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
     """All tensors among values and in their tuples, lists and dicts, which may contain themselves."""
-    found: list[torch.Tensor] = []
-    seen: set[int] = set()
+    tensors: list[torch.Tensor] = []
+    visited: set[int] = set()
     waiting = [*values]
     while waiting:
         value = waiting.pop()
         if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, tuple | list | dict) and id(value) not in seen:
-            seen.add(id(value))
+            tensors.append(value)
+        elif isinstance(value, tuple | list | dict) and id(value) not in visited:
+            visited.add(id(value))
             waiting += value.values() if isinstance(value, dict) else value
-    return found
+    return tensors
 
 
 @dataclass(slots=True)
@@ -123,25 +123,25 @@ class ActivationOffload:
         Raises:
             NoRoom: they fit neither into memory nor into the file.
         """
-        storages = {one._cdata: one for one in (tensor.untyped_storage() for tensor in tensors)}
-        found = {
-            key: one
-            for key, one in storages.items()
-            if key in self._offloaded or (key not in self._fixed and one.nbytes() >= BLOCK and one.resizable())
+        storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+        movable = {
+            key: storage
+            for key, storage in storages.items()
+            if key in self._offloaded or (key not in self._fixed and storage.nbytes() >= BLOCK and storage.resizable())
         }
-        for key in self._by_owner.get(owner, {}).keys() - found.keys():
+        for key in self._by_owner.get(owner, {}).keys() - movable.keys():
             self._release(key, owner)
-        self._by_owner[owner] = found
-        for key, storage in found.items():
+        self._by_owner[owner] = movable
+        for key, storage in movable.items():
             self._owners.setdefault(key, set()).add(owner)
             if key not in self._offloaded:
                 self._resident[key] = storage.nbytes()
         resident = sum(self._resident.values())
-        for key in sorted(found.keys() & self._resident.keys(), key=lambda key: -self._resident[key]):
+        for key in sorted(movable.keys() & self._resident.keys(), key=lambda key: -self._resident[key]):
             if resident <= self._device_bytes:
                 break
             if len(self._owners[key]) == 1:  # a shared one is in use while any of its owners computes
-                self._offloaded[key] = self._offload(found[key])
+                self._offloaded[key] = self._offload(movable[key])
                 resident -= self._resident.pop(key)
         self.max_resident = max(self.max_resident, resident)
 

@@ -39,7 +39,7 @@ from rabbitllm.generation.packed_batch import (
 )
 from rabbitllm.generation.request import ModelLimits
 from rabbitllm.generation.scoring.micro_batches import MicroBatch, Segment, Segments
-from rabbitllm.generation.scoring.tasks import Asked, Scored
+from rabbitllm.generation.scoring.tasks import Scored, TextRequest
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
 
 
-class Relay:
+class PrefixHandoff:
     """The KV cache of a prefix in one layer, (1, heads, tokens, width), from one micro-batch to the next.
 
     Not a dict: what containers in a waiting function hold is offloaded, and two micro-batches hold a relay.
@@ -90,8 +90,8 @@ class SegmentCache(PackedCache):
         segments: Segments,
         config: PretrainedConfig,
         shares: bool,
-        before: Relay | None = None,
-        after: Relay | None = None,
+        before: PrefixHandoff | None = None,
+        after: PrefixHandoff | None = None,
         shared_prefix: int = 0,
     ) -> None:
         computed = segments.computed
@@ -130,26 +130,26 @@ class SegmentCache(PackedCache):
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, pairs: Sequence[Pair | None]
     ) -> Iterator[Pair]:
         """The key and value tensor that each segment may attend to."""
-        own, known, self._known = self._by_row(keys, values), self._known, None
+        computed, prefix, self._known = self._by_row(keys, values), self._known, None
         for part in self._segments.computed:
-            yield self._joined([*(self._segments.parts[number] for number in part.after), part], own, known)
+            yield self._joined([*(self._segments.parts[index] for index in part.after), part], computed, prefix)
 
     def _by_row(self, keys: torch.Tensor, values: torch.Tensor) -> dict[int, Pair]:
         """First row of a segment -> its new key and value tensor."""
         return {
-            part.row: own for part, own in zip(self._segments.computed, self._by_sequence(keys, values), strict=True)
+            part.row: pair for part, pair in zip(self._segments.computed, self._by_sequence(keys, values), strict=True)
         }
 
-    def _joined(self, chain: Sequence[Segment], own: Mapping[int, Pair], known: Pair | None) -> Pair:
+    def _joined(self, chain: Sequence[Segment], computed: Mapping[int, Pair], prefix: Pair | None) -> Pair:
         """The key and value tensor of a chain of segments."""
         end = sum(len(part.ids) for part in chain if part.is_known)
-        found = [own[part.row] for part in chain if not part.is_known]
+        pairs = [computed[part.row] for part in chain if not part.is_known]
         if end:
-            assert known is not None
-            found.insert(0, (known[0][:, :, :end], known[1][:, :, :end]))
-        if len(found) == 1:
-            return found[0]
-        keys, values = zip(*found, strict=True)
+            assert prefix is not None
+            pairs.insert(0, (prefix[0][:, :, :end], prefix[1][:, :, :end]))
+        if len(pairs) == 1:
+            return pairs[0]
+        keys, values = zip(*pairs, strict=True)
         return torch.cat(keys, 2), torch.cat(values, 2)
 
     def spans(self) -> list[MaskSpan]:
@@ -173,19 +173,19 @@ class _Cut:
     """The cut of the body's output in the forward of this greenlet.
 
     Args:
-        wanted: indices of the output rows for the head, in the flattened batch; None for all.
+        rows: indices of the output rows for the head, in the flattened batch; None for all.
         keeps: whether all rows are needed too.
 
     Attributes:
         is_reached: whether the body has been called.
         output: output of the body, whose rows `give` replaces.
         states: (all rows, hidden) if they are needed, else None.
-        chosen: (wanted, hidden); None if all rows are used, or if the output cannot be cut.
+        chosen: (rows, hidden); None if all rows are used, or if the output cannot be cut.
         part: the slice of `chosen` for the current call of the head.
     """
 
-    def __init__(self, wanted: torch.Tensor | None, keeps: bool) -> None:
-        self._wanted = wanted
+    def __init__(self, rows: torch.Tensor | None, keeps: bool) -> None:
+        self._wanted = rows
         self._keeps = keeps
         self.is_reached = False
         self.output: Any = None
@@ -251,8 +251,8 @@ class ScoringForward:
         self._model = model
         # some models call a module inside their base model; some have no base model under the name that they declare
         named = (model.base_model, model.get_decoder(), *model.children())
-        found = [body for body in named if isinstance(body, PreTrainedModel)]
-        self._bodies = list({id(body): body for body in found if body is not model}.values())
+        bodies = [body for body in named if isinstance(body, PreTrainedModel)]
+        self._bodies = list({id(body): body for body in bodies if body is not model}.values())
         self._base = self._bodies[0] if self._bodies else model
         self._whole = whole
         self._keep = keep
@@ -267,23 +267,23 @@ class ScoringForward:
         """Cut the output of the model's body inside the context, for the forwards of this object."""
         before = [(body, body._compiled_call_impl) for body in self._bodies]
         try:
-            for body, own in before:
-                body._compiled_call_impl = _cutting(own or body._call_impl)
+            for body, compiled in before:
+                body._compiled_call_impl = _cutting(compiled or body._call_impl)
             with attention_by_sequence(self._configs):
                 yield
         finally:
-            for body, own in before:
-                body._compiled_call_impl = own
+            for body, compiled in before:
+                body._compiled_call_impl = compiled
 
     def ids(self, batch: MicroBatch) -> torch.Tensor:
         """The ids of a micro-batch: (1, rows) if packed, else (texts, length)."""
         if batch.segments is not None:
-            found = torch.tensor([[token for part in batch.segments.computed for token in part.ids]])
+            ids = torch.tensor([[token for part in batch.segments.computed for token in part.ids]])
         else:
-            found = torch.zeros(len(batch.tasks), batch.length, dtype=torch.long)
-            for row, task in zip(found, batch.tasks, strict=True):
+            ids = torch.zeros(len(batch.tasks), batch.length, dtype=torch.long)
+            for row, task in zip(ids, batch.tasks, strict=True):
                 row[: len(task.ids)] = torch.tensor(task.ids)
-        return found.to(self._model.device)
+        return ids.to(self._model.device)
 
     @torch.no_grad()
     def __call__(
@@ -291,8 +291,8 @@ class ScoringForward:
         batch: MicroBatch,
         ids: torch.Tensor,
         indices: Sequence[int],
-        before: Relay | None = None,
-        after: Relay | None = None,
+        before: PrefixHandoff | None = None,
+        after: PrefixHandoff | None = None,
     ) -> list[Scored]:
         """Compute the results of all texts of a micro-batch.
 
@@ -306,30 +306,30 @@ class ScoringForward:
             NotPackable: the model deviates from the tested behaviour of its family.
             ScoringError: its forward returns an unexpected output.
         """
-        rows = [batch.rows(number) for number in range(len(batch.tasks))]
-        wanted = {} if self._keep is not None else _wanted(batch, rows)
-        keeps = self._keep is not None or any(one.pooling for task in batch.tasks for one in task.asked)
-        cut = _Cut(torch.tensor(list(wanted), device=ids.device) if wanted and not self._whole else None, keeps)
+        rows = [batch.rows(text) for text in range(len(batch.tasks))]
+        targets = {} if self._keep is not None else _wanted(batch, rows)
+        keeps = self._keep is not None or any(request.pooling for task in batch.tasks for request in task.asked)
+        cut = _Cut(torch.tensor(list(targets), device=ids.device) if targets and not self._whole else None, keeps)
         token = _active.set(cut)
         try:
             if batch.segments is None:
-                chances = self._chances(cut, {"input_ids": ids, "use_cache": False, **_RETURN}, wanted)
+                chances = self._chances(cut, {"input_ids": ids, "use_cache": False, **_RETURN}, targets)
             else:
                 shared_prefix = batch.shared_prefix
                 cache = SegmentCache(batch.segments, self._config, self._shares, before, after, shared_prefix)
                 with sequences_of(cache):
-                    chances = self._chances(cut, _packed_inputs(batch.segments, ids, cache), wanted)
+                    chances = self._chances(cut, _packed_inputs(batch.segments, ids, cache), targets)
                 cache.finish()
         finally:
             _active.reset(token)
-        found = [(indices[one.number], one, rows[at]) for at, task in enumerate(batch.tasks) for one in task.asked]
+        requests = [(indices[r.number], r, rows[text]) for text, task in enumerate(batch.tasks) for r in task.asked]
         if self._keep is None:
-            return [_scored(index, one, own, chances, cut.states) for index, one, own in found]
+            return [_scored(index, request, text_rows, chances, cut.states) for index, request, text_rows in requests]
         if cut.states is None:
             raise ScoringError(f"The body of {type(self._model).__name__} returned no hidden states.")
-        for index, one, own in found:
-            self._keep(index, cut.states[own[one.first : one.first + len(one.targets)]])
-        return [Scored(index, tokens=len(one.targets)) for index, one, _ in found]
+        for index, request, text_rows in requests:
+            self._keep(index, cut.states[text_rows[request.first : request.first + len(request.targets)]])
+        return [Scored(index, tokens=len(request.targets)) for index, request, _ in requests]
 
     @torch.no_grad()
     def logits(self, states: torch.Tensor) -> torch.Tensor:
@@ -347,21 +347,21 @@ class ScoringForward:
         token = _active.set(cut)
         try:
             ids = torch.zeros((1, len(states)), dtype=torch.long, device=self._model.device)
-            found: torch.Tensor = self._model.forward(input_ids=ids, use_cache=False, **_RETURN).logits
-            refuse_overflow(found, "logits")
-            return found[0]
+            logits: torch.Tensor = self._model.forward(input_ids=ids, use_cache=False, **_RETURN).logits
+            refuse_overflow(logits, "logits")
+            return logits[0]
         finally:
             _active.reset(token)
 
-    def _chances(self, cut: _Cut, inputs: dict[str, Any], wanted: dict[int, list[int]]) -> _Chances:
-        if not wanted:
+    def _chances(self, cut: _Cut, inputs: dict[str, Any], targets: dict[int, list[int]]) -> _Chances:
+        if not targets:
             if self._base is self._model:
                 cut.take(self._call(**inputs))
             else:
                 self._base(**inputs)
             return {}
-        every = list(wanted)
-        found: _Chances = {}
+        every = list(targets)
+        chances: _Chances = {}
         step = len(every) if self._whole else self._rows_at_once
         for begin in range(0, len(every), step):
             part = every[begin : begin + step]
@@ -369,14 +369,14 @@ class ScoringForward:
             # later slices bypass the hooks of a whole pass, which would free the weights in use
             logits = (self._model.forward if begin else self._call)(**inputs).logits.flatten(0, 1)
             if cut.chosen is None:
-                return _chances_in(logits[every], list(wanted.values()), every)
+                return _chances_in(logits[every], list(targets.values()), every)
             if len(logits) != len(part):
                 raise ScoringError(
                     f"{type(self._model).__name__} returned {len(logits):,} rows of logits for {len(part):,}.",
                     "Score with exact=True.",
                 )
-            found |= _chances_in(logits, [wanted[row] for row in part], part)
-        return found
+            chances |= _chances_in(logits, [targets[row] for row in part], part)
+        return chances
 
     def _call(self, **inputs: Any) -> Any:
         # bypasses the model's own call, which would wait for this very pass
@@ -411,12 +411,12 @@ def _packed_inputs(segments: Segments, ids: torch.Tensor, cache: SegmentCache) -
 
 def _wanted(batch: MicroBatch, rows: Sequence[Sequence[int]]) -> dict[int, list[int]]:
     """Row -> distinct tokens whose probabilities are needed from its logits; rows in ascending order."""
-    found: dict[int, dict[int, None]] = {}
-    for own, task in zip(rows, batch.tasks, strict=True):
-        for one in task.asked:
-            for at, target in enumerate(one.targets, one.first):
-                found.setdefault(own[at], {})[target] = None
-    return {row: list(found[row]) for row in sorted(found)}
+    targets: dict[int, dict[int, None]] = {}
+    for text_rows, task in zip(rows, batch.tasks, strict=True):
+        for request in task.asked:
+            for position, target in enumerate(request.targets, request.first):
+                targets.setdefault(text_rows[position], {})[target] = None
+    return {row: list(targets[row]) for row in sorted(targets)}
 
 
 def _chances_in(logits: torch.Tensor, targets: Sequence[Sequence[int]], rows: Sequence[int]) -> _Chances:
@@ -429,8 +429,8 @@ def _chances_in(logits: torch.Tensor, targets: Sequence[Sequence[int]], rows: Se
     """
     refuse_overflow(logits, "logits")
     logprobs = torch.log_softmax(logits.float(), -1)
-    indices = [index for index, own in enumerate(targets) for _ in own]
-    tokens = [token for own in targets for token in own]
+    indices = [index for index, row_targets in enumerate(targets) for _ in row_targets]
+    tokens = [token for row_targets in targets for token in row_targets]
     chosen = logprobs[torch.tensor(indices, device=logprobs.device), torch.tensor(tokens, device=logprobs.device)]
     best = logprobs.argmax(-1).tolist()
     return {
@@ -441,27 +441,27 @@ def _chances_in(logits: torch.Tensor, targets: Sequence[Sequence[int]], rows: Se
 
 def _scored(
     index: int,
-    asked: Asked,
+    request: TextRequest,
     rows: Sequence[int],
     chances: _Chances,
     states: torch.Tensor | None,
 ) -> Scored:
     embedding = None
-    if asked.pooling is not None:
+    if request.pooling is not None:
         if states is None:
             raise ScoringError("The model's body returned no hidden states, which embeddings need.")
         refuse_overflow(states[list(rows)], "hidden states")
-        if asked.pooling == "last":
+        if request.pooling == "last":
             embedding = tuple(states[rows[-1]].float().tolist())
         else:
             embedding = tuple(states[list(rows)].float().mean(0).tolist())
-    if not asked.targets:
+    if not request.targets:
         return Scored(index, embedding=embedding)
-    found = [chances[rows[at], target] for at, target in enumerate(asked.targets, asked.first)]
+    results = [chances[rows[position], target] for position, target in enumerate(request.targets, request.first)]
     return Scored(
         index,
-        math.fsum(value for value, _ in found),
-        len(found),
-        all(is_best for _, is_best in found),
+        math.fsum(value for value, _ in results),
+        len(results),
+        all(is_best for _, is_best in results),
         embedding,
     )

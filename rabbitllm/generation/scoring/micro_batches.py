@@ -70,11 +70,11 @@ class Segments:
     def path(self, text: int) -> list[Segment]:
         """The segments of a text."""
         end = self.parts[self.ends[text]]
-        return [*(self.parts[number] for number in end.after), end]
+        return [*(self.parts[index] for index in end.after), end]
 
     def rows(self, text: int) -> list[int]:
         """Indices of the tokens of a text among the computed tokens; -1 for those that are not computed."""
-        return [-1 if part.is_known else part.row + at for part in self.path(text) for at in range(len(part.ids))]
+        return [-1 if part.is_known else part.row + i for part in self.path(text) for i in range(len(part.ids))]
 
     def knowing(self, tokens: int) -> Segments:
         """A copy in which a prefix of the first text is known.
@@ -82,15 +82,15 @@ class Segments:
         Args:
             tokens: maximum tokens of that prefix; only whole segments are known.
         """
-        known = {
-            number
-            for number in (*self.parts[self.ends[0]].after, self.ends[0])
-            if self.parts[number].begins + len(self.parts[number].ids) <= tokens
+        known_parts = {
+            index
+            for index in (*self.parts[self.ends[0]].after, self.ends[0])
+            if self.parts[index].begins + len(self.parts[index].ids) <= tokens
         }
         row, parts = 0, []
-        for number, part in enumerate(self.parts):
-            parts.append(replace(part, row=-1 if number in known else row, is_known=number in known))
-            row += 0 if number in known else len(part.ids)
+        for index, part in enumerate(self.parts):
+            parts.append(replace(part, row=-1 if index in known_parts else row, is_known=index in known_parts))
+            row += 0 if index in known_parts else len(part.ids)
         return Segments(tuple(parts), self.ends)
 
 
@@ -101,7 +101,7 @@ def cut(texts: Sequence[tuple[int, ...]], min_shared: int = MIN_SHARED_TOKENS) -
         texts: distinct texts, sorted as tuples.
         min_shared: see `MIN_SHARED_TOKENS`.
     """
-    shared = [0, *(common_prefix(one, other) for one, other in pairwise(texts))]
+    shared = [0, *(common_prefix(text, next_text) for text, next_text in pairwise(texts))]
     parts: list[Segment] = []
     ends = [-1] * len(texts)
     rows = 0
@@ -110,17 +110,17 @@ def cut(texts: Sequence[tuple[int, ...]], min_shared: int = MIN_SHARED_TOKENS) -
     while waiting:
         begin, end, depth, after = waiting.pop()
         # texts that share fewer tokens than `depth + min_shared` do not share a further segment
-        edges = [begin, *(at for at in range(begin + 1, end) if shared[at] < depth + min_shared), end]
+        edges = [begin, *(text for text in range(begin + 1, end) if shared[text] < depth + min_shared), end]
         for first, last in pairwise(edges):
             until = min(shared[first + 1 : last]) if last - first > 1 else len(texts[first])
-            number = len(parts)
+            index = len(parts)
             parts.append(Segment(texts[first][depth:until], after, depth, rows))
             rows += until - depth
             if len(texts[first]) == until:
-                ends[first] = number
+                ends[first] = index
                 first += 1
             if first < last:
-                waiting.append((first, last, until, (*after, number)))
+                waiting.append((first, last, until, (*after, index)))
     return Segments(tuple(parts), tuple(ends))
 
 
@@ -192,11 +192,11 @@ def micro_batches(
 
 
 def _joins(group: Sequence[Task], task: Task, layout: TextLayout, tokens: int) -> bool:
-    longest, own = len(group[0].ids), len(task.ids)
+    longest, length = len(group[0].ids), len(task.ids)
     total = longest * (len(group) + 1)
-    if total > tokens or (layout is TextLayout.EQUAL and own != longest):
+    if total > tokens or (layout is TextLayout.EQUAL and length != longest):
         return False
-    padding = total - own - sum(len(one.ids) for one in group)
+    padding = total - length - sum(len(other.ids) for other in group)
     return padding * PADDING_SHARE <= total
 
 
@@ -237,40 +237,40 @@ def linked(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     Args:
         batches: micro-batches in the order of their turns.
     """
-    found = [*batches[:1]]
+    linked_batches = [*batches[:1]]
     for batch in batches[1:]:
-        found[-1:] = _passing_prefix(found[-1], batch)
-    return found
+        linked_batches[-1:] = _passing_prefix(linked_batches[-1], batch)
+    return linked_batches
 
 
-def chains(batches: Sequence[MicroBatch], most: int) -> list[list[MicroBatch]]:
+def chains(batches: Sequence[MicroBatch], limit: int) -> list[list[MicroBatch]]:
     """Split a pass into smaller ones, each of linked micro-batches; each passes its prefix's KV cache to the next.
 
     Args:
         batches: micro-batches in the order of their turns, not linked yet.
-        most: maximum micro-batches of a pass.
+        limit: maximum micro-batches of a pass.
     """
-    found: list[list[MicroBatch]] = []
+    passes: list[list[MicroBatch]] = []
     for batch in batches:
-        if found and len(found[-1]) < most:
-            before, own = _passing_prefix(found[-1][-1], batch)
+        if passes and len(passes[-1]) < limit:
+            before, after = _passing_prefix(passes[-1][-1], batch)
             if before.shared_prefix:
-                found[-1][-1:] = [before, own]
+                passes[-1][-1:] = [before, after]
                 continue
-        found.append([batch])
-    return found
+        passes.append([batch])
+    return passes
 
 
-def _passing_prefix(before: MicroBatch, own: MicroBatch) -> tuple[MicroBatch, MicroBatch]:
+def _passing_prefix(before: MicroBatch, after: MicroBatch) -> tuple[MicroBatch, MicroBatch]:
     """Both, the second without the prefix that the first passes to it; unchanged if there is none."""
-    if before.segments is None or own.segments is None:
-        return before, own
+    if before.segments is None or after.segments is None:
+        return before, after
     needed = [  # the first row that each task asks for
-        0 if one.pooling == "mean" else one.first if one.targets else len(task.ids) - 1
-        for task in own.tasks
-        for one in task.asked
+        0 if request.pooling == "mean" else request.first if request.targets else len(task.ids) - 1
+        for task in after.tasks
+        for request in task.asked
     ]
-    shared = min([common_prefix(before.tasks[-1].ids, own.tasks[0].ids), *needed])
-    segments = own.segments.knowing(shared)
-    known = sum(len(part.ids) for part in segments.path(0) if part.is_known)
-    return (replace(before, shared_prefix=known), replace(own, segments=segments)) if known else (before, own)
+    shared = min([common_prefix(before.tasks[-1].ids, after.tasks[0].ids), *needed])
+    segments = after.segments.knowing(shared)
+    tokens = sum(len(part.ids) for part in segments.path(0) if part.is_known)
+    return (replace(before, shared_prefix=tokens), replace(after, segments=segments)) if tokens else (before, after)

@@ -43,7 +43,7 @@ from rabbitllm.generation.packed_batch import (
 )
 from rabbitllm.generation.request import ModelLimits
 from rabbitllm.generation.scoring.activation_offload import ActivationOffload, NoRoom, tensors_in
-from rabbitllm.generation.scoring.forward import LOGITS_BYTES, Keep, Relay, ScoringForward
+from rabbitllm.generation.scoring.forward import LOGITS_BYTES, Keep, PrefixHandoff, ScoringForward
 from rabbitllm.generation.scoring.micro_batches import MicroBatch, TextLayout, chains, linked, micro_batches
 from rabbitllm.generation.scoring.tasks import Room, Scored, ScoredText, Task, problem_of, tasks_of
 from rabbitllm.storage.durable import NamelessFile
@@ -137,7 +137,7 @@ class ScoringPlan:
     @property
     def computed(self) -> int:
         """Number of tokens that are computed: fewer with shared prefixes, more with padding."""
-        return sum(batch.tokens for one in self.passes for batch in one)
+        return sum(batch.tokens for batches in self.passes for batch in batches)
 
     def __str__(self) -> str:
         batches = sum(map(len, self.passes))
@@ -204,8 +204,8 @@ def limits_of(model: StreamedModel, room: Room, longest: int = 0) -> ScoringLimi
     repeated = 0 if on_host else repeated_bytes(config, itemsize, longest)
     computing = max(free // COMPUTING_SHARE - repeated, 0)
     cost = cost_of_a_pass(config, itemsize)
-    most = min(cost.max_tokens, MAX_TOKENS) if on_host else MAX_TOKENS
-    tokens = room.tokens or min(max(cost.tokens_in(computing), MIN_TOKENS), most)
+    max_tokens = min(cost.max_tokens, MAX_TOKENS) if on_host else MAX_TOKENS
+    tokens = room.tokens or min(max(cost.tokens_in(computing), MIN_TOKENS), max_tokens)
     token_bytes = itemsize * config.hidden_size * 5 // 2  # hidden states, the input of the layer, and rotary angles
     rows = max(computing // (8 * itemsize * config.hidden_size), tokens)
     logits = min(computing // LOGITS_SHARE, LOGITS_BYTES)
@@ -218,8 +218,8 @@ def _folder(model: StreamedModel, room: Room) -> Path:
         if not room.scratch.is_dir():
             raise OptionError(f"{room.scratch} is not a folder.", "Use an existing folder.")
         return room.scratch
-    own = Path(model.name_or_path)
-    return own if own.is_dir() and os.access(own, os.W_OK) else Path(tempfile.gettempdir())
+    model_folder = Path(model.name_or_path)
+    return model_folder if model_folder.is_dir() and os.access(model_folder, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def planned(
@@ -238,11 +238,11 @@ def planned(
     batches = micro_batches(tasks, layout, limits.tokens)
     sizes = [batch.tokens * limits.token_bytes for batch in batches]
     limit = limits.total if streamed else limits.device_bytes + limits.host_bytes
-    passes = [batches[one] for one in grouped(sizes, limit)]
+    passes = [batches[group] for group in grouped(sizes, limit)]
     if not streamed:
-        passes = [chain for one in passes for chain in chains(one, RESIDENT_BATCHES if shares else 1)]
+        passes = [chain for group in passes for chain in chains(group, RESIDENT_BATCHES if shares else 1)]
     elif shares:
-        passes = [linked(one) for one in passes]
+        passes = [linked(group) for group in passes]
     tokens = sum(len(task.ids) for task in tasks)
     return ScoringPlan(tuple(map(tuple, passes)), layout, tokens)
 
@@ -280,10 +280,10 @@ def score(
     if model.shared_passes is not None:
         raise BatchError("The model is busy with other requests.", "Score when these are finished.")
     valid = []
-    for number, text in enumerate(texts):
+    for position, text in enumerate(texts):
         problem = problem_of(text, limits, has_head=has_head, truncate=room.truncate)
         if problem is None:
-            valid.append(number)
+            valid.append(position)
         else:
             yield Scored(text.index, tokens=len(text.continuation), error=problem)
     indices = [text.index for text in texts]
@@ -299,10 +299,10 @@ def score(
         on_plan(plan)
         retried: dict[TextLayout, list[Task]] = {}
         for batches in plan.passes:
-            found, failed = _pass(model, batches, layout, indices, room, keep)
-            yield from found
+            results, failed = _pass(model, batches, layout, indices, room, keep)
+            yield from results
             for batch, error in failed:
-                layout_then = _layout_after(layout, batch, error, some_passed=bool(found))
+                layout_then = _layout_after(layout, batch, error, some_passed=bool(results))
                 if layout_then is None:
                     yield from _refused(batch, indices, error)
                 else:
@@ -328,8 +328,8 @@ def _refused(batch: MicroBatch, indices: Sequence[int], error: Exception) -> Ite
         if isinstance(error, RabbitLLMError)
         else ScoringError(f"The text could not be scored: {type(error).__name__}: {error}", REMEDY)
     )
-    for one in batch.tasks[0].asked:
-        yield Scored(indices[one.number], tokens=len(one.targets), error=shown)
+    for request in batch.tasks[0].asked:
+        yield Scored(indices[request.number], tokens=len(request.targets), error=shown)
 
 
 def _pass(
@@ -351,9 +351,9 @@ def _pass(
     limits = limits_of(model, room)
     packed = layout is TextLayout.PACKED
     forward = ScoringForward(model, packed=packed, whole=room.exact, logits_bytes=limits.logits_bytes, keep=keep)
-    found: dict[int, list[Scored]] = {}
-    relays = [Relay() for _ in range(len(batches) + 1)]
-    fixed = frozenset(one.untyped_storage()._cdata for one in (*model.parameters(), *model.buffers()))
+    results: dict[int, list[Scored]] = {}
+    relays = [PrefixHandoff() for _ in range(len(batches) + 1)]
+    fixed = frozenset(tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers()))
     with ActivationOffload(
         limits.device_bytes, limits.host_bytes, limits.disk_bytes, limits.folder, fixed=fixed
     ) as offload:
@@ -361,25 +361,25 @@ def _pass(
             model, offload, exact=room.exact, alone=len(batches) == 1, experts_rows=limits.experts_rows
         )
 
-        def work_of(number: int, batch: MicroBatch) -> Callable[[], None]:
+        def work_of(index: int, batch: MicroBatch) -> Callable[[], None]:
             def work() -> None:
                 ids = forward.ids(batch)
                 runner.coroutines.wait_for_pass((), {"input_ids": ids})
                 with model.streamer.memory_explained():
-                    found[number] = forward(batch, ids, indices, relays[number], relays[number + 1])
+                    results[index] = forward(batch, ids, indices, relays[index], relays[index + 1])
 
             return work
 
         try:
             with forward.installed():
-                works = (work_of(number, batch) for number, batch in enumerate(batches))
+                works = (work_of(index, batch) for index, batch in enumerate(batches))
                 coroutines = [runner.coroutines.add(work) for work in works]
                 runner.run(coroutines)
         finally:
             runner.coroutines.close()
     failed = []
-    for number, (batch, coroutine) in enumerate(zip(batches, coroutines, strict=True)):
-        if number in found:
+    for index, (batch, coroutine) in enumerate(zip(batches, coroutines, strict=True)):
+        if index in results:
             continue
         error = coroutine.error
         if not isinstance(error, Exception):
@@ -387,7 +387,7 @@ def _pass(
         if isinstance(error, OSError | RabbitLLMError) and not isinstance(error, ScoringError | OutOfDeviceMemory):
             raise error
         failed.append((batch, error))
-    return [one for number in sorted(found) for one in found[number]], failed
+    return [result for index in sorted(results) for result in results[index]], failed
 
 
 class MicroBatchRunner:
@@ -418,7 +418,7 @@ class MicroBatchRunner:
         self._looks_up_alone = embedding is not None and embedding.tier in _WITHOUT_LOADING
         executors = model.streamer.executors
         self._boundaries = (
-            {key: executors[one.device].boundary for key, one in placed.items()} if len(executors) > 1 else {}
+            {key: executors[unit.device].boundary for key, unit in placed.items()} if len(executors) > 1 else {}
         )
         self.coroutines = Coroutines(
             model, self._kind_of, self._compute, self._before_resuming, self._after_running, exact=exact
@@ -481,8 +481,8 @@ class MicroBatchRunner:
 
     def _groups(self, waiting: Sequence[Coroutine]) -> list[Sequence[Coroutine]]:
         """Groups of coroutines whose rows go through a layer's experts together."""
-        given = [coroutine.pending.args for coroutine in waiting]
-        rows = [len(args[0]) if args else self._experts_rows for args in given]
+        inputs = [coroutine.pending.args for coroutine in waiting]
+        rows = [len(args[0]) if args else self._experts_rows for args in inputs]
         return [waiting[group] for group in grouped(rows, self._experts_rows)]
 
     def _take_turns(self, point: SyncPoint, waiting: Sequence[Coroutine]) -> None:

@@ -81,7 +81,7 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TextRequest:
     """The results of a task that one text asks for.
 
     Attributes:
@@ -107,7 +107,7 @@ class Task:
     """
 
     ids: tuple[int, ...]
-    asked: tuple[Asked, ...]
+    asked: tuple[TextRequest, ...]
 
 
 def problem_of(text: ScoredText, limits: ModelLimits, *, has_head: bool = True, truncate: bool) -> OptionError | None:
@@ -155,26 +155,26 @@ def problem_of(text: ScoredText, limits: ModelLimits, *, has_head: bool = True, 
 
 
 def tasks_of(
-    texts: Sequence[ScoredText], numbers: Iterable[int], context: int | None, *, shared: bool = True
+    texts: Sequence[ScoredText], positions: Iterable[int], context: int | None, *, shared: bool = True
 ) -> list[Task]:
     """The tasks of valid texts.
 
     Args:
         texts: all texts.
-        numbers: positions of the valid ones.
+        positions: positions of the valid ones.
         context: context of the model; the beginning of longer texts is cut off. None for no limit.
         shared: whether texts with the same inputs become one task.
     """
-    asked: dict[tuple[int, tuple[int, ...]], list[Asked]] = {}
-    for number in numbers:
-        text = texts[number]
+    by_inputs: dict[tuple[int, tuple[int, ...]], list[TextRequest]] = {}
+    for position in positions:
+        text = texts[position]
         whole = _inputs(text)
         ids = whole if context is None else whole[-context:]
         targets = tuple(text.continuation)
         last = len(ids) - (text.pooling is not None)  # one after the row that predicts the last target
-        one = Asked(number, last - len(targets), targets, text.pooling)
-        asked.setdefault((0 if shared else number, ids), []).append(one)
-    return [Task(ids, tuple(found)) for (_, ids), found in asked.items()]
+        request = TextRequest(position, last - len(targets), targets, text.pooling)
+        by_inputs.setdefault((0 if shared else position, ids), []).append(request)
+    return [Task(ids, tuple(requests)) for (_, ids), requests in by_inputs.items()]
 
 
 def _inputs(text: ScoredText) -> tuple[int, ...]:

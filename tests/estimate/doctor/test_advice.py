@@ -57,7 +57,7 @@ def said(**changed: Any) -> tuple[Advice, ...]:
     return advise(MachineInfo(**{**SOUND, **changed}), NEEDED)
 
 
-def test_nothing_is_said_of_a_sound_machine_or_of_an_unknown_one() -> None:
+def test_no_advice_for_a_sound_or_unknown_machine() -> None:
     assert said() == ()
     assert advise(MachineInfo(), NEEDED) == ()
 
@@ -88,11 +88,11 @@ NONE = Gpus((), False, "2.13")
         ({}, NONE, False),
     ],
 )
-def test_the_kernel_for_bfloat16_is_named_where_it_is_used(
+def test_the_bfloat16_kernel_is_named_where_it_is_used(
     instructions: dict[str, bool], gpus: Gpus, is_said: bool
 ) -> None:
-    found = said(processor=Processor("Xeon", 4, 4.0, instructions), gpus=gpus)
-    assert ["--fast-bfloat16" in advice.text for advice in found] == [True] * is_said
+    items = said(processor=Processor("Xeon", 4, 4.0, instructions), gpus=gpus)
+    assert ["--fast-bfloat16" in advice.text for advice in items] == [True] * is_said
 
 
 @pytest.mark.parametrize(
@@ -144,25 +144,23 @@ def test_the_kernel_for_bfloat16_is_named_where_it_is_used(
         ({"rates": (Speed("reading the disk", 9e7),)}, False, "reads only 85.8 MiB/s", None),
     ],
 )
-def test_what_is_wrong_is_said_once_with_what_to_do(
-    changed: dict[str, Any], essential: bool, words: str, command: str | None
-) -> None:
-    (found,) = said(**changed)
-    assert found.essential is essential
-    assert words in found.text
+def test_each_fault_has_one_advice(changed: dict[str, Any], essential: bool, words: str, command: str | None) -> None:
+    (advice,) = said(**changed)
+    assert advice.essential is essential
+    assert words in advice.text
     if command is None:
-        assert found.command is None or "RABBITLLM_HOME" in found.command
+        assert advice.command is None or "RABBITLLM_HOME" in advice.command
     else:
-        assert command in (found.command or "")
+        assert command in (advice.command or "")
 
 
-def test_a_folder_in_memory_is_no_better_place() -> None:
-    (found,) = said(folders=(SMALL, folder(HERE, 100, filesystem="tmpfs")))
-    assert found.command is None
+def test_a_folder_in_memory_is_not_better() -> None:
+    (advice,) = said(folders=(SMALL, folder(HERE, 100, filesystem="tmpfs")))
+    assert advice.command is None
 
 
-def test_the_essential_comes_first_and_kaggle_is_told_of_its_switch() -> None:
+def test_essential_advice_is_first_and_kaggle_has_its_own() -> None:
     kaggle = Host("Kaggle", (), {})
-    found = said(hub=hub(reachable=False, problem="?"), host=kaggle, folders=(SMALL,))
-    assert [advice.essential for advice in found] == [True, False]
-    assert "Turn on Internet" in found[1].text
+    items = said(hub=hub(reachable=False, problem="?"), host=kaggle, folders=(SMALL,))
+    assert [advice.essential for advice in items] == [True, False]
+    assert "Turn on Internet" in items[1].text

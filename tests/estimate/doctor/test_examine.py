@@ -49,8 +49,8 @@ def text_of(report: Report, width: int = 80, *, terminal: bool = False, every: b
 
 
 @pytest.mark.parametrize("broken", PROBES)
-def test_a_probe_that_fails_costs_a_line(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: object, **given: object) -> None:
+def test_a_failed_probe_costs_a_line(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **kwargs: object) -> None:
         raise OSError(28, "broken on purpose")
 
     before = examine(quick=True)
@@ -64,16 +64,16 @@ def test_a_probe_that_fails_costs_a_line(broken: str, monkeypatch: pytest.Monkey
     json.dumps(as_record(report))
 
 
-def test_a_probe_that_never_comes_back_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_probe_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
-    probes, forever = Probes(lambda what: None), threading.Event()
+    probes, forever = Probes(lambda name: None), threading.Event()
     assert probes.begin("the hub", forever.wait, 0.01)() is None
     assert "no answer" in probes.failures[0].problem
     forever.set()
 
 
-def test_what_is_measured_agrees_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_values_are_consistent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two models of the list, measured on next to nothing: places, times and advice come together."""
     few = tuple(model for model in published() if model.parameters < 1e9 or "gpt-oss-20b" in model.repository)
     monkeypatch.setattr(outline, "published", lambda: few)
@@ -82,21 +82,21 @@ def test_what_is_measured_agrees_with_itself(monkeypatch: pytest.MonkeyPatch) ->
     assert len(report.devices) == max(len(report.machine.gpus.found), 1)  # type: ignore[union-attr]
     assert {rate.what.split(" ")[0] for rate in report.machine.rates} >= {"reading", "multiplying"}
     for model in report.models:
-        for one in model.at:
-            assert one.problem is None
-            assert one.generation is not None
-            assert (one.generation.token_seconds or 0) > 0
-            known = sum(held.stored_bytes for held in one.generation.placed)
-            known += sum(own.stored_bytes for own in one.generation.experts)
-            assert known == pytest.approx(one.output_bytes, rel=0.3)  # tied embeddings are counted twice
+        for choice in model.at:
+            assert choice.problem is None
+            assert choice.generation is not None
+            assert (choice.generation.token_seconds or 0) > 0
+            nbytes = sum(content.stored_bytes for content in choice.generation.placed)
+            nbytes += sum(experts.stored_bytes for experts in choice.generation.experts)
+            assert nbytes == pytest.approx(choice.output_bytes, rel=0.3)  # tied embeddings are counted twice
     text = text_of(report, every=True)
     assert "openai/gpt-oss-20b: 20.91 billion parameters" in text
     assert report.seconds > 0
 
 
 @pytest.mark.parametrize("broken", ["this_machine", "product", "reading", "overhead"])
-def test_what_cannot_be_measured_costs_a_line(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: object, **given: object) -> None:
+def test_a_failed_measurement_costs_a_line(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **kwargs: object) -> None:
         raise RuntimeError("broken on purpose")
 
     monkeypatch.setattr(outline, "published", lambda: published()[:1])
@@ -116,7 +116,7 @@ def test_what_cannot_be_measured_costs_a_line(broken: str, monkeypatch: pytest.M
 
 
 @pytest.mark.long
-def test_a_gpu_is_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outline, "published", lambda: published()[:1])
     monkeypatch.setattr(machine, "resolve_devices", lambda *arguments: [FakeGpu(0)])
     report = examine()
@@ -125,19 +125,19 @@ def test_a_gpu_is_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"multiplying with bfloat16 on fake:0", "copying from host memory to fake:0"} <= {
         rate.what for rate in report.machine.rates
     }
-    assert all((one.token_seconds or 0) > 0 for one in report.models[0].at)
+    assert all((choice.token_seconds or 0) > 0 for choice in report.models[0].at)
     assert "seconds per token on fake:0" in text_of(report)
 
 
-def test_a_machine_that_is_too_busy_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_stops_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rabbitllm.estimate.doctor.examine.MEASURING_SECONDS", -1.0)
     report = examine()
     assert [failure.what for failure in report.failures] == ["speed of Qwen2.5-0.5B-Instruct and later models"]
     assert report.machine.rates
-    assert all(one.generation is None for model in report.models for one in model.at)
+    assert all(choice.generation is None for model in report.models for choice in model.at)
 
 
-def test_where_memory_is_short_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_measuring_with_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examining, "probe_memory", lambda: Memory(4 * GIB, 2 * GIB, 2 * GIB))
     report = examine()
     assert report.machine.rates == ()
@@ -169,8 +169,8 @@ def test_routes_that_fit() -> None:
     output, least = model.outline.output_bytes("4bit"), examining.MIN_FREE_BYTES
     both, shard = output + model.outline.checkpoint_bytes, model.largest_shard_bytes
 
-    def route(*arguments: Any, **given: Any) -> str | None:
-        return examining.on_disk(model, room(*arguments, **given)).at[2].route
+    def route(*arguments: Any, **kwargs: Any) -> str | None:
+        return examining.on_disk(model, room(*arguments, **kwargs)).at[2].route
 
     assert route(both + least) == "standard"
     assert route(both + least - 1) == "sequential_ahead"

@@ -31,8 +31,8 @@ def write(root: Path, files: dict[str, str]) -> Path:
 
 
 def test_memory_of_this_machine_and_of_a_control_group(tmp_path: Path) -> None:
-    found = examine.probe_memory()
-    assert 0 < found.usable <= found.free <= found.total == psutil.virtual_memory().total
+    memory = examine.probe_memory()
+    assert 0 < memory.usable <= memory.free <= memory.total == psutil.virtual_memory().total
     root = write(tmp_path, {f"{V2}/memory.max": "5000\n", f"{V2}/memory.stat": "anon 2000\n"})
     (group,) = examine.probe_memory(root).groups
     assert (group.version, group.limit, group.room) == (2, 5000, 3000)
@@ -53,7 +53,7 @@ assert "RLIMIT" not in report._memory(dataclasses.replace(found, total=40 << 30)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system cannot be asked")
-def test_a_limit_of_the_process_itself_is_named_if_the_machine_has_more() -> None:
+def test_a_process_limit_is_named_if_lower() -> None:
     subprocess.run([sys.executable, "-c", LIMITED], check=True)
 
 
@@ -61,27 +61,27 @@ CPUINFO = "processor\t: 0\nmodel name\t: A Chip\nflags\t\t: sse avx2 avx512f avx
 
 
 def test_processors(tmp_path: Path) -> None:
-    found = examine.probe_processor()
-    assert found.name
-    assert 0 < found.usable <= found.cores
-    other = examine.probe_processor(write(tmp_path, {"proc/cpuinfo": CPUINFO, f"{V2}/cpu.max": "50000 100000\n"}))
-    assert (other.name, other.usable) == ("A Chip", 0.5)
-    assert {name for name, there in other.instructions.items() if there} == {"AVX2", "AVX-512", "VNNI"}
+    processor = examine.probe_processor()
+    assert processor.name
+    assert 0 < processor.usable <= processor.cores
+    limited = examine.probe_processor(write(tmp_path, {"proc/cpuinfo": CPUINFO, f"{V2}/cpu.max": "50000 100000\n"}))
+    assert (limited.name, limited.usable) == ("A Chip", 0.5)
+    assert {name for name, there in limited.instructions.items() if there} == {"AVX2", "AVX-512", "VNNI"}
     (tmp_path / "proc/cpuinfo").write_text("processor: 0\nFeatures: fp asimd sha2\n")
     (tmp_path / V2 / "cpu.max").write_text("max 100000\n")
     arm = examine.probe_processor(tmp_path)
     assert [name for name, there in arm.instructions.items() if there] == ["NEON", "SHA"]
-    assert arm.usable == found.usable
+    assert arm.usable == processor.usable
     assert examine.probe_processor(tmp_path / "nothing").instructions == {}
 
 
 def test_gpus_are_those_of_torch() -> None:
-    found = examine.probe_gpus()
-    assert len(found.found) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    assert found.torch == torch.__version__
+    gpus = examine.probe_gpus()
+    assert len(gpus.found) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    assert gpus.torch == torch.__version__
 
 
-def test_no_driver_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_is_not_imported_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examine, "has_nvidia_driver", lambda: False)
     assert examine.probe_gpus(ask_torch=False).torch is None
     monkeypatch.setattr(examine, "has_nvidia_driver", lambda: True)
@@ -98,10 +98,10 @@ def test_no_driver_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"COLAB_GPU": ""}, None),
     ],
 )
-def test_hosts_are_known_by_their_environment(tmp_path: Path, environment: dict[str, str], name: str | None) -> None:
-    found = host_of(environment, tmp_path)
-    assert (found.name if found is not None else None) == name
-    assert found is None or found.hints
+def test_hosts_are_recognized_by_environment(tmp_path: Path, environment: dict[str, str], name: str | None) -> None:
+    host = host_of(environment, tmp_path)
+    assert (host.name if host is not None else None) == name
+    assert host is None or host.hints
 
 
 def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,17 +115,17 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mounts = tmp_path / "mountinfo"
     mounts.write_text(f"1 0 8:1 / / rw - ext4 /dev/a rw\n2 1 0:5 / {working.resolve()} rw shared:1 - tmpfs none rw\n")
     kaggle = examine.Host("Kaggle", (), {str(working.resolve()): 7})
-    found = examine.probe_folders(kaggle, mounts)
-    assert found[0].uses == (examine.SPLITS, examine.CACHE)
-    assert (found[0].path, found[0].filesystem, found[0].quota) == (home, "ext4", None)
-    assert found[0].disk == os.stat(tmp_path).st_dev
-    assert 0 < found[0].free <= found[0].total
-    kept = next(folder for folder in found if folder.path == working)
-    assert (kept.in_memory, kept.room) == (True, 7)
+    folders = examine.probe_folders(kaggle, mounts)
+    assert folders[0].uses == (examine.SPLITS, examine.CACHE)
+    assert (folders[0].path, folders[0].filesystem, folders[0].quota) == (home, "ext4", None)
+    assert folders[0].disk == os.stat(tmp_path).st_dev
+    assert 0 < folders[0].free <= folders[0].total
+    folder_ = next(folder for folder in folders if folder.path == working)
+    assert (folder_.in_memory, folder_.room) == (True, 7)
     assert examine.probe_folders(None, tmp_path / "nothing")[0].filesystem is None
 
 
-def test_a_file_in_the_place_of_a_folder_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_instead_of_a_folder_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("RABBITLLM_HOME", str(tmp_path / "file" / "home"))
     assert not examine.probe_folders()[0].writable
@@ -151,45 +151,45 @@ def address() -> Iterator[str]:
     server.server_close()
 
 
-def test_a_hub_that_answers_is_there_whatever_it_answers(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_answer_means_a_reachable_hub(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", address)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    found = examine.probe_hub()
-    assert (found.reachable, found.offline, found.token) == (True, False, True)
-    assert found.seconds is not None
-    assert "secret" not in repr(found)
+    hub = examine.probe_hub()
+    assert (hub.reachable, hub.offline, hub.token) == (True, False, True)
+    assert hub.seconds is not None
+    assert "secret" not in repr(hub)
 
 
-def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://me:secret@127.0.0.1:1")
-    found = examine.probe_hub()
-    assert found.reachable is False
-    assert found.problem
-    assert "secret" not in found.endpoint
+    hub = examine.probe_hub()
+    assert hub.reachable is False
+    assert hub.problem
+    assert "secret" not in hub.endpoint
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert (examine.probe_hub().offline, examine.probe_hub().reachable) == (True, None)
 
 
-def test_packages_are_those_that_are_installed() -> None:
-    found = {package.name: package for package in examine.probe_packages()}
-    assert found["torch"].found == metadata.version("torch")
-    assert found["torch"].wanted.startswith(">=")
-    assert all(package.sound for package in found.values() if package.essential)
-    assert all(package.brings for package in found.values())
+def test_installed_packages() -> None:
+    packages = {package.name: package for package in examine.probe_packages()}
+    assert packages["torch"].found == metadata.version("torch")
+    assert packages["torch"].wanted.startswith(">=")
+    assert all(package.sound for package in packages.values() if package.essential)
+    assert all(package.brings for package in packages.values())
 
 
 def test_a_newer_transformers_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examine, "newer_than_tested", lambda: True)
     assert not {package.name: package for package in examine.probe_packages()}["transformers"].problem
     monkeypatch.setattr(transformers_api, "initialize_rest", lambda model: None)
-    found = {package.name: package for package in examine.probe_packages()}
-    assert "has changed a part that RabbitLLM uses" in (found["transformers"].problem or "")
+    packages = {package.name: package for package in examine.probe_packages()}
+    assert "has changed a part that RabbitLLM uses" in (packages["transformers"].problem or "")
     assert not {package.name: package for package in examine.probe_packages(load=False)}["transformers"].problem
 
 
-def test_packages_that_are_too_old_missing_or_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_missing_and_broken_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     real = metadata.version
 
     def version(name: str) -> str:
@@ -202,8 +202,8 @@ def test_packages_that_are_too_old_missing_or_broken(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(metadata, "version", version)
     monkeypatch.setitem(examine._LOADED, "bitsandbytes", broken)  # type: ignore[index]
-    found = {package.name: package for package in examine.probe_packages()}
-    assert not found["transformers"].fits
-    assert found["numba"].found is None
-    assert "libcudart" in (found["bitsandbytes"].problem or "")
-    assert not any(found[name].sound for name in ("transformers", "numba", "bitsandbytes"))
+    packages = {package.name: package for package in examine.probe_packages()}
+    assert not packages["transformers"].fits
+    assert packages["numba"].found is None
+    assert "libcudart" in (packages["bitsandbytes"].problem or "")
+    assert not any(packages[name].sound for name in ("transformers", "numba", "bitsandbytes"))

@@ -23,15 +23,15 @@ def texts_for(vocabulary: int = 270, seed: int = 0) -> list[ScoredText]:
     def tokens(count: int) -> tuple[int, ...]:
         return tuple(torch.randint(3, vocabulary, (count,), generator=generator).tolist())
 
-    shared, found = tokens(SHARED), []
+    shared, texts = tokens(SHARED), []
     for question in range(5):
         context = (*shared, *tokens(1 + question)) if question % 2 else tokens(2 + 6 * question)
         for choice in range(3):
             pooling = (None, "last", "mean")[choice] if question > 2 else None
-            found.append(ScoredText(len(found) + 100, context, tokens(1 + choice), pooling))  # type: ignore[arg-type]
-    found.append(ScoredText(90, shared, (), "mean"))
-    found.append(ScoredText(91, found[3].context, found[3].continuation))
-    return found
+            texts.append(ScoredText(len(texts) + 100, context, tokens(1 + choice), pooling))  # type: ignore[arg-type]
+    texts.append(ScoredText(90, shared, (), "mean"))
+    texts.append(ScoredText(91, texts[3].context, texts[3].continuation))
+    return texts
 
 
 def alone(model: Any, text: ScoredText) -> Scored:
@@ -63,12 +63,12 @@ def body_of(model: Any) -> Any:
     return next(model.children()) if model.base_model is model else model.base_model
 
 
-def by_index(found: Iterable[Scored]) -> dict[int, Scored]:
+def by_index(results: Iterable[Scored]) -> dict[int, Scored]:
     """Each once."""
-    listed = list(found)
-    made = {one.index: one for one in listed}
-    assert len(made) == len(listed)
-    return made
+    listed = list(results)
+    by_position = {result.index: result for result in listed}
+    assert len(by_position) == len(listed)
+    return by_position
 
 
 def scored(model: Any, texts: Sequence[ScoredText], room: Room) -> dict[int, Scored]:
@@ -76,13 +76,13 @@ def scored(model: Any, texts: Sequence[ScoredText], room: Room) -> dict[int, Sco
     return by_index(score(model, texts, room))
 
 
-def assert_alike(found: dict[int, Scored], expected: Iterable[Scored]) -> None:
+def assert_alike(results: dict[int, Scored], expected: Iterable[Scored]) -> None:
     """The same but for rounding."""
-    for one in expected:
-        got = found[one.index]
-        assert got.error is None, str(got.error)
-        assert (got.tokens, got.greedy) == (one.tokens, one.greedy)
-        for mine, other in ((got.logprob, one.logprob), (got.embedding, one.embedding)):
-            assert (mine is None) == (other is None)
+    for reference in expected:
+        result = results[reference.index]
+        assert result.error is None, str(result.error)
+        assert (result.tokens, result.greedy) == (reference.tokens, reference.greedy)
+        for mine, theirs in ((result.logprob, reference.logprob), (result.embedding, reference.embedding)):
+            assert (mine is None) == (theirs is None)
             if mine is not None:
-                torch.testing.assert_close(torch.tensor(mine), torch.tensor(other), rtol=0, atol=TOLERANCE)
+                torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=0, atol=TOLERANCE)

@@ -23,33 +23,33 @@ class Holder:
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
         self.needed = [torch.rand(SIZE), torch.rand(SIZE // 2)]
-        self.expected = [one.clone() for one in self.needed]
+        self.expected = [tensor.clone() for tensor in self.needed]
 
     def compute(self) -> None:
-        for one, other in zip(self.needed, self.expected, strict=True):
-            assert torch.equal(one, other)
+        for tensor, expected in zip(self.needed, self.expected, strict=True):
+            assert torch.equal(tensor, expected)
         self.needed[0] = self.needed[0] + 1
         self.expected[0] = self.expected[0] + 1
 
     def bytes_here(self) -> int:
-        return sum(one.untyped_storage().nbytes() for one in self.needed)
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.needed)
 
 
 def turns(offload: ActivationOffload, holders: list[Holder], rounds: int, limit: int) -> None:
-    for one in holders:
-        offload.leave(one, one.needed)
+    for holder in holders:
+        offload.leave(holder, holder.needed)
     for _ in range(rounds):
-        for one, following in zip(holders, [*holders[1:], holders[0]], strict=True):
+        for holder, following in zip(holders, [*holders[1:], holders[0]], strict=True):
             offload.prefetch(following)
-            offload.take(one)
-            one.compute()
-            offload.leave(one, one.needed)
-            assert sum(one.bytes_here() for one in holders) <= limit
+            offload.take(holder)
+            holder.compute()
+            offload.leave(holder, holder.needed)
+            assert sum(holder.bytes_here() for holder in holders) <= limit
 
 
 @pytest.mark.parametrize("near", [0, 60_000, 150_000])
 @pytest.mark.parametrize("host", [0, 100_000, 1 << 30])
-def test_it_comes_back_as_it_was(tmp_path: Path, near: int, host: int) -> None:
+def test_offloaded_tensors_come_back_unchanged(tmp_path: Path, near: int, host: int) -> None:
     holders = [Holder(seed) for seed in range(5)]
     with ActivationOffload(near, host, 1 << 30, tmp_path) as offload:
         turns(offload, holders, 4, near)
@@ -58,7 +58,7 @@ def test_it_comes_back_as_it_was(tmp_path: Path, near: int, host: int) -> None:
         assert not list(tmp_path.iterdir())
 
 
-def test_those_that_came_first_stay(tmp_path: Path) -> None:
+def test_the_first_tensors_stay_resident(tmp_path: Path) -> None:
     holders = [Holder(seed) for seed in range(4)]
     near = 2 * SIZE * 6 + 100
     with ActivationOffload(near, 0, 1 << 30, tmp_path) as offload:
@@ -67,7 +67,7 @@ def test_those_that_came_first_stay(tmp_path: Path) -> None:
         assert offload.read == 2 * SIZE * 6 * 3
 
 
-def test_a_place_in_the_file_is_used_again(tmp_path: Path) -> None:
+def test_slots_in_the_file_are_reused(tmp_path: Path) -> None:
     holders = [Holder(seed) for seed in range(3)]
     enough = 3 * 3 * (SIZE * 4 + 4096)
     with ActivationOffload(0, 0, enough, tmp_path) as offload:
@@ -75,27 +75,27 @@ def test_a_place_in_the_file_is_used_again(tmp_path: Path) -> None:
         assert offload.written > 5 * enough
 
 
-def test_no_room(tmp_path: Path) -> None:
+def test_no_space_is_an_error(tmp_path: Path) -> None:
     holder = Holder(0)
     with ActivationOffload(0, 0, SIZE * 6, tmp_path) as offload, pytest.raises(NoRoom):
         offload.leave(holder, holder.needed)
 
 
-def test_what_two_hold_stays(tmp_path: Path) -> None:
-    shared, own = torch.rand(SIZE), torch.rand(SIZE)
+def test_shared_tensors_stay_resident(tmp_path: Path) -> None:
+    shared, single = torch.rand(SIZE), torch.rand(SIZE)
     with ActivationOffload(0, 0, 1 << 30, tmp_path) as offload:
         offload.leave("a", [shared])
         assert not shared.untyped_storage().nbytes()  # no other holder is known
-        offload.leave("b", [shared, own])
+        offload.leave("b", [shared, single])
         offload.take("b")
-        offload.leave("b", [shared, own])
-        assert [one.untyped_storage().nbytes() for one in (shared, own)] == [SIZE * 4, 0]
+        offload.leave("b", [shared, single])
+        assert [tensor.untyped_storage().nbytes() for tensor in (shared, single)] == [SIZE * 4, 0]
         offload.drop("a")
-        offload.leave("b", [shared, own])
+        offload.leave("b", [shared, single])
         assert not shared.untyped_storage().nbytes()
 
 
-def test_what_is_offloaded_for_one_is_there_for_the_next(tmp_path: Path) -> None:
+def test_offloaded_shared_tensors_return_for_the_next_owner(tmp_path: Path) -> None:
     """A tensor that is offloaded already when a second owner waits with it: it is filled for either of them."""
     shared = torch.rand(SIZE)
     expected = shared.clone()
@@ -111,11 +111,11 @@ def test_tensors_in_containers() -> None:
     first, second = torch.zeros(3), torch.zeros(4)
     endless: list[Any] = [second]
     endless.append(endless)
-    found = tensors_in([(first, {"a": endless}), 7, None])
-    assert {id(one) for one in found} == {id(first), id(second)}
+    tensors = tensors_in([(first, {"a": endless}), 7, None])
+    assert {id(tensor) for tensor in tensors} == {id(first), id(second)}
 
 
-def test_weights_stay(tmp_path: Path) -> None:
+def test_weights_are_not_offloaded(tmp_path: Path) -> None:
     holder = Holder(0)
     weight = holder.needed[0].untyped_storage()
     with ActivationOffload(0, 0, 1 << 30, tmp_path, fixed=frozenset([weight._cdata])) as offload:
@@ -124,11 +124,11 @@ def test_weights_stay(tmp_path: Path) -> None:
         assert not holder.needed[1].untyped_storage().nbytes()
 
 
-def test_what_was_read_ahead_of_one_who_ends(tmp_path: Path) -> None:
+def test_prefetched_tensors_of_an_ended_owner(tmp_path: Path) -> None:
     holders = [Holder(0), Holder(1)]
     with ActivationOffload(0, 0, 1 << 30, tmp_path) as offload:
-        for one in holders:
-            offload.leave(one, one.needed)
+        for holder in holders:
+            offload.leave(holder, holder.needed)
         offload.prefetch(holders[0])
         offload.drop(holders[0])
         offload.take(holders[1])
@@ -136,7 +136,7 @@ def test_what_was_read_ahead_of_one_who_ends(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_is_full(tmp_path: Path) -> None:
+def test_a_full_disk(tmp_path: Path) -> None:
     """What could not be written is where it was; what was is brought back."""
     holder = Holder(0)
     written = 0

@@ -20,7 +20,7 @@ STATES = FILLABLE - PACKABLE
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "gpt2" else pytest.mark.long) for name in sorted(ALONE | STATES)]
 )
-def test_as_each_alone(tmp_path: Path, name: str) -> None:
+def test_scores_are_those_of_each_text_alone(tmp_path: Path, name: str) -> None:
     """Compared with the same streamed model, whose bits other tests compare; all waiting activations are offloaded."""
     model = load(split(checkpoint(tmp_path / "model", name)), 60_000, exact=False)
     assert layout_of(model, exact=False) is (TextLayout.FILLED if name in STATES else TextLayout.PACKED)
@@ -28,5 +28,5 @@ def test_as_each_alone(tmp_path: Path, name: str) -> None:
     expected = [alone(model, text) for text in texts]
     room = Room(tokens=40, memory_bytes=0, disk_bytes=1 << 30, scratch=tmp_path)
     assert_alike(scored(model, texts, room), expected)
-    found = scored(model, texts, Room(exact=True))
-    assert [found[one.index] for one in expected] == expected
+    results = scored(model, texts, Room(exact=True))
+    assert [results[result.index] for result in expected] == expected

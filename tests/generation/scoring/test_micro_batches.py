@@ -16,10 +16,10 @@ from rabbitllm.generation.scoring.micro_batches import (
     linked,
     micro_batches,
 )
-from rabbitllm.generation.scoring.tasks import Asked, Task
+from rabbitllm.generation.scoring.tasks import Task, TextRequest
 
 TASKS = st.sets(st.lists(st.integers(0, 1), min_size=1, max_size=10).map(tuple), min_size=1, max_size=20).map(
-    lambda found: [Task(ids, ()) for ids in sorted(found, key=hash)]
+    lambda texts: [Task(ids, ()) for ids in sorted(texts, key=hash)]
 )
 LIMIT = 24
 
@@ -32,14 +32,14 @@ def tokens_at(batch: MicroBatch) -> list[int]:
 
 @pytest.mark.parametrize("form", TextLayout)
 @given(tasks=TASKS)
-def test_all_and_no_more_than_may_be(form: TextLayout, tasks: list[Task]) -> None:
+def test_micro_batches_are_complete_and_limited(form: TextLayout, tasks: list[Task]) -> None:
     batches = micro_batches(tasks, form, LIMIT, min_shared=2)
     assert sorted(task.ids for batch in batches for task in batch.tasks) == sorted(task.ids for task in tasks)
     for batch in batches:
         there = tokens_at(batch)
         assert batch.tokens == len(there) <= LIMIT
-        for number, task in enumerate(batch.tasks):
-            assert tuple(there[row] for row in batch.rows(number)) == task.ids
+        for index, task in enumerate(batch.tasks):
+            assert tuple(there[row] for row in batch.rows(index)) == task.ids
         filling = batch.tokens - sum(len(task.ids) for task in batch.tasks)
         if form is TextLayout.FILLED:
             assert filling * PADDING_SHARE <= batch.tokens
@@ -47,58 +47,58 @@ def test_all_and_no_more_than_may_be(form: TextLayout, tasks: list[Task]) -> Non
             assert filling == 0
 
 
-def test_one_that_is_too_long_goes_by_itself() -> None:
+def test_a_long_text_is_a_micro_batch_alone() -> None:
     tasks = [Task((1,) * 30, ()), Task((2,), ()), Task((3,), ())]
     for form in TextLayout:
         sizes = sorted(batch.tokens for batch in micro_batches(tasks, form, LIMIT))
         assert sizes == ([1, 1, 30] if form is TextLayout.ALONE else [2, 30])
 
 
-def test_those_with_the_same_beginning_are_together() -> None:
+def test_texts_with_a_shared_prefix_are_packed_together() -> None:
     shared = (5,) * 20
-    tasks = [Task((*shared, number), ()) for number in range(8)] + [Task((number, *shared), ()) for number in range(4)]
+    tasks = [Task((*shared, token), ()) for token in range(8)] + [Task((token, *shared), ()) for token in range(4)]
     batches = micro_batches(tasks[::-1], TextLayout.PACKED, 28, min_shared=16)
     assert [batch.tokens for batch in batches].count(28) == 1
     assert sum(batch.tokens for batch in batches) == 28 + 4 * 21
 
 
 @given(tasks=TASKS, first=st.integers(0, 9))
-def test_what_is_handed_on_was_computed_and_has_no_rows_that_are_asked_for(tasks: list[Task], first: int) -> None:
-    asked = [Task(one.ids, (Asked(0, min(first, len(one.ids) - 1), (1,), None),)) for one in tasks]
+def test_a_handed_on_prefix_was_computed_and_has_no_requested_rows(tasks: list[Task], first: int) -> None:
+    asked = [Task(task.ids, (TextRequest(0, min(first, len(task.ids) - 1), (1,), None),)) for task in tasks]
     before: list[int] = []
     handed = 0
-    for own, alone in zip(
-        linked(found := micro_batches(asked, TextLayout.PACKED, LIMIT, min_shared=2)), found, strict=True
+    for batch, alone in zip(
+        linked(batches := micro_batches(asked, TextLayout.PACKED, LIMIT, min_shared=2)), batches, strict=True
     ):
-        assert own.segments is not None
-        assert own.tasks == alone.tasks
-        there = [token for part in own.segments.computed for token in part.ids]
-        assert own.tokens == len(there) == alone.tokens - handed
-        for number, task in enumerate(own.tasks):
-            rows = own.segments.rows(number)
-            known = rows.count(-1)
-            assert known in (0, *(part.begins + len(part.ids) for part in own.segments.path(number)))
-            assert rows[:known] == [-1] * known
-            assert task.ids[:known] == tuple(before[:known])
-            assert tuple(there[row] for row in rows[known:]) == task.ids[known:]
-            assert known <= task.asked[0].first
-        assert handed == own.segments.rows(0).count(-1)
-        before, handed = list(own.tasks[-1].ids[: own.shared_prefix]), own.shared_prefix
+        assert batch.segments is not None
+        assert batch.tasks == alone.tasks
+        there = [token for part in batch.segments.computed for token in part.ids]
+        assert batch.tokens == len(there) == alone.tokens - handed
+        for index, task in enumerate(batch.tasks):
+            rows = batch.segments.rows(index)
+            shared = rows.count(-1)
+            assert shared in (0, *(part.begins + len(part.ids) for part in batch.segments.path(index)))
+            assert rows[:shared] == [-1] * shared
+            assert task.ids[:shared] == tuple(before[:shared])
+            assert tuple(there[row] for row in rows[shared:]) == task.ids[shared:]
+            assert shared <= task.asked[0].first
+        assert handed == batch.segments.rows(0).count(-1)
+        before, handed = list(batch.tasks[-1].ids[: batch.shared_prefix]), batch.shared_prefix
 
 
-@given(tasks=TASKS, most=st.integers(1, 4))
-def test_chains_are_linked_and_end_where_nothing_is_handed_on(tasks: list[Task], most: int) -> None:
-    found = micro_batches(tasks, TextLayout.PACKED, LIMIT, min_shared=2)
-    made = chains(found, most)
-    assert [batch.tasks for chain in made for batch in chain] == [batch.tasks for batch in found]
-    at = 0
-    for chain in made:
-        alone = found[at : at + len(chain)]
+@given(tasks=TASKS, limit=st.integers(1, 4))
+def test_chains_are_linked_and_end_without_a_shared_prefix(tasks: list[Task], limit: int) -> None:
+    batches = micro_batches(tasks, TextLayout.PACKED, LIMIT, min_shared=2)
+    passes = chains(batches, limit)
+    assert [batch.tasks for chain in passes for batch in chain] == [batch.tasks for batch in batches]
+    begin = 0
+    for chain in passes:
+        alone = batches[begin : begin + len(chain)]
         assert chain == linked(alone)
         assert all(batch.shared_prefix for batch in chain[:-1])
-        at += len(chain)
-        if len(chain) < most and at < len(found):
-            assert not linked([alone[-1], found[at]])[0].shared_prefix
+        begin += len(chain)
+        if len(chain) < limit and begin < len(batches):
+            assert not linked([alone[-1], batches[begin]])[0].shared_prefix
 
 
 TEXTS = st.sets(st.lists(st.integers(0, 2), min_size=1, max_size=12).map(tuple), min_size=1, max_size=12)
@@ -110,18 +110,18 @@ def test_every_text_is_the_rows_of_its_segments(texts: set[tuple[int, ...]], wor
     segments = cut(ordered, worth)
     rows = [token for part in segments.parts for token in part.ids]
     assert segments.tokens == len(rows)
-    for number, text in enumerate(ordered):
-        assert tuple(rows[row] for row in segments.rows(number)) == text
+    for index, text in enumerate(ordered):
+        assert tuple(rows[row] for row in segments.rows(index)) == text
 
 
 @given(TEXTS, st.integers(1, 4))
 def test_segments_know_what_comes_before_them(texts: set[tuple[int, ...]], worth: int) -> None:
     segments = cut(sorted(texts), worth)
     row = 0
-    for number, part in enumerate(segments.parts):
+    for index, part in enumerate(segments.parts):
         assert part.ids
         assert part.row == row
-        assert all(before < number for before in part.after)
+        assert all(before < index for before in part.after)
         assert part.begins == sum(len(segments.parts[before].ids) for before in part.after)
         if part.after:
             assert segments.parts[part.after[-1]].after == part.after[:-1]
@@ -129,18 +129,18 @@ def test_segments_know_what_comes_before_them(texts: set[tuple[int, ...]], worth
 
 
 @given(TEXTS)
-def test_with_every_token_worth_it_each_beginning_is_there_once(texts: set[tuple[int, ...]]) -> None:
+def test_each_prefix_is_one_segment(texts: set[tuple[int, ...]]) -> None:
     beginnings = {text[:length] for text in texts for length in range(1, len(text) + 1)}
     assert cut(sorted(texts), 1).tokens == len(beginnings)
 
 
-def test_a_short_beginning_is_not_worth_a_segment() -> None:
+def test_a_short_prefix_is_no_segment() -> None:
     texts = [(1, 2, 3, 4), (1, 2, 3, 5), (1, 7)]
     assert cut(sorted(texts), 4).tokens == 10
     assert cut(sorted(texts), 3).tokens == 3 + 1 + 1 + 2
 
 
-def test_texts_that_are_beginnings_of_each_other() -> None:
+def test_texts_that_are_prefixes_of_each_other() -> None:
     texts = [tuple(range(length)) for length in range(10, 2000, 10)]
     segments = cut(texts, 10)
     assert segments.tokens == 1990

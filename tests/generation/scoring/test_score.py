@@ -75,32 +75,32 @@ def visits(model: Any) -> Iterator[Counter[str]]:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_one_pass_for_all(split_folder: Path, plain: Any, exact: bool) -> None:
+def test_one_pass_for_all_texts(split_folder: Path, plain: Any, exact: bool) -> None:
     model = load(split_folder, STREAMED)
     plans: list[ScoringPlan] = []
     with visits(model) as brought:
-        found = by_index(score(model, texts_for(), Room(tokens=SMALL, exact=exact), on_plan=plans.append))
+        results = by_index(score(model, texts_for(), Room(tokens=SMALL, exact=exact), on_plan=plans.append))
     (plan,) = plans
     assert len(plan.passes) == 1
     assert len(plan.passes[0]) > 3
     assert len(brought) == sum(placed.tier is Tier.STREAMED for placed in model.placement.units) > 2
     assert set(brought.values()) == {1}
     expected = [alone(plain, text) for text in texts_for()]
-    assert_alike(found, expected)
+    assert_alike(results, expected)
     if exact:
-        assert list(found.values()) == sorted(expected, key=lambda one: list(found).index(one.index))
+        assert list(results.values()) == sorted(expected, key=lambda result: list(results).index(result.index))
 
 
 @pytest.mark.parametrize("budget", [STREAMED, ALL], ids=["streamed", "resident"])
 @pytest.mark.parametrize("tokens", [4096, 120])
-def test_what_several_begin_with_is_computed_once(split_folder: Path, plain: Any, tokens: int, budget: int) -> None:
+def test_a_shared_context_is_computed_once(split_folder: Path, plain: Any, tokens: int, budget: int) -> None:
     """Also where not all of them are in the same micro-batch."""
     model = load(split_folder, budget)
     context = tuple(range(5, 105))
-    texts = [ScoredText(number, (*context, number + 3), (7, 8, number)) for number in range(10)]
+    texts = [ScoredText(index, (*context, index + 3), (7, 8, index)) for index in range(10)]
     plans: list[ScoringPlan] = []
-    found = by_index(score(model, texts, Room(tokens=tokens), on_plan=plans.append))
-    assert_alike(found, [alone(plain, text) for text in texts])
+    results = by_index(score(model, texts, Room(tokens=tokens), on_plan=plans.append))
+    assert_alike(results, [alone(plain, text) for text in texts])
     assert len(plans[0].passes[0]) == (1 if tokens > 1000 else 2)
     assert plans[0].tokens == 10 * 103
     assert plans[0].computed == 100 + 10 * 3
@@ -134,8 +134,8 @@ def test_families(tmp_path: Path, family: str) -> None:
         with visits(model) as brought:
             assert_alike(scored(model, texts_for(), room), expected)
         assert set(brought.values()) == {1}
-    found = scored(model, texts_for(), Room(exact=True))
-    assert [found[one.index] for one in expected] == expected
+    results = scored(model, texts_for(), Room(exact=True))
+    assert [results[result.index] for result in expected] == expected
 
 
 def test_angles_by_the_longest_text(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_angles_by_the_longest_text(tmp_path: Path) -> None:
     assert_alike(scored(model, texts_for(), Room()), [alone(plain, text) for text in texts_for()])
 
 
-def test_experts_that_come_and_go_are_brought_once_for_all(tmp_path: Path) -> None:
+def test_routed_experts_are_loaded_once_for_all_texts(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "moe", "qwen3_moe", dtype=torch.float32)
     plain, directory = plain_model(folder, dtype=torch.float32).eval(), split(folder)
     model = load(directory, 0)
@@ -159,11 +159,11 @@ def test_experts_that_come_and_go_are_brought_once_for_all(tmp_path: Path) -> No
         assert_alike(scored(model, texts_for(), Room(tokens=SMALL)), expected)
     assert {source.name for pool in model.streamer.pools.values() for source in pool.sources} <= brought.keys()
     assert set(brought.values()) == {1}
-    found = scored(model, texts_for(), Room(exact=True))
-    assert [found[one.index] for one in expected] == expected
+    results = scored(model, texts_for(), Room(exact=True))
+    assert [results[result.index] for result in expected] == expected
 
 
-def test_what_waits_may_be_put_aside(split_folder: Path, tmp_path: Path) -> None:
+def test_waiting_activations_may_be_offloaded(split_folder: Path, tmp_path: Path) -> None:
     """It changes no bit, and what is on the disk has no name that a killed process would leave behind."""
     model = load(split_folder, STREAMED)
     texts = texts_for()
@@ -178,38 +178,38 @@ def test_what_waits_may_be_put_aside(split_folder: Path, tmp_path: Path) -> None
                     sizes.append(opened.stat().st_size)
 
     hook = model.model.layers[1].register_forward_hook(look)
-    found = scored(model, texts, Room(tokens=SMALL, memory_bytes=20_000, disk_bytes=1 << 30, scratch=tmp_path))
+    results = scored(model, texts, Room(tokens=SMALL, memory_bytes=20_000, disk_bytes=1 << 30, scratch=tmp_path))
     hook.remove()
-    assert found == expected
+    assert results == expected
     assert sizes[0] > 20_000
 
 
-def test_as_many_passes_as_it_takes(split_folder: Path) -> None:
+def test_several_passes_if_memory_is_small(split_folder: Path) -> None:
     model = load(split_folder, STREAMED)
     texts = texts_for()
     plans: list[ScoringPlan] = []
-    found = by_index(score(model, texts, Room(tokens=SMALL, memory_bytes=60_000, disk_bytes=0), on_plan=plans.append))
+    results = by_index(score(model, texts, Room(tokens=SMALL, memory_bytes=60_000, disk_bytes=0), on_plan=plans.append))
     assert sum(len(plan.passes) for plan in plans) > 1
-    assert found == scored(model, texts, Room(tokens=SMALL))
+    assert results == scored(model, texts, Room(tokens=SMALL))
 
 
 def test_a_resident_model(split_folder: Path, plain: Any) -> None:
     model = load(split_folder)
     plans: list[ScoringPlan] = []
-    found = by_index(score(model, texts_for(), Room(tokens=SMALL), on_plan=plans.append))
-    assert_alike(found, [alone(plain, text) for text in texts_for()])
+    results = by_index(score(model, texts_for(), Room(tokens=SMALL), on_plan=plans.append))
+    assert_alike(results, [alone(plain, text) for text in texts_for()])
     # results come as soon as no later micro-batch needs what was computed, and after some micro-batches in any case
-    assert all(batch.shared_prefix for one in plans[0].passes for batch in one[:-1])
+    assert all(batch.shared_prefix for batches in plans[0].passes for batch in batches[:-1])
     assert len(plans[0].passes) > 1
 
 
-def test_a_resident_model_gives_results_before_all_is_done(split_folder: Path, plain: Any) -> None:
+def test_a_resident_model_yields_results_early(split_folder: Path, plain: Any) -> None:
     count = 2 * (2 * RESIDENT_BATCHES + 3)  # two of them in a micro-batch
-    texts = [ScoredText(number, (*range(5, 45), number), (7, *[number % 50 + 3] * 20)) for number in range(count)]
+    texts = [ScoredText(index, (*range(5, 45), index), (7, *[index % 50 + 3] * 20)) for index in range(count)]
     plans: list[ScoringPlan] = []
-    found = by_index(score(load(split_folder), texts, Room(tokens=90), on_plan=plans.append))
-    assert_alike(found, [alone(plain, text) for text in texts])
-    assert [len(one) for one in plans[0].passes] == [RESIDENT_BATCHES, RESIDENT_BATCHES, 3]
+    results = by_index(score(load(split_folder), texts, Room(tokens=90), on_plan=plans.append))
+    assert_alike(results, [alone(plain, text) for text in texts])
+    assert [len(batches) for batches in plans[0].passes] == [RESIDENT_BATCHES, RESIDENT_BATCHES, 3]
 
 
 def test_many_logits_are_computed_in_slices(split_folder: Path, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,38 +217,38 @@ def test_many_logits_are_computed_in_slices(split_folder: Path, plain: Any, monk
     model = load(split_folder, STREAMED)
     text = ScoredText(0, (1, 2), tuple(range(3, 103)))
     with visits(model) as brought, rows_of_logits(model) as rows:
-        found = scored(model, [text, ScoredText(1, (5,), (6,))], Room(tokens=SMALL))
+        results = scored(model, [text, ScoredText(1, (5,), (6,))], Room(tokens=SMALL))
     assert set(brought.values()) == {1}
     assert len(rows) > 100 // 3
     assert max(rows) == 3
-    assert_alike(found, [alone(plain, text), alone(plain, ScoredText(1, (5,), (6,)))])
+    assert_alike(results, [alone(plain, text), alone(plain, ScoredText(1, (5,), (6,)))])
 
 
 def test_embeddings_alone_need_no_head(split_folder: Path, plain: Any) -> None:
     model = load(split_folder, STREAMED)
-    texts = [ScoredText(number, range(3, 9 + number), (), "last") for number in range(4)]
+    texts = [ScoredText(index, range(3, 9 + index), (), "last") for index in range(4)]
     with visits(model) as brought:
         assert_alike(scored(model, texts, Room()), [alone(plain, text) for text in texts])
     assert "lm_head" not in brought
     assert len(brought) > 2
 
 
-def test_a_text_that_is_refused_touches_no_other(split_folder: Path, plain: Any) -> None:
+def test_a_refused_text_affects_no_other(split_folder: Path, plain: Any) -> None:
     model = load(split_folder, STREAMED)
     texts = [ScoredText(1, range(3, 253), range(3, 20)), ScoredText(2, (4, 5), (6,)), ScoredText(3, (), (4,))]
-    found = scored(model, texts, Room())
-    assert "index 1 has 266 tokens" in str(found[1].error)
-    assert isinstance(found[3].error, OptionError)
-    assert_alike({2: found[2]}, [alone(plain, texts[1])])
+    results = scored(model, texts, Room())
+    assert "index 1 has 266 tokens" in str(results[1].error)
+    assert isinstance(results[3].error, OptionError)
+    assert_alike({2: results[2]}, [alone(plain, texts[1])])
     shortened = scored(model, texts, Room(truncate=True))
-    rest = (*texts[0].context, *texts[0].continuation)[-257:]
-    assert_alike({1: shortened[1]}, [alone(plain, ScoredText(1, rest[:-17], rest[-17:]))])
+    cut = (*texts[0].context, *texts[0].continuation)[-257:]
+    assert_alike({1: shortened[1]}, [alone(plain, ScoredText(1, cut[:-17], cut[-17:]))])
 
 
-def test_a_text_that_fails_touches_no_other(split_folder: Path, plain: Any) -> None:
+def test_a_failed_text_affects_no_other(split_folder: Path, plain: Any) -> None:
     """One whose tokens bring down the micro-batch that it is in, and itself when it is alone."""
     model = load(split_folder, STREAMED)
-    texts = [ScoredText(number, (number + 3, number + 4), (5, 6)) for number in range(20)]
+    texts = [ScoredText(position, (position + 3, position + 4), (5, 6)) for position in range(20)]
     poison = model.get_input_embeddings()
 
     def fails(module: Any, args: Any) -> None:
@@ -258,18 +258,18 @@ def test_a_text_that_fails_touches_no_other(split_folder: Path, plain: Any) -> N
 
     bad = plain.get_input_embeddings().weight[7, 0].item()
     hook = model.model.layers[0].input_layernorm.register_forward_pre_hook(fails)
-    found = scored(model, texts, Room(tokens=SMALL))
+    results = scored(model, texts, Room(tokens=SMALL))
     hook.remove()
     assert poison is model.get_input_embeddings()
-    failed = {index for index, one in found.items() if one.error is not None}
+    failed = {index for index, result in results.items() if result.error is not None}
     assert failed == {3, 4}
-    assert all(isinstance(found[index].error, ScoringError) for index in failed)
-    assert "RuntimeError: not with this one" in str(found[3].error)
-    assert_alike(found, [alone(plain, text) for text in texts if text.index not in failed])
+    assert all(isinstance(results[index].error, ScoringError) for index in failed)
+    assert "RuntimeError: not with this one" in str(results[3].error)
+    assert_alike(results, [alone(plain, text) for text in texts if text.index not in failed])
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("the disk is gone")])
-def test_nothing_is_left_of_a_pass_that_is_broken_off(
+def test_an_aborted_pass_leaves_no_state(
     split_folder: Path, plain: Any, tmp_path: Path, error: BaseException | type[BaseException]
 ) -> None:
     model = load(split_folder, STREAMED)
@@ -292,7 +292,7 @@ def test_nothing_is_left_of_a_pass_that_is_broken_off(
     assert_alike(scored(model, texts_for(), room), [alone(plain, text) for text in texts_for()])
 
 
-def test_gradients_are_as_they_were(split_folder: Path) -> None:
+def test_gradient_mode_is_restored(split_folder: Path) -> None:
     model = load(split_folder, STREAMED)
     assert torch.is_grad_enabled()
     for _ in score(model, texts_for(), Room(tokens=SMALL)):
@@ -300,7 +300,7 @@ def test_gradients_are_as_they_were(split_folder: Path) -> None:
     assert torch.is_grad_enabled()
 
 
-def test_who_gives_up_leaves_the_model_as_it_was(split_folder: Path) -> None:
+def test_an_abandoned_score_restores_the_model(split_folder: Path) -> None:
     model = load(split_folder, STREAMED)
     results = score(model, texts_for(), Room(tokens=SMALL))
     next(results)
@@ -309,14 +309,14 @@ def test_who_gives_up_leaves_the_model_as_it_was(split_folder: Path) -> None:
     assert len(scored(model, texts_for(), Room())) == len(texts_for())
 
 
-def test_a_model_that_answers_others(split_folder: Path) -> None:
+def test_a_busy_model_is_refused(split_folder: Path) -> None:
     model = load(split_folder, STREAMED)
     model.shared_passes = object()
     with pytest.raises(BatchError, match="is busy with other requests"):
         list(score(model, texts_for()))
 
 
-def test_models_that_cannot(tmp_path: Path, plain: Any) -> None:
+def test_unsupported_models(tmp_path: Path, plain: Any) -> None:
     with pytest.raises(OptionError, match="found LlamaForCausalLM"):
         list(score(plain, texts_for()))
     model = load(split(build_checkpoint(tmp_path / "t5", "t5", tied=True)))
@@ -325,7 +325,7 @@ def test_models_that_cannot(tmp_path: Path, plain: Any) -> None:
 
 
 @pytest.mark.parametrize("room", [Room(tokens=0), Room(memory_bytes=-1), Room(scratch=Path("/not/there"))])
-def test_impossible_rooms(split_folder: Path, room: Room) -> None:
+def test_invalid_limits(split_folder: Path, room: Room) -> None:
     with pytest.raises(OptionError):
         list(score(load(split_folder), texts_for(), room))
 
@@ -340,9 +340,9 @@ def test_gpus(checkpoint: Path, split_folder: Path, plain: Any, tmp_path: Path, 
         model = load_model(split_folder, options, None, gpus)
         assert model.placement.uploaded_bytes > 0
         before = sum(gpu.uploads for gpu in gpus)
-        found = scored(model, texts, Room(tokens=SMALL))
+        results = scored(model, texts, Room(tokens=SMALL))
         uploads = sum(gpu.uploads for gpu in gpus) - before
-    assert_alike(found, [alone(plain, text) for text in texts])
+    assert_alike(results, [alone(plain, text) for text in texts])
     assert uploads <= 2 * len(model.placement.units)
 
 
@@ -350,7 +350,7 @@ def test_every_family_of_the_builders_has_a_form() -> None:
     assert FORMS.keys() <= FAMILIES.keys()
 
 
-def test_on_a_processor_no_tensor_is_too_large_for_a_heap(split_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_on_the_cpu_fit_the_heap(split_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(split_folder)
     (lane,) = model.streamer.executors.values()
     monkeypatch.setattr(lane.device, "free_bytes", lambda: 64 << 30)
@@ -366,25 +366,25 @@ def test_on_a_processor_no_tensor_is_too_large_for_a_heap(split_folder: Path, mo
     assert limits_of(model, Room(tokens=7)).tokens == 7
 
 
-def test_a_gpu_keeps_memory_for_the_keys_that_attention_repeats(tmp_path: Path) -> None:
+def test_a_gpu_reserves_memory_for_repeated_keys(tmp_path: Path) -> None:
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}
     folder = split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, **sizes))
     gpu = FakeGpu(0, memory=16 << 20)
     model = load_model(folder, RunOptions(max_memory={gpu.name: 0, "cpu": 0}, show_progress=False), None, [gpu])
-    found = [limits_of(model, Room(), longest).tokens for longest in (0, 400, 800)]
-    each = cost_of_a_pass(model.config, 2).each
-    assert found[2] > MIN_TOKENS
-    for less, longest in ((found[0] - found[1], 400), (found[0] - found[2], 800)):
-        assert less * each == pytest.approx(repeated_bytes(model.config, 2, longest), abs=each)
+    tokens = [limits_of(model, Room(), longest).tokens for longest in (0, 400, 800)]
+    token_bytes = cost_of_a_pass(model.config, 2).each
+    assert tokens[2] > MIN_TOKENS
+    for less, longest in ((tokens[0] - tokens[1], 400), (tokens[0] - tokens[2], 800)):
+        assert less * token_bytes == pytest.approx(repeated_bytes(model.config, 2, longest), abs=token_bytes)
     host = load(folder)
     assert limits_of(host, Room(), 800).tokens == limits_of(host, Room()).tokens
 
 
-def test_a_model_too_wide_for_that_still_has_parts_that_are_worth_it() -> None:
+def test_wide_models_still_get_useful_groups() -> None:
     assert PassCost(1, 0, 1, 0, 1, HEAP_BLOCK_BYTES).max_tokens == 512
 
 
-def test_values_beyond_float16_are_an_error_as_in_a_generation(tmp_path: Path) -> None:
+def test_float16_overflow_is_an_error(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16)
     weights = read_tensors(folder)
     weights["model.layers.1.mlp.up_proj.weight"] *= 1000
@@ -395,11 +395,11 @@ def test_values_beyond_float16_are_an_error_as_in_a_generation(tmp_path: Path) -
     with pytest.raises(RabbitLLMError, match="The logits contain inf or nan"):
         model(torch.tensor([[1, 40, 81]]))
     texts = {
-        "logits": [ScoredText(number, (1, 40, 81 + number), (7,)) for number in range(2)],
-        "hidden states": [ScoredText(number, (1, 40, 81 + number), (), "mean") for number in range(2)],
+        "logits": [ScoredText(index, (1, 40, 81 + index), (7,)) for index in range(2)],
+        "hidden states": [ScoredText(index, (1, 40, 81 + index), (), "mean") for index in range(2)],
     }
-    for what, exact in itertools.product(texts, (True, False)):
-        with pytest.raises(RabbitLLMError, match=f"The {what} contain inf or nan") as caught:
-            scored(model, texts[what], Room(exact=exact))
+    for values, exact in itertools.product(texts, (True, False)):
+        with pytest.raises(RabbitLLMError, match=f"The {values} contain inf or nan") as caught:
+            scored(model, texts[values], Room(exact=exact))
         assert "float32" in caught.value.remedy
-        assert [one.error for one in scored(wide, texts[what], Room(exact=exact)).values()] == [None, None]
+        assert [result.error for result in scored(wide, texts[values], Room(exact=exact)).values()] == [None, None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rabbitllm.generation.request import ModelLimits
-from rabbitllm.generation.scoring.tasks import Asked, ScoredText, problem_of, tasks_of
+from rabbitllm.generation.scoring.tasks import ScoredText, TextRequest, problem_of, tasks_of
 
 ABLE = ModelLimits(context=8, vocabulary=100)
 
@@ -13,30 +13,30 @@ ABLE = ModelLimits(context=8, vocabulary=100)
 def test_the_last_token_is_no_input() -> None:
     (task,) = tasks_of([ScoredText(0, (1, 2, 3), (4, 5))], [0], 8)
     assert task.ids == (1, 2, 3, 4)
-    assert task.asked == (Asked(0, 2, (4, 5), None),)
+    assert task.asked == (TextRequest(0, 2, (4, 5), None),)
 
 
-def test_an_embedding_is_of_all_tokens() -> None:
+def test_embeddings_use_all_tokens() -> None:
     (task,) = tasks_of([ScoredText(0, (1, 2, 3), (4, 5), "mean")], [0], 8)
     assert task.ids == (1, 2, 3, 4, 5)
-    assert task.asked == (Asked(0, 2, (4, 5), "mean"),)
+    assert task.asked == (TextRequest(0, 2, (4, 5), "mean"),)
 
 
-def test_choices_of_one_token_are_one_task() -> None:
-    texts = [ScoredText(number, (1, 2, 3), (number,)) for number in range(4)]
+def test_one_token_choices_share_a_task() -> None:
+    texts = [ScoredText(index, (1, 2, 3), (index,)) for index in range(4)]
     (task,) = tasks_of(texts, range(4), 8)
     assert task.ids == (1, 2, 3)
-    assert [one.targets for one in task.asked] == [(0,), (1,), (2,), (3,)]
+    assert [request.targets for request in task.asked] == [(0,), (1,), (2,), (3,)]
     assert len(tasks_of(texts, range(4), 8, shared=False)) == 4
 
 
-def test_what_is_too_long_loses_its_beginning() -> None:
+def test_long_texts_lose_their_beginning() -> None:
     texts = [ScoredText(0, range(10), (50, 51)), ScoredText(1, range(10), (50, 51), "last")]
     without, whole = tasks_of(texts, [0, 1], 8)
     assert without.ids == (3, 4, 5, 6, 7, 8, 9, 50)
-    assert without.asked == (Asked(0, 6, (50, 51), None),)
+    assert without.asked == (TextRequest(0, 6, (50, 51), None),)
     assert whole.ids == (4, 5, 6, 7, 8, 9, 50, 51)
-    assert whole.asked == (Asked(1, 5, (50, 51), "last"),)
+    assert whole.asked == (TextRequest(1, 5, (50, 51), "last"),)
 
 
 @pytest.mark.parametrize(
@@ -51,14 +51,14 @@ def test_what_is_too_long_loses_its_beginning() -> None:
         (ScoredText(7, range(8), (1, 2)), "9 tokens; the model's context has 8"),
     ],
 )
-def test_refused(text: ScoredText, words: str) -> None:
+def test_refused_texts(text: ScoredText, words: str) -> None:
     problem = problem_of(text, ABLE, truncate=False)
     assert problem is not None
     assert "index 7" in str(problem)
     assert words in str(problem)
 
 
-def test_as_many_inputs_as_the_context_has() -> None:
+def test_inputs_may_fill_the_context() -> None:
     assert problem_of(ScoredText(0, range(8), (1,)), ABLE, truncate=False) is None
     assert problem_of(ScoredText(0, range(8), (1,), "last"), ABLE, truncate=False) is not None
     assert problem_of(ScoredText(0, range(80), (1,)), ModelLimits(None, 100), truncate=False) is None
