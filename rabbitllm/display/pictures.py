@@ -160,7 +160,7 @@ def draw_pass(trace: Trace, path: str | Path, title: str = "", note: str = "") -
     check_picture(path)
     events = trace.events
     earliest = min((event.start for event in events), default=float("inf"))
-    whole = [each for each in trace.passes if not trace.dropped or each.start >= earliest]
+    whole = [pass_ for pass_ in trace.passes if not trace.dropped or pass_.start >= earliest]
     chosen = median_pass(whole)
     if chosen is None:
         raise OptionError("The trace has no complete pass to plot.", "Trace more passes, or keep more events.")
@@ -179,15 +179,15 @@ def spent_by_layer(pass_: Pass, events: Iterable[Event]) -> dict[str, dict[str, 
     Reading and copying count for the pass that used the weights: those of the first layer arrived at the end of the
     previous pass, and this pass prefetches them for the next.
     """
-    known = list(events)
+    recorded = list(events)
     spent: dict[str, dict[str, float]] = {}
     used: dict[str, float] = {}
-    for event in sorted(_events_of(known, pass_), key=lambda event: event.start):
+    for event in sorted(_events_of(recorded, pass_), key=lambda event: event.start):
         if event.stage in CALLER_STAGES:
             stages = spent.setdefault(event.layer, {})
             stages[event.stage] = stages.get(event.stage, 0.0) + event.seconds
             used[event.layer] = event.end
-    for event in sorted(known, key=lambda event: event.start):
+    for event in sorted(recorded, key=lambda event: event.start):
         if event.stage in _PROVIDERS and event.end <= used.get(event.layer, 0.0):
             spent[event.layer][event.stage] = event.seconds
     return spent
@@ -406,13 +406,13 @@ def _shard_marks(axes: Any, record: DiskRecord, per: float) -> None:
     """Draw a thin line where each shard was used up, some of them with a number above."""
     end = record.points[-1].seconds
     labels_end = LABEL_WIDTH * end
-    for seconds, number in record.shards:
+    for seconds, shard in record.shards:
         axes.axvline(seconds / per, color="white", linewidth=0.8, alpha=0.8, zorder=1.5)
         axes.axvline(seconds / per, ymin=0.985, ymax=1.0, color="black", linewidth=0.8)
         if seconds >= labels_end:
             labels_end = seconds + NUMBER_DISTANCE * end
             axes.annotate(
-                str(number), (seconds / per, 1.01), xycoords=("data", "axes fraction"), ha="center", fontsize=8
+                str(shard), (seconds / per, 1.01), xycoords=("data", "axes fraction"), ha="center", fontsize=8
             )
     if record.shards:
         axes.annotate("shards used:", (0, 1.01), xycoords="axes fraction", ha="left", fontsize=8, color="#333333")

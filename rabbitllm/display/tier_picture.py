@@ -131,11 +131,11 @@ def _labels(bars: Sequence[Bar]) -> list[tuple[int, str]]:
     inches = _AXIS / len(bars)
     names = [bar.unit.rpartition(".")[2] for bar in bars]
     layers = [index for index, name in enumerate(names) if name.isdigit()]
-    others = sorted(set(range(len(bars))).difference(layers), key=lambda index: -bars[index].nbytes)
+    outside = sorted(set(range(len(bars))).difference(layers), key=lambda index: -bars[index].nbytes)
     step = -(-len(layers) // _MAX_LABELS)
     step = next((round_number for round_number in (1, 2, 5, 10, 20, 25, 50, 100) if round_number >= step), step)
     labels: dict[int, str] = {}
-    for index in (*others, *(index for index in layers if int(names[index]) % step == 0)):
+    for index in (*outside, *(index for index in layers if int(names[index]) % step == 0)):
         distances = ((abs(index - other) * inches, len(names[index] + name)) for other, name in labels.items())
         if all(distance >= letters / 2 * _LETTER + _GAP for distance, letters in distances):
             labels[index] = names[index]

@@ -63,7 +63,7 @@ class ExpertPart:
 
 
 @dataclass(frozen=True, eq=False)
-class Nesting:
+class QuantizedScales:
     """The data to dequantize quantized scales of experts to float32; small enough to be kept in memory.
 
     Attributes:
@@ -111,7 +111,7 @@ class Block:
     scales: ExpertPart | None = None
     tables: tuple[TensorSpec, ...] = ()
     table: torch.Tensor | None = None
-    nesting: Nesting | None = None
+    nesting: QuantizedScales | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -153,7 +153,7 @@ class CodedBlocks:
 
 
 @dataclass(frozen=True, eq=False)
-class Leaf:
+class ExpertParameter:
     """One parameter of shape (experts, ...).
 
     Attributes:
@@ -181,7 +181,7 @@ class Leaf:
     def coded_parts(self) -> tuple[list[ExpertPart], ...]:
         """The codes and the scales of a published matrix, which form one each; none if it is dequantized."""
         chosen = () if self.coded is None else (self.coded.codes, self.coded.scales)
-        return tuple([self.blocks[at].payload for at in indices] for indices in chosen)
+        return tuple([self.blocks[index].payload for index in indices] for indices in chosen)
 
     @property
     def is_view(self) -> bool:
@@ -209,14 +209,14 @@ class Leaf:
     def made_bytes(self) -> int:
         """Bytes of the dequantized scales that are kept for one expert."""
         nested = [block.nesting for block in self.blocks if block.nesting is not None]
-        return sum(one.made.nbytes for one in nested) if self.matrix_type is not None else 0
+        return sum(nesting.made.nbytes for nesting in nested) if self.matrix_type is not None else 0
 
     def make_scales(self, bytes_of: BytesOf, expert: int) -> None:
         """Write the dequantized scales of an expert to their offset in its memory."""
         for block in self.blocks:
             if block.nesting is not None:
-                made = block.nesting.made
-                bytes_of(made).view(torch.float32).copy_(block.absmax(bytes_of, expert))
+                scales = block.nesting.made
+                bytes_of(scales).view(torch.float32).copy_(block.absmax(bytes_of, expert))
 
     def weight(self, model: PreTrainedModel, bytes_of: BytesOf, expert: int, *, made: bool = False) -> torch.Tensor:
         """One expert's weight, of `shape`, or transposed if it is coded and turned; a view of its bytes if possible.
@@ -243,7 +243,7 @@ class Leaf:
         return self._converted(model, bytes_of, expert)
 
     def _quantized(
-        self, kind: type[Matrix] | type[FusedMatrix], bytes_of: BytesOf, expert: int, made: bool
+        self, matrix_type: type[Matrix] | type[FusedMatrix], bytes_of: BytesOf, expert: int, made: bool
     ) -> torch.Tensor:
         first = self.blocks[0]
         assert first.form is not None
@@ -259,7 +259,7 @@ class Leaf:
             assert parts[0] is not None
             absmax = typed(scales, retyped(parts[0], (len(scales) // 4,)))
         assert self.recipe.dtype is not None
-        return QuantizedWeight(kind(form, codes, absmax, first.table), self.recipe.dtype)
+        return QuantizedWeight(matrix_type(form, codes, absmax, first.table), self.recipe.dtype)
 
     def _made(self, block: Block, bytes_of: BytesOf, expert: int) -> torch.Tensor:
         payload = typed(bytes_of(block.payload), retyped(block.payload, block.payload.shape))
@@ -271,15 +271,15 @@ class Leaf:
         return dequantize(block.form, payload, block.absmax(bytes_of, expert), block.table, dtype)
 
     def _converted(self, model: PreTrainedModel, bytes_of: BytesOf, expert: int) -> torch.Tensor:
-        names = tuple((block.pattern, str(at)) for at, block in enumerate(self.blocks))
+        names = tuple((block.pattern, str(index)) for index, block in enumerate(self.blocks))
 
         def read(name: str, dtype: torch.dtype | None) -> torch.Tensor:
             block = self.blocks[int(name)]
-            made = self._made(block, bytes_of, expert)
-            return made[None] if block.sliced else made
+            tensor = self._made(block, bytes_of, expert)
+            return tensor[None] if block.sliced else tensor
 
-        made = replace(self.recipe, sources=names).make(model, read)[self.entry.target]
-        return made[0]
+        tensor = replace(self.recipe, sources=names).make(model, read)[self.entry.target]
+        return tensor[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,7 +301,7 @@ class ExpertSource:
     module: nn.Module
     experts: int
     used: int
-    leaves: Mapping[str, Leaf]
+    leaves: Mapping[str, ExpertParameter]
     nbytes: int
 
     @property
@@ -338,13 +338,13 @@ class ExpertSource:
     def extent(self, leaf: str | None = None) -> slice:
         """The range of an expert's bytes in its memory, or of the bytes of one leaf."""
         chosen = self.leaves.values() if leaf is None else (self.leaves[leaf],)
-        parts = [part for one in chosen for part in one.parts]
+        parts = [part for parameter in chosen for part in parameter.parts]
         return slice(min(part.at for part in parts), max(part.at + part.nbytes for part in parts))
 
     @cached_property
     def _runs(self) -> Mapping[str | None, list[tuple[ExpertPart, int]]]:
         """Runs of parts that are contiguous in the files and in memory: the first part, and the bytes of the run."""
-        found: dict[str | None, list[tuple[ExpertPart, int]]] = {}
+        runs_by_leaf: dict[str | None, list[tuple[ExpertPart, int]]] = {}
         everything = [part for leaf in self.leaves.values() for part in leaf.parts]
         for key, parts in ((None, everything), *((name, list(leaf.parts)) for name, leaf in self.leaves.items())):
             runs: list[list[ExpertPart]] = []
@@ -353,8 +353,8 @@ class ExpertSource:
                     runs[-1].append(part)
                 else:
                     runs.append([part])
-            found[key] = [(run[0], sum(part.nbytes for part in run)) for run in runs]
-        return found
+            runs_by_leaf[key] = [(run[0], sum(part.nbytes for part in run)) for run in runs]
+        return runs_by_leaf
 
     @cached_property
     def in_blocks(self) -> bool:
@@ -394,8 +394,8 @@ def with_tables(source: ExpertSource, store: WeightFiles, device: torch.device) 
         compare(checks, (spec for spec in tables if checks.by_block(spec.file)))
     leaves = {}
     for key, leaf in source.leaves.items():
-        made = tuple(_with_table(source, block, store, device) for block in leaf.blocks)
-        leaves[key] = replace(leaf, blocks=made)
+        blocks_with_table = tuple(_with_table(source, block, store, device) for block in leaf.blocks)
+        leaves[key] = replace(leaf, blocks=blocks_with_table)
     return replace(source, leaves=leaves)
 
 
@@ -415,16 +415,16 @@ def _with_table(source: ExpertSource, block: Block, store: WeightFiles, device: 
 def _table(
     source: ExpertSource, tables: Sequence[TensorSpec], store: WeightFiles, device: torch.device
 ) -> torch.Tensor:
-    found = {bytes(store.mapped(spec.file).bytes_of(spec)) for spec in tables}
-    if len(found) > 1:
+    values = {bytes(store.mapped(spec.file).bytes_of(spec)) for spec in tables}
+    if len(values) > 1:
         raise IncompleteSplitError(
-            f"the experts of {source.name} were quantized with {len(found)} different tables; expected a single one.",
+            f"the experts of {source.name} were quantized with {len(values)} different tables; expected a single one.",
             "Split the checkpoint again into another folder (layer_shards_saving_path, --dir).",
         )
-    return torch.frombuffer(bytearray(found.pop()), dtype=torch.float32).to(device)
+    return torch.frombuffer(bytearray(values.pop()), dtype=torch.float32).to(device)
 
 
-def _matrix_type(leaf: Leaf, choose_matrix: MatrixChooser) -> type[StoredMatrix] | None:
+def _matrix_type(leaf: ExpertParameter, choose_matrix: MatrixChooser) -> type[StoredMatrix] | None:
     """The type that multiplies all rows as one quantized matrix, or None."""
     first = leaf.blocks[0].form
     if not leaf.stacks or first is None or len(leaf.shape) != 2:

@@ -23,7 +23,7 @@ from rabbitllm.base.progress import (
 )
 from rabbitllm.base.terminal import text_of
 from rabbitllm.display import region
-from rabbitllm.display.split_display import Reading, line_of, rows_of, shown
+from rabbitllm.display.split_display import ReadingDisplay, line_of, rows_of, shown
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.screen import TerminalStream
 from tests.support.splitting import split
@@ -166,7 +166,7 @@ def test_nothing_where_someone_else_shows_it(tmp_path: Path, capsys: pytest.Capt
     source = write_shards(tmp_path / "model", cut(llama_tensors(), 3))
     with progress.listening(lambda event: None), shown():
         split(source)
-    with shown(wanted=False):
+    with shown(enabled=False):
         split(write_shards(tmp_path / "other", cut(llama_tensors(), 3)))
     assert capsys.readouterr().err == ""
 
@@ -181,8 +181,8 @@ def test_someone_who_only_keeps_events_changes_nothing(tmp_path: Path, capsys: p
 # The check of layer files
 
 
-def at(seconds: list[float], total: int = 4 << 30) -> Reading:
-    return Reading(total, lambda: seconds[0])
+def at(seconds: list[float], total: int = 4 << 30) -> ReadingDisplay:
+    return ReadingDisplay(total, lambda: seconds[0])
 
 
 def test_a_row_says_how_much_how_fast_and_how_long() -> None:

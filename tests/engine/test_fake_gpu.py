@@ -27,7 +27,7 @@ from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import EXPERT_STAGING, SLOTS, STAGING, Tier
 from rabbitllm.engine.prefetch import FilledSlot, Uploader
 from rabbitllm.engine.span_reader import SpanReader
-from rabbitllm.engine.streamer import Boundary
+from rabbitllm.engine.streamer import InputMover
 from rabbitllm.engine.units import UnitSource
 from rabbitllm.engine.weight_tensors import AbsentWeight
 from rabbitllm.errors import NotEnoughMemoryError, RabbitLLMError
@@ -1098,7 +1098,7 @@ def test_a_slot_given_back_before_the_computation_is_caught(tmp_path: Path, monk
 
 def test_inputs_that_are_not_moved_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
-    monkeypatch.setattr(Boundary, "__call__", lambda self, module, args, kwargs: None)
+    monkeypatch.setattr(InputMover, "__call__", lambda self, module, args, kwargs: None)
     assert run_on([FakeGpu(0)], directory).logits.isfinite().all()
     with pytest.raises(WrongDevice):
         run_on([FakeGpu(0), FakeGpu(1)], directory)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rabbitllm.engine.placement import READY, Tier
-from rabbitllm.engine.streamer import Boundary
+from rabbitllm.engine.streamer import InputMover
 from rabbitllm.engine.weight_tensors import AbsentWeight
 from rabbitllm.errors import RabbitLLMError, ReadOnlyWeightError
 from rabbitllm.telemetry.passes import READ
@@ -396,7 +396,7 @@ Pair = namedtuple("Pair", "first second")
 modes = pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 
 
-def cross(boundary: Boundary, *args: Any, **kwargs: Any) -> Any:
+def cross(boundary: InputMover, *args: Any, **kwargs: Any) -> Any:
     found = boundary(MODULE, args, kwargs)
     return (args, kwargs) if found is None else found
 
@@ -405,7 +405,7 @@ def cross(boundary: Boundary, *args: Any, **kwargs: Any) -> Any:
 def test_a_tensor_crosses_once(mode: Any) -> None:
     with mode(), watched() as operations:
         mask = torch.ones(3, device=HERE)
-        boundary = Boundary(THERE)
+        boundary = InputMover(THERE)
         copies = [cross(boundary, torch.ones(2, device=HERE), mask=mask)[1]["mask"] for _ in range(4)]
         assert all(copy is copies[0] for copy in copies)
         assert copies[0].device == THERE
@@ -418,7 +418,7 @@ def test_what_is_there_stays_the_very_same(mode: Any) -> None:
     with mode(), watched() as operations:
         tensor = torch.ones(3, device=THERE)
         state = [tensor, {"a": (tensor, None)}]
-        boundary = Boundary(THERE)
+        boundary = InputMover(THERE)
         assert boundary(MODULE, (tensor, 3, None), {"state": state, "name": "x"}) is None
         args, kwargs = cross(boundary, torch.ones(1, device=HERE), state=state)
         assert kwargs["state"] is state
@@ -429,7 +429,7 @@ def test_what_is_there_stays_the_very_same(mode: Any) -> None:
 @modes
 def test_a_copy_that_was_changed_is_made_again(mode: Any) -> None:
     with mode(), watched():
-        mask, boundary = torch.ones(3, device=HERE), Boundary(THERE)
+        mask, boundary = torch.ones(3, device=HERE), InputMover(THERE)
         first = cross(boundary, mask)[0][0]
         first.add_(1)
         first[0] = 7
@@ -440,7 +440,7 @@ def test_a_copy_that_was_changed_is_made_again(mode: Any) -> None:
 
 def test_an_original_that_was_changed_crosses_again() -> None:
     with torch.no_grad(), watched():
-        mask, boundary = torch.ones(3, device=HERE), Boundary(THERE)
+        mask, boundary = torch.ones(3, device=HERE), InputMover(THERE)
         assert cross(boundary, mask)[0][0].cpu().tolist() == [1, 1, 1]
         mask.add_(1)
         assert cross(boundary, mask)[0][0].cpu().tolist() == [2, 2, 2]
@@ -449,7 +449,7 @@ def test_an_original_that_was_changed_crosses_again() -> None:
 @modes
 def test_a_new_pass_copies_again(mode: Any) -> None:
     with mode(), watched():
-        mask, boundary = torch.ones(3, device=HERE), Boundary(THERE)
+        mask, boundary = torch.ones(3, device=HERE), InputMover(THERE)
         first = cross(boundary, mask)[0][0]
         mask.add_(1)
         boundary.forget()
@@ -459,7 +459,7 @@ def test_a_new_pass_copies_again(mode: Any) -> None:
 
 def test_copies_go_with_their_originals() -> None:
     with torch.no_grad(), watched():
-        boundary = Boundary(THERE)
+        boundary = InputMover(THERE)
         for _ in range(5):
             cross(boundary, torch.ones(3, device=HERE))
         gc.collect()
@@ -482,7 +482,7 @@ def test_inside_whatever_holds_tensors(mode: Any) -> None:
             "held": Held(a=one),
             "nested": ({"a": [one]},),
         }
-        _, found = cross(Boundary(THERE), **given)
+        _, found = cross(InputMover(THERE), **given)
         assert {name: type(value) for name, value in found.items()} == {n: type(v) for n, v in given.items()}
         tensors = [found["list"][0], found["tuple"][0], *found["named"], found["dict"]["a"], found["held"]["a"]]
         for tensor in (*tensors, found["nested"][0]["a"][0]):
@@ -493,7 +493,7 @@ def test_inside_whatever_holds_tensors(mode: Any) -> None:
 
 def test_gradients_cross_back() -> None:
     with watched():
-        boundary = Boundary(THERE)
+        boundary = InputMover(THERE)
         source = torch.ones(3, requires_grad=True)
         for _ in range(2):
             (cross(boundary, source)[0][0] * 2).sum().backward()
