@@ -36,9 +36,9 @@ def run_cell() -> tuple[list[Any], list[dict[str, Any]]]:
     messages: list[dict[str, Any]] = []
 
     class Client(nbclient.NotebookClient):  # type: ignore[misc,name-defined]
-        def process_message(self, msg: dict[str, Any], *rest: Any) -> Any:
+        def process_message(self, msg: dict[str, Any], *args: Any) -> Any:
             messages.append(msg)
-            return super().process_message(msg, *rest)
+            return super().process_message(msg, *args)
 
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(textwrap.dedent(CELL))])
     Client(notebook, kernel_name="python3", timeout=120).execute()

@@ -40,10 +40,10 @@ MAGIC = {"png": b"\x89PNG\r\n\x1a\n", "svg": b"<?xml", "pdf": b"%PDF-"}
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
     model: Any = load(split(build_checkpoint(tmp_path_factory.mktemp("model"), "llama")), 0, profiling=True)
-    with torch.inference_mode(), model.profiler.trace() as found:
+    with torch.inference_mode(), model.profiler.trace() as recorded:
         model.generate(INPUT, max_new_tokens=6, min_new_tokens=6, do_sample=False)
-    made: Trace = found
-    return made
+    result: Trace = recorded
+    return result
 
 
 @pytest.mark.parametrize("ending", list(MAGIC))
@@ -69,7 +69,7 @@ def test_the_picture_names_lanes_layers_and_stages(
 
 def test_a_layer_has_the_reading_that_brought_it() -> None:
     """That of the first one was done while the pass before ended; what is read for the next pass is not counted."""
-    one = Pass(2, 10.0, 2.0, PassInput(1, 1, 5, 1), None, {})
+    second_pass = Pass(2, 10.0, 2.0, PassInput(1, 1, 5, 1), None, {})
     events = [
         Event(8.0, 0.5, "reader", "a", READ, 1),
         Event(9.5, 0.75, "reader", "a", READ, 1),
@@ -81,7 +81,7 @@ def test_a_layer_has_the_reading_that_brought_it() -> None:
         Event(11.25, 0.5, "reader", "a", READ, 1),
         Event(12.5, 0.5, "main", "a", COMPUTE, 0),
     ]
-    assert spent_by_layer(one, events) == {
+    assert spent_by_layer(second_pass, events) == {
         "a": {READ_WAIT: 0.25, COMPUTE: 0.25, READ: 0.75},
         "b": {DEQUANTIZE: 0.25, COMPUTE: 0.5, READ: 0.5},
     }
@@ -140,7 +140,7 @@ def test_the_record_is_what_the_events_say() -> None:
 def test_a_long_split_keeps_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pictures, "MAX_POINTS", 50)
     record = DiskRecord(Clock())
-    sizes = [number * 37 % 1000 for number in range(2000)]
+    sizes = [index * 37 % 1000 for index in range(2000)]
     sizes[777] = 5000
     for size in sizes:
         record(DiskSampled(size, 9000))
@@ -159,19 +159,19 @@ def test_thinning_keeps_the_higher_of_two() -> None:
 def test_of_a_real_split(tmp_path: Path) -> None:
     source = write_shards(tmp_path / "model", cut(llama_tensors(), 4))
     size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
-    told: list[progress.Event] = []
+    events: list[progress.Event] = []
     picture = tmp_path / "disk.png"
-    with progress.listening(told.append), pictured(picture) as record:
+    with progress.listening(events.append), pictured(picture) as record:
         Call(str(source)).make()
     assert record is not None
-    seen = [event.disk_bytes for event in told if isinstance(event, DiskSampled | ShardDone)]
+    seen = [event.disk_bytes for event in events if isinstance(event, DiskSampled | ShardDone)]
     assert {point.disk_bytes for point in record.points} == set(seen)
-    (done,) = [event for event in told if isinstance(event, progress.SplitDone)]
+    (done,) = [event for event in events if isinstance(event, progress.SplitDone)]
     assert max(point.disk_bytes for point in record.points) >= done.peak_disk_bytes
     assert size <= record.peak.total <= size + done.output_bytes + 64 * 1024
     assert record.points[0].source_left_bytes == size
     assert record.points[-1].source_left_bytes == 0
-    assert [number for _, number in record.shards] == [1, 2, 3, 4]
+    assert [shard for _, shard in record.shards] == [1, 2, 3, 4]
     assert picture.read_bytes().startswith(PNG)
 
 

@@ -36,10 +36,10 @@ class Said:
 
 
 def as_terminal(monkeypatch: pytest.MonkeyPatch) -> TerminalStream:
-    made = TerminalStream()
-    monkeypatch.setattr(sys, "stderr", made)
+    terminal = TerminalStream()
+    monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    return made
+    return terminal
 
 
 def test_the_last_who_asked_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,9 +69,9 @@ def test_out_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_thread_goes_with_the_last_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REFRESH_SECONDS", 0.005)
     stream, region = as_terminal(monkeypatch), Region()
-    said = Said("one")
-    claim = region.claim(said)
-    said.text = "two"
+    content = Said("one")
+    claim = region.claim(content)
+    content.text = "two"
     end = time.monotonic() + 60
     while stream.screen(80) != ["two"]:
         assert time.monotonic() < end
@@ -84,13 +84,13 @@ def test_the_thread_goes_with_the_last_claim(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_lines_are_due_every_few_seconds_and_hours_make_no_wall() -> None:
     pace = LinePace(100.0)
-    due = [now for now in range(100, 100 + 3 * 3600) if pace.is_due(now)]
-    gaps = [then - now for now, then in itertools.pairwise(due)]
-    assert due[0] == 100 + LINE_SECONDS
+    times = [second for second in range(100, 100 + 3 * 3600) if pace.is_due(second)]
+    gaps = [then - second for second, then in itertools.pairwise(times)]
+    assert times[0] == 100 + LINE_SECONDS
     assert set(gaps[:90]) == {LINE_SECONDS}
     assert gaps == sorted(gaps)
     assert gaps[-1] == MAX_LINE_SECONDS
-    assert len(due) < 600
+    assert len(times) < 600
 
 
 def test_a_stream_that_is_closed_raises_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def test_a_crowd_on_a_real_terminal(columns: int) -> None:
     shown = Screen(columns).feed(run_on_terminal(program(CROWD), columns, environment())).shown
     text = "".join(line.ljust(columns) for line in shown)
     for name in "abc":
-        places = [text.find(f"{name} {number}: {'long ' * 30}end") for number in range(100)]
+        places = [text.find(f"{name} {index}: {'long ' * 30}end") for index in range(100)]
         assert places == sorted(places)
         assert places[0] >= 0
     assert not [line for line in shown if line.startswith(("row ", "second row"))]

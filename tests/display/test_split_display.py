@@ -186,23 +186,23 @@ def at(seconds: list[float], total: int = 4 << 30) -> ReadingDisplay:
 
 
 def test_a_row_says_how_much_how_fast_and_how_long() -> None:
-    now = [100.0]
-    reading = at(now)
+    clock = [100.0]
+    reading = at(clock)
     reading.add(600 << 20)
     reading.add(424 << 20)
-    now[0] = 102.0
+    clock[0] = 102.0
     (row,) = reading.rows(100)
-    said = text_of(row)
-    assert said.startswith("reading ━━━━━━━━━━━────")
-    assert said.endswith(" 25 % · 1.00 of 4.00 GiB · 512 MiB/s · 6 s left")
+    text = text_of(row)
+    assert text.startswith("reading ━━━━━━━━━━━────")
+    assert text.endswith(" 25 % · 1.00 of 4.00 GiB · 512 MiB/s · 6 s left")
     assert reading.line() == "reading 25 %, 1.00 of 4.00 GiB, 512 MiB/s, 6 s left"
 
 
 def test_every_width_is_kept() -> None:
-    now = [0.0]
-    reading = at(now)
+    clock = [0.0]
+    reading = at(clock)
     reading.add(123_456_789)
-    now[0] = 3.0
+    clock[0] = 3.0
     for width in range(20, 121):
         (row,) = reading.rows(width)
         assert len(text_of(row)) <= width

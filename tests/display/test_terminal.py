@@ -24,10 +24,10 @@ def as_output(monkeypatch: pytest.MonkeyPatch) -> TerminalStream:
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     monkeypatch.setenv("LINES", "24")
     monkeypatch.setenv("TERM", "xterm")
-    made = TerminalStream()
-    monkeypatch.setattr(sys, "stderr", made)
-    monkeypatch.setattr(sys, "stdout", made)
-    return made
+    terminal = TerminalStream()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    return terminal
 
 
 def begin(monkeypatch: pytest.MonkeyPatch) -> tuple[Terminal, TerminalStream]:
@@ -71,13 +71,13 @@ def test_lines_of_others_come_out_above_whole(monkeypatch: pytest.MonkeyPatch) -
 def test_a_line_that_grows_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, stream = begin(monkeypatch)
     text = ""
-    for number in range(30):  # tokens as they come, over several lines
-        token = f"word{number} "
+    for index in range(30):  # tokens as they come, over several lines
+        token = f"word{index} "
         text += token
         print(token, end="", flush=True)
-        terminal.paint(rows(f"pass {number}"))
+        terminal.paint(rows(f"pass {index}"))
         shown = stream.screen(WIDTH)
-        assert shown[-1] == f"pass {number}"
+        assert shown[-1] == f"pass {index}"
         assert "".join(line.ljust(WIDTH) for line in shown[:-1]).rstrip() == text.rstrip()
     terminal.erase()
     print()
@@ -107,21 +107,21 @@ WRITES = st.lists(
 
 @given(WRITES)
 def test_whatever_is_written_comes_out_as_without_rows(steps: list[tuple[str, str]]) -> None:
-    made = TerminalStream()
+    stream = TerminalStream()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", str(WIDTH))
         patch.setenv("LINES", "24")
-        patch.setattr(sys, "stdout", made)
-        terminal = Terminal(made, threading.RLock())
+        patch.setattr(sys, "stdout", stream)
+        terminal = Terminal(stream, threading.RLock())
         written = ""
-        for what, value in steps:
-            if what == "write":
-                made.write(value)
+        for action, value in steps:
+            if action == "write":
+                stream.write(value)
                 written += value
             else:
                 terminal.paint(rows(*["row"] * int(value)))
         terminal.erase()
-    assert made.screen(WIDTH) == Screen(WIDTH).feed(written).shown
+    assert stream.screen(WIDTH) == Screen(WIDTH).feed(written).shown
 
 
 def test_rows_are_cut_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

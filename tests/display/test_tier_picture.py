@@ -43,7 +43,7 @@ def large(layers: int = LAYERS) -> Placement:
         return UnitCost(name, nbytes, 4 * nbytes, 4 * nbytes, False, is_layer, False, by_rows)
 
     costs = [cost("model.embed_tokens", 700_000_000, by_rows=True)]
-    costs += [cost(f"model.layers.{at}", 490_000_000, is_layer=True) for at in range(layers)]
+    costs += [cost(f"model.layers.{index}", 490_000_000, is_layer=True) for index in range(layers)]
     costs += [cost("model.norm", 16_384), cost("lm_head", 700_000_000)]
     budgets = [Budget("cuda:0", 12_000_000_000, False), Budget("cuda:1", 12_000_000_000, False)]
     return place(costs, budgets, host_bytes=8_000_000_000)
@@ -59,7 +59,7 @@ def words_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     def draw(placement: Placement, title: str = "a model") -> list[str]:
         path = tmp_path / "tiers.svg"
         placement.plot(path, title)
-        return ["".join(one.itertext()).strip() for one in ElementTree.parse(path).iter() if one.tag.endswith("}text")]
+        return ["".join(e.itertext()).strip() for e in ElementTree.parse(path).iter() if e.tag.endswith("}text")]
 
     return draw
 
@@ -69,7 +69,7 @@ def test_formats(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"tiers.{ending}"
     large(8).plot(path, "a model")
     assert path.read_bytes().startswith(MAGIC[ending])
-    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
 def test_another_ending_is_refused(tmp_path: Path) -> None:
@@ -81,12 +81,12 @@ def test_many_layers_on_two_gpus(words_of: Any) -> None:
     placement = large()
     shown = placement.bars
     assert [bar.unit for bar in shown] == [placed.unit for placed in placement.units]
-    assert {word for bar in shown for word in bar.parts} == {STORED, PINNED, DISK, ROWS}
+    assert {text for bar in shown for text in bar.parts} == {STORED, PINNED, DISK, ROWS}
     words = words_of(placement, "many layers")
     assert {"embed_tokens", "lm_head", "10", "70", "cuda:0", "cuda:1", "page-locked", "disk"} <= set(words)
     assert {STORED, PINNED, DISK, ROWS} <= set(words)
-    assert any(word.startswith("many layers") for word in words)
-    assert sum(word.isdigit() for word in words) < 30  # not every layer's number, which would be unreadable
+    assert any(text.startswith("many layers") for text in words)
+    assert sum(text.isdigit() for text in words) < 30  # not every layer's number, which would be unreadable
     total = sum(placed.stored for placed in placement.units if placed.tier is Tier.STREAMED)
     assert f"{(total + 700_000_000) / 2**30:,.2f} GiB" in words
 
@@ -110,10 +110,10 @@ def test_experts_on_gpus_and_in_host_memory(tmp_path: Path, host: int, words_of:
     limits = {**{gpu.name: 260_000 for gpu in gpus}, "cpu": host}
     placement = load_model(folder, RunOptions(max_memory=limits, show_progress=False), devices=gpus).placement
     check(placement)
-    there = placement.bytes_by_device
-    assert EXPERTS in there["fake:0"]
-    assert (EXPERTS_PINNED in there.get("page-locked", {})) == bool(host and placement.pools[0].host_slots)
-    assert (EXPERTS_AWAY in there.get("disk", {})) == (host < 1 << 30)
+    nbytes = placement.bytes_by_device
+    assert EXPERTS in nbytes["fake:0"]
+    assert (EXPERTS_PINNED in nbytes.get("page-locked", {})) == bool(host and placement.pools[0].host_slots)
+    assert (EXPERTS_AWAY in nbytes.get("disk", {})) == (host < 1 << 30)
     assert "fake:1" in words_of(placement)
 
 
@@ -127,14 +127,14 @@ def check(placement: Placement) -> None:
     kept = sum(pool.slots * (pool.stored / pool.experts) for pool in placement.pools)
     stays = sum(placed.stored for placed in placement.experts if placed.tier is not Tier.ROUTED)
     assert sum(bar.parts.get(EXPERTS, 0) for bar in shown) == pytest.approx(kept + stays, abs=len(shown))
-    assert {word for bar in shown for word in bar.parts} <= set(COLOURS)
+    assert {tier for bar in shown for tier in bar.parts} <= set(COLOURS)
 
 
 def test_a_plan_is_drawn_as_the_model_that_comes_of_it(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "m", "llama", shards=2)
     limits: Any = {"device": "cpu", "max_memory": {"cpu": 150_000}}
     plan = rabbitllm.plan(folder, compression="4bit", bandwidth="1GB", **limits)
-    planned = next(found.placement for found in plan.generations if found.compression == "4bit")
+    planned = next(generation.placement for generation in plan.generations if generation.compression == "4bit")
     model = rabbitllm.AutoModel.from_pretrained(folder, compression="4bit", show_layer_progress=False, **limits)
     assert planned is not None
     assert planned.bars == model.placement.bars

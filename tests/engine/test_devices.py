@@ -86,11 +86,11 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def names(device: str | None, max_memory: dict[str, int] | None = None) -> list[str]:
-    return [found.name for found in resolve_devices(device, max_memory)]
+    return [resolved.name for resolved in resolve_devices(device, max_memory)]
 
 
 @pytest.mark.parametrize(
-    ("device", "max_memory", "found"),
+    ("device", "max_memory", "expected"),
     [
         ("cuda:0", None, ["cuda:0"]),
         ("cuda", None, ["cuda:0"]),
@@ -106,9 +106,9 @@ def names(device: str | None, max_memory: dict[str, int] | None = None) -> list[
     ],
 )
 def test_what_a_word_means_on_two_gpus(
-    gpus: object, device: str | None, max_memory: dict[str, int] | None, found: list[str]
+    gpus: object, device: str | None, max_memory: dict[str, int] | None, expected: list[str]
 ) -> None:
-    assert names(device, max_memory) == found
+    assert names(device, max_memory) == expected
 
 
 def test_gpus_come_in_numerical_order(gpus: object, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,8 +181,8 @@ def test_a_word_that_names_no_device(gpus: object, device: str) -> None:
 def test_an_upload_waits_for_the_computation_and_the_computation_for_it(gpus: list[tuple[Any, ...]]) -> None:
     device = CudaDevice(1, pin_memory=False)
     host, on_device = torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
-    left = device.leave()
-    ticket = device.upload(host, on_device, left)
+    mark = device.leave()
+    ticket = device.upload(host, on_device, mark)
     device.landed(ticket)
     device.arrive(ticket)
     copies = "copies on cuda:1"
@@ -203,12 +203,12 @@ def test_a_device_buffer_is_known_to_the_stream_that_copies_into_it(
     gpus: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the allocator would give its memory away, once it is freed, while a copy into it may be queued."""
-    device, told = CudaDevice(1, pin_memory=False), list[Any]()
+    device, calls = CudaDevice(1, pin_memory=False), list[Any]()
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda nbytes, dtype, device: empty(nbytes, dtype=dtype))
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda buffer, stream: told.append((len(buffer), stream.name)))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda buffer, stream: calls.append((len(buffer), stream.name)))
     assert device.device_buffer(8).shape == (8,)
-    assert told == [(8, "copies on cuda:1")]
+    assert calls == [(8, "copies on cuda:1")]
 
 
 def test_a_copy_is_timed_by_itself(gpus: list[tuple[Any, ...]]) -> None:
@@ -252,11 +252,11 @@ class Driver:
 
 @pytest.fixture
 def driver(gpus: object, monkeypatch: pytest.MonkeyPatch) -> Driver:
-    made = Driver(100_000)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    fake = Driver(100_000)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch, "ones", made.launch)
-    return made
+    monkeypatch.setattr(torch, "ones", fake.launch)
+    return fake
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 10_000])
@@ -364,10 +364,10 @@ def test_flash_attention_only_where_model_gpu_and_installation_have_it(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     chosen = [CudaDevice(0)]
 
-    def attention(family: str, wanted: str = "auto", dtype: torch.dtype = torch.bfloat16) -> str | None:
+    def attention(family: str, requested: str = "auto", dtype: torch.dtype = torch.bfloat16) -> str | None:
         names = {"llama": "LlamaForCausalLM", "bloom": "BloomForCausalLM", "gpt_oss": "GptOssForCausalLM"}
         config = transformers.AutoConfig.for_model(family, architectures=[names[family]])
-        return load_plan._attention(wanted, config, chosen, dtype)
+        return load_plan._attention(requested, config, chosen, dtype)
 
     assert attention("llama") == "flash_attention_2"
     assert attention("llama", "eager") == "eager"
@@ -391,8 +391,8 @@ def test_host_memory_to_lock_is_what_the_caller_allows_and_what_is_free(
     assert 0 < free < 20 << 30
     cards: list[Any] = [CudaDevice(0), CudaDevice(1)]
 
-    def room(given: list[Any], **options: Any) -> int:
-        return devices.host_room(given, RunOptions(**options))
+    def room(used: list[Any], **options: Any) -> int:
+        return devices.host_room(used, RunOptions(**options))
 
     assert room(cards) == free
     assert room(cards, max_memory={"cuda:0": 1}) == free

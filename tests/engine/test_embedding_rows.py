@@ -31,15 +31,15 @@ def test_packed_rows_are_those_of_the_dequantized_matrix(tmp_path: Path, family:
     folder = build_checkpoint(tmp_path / "model", family, tied=True)
     directory = split(folder, "4bit")
     whole = load(directory).get_input_embeddings()
-    some = by_rows(directory).get_input_embeddings()
+    rows = by_rows(directory).get_input_embeddings()
     for ids in (
         INPUT,
         torch.tensor([[5]]),
         torch.tensor([[7, 7, 7], [0, 7, 271]]),
         torch.empty((1, 0), dtype=torch.long),
     ):
-        assert torch.equal(some(ids), whole(ids))
-        assert torch.equal(some(**{"input_ids" if family == "gemma3" else "input": ids}), whole(ids))
+        assert torch.equal(rows(ids), whole(ids))
+        assert torch.equal(rows(**{"input_ids" if family == "gemma3" else "input": ids}), whole(ids))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -66,9 +66,9 @@ def test_rows_that_are_no_whole_blocks(tmp_path: Path, compression: str, width: 
     """The blocks around each are dequantized, as many as it may lie in; the last block of the table is not whole."""
     folder = build_checkpoint(tmp_path / "model", "llama", hidden_size=width, vocab_size=271)
     directory = split(folder, compression)
-    whole, some = load(directory).get_input_embeddings(), by_rows(directory).get_input_embeddings()
+    whole, rows = load(directory).get_input_embeddings(), by_rows(directory).get_input_embeddings()
     for ids in (INPUT, torch.arange(271), torch.tensor([[270]]), torch.empty((1, 0), dtype=torch.long)):
-        assert torch.equal(some(ids), whole(ids))
+        assert torch.equal(rows(ids), whole(ids))
 
 
 def test_rows_of_another_dtype(tmp_path: Path) -> None:
@@ -112,8 +112,8 @@ def test_an_id_that_does_not_exist_is_an_error_as_in_an_embedding(
 def test_embeddings_given_by_the_caller(tmp_path: Path) -> None:
     model = by_rows(split(build_checkpoint(tmp_path / "model", "llama"), "4bit"))
     with torch.inference_mode():
-        wanted = model(INPUT).logits
-        assert torch.equal(model(inputs_embeds=model.get_input_embeddings()(INPUT)).logits, wanted)
+        expected = model(INPUT).logits
+        assert torch.equal(model(inputs_embeds=model.get_input_embeddings()(INPUT)).logits, expected)
 
 
 def test_on_a_gpu_only_the_rows_are_copied(tmp_path: Path) -> None:
@@ -174,8 +174,8 @@ def test_a_large_table_is_read_by_rows(tmp_path: Path, family: str, compression:
     table = model.get_submodule(TABLES[family])
     assert isinstance(table.weight, AbsentWeight)
     looked_up = model.streamer.tables[TABLES[family]].rows_read
-    most = 2 * (INPUT.numel() + NEW_TOKENS) * (4 if "qwen4_exp" in family else 1)  # of the logits and of the tokens
-    assert 0 < looked_up <= most < table.num_embeddings
+    limit = 2 * (INPUT.numel() + NEW_TOKENS) * (4 if "qwen4_exp" in family else 1)  # of the logits and of the tokens
+    assert 0 < looked_up <= limit < table.num_embeddings
     assert_same(run(resident), expected)
 
 

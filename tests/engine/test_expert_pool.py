@@ -24,12 +24,12 @@ COUNTS = [3, 5, 4]
 
 def uses() -> st.SearchStrategy[list[tuple[int, list[int]]]]:
     """A run of passes: which experts of which module."""
-    one = st.integers(0, len(COUNTS) - 1).flatmap(
+    use_of_module = st.integers(0, len(COUNTS) - 1).flatmap(
         lambda module: st.tuples(
             st.just(module), st.lists(st.integers(0, COUNTS[module] - 1), min_size=1, unique=True).map(sorted)
         )
     )
-    return st.lists(one, max_size=40)
+    return st.lists(use_of_module, max_size=40)
 
 
 def use(
@@ -44,21 +44,21 @@ def use(
     chosen = np.array(experts, np.int64)
     cache.use(module, chosen, np.full(len(chosen), count), of)
     slots = cache.slots_of(module, chosen)
-    given = cache.admit(module, chosen[slots < 0], slots[slots >= 0])
-    return slots[slots >= 0].tolist(), given.tolist()
+    admitted = cache.admit(module, chosen[slots < 0], slots[slots >= 0])
+    return slots[slots >= 0].tolist(), admitted.tolist()
 
 
 @given(uses(), st.integers(0, 14))
 def test_a_slot_has_one_expert_and_an_expert_one_slot(passes: list[tuple[int, list[int]]], slots: int) -> None:
     cache = ExpertCache(COUNTS, slots)
     for module, experts in passes:
-        here, given_slots = use(cache, module, experts)
+        cached, given_slots = use(cache, module, experts)
         new = [slot for slot in given_slots if slot >= 0]
-        assert not set(here) & set(new)
+        assert not set(cached) & set(new)
         assert len(set(new)) == len(new)
         assert all(0 <= slot < slots for slot in new)
-        found = [cache.slots_of(m, np.arange(count)) for m, count in enumerate(COUNTS)]
-        taken = [slot for part in found for slot in part.tolist() if slot >= 0]
+        slots_by_module = [cache.slots_of(m, np.arange(count)) for m, count in enumerate(COUNTS)]
+        taken = [slot for part in slots_by_module for slot in part.tolist() if slot >= 0]
         assert len(taken) == len(set(taken)) == cache.occupied <= slots
 
 
@@ -66,9 +66,9 @@ def test_a_slot_has_one_expert_and_an_expert_one_slot(passes: list[tuple[int, li
 def test_with_a_slot_for_each_everything_stays(passes: list[tuple[int, list[int]]]) -> None:
     cache, seen = ExpertCache(COUNTS, sum(COUNTS)), set()
     for module, experts in passes:
-        here, given_slots = use(cache, module, experts)
-        known = {(module, expert) for expert in experts} & seen
-        assert len(here) == len(known)
+        cached, given_slots = use(cache, module, experts)
+        repeated = {(module, expert) for expert in experts} & seen
+        assert len(cached) == len(repeated)
         assert all(slot >= 0 for slot in given_slots)
         seen |= {(module, expert) for expert in experts}
 
@@ -130,8 +130,8 @@ def test_a_cache_begins_with_what_another_knew() -> None:
     for _ in range(5):
         use(first, 1, [2, 4])
     second = ExpertCache(COUNTS, 6)
-    for one, other in zip(first.modules, second.modules, strict=True):
-        other.uses[:] = one.uses
+    for state, other in zip(first.modules, second.modules, strict=True):
+        other.uses[:] = state.uses
     assert second.modules[1].best.tolist() == [2, 4]
     assert second.modules[0].best.tolist() == []
 
@@ -158,8 +158,8 @@ def test_skewed_use_hits_more_often_than_with_the_most_recent(slots: int) -> Non
 @pytest.fixture
 def pool(tmp_path: Path) -> Any:
     """Of a device with slots of its own and slots in host memory."""
-    many = {"num_experts": 24, "num_experts_per_tok": 3}
-    folder = split(build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **many))
+    sizes = {"num_experts": 24, "num_experts_per_tok": 3}
+    folder = split(build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **sizes))
     model = load_on([FakeGpu(0)], folder, 1 << 20, 1 << 19)
     (pool,) = model.streamer.pools.values()
     pool.folder, pool.model = folder, model
@@ -188,7 +188,7 @@ def test_a_slot_in_host_memory_is_read_into_when_its_copy_is_over(pool: Any) -> 
     tickets = [pool._fill(0, expert, slot, HostSlot(0, False), None) for expert, slot in enumerate((first, second))]
     for ticket in tickets:
         pool._device.arrive(ticket)
-    assert [held(pool, slot.memory) for slot in (first, second)] == [bytes_of_expert(pool, one) for one in (0, 1)]
+    assert [held(pool, slot.memory) for slot in (first, second)] == [bytes_of_expert(pool, expert) for expert in (0, 1)]
 
 
 def test_a_routing_that_is_changed_in_place_is_asked_for_again(pool: Any) -> None:

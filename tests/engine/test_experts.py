@@ -108,9 +108,9 @@ class Reads:
 
 def every_way() -> Iterator[Any]:
     """Families and compressions; at once uncompressed ones, and one compression of each family by turns."""
-    for number, family in enumerate(FAMILIES):
+    for index, family in enumerate(FAMILIES):
         for compression in (None, "4bit", "8bit"):
-            later = compression is not None and compression != ("4bit", "8bit")[number % 2]
+            later = compression is not None and compression != ("4bit", "8bit")[index % 2]
             yield pytest.param(compression, family, marks=pytest.mark.long if later else ())
 
 
@@ -118,8 +118,8 @@ def every_way() -> Iterator[Any]:
 def test_bits_do_not_depend_on_where_experts_are(tmp_path: Path, family: str, compression: str | None) -> None:
     dtype = torch.float32 if list(FAMILIES).index(family) % 2 == 0 else torch.bfloat16
     folder = build_checkpoint(tmp_path / "model", family, shards=3, dtype=dtype, **{FAMILIES[family]: 24})
-    meant = dequantized(folder, tmp_path / "reference", compression, dtype) if compression else folder
-    expected = reference_logits(meant, INPUT, dtype)
+    plain = dequantized(folder, tmp_path / "reference", compression, dtype) if compression else folder
+    expected = reference_logits(plain, INPUT, dtype)
     directory = split(folder, compression)
     for share in SHARES:
         model = with_share(directory, share)
@@ -154,20 +154,20 @@ def test_a_token_touches_no_expert_it_is_not_routed_to(
         reads.spans.clear()
         model(torch.tensor([[7]]), past_key_values=cache)
     (pool,) = model.streamer.pools.values()
-    wanted, nbytes = Counter[tuple[str, int, int]](), 0
+    expected, nbytes = Counter[tuple[str, int, int]](), 0
     for source in pool.sources:
         assert len(routing.used[source.name]) == MANY["num_experts_per_tok"]
         for expert in routing.used[source.name]:
-            wanted.update((span.file, span.offset, span.nbytes) for span in source.spans(expert))
+            expected.update((span.file, span.offset, span.nbytes) for span in source.spans(expert))
             nbytes += source.expert_bytes
-    files = {span[0] for span in wanted}
+    files = {span[0] for span in expected}
     of_experts = {
         (s.file, s.offset, s.nbytes)
         for source in pool.sources
         for e in range(MANY["num_experts"])
         for s in source.spans(e)
     }
-    assert Counter(span for span in reads.spans if span in of_experts) == wanted
+    assert Counter(span for span in reads.spans if span in of_experts) == expected
     assert files <= {span[0] for span in reads.spans}
     counted = [totals[EXPERTS_READ] for totals in model.profiler.layers.values() if EXPERTS_READ in totals]
     assert sum(total.count for total in counted) == len(pool.sources) * MANY["num_experts_per_tok"]
@@ -187,8 +187,8 @@ def test_an_expert_is_one_read_and_its_weights_are_views_of_it(checkpoint: Path)
     source = pool.sources[0]
     memory = torch.zeros(source.nbytes, dtype=torch.uint8)
     for leaf in source.leaves.values():
-        made = leaf.weight(model, lambda part: memory[part.at : part.at + part.nbytes], 0)
-        assert made.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+        weight = leaf.weight(model, lambda part: memory[part.at : part.at + part.nbytes], 0)
+        assert weight.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
 
 
 def test_resident_experts_are_ordinary_tensors_over_the_file(checkpoint: Path) -> None:
@@ -273,8 +273,8 @@ def test_a_long_prompt_goes_through_few_slots_and_is_read_once(
         assert torch.equal(model(prompt).logits, plain(prompt).logits)
     assert all(len(used) > pool.transit for used in routing.used.values())
     (experts,) = model.streamer.pools.values()
-    wanted = sum(len(routing.used[source.name]) * source.expert_bytes for source in experts.sources)
-    assert sum(model.profiler.layers[source.name][READ].nbytes for source in experts.sources) == wanted
+    nbytes = sum(len(routing.used[source.name]) * source.expert_bytes for source in experts.sources)
+    assert sum(model.profiler.layers[source.name][READ].nbytes for source in experts.sources) == nbytes
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25])
@@ -283,12 +283,12 @@ def test_a_failed_read_is_an_error_and_the_next_pass_is_right(
 ) -> None:
     expected = reference_logits(checkpoint, INPUT, torch.bfloat16)
     model, whole = with_share(split(checkpoint), share), SpanReader.read
-    left = [5]
+    remaining = [5]
 
     def read(reader: SpanReader, spans: Any, buffer: memoryview) -> None:
         if threading.current_thread().name.startswith("experts"):
-            left[0] -= 1
-            if left[0] == 0:
+            remaining[0] -= 1
+            if remaining[0] == 0:
                 buffer[:64] = b"\xff" * 64
                 raise OSError(5, "the disk said no")
         whole(reader, spans, buffer)
@@ -321,11 +321,11 @@ def test_broken_off_while_experts_are_sent_for(checkpoint: Path, monkeypatch: py
     model = with_share(split(checkpoint), 0.25)
     with torch.inference_mode():
         model(INPUT.flip(1))  # other experts are in the slots now
-    whole, left = ExpertPool._send, [sent]
+    whole, remaining = ExpertPool._send, [sent]
 
     def send(*args: Any, **kwargs: Any) -> None:
-        left[0] -= 1
-        if left[0] < 0:
+        remaining[0] -= 1
+        if remaining[0] < 0:
             raise KeyboardInterrupt
         whole(*args, **kwargs)
 
@@ -354,11 +354,11 @@ def test_from_their_codes_experts_are_near_to_the_dequantized_ones(tmp_path: Pat
         expected = reference_logits(
             dequantized(folder, tmp_path / compression, compression, torch.float32), INPUT, torch.float32
         )
-        got = {}
+        logits = {}
         for share in SHARES:
-            got[share] = run(with_share(split(folder, compression), share, exact=False)).logits
-            assert (got[share] - expected.logits).norm() / expected.logits.norm() < 1e-5
-        assert torch.equal(got[0.0], got[0.25])
+            logits[share] = run(with_share(split(folder, compression), share, exact=False)).logits
+            assert (logits[share] - expected.logits).norm() / expected.logits.norm() < 1e-5
+        assert torch.equal(logits[0.0], logits[0.25])
 
 
 def test_experts_that_are_not_alike_are_streamed_with_their_layer(checkpoint: Path) -> None:
@@ -408,8 +408,8 @@ class Given:
 
     def order(self, experts: Sequence[int]) -> tuple[list[int], list[int]]:
         """Those with even numbers are here."""
-        late = [at for at, expert in enumerate(experts) if expert % 2]
-        return [at for at in range(len(experts)) if at not in late], late
+        late = [index for index, expert in enumerate(experts) if expert % 2]
+        return [index for index in range(len(experts)) if index not in late], late
 
     def numbers(self, index: torch.Tensor) -> list[int]:
         return list(index.flatten().tolist())
@@ -433,49 +433,49 @@ def groups(sizes: Sequence[int]) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [[1, 0, 3, 0, 0, 2], [0, 0, 0, 0, 0, 1], [5, 1, 1, 1, 1, 40], [0, 0, 0, 0, 0, 0]])
 def test_grouped_products_have_the_bits_of_torchs_own(dtype: torch.dtype, sizes: list[int]) -> None:
-    given = experts(dtype=dtype)
+    source = experts(dtype=dtype)
     x = torch.randn(sum(sizes), 64).to(dtype)
     with torch.no_grad():
-        expected = nn.functional.grouped_mm(x, given.leaves["weight"].transpose(-2, -1), offs=groups(sizes))
-        got = nn.functional.grouped_mm(x, given.stack("weight").transpose(-2, -1), offs=groups(sizes))
-    assert torch.equal(got, expected)
+        expected = nn.functional.grouped_mm(x, source.leaves["weight"].transpose(-2, -1), offs=groups(sizes))
+        actual = nn.functional.grouped_mm(x, source.stack("weight").transpose(-2, -1), offs=groups(sizes))
+    assert torch.equal(actual, expected)
     used = [expert for expert, size in enumerate(sizes) if size]
-    assert given.asked == [e for e in used if not e % 2] + [e for e in used if e % 2]  # those that are here come first
+    assert source.asked == [e for e in used if not e % 2] + [e for e in used if e % 2]  # those that are here come first
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_that_are_stored_turned(dtype: torch.dtype) -> None:
-    given = experts(rows=64, columns=32, dtype=dtype)
+    source = experts(rows=64, columns=32, dtype=dtype)
     x, ends = torch.randn(6, 64).to(dtype), groups([1, 2, 0, 0, 3, 0])
-    expected = nn.functional.grouped_mm(x, given.leaves["weight"], offs=ends)
-    assert torch.equal(nn.functional.grouped_mm(x, given.stack("weight"), offs=ends), expected)
+    expected = nn.functional.grouped_mm(x, source.leaves["weight"], offs=ends)
+    assert torch.equal(nn.functional.grouped_mm(x, source.stack("weight"), offs=ends), expected)
     fallback = torch.ops.transformers.grouped_mm_fallback
-    assert torch.equal(fallback(x, given.stack("weight"), ends), fallback(x, given.leaves["weight"], ends))
-    assert given.asked == [0, 4, 1] * 2
+    assert torch.equal(fallback(x, source.stack("weight"), ends), fallback(x, source.leaves["weight"], ends))
+    assert source.asked == [0, 4, 1] * 2
 
 
 def test_single_experts_are_asked_for_singly() -> None:
-    given = experts()
-    stack, whole = given.stack("weight"), given.leaves["weight"]
+    source = experts()
+    stack, whole = source.stack("weight"), source.leaves["weight"]
     assert torch.equal(stack[3], whole[3])
     assert torch.equal(stack[torch.tensor(2)], whole[2])
     assert torch.equal(stack[-1], whole[-1])
     assert torch.equal(stack.transpose(1, 2)[1], whole.transpose(1, 2)[1])
-    assert given.asked == [3, 2, 5, 1]
+    assert source.asked == [3, 2, 5, 1]
     with pytest.raises(IndexError, match="6 experts"):
         stack[6]
 
 
 def test_several_experts_are_copied_and_each_is_asked_for_once() -> None:
-    given = experts()
+    source = experts()
     index = torch.tensor([[4, 1], [4, 4]])
-    assert torch.equal(given.stack("weight")[index], given.leaves["weight"][index])
-    assert given.asked == [1, 4]
+    assert torch.equal(source.stack("weight")[index], source.leaves["weight"][index])
+    assert source.asked == [1, 4]
 
 
 def test_whatever_else_is_asked_gets_all_of_them() -> None:
-    given = experts()
-    stack, whole = given.stack("weight"), given.leaves["weight"]
+    source = experts()
+    stack, whole = source.stack("weight"), source.leaves["weight"]
     assert torch.equal(stack + 1, whole + 1)
     assert torch.equal(stack[2:4], whole[2:4])
     assert torch.equal(stack.sum(0), whole.sum(0))
@@ -485,22 +485,22 @@ def test_whatever_else_is_asked_gets_all_of_them() -> None:
 
 
 def test_it_is_a_parameter_like_any_other() -> None:
-    given = experts(dtype=torch.bfloat16)
+    source = experts(dtype=torch.bfloat16)
     module = nn.Module()
-    module.weight = nn.Parameter(given.stack("weight"))
+    module.weight = nn.Parameter(source.stack("weight"))
     assert isinstance(module.weight, nn.Parameter)
     assert (module.weight.shape, module.weight.dtype, module.weight.device.type) == ((6, 32, 64), torch.bfloat16, "cpu")
     assert sum(parameter.numel() for parameter in module.parameters()) == 6 * 32 * 64
-    assert given.asked == []
+    assert source.asked == []
     assert "by expert" in repr(module.weight)
-    assert torch.equal(copy.deepcopy(given.stack("weight")) * 1, given.leaves["weight"])
+    assert torch.equal(copy.deepcopy(source.stack("weight")) * 1, source.leaves["weight"])
 
 
 def test_gradients_pass_through_to_the_inputs() -> None:
-    given = experts()
+    source = experts()
     ends = groups([1, 0, 2, 0, 0, 1])
     inputs = [torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2)]
-    for x, weight in zip(inputs, (given.leaves["weight"], given.stack("weight")), strict=True):
+    for x, weight in zip(inputs, (source.leaves["weight"], source.stack("weight")), strict=True):
         nn.functional.grouped_mm(x, weight.transpose(-2, -1), offs=ends).square().sum().backward()
     assert torch.allclose(inputs[0].grad, inputs[1].grad)  # type: ignore[arg-type]
 
@@ -512,8 +512,8 @@ class Experts(nn.Module):
     act_fn = nn.SiLU()
     num_experts = 6
 
-    def _apply_gate(self, both: torch.Tensor) -> torch.Tensor:
-        gate, up = both.chunk(2, dim=-1)
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
         activated: torch.Tensor = self.act_fn(gate) * up
         return activated
 
@@ -521,22 +521,22 @@ class Experts(nn.Module):
 @pytest.mark.parametrize("kernel", ["grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 def test_transformers_kernels_ask_for_routed_experts_alone(kernel: str, tokens: int) -> None:
-    given = Given(gate_up_proj=torch.randn(6, 64, 48), down_proj=torch.randn(6, 48, 32))
+    source = Given(gate_up_proj=torch.randn(6, 64, 48), down_proj=torch.randn(6, 48, 32))
     index = torch.stack([torch.randperm(5)[:2] for _ in range(tokens)])  # never the last one
     x, worth = torch.randn(tokens, 48), torch.rand(tokens, 2)
     plain, stacked = Experts(), Experts()
-    for leaf, weight in given.leaves.items():
+    for leaf, weight in source.leaves.items():
         setattr(plain, leaf, nn.Parameter(weight))
-        setattr(stacked, leaf, nn.Parameter(given.stack(leaf)))
+        setattr(stacked, leaf, nn.Parameter(source.stack(leaf)))
     with torch.no_grad():
-        expected, got = (ALL_EXPERTS_FUNCTIONS[kernel](module, x, index, worth) for module in (plain, stacked))
-    assert torch.equal(got, expected)
-    assert sorted(given.asked) == sorted([*set(index.flatten().tolist())] * 2)
+        expected, actual = (ALL_EXPERTS_FUNCTIONS[kernel](module, x, index, worth) for module in (plain, stacked))
+    assert torch.equal(actual, expected)
+    assert sorted(source.asked) == sorted([*set(index.flatten().tolist())] * 2)
 
 
 def test_what_reads_memory_by_itself_gets_all_experts_or_an_error() -> None:
-    given = experts()
-    stack, whole = given.stack("weight"), given.leaves["weight"]
+    source = experts()
+    stack, whole = source.stack("weight"), source.leaves["weight"]
     assert np.array_equal(stack.numpy(), whole.numpy())
     assert np.array_equal(np.asarray(stack), whole.numpy())
     assert stack.tolist() == whole.tolist()

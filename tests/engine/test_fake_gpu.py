@@ -93,10 +93,10 @@ def test_a_gguf_file_without_a_split(
     checkpoint, gpu = LocalCheckpoint(tmp_path, entry=file.name), FakeGpu(0, capacity=ALL)
     bind, bound = UnitSource.bind, list[str]()
 
-    def measured(source: UnitSource, *given: Any) -> None:
+    def measured(source: UnitSource, *args: Any) -> None:
         gpu.peak = before = gpu.used
-        bind(source, *given)
-        unaligned = max((one.nbytes for one in source.stored.values() if one.quantized is None), default=0)
+        bind(source, *args)
+        unaligned = max((tensor.nbytes for tensor in source.stored.values() if tensor.quantized is None), default=0)
         assert gpu.peak - before <= source.scratch_bytes + unaligned  # which is copied first
         bound.append(source.unit.name)
 
@@ -104,8 +104,8 @@ def test_a_gguf_file_without_a_split(
     limits = {gpu.name: budget, "cpu": host}
     with SmallFiles(checkpoint.sidecars(), checkpoint.derived(), checkpoint.folder) as small, watched():
         options = RunOptions(max_memory=limits, show_progress=False, exact=True)
-        found = run(load_model(UnsplitStore(checkpoint), options, small.folder, [gpu]))
-    assert_same(found, expected)
+        result = run(load_model(UnsplitStore(checkpoint), options, small.folder, [gpu]))
+    assert_same(result, expected)
     assert bool(bound) == (budget == 0)
 
 
@@ -122,17 +122,17 @@ def test_unaligned_shards_without_a_split_take_no_more_than_is_counted(
     file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
     gpu, bind, bound = FakeGpu(0, capacity=ALL), UnitSource.bind, list[str]()
 
-    def measured(source: UnitSource, *given: Any) -> None:
+    def measured(source: UnitSource, *args: Any) -> None:
         gpu.peak = before = gpu.used
-        bind(source, *given)
+        bind(source, *args)
         assert gpu.peak - before <= source.scratch_bytes
         bound.append(source.unit.name)
 
     monkeypatch.setattr(UnitSource, "bind", measured)
     with watched():
         options = RunOptions(max_memory={gpu.name: 0, "cpu": 0}, show_progress=False, exact=True)
-        found = run(load_model(UnsplitStore(LocalCheckpoint(folder)), options, folder, [gpu]))
-    assert_same(found, run(load(split(folder))))
+        result = run(load_model(UnsplitStore(LocalCheckpoint(folder)), options, folder, [gpu]))
+    assert_same(result, run(load(split(folder))))
     assert bound
 
 
@@ -238,40 +238,40 @@ def test_page_locked_memory_is_counted_and_not_freed_under_a_copy() -> None:
 def test_tensors_know_where_they_are_and_do_not_mix() -> None:
     first, second = FakeGpu(0).torch_device, FakeGpu(1).torch_device
     with watched():
-        here = torch.ones(3)
-        there, elsewhere = here.to(first), torch.arange(3.0, device=second)
-        assert (here.device, there.device, elsewhere.device) == (torch.device("cpu"), first, second)
-        assert (there * 2).device == first
-        assert torch.nn.Parameter(there[1:]).device == first
-        assert there.new_zeros(2).device == first
-        assert torch.zeros_like(there).device == first
-        assert there.cpu().device == there.to("cpu").device == there.to(here).device == torch.device("cpu")
-        assert there.to(elsewhere.device).device == second
-        for left, right in ((here, there), (there, elsewhere)):
+        on_host = torch.ones(3)
+        on_gpu, elsewhere = on_host.to(first), torch.arange(3.0, device=second)
+        assert (on_host.device, on_gpu.device, elsewhere.device) == (torch.device("cpu"), first, second)
+        assert (on_gpu * 2).device == first
+        assert torch.nn.Parameter(on_gpu[1:]).device == first
+        assert on_gpu.new_zeros(2).device == first
+        assert torch.zeros_like(on_gpu).device == first
+        assert on_gpu.cpu().device == on_gpu.to("cpu").device == on_gpu.to(on_host).device == torch.device("cpu")
+        assert on_gpu.to(elsewhere.device).device == second
+        for a, b in ((on_host, on_gpu), (on_gpu, elsewhere)):
             with pytest.raises(WrongDevice):
-                left + right
-        assert (there + torch.tensor(2.0)).device == first  # numbers may come from the host
-        assert there[torch.tensor([0, 2])].device == first  # and indices
+                a + b
+        assert (on_gpu + torch.tensor(2.0)).device == first  # numbers may come from the host
+        assert on_gpu[torch.tensor([0, 2])].device == first  # and indices
         with pytest.raises(WrongDevice):
-            here[torch.arange(2, device=first)]
+            on_host[torch.arange(2, device=first)]
 
 
 def test_whatever_the_host_needs_to_know_is_a_wait() -> None:
     gpu = FakeGpu(0)
     with watched():
-        there = torch.arange(4, device=gpu.torch_device)
+        x = torch.arange(4, device=gpu.torch_device)
         waits: dict[str, Any] = {
-            "item": lambda: int(there[2]) + bool((there > 2).any()),
-            "tolist": there.tolist,
-            "nonzero": lambda: (there > 2).nonzero(),
-            "where": lambda: torch.where(there > 2),
-            "an index of booleans": lambda: there[there > 2],
-            "an index from the host": lambda: there[torch.tensor([1, 2])],
-            "unique": lambda: torch.unique(there),
-            "equal": lambda: torch.equal(there, there),
-            "repeats": lambda: there.repeat_interleave(there),
-            "to the host": lambda: (there.cpu(), there.to("cpu")),
-            "from the host": lambda: (torch.ones(3).to(there.device), torch.tensor([1], device=there.device)),
+            "item": lambda: int(x[2]) + bool((x > 2).any()),
+            "tolist": x.tolist,
+            "nonzero": lambda: (x > 2).nonzero(),
+            "where": lambda: torch.where(x > 2),
+            "an index of booleans": lambda: x[x > 2],
+            "an index from the host": lambda: x[torch.tensor([1, 2])],
+            "unique": lambda: torch.unique(x),
+            "equal": lambda: torch.equal(x, x),
+            "repeats": lambda: x.repeat_interleave(x),
+            "to the host": lambda: (x.cpu(), x.to("cpu")),
+            "from the host": lambda: (torch.ones(3).to(x.device), torch.tensor([1], device=x.device)),
         }
         for mode in (torch.no_grad, torch.inference_mode):
             for name, work in waits.items():
@@ -281,23 +281,23 @@ def test_whatever_the_host_needs_to_know_is_a_wait() -> None:
                 expected = 2 if name in ("item", "to the host", "from the host") else 1
                 assert gpu.waits == expected, (name, gpu.waited_for)
         gpu.waits = 0
-        for work in (lambda: there.to("cpu", non_blocking=True), lambda: there[1:] * 2, there.sum, lambda: there[0]):
+        for work in (lambda: x.to("cpu", non_blocking=True), lambda: x[1:] * 2, x.sum, lambda: x[0]):
             work()
-        there.repeat_interleave(2)
-        torch.ones(3).to(there.device, non_blocking=True)
+        x.repeat_interleave(2)
+        torch.ones(3).to(x.device, non_blocking=True)
         assert gpu.waits == 0
         with pytest.raises(TypeError, match="can't convert"):
-            there.numpy()
+            x.numpy()
 
 
 def test_a_copy_to_the_host_that_is_not_waited_for_arrives_late() -> None:
     gpu = FakeGpu(0)
-    ways: list[Any] = [gpu.synchronise, lambda: there.sum().item(), lambda: there.cpu()]
+    ways: list[Any] = [gpu.synchronise, lambda: x.sum().item(), lambda: x.cpu()]
     for wait in ways:
         with watched():
-            there, target = torch.arange(3.0, device=gpu.torch_device), torch.zeros(3)
-            fetched = there.to("cpu", non_blocking=True)
-            target.copy_(there, non_blocking=True)
+            x, target = torch.arange(3.0, device=gpu.torch_device), torch.zeros(3)
+            fetched = x.to("cpu", non_blocking=True)
+            target.copy_(x, non_blocking=True)
             assert fetched.isnan().all()
             assert target.isnan().all()
             wait()
@@ -353,7 +353,7 @@ def test_every_family_has_the_bits_of_transformers(tmp_path: Path, family: str, 
     expected = reference_logits(folder, INPUT, torch.float32)
     directory = split(folder)
     for budget in (ALL, 0):
-        gpus = [FakeGpu(number) for number in range(count)]
+        gpus = [FakeGpu(index) for index in range(count)]
         assert_same(run_on(gpus, directory, budget), expected)
         assert all(gpu.uploads for gpu in gpus)
 
@@ -378,8 +378,8 @@ def test_compressed_models_have_the_bits_of_the_cpu(tmp_path: Path, family: str,
         for gpus in ([FakeGpu(0)], [FakeGpu(0), FakeGpu(1)]):
             with watched():
                 model = load_on(gpus, directory, budget // len(gpus), host)
-                found = run(model)
-            assert_same(found, expected)
+                result = run(model)
+            assert_same(result, expected)
             seen |= set(tiers(model).values())
     missing = {Tier.ELSEWHERE, Tier.MAPPED} | ({Tier.ROUTED} if family == "llama" else set())
     assert seen == set(Tier) - missing
@@ -392,11 +392,11 @@ def test_a_device_that_gets_nothing_takes_no_part(tmp_path: Path, rooms: tuple[i
     limits = {gpu.name: room for gpu, room in zip(gpus, rooms, strict=True)}
     with watched():
         model = load_model(split(folder), RunOptions(max_memory=limits, show_progress=False), None, gpus)
-        found = run(model)
+        result = run(model)
     busy, idle = (gpus[0], gpus[1]) if rooms[0] == ALL else (gpus[1], gpus[0])
     assert model.device == busy.torch_device
     assert idle.uploads == 0
-    assert_same(found, reference_logits(folder, INPUT, torch.float32))
+    assert_same(result, reference_logits(folder, INPUT, torch.float32))
 
 
 def test_outputs_come_back_to_where_inputs_go(tmp_path: Path) -> None:
@@ -426,13 +426,13 @@ def test_padding_beams_and_sampling_on_two_devices(tmp_path: Path) -> None:
     for way in ways:
         batch = slice(1, 2) if "prompt_lookup_num_tokens" in way else slice(None)
         torch.manual_seed(0)
-        wanted = plain.generate(ids[batch], attention_mask=mask[batch], max_new_tokens=8, **way)
+        expected = plain.generate(ids[batch], attention_mask=mask[batch], max_new_tokens=8, **way)
         with watched():
             model = load_on([FakeGpu(0), FakeGpu(1)], split(folder))
-            given = {"attention_mask": mask[batch].to(model.device), "max_new_tokens": 8}
+            options = {"attention_mask": mask[batch].to(model.device), "max_new_tokens": 8}
             torch.manual_seed(0)
-            found = model.generate(ids[batch].to(model.device), **given, **way)
-        assert torch.equal(found, wanted), way
+            tokens = model.generate(ids[batch].to(model.device), **options, **way)
+        assert torch.equal(tokens, expected), way
 
 
 @pytest.mark.parametrize(
@@ -454,11 +454,11 @@ def test_page_locked_memory_changes_no_bit(tmp_path: Path, count: int, compressi
     whole = sum(placed.stored for placed in load(directory).placement.units)
     seen = set()
     for budget, host in ((ALL, 0), (0, ALL), (0, whole), (0, 3 * whole // 4), (whole // 2, whole // 2), (0, 0)):
-        gpus = [FakeGpu(number) for number in range(count)]
+        gpus = [FakeGpu(index) for index in range(count)]
         with watched():
             model = load_on(gpus, directory, budget // count, host)
-            found = run(model)
-        assert_same(found, expected)
+            result = run(model)
+        assert_same(result, expected)
         seen.add(frozenset(set(tiers(model).values()) & {Tier.PINNED, Tier.STREAMED}))
     assert seen == {
         frozenset(),
@@ -475,27 +475,27 @@ def test_4bit_layers_are_multiplied_from_their_codes_where_the_kernel_is_right(
     """By what bitsandbytes has for a CPU; whether that has the bits of the dequantized matrices is its own affair."""
     folder = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, num_hidden_layers=4)
     directory = split(folder, "4bit")
-    made = bytes_when_made(load(directory))
+    ready_bytes = bytes_when_made(load(directory))
     expected, exact = run(load(directory)), exact_logits(folder, INPUT, "4bit")
     multiply, multiplied = products.multiply_4bit, []
 
-    def counted(form: Any, *given: Any) -> torch.Tensor:
+    def counted(form: Any, *args: Any) -> torch.Tensor:
         multiplied.append(form.shape)
-        return multiply(form, *given)
+        return multiply(form, *args)
 
     monkeypatch.setattr(products, "multiply_4bit", counted)
     for is_right in (True, False):
         monkeypatch.setattr("rabbitllm.engine.load_plan._is_right", lambda *trial, answer=is_right: answer)
         seen = set()
-        for budget, host in ((ALL, 0), (made - 1, 0), (0, ALL), (0, 0)):
+        for budget, host in ((ALL, 0), (ready_bytes - 1, 0), (0, ALL), (0, 0)):
             with watched():
-                gpus = [FakeGpu(number) for number in range(count)]
+                gpus = [FakeGpu(index) for index in range(count)]
                 model = load_on(gpus, directory, budget // count, host, exact=False)
                 multiplied.clear()
-                found = run(model)
-            assert_as_near(found.logits, expected.logits, exact)
+                result = run(model)
+            assert_as_near(result.logits, expected.logits, exact)
             if not multiplied:
-                assert_same(found, expected)
+                assert_same(result, expected)
             assert bool(multiplied) == (is_right and not model.placement.is_resident)
             kinds = {tier for unit, tier in tiers(model).items() if unit.startswith("model.layers")}
             if kinds == {Tier.PACKED} and is_right:  # never made, so never unmade
@@ -524,9 +524,9 @@ def test_by_default_host_memory_holds_what_does_not_fit(tmp_path: Path) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
     gpu = FakeGpu(0)
     options: dict[str, Any] = {"max_memory": {gpu.name: 0}, "show_progress": False}
-    found = tiers(load_model(directory, RunOptions(**options), None, [gpu]))
-    assert Tier.STREAMED not in found.values()
-    assert found["model.layers.1"] is Tier.PINNED
+    placed = tiers(load_model(directory, RunOptions(**options), None, [gpu]))
+    assert Tier.STREAMED not in placed.values()
+    assert placed["model.layers.1"] is Tier.PINNED
     unlocked = tiers(load_model(directory, RunOptions(**options, pin_memory=False), None, [FakeGpu(0)]))
     assert Tier.PINNED not in unlocked.values()
 
@@ -534,13 +534,13 @@ def test_by_default_host_memory_holds_what_does_not_fit(tmp_path: Path) -> None:
 def test_memory_that_cannot_be_page_locked_is_done_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6)
     directory = split(folder)
-    every = load_on([FakeGpu(0)], directory, host=ALL)
-    layer = every.placement.of("model.layers.0").stored
+    pinned = load_on([FakeGpu(0)], directory, host=ALL)
+    layer = pinned.placement.of("model.layers.0").stored
     gpu = FakeGpu(0, lockable=3 * layer)
     with watched():
         model = load_on([gpu], directory, host=ALL)
-        found = run(model)
-    assert_same(found, reference_logits(folder, INPUT, torch.float32))
+        result = run(model)
+    assert_same(result, reference_logits(folder, INPUT, torch.float32))
     assert model.placement.streamed_bytes == 0
     assert sum(gpu.locked.values()) <= gpu.lockable
     messages = [record.getMessage() for record in caplog.records]
@@ -571,12 +571,12 @@ def test_ctrl_c_in_any_wait_for_the_device_loses_no_buffer(tmp_path: Path, famil
         model(INPUT)
         waits = gpu.waits - before
         assert waits > 2 * 3  # for each layer's copy and its computation
-        for number in range(1, waits + 1):
+        for index in range(1, waits + 1):
             for _ in range(SLOTS):
-                gpu.interrupt_at = gpu.waits + number
+                gpu.interrupt_at = gpu.waits + index
                 with pytest.raises(KeyboardInterrupt):
                     model(INPUT)
-            assert torch.equal(model(INPUT).logits, expected), number
+            assert torch.equal(model(INPUT).logits, expected), index
     assert not any(slot.taken for slot in model.streamer.executors[gpu.name].loader._prefetcher._slots)
 
 
@@ -612,28 +612,28 @@ def test_a_gpu_that_fills_up_while_a_model_is_loaded_is_explained(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         "CUDA error: out of memory\nCUDA kernel errors might be reported asynchronously. For debugging",
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
     ],
 )
-def test_libraries_of_cuda_without_memory_are_explained_too(said: str) -> None:
+def test_libraries_of_cuda_without_memory_are_explained_too(message: str) -> None:
     with pytest.raises(OutOfDeviceMemory) as caught, memory_explained([FakeGpu(0)], {"fake:0": 5}):
-        raise RuntimeError(said)
-    first = said.splitlines()[0]
+        raise RuntimeError(message)
+    first = message.splitlines()[0]
     assert caught.value.problem == (
         f"A GPU has too little memory for this pass: {first}. Weights may take max_memory={{'fake:0': 5}} bytes."
     )
 
 
-@pytest.mark.parametrize("said", ["CUDA error: invalid argument", "a stack is out of memory", "shapes do not match"])
-def test_other_errors_are_left_as_they_are(said: str) -> None:
+@pytest.mark.parametrize("message", ["CUDA error: invalid argument", "a stack is out of memory", "shapes do not match"])
+def test_other_errors_are_left_as_they_are(message: str) -> None:
     with pytest.raises(RuntimeError) as caught, memory_explained([FakeGpu(0)], {}):
-        raise RuntimeError(said)
+        raise RuntimeError(message)
     assert type(caught.value) is RuntimeError
-    assert str(caught.value) == said
+    assert str(caught.value) == message
 
 
 def test_a_bfloat16_model_stays_finite_on_a_gpu_that_has_only_float16(tmp_path: Path) -> None:
@@ -665,19 +665,19 @@ def test_before_sm_80_keys_are_repeated_for_attention_that_makes_no_matrix(
     directory, attend = split(folder), torch.nn.functional.scaled_dot_product_attention
     seen: list[tuple[bool, int]] = []
 
-    def noted(query: Any, key: Any, *given: Any, **named: Any) -> torch.Tensor:
+    def noted(query: Any, key: Any, *args: Any, **named: Any) -> torch.Tensor:
         seen.append((bool(named.get("enable_gqa")), query.shape[1] // key.shape[1]))
-        return attend(query, key, *given, **named)
+        return attend(query, key, *args, **named)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
-    found = []
+    logits = []
     for gpu in (FakeGpu(0), FakeGpu(1, has_bf16=False)):
         with watched(), torch.inference_mode():
             model = load_on([gpu], directory, ALL)
             seen.clear()
-            found.append(model(INPUT.to(model.device)).logits.cpu())
+            logits.append(model(INPUT.to(model.device)).logits.cpu())
         assert set(seen) == ({(True, 2)} if gpu.has_bf16 else {(False, 1)})
-    assert torch.allclose(*found, atol=1e-5)
+    assert torch.allclose(*logits, atol=1e-5)
 
 
 @pytest.mark.parametrize("budget", [ALL, 0])
@@ -686,20 +686,20 @@ def test_kernels_of_others_find_their_device_current(
     tmp_path: Path, budget: int, chosen: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton launches where the current device is. It is the caller's again after a pass, whole or interrupted."""
-    directory, gpus = split(build_checkpoint(tmp_path / "model", "llama")), [FakeGpu(number) for number in chosen]
+    directory, gpus = split(build_checkpoint(tmp_path / "model", "llama")), [FakeGpu(index) for index in chosen]
     seen: list[tuple[Any, Any]] = []
     with watched(), torch.inference_mode():
         model = load_on(gpus, directory, budget)
         kinds = [type(model.model.layers[0].mlp), type(model.model.norm)]
-        for kind in kinds:
+        for module_class in kinds:
 
-            def looked(self: Any, x: torch.Tensor, ordinary: Any = kind.forward) -> torch.Tensor:
+            def looked(self: Any, x: torch.Tensor, ordinary: Any = module_class.forward) -> torch.Tensor:
                 seen.append((current.device, x.device))
                 if len(seen) == stop:
                     raise KeyboardInterrupt
                 return ordinary(self, x)
 
-            monkeypatch.setattr(kind, "forward", looked)
+            monkeypatch.setattr(module_class, "forward", looked)
         stop = 0
         model(INPUT.to(model.device))
         assert {where for _, where in seen} == {gpu.torch_device for gpu in gpus}
@@ -718,8 +718,8 @@ def test_each_thread_has_a_current_device_of_its_own(tmp_path: Path, monkeypatch
     """A resident model computes in several threads at once; one begins a pass while another is inside a unit."""
     directory, gpus = split(build_checkpoint(tmp_path / "model", "llama")), [FakeGpu(1), FakeGpu(2)]
     model = load_on(gpus, directory, ALL)
-    kind = type(model.model.norm)
-    ordinary, inside, go_on = kind.forward, threading.Event(), threading.Event()
+    norm_class = type(model.model.norm)
+    ordinary, inside, go_on = norm_class.forward, threading.Event(), threading.Event()
     where: dict[str, list[Any]] = {"inside": [], "after": []}
 
     def waits(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -734,7 +734,7 @@ def test_each_thread_has_a_current_device_of_its_own(tmp_path: Path, monkeypatch
             model(INPUT)
         where["after"].append(current.device)
 
-    monkeypatch.setattr(kind, "forward", waits)
+    monkeypatch.setattr(norm_class, "forward", waits)
     other, before = threading.Thread(target=compute), current.device
     other.start()
     assert inside.wait(30)
@@ -789,11 +789,11 @@ def test_inputs_cross_a_boundary_once_however_many_layers_want_them(tmp_path: Pa
             model = load_on(gpus, directory, ALL)
             ids, mask = INPUT.to(model.device), mask.to(model.device)
             operations.crossings.clear()
-            found = model(ids, attention_mask=mask, use_cache=False).logits
+            logits = model(ids, attention_mask=mask, use_cache=False).logits
             counts.append(operations.crossings[gpus[0].torch_device, gpus[1].torch_device])
         plain: Any = FAMILIES[family].auto_class.from_pretrained(folder)
         with torch.no_grad():
-            assert torch.equal(found, plain(INPUT, attention_mask=mask, use_cache=False).logits)
+            assert torch.equal(logits, plain(INPUT, attention_mask=mask, use_cache=False).logits)
     assert counts[0] == counts[1]
     assert 1 < counts[0] <= 9
 
@@ -803,15 +803,15 @@ def test_the_cache_is_where_its_layers_are(tmp_path: Path, cache: dict[str, Any]
     folder = build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6)
     with watched():
         model = load_on([FakeGpu(0), FakeGpu(1)], split(folder), host=ALL)
-        given = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, **cache}
-        found = model.generate(INPUT.to(model.device), **given)
-        devices = [layer.keys.device for layer in found.past_key_values.layers]
-        assert [layer.values.device for layer in found.past_key_values.layers] == devices
+        options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, **cache}
+        output = model.generate(INPUT.to(model.device), **options)
+        devices = [layer.keys.device for layer in output.past_key_values.layers]
+        assert [layer.values.device for layer in output.past_key_values.layers] == devices
     by_name = {executor.device.name: executor.device.torch_device for executor in model.streamer.executors.values()}
     assert devices == [by_name[model.placement.of(f"model.layers.{i}").device] for i in range(6)]
     assert len(set(devices)) == 2
     plain: Any = FAMILIES["llama"].auto_class.from_pretrained(folder)
-    assert torch.equal(found.sequences, plain.generate(INPUT, **given).sequences)
+    assert torch.equal(output.sequences, plain.generate(INPUT, **options).sequences)
 
 
 @pytest.mark.parametrize("compression", [None, "4bit"])
@@ -854,7 +854,7 @@ def test_a_decode_pass_waits_for_a_row_of_the_embedding_alone(tmp_path: Path, wh
         model = load_on([gpu], directory, budget, ALL if where == "pinned" else 0)
         waits = decoding_waits(model, gpu)
     tier = {"streamed": Tier.STREAMED, "pinned": Tier.PINNED, "packed": Tier.PACKED}[where]
-    assert {tiers(model)[f"model.layers.{number}"] for number in range(6)} == {tier}
+    assert {tiers(model)[f"model.layers.{index}"] for index in range(6)} == {tier}
     assert waits == {"a copy to the host": 1, "a copy from ordinary memory": 2}
 
 
@@ -869,8 +869,8 @@ def test_a_layer_of_experts_waits_for_its_routing_alone(tmp_path: Path, kernel: 
         model = load_on([gpu], directory, 1 << 18, 1 << 19)
         model.set_experts_implementation(kernel)
         waits = decoding_waits(model, gpu)
-        found = run(model)
-    assert_same(found, expected)
+        result = run(model)
+    assert_same(result, expected)
     assert waits - Counter({"a copy to the host": 1, "a copy from ordinary memory": 2}) == {"a copy to the host": 5}
 
 
@@ -890,7 +890,7 @@ def test_an_expert_from_the_disk_is_not_waited_for_until_its_buffer_is_read_into
         (pool,) = model.streamer.pools.values()
         monkeypatch.setattr(FakeGpu, "landed", noted)
         read_spans, read = pool._disk.read, list[Any]()
-        monkeypatch.setattr(pool._disk, "read", lambda *given: (read.append(given), read_spans(*given)))
+        monkeypatch.setattr(pool._disk, "read", lambda *args: (read.append(args), read_spans(*args)))
         model(INPUT[:, :1].to(model.device))
     in_pool = [name for name in waited if name.startswith("experts")]
     assert len(in_pool) == len(read) - EXPERT_STAGING < len(read)
@@ -904,7 +904,7 @@ def test_pinned_layers_alternate_so_that_both_links_copy(
     seconds = []
     for divide in (placement._in_turns, placement._runs):
         monkeypatch.setattr(placement, "_in_turns", divide)
-        gpus = [FakeGpu(number) for number in range(count)]
+        gpus = [FakeGpu(index) for index in range(count)]
         with watched(), torch.inference_mode():
             model = load_on(gpus, directory, 0, ALL)
             ids = INPUT.to(model.device)
@@ -951,8 +951,8 @@ def test_weights_of_another_dtype_that_stay_are_cast_once(tmp_path: Path) -> Non
         model = load_on([FakeGpu(0)], directory, budget, dtype="float16")
         kept = [name for name, tier in tiers(model).items() if tier is Tier.RESIDENT and "layers" in name]
         before = {name: weight.data_ptr() for name, weight in model.named_parameters() if name.startswith(tuple(kept))}
-        found = run(model)
-    assert_same(found, expected)
+        result = run(model)
+    assert_same(result, expected)
     assert {Tier.RESIDENT, Tier.STREAMED} <= set(tiers(model).values())
     assert Tier.PACKED not in tiers(model).values()
     assert before
@@ -978,11 +978,11 @@ def test_what_is_made_for_good_keeps_nothing_of_what_it_was_made_from(tmp_path: 
     gpu = FakeGpu(0)
     with watched():
         model = load_on([gpu], directory, ALL)
-        found = run(model)
+        result = run(model)
     assert set(tiers(model).values()) == {Tier.RESIDENT}
     views = [p.stored for p in model.placement.units if p.unit == "model.norm"]  # and nothing else is all view
     assert gpu.allocated <= sum(views) + 4096
-    assert_same(found, run(load(directory)))
+    assert_same(result, run(load(directory)))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9, 1.0])
@@ -1002,9 +1002,9 @@ def test_buffers_stay_within_the_limit(tmp_path: Path, compression: str | None, 
 @pytest.mark.parametrize("count", [1, 2])
 def test_cached_layers_are_read_once_however_many_devices(tmp_path: Path, count: int) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6))
-    model = load_on([FakeGpu(number) for number in range(count)], directory, cache_layers=2, profiling=True)
+    model = load_on([FakeGpu(index) for index in range(count)], directory, cache_layers=2, profiling=True)
     run(model)
-    layers = {f"model.layers.{number}" for number in range(6)}
+    layers = {f"model.layers.{index}" for index in range(6)}
     read = {unit for unit, stages in model.profiler.layers.items() if READ in stages}
     assert layers - read == {"model.layers.0", "model.layers.1"}
 
@@ -1023,8 +1023,8 @@ def test_an_exception_in_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 patched.setattr(layer.mlp, "forward", fail)
                 with pytest.raises(error):
                     model(INPUT.to(model.device))
-        found = run(model)
-    assert_same(found, reference_logits(folder, INPUT, torch.float32))
+        result = run(model)
+    assert_same(result, reference_logits(folder, INPUT, torch.float32))
 
 
 # Negative controls: the same runs with one mistake each
@@ -1042,8 +1042,8 @@ def test_a_routing_that_is_fetched_without_a_wait_is_caught(tmp_path: Path, monk
     monkeypatch.setattr(expert_pool.ExpertPool, "numbers", without_a_wait)
     with watched(), torch.inference_mode():
         model = load_on([FakeGpu(0)], directory)
-        found = model(INPUT.to(model.device)).logits.cpu()
-    assert not torch.equal(found, expected.logits)
+        logits = model(INPUT.to(model.device)).logits.cpu()
+    assert not torch.equal(logits, expected.logits)
 
 
 class NeverArrives(FakeGpu):
@@ -1125,21 +1125,21 @@ def test_experts_come_from_the_device_from_host_memory_and_from_the_disk(
     folder = build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **MANY_EXPERTS)
     directory = split(folder, compression)
     expected = run(load(directory))
-    found = set()
+    seen = set()
     for budget, host in ((0, 0), (0, 1 << 19), (1 << 20, 1 << 19), (ALL, 0)):
-        gpus = [FakeGpu(number) for number in range(count)]
+        gpus = [FakeGpu(index) for index in range(count)]
         with watched():
             model = load_on(gpus, directory, budget // count, count * host, profiling=True)
-            got = run(model)
-        assert_same(got, expected)
+            result = run(model)
+        assert_same(result, expected)
         stages = model.profiler.stages
-        here = {tier for tier in EXPERT_TIERS if tier in stages}
+        used = {tier for tier in EXPERT_TIERS if tier in stages}
         pools = model.placement.pools
-        assert EXPERTS_IN_HOST_MEMORY not in here or any(pool.host_slots for pool in pools)
-        assert EXPERTS_ON_DEVICE not in here or any(pool.slots for pool in pools)
+        assert EXPERTS_IN_HOST_MEMORY not in used or any(pool.host_slots for pool in pools)
+        assert EXPERTS_ON_DEVICE not in used or any(pool.slots for pool in pools)
         assert sum(gpu.allocated for gpu in gpus) >= sum(pool.nbytes for pool in pools)
-        found |= here
-    assert found == set(EXPERT_TIERS)
+        seen |= used
+    assert seen == set(EXPERT_TIERS)
 
 
 @pytest.mark.parametrize("kernel", ["eager", "batched_mm", "grouped_mm"])
@@ -1156,8 +1156,8 @@ def test_experts_that_pass_through_a_device_are_waited_for(
         with watched():
             model = load_on([FakeGpu(0)], directory, 0, host)
             model.set_experts_implementation(kernel)
-            got = run(model)
-        assert_same(got, expected)
+            result = run(model)
+        assert_same(result, expected)
         (pool,) = model.placement.pools
         assert (pool.slots, pool.transit) == (0, 3)
 
@@ -1173,8 +1173,8 @@ def test_a_limit_of_the_driver_leaves_some_experts_in_ordinary_memory(
         gpu = FakeGpu(0, lockable=lockable)
         with watched():
             model = load_on([gpu], directory, 0, 1 << 19)
-            found = run(model)
-        assert_same(found, expected)
+            result = run(model)
+        assert_same(result, expected)
         (pool,) = model.streamer.pools.values()
         assert {len(slot.memory) for slot in pool._host} == {pool._nbytes}
         locked.append(sum(gpu.locked.values()))
@@ -1189,7 +1189,7 @@ def test_what_a_device_takes_in_leaves_host_memory(tmp_path: Path) -> None:
     (pool,) = model.streamer.pools.values()
     everything = np.arange(MANY_EXPERTS["num_experts"])
     for module in range(len(pool.sources)):
-        both = (pool.cache.slots_of(module, everything) >= 0) & (pool.host_cache.slots_of(module, everything) >= 0)
-        assert not both.any()
+        is_twice = (pool.cache.slots_of(module, everything) >= 0) & (pool.host_cache.slots_of(module, everything) >= 0)
+        assert not is_twice.any()
     assert pool.cache.occupied
     assert pool.host_cache.occupied

@@ -76,13 +76,13 @@ def test_what_is_streamed_and_the_embedding_are_not_asked_for(tmp_path: Path, mo
     )
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
     whole = load(directory)
-    layers = [f"model.layers.{number}" for number in range(3)]
+    layers = [f"model.layers.{index}" for index in range(3)]
     assert [name.removesuffix(".safetensors") for name in asked] == [*layers, "model.norm", "lm_head"]
     asked.clear()
-    some = load(directory, sum(placed.stored for placed in whole.placement.units) // 2)
-    kept = [unit for unit, tier in tiers(some).items() if tier is Tier.RESIDENT and unit != "model.embed_tokens"]
+    half = load(directory, sum(placed.stored for placed in whole.placement.units) // 2)
+    kept = [unit for unit, tier in tiers(half).items() if tier is Tier.RESIDENT and unit != "model.embed_tokens"]
     assert [name.removesuffix(".safetensors") for name in asked] == kept
-    assert run(some, INPUT).logits is not None
+    assert run(half, INPUT).logits is not None
 
 
 BLOCK = 4096
@@ -162,10 +162,10 @@ def flips(folder: Path, count: int, case: str) -> list[Flip]:
         header = store.mapped(path.name).header
         kinds.setdefault("header", []).append(Flip(path, chance.randrange(header.data_start), "header"))
         for part in header.tensors:
-            kind = ".".join(word for word in part.name.split(".") if not word.isdigit())
-            at = part.offset + chance.choice([0, part.nbytes - 1, chance.randrange(part.nbytes)])
-            kinds.setdefault(kind, []).append(Flip(path, at, part.name))
-    return [chance.choice(kinds[kind]) for kind in chance.sample(sorted(kinds), min(count, len(kinds)))]
+            part_name = ".".join(piece for piece in part.name.split(".") if not piece.isdigit())
+            offset = part.offset + chance.choice([0, part.nbytes - 1, chance.randrange(part.nbytes)])
+            kinds.setdefault(part_name, []).append(Flip(path, offset, part.name))
+    return [chance.choice(kinds[part_name]) for part_name in chance.sample(sorted(kinds), min(count, len(kinds)))]
 
 
 def logits(model: Any) -> Any:
@@ -193,32 +193,32 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "compression", "place"), CASES)
-def test_no_answer_comes_of_a_flipped_bit(tmp_path: Path, kind: str, compression: str | None, place: str) -> None:
-    family, settings = KINDS[kind]
+@pytest.mark.parametrize(("model_name", "compression", "place"), CASES)
+def test_no_answer_comes_of_a_flipped_bit(tmp_path: Path, model_name: str, compression: str | None, place: str) -> None:
+    family, settings = KINDS[model_name]
     checkpoint = build_checkpoint(tmp_path / "model", family, shards=2, dtype=torch.bfloat16, **settings)
     folder = split(checkpoint, compression)
     load_so = PLACES[place](folder)
     sound = logits(load_so())
-    for flip in flips(folder, FLIPS, f"{kind} {compression} {place}"):
+    for flip in flips(folder, FLIPS, f"{model_name} {compression} {place}"):
         with flip:
             without = outcome(partial(load_so, verify_checksums=False))
-            found = outcome(load_so)
-        if isinstance(found, IncompleteSplitError):
-            assert flip.path.name in found.problem, flip
-            assert f"rabbitllm verify {folder} --repair" in found.remedy
+            answer = outcome(load_so)
+        if isinstance(answer, IncompleteSplitError):
+            assert flip.path.name in answer.problem, flip
+            assert f"rabbitllm verify {folder} --repair" in answer.remedy
             continue
-        assert not isinstance(found, Exception), flip
-        assert torch.equal(found, sound), flip  # it was in a row, or an expert, that nothing asked for
+        assert not isinstance(answer, Exception), flip
+        assert torch.equal(answer, sound), flip  # it was in a row, or an expert, that nothing asked for
         assert torch.equal(without, sound), flip
-        assert kind != "dense" or flip.what.startswith("model.embed_tokens.weight"), flip
+        assert model_name != "dense" or flip.what.startswith("model.embed_tokens.weight"), flip
     assert torch.equal(logits(load_so()), sound)
 
 
-def flip_in(folder: Path, name: str, part: int = 0, at: int = 1) -> Flip:
+def flip_in(folder: Path, name: str, part: int = 0, offset: int = 1) -> Flip:
     """A high bit of a stored part of a tensor, by default of its first value."""
     spec = LayerStore(folder).tensors[name].parts[part]
-    return Flip(folder / spec.file, spec.offset + at, name)
+    return Flip(folder / spec.file, spec.offset + offset, name)
 
 
 @pytest.fixture
@@ -289,10 +289,10 @@ def test_rows_of_an_embedding_that_are_looked_up(tmp_path: Path, compression: st
     folder = split(checkpoint, compression)
     with flip_in(folder, "model.embed_tokens.weight"):  # row 0
         model = load(folder, budget)
-        far = torch.tensor([[200, 201, 250]])
+        ids = torch.tensor([[200, 201, 250]])
         with torch.inference_mode():
             if compression is None or budget == 0:
-                model(far)
+                model(ids)
             with pytest.raises(IncompleteSplitError, match=r"embed_tokens.safetensors is damaged: .*embed_tokens"):
                 model(torch.tensor([[200, 0]]))
 
@@ -306,11 +306,11 @@ def test_experts_that_nothing_is_routed_to(tmp_path: Path) -> None:
     handle = experts.register_forward_pre_hook(lambda module, args: used.update(args[1].flatten().tolist()))
     sound = logits(model)
     handle.remove()
-    unused = next(number for number in range(24) if not {number - 1, number, number + 1} & used)
-    for number, damaged in ((unused, False), (min(used), True)):
-        with flip_in(folder, f"model.layers.1.mlp.experts.{number}.up_proj.weight"):
+    unused = next(expert for expert in range(24) if not {expert - 1, expert, expert + 1} & used)
+    for expert, damaged in ((unused, False), (min(used), True)):
+        with flip_in(folder, f"model.layers.1.mlp.experts.{expert}.up_proj.weight"):
             if damaged:
-                with pytest.raises(IncompleteSplitError, match=rf"experts.{number}.up_proj"):
+                with pytest.raises(IncompleteSplitError, match=rf"experts.{expert}.up_proj"):
                     logits(load(folder))
             else:
                 assert torch.equal(logits(load(folder)), sound)
@@ -339,8 +339,8 @@ def test_a_split_that_an_earlier_version_made(tmp_path: Path, compression: str |
             logits(load_so())
     rows = compression is None or place in ("half", "streamed", "gpu", "gpu, page-locked")
     with flip_in(folder, "model.embed_tokens.weight"):
-        found = outcome(load_so)
-    assert isinstance(found, IncompleteSplitError) or (rows and torch.equal(found, sound))
+        answer = outcome(load_so)
+    assert isinstance(answer, IncompleteSplitError) or (rows and torch.equal(answer, sound))
 
 
 def test_a_split_is_repaired_and_loaded_in_the_same_process(dense: Path, tmp_path: Path) -> None:
@@ -449,8 +449,8 @@ def test_every_reader_of_a_whole_split(tmp_path: Path, reader: str, compression:
             READERS[reader](folder, out)
         assert flip.path.name in caught.value.problem, flip
         assert f"rabbitllm verify {folder} --repair" in caught.value.remedy, flip
-        left = [path.name for path in out.rglob("*") if path.is_file()]
-        assert set(left) <= {"new.gguf.part", "new.gguf.progress"}, flip
+        names = [path.name for path in out.rglob("*") if path.is_file()]
+        assert set(names) <= {"new.gguf.part", "new.gguf.progress"}, flip
     READERS[reader](folder, out)
 
 

@@ -198,8 +198,8 @@ def test_in_a_control_group_too_little_memory_is_given(tmp_path: Path, spare: in
         assert process.stdout is not None
         assert process.stdout.readline() == "idle\n"
         group.limit_to_idle_and(spare)
-        said, _ = process.communicate("\n", timeout=300)
-    assert (process.returncode, said.split()) == (0, lines)
+        output, _ = process.communicate("\n", timeout=300)
+    assert (process.returncode, output.split()) == (0, lines)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system cannot be asked")
@@ -244,11 +244,11 @@ print(filled - before, freed - before, used() - before)
 @pytest.mark.long
 @with_glibc
 def test_large_blocks_are_apart() -> None:
-    found = {}
+    filled_by_mode = {}
     for how in ("apart", "as usual"):
         done = subprocess.run([sys.executable, "-c", CODE, how], capture_output=True, text=True, check=True)
-        found[how] = [int(part) for part in done.stdout.split()]
-    assert min(filled for filled, _, _ in found.values()) > 110
-    assert found["apart"][1] < 20
-    assert found["as usual"][1] > 80  # else there is nothing to mend
-    assert found["as usual"][2] < 20
+        filled_by_mode[how] = [int(part) for part in done.stdout.split()]
+    assert min(filled for filled, _, _ in filled_by_mode.values()) > 110
+    assert filled_by_mode["apart"][1] < 20
+    assert filled_by_mode["as usual"][1] > 80  # else there is nothing to mend
+    assert filled_by_mode["as usual"][2] < 20

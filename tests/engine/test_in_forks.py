@@ -139,21 +139,21 @@ class Texts(Dataset[list[int]]):
     def __len__(self) -> int:
         return 8
 
-    def __getitem__(self, number: int) -> list[int]:
-        found: list[int] = self._tokenizer(f"rabbit {number}")["input_ids"]
-        return found
+    def __getitem__(self, index: int) -> list[int]:
+        ids: list[int] = self._tokenizer(f"rabbit {index}")["input_ids"]
+        return ids
 
 
 def test_workers_of_a_data_loader_tokenise_while_the_parent_generates(split_folder: Path) -> None:
     model = load(split_folder, STREAMED, dtype="float32")
     expected = model.generate(INPUT, max_new_tokens=3, do_sample=False).tolist()
     texts = Texts(model.tokenizer)
-    found = []
+    batches = []
     loader = DataLoader(texts, batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=PATIENCE)
     for ids in loader:
-        found.append([int(one) for one in ids])
+        batches.append([int(token) for token in ids])
         assert model.generate(INPUT, max_new_tokens=3, do_sample=False).tolist() == expected
-    assert found == [texts[number] for number in range(len(texts))]
+    assert batches == [texts[index] for index in range(len(texts))]
 
 
 def on_a_gpu(folder: Path, device: FakeGpu, memory: int) -> Any:

@@ -26,9 +26,9 @@ def test_a_load_builds_the_skeleton_once(tmp_path: Path, monkeypatch: pytest.Mon
     folder, built = build_checkpoint(tmp_path / "model", "llama"), []
     build_skeleton = skeleton.build_skeleton
 
-    def count(*given: Any) -> Any:
-        built.append(given)
-        return build_skeleton(*given)
+    def count(*args: Any) -> Any:
+        built.append(args)
+        return build_skeleton(*args)
 
     AutoModel.from_pretrained(str(folder), device="cpu")
     monkeypatch.setattr(skeleton, "build_skeleton", count)
@@ -55,23 +55,23 @@ def test_a_kernel_that_is_right_is_used(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("rows", [96, DISTINCT_ROWS, 2 * DISTINCT_ROWS + 7])
 def test_a_trial_takes_every_way_of_a_pass(scheme: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all rows of the matrix, in the parts that a pass multiplies; a wrong result of one way is a no."""
-    ordinary, given = products.multiply_4bit, []
+    ordinary, calls = products.multiply_4bit, []
     monkeypatch.setattr(products, "FUSED_ELEMENTS", 1500 * 64)
     form = Quantized(scheme, (rows, 64), "bfloat16", None if scheme == "4bit" else 0.25)
 
-    def multiply(part: Quantized, payload: Any, absmax: Any, table: Any, x: torch.Tensor, *others: Any) -> torch.Tensor:
-        given.append((len(x), part.shape[0], others[-1] is not None))
-        result = ordinary(part, payload, absmax, table, x, *others)
+    def multiply(part: Quantized, payload: Any, absmax: Any, table: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        calls.append((len(x), part.shape[0], rest[-1] is not None))
+        result = ordinary(part, payload, absmax, table, x, *rest)
         return result.flip(-1) if len(x) in wrong else result
 
     monkeypatch.setattr(products, "multiply_4bit", multiply)
     wrong: list[int] = []
     assert fused_chooser(FakeGpu(0))(form, torch.bfloat16) is products.FusedMatrix
-    assert {count for count, _, _ in given} == {1, 4, 6, 16, 48, 128, 600}
+    assert {count for count, _, _ in calls} == {1, 4, 6, 16, 48, 128, 600}
     for count in (1, 128):
-        assert sum(part for inputs, part, _ in given if inputs == count) == rows
-    assert max(part for count, part, _ in given if count > products.FEW_INPUTS) <= 1500
-    assert {is_nested for *_, is_nested in given} == {scheme != "4bit"}
+        assert sum(part for inputs, part, _ in calls if inputs == count) == rows
+    assert max(part for count, part, _ in calls if count > products.FEW_INPUTS) <= 1500
+    assert {is_nested for *_, is_nested in calls} == {scheme != "4bit"}
     for count in (4, 128, 600):
         wrong[:] = [count]
         assert fused_chooser(FakeGpu(0))(form, torch.bfloat16) is None
@@ -95,7 +95,7 @@ def test_one_trial_for_all_matrices_of_a_shape(monkeypatch: pytest.MonkeyPatch) 
 def test_no_trial_for_a_model_that_is_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16), "4bit")
     tried: list[Any] = []
-    monkeypatch.setattr(load_plan, "_is_right", lambda *given: bool(tried.append(given)))
+    monkeypatch.setattr(load_plan, "_is_right", lambda *args: bool(tried.append(args)))
     assert load_on([FakeGpu(0)], directory, ALL, exact=False).placement.is_resident
     assert not tried
     load_on([FakeGpu(0)], directory, 0, exact=False)
@@ -103,7 +103,7 @@ def test_no_trial_for_a_model_that_is_resident(tmp_path: Path, monkeypatch: pyte
 
 
 def test_no_trial_for_what_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_plan, "_is_right", lambda *given: pytest.fail("tried"))
+    monkeypatch.setattr(load_plan, "_is_right", lambda *args: pytest.fail("tried"))
     choose_matrix = fused_chooser(FakeGpu(0))
     assert choose_matrix(Quantized("8bit", (96, 128), None), torch.bfloat16) is None
     assert choose_matrix(Quantized("4bit", (96, 100), "bfloat16"), torch.bfloat16) is None
@@ -114,7 +114,7 @@ def test_a_kernel_that_is_wrong_here_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     right = products.multiply_4bit
-    monkeypatch.setattr(products, "multiply_4bit", lambda *given: right(*given).flip(-1))
+    monkeypatch.setattr(products, "multiply_4bit", lambda *args: right(*args).flip(-1))
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         assert fused_chooser(FakeGpu(0))(FORM, torch.bfloat16) is None
     assert "multiplies 4bit codes incorrectly on fake:0" in caplog.records[0].getMessage()
@@ -122,7 +122,7 @@ def test_a_kernel_that_is_wrong_here_is_not_used(
 
 @pytest.mark.parametrize("error", [NotImplementedError, RuntimeError, torch.OutOfMemoryError, AttributeError])
 def test_a_kernel_that_is_not_there_is_not_used(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*given: Any) -> torch.Tensor:
+    def fail(*args: Any) -> torch.Tensor:
         raise error("no such kernel")
 
     monkeypatch.setattr(products, "multiply_4bit", fail)

@@ -54,8 +54,8 @@ def build(folder: Path, name: str, *, tied: bool) -> Path:
 
 
 def first(output: Any) -> torch.Tensor:
-    found: torch.Tensor = output[0]
-    return found
+    tensor: torch.Tensor = output[0]
+    return tensor
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -64,9 +64,9 @@ def tiers(placement: Placement) -> dict[str, Tier]:
 
 
 def test_a_unit_that_is_not_there_is_a_key_error() -> None:
-    one = PlacedUnit("layers.0", "cpu", Tier.RESIDENT, 8)
-    placement = Placement((one,), ())
-    assert placement.of("layers.0") is one
+    unit = PlacedUnit("layers.0", "cpu", Tier.RESIDENT, 8)
+    placement = Placement((unit,), ())
+    assert placement.of("layers.0") is unit
     with pytest.raises(KeyError, match=r"layers\.1"):
         placement.of("layers.1")
 
@@ -74,14 +74,14 @@ def test_a_unit_that_is_not_there_is_a_key_error() -> None:
 def footprint(costs: Sequence[UnitCost], placement: Placement, device: str) -> int:
     """The most that weights take on a device at any moment, by what the tiers mean."""
     is_host = device in {budget.device for budget in placement.budgets if budget.is_host}
-    here = [cost for cost in costs if placement.of(cost.name).device == device]
-    at = {cost.name: placement.of(cost.name).tier for cost in here}
+    on_device = [cost for cost in costs if placement.of(cost.name).device == device]
+    tier_of = {cost.name: placement.of(cost.name).tier for cost in on_device}
     # tied units have one tensor: made once; and in a mapped file it is there once
-    resident = sum({tensor(cost): cost.ready for cost in here if at[cost.name] is Tier.RESIDENT}.values())
-    kept = [cost for cost in here if at[cost.name] is Tier.PACKED]
+    resident = sum({tensor(cost): cost.ready for cost in on_device if tier_of[cost.name] is Tier.RESIDENT}.values())
+    kept = [cost for cost in on_device if tier_of[cost.name] is Tier.PACKED]
     quantized = sum({tensor(cost) if is_host else cost.name: cost.stored for cost in kept}.values())
-    slots = SLOTS * max((cost.stored for cost in here if at[cost.name] is Tier.STREAMED), default=0)
-    moving = [cost for cost in here if at[cost.name] in (Tier.PACKED, Tier.STREAMED)]
+    slots = SLOTS * max((cost.stored for cost in on_device if tier_of[cost.name] is Tier.STREAMED), default=0)
+    moving = [cost for cost in on_device if tier_of[cost.name] in (Tier.PACKED, Tier.STREAMED)]
     being_made = max((cost.scratch for cost in moving), default=0)
     return resident + quantized + slots + being_made
 
@@ -108,21 +108,21 @@ def tied(*costs: UnitCost) -> list[UnitCost]:
 @st.composite
 def units(draw: st.DrawFn) -> list[UnitCost]:
     """Any model: sizes, kinds and order are arbitrary."""
-    made = []
-    for number in range(draw(st.integers(1, 25))):
+    costs = []
+    for index in range(draw(st.integers(1, 25))):
         stored = draw(st.integers(0, 1000))
         is_view = draw(st.booleans())
         ready = stored if is_view else draw(st.integers(0, 4000))
         scratch = 0 if is_view else draw(st.integers(0, 4000))
         must_stay = draw(st.integers(0, 4)) == 0
         by_rows = not must_stay and draw(st.integers(0, 8)) == 0
-        made.append(UnitCost(f"u{number}", stored, ready, scratch, is_view, draw(st.booleans()), must_stay, by_rows))
-    free = [number for number, cost in enumerate(made) if not cost.must_stay]
+        costs.append(UnitCost(f"u{index}", stored, ready, scratch, is_view, draw(st.booleans()), must_stay, by_rows))
+    free = [index for index, cost in enumerate(costs) if not cost.must_stay]
     if len(free) > 1 and draw(st.booleans()):
         group = sorted(draw(st.sets(st.sampled_from(free), min_size=2, max_size=4)))
-        for number, cost in zip(group, tied(*(made[number] for number in group)), strict=True):
-            made[number] = cost
-    return made
+        for index, cost in zip(group, tied(*(costs[index] for index in group)), strict=True):
+            costs[index] = cost
+    return costs
 
 
 budget_lists = st.lists(st.tuples(st.integers(0, 20_000), st.booleans()), min_size=1, max_size=4).map(
@@ -138,9 +138,9 @@ def test_every_unit_is_placed_once_and_limits_are_kept(
     placement = place(costs, budgets, small_first=small_first)
     assert [placed.unit for placed in placement.units] == [cost.name for cost in costs]
     for budget in budgets:
-        here = [cost for cost in costs if placement.of(cost.name).device == budget.device]
-        fixed = sum(cost.ready for cost in here if cost.must_stay)
-        free = [cost for cost in here if not cost.must_stay and not cost.by_rows]
+        on_device = [cost for cost in costs if placement.of(cost.name).device == budget.device]
+        fixed = sum(cost.ready for cost in on_device if cost.must_stay)
+        free = [cost for cost in on_device if not cost.must_stay and not cost.by_rows]
         least = fixed + SLOTS * max((c.stored for c in free), default=0)
         least += max((c.scratch for c in free), default=0)
         # what cannot be avoided is taken even beyond the limit, and then nothing else is
@@ -192,16 +192,16 @@ def test_what_is_no_larger_made_is_made_once_on_a_device_and_never_copied_from_a
     costs = [replace(cost, is_view=False) for cost in costs]
     for is_host, tier in ((False, Tier.RESIDENT), (True, Tier.PACKED)):
         placement = place(costs, [Budget("here", 850, is_host)])
-        found = tiers(placement)
-        assert Tier.STREAMED in found.values()
-        assert found["head"] is tier
-        assert {found[f"layers.{i}"] for i in range(8)} == {tier, Tier.STREAMED}
+        by_unit = tiers(placement)
+        assert Tier.STREAMED in by_unit.values()
+        assert by_unit["head"] is tier
+        assert {by_unit[f"layers.{i}"] for i in range(8)} == {tier, Tier.STREAMED}
         assert footprint(costs, placement, "here") <= 850
 
 
 def test_nothing_fits() -> None:
-    found = tiers(place(model(3), [Budget("cpu", 0, True)]))
-    assert found == {
+    by_unit = tiers(place(model(3), [Budget("cpu", 0, True)]))
+    assert by_unit == {
         "embed": Tier.STREAMED,
         "layers.0": Tier.STREAMED,
         "layers.1": Tier.STREAMED,
@@ -229,8 +229,8 @@ def test_kept_layers_are_spread_evenly(layers: int, kept: int) -> None:
     """So that the transfer of each streamed layer hides behind the computation of as many others as possible."""
     kept = min(kept, layers - 1)
     costs = [layer(f"layers.{i}", 100) for i in range(layers)]
-    found = tiers(place(costs, [Budget("cpu", SLOTS * 100 + kept * 100, True)]))
-    flags = [found[f"layers.{i}"] is Tier.RESIDENT for i in range(layers)]
+    by_unit = tiers(place(costs, [Budget("cpu", SLOTS * 100 + kept * 100, True)]))
+    flags = [by_unit[f"layers.{i}"] is Tier.RESIDENT for i in range(layers)]
     if kept + SLOTS >= layers:
         assert all(flags)
         return
@@ -280,13 +280,13 @@ def test_tied_units_that_are_kept_as_they_are_stored(is_host: bool) -> None:
     scratch, layers = 900, 20 * 10
     whole = scratch + layers + (300 if is_host else 900)
     for room, kept in ((whole, True), (whole - 1, False)):
-        found = place(costs, [Budget("here", room, is_host)])
-        assert (Tier.STREAMED not in tiers(found).values()) == kept
-    found = place(costs, [Budget("here", whole, is_host)])
-    assert sum(p.counted for p in found.units) == layers + (300 if is_host else 900)
-    few = place(costs, [Budget("here", scratch + 300 + SLOTS * 300, is_host)])
+        placement = place(costs, [Budget("here", room, is_host)])
+        assert (Tier.STREAMED not in tiers(placement).values()) == kept
+    placement = place(costs, [Budget("here", whole, is_host)])
+    assert sum(p.counted for p in placement.units) == layers + (300 if is_host else 900)
+    smallest = place(costs, [Budget("here", scratch + 300 + SLOTS * 300, is_host)])
     kept = Tier.PACKED if is_host else Tier.STREAMED
-    assert [tiers(few)[cost.name] for cost in embeds] == [Tier.PACKED, kept, kept]
+    assert [tiers(smallest)[cost.name] for cost in embeds] == [Tier.PACKED, kept, kept]
 
 
 @pytest.mark.parametrize(
@@ -307,8 +307,8 @@ def test_what_tied_units_share_is_counted_at_one_of_them(
     embed, head = tied(layer("embed", 100, ready, is_layer=False, by_rows=True), layer("head", 0, is_layer=False))
     costs = [embed, *(layer(f"layers.{i}", 500, None if view else 2000) for i in range(3)), head]
     placement = place(costs, [Budget("here", room, is_host)])
-    found = {placed.unit: (placed.tier, placed.counted) for placed in placement.units}
-    assert {name: found[name] for name in counted} == counted
+    by_unit = {placed.unit: (placed.tier, placed.counted) for placed in placement.units}
+    assert {name: by_unit[name] for name in counted} == counted
     assert sum(placed.counted for placed in placement.units) == 1600
     table = [line.split() for line in str(placement).splitlines()[1:] if not line.startswith("each pass")]
     assert sum(int(row[-3]) for row in table) == 5
@@ -348,7 +348,7 @@ def test_devices_take_turns_and_links_copy_as_much_if_not_everything_fits(rounds
     assert max(links) - min(links) <= 2 * SLOTS * 100  # the buffers of a device without streamed units are free
     if len(set(rooms)) == 1:
         devices = [placed.device for placed in placement.units]
-        assert all(len(set(devices[at : at + len(rooms)])) == len(rooms) for at in range(len(devices) - len(rooms) + 1))
+        assert all(len(set(devices[i : i + len(rooms)])) == len(rooms) for i in range(len(devices) - len(rooms) + 1))
 
 
 @given(
@@ -361,10 +361,10 @@ def test_what_lies_between_layers_is_on_one_device(
     before: list[int], after: list[int], layers: int, rooms: list[int]
 ) -> None:
     """Models add the results of token, position and per-layer embeddings, which GPUs do only on one of them."""
-    first = [layer(f"before.{at}", stored, is_layer=False) for at, stored in enumerate(before)]
-    last = [layer(f"after.{at}", stored, is_layer=False) for at, stored in enumerate(after)]
-    costs = [*first, *(layer(f"layers.{at}", 100) for at in range(layers)), *last]
-    placement = place(costs, [Budget(f"cuda:{at}", room, False) for at, room in enumerate(rooms)])
+    first = [layer(f"before.{i}", stored, is_layer=False) for i, stored in enumerate(before)]
+    last = [layer(f"after.{i}", stored, is_layer=False) for i, stored in enumerate(after)]
+    costs = [*first, *(layer(f"layers.{i}", 100) for i in range(layers)), *last]
+    placement = place(costs, [Budget(f"cuda:{i}", room, False) for i, room in enumerate(rooms)])
     for group in (first, last):
         assert len({placement.of(cost.name).device for cost in group}) == 1
 
@@ -378,8 +378,8 @@ def test_each_device_keeps_what_fits_it() -> None:
 
 
 def test_cached_layers_are_kept_on_the_host_whatever_the_budget() -> None:
-    found = tiers(place(model(5), [Budget("cpu", 0, True)], cached_layers=2))
-    assert [found[f"layers.{i}"] for i in range(5)] == [Tier.RESIDENT] * 2 + [Tier.STREAMED] * 3
+    by_unit = tiers(place(model(5), [Budget("cpu", 0, True)], cached_layers=2))
+    assert [by_unit[f"layers.{i}"] for i in range(5)] == [Tier.RESIDENT] * 2 + [Tier.STREAMED] * 3
     quantized = tiers(place(model(5, ready=300), [Budget("cpu", 0, True)], cached_layers=2))
     assert quantized["layers.1"] is Tier.PACKED
     assert quantized["embed"] is Tier.STREAMED
@@ -431,10 +431,10 @@ def test_without_host_memory_nothing_is_page_locked(costs: list[UnitCost], budge
 @given(st.integers(3, 60), st.lists(st.integers(0, 3000), min_size=1, max_size=3), st.integers(0, 60))
 def test_what_is_read_is_spread_evenly_over_the_pass(layers: int, rooms: list[int], kept: int) -> None:
     """Over the units of each device that are not on it: so it reads from the disk at even distances."""
-    budgets = [Budget(f"cuda:{number}", room, False) for number, room in enumerate(rooms)]
+    budgets = [Budget(f"cuda:{index}", room, False) for index, room in enumerate(rooms)]
     costs = [layer(f"layers.{i}", 100) for i in range(layers)]
-    found = [p for p in place(costs, budgets).units if p.tier is Tier.STREAMED]
-    away = sorted(found, key=lambda placed: placed.device)
+    streamed = [p for p in place(costs, budgets).units if p.tier is Tier.STREAMED]
+    away = sorted(streamed, key=lambda placed: placed.device)
     if len(away) <= kept or not away:
         return
     used = len({placed.device for placed in away})
@@ -447,8 +447,8 @@ def test_what_is_read_is_spread_evenly_over_the_pass(layers: int, rooms: list[in
     for length in range(len(away) + 1):
         assert abs(sum(flags[:length]) - length * kept / len(away)) <= 1
     for budget in budgets:
-        here = [flag for flag, placed in zip(flags, away, strict=True) if placed.device == budget.device]
-        assert abs(sum(here) - len(here) * kept / len(away)) <= 2
+        of_device = [flag for flag, placed in zip(flags, away, strict=True) if placed.device == budget.device]
+        assert abs(sum(of_device) - len(of_device) * kept / len(away)) <= 2
 
 
 @settings(max_examples=200)
@@ -520,45 +520,45 @@ def placed(layers: int, *budgets: Budget, host: int = 0, ready: int | None = Non
 
 
 def test_with_room_for_all_of_them_they_are_used_where_they_lie() -> None:
-    found = placed(3, Budget("cpu", 3 * 100 + 3 * SLOT * EXPERTS, True))
-    assert found.is_resident
-    assert {one.tier for one in found.experts} == {Tier.RESIDENT}
-    assert found.pools == ()
+    placement = placed(3, Budget("cpu", 3 * 100 + 3 * SLOT * EXPERTS, True))
+    assert placement.is_resident
+    assert {expert.tier for expert in placement.experts} == {Tier.RESIDENT}
+    assert placement.pools == ()
 
 
 def test_what_has_no_room_when_made_is_made_for_each_use() -> None:
-    found = placed(3, Budget("cpu", 300 + 3 * SLOT * EXPERTS, True), ready=9_000)
-    assert {one.tier for one in found.experts} == {Tier.PACKED}
-    assert set(tiers(found).values()) == {Tier.RESIDENT}
+    placement = placed(3, Budget("cpu", 300 + 3 * SLOT * EXPERTS, True), ready=9_000)
+    assert {expert.tier for expert in placement.experts} == {Tier.PACKED}
+    assert set(tiers(placement).values()) == {Tier.RESIDENT}
 
 
 def test_what_every_token_needs_comes_first() -> None:
-    found = placed(3, Budget("cpu", 3 * 100 + 4 * SLOT + 7 * SLOT, True))
-    assert set(tiers(found).values()) == {Tier.RESIDENT}
-    (pool,) = found.pools
+    placement = placed(3, Budget("cpu", 3 * 100 + 4 * SLOT + 7 * SLOT, True))
+    assert set(tiers(placement).values()) == {Tier.RESIDENT}
+    (pool,) = placement.pools
     assert (pool.slots, pool.transit, pool.host_slots) == (7, 4, 0)
-    assert not found.is_resident
-    assert "experts, by routing" in str(found)
+    assert not placement.is_resident
+    assert "experts, by routing" in str(placement)
 
 
 @settings(max_examples=200)
 @given(st.integers(1, 6), st.integers(0, 20_000), st.booleans())
 def test_limits_are_kept_by_units_and_experts_together(layers: int, room: int, is_host: bool) -> None:
     costs, experts = mixture(layers)
-    found = place(costs, [Budget("d", room, is_host)], experts=experts)
-    at_once = footprint(costs, found, "d") + sum(pool.nbytes for pool in found.pools)
-    at_once += sum(one.stored for one in found.experts if one.tier is not Tier.ROUTED)
+    placement = place(costs, [Budget("d", room, is_host)], experts=experts)
+    at_once = footprint(costs, placement, "d") + sum(pool.nbytes for pool in placement.pools)
+    at_once += sum(expert.stored for expert in placement.experts if expert.tier is not Tier.ROUTED)
     least = 4 * SLOT + 2 * 100  # slots for transit and for streamed units are taken in any case
     assert at_once <= max(room, least)
-    assert all(pool.slots <= layers * EXPERTS for pool in found.pools)
+    assert all(pool.slots <= layers * EXPERTS for pool in placement.pools)
 
 
 @settings(max_examples=200)
 @given(st.integers(1, 6), st.integers(0, 14_000), st.integers(0, 4_000))
 def test_more_room_never_keeps_fewer(layers: int, room: int, more: int) -> None:
     def kept(nbytes: int) -> int:
-        found = placed(layers, Budget("d", nbytes, True))
-        return sum(pool.slots for pool in found.pools) if found.pools else layers * EXPERTS
+        placement = placed(layers, Budget("d", nbytes, True))
+        return sum(pool.slots for pool in placement.pools) if placement.pools else layers * EXPERTS
 
     assert kept(room + more) >= kept(room)
 
@@ -566,21 +566,21 @@ def test_more_room_never_keeps_fewer(layers: int, room: int, more: int) -> None:
 @settings(max_examples=200)
 @given(st.integers(1, 6), st.lists(st.integers(0, 8_000), min_size=1, max_size=3), st.integers(0, 20_000))
 def test_host_memory_holds_what_devices_do_not(layers: int, rooms: list[int], host: int) -> None:
-    found = placed(layers, *(Budget(f"cuda:{i}", room, False) for i, room in enumerate(rooms)), host=host)
-    assert all(pool.slots + pool.host_slots <= pool.experts for pool in found.pools)
-    taken = sum(pool.host_slots * pool.slot for pool in found.pools)
-    pinned = sum(one.stored for one in found.units if one.tier is Tier.PINNED)
-    staging = sum(EXPERT_STAGING * pool.slot for pool in found.pools)
+    placement = placed(layers, *(Budget(f"cuda:{i}", room, False) for i, room in enumerate(rooms)), host=host)
+    assert all(pool.slots + pool.host_slots <= pool.experts for pool in placement.pools)
+    taken = sum(pool.host_slots * pool.slot for pool in placement.pools)
+    pinned = sum(unit.stored for unit in placement.units if unit.tier is Tier.PINNED)
+    staging = sum(EXPERT_STAGING * pool.slot for pool in placement.pools)
     assert taken + pinned + (staging if taken else 0) <= host
-    assert {pool.device for pool in found.pools} == {one.device for one in found.experts}
+    assert {pool.device for pool in placement.pools} == {unit.device for unit in placement.experts}
 
 
 def test_devices_share_layers_by_their_experts_too() -> None:
     """The first layer has ten times the bytes of the others, nearly all of them in experts."""
     costs, experts = mixture(1)
     costs += [layer(f"dense.{i}", 200) for i in range(10)]
-    found = place(costs, [Budget("cuda:0", 2_000, False), Budget("cuda:1", 2_000, False)], experts=experts)
-    assert [one.unit for one in found.units if one.device == "cuda:0"] == ["layers.0"]
+    placement = place(costs, [Budget("cuda:0", 2_000, False), Budget("cuda:1", 2_000, False)], experts=experts)
+    assert [unit.unit for unit in placement.units if unit.device == "cuda:0"] == ["layers.0"]
 
 
 def test_page_locked_memory_is_host_memory_whatever_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -650,10 +650,10 @@ def test_a_layer_of_a_model_with_tied_layers_is_counted_once(tmp_path: Path) -> 
 
 def test_where_nothing_may_stay_the_embedding_is_mapped(tmp_path: Path) -> None:
     model = load(split(build_checkpoint(tmp_path / "m", "llama")), 0)
-    found = tiers_of(model)
-    assert found["model.embed_tokens"] is Tier.MAPPED
-    assert found["model.norm"] is Tier.RESIDENT
-    assert {tier for unit, tier in found.items() if "embed" not in unit and unit != "model.norm"} == {Tier.STREAMED}
+    by_unit = tiers_of(model)
+    assert by_unit["model.embed_tokens"] is Tier.MAPPED
+    assert by_unit["model.norm"] is Tier.RESIDENT
+    assert {tier for unit, tier in by_unit.items() if "embed" not in unit and unit != "model.norm"} == {Tier.STREAMED}
     rows = [line.split() for line in str(model.placement).splitlines()[1:-1]]
     assert [row[:-3] for row in rows] == [["cpu", "resident"], ["cpu", "mapped", "rows"], ["cpu", "streamed"]]
 

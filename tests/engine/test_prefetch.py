@@ -78,10 +78,10 @@ class Filler:
 
 @pytest.fixture
 def filler() -> Iterator[Filler]:
-    made = Filler(2)
-    yield made
-    made.gate.set()
-    made.ahead.close()
+    prefetcher = Filler(2)
+    yield prefetcher
+    prefetcher.gate.set()
+    prefetcher.ahead.close()
 
 
 def test_what_is_taken_is_what_was_requested(filler: Filler) -> None:
@@ -123,9 +123,9 @@ def test_the_buffer_that_is_free_for_longest_is_next(filler: Filler) -> None:
 
 def test_what_was_left_is_there_for_the_next_job(filler: Filler) -> None:
     seen: list[Any] = []
-    for number in range(4):
+    for index in range(4):
         filler.ahead.request("x", lambda slot: seen.append(slot.left))
-        filler.ahead.give_back(filler.ahead.take("x"), number)
+        filler.ahead.give_back(filler.ahead.take("x"), index)
     assert seen == [None, None, 0, 1]
 
 
@@ -257,9 +257,9 @@ class Opened:
         """Whether every tensor in the slot has the bytes that safetensors finds in the layer file."""
         source: UnitSource = self.sources[loaded.unit]
         part = source.part_of(loaded.slot.buffer)
-        wanted = load_file(self.file(loaded.unit))
-        found = {spec.name: part(spec) for tensor in source.stored.values() for spec in tensor.parts}
-        return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+        expected = load_file(self.file(loaded.unit))
+        actual = {spec.name: part(spec) for tensor in source.stored.values() for spec in tensor.parts}
+        return actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 @pytest.fixture
@@ -450,9 +450,9 @@ class Lanes:
 
     def pass_over(self, names: Sequence[str], then: Sequence[str] = ()) -> None:
         """Take, check and give back each, expecting the ones behind it."""
-        for at, name in enumerate(names):
+        for position, name in enumerate(names):
             loaded = self.up.take(name)
-            self.up.prefetch([*names[at + 1 :], *then])
+            self.up.prefetch([*names[position + 1 :], *then])
             assert self.opened.is_right(loaded), name
             self.up.give_back(loaded)
 
@@ -471,9 +471,9 @@ PATTERNS = {
 
 @pytest.fixture(params=PATTERNS)
 def lanes(request: pytest.FixtureRequest, opened: Opened) -> Iterator[Lanes]:
-    made = Lanes(opened, PATTERNS[request.param])
-    yield made
-    made.up.close()
+    opened_lanes = Lanes(opened, PATTERNS[request.param])
+    yield opened_lanes
+    opened_lanes.up.close()
 
 
 def test_brings_the_bytes_of_the_layer_files(lanes: Lanes) -> None:
@@ -509,10 +509,10 @@ def test_wrong_predictions_cost_no_slot(lanes: Lanes) -> None:
     st.sets(st.integers(0, 5)),
 )
 def test_any_order_with_any_expectation(opened: Opened, steps: list[tuple[int, list[int]]], kept: set[int]) -> None:
-    lanes = Lanes(opened, [LAYERS[number] for number in sorted(kept)])
-    for number, expected in steps:
-        loaded = lanes.up.take(LAYERS[number])
-        lanes.up.prefetch(dict.fromkeys(LAYERS[other] for other in expected if other != number))
+    lanes = Lanes(opened, [LAYERS[index] for index in sorted(kept)])
+    for index, expected in steps:
+        loaded = lanes.up.take(LAYERS[index])
+        lanes.up.prefetch(dict.fromkeys(LAYERS[other] for other in expected if other != index))
         assert opened.is_right(loaded)
         lanes.up.give_back(loaded)
     lanes.pass_over(LAYERS)
@@ -645,7 +645,7 @@ def test_an_interrupted_wait_costs_nothing(lanes: Lanes, monkeypatch: pytest.Mon
 def test_records_bytes_by_where_they_come_from(opened: Opened) -> None:
     lanes = Lanes(opened, LAYERS[:2])
     lanes.pass_over(LAYERS)
-    stages = {name: set(found) for name, found in opened.profiler.layers.items()}
+    stages = {name: set(totals) for name, totals in opened.profiler.layers.items()}
     for name in LAYERS:
         kept = {PINNED_UPLOAD, UPLOAD_WAIT}
         assert stages[name] == (kept if name in lanes.kept else {READ, READ_WAIT, UPLOAD, UPLOAD_WAIT})
@@ -705,9 +705,9 @@ def test_memory_is_unpinned_when_it_is_no_longer_needed(opened: Opened) -> None:
 def placed(opened: Opened, pinned: list[str], devices: list[str]) -> Placement:
     """Six layers, split evenly over devices, some of them pinned and the rest streamed."""
     units = []
-    for at, name in enumerate(LAYERS):
+    for index, name in enumerate(LAYERS):
         tier = Tier.PINNED if name in pinned else Tier.STREAMED
-        units.append(PlacedUnit(name, devices[at * len(devices) // 6], tier, opened.sources[name].stored_bytes))
+        units.append(PlacedUnit(name, devices[index * len(devices) // 6], tier, opened.sources[name].stored_bytes))
     return Placement(tuple(units), tuple(Budget(name, 0, False) for name in devices))
 
 
@@ -755,16 +755,16 @@ def test_slots_are_locked_piece_by_piece(
     memory = HostBuffers(gpu)
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         slots = memory.take_slots(7, 8192)
-    for number, slot in enumerate(slots):
-        slot.fill_(number)
-    assert [slot.tolist() for slot in slots] == [[number] * 8192 for number in range(7)]
+    for index, slot in enumerate(slots):
+        slot.fill_(index)
+    assert [slot.tolist() for slot in slots] == [[index] * 8192 for index in range(7)]
     assert all(slot.data_ptr() % 4096 == 0 for slot in slots)
     pinned = {0: 0, 5 * 8192: 4}.get(lockable, 7)
     assert sum(gpu.locked.values()) == pinned * 8192
     assert len(gpu.locked) == -(-pinned // 2)
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == (pinned < 7)
-    assert not said or f"{(7 - pinned) * 8192:,} bytes of host memory could not be pinned" in said[0]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == (pinned < 7)
+    assert not messages or f"{(7 - pinned) * 8192:,} bytes of host memory could not be pinned" in messages[0]
 
 
 def test_each_device_gets_its_units(opened: Opened) -> None:
@@ -772,7 +772,7 @@ def test_each_device_gets_its_units(opened: Opened) -> None:
     before = placed(opened, LAYERS[1:5], list(gpus))
     after, kept = keep_units(before, opened.sources, {**gpus, "cpu": CpuDevice()}, opened.store)
     assert after == before
-    assert {name: list(found.units) for name, found in kept.items()} == {"fake:0": LAYERS[1:3], "fake:1": LAYERS[3:5]}
+    assert {name: list(host.units) for name, host in kept.items()} == {"fake:0": LAYERS[1:3], "fake:1": LAYERS[3:5]}
     for name, gpu in gpus.items():
         assert set(gpu.locked) == {buffer.data_ptr() for buffer in kept[name].units.values()}
         for unit, buffer in kept[name].units.items():
@@ -780,8 +780,8 @@ def test_each_device_gets_its_units(opened: Opened) -> None:
             part = source.part_of(buffer)
             from safetensors.torch import load_file
 
-            wanted = load_file(opened.file(unit))
-            assert all(torch.equal(part(tensor.parts[0]), wanted[key]) for key, tensor in source.stored.items())
+            expected = load_file(opened.file(unit))
+            assert all(torch.equal(part(tensor.parts[0]), expected[key]) for key, tensor in source.stored.items())
 
 
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError, OSError])
@@ -816,13 +816,13 @@ def test_what_is_refused_is_in_ordinary_memory_or_streamed_and_said(
     ordinary = enough and error is RuntimeError
     assert list(kept[gpu.name].units) == LAYERS[: 5 if ordinary else 2]
     assert after == placed(opened, LAYERS[: 5 if ordinary else 2], [gpu.name])
-    said = [record.getMessage() for record in caplog.records]
-    assert ("can be pinned (enough); 3 layers of" in said[0]) == (error is RuntimeError)
-    assert ("3 layers of" in said[-1] and "are read from the disk" in said[-1]) != ordinary
+    messages = [record.getMessage() for record in caplog.records]
+    assert ("can be pinned (enough); 3 layers of" in messages[0]) == (error is RuntimeError)
+    assert ("3 layers of" in messages[-1] and "are read from the disk" in messages[-1]) != ordinary
     for unit, buffer in kept[gpu.name].units.items():
-        source, wanted = opened.sources[unit], load_file(opened.file(unit))
+        source, expected = opened.sources[unit], load_file(opened.file(unit))
         part = source.part_of(buffer)
-        assert all(torch.equal(part(tensor.parts[0]), wanted[key]) for key, tensor in source.stored.items())
+        assert all(torch.equal(part(tensor.parts[0]), expected[key]) for key, tensor in source.stored.items())
 
 
 def test_a_file_that_cannot_be_read_is_an_error_and_leaves_nothing_locked(opened: Opened) -> None:

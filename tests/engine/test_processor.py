@@ -36,17 +36,17 @@ DRAWN = ("qwen2_5_vl", "gemma3")
 """Families that the short run looks at: positions of pictures, and masks of pictures."""
 
 
-def given(processor: Any, kind: str, pictures: int = 2) -> Any:
+def given(processor: Any, modality: str, pictures: int = 2) -> Any:
     """Inputs of a conversation, as its processor makes them."""
-    if kind == "audio":
+    if modality == "audio":
         parts = [{"type": "audio", "audio": read_sound(sound(), "a sound", RATE)}]
     else:
         parts = [{"type": "image", "image": picture(seed, (90 - 20 * seed, 70))} for seed in range(pictures)]
     messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "What is this?"}]}]
-    made = processor.apply_chat_template(
+    inputs = processor.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
     )
-    return made.to(torch.float32)
+    return inputs.to(torch.float32)
 
 
 @pytest.mark.bits
@@ -129,11 +129,11 @@ def test_every_route_has_the_files_of_the_processor(
     route: Any, checkpoint: Path, hub_environment: HubEnvironment, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(checkpoint, tmp_path / "original")
-    made = route(folder, tmp_path)
+    directory = route(folder, tmp_path)
     for name in FAMILIES["qwen2_vl"].files:
-        assert (made / name).read_bytes() == (checkpoint / name).read_bytes()
-    assert "PLACE" not in (made / "chat_template.jinja").read_text()
-    assert "<|image_pad|>" in (made / "chat_template.jinja").read_text()
+        assert (directory / name).read_bytes() == (checkpoint / name).read_bytes()
+    assert "PLACE" not in (directory / "chat_template.jinja").read_text()
+    assert "<|image_pad|>" in (directory / "chat_template.jinja").read_text()
 
 
 def test_a_model_of_text_alone_has_none(tmp_path: Path) -> None:
@@ -142,9 +142,9 @@ def test_a_model_of_text_alone_has_none(tmp_path: Path) -> None:
 
 
 def test_a_processor_without_its_files_names_the_missing_one(checkpoint: Path, tmp_path: Path) -> None:
-    made = split(shutil.copytree(checkpoint, tmp_path / "copy"))
-    (made / "preprocessor_config.json").unlink()
-    model = load(made)
+    directory = split(shutil.copytree(checkpoint, tmp_path / "copy"))
+    (directory / "preprocessor_config.json").unlink()
+    model = load(directory)
     with pytest.raises(ProcessorError, match=r"lacks preprocessor_config\.json"):
         model.processor  # noqa: B018  it is read at its first use
     assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2).shape == (1, 5)
@@ -160,10 +160,10 @@ def test_a_processor_without_its_files_names_the_missing_one(checkpoint: Path, t
     ],
 )
 def test_malformed_files_are_an_error_of_ours(name: str, content: str, checkpoint: Path, tmp_path: Path) -> None:
-    made = split(shutil.copytree(checkpoint, tmp_path / "copy"))
-    (made / name).write_text(content)
+    directory = split(shutil.copytree(checkpoint, tmp_path / "copy"))
+    (directory / name).write_text(content)
     with pytest.raises(rabbitllm.RabbitLLMError):
-        load(made).processor  # noqa: B018
+        load(directory).processor  # noqa: B018
 
 
 @pytest.mark.skipif(HAS_TORCHVISION, reason="torchvision is installed")

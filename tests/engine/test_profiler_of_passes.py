@@ -147,8 +147,8 @@ def test_passes_have_tokens_and_bytes(checkpoint: Path) -> None:
     model.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)
     first, *further = model.profiler.passes
     assert (first.kind, first.tokens, first.made) == ("prompt", ids.numel(), 2)
-    assert [(one.kind, one.tokens) for one in further] == [("further", 2)] * 4
-    assert [one.made for one in further] == [2, 2, 2, None]
+    assert [(p.kind, p.tokens) for p in further] == [("further", 2)] * 4
+    assert [p.made for p in further] == [2, 2, 2, None]
     sums = model.profiler.sums
     read = sums["prompt"].disk_bytes + sums["further"].disk_bytes
     assert read >= 5 * model.placement.streamed_bytes
@@ -176,17 +176,17 @@ def test_passes_count_what_is_copied_to_a_gpu(checkpoint: Path, host: int) -> No
     run(model)
     assert len(model.profiler.passes) == 1 + NEW_TOKENS
     assert model.placement.uploaded_bytes > 0
-    copied = sum(copies_of(one.stages).nbytes for one in model.profiler.passes)
+    copied = sum(copies_of(p.stages).nbytes for p in model.profiler.passes)
     assert copied == (1 + NEW_TOKENS) * model.placement.uploaded_bytes
 
 
 def test_threads_that_share_a_resident_model_lose_no_time(checkpoint: Path) -> None:
     """Their passes overlap: one is recorded, and what the other does meanwhile is part of it."""
     model = load(split(checkpoint), ALL, profiling=True)
-    both = threading.Barrier(2)
+    barrier = threading.Barrier(2)
 
     def meet(module: Any, args: Any, output: Any) -> None:
-        both.wait(60)
+        barrier.wait(60)
 
     model.model.embed_tokens.register_forward_hook(meet)
     with ThreadPoolExecutor(2) as pool:

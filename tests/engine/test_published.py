@@ -235,34 +235,34 @@ def test_experts_of_kimi(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed")
 @pytest.mark.parametrize(
-    ("gone", "said"),
+    ("gone", "message"),
     [
         ("layers.1.mlp.experts.2.up_proj.weight_global_scale", "belong to 3 or 4 experts"),
         ("layers.1.mlp.up_proj.weight_global_scale", "missing for .*: weight_global_scale"),
     ],
 )
-def test_codes_of_nvfp4_without_the_scale_of_their_matrix(tmp_path: Path, gone: str, said: str) -> None:
+def test_codes_of_nvfp4_without_the_scale_of_their_matrix(tmp_path: Path, gone: str, message: str) -> None:
     family = "qwen3_moe" if "experts" in gone else "llama"
     settings = {"moe_intermediate_size": 64} if "experts" in gone else {"intermediate_size": 96}
     folder = quantized.build_compressed_tensors(tmp_path / "model", family, "NVFP4A16", **settings)
     take_out(folder, gone)
-    with pytest.raises(IncompleteSplitError, match=said):
+    with pytest.raises(IncompleteSplitError, match=message):
         load(split(folder))
 
 
 @pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed")
 @pytest.mark.parametrize(
-    ("gone", "said"),
+    ("gone", "message"),
     [
         ("layers.1.mlp.up_proj.weight_scale", "missing for .*: weight_scale"),
         ("layers.1.mlp.experts.2.up_proj.weight_scale", "belong to 3 or 4 experts"),
     ],
 )
-def test_packed_codes_without_a_part(tmp_path: Path, gone: str, said: str) -> None:
+def test_packed_codes_without_a_part(tmp_path: Path, gone: str, message: str) -> None:
     family = "qwen3_moe" if "experts" in gone else "llama"
     folder = quantized.build_compressed_tensors(tmp_path / "model", family, "W4A16")
     take_out(folder, gone)
-    with pytest.raises(IncompleteSplitError, match=said):
+    with pytest.raises(IncompleteSplitError, match=message):
         load(split(folder))
 
 
@@ -276,9 +276,9 @@ def test_what_is_split_is_what_is_published(tmp_path: Path, build: Build) -> Non
     assert store.tensors.keys() == published.keys()
     for name, tensor in published.items():
         (part,) = store.tensors[name].parts
-        found = store.mapped(part.file).tensor(part)
-        assert found.dtype == tensor.dtype
-        assert torch.equal(found.flatten().view(torch.uint8), tensor.flatten().view(torch.uint8))
+        stored = store.mapped(part.file).tensor(part)
+        assert stored.dtype == tensor.dtype
+        assert torch.equal(stored.flatten().view(torch.uint8), tensor.flatten().view(torch.uint8))
     layers = {name: ".".join(name.split(".")[:3]) for name in published if ".layers." in name}
     assert all(store.tensors[name].parts[0].file == f"{layer}.safetensors" for name, layer in layers.items())
     in_order = splitting.split(other, sequential=True)
@@ -326,8 +326,8 @@ def test_a_layer_is_said_to_be_dequantized_once(tmp_path: Path, caplog: pytest.L
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         model = load(directory, 0)
         run(model)
-    said = [record.message for record in caplog.records if "dequantized" in record.message]
-    assert said == [
+    messages = [record.message for record in caplog.records if "dequantized" in record.message]
+    assert messages == [
         f"The weights in {directory} are fp8. On cpu each layer is dequantized to bfloat16 for each use; the files "
         "stay unchanged."
     ]
@@ -397,16 +397,16 @@ def test_scales_without_codes(tmp_path: Path) -> None:
         load(split(folder))
 
 
-@pytest.mark.parametrize(("compute", "each"), [(torch.bfloat16, 2), (torch.float16, 4), (torch.float32, 6)], ids=str)
+@pytest.mark.parametrize(("compute", "nbytes"), [(torch.bfloat16, 2), (torch.float16, 4), (torch.float32, 6)], ids=str)
 def test_a_gpu_keeps_memory_for_the_matrix_that_bitsandbytes_dequantizes(
-    tmp_path: Path, compute: torch.dtype, each: int
+    tmp_path: Path, compute: torch.dtype, nbytes: int
 ) -> None:
     folder = quantized.build_bitsandbytes(
         tmp_path / "model", "llama", 4, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute
     )
     directory, gpu = split(folder), FakeGpu(0)
     limits = {gpu.name: 10_000_000, "cpu": 1_000_000}
-    for device, taken in ((gpu, each * 64 * 128), (CpuDevice(), 0)):
+    for device, taken in ((gpu, nbytes * 64 * 128), (CpuDevice(), 0)):
         plan = make_load_plan(LayerStore(directory), RunOptions(max_memory=limits), directory, [device])
         assert plan.placement.limits == {device.name: limits[device.name] - taken}
 
@@ -451,21 +451,21 @@ def test_a_package_that_is_missing_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("build", FEW)
 def test_a_plan_says_what_they_are(tmp_path: Path, build: Build) -> None:
     folder = build(tmp_path / "model")
-    made = rabbitllm.plan(folder, device="cpu", max_memory={"cpu": 0})
-    assert made.anatomy is not None
-    method = made.anatomy.quantized
+    plan = rabbitllm.plan(folder, device="cpu", max_memory={"cpu": 0})
+    assert plan.anatomy is not None
+    method = plan.anatomy.quantized
     assert method is not None
-    as_it_is, *others = made.outlooks
+    as_it_is, *compressed = plan.outlooks
     assert as_it_is.obstacle is None
     assert any(route.fits for route in as_it_is.routes)
-    assert {outlook.obstacle for outlook in others} == {f"the weights are already quantized ({method})"}
-    first, *rest = made.generations
+    assert {outlook.obstacle for outlook in compressed} == {f"the weights are already quantized ({method})"}
+    first, *further = plan.generations
     assert first.obstacle is None
     assert first.token_seconds is not None
-    assert [found.obstacle for found in rest] == [outlook.obstacle for outlook in others]
+    assert [generation.obstacle for generation in further] == [outlook.obstacle for outlook in compressed]
     loaded = load(split(folder), 0)
     assert sum(held.stored_bytes for held in first.placed) == sum(p.counted for p in loaded.placement.units)
-    assert first.read_bytes == loaded.placement.streamed_bytes + sum(own.read_bytes for own in first.experts)
+    assert first.read_bytes == loaded.placement.streamed_bytes + sum(expert.read_bytes for expert in first.experts)
 
 
 @pytest.mark.parametrize("name", ["fp8-qwen3_moe", "mxfp4-gpt_oss"])

@@ -117,18 +117,18 @@ def test_every_tier_is_as_near_as_transformers(tmp_path: Path, name: str) -> Non
     assert forms_of(plan_of(directory, exact=False)) == forms
     assert not forms_of(plan_of(directory, exact=True))
     resident = load(directory, exact=False)
-    found = run(resident)
+    result = run(resident)
     if name not in QUANTIZED_INPUTS:
         expected = reference_logits(plain, INPUT, "auto")  # type: ignore[arg-type]
         routed = bool(resident.placement.experts)
-        assert_as_near(found.logits, expected.logits, exact_logits(plain, INPUT), routed=routed)
+        assert_as_near(result.logits, expected.logits, exact_logits(plain, INPUT), routed=routed)
     streamed = load(directory, 0, exact=False)
     assert {Tier.STREAMED, Tier.ROUTED} & set(tiers(streamed).values())
-    assert_same(run(streamed), found)
+    assert_same(run(streamed), result)
     if resident.placement.experts:
         model = load(directory, budget_that_keeps(directory, 0.25, exact=False), exact=False)
         for _ in range(2):
-            assert_same(run(model), found)
+            assert_same(run(model), result)
 
 
 @needs_compressed
@@ -204,12 +204,12 @@ def test_what_no_kernel_multiplies_has_the_bits_of_transformers(
     dense = [entry.target for source in plan.sources.values() for job in source.jobs for _, entry in job.quantized]
     assert not any("q_proj" in target for target in dense)
     with caplog.at_level(logging.WARNING):
-        found = run(load(directory, 0, exact=False))
+        result = run(load(directory, 0, exact=False))
     assert (
         "On cpu a part of the layers is dequantized" if dense else "On cpu each layer is dequantized"
     ) in caplog.text
     if not dense:
-        assert_same(found, run(load(directory)))
+        assert_same(result, run(load(directory)))
 
 
 def test_a_model_that_is_multiplied_from_its_codes_warns_of_nothing(

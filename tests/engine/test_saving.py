@@ -22,11 +22,11 @@ FAMILIES = ["llama", "qwen3_moe", "gpt_oss", "t5", "qwen3_next"]
 
 
 def assert_holds(folder: Path, expected: dict[str, torch.Tensor]) -> None:
-    found = read_tensors(folder)
-    assert found.keys() == expected.keys()
+    tensors = read_tensors(folder)
+    assert tensors.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        assert tensors[name].dtype == tensor.dtype
+        assert torch.equal(tensors[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
 @pytest.mark.parametrize("budget", [ALL, 0])
@@ -56,11 +56,11 @@ def test_without_a_split_and_with_shared_weights(tmp_path: Path, tied: bool) -> 
 
 
 def test_files_of_torch_become_safetensors(tmp_path: Path) -> None:
-    made = build_checkpoint(tmp_path / "made", "llama")
-    source = write_torch(tmp_path / "source", {"pytorch_model.bin": read_tensors(made)})
-    (source / "config.json").write_bytes((made / "config.json").read_bytes())
+    safetensors = build_checkpoint(tmp_path / "made", "llama")
+    source = write_torch(tmp_path / "source", {"pytorch_model.bin": read_tensors(safetensors)})
+    (source / "config.json").write_bytes((safetensors / "config.json").read_bytes())
     AutoModel.from_pretrained(source, split=False, device="cpu").save_pretrained(tmp_path / "copy")
-    assert_holds(tmp_path / "copy", read_tensors(made))
+    assert_holds(tmp_path / "copy", read_tensors(safetensors))
 
 
 @pytest.mark.parametrize("budget", [ALL, 0])
@@ -70,8 +70,8 @@ def test_what_is_compressed_is_dequantized(tmp_path: Path, compression: str, bud
     model = load(split(source, compression), budget)
     expected = run(model)
     model.save_pretrained(tmp_path / "copy")
-    meant = dequantized(source, tmp_path / "meant", compression, torch.bfloat16)
-    assert_holds(tmp_path / "copy", read_tensors(meant))
+    plain = dequantized(source, tmp_path / "meant", compression, torch.bfloat16)
+    assert_holds(tmp_path / "copy", read_tensors(plain))
     assert_same(reference_logits(tmp_path / "copy", INPUT, torch.bfloat16), expected)
 
 
@@ -120,8 +120,8 @@ def test_settings_that_were_changed_and_the_tokenizer_are_saved(tmp_path: Path) 
     assert again.generation_config.max_new_tokens == 7
     assert again.config.rms_norm_eps == 0.25
     assert again.tokenizer("the and").input_ids == model.tokenizer("the and").input_ids
-    saved, here = again.config.to_dict(), model.config.to_dict()
-    assert {key for key in saved if saved[key] != here[key]} == {"_name_or_path"}
+    saved, original = again.config.to_dict(), model.config.to_dict()
+    assert {key for key in saved if saved[key] != original[key]} == {"_name_or_path"}
 
 
 def test_a_folder_with_a_model_is_left_alone(tmp_path: Path) -> None:
@@ -182,12 +182,12 @@ def test_a_new_module_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"push_to_hub": True}, {"state_dict": {}}, {"variant": "fp16"}, {"save_original_format": False}]
+    "options", [{"push_to_hub": True}, {"state_dict": {}}, {"variant": "fp16"}, {"save_original_format": False}]
 )
-def test_what_would_change_the_result_is_refused(tmp_path: Path, given: dict[str, Any]) -> None:
+def test_what_would_change_the_result_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     model = load(split(build_checkpoint(tmp_path / "source", "llama")), 0)
-    with pytest.raises(OptionError, match=next(iter(given))):
-        model.save_pretrained(tmp_path / "copy", **given)
+    with pytest.raises(OptionError, match=next(iter(options))):
+        model.save_pretrained(tmp_path / "copy", **options)
     with pytest.raises(TypeError, match="shard_size"):
         model.save_pretrained(tmp_path / "copy", shard_size=5)
     model.save_pretrained(tmp_path / "copy", is_main_process=False)

@@ -41,23 +41,23 @@ def write_config(folder: Path, **values: object) -> Path:
 def test_dtypes_and_class_are_those_of_transformers(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     folder = build_checkpoint(tmp_path, family, tied=FAMILIES[family].ties[0], dtype=dtype, tokenizer=False)
     expected = plain(folder, family, dtype)
-    made = build(folder, dtype)
-    assert type(made) is type(expected)
-    assert not made.training
-    assert {name: (tuple(value.shape), value.dtype) for name, value in made.state_dict().items()} == {
+    model = build(folder, dtype)
+    assert type(model) is type(expected)
+    assert not model.training
+    assert {name: (tuple(value.shape), value.dtype) for name, value in model.state_dict().items()} == {
         name: (tuple(value.shape), value.dtype) for name, value in expected.state_dict().items()
     }
-    assert all(value.is_meta for value in made.state_dict().values())
-    assert made.config.dtype == dtype
+    assert all(value.is_meta for value in model.state_dict().values())
+    assert model.config.dtype == dtype
 
 
 def test_the_routing_bias_of_deepseek_stays_in_float32(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path, "deepseek_v3", dtype=torch.bfloat16)
-    made = build(folder, torch.bfloat16)
-    bias = made.model.layers[1].mlp.gate.e_score_correction_bias
+    model = build(folder, torch.bfloat16)
+    bias = model.model.layers[1].mlp.gate.e_score_correction_bias
     assert bias.dtype == torch.float32
     expected = plain(folder, "deepseek_v3", torch.bfloat16).model.layers[1].mlp.gate.weight.dtype
-    assert made.model.layers[1].mlp.gate.weight.dtype == expected  # float32 since transformers 5.24
+    assert model.model.layers[1].mlp.gate.weight.dtype == expected  # float32 since transformers 5.24
     loaded = load(split(folder), 0)
     assert_same(run(loaded), reference_logits(folder, INPUT, torch.bfloat16))
 
@@ -66,16 +66,16 @@ def test_the_routing_bias_of_deepseek_stays_in_float32(tmp_path: Path) -> None:
 def test_buffers_are_bit_equal_to_those_of_transformers(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     folder = build_checkpoint(tmp_path, family, tied=FAMILIES[family].ties[0], dtype=dtype, tokenizer=False)
     expected = plain(folder, family, dtype)
-    made = build(folder, dtype)
-    skeleton.materialise_buffers(made, lambda path: torch.device("cpu"))
-    wanted = dict(expected.named_non_persistent_buffers())
-    found = dict(made.named_non_persistent_buffers())
-    assert found.keys() == wanted.keys()
-    for name, buffer in found.items():
-        assert buffer.dtype == wanted[name].dtype
-        assert torch.equal(buffer, wanted[name]), name
+    model = build(folder, dtype)
+    skeleton.materialise_buffers(model, lambda path: torch.device("cpu"))
+    expected_buffers = dict(expected.named_non_persistent_buffers())
+    buffers = dict(model.named_non_persistent_buffers())
+    assert buffers.keys() == expected_buffers.keys()
+    for name, buffer in buffers.items():
+        assert buffer.dtype == expected_buffers[name].dtype
+        assert torch.equal(buffer, expected_buffers[name]), name
     # and nothing else was given a value
-    assert all(value.is_meta for value in made.state_dict().values())
+    assert all(value.is_meta for value in model.state_dict().values())
 
 
 @pytest.mark.parametrize(
@@ -121,10 +121,10 @@ def test_without_a_generation_config_the_settings_in_the_config_apply(tmp_path: 
     (folder / "generation_config.json").unlink(missing_ok=True)
     content = json.loads((folder / "config.json").read_text()) | {"num_beams": 3, "no_repeat_ngram_size": 2}
     (folder / "config.json").write_text(json.dumps(content))
-    wanted = plain(folder, "llama", torch.float32).generation_config
-    made = build(folder).generation_config
-    assert made.to_dict() == wanted.to_dict()
-    assert (made.num_beams, made.no_repeat_ngram_size, made.eos_token_id) == (3, 2, 2)
+    expected = plain(folder, "llama", torch.float32).generation_config
+    actual = build(folder).generation_config
+    assert actual.to_dict() == expected.to_dict()
+    assert (actual.num_beams, actual.no_repeat_ngram_size, actual.eos_token_id) == (3, 2, 2)
     assert load(split(folder)).generation_config.num_beams == 3
 
 
@@ -163,18 +163,18 @@ def test_no_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "found"),
+    ("values", "message"),
     [
         ({"model_type": "xyzzy_9"}, "xyzzy_9"),
         ({"model_type": "vit"}, "no text-generating model of type 'vit'"),
         ({"architectures": ["LlamaForCausalLM"]}, "model_type"),
     ],
 )
-def test_a_model_that_transformers_does_not_know(tmp_path: Path, values: dict[str, Any], found: str) -> None:
+def test_a_model_that_transformers_does_not_know(tmp_path: Path, values: dict[str, Any], message: str) -> None:
     folder = write_config(tmp_path / "model", **values)
     with pytest.raises(UnknownArchitectureError) as caught:
         skeleton.read_config(folder)
-    assert found in caught.value.problem
+    assert message in caught.value.problem
     assert f"transformers {transformers.__version__}" in caught.value.problem
     assert str(folder) in caught.value.problem
     assert "pip install --upgrade transformers" in caught.value.remedy

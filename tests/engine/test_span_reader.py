@@ -61,19 +61,19 @@ def test_spans_anywhere_in_a_file(tmp_path: Path, way: ReadMode, places: list[tu
     buffer = page_aligned(spans[-1].end)
     reader = SpanReader(store, way)
     reader.read(spans, buffer)
-    for one in spans:
-        assert bytes(buffer[one.at : one.at + one.nbytes]) == content[one.offset : one.offset + one.nbytes]
+    for s in spans:
+        assert bytes(buffer[s.at : s.at + s.nbytes]) == content[s.offset : s.offset + s.nbytes]
     assert reader.mode == way
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["through", "dropped behind", "past"])
 def test_a_span_of_several_reads(tmp_path: Path, way: ReadMode) -> None:
     store = folder(tmp_path, READ_BYTES + 70_000)
-    one = span(4096 + 64, READ_BYTES + 5000)
-    buffer = page_aligned(one.end)
-    SpanReader(store, way).read([one], buffer)
+    s = span(4096 + 64, READ_BYTES + 5000)
+    buffer = page_aligned(s.end)
+    SpanReader(store, way).read([s], buffer)
     content = (tmp_path / "x").read_bytes()
-    assert bytes(buffer[one.at : one.at + one.nbytes]) == content[one.offset : one.offset + one.nbytes]
+    assert bytes(buffer[s.at : s.at + s.nbytes]) == content[s.offset : s.offset + s.nbytes]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["through", "dropped behind", "past"])
@@ -145,7 +145,7 @@ def test_one_disturbed_reading_does_not_decide(tmp_path: Path, monkeypatch: pyte
     store = folder(tmp_path, 100_000)
     taken = {ReadMode(direct=True): iter([9.0, 1.0, 9.0]), ReadMode(drop=True): iter([2.0, 2.0, 2.0])}
     monkeypatch.setattr(span_reader, "_seconds", lambda _store, _span, way, _buffer: next(taken[way]))
-    assert choose_read_mode(store, [span(at, 1000) for at in (0, 5000, 9000)], 0) == ReadMode(direct=True)
+    assert choose_read_mode(store, [span(offset, 1000) for offset in (0, 5000, 9000)], 0) == ReadMode(direct=True)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["through", "dropped behind", "past"])

@@ -60,7 +60,7 @@ def test_nothing_is_compiled_whose_weights_come_and_go(
 
 
 @pytest.mark.parametrize(
-    ("move", "said"),
+    ("move", "target"),
     [
         (lambda model: model.to("cuda:1"), "cuda:1"),
         (lambda model: model.to(dtype=torch.float16), "torch.float16"),
@@ -76,12 +76,12 @@ def test_nothing_is_compiled_whose_weights_come_and_go(
     ],
 )
 def test_moving_it_has_no_effect_and_says_so(
-    model: Any, caplog: pytest.LogCaptureFixture, move: Any, said: str
+    model: Any, caplog: pytest.LogCaptureFixture, move: Any, target: str
 ) -> None:
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         assert move(model) is model
     (record,) = caplog.records
-    assert f"model.to({said}) has no effect" in record.getMessage()
+    assert f"model.to({target}) has no effect" in record.getMessage()
     assert model.dtype == torch.float32
     assert model(INPUT).logits.isfinite().all()
 
@@ -118,8 +118,8 @@ def test_casting_it_to_its_own_dtype_says_nothing(model: Any, caplog: pytest.Log
 def test_it_says_how_large_it_is(tmp_path: Path, budget: int, compression: str | None, tied: bool) -> None:
     source = build_checkpoint(tmp_path, "qwen2", tied=tied)
     model, plain = load(split(source, compression), budget), plain_model(source)
-    for given in ({}, {"only_trainable": True}, {"exclude_embeddings": True}):
-        assert model.num_parameters(**given) == plain.num_parameters(**given)
+    for options in ({}, {"only_trainable": True}, {"exclude_embeddings": True}):
+        assert model.num_parameters(**options) == plain.num_parameters(**options)
     model.requires_grad_(False)
     assert model.num_parameters(only_trainable=True) == 0
     assert list(model.state_dict()) == list(plain.state_dict())

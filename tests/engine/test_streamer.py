@@ -71,8 +71,8 @@ def loads(model: Any) -> int:
 
 def logits(model: Any) -> torch.Tensor:
     with torch.inference_mode():
-        found: torch.Tensor = model(INPUT).logits
-    return found
+        output: torch.Tensor = model(INPUT).logits
+    return output
 
 
 def in_time(work: Callable[[], T]) -> T:
@@ -107,8 +107,8 @@ def test_what_a_caller_computes_in_changes_no_bit(checkpoint: Path, mode: Any) -
     ids = torch.cat([INPUT, INPUT.flip(1), INPUT + 1, INPUT + 2])
     plain, streamed = plain_model(checkpoint), load(split(checkpoint), 0)
     with mode():
-        wanted = plain(ids, logits_to_keep=1).logits
-        assert torch.equal(streamed(ids, logits_to_keep=1).logits, wanted)
+        expected = plain(ids, logits_to_keep=1).logits
+        assert torch.equal(streamed(ids, logits_to_keep=1).logits, expected)
 
 
 def test_which_units_stream(model: Any) -> None:
@@ -138,9 +138,9 @@ def test_a_weight_that_is_set_anew_is_refused_rather_than_lost(tmp_path: Path, m
 @pytest.mark.parametrize("budget", [0, 100_000, ALL])
 def test_tying_what_is_tied_changes_nothing(tmp_path: Path, budget: int) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama", tied=True)
-    model, wanted = load(split(folder), budget), reference_logits(folder, INPUT, torch.float32)
+    model, expected = load(split(folder), budget), reference_logits(folder, INPUT, torch.float32)
     model.tie_weights()
-    assert_same(run(model), wanted)
+    assert_same(run(model), expected)
     model.save_pretrained(tmp_path / "copy")
 
 
@@ -165,8 +165,8 @@ def test_a_unit_is_bound_while_it_computes_and_no_other(model: Any) -> None:
     seen = []
 
     def look(module: Any, args: Any, output: Any) -> None:
-        there = [name for name, weight in unbound_weights(model) if not isinstance(weight, AbsentWeight)]
-        seen.append((model.streamer.bound, {name[:14] for name in there}))
+        bound = [name for name, weight in unbound_weights(model) if not isinstance(weight, AbsentWeight)]
+        seen.append((model.streamer.bound, {name[:14] for name in bound}))
 
     for layer in model.model.layers:
         layer.self_attn.register_forward_hook(look)
@@ -223,14 +223,14 @@ def test_an_interrupt_in_an_encoder_that_generation_calls_by_itself(
             patched.setattr(block.layer[1], "forward", fail)
             with pytest.raises(KeyboardInterrupt):
                 model.generate(INPUT, max_new_tokens=2)
-    found = in_time(lambda: run(model))
-    assert_same(found, reference_logits(folder, INPUT, torch.float32))
+    result = in_time(lambda: run(model))
+    assert_same(result, reference_logits(folder, INPUT, torch.float32))
 
 
 def test_a_packed_unit_is_let_go_too(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(checkpoint, "4bit")
     resident = load(directory)
-    wanted = run(resident)
+    expected = run(resident)
     model = load(directory, bytes_when_made(resident) - 1)
     assert tiers(model)["model.layers.1"] is Tier.PACKED
 
@@ -242,7 +242,7 @@ def test_a_packed_unit_is_let_go_too(checkpoint: Path, monkeypatch: pytest.Monke
         with pytest.raises(RuntimeError):
             logits(model)
     assert_nothing_is_bound(model)
-    assert_same(run(model), wanted)
+    assert_same(run(model), expected)
     assert_nothing_is_bound(model)
 
 
@@ -269,18 +269,18 @@ def test_the_next_unit_is_requested_and_the_last_requests_the_first(model: Any) 
         request(unit)
 
     loader.request = noted
-    for number in range(1, 4):
+    for count in range(1, 4):
         logits(model)
         # what is brought for the next pass already is the one load more
-        assert loads(model) == number * len(STREAMED) + 1
+        assert loads(model) == count * len(STREAMED) + 1
     assert asked == (STREAMED[1:] + STREAMED[:1]) * 3  # the first unit of the first pass could not be requested ahead
 
 
 def test_without_prefetching_nothing_is_asked_for_ahead(checkpoint: Path, expected: Reference) -> None:
     model = load(split(checkpoint), 0, prefetching=False)
-    for number in range(1, 3):
+    for count in range(1, 3):
         assert torch.equal(logits(model), expected.logits)
-        assert loads(model) == number * len(STREAMED)
+        assert loads(model) == count * len(STREAMED)
 
 
 def test_a_wrong_prediction_recovers_and_is_learnt_from(model: Any, expected: Reference) -> None:
@@ -293,9 +293,9 @@ def test_a_wrong_prediction_recovers_and_is_learnt_from(model: Any, expected: Re
     for _ in range(2):
         assert torch.equal(in_time(lambda: logits(model)), expected.logits)
     learnt = loads(model)
-    for number in range(1, 4):
+    for count in range(1, 4):
         assert torch.equal(logits(model), expected.logits)
-        assert loads(model) == learnt + number * len(STREAMED)
+        assert loads(model) == learnt + count * len(STREAMED)
 
 
 def test_a_decoder_repeats_and_its_encoder_does_not(tmp_path: Path) -> None:
@@ -353,39 +353,39 @@ def test_modes_may_alternate(model: Any, expected: Reference) -> None:
 def test_generation_in_another_thread(model: Any, expected: Reference) -> None:
     def generate() -> torch.Tensor:
         torch.set_num_threads(THREADS)
-        found: torch.Tensor = model.generate(INPUT, max_new_tokens=NEW_TOKENS, do_sample=False)
-        return found
+        tokens: torch.Tensor = model.generate(INPUT, max_new_tokens=NEW_TOKENS, do_sample=False)
+        return tokens
 
     assert torch.equal(in_time(generate), expected.tokens)
 
 
 def test_threads_take_turns(model: Any, expected: Reference) -> None:
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
 
     def generate() -> None:
         torch.set_num_threads(THREADS)
         for _ in range(3):
-            found.append(model.generate(INPUT, max_new_tokens=NEW_TOKENS, do_sample=False))
+            results.append(model.generate(INPUT, max_new_tokens=NEW_TOKENS, do_sample=False))
 
     threads = [threading.Thread(target=generate, daemon=True) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert len(found) == 9
-    assert all(torch.equal(tokens, expected.tokens) for tokens in found)
+    assert len(results) == 9
+    assert all(torch.equal(tokens, expected.tokens) for tokens in results)
 
 
 def test_a_dropped_model_leaves_no_thread_and_no_memory(checkpoint: Path) -> None:
-    others = set(threading.enumerate())
+    before = set(threading.enumerate())
     model = load(split(checkpoint), 0)
     logits(model)
     loads(model)  # a reader that is at work holds what it works for
-    (reader,) = set(threading.enumerate()) - others
-    left = [weakref.ref(model), weakref.ref(loader_of(model))]
+    (reader,) = set(threading.enumerate()) - before
+    references = [weakref.ref(model), weakref.ref(loader_of(model))]
     del model
     gc.collect()
-    assert [reference() for reference in left] == [None, None]
+    assert [reference() for reference in references] == [None, None]
     reader.join(60)
     assert not reader.is_alive()
 
@@ -397,8 +397,8 @@ modes = pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 
 
 def cross(boundary: InputMover, *args: Any, **kwargs: Any) -> Any:
-    found = boundary(MODULE, args, kwargs)
-    return (args, kwargs) if found is None else found
+    moved = boundary(MODULE, args, kwargs)
+    return (args, kwargs) if moved is None else moved
 
 
 @modes
@@ -473,22 +473,22 @@ def test_inside_whatever_holds_tensors(mode: Any) -> None:
             return Held({key: tensor.to(device) for key, tensor in self.items()})
 
     with mode(), watched():
-        one = torch.ones(3, device=HERE)
-        given: dict[str, Any] = {
-            "list": [one, 1],
-            "tuple": (one, "x"),
-            "named": Pair(one, one),
-            "dict": OrderedDict(a=one),
-            "held": Held(a=one),
-            "nested": ({"a": [one]},),
+        x = torch.ones(3, device=HERE)
+        inputs: dict[str, Any] = {
+            "list": [x, 1],
+            "tuple": (x, "x"),
+            "named": Pair(x, x),
+            "dict": OrderedDict(a=x),
+            "held": Held(a=x),
+            "nested": ({"a": [x]},),
         }
-        _, found = cross(InputMover(THERE), **given)
-        assert {name: type(value) for name, value in found.items()} == {n: type(v) for n, v in given.items()}
-        tensors = [found["list"][0], found["tuple"][0], *found["named"], found["dict"]["a"], found["held"]["a"]]
-        for tensor in (*tensors, found["nested"][0]["a"][0]):
+        _, moved = cross(InputMover(THERE), **inputs)
+        assert {name: type(value) for name, value in moved.items()} == {n: type(v) for n, v in inputs.items()}
+        tensors = [moved["list"][0], moved["tuple"][0], *moved["named"], moved["dict"]["a"], moved["held"]["a"]]
+        for tensor in (*tensors, moved["nested"][0]["a"][0]):
             assert tensor.device == THERE
-            assert torch.equal(tensor.cpu(), one.cpu())
-        assert found["list"][1] == 1
+            assert torch.equal(tensor.cpu(), x.cpu())
+        assert moved["list"][1] == 1
 
 
 def test_gradients_cross_back() -> None:

@@ -215,8 +215,8 @@ def test_attention_that_reads_its_output_matrix_is_one_unit() -> None:
 def test_a_tensor_without_elements_is_in_no_buffer(shape: tuple[int, ...]) -> None:
     unit = Unit("adapter", nn.Linear(4, 3), (), False, False)
     read = UnitSource(unit, (), {}, (), 0, 0, False).part_of(torch.empty(0, dtype=torch.uint8))
-    found = read(TensorSpec("adapter.weight", "BF16", shape, "adapter.safetensors", 4096, 0))
-    assert (found.shape, found.dtype) == (torch.Size(shape), torch.bfloat16)
+    tensor = read(TensorSpec("adapter.weight", "BF16", shape, "adapter.safetensors", 4096, 0))
+    assert (tensor.shape, tensor.dtype) == (torch.Size(shape), torch.bfloat16)
 
 
 @pytest.mark.parametrize("lead", [0, 2, 16, 32, TENSOR_ALIGNMENT])
@@ -225,9 +225,9 @@ def test_weights_that_kernels_read_are_aligned(lead: int) -> None:
     room = torch.arange(512, dtype=torch.int16).view(torch.uint8)
     begin = -room.data_ptr() % TENSOR_ALIGNMENT + lead
     flat = room[begin : begin + 256]
-    found = typed(flat, TensorSpec("weight", "BF16", (8, 16), "a.safetensors", 4096, 256))
-    assert found.data_ptr() % TENSOR_ALIGNMENT == 0
-    assert (found.data_ptr() == flat.data_ptr()) == (lead % TENSOR_ALIGNMENT == 0)
-    assert torch.equal(found.view(-1).view(torch.uint8), flat)
+    weight = typed(flat, TensorSpec("weight", "BF16", (8, 16), "a.safetensors", 4096, 256))
+    assert weight.data_ptr() % TENSOR_ALIGNMENT == 0
+    assert (weight.data_ptr() == flat.data_ptr()) == (lead % TENSOR_ALIGNMENT == 0)
+    assert torch.equal(weight.view(-1).view(torch.uint8), flat)
     codes = typed(flat, TensorSpec("weight", "U8", (256,), "a.safetensors", 4096, 256))
     assert codes.data_ptr() == flat.data_ptr()  # codes are read by bytes

@@ -74,7 +74,7 @@ def test_no_writing_to_what_is_not_there(write: Callable[[Any], Any]) -> None:
 
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize(
-    ("family", "compression", "budget", "name", "kind"),
+    ("family", "compression", "budget", "name", "weight_type"),
     [
         pytest.param("llama", "4bit", ALL, "model.layers.1.mlp.up_proj.weight", QuantizedWeight, marks=with_vectors),
         ("qwen3_moe", None, 0, "model.layers.1.mlp.experts.down_proj", ExpertStack),
@@ -86,12 +86,12 @@ def test_no_writing_to_what_is_there_in_another_form(
     compression: str | None,
     budget: int,
     name: str,
-    kind: type,
+    weight_type: type,
     write: Callable[[Any], Any],
 ) -> None:
     files = split(build_checkpoint(tmp_path, family), compression)
     weight = load(files, budget, exact=False).get_parameter(name)
-    assert isinstance(weight, kind)
+    assert isinstance(weight, weight_type)
     with torch.no_grad(), pytest.raises(ReadOnlyWeightError, match=r"(only|by) (its|their) codes"):
         write(weight)
 
@@ -156,12 +156,12 @@ WITHOUT_VALUES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("asked", sorted(WITHOUT_VALUES))
 def test_what_needs_no_values_is_answered_as_for_a_weight_that_is_there(asked: str) -> None:
-    there = nn.Parameter(torch.ones(SHAPE, dtype=torch.bfloat16))
-    assert WITHOUT_VALUES[asked](absent()) == WITHOUT_VALUES[asked](there)
+    plain = nn.Parameter(torch.ones(SHAPE, dtype=torch.bfloat16))
+    assert WITHOUT_VALUES[asked](absent()) == WITHOUT_VALUES[asked](plain)
 
 
 @pytest.mark.parametrize(
-    "same",
+    "change",
     [
         lambda w: w.to("cpu"),
         lambda w: w.to(torch.bfloat16),
@@ -174,9 +174,9 @@ def test_what_needs_no_values_is_answered_as_for_a_weight_that_is_there(asked: s
         lambda w: w.requires_grad_(),
     ],
 )
-def test_a_change_that_changes_nothing_is_none(same: Callable[[Any], Any]) -> None:
+def test_a_change_that_changes_nothing_is_none(change: Callable[[Any], Any]) -> None:
     weight = absent()
-    assert same(weight) is weight
+    assert change(weight) is weight
 
 
 def test_another_name_for_it_is_absent_too() -> None:
@@ -219,22 +219,22 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("asked", sorted(READS))
 def test_what_needs_values_asks_for_the_weight(asked: str) -> None:
-    there = torch.arange(12.0, dtype=torch.bfloat16).view(SHAPE)
+    plain = torch.arange(12.0, dtype=torch.bfloat16).view(SHAPE)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode(), pytest.raises(Refused):
             READS[asked](absent())
     with torch.no_grad():
-        wanted, found = READS[asked](there), READS[asked](absent(read=lambda: nn.Parameter(there)))
+        expected, actual = READS[asked](plain), READS[asked](absent(read=lambda: nn.Parameter(plain)))
     if asked == "an address":
-        assert found == wanted
+        assert actual == expected
         return
-    assert type(found) is type(wanted)
-    assert np.array_equal(np.asarray(_plain(found)), np.asarray(_plain(wanted)))
+    assert type(actual) is type(expected)
+    assert np.array_equal(np.asarray(_plain(actual)), np.asarray(_plain(expected)))
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, list):
-        return [_plain(one) for one in value]
+        return [_plain(element) for element in value]
     return value.detach().float().numpy() if isinstance(value, torch.Tensor) else value
 
 
@@ -256,18 +256,18 @@ def test_operations_that_no_torch_function_sees_ask_too() -> None:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
 
-    other, there = torch.ones(SHAPE).as_subclass(Other), torch.full(SHAPE, 3.0)
+    other, plain = torch.ones(SHAPE).as_subclass(Other), torch.full(SHAPE, 3.0)
     for compute in (lambda w: Doubled.apply(w), lambda w: other + w):
         with torch.no_grad(), pytest.raises(Refused):
             compute(absent(dtype=torch.float32))
         with torch.no_grad():
-            found = compute(absent(dtype=torch.float32, read=lambda: there))
-        assert torch.equal(found.as_subclass(torch.Tensor), compute(there).as_subclass(torch.Tensor))
+            actual = compute(absent(dtype=torch.float32, read=lambda: plain))
+        assert torch.equal(actual.as_subclass(torch.Tensor), compute(plain).as_subclass(torch.Tensor))
 
 
 def test_what_it_prints() -> None:
-    said = "AbsentWeight((3, 4), torch.bfloat16, cpu, not in memory)"
-    assert repr(absent()) == str(absent()) == f"{absent()}" == said
+    text = "AbsentWeight((3, 4), torch.bfloat16, cpu, not in memory)"
+    assert repr(absent()) == str(absent()) == f"{absent()}" == text
 
 
 def test_no_initialising_by_a_function_that_takes_it_by_name() -> None:
@@ -312,8 +312,8 @@ def test_a_linear_has_it_like_any_other_weight(scheme: str) -> None:
     assert sum(parameter.numel() for parameter in module.parameters()) == 32 * 128 + 32
     x = torch.randn(2, 5, 128)
     with torch.no_grad():
-        for got in (module(x), nn.functional.linear(input=x, weight=module.weight, bias=module.bias)):
-            assert_products(got.view(10, 32), x.view(10, 128), quantized.whole(), module.bias)
+        for y in (module(x), nn.functional.linear(input=x, weight=module.weight, bias=module.bias)):
+            assert_products(y.view(10, 32), x.view(10, 128), quantized.whole(), module.bias)
     assert "QuantizedWeight((32, 128), torch.float32, stored at " + scheme in repr(module.weight)
 
 
@@ -339,8 +339,8 @@ def test_every_way_of_reading_it_gets_the_matrix() -> None:
     ids, x, projection = torch.tensor([[3, 127, 3]]), torch.randn(5, 2, 128), torch.randn(384, 128)
 
     def attention(out: torch.Tensor) -> torch.Tensor:
-        given = (128, 4, projection, None, None, None, False, 0.0, out, None)
-        return nn.functional.multi_head_attention_forward(x, x, x, *given)[0]  # type: ignore[arg-type]
+        options = (128, 4, projection, None, None, None, False, 0.0, out, None)
+        return nn.functional.multi_head_attention_forward(x, x, x, *options)[0]  # type: ignore[arg-type]
 
     for read in (
         lambda w: nn.functional.embedding(ids, w),
@@ -394,9 +394,9 @@ def test_every_family_is_near_to_its_dequantized_self(tmp_path: Path, family: st
     )
     directory, model = split(folder, compression), plain_model(tmp_path / "reference", dtype=torch.float32)
     for budget in (ALL, 0):
-        found = run(load(directory, budget, exact=False))
-        assert error(found.logits, plain.logits.double()) < 1e-4
-        assert_greedy(found.tokens, plain.tokens, model, 1e-4 * float(plain.logits.norm()))
+        result = run(load(directory, budget, exact=False))
+        assert error(result.logits, plain.logits.double()) < 1e-4
+        assert_greedy(result.tokens, plain.tokens, model, 1e-4 * float(plain.logits.norm()))
 
 
 @pytest.mark.parametrize("compression", ["4bit", "8bit"])
@@ -405,9 +405,9 @@ def test_resident_and_streamed_have_the_same_bits(tmp_path: Path, compression: s
     directory = split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, **WIDE), compression)
     resident, streamed = load(directory, exact=False), load(directory, 0, exact=False)
     assert Tier.STREAMED in tiers(streamed).values()
-    one, other = run(resident), run(streamed)
-    assert torch.equal(one.logits, other.logits)
-    assert torch.equal(one.tokens, other.tokens)
+    expected, actual = run(resident), run(streamed)
+    assert torch.equal(expected.logits, actual.logits)
+    assert torch.equal(expected.tokens, actual.tokens)
 
 
 @with_vectors

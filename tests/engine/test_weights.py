@@ -233,8 +233,8 @@ def test_what_a_model_may_lack_gets_its_initial_value(tmp_path: Path) -> None:
 
 
 def renamed_by_transformers(name: str, renamings: list[Any], converters: list[Any], prefix: str, expected: Any) -> Any:
-    found = rename_source_key(name, renamings, converters, prefix, expected)
-    return found if found[0] in expected else rename_source_key(name, [], [], prefix, expected)
+    renamed = rename_source_key(name, renamings, converters, prefix, expected)
+    return renamed if renamed[0] in expected else rename_source_key(name, [], [], prefix, expected)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "jamba", "deepseek_v3", "gpt_oss", "llama"])
@@ -247,14 +247,14 @@ def test_every_key_of_a_model_goes_where_transformers_puts_it(tmp_path: Path, fa
     prefix, expected = model.base_model_prefix, model.state_dict()
     names = sorted(read_tensors(folder), key=dot_natural_key)
     renamed = KeyRenaming(renamings, converters, prefix, expected)
-    found = {name: renamed(name) for name in names}
-    assert found == {name: renamed_by_transformers(name, renamings, converters, prefix, expected) for name in names}
-    assert {target for target, _ in found.values()} == set(expected)
+    targets = {name: renamed(name) for name in names}
+    assert targets == {name: renamed_by_transformers(name, renamings, converters, prefix, expected) for name in names}
+    assert {target for target, _ in targets.values()} == set(expected)
 
 
 def test_experts_that_go_to_places_of_their_own_each_do() -> None:
     renaming = WeightRenaming(r"\.experts\.(\d+)\.w1\.", r".experts.\1.gate_proj.")
-    expected = {f"layers.0.experts.{number}.gate_proj.weight": torch.empty(0) for number in range(12)}
+    expected = {f"layers.0.experts.{expert}.gate_proj.weight": torch.empty(0) for expert in range(12)}
     renamed = KeyRenaming([renaming], [], "model", expected)
-    for number in range(12):
-        assert renamed(f"layers.0.experts.{number}.w1.weight") == (f"layers.0.experts.{number}.gate_proj.weight", None)
+    for expert in range(12):
+        assert renamed(f"layers.0.experts.{expert}.w1.weight") == (f"layers.0.experts.{expert}.gate_proj.weight", None)

@@ -94,25 +94,25 @@ def test_closing_waits_for_who_reads(path: Path, monkeypatch: pytest.MonkeyPatch
         return plain(opened, buffer, offset)
 
     monkeypatch.setattr(PositionalFile, "read_into", slow)
-    made: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: made.append(file.tensor(spec(file, "plain"))))
+    tensors: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: tensors.append(file.tensor(spec(file, "plain"))))
     thread.start()
     assert reading.wait(60)
     file.close()
     closed.set()
     thread.join()
-    assert torch.equal(made[0], VALUES)
+    assert torch.equal(tensors[0], VALUES)
     with pytest.raises(ClosedCheckpointError):
         file.tensor(spec(file, "plain"))
     assert not list(open_files(path.parent))
 
 
 def test_a_file_that_is_replaced_while_it_is_opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def replaced(at: Path, name: str) -> shard_header.Header:
-        other = at.with_name("other")
+    def replaced(file: Path, name: str) -> shard_header.Header:
+        other = file.with_name("other")
         torch.save({"plain": VALUES}, other)
-        other.replace(at)
-        return shard_header.read_shard_header(at, name)
+        other.replace(file)
+        return shard_header.read_shard_header(file, name)
 
     monkeypatch.setattr(files, "read_shard_header", replaced)
     with pytest.raises(CorruptShardError, match="has changed since it was opened"):

@@ -45,10 +45,10 @@ def bits(value: torch.Tensor) -> bytes:
 
 def every_dtype() -> dict[str, torch.Tensor]:
     """A tensor of every dtype that is read, of all kinds of bits, and one without elements."""
-    made = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     tensors = {"empty": torch.empty(0, 3)}
     for name, entry in DTYPES.items():
-        raw = torch.randint(0, 2 if name == "BOOL" else 256, (96,), dtype=torch.uint8, generator=made)
+        raw = torch.randint(0, 2 if name == "BOOL" else 256, (96,), dtype=torch.uint8, generator=generator)
         tensors[f"t.{name}"] = raw.view(getattr(torch, entry.torch_name)).reshape(3, -1)
     return tensors
 

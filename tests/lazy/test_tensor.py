@@ -34,16 +34,16 @@ TENSORS = {
 @pytest.fixture(params=["safetensors", "torch", "odd"])
 def path(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """Files of both formats, and one whose tensors all lie at odd addresses."""
-    made = tmp_path / "x"
+    file = tmp_path / "x"
     if request.param == "torch":
-        torch.save(TENSORS, made)
-        return made
-    save_file(TENSORS, made)
+        torch.save(TENSORS, file)
+        return file
+    save_file(TENSORS, file)
     if request.param == "odd":
-        raw = made.read_bytes()
+        raw = file.read_bytes()
         length = int.from_bytes(raw[:8], "little") + 1
-        made.write_bytes(length.to_bytes(8, "little") + raw[8 : 7 + length] + b" " + raw[7 + length :])
-    return made
+        file.write_bytes(length.to_bytes(8, "little") + raw[8 : 7 + length] + b" " + raw[7 + length :])
+    return file
 
 
 @pytest.fixture(params=[True, False], ids=["mapped", "read"])
@@ -70,20 +70,20 @@ def test_what_is_known_without_reading(lazy: LazyCheckpoint, monkeypatch: pytest
 
     monkeypatch.setattr(ShardFile, "tensor", never)
     for name, tensor in TENSORS.items():
-        found = lazy[name]
-        assert "not read" in repr(found)
+        unread = lazy[name]
+        assert "not read" in repr(unread)
         for attribute in ("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "requires_grad", "grad"):
-            assert getattr(found, attribute) == getattr(tensor, attribute)
+            assert getattr(unread, attribute) == getattr(tensor, attribute)
         for attribute in ("is_leaf", "is_meta", "is_cpu", "is_cuda", "is_sparse", "grad_fn"):
-            assert getattr(found, attribute) == getattr(tensor, attribute)
+            assert getattr(unread, attribute) == getattr(tensor, attribute)
         for method in ("size", "stride", "dim", "numel", "element_size", "is_contiguous", "is_complex", "get_device"):
-            assert getattr(found, method)() == getattr(tensor, method)()
-        assert torch.is_floating_point(found) == tensor.is_floating_point()
-        assert isinstance(found, torch.Tensor)
-        assert not isinstance(found, torch.nn.Parameter)
-        assert repr(name) in repr(found)
-        assert str(tensor.dtype) in str(found)
-        assert hash(found) == id(found)
+            assert getattr(unread, method)() == getattr(tensor, method)()
+        assert torch.is_floating_point(unread) == tensor.is_floating_point()
+        assert isinstance(unread, torch.Tensor)
+        assert not isinstance(unread, torch.nn.Parameter)
+        assert repr(name) in repr(unread)
+        assert str(tensor.dtype) in str(unread)
+        assert hash(unread) == id(unread)
     assert f"{lazy['w']}" == repr(lazy["w"])
     assert len(lazy["w"]) == 8
     assert lazy["w"].size(1) == 6
@@ -134,9 +134,9 @@ def test_what_is_known_without_reading(lazy: LazyCheckpoint, monkeypatch: pytest
 )
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
 def test_functions_give_what_they_give_of_an_ordinary_tensor(lazy: LazyCheckpoint, function: Any) -> None:
-    expected, found = function(TENSORS["w"]), function(lazy["w"])
-    assert (found.shape, found.dtype, found.stride()) == (expected.shape, expected.dtype, expected.stride())
-    assert torch.equal(found, expected)
+    expected, actual = function(TENSORS["w"]), function(lazy["w"])
+    assert (actual.shape, actual.dtype, actual.stride()) == (expected.shape, expected.dtype, expected.stride())
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("name", list(TENSORS))
@@ -298,13 +298,13 @@ def test_a_copy_sees_what_was_written(path: Path) -> None:
 
 
 def test_copies_and_pickles_are_ordinary_tensors(lazy: LazyCheckpoint) -> None:
-    for made in (pickle.loads(pickle.dumps(lazy["w"])), copy.deepcopy(lazy["w"]), copy.copy(lazy["w"])):
-        assert type(made) is torch.Tensor
-        assert torch.equal(made, TENSORS["w"])
+    for copied in (pickle.loads(pickle.dumps(lazy["w"])), copy.deepcopy(lazy["w"]), copy.copy(lazy["w"])):
+        assert type(copied) is torch.Tensor
+        assert torch.equal(copied, TENSORS["w"])
     w = lazy["w"]
-    one, other = copy.deepcopy([w, w])
-    assert one is other
-    one.zero_()
+    first, second = copy.deepcopy([w, w])
+    assert first is second
+    first.zero_()
     assert torch.equal(w, TENSORS["w"])
 
 
