@@ -53,9 +53,7 @@ def test_formats(trace: Trace, tmp_path: Path, ending: str) -> None:
     assert path.read_bytes().startswith(MAGIC[ending])
 
 
-def test_the_picture_names_lanes_layers_and_stages(
-    trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_picture_names_lanes_layers_and_stages(trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import matplotlib
 
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")  # text as text
@@ -67,7 +65,7 @@ def test_the_picture_names_lanes_layers_and_stages(
     assert {"a model", "its figures"} <= words
 
 
-def test_a_layer_has_the_reading_that_brought_it() -> None:
+def test_layer_has_the_read_of_its_weights() -> None:
     """That of the first one was done while the pass before ended; what is read for the next pass is not counted."""
     second_pass = Pass(2, 10.0, 2.0, PassInput(1, 1, 5, 1), None, {})
     events = [
@@ -115,7 +113,7 @@ class Clock:
         return self.now
 
 
-def test_the_record_is_what_the_events_say() -> None:
+def test_record_equals_the_events() -> None:
     record = DiskRecord(Clock())
     record(DiskSampled(0, 500))
     record(SplitStarted("m", ("a", "b"), 200, 60, 0, 0, (100, 100), 3, 200))
@@ -137,7 +135,7 @@ def test_the_record_is_what_the_events_say() -> None:
     assert (record.label, record.source_bytes, record.num_shards) == ("m", 200, 2)
 
 
-def test_a_long_split_keeps_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_split_keeps_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pictures, "MAX_POINTS", 50)
     record = DiskRecord(Clock())
     sizes = [index * 37 % 1000 for index in range(2000)]
@@ -156,7 +154,7 @@ def test_thinning_keeps_the_higher_of_two() -> None:
     assert [point.disk_bytes for point in thinned(points)] == [5, 2, 8, 0]
 
 
-def test_of_a_real_split(tmp_path: Path) -> None:
+def test_record_of_a_real_split(tmp_path: Path) -> None:
     source = write_shards(tmp_path / "model", cut(llama_tensors(), 4))
     size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     events: list[progress.Event] = []
@@ -175,7 +173,7 @@ def test_of_a_real_split(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(PNG)
 
 
-def test_a_split_that_fails_is_drawn_too(tmp_path: Path) -> None:
+def test_failed_split_is_drawn(tmp_path: Path) -> None:
     picture = tmp_path / "disk.svg"
 
     def fail() -> None:
@@ -189,14 +187,14 @@ def test_a_split_that_fails_is_drawn_too(tmp_path: Path) -> None:
     assert "<svg" in picture.read_text()
 
 
-def test_a_name_that_is_none_is_refused_before_anything_happens(tmp_path: Path) -> None:
+def test_invalid_path_is_refused_before_the_split(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="not the name of a picture"), pictured(tmp_path / "disk.txt"):
         pytest.fail("it was let in")
     with pictured(None) as record:
         assert record is None
 
 
-def test_convert_draws(tmp_path: Path) -> None:
+def test_convert_draws_the_disk(tmp_path: Path) -> None:
     source = write_shards(tmp_path / "model", cut(llama_tensors(), 3))
     picture, output = tmp_path / "disk.png", tmp_path / "made"
     arguments = ["convert", str(source), "-o", str(output), "--plot", str(picture)]
@@ -214,12 +212,12 @@ def test_convert_draws(tmp_path: Path) -> None:
 # Where no picture can be drawn
 
 
-def test_another_ending_is_refused_before_anything(tmp_path: Path) -> None:
+def test_unknown_ending_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"\.png, \.svg, \.pdf"):
         check_picture(tmp_path / "time.txt")
 
 
-def test_without_matplotlib_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_matplotlib_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingPackageError, match=r'pip install "\.\[plot\]"'):
         check_picture("time.png")

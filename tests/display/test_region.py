@@ -42,7 +42,7 @@ def as_terminal(monkeypatch: pytest.MonkeyPatch) -> TerminalStream:
     return terminal
 
 
-def test_the_last_who_asked_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_claim_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, region = as_terminal(monkeypatch), Region()
     outer = region.claim(Said("outer"))
     assert stream.screen(80) == ["outer"]
@@ -57,7 +57,7 @@ def test_the_last_who_asked_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stream.screen(80) == ["inner is done"]
 
 
-def test_out_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claims_released_out_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, region = as_terminal(monkeypatch), Region()
     first, second = region.claim(Said("first")), region.claim(Said("second"))
     first.release("first is done")
@@ -66,7 +66,7 @@ def test_out_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stream.screen(80) == ["first is done"]
 
 
-def test_the_thread_goes_with_the_last_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_ends_with_the_last_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REFRESH_SECONDS", 0.005)
     stream, region = as_terminal(monkeypatch), Region()
     content = Said("one")
@@ -82,7 +82,7 @@ def test_the_thread_goes_with_the_last_claim(monkeypatch: pytest.MonkeyPatch) ->
         time.sleep(0.005)
 
 
-def test_lines_are_due_every_few_seconds_and_hours_make_no_wall() -> None:
+def test_pace_of_lines_slows_down() -> None:
     pace = LinePace(100.0)
     times = [second for second in range(100, 100 + 3 * 3600) if pace.is_due(second)]
     gaps = [then - second for second, then in itertools.pairwise(times)]
@@ -93,7 +93,7 @@ def test_lines_are_due_every_few_seconds_and_hours_make_no_wall() -> None:
     assert len(times) < 600
 
 
-def test_a_stream_that_is_closed_raises_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_stream_raises_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, region = as_terminal(monkeypatch), Region()
     claim = region.claim(Said("one"))
     stream.close()
@@ -142,7 +142,7 @@ CROWD = """
 
 
 @pytest.mark.parametrize("columns", [60, 120])
-def test_a_crowd_on_a_real_terminal(columns: int) -> None:
+def test_many_writers_on_a_real_terminal(columns: int) -> None:
     """Three threads that log, tokens, and our rows: every line comes out whole, and no row stays."""
     shown = Screen(columns).feed(run_on_terminal(program(CROWD), columns, environment())).shown
     text = "".join(line.ljust(columns) for line in shown)
@@ -155,7 +155,7 @@ def test_a_crowd_on_a_real_terminal(columns: int) -> None:
     assert len([line for line in shown if line.endswith("UserWarning: a warning of Python's")]) == 1
 
 
-def test_a_process_that_ends_in_the_midst_leaves_no_rows() -> None:
+def test_exiting_process_leaves_no_rows() -> None:
     body = """
         from rabbitllm.display.region import THE_REGION
         class Said:
@@ -167,7 +167,7 @@ def test_a_process_that_ends_in_the_midst_leaves_no_rows() -> None:
     assert Screen(80).feed(run_on_terminal(program(body), 80, environment())).shown == ["last words"]
 
 
-def test_a_forked_child_writes_undisturbed() -> None:
+def test_forked_child_writes_undisturbed() -> None:
     body = """
         import os, time
         from rabbitllm.display.region import THE_REGION
@@ -188,7 +188,7 @@ def test_a_forked_child_writes_undisturbed() -> None:
     assert Screen(80).feed(run_on_terminal(program(body), 80, environment())).shown == ["from the child"]
 
 
-def test_ctrl_c_leaves_the_screen_clean() -> None:
+def test_ctrl_c_leaves_no_rows() -> None:
     body = """
         import os, signal
         from rabbitllm.base import progress
@@ -204,7 +204,7 @@ def test_ctrl_c_leaves_the_screen_clean() -> None:
     assert Screen(80).feed(run_on_terminal(program(body), 80, environment())).shown == ["interrupted"]
 
 
-def test_a_terminal_that_is_closed_ends_nothing(tmp_path: Path) -> None:
+def test_closed_terminal_does_not_end_the_process(tmp_path: Path) -> None:
     """As when a connection breaks and the program was started to survive that."""
     leader, follower = os.openpty()
     body = f"""
@@ -239,7 +239,7 @@ def test_a_terminal_that_is_closed_ends_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "done").exists()
 
 
-def test_into_a_file_there_are_no_escape_sequences() -> None:
+def test_files_get_no_escape_sequences() -> None:
     body = """
         import time
         from rabbitllm.display import region

@@ -39,7 +39,7 @@ def rows(*texts: str) -> list[Row]:
     return [((text, "bold"),) for text in texts]
 
 
-def test_rows_change_in_place_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_change_in_place_and_are_erased(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, stream = begin(monkeypatch)
     print("before")
     terminal.paint(rows("one", "two, which is long"))
@@ -51,7 +51,7 @@ def test_rows_change_in_place_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stream.screen(WIDTH) == ["before", "after"]
 
 
-def test_rows_that_did_not_change_are_not_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_rows_are_not_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, stream = begin(monkeypatch)
     terminal.paint(rows("one"))
     length = len(stream.getvalue())
@@ -59,7 +59,7 @@ def test_rows_that_did_not_change_are_not_drawn_again(monkeypatch: pytest.Monkey
     assert len(stream.getvalue()) == length
 
 
-def test_lines_of_others_come_out_above_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_other_code_are_whole_above_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, stream = begin(monkeypatch)
     terminal.paint(rows("one", "two"))
     print("a warning", file=sys.stderr)
@@ -68,7 +68,7 @@ def test_lines_of_others_come_out_above_whole(monkeypatch: pytest.MonkeyPatch) -
     assert stream.screen(WIDTH) == ["a warning", long[:WIDTH], long[WIDTH:], "one", "two"]
 
 
-def test_a_line_that_grows_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growing_line_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, stream = begin(monkeypatch)
     text = ""
     for index in range(30):  # tokens as they come, over several lines
@@ -84,7 +84,7 @@ def test_a_line_that_grows_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(stream.screen(WIDTH)) == -(-len(text) // WIDTH)
 
 
-def test_a_line_that_ends_at_the_right_edge(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_that_ends_at_the_right_edge(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, stream = begin(monkeypatch)
     print("x" * WIDTH, end="")
     terminal.paint(rows("one"))
@@ -106,7 +106,7 @@ WRITES = st.lists(
 
 
 @given(WRITES)
-def test_whatever_is_written_comes_out_as_without_rows(steps: list[tuple[str, str]]) -> None:
+def test_written_text_equals_that_without_rows(steps: list[tuple[str, str]]) -> None:
     stream = TerminalStream()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", str(WIDTH))
@@ -151,7 +151,7 @@ def test_without_utf8_and_without_colours(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("columns", [WIDTH - 10, WIDTH])
-def test_a_bar_of_tqdm_stays_in_its_line_above_the_rows(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+def test_tqdm_bar_stays_in_its_line_above_the_rows(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     terminal, stream = begin(monkeypatch)
     terminal.paint(rows("ours"))
     bar = tqdm(total=4, desc="theirs", file=sys.stderr, ncols=columns, mininterval=0)
@@ -166,7 +166,7 @@ def test_a_bar_of_tqdm_stays_in_its_line_above_the_rows(monkeypatch: pytest.Monk
     assert line.startswith("theirs: 100%")
 
 
-def test_others_write_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, stream = begin(monkeypatch)
     assert "write" in vars(stream)
     terminal.paint(rows("one"))
@@ -204,7 +204,7 @@ def test_forms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert form_of(file, {}) is DisplayForm.LINES
 
 
-def test_where_rich_draws_there_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_while_rich_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = as_output(monkeypatch)
     from rich.console import Console
     from rich.live import Live

@@ -72,7 +72,7 @@ def test_formats(tmp_path: Path, ending: str) -> None:
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-def test_another_ending_is_refused(tmp_path: Path) -> None:
+def test_unknown_ending_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="not the name of a picture"):
         large(8).plot(tmp_path / "tiers.txt")
 
@@ -94,9 +94,7 @@ def test_many_layers_on_two_gpus(words_of: Any) -> None:
 @pytest.mark.parametrize("compression", [None, "4bit"])
 @pytest.mark.parametrize("room", [0, 120_000, 1 << 34])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_every_byte_of_a_model_is_drawn_where_it_is(
-    tmp_path: Path, family: str, room: int, compression: str | None
-) -> None:
+def test_every_byte_is_drawn_at_its_tier(tmp_path: Path, family: str, room: int, compression: str | None) -> None:
     folder = split(build_checkpoint(tmp_path / "m", family, dtype=torch.bfloat16), compression)
     options = RunOptions(device="cpu", max_memory={"cpu": room}, show_progress=False)
     check(load_model(folder, options).placement)
@@ -130,7 +128,7 @@ def check(placement: Placement) -> None:
     assert {tier for bar in shown for tier in bar.parts} <= set(COLOURS)
 
 
-def test_a_plan_is_drawn_as_the_model_that_comes_of_it(tmp_path: Path) -> None:
+def test_plan_is_drawn_like_its_model(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "m", "llama", shards=2)
     limits: Any = {"device": "cpu", "max_memory": {"cpu": 150_000}}
     plan = rabbitllm.plan(folder, compression="4bit", bandwidth="1GB", **limits)
@@ -140,7 +138,7 @@ def test_a_plan_is_drawn_as_the_model_that_comes_of_it(tmp_path: Path) -> None:
     assert planned.bars == model.placement.bars
 
 
-def test_shares_of_experts_that_are_kept() -> None:
+def test_shares_of_kept_experts() -> None:
     units = (PlacedUnit("model.layers.0", "cuda:0", Tier.RESIDENT, 10),)
     experts = (PlacedUnit("model.layers.0.mlp.experts", "cuda:0", Tier.ROUTED, 1000),)
     pools = (Pool("cuda:0", 2, 3, 1, 100, 10, 1000),)

@@ -91,7 +91,7 @@ def streamed(checkpoint: Path) -> Any:
 # One reading of the weights for all of a pass
 
 
-def test_a_batch_of_32_costs_one_reading_a_token(streamed: Any, plain: Any) -> None:
+def test_batch_of_32_reads_weights_once_a_token(streamed: Any, plain: Any) -> None:
     ids = ids_of(32, 9)
     assert torch.equal(generated(streamed, ids), generated(plain, ids))
     assert_read_once_a_pass(streamed, TOKENS)
@@ -101,7 +101,7 @@ def test_a_batch_of_32_costs_one_reading_a_token(streamed: Any, plain: Any) -> N
     assert [p.made for p in further] == [32] * (TOKENS - 2) + [None]
 
 
-def test_a_long_prompt_costs_one_reading(streamed: Any, plain: Any) -> None:
+def test_long_prompt_reads_weights_once(streamed: Any, plain: Any) -> None:
     ids = ids_of(1, 700)
     assert torch.equal(generated(streamed, ids), generated(plain, ids))
     assert_read_once_a_pass(streamed, TOKENS)
@@ -109,7 +109,7 @@ def test_a_long_prompt_costs_one_reading(streamed: Any, plain: Any) -> None:
 
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("implementation", [None, "static"])
-def test_a_prompt_in_chunks_costs_a_reading_a_chunk(
+def test_prompt_in_chunks_reads_weights_once_a_chunk(
     streamed: Any, plain: Any, implementation: str | None, batch: int
 ) -> None:
     ids, way = ids_of(batch, 700), {"prefill_chunk_size": 256, "cache_implementation": implementation}
@@ -122,7 +122,7 @@ def test_a_prompt_in_chunks_costs_a_reading_a_chunk(
 
 
 @pytest.mark.parametrize("way", [{}, {"prefill_chunk_size": 64}], ids=["whole", "chunks"])
-def test_logits_are_made_of_the_last_position_only(streamed: Any, way: Mapping[str, Any]) -> None:
+def test_logits_are_computed_for_the_last_position_only(streamed: Any, way: Mapping[str, Any]) -> None:
     """Those of a long prompt would take more memory than anything else."""
     shapes: list[torch.Size] = []
     streamed.lm_head.register_forward_hook(lambda module, args, output: shapes.append(output.shape))
@@ -195,7 +195,7 @@ def test_quantized_caches(folders: Any, place: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_sliding_window_is_kept_over_many_tokens(folders: Any, place: str) -> None:
+def test_sliding_window_is_kept_over_many_tokens(folders: Any, place: str) -> None:
     model, plain = placed(folders, "gemma2", place)
     ids = ids_of(1, 30)
     assert torch.equal(generated(model, ids, max_new_tokens=40), generated(plain, ids, max_new_tokens=40))
@@ -205,7 +205,7 @@ def test_a_sliding_window_is_kept_over_many_tokens(folders: Any, place: str) -> 
 
 
 @pytest.mark.parametrize("way", ["prompt lookup", "a perfect assistant", "another assistant"])
-def test_candidates_make_several_tokens_a_pass(
+def test_assisted_generation_makes_several_tokens_a_pass(
     streamed: Any, plain: Any, checkpoint: Path, tmp_path: Path, way: str
 ) -> None:
     ids = ids_of(1, 12).repeat(1, 4)

@@ -85,7 +85,7 @@ def test_every_tier_has_the_bits_of_bitsandbytes(tmp_path: Path, family: str, dt
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("exact", [True, False])
-def test_experts_come_and_go(tmp_path: Path, family: str, exact: bool) -> None:
+def test_streamed_experts(tmp_path: Path, family: str, exact: bool) -> None:
     """In a pool that keeps some of them, whose slots are filled again and again; multiplied from their codes they have
     the bits of those that stay."""
     built = case(tmp_path, family, torch.bfloat16)
@@ -115,7 +115,7 @@ def test_products_from_codes(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not vectors.lanes(), reason="codes are dequantized for each use")
-def test_scales_that_are_made_count_as_memory(tmp_path: Path) -> None:
+def test_dequantized_scales_count_as_memory(tmp_path: Path) -> None:
     """What stays is 4.5 bits a weight, on the disk it is 4.13."""
     folder = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, **LARGE)
     plain, double = (load(split(folder, how), exact=False) for how in ("4bit", DOUBLE))

@@ -119,7 +119,7 @@ READERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("layout", KINDS)
-def test_it_is_that_of_transformers(source: Path, tmp_path: Path, layout: str, reader: str) -> None:
+def test_dtype_equals_transformers(source: Path, tmp_path: Path, layout: str, reader: str) -> None:
     folder = _checkpoint(source, tmp_path / "model", layout)
     plain: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
     expected, dtype = _logits(plain), plain.dtype
@@ -132,7 +132,7 @@ def test_it_is_that_of_transformers(source: Path, tmp_path: Path, layout: str, r
 
 
 @pytest.mark.parametrize("layout", KINDS)
-def test_what_is_written_keeps_it(source: Path, tmp_path: Path, layout: str) -> None:
+def test_written_checkpoints_keep_the_dtype(source: Path, tmp_path: Path, layout: str) -> None:
     """A conversion and a saved copy have other files, so transformers would find another first tensor in them."""
     folder = _checkpoint(source, tmp_path / "model", layout)
     convert(folder, tmp_path / "converted")
@@ -145,7 +145,7 @@ def test_what_is_written_keeps_it(source: Path, tmp_path: Path, layout: str) -> 
         assert AutoModel.from_pretrained(tmp_path / name, device="cpu").dtype == KINDS[layout][1], name
 
 
-def test_a_split_that_an_earlier_version_made(source: Path, tmp_path: Path) -> None:
+def test_split_of_an_earlier_version(source: Path, tmp_path: Path) -> None:
     """It has no record of the dtype: the first tensor by name counts that may have been in the first shard."""
     folder = _checkpoint(source, tmp_path / "model", "head in the first shard")
     directory = Path(AutoModel.from_pretrained(folder, device="cpu").name_or_path)

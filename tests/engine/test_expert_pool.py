@@ -49,7 +49,7 @@ def use(
 
 
 @given(uses(), st.integers(0, 14))
-def test_a_slot_has_one_expert_and_an_expert_one_slot(passes: list[tuple[int, list[int]]], slots: int) -> None:
+def test_slots_and_experts_are_one_to_one(passes: list[tuple[int, list[int]]], slots: int) -> None:
     cache = ExpertCache(COUNTS, slots)
     for module, experts in passes:
         cached, given_slots = use(cache, module, experts)
@@ -63,7 +63,7 @@ def test_a_slot_has_one_expert_and_an_expert_one_slot(passes: list[tuple[int, li
 
 
 @given(uses())
-def test_with_a_slot_for_each_everything_stays(passes: list[tuple[int, list[int]]]) -> None:
+def test_with_enough_slots_all_experts_stay(passes: list[tuple[int, list[int]]]) -> None:
     cache, seen = ExpertCache(COUNTS, sum(COUNTS)), set()
     for module, experts in passes:
         cached, given_slots = use(cache, module, experts)
@@ -73,7 +73,7 @@ def test_with_a_slot_for_each_everything_stays(passes: list[tuple[int, list[int]
         seen |= {(module, expert) for expert in experts}
 
 
-def test_what_is_used_often_stays_when_much_is_used_once() -> None:
+def test_frequently_used_experts_stay() -> None:
     cache = ExpertCache([80], 18)
     for _ in range(60):
         use(cache, 0, [0, 1])
@@ -83,14 +83,14 @@ def test_what_is_used_often_stays_when_much_is_used_once() -> None:
     assert (cache.slots_of(0, np.array([78, 79])) >= 0).all()
 
 
-def test_of_what_was_used_equally_often_the_last_stays() -> None:
+def test_most_recent_of_equally_used_experts_stays() -> None:
     cache = ExpertCache([8], 2)
     for expert in (0, 1, 2, 3):
         use(cache, 0, [expert])
     assert (cache.slots_of(0, np.array([2, 3])) >= 0).all()
 
 
-def test_what_was_used_long_ago_leaves_at_last() -> None:
+def test_experts_of_long_ago_are_evicted() -> None:
     cache = ExpertCache([4], 1)
     for _ in range(100):
         use(cache, 0, [0])
@@ -99,7 +99,7 @@ def test_what_was_used_long_ago_leaves_at_last() -> None:
     assert cache.slots_of(0, np.array([0, 1])).tolist() == [-1, 0]
 
 
-def test_a_pass_of_many_tokens_is_like_as_many_of_one() -> None:
+def test_pass_of_many_tokens_equals_passes_of_one_token() -> None:
     """Of experts that all tokens use it is the same to the bit; what a few of many use is worth less."""
     at_once, singly = ExpertCache([4], 1), ExpertCache([4], 1)
     use(at_once, 0, [0, 2], 9, 9)
@@ -117,7 +117,7 @@ def test_slots_are_shared_in_proportion() -> None:
     assert [int((cache.slots_of(m, np.arange(n)) >= 0).sum()) for m, n in enumerate((10, 30))] == [5, 15]
 
 
-def test_what_could_not_be_brought_is_forgotten() -> None:
+def test_unread_experts_lose_their_slots() -> None:
     cache = ExpertCache([4], 2)
     _, (slot,) = use(cache, 0, [3])
     cache.clear(0, slot)
@@ -125,7 +125,7 @@ def test_what_could_not_be_brought_is_forgotten() -> None:
     assert cache.slots_of(0, np.array([3])).tolist() == [-1]
 
 
-def test_a_cache_begins_with_what_another_knew() -> None:
+def test_cache_begins_with_the_uses_of_another() -> None:
     first = ExpertCache(COUNTS, 6)
     for _ in range(5):
         use(first, 1, [2, 4])
@@ -137,7 +137,7 @@ def test_a_cache_begins_with_what_another_knew() -> None:
 
 
 @pytest.mark.parametrize("slots", [20, 60])
-def test_skewed_use_hits_more_often_than_with_the_most_recent(slots: int) -> None:
+def test_skewed_use_hits_more_often_than_least_recently_used(slots: int) -> None:
     """Zipf-like use of 200 experts; an LRU cache of the same size on the same passes is the measure."""
     generator = np.random.default_rng(0)
     worth = 1.0 / np.arange(1, 201)
@@ -182,7 +182,7 @@ def held(pool: Any, memory: torch.Tensor) -> bytes:
     return bytes(slot)
 
 
-def test_a_slot_in_host_memory_is_read_into_when_its_copy_is_over(pool: Any) -> None:
+def test_host_slot_is_refilled_after_its_copy(pool: Any) -> None:
     """Two experts go through the same slot; the device gets the first one, however late it copies."""
     first, second = pool._slots[:2]
     tickets = [pool._fill(0, expert, slot, HostSlot(0, False), None) for expert, slot in enumerate((first, second))]
@@ -191,7 +191,7 @@ def test_a_slot_in_host_memory_is_read_into_when_its_copy_is_over(pool: Any) -> 
     assert [held(pool, slot.memory) for slot in (first, second)] == [bytes_of_expert(pool, expert) for expert in (0, 1)]
 
 
-def test_a_routing_that_is_changed_in_place_is_asked_for_again(pool: Any) -> None:
+def test_routing_changed_in_place_is_fetched_again(pool: Any) -> None:
     with watched():  # else a copy to the host would be the tensor itself
         index = torch.tensor([[3, 1], [2, 7]]).to(pool._device.torch_device)
         assert pool.numbers(index).tolist() == [3, 1, 2, 7]

@@ -129,7 +129,7 @@ def test_bits_do_not_depend_on_where_experts_are(tmp_path: Path, family: str, co
 
 @pytest.mark.parametrize("kernel", ["eager", "batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("share", SHARES)
-def test_every_kernel_of_transformers_gets_the_experts_it_asks_for(checkpoint: Path, kernel: str, share: float) -> None:
+def test_every_kernel_of_transformers_gets_its_experts(checkpoint: Path, kernel: str, share: float) -> None:
     plain = plain_model(checkpoint)
     plain.set_experts_implementation(kernel)
     model = with_share(split(checkpoint), share)
@@ -140,7 +140,7 @@ def test_every_kernel_of_transformers_gets_the_experts_it_asks_for(checkpoint: P
 
 
 @pytest.mark.parametrize("compression", [None, "4bit"])
-def test_a_token_touches_no_expert_it_is_not_routed_to(
+def test_token_reads_only_its_routed_experts(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None
 ) -> None:
     model = load(split(checkpoint, compression), 0, profiling=True)
@@ -177,7 +177,7 @@ def test_a_token_touches_no_expert_it_is_not_routed_to(
     assert before  # the prompt routed too
 
 
-def test_an_expert_is_one_read_and_its_weights_are_views_of_it(checkpoint: Path) -> None:
+def test_expert_is_one_read_with_views_as_weights(checkpoint: Path) -> None:
     model = load(split(checkpoint), 0)
     (pool,) = model.streamer.pools.values()
     for source in pool.sources:
@@ -191,7 +191,7 @@ def test_an_expert_is_one_read_and_its_weights_are_views_of_it(checkpoint: Path)
         assert weight.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
 
 
-def test_resident_experts_are_ordinary_tensors_over_the_file(checkpoint: Path) -> None:
+def test_resident_experts_are_ordinary_tensors_of_the_mapped_file(checkpoint: Path) -> None:
     """Neither stacked nor copied: a parameter of the genuine shape, whose experts lie apart in the mapped file."""
     model, plain = load(split(checkpoint)), plain_model(checkpoint)
     assert model.placement.is_resident
@@ -202,7 +202,7 @@ def test_resident_experts_are_ordinary_tensors_over_the_file(checkpoint: Path) -
             assert parameter.stride(0) > parameter.shape[1] * parameter.shape[2]
 
 
-def test_what_was_read_stays_for_the_next_generation(checkpoint: Path) -> None:
+def test_experts_stay_for_the_next_generation(checkpoint: Path) -> None:
     model = with_share(split(checkpoint), 0.25, profiling=True)
     model.generate(INPUT, max_new_tokens=4, do_sample=False)
     first = model.profiler.stages
@@ -216,7 +216,7 @@ def test_what_was_read_stays_for_the_next_generation(checkpoint: Path) -> None:
     assert cache.occupied <= cache.slots
 
 
-def test_the_next_start_is_warm(checkpoint: Path, tmp_path: Path) -> None:
+def test_next_start_is_warm(checkpoint: Path, tmp_path: Path) -> None:
     directory, file = split(checkpoint), tmp_path / "use.safetensors"
     model = with_share(directory, 0.25)
     expected = model.generate(INPUT, max_new_tokens=6, do_sample=False)
@@ -258,9 +258,7 @@ def test_use_counts_replace_no_other_file(checkpoint: Path, tmp_path: Path) -> N
         model.save_expert_use(file)
 
 
-def test_a_long_prompt_goes_through_few_slots_and_is_read_once(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_prompt_reads_each_expert_once_with_few_slots(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rabbitllm.engine import expert_pool
 
     monkeypatch.setattr(expert_pool, "MAX_TRANSIT", 1)
@@ -278,9 +276,7 @@ def test_a_long_prompt_goes_through_few_slots_and_is_read_once(
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25])
-def test_a_failed_read_is_an_error_and_the_next_pass_is_right(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, share: float
-) -> None:
+def test_pass_after_a_failed_read_is_right(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     expected = reference_logits(checkpoint, INPUT, torch.bfloat16)
     model, whole = with_share(split(checkpoint), share), SpanReader.read
     remaining = [5]
@@ -299,7 +295,7 @@ def test_a_failed_read_is_an_error_and_the_next_pass_is_right(
     assert_same(run(model), expected)
 
 
-def test_an_interrupted_pass_leaves_nothing_behind(checkpoint: Path) -> None:
+def test_pass_after_an_interrupt_is_right(checkpoint: Path) -> None:
     expected = reference_logits(checkpoint, INPUT, torch.bfloat16)
     model = with_share(split(checkpoint), 0.25)
     last = list(routed(model).values())[-1]
@@ -315,7 +311,7 @@ def test_an_interrupted_pass_leaves_nothing_behind(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("sent", [0, 1, 4])
-def test_broken_off_while_experts_are_sent_for(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, sent: int) -> None:
+def test_interrupt_while_experts_are_requested(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, sent: int) -> None:
     """Slots were assigned to experts that were not read: their former content is not taken for these experts."""
     expected = reference_logits(checkpoint, INPUT, torch.bfloat16)
     model = with_share(split(checkpoint), 0.25)
@@ -336,7 +332,7 @@ def test_broken_off_while_experts_are_sent_for(checkpoint: Path, monkeypatch: py
     assert_same(run(model), expected)
 
 
-def test_without_a_split_experts_come_out_of_the_shards(tmp_path: Path) -> None:
+def test_without_a_split_experts_are_read_from_shards(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "model", "qwen3_moe", shards=3, dtype=torch.bfloat16, **MANY)
     from rabbitllm import AutoModel
 
@@ -347,7 +343,7 @@ def test_without_a_split_experts_come_out_of_the_shards(tmp_path: Path) -> None:
         assert {placed.tier for placed in model.placement.experts} == {Tier.RESIDENT if budget == ALL else Tier.ROUTED}
 
 
-def test_from_their_codes_experts_are_near_to_the_dequantized_ones(tmp_path: Path) -> None:
+def test_experts_from_codes_are_close_to_dequantized_ones(tmp_path: Path) -> None:
     wide = {"hidden_size": 128, "moe_intermediate_size": 64, **MANY}
     folder = build_checkpoint(tmp_path / "model", "qwen3_moe", shards=2, dtype=torch.float32, **wide)
     for compression in ("4bit", "8bit"):
@@ -361,7 +357,7 @@ def test_from_their_codes_experts_are_near_to_the_dequantized_ones(tmp_path: Pat
         assert torch.equal(logits[0.0], logits[0.25])
 
 
-def test_experts_that_are_not_alike_are_streamed_with_their_layer(checkpoint: Path) -> None:
+def test_unequal_experts_are_streamed_with_their_layer(checkpoint: Path) -> None:
     """One of them in another dtype: its bytes do not lie as those of the others do."""
     shard = sorted(checkpoint.glob("*.safetensors"))[0]
     tensors = load_file(shard)
@@ -375,7 +371,7 @@ def test_experts_that_are_not_alike_are_streamed_with_their_layer(checkpoint: Pa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_llama_4_reads_the_experts_that_a_token_is_routed_to(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_llama_4_reads_only_routed_experts(tmp_path: Path, dtype: torch.dtype) -> None:
     """Its own forward multiplies by all of them, and transformers has no registry for it."""
     folder = build_checkpoint(tmp_path / "model", HYBRIDS["llama4"], dtype=dtype)
     expected = reference_logits(folder, INPUT, dtype)
@@ -444,7 +440,7 @@ def test_grouped_products_have_the_bits_of_torchs_own(dtype: torch.dtype, sizes:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_weights_that_are_stored_turned(dtype: torch.dtype) -> None:
+def test_transposed_weights(dtype: torch.dtype) -> None:
     source = experts(rows=64, columns=32, dtype=dtype)
     x, ends = torch.randn(6, 64).to(dtype), groups([1, 2, 0, 0, 3, 0])
     expected = nn.functional.grouped_mm(x, source.leaves["weight"], offs=ends)
@@ -454,7 +450,7 @@ def test_weights_that_are_stored_turned(dtype: torch.dtype) -> None:
     assert source.asked == [0, 4, 1] * 2
 
 
-def test_single_experts_are_asked_for_singly() -> None:
+def test_single_experts_are_requested_singly() -> None:
     source = experts()
     stack, whole = source.stack("weight"), source.leaves["weight"]
     assert torch.equal(stack[3], whole[3])
@@ -466,14 +462,14 @@ def test_single_experts_are_asked_for_singly() -> None:
         stack[6]
 
 
-def test_several_experts_are_copied_and_each_is_asked_for_once() -> None:
+def test_several_experts_are_copied_and_each_is_requested_once() -> None:
     source = experts()
     index = torch.tensor([[4, 1], [4, 4]])
     assert torch.equal(source.stack("weight")[index], source.leaves["weight"][index])
     assert source.asked == [1, 4]
 
 
-def test_whatever_else_is_asked_gets_all_of_them() -> None:
+def test_other_operations_get_all_experts() -> None:
     source = experts()
     stack, whole = source.stack("weight"), source.leaves["weight"]
     assert torch.equal(stack + 1, whole + 1)
@@ -484,7 +480,7 @@ def test_whatever_else_is_asked_gets_all_of_them() -> None:
     assert torch.equal(stack[torch.tensor([True, False] * 3)], whole[torch.tensor([True, False] * 3)])
 
 
-def test_it_is_a_parameter_like_any_other() -> None:
+def test_stack_is_a_parameter_like_any_other() -> None:
     source = experts(dtype=torch.bfloat16)
     module = nn.Module()
     module.weight = nn.Parameter(source.stack("weight"))
@@ -520,7 +516,7 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize("kernel", ["grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("tokens", [1, 3, 40])
-def test_transformers_kernels_ask_for_routed_experts_alone(kernel: str, tokens: int) -> None:
+def test_transformers_kernels_request_only_routed_experts(kernel: str, tokens: int) -> None:
     source = Given(gate_up_proj=torch.randn(6, 64, 48), down_proj=torch.randn(6, 48, 32))
     index = torch.stack([torch.randperm(5)[:2] for _ in range(tokens)])  # never the last one
     x, worth = torch.randn(tokens, 48), torch.rand(tokens, 2)
@@ -534,7 +530,7 @@ def test_transformers_kernels_ask_for_routed_experts_alone(kernel: str, tokens: 
     assert sorted(source.asked) == sorted([*set(index.flatten().tolist())] * 2)
 
 
-def test_what_reads_memory_by_itself_gets_all_experts_or_an_error() -> None:
+def test_readers_of_memory_get_all_experts_or_an_error() -> None:
     source = experts()
     stack, whole = source.stack("weight"), source.leaves["weight"]
     assert np.array_equal(stack.numpy(), whole.numpy())

@@ -84,7 +84,7 @@ def no_gpu_of_another_test_is_remembered(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3moe"])
 @pytest.mark.parametrize(("budget", "host"), [(0, 0), (0, ALL), (ALL, 0)])
-def test_a_gguf_file_without_a_split(
+def test_gguf_file_without_a_split(
     family: str, budget: int, host: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows and values are rearranged on the device. To dequantize them takes no more memory than was planned."""
@@ -109,7 +109,7 @@ def test_a_gguf_file_without_a_split(
     assert bool(bound) == (budget == 0)
 
 
-def test_unaligned_shards_without_a_split_take_no_more_than_is_counted(
+def test_unaligned_shards_without_a_split_stay_within_the_counted_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tensors of a safetensors file may begin at any multiple of 8; kernels get aligned copies."""
@@ -139,7 +139,7 @@ def test_unaligned_shards_without_a_split_take_no_more_than_is_counted(
 # The fake itself
 
 
-def test_an_upload_arrives_as_late_as_it_may() -> None:
+def test_upload_arrives_as_late_as_possible() -> None:
     gpu = FakeGpu(0)
     host, buffer = gpu.host_buffer(4), gpu.device_buffer(4)
     host.copy_(torch.tensor([1, 2, 3, 4]))
@@ -154,7 +154,7 @@ def test_an_upload_arrives_as_late_as_it_may() -> None:
     assert (gpu.uploads, gpu.uploaded_bytes, gpu.allocated) == (1, 4, 4)
 
 
-def test_a_host_buffer_overwritten_too_early_spoils_the_copy() -> None:
+def test_host_buffer_overwritten_too_early_spoils_the_copy() -> None:
     gpu = FakeGpu(0)
     host, buffer = gpu.host_buffer(4), gpu.device_buffer(4)
     host.copy_(torch.tensor([1, 2, 3, 4]))
@@ -165,7 +165,7 @@ def test_a_host_buffer_overwritten_too_early_spoils_the_copy() -> None:
     assert buffer.tolist() == [9] * 4
 
 
-def test_an_upload_needs_a_mark_after_the_last_use() -> None:
+def test_upload_needs_a_mark_after_the_last_use() -> None:
     gpu, other = FakeGpu(0), FakeGpu(1)
     early = gpu.leave()
     host, buffer = gpu.host_buffer(4), gpu.device_buffer(4)
@@ -184,7 +184,7 @@ def test_an_upload_needs_a_mark_after_the_last_use() -> None:
     gpu.upload(host, buffer, gpu.leave())
 
 
-def test_a_use_before_the_arrival_is_seen() -> None:
+def test_use_before_the_arrival_is_detected() -> None:
     gpu = FakeGpu(0)
     host, buffer = gpu.host_buffer(16), gpu.device_buffer(16)
     ticket = gpu.upload(host, buffer, gpu.leave())
@@ -196,7 +196,7 @@ def test_a_use_before_the_arrival_is_seen() -> None:
         assert (view + 1).sum() == 0
 
 
-def test_a_copy_is_timed_when_it_is_over() -> None:
+def test_copy_is_timed_at_its_end() -> None:
     gpu = FakeGpu(0)
     host = gpu.host_buffer(8)
     buffer = gpu.device_buffer(8)
@@ -208,7 +208,7 @@ def test_a_copy_is_timed_when_it_is_over() -> None:
     assert torch.equal(buffer, host)
 
 
-def test_uploads_into_one_buffer_come_in_order() -> None:
+def test_uploads_into_one_buffer_are_in_order() -> None:
     gpu = FakeGpu(0)
     hosts, buffer = [gpu.host_buffer(4), gpu.host_buffer(4)], gpu.device_buffer(4)
     mark = gpu.leave()
@@ -220,7 +220,7 @@ def test_uploads_into_one_buffer_come_in_order() -> None:
     assert buffer.tolist() == [1] * 4
 
 
-def test_page_locked_memory_is_counted_and_not_freed_under_a_copy() -> None:
+def test_page_locked_memory_is_counted_and_kept_during_a_copy() -> None:
     gpu = FakeGpu(0, lockable=10)
     host, buffer = gpu.host_buffer(8), gpu.device_buffer(8)
     with pytest.raises(RuntimeError, match="no more memory can be pinned"):
@@ -235,7 +235,7 @@ def test_page_locked_memory_is_counted_and_not_freed_under_a_copy() -> None:
         gpu.free_host_buffer(host)
 
 
-def test_tensors_know_where_they_are_and_do_not_mix() -> None:
+def test_tensors_of_different_devices_do_not_mix() -> None:
     first, second = FakeGpu(0).torch_device, FakeGpu(1).torch_device
     with watched():
         on_host = torch.ones(3)
@@ -256,7 +256,7 @@ def test_tensors_know_where_they_are_and_do_not_mix() -> None:
             on_host[torch.arange(2, device=first)]
 
 
-def test_whatever_the_host_needs_to_know_is_a_wait() -> None:
+def test_values_for_the_host_count_as_waits() -> None:
     gpu = FakeGpu(0)
     with watched():
         x = torch.arange(4, device=gpu.torch_device)
@@ -290,7 +290,7 @@ def test_whatever_the_host_needs_to_know_is_a_wait() -> None:
             x.numpy()
 
 
-def test_a_copy_to_the_host_that_is_not_waited_for_arrives_late() -> None:
+def test_asynchronous_copy_to_the_host_arrives_late() -> None:
     gpu = FakeGpu(0)
     ways: list[Any] = [gpu.synchronise, lambda: x.sum().item(), lambda: x.cpu()]
     for wait in ways:
@@ -304,7 +304,7 @@ def test_a_copy_to_the_host_that_is_not_waited_for_arrives_late() -> None:
             assert fetched.tolist() == target.tolist() == [0, 1, 2]
 
 
-def test_a_thread_of_a_pool_may_copy_and_not_compute() -> None:
+def test_pool_threads_may_copy_but_not_compute() -> None:
     gpu = FakeGpu(0)
     with watched(), ThreadPoolExecutor(1) as pool:
         host, buffer = gpu.host_buffer(4).fill_(1), gpu.device_buffer(4)
@@ -314,7 +314,7 @@ def test_a_thread_of_a_pool_may_copy_and_not_compute() -> None:
         assert pool.submit(lambda: host + 1).result().tolist() == [2] * 4
 
 
-def test_a_device_has_one_link() -> None:
+def test_device_has_one_link() -> None:
     gpus = [FakeGpu(0), FakeGpu(1)]
     mega = 1 << 20
     copies = [(gpu.host_buffer(mega), gpu.device_buffer(mega), gpu) for gpu in gpus for _ in range(3)]
@@ -326,7 +326,7 @@ def test_a_device_has_one_link() -> None:
     assert [gpu.now for gpu in gpus] == pytest.approx([2 * seconds, 0])
 
 
-def test_what_stands_for_a_weight_takes_no_memory() -> None:
+def test_placeholders_take_no_memory() -> None:
     gpu = FakeGpu(0, capacity=1000)
     with watched():
         absent = AbsentWeight(lambda: torch.zeros(1), torch.Size((100, 100)), torch.float32, gpu.torch_device)
@@ -386,7 +386,7 @@ def test_compressed_models_have_the_bits_of_the_cpu(tmp_path: Path, family: str,
 
 
 @pytest.mark.parametrize("rooms", [(ALL, 1), (1, ALL)])
-def test_a_device_that_gets_nothing_takes_no_part(tmp_path: Path, rooms: tuple[int, int]) -> None:
+def test_device_without_units_is_unused(tmp_path: Path, rooms: tuple[int, int]) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama")
     gpus = [FakeGpu(0), FakeGpu(1)]
     limits = {gpu.name: room for gpu, room in zip(gpus, rooms, strict=True)}
@@ -399,7 +399,7 @@ def test_a_device_that_gets_nothing_takes_no_part(tmp_path: Path, rooms: tuple[i
     assert_same(result, reference_logits(folder, INPUT, torch.float32))
 
 
-def test_outputs_come_back_to_where_inputs_go(tmp_path: Path) -> None:
+def test_outputs_are_on_the_device_of_the_inputs(tmp_path: Path) -> None:
     gpus = [FakeGpu(0), FakeGpu(1)]
     with watched():
         model = load_on(gpus, split(build_checkpoint(tmp_path / "model", "llama")))
@@ -469,7 +469,7 @@ def test_page_locked_memory_changes_no_bit(tmp_path: Path, count: int, compressi
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(1, marks=pytest.mark.long)])
-def test_4bit_layers_are_multiplied_from_their_codes_where_the_kernel_is_right(
+def test_4bit_layers_are_multiplied_from_codes_by_a_right_kernel(
     tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By what bitsandbytes has for a CPU; whether that has the bits of the dequantized matrices is its own affair."""
@@ -520,7 +520,7 @@ def executor_jobs(executor: Any) -> list[Any]:
     return [job for source in executor.loader._sources.values() for job in source.jobs]
 
 
-def test_by_default_host_memory_holds_what_does_not_fit(tmp_path: Path) -> None:
+def test_by_default_host_memory_holds_the_overflow(tmp_path: Path) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
     gpu = FakeGpu(0)
     options: dict[str, Any] = {"max_memory": {gpu.name: 0}, "show_progress": False}
@@ -531,7 +531,7 @@ def test_by_default_host_memory_holds_what_does_not_fit(tmp_path: Path) -> None:
     assert Tier.PINNED not in unlocked.values()
 
 
-def test_memory_that_cannot_be_page_locked_is_done_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_refused_page_locking_keeps_layers_in_ordinary_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6)
     directory = split(folder)
     pinned = load_on([FakeGpu(0)], directory, host=ALL)
@@ -548,7 +548,7 @@ def test_memory_that_cannot_be_page_locked_is_done_without(tmp_path: Path, caplo
     assert any("from which copies are slower" in message for message in messages)
 
 
-def test_a_dropped_model_unlocks_its_memory(tmp_path: Path) -> None:
+def test_deleted_model_unlocks_its_memory(tmp_path: Path) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6))
     gpu = FakeGpu(0)
     model = load_on([gpu], directory, host=load_on([FakeGpu(0)], directory).placement.streamed_bytes // 2)
@@ -560,7 +560,7 @@ def test_a_dropped_model_unlocks_its_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_ctrl_c_in_any_wait_for_the_device_loses_no_buffer(tmp_path: Path, family: str) -> None:
+def test_ctrl_c_in_a_wait_for_the_device_loses_no_buffer(tmp_path: Path, family: str) -> None:
     """Twice in each wait, more often than there are buffers; waits are most with the profiler."""
     folder = build_checkpoint(tmp_path / "model", family, num_hidden_layers=3)
     directory, gpu = split(folder), FakeGpu(0)
@@ -581,7 +581,7 @@ def test_ctrl_c_in_any_wait_for_the_device_loses_no_buffer(tmp_path: Path, famil
 
 
 @pytest.mark.parametrize("budget", [ALL, 0])
-def test_a_pass_without_enough_memory_is_explained_and_costs_nothing(tmp_path: Path, budget: int) -> None:
+def test_out_of_memory_in_a_pass_is_explained_and_harmless(tmp_path: Path, budget: int) -> None:
     """Even while the caller keeps the error: activations are not freed as long as a traceback refers to them."""
     directory, gpu = split(build_checkpoint(tmp_path / "model", "llama")), FakeGpu(0, capacity=ALL)
     with watched(), torch.inference_mode():
@@ -602,7 +602,7 @@ def test_a_pass_without_enough_memory_is_explained_and_costs_nothing(tmp_path: P
             assert torch.equal(model(ids).logits.cpu(), expected)
 
 
-def test_a_gpu_that_fills_up_while_a_model_is_loaded_is_explained(tmp_path: Path) -> None:
+def test_out_of_memory_while_loading_is_explained(tmp_path: Path) -> None:
     directory, gpu = split(build_checkpoint(tmp_path / "model", "llama")), FakeGpu(0, capacity=100_000)
     with watched(), pytest.raises(NotEnoughMemoryError) as caught:
         load_on([gpu], directory, ALL)
@@ -619,7 +619,7 @@ def test_a_gpu_that_fills_up_while_a_model_is_loaded_is_explained(tmp_path: Path
         "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
     ],
 )
-def test_libraries_of_cuda_without_memory_are_explained_too(message: str) -> None:
+def test_out_of_memory_in_cuda_libraries_is_explained(message: str) -> None:
     with pytest.raises(OutOfDeviceMemory) as caught, memory_explained([FakeGpu(0)], {"fake:0": 5}):
         raise RuntimeError(message)
     first = message.splitlines()[0]
@@ -629,14 +629,14 @@ def test_libraries_of_cuda_without_memory_are_explained_too(message: str) -> Non
 
 
 @pytest.mark.parametrize("message", ["CUDA error: invalid argument", "a stack is out of memory", "shapes do not match"])
-def test_other_errors_are_left_as_they_are(message: str) -> None:
+def test_other_errors_are_unchanged(message: str) -> None:
     with pytest.raises(RuntimeError) as caught, memory_explained([FakeGpu(0)], {}):
         raise RuntimeError(message)
     assert type(caught.value) is RuntimeError
     assert str(caught.value) == message
 
 
-def test_a_bfloat16_model_stays_finite_on_a_gpu_that_has_only_float16(tmp_path: Path) -> None:
+def test_bfloat16_model_stays_finite_in_float16(tmp_path: Path) -> None:
     """Hidden states beyond float16 are clamped; if the caller chose float16, the garbage is an error."""
     folder, ids = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16), INPUT
     weights = read_tensors(folder)
@@ -658,7 +658,7 @@ def test_a_bfloat16_model_stays_finite_on_a_gpu_that_has_only_float16(tmp_path: 
             assert load_on([t4], directory, budget, dtype="float32")(ids.to(model.device)).logits.isfinite().all()
 
 
-def test_before_sm_80_keys_are_repeated_for_attention_that_makes_no_matrix(
+def test_before_sm_80_keys_are_repeated_for_efficient_attention(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama", num_key_value_heads=2)
@@ -682,7 +682,7 @@ def test_before_sm_80_keys_are_repeated_for_attention_that_makes_no_matrix(
 
 @pytest.mark.parametrize("budget", [ALL, 0])
 @pytest.mark.parametrize("chosen", [[0, 1], [1]])
-def test_kernels_of_others_find_their_device_current(
+def test_current_device_is_that_of_the_running_module(
     tmp_path: Path, budget: int, chosen: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton launches where the current device is. It is the caller's again after a pass, whole or interrupted."""
@@ -714,7 +714,7 @@ def test_kernels_of_others_find_their_device_current(
             assert current.device == torch.device("cpu", 1)
 
 
-def test_each_thread_has_a_current_device_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_thread_has_its_own_current_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resident model computes in several threads at once; one begins a pass while another is inside a unit."""
     directory, gpus = split(build_checkpoint(tmp_path / "model", "llama")), [FakeGpu(1), FakeGpu(2)]
     model = load_on(gpus, directory, ALL)
@@ -748,7 +748,7 @@ def test_each_thread_has_a_current_device_of_its_own(tmp_path: Path, monkeypatch
 # What a pass costs
 
 
-def test_what_is_page_locked_is_copied_once_and_never_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_units_are_copied_once_a_pass_and_never_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6))
     gpu = FakeGpu(0)
     model = load_on([gpu], directory, host=ALL, profiling=True)
@@ -777,7 +777,7 @@ def test_what_is_page_locked_is_copied_once_and_never_read(tmp_path: Path, monke
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("family", ["llama", "opt"])
-def test_inputs_cross_a_boundary_once_however_many_layers_want_them(tmp_path: Path, family: str, mode: Any) -> None:
+def test_inputs_are_copied_between_devices_once_for_all_layers(tmp_path: Path, family: str, mode: Any) -> None:
     """The hidden states, and what every layer gets: a mask, rotary angles."""
     counts = []
     for layers in (4, 10):
@@ -799,7 +799,7 @@ def test_inputs_cross_a_boundary_once_however_many_layers_want_them(tmp_path: Pa
 
 
 @pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static", "prefill_chunk_size": 4}])
-def test_the_cache_is_where_its_layers_are(tmp_path: Path, cache: dict[str, Any]) -> None:
+def test_cache_is_on_the_devices_of_its_layers(tmp_path: Path, cache: dict[str, Any]) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6)
     with watched():
         model = load_on([FakeGpu(0), FakeGpu(1)], split(folder), host=ALL)
@@ -815,7 +815,7 @@ def test_the_cache_is_where_its_layers_are(tmp_path: Path, cache: dict[str, Any]
 
 
 @pytest.mark.parametrize("compression", [None, "4bit"])
-def test_between_layers_the_host_waits_for_nothing_on_the_device(tmp_path: Path, compression: str | None) -> None:
+def test_host_does_not_wait_between_layers(tmp_path: Path, compression: str | None) -> None:
     """Whatever is copied from or to the host otherwise than by an upload makes it wait, whatever it is: per pass then,
     for ids and logits, and not per layer."""
     counts = []
@@ -845,7 +845,7 @@ def decoding_waits(model: Any, gpu: FakeGpu) -> Counter[str]:
 
 
 @pytest.mark.parametrize("where", ["streamed", "pinned", "packed"])
-def test_a_decode_pass_waits_for_a_row_of_the_embedding_alone(tmp_path: Path, where: str) -> None:
+def test_decode_pass_waits_only_for_an_embedding_row(tmp_path: Path, where: str) -> None:
     """Its number is fetched; the row, and its index in the rows that were read, are copied there."""
     folder = build_checkpoint(tmp_path / "model", "qwen2", dtype=torch.bfloat16, num_hidden_layers=6)
     directory, gpu = split(folder, "4bit"), FakeGpu(0)
@@ -860,7 +860,7 @@ def test_a_decode_pass_waits_for_a_row_of_the_embedding_alone(tmp_path: Path, wh
 
 @pytest.mark.parametrize("kernel", ["batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("compression", [None, "4bit"])
-def test_a_layer_of_experts_waits_for_its_routing_alone(tmp_path: Path, kernel: str, compression: str | None) -> None:
+def test_layer_of_experts_waits_only_for_its_routing(tmp_path: Path, kernel: str, compression: str | None) -> None:
     more = MANY_EXPERTS | {"num_hidden_layers": 5}
     folder = build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **more)
     directory, gpu = split(folder, compression), FakeGpu(0)
@@ -874,7 +874,7 @@ def test_a_layer_of_experts_waits_for_its_routing_alone(tmp_path: Path, kernel: 
     assert waits - Counter({"a copy to the host": 1, "a copy from ordinary memory": 2}) == {"a copy to the host": 5}
 
 
-def test_an_expert_from_the_disk_is_not_waited_for_until_its_buffer_is_read_into_again(
+def test_copy_of_an_expert_is_awaited_only_before_its_buffer_is_refilled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **MANY_EXPERTS)
@@ -897,7 +897,7 @@ def test_an_expert_from_the_disk_is_not_waited_for_until_its_buffer_is_read_into
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_pinned_layers_alternate_so_that_both_links_copy(
+def test_pinned_layers_alternate_between_both_links(
     tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=16))
@@ -919,7 +919,7 @@ def test_pinned_layers_alternate_so_that_both_links_copy(
         assert seconds[0] < 0.65 * layers < 0.8 * layers < seconds[1]
 
 
-def test_bytes_by_where_they_come_from(tmp_path: Path) -> None:
+def test_bytes_by_source(tmp_path: Path) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6))
     half = load_on([FakeGpu(0)], directory).placement.streamed_bytes // 2
     model = load_on([FakeGpu(0)], directory, host=half, profiling=True)
@@ -933,7 +933,7 @@ def test_bytes_by_where_they_come_from(tmp_path: Path) -> None:
     assert stages[UPLOAD].seconds > 0
 
 
-def test_what_is_resident_is_uploaded_once(tmp_path: Path) -> None:
+def test_resident_units_are_uploaded_once(tmp_path: Path) -> None:
     gpu = FakeGpu(0)
     model = load_on([gpu], split(build_checkpoint(tmp_path / "model", "llama")), ALL)
     uploads = gpu.uploads
@@ -942,7 +942,7 @@ def test_what_is_resident_is_uploaded_once(tmp_path: Path) -> None:
     assert gpu.uploads == uploads
 
 
-def test_weights_of_another_dtype_that_stay_are_cast_once(tmp_path: Path) -> None:
+def test_resident_weights_of_another_dtype_are_cast_once(tmp_path: Path) -> None:
     """As on a T4, which computes in float16 what is stored in bfloat16."""
     directory = split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, num_hidden_layers=6))
     expected = run(load(directory, dtype="float16"))
@@ -972,7 +972,7 @@ def test_each_pass_uploads_each_streamed_unit_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compression", ["4bit", "8bit"])
-def test_what_is_made_for_good_keeps_nothing_of_what_it_was_made_from(tmp_path: Path, compression: str) -> None:
+def test_resident_units_free_their_stored_form(tmp_path: Path, compression: str) -> None:
     """Norms are used as they are stored, in the same run of bytes as the codes of their layer."""
     directory = split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16), compression)
     gpu = FakeGpu(0)
@@ -1000,7 +1000,7 @@ def test_buffers_stay_within_the_limit(tmp_path: Path, compression: str | None, 
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_cached_layers_are_read_once_however_many_devices(tmp_path: Path, count: int) -> None:
+def test_cached_layers_are_read_once_on_any_number_of_devices(tmp_path: Path, count: int) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6))
     model = load_on([FakeGpu(index) for index in range(count)], directory, cache_layers=2, profiling=True)
     run(model)
@@ -1010,7 +1010,7 @@ def test_cached_layers_are_read_once_however_many_devices(tmp_path: Path, count:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_exception_in_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
+def test_exception_in_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama")
 
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -1030,7 +1030,7 @@ def test_an_exception_in_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 # Negative controls: the same runs with one mistake each
 
 
-def test_a_routing_that_is_fetched_without_a_wait_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_wait_for_a_routing_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16))
     expected, numbers = run(load(directory)), expert_pool.ExpertPool.numbers
 
@@ -1051,7 +1051,7 @@ class NeverArrives(FakeGpu):
         pass
 
 
-def test_a_copy_that_is_not_waited_for_is_caught(tmp_path: Path) -> None:
+def test_missing_wait_for_a_copy_is_detected(tmp_path: Path) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
     for budget in (ALL, 0):
         assert run(load_on([NeverArrives(0)], directory, budget)).logits.isnan().any()
@@ -1059,7 +1059,7 @@ def test_a_copy_that_is_not_waited_for_is_caught(tmp_path: Path) -> None:
             run_on([NeverArrives(0)], directory, budget)
 
 
-def test_a_loader_that_forgets_to_wait_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_wait_of_a_loader_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
     take = Uploader.take
 
@@ -1072,7 +1072,7 @@ def test_a_loader_that_forgets_to_wait_is_caught(tmp_path: Path, monkeypatch: py
         run_on([FakeGpu(0)], directory)
 
 
-def test_a_slot_without_a_new_mark_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slot_without_a_new_mark_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
     monkeypatch.setattr(
         Uploader, "give_back", lambda self, loaded: self._prefetcher.give_back(loaded, loaded.slot.left)
@@ -1081,7 +1081,7 @@ def test_a_slot_without_a_new_mark_is_caught(tmp_path: Path, monkeypatch: pytest
         run(load_on([FakeGpu(0)], directory))
 
 
-def test_a_slot_given_back_before_the_computation_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slot_given_back_too_early_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
     take, give_back = Uploader.take, Uploader.give_back
 
@@ -1096,7 +1096,7 @@ def test_a_slot_given_back_before_the_computation_is_caught(tmp_path: Path, monk
         run_on([FakeGpu(0)], directory)
 
 
-def test_inputs_that_are_not_moved_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unmoved_inputs_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
     monkeypatch.setattr(InputMover, "__call__", lambda self, module, args, kwargs: None)
     assert run_on([FakeGpu(0)], directory).logits.isfinite().all()
@@ -1105,7 +1105,7 @@ def test_inputs_that_are_not_moved_are_caught(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.skipif(TRANSFORMERS < (5, 15), reason="its models take their buffers along themselves")
-def test_buffers_left_on_the_host_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unmoved_buffers_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "gemma3"))
     monkeypatch.setattr(
         "rabbitllm.engine.load._device_finder", lambda placement, devices: lambda path: torch.device("cpu")
@@ -1119,9 +1119,7 @@ MANY_EXPERTS = {"num_experts": 12, "num_experts_per_tok": 3}
 
 @pytest.mark.parametrize("compression", [None, pytest.param("4bit", marks=pytest.mark.long)])
 @pytest.mark.parametrize("count", [1, 2])
-def test_experts_come_from_the_device_from_host_memory_and_from_the_disk(
-    tmp_path: Path, compression: str | None, count: int
-) -> None:
+def test_experts_from_device_host_memory_and_disk(tmp_path: Path, compression: str | None, count: int) -> None:
     folder = build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **MANY_EXPERTS)
     directory = split(folder, compression)
     expected = run(load(directory))
@@ -1143,9 +1141,7 @@ def test_experts_come_from_the_device_from_host_memory_and_from_the_disk(
 
 
 @pytest.mark.parametrize("kernel", ["eager", "batched_mm", "grouped_mm"])
-def test_experts_that_pass_through_a_device_are_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str
-) -> None:
+def test_transit_experts_are_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     """With fewer slots than a prompt uses, each is filled again while others compute."""
     monkeypatch.setattr(expert_pool, "MAX_TRANSIT", 1)
     folder = build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **MANY_EXPERTS)
@@ -1162,9 +1158,7 @@ def test_experts_that_pass_through_a_device_are_waited_for(
         assert (pool.slots, pool.transit) == (0, 3)
 
 
-def test_a_limit_of_the_driver_leaves_some_experts_in_ordinary_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_driver_limit_leaves_some_experts_in_ordinary_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not all of them, and those that are copied from the disk come from pinned memory."""
     directory = split(build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **MANY_EXPERTS))
     expected, locked = run(load(directory)), []
@@ -1181,7 +1175,7 @@ def test_a_limit_of_the_driver_leaves_some_experts_in_ordinary_memory(
     assert locked[0] > locked[1] > EXPERT_STAGING * pool._nbytes
 
 
-def test_what_a_device_takes_in_leaves_host_memory(tmp_path: Path) -> None:
+def test_experts_on_the_device_leave_host_memory(tmp_path: Path) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **MANY_EXPERTS))
     with watched():
         model = load_on([FakeGpu(0)], directory, 1 << 20, 1 << 19)

@@ -56,9 +56,7 @@ def _variant(short: bool, family: str, tied: bool, dtype: torch.dtype, *compress
 
 
 @pytest.mark.parametrize(("family", "tied", "dtype"), variants())
-def test_uncompressed_is_what_transformers_computes(
-    tmp_path: Path, family: str, tied: bool, dtype: torch.dtype
-) -> None:
+def test_uncompressed_results_equal_transformers(tmp_path: Path, family: str, tied: bool, dtype: torch.dtype) -> None:
     folder = build_checkpoint(tmp_path / "model", family, tied=tied, dtype=dtype, shards=3)
     expected = reference_logits(folder, INPUT, dtype)
     directory = split(folder)
@@ -73,7 +71,7 @@ def test_uncompressed_is_what_transformers_computes(
 
 
 @pytest.mark.parametrize(("family", "tied", "dtype", "compression"), compressed_variants())
-def test_compressed_is_what_transformers_makes_of_dequantized_weights(
+def test_compressed_results_equal_transformers_with_dequantized_weights(
     tmp_path: Path, family: str, tied: bool, dtype: torch.dtype, compression: str
 ) -> None:
     more: dict[str, Any] = {}
@@ -131,7 +129,7 @@ def test_another_dtype_than_the_stored_one(
 
 
 @pytest.mark.parametrize("compression", ["4bit", "8bit"])
-def test_a_router_large_enough_to_compress_is_left_alone(tmp_path: Path, compression: str) -> None:
+def test_large_router_is_not_compressed(tmp_path: Path, compression: str) -> None:
     folder = build_checkpoint(tmp_path / "model", "qwen3_moe", num_experts=64, num_hidden_layers=2, shards=2)
     router = "model.layers.1.mlp.gate.weight"
     assert read_tensors(folder)[router].numel() == 4096
@@ -174,7 +172,7 @@ def test_attention_implementation(tmp_path: Path, implementation: str) -> None:
         assert torch.equal(model(INPUT).logits, plain(INPUT).logits)
 
 
-def test_long_prompts_pass_through_sliding_windows_alike(tmp_path: Path) -> None:
+def test_long_prompts_in_sliding_windows(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "model", "gemma3")
     ids = torch.randint(3, 270, (2, 60), generator=torch.Generator().manual_seed(0))
     assert_same(run(load(split(folder), 0), ids), reference_logits(folder, ids, torch.float32))

@@ -65,7 +65,7 @@ def routed(moe: Any, x: torch.Tensor) -> set[int]:
 @pytest.mark.parametrize("tokens", [0, 1, 2, 33])
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_bits_of_transformers(dtype: torch.dtype, top_k: int, tokens: int, threads: int) -> None:
+def test_bits_equal_transformers(dtype: torch.dtype, top_k: int, tokens: int, threads: int) -> None:
     torch.set_num_threads(threads)
     moe, x = layer(top_k, dtype), inputs(tokens, dtype)
     with torch.no_grad():
@@ -78,7 +78,7 @@ def test_the_bits_of_transformers(dtype: torch.dtype, top_k: int, tokens: int, t
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize(("hidden", "intermediate"), [(500, 300), (640, 256)])
-def test_a_token_alone_is_rounded_as_in_the_batch_of_all_experts(threads: int, hidden: int, intermediate: int) -> None:
+def test_single_token_is_rounded_as_in_the_batch_of_all_experts(threads: int, hidden: int, intermediate: int) -> None:
     """One matrix by itself would be spread over the threads, which shows at these sizes."""
     torch.set_num_threads(threads)
     moe = layer(1, torch.float32, hidden_size=hidden, intermediate_size=intermediate)
@@ -90,7 +90,7 @@ def test_a_token_alone_is_rounded_as_in_the_batch_of_all_experts(threads: int, h
 
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("top_k", [1, 2])
-def test_experts_without_a_token_are_not_touched(top_k: int, tokens: int) -> None:
+def test_experts_without_a_token_are_not_used(top_k: int, tokens: int) -> None:
     moe, x = layer(top_k, torch.float32), inputs(tokens, torch.float32)
     with torch.no_grad():
         expected = moe(x)[0]
@@ -105,7 +105,7 @@ def test_experts_without_a_token_are_not_touched(top_k: int, tokens: int) -> Non
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("tokens", [1, 3, 33])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_of_stacks_it_asks_for_each_routed_expert_once(dtype: torch.dtype, tokens: int, threads: int) -> None:
+def test_each_routed_expert_of_a_stack_is_requested_once(dtype: torch.dtype, tokens: int, threads: int) -> None:
     torch.set_num_threads(threads)
     moe, x = layer(1, dtype), inputs(tokens, dtype)
     with torch.no_grad():
@@ -139,7 +139,7 @@ def test_whole_models_generate_the_same(tmp_path: Path, dtype: torch.dtype, top_
         pytest.param(torch.bfloat16, "8bit", marks=pytest.mark.long),
     ],
 )
-def test_experts_that_come_and_go(tmp_path: Path, dtype: torch.dtype, compression: str | None) -> None:
+def test_streamed_experts(tmp_path: Path, dtype: torch.dtype, compression: str | None) -> None:
     """A loaded model brings in the routed experts, and no other; and has the bits of transformers' own model."""
     sizes = {"num_local_experts": 12, "num_hidden_layers": 4}
     folder = build_checkpoint(tmp_path / "model", HYBRIDS["llama4"], dtype=dtype, shards=2, **sizes)
@@ -166,7 +166,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("budget", [0, ALL], ids=["streamed", "resident"])
-def test_every_linear_layer_goes_through_it_and_loses_no_more_than_torchs(
+def test_every_linear_layer_uses_the_kernel_and_is_as_close_as_torchs(
     checkpoint: Path, kernel_rows: list[int], budget: int
 ) -> None:
     model = load(split(checkpoint), budget, fast_bfloat16=True, exact=False)
@@ -177,21 +177,19 @@ def test_every_linear_layer_goes_through_it_and_loses_no_more_than_torchs(
     assert_as_near(actual, torchs, exact_logits(checkpoint, INPUT))
 
 
-def test_where_the_processor_multiplies_bfloat16_nothing_changes(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cpu_with_bfloat16_products_uses_torchs(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bfloat_products, "max_rows", lambda: 0)
     folder = split(checkpoint)
     result, expected = run(load(folder, 0, fast_bfloat16=True, exact=False)), run(load(folder, 0))
     assert torch.equal(result.logits, expected.logits)
 
 
-def test_it_does_not_go_together_with_exact_bits() -> None:
+def test_fast_bfloat16_is_refused_with_exact() -> None:
     with pytest.raises(OptionError, match=r"exact=True .*fast_bfloat16=True"):
         RunOptions(exact=True, fast_bfloat16=True)
 
 
-def test_without_it_logits_are_transformers(checkpoint: Path, kernel_rows: list[int]) -> None:
+def test_without_fast_bfloat16_logits_equal_transformers(checkpoint: Path, kernel_rows: list[int]) -> None:
     model = load(split(checkpoint), 0)
     with torch.inference_mode():
         assert torch.equal(model(INPUT).logits, plain_model(checkpoint)(INPUT).logits)

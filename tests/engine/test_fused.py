@@ -50,7 +50,7 @@ def plan_of_72b(folder: Path, compression: str, right: Sequence[str]) -> LoadPla
 
 
 @pytest.mark.parametrize(("compression", "packed", "dequantized"), [("4bit", 45, 37), ("4bit-double", 50, 41)])
-def test_layers_that_are_multiplied_from_codes_need_no_memory_for_their_matrices(
+def test_layers_multiplied_from_codes_need_no_memory_for_matrices(
     tmp_path: Path, compression: str, packed: int, dequantized: int
 ) -> None:
     names = ("fake:0", "fake:1")

@@ -53,7 +53,7 @@ def logits(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=() if name in FAST else pytest.mark.long) for name in sorted(FAMILIES)]
 )
-def test_logits_and_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+def test_logits_and_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", family)
     for options, dtype in (({"dtype": "float32"}, torch.float32), ({}, torch.bfloat16)):
         model = rabbitllm.AutoModel.from_pretrained(file, device="cpu", exact=True, **options)
@@ -81,7 +81,7 @@ def assert_weights_are_those_of_transformers(model: Any, theirs: Any) -> None:
 @pytest.mark.parametrize(
     ("family", "grouped"), [("lfm2", True), *itertools.product(("qwen35", "qwen35moe"), (True, False))]
 )
-def test_what_llama_cpp_converts_is_the_model_again(family: str, grouped: bool, tmp_path: Path) -> None:
+def test_model_converted_by_llama_cpp_equals_the_original(family: str, grouped: bool, tmp_path: Path) -> None:
     """Heads in another order, convolutions of one dimension less, norms plus one, negative exponentials."""
     converted = write_converted(tmp_path / "model.gguf", family, grouped=grouped)
     model = rabbitllm.AutoModel.from_pretrained(tmp_path / "model.gguf", device="cpu", exact=True)
@@ -107,7 +107,7 @@ def test_blocks_of_tensors_in_another_order_are_kept(family: str, types: str, tm
 @pytest.mark.bits
 @pytest.mark.parametrize("files", [1, 3])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_without_a_split_the_bits_are_those_of_a_split(
+def test_bits_without_a_split_equal_those_of_a_split(
     family: str, files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a Llama the rows of queries and keys are in another order in the file, of a Gemma norms have other values."""
@@ -135,7 +135,7 @@ def test_without_a_split_the_bits_are_those_of_a_split(
     assert not list((tmp_path / "scratch").iterdir())
 
 
-def test_a_repository_without_a_split(tmp_path: Path, hub_environment: HubEnvironment) -> None:
+def test_repository_without_a_split(tmp_path: Path, hub_environment: HubEnvironment) -> None:
     (tmp_path / "hub" / "acme/tiny").mkdir(parents=True)
     file = write_gguf(tmp_path / "hub" / "acme/tiny" / "tiny-Q4_K_M.gguf")
     model = rabbitllm.AutoModel.from_pretrained("acme/tiny:q4_k_m", device="cpu", split=False, max_memory={"cpu": 0})
@@ -146,7 +146,7 @@ def test_a_repository_without_a_split(tmp_path: Path, hub_environment: HubEnviro
 
 
 @pytest.mark.parametrize("options", [{"split": False}, {}])
-def test_a_repository_in_the_cache_without_the_hub(
+def test_cached_repository_without_the_hub(
     tmp_path: Path, hub_environment: HubEnvironment, local_hub: LocalHub, options: dict[str, Any]
 ) -> None:
     for name in ("Q4_K_M/tiny", "Q8_0/tiny"):
@@ -164,7 +164,7 @@ def test_a_repository_in_the_cache_without_the_hub(
 
 @pytest.mark.parametrize("sentencepiece", [False, True])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_the_tokenizer_is_that_of_transformers_own_class(family: str, sentencepiece: bool, tmp_path: Path) -> None:
+def test_tokenizer_equals_transformers_own_class(family: str, sentencepiece: bool, tmp_path: Path) -> None:
     """Which `AutoTokenizer` takes a minute to find for a large vocabulary."""
     file = write_gguf(tmp_path / "model.gguf", family, sentencepiece=sentencepiece)
     ours = json.loads(LocalCheckpoint(tmp_path, entry=file.name).derived()["tokenizer.json"])
@@ -186,7 +186,7 @@ def split_by(file: Path, pre: str) -> Path:
     return write_gguf(file, changed=lambda writer: setattr(writer.kv_data[0]["tokenizer.ggml.pre"], "value", pre))
 
 
-def test_digits_are_set_apart_where_llama_cpp_does(tmp_path: Path) -> None:
+def test_digits_are_split_as_in_llama_cpp(tmp_path: Path) -> None:
     """As the tokenizer.json of SmolLM2 says: spaces and line ends before a digit are then one piece."""
     gpt2, smollm = (tokenizer_of(split_by(tmp_path / f"{pre}.gguf", pre)) for pre in ("gpt-2", "smollm"))
     assert isinstance(gpt2.pre_tokenizer, pre_tokenizers.ByteLevel)
@@ -198,7 +198,7 @@ def test_digits_are_set_apart_where_llama_cpp_does(tmp_path: Path) -> None:
         assert smollm.pre_tokenizer.pre_tokenize_str(text) != gpt2.pre_tokenizer.pre_tokenize_str(text)
 
 
-def test_a_way_to_split_text_that_is_not_known_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_pre_tokenizer_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = split_by(tmp_path / "unknown.gguf", "zebra")
     guessed = tokenizer_of(file)
     assert "does not recognise this vocabulary's pre-tokenizer ('zebra')" in caplog.text
@@ -210,7 +210,7 @@ def test_a_way_to_split_text_that_is_not_known_is_said(tmp_path: Path, caplog: p
 
 @pytest.mark.bits
 @pytest.mark.parametrize(("types", "dtype"), [("F16", torch.float16), ("BF16", torch.bfloat16)])
-def test_a_file_without_blocks_keeps_its_dtype(types: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_file_without_blocks_keeps_its_dtype(types: str, dtype: torch.dtype, tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", "gemma3", types=types)
     model = rabbitllm.AutoModel.from_pretrained(file, device="cpu")
     assert model.dtype is dtype
@@ -219,7 +219,7 @@ def test_a_file_without_blocks_keeps_its_dtype(types: str, dtype: torch.dtype, t
 
 @pytest.mark.skipif(sys.platform != "linux", reason="smaps is Linux's")
 @pytest.mark.parametrize("is_split", [True, False])
-def test_nothing_is_read_ahead_where_experts_lie_between_mapped_weights(is_split: bool, tmp_path: Path) -> None:
+def test_experts_between_mapped_weights_are_not_read_ahead(is_split: bool, tmp_path: Path) -> None:
     """Their pages would evict those of the weights, which half of the memory cannot hold: 408 MB were read a token."""
     file = write_gguf(tmp_path / "model.gguf", "qwen3moe", types="Q4_K")
     named = split(file, sequential=False) if is_split else file
@@ -234,7 +234,7 @@ def test_nothing_is_read_ahead_where_experts_lie_between_mapped_weights(is_split
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3moe"])
-def test_blocks_are_stored_as_they_are_and_mean_the_weights_of_transformers(family: str, tmp_path: Path) -> None:
+def test_blocks_are_stored_unchanged_and_equal_transformers_weights(family: str, tmp_path: Path) -> None:
     """The rows of a Llama's queries and keys are in another order in the file; experts are one tensor there."""
     file = write_gguf(tmp_path / "model.gguf", family)
     directory = split(file, sequential=False)
@@ -273,7 +273,7 @@ def layers_of(directory: Path) -> dict[str, bytes]:
     return {name: data for name, data in contents(directory).items() if name.endswith(".safetensors")}
 
 
-def test_compression_and_conversion_take_the_numbers_of_blocks(tmp_path: Path) -> None:
+def test_8bit_compresses_tensors_of_blocks(tmp_path: Path) -> None:
     """At 8bit nothing but tensors that compression leaves alone is stored as blocks."""
     file = write_gguf(tmp_path / "model.gguf", "llama")
     store = LayerStore(split(file, compression="8bit"))
@@ -281,7 +281,7 @@ def test_compression_and_conversion_take_the_numbers_of_blocks(tmp_path: Path) -
 
 
 @pytest.mark.skipif(not vectors.lanes(), reason="no vectors of a kind that is used here")
-def test_logits_by_codes_are_as_near_as_those_of_transformers(tmp_path: Path) -> None:
+def test_logits_from_codes_are_as_close_as_transformers(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", "llama", types="Q8_0")
     model = rabbitllm.AutoModel.from_pretrained(file, device="cpu", dtype="bfloat16")
     assert any(isinstance(weight, QuantizedWeight) for weight in model.model.layers[0].self_attn.parameters())
@@ -289,7 +289,7 @@ def test_logits_by_codes_are_as_near_as_those_of_transformers(tmp_path: Path) ->
     assert_as_near(logits(model), logits(plain(file, torch.bfloat16)), logits(exact))
 
 
-def test_an_architecture_that_transformers_lacks_is_refused_by_name(tmp_path: Path) -> None:
+def test_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", changed=lambda writer: setattr(writer, "arch", "llama"))
     data = file.read_bytes().replace(b"\5\0\0\0\0\0\0\0llama", b"\5\0\0\0\0\0\0\0zebra")
     file.write_bytes(data)
@@ -298,7 +298,7 @@ def test_an_architecture_that_transformers_lacks_is_refused_by_name(tmp_path: Pa
     assert file.read_bytes() == data
 
 
-def test_shapes_that_do_not_fit_the_model_are_refused_before_deletion(tmp_path: Path) -> None:
+def test_wrong_shapes_are_refused_before_deletion(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", "qwen3", changed=with_eight_heads)
     size = file.stat().st_size
     with pytest.raises(IncompleteCheckpointError, match=r"self_attn\.[qo]_proj\.weight has shape"):

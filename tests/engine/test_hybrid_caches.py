@@ -134,7 +134,7 @@ def test_long_generations_of_a_padded_batch(tmp_path: Path, name: str, dtype: to
 
 
 @pytest.mark.parametrize("name", short_of(("gemma4", "mamba2")))
-def test_a_generation_leaves_nothing_behind(tmp_path: Path, name: str) -> None:
+def test_generations_are_independent(tmp_path: Path, name: str) -> None:
     """Neither one that ended, nor one that was interrupted inside a layer; and what is kept on purpose goes on."""
     folder = checkpoint(tmp_path / "model", name)
     directory, plain = split(folder), plain_model(folder)

@@ -155,7 +155,7 @@ def check_nothing_is_lost(model: Any) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ctrl_c_in_any_wait_of_a_pass(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_in_a_wait_of_a_pass(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As often as there are slots."""
     monkeypatch.setattr(expert_pool, "MAX_TRANSIT", 1)  # so that experts go through slots one after the other
     model, gpu = case(name, tmp_path)
@@ -196,7 +196,7 @@ def test_ctrl_c_while_weights_are_compared(family: str, tmp_path: Path, monkeypa
             assert torch.equal(model(INPUT).logits, expected), index
 
 
-def test_no_wait_of_the_engine_is_forgotten() -> None:
+def test_every_wait_of_the_engine_is_tested() -> None:
     waiting = set()
     for path in ENGINE.glob("*.py"):
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -22,7 +22,7 @@ from tests.support.tiny_models import ALL, split
 FORM = Quantized("4bit", (96, 128), "bfloat16")
 
 
-def test_a_load_builds_the_skeleton_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_builds_the_skeleton_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, built = build_checkpoint(tmp_path / "model", "llama"), []
     build_skeleton = skeleton.build_skeleton
 
@@ -37,7 +37,7 @@ def test_a_load_builds_the_skeleton_once(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_near_is_as_near_as_rounding(dtype: torch.dtype) -> None:
+def test_is_near_allows_rounding_errors(dtype: torch.dtype) -> None:
     expected = torch.randn(200, dtype=torch.float64)
     assert is_near(expected.to(dtype), expected.to(dtype))
     assert is_near((expected * (1 + torch.finfo(dtype).eps)).to(dtype), expected.to(dtype))
@@ -47,13 +47,13 @@ def test_near_is_as_near_as_rounding(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_kernel_that_is_right_is_used(dtype: torch.dtype) -> None:
+def test_right_kernel_is_used(dtype: torch.dtype) -> None:
     assert fused_chooser(FakeGpu(0))(FORM, dtype) is products.FusedMatrix
 
 
 @pytest.mark.parametrize("scheme", ["4bit", "4bit-double"])
 @pytest.mark.parametrize("rows", [96, DISTINCT_ROWS, 2 * DISTINCT_ROWS + 7])
-def test_a_trial_takes_every_way_of_a_pass(scheme: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trial_covers_every_product_of_a_pass(scheme: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all rows of the matrix, in the parts that a pass multiplies; a wrong result of one way is a no."""
     ordinary, calls = products.multiply_4bit, []
     monkeypatch.setattr(products, "FUSED_ELEMENTS", 1500 * 64)
@@ -77,7 +77,7 @@ def test_a_trial_takes_every_way_of_a_pass(scheme: str, rows: int, monkeypatch: 
         assert fused_chooser(FakeGpu(0))(form, torch.bfloat16) is None
 
 
-def test_one_trial_for_all_matrices_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrices_of_a_shape_share_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Any] = []
 
     def note(device: Any, form: Quantized, dtype: torch.dtype) -> bool:
@@ -92,7 +92,7 @@ def test_one_trial_for_all_matrices_of_a_shape(monkeypatch: pytest.MonkeyPatch) 
     assert tried == [("fake:0", shape, torch.bfloat16) for shape in ((96, 128), (128, 128), (MAX_ROWS, 64))]
 
 
-def test_no_trial_for_a_model_that_is_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resident_model_needs_no_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16), "4bit")
     tried: list[Any] = []
     monkeypatch.setattr(load_plan, "_is_right", lambda *args: bool(tried.append(args)))
@@ -102,7 +102,7 @@ def test_no_trial_for_a_model_that_is_resident(tmp_path: Path, monkeypatch: pyte
     assert tried
 
 
-def test_no_trial_for_what_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forms_without_a_kernel_need_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_plan, "_is_right", lambda *args: pytest.fail("tried"))
     choose_matrix = fused_chooser(FakeGpu(0))
     assert choose_matrix(Quantized("8bit", (96, 128), None), torch.bfloat16) is None
@@ -110,9 +110,7 @@ def test_no_trial_for_what_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> Non
     assert choose_matrix(FORM, torch.float64) is None
 
 
-def test_a_kernel_that_is_wrong_here_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_wrong_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     right = products.multiply_4bit
     monkeypatch.setattr(products, "multiply_4bit", lambda *args: right(*args).flip(-1))
     with caplog.at_level(logging.WARNING, "rabbitllm"):
@@ -121,7 +119,7 @@ def test_a_kernel_that_is_wrong_here_is_not_used(
 
 
 @pytest.mark.parametrize("error", [NotImplementedError, RuntimeError, torch.OutOfMemoryError, AttributeError])
-def test_a_kernel_that_is_not_there_is_not_used(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_kernel_is_not_used(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> torch.Tensor:
         raise error("no such kernel")
 

@@ -120,7 +120,7 @@ QUERY = "model.layers.0.self_attn.q_proj.weight"
 
 
 @pytest.mark.parametrize("compression", ["4bit", "8bit"])
-def test_compressed_logits_are_those_of_the_same_weights_as_safetensors(tmp_path: Path, compression: str) -> None:
+def test_compressed_logits_equal_those_of_safetensors(tmp_path: Path, compression: str) -> None:
     plain = tiny_llama(kv_heads=4, heads=8, hidden=128, intermediate=256)
     ways = write_as_transformers(tmp_path / "hf", plain), write_meta(tmp_path / "meta", plain, 4, 1)
     of_safetensors, of_meta = (
@@ -129,7 +129,7 @@ def test_compressed_logits_are_those_of_the_same_weights_as_safetensors(tmp_path
     assert torch.equal(of_safetensors, of_meta)
 
 
-def test_a_repository_and_then_the_split_directory_alone(
+def test_repository_and_then_its_split_directory(
     tmp_path: Path, hub_environment: HubEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rope = {"rope_type": "default", "rope_theta": 5e5}

@@ -44,7 +44,7 @@ def cut(inputs: Mapping[str, torch.Tensor], position: int) -> dict[str, torch.Te
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_placeholder_is_missing(asked: tuple[Any, Any, str, int], call: str) -> None:
+def test_missing_placeholder(asked: tuple[Any, Any, str, int], call: str) -> None:
     model, inputs, modality, token = asked
     places = (inputs["input_ids"][0] == token).nonzero().flatten()
     fewer = cut(inputs, int(places[0]))
@@ -56,7 +56,7 @@ def test_a_placeholder_is_missing(asked: tuple[Any, Any, str, int], call: str) -
     CALLS[call](model, inputs)
 
 
-def test_placeholders_alone(asked: tuple[Any, Any, str, int], caplog: pytest.LogCaptureFixture) -> None:
+def test_placeholders_without_media(asked: tuple[Any, Any, str, int], caplog: pytest.LogCaptureFixture) -> None:
     """The words of a text may happen to be a placeholder, so it is answered."""
     model, inputs, modality, token = asked
     ids = inputs["input_ids"]
@@ -70,7 +70,7 @@ def test_placeholders_alone(asked: tuple[Any, Any, str, int], caplog: pytest.Log
     assert messages[0].startswith(f"The prompt has {count} placeholders for {NAMES[modality]}, and none were passed")
 
 
-def test_a_model_of_text_has_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_text_model_has_no_placeholders(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = load(split(build_checkpoint(tmp_path / "model", "llama")), 0)
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         CALLS["generate"](model, {"input_ids": INPUT})

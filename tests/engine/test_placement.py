@@ -63,7 +63,7 @@ def tiers(placement: Placement) -> dict[str, Tier]:
     return {placed.unit: placed.tier for placed in placement.units}
 
 
-def test_a_unit_that_is_not_there_is_a_key_error() -> None:
+def test_unknown_unit_is_a_key_error() -> None:
     unit = PlacedUnit("layers.0", "cpu", Tier.RESIDENT, 8)
     placement = Placement((unit,), ())
     assert placement.of("layers.0") is unit
@@ -149,7 +149,7 @@ def test_every_unit_is_placed_once_and_limits_are_kept(
 
 @settings(max_examples=200)
 @given(units(), budget_lists)
-def test_tiers_are_those_a_unit_can_have(costs: list[UnitCost], budgets: list[Budget]) -> None:
+def test_units_have_only_possible_tiers(costs: list[UnitCost], budgets: list[Budget]) -> None:
     placement = place(costs, budgets)
     host = {budget.device: budget.is_host for budget in budgets}
     for cost in costs:
@@ -169,7 +169,7 @@ def test_tiers_are_those_a_unit_can_have(costs: list[UnitCost], budgets: list[Bu
     assert placement.is_resident == all(placed.tier in READY for placed in placement.units)
 
 
-def test_all_that_fits_is_resident_to_the_byte() -> None:
+def test_fitting_units_are_resident_to_the_byte() -> None:
     costs = model(4, stored=100, ready=300)
     need = 4 * 300 + 301
     assert place(costs, [Budget("cpu", need, True)]).is_resident
@@ -178,7 +178,7 @@ def test_all_that_fits_is_resident_to_the_byte() -> None:
     assert below["head"] is Tier.RESIDENT
 
 
-def test_packed_needs_room_for_one_unit_being_made() -> None:
+def test_packed_tier_needs_memory_to_dequantize_one_unit() -> None:
     costs = model(4, stored=100, ready=300)
     need = 4 * 100 + 301 + 300
     quantized = tiers(place(costs, [Budget("cpu", need, True)]))
@@ -186,7 +186,7 @@ def test_packed_needs_room_for_one_unit_being_made() -> None:
     assert Tier.STREAMED in tiers(place(costs, [Budget("cpu", need - 1, True)])).values()
 
 
-def test_what_is_no_larger_made_is_made_once_on_a_device_and_never_copied_from_a_mapped_file() -> None:
+def test_units_of_equal_ready_size_are_resident_on_a_device_and_packed_on_the_host() -> None:
     """bfloat16 weights on a GPU that computes in float16, of which a part is streamed."""
     costs = model(8, stored=100, ready=100)
     costs = [replace(cost, is_view=False) for cost in costs]
@@ -199,7 +199,7 @@ def test_what_is_no_larger_made_is_made_once_on_a_device_and_never_copied_from_a
         assert footprint(costs, placement, "here") <= 850
 
 
-def test_nothing_fits() -> None:
+def test_zero_budget() -> None:
     by_unit = tiers(place(model(3), [Budget("cpu", 0, True)]))
     assert by_unit == {
         "embed": Tier.STREAMED,
@@ -211,7 +211,7 @@ def test_nothing_fits() -> None:
     }
 
 
-def test_what_is_no_layer_comes_first_unless_told_otherwise() -> None:
+def test_small_units_are_kept_first_by_default() -> None:
     room = SLOTS * 150 + 1 + 350
     first = tiers(place(model(8), [Budget("cpu", room, True)]))
     assert first["embed"] is first["head"] is Tier.RESIDENT
@@ -241,7 +241,7 @@ def test_kept_layers_are_spread_evenly(layers: int, kept: int) -> None:
 
 @settings(max_examples=100)
 @given(st.integers(2, 40), st.integers(0, 3000), st.integers(0, 3000))
-def test_more_room_never_keeps_less(layers: int, room: int, more: int) -> None:
+def test_larger_budget_keeps_at_least_as_much(layers: int, room: int, more: int) -> None:
     costs = model(layers, stored=100, ready=250)
 
     def streamed(nbytes: int) -> int:
@@ -250,7 +250,7 @@ def test_more_room_never_keeps_less(layers: int, room: int, more: int) -> None:
     assert streamed(room + more) <= streamed(room)
 
 
-def test_an_embedding_used_from_the_mapped_file_costs_nothing() -> None:
+def test_mapped_embedding_takes_no_memory() -> None:
     costs = [layer("embed", 10_000, is_layer=False, by_rows=True), *(layer(f"layers.{i}", 100) for i in range(3))]
     assert place(costs, [Budget("cpu", 300, True)]).is_resident
     on_gpu = tiers(place(costs, [Budget("cuda:0", 300, False)]))
@@ -258,7 +258,7 @@ def test_an_embedding_used_from_the_mapped_file_costs_nothing() -> None:
     assert on_gpu["layers.2"] is Tier.RESIDENT
 
 
-def test_tied_embeddings_are_made_once() -> None:
+def test_tied_embeddings_are_dequantized_once() -> None:
     """Where they have to be made, as at 4bit, and where the device is none that maps files."""
     embed, head = tied(layer("embed", 100, 400, is_layer=False, by_rows=True), layer("head", 0, is_layer=False))
     costs = [embed, *(layer(f"layers.{i}", 100, 400) for i in range(3)), head]
@@ -273,7 +273,7 @@ def test_tied_embeddings_are_made_once() -> None:
 
 
 @pytest.mark.parametrize("is_host", [True, False])
-def test_tied_units_that_are_kept_as_they_are_stored(is_host: bool) -> None:
+def test_packed_tied_units(is_host: bool) -> None:
     """An encoder's embedding, a decoder's and a head: in a mapped file they are there once, on a device each is."""
     embeds = tied(*(layer(name, 300, 900, is_layer=False) for name in ("first", "second", "head")))
     costs = [*embeds, *(layer(f"layers.{i}", 10, 400) for i in range(20))]
@@ -300,7 +300,7 @@ def test_tied_units_that_are_kept_as_they_are_stored(is_host: bool) -> None:
         (False, False, 0, {"embed": (Tier.ROWS, 0), "head": (Tier.STREAMED, 100)}),
     ],
 )
-def test_what_tied_units_share_is_counted_at_one_of_them(
+def test_shared_tensors_are_counted_at_one_unit(
     view: bool, is_host: bool, room: int, counted: dict[str, tuple[Tier, int]]
 ) -> None:
     ready = None if view else 400
@@ -314,13 +314,13 @@ def test_what_tied_units_share_is_counted_at_one_of_them(
     assert sum(int(row[-3]) for row in table) == 5
 
 
-def test_page_locked_memory_is_each_units_own() -> None:
+def test_each_unit_has_its_own_page_locked_memory() -> None:
     first, second = tied(layer("first", 300, is_layer=False), layer("second", 0, is_layer=False))
     placement = place([first, second], [Budget("cuda:0", 0, False)], host_bytes=10_000)
     assert [(placed.tier, placed.counted) for placed in placement.units] == [(Tier.PINNED, 300)] * 2
 
 
-def test_an_embedding_that_must_be_made_is_brought_by_rows() -> None:
+def test_quantized_embedding_is_read_by_rows() -> None:
     embed = layer("embed", 100, 400, is_layer=False, by_rows=True)
     costs = [embed, *(layer(f"layers.{i}", 100, 400) for i in range(3))]
     assert tiers(place(costs, [Budget("cpu", 1600, True)]))["embed"] is Tier.RESIDENT
@@ -328,7 +328,7 @@ def test_an_embedding_that_must_be_made_is_brought_by_rows() -> None:
 
 
 @pytest.mark.parametrize(("rooms", "counts"), [((1000, 1000), (4, 4)), ((3000, 1000), (6, 2)), ((0, 1000), (0, 8))])
-def test_devices_get_runs_in_proportion(rooms: tuple[int, int], counts: tuple[int, int]) -> None:
+def test_devices_get_runs_in_proportion_to_budgets(rooms: tuple[int, int], counts: tuple[int, int]) -> None:
     costs = [layer(f"layers.{i}", 100) for i in range(8)]
     placement = place(costs, [Budget(f"cuda:{i}", room, False) for i, room in enumerate(rooms)])
     devices = [placed.device for placed in placement.units]
@@ -338,7 +338,7 @@ def test_devices_get_runs_in_proportion(rooms: tuple[int, int], counts: tuple[in
 
 @settings(max_examples=100)
 @given(st.integers(1, 20), st.lists(st.integers(0, 1000), min_size=2, max_size=4))
-def test_devices_take_turns_and_links_copy_as_much_if_not_everything_fits(rounds: int, rooms: list[int]) -> None:
+def test_devices_alternate_and_links_copy_equally_if_not_all_units_fit(rounds: int, rooms: list[int]) -> None:
     budgets = [Budget(f"cuda:{i}", room, False) for i, room in enumerate(rooms)]
     costs = [layer(f"layers.{i}", 100) for i in range(rounds * len(rooms) + sum(rooms) // 100)]
     placement = place(costs, budgets, host_bytes=1 << 40)
@@ -357,7 +357,7 @@ def test_devices_take_turns_and_links_copy_as_much_if_not_everything_fits(rounds
     st.integers(2, 9),
     st.lists(st.integers(0, 2000), min_size=2, max_size=3),
 )
-def test_what_lies_between_layers_is_on_one_device(
+def test_units_between_layers_are_on_one_device(
     before: list[int], after: list[int], layers: int, rooms: list[int]
 ) -> None:
     """Models add the results of token, position and per-layer embeddings, which GPUs do only on one of them."""
@@ -369,7 +369,7 @@ def test_what_lies_between_layers_is_on_one_device(
         assert len({placement.of(cost.name).device for cost in group}) == 1
 
 
-def test_each_device_keeps_what_fits_it() -> None:
+def test_each_device_fills_its_budget() -> None:
     costs = [layer(f"layers.{i}", 100) for i in range(9)]
     placement = place(costs, [Budget("cuda:0", 450, False), Budget("cuda:1", 450, False)])
     streamed = [placed.unit for placed in placement.units if placed.tier is Tier.STREAMED]
@@ -377,7 +377,7 @@ def test_each_device_keeps_what_fits_it() -> None:
     assert placement.streamed_bytes == 300
 
 
-def test_cached_layers_are_kept_on_the_host_whatever_the_budget() -> None:
+def test_cached_layers_are_kept_at_any_budget() -> None:
     by_unit = tiers(place(model(5), [Budget("cpu", 0, True)], cached_layers=2))
     assert [by_unit[f"layers.{i}"] for i in range(5)] == [Tier.RESIDENT] * 2 + [Tier.STREAMED] * 3
     quantized = tiers(place(model(5, ready=300), [Budget("cpu", 0, True)], cached_layers=2))
@@ -395,7 +395,7 @@ gpu_lists = st.lists(st.integers(0, 20_000), min_size=1, max_size=4).map(
 
 @settings(max_examples=300)
 @given(units(), budget_lists, st.integers(0, 20_000), st.integers(0, 3))
-def test_host_memory_is_never_exceeded_and_is_for_other_devices(
+def test_host_memory_is_not_exceeded_and_serves_other_devices(
     costs: list[UnitCost], budgets: list[Budget], room: int, cached: int
 ) -> None:
     without = place(costs, budgets, cached_layers=cached)
@@ -421,7 +421,7 @@ def test_host_memory_is_never_exceeded_and_is_for_other_devices(
 
 @settings(max_examples=100)
 @given(units(), gpu_lists)
-def test_without_host_memory_nothing_is_page_locked(costs: list[UnitCost], budgets: list[Budget]) -> None:
+def test_without_host_memory_no_unit_is_page_locked(costs: list[UnitCost], budgets: list[Budget]) -> None:
     assert not [p for p in place(costs, budgets, host_bytes=0).units if p.tier is Tier.PINNED and p.stored]
     everything = place(costs, budgets, host_bytes=1 << 40)
     assert not [p for p in everything.units if p.tier is Tier.STREAMED and p.stored]
@@ -429,7 +429,7 @@ def test_without_host_memory_nothing_is_page_locked(costs: list[UnitCost], budge
 
 @settings(max_examples=200)
 @given(st.integers(3, 60), st.lists(st.integers(0, 3000), min_size=1, max_size=3), st.integers(0, 60))
-def test_what_is_read_is_spread_evenly_over_the_pass(layers: int, rooms: list[int], kept: int) -> None:
+def test_disk_reads_are_spread_evenly_over_the_pass(layers: int, rooms: list[int], kept: int) -> None:
     """Over the units of each device that are not on it: so it reads from the disk at even distances."""
     budgets = [Budget(f"cuda:{index}", room, False) for index, room in enumerate(rooms)]
     costs = [layer(f"layers.{i}", 100) for i in range(layers)]
@@ -453,7 +453,7 @@ def test_what_is_read_is_spread_evenly_over_the_pass(layers: int, rooms: list[in
 
 @settings(max_examples=200)
 @given(st.integers(1, 60), st.integers(0, 60))
-def test_what_is_brought_is_spread_evenly_among_what_stays(layers: int, kept: int) -> None:
+def test_pinned_units_are_spread_evenly_among_kept_ones(layers: int, kept: int) -> None:
     costs = [layer(f"layers.{i}", 100) for i in range(layers)]
     placement = place(costs, [Budget("cuda:0", SLOTS * 100 + kept * 100, False)], host_bytes=1 << 40)
     flags = [placed.tier is Tier.PINNED for placed in placement.units]
@@ -463,7 +463,7 @@ def test_what_is_brought_is_spread_evenly_among_what_stays(layers: int, kept: in
 
 @settings(max_examples=100)
 @given(st.integers(2, 40), st.integers(0, 6000), st.integers(0, 3000))
-def test_more_host_memory_never_reads_more(layers: int, room: int, more: int) -> None:
+def test_more_host_memory_reads_no_more(layers: int, room: int, more: int) -> None:
     costs, gpu = [layer(f"layers.{i}", 100, 250) for i in range(layers)], [Budget("cuda:0", 0, False)]
     read = [place(costs, gpu, host_bytes=nbytes).streamed_bytes for nbytes in (room, room + more)]
     assert read[1] <= read[0]
@@ -472,7 +472,7 @@ def test_more_host_memory_never_reads_more(layers: int, room: int, more: int) ->
 GIB = 1 << 30
 
 
-def test_prints_as_a_table() -> None:
+def test_placement_prints_as_a_table() -> None:
     costs = [layer(f"layers.{i}", GIB) for i in range(6)]
     placement = place(costs, [Budget("cuda:0", 3 * GIB, False), Budget("cuda:1", 4 * GIB, False)])
     assert str(placement).splitlines() == [
@@ -482,7 +482,7 @@ def test_prints_as_a_table() -> None:
     ]
 
 
-def test_prints_what_each_pass_moves() -> None:
+def test_placement_prints_the_traffic_of_a_pass() -> None:
     costs = [layer(f"layers.{i}", GIB) for i in range(12)]
     budgets = [Budget("cuda:0", 4 * GIB, False), Budget("cuda:1", 4 * GIB, False)]
     assert str(place(costs, budgets, host_bytes=6 * GIB)).splitlines() == [
@@ -519,20 +519,20 @@ def placed(layers: int, *budgets: Budget, host: int = 0, ready: int | None = Non
     return place(costs, budgets, host_bytes=host, experts=experts)
 
 
-def test_with_room_for_all_of_them_they_are_used_where_they_lie() -> None:
+def test_experts_that_all_fit_are_resident() -> None:
     placement = placed(3, Budget("cpu", 3 * 100 + 3 * SLOT * EXPERTS, True))
     assert placement.is_resident
     assert {expert.tier for expert in placement.experts} == {Tier.RESIDENT}
     assert placement.pools == ()
 
 
-def test_what_has_no_room_when_made_is_made_for_each_use() -> None:
+def test_experts_that_fit_only_as_stored_are_packed() -> None:
     placement = placed(3, Budget("cpu", 300 + 3 * SLOT * EXPERTS, True), ready=9_000)
     assert {expert.tier for expert in placement.experts} == {Tier.PACKED}
     assert set(tiers(placement).values()) == {Tier.RESIDENT}
 
 
-def test_what_every_token_needs_comes_first() -> None:
+def test_units_of_every_token_are_kept_before_experts() -> None:
     placement = placed(3, Budget("cpu", 3 * 100 + 4 * SLOT + 7 * SLOT, True))
     assert set(tiers(placement).values()) == {Tier.RESIDENT}
     (pool,) = placement.pools
@@ -543,7 +543,7 @@ def test_what_every_token_needs_comes_first() -> None:
 
 @settings(max_examples=200)
 @given(st.integers(1, 6), st.integers(0, 20_000), st.booleans())
-def test_limits_are_kept_by_units_and_experts_together(layers: int, room: int, is_host: bool) -> None:
+def test_units_and_experts_stay_within_the_limit(layers: int, room: int, is_host: bool) -> None:
     costs, experts = mixture(layers)
     placement = place(costs, [Budget("d", room, is_host)], experts=experts)
     at_once = footprint(costs, placement, "d") + sum(pool.nbytes for pool in placement.pools)
@@ -555,7 +555,7 @@ def test_limits_are_kept_by_units_and_experts_together(layers: int, room: int, i
 
 @settings(max_examples=200)
 @given(st.integers(1, 6), st.integers(0, 14_000), st.integers(0, 4_000))
-def test_more_room_never_keeps_fewer(layers: int, room: int, more: int) -> None:
+def test_larger_budget_keeps_at_least_as_many_experts(layers: int, room: int, more: int) -> None:
     def kept(nbytes: int) -> int:
         placement = placed(layers, Budget("d", nbytes, True))
         return sum(pool.slots for pool in placement.pools) if placement.pools else layers * EXPERTS
@@ -565,7 +565,7 @@ def test_more_room_never_keeps_fewer(layers: int, room: int, more: int) -> None:
 
 @settings(max_examples=200)
 @given(st.integers(1, 6), st.lists(st.integers(0, 8_000), min_size=1, max_size=3), st.integers(0, 20_000))
-def test_host_memory_holds_what_devices_do_not(layers: int, rooms: list[int], host: int) -> None:
+def test_host_memory_holds_experts_beyond_the_devices(layers: int, rooms: list[int], host: int) -> None:
     placement = placed(layers, *(Budget(f"cuda:{i}", room, False) for i, room in enumerate(rooms)), host=host)
     assert all(pool.slots + pool.host_slots <= pool.experts for pool in placement.pools)
     taken = sum(pool.host_slots * pool.slot for pool in placement.pools)
@@ -575,7 +575,7 @@ def test_host_memory_holds_what_devices_do_not(layers: int, rooms: list[int], ho
     assert {pool.device for pool in placement.pools} == {unit.device for unit in placement.experts}
 
 
-def test_devices_share_layers_by_their_experts_too() -> None:
+def test_shares_of_devices_count_experts() -> None:
     """The first layer has ten times the bytes of the others, nearly all of them in experts."""
     costs, experts = mixture(1)
     costs += [layer(f"dense.{i}", 200) for i in range(10)]
@@ -583,7 +583,7 @@ def test_devices_share_layers_by_their_experts_too() -> None:
     assert [unit.unit for unit in placement.units if unit.device == "cuda:0"] == ["layers.0"]
 
 
-def test_page_locked_memory_is_host_memory_whatever_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_locked_memory_of_all_devices_counts_as_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_plan, "available_ram", lambda: 1000)
     gpu = FakeGpu(0)
     units = (
@@ -598,7 +598,7 @@ def test_page_locked_memory_is_host_memory_whatever_its_device(monkeypatch: pyte
     assert load_plan.cache_room(placement) == 1000 - 300 - 20 - 3
 
 
-def test_embeddings_of_which_rows_are_touched_take_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embeddings_read_by_rows_take_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_plan, "available_ram", lambda: 1000)
     units = (
         PlacedUnit("a", "cpu", Tier.MAPPED, 500),
@@ -629,7 +629,7 @@ def test_tied_embeddings_are_counted_once(tied_folder: Path, budget: int, exact:
     assert sum(sum(words.values()) for words in model.placement.bytes_by_device.values()) == stored(model)
 
 
-def test_tied_embeddings_that_are_made_fit_where_one_of_them_does(tmp_path: Path) -> None:
+def test_dequantized_tied_embeddings_need_memory_for_one(tmp_path: Path) -> None:
     folder = split(build_checkpoint(tmp_path / "m", "qwen2", tied=True), "4bit")
     model = load(folder)
     once = bytes_when_made(model)
@@ -640,7 +640,7 @@ def test_tied_embeddings_that_are_made_fit_where_one_of_them_does(tmp_path: Path
     assert [gpu.placement.is_resident for gpu in gpus] == [True, False]
 
 
-def test_a_layer_of_a_model_with_tied_layers_is_counted_once(tmp_path: Path) -> None:
+def test_tied_layers_are_counted_once(tmp_path: Path) -> None:
     """Zamba2's shared blocks: each layer that has them is made from the same tensors."""
     build(tmp_path / "m", "zamba2")
     model = load(split(tmp_path / "m"))
@@ -648,7 +648,7 @@ def test_a_layer_of_a_model_with_tied_layers_is_counted_once(tmp_path: Path) -> 
     assert model.placement.is_resident
 
 
-def test_where_nothing_may_stay_the_embedding_is_mapped(tmp_path: Path) -> None:
+def test_zero_budget_maps_the_embedding(tmp_path: Path) -> None:
     model = load(split(build_checkpoint(tmp_path / "m", "llama")), 0)
     by_unit = tiers_of(model)
     assert by_unit["model.embed_tokens"] is Tier.MAPPED
@@ -676,12 +676,12 @@ MIB = 1 << 20
         (354 * MIB, 354 * MIB),
     ],
 )
-def test_by_size(nbytes: int, expected: int) -> None:
+def test_bytes_taken_by_size(nbytes: int, expected: int) -> None:
     assert taken(nbytes) == expected
 
 
 @given(st.integers(1, 1 << 34), st.integers(1, 200))
-def test_so_many_fit_the_segments_that_they_are_said_to_take(nbytes: int, count: int) -> None:
+def test_slots_fit_their_predicted_segments(nbytes: int, count: int) -> None:
     """Segment by segment, as the allocator fills them."""
     rounded = -(-nbytes // 512) * 512
     if rounded >= 10 * MIB:
@@ -696,7 +696,7 @@ def test_so_many_fit_the_segments_that_they_are_said_to_take(nbytes: int, count:
     assert held <= count * taken(nbytes) + rounding + last
 
 
-def test_experts_are_kept_on_a_gpu_by_what_their_slots_take_there() -> None:
+def test_expert_slots_on_a_gpu_count_allocator_segments() -> None:
     costs, experts = mixture(3)
     room = 4 * 100 + 300 + 5 * 512
     for is_host, slots in ((True, 5 * 512 // 100), (False, 5)):

@@ -51,7 +51,7 @@ def given(processor: Any, modality: str, pictures: int = 2) -> Any:
 
 @pytest.mark.bits
 @pytest.mark.parametrize("name", cases(short=DRAWN))
-def test_answers_about_pictures_are_those_of_transformers(name: str, tmp_path: Path, one_thread: None) -> None:
+def test_answers_about_pictures_equal_transformers(name: str, tmp_path: Path, one_thread: None) -> None:
     family = FAMILIES[name]
     folder = build(tmp_path / name, name)
     plain = plain_with_media(folder, name)
@@ -136,12 +136,12 @@ def test_every_route_has_the_files_of_the_processor(
     assert "<|image_pad|>" in (directory / "chat_template.jinja").read_text()
 
 
-def test_a_model_of_text_alone_has_none(tmp_path: Path) -> None:
+def test_text_model_has_no_processor(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "llama", PLAIN_FAMILIES["llama"], dtype=torch.float32)
     assert load(split(folder)).processor is None
 
 
-def test_a_processor_without_its_files_names_the_missing_one(checkpoint: Path, tmp_path: Path) -> None:
+def test_missing_processor_file_is_named(checkpoint: Path, tmp_path: Path) -> None:
     directory = split(shutil.copytree(checkpoint, tmp_path / "copy"))
     (directory / "preprocessor_config.json").unlink()
     model = load(directory)
@@ -159,7 +159,7 @@ def test_a_processor_without_its_files_names_the_missing_one(checkpoint: Path, t
         ("processor_config.json", '{"processor_class": 5}'),
     ],
 )
-def test_malformed_files_are_an_error_of_ours(name: str, content: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_malformed_files_are_rabbitllm_errors(name: str, content: str, checkpoint: Path, tmp_path: Path) -> None:
     directory = split(shutil.copytree(checkpoint, tmp_path / "copy"))
     (directory / name).write_text(content)
     with pytest.raises(rabbitllm.RabbitLLMError):
@@ -168,13 +168,13 @@ def test_malformed_files_are_an_error_of_ours(name: str, content: str, checkpoin
 
 @pytest.mark.skipif(HAS_TORCHVISION, reason="torchvision is installed")
 @pytest.mark.parametrize("name", ["llama4", "mistral3"])
-def test_without_torchvision_some_processors_say_that_they_need_it(name: str, tmp_path: Path) -> None:
+def test_missing_torchvision_is_named(name: str, tmp_path: Path) -> None:
     model = load(split(build(tmp_path / name, name)))
     with pytest.raises(MissingPackageError, match="torchvision"):
         model.processor  # noqa: B018
 
 
-def test_the_processor_is_read_once_and_may_be_replaced(checkpoint: Path, tmp_path: Path) -> None:
+def test_processor_is_read_once_and_may_be_replaced(checkpoint: Path, tmp_path: Path) -> None:
     model = load(split(shutil.copytree(checkpoint, tmp_path / "copy")))
     assert model.processor is model.processor
     model.processor = None

@@ -43,7 +43,7 @@ def passes(model: Any, count: int = 3) -> None:
             model(INPUT)
 
 
-def test_off_unless_asked_for(checkpoint: Path) -> None:
+def test_profiler_is_off_by_default(checkpoint: Path) -> None:
     model = load(split(checkpoint), 0)
     passes(model)
     assert not model.profiler.stages
@@ -72,7 +72,7 @@ def test_resident_units_only_compute(checkpoint: Path) -> None:
     assert model.profiler.bottleneck == COMPUTE
 
 
-def test_a_slow_disk_is_the_bottleneck(checkpoint: Path, slow_disk: None) -> None:
+def test_slow_disk_is_the_bottleneck(checkpoint: Path, slow_disk: None) -> None:
     model = load(split(checkpoint), 0, profiling=True)
     passes(model)
     assert model.profiler.bottleneck == READ_WAIT
@@ -95,7 +95,7 @@ def test_slow_computation_is_the_bottleneck_and_hides_the_disk(checkpoint: Path,
     assert stages[READ_WAIT].seconds < stages[READ].seconds / 3
 
 
-def test_slow_dequantizing_is_told_apart(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_dequantizing_is_distinguished(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rabbitllm.engine import units
 
     dequantize, slept = units.dequantize, []
@@ -126,7 +126,7 @@ def test_copies_to_a_gpu_are_recorded(checkpoint: Path) -> None:
     assert uploaded.nbytes > NEW_TOKENS * model.placement.streamed_bytes
 
 
-def test_an_exception_leaves_no_open_record(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exception_leaves_no_open_record(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(split(checkpoint), 0, profiling=True)
 
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -156,7 +156,7 @@ def test_passes_have_tokens_and_bytes(checkpoint: Path) -> None:
     assert model.profiler.in_place == {"cpu resident": model.placement.of("model.norm").stored}
 
 
-def test_passes_of_a_packed_model_move_nothing(checkpoint: Path) -> None:
+def test_passes_of_a_packed_model_move_no_bytes(checkpoint: Path) -> None:
     model = load(split(checkpoint, "4bit"), ALL, profiling=True, exact=False)
     passes(model, 2)
     assert len(model.profiler.passes) == 2
@@ -166,7 +166,7 @@ def test_passes_of_a_packed_model_move_nothing(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("host", [0, 1 << 30], ids=["from the disk", "from page-locked memory"])
-def test_passes_count_what_is_copied_to_a_gpu(checkpoint: Path, host: int) -> None:
+def test_passes_count_copies_to_a_gpu(checkpoint: Path, host: int) -> None:
     from rabbitllm.base.options import RunOptions
     from rabbitllm.engine.load import load_model
 

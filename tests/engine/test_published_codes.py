@@ -109,7 +109,7 @@ def forms_of(plan: LoadPlan) -> set[str]:
 
 @pytest.mark.bits
 @pytest.mark.parametrize("name", MODELS)
-def test_every_tier_is_as_near_as_transformers(tmp_path: Path, name: str) -> None:
+def test_every_tier_is_as_close_as_transformers(tmp_path: Path, name: str) -> None:
     build, forms = CODED[name]
     folder = build(tmp_path / "model")
     plain = tmp_path / "plain" if (tmp_path / "plain").is_dir() else folder
@@ -159,7 +159,7 @@ def test_linears_with_quantized_inputs(tmp_path: Path, scheme: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8-llama", "mxfp4-gpt_oss"])
-def test_what_stays_is_as_large_as_the_codes(tmp_path: Path, name: str) -> None:
+def test_resident_weights_take_the_size_of_the_codes(tmp_path: Path, name: str) -> None:
     directory = split(CODED[name][0](tmp_path / "model"))
     plan, exact = plan_of(directory, exact=False), plan_of(directory)
     nbytes = sum(tensor.nbytes for tensor in LayerStore(directory).tensors.values())
@@ -169,7 +169,7 @@ def test_what_stays_is_as_large_as_the_codes(tmp_path: Path, name: str) -> None:
     assert sum(placed.counted for placed in (*plan.placement.units, *plan.placement.experts)) <= nbytes
 
 
-def test_a_weight_is_its_codes(tmp_path: Path) -> None:
+def test_weight_is_its_codes(tmp_path: Path) -> None:
     """Copied with the model, differentiable by its inputs, and a dequantized matrix for any other operation."""
     directory = split(CODED["fp8-llama"][0](tmp_path / "model"))
     model, exact = load(directory, exact=False), load(directory)
@@ -196,7 +196,7 @@ def test_a_weight_is_its_codes(tmp_path: Path) -> None:
         ("in columns", lambda folder: quantized.build_gptq(folder, "llama", folder.parent / "plain")),
     ],
 )
-def test_what_no_kernel_multiplies_has_the_bits_of_transformers(
+def test_matrices_without_a_kernel_have_the_bits_of_transformers(
     tmp_path: Path, name: str, build: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = split(build(tmp_path / "model"))
@@ -212,8 +212,6 @@ def test_what_no_kernel_multiplies_has_the_bits_of_transformers(
         assert_same(result, run(load(directory)))
 
 
-def test_a_model_that_is_multiplied_from_its_codes_warns_of_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_model_multiplied_from_codes_logs_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     load(split(CODED["mxfp4-gpt_oss"][0](tmp_path / "model")), exact=False)
     assert "dequantized" not in caplog.text

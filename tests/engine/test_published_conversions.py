@@ -43,7 +43,7 @@ SHORT = ("awq-qwen3_moe", "gptq-qwen2")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in MODELS]
 )
-def test_what_transformers_computes_with_the_matrices(
+def test_results_equal_transformers_with_the_matrices(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     build, family, options = MODELS[name]
@@ -75,7 +75,7 @@ def test_integers_of_auto_round(tmp_path: Path, layout: str, family: str) -> Non
 
 
 @pytest.mark.parametrize("older", [{"backend": "auto_round:gptq:exllamav2", "quant_method": "intel/auto-round"}, {}])
-def test_what_older_versions_of_auto_round_say(tmp_path: Path, older: dict[str, str]) -> None:
+def test_settings_of_older_auto_round(tmp_path: Path, older: dict[str, str]) -> None:
     folder = quantized.build_auto_round(tmp_path / "model", "llama", tmp_path / "plain", "auto_round:auto_gptq")
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]["packing_format"]
@@ -95,7 +95,7 @@ def test_what_older_versions_of_auto_round_say(tmp_path: Path, older: dict[str, 
         ({"bits": 3}, "by gptq, in the form gptq at 3 bits"),
     ],
 )
-def test_forms_of_auto_round_that_are_not_known(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_unknown_forms_of_auto_round(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama")
     path = folder / "config.json"
     settings = {"quant_method": "auto-round", "bits": 4, "group_size": 16, "sym": True, **changes}
@@ -105,7 +105,7 @@ def test_forms_of_auto_round_that_are_not_known(tmp_path: Path, changes: dict[st
     assert "unquantized" in refused.value.remedy
 
 
-def test_the_matrix_of_awq() -> None:
+def test_awq_matrix() -> None:
     tensor = torch.randn(24, 48, generator=torch.Generator().manual_seed(0))
     integers = quantized.integers_of(tensor, 4)
     parts = quantized._awq(integers)
@@ -116,7 +116,7 @@ def test_the_matrix_of_awq() -> None:
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("disordered", [True, False])
-def test_the_matrix_of_gptq(bits: int, offset: int, disordered: bool) -> None:
+def test_gptq_matrix(bits: int, offset: int, disordered: bool) -> None:
     tensor = torch.randn(32, 48, generator=torch.Generator().manual_seed(0))
     integers = quantized.integers_of(tensor, bits, disordered=disordered)
     parts = quantized._gptq(integers, bits, offset)
@@ -140,7 +140,7 @@ def test_another_dtype_than_the_scales(tmp_path: Path) -> None:
     assert model.model.embed_tokens.weight.dtype == torch.bfloat16
 
 
-def test_a_part_is_missing(tmp_path: Path) -> None:
+def test_missing_part(tmp_path: Path) -> None:
     folder = quantized.build_awq(tmp_path / "model", "llama", tmp_path / "plain")
     take_out(folder, "layers.1.mlp.up_proj.qzeros")
     with pytest.raises(IncompleteSplitError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
@@ -159,7 +159,7 @@ def test_a_part_is_missing(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_forms_that_are_not_known(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+def test_unknown_forms(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama")
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": settings}))
@@ -168,7 +168,7 @@ def test_forms_that_are_not_known(tmp_path: Path, settings: dict[str, Any], mess
     assert "unquantized" in refused.value.remedy
 
 
-def test_awq_of_a_model_whose_activations_are_scaled(tmp_path: Path) -> None:
+def test_awq_with_scaled_activations(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "model", "bloom")
     path = folder / "config.json"
     settings = {"quant_method": "awq", "bits": 4, "version": "gemm"}
@@ -238,7 +238,7 @@ def test_fp8_in_several_threads(counted: list[str]) -> None:
         (torch.ones(4, 4, dtype=torch.float8_e4m3fn, device="meta"), torch.ones(2, 2, device="meta"), torch.bfloat16),
     ],
 )
-def test_what_the_kernel_does_not_know_is_done_without(
+def test_unknown_inputs_of_the_kernel_use_transformers(
     codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype | None, counted: list[str]
 ) -> None:
     actual = QuickFp8(None)._dequantize_one(codes, scales, dtype)

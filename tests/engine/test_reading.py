@@ -69,7 +69,7 @@ def budgets(model: Any) -> list[int]:
 
 
 @pytest.mark.parametrize(("family", "compression"), EVERY)
-def test_streamed_as_resident(tmp_path: Path, family: str, compression: str | None) -> None:
+def test_streamed_results_equal_resident_ones(tmp_path: Path, family: str, compression: str | None) -> None:
     source = checkpoint(tmp_path, family)
     folder = split(source, compression)
     for exact in (True, False):
@@ -134,7 +134,7 @@ def logits(model: Any, ids: torch.Tensor = INPUT) -> torch.Tensor:
 
 @pytest.mark.parametrize("budget", [0, 150_000])
 @pytest.mark.parametrize("compression", [None, "4bit"])
-def test_tied_matrices_that_are_read(source: Path, compression: str | None, budget: int) -> None:
+def test_reads_of_tied_matrices(source: Path, compression: str | None, budget: int) -> None:
     """At 4bit the embedding is by rows, and the head is streamed; what is made for the one is the other's too."""
     folder = split(source, compression)
     expected = logits(reading(load(folder)))
@@ -150,7 +150,7 @@ def test_tied_matrices_that_are_read(source: Path, compression: str | None, budg
     assert not torch.equal(logits(load(folder)), expected)
 
 
-def test_an_embedding_that_is_read_before_it_is_called_and_after(source: Path) -> None:
+def test_reads_of_an_embedding_before_and_after_its_call(source: Path) -> None:
     folder = split(source, "4bit")
     model, resident = load(folder, 0), load(folder)
     seen: list[list[torch.Tensor]] = [[], []]
@@ -170,7 +170,7 @@ def test_an_embedding_that_is_read_before_it_is_called_and_after(source: Path) -
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, torch.OutOfMemoryError])
 @pytest.mark.parametrize("compression", [None, "4bit"])
-def test_a_pass_that_breaks_off_after_a_read(
+def test_exception_after_a_read(
     source: Path, compression: str | None, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = split(source, compression)
@@ -194,7 +194,7 @@ def test_a_pass_that_breaks_off_after_a_read(
         assert torch.equal(in_time(lambda: logits(model)), expected)
 
 
-def test_a_broken_off_embedding_keeps_no_rows(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_embedding_keeps_no_rows(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(split(source, "4bit"), 0)
 
     def fail(*_: Any) -> None:
@@ -263,7 +263,7 @@ OUTSIDE: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("way", sorted(OUTSIDE))
-def test_outside_of_a_pass_a_read_is_refused(source: Path, way: str) -> None:
+def test_read_outside_of_a_pass_is_refused(source: Path, way: str) -> None:
     folder = split(source, "4bit")
     model, expected = load(folder, 0), logits(load(folder))
     assert torch.equal(logits(model), expected)
@@ -273,7 +273,7 @@ def test_outside_of_a_pass_a_read_is_refused(source: Path, way: str) -> None:
     assert model.streamer.bound == set()
 
 
-def test_the_message_names_the_weight_and_says_why(source: Path) -> None:
+def test_message_names_the_weight_and_the_reason(source: Path) -> None:
     model = load(split(source), 0)
     with pytest.raises(AbsentWeightError, match=r"Weight lm_head\.weight is not in memory: it is computed in"):
         model.lm_head.weight.sum()
@@ -281,7 +281,7 @@ def test_the_message_names_the_weight_and_says_why(source: Path) -> None:
         model.base_model.layers[2].mlp.up_proj.weight.sum()
 
 
-def test_embeddings_that_stay_in_memory_can_be_resized(source: Path) -> None:
+def test_resident_embeddings_can_be_resized(source: Path) -> None:
     folder, results = split(source), []
     stored = sum(placed.stored for placed in load(folder).placement.units)
     for budget in (ALL, stored * 4 // 5):
@@ -302,7 +302,7 @@ def test_embeddings_of_the_right_size_need_not_be_read(source: Path) -> None:
 
 
 @pytest.mark.parametrize("way", sorted(set(OUTSIDE) - {"another thread in a pass"}))
-def test_where_all_is_in_memory_nothing_is_refused(source: Path, way: str) -> None:
+def test_resident_model_allows_every_read(source: Path, way: str) -> None:
     with torch.no_grad():
         OUTSIDE[way](load(split(source)))
 
@@ -346,7 +346,7 @@ def made(model: Any) -> list[str]:
     return names
 
 
-def test_texts_that_are_scored(source: Path) -> None:
+def test_scored_texts(source: Path) -> None:
     folder = split(source)
     texts = [ScoredText(i, tuple(ids[0].tolist()), (7, 40 + i)) for i, ids in enumerate(prompts())]
     logprobs = [
@@ -356,7 +356,7 @@ def test_texts_that_are_scored(source: Path) -> None:
     assert logprobs[0] == logprobs[1]
 
 
-def test_threads_take_turns_at_a_tower_too(tmp_path: Path) -> None:
+def test_threads_alternate_at_a_tower(tmp_path: Path) -> None:
     """One calls the whole model, one its tower alone."""
     folder = split(checkpoint(tmp_path, "glm4v"))
     inputs = READING["glm4v"].made()

@@ -31,7 +31,7 @@ def assert_holds(folder: Path, expected: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("budget", [ALL, 0])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_uncompressed_model_comes_back_bit_for_bit(tmp_path: Path, family: str, budget: int) -> None:
+def test_saved_uncompressed_model_has_equal_bits(tmp_path: Path, family: str, budget: int) -> None:
     source = build_checkpoint(tmp_path / "source", family, dtype=torch.bfloat16, tied=family == "t5", shards=3)
     model = load(split(source), budget)
     expected = run(model)
@@ -65,7 +65,7 @@ def test_files_of_torch_become_safetensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("budget", [ALL, 0])
 @pytest.mark.parametrize("compression", ["4bit", "8bit"])
-def test_what_is_compressed_is_dequantized(tmp_path: Path, compression: str, budget: int) -> None:
+def test_compressed_weights_are_dequantized(tmp_path: Path, compression: str, budget: int) -> None:
     source = build_checkpoint(tmp_path / "source", "qwen3_moe", dtype=torch.bfloat16)
     model = load(split(source, compression), budget)
     expected = run(model)
@@ -75,7 +75,7 @@ def test_what_is_compressed_is_dequantized(tmp_path: Path, compression: str, bud
     assert_same(reference_logits(tmp_path / "copy", INPUT, torch.bfloat16), expected)
 
 
-def test_the_dtype_of_what_is_dequantized_is_the_models(tmp_path: Path) -> None:
+def test_dequantized_weights_have_the_models_dtype(tmp_path: Path) -> None:
     source = build_checkpoint(tmp_path / "source", "llama", dtype=torch.bfloat16)
     model = load(split(source, "8bit"), 0, dtype="float16")
     model.save_pretrained(tmp_path / "copy")
@@ -94,7 +94,7 @@ def test_published_quantized_weights_stay_as_they_are(tmp_path: Path, build: Any
     )
 
 
-def test_shards_are_as_large_as_allowed(tmp_path: Path) -> None:
+def test_shards_stay_within_the_size(tmp_path: Path) -> None:
     source = build_checkpoint(tmp_path / "source", "llama")
     model = load(split(source), 0)
     model.save_pretrained(tmp_path / "copy", max_shard_size="100KB")
@@ -111,7 +111,7 @@ def test_shards_are_as_large_as_allowed(tmp_path: Path) -> None:
     assert torch.equal(plain_model(tmp_path / "copy")(INPUT).logits, model(INPUT).logits)
 
 
-def test_settings_that_were_changed_and_the_tokenizer_are_saved(tmp_path: Path) -> None:
+def test_changed_settings_and_the_tokenizer_are_saved(tmp_path: Path) -> None:
     model = load(split(build_checkpoint(tmp_path / "source", "llama")), 0)
     model.generation_config.max_new_tokens = 7
     model.config.rms_norm_eps = 0.25
@@ -124,7 +124,7 @@ def test_settings_that_were_changed_and_the_tokenizer_are_saved(tmp_path: Path) 
     assert {key for key in saved if saved[key] != original[key]} == {"_name_or_path"}
 
 
-def test_a_folder_with_a_model_is_left_alone(tmp_path: Path) -> None:
+def test_folder_with_a_model_is_not_overwritten(tmp_path: Path) -> None:
     source = build_checkpoint(tmp_path / "source", "llama")
     model = load(split(source), 0)
     before = {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
@@ -134,7 +134,7 @@ def test_a_folder_with_a_model_is_left_alone(tmp_path: Path) -> None:
     assert before == {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
 
 
-def test_what_is_in_memory_as_it_is_stored_is_saved_as_it_is_there(tmp_path: Path) -> None:
+def test_weights_in_stored_form_are_saved_from_memory(tmp_path: Path) -> None:
     source = build_checkpoint(tmp_path / "source", "llama", tied=True)
     model = load(split(source))
     model(INPUT)
@@ -157,7 +157,7 @@ def test_what_is_in_memory_as_it_is_stored_is_saved_as_it_is_there(tmp_path: Pat
         ("llama", "8bit", "lm_head.weight"),
     ],
 )
-def test_a_change_to_what_is_made_is_refused_rather_than_lost(
+def test_change_of_a_dequantized_weight_is_refused(
     tmp_path: Path, family: str, compression: str | None, changed: str
 ) -> None:
     model = load(split(build_checkpoint(tmp_path / "source", family), compression))
@@ -167,14 +167,14 @@ def test_a_change_to_what_is_made_is_refused_rather_than_lost(
     assert not (tmp_path / "copy").exists()
 
 
-def test_weights_that_are_no_longer_tied_are_refused(tmp_path: Path) -> None:
+def test_untied_weights_are_refused(tmp_path: Path) -> None:
     model = load(split(build_checkpoint(tmp_path / "source", "llama", tied=True)))
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 2)
     with pytest.raises(RabbitLLMError, match="changed since it was loaded"):
         model.save_pretrained(tmp_path / "copy")
 
 
-def test_a_new_module_is_refused(tmp_path: Path) -> None:
+def test_new_module_is_refused(tmp_path: Path) -> None:
     model = load(split(build_checkpoint(tmp_path / "source", "llama")), 0)
     model.extra = torch.nn.Linear(2, 2)
     with pytest.raises(RabbitLLMError, match=r"extra\.bias, extra\.weight"):
@@ -184,7 +184,7 @@ def test_a_new_module_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options", [{"push_to_hub": True}, {"state_dict": {}}, {"variant": "fp16"}, {"save_original_format": False}]
 )
-def test_what_would_change_the_result_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_options_that_change_the_result_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     model = load(split(build_checkpoint(tmp_path / "source", "llama")), 0)
     with pytest.raises(OptionError, match=next(iter(options))):
         model.save_pretrained(tmp_path / "copy", **options)

@@ -38,7 +38,7 @@ def write_config(folder: Path, **values: object) -> Path:
 
 
 @pytest.mark.parametrize(("family", "dtype"), VARIANTS)
-def test_dtypes_and_class_are_those_of_transformers(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+def test_dtypes_and_class_equal_transformers(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     folder = build_checkpoint(tmp_path, family, tied=FAMILIES[family].ties[0], dtype=dtype, tokenizer=False)
     expected = plain(folder, family, dtype)
     model = build(folder, dtype)
@@ -51,7 +51,7 @@ def test_dtypes_and_class_are_those_of_transformers(tmp_path: Path, family: str,
     assert model.config.dtype == dtype
 
 
-def test_the_routing_bias_of_deepseek_stays_in_float32(tmp_path: Path) -> None:
+def test_routing_bias_of_deepseek_stays_in_float32(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path, "deepseek_v3", dtype=torch.bfloat16)
     model = build(folder, torch.bfloat16)
     bias = model.model.layers[1].mlp.gate.e_score_correction_bias
@@ -63,7 +63,7 @@ def test_the_routing_bias_of_deepseek_stays_in_float32(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "dtype"), VARIANTS)
-def test_buffers_are_bit_equal_to_those_of_transformers(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+def test_buffers_equal_transformers_bit_for_bit(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     folder = build_checkpoint(tmp_path, family, tied=FAMILIES[family].ties[0], dtype=dtype, tokenizer=False)
     expected = plain(folder, family, dtype)
     model = build(folder, dtype)
@@ -104,7 +104,7 @@ def test_scaled_rotary_frequencies(tmp_path: Path, scaling: dict[str, Any]) -> N
     assert_same(run(model), reference_logits(folder, INPUT, torch.float32))
 
 
-def test_generation_config_is_the_checkpoint_s(tmp_path: Path) -> None:
+def test_generation_config_is_that_of_the_checkpoint(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path, "llama")
     config = transformers.GenerationConfig(temperature=0.3, top_k=7, eos_token_id=[2, 9], do_sample=True)
     config.save_pretrained(folder)
@@ -138,7 +138,7 @@ def test_without_a_dtype_in_the_config_the_weights_decide(tmp_path: Path) -> Non
         assert load(split(folder, compression)).dtype == torch.float16
 
 
-def test_a_checkpoint_of_the_base_model_lacks_its_prefix(tmp_path: Path) -> None:
+def test_checkpoint_of_the_base_model_has_no_prefix(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path, "gpt2", tied=True)
     expected = reference_logits(folder, INPUT, torch.float32)
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in read_tensors(folder).items()}
@@ -148,14 +148,14 @@ def test_a_checkpoint_of_the_base_model_lacks_its_prefix(tmp_path: Path) -> None
     assert_same(run(load(split(folder), 0)), expected)
 
 
-def test_config_that_is_no_json(tmp_path: Path) -> None:
+def test_config_is_not_json(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UnknownArchitectureError, match="cannot build the model") as refused:
         skeleton.read_config(tmp_path)
     assert str(tmp_path) in refused.value.problem
 
 
-def test_no_config(tmp_path: Path) -> None:
+def test_missing_config(tmp_path: Path) -> None:
     with pytest.raises(UnknownArchitectureError) as caught:
         skeleton.read_config(tmp_path)
     assert str(caught.value).startswith(f"{tmp_path} has no config.json")
@@ -170,7 +170,7 @@ def test_no_config(tmp_path: Path) -> None:
         ({"architectures": ["LlamaForCausalLM"]}, "model_type"),
     ],
 )
-def test_a_model_that_transformers_does_not_know(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+def test_unknown_model_type(tmp_path: Path, values: dict[str, Any], message: str) -> None:
     folder = write_config(tmp_path / "model", **values)
     with pytest.raises(UnknownArchitectureError) as caught:
         skeleton.read_config(folder)
@@ -192,7 +192,7 @@ class OwnForCausalLM(LlamaForCausalLM):
 """
 
 
-def test_a_model_with_code_of_its_own_runs_only_when_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_a_checkpoint_runs_only_when_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = build_checkpoint(tmp_path / "model", "llama")
     expected = reference_logits(folder, INPUT, torch.float32)
@@ -212,7 +212,7 @@ def test_a_model_with_code_of_its_own_runs_only_when_trusted(tmp_path: Path, mon
     assert_same(run(model), expected)
 
 
-def test_threads_that_load_at_the_same_time_leave_torch_as_it_was(tmp_path: Path) -> None:
+def test_simultaneous_loads_leave_torch_unchanged(tmp_path: Path) -> None:
     """transformers changes torch's default dtype and `torch.nn.init` while it builds and initialises a model."""
     directory = split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16))
     load(directory)
@@ -228,7 +228,7 @@ def test_threads_that_load_at_the_same_time_leave_torch_as_it_was(tmp_path: Path
     assert {model.dtype for model in models} == {torch.bfloat16}
 
 
-def test_an_attention_the_model_does_not_have(tmp_path: Path) -> None:
+def test_unsupported_attention(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path, "bloom")
     with pytest.raises(OptionError) as caught:
         build(folder, attention="sdpa")
@@ -236,7 +236,7 @@ def test_an_attention_the_model_does_not_have(tmp_path: Path) -> None:
     assert "Remove attn_implementation" in caught.value.remedy
 
 
-def test_without_a_tokenizer_it_is_none_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_tokenizer_is_none_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = build_checkpoint(tmp_path, "llama", tokenizer=False)
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         assert skeleton.read_tokenizer(folder) is None
@@ -244,7 +244,7 @@ def test_without_a_tokenizer_it_is_none_and_said(tmp_path: Path, caplog: pytest.
     assert "model.tokenizer is None" in caplog.text
 
 
-def test_a_chat_template_that_only_the_processor_reads_is_used_for_text(tmp_path: Path) -> None:
+def test_chat_template_of_the_processor_is_used_for_text(tmp_path: Path) -> None:
     """Older models for pictures have it in chat_template.json."""
     folder = build_checkpoint(tmp_path, "llama")
     (folder / "chat_template.jinja").unlink(missing_ok=True)

@@ -80,7 +80,7 @@ FAMILIES = {"llama": SIZES, "qwen3_moe": EXPERTS}
         ("qwen3_moe", 0, torch.float32),
     ],
 )
-def test_dequantized_for_each_use_they_have_the_bits_of_transformers(
+def test_dequantized_blocks_have_the_bits_of_transformers(
     family: str, budget: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     directory, numbers = split_and_numbers(tmp_path, family, dtype=dtype, **FAMILIES[family])
@@ -90,9 +90,7 @@ def test_dequantized_for_each_use_they_have_the_bits_of_transformers(
 
 @pytest.mark.skipif(not vectors.lanes(), reason="no vectors of a kind that is used here")
 @pytest.mark.parametrize(("family", "share"), [("llama", 0.0), ("llama", 1.0), ("qwen3_moe", 0.25), ("qwen3_moe", 1.0)])
-def test_multiplied_from_their_codes_they_are_as_near_as_transformers(
-    family: str, share: float, tmp_path: Path
-) -> None:
+def test_products_from_blocks_are_as_close_as_transformers(family: str, share: float, tmp_path: Path) -> None:
     directory, numbers = split_and_numbers(tmp_path, family, ("Q4_K", "Q8_0"), dtype=torch.bfloat16, **FAMILIES[family])
     is_pooled = 0 < share < 1
     budget = budget_that_keeps(directory, share, exact=False) if is_pooled else int(share) * ALL
@@ -109,7 +107,7 @@ def test_multiplied_from_their_codes_they_are_as_near_as_transformers(
         assert Tier.STREAMED not in tiers(model).values()
 
 
-def test_they_are_stored_tensors_of_their_numbers(tmp_path: Path) -> None:
+def test_stored_tensors_have_the_shapes_of_their_numbers(tmp_path: Path) -> None:
     directory, numbers = split_and_numbers(tmp_path, "llama", **SIZES)
     store, plain = LayerStore(directory), read_tensors(numbers)
     assert {name: stored.shape for name, stored in store.tensors.items()} == {

@@ -102,7 +102,7 @@ def assert_nothing_is_bound(model: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_what_a_caller_computes_in_changes_no_bit(checkpoint: Path, mode: Any) -> None:
+def test_mode_of_the_caller_changes_no_bit(checkpoint: Path, mode: Any) -> None:
     """The last positions of a batch lie at strides, and how torch multiplies those depends on the weight's gradient."""
     ids = torch.cat([INPUT, INPUT.flip(1), INPUT + 1, INPUT + 2])
     plain, streamed = plain_model(checkpoint), load(split(checkpoint), 0)
@@ -125,7 +125,7 @@ def test_weights_that_are_not_bound_are_absent(model: Any, expected: Reference) 
     assert model.num_parameters() == sum(weight.numel() for weight in model.parameters())
 
 
-def test_a_weight_that_is_set_anew_is_refused_rather_than_lost(tmp_path: Path, model: Any) -> None:
+def test_replaced_weight_is_refused(tmp_path: Path, model: Any) -> None:
     """Its place is taken by the stored one in each pass."""
     state = {name: torch.zeros(weight.shape) for name, weight in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
@@ -136,7 +136,7 @@ def test_a_weight_that_is_set_anew_is_refused_rather_than_lost(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("budget", [0, 100_000, ALL])
-def test_tying_what_is_tied_changes_nothing(tmp_path: Path, budget: int) -> None:
+def test_tying_again_changes_no_result(tmp_path: Path, budget: int) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama", tied=True)
     model, expected = load(split(folder), budget), reference_logits(folder, INPUT, torch.float32)
     model.tie_weights()
@@ -144,7 +144,7 @@ def test_tying_what_is_tied_changes_nothing(tmp_path: Path, budget: int) -> None
     model.save_pretrained(tmp_path / "copy")
 
 
-def test_a_call_after_an_interrupted_one(model: Any) -> None:
+def test_call_after_an_interrupted_one(model: Any) -> None:
     """Of a layer by itself, which leaves its weights bound."""
     layer = model.model.layers[0]
     states, angles = torch.ones(1, 3, 64), (torch.ones(1, 3, 16), torch.zeros(1, 3, 16))
@@ -161,7 +161,7 @@ def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_unit_is_bound_while_it_computes_and_no_other(model: Any) -> None:
+def test_only_the_computing_unit_is_bound(model: Any) -> None:
     seen = []
 
     def look(module: Any, args: Any, output: Any) -> None:
@@ -176,7 +176,7 @@ def test_a_unit_is_bound_while_it_computes_and_no_other(model: Any) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, torch.OutOfMemoryError])
-def test_an_exception_in_a_layer_costs_nothing(
+def test_exception_in_a_layer_is_harmless(
     model: Any, expected: Reference, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -209,9 +209,7 @@ def test_exceptions_one_after_the_other(
     assert_nothing_is_bound(model)
 
 
-def test_an_interrupt_in_an_encoder_that_generation_calls_by_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_in_an_encoder_of_a_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = build_checkpoint(tmp_path, "t5", tied=True)
     model = load(split(folder), 0)
 
@@ -227,7 +225,7 @@ def test_an_interrupt_in_an_encoder_that_generation_calls_by_itself(
     assert_same(result, reference_logits(folder, INPUT, torch.float32))
 
 
-def test_a_packed_unit_is_let_go_too(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_unit_is_unbound_after_an_exception(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(checkpoint, "4bit")
     resident = load(directory)
     expected = run(resident)
@@ -246,7 +244,7 @@ def test_a_packed_unit_is_let_go_too(checkpoint: Path, monkeypatch: pytest.Monke
     assert_nothing_is_bound(model)
 
 
-def test_an_unreadable_layer_is_an_error_and_the_next_call_works(
+def test_unreadable_layer_is_an_error_and_the_next_call_works(
     checkpoint: Path, model: Any, expected: Reference
 ) -> None:
     path = checkpoint / "splitted_model" / "model.layers.1.safetensors"
@@ -260,7 +258,7 @@ def test_an_unreadable_layer_is_an_error_and_the_next_call_works(
         assert torch.equal(in_time(lambda: logits(model)), expected.logits)
 
 
-def test_the_next_unit_is_requested_and_the_last_requests_the_first(model: Any) -> None:
+def test_next_unit_is_requested_and_the_last_requests_the_first(model: Any) -> None:
     loader, asked = loader_of(model), []
     request = loader.request
 
@@ -276,14 +274,14 @@ def test_the_next_unit_is_requested_and_the_last_requests_the_first(model: Any) 
     assert asked == (STREAMED[1:] + STREAMED[:1]) * 3  # the first unit of the first pass could not be requested ahead
 
 
-def test_without_prefetching_nothing_is_asked_for_ahead(checkpoint: Path, expected: Reference) -> None:
+def test_without_prefetching_no_unit_is_requested_ahead(checkpoint: Path, expected: Reference) -> None:
     model = load(split(checkpoint), 0, prefetching=False)
     for count in range(1, 3):
         assert torch.equal(logits(model), expected.logits)
         assert loads(model) == count * len(STREAMED)
 
 
-def test_a_wrong_prediction_recovers_and_is_learnt_from(model: Any, expected: Reference) -> None:
+def test_wrong_prediction_is_corrected(model: Any, expected: Reference) -> None:
     hidden = torch.randn(1, 3, 64)
     before = loads(model)
     with torch.inference_mode():
@@ -298,7 +296,7 @@ def test_a_wrong_prediction_recovers_and_is_learnt_from(model: Any, expected: Re
         assert loads(model) == learnt + count * len(STREAMED)
 
 
-def test_a_decoder_repeats_and_its_encoder_does_not(tmp_path: Path) -> None:
+def test_decoder_repeats_and_its_encoder_does_not(tmp_path: Path) -> None:
     model = load(split(build_checkpoint(tmp_path, "t5", tied=True)), 0)
     streamed = [unit for unit, tier in tiers(model).items() if tier is Tier.STREAMED]
     again = [unit for unit in streamed if not unit.startswith("encoder.")]
@@ -310,40 +308,40 @@ def test_a_decoder_repeats_and_its_encoder_does_not(tmp_path: Path) -> None:
     assert loads(model) <= len(streamed) + (tokens - 1) * len(again) + 3
 
 
-def test_keeping_some_layers_in_memory_keeps_so_many(checkpoint: Path, expected: Reference) -> None:
+def test_cache_layers_keeps_that_number_of_layers(checkpoint: Path, expected: Reference) -> None:
     model = load(split(checkpoint), 0, cache_layers=2, profiling=True)
     assert_same(run(model), expected)
     read = {unit for unit, stages in model.profiler.layers.items() if READ in stages}
     assert read == {"model.layers.2", "lm_head"}
 
 
-def test_everything_resident_has_no_lane_to_wait_for(checkpoint: Path, expected: Reference) -> None:
+def test_resident_model_loads_no_unit(checkpoint: Path, expected: Reference) -> None:
     model = load(split(checkpoint), ALL)
     assert_same(run(model), expected)
     assert loads(model) == 0
     assert not any(module._forward_pre_hooks for module in model.model.layers)
 
 
-def test_gradients_flow_where_everything_is_resident(checkpoint: Path) -> None:
+def test_resident_model_has_gradients(checkpoint: Path) -> None:
     model = load(split(checkpoint), ALL)
     model(INPUT, labels=INPUT).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_a_streamed_pass_keeps_no_gradients(model: Any, expected: Reference) -> None:
+def test_streamed_pass_keeps_no_gradients(model: Any, expected: Reference) -> None:
     output = model(INPUT)
     assert not output.logits.requires_grad
     assert torch.equal(output.logits, expected.logits)
 
 
-def test_loading_inside_inference_mode_ties_the_model_to_none(checkpoint: Path, expected: Reference) -> None:
+def test_model_loaded_in_inference_mode_works_outside(checkpoint: Path, expected: Reference) -> None:
     with torch.inference_mode():
         model = load(split(checkpoint), ALL)
     assert torch.equal(model(INPUT).logits.detach(), expected.logits)
     model(INPUT, labels=INPUT).loss.backward()
 
 
-def test_modes_may_alternate(model: Any, expected: Reference) -> None:
+def test_modes_alternate(model: Any, expected: Reference) -> None:
     for _ in range(2):
         assert torch.equal(logits(model), expected.logits)
         with torch.no_grad():
@@ -359,7 +357,7 @@ def test_generation_in_another_thread(model: Any, expected: Reference) -> None:
     assert torch.equal(in_time(generate), expected.tokens)
 
 
-def test_threads_take_turns(model: Any, expected: Reference) -> None:
+def test_threads_alternate(model: Any, expected: Reference) -> None:
     results: list[torch.Tensor] = []
 
     def generate() -> None:
@@ -376,7 +374,7 @@ def test_threads_take_turns(model: Any, expected: Reference) -> None:
     assert all(torch.equal(tokens, expected.tokens) for tokens in results)
 
 
-def test_a_dropped_model_leaves_no_thread_and_no_memory(checkpoint: Path) -> None:
+def test_deleted_model_leaves_no_thread_and_no_memory(checkpoint: Path) -> None:
     before = set(threading.enumerate())
     model = load(split(checkpoint), 0)
     logits(model)
@@ -402,7 +400,7 @@ def cross(boundary: InputMover, *args: Any, **kwargs: Any) -> Any:
 
 
 @modes
-def test_a_tensor_crosses_once(mode: Any) -> None:
+def test_tensor_is_copied_once(mode: Any) -> None:
     with mode(), watched() as operations:
         mask = torch.ones(3, device=HERE)
         boundary = InputMover(THERE)
@@ -414,7 +412,7 @@ def test_a_tensor_crosses_once(mode: Any) -> None:
 
 
 @modes
-def test_what_is_there_stays_the_very_same(mode: Any) -> None:
+def test_tensors_on_the_device_stay_the_same_objects(mode: Any) -> None:
     with mode(), watched() as operations:
         tensor = torch.ones(3, device=THERE)
         state = [tensor, {"a": (tensor, None)}]
@@ -427,7 +425,7 @@ def test_what_is_there_stays_the_very_same(mode: Any) -> None:
 
 
 @modes
-def test_a_copy_that_was_changed_is_made_again(mode: Any) -> None:
+def test_changed_copy_is_copied_again(mode: Any) -> None:
     with mode(), watched():
         mask, boundary = torch.ones(3, device=HERE), InputMover(THERE)
         first = cross(boundary, mask)[0][0]
@@ -438,7 +436,7 @@ def test_a_copy_that_was_changed_is_made_again(mode: Any) -> None:
         assert second.cpu().tolist() == [1, 1, 1]
 
 
-def test_an_original_that_was_changed_crosses_again() -> None:
+def test_changed_original_is_copied_again() -> None:
     with torch.no_grad(), watched():
         mask, boundary = torch.ones(3, device=HERE), InputMover(THERE)
         assert cross(boundary, mask)[0][0].cpu().tolist() == [1, 1, 1]
@@ -447,7 +445,7 @@ def test_an_original_that_was_changed_crosses_again() -> None:
 
 
 @modes
-def test_a_new_pass_copies_again(mode: Any) -> None:
+def test_new_pass_copies_again(mode: Any) -> None:
     with mode(), watched():
         mask, boundary = torch.ones(3, device=HERE), InputMover(THERE)
         first = cross(boundary, mask)[0][0]
@@ -457,7 +455,7 @@ def test_a_new_pass_copies_again(mode: Any) -> None:
         assert first.cpu().tolist() == [1, 1, 1]
 
 
-def test_copies_go_with_their_originals() -> None:
+def test_copies_are_freed_with_their_originals() -> None:
     with torch.no_grad(), watched():
         boundary = InputMover(THERE)
         for _ in range(5):
@@ -467,7 +465,7 @@ def test_copies_go_with_their_originals() -> None:
 
 
 @modes
-def test_inside_whatever_holds_tensors(mode: Any) -> None:
+def test_containers_of_tensors_are_copied(mode: Any) -> None:
     class Held(UserDict[str, torch.Tensor]):
         def to(self, device: torch.device, non_blocking: bool = False) -> Held:
             return Held({key: tensor.to(device) for key, tensor in self.items()})
@@ -491,7 +489,7 @@ def test_inside_whatever_holds_tensors(mode: Any) -> None:
         assert moved["list"][1] == 1
 
 
-def test_gradients_cross_back() -> None:
+def test_gradients_reach_the_original() -> None:
     with watched():
         boundary = InputMover(THERE)
         source = torch.ones(3, requires_grad=True)

@@ -47,7 +47,7 @@ def build(folder: Path, model_type: str) -> Any:
 
 @pytest.mark.bits
 @pytest.mark.parametrize("model_type", TYPES)
-def test_its_text_is_that_of_transformers(tmp_path: Path, model_type: str, one_thread: None) -> None:
+def test_text_equals_transformers(tmp_path: Path, model_type: str, one_thread: None) -> None:
     whole = build(tmp_path / "model", model_type)
     thinker = getattr(transformers, f"{TYPES[model_type]}ThinkerForConditionalGeneration")
     plain = thinker.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
@@ -67,7 +67,7 @@ def test_its_text_is_that_of_transformers(tmp_path: Path, model_type: str, one_t
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_the_parts_that_speak_are_kept_and_never_read(tmp_path: Path, model_type: str) -> None:
+def test_talker_is_kept_and_never_read(tmp_path: Path, model_type: str) -> None:
     build(tmp_path / "model", model_type)
     before = read_tensors(tmp_path / "model")
     directory = split(tmp_path / "model")
@@ -108,7 +108,7 @@ def test_published_quantized(tmp_path: Path) -> None:
             assert torch.equal(load(split(tmp_path / "model"), budget)(ids).logits, expected)
 
 
-def test_the_config_alone(tmp_path: Path) -> None:
+def test_config_without_weights(tmp_path: Path) -> None:
     build(tmp_path / "model", "qwen2_5_omni")
     LoadPlanner(RunOptions(device="cpu"), [CpuDevice()], tmp_path / "model").check_config()
 

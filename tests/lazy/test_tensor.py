@@ -64,7 +64,7 @@ def saved(module: torch.nn.Module, path: Path, form: str) -> LazyCheckpoint:
     return rabbitllm.lazy_load(path)
 
 
-def test_what_is_known_without_reading(lazy: LazyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attributes_without_reading(lazy: LazyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> None:
         raise AssertionError("read")
 
@@ -133,7 +133,7 @@ def test_what_is_known_without_reading(lazy: LazyCheckpoint, monkeypatch: pytest
     ],
 )
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
-def test_functions_give_what_they_give_of_an_ordinary_tensor(lazy: LazyCheckpoint, function: Any) -> None:
+def test_functions_equal_those_of_an_ordinary_tensor(lazy: LazyCheckpoint, function: Any) -> None:
     expected, actual = function(TENSORS["w"]), function(lazy["w"])
     assert (actual.shape, actual.dtype, actual.stride()) == (expected.shape, expected.dtype, expected.stride())
     assert torch.equal(actual, expected)
@@ -147,7 +147,7 @@ def test_every_kind_of_tensor(lazy: LazyCheckpoint, name: str) -> None:
     assert bool((lazy[name] == TENSORS[name]).all())
 
 
-def test_it_is_written_to_in_place_and_viewed_as_any_other(lazy: LazyCheckpoint) -> None:
+def test_in_place_writes_and_views(lazy: LazyCheckpoint) -> None:
     w, expected = lazy["w"], TENSORS["w"].clone()
     assert w.mul_(2) is w
     expected.mul_(2)
@@ -169,7 +169,7 @@ def test_it_is_written_to_in_place_and_viewed_as_any_other(lazy: LazyCheckpoint)
     assert torch.equal(w.clone(), expected)
 
 
-def test_the_file_stays_as_it_is(path: Path) -> None:
+def test_file_stays_unchanged(path: Path) -> None:
     before = path.read_bytes()
     lazy = rabbitllm.lazy_load(path)
     for tensor in lazy.values():
@@ -227,7 +227,7 @@ def test_load_state_dict(tmp_path: Path, form: str, assign: bool, swap: bool) ->
     assert all(torch.equal(loaded[name], tensor) for name, tensor in trained.state_dict().items())
 
 
-def test_load_state_dict_says_what_does_not_fit(tmp_path: Path) -> None:
+def test_load_state_dict_names_mismatched_tensors(tmp_path: Path) -> None:
     lazy = saved(network(), tmp_path / "x", "torch")
     with pytest.raises(RuntimeError, match=r"size mismatch for 0.weight.*\[8, 6\]"):
         torch.nn.Sequential(torch.nn.Linear(6, 7)).load_state_dict(lazy, strict=False)
@@ -249,7 +249,7 @@ def test_filling_a_model_holds_one_tensor_at_a_time(path: Path) -> None:
     assert "not read" not in repr(tensors["w"])
 
 
-def test_a_copy_is_read_straight_into_its_memory(lazy: LazyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_is_read_straight_into_its_memory(lazy: LazyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> None:
         raise AssertionError("made a tensor")
 
@@ -266,7 +266,7 @@ def test_a_copy_is_read_straight_into_its_memory(lazy: LazyCheckpoint, monkeypat
     assert torch.equal(parameter, TENSORS["w"])
 
 
-def test_a_copy_that_torch_has_to_make(lazy: LazyCheckpoint) -> None:
+def test_copies_made_by_torch(lazy: LazyCheckpoint) -> None:
     w = TENSORS["w"]
     assert torch.equal(torch.zeros(8, 6, dtype=torch.float64).copy_(lazy["w"]), w.double())
     assert torch.equal(torch.zeros(2, 8, 6).copy_(lazy["w"]), w.expand(2, 8, 6))
@@ -288,7 +288,7 @@ def test_a_copy_that_torch_has_to_make(lazy: LazyCheckpoint) -> None:
         result.backward()
 
 
-def test_a_copy_sees_what_was_written(path: Path) -> None:
+def test_copy_has_written_values(path: Path) -> None:
     lazy = rabbitllm.lazy_load(path)
     kept = lazy["w"].zero_()
     target = torch.ones(8, 6).copy_(kept)
@@ -308,7 +308,7 @@ def test_copies_and_pickles_are_ordinary_tensors(lazy: LazyCheckpoint) -> None:
     assert torch.equal(w, TENSORS["w"])
 
 
-def test_a_parameter_made_of_one(lazy: LazyCheckpoint) -> None:
+def test_parameter_of_a_lazy_tensor(lazy: LazyCheckpoint) -> None:
     w = lazy["w"]
     parameter = torch.nn.Parameter(w)
     assert type(parameter) is torch.nn.Parameter
@@ -320,7 +320,7 @@ def test_a_parameter_made_of_one(lazy: LazyCheckpoint) -> None:
     assert type(torch.nn.Parameter(lazy["count"], requires_grad=False)) is torch.nn.Parameter
 
 
-def test_rows_are_read_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_requested_rows_are_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     plain = PositionalFile.read_into
 
