@@ -56,7 +56,7 @@ def check_picture(path: str | Path) -> None:
         raise missing_package("Plots need", "matplotlib", "plot") from error
 
 
-def blank(width: float, height: float) -> Any:
+def empty_figure(width: float, height: float) -> Any:
     """An empty white figure of this size in inches, independent of the backend of the process."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -66,7 +66,7 @@ def blank(width: float, height: float) -> Any:
     return figure
 
 
-def unframed(axes: Any) -> None:
+def hide_frame(axes: Any) -> None:
     """Remove the sides of axes that have no scale."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -196,7 +196,7 @@ def spent_by_layer(pass_: Pass, events: Iterable[Event]) -> dict[str, dict[str, 
 def _pass_figure(pass_: Pass, events: Sequence[Event], title: str, note: str) -> Any:
     from matplotlib.patches import Patch
 
-    figure = blank(_WIDTH, _HEIGHT)
+    figure = empty_figure(_WIDTH, _HEIGHT)
     above, below = figure.subplots(2, 1, height_ratios=(1, 1.9))
     inside = _events_of(events, pass_)
     _timeline(above, pass_, inside)
@@ -213,17 +213,17 @@ def _timeline(axes: Any, pass_: Pass, events: Sequence[Event]) -> None:
     lanes = [(name, stages) for name, stages in _LANES if any(event.stage in stages for event in events)]
     for row, (_, stages) in enumerate(lanes):
         for stage in stages:
-            spans = [_clipped(event, pass_) for event in events if event.stage == stage]
+            spans = [_clip_to_pass(event, pass_) for event in events if event.stage == stage]
             axes.broken_barh(spans, (row - 0.36, 0.72), color=COLOURS[stage], edgecolor="white", linewidth=0.3)
     axes.set_yticks(range(len(lanes)), [name for name, _ in lanes])
     axes.set_ylim(len(lanes) - 0.5, -0.5)
     axes.set_xlim(0, pass_.wall * 1e3)
     of_prompt = " of prompt" if pass_.kind == PROMPT else ""
     axes.set_xlabel(f"milliseconds of pass {pass_.number}, over {counted(pass_.tokens, 'token')}{of_prompt}")
-    unframed(axes)
+    hide_frame(axes)
 
 
-def _clipped(event: Event, pass_: Pass) -> tuple[float, float]:
+def _clip_to_pass(event: Event, pass_: Pass) -> tuple[float, float]:
     """Start and length in milliseconds of the part within the pass."""
     start, end = max(event.start - pass_.start, 0.0), min(event.end - pass_.start, pass_.wall)
     return start * 1e3, (end - start) * 1e3
@@ -242,7 +242,7 @@ def _bars(axes: Any, spent: Mapping[str, Mapping[str, float]]) -> None:
     axes.set_xticks(range(0, len(layers), step), names[::step], rotation=90, fontsize=8)
     axes.set_xlim(-0.6, len(layers) - 0.4)
     axes.set_ylabel("milliseconds")
-    unframed(axes)
+    hide_frame(axes)
 
 
 # Disk use during a split, recorded from its events; a point is one measurement of the disk, from an event.
@@ -368,7 +368,7 @@ def pictured(path: str | Path | None) -> Iterator[DiskRecord | None]:
 
 def _disk_figure(record: DiskRecord) -> Any:
     points, peak = record.points, record.peak
-    figure = blank(_DISK_WIDTH, _DISK_HEIGHT)
+    figure = empty_figure(_DISK_WIDTH, _DISK_HEIGHT)
     axes = figure.subplots()
     highest = max(peak.total, record.source_bytes)
     scale, unit = unit_of(highest)
@@ -393,7 +393,7 @@ def _disk_figure(record: DiskRecord) -> Any:
     axes.set_ylim(0, 1.07 * min(max(*limits, highest / scale), MAX_AXIS * highest / scale))
     axes.set_xlabel(time_unit)
     axes.set_ylabel(f"{unit} on the disk")
-    unframed(axes)
+    hide_frame(axes)
     took = f"{amount(record.source_bytes)} in {record.num_shards} shards, split in {duration(seconds)}"
     limit = f"; limit of the split {amount(min(filter(None, limits)) * scale)}" if any(limits) else ""
     label = record.label if len(record.label) <= MAX_LABEL else "…" + record.label[-MAX_LABEL:]

@@ -121,7 +121,7 @@ class Terminal:
         """Replace the shown rows by these."""
         width, height = size_of(self.stream)
         self._rows = rows
-        lines = [self._drawn(row, width - 1) for row in rows[: height - 1]]
+        lines = [self._draw_row(row, width - 1) for row in rows[: height - 1]]
         text = f"{width} " + "\r\n".join(lines)
         if text == self._painted or not lines:
             return
@@ -143,7 +143,7 @@ class Terminal:
         self._rows = ()
         self._wipe()
 
-    def above(self, text: str) -> None:
+    def print_above(self, text: str) -> None:
         """Print a line above the rows."""
         begun = self._column > 0 and not self._wrapped
         with GONE:
@@ -208,7 +208,7 @@ class Terminal:
         finally:
             self._inside = False
 
-    def _drawn(self, row: Row, width: int) -> str:
+    def _draw_row(self, row: Row, width: int) -> str:
         """A row cut to a width, with its styles."""
         out, room = "", width
         for text, style in row:
@@ -383,7 +383,7 @@ class Region:
                 if not any(claim.form is DisplayForm.TERMINAL for claim in self._claims):
                     terminal.erase()
                 if last:
-                    terminal.above(last)
+                    terminal.print_above(last)
                 self._show()
             elif last:
                 _print(last)

@@ -221,7 +221,7 @@ def _block(pattern: str, stored: Sequence[StoredTensor], experts: int) -> Block 
     numbers = (_EXPERT.findall(tensor.name) for tensor in stored)
     if [int(digits[-1]) if digits else -1 for digits in numbers] != list(range(experts)):  # the last one in the name
         return None
-    if any(_kind_of(tensor) != _kind_of(first) for tensor in stored):
+    if any(_layout_of(tensor) != _layout_of(first) for tensor in stored):
         return None
     payload = _part([tensor.parts[0] for tensor in stored])
     if first.quantized is None or STORED[first.quantized.scheme].block_bytes:
@@ -231,7 +231,7 @@ def _block(pattern: str, stored: Sequence[StoredTensor], experts: int) -> Block 
     return Block(pattern, False, first.quantized.codes, payload, scales, tables, nesting=nesting)
 
 
-def _kind_of(stored: StoredTensor) -> tuple[str | None, Quantized | None, str, tuple[int, ...]]:
+def _layout_of(stored: StoredTensor) -> tuple[str | None, Quantized | None, str, tuple[int, ...]]:
     """The scheme, form, dtype and shape of a stored tensor, without the mean of its scales."""
     form = stored.quantized
     if form is None:
@@ -298,7 +298,7 @@ def _lay_out(leaves: Mapping[str, ExpertParameter]) -> int:
             runs += [[part] for part in leaf.parts]
     runs = sorted(filter(None, runs), key=lambda run: (run[0].file(0), int(run[0].offsets[0])))
     for leaf in leaves.values():  # made from the bytes that are read, and written after them
-        runs.append([block.nesting.made for block in leaf.blocks if block.nesting is not None])
+        runs.append([block.nesting.dequantized for block in leaf.blocks if block.nesting is not None])
     end = 0
     for run in filter(None, runs):
         end = round_up(end, TENSOR_ALIGNMENT)

@@ -169,7 +169,7 @@ class ExpertSlot:
         expert: the expert whose bytes are all in it.
         ready: (module, leaf) -> the weight, of leaves that are used in their stored form: a view of the memory, the
             same for every expert.
-        made: the leaves whose scales were dequantized for the expert that is in it.
+        dequantized: the leaves whose scales were dequantized for the expert that is in it.
     """
 
     memory: torch.Tensor
@@ -178,7 +178,7 @@ class ExpertSlot:
     ticket: Any = None
     expert: ExpertKey | None = None
     ready: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
-    made: set[tuple[int, str]] = field(default_factory=set)
+    dequantized: set[tuple[int, str]] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,13 +473,13 @@ class ExpertPool:
         def bytes_of(part: ExpertPart) -> torch.Tensor:
             return slot.memory[part.at : part.at + part.nbytes]
 
-        if chosen.makes_scales and key not in slot.made:
+        if chosen.makes_scales and key not in slot.dequantized:
             chosen.make_scales(bytes_of, expert)
-            slot.made.add(key)
+            slot.dequantized.add(key)
         ready = slot.ready.get(key)
         if ready is not None:
             return ready
-        weight = chosen.weight(self._model, bytes_of, expert, made=True)
+        weight = chosen.weight(self._model, bytes_of, expert, scaled=True)
         if chosen.is_view or chosen.matrix_type is not None:
             slot.ready[key] = weight
         return weight
@@ -501,7 +501,7 @@ class ExpertPool:
     def _send(self, module: int, expert: int, slot: ExpertSlot, in_host: HostSlot, leaf: str | None = None) -> None:
         """Begin to fill a slot that has no pending fill, with an expert or with the bytes of one of its leaves."""
         slot.expert = None
-        slot.made.clear()
+        slot.dequantized.clear()
         slot.pending = self._threads.submit(self._fill, module, expert, slot, in_host, leaf)
         self._sent.append((slot.pending, slot))
 

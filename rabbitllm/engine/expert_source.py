@@ -67,7 +67,7 @@ class QuantizedScales:
     """The data to dequantize quantized scales of experts to float32; small enough to be kept in memory.
 
     Attributes:
-        made: one expert's dequantized scales, float32; in its memory after all that is stored.
+        dequantized: one expert's dequantized scales, float32; in its memory after all that is stored.
         offsets: the mean of the scales of each expert's tensor, or of the one tensor of all experts.
         where: the specs of the scales' scales: one, or one for each expert.
         tables: the specs of the code tables of the scales.
@@ -75,7 +75,7 @@ class QuantizedScales:
         table: the values at `tables`, the same for all.
     """
 
-    made: ExpertPart
+    dequantized: ExpertPart
     offsets: npt.NDArray[np.float32]
     where: tuple[TensorSpec, ...]
     tables: tuple[TensorSpec, ...]
@@ -206,44 +206,44 @@ class ExpertParameter:
         return self.matrix_type is not None and any(block.nesting is not None for block in self.blocks)
 
     @property
-    def made_bytes(self) -> int:
+    def dequantized_bytes(self) -> int:
         """Bytes of the dequantized scales that are kept for one expert."""
         nested = [block.nesting for block in self.blocks if block.nesting is not None]
-        return sum(nesting.made.nbytes for nesting in nested) if self.matrix_type is not None else 0
+        return sum(nesting.dequantized.nbytes for nesting in nested) if self.matrix_type is not None else 0
 
     def make_scales(self, bytes_of: BytesOf, expert: int) -> None:
         """Write the dequantized scales of an expert to their offset in its memory."""
         for block in self.blocks:
             if block.nesting is not None:
-                scales = block.nesting.made
+                scales = block.nesting.dequantized
                 bytes_of(scales).view(torch.float32).copy_(block.absmax(bytes_of, expert))
 
-    def weight(self, model: PreTrainedModel, bytes_of: BytesOf, expert: int, *, made: bool = False) -> torch.Tensor:
+    def weight(self, model: PreTrainedModel, bytes_of: BytesOf, expert: int, *, scaled: bool = False) -> torch.Tensor:
         """One expert's weight, of `shape`, or transposed if it is coded and turned; a view of its bytes if possible.
 
         Args:
             model: the skeleton, for conversions.
             bytes_of: provides that expert's bytes.
             expert: its index.
-            made: whether `make_scales` has written the scales into its memory.
+            scaled: whether `make_scales` has written the scales into its memory.
         """
         if self.coded is not None:
             codes, scales = (_joined([bytes_of(part) for part in parts]) for parts in self.coded_parts)
             return QuantizedWeight(CodedMatrix(self.coded.form, codes, scales), self.entry.dtype)
         if self.matrix_type is not None:
             assert not issubclass(self.matrix_type, CodedMatrix)
-            return self._quantized(self.matrix_type, bytes_of, expert, made)
+            return self._quantized(self.matrix_type, bytes_of, expert, scaled)
         if self.is_view:
             first = self.blocks[0].payload
             flat = _joined([bytes_of(block.payload) for block in self.blocks])
             return typed(flat, retyped(first, self.shape))
         if self.stacks:
-            parts = [self._made(block, bytes_of, expert) for block in self.blocks]
+            parts = [self._dequantized(block, bytes_of, expert) for block in self.blocks]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
         return self._converted(model, bytes_of, expert)
 
     def _quantized(
-        self, matrix_type: type[Matrix] | type[FusedMatrix], bytes_of: BytesOf, expert: int, made: bool
+        self, matrix_type: type[Matrix] | type[FusedMatrix], bytes_of: BytesOf, expert: int, scaled: bool
     ) -> torch.Tensor:
         first = self.blocks[0]
         assert first.form is not None
@@ -251,17 +251,17 @@ class ExpertParameter:
         payload = _joined([bytes_of(block.payload) for block in self.blocks])
         form = replace(first.form, shape=self.shape)
         codes = typed(payload, retyped(first.payload, (len(payload),)))
-        if first.scales is None or (self.makes_scales and not made):
+        if first.scales is None or (self.makes_scales and not scaled):
             absmax = torch.cat([block.absmax(bytes_of, expert) for block in self.blocks])
         else:
-            parts = [block.nesting.made if block.nesting is not None else block.scales for block in self.blocks]
+            parts = [block.nesting.dequantized if block.nesting is not None else block.scales for block in self.blocks]
             scales = _joined([bytes_of(part) for part in parts if part is not None])
             assert parts[0] is not None
             absmax = typed(scales, retyped(parts[0], (len(scales) // 4,)))
         assert self.recipe.dtype is not None
         return QuantizedWeight(matrix_type(form, codes, absmax, first.table), self.recipe.dtype)
 
-    def _made(self, block: Block, bytes_of: BytesOf, expert: int) -> torch.Tensor:
+    def _dequantized(self, block: Block, bytes_of: BytesOf, expert: int) -> torch.Tensor:
         payload = typed(bytes_of(block.payload), retyped(block.payload, block.payload.shape))
         dtype = self.recipe.dtype
         if block.form is None:
@@ -275,7 +275,7 @@ class ExpertParameter:
 
         def read(name: str, dtype: torch.dtype | None) -> torch.Tensor:
             block = self.blocks[int(name)]
-            tensor = self._made(block, bytes_of, expert)
+            tensor = self._dequantized(block, bytes_of, expert)
             return tensor[None] if block.sliced else tensor
 
         tensor = replace(self.recipe, sources=names).make(model, read)[self.entry.target]
@@ -318,7 +318,7 @@ class ExpertSource:
     def ready_bytes(self) -> int:
         """Bytes of all experts, ready to multiply with."""
         return sum(
-            (sum(part.nbytes for part in leaf.parts) + leaf.made_bytes) * self.experts
+            (sum(part.nbytes for part in leaf.parts) + leaf.dequantized_bytes) * self.experts
             if leaf.matrix_type
             else leaf.ready_bytes
             for leaf in self.leaves.values()

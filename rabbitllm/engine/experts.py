@@ -191,12 +191,12 @@ def _getitem(stack: Any, index: Any) -> Any:
         return None
     if isinstance(index, torch.Tensor) and not index.is_floating_point() and index.dtype is not torch.bool:
         if index.dim() == 0:
-            return _one(stack, int(index))
+            return _expert_weight(stack, int(index))
         return stack.copied(stack.supply.numbers(index)).view(*index.shape, *stack.shape[1:])
-    return _one(stack, index) if type(index) is int else None
+    return _expert_weight(stack, index) if type(index) is int else None
 
 
-def _one(stack: ExpertStack, expert: int) -> torch.Tensor:
+def _expert_weight(stack: ExpertStack, expert: int) -> torch.Tensor:
     if not -stack.shape[0] <= expert < stack.shape[0]:
         raise IndexError(f"index {expert} is out of bounds for {stack.shape[0]} experts")
     return next(stack.each([expert % stack.shape[0]]))

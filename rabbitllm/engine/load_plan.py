@@ -356,7 +356,7 @@ class LoadPlanner:
             bare = None
         if bare is not None and (bare.dtype_is_final or store is None):
             if bare.model.config.name_or_path != str(home):  # its own files are there by now
-                skeleton.settle(bare.model, home)
+                skeleton.set_source_folder(bare.model, home)
             if store is not None:
                 skeleton.check_counts(bare.config, len(store.tensors), store.label)
             return bare
@@ -617,7 +617,7 @@ def is_near(fused: torch.Tensor, expected: torch.Tensor) -> bool:
 def _is_right(device: Device, form: Quantized, dtype: torch.dtype) -> bool:
     """Run one trial. False too if it fails: the kernel is missing, or there is not enough memory."""
     try:
-        x, matrix, expected = _trial(device.torch_device, form, dtype)
+        x, matrix, expected = _operands(device.torch_device, form, dtype)
         if all(is_near(matrix.linear(x[:count], None), expected[:count]) for count in TRIED):
             return True
         logger.warning("bitsandbytes multiplies 4bit codes incorrectly on %s; layers are dequantized.", device.name)
@@ -626,7 +626,7 @@ def _is_right(device: Device, form: Quantized, dtype: torch.dtype) -> bool:
     return False
 
 
-def _trial(to: torch.device, form: Quantized, dtype: torch.dtype) -> tuple[torch.Tensor, FusedMatrix, torch.Tensor]:
+def _operands(to: torch.device, form: Quantized, dtype: torch.dtype) -> tuple[torch.Tensor, FusedMatrix, torch.Tensor]:
     """Inputs, a matrix of this form, and their product by dequantizing, on a device."""
     (rows, columns), generator = form.shape, torch.Generator().manual_seed(0)
     distinct = min(rows, DISTINCT_ROWS)

@@ -37,10 +37,10 @@ def pass_input_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[PassI
     batch, length = shape[:2] if len(shape) >= 2 else (1, 0)
     cache = next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)
     logits = kwargs.get("logits_to_keep")
-    return PassInput(batch, length, _past(cache), logits if isinstance(logits, int) and logits > 0 else None), cache
+    return PassInput(batch, length, _cached(cache), logits if isinstance(logits, int) and logits > 0 else None), cache
 
 
-def _past(cache: Cache) -> int | None:
+def _cached(cache: Cache) -> int | None:
     tell = getattr(cache, "get_seq_length", None)
     try:
         return int(tell()) if tell is not None else None

@@ -390,7 +390,7 @@ _LARGE_SEGMENT = 20 << 20
 _ROUND_LARGE = 2 << 20
 
 
-def taken(nbytes: int) -> int:
+def allocated_bytes(nbytes: int) -> int:
     """Bytes of a GPU that one of many allocations of `nbytes` takes, with its share of the unused ends of segments.
 
     At worst 1.5 times `nbytes`: two allocations of 6.7 MiB have a segment of 20 MiB.
@@ -464,7 +464,7 @@ def _placed(
             layers = [cost for cost in share if cost.is_layer][:cached_layers]
             for cost in layers:
                 if tiers[cost.name] is Tier.STREAMED:
-                    tiers[cost.name] = _kept(cost, budget)
+                    tiers[cost.name] = _kept_tier(cost, budget)
         placed |= {cost.name: PlacedUnit(cost.name, budget.device, tiers[cost.name], cost.stored) for cost in share}
     return placed, routed, pools
 
@@ -487,7 +487,7 @@ def _pool(experts: Sequence[ExpertCost], budget: Budget, free: int) -> Pool:
     slot = max(cost.slot for cost in experts)
     count, transit = sum(cost.experts for cost in experts), max(cost.transit for cost in experts)
     # slots of a GPU are allocated individually; those of the host are one allocation
-    slots = min(max(free, 0) // (slot if budget.is_host else taken(slot)), count)
+    slots = min(max(free, 0) // (slot if budget.is_host else allocated_bytes(slot)), count)
     return Pool(budget.device, slots, 0, transit, slot, count, sum(cost.stored for cost in experts))
 
 
@@ -582,7 +582,7 @@ def _tiers(costs: Sequence[UnitCost], budget: Budget, small_first: bool) -> tupl
     scratch = _scratch(candidates)
     whole = _kept_once(candidates, budget, set())
     if whole + scratch <= room:
-        return tiers | {cost.name: _kept(cost, budget) for cost in candidates}, room - scratch - whole
+        return tiers | {cost.name: _kept_tier(cost, budget) for cost in candidates}, room - scratch - whole
     tiers |= {cost.name: Tier.STREAMED for cost in candidates}
     free, kept = room - scratch, set[str]()
     if small_first:
@@ -590,13 +590,13 @@ def _tiers(costs: Sequence[UnitCost], budget: Budget, small_first: bool) -> tupl
             others, kept_with_it = [other for other in candidates if other is not cost], set(kept)
             more = _kept_once([cost], budget, kept_with_it)
             if more + _slots(others) <= free:
-                tiers[cost.name] = _kept(cost, budget)
+                tiers[cost.name] = _kept_tier(cost, budget)
                 free -= more
                 candidates, kept = others, kept_with_it
     slots = _slots(candidates)
     layers = [cost for cost in candidates if cost.is_layer or not small_first]
     for cost in _spread(layers, free - slots, _kept_bytes):
-        tiers[cost.name] = _kept(cost, budget)
+        tiers[cost.name] = _kept_tier(cost, budget)
         free -= _kept_bytes(cost)
     return tiers, free - slots
 
@@ -627,7 +627,7 @@ def _kept_once(costs: Iterable[UnitCost], budget: Budget, kept: set[str]) -> int
     total = 0
     for cost in costs:
         total += _kept_bytes(cost)
-        if budget.is_host or _kept(cost, budget) is Tier.RESIDENT:
+        if budget.is_host or _kept_tier(cost, budget) is Tier.RESIDENT:
             total -= sum(shared.stored for shared in cost.shared if shared.key in kept)
             kept.update(shared.key for shared in cost.shared)
     return total
@@ -687,7 +687,7 @@ def _is_mapped(cost: UnitCost, budget: Budget) -> bool:
     return cost.by_rows and cost.is_view and budget.is_host and not cost.is_table
 
 
-def _kept(cost: UnitCost, budget: Budget) -> Tier:
+def _kept_tier(cost: UnitCost, budget: Budget) -> Tier:
     """The tier of a unit that is kept.
 
     A view is resident in its stored form. On a GPU, a unit that is not larger when ready (cast, fused) is made ready

@@ -339,15 +339,15 @@ def for_many_passes(converter: WeightTransform) -> Any:
 
 def wraps(converter: WeightTransform | None) -> bool:
     """Whether a conversion's result is a view of the stored bytes."""
-    return _has_one_of(_WRAPPED, converter)
+    return _has_operation_of(_WRAPPED, converter)
 
 
 def is_opaque(converter: WeightTransform | None) -> bool:
     """Whether a conversion reads its tensors, so that it has no trial without their bytes."""
-    return _has_one_of(_OPAQUE, converter)
+    return _has_operation_of(_OPAQUE, converter)
 
 
-def _has_one_of(kinds: Collection[str], converter: WeightTransform | None) -> bool:
+def _has_operation_of(kinds: Collection[str], converter: WeightTransform | None) -> bool:
     return converter is not None and any(type(operation).__name__ in kinds for operation in converter.operations)
 
 

@@ -270,7 +270,7 @@ class QuickFp8(Fp8Dequantize):  # type: ignore[misc]
     ) -> torch.Tensor:
         rows_agree = quantized.dim() == 2 and scales.shape[:1] == quantized.shape[:1]
         if quantized.dtype in (torch.int8, torch.float4_e2m1fn_x2) and rows_agree and output_dtype is not None:
-            return fours(quantized, _factors(scales), output_dtype)
+            return fp4_matrix(quantized, _factors(scales), output_dtype)
         size = self._block(quantized, scales)
         if size is None or output_dtype is None:
             whole: torch.Tensor = super()._dequantize_one(quantized, scales, output_dtype)
@@ -366,11 +366,11 @@ def blocks(
         return (codes.float() * scales).to(dtype)
     matrix = torch.empty(codes.shape, dtype=dtype)
     arrays = (codes.contiguous().view(torch.uint8).numpy(), _values(codes.dtype), scales.contiguous().numpy())
-    kernels.blocks(*arrays, size, _bits(matrix), torch.get_num_threads())
+    kernels.blocks(*arrays, size, _as_unsigned(matrix), torch.get_num_threads())
     return matrix
 
 
-def fours(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def fp4_matrix(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The matrix (N, K) of FP4 codes with a scale for each run of inputs: value * scale in float32, rounded once.
 
     Args:
@@ -388,7 +388,7 @@ def fours(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torc
     if codes.device == CPU and dtype in (torch.bfloat16, torch.float32):
         matrix = torch.empty(rows, inputs, dtype=dtype)
         arrays = (packed.contiguous().numpy(), table.numpy(), scales.contiguous().numpy())
-        kernels.fours(*arrays, _bits(matrix), torch.get_num_threads())
+        kernels.fours(*arrays, _as_unsigned(matrix), torch.get_num_threads())
         return matrix
     values = table[torch.stack((packed & 15, packed >> 4), 2).int()].view(*scales.shape, -1)
     result: torch.Tensor = (values * scales[:, :, None]).flatten(1).to(dtype)
@@ -411,7 +411,7 @@ class QuickMxfp4(Mxfp4Dequantize):  # type: ignore[misc]
             )
         experts, outputs, groups = scales.shape
         matrices = torch.empty(experts, 32 * groups, outputs, dtype=dtype)
-        for codes, factors, out in zip(blocks.numpy(), scales.numpy(), _bits(matrices), strict=True):
+        for codes, factors, out in zip(blocks.numpy(), scales.numpy(), _as_unsigned(matrices), strict=True):
             kernels.nibbles(codes, factors, _table(dtype), out, torch.get_num_threads())
         return {full_layer_name: matrices}
 
@@ -419,7 +419,7 @@ class QuickMxfp4(Mxfp4Dequantize):  # type: ignore[misc]
 _PARTS = ("blocks", "scales")
 
 
-def _bits(tensor: torch.Tensor) -> Any:
+def _as_unsigned(tensor: torch.Tensor) -> Any:
     """A tensor's memory as unsigned integers of its element size."""
     unsigned = _BITS[tensor.dtype]
     return tensor.view(torch.int16 if unsigned is np.uint16 else torch.int32).numpy().view(unsigned)
@@ -437,7 +437,7 @@ def _table(dtype: torch.dtype) -> Any:
     codes = torch.arange(16, dtype=torch.uint8).expand(1, 256, 1, 16)
     scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1)
     products = mxfp4.convert_moe_packed_tensors(codes.contiguous(), scales, dtype=dtype)  # (1, 32, 256)
-    return _bits(products[0, ::2].t().contiguous())
+    return _as_unsigned(products[0, ::2].t().contiguous())
 
 
 class WrapAgain(ConversionOps):  # type: ignore[misc]

@@ -36,7 +36,7 @@ import torch
 
 from rabbitllm.base.terminal import harmless
 from rabbitllm.checkpoints.config import MODELOPT, TORCHAO
-from rabbitllm.engine.published_conversions import CPU, IntoPlain, blocks, fours, is_fp8
+from rabbitllm.engine.published_conversions import CPU, IntoPlain, blocks, fp4_matrix, is_fp8
 from rabbitllm.errors import UnknownArchitectureError
 
 _MIXED = "MIXED_PRECISION"
@@ -86,7 +86,7 @@ class ModelOpt(IntoPlain):
                 raise ValueError(f"codes ({codes.dtype}) without weight_scale")
             return codes.to(dtype)
         if codes.dtype == torch.uint8:
-            return fours(codes, _scales_of_fours(scales, parts.get("weight_scale_2")), dtype)
+            return fp4_matrix(codes, _fp4_scales(scales, parts.get("weight_scale_2")), dtype)
         if codes.dtype != torch.float8_e4m3fn:
             raise ValueError(f"codes of {codes.dtype}")
         if scales.dtype == torch.uint8:
@@ -107,7 +107,7 @@ def _algorithms(settings: Mapping[str, Any]) -> set[str]:
     return {str(layer.get("quant_algo") if isinstance(layer, Mapping) else layer).upper() for layer in layers.values()}
 
 
-def _scales_of_fours(scales: torch.Tensor, of_matrix: torch.Tensor | None) -> torch.Tensor:
+def _fp4_scales(scales: torch.Tensor, of_matrix: torch.Tensor | None) -> torch.Tensor:
     """The scale of each run of FP4 codes, float32."""
     if scales.dtype == torch.uint8 and of_matrix is None:
         return torch.exp2(scales.float() - 127.0)

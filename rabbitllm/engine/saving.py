@@ -123,7 +123,7 @@ def save(
     shard_bytes = parse_size(max_shard_size, "max_shard_size")
     with PlainReader(origin.store) as reader:
         memory = _changeable(model, origin, reader)
-    tensors = {tensor.placed.name: tensor for tensor in _leaving(model, origin, memory)}
+    tensors = {tensor.placed.name: tensor for tensor in _saved_tensors(model, origin, memory)}
     shards = plan_shards((tensor.placed for tensor in tensors.values()), shard_bytes)
     sidecars = _sidecars(model, origin, tokenizer)
     from transformers import logging
@@ -199,7 +199,7 @@ def _same_bits(fresh: torch.Tensor, parameter: torch.Tensor) -> bool:
     return torch.equal(fresh.contiguous().view(-1).view(torch.uint8), current.contiguous().view(-1).view(torch.uint8))
 
 
-def _leaving(model: PreTrainedModel, origin: Origin, memory: Mapping[str, torch.Tensor]) -> list[PlainTensor]:
+def _saved_tensors(model: PreTrainedModel, origin: Origin, memory: Mapping[str, torch.Tensor]) -> list[PlainTensor]:
     """Every stored tensor, in the order of the files."""
     tensors = []
     for name, stored in origin.store.tensors.items():
@@ -235,7 +235,7 @@ def _sidecars(model: PreTrainedModel, origin: Origin, tokenizer: bool) -> dict[s
 def _config(model: PreTrainedModel, origin: Origin) -> bytes:
     """The checkpoint's own config, with the caller's changes, and the dtype of dequantized weights."""
     content = read_json(origin.home / CONFIG_NAME)
-    changed = _changes(origin.config, model.config.to_dict())
+    changed = _changed_settings(origin.config, model.config.to_dict())
     if any(stored.quantized for stored in origin.store.tensors.values()):
         key = "torch_dtype" if "torch_dtype" in content and "dtype" not in content else "dtype"
         changed[key] = str(model.dtype).removeprefix("torch.")
@@ -249,13 +249,13 @@ def _config(model: PreTrainedModel, origin: Origin) -> bytes:
 
 def _generation(model: PreTrainedModel, origin: Origin) -> bytes:
     file = origin.home / GENERATION_NAME
-    if file.is_file() and not _changes(origin.generation, model.generation_config.to_dict()):
+    if file.is_file() and not _changed_settings(origin.generation, model.generation_config.to_dict()):
         return file.read_bytes()
     text: str = model.generation_config.to_json_string()
     return text.encode()
 
 
-def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+def _changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in after.items() if key not in before or before[key] != value}
 
 

@@ -57,7 +57,7 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConf
         )
     try:
         check_begins_json(folder / "config.json")
-        config = _that_makes_text(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
+        config = _text_part(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
         model_class(config)
     except RabbitLLMError:
         raise
@@ -89,7 +89,7 @@ _THINKERS = {
 """Model types of which one part makes text and others speak it -> the class of the first part."""
 
 
-def _that_makes_text(config: PretrainedConfig) -> PretrainedConfig:
+def _text_part(config: PretrainedConfig) -> PretrainedConfig:
     """The config of a model's part that makes text, where others only speak it; else the config itself.
 
     The whole model can be called with the voices of a file only, and has no forward.
@@ -249,11 +249,11 @@ def build_skeleton(
     model.eval()
     for name, kept in kept_dtypes(model, dtype).items():  # such as the routing bias of DeepSeek-V3
         _put_empty(model, name, dtype=kept)
-    settle(model, folder)
+    set_source_folder(model, folder)
     return model
 
 
-def settle(model: PreTrainedModel, folder: Path) -> None:
+def set_source_folder(model: PreTrainedModel, folder: Path) -> None:
     """Name a folder in a model and its config, and read its generation settings from there.
 
     Raises:

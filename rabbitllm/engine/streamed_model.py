@@ -215,11 +215,11 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Refused: a second model is loaded, not copied."""
-        raise self._no_copy("copied (copy.deepcopy)")
+        raise self._copy_error("copied (copy.deepcopy)")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refused: pickle, torch.save and ray.put call it."""
-        raise self._no_copy("pickled (pickle, torch.save, ray.put)")
+        raise self._copy_error("pickled (pickle, torch.save, ray.put)")
 
     def __copy__(self) -> Self:
         """A second object for the same weights, hooks and threads, as of any module."""
@@ -231,9 +231,9 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
 
     def _replicate_for_data_parallel(self) -> Any:
         """Refused: torch.nn.DataParallel calls it on several GPUs."""
-        raise self._no_copy("replicated (torch.nn.DataParallel)")
+        raise self._copy_error("replicated (torch.nn.DataParallel)")
 
-    def _no_copy(self, done: str) -> CopyError:
+    def _copy_error(self, done: str) -> CopyError:
         return CopyError(
             f"A model of rabbitllm cannot be {done}: its weights depend on open files and devices of this process.",
             "Call AutoModel.from_pretrained again, in the process that needs the model: it uses an existing split, and "

@@ -254,9 +254,9 @@ class Streamer:
         """
         layers = {name for name, source in sources.items() if source.unit.is_layer}
         absent = [placed.unit for placed in placement.units if placed.tier not in READY]
-        around = {path for unit in absent if unit not in layers for path in _around(unit)}
+        around = {path for unit in absent if unit not in layers for path in _parent_paths(unit)}
         for name, module in self._model.named_modules():
-            begins = isinstance(module, PreTrainedModel) and not layers.intersection(_around(name))
+            begins = isinstance(module, PreTrainedModel) and not layers.intersection(_parent_paths(name))
             if begins and placement.is_resident:  # threads need not take turns
                 module.register_forward_pre_hook(lambda module, args: self.begin())
             elif begins or (name in around and type(module).forward is not nn.Module.forward):
@@ -552,6 +552,6 @@ class Streamer:
         return source.part_of(buffer)
 
 
-def _around(path: str) -> Iterator[str]:
+def _parent_paths(path: str) -> Iterator[str]:
     """The paths of the modules that a module is in, without the model's own."""
     return (path[:index] for index, letter in enumerate(path) if letter == ".")

@@ -30,8 +30,8 @@ from rabbitllm.engine.placement import (
     SharedTensor,
     Tier,
     UnitCost,
+    allocated_bytes,
     place,
-    taken,
 )
 from tests.engine.test_every_architecture import build
 from tests.engine.test_fake_gpu import load_on
@@ -568,10 +568,10 @@ def test_larger_budget_keeps_at_least_as_many_experts(layers: int, room: int, mo
 def test_host_memory_holds_experts_beyond_the_devices(layers: int, rooms: list[int], host: int) -> None:
     placement = placed(layers, *(Budget(f"cuda:{i}", room, False) for i, room in enumerate(rooms)), host=host)
     assert all(pool.slots + pool.host_slots <= pool.experts for pool in placement.pools)
-    taken = sum(pool.host_slots * pool.slot for pool in placement.pools)
+    kept = sum(pool.host_slots * pool.slot for pool in placement.pools)
     pinned = sum(unit.stored for unit in placement.units if unit.tier is Tier.PINNED)
     staging = sum(EXPERT_STAGING * pool.slot for pool in placement.pools)
-    assert taken + pinned + (staging if taken else 0) <= host
+    assert kept + pinned + (staging if kept else 0) <= host
     assert {pool.device for pool in placement.pools} == {unit.device for unit in placement.experts}
 
 
@@ -677,7 +677,7 @@ MIB = 1 << 20
     ],
 )
 def test_bytes_taken_by_size(nbytes: int, expected: int) -> None:
-    assert taken(nbytes) == expected
+    assert allocated_bytes(nbytes) == expected
 
 
 @given(st.integers(1, 1 << 34), st.integers(1, 200))
@@ -689,11 +689,11 @@ def test_slots_fit_their_predicted_segments(nbytes: int, count: int) -> None:
     else:
         segment = 2 * MIB if rounded <= MIB else 20 * MIB
         held = -(-count // (segment // rounded)) * segment
-    assert nbytes <= taken(nbytes)
+    assert nbytes <= allocated_bytes(nbytes)
     last = 20 * MIB if rounded < 10 * MIB else 0  # the last segment may not be full
     rounding = count  # of shares to whole bytes
-    assert count * taken(nbytes) <= held + rounding
-    assert held <= count * taken(nbytes) + rounding + last
+    assert count * allocated_bytes(nbytes) <= held + rounding
+    assert held <= count * allocated_bytes(nbytes) + rounding + last
 
 
 def test_expert_slots_on_a_gpu_count_allocator_segments() -> None:
