@@ -332,7 +332,7 @@ class ExpertSource:
     def spans(self, expert: int, leaf: str | None = None) -> list[FileSpan]:
         """The reads of an expert into memory of `nbytes` bytes: all of its parts, or those of one leaf."""
         return [
-            FileSpan(file.file(expert), int(file.offsets[expert]), nbytes, file.at) for file, nbytes in self._runs[leaf]
+            FileSpan(part.file(expert), int(part.offsets[expert]), nbytes, part.at) for part, nbytes in self._runs[leaf]
         ]
 
     def extent(self, leaf: str | None = None) -> slice:
@@ -412,10 +412,8 @@ def _with_table(source: ExpertSource, block: Block, store: WeightFiles, device: 
     return replace(block, table=_table(source, block.tables, store, device), nesting=nesting)
 
 
-def _table(
-    source: ExpertSource, tables: Sequence[TensorSpec], store: WeightFiles, device: torch.device
-) -> torch.Tensor:
-    values = {bytes(store.mapped(spec.file).bytes_of(spec)) for spec in tables}
+def _table(source: ExpertSource, specs: Sequence[TensorSpec], store: WeightFiles, device: torch.device) -> torch.Tensor:
+    values = {bytes(store.mapped(spec.file).bytes_of(spec)) for spec in specs}
     if len(values) > 1:
         raise IncompleteSplitError(
             f"the experts of {source.name} were quantized with {len(values)} different tables; expected a single one.",

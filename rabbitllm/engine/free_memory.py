@@ -128,12 +128,10 @@ def group_limits(root: Path = Path("/")) -> list[GroupLimit]:
 def _groups(root: Path) -> Iterator[tuple[Path, str, tuple[str, ...]]]:
     """Folder, the limit's file in it, and the kinds of memory that cannot be reclaimed; innermost groups first."""
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        rows = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
-        lines = []
-    paths = {
-        controllers: path for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") > 1)
-    }
+        rows = []
+    paths = {controllers: path for _, controllers, path in (row.split(":", 2) for row in rows if row.count(":") > 1)}
     v1 = next((path for controllers, path in paths.items() if "memory" in controllers.split(",")), "/")
     for path in _upwards(paths.get("", "/")):
         yield root / "sys/fs/cgroup" / path, "memory.max", ("anon", "shmem")
