@@ -1,4 +1,4 @@
-"""Pictures of a pass and of a split's disk, in every format; and what is said where none can be drawn."""
+"""Pictures of a pass and of a split's disk, in every format; and the errors where none can be drawn."""
 
 from __future__ import annotations
 

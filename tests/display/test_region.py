@@ -1,4 +1,4 @@
-"""Who is shown, when lines are due, and a real terminal with several who write to it at once."""
+"""Which content is shown, when lines are due, and a real terminal with several writers at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.screen import Screen, TerminalStream, run_on_terminal
 ROOT = Path(__file__).parent.parent.parent
 
 
-class Said:
+class TextContent:
     """Content that says one thing."""
 
     def __init__(self, text: str) -> None:
@@ -44,22 +44,22 @@ def as_terminal(monkeypatch: pytest.MonkeyPatch) -> TerminalStream:
 
 def test_last_claim_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, region = as_terminal(monkeypatch), Region()
-    outer = region.claim(Said("outer"))
+    outer = region.claim(TextContent("outer"))
     assert stream.screen(80) == ["outer"]
-    inner = region.claim(Said("inner"))
+    inner = region.claim(TextContent("inner"))
     assert stream.screen(80) == ["inner"]
     inner.release("inner is done")
     assert stream.screen(80) == ["inner is done", "outer"]
     inner.release()
     outer.release()
     assert stream.screen(80) == ["inner is done"]
-    region.claim(Said("again")).release()
+    region.claim(TextContent("again")).release()
     assert stream.screen(80) == ["inner is done"]
 
 
 def test_claims_released_out_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, region = as_terminal(monkeypatch), Region()
-    first, second = region.claim(Said("first")), region.claim(Said("second"))
+    first, second = region.claim(TextContent("first")), region.claim(TextContent("second"))
     first.release("first is done")
     assert stream.screen(80) == ["first is done", "second"]
     second.release()
@@ -69,7 +69,7 @@ def test_claims_released_out_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_thread_ends_with_the_last_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REFRESH_SECONDS", 0.005)
     stream, region = as_terminal(monkeypatch), Region()
-    content = Said("one")
+    content = TextContent("one")
     claim = region.claim(content)
     content.text = "two"
     end = time.monotonic() + 60
@@ -95,7 +95,7 @@ def test_pace_of_lines_slows_down() -> None:
 
 def test_closed_stream_raises_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, region = as_terminal(monkeypatch), Region()
-    claim = region.claim(Said("one"))
+    claim = region.claim(TextContent("one"))
     stream.close()
     claim.release("done")
 
@@ -115,13 +115,13 @@ CROWD = """
     from rabbitllm.display import region
     region.REFRESH_SECONDS = 0.001
 
-    class Said:
+    class TextContent:
         count = 0
         def rows(self, width):
             self.count += 1
             return [((f"row {self.count} ".ljust(width, "-"), "bold"),), (("second row", "dim"),)]
 
-    claim = region.THE_REGION.claim(Said())
+    claim = region.THE_REGION.claim(TextContent())
 
     def talk(name):
         for number in range(100):
@@ -158,10 +158,10 @@ def test_many_writers_on_a_real_terminal(columns: int) -> None:
 def test_exiting_process_leaves_no_rows() -> None:
     body = """
         from rabbitllm.display.region import THE_REGION
-        class Said:
+        class TextContent:
             def rows(self, width):
                 return [(("row", ""),)]
-        THE_REGION.claim(Said())
+        THE_REGION.claim(TextContent())
         print("last words")
     """
     assert Screen(80).feed(run_on_terminal(program(body), 80, environment())).shown == ["last words"]
@@ -171,10 +171,10 @@ def test_forked_child_writes_undisturbed() -> None:
     body = """
         import os, time
         from rabbitllm.display.region import THE_REGION
-        class Said:
+        class TextContent:
             def rows(self, width):
                 return [(("row", ""),)]
-        claim = THE_REGION.claim(Said())
+        claim = THE_REGION.claim(TextContent())
         THE_REGION._lock.acquire()  # as another thread may hold it
         child = os.fork()
         if child == 0:
@@ -213,12 +213,12 @@ def test_closed_terminal_does_not_end_the_process(tmp_path: Path) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         from rabbitllm.display import region
         region.REFRESH_SECONDS = 0.001
-        class Said:
+        class TextContent:
             count = 0
             def rows(self, width):
                 self.count += 1
                 return [((f"row {{self.count}}", ""),)]
-        said = Said()
+        said = TextContent()
         claim = region.THE_REGION.claim(said)
         while said.count < 5000 and not Path({str(tmp_path / "closed")!r}).exists():
             time.sleep(0.001)
@@ -244,10 +244,10 @@ def test_files_get_no_escape_sequences() -> None:
         import time
         from rabbitllm.display import region
         region.REFRESH_SECONDS, region.LINE_SECONDS = 0.001, 0.01
-        class Said:
+        class TextContent:
             def line(self):
                 return "a plain line"
-        claim = region.THE_REGION.claim(Said())
+        claim = region.THE_REGION.claim(TextContent())
         time.sleep(0.3)
         claim.release("the last one")
     """

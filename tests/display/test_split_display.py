@@ -1,4 +1,4 @@
-"""What a person sees of a split, or of a check: rows on a terminal, lines elsewhere; nothing where it is shown."""
+"""The display of a split and of a check: rows on a terminal, lines elsewhere, none beside another display."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows on a terminal, and what others write meanwhile: seen through an emulated screen."""
+"""Rows on a terminal, and output of other code meanwhile, on an emulated screen."""
 
 from __future__ import annotations
 

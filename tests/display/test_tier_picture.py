@@ -1,4 +1,4 @@
-"""The picture of a placement: every stored byte is in it once, where the model has it, and its words are readable."""
+"""The picture of a placement: every stored byte is in it once, at its tier, and its labels are readable."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Many tokens for each time that the weights come: batches, prompts in chunks, and every KV cache of transformers.
+"""Many tokens for each read of the weights: batches, prompts in chunks, and every KV cache of transformers.
 
-Each is compared with plain transformers doing the same, and the loader's own count says how often the weights came.
+Each result equals that of plain transformers; the loader counts the reads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which devices a word means, what a GPU is asked to do and in which order, and how much memory there is."""
+"""Names of devices, the calls that a GPU gets and their order, and the free memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""4bit-double through the engine: the bits of the weights that bitsandbytes makes, wherever a unit or an expert is."""
+"""4bit-double in the engine: the bits of weights that bitsandbytes dequantizes, at every tier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An embedding by rows: the bits of the whole matrix, and no more rows than there are distinct tokens."""
+"""Embeddings read by rows: the bits of the whole matrix, and one row for each distinct token."""
 
 from __future__ import annotations
 

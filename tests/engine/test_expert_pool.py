@@ -1,4 +1,4 @@
-"""Which experts stay: whatever is used in whatever order, no slot is shared, and none is taken that is in use."""
+"""Which experts stay in memory: in any order of use no slot is shared, and none in use is taken."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Mixture-of-experts models whose experts come and go: transformers' bits, and no expert read that no token needs.
+"""Models with streamed experts: transformers' bits, and only experts that a token needs are read.
 
-A stack of experts answers as an ordinary parameter of the same numbers does.
+A stack of experts behaves like an ordinary parameter of the same values.
 """
 
 from __future__ import annotations
@@ -390,7 +390,7 @@ def test_llama_4_reads_only_routed_experts(tmp_path: Path, dtype: torch.dtype) -
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-class Given:
+class TensorExperts:
     """Experts of ordinary tensors; `asked` says which were wanted."""
 
     def __init__(self, **leaves: torch.Tensor) -> None:
@@ -418,8 +418,8 @@ class Given:
         return ExpertStack(self, leaf, whole.shape, whole.dtype, whole.device)
 
 
-def experts(count: int = 6, rows: int = 32, columns: int = 64, dtype: torch.dtype = torch.float32) -> Given:
-    return Given(weight=torch.randn(count, rows, columns).to(dtype))
+def experts(count: int = 6, rows: int = 32, columns: int = 64, dtype: torch.dtype = torch.float32) -> TensorExperts:
+    return TensorExperts(weight=torch.randn(count, rows, columns).to(dtype))
 
 
 def groups(sizes: Sequence[int]) -> torch.Tensor:
@@ -517,7 +517,7 @@ class Experts(nn.Module):
 @pytest.mark.parametrize("kernel", ["grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 def test_transformers_kernels_request_only_routed_experts(kernel: str, tokens: int) -> None:
-    source = Given(gate_up_proj=torch.randn(6, 64, 48), down_proj=torch.randn(6, 48, 32))
+    source = TensorExperts(gate_up_proj=torch.randn(6, 64, 48), down_proj=torch.randn(6, 48, 32))
     index = torch.stack([torch.randperm(5)[:2] for _ in range(tokens)])  # never the last one
     x, worth = torch.randn(tokens, 48), torch.rand(tokens, 2)
     plain, stacked = Experts(), Experts()

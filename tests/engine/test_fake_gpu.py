@@ -1,5 +1,4 @@
-"""Whole models through the code that a GPU uses, on GPUs made of CPU tensors that show every race; and proof that they
-would show it.
+"""Whole models in the code for GPUs, on fake GPUs of CPU tensors that show every race; and tests that they show it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whole models of every family, bit for bit what transformers makes of the same weights."""
+"""Whole models of every family: results equal those of transformers with the same weights, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mapped weights are asked for before the first pass; a flipped bit is an error of ours before an answer leaves."""
+"""Mapped weights are prefetched before the first pass; a flipped bit is an error before a result is returned."""
 
 from __future__ import annotations
 

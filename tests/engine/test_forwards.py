@@ -19,7 +19,7 @@ from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import OptionError
 from rabbitllm.quant import bfloat_products
 from rabbitllm.telemetry.passes import EXPERTS_READ
-from tests.engine.test_experts import Given
+from tests.engine.test_experts import TensorExperts
 from tests.support import tiny_configs, tiny_inputs
 from tests.support.builders import build_checkpoint
 from tests.support.hybrid_families import HYBRIDS
@@ -111,7 +111,7 @@ def test_each_routed_expert_of_a_stack_is_requested_once(dtype: torch.dtype, tok
     with torch.no_grad():
         expected, chosen = moe(x)[0], routed(moe, x)
         leaves = {name: parameter.data for name, parameter in moe.experts.named_parameters()}
-        asked = {name: Given(**{name: leaf}) for name, leaf in leaves.items()}
+        asked = {name: TensorExperts(**{name: leaf}) for name, leaf in leaves.items()}
         for name, supply in asked.items():
             setattr(moe.experts, name, nn.Parameter(supply.stack(name)))
         assert torch.equal(by_expert(moe)(x)[0], expected)

@@ -1,4 +1,4 @@
-"""What is left of the machine's memory and of the limits of control groups; and what is given back at once."""
+"""Free memory of the machine and within the limits of control groups; and memory that is returned at once."""
 
 from __future__ import annotations
 

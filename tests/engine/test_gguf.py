@@ -1,4 +1,4 @@
-"""Models out of GGUF files: the bits and tokens of transformers, which reads the same file whole."""
+"""Models from GGUF files: the bits and tokens of transformers, which reads the same file whole."""
 
 from __future__ import annotations
 

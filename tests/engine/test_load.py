@@ -1,4 +1,4 @@
-"""A load builds one skeleton. The trial of a device's 4bit kernel: what makes it a no."""
+"""A load builds one skeleton; the trial of a device's 4bit kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint of Meta's answers: as the published architecture, written out here, and as transformers does."""
+"""Logits of Meta's checkpoints equal those of the published architecture, written out here, and of transformers."""
 
 from __future__ import annotations
 

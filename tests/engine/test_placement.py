@@ -1,7 +1,7 @@
-"""Placement, as arithmetic: limits are kept, every unit and expert has one place, what is kept is spread evenly.
+"""Placement as arithmetic: limits are kept, every unit and expert has one tier, kept units are spread evenly.
 
-What units take, where a tensor that two of them are made from counts once; what the page cache may take; and what runs
-of memory of one size take of a GPU.
+The costs of units, where a shared tensor counts once; the room of the page cache; and the memory of a GPU that many
+allocations of one size take.
 """
 
 from __future__ import annotations

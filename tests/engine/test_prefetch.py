@@ -1,4 +1,4 @@
-"""Fixed buffers that are filled ahead of need: order, overlap, reuse, and no buffer lost, whatever happens.
+"""Fixed buffers that are filled ahead of use: order, overlap, reuse, and no buffer lost after any error.
 
 The prefetcher, the loader on real layer files, the uploader on a device that shows every race, and host memory.
 """

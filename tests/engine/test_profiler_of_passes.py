@@ -1,4 +1,4 @@
-"""The profile of passes names what made the caller wait."""
+"""The profile of passes names the cause of the caller's waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are published quantized, multiplied from their codes: as near to the exact result as transformers.
+"""Checkpoints that are published quantized, multiplied from their codes: as close to the exact result as transformers.
 
 Without `exact=True`; with it they have the bits of transformers, see `test_published.py`.
 """

@@ -174,10 +174,10 @@ def test_formula_of_torchao(tmp_path: Path) -> None:
     def published(name: str, tensor: torch.Tensor) -> quantized.Named:
         yield from parts_of(name, tensor)[0].items() if name.endswith("_proj.weight") else [(name, tensor)]
 
-    def meant(name: str, tensor: torch.Tensor) -> quantized.Named:
+    def multiplied(name: str, tensor: torch.Tensor) -> quantized.Named:
         yield name, parts_of(name, tensor)[1] if name.endswith("_proj.weight") else tensor
 
-    quantized.rewrite(plain, meant, None, 1)
+    quantized.rewrite(plain, multiplied, None, 1)
     quantized.rewrite(folder, published, config_of(_type="IntxWeightOnlyConfig", _data={}), 3)
     expected = expected_of(plain)
     directory = splitting.split(folder, sequential=True)

@@ -1,4 +1,4 @@
-"""Weights that another module reads: in a pass with the bits of a resident model, and everywhere else refused."""
+"""Weights that another module reads: in a pass with the bits of a resident model, and refused outside of one."""
 
 from __future__ import annotations
 
@@ -315,7 +315,7 @@ def test_members_of_a_joint_pass_read_the_same_weight(source: Path, compression:
     expected = alone(reading(load(folder)), inputs)
     seen: list[Any] = []
     model = reading(load(folder, 0), seen)
-    makes = made(model)
+    makes = units_made_for_reads(model)
     members = together(model, inputs, exact=not packing, packing=packing)
     for member, other in zip(members, expected, strict=True):
         if packing:
@@ -328,7 +328,7 @@ def test_members_of_a_joint_pass_read_the_same_weight(source: Path, compression:
     assert makes.count("lm_head") <= passes[0]
 
 
-def made(model: Any) -> list[str]:
+def units_made_for_reads(model: Any) -> list[str]:
     """Names of the units that are made because they are read, as they are made; passes are counted too."""
     streamer, names, passes = model.streamer, [], [0]
     make, begin = streamer._readable, streamer.begin

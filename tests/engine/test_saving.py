@@ -1,4 +1,4 @@
-"""`save_pretrained`: the whole model back as a checkpoint, bit for bit, whatever of it is in memory."""
+"""`save_pretrained`: the whole model as a checkpoint, bit for bit, at any budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model without its weights is what transformers' own loading makes around them."""
+"""The model without its weights equals that of transformers' own loading."""
 
 from __future__ import annotations
 

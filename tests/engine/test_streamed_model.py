@@ -1,4 +1,4 @@
-"""What a streamed model answers for itself, and what stays the answer of its own class."""
+"""Methods of a streamed model, and those that it leaves to transformers' class."""
 
 from __future__ import annotations
 

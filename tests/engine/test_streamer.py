@@ -1,4 +1,4 @@
-"""Streaming as it happens: what is bound when, what an exception leaves behind, and what crosses to another device."""
+"""Streaming: which units are bound, the state after an exception, and copies between devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that speak: the part that makes text is loaded, and equals transformers' own class of that part."""
+"""Models that speak: only the part that generates text is loaded, and equals transformers' class of that part."""
 
 from __future__ import annotations
 

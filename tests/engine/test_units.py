@@ -1,4 +1,4 @@
-"""The units of a model, and binding into them."""
+"""The units of a model, and weights that are bound to them."""
 
 from __future__ import annotations
 

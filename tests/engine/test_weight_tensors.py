@@ -1,4 +1,4 @@
-"""Weights that are not in memory: what of them is refused. Weights that are multiplied from their codes."""
+"""Absent weights, and weights that are multiplied from their codes, as tensors of torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stored tensors meet parameters: missing, misshapen, tied, unused; renamed and ordered as transformers does it."""
+"""Stored tensors and parameters: missing, misshapen, tied, unused; renamed and ordered as in transformers."""
 
 from __future__ import annotations
 

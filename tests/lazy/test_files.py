@@ -1,4 +1,4 @@
-"""An open shard: how its tensors are made, which views share memory, and that it outlasts its readers."""
+"""An open shard: its tensors, views that share memory, and closing while it is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be loaded lazily, that every tensor is what torch or safetensors gives, and what is refused."""
+"""Lazy loading: every tensor equals that of torch or safetensors; invalid files are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A lazy tensor in the functions of torch: what they give, what stays unread, what is kept."""
+"""Lazy tensors in the functions of torch: their results, reads and memory."""
 
 from __future__ import annotations
 
