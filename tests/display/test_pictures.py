@@ -66,7 +66,7 @@ def test_picture_names_lanes_layers_and_stages(trace: Trace, tmp_path: Path, mon
 
 
 def test_layer_has_the_read_of_its_weights() -> None:
-    """That of the first one was done while the pass before ended; what is read for the next pass is not counted."""
+    """The first layer was read at the end of the previous pass; reads for the next pass do not count."""
     second_pass = Pass(2, 10.0, 2.0, PassInput(1, 1, 5, 1), None, {})
     events = [
         Event(8.0, 0.5, "reader", "a", READ, 1),
@@ -103,7 +103,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 class Clock:
-    """A second more at each look."""
+    """One second later at each call."""
 
     def __init__(self) -> None:
         self.now = 100.0

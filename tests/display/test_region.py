@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 class TextContent:
-    """Content that says one thing."""
+    """Content of one text."""
 
     def __init__(self, text: str) -> None:
         self.text = text

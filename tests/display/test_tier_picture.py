@@ -51,7 +51,7 @@ def large(layers: int = LAYERS) -> Placement:
 
 @pytest.fixture
 def words_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Draws a placement and gives all that is written in it."""
+    """Draws a placement and returns all texts of the picture."""
     import matplotlib
 
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")  # text as text

@@ -38,7 +38,7 @@ def generated(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
 
 
 def outcome(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor | str:
-    """The tokens, or the error that says why there are none."""
+    """The tokens, or the message of the error."""
     try:
         return generated(model, ids, **options)
     except (AssertionError, ImportError, RuntimeError, ValueError) as error:
@@ -54,7 +54,7 @@ def assert_same_outcome(actual: torch.Tensor | str, expected: torch.Tensor | str
 
 
 def loads(model: Any) -> int:
-    """How often a unit was read, once what is under way is done."""
+    """The number of reads of units, after the running ones have ended."""
     loader = model.streamer.executors["cpu"].loader
     for _, future in list(loader._prefetcher._pending.values()):
         future.result(30)
@@ -63,7 +63,7 @@ def loads(model: Any) -> int:
 
 
 def assert_read_once_a_pass(model: Any, passes: int) -> None:
-    """Every streamed unit was read once for each pass; the first one once more, for a pass that did not follow."""
+    """Every streamed unit was read once for each pass; the first one once more, for a next pass that never came."""
     streamed = [unit for unit, tier in tiers(model).items() if tier is Tier.STREAMED]
     assert loads(model) == passes * len(streamed) + 1
     assert len(model.profiler.passes) == passes
@@ -170,7 +170,7 @@ def test_caches(folders: Any, family: str, place: str, implementation: str) -> N
 @pytest.mark.parametrize("implementation", [name for name in ALL_CACHE_IMPLEMENTATIONS if name not in ON_GPU])
 @pytest.mark.parametrize("budget", [0, ALL])
 def test_caches_where_codes_are_multiplied(folders: Any, budget: int, implementation: str) -> None:
-    """There is no plain model of that, but its own cache by default."""
+    """No plain model multiplies from codes, so the reference is the streamed model with its default cache."""
     model = load(folders["llama", "4bit"][0], budget, exact=False)
     ids, way = ids_of(2, 21), {"cache_implementation": implementation}
     if implementation == "quantized":

@@ -23,7 +23,7 @@ from tests.support.tiny_models import split
 
 
 class RecordingStream:
-    """Stands for torch.cuda.Stream; writes down what is asked of it."""
+    """Stands for torch.cuda.Stream; records its calls."""
 
     log: list[tuple[Any, ...]]
 
@@ -64,7 +64,7 @@ class RecordingEvent:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """A machine with two GPUs, as far as torch.cuda is asked; gives the log of what is asked."""
+    """torch.cuda as on a machine with two GPUs; returns the log of its calls."""
     log: list[tuple[Any, ...]] = []
     monkeypatch.setattr(RecordingStream, "log", log, raising=False)
     monkeypatch.setattr(RecordingEvent, "log", log, raising=False)
@@ -221,7 +221,7 @@ def test_copy_is_timed_without_its_wait(gpus: list[tuple[Any, ...]]) -> None:
 
 
 class Driver:
-    """Stands for what torch.cuda.cudart() gives: locks up to a limit, and remembers an error as CUDA does."""
+    """Stands for torch.cuda.cudart(): locks up to a limit, and remembers an error as CUDA does."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -244,7 +244,7 @@ class Driver:
         return 0
 
     def launch(self, *args: Any, **kwargs: Any) -> None:
-        """What the next kernel's launch does: it finds the error, and forgets it."""
+        """Like the launch of the next kernel, which raises the error and clears it."""
         if self.error:
             self.error = 0
             raise RuntimeError("CUDA error")

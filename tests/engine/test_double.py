@@ -42,7 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A split, and what transformers computes with the weights that it stands for."""
+    """A split, and transformers' results with its dequantized weights."""
 
     folder: Path
     directory: Path
@@ -116,7 +116,7 @@ def test_products_from_codes(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not vectors.lanes(), reason="codes are dequantized for each use")
 def test_dequantized_scales_count_as_memory(tmp_path: Path) -> None:
-    """What stays is 4.5 bits a weight, on the disk it is 4.13."""
+    """Resident weights take 4.5 bits, stored ones 4.13."""
     folder = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, **LARGE)
     plain, double = (load(split(folder, how), exact=False) for how in ("4bit", DOUBLE))
     stored = [sum(placed.stored for placed in model.placement.units) for model in (plain, double)]

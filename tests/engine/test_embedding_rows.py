@@ -20,7 +20,7 @@ from tests.support.tiny_models import INPUT, NEW_TOKENS, assert_same, dequantize
 
 
 def by_rows(folder: Path, **options: Any) -> Any:
-    """A model whose input embedding is brought in by rows."""
+    """A model whose input embedding is read by rows."""
     model = load(folder, 0, **options)
     assert Tier.ROWS in tiers(model).values()
     return model
@@ -63,7 +63,7 @@ def test_rows_of_whole_blocks(tmp_path: Path, compression: str, dtype: torch.dty
 @pytest.mark.parametrize("compression", ["4bit", "8bit", "4bit-double"])
 @pytest.mark.parametrize("width", [32, 96, 160])
 def test_rows_that_begin_inside_blocks(tmp_path: Path, compression: str, width: int) -> None:
-    """The blocks around each are dequantized, as many as it may lie in; the last block of the table is not whole."""
+    """All blocks that a row may span are dequantized; the last block of the table is partial."""
     folder = build_checkpoint(tmp_path / "model", "llama", hidden_size=width, vocab_size=271)
     directory = split(folder, compression)
     whole, rows = load(directory).get_input_embeddings(), by_rows(directory).get_input_embeddings()
@@ -215,6 +215,6 @@ def test_table_on_a_gpu(tmp_path: Path, family: str) -> None:
 
 
 def test_position_embedding_is_not_read_by_rows(tmp_path: Path) -> None:
-    """It is smaller than the input embedding, and not worth it."""
+    """It is smaller than the input embedding, so rows would save little."""
     model = load(split(build_checkpoint(tmp_path / "model", "gpt2")), 0)
     assert tiers(model)["transformer.wpe"] is Tier.STREAMED

@@ -59,7 +59,7 @@ def passes(model: Any, generates: bool) -> list[torch.Tensor]:
 
 
 def possible_passes(plain: Any) -> tuple[list[torch.Tensor], bool]:
-    """What `passes` finds, and whether the model generates: not every type does from such settings."""
+    """The outputs of `passes`, and whether the model generates, which not every type does with these settings."""
     try:
         return passes(plain, True), True
     except Exception:

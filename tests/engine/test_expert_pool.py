@@ -35,7 +35,7 @@ def uses() -> st.SearchStrategy[list[tuple[int, list[int]]]]:
 def use(
     cache: ExpertCache, module: int, experts: list[int], count: int = 1, of: int = 1
 ) -> tuple[list[int], list[int]]:
-    """A pass as a pool makes one: the slots of those that were there, and what the others were given.
+    """A pass like a pool's: the slots of cached experts, and those that the others get.
 
     Args:
         count: tokens that use each of the experts.
@@ -100,7 +100,7 @@ def test_experts_of_long_ago_are_evicted() -> None:
 
 
 def test_pass_of_many_tokens_equals_passes_of_one_token() -> None:
-    """Of experts that all tokens use it is the same to the bit; what a few of many use is worth less."""
+    """Bit for bit for experts that all tokens use; experts of few tokens are worth less."""
     at_once, singly = ExpertCache([4], 1), ExpertCache([4], 1)
     use(at_once, 0, [0, 2], 9, 9)
     for _ in range(9):
@@ -167,7 +167,7 @@ def pool(tmp_path: Path) -> Any:
 
 
 def bytes_of_expert(pool: Any, expert: int) -> bytes:
-    """What the file of the first module has of an expert, as a slot holds it."""
+    """The stored bytes of an expert of the first module, in the layout of a slot."""
     slot = bytearray(pool._nbytes)
     for span in pool.sources[0].spans(expert):
         slot[span.at : span.at + span.nbytes] = read_range(pool.folder / span.file, span.offset, span.nbytes)
@@ -175,7 +175,7 @@ def bytes_of_expert(pool: Any, expert: int) -> bytes:
 
 
 def held(pool: Any, memory: torch.Tensor) -> bytes:
-    """The bytes of the first module's expert in a slot; what is between its parts is left blank."""
+    """The bytes of the first module's expert in a slot; gaps between its parts are zero."""
     slot = bytearray(pool._nbytes)
     for span in pool.sources[0].spans(0):
         slot[span.at : span.at + span.nbytes] = bytes(memory[span.at : span.at + span.nbytes].numpy())

@@ -56,7 +56,7 @@ SHARES = (0.0, 0.25, 1.0)
 
 
 def with_share(directory: Path, share: float, **options: Any) -> Any:
-    """A model that keeps so many of its experts."""
+    """A model that keeps this share of its experts."""
     budget = budget_that_keeps(directory, share) if 0 < share < 1 else int(share) * ALL
     model = load(directory, budget, **options)
     assert bool(share) == bool(not model.placement.pools or model.placement.pools[0].slots)
@@ -74,7 +74,7 @@ def routed(model: Any) -> dict[str, Any]:
 
 
 class Routing:
-    """What a model's routers choose: module -> expert -> in how many calls."""
+    """The choices of a model's routers: module -> expert -> number of calls."""
 
     def __init__(self, model: Any) -> None:
         self.used: dict[str, Counter[int]] = {}
@@ -107,7 +107,7 @@ class Reads:
 
 
 def every_way() -> Iterator[Any]:
-    """Families and compressions; at once uncompressed ones, and one compression of each family by turns."""
+    """Families and compressions; the short run has each family uncompressed and at one compression."""
     for index, family in enumerate(FAMILIES):
         for compression in (None, "4bit", "8bit"):
             later = compression is not None and compression != ("4bit", "8bit")[index % 2]
@@ -358,7 +358,7 @@ def test_experts_from_codes_are_close_to_dequantized_ones(tmp_path: Path) -> Non
 
 
 def test_unequal_experts_are_streamed_with_their_layer(checkpoint: Path) -> None:
-    """One of them in another dtype: its bytes do not lie as those of the others do."""
+    """One of them has another dtype, so its bytes have another layout."""
     shard = sorted(checkpoint.glob("*.safetensors"))[0]
     tensors = load_file(shard)
     odd = next(name for name in tensors if ".experts.5." in name)
@@ -391,7 +391,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 class TensorExperts:
-    """Experts of ordinary tensors; `asked` says which were wanted."""
+    """Provides experts from ordinary tensors; `asked` lists the requested ones."""
 
     def __init__(self, **leaves: torch.Tensor) -> None:
         self.leaves = leaves
@@ -403,7 +403,7 @@ class TensorExperts:
             yield self.leaves[leaf][expert]
 
     def order(self, experts: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Those with even numbers are here."""
+        """Experts of even indices are in memory."""
         late = [index for index, expert in enumerate(experts) if expert % 2]
         return [index for index in range(len(experts)) if index not in late], late
 
@@ -502,7 +502,7 @@ def test_gradients_pass_through_to_the_inputs() -> None:
 
 
 class Experts(nn.Module):
-    """What transformers' kernels look at."""
+    """The attributes that transformers' kernels use."""
 
     has_gate, has_bias, is_transposed, has_post_expert_norm, _is_expert_parallel = True, False, False, False, False
     act_fn = nn.SiLU()

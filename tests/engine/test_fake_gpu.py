@@ -1,5 +1,4 @@
-"""Whole models in the code for GPUs, on fake GPUs of CPU tensors that show every race; and tests that they show it.
-"""
+"""Whole models in the code for GPUs, on fake GPUs of CPU tensors that show every race; and tests that they show it."""
 
 from __future__ import annotations
 
@@ -70,7 +69,7 @@ def run_on(gpus: list[FakeGpu], folder: Path, budget: int = 0, host: int = 0, **
 
 
 def wait_for_copies_ahead(model: Any, gpu: FakeGpu) -> None:
-    """Until the first units of the next pass are asked of the device, which no pass waits for."""
+    """Wait until the first units of the next pass are queued, for which no pass waits."""
     for _, future in model.streamer.executors[gpu.name].loader._prefetcher._pending.values():
         future.result(30)
 
@@ -471,7 +470,7 @@ def test_page_locked_memory_changes_no_bit(tmp_path: Path, count: int, compressi
 def test_4bit_layers_are_multiplied_from_codes_by_a_right_kernel(
     tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By what bitsandbytes has for a CPU; whether that has the bits of the dequantized matrices is its own affair."""
+    """By bitsandbytes' operation for CPUs, whose bits may differ from those of the dequantized matrices."""
     folder = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, num_hidden_layers=4)
     directory = split(folder, "4bit")
     ready_bytes = bytes_when_made(load(directory))
@@ -833,7 +832,7 @@ def test_host_does_not_wait_between_layers(tmp_path: Path, compression: str | No
 
 
 def decoding_waits(model: Any, gpu: FakeGpu) -> Counter[str]:
-    """What the host waits for on a GPU in a pass of one token."""
+    """The waits of the host for a GPU in a pass of one token."""
     ids = INPUT.to(model.device)
     with torch.no_grad():  # in inference mode not every operation is seen
         cache = model(ids, use_cache=True).past_key_values

@@ -93,7 +93,7 @@ MANY = {"num_experts": 24, "num_experts_per_tok": 3}
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a tiny layer file has many of them."""
+    """Makes a tiny layer file have many of them."""
     monkeypatch.setattr(checksums, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(checksums, "OWN_BLOCK_BYTES", BLOCK)
 
@@ -154,7 +154,7 @@ class Flip:
 
 
 def flips(folder: Path, count: int, case: str) -> list[Flip]:
-    """So many, of different kinds of bytes: headers, and parts of tensors by their names without numbers."""
+    """`count` flips in different kinds of bytes: headers, and parts of tensors by their names without numbers."""
     chance = random.Random(case)
     kinds: dict[str, list[Flip]] = {}
     store = LayerStore(folder)
@@ -174,7 +174,7 @@ def logits(model: Any) -> Any:
 
 
 def outcome(make: Callable[[], Any]) -> Any:
-    """The logits, or the error that came instead."""
+    """The logits, or the error."""
     try:
         return logits(make())
     except Exception as error:
@@ -457,7 +457,7 @@ def test_every_reader_of_a_whole_split(tmp_path: Path, reader: str, compression:
 
 
 def test_command_line(dense: Path) -> None:
-    """Nothing is answered, and `--no-verify-checksums` answers."""
+    """It prints no answer, but does with `--no-verify-checksums`."""
     command = ["run", str(dense), "what", "--raw", "--max-new-tokens", "2", "--device", "cpu"]
     with flip_in(dense, DOWN):
         refused = CliRunner().invoke(app, command)

@@ -56,7 +56,7 @@ def inputs(tokens: int, dtype: torch.dtype, hidden: int = 96, seed: int = 1) -> 
 
 
 def routed(moe: Any, x: torch.Tensor) -> set[int]:
-    """The experts that some token goes to, by the router's logits."""
+    """The experts of all tokens, by the router's logits."""
     chosen = moe.router(x.reshape(-1, moe.hidden_dim))[1].topk(moe.top_k, dim=1).indices
     return set(chosen.flatten().tolist())
 
@@ -140,7 +140,7 @@ def test_whole_models_generate_the_same(tmp_path: Path, dtype: torch.dtype, top_
     ],
 )
 def test_streamed_experts(tmp_path: Path, dtype: torch.dtype, compression: str | None) -> None:
-    """A loaded model brings in the routed experts, and no other; and has the bits of transformers' own model."""
+    """A loaded model reads only routed experts, and has the bits of transformers' model."""
     sizes = {"num_local_experts": 12, "num_hidden_layers": 4}
     folder = build_checkpoint(tmp_path / "model", HYBRIDS["llama4"], dtype=dtype, shards=2, **sizes)
     plain = dequantized(folder, tmp_path / "meant", compression, dtype) if compression else folder

@@ -186,7 +186,7 @@ except RabbitLLMError as error:
     ],
 )
 def test_small_control_group_is_an_error(tmp_path: Path, spare: int, lines: list[str]) -> None:
-    """With too little for a layer of 56 MiB the process is refused its model, and not killed."""
+    """With too little for a layer of 56 MiB the load is an error, and the process is not killed."""
     small = build_checkpoint(tmp_path / "small", "llama", dtype=torch.bfloat16)
     sizes = {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 2}
     wide = build_checkpoint(tmp_path / "wide", "llama", dtype=torch.bfloat16, **sizes)

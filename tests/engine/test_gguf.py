@@ -176,7 +176,7 @@ def test_tokenizer_equals_transformers_own_class(family: str, sentencepiece: boo
 
 
 def tokenizer_of(file: Path) -> Tokenizer:
-    """The one that is made of a file; else that in its folder."""
+    """The tokenizer made from a file; else that in its folder."""
     derived = LocalCheckpoint(file.parent, entry=file.name).derived()
     content = derived.get("tokenizer.json") or (file.parent / "tokenizer.json").read_bytes()
     return Tokenizer.from_str(content.decode())
@@ -255,7 +255,7 @@ def test_blocks_are_stored_unchanged_and_equal_transformers_weights(family: str,
 def test_every_route_makes_the_same_layer_files(
     local_hub: LocalHub, hub_environment: HubEnvironment, tmp_path: Path
 ) -> None:
-    """Kept, deleted, in three files, and as it arrives."""
+    """With kept and with deleted sources, with three files, and streamed from a hub."""
     splits = []
     for index, files in enumerate((1, 1, 3)):
         (tmp_path / str(index)).mkdir()

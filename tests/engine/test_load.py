@@ -54,7 +54,7 @@ def test_right_kernel_is_used(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("scheme", ["4bit", "4bit-double"])
 @pytest.mark.parametrize("rows", [96, DISTINCT_ROWS, 2 * DISTINCT_ROWS + 7])
 def test_trial_covers_every_product_of_a_pass(scheme: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all rows of the matrix, in the parts that a pass multiplies; a wrong result of one way is a no."""
+    """With all rows of the matrix, in the parts that a pass multiplies; one wrong product refuses the kernel."""
     ordinary, calls = products.multiply_4bit, []
     monkeypatch.setattr(products, "FUSED_ELEMENTS", 1500 * 64)
     form = Quantized(scheme, (rows, 64), "bfloat16", None if scheme == "4bit" else 0.25)

@@ -110,7 +110,7 @@ def test_unknown_class_is_not_replaced_by_a_causal_model(tmp_path: Path) -> None
 
 
 def test_unstreamable_model_is_refused_before_its_split(tmp_path: Path) -> None:
-    """RWKV rescales its own weights, so none of them can be let go of."""
+    """RWKV rescales its own weights, so all of them must stay in memory."""
     config = transformers.RwkvConfig(vocab_size=272, hidden_size=64, num_hidden_layers=3, context_length=64)
     torch.manual_seed(0)
     transformers.RwkvForCausalLM(config).save_pretrained(tmp_path / "model", max_shard_size="100KB")

@@ -50,7 +50,7 @@ def layer(name: str, stored: int, ready: int | None = None, **changed: bool) -> 
 
 
 def model(layers: int, stored: int = 100, ready: int | None = None) -> list[UnitCost]:
-    """Embedding, so many layers, norm, head."""
+    """Embedding, `layers` layers, norm, head."""
     return [
         layer("embed", 150, is_layer=False),
         *(layer(f"layers.{i}", stored, ready) for i in range(layers)),
@@ -72,7 +72,7 @@ def test_unknown_unit_is_a_key_error() -> None:
 
 
 def footprint(costs: Sequence[UnitCost], placement: Placement, device: str) -> int:
-    """The most that weights take on a device at any moment, by what the tiers mean."""
+    """The maximum memory of weights on a device, by the meaning of the tiers."""
     is_host = device in {budget.device for budget in placement.budgets if budget.is_host}
     on_device = [cost for cost in costs if placement.of(cost.name).device == device]
     tier_of = {cost.name: placement.of(cost.name).tier for cost in on_device}

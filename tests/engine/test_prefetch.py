@@ -48,7 +48,7 @@ from tests.support.tiny_models import split
 
 
 class Filler:
-    """Jobs that write a number into a buffer when `gate` is open, and note the order."""
+    """Jobs that write a number into a buffer when `gate` is open, and record the order."""
 
     def __init__(self, slots: int) -> None:
         self.ahead = Prefetcher([BufferSlot(torch.zeros(1, dtype=torch.uint8)) for _ in range(slots)], "fill")
@@ -66,7 +66,7 @@ class Filler:
         self.ahead.request(name, fill)
 
     def coming(self, names: str) -> list[str]:
-        """Those of these that have a buffer, filled or not."""
+        """The names that have a buffer, filled or not."""
         return [name for name in names if name in self.ahead._pending]
 
     def fail(self, name: str) -> None:
@@ -449,7 +449,7 @@ class Lanes:
         self.up = Uploader(streamed, self.disk, self.gpu, opened.profiler, self.memory)
 
     def pass_over(self, names: Sequence[str], then: Sequence[str] = ()) -> None:
-        """Take, check and give back each, expecting the ones behind it."""
+        """Take, check and give back each, with the following ones prefetched."""
         for position, name in enumerate(names):
             loaded = self.up.take(name)
             self.up.prefetch([*names[position + 1 :], *then])

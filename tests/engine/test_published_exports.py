@@ -91,7 +91,7 @@ def test_unknown_algorithm_is_refused_by_name(tmp_path: Path, form: str, alone: 
 
 
 def refused(folder: Path, error: type[RabbitLLMError], message: str) -> None:
-    """By a load that would delete each shard after use, before it has touched any."""
+    """A sequential load is an error before any shard is changed."""
     before = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
     with pytest.raises(error, match=message) as caught:
         AutoModel.from_pretrained(folder, sequential_shard_processing=True, device="cpu", show_layer_progress=False)

@@ -310,7 +310,7 @@ def test_resident_model_allows_every_read(source: Path, way: str) -> None:
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("compression", [None, "4bit"])
 def test_members_of_a_joint_pass_read_the_same_weight(source: Path, compression: str | None, packing: bool) -> None:
-    """It is made once for all, and gone when the pass ends."""
+    """It is dequantized once for all, and freed when the pass ends."""
     folder, inputs = split(source, compression), prompts()
     expected = alone(reading(load(folder)), inputs)
     seen: list[Any] = []
@@ -329,7 +329,7 @@ def test_members_of_a_joint_pass_read_the_same_weight(source: Path, compression:
 
 
 def units_made_for_reads(model: Any) -> list[str]:
-    """Names of the units that are made because they are read, as they are made; passes are counted too."""
+    """The names of units that are dequantized for reads, in order; `streamer_passes` counts passes."""
     streamer, names, passes = model.streamer, [], [0]
     make, begin = streamer._readable, streamer.begin
 

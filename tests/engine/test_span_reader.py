@@ -31,7 +31,7 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="O_DIRECT")
 
 
 class Folder:
-    """What a `SpanReader` asks of a split directory."""
+    """The interface of a split directory that `SpanReader` uses."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -61,7 +61,7 @@ def loader_of(model: Any) -> Any:
 
 
 def loads(model: Any) -> int:
-    """How often a layer was read, once what is under way is done."""
+    """The number of reads of units, after the running ones have ended."""
     loader = loader_of(model)
     for _, future in list(loader._prefetcher._pending.values()):
         future.result(30)
@@ -76,7 +76,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def in_time(work: Callable[[], T]) -> T:
-    """Do something that would wait for ever if a slot had been lost."""
+    """The result of a function that would wait for ever if a slot had been lost."""
     results: list[T] = []
     thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
     thread.start()

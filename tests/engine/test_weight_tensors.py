@@ -31,7 +31,7 @@ SHAPE = torch.Size((3, 4))
 
 
 class Refused(Exception):
-    """That something asked for the weight."""
+    """Raised by a read of the weight."""
 
 
 def refuse() -> torch.Tensor:
@@ -446,6 +446,6 @@ def test_exact_has_the_bits_of_the_dequantized_model(tmp_path: Path) -> None:
 
 @with_vectors
 def test_whole_equals_the_dequantized_matrix() -> None:
-    """The referee of these tests agrees with bitsandbytes."""
+    """The reference of these tests agrees with bitsandbytes."""
     parts = matrix("4bit", 16, 128, dtype=torch.float32)
     assert error(weight("4bit", 16, 128).whole(), meant(parts)) < 1e-6

@@ -124,7 +124,7 @@ def test_tie_stored_on_both_sides(tmp_path: Path, budget: int) -> None:
 
 @pytest.mark.parametrize("budget", [ALL, 0])
 def test_tie_with_different_weights(tmp_path: Path, budget: int) -> None:
-    """Published by mistake, or fine-tuned apart; whatever transformers makes of it."""
+    """Published by mistake, or fine-tuned apart; the result is that of transformers."""
     folder = build_checkpoint(tmp_path, "llama", tied=True)
     rewrite(folder, lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 0.1})
     expected = reference_logits(folder, INPUT, torch.float32)

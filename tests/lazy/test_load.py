@@ -158,7 +158,7 @@ def test_uncompressed_split(tmp_path: Path) -> None:
 
 
 def test_opening_and_describing_read_no_weights(tmp_path: Path) -> None:
-    """The weights are 64 GB of a hole: whatever read or reserved them would not come back."""
+    """The weights are a hole of 64 GB: reading or reserving them would fail."""
     header = {"w": {"dtype": "F32", "shape": [1 << 20, 1 << 14], "data_offsets": [0, 1 << 36]}}
     raw = json.dumps(header).encode().ljust(4096 - 8)
     path = tmp_path / "x.safetensors"

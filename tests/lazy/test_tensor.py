@@ -237,7 +237,7 @@ def test_load_state_dict_names_mismatched_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="looks at mappings")
 def test_filling_a_model_holds_one_tensor_at_a_time(path: Path) -> None:
-    """Nothing that is made for a copy is kept, and the mapping goes with it."""
+    """No copy stays in memory, and the mapping is closed with it."""
     lazy = rabbitllm.lazy_load(path, mapped=True)
     tensors = dict(lazy)
     for tensor in tensors.values():
