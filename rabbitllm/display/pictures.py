@@ -56,7 +56,7 @@ def check_picture(path: str | Path) -> None:
         raise missing_package("Plots need", "matplotlib", "plot") from error
 
 
-def blank(width: float, height: float) -> Any:
+def empty_figure(width: float, height: float) -> Any:
     """An empty white figure of this size in inches, independent of the backend of the process."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -66,7 +66,7 @@ def blank(width: float, height: float) -> Any:
     return figure
 
 
-def unframed(axes: Any) -> None:
+def hide_frame(axes: Any) -> None:
     """Remove the sides of axes that have no scale."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -160,7 +160,7 @@ def draw_pass(trace: Trace, path: str | Path, title: str = "", note: str = "") -
     check_picture(path)
     events = trace.events
     earliest = min((event.start for event in events), default=float("inf"))
-    whole = [each for each in trace.passes if not trace.dropped or each.start >= earliest]
+    whole = [pass_ for pass_ in trace.passes if not trace.dropped or pass_.start >= earliest]
     chosen = median_pass(whole)
     if chosen is None:
         raise OptionError("The trace has no complete pass to plot.", "Trace more passes, or keep more events.")
@@ -179,15 +179,15 @@ def spent_by_layer(pass_: Pass, events: Iterable[Event]) -> dict[str, dict[str, 
     Reading and copying count for the pass that used the weights: those of the first layer arrived at the end of the
     previous pass, and this pass prefetches them for the next.
     """
-    known = list(events)
+    recorded = list(events)
     spent: dict[str, dict[str, float]] = {}
     used: dict[str, float] = {}
-    for event in sorted(_events_of(known, pass_), key=lambda event: event.start):
+    for event in sorted(_events_of(recorded, pass_), key=lambda event: event.start):
         if event.stage in CALLER_STAGES:
             stages = spent.setdefault(event.layer, {})
             stages[event.stage] = stages.get(event.stage, 0.0) + event.seconds
             used[event.layer] = event.end
-    for event in sorted(known, key=lambda event: event.start):
+    for event in sorted(recorded, key=lambda event: event.start):
         if event.stage in _PROVIDERS and event.end <= used.get(event.layer, 0.0):
             spent[event.layer][event.stage] = event.seconds
     return spent
@@ -196,7 +196,7 @@ def spent_by_layer(pass_: Pass, events: Iterable[Event]) -> dict[str, dict[str, 
 def _pass_figure(pass_: Pass, events: Sequence[Event], title: str, note: str) -> Any:
     from matplotlib.patches import Patch
 
-    figure = blank(_WIDTH, _HEIGHT)
+    figure = empty_figure(_WIDTH, _HEIGHT)
     above, below = figure.subplots(2, 1, height_ratios=(1, 1.9))
     inside = _events_of(events, pass_)
     _timeline(above, pass_, inside)
@@ -213,17 +213,17 @@ def _timeline(axes: Any, pass_: Pass, events: Sequence[Event]) -> None:
     lanes = [(name, stages) for name, stages in _LANES if any(event.stage in stages for event in events)]
     for row, (_, stages) in enumerate(lanes):
         for stage in stages:
-            spans = [_clipped(event, pass_) for event in events if event.stage == stage]
+            spans = [_clip_to_pass(event, pass_) for event in events if event.stage == stage]
             axes.broken_barh(spans, (row - 0.36, 0.72), color=COLOURS[stage], edgecolor="white", linewidth=0.3)
     axes.set_yticks(range(len(lanes)), [name for name, _ in lanes])
     axes.set_ylim(len(lanes) - 0.5, -0.5)
     axes.set_xlim(0, pass_.wall * 1e3)
     of_prompt = " of prompt" if pass_.kind == PROMPT else ""
     axes.set_xlabel(f"milliseconds of pass {pass_.number}, over {counted(pass_.tokens, 'token')}{of_prompt}")
-    unframed(axes)
+    hide_frame(axes)
 
 
-def _clipped(event: Event, pass_: Pass) -> tuple[float, float]:
+def _clip_to_pass(event: Event, pass_: Pass) -> tuple[float, float]:
     """Start and length in milliseconds of the part within the pass."""
     start, end = max(event.start - pass_.start, 0.0), min(event.end - pass_.start, pass_.wall)
     return start * 1e3, (end - start) * 1e3
@@ -242,7 +242,7 @@ def _bars(axes: Any, spent: Mapping[str, Mapping[str, float]]) -> None:
     axes.set_xticks(range(0, len(layers), step), names[::step], rotation=90, fontsize=8)
     axes.set_xlim(-0.6, len(layers) - 0.4)
     axes.set_ylabel("milliseconds")
-    unframed(axes)
+    hide_frame(axes)
 
 
 # Disk use during a split, recorded from its events; a point is one measurement of the disk, from an event.
@@ -368,7 +368,7 @@ def pictured(path: str | Path | None) -> Iterator[DiskRecord | None]:
 
 def _disk_figure(record: DiskRecord) -> Any:
     points, peak = record.points, record.peak
-    figure = blank(_DISK_WIDTH, _DISK_HEIGHT)
+    figure = empty_figure(_DISK_WIDTH, _DISK_HEIGHT)
     axes = figure.subplots()
     highest = max(peak.total, record.source_bytes)
     scale, unit = unit_of(highest)
@@ -393,7 +393,7 @@ def _disk_figure(record: DiskRecord) -> Any:
     axes.set_ylim(0, 1.07 * min(max(*limits, highest / scale), MAX_AXIS * highest / scale))
     axes.set_xlabel(time_unit)
     axes.set_ylabel(f"{unit} on the disk")
-    unframed(axes)
+    hide_frame(axes)
     took = f"{amount(record.source_bytes)} in {record.num_shards} shards, split in {duration(seconds)}"
     limit = f"; limit of the split {amount(min(filter(None, limits)) * scale)}" if any(limits) else ""
     label = record.label if len(record.label) <= MAX_LABEL else "…" + record.label[-MAX_LABEL:]
@@ -406,13 +406,13 @@ def _shard_marks(axes: Any, record: DiskRecord, per: float) -> None:
     """Draw a thin line where each shard was used up, some of them with a number above."""
     end = record.points[-1].seconds
     labels_end = LABEL_WIDTH * end
-    for seconds, number in record.shards:
+    for seconds, shard in record.shards:
         axes.axvline(seconds / per, color="white", linewidth=0.8, alpha=0.8, zorder=1.5)
         axes.axvline(seconds / per, ymin=0.985, ymax=1.0, color="black", linewidth=0.8)
         if seconds >= labels_end:
             labels_end = seconds + NUMBER_DISTANCE * end
             axes.annotate(
-                str(number), (seconds / per, 1.01), xycoords=("data", "axes fraction"), ha="center", fontsize=8
+                str(shard), (seconds / per, 1.01), xycoords=("data", "axes fraction"), ha="center", fontsize=8
             )
     if record.shards:
         axes.annotate("shards used:", (0, 1.01), xycoords="axes fraction", ha="left", fontsize=8, color="#333333")

@@ -121,7 +121,7 @@ class Terminal:
         """Replace the shown rows by these."""
         width, height = size_of(self.stream)
         self._rows = rows
-        lines = [self._drawn(row, width - 1) for row in rows[: height - 1]]
+        lines = [self._draw_row(row, width - 1) for row in rows[: height - 1]]
         text = f"{width} " + "\r\n".join(lines)
         if text == self._painted or not lines:
             return
@@ -143,7 +143,7 @@ class Terminal:
         self._rows = ()
         self._wipe()
 
-    def above(self, text: str) -> None:
+    def print_above(self, text: str) -> None:
         """Print a line above the rows."""
         begun = self._column > 0 and not self._wrapped
         with GONE:
@@ -176,19 +176,19 @@ class Terminal:
         if self._inside or not isinstance(text, str):
             return raw(text)
         self._wipe()
-        rest = text
+        visible = text
         if self._wrapped and text:  # the cursor is already below the full line
-            rest = text[1:] if text[0] == "\n" else "\x1b[A" + text if text[0] == "\r" else text
+            visible = text[1:] if text[0] == "\n" else "\x1b[A" + text if text[0] == "\r" else text
             self._wrapped = False
         self._inside = True
         try:
-            raw(rest)
+            raw(visible)
             if self._rows:
                 with GONE:
                     stream.flush()
         finally:
             self._inside = False
-        self._column = column_after(self._column, rest, size_of(self.stream)[0])
+        self._column = column_after(self._column, visible, size_of(self.stream)[0])
         # after a token the next tick is soon enough, but not after a bar of other code, which would hide the rows
         if self._rows and (self._column == 0 or text.startswith("\r")):
             self.paint(self._rows)
@@ -208,7 +208,7 @@ class Terminal:
         finally:
             self._inside = False
 
-    def _drawn(self, row: Row, width: int) -> str:
+    def _draw_row(self, row: Row, width: int) -> str:
         """A row cut to a width, with its styles."""
         out, room = "", width
         for text, style in row:
@@ -226,8 +226,8 @@ def column_after(column: int, text: str, width: int) -> int:
     cut = max(line.rfind("\n"), line.rfind("\r"))
     if cut >= 0:
         line, column = line[cut + 1 :], 0
-    for number, stretch in enumerate(line.split("\t")):
-        if number:
+    for index, stretch in enumerate(line.split("\t")):
+        if index:
             column = min((column // TAB + 1) * TAB, width - 1)
         column += cell_len(stretch)
     return column if column <= width else (column - 1) % width + 1
@@ -383,7 +383,7 @@ class Region:
                 if not any(claim.form is DisplayForm.TERMINAL for claim in self._claims):
                     terminal.erase()
                 if last:
-                    terminal.above(last)
+                    terminal.print_above(last)
                 self._show()
             elif last:
                 _print(last)

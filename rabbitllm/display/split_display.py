@@ -106,36 +106,36 @@ def done_line(event: progress.SplitDone) -> str:
 
 
 def _share_pieces(stats: SplitStats) -> list[LinePiece]:
-    left = "" if stats.rates.done is None else "waiting"
+    time_left = "" if stats.rates.done is None else "waiting"
     if stats.seconds_left is not None:
-        left = f"{duration(stats.seconds_left)} left"
+        time_left = f"{duration(stats.seconds_left)} left"
     return [
         LinePiece(f"{100 * stats.share:.0f} %", 0, "bold"),
         LinePiece(speed(stats.rates.done) if stats.rates.done else "", 2),
-        LinePiece(left, 1, "bold"),
+        LinePiece(time_left, 1, "bold"),
     ]
 
 
 def _position_pieces(stats: SplitStats) -> list[LinePiece]:
-    found = [LinePiece(part(stats.done_bytes, stats.total_bytes), 0)]
+    pieces = [LinePiece(part(stats.done_bytes, stats.total_bytes), 0)]
     if stats.shards:
-        found.append(LinePiece(f"shard {max(stats.shard, 1)} of {stats.shards}", 1))
+        pieces.append(LinePiece(f"shard {max(stats.shard, 1)} of {stats.shards}", 1))
     if stats.shard_here < 1:
-        found.append(LinePiece(f"{100 * stats.shard_here:.0f} % downloaded", 3))
+        pieces.append(LinePiece(f"{100 * stats.shard_here:.0f} % downloaded", 3))
     if stats.layer:
-        found.append(LinePiece(stats.layer, 2))
+        pieces.append(LinePiece(stats.layer, 2))
     if stats.layers:
-        found.append(LinePiece(f"{stats.layers_done} of {stats.layers} layers", 4))
-    return found
+        pieces.append(LinePiece(f"{stats.layers_done} of {stats.layers} layers", 4))
+    return pieces
 
 
 def _disk_pieces(stats: SplitStats) -> list[LinePiece]:
     if stats.disk_bytes is None or stats.limit_bytes is None:
         return []
-    found = [LinePiece(f"disk in use {part(stats.disk_bytes, stats.limit_bytes)}", 0)]
+    pieces = [LinePiece(f"disk in use {part(stats.disk_bytes, stats.limit_bytes)}", 0)]
     if stats.source_left_bytes:
-        found.append(LinePiece(f"source {amount(stats.source_left_bytes)}", 5))
-    return found
+        pieces.append(LinePiece(f"source {amount(stats.source_left_bytes)}", 5))
+    return pieces
 
 
 def _rate_pieces(stats: SplitStats) -> list[LinePiece]:
@@ -145,9 +145,9 @@ def _rate_pieces(stats: SplitStats) -> list[LinePiece]:
 
 
 @contextlib.contextmanager
-def shown(wanted: bool = True) -> Iterator[None]:
+def shown(enabled: bool = True) -> Iterator[None]:
     """Show splits while the context is open, unless other code does."""
-    if not wanted or progress.is_shown():
+    if not enabled or progress.is_shown():
         yield
         return
     display = SplitDisplay()
@@ -161,7 +161,7 @@ def shown(wanted: bool = True) -> Iterator[None]:
 # The check of layer files
 
 
-class Reading:
+class ReadingDisplay:
     """Progress of reading a number of bytes.
 
     Args:
@@ -194,15 +194,15 @@ class Reading:
     def _pieces(self) -> list[LinePiece]:
         seconds = self._clock() - self._start
         rate = self._done / seconds if seconds else 0.0
-        left = f"{duration((self._total - self._done) / rate)} left" if rate else ""
-        texts = (f"{100 * self._share:.0f} %", part(self._done, self._total), speed(rate), left)
+        time_left = f"{duration((self._total - self._done) / rate)} left" if rate else ""
+        texts = (f"{100 * self._share:.0f} %", part(self._done, self._total), speed(rate), time_left)
         return [LinePiece(text, rank) for rank, text in enumerate(texts)]
 
 
 @contextlib.contextmanager
 def shown_reading(total: int) -> Iterator[Callable[[str, int], None]]:
     """Show progress while the context is open; yields a function to call with each file and its bytes read."""
-    reading = Reading(total)
+    reading = ReadingDisplay(total)
     claim = THE_REGION.claim(reading)
     try:
         yield lambda name, nbytes: reading.add(nbytes)

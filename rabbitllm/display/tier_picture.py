@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm.base.terminal import unit_of
-from rabbitllm.display.pictures import blank, check_picture, put_title, stack, unframed, write
+from rabbitllm.display.pictures import check_picture, empty_figure, hide_frame, put_title, stack, write
 
 READY, STORED = "on the GPU, ready", "on the GPU, as stored"
 MAPPED, CODES = "in RAM", "in RAM, as stored"
@@ -90,7 +90,7 @@ def draw_tiers(
     sums = {label: sum(bar.parts.get(label, 0) for bar in bars) for label in COLOURS}
     labels = [label for label in COLOURS if sums[label] > _SEEN * sum(sums.values())]
     lower_height = 0.34 * len(totals) + 0.45
-    figure = blank(_WIDTH, 3.4 + lower_height + 0.25 * -(-len(labels) // 2))
+    figure = empty_figure(_WIDTH, 3.4 + lower_height + 0.25 * -(-len(labels) // 2))
     upper, lower = figure.subplots(2, 1, height_ratios=(3.0, lower_height))
     scale, name = unit_of(sum(sums.values()))
     _draw_units(upper, bars, scale, name)
@@ -113,7 +113,7 @@ def _draw_units(axes: Any, bars: Sequence[Bar], scale: float, name: str) -> None
         if first:
             axes.axvline(first - 0.5, color="#444444", linewidth=0.8, linestyle=":")
         axes.text((first + last) / 2, 0.99, devices, transform=axes.get_xaxis_transform(), ha="center", va="top")
-    unframed(axes)
+    hide_frame(axes)
 
 
 def _runs(bars: Sequence[Bar]) -> list[tuple[int, int, str]]:
@@ -131,11 +131,11 @@ def _labels(bars: Sequence[Bar]) -> list[tuple[int, str]]:
     inches = _AXIS / len(bars)
     names = [bar.unit.rpartition(".")[2] for bar in bars]
     layers = [index for index, name in enumerate(names) if name.isdigit()]
-    others = sorted(set(range(len(bars))).difference(layers), key=lambda index: -bars[index].nbytes)
+    outside = sorted(set(range(len(bars))).difference(layers), key=lambda index: -bars[index].nbytes)
     step = -(-len(layers) // _MAX_LABELS)
     step = next((round_number for round_number in (1, 2, 5, 10, 20, 25, 50, 100) if round_number >= step), step)
     labels: dict[int, str] = {}
-    for index in (*others, *(index for index in layers if int(names[index]) % step == 0)):
+    for index in (*outside, *(index for index in layers if int(names[index]) % step == 0)):
         distances = ((abs(index - other) * inches, len(names[index] + name)) for other, name in labels.items())
         if all(distance >= letters / 2 * _LETTER + _GAP for distance, letters in distances):
             labels[index] = names[index]
@@ -162,4 +162,4 @@ def _draw_totals(
     axes.set_xlim(0, 1.75 * longest)
     axes.tick_params(axis="x", labelsize=10)
     axes.set_xlabel(f"{name} as stored", fontsize=10)
-    unframed(axes)
+    hide_frame(axes)

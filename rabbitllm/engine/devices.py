@@ -160,7 +160,7 @@ class CpuDevice:
 
     def free_bytes(self) -> int:
         # buffers that were not yet filled count as used
-        return max(available_ram() - sum(untouched_bytes(one) for one in list(self._buffers.values())), 0)
+        return max(available_ram() - sum(untouched_bytes(buffer) for buffer in list(self._buffers.values())), 0)
 
     def empty_cache(self) -> None:
         pass

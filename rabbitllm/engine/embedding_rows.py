@@ -62,20 +62,20 @@ def _only_adds_rows(recipe: Recipe) -> bool:
     operations = [*recipe.converter.operations]
     if type(operations[0]).__name__ == "QuickFp8":  # it leaves codes without scales of their own as they are
         del operations[0]
-    return len(patterns) == 1 and all(type(one).__name__ == "Concatenate" and one.dim == 0 for one in operations)
+    return len(patterns) == 1 and all(type(op).__name__ == "Concatenate" and op.dim == 0 for op in operations)
 
 
-def _part_ranges(stored: StoredTensor, number: int, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _part_ranges(stored: StoredTensor, index: int, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Offsets and lengths of the bytes that rows need of one part of a stored tensor."""
-    part, form = stored.parts[number], stored.quantized
+    part, form = stored.parts[index], stored.quantized
     scheme = STORED[form.scheme] if form is not None else None
-    if number >= (1 if scheme is not None and scheme.block_bytes else _BY_ROW):  # shared by all rows
+    if index >= (1 if scheme is not None and scheme.block_bytes else _BY_ROW):  # shared by all rows
         yield part.offset, part.nbytes
     elif form is None or scheme is None:
         row_bytes = part.nbytes // stored.shape[0]
         yield from ((part.offset + row * row_bytes, row_bytes) for row in rows)
     else:
-        nbytes = scheme.block_bytes or (part.nbytes // part.elements if number else scheme.block // scheme.codes_a_byte)
+        nbytes = scheme.block_bytes or (part.nbytes // part.elements if index else scheme.block // scheme.codes_a_byte)
         for row in rows:  # the blocks that its elements are in
             first, last = row * form.shape[1] // scheme.block, math.ceil((row + 1) * form.shape[1] / scheme.block)
             begin, end = first * nbytes, min(last * nbytes, part.nbytes)
@@ -95,9 +95,9 @@ def check_rows(stored: StoredTensor, ids: torch.Tensor, checks: LayerChecks) -> 
     """
     if not checks.by_block(stored.parts[0].file):
         return
-    known = ids[(ids >= 0) & (ids < stored.shape[0])].tolist()
-    for number, part in enumerate(stored.parts):
-        checks.stored(part.file, list(_part_ranges(stored, number, known)))
+    valid = ids[(ids >= 0) & (ids < stored.shape[0])].tolist()
+    for index, part in enumerate(stored.parts):
+        checks.stored(part.file, list(_part_ranges(stored, index, valid)))
 
 
 class TableRows:
@@ -116,8 +116,8 @@ class TableRows:
     def __init__(self, source: UnitSource, store: WeightFiles, device: torch.device) -> None:
         job = _table_job(source)
         assert job is not None
-        others = [other for other in source.jobs if other is not job]
-        self.others = source.of_jobs(others) if others else None
+        other_jobs = [other for other in source.jobs if other is not job]
+        self.others = source.of_jobs(other_jobs) if other_jobs else None
         recipe = job.recipe
         self._stored = [source.stored[name] for _, name in recipe.sources]
         self._begins = [0, *itertools.accumulate(tensor.shape[0] for tensor in self._stored)]
@@ -139,24 +139,24 @@ class TableRows:
         if len(ids) and not 0 <= int(ids[0]) <= int(ids[-1]) < self._begins[-1]:
             raise IndexError("index out of range in self")  # as torch's
         ends = torch.searchsorted(ids, torch.tensor(self._begins)).tolist()
-        found: list[torch.Tensor] = []
+        pieces: list[torch.Tensor] = []
         for stored, begin, (first, last) in zip(self._stored, self._begins, itertools.pairwise(ends), strict=False):
-            if first == last and found:
+            if first == last and pieces:
                 continue
-            own = ids[first:last] - begin
+            local_ids = ids[first:last] - begin
             if self._store.checks is not None:
-                check_rows(stored, own, self._store.checks)
-            self._begin_to_read(stored, own.tolist())
+                check_rows(stored, local_ids, self._store.checks)
+            self._begin_to_read(stored, local_ids.tolist())
             form = stored.quantized
             widest = 1 if form is None else form.shape[1] + 2 * STORED[form.scheme].block
-            found += [self._rows(stored, some) for some in torch.split(own, max(1, _ELEMENTS // widest))]
+            pieces += [self._rows(stored, batch) for batch in torch.split(local_ids, max(1, _ELEMENTS // widest))]
         self.rows_read += len(ids)
-        return (found[0] if len(found) == 1 else torch.cat(found)).to(self._device)
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).to(self._device)
 
     def _begin_to_read(self, stored: StoredTensor, rows: Sequence[int]) -> None:
-        for number, part in enumerate(stored.parts[:_BY_ROW]):
+        for index, part in enumerate(stored.parts[:_BY_ROW]):
             data = self._bytes(part)
-            for offset, nbytes in _part_ranges(stored, number, rows):
+            for offset, nbytes in _part_ranges(stored, index, rows):
                 begin_to_read(data[offset - part.offset :][:nbytes])
 
     def _bytes(self, part: TensorSpec) -> memoryview:
@@ -190,5 +190,5 @@ class TableRows:
         nbytes = block // STORED[form.scheme].codes_a_byte
         codes = payload[(first[:, None] * nbytes + torch.arange(several * nbytes)).clamp(max=len(payload) - 1)]
         blocks = Quantized(form.codes.scheme, (count, several * block), form.dtype)
-        made = dequantize(blocks, codes.view(-1, 1) if blocks.scheme == "4bit" else codes, scales, table, self._dtype)
-        return made.gather(1, (ids * width % block)[:, None] + torch.arange(width))
+        values = dequantize(blocks, codes.view(-1, 1) if blocks.scheme == "4bit" else codes, scales, table, self._dtype)
+        return values.gather(1, (ids * width % block)[:, None] + torch.arange(width))

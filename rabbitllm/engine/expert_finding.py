@@ -23,7 +23,15 @@ from transformers import PreTrainedModel
 
 from rabbitllm.base.rounding import round_up
 from rabbitllm.checkpoints.config import picked_by
-from rabbitllm.engine.expert_source import Block, CodedBlocks, ExpertPart, ExpertSource, Leaf, Nesting, with_matrices
+from rabbitllm.engine.expert_source import (
+    Block,
+    CodedBlocks,
+    ExpertParameter,
+    ExpertPart,
+    ExpertSource,
+    QuantizedScales,
+    with_matrices,
+)
 from rabbitllm.engine.published import BY_MATRIX
 from rabbitllm.engine.published_codes import CODES, SCALES, cast_of, form_of, role_of
 from rabbitllm.engine.span_reader import BLOCK
@@ -57,7 +65,7 @@ def expert_sources(
     These are modules that transformers computes through its registry of experts kernels. All of their weights are made
     of one stored tensor for each expert, or of slices of one, by operations that do not mix experts.
     """
-    found = []
+    sources = []
     for unit in units:
         if not unit.is_layer:
             continue
@@ -72,8 +80,8 @@ def expert_sources(
                     used = next(filter(None, map(picked_by, configs)), _USUAL)
                     nbytes = _lay_out(leaves)
                     source = ExpertSource(name, unit.name, module, experts, min(used, experts), leaves, nbytes)
-                    found.append(with_matrices(source, choose_matrix))
-    return found
+                    sources.append(with_matrices(source, choose_matrix))
+    return sources
 
 
 def without_experts(unit: Unit, sources: Iterable[ExpertSource]) -> Unit:
@@ -94,9 +102,9 @@ def _leaves(
     weights: WeightMap,
     store: WeightFiles,
     choose_matrix: MatrixChooser | None,
-) -> dict[str, Leaf]:
+) -> dict[str, ExpertParameter]:
     """The parameters of shape (experts, ...) of a routed module; none if those of one cannot be made individually."""
-    leaves: dict[str, Leaf] = {}
+    leaves: dict[str, ExpertParameter] = {}
     for key, parameter in module._parameters.items():
         if parameter is None or parameter.dim() < 3:
             continue
@@ -108,24 +116,24 @@ def _leaves(
     return leaves
 
 
-def _from_codes(leaf: Leaf, choose_matrix: MatrixChooser) -> Leaf:
+def _from_codes(leaf: ExpertParameter, choose_matrix: MatrixChooser) -> ExpertParameter:
     """A leaf; multiplied from its published codes if `choose_matrix` returns a type for them."""
     coded = _coded(leaf)
-    kind = choose_matrix(coded.form, leaf.entry.dtype) if coded is not None else None
-    return leaf if kind is None else replace(leaf, matrix_type=kind, coded=coded)
+    matrix_type = choose_matrix(coded.form, leaf.entry.dtype) if coded is not None else None
+    return leaf if matrix_type is None else replace(leaf, matrix_type=matrix_type, coded=coded)
 
 
-def _coded(leaf: Leaf) -> CodedBlocks | None:
+def _coded(leaf: ExpertParameter) -> CodedBlocks | None:
     """The blocks as codes and scales of one matrix; None if there is something else, or another order of rows."""
     operations: Sequence[Any] = getattr(leaf.recipe.converter, "operations", ())
-    if not operations or any(type(one).__name__ not in _STACKING or one.dim > 1 for one in operations[1:]):
+    if not operations or any(type(op).__name__ not in _STACKING or op.dim > 1 for op in operations[1:]):
         return None
     first, path = operations[0], leaf.entry.target.rpartition(".")[0]
     is_turned = type(first).__name__ == "QuickMxfp4"
     rows, columns = leaf.shape[::-1] if is_turned else leaf.shape
     forms, pairs = [], _pairs(leaf.blocks)
     for projection, pair in pairs.items():
-        codes, scales = ((part.dtype, part.shape) for part in (leaf.blocks[at].payload for at in pair))
+        codes, scales = ((part.dtype, part.shape) for part in (leaf.blocks[i].payload for i in pair))
         module = f"{path}.0.{projection.rpartition('.')[2]}"
         if cast_of(first, scales[0], leaf.entry.dtype, is_expert=True) is not None:
             return None
@@ -139,23 +147,25 @@ def _coded(leaf: Leaf) -> CodedBlocks | None:
         return None
     if any(form is not None and form.shape[0] % step for form in forms[:-1]):
         return None
-    return CodedBlocks(whole, tuple(at for at, _ in pairs.values()), tuple(at for _, at in pairs.values()), is_turned)
+    return CodedBlocks(whole, tuple(i for i, _ in pairs.values()), tuple(i for _, i in pairs.values()), is_turned)
 
 
 def _pairs(blocks: Sequence[Block]) -> dict[str, tuple[int, int]]:
     """Projection -> the indices of the codes and the scales of its matrix; empty if a block is something else."""
-    found: dict[str, dict[str, int]] = {}
-    for at, block in enumerate(blocks):
+    roles: dict[str, dict[str, int]] = {}
+    for index, block in enumerate(blocks):
         role, projection = role_of(block.pattern)
         if role is None or block.form is not None:
             return {}
-        found.setdefault(projection, {})[role] = at
-    if any(own.keys() != {CODES, SCALES} for own in found.values()):
+        roles.setdefault(projection, {})[role] = index
+    if any(indices.keys() != {CODES, SCALES} for indices in roles.values()):
         return {}
-    return {projection: (own[CODES], own[SCALES]) for projection, own in found.items()}
+    return {projection: (indices[CODES], indices[SCALES]) for projection, indices in roles.items()}
 
 
-def _leaf(entry: ParameterEntry, experts: int, weights: WeightMap, tensors: Mapping[str, StoredTensor]) -> Leaf | None:
+def _leaf(
+    entry: ParameterEntry, experts: int, weights: WeightMap, tensors: Mapping[str, StoredTensor]
+) -> ExpertParameter | None:
     recipe = weights.recipes.get(entry.target)
     if recipe is None or entry.shape[0] != experts:
         return None
@@ -171,7 +181,7 @@ def _leaf(entry: ParameterEntry, experts: int, weights: WeightMap, tensors: Mapp
     stacks = _stacks(recipe, entry, blocks)
     if stacks is None or len({block.sliced for block in blocks}) > 1:
         return None
-    return Leaf(entry, recipe, tuple(blocks), stacks)
+    return ExpertParameter(entry, recipe, tuple(blocks), stacks)
 
 
 def _stacks(recipe: Recipe, entry: ParameterEntry, blocks: Sequence[Block]) -> bool | None:
@@ -180,21 +190,21 @@ def _stacks(recipe: Recipe, entry: ParameterEntry, blocks: Sequence[Block]) -> b
         return True
     only_rows = True
     for operation in recipe.converter.operations:
-        kind = type(operation).__name__
-        if kind == "Transpose":
+        name = type(operation).__name__
+        if name == "Transpose":
             dims = (operation.dim0, operation.dim1)
-            same = operation.check_dims and blocks[0].shape == tuple(entry.shape[1:])
-            if min(dims) < 1 and not same:
+            is_stacked = operation.check_dims and blocks[0].shape == tuple(entry.shape[1:])
+            if min(dims) < 1 and not is_stacked:
                 return None
-            only_rows = only_rows and same
-        elif kind in _WITHIN_AN_EXPERT:
-            if operation.dim < _WITHIN_AN_EXPERT[kind] or (kind == "MergeModulelist" and operation.dim):
+            only_rows = only_rows and is_stacked
+        elif name in _WITHIN_AN_EXPERT:
+            if operation.dim < _WITHIN_AN_EXPERT[name] or (name == "MergeModulelist" and operation.dim):
                 return None
-            rows = kind in _STACKING and operation.dim <= 1
+            rows = name in _STACKING and operation.dim <= 1
             only_rows = only_rows and rows
-        elif kind in BY_MATRIX:
+        elif name in BY_MATRIX:
             only_rows = False
-        elif kind != _PLAIN_ALONE or len(blocks) > 1:
+        elif name != _PLAIN_ALONE or len(blocks) > 1:
             return None
     if not only_rows:
         return False
@@ -209,9 +219,9 @@ def _block(pattern: str, stored: Sequence[StoredTensor], experts: int) -> Block 
     if len(stored) == 1 and len(first.shape) >= 2 and first.shape[0] == experts and experts > 1:
         return _slices(pattern, first, experts)
     numbers = (_EXPERT.findall(tensor.name) for tensor in stored)
-    if [int(found[-1]) if found else -1 for found in numbers] != list(range(experts)):  # the last one in the name
+    if [int(digits[-1]) if digits else -1 for digits in numbers] != list(range(experts)):  # the last one in the name
         return None
-    if any(_kind_of(tensor) != _kind_of(first) for tensor in stored):
+    if any(_layout_of(tensor) != _layout_of(first) for tensor in stored):
         return None
     payload = _part([tensor.parts[0] for tensor in stored])
     if first.quantized is None or STORED[first.quantized.scheme].block_bytes:
@@ -221,7 +231,7 @@ def _block(pattern: str, stored: Sequence[StoredTensor], experts: int) -> Block 
     return Block(pattern, False, first.quantized.codes, payload, scales, tables, nesting=nesting)
 
 
-def _kind_of(stored: StoredTensor) -> tuple[str | None, Quantized | None, str, tuple[int, ...]]:
+def _layout_of(stored: StoredTensor) -> tuple[str | None, Quantized | None, str, tuple[int, ...]]:
     """The scheme, form, dtype and shape of a stored tensor, without the mean of its scales."""
     form = stored.quantized
     if form is None:
@@ -229,14 +239,14 @@ def _kind_of(stored: StoredTensor) -> tuple[str | None, Quantized | None, str, t
     return form.scheme, form.codes, stored.parts[0].dtype, stored.shape
 
 
-def _nesting(stored: Sequence[StoredTensor], blocks: int) -> Nesting | None:
+def _nesting(stored: Sequence[StoredTensor], blocks: int) -> QuantizedScales | None:
     """The nesting of quantized scales, `blocks` of each expert; None if the scales are not quantized."""
     offsets = [tensor.quantized.offset for tensor in stored if tensor.quantized is not None]
     if None in offsets:
         return None
-    made = ExpertPart("F32", (blocks,), blocks * SCALE_BYTES, 0, (), np.empty(0, np.int64))
+    dequantized = ExpertPart("F32", (blocks,), blocks * SCALE_BYTES, 0, (), np.empty(0, np.int64))
     where, tables = zip(*(tensor.parts[3:5] for tensor in stored), strict=True)
-    return Nesting(made, np.array(offsets, np.float32), where, tables)
+    return QuantizedScales(dequantized, np.array(offsets, np.float32), where, tables)
 
 
 def _slices(pattern: str, stored: StoredTensor, experts: int) -> Block | None:
@@ -271,7 +281,7 @@ def _part(specs: Sequence[TensorSpec]) -> ExpertPart:
     return ExpertPart(first.dtype, first.shape, first.nbytes, 0, files[:1] if len(set(files)) == 1 else files, offsets)
 
 
-def _lay_out(leaves: Mapping[str, Leaf]) -> int:
+def _lay_out(leaves: Mapping[str, ExpertParameter]) -> int:
     """Give every part its offset in an expert's memory; return the bytes of that memory.
 
     The payloads of a leaf that stacks, or is coded, are contiguous, and so are their scales: they form one matrix.
@@ -288,7 +298,7 @@ def _lay_out(leaves: Mapping[str, Leaf]) -> int:
             runs += [[part] for part in leaf.parts]
     runs = sorted(filter(None, runs), key=lambda run: (run[0].file(0), int(run[0].offsets[0])))
     for leaf in leaves.values():  # made from the bytes that are read, and written after them
-        runs.append([block.nesting.made for block in leaf.blocks if block.nesting is not None])
+        runs.append([block.nesting.dequantized for block in leaf.blocks if block.nesting is not None])
     end = 0
     for run in filter(None, runs):
         end = round_up(end, TENSOR_ALIGNMENT)

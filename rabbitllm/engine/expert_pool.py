@@ -103,15 +103,15 @@ class ExpertCache:
             counts: the number of tokens that use each; they count as spread evenly over the tokens.
             tokens: the number of tokens of the pass.
         """
-        uses, left = self.modules[module].uses, _KEPT**tokens
-        uses *= left[:, None]
-        uses[:, experts] += np.outer((1 - left) / (1 - _KEPT), counts / tokens)
+        uses, decay = self.modules[module].uses, _KEPT**tokens
+        uses *= decay[:, None]
+        uses[:, experts] += np.outer((1 - decay) / (1 - _KEPT), counts / tokens)
 
     def slots_of(self, module: int, experts: Numbers) -> Numbers:
         """The slot of each of these experts, -1 for none."""
         state = self.modules[module]
-        found = state.slot[experts]
-        return np.where(found >= 0, found + state.begin, -1)
+        slots = state.slot[experts]
+        return np.where(slots >= 0, slots + state.begin, -1)
 
     def admit(self, module: int, experts: Numbers, busy: Numbers) -> Numbers:
         """Give slots to experts that have none, by decreasing worth.
@@ -124,21 +124,21 @@ class ExpertCache:
         Returns:
             The slot of each, -1 for none.
         """
-        state, given = self.modules[module], np.full(len(experts), -1)
+        state, slots = self.modules[module], np.full(len(experts), -1)
         worth = state.worth
         of_slots = np.where(state.owner >= 0, worth[state.owner], -1.0)
         of_slots[busy - state.begin] = np.inf
         victims = np.argsort(of_slots, kind="stable")[: len(experts)].tolist()
         order = np.argsort(-worth[experts], kind="stable").tolist()
-        for at, victim in zip(order, victims, strict=False):
-            expert = experts[at]
+        for index, victim in zip(order, victims, strict=False):
+            expert = experts[index]
             if worth[expert] < of_slots[victim]:
                 break
             if state.owner[victim] >= 0:
                 state.slot[state.owner[victim]] = -1
             state.owner[victim], state.slot[expert] = expert, victim
-            given[at] = state.begin + victim
-        return given
+            slots[index] = state.begin + victim
+        return slots
 
     def clear(self, module: int, slot: int) -> None:
         """Mark a slot of a module as empty: its expert was not read, or is in other memory now."""
@@ -150,7 +150,7 @@ class ExpertCache:
     @property
     def occupied(self) -> int:
         """The number of slots with an expert."""
-        return sum(int(np.count_nonzero(one.owner >= 0)) for one in self.modules)
+        return sum(int(np.count_nonzero(state.owner >= 0)) for state in self.modules)
 
 
 ExpertKey = tuple[int, int]
@@ -169,7 +169,7 @@ class ExpertSlot:
         expert: the expert whose bytes are all in it.
         ready: (module, leaf) -> the weight, of leaves that are used in their stored form: a view of the memory, the
             same for every expert.
-        made: the leaves whose scales were dequantized for the expert that is in it.
+        dequantized: the leaves whose scales were dequantized for the expert that is in it.
     """
 
     memory: torch.Tensor
@@ -178,7 +178,7 @@ class ExpertSlot:
     ticket: Any = None
     expert: ExpertKey | None = None
     ready: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
-    made: set[tuple[int, str]] = field(default_factory=set)
+    dequantized: set[tuple[int, str]] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,8 +259,8 @@ class ExpertPool:
             memory = list(device.host_buffer(count * self._nbytes).view(count, -1))
         else:
             memory = [device.device_buffer(self._nbytes) for _ in range(count)]
-        made = [ExpertSlot(part, device.leave()) for part in memory]
-        self._slots, self._transit = made[:slots], made[slots:]
+        expert_slots = [ExpertSlot(part, device.leave()) for part in memory]
+        self._slots, self._transit = expert_slots[:slots], expert_slots[slots:]
         counts = [source.experts for source in sources]
         self.cache, self.host_cache = ExpertCache(counts, slots), ExpertCache(counts, host_slots)
         self._call: _Call | None = None
@@ -287,9 +287,9 @@ class ExpertPool:
         if self._device.shares_host_memory:
             return index.detach().numpy().ravel()
         version = None if index.is_inference() else index._version
-        kind = index.data_ptr(), index.numel(), index.dtype
-        for known, at, values in self._copies:
-            if at == version and (known.data_ptr(), known.numel(), known.dtype) == kind and index.is_contiguous():
+        key = index.data_ptr(), index.numel(), index.dtype
+        for old, old_version, values in self._copies:
+            if old_version == version and (old.data_ptr(), old.numel(), old.dtype) == key and index.is_contiguous():
                 return values
         values = index.detach().cpu().numpy().ravel()
         if index.is_contiguous():
@@ -297,14 +297,14 @@ class ExpertPool:
         return values
 
     def ends(self, module: int, ends: torch.Tensor, rows: int) -> list[int]:
-        """See `experts.Supply`."""
-        found = self.numbers(ends)
+        """See `experts.ExpertProvider`."""
+        offsets = self.numbers(ends)
         expected = self._expected
         if expected is not None and expected[0] == module and rows == expected[1].numel():
-            counts = np.append(found[:1], found[1:] - found[:-1])
+            counts = np.append(offsets[:1], offsets[1:] - offsets[:-1])
             chosen = np.flatnonzero(counts)
             self.begin(module, chosen, counts[chosen], len(expected[1]))
-        return list(found.tolist())
+        return list(offsets.tolist())
 
     def _begin_expected(self, module: int) -> None:
         """Begin the pass over a module as its index says, if it was prepared and not begun."""
@@ -330,21 +330,21 @@ class ExpertPool:
         slots = _filled_slots(self.cache, self._slots, module, experts)
         is_cached = slots >= 0
         cached, missing = experts[is_cached], experts[~is_cached]
-        given = self.cache.admit(module, missing, slots[is_cached])
-        host_slots, promoted = self._host_slots(module, missing, given)
-        found = {e: self._slots[n] for e, n in zip(cached.tolist(), slots[is_cached].tolist(), strict=True)}
-        free = iter(self._transit if np.count_nonzero(given < 0) <= len(self._transit) else ())
+        admitted = self.cache.admit(module, missing, slots[is_cached])
+        host_slots, promoted = self._host_slots(module, missing, admitted)
+        slots_by_expert = {e: self._slots[n] for e, n in zip(cached.tolist(), slots[is_cached].tolist(), strict=True)}
+        free = iter(self._transit if np.count_nonzero(admitted < 0) <= len(self._transit) else ())
         transit = {}
-        for expert, number, in_host in zip(missing.tolist(), given.tolist(), host_slots, strict=True):
-            slot = self._slots[number] if number >= 0 else next(free, None)
+        for expert, index, in_host in zip(missing.tolist(), admitted.tolist(), host_slots, strict=True):
+            slot = self._slots[index] if index >= 0 else next(free, None)
             if slot is None:
                 if in_host.number >= 0 and not in_host.filled:
                     self.host_cache.clear(module, in_host.number)  # its leaves are read at different times
                 transit[expert] = in_host if in_host.filled else HostSlot()
             else:
-                found[expert] = slot
+                slots_by_expert[expert] = slot
                 self._send(module, expert, slot, in_host)
-        self._call = _Call(module, found, transit, promoted)
+        self._call = _Call(module, slots_by_expert, transit, promoted)
         self._count(source, len(cached), host_slots)
 
     def warm(self, uses: Mapping[str, Values]) -> None:
@@ -355,22 +355,22 @@ class ExpertPool:
                 cache.modules[module].uses[:] = uses[source.name]
             best = self.cache.modules[module].best
             missing = best[_filled_slots(self.cache, self._slots, module, best) < 0]
-            given = self.cache.admit(module, missing, best[:0])
-            for expert, number in zip(missing[given >= 0].tolist(), given[given >= 0].tolist(), strict=True):
-                self._send(module, expert, self._slots[number], HostSlot())
+            slots = self.cache.admit(module, missing, best[:0])
+            for expert, index in zip(missing[slots >= 0].tolist(), slots[slots >= 0].tolist(), strict=True):
+                self._send(module, expert, self._slots[index], HostSlot())
             if self._host:
-                spilled = missing[given < 0]
+                spilled = missing[slots < 0]
                 spilled = spilled[_filled_slots(self.host_cache, self._host, module, spilled) < 0]
-                given = self.host_cache.admit(module, spilled, spilled[:0])
-                for expert, number in zip(spilled[given >= 0].tolist(), given[given >= 0].tolist(), strict=True):
-                    self._sent.append((self._threads.submit(self._fill_host_slot, module, expert, number), None))
+                slots = self.host_cache.admit(module, spilled, spilled[:0])
+                for expert, index in zip(spilled[slots >= 0].tolist(), slots[slots >= 0].tolist(), strict=True):
+                    self._sent.append((self._threads.submit(self._fill_host_slot, module, expert, index), None))
         self.end()
 
     def uses(self) -> dict[str, Values]:
         """The uses of each expert of each module, earlier ones weighted less."""
-        return {source.name: own.uses.copy() for source, own in zip(self.sources, self.cache.modules, strict=True)}
+        return {source.name: state.uses.copy() for source, state in zip(self.sources, self.cache.modules, strict=True)}
 
-    def _host_slots(self, module: int, missing: Numbers, given: Numbers) -> tuple[list[HostSlot], tuple[int, ...]]:
+    def _host_slots(self, module: int, missing: Numbers, admitted: Numbers) -> tuple[list[HostSlot], tuple[int, ...]]:
         """The slot in host memory of each missing expert, and the slots that are free after this pass.
 
         An expert with a slot on the device needs none in host memory.
@@ -379,19 +379,19 @@ class ExpertPool:
             return [HostSlot()] * len(missing), ()
         numbers = _filled_slots(self.host_cache, self._host, module, missing)
         filled = numbers >= 0
-        wanting = ~filled & (given < 0)
+        wanting = ~filled & (admitted < 0)
         numbers[wanting] = self.host_cache.admit(module, missing[wanting], numbers[filled])
-        found = [HostSlot(*one) for one in zip(numbers.tolist(), filled.tolist(), strict=True)]
-        return found, tuple(numbers[filled & (given >= 0)].tolist())
+        host_slots = [HostSlot(*pair) for pair in zip(numbers.tolist(), filled.tolist(), strict=True)]
+        return host_slots, tuple(numbers[filled & (admitted >= 0)].tolist())
 
     def _count(self, source: ExpertSource, on_device: int, host_slots: Sequence[HostSlot]) -> None:
         in_host = sum(slot.filled for slot in host_slots)
-        found = {
+        counts = {
             EXPERTS_ON_DEVICE: on_device,
             EXPERTS_IN_HOST_MEMORY: in_host,
             EXPERTS_READ: len(host_slots) - in_host,
         }
-        for tier, count in found.items():
+        for tier, count in counts.items():
             if count:
                 self._profiler.add(source.name, tier, 0.0, count * source.expert_bytes, count=count)
 
@@ -412,14 +412,14 @@ class ExpertPool:
         call, self._call = self._call, None
         if call is None:
             return
-        left = self._device.leave()
+        ticket = self._device.leave()
         for slot in (*call.slots.values(), *self._transit):
-            slot.left = left
-        for number in call.promoted:
-            self.host_cache.clear(call.module, number)
+            slot.left = ticket
+        for index in call.promoted:
+            self.host_cache.clear(call.module, index)
 
     def each(self, module: int, leaf: str, experts: Sequence[int]) -> Iterator[torch.Tensor]:
-        """See `experts.Supply`."""
+        """See `experts.ExpertProvider`."""
         self._begin_expected(module)
         call = self._call
         if call is None or call.module != module or not {*call.slots, *call.transit}.issuperset(experts):
@@ -433,7 +433,7 @@ class ExpertPool:
             yield next(in_transit) if slot is None else self._weight(module, leaf, slot, expert)
 
     def order(self, module: int, experts: Sequence[int]) -> tuple[list[int], list[int]]:
-        """See `experts.Supply`."""
+        """See `experts.ExpertProvider`."""
         self._begin_expected(module)
         call = self._call
         if call is None or call.module != module:
@@ -441,12 +441,12 @@ class ExpertPool:
         filled: list[int] = []
         pending: list[int] = []
         transit: list[int] = []
-        for at, expert in enumerate(experts):
+        for index, expert in enumerate(experts):
             slot = call.slots.get(expert)
             if slot is None:
-                transit.append(at)
+                transit.append(index)
             else:
-                (filled if slot.pending is None or slot.pending.done() else pending).append(at)
+                (filled if slot.pending is None or slot.pending.done() else pending).append(index)
         return filled, pending + transit
 
     def _through_transit(
@@ -454,10 +454,10 @@ class ExpertPool:
     ) -> Iterator[torch.Tensor]:
         """One leaf of experts that have no slot, prefetched as far as there are transit slots."""
         pending: deque[tuple[ExpertSlot, int]] = deque()
-        free, wanted = deque(self._transit), deque(experts)
+        free, queue = deque(self._transit), deque(experts)
         for _ in experts:
-            while free and wanted:
-                slot, (expert, in_host) = free.popleft(), wanted.popleft()
+            while free and queue:
+                slot, (expert, in_host) = free.popleft(), queue.popleft()
                 slot.left = self._device.leave()  # all uses of its last expert are queued by now
                 self._send(module, expert, slot, in_host, leaf)
                 pending.append((slot, expert))
@@ -473,16 +473,16 @@ class ExpertPool:
         def bytes_of(part: ExpertPart) -> torch.Tensor:
             return slot.memory[part.at : part.at + part.nbytes]
 
-        if chosen.makes_scales and key not in slot.made:
+        if chosen.makes_scales and key not in slot.dequantized:
             chosen.make_scales(bytes_of, expert)
-            slot.made.add(key)
-        found = slot.ready.get(key)
-        if found is not None:
-            return found
-        made = chosen.weight(self._model, bytes_of, expert, made=True)
+            slot.dequantized.add(key)
+        ready = slot.ready.get(key)
+        if ready is not None:
+            return ready
+        weight = chosen.weight(self._model, bytes_of, expert, scaled=True)
         if chosen.is_view or chosen.matrix_type is not None:
-            slot.ready[key] = made
-        return made
+            slot.ready[key] = weight
+        return weight
 
     def _wait(self, source: ExpertSource, slot: ExpertSlot) -> None:
         if slot.pending is not None:
@@ -501,7 +501,7 @@ class ExpertPool:
     def _send(self, module: int, expert: int, slot: ExpertSlot, in_host: HostSlot, leaf: str | None = None) -> None:
         """Begin to fill a slot that has no pending fill, with an expert or with the bytes of one of its leaves."""
         slot.expert = None
-        slot.made.clear()
+        slot.dequantized.clear()
         slot.pending = self._threads.submit(self._fill, module, expert, slot, in_host, leaf)
         self._sent.append((slot.pending, slot))
 
@@ -529,8 +529,8 @@ class ExpertPool:
     def _upload(self, host: torch.Tensor, slot: ExpertSlot, extent: slice) -> Any:
         return self._device.upload(host[extent], slot.memory[extent], slot.left)
 
-    def _fill_host_slot(self, module: int, expert: int, number: int) -> None:
-        kept = self._host[number]
+    def _fill_host_slot(self, module: int, expert: int, index: int) -> None:
+        kept = self._host[index]
         kept.expert = None
         if kept.left is not None:
             self._device.landed(kept.left)
@@ -551,19 +551,19 @@ class PooledExperts:
         self._module = module
 
     def each(self, leaf: str, experts: Sequence[int]) -> Iterator[torch.Tensor]:
-        """See `experts.Supply`."""
+        """See `experts.ExpertProvider`."""
         return self._pool.each(self._module, leaf, experts)
 
     def order(self, experts: Sequence[int]) -> tuple[list[int], list[int]]:
-        """See `experts.Supply`."""
+        """See `experts.ExpertProvider`."""
         return self._pool.order(self._module, experts)
 
     def numbers(self, index: torch.Tensor) -> list[int]:
-        """See `experts.Supply`."""
+        """See `experts.ExpertProvider`."""
         return list(self._pool.numbers(index).tolist())
 
     def ends(self, ends: torch.Tensor, rows: int) -> list[int]:
-        """See `experts.Supply`."""
+        """See `experts.ExpertProvider`."""
         return self._pool.ends(self._module, ends, rows)
 
     def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -593,8 +593,8 @@ def _routing(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor |
 def _counted(index: Numbers, experts: int) -> tuple[Numbers, Numbers]:
     """The distinct experts of an index, and how often each is in it."""
     chosen, counts = np.unique(index, return_counts=True)
-    known = (chosen >= 0) & (chosen < experts)
-    return chosen[known], counts[known]
+    is_valid = (chosen >= 0) & (chosen < experts)
+    return chosen[is_valid], counts[is_valid]
 
 
 def _filled_slots(cache: ExpertCache, slots: Sequence[ExpertSlot], module: int, experts: Numbers) -> Numbers:
@@ -631,11 +631,11 @@ def write_uses(path: Path, uses: Mapping[str, Values]) -> None:
     Raises:
         OptionError: a file of that name is another one; nothing was changed.
     """
-    for there in (path, path.with_name(path.name + durable.PART_SUFFIX)):
-        if there.is_file() and not _USES.match(read_range(there, 8, 4096).rstrip(b"\0")):
-            raise OptionError(f"{there} exists and has no use counts; it was not changed.", "Use another name.")
-    header, _ = encode_header(TensorToWrite(name, "F64", found.shape) for name, found in uses.items())
-    durable.write_whole(path, header + b"".join(found.astype("<f8").tobytes() for found in uses.values()))
+    for existing in (path, path.with_name(path.name + durable.PART_SUFFIX)):
+        if existing.is_file() and not _USES.match(read_range(existing, 8, 4096).rstrip(b"\0")):
+            raise OptionError(f"{existing} exists and has no use counts; it was not changed.", "Use another name.")
+    header, _ = encode_header(TensorToWrite(name, "F64", values.shape) for name, values in uses.items())
+    durable.write_whole(path, header + b"".join(values.astype("<f8").tobytes() for values in uses.values()))
 
 
 def read_uses(path: Path, sources: Sequence[ExpertSource]) -> dict[str, Values]:
@@ -646,10 +646,10 @@ def read_uses(path: Path, sources: Sequence[ExpertSource]) -> dict[str, Values]:
         OptionError: it was written for another model, or its use counts are invalid.
     """
     file = MappedFile(path)
-    known = {spec.name: spec for spec in file.header.tensors}
-    found = {}
+    specs = {spec.name: spec for spec in file.header.tensors}
+    uses = {}
     for source in sources:
-        spec = known.get(source.name)
+        spec = specs.get(source.name)
         shape = (len(HALF_LIVES), source.experts)
         if spec is None or (spec.dtype, spec.shape) != ("F64", shape):
             has = f"{spec.dtype} {spec.shape}" if spec else "nothing"
@@ -657,10 +657,10 @@ def read_uses(path: Path, sources: Sequence[ExpertSource]) -> dict[str, Values]:
                 f"The file belongs to another model: {path} has {has} for {source.name}; expected F64 {shape}.",
                 "Use the file that save_expert_use wrote for this model.",
             )
-        found[source.name] = np.frombuffer(file.bytes_of(spec), "<f8").reshape(shape).astype(np.float64)
-        if not (np.isfinite(found[source.name]).all() and (found[source.name] >= 0).all()):
+        uses[source.name] = np.frombuffer(file.bytes_of(spec), "<f8").reshape(shape).astype(np.float64)
+        if not (np.isfinite(uses[source.name]).all() and (uses[source.name] >= 0).all()):
             raise OptionError(
                 f"Invalid use counts for {source.name} in {path}.",
                 "Write the file again with save_expert_use.",
             )
-    return found
+    return uses

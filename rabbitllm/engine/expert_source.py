@@ -63,11 +63,11 @@ class ExpertPart:
 
 
 @dataclass(frozen=True, eq=False)
-class Nesting:
+class QuantizedScales:
     """The data to dequantize quantized scales of experts to float32; small enough to be kept in memory.
 
     Attributes:
-        made: one expert's dequantized scales, float32; in its memory after all that is stored.
+        dequantized: one expert's dequantized scales, float32; in its memory after all that is stored.
         offsets: the mean of the scales of each expert's tensor, or of the one tensor of all experts.
         where: the specs of the scales' scales: one, or one for each expert.
         tables: the specs of the code tables of the scales.
@@ -75,7 +75,7 @@ class Nesting:
         table: the values at `tables`, the same for all.
     """
 
-    made: ExpertPart
+    dequantized: ExpertPart
     offsets: npt.NDArray[np.float32]
     where: tuple[TensorSpec, ...]
     tables: tuple[TensorSpec, ...]
@@ -111,7 +111,7 @@ class Block:
     scales: ExpertPart | None = None
     tables: tuple[TensorSpec, ...] = ()
     table: torch.Tensor | None = None
-    nesting: Nesting | None = None
+    nesting: QuantizedScales | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -153,7 +153,7 @@ class CodedBlocks:
 
 
 @dataclass(frozen=True, eq=False)
-class Leaf:
+class ExpertParameter:
     """One parameter of shape (experts, ...).
 
     Attributes:
@@ -181,7 +181,7 @@ class Leaf:
     def coded_parts(self) -> tuple[list[ExpertPart], ...]:
         """The codes and the scales of a published matrix, which form one each; none if it is dequantized."""
         chosen = () if self.coded is None else (self.coded.codes, self.coded.scales)
-        return tuple([self.blocks[at].payload for at in indices] for indices in chosen)
+        return tuple([self.blocks[index].payload for index in indices] for indices in chosen)
 
     @property
     def is_view(self) -> bool:
@@ -206,44 +206,44 @@ class Leaf:
         return self.matrix_type is not None and any(block.nesting is not None for block in self.blocks)
 
     @property
-    def made_bytes(self) -> int:
+    def dequantized_bytes(self) -> int:
         """Bytes of the dequantized scales that are kept for one expert."""
         nested = [block.nesting for block in self.blocks if block.nesting is not None]
-        return sum(one.made.nbytes for one in nested) if self.matrix_type is not None else 0
+        return sum(nesting.dequantized.nbytes for nesting in nested) if self.matrix_type is not None else 0
 
     def make_scales(self, bytes_of: BytesOf, expert: int) -> None:
         """Write the dequantized scales of an expert to their offset in its memory."""
         for block in self.blocks:
             if block.nesting is not None:
-                made = block.nesting.made
-                bytes_of(made).view(torch.float32).copy_(block.absmax(bytes_of, expert))
+                scales = block.nesting.dequantized
+                bytes_of(scales).view(torch.float32).copy_(block.absmax(bytes_of, expert))
 
-    def weight(self, model: PreTrainedModel, bytes_of: BytesOf, expert: int, *, made: bool = False) -> torch.Tensor:
+    def weight(self, model: PreTrainedModel, bytes_of: BytesOf, expert: int, *, scaled: bool = False) -> torch.Tensor:
         """One expert's weight, of `shape`, or transposed if it is coded and turned; a view of its bytes if possible.
 
         Args:
             model: the skeleton, for conversions.
             bytes_of: provides that expert's bytes.
             expert: its index.
-            made: whether `make_scales` has written the scales into its memory.
+            scaled: whether `make_scales` has written the scales into its memory.
         """
         if self.coded is not None:
             codes, scales = (_joined([bytes_of(part) for part in parts]) for parts in self.coded_parts)
             return QuantizedWeight(CodedMatrix(self.coded.form, codes, scales), self.entry.dtype)
         if self.matrix_type is not None:
             assert not issubclass(self.matrix_type, CodedMatrix)
-            return self._quantized(self.matrix_type, bytes_of, expert, made)
+            return self._quantized(self.matrix_type, bytes_of, expert, scaled)
         if self.is_view:
             first = self.blocks[0].payload
             flat = _joined([bytes_of(block.payload) for block in self.blocks])
             return typed(flat, retyped(first, self.shape))
         if self.stacks:
-            parts = [self._made(block, bytes_of, expert) for block in self.blocks]
+            parts = [self._dequantized(block, bytes_of, expert) for block in self.blocks]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
         return self._converted(model, bytes_of, expert)
 
     def _quantized(
-        self, kind: type[Matrix] | type[FusedMatrix], bytes_of: BytesOf, expert: int, made: bool
+        self, matrix_type: type[Matrix] | type[FusedMatrix], bytes_of: BytesOf, expert: int, scaled: bool
     ) -> torch.Tensor:
         first = self.blocks[0]
         assert first.form is not None
@@ -251,17 +251,17 @@ class Leaf:
         payload = _joined([bytes_of(block.payload) for block in self.blocks])
         form = replace(first.form, shape=self.shape)
         codes = typed(payload, retyped(first.payload, (len(payload),)))
-        if first.scales is None or (self.makes_scales and not made):
+        if first.scales is None or (self.makes_scales and not scaled):
             absmax = torch.cat([block.absmax(bytes_of, expert) for block in self.blocks])
         else:
-            parts = [block.nesting.made if block.nesting is not None else block.scales for block in self.blocks]
+            parts = [block.nesting.dequantized if block.nesting is not None else block.scales for block in self.blocks]
             scales = _joined([bytes_of(part) for part in parts if part is not None])
             assert parts[0] is not None
             absmax = typed(scales, retyped(parts[0], (len(scales) // 4,)))
         assert self.recipe.dtype is not None
-        return QuantizedWeight(kind(form, codes, absmax, first.table), self.recipe.dtype)
+        return QuantizedWeight(matrix_type(form, codes, absmax, first.table), self.recipe.dtype)
 
-    def _made(self, block: Block, bytes_of: BytesOf, expert: int) -> torch.Tensor:
+    def _dequantized(self, block: Block, bytes_of: BytesOf, expert: int) -> torch.Tensor:
         payload = typed(bytes_of(block.payload), retyped(block.payload, block.payload.shape))
         dtype = self.recipe.dtype
         if block.form is None:
@@ -271,15 +271,15 @@ class Leaf:
         return dequantize(block.form, payload, block.absmax(bytes_of, expert), block.table, dtype)
 
     def _converted(self, model: PreTrainedModel, bytes_of: BytesOf, expert: int) -> torch.Tensor:
-        names = tuple((block.pattern, str(at)) for at, block in enumerate(self.blocks))
+        names = tuple((block.pattern, str(index)) for index, block in enumerate(self.blocks))
 
         def read(name: str, dtype: torch.dtype | None) -> torch.Tensor:
             block = self.blocks[int(name)]
-            made = self._made(block, bytes_of, expert)
-            return made[None] if block.sliced else made
+            tensor = self._dequantized(block, bytes_of, expert)
+            return tensor[None] if block.sliced else tensor
 
-        made = replace(self.recipe, sources=names).make(model, read)[self.entry.target]
-        return made[0]
+        tensor = replace(self.recipe, sources=names).make(model, read)[self.entry.target]
+        return tensor[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,7 +301,7 @@ class ExpertSource:
     module: nn.Module
     experts: int
     used: int
-    leaves: Mapping[str, Leaf]
+    leaves: Mapping[str, ExpertParameter]
     nbytes: int
 
     @property
@@ -318,7 +318,7 @@ class ExpertSource:
     def ready_bytes(self) -> int:
         """Bytes of all experts, ready to multiply with."""
         return sum(
-            (sum(part.nbytes for part in leaf.parts) + leaf.made_bytes) * self.experts
+            (sum(part.nbytes for part in leaf.parts) + leaf.dequantized_bytes) * self.experts
             if leaf.matrix_type
             else leaf.ready_bytes
             for leaf in self.leaves.values()
@@ -332,19 +332,19 @@ class ExpertSource:
     def spans(self, expert: int, leaf: str | None = None) -> list[FileSpan]:
         """The reads of an expert into memory of `nbytes` bytes: all of its parts, or those of one leaf."""
         return [
-            FileSpan(file.file(expert), int(file.offsets[expert]), nbytes, file.at) for file, nbytes in self._runs[leaf]
+            FileSpan(part.file(expert), int(part.offsets[expert]), nbytes, part.at) for part, nbytes in self._runs[leaf]
         ]
 
     def extent(self, leaf: str | None = None) -> slice:
         """The range of an expert's bytes in its memory, or of the bytes of one leaf."""
         chosen = self.leaves.values() if leaf is None else (self.leaves[leaf],)
-        parts = [part for one in chosen for part in one.parts]
+        parts = [part for parameter in chosen for part in parameter.parts]
         return slice(min(part.at for part in parts), max(part.at + part.nbytes for part in parts))
 
     @cached_property
     def _runs(self) -> Mapping[str | None, list[tuple[ExpertPart, int]]]:
         """Runs of parts that are contiguous in the files and in memory: the first part, and the bytes of the run."""
-        found: dict[str | None, list[tuple[ExpertPart, int]]] = {}
+        runs_by_leaf: dict[str | None, list[tuple[ExpertPart, int]]] = {}
         everything = [part for leaf in self.leaves.values() for part in leaf.parts]
         for key, parts in ((None, everything), *((name, list(leaf.parts)) for name, leaf in self.leaves.items())):
             runs: list[list[ExpertPart]] = []
@@ -353,8 +353,8 @@ class ExpertSource:
                     runs[-1].append(part)
                 else:
                     runs.append([part])
-            found[key] = [(run[0], sum(part.nbytes for part in run)) for run in runs]
-        return found
+            runs_by_leaf[key] = [(run[0], sum(part.nbytes for part in run)) for run in runs]
+        return runs_by_leaf
 
     @cached_property
     def in_blocks(self) -> bool:
@@ -394,8 +394,8 @@ def with_tables(source: ExpertSource, store: WeightFiles, device: torch.device) 
         compare(checks, (spec for spec in tables if checks.by_block(spec.file)))
     leaves = {}
     for key, leaf in source.leaves.items():
-        made = tuple(_with_table(source, block, store, device) for block in leaf.blocks)
-        leaves[key] = replace(leaf, blocks=made)
+        blocks_with_table = tuple(_with_table(source, block, store, device) for block in leaf.blocks)
+        leaves[key] = replace(leaf, blocks=blocks_with_table)
     return replace(source, leaves=leaves)
 
 
@@ -412,19 +412,17 @@ def _with_table(source: ExpertSource, block: Block, store: WeightFiles, device: 
     return replace(block, table=_table(source, block.tables, store, device), nesting=nesting)
 
 
-def _table(
-    source: ExpertSource, tables: Sequence[TensorSpec], store: WeightFiles, device: torch.device
-) -> torch.Tensor:
-    found = {bytes(store.mapped(spec.file).bytes_of(spec)) for spec in tables}
-    if len(found) > 1:
+def _table(source: ExpertSource, specs: Sequence[TensorSpec], store: WeightFiles, device: torch.device) -> torch.Tensor:
+    values = {bytes(store.mapped(spec.file).bytes_of(spec)) for spec in specs}
+    if len(values) > 1:
         raise IncompleteSplitError(
-            f"the experts of {source.name} were quantized with {len(found)} different tables; expected a single one.",
+            f"the experts of {source.name} were quantized with {len(values)} different tables; expected a single one.",
             "Split the checkpoint again into another folder (layer_shards_saving_path, --dir).",
         )
-    return torch.frombuffer(bytearray(found.pop()), dtype=torch.float32).to(device)
+    return torch.frombuffer(bytearray(values.pop()), dtype=torch.float32).to(device)
 
 
-def _matrix_type(leaf: Leaf, choose_matrix: MatrixChooser) -> type[StoredMatrix] | None:
+def _matrix_type(leaf: ExpertParameter, choose_matrix: MatrixChooser) -> type[StoredMatrix] | None:
     """The type that multiplies all rows as one quantized matrix, or None."""
     first = leaf.blocks[0].form
     if not leaf.stacks or first is None or len(leaf.shape) != 2:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from rabbitllm.base.forks import Workers
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.expert_pool import ExpertPool, PooledExperts, transit_slots
-from rabbitllm.engine.expert_source import ExpertPart, ExpertSource, Leaf, with_tables
+from rabbitllm.engine.expert_source import ExpertParameter, ExpertPart, ExpertSource, with_tables
 from rabbitllm.engine.first_use import check_experts_before
 from rabbitllm.engine.placement import ExpertCost, Placement, Tier
 from rabbitllm.engine.prefetch import HostBuffers
@@ -34,7 +34,7 @@ from rabbitllm.store.layer_store import WeightFiles
 from rabbitllm.telemetry.profiler import Profiler
 
 
-class Supply(Protocol):
+class ExpertProvider(Protocol):
     """Provides the weights of experts."""
 
     def each(self, leaf: str, experts: Sequence[int]) -> Iterator[torch.Tensor]:
@@ -65,7 +65,7 @@ class ExpertStack(WeightStandIn):
         transposed: whether the last two dimensions are exchanged.
     """
 
-    supply: Supply
+    supply: ExpertProvider
     leaf: str
     transposed: bool
     _whole_shape: torch.Size
@@ -74,7 +74,7 @@ class ExpertStack(WeightStandIn):
     @staticmethod
     def __new__(
         cls,
-        supply: Supply,
+        supply: ExpertProvider,
         leaf: str,
         shape: torch.Size,
         dtype: torch.dtype,
@@ -82,9 +82,9 @@ class ExpertStack(WeightStandIn):
         transposed: bool = False,
     ) -> ExpertStack:
         seen = torch.Size((*shape[:-2], shape[-1], shape[-2])) if transposed else shape
-        made: ExpertStack = torch.Tensor._make_wrapper_subclass(cls, seen, dtype=dtype, device=device)
-        made.supply, made.leaf, made.transposed, made._whole_shape = supply, leaf, transposed, shape
-        return made
+        stack: ExpertStack = torch.Tensor._make_wrapper_subclass(cls, seen, dtype=dtype, device=device)
+        stack.supply, stack.leaf, stack.transposed, stack._whole_shape = supply, leaf, transposed, shape
+        return stack
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ExpertStack({tuple(self.shape)}, {self.dtype}, by expert)"
@@ -100,8 +100,8 @@ class ExpertStack(WeightStandIn):
 
     def again(self, transposed: bool = False) -> ExpertStack:
         """Another object for the same stack; `transposed`: with the last two dimensions exchanged."""
-        kind = self.dtype, self.device, self.transposed != transposed
-        return ExpertStack(self.supply, self.leaf, self._whole_shape, *kind)
+        form = self.dtype, self.device, self.transposed != transposed
+        return ExpertStack(self.supply, self.leaf, self._whole_shape, *form)
 
     def whole(self) -> torch.Tensor:
         """Copies of all experts' matrices."""
@@ -114,13 +114,13 @@ class ExpertStack(WeightStandIn):
 
     def copied(self, experts: Sequence[int]) -> torch.Tensor:
         """Copies of these experts' matrices, (len(experts), ...)."""
-        made = torch.empty((len(experts), *self.shape[1:]), dtype=self.dtype, device=self.device)
+        copies = torch.empty((len(experts), *self.shape[1:]), dtype=self.dtype, device=self.device)
         distinct = sorted(set(experts))
-        rows = {expert: [at for at, one in enumerate(experts) if one == expert] for expert in distinct}
+        rows = {expert: [position for position, other in enumerate(experts) if other == expert] for expert in distinct}
         for expert, weight in zip(distinct, self.each(distinct), strict=True):
-            for at in rows[expert]:
-                made[at].copy_(weight.whole() if isinstance(weight, QuantizedWeight) else weight)
-        return made
+            for position in rows[expert]:
+                copies[position].copy_(weight.whole() if isinstance(weight, QuantizedWeight) else weight)
+        return copies
 
     def grouped_mm(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """`rows[begin:end] @ self[expert]` for each expert; the groups are contiguous.
@@ -143,13 +143,13 @@ class ExpertStack(WeightStandIn):
         if not groups:
             return rows.new_zeros(len(rows), self.shape[-1])
         filled, pending = self.supply.order([expert for expert, *_ in groups])
-        chosen = [groups[at] for at in (*filled, *pending)]
+        chosen = [groups[index] for index in (*filled, *pending)]
         weights = self.supply.each(self.leaf, [expert for expert, *_ in chosen])
         first, spans = next(weights), [(begin, end) for _, begin, end in chosen]
         product: Any = self._grouped(rows, first)
         if product is not None:
-            found = (getattr(weight, "matrix", None) for weight in chain([first], weights))
-            matrices = (matrix for matrix in found if isinstance(matrix, Matrix | CodedMatrix))
+            candidates = (getattr(weight, "matrix", None) for weight in chain([first], weights))
+            matrices = (matrix for matrix in candidates if isinstance(matrix, Matrix | CodedMatrix))
             at_once = list(islice(matrices, max(len(filled), 1)))
             product.multiply(at_once, spans[: len(at_once)])
             for span, matrix in zip(spans[len(at_once) :], matrices, strict=True):
@@ -191,12 +191,12 @@ def _getitem(stack: Any, index: Any) -> Any:
         return None
     if isinstance(index, torch.Tensor) and not index.is_floating_point() and index.dtype is not torch.bool:
         if index.dim() == 0:
-            return _one(stack, int(index))
+            return _expert_weight(stack, int(index))
         return stack.copied(stack.supply.numbers(index)).view(*index.shape, *stack.shape[1:])
-    return _one(stack, index) if type(index) is int else None
+    return _expert_weight(stack, index) if type(index) is int else None
 
 
-def _one(stack: ExpertStack, expert: int) -> torch.Tensor:
+def _expert_weight(stack: ExpertStack, expert: int) -> torch.Tensor:
     if not -stack.shape[0] <= expert < stack.shape[0]:
         raise IndexError(f"index {expert} is out of bounds for {stack.shape[0]} experts")
     return next(stack.each([expert % stack.shape[0]]))
@@ -215,7 +215,7 @@ ExpertStack._answers = {
 }
 
 
-def stack_of(supply: Supply, name: str, leaf: Leaf, device: torch.device) -> ExpertStack:
+def stack_of(supply: ExpertProvider, name: str, leaf: ExpertParameter, device: torch.device) -> ExpertStack:
     """The stack of a leaf's matrices, which may be stored transposed."""
     shape, is_turned = leaf.entry.shape, leaf.coded is not None and leaf.coded.is_turned
     stored = torch.Size((shape[0], shape[2], shape[1])) if is_turned else shape
@@ -236,20 +236,20 @@ class MappedExperts:
         self._ready: dict[tuple[str, int], torch.Tensor] = {}
 
     def each(self, leaf: str, experts: Sequence[int]) -> Iterator[torch.Tensor]:
-        """See `experts.Supply`."""
+        """See `experts.ExpertProvider`."""
         for expert in experts:
             yield self._weight(leaf, expert)
 
     def order(self, experts: Sequence[int]) -> tuple[list[int], list[int]]:
-        """See `experts.Supply`."""
+        """See `experts.ExpertProvider`."""
         return list(range(len(experts))), []
 
     def numbers(self, index: torch.Tensor) -> list[int]:
-        """See `experts.Supply`."""
+        """See `experts.ExpertProvider`."""
         return list(index.flatten().tolist())
 
     def ends(self, ends: torch.Tensor, rows: int) -> list[int]:
-        """See `experts.Supply`."""
+        """See `experts.ExpertProvider`."""
         return self.numbers(ends)
 
     def strided(self, leaf: str) -> torch.Tensor | None:
@@ -277,10 +277,10 @@ class MappedExperts:
 
         if not (chosen.is_view or chosen.matrix_type):
             return chosen.weight(self._model, bytes_of, expert)
-        found = self._ready.get((leaf, expert))
-        if found is None:
-            found = self._ready[leaf, expert] = chosen.weight(self._model, bytes_of, expert)
-        return found
+        weight = self._ready.get((leaf, expert))
+        if weight is None:
+            weight = self._ready[leaf, expert] = chosen.weight(self._model, bytes_of, expert)
+        return weight
 
 
 def mapped_bytes(store: WeightFiles) -> FileBytes:
@@ -321,24 +321,24 @@ def bind_experts(
     """
     file_bytes = mapped_bytes(store)
     where = {placed.unit: devices[placed.device].torch_device for placed in placement.experts}
-    known = {source.name: with_tables(source, store, where[source.name]) for source in sources}
+    sources_by_name = {source.name: with_tables(source, store, where[source.name]) for source in sources}
     pools = {}
     for pool in placement.pools:
-        own = [known[p.unit] for p in placement.experts if p.device == pool.device]
+        local = [sources_by_name[p.unit] for p in placement.experts if p.device == pool.device]
         device = devices[pool.device]
         host = None if device.shares_host_memory else HostBuffers(device)
         disk = SpanReader(store, read_modes[pool.device], store.checks)
-        pools[pool.device] = made = ExpertPool(model, own, device, pool.slots, disk, profiler, host, pool.host_slots)
-        for number, source in enumerate(own):
-            supply = PooledExperts(made, number)
+        pools[pool.device] = live = ExpertPool(model, local, device, pool.slots, disk, profiler, host, pool.host_slots)
+        for index, source in enumerate(local):
+            supply = PooledExperts(live, index)
             for name, leaf in source.leaves.items():
                 leaf.entry.bind(stack_of(supply, name, leaf, device.torch_device))
             source.module.register_forward_pre_hook(supply.before, with_kwargs=True)
             source.module.register_forward_hook(supply.after, always_call=True)
     mapped = [placed for placed in placement.experts if placed.tier is not Tier.ROUTED]
     for placed in mapped:
-        _bind_mapped(model, known[placed.unit], file_bytes, placed.tier is Tier.RESIDENT)
-    _check_mapped([known[placed.unit] for placed in mapped], store)
+        _bind_mapped(model, sources_by_name[placed.unit], file_bytes, placed.tier is Tier.RESIDENT)
+    _check_mapped([sources_by_name[placed.unit] for placed in mapped], store)
     return pools
 
 

@@ -92,8 +92,8 @@ def _prefetch(spans: Sequence[FileSpan], store: Paths) -> None:
         for span in spans:
             end = span.offset + span.nbytes
             with PositionalFile(store.path(span.file)) as file:
-                for at in range(span.offset, end, PIECE_BYTES):
-                    file.will_need(at, min(PIECE_BYTES, end - at))
+                for offset in range(span.offset, end, PIECE_BYTES):
+                    file.will_need(offset, min(PIECE_BYTES, end - offset))
 
 
 def _check(
@@ -113,11 +113,11 @@ def _check(
 
 def _compare(spans: Sequence[FileSpan], checks: LayerChecks, stop: threading.Event) -> None:
     for span in spans:
-        at, end = span.offset, span.offset + span.nbytes
-        while at < end and not stop.is_set():
-            piece = min(end, (at // GROUP_BYTES + 1) * GROUP_BYTES) - at
-            checks.stored(span.file, [(at, piece)])
-            at += piece
+        offset, end = span.offset, span.offset + span.nbytes
+        while offset < end and not stop.is_set():
+            piece = min(end, (offset // GROUP_BYTES + 1) * GROUP_BYTES) - offset
+            checks.stored(span.file, [(offset, piece)])
+            offset += piece
 
 
 def wait_before(module: nn.Module, compared: Callable[[], None]) -> None:
@@ -145,7 +145,7 @@ def check_rows_before(embedding: nn.Module, stored: StoredTensor, checks: LayerC
 
 def check_experts_before(source: ExpertSource, checks: LayerChecks, thread: Workers) -> None:
     """Compare the experts that a mapped module uses, while it computes with them."""
-    left, pending = set(range(source.experts)), list[Future[set[int]]]()
+    unchecked, pending = set(range(source.experts)), list[Future[set[int]]]()
 
     def compare(experts: set[int]) -> set[int]:
         span_reader.compare(checks, (span for expert in sorted(experts) for span in source.spans(expert)))
@@ -154,15 +154,15 @@ def check_experts_before(source: ExpertSource, checks: LayerChecks, thread: Work
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         wait(pending)  # left by an interrupted pass
         pending.clear()
-        found = routed(args, kwargs, source.experts)
-        chosen = left.copy() if found is None else left.intersection(found[0].tolist())
+        use = routed(args, kwargs, source.experts)
+        chosen = unchecked.copy() if use is None else unchecked.intersection(use[0].tolist())
         if chosen:
             pending.append(thread.submit(compare, chosen))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         while pending:
-            left.difference_update(pending.pop().result())
-        if not left:
+            unchecked.difference_update(pending.pop().result())
+        if not unchecked:
             for handle in handles:
                 handle.remove()
 

@@ -123,31 +123,31 @@ def experts_forward(
     summed = torch.zeros_like(hidden_states)
     hit = torch.unique(top_k_index)
     at_once = min(torch.get_num_threads(), len(hit))
-    for some in torch.split(hit, at_once) if at_once else ():
-        inputs = hidden_states * scores.t()[some].unsqueeze(-1)
-        for made in _multiplied(experts, some, inputs):
-            summed += made
+    for batch in torch.split(hit, at_once) if at_once else ():
+        inputs = hidden_states * scores.t()[batch].unsqueeze(-1)
+        for product in _multiplied(experts, batch, inputs):
+            summed += product
     return summed
 
 
-def _multiplied(experts: Any, some: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+def _multiplied(experts: Any, chosen: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
     """Each expert's product with its own inputs, both (experts, tokens, hidden).
 
     If a batch has fewer matrices than threads, torch splits each matrix over several threads, and rounds its sums
     differently than in the batch of all experts. So the batch is padded with copies of the last expert.
     """
     batch = min(torch.get_num_threads(), experts.num_experts)
-    lacking = batch - len(some)
-    padded = torch.cat([some, some[-1:].expand(lacking)])
+    lacking = batch - len(chosen)
+    padded = torch.cat([chosen, chosen[-1:].expand(lacking)])
 
     def weights(stack: torch.Tensor) -> torch.Tensor:
-        if len(some) > 1:
+        if len(chosen) > 1:
             return stack[padded]
-        return stack[int(some)].expand(batch, -1, -1)  # without a copy
+        return stack[int(chosen)].expand(batch, -1, -1)  # without a copy
 
-    given = torch.cat([inputs, inputs[-1:].expand(lacking, -1, -1)])
-    gate, up = torch.bmm(given, weights(experts.gate_up_proj)).chunk(2, dim=-1)
-    return torch.bmm(up * experts.act_fn(gate), weights(experts.down_proj))[: len(some)]
+    padded_inputs = torch.cat([inputs, inputs[-1:].expand(lacking, -1, -1)])
+    gate, up = torch.bmm(padded_inputs, weights(experts.gate_up_proj)).chunk(2, dim=-1)
+    return torch.bmm(up * experts.act_fn(gate), weights(experts.down_proj))[: len(chosen)]
 
 
 class RowProducts:

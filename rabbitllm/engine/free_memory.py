@@ -62,12 +62,12 @@ def process_limits(root: Path = Path("/")) -> list[ProcessLimit]:
         return []
     import resource
 
-    found = []
+    limits = []
     for name, field in (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")):
         limit = resource.getrlimit(getattr(resource, name))[0]
         if limit != resource.RLIM_INFINITY:
-            found.append(ProcessLimit(name, limit, max(limit - _status_bytes(root, field), 0)))
-    return found
+            limits.append(ProcessLimit(name, limit, max(limit - _status_bytes(root, field), 0)))
+    return limits
 
 
 def untouched_bytes(memory: memoryview) -> int:
@@ -79,20 +79,20 @@ def untouched_bytes(memory: memoryview) -> int:
     if resident is None or not len(memory):
         return 0
     pages = -(-len(memory) // mmap.PAGESIZE)
-    found = bytearray(pages)
+    states = bytearray(pages)
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    if resident(start, len(memory), (ctypes.c_ubyte * pages).from_buffer(found)):
+    if resident(start, len(memory), (ctypes.c_ubyte * pages).from_buffer(states)):
         return 0
-    return found.count(0) * mmap.PAGESIZE
+    return states.count(0) * mmap.PAGESIZE
 
 
 @functools.cache
 def _mincore() -> ctypes._NamedFuncPointer | None:
     if sys.platform != "linux":
         return None
-    found: ctypes._NamedFuncPointer = ctypes.CDLL(None).mincore
-    found.argtypes, found.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p], ctypes.c_int
-    return found
+    mincore: ctypes._NamedFuncPointer = ctypes.CDLL(None).mincore
+    mincore.argtypes, mincore.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p], ctypes.c_int
+    return mincore
 
 
 def group_limits(root: Path = Path("/")) -> list[GroupLimit]:
@@ -103,7 +103,7 @@ def group_limits(root: Path = Path("/")) -> list[GroupLimit]:
     kernel's admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
     """
     mapped = _status_bytes(root, "RssFile")  # files of this process that are mapped and in memory
-    found = []
+    groups = []
     for folder, limit_name, kinds in _groups(root):
         try:
             limit = (folder / limit_name).read_text().strip()
@@ -117,23 +117,21 @@ def group_limits(root: Path = Path("/")) -> list[GroupLimit]:
             continue
         if limit.isdigit() and int(limit) < _NO_LIMIT:
             # in version 1 only the fields that begin with total_ include the groups within the group
-            kept = sum(used.get(f"total_{kind}", used.get(kind, 0)) for kind in kinds)
+            kept = sum(used.get(f"total_{field}", used.get(field, 0)) for field in kinds)
             version = 2 if limit_name == "memory.max" else 1
             maps = "file_mapped" if version == 2 else "mapped_file"
             kept += min(mapped, used.get(f"total_{maps}", used.get(maps, mapped)))
-            found.append(GroupLimit(version, folder, int(limit), max(int(limit) - kept, 0)))
-    return found
+            groups.append(GroupLimit(version, folder, int(limit), max(int(limit) - kept, 0)))
+    return groups
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, str, tuple[str, ...]]]:
     """Folder, the limit's file in it, and the kinds of memory that cannot be reclaimed; innermost groups first."""
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        rows = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
-        lines = []
-    paths = {
-        controllers: path for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") > 1)
-    }
+        rows = []
+    paths = {controllers: path for _, controllers, path in (row.split(":", 2) for row in rows if row.count(":") > 1)}
     v1 = next((path for controllers, path in paths.items() if "memory" in controllers.split(",")), "/")
     for path in _upwards(paths.get("", "/")):
         yield root / "sys/fs/cgroup" / path, "memory.max", ("anon", "shmem")
@@ -146,9 +144,9 @@ def _upwards(path: str) -> Iterator[PurePosixPath]:
 
     Inside a container the path may be that of the host and not exist; the container's group is then the mount itself.
     """
-    own = PurePosixPath(path.lstrip("/"))
-    yield own
-    yield from own.parents if own != PurePosixPath() else ()
+    group = PurePosixPath(path.lstrip("/"))
+    yield group
+    yield from group.parents if group != PurePosixPath() else ()
 
 
 def swap_bytes(root: Path = Path("/")) -> int:
@@ -169,8 +167,8 @@ def _status_bytes(root: Path, field: str, file: str = "proc/self/status") -> int
 
 def has_nvidia_driver(root: Path = Path("/")) -> bool:
     """Whether NVIDIA's driver is installed; WSL and Windows have its program `nvidia-smi` alone."""
-    known = (root / "proc/driver/nvidia/version", root / "dev/nvidiactl")
-    return any(path.exists() for path in known) or shutil.which("nvidia-smi") is not None
+    paths = (root / "proc/driver/nvidia/version", root / "dev/nvidiactl")
+    return any(path.exists() for path in paths) or shutil.which("nvidia-smi") is not None
 
 
 # The allocator of glibc
@@ -206,7 +204,7 @@ def keep_large_apart() -> bool:
 
 def _function(name: str) -> ctypes._NamedFuncPointer | None:
     try:
-        found: ctypes._NamedFuncPointer = getattr(ctypes.CDLL(None), name)
+        function: ctypes._NamedFuncPointer = getattr(ctypes.CDLL(None), name)
     except (OSError, AttributeError, TypeError):
         return None
-    return found
+    return function

@@ -203,11 +203,11 @@ def _streamed(
 def _in_place(model: nn.Module, sources: Mapping[str, UnitSource], placement: Placement) -> dict[str, int]:
     """Device and tier -> stored bytes that each pass uses in place, without the embedding, of which it uses rows."""
     embedding = input_embedding(model)
-    found = Counter[str]()
+    nbytes = Counter[str]()
     for placed in placement.units:
         if placed.tier in _IN_PLACE and sources[placed.unit].unit.module is not embedding:
-            found[f"{placed.device} {placed.tier.value}"] += placed.stored
-    return dict(found)
+            nbytes[f"{placed.device} {placed.tier.value}"] += placed.stored
+    return dict(nbytes)
 
 
 def _compare_before_use(
@@ -229,16 +229,16 @@ def _expert_read_modes(
 ) -> dict[str, ReadMode]:
     """Device -> the read mode of streamed experts; those that are read through the page cache stay in it, since many
     are used again."""
-    found = {}
+    read_modes = {}
     for pool in placement.pools:
-        own = {placed.unit for placed in placement.experts if placed.device == pool.device}
-        chosen = [source for source in experts if source.name in own]
+        names = {placed.unit for placed in placement.experts if placed.device == pool.device}
+        chosen = [source for source in experts if source.name in names]
         read_mode = THROUGH_THE_CACHE
         if all(source.in_blocks for source in chosen):
             sample = [span for source in chosen[:PROBES] for span in source.spans(source.experts // 2)]
             read_mode = choose_read_mode(store, sample, cache_room(placement), pool.stored)
-        found[pool.device] = read_mode if read_mode.direct else THROUGH_THE_CACHE
-    return found
+        read_modes[pool.device] = read_mode if read_mode.direct else THROUGH_THE_CACHE
+    return read_modes
 
 
 def _device_finder(placement: Placement, devices: Mapping[str, Device]) -> Callable[[str], torch.device]:
@@ -252,6 +252,6 @@ def _coded(plan: LoadPlan) -> list[bool]:
     """For each parameter that a quantizer makes, whether it is multiplied from its codes."""
     jobs = (job for source in plan.sources.values() for job in source.jobs)
     leaves = (leaf for source in plan.experts for leaf in source.leaves.values())
-    made = [(job.recipe, bool(job.quantized)) for job in jobs]
-    made += [(leaf.recipe, leaf.matrix_type is not None) for leaf in leaves]
-    return [coded for recipe, coded in made if published.loads(recipe.converter, plan.quantizer)]
+    multiplied = [(job.recipe, bool(job.quantized)) for job in jobs]
+    multiplied += [(leaf.recipe, leaf.matrix_type is not None) for leaf in leaves]
+    return [coded for recipe, coded in multiplied if published.loads(recipe.converter, plan.quantizer)]

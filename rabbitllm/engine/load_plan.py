@@ -127,9 +127,9 @@ def unit_costs(
         must_stay = source.unit.holds_units or not streamable or not source.jobs
         rows = has_readable_rows(source, tables)
         used = [multiplied(source, choose_matrix) for choose_matrix in choosers.values()] or [source]
-        scratch = max(one.scratch_bytes for one in used)
+        scratch = max(variant.scratch_bytes for variant in used)
         sizes = source.stored_bytes, source.ready_bytes, scratch, source.is_view
-        other_sizes = routed.get(name, 0), max(one.scale_bytes if one.is_view else 0 for one in used)
+        other_sizes = routed.get(name, 0), max(variant.scale_bytes if variant.is_view else 0 for variant in used)
         tied = tuple(
             SharedTensor(job.recipe.key, *source.bytes_of(job)) for job in source.jobs if job.recipe.key in shared
         )
@@ -144,24 +144,24 @@ def held_bytes(placement: Placement, sources: Mapping[str, UnitSource], experts:
     A tensor that several units use in its stored form counts once.
     """
     as_stored: dict[str, int] = {}
-    made: dict[frozenset[str], int] = {}
+    ready: dict[frozenset[str], int] = {}
     largest: dict[str, int] = {}
     for placed in placement.units:
         source = sources[placed.unit]
         if placed.tier is Tier.RESIDENT and not source.is_view:
-            made[frozenset(source.stored)] = source.ready_bytes
+            ready[frozenset(source.stored)] = source.ready_bytes
         elif placed.tier in (*READY, Tier.PACKED, Tier.PINNED):
             as_stored |= {name: stored.nbytes for name, stored in source.stored.items()}
             if source.is_view and source.scale_bytes and placed.tier is not Tier.PINNED:
-                made[frozenset(source.stored)] = source.scale_bytes
+                ready[frozenset(source.stored)] = source.scale_bytes
         if placed.tier in (Tier.STREAMED, Tier.PINNED):
             largest[placed.device] = max(largest.get(placed.device, 0), source.buffer_bytes)
     for expert in experts:
         tier = next(placed.tier for placed in placement.experts if placed.unit == expert.name)
         if tier is not Tier.ROUTED:
-            made[frozenset([expert.name])] = expert.ready_bytes if tier is Tier.RESIDENT else expert.stored_bytes
+            ready[frozenset([expert.name])] = expert.ready_bytes if tier is Tier.RESIDENT else expert.stored_bytes
     pools = sum(pool.nbytes + pool.host_bytes for pool in placement.pools)
-    return sum(as_stored.values()) + sum(made.values()) + pools + SLOTS * sum(largest.values())
+    return sum(as_stored.values()) + sum(ready.values()) + pools + SLOTS * sum(largest.values())
 
 
 def cache_room(placement: Placement) -> int:
@@ -208,13 +208,13 @@ class LoadPlan:
 
         Resident units are dequantized once, which is as fast for any number of inputs.
         """
-        known = {
+        chosen = {
             placed.unit: choose_matrix
             for placed in (*self.placement.units, *self.placement.experts)
             if placed.tier in _AS_STORED and (choose_matrix := self.choosers.get(placed.device))
         }
-        sources = {name: multiplied(one, known[name]) if name in known else one for name, one in self.sources.items()}
-        experts = tuple(with_matrices(source, known.get(source.name)) for source in self.experts)
+        sources = {name: multiplied(s, chosen[name]) if name in chosen else s for name, s in self.sources.items()}
+        experts = tuple(with_matrices(source, chosen.get(source.name)) for source in self.experts)
         return replace(self, sources=sources, experts=experts, choosers={})
 
 
@@ -356,7 +356,7 @@ class LoadPlanner:
             bare = None
         if bare is not None and (bare.dtype_is_final or store is None):
             if bare.model.config.name_or_path != str(home):  # its own files are there by now
-                skeleton.settle(bare.model, home)
+                skeleton.set_source_folder(bare.model, home)
             if store is not None:
                 skeleton.check_counts(bare.config, len(store.tensors), store.label)
             return bare
@@ -458,23 +458,23 @@ def only_a_part(
     """The plan of the part of the model that this process places and computes."""
     budgets = {device.name: budget_of(device, options) for device in devices}
     part = share(plan.model, plan.sources, unit_costs(plan.model, plan.sources, plan.experts), store, budgets)
-    here = {name: source for name, source in plan.sources.items() if name in part.units}
+    sources = {name: source for name, source in plan.sources.items() if name in part.units}
     experts = tuple(source for source in plan.experts if source.unit in part.units)
     limited = replace(options, max_memory={**(options.max_memory or {}), **part.budgets})
-    placement = place_units(plan.model, here, experts, devices, limited, plan.choosers)
-    known = {placed.unit: placed for placed in placement.units}
+    placement = place_units(plan.model, sources, experts, devices, limited, plan.choosers)
+    placed_here = {placed.unit: placed for placed in placement.units}
     units = (
-        known.get(name) or PlacedUnit(name, placement.home, Tier.ELSEWHERE, source.stored_bytes)
+        placed_here.get(name) or PlacedUnit(name, placement.home, Tier.ELSEWHERE, source.stored_bytes)
         for name, source in plan.sources.items()
     )
     return replace(plan, experts=experts, placement=replace(placement, units=tuple(units)))
 
 
 def _choose_dtype(
-    wanted: str | None, config: PretrainedConfig, store: WeightFiles | None, devices: Sequence[Device]
+    requested: str | None, config: PretrainedConfig, store: WeightFiles | None, devices: Sequence[Device]
 ) -> torch.dtype:
     """The caller's dtype, else the config's, else that of the weights; fp16 for bf16 if a GPU has no bf16."""
-    if (named := _named_dtype(wanted)) is not None:
+    if (named := _named_dtype(requested)) is not None:
         return named
     dtype = _own_dtype(config, store)
     if dtype == torch.bfloat16 and not all(device.has_bf16 for device in devices):
@@ -504,18 +504,18 @@ def _own_dtype(config: PretrainedConfig, store: WeightFiles | None) -> torch.dty
 def _stored_dtype(store: WeightFiles | None) -> torch.dtype:
     if store is None:
         return torch.float32
-    known = (dtype for tensor in store.tensors.values() if (dtype := tensor.model_dtype) is not None)
-    found: torch.dtype = getattr(torch, store.dtype or next(known, "float32"))
-    return found
+    dtypes = (dtype for tensor in store.tensors.values() if (dtype := tensor.model_dtype) is not None)
+    stored: torch.dtype = getattr(torch, store.dtype or next(dtypes, "float32"))
+    return stored
 
 
-def _attention(wanted: str, config: PretrainedConfig, devices: Sequence[Device], dtype: torch.dtype) -> str | None:
+def _attention(requested: str, config: PretrainedConfig, devices: Sequence[Device], dtype: torch.dtype) -> str | None:
     """The `attn_implementation` for transformers; None for its default.
 
     "auto" is FlashAttention 2 if it is installed and usable, else None.
     """
-    if wanted != "auto":
-        return wanted
+    if requested != "auto":
+        return requested
     if devices[0].torch_device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return None
     from rabbitllm.engine.transformers_api import supports_flash_attention_2
@@ -617,7 +617,7 @@ def is_near(fused: torch.Tensor, expected: torch.Tensor) -> bool:
 def _is_right(device: Device, form: Quantized, dtype: torch.dtype) -> bool:
     """Run one trial. False too if it fails: the kernel is missing, or there is not enough memory."""
     try:
-        x, matrix, expected = _trial(device.torch_device, form, dtype)
+        x, matrix, expected = _operands(device.torch_device, form, dtype)
         if all(is_near(matrix.linear(x[:count], None), expected[:count]) for count in TRIED):
             return True
         logger.warning("bitsandbytes multiplies 4bit codes incorrectly on %s; layers are dequantized.", device.name)
@@ -626,7 +626,7 @@ def _is_right(device: Device, form: Quantized, dtype: torch.dtype) -> bool:
     return False
 
 
-def _trial(to: torch.device, form: Quantized, dtype: torch.dtype) -> tuple[torch.Tensor, FusedMatrix, torch.Tensor]:
+def _operands(to: torch.device, form: Quantized, dtype: torch.dtype) -> tuple[torch.Tensor, FusedMatrix, torch.Tensor]:
     """Inputs, a matrix of this form, and their product by dequantizing, on a device."""
     (rows, columns), generator = form.shape, torch.Generator().manual_seed(0)
     distinct = min(rows, DISTINCT_ROWS)
@@ -640,11 +640,11 @@ def _trial(to: torch.device, form: Quantized, dtype: torch.dtype) -> tuple[torch
         nested = NestedScales(scales, torch.linspace(-1, 1, 256).to(to), torch.tensor(form.offset).to(to))
     else:
         absmax = scales.to(to)
-    few = FusedMatrix(replace(form.codes, shape=(distinct, columns)), payload, absmax, table, nested)
+    sample = FusedMatrix(replace(form.codes, shape=(distinct, columns)), payload, absmax, table, nested)
     x = torch.randn(max(TRIED), columns, generator=generator).to(dtype).to(to)
-    product = torch.nn.functional.linear(x, few.dequantized(dtype)).repeat(1, times)[:, :rows]
+    product = torch.nn.functional.linear(x, sample.dequantized(dtype)).repeat(1, times)[:, :rows]
     matrix = replace(
-        few,
+        sample,
         form=form.codes,
         payload=payload.repeat(times, 1)[: rows * columns // 2],
         absmax=absmax.repeat(times)[: rows * columns // NF4_BLOCK],

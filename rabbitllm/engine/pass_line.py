@@ -32,15 +32,15 @@ def pass_input_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[PassI
     Args:
         args, kwargs: of a model's forward: ids (batch, length) or embeddings (batch, length, hidden).
     """
-    given = next((kwargs[name] for name in _INPUTS if kwargs.get(name) is not None), args[0] if args else None)
-    shape = tuple(getattr(given, "shape", ()))
+    tensor = next((kwargs[name] for name in _INPUTS if kwargs.get(name) is not None), args[0] if args else None)
+    shape = tuple(getattr(tensor, "shape", ()))
     batch, length = shape[:2] if len(shape) >= 2 else (1, 0)
     cache = next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)
     logits = kwargs.get("logits_to_keep")
-    return PassInput(batch, length, _past(cache), logits if isinstance(logits, int) and logits > 0 else None), cache
+    return PassInput(batch, length, _cached(cache), logits if isinstance(logits, int) and logits > 0 else None), cache
 
 
-def _past(cache: Cache) -> int | None:
+def _cached(cache: Cache) -> int | None:
     tell = getattr(cache, "get_seq_length", None)
     try:
         return int(tell()) if tell is not None else None
@@ -85,13 +85,13 @@ class PassLedger:
             kv_cache: the pass continues a generation if the last pass had the same one.
             now: the time.
         """
-        last, known = self._input, self._kv_cache() if self._kv_cache is not None else None
-        continues = kv_cache is not None and known is kv_cache
-        made = last.made(pass_input) if continues else None
-        if made is None:
+        last, last_cache = self._input, self._kv_cache() if self._kv_cache is not None else None
+        continues = kv_cache is not None and last_cache is kv_cache
+        tokens = last.made(pass_input) if continues else None
+        if tokens is None:
             self.tokens, self._prompt_end = 0, now
         else:
-            self.tokens += made
+            self.tokens += tokens
             if last.kind == PROMPT:
                 self._prompt_end = now
         if not continues or last.kind != pass_input.kind:
@@ -199,7 +199,7 @@ class PassLine:
     def _pieces(self) -> list[LinePiece]:
         """The pieces of the line, the most important with the lowest rank."""
         ledger, now = self._ledger, self._clock()
-        found = [
+        pieces = [
             LinePiece(f"pass {ledger.number}", 0),
             LinePiece(f"{ledger.prompt:,} tokens of prompt" if ledger.prompt else "", 2),
             LinePiece(f"layer {ledger.layer} of {ledger.layers}", 1),
@@ -207,7 +207,7 @@ class PassLine:
             LinePiece(_pace_text(ledger.tokens_per_second(now)), 2, "bold"),
         ]
         shares = [(name, share) for name, share in ledger.shares.items() if share >= 0.005]
-        return found + [LinePiece(f"{name} {100 * share:.0f} %", WORK[name]) for name, share in shares]
+        return pieces + [LinePiece(f"{name} {100 * share:.0f} %", WORK[name]) for name, share in shares]
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._open:

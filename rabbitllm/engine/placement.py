@@ -186,10 +186,10 @@ class TierContent:
 
 def tier_contents(placed: Iterable[PlacedUnit]) -> tuple[TierContent, ...]:
     """Units and bytes by device and tier, in the order in which these occur."""
-    found: dict[tuple[str, Tier], list[int]] = {}
+    nbytes: dict[tuple[str, Tier], list[int]] = {}
     for unit in placed:
-        found.setdefault((unit.device, unit.tier), []).append(unit.counted)
-    return tuple(TierContent(device, tier.value, len(each), sum(each)) for (device, tier), each in found.items())
+        nbytes.setdefault((unit.device, unit.tier), []).append(unit.counted)
+    return tuple(TierContent(device, tier.value, len(sizes), sum(sizes)) for (device, tier), sizes in nbytes.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,10 +358,10 @@ class Placement:
         return sum(p.stored for p in self.units if p.device == budget.device and p.tier in moves)
 
     def __str__(self) -> str:
-        found = [("", one) for one in self.contents] + [("experts, ", one) for one in tier_contents(self.experts)]
+        entries = [("", part) for part in self.contents] + [("experts, ", part) for part in tier_contents(self.experts)]
         devices, tiers = [budget.device for budget in self.budgets], [tier.value for tier in Tier]
-        found.sort(key=lambda one: (devices.index(one[1].device), tiers.index(one[1].tier)))
-        rows = [(one.device, kind + one.tier, str(one.units), size(one.stored_bytes)) for kind, one in found]
+        entries.sort(key=lambda part: (devices.index(part[1].device), tiers.index(part[1].tier)))
+        rows = [(part.device, name + part.tier, str(part.units), size(part.stored_bytes)) for name, part in entries]
         lines = aligned([("device", "tier", "units", "size"), *rows], left=(0, 1))
         for pool in self.pools:
             pinned = f", {size(pool.host_bytes)} in page-locked RAM" if pool.host_slots else ""
@@ -390,7 +390,7 @@ _LARGE_SEGMENT = 20 << 20
 _ROUND_LARGE = 2 << 20
 
 
-def taken(nbytes: int) -> int:
+def allocated_bytes(nbytes: int) -> int:
     """Bytes of a GPU that one of many allocations of `nbytes` takes, with its share of the unused ends of segments.
 
     At worst 1.5 times `nbytes`: two allocations of 6.7 MiB have a segment of 20 MiB.
@@ -455,16 +455,16 @@ def _placed(
     for budget, share in zip(budgets, shares, strict=True):
         names = {cost.name for cost in share}
         inside = [cost for cost in experts if cost.unit in names]
-        tiers, left = _tiers(share, replace(budget, nbytes=budget.nbytes - _transit_bytes(inside)), small_first)
-        tier = _experts_tier(inside, budget, left, all(t in READY for t in tiers.values()))
+        tiers, free = _tiers(share, replace(budget, nbytes=budget.nbytes - _transit_bytes(inside)), small_first)
+        tier = _experts_tier(inside, budget, free, all(t in READY for t in tiers.values()))
         routed += [PlacedUnit(cost.name, budget.device, tier, cost.stored) for cost in inside]
         if inside and tier is Tier.ROUTED:
-            pools.append(_pool(inside, budget, left))
+            pools.append(_pool(inside, budget, free))
         if budget.is_host:
             layers = [cost for cost in share if cost.is_layer][:cached_layers]
             for cost in layers:
                 if tiers[cost.name] is Tier.STREAMED:
-                    tiers[cost.name] = _kept(cost, budget)
+                    tiers[cost.name] = _kept_tier(cost, budget)
         placed |= {cost.name: PlacedUnit(cost.name, budget.device, tiers[cost.name], cost.stored) for cost in share}
     return placed, routed, pools
 
@@ -473,9 +473,9 @@ def _transit_bytes(experts: Sequence[ExpertCost]) -> int:
     return max((cost.transit * cost.slot for cost in experts), default=0)
 
 
-def _experts_tier(experts: Sequence[ExpertCost], budget: Budget, left: int, all_resident: bool) -> Tier:
-    """The tier of all experts of a device. `left`: bytes that units and transit slots leave."""
-    room = left + _transit_bytes(experts)
+def _experts_tier(experts: Sequence[ExpertCost], budget: Budget, free: int, all_resident: bool) -> Tier:
+    """The tier of all experts of a device. `free`: bytes that units and transit slots leave."""
+    room = free + _transit_bytes(experts)
     if budget.is_host and all_resident and sum(cost.ready for cost in experts) <= room:
         return Tier.RESIDENT
     if budget.is_host and sum(cost.stored for cost in experts) <= room:
@@ -483,11 +483,11 @@ def _experts_tier(experts: Sequence[ExpertCost], budget: Budget, left: int, all_
     return Tier.ROUTED
 
 
-def _pool(experts: Sequence[ExpertCost], budget: Budget, left: int) -> Pool:
+def _pool(experts: Sequence[ExpertCost], budget: Budget, free: int) -> Pool:
     slot = max(cost.slot for cost in experts)
     count, transit = sum(cost.experts for cost in experts), max(cost.transit for cost in experts)
     # slots of a GPU are allocated individually; those of the host are one allocation
-    slots = min(max(left, 0) // (slot if budget.is_host else taken(slot)), count)
+    slots = min(max(free, 0) // (slot if budget.is_host else allocated_bytes(slot)), count)
     return Pool(budget.device, slots, 0, transit, slot, count, sum(cost.stored for cost in experts))
 
 
@@ -548,13 +548,13 @@ def _in_turns(costs: Sequence[UnitCost], budgets: Sequence[Budget]) -> list[list
     """The units of each device, alternating. A device gets its budget and an equal share of the bytes beyond all
     budgets, so that all links copy the same amount."""
     beyond = max(sum(cost.stored + cost.routed for cost in costs) - sum(budget.nbytes for budget in budgets), 1)
-    wanted = [budget.nbytes + beyond / len(budgets) for budget in budgets]
-    given, shares = [0] * len(budgets), [list[UnitCost]() for _ in budgets]
+    targets = [budget.nbytes + beyond / len(budgets) for budget in budgets]
+    assigned, shares = [0] * len(budgets), [list[UnitCost]() for _ in budgets]
     for group in _groups(costs):
         nbytes = sum(cost.stored + cost.routed for cost in group)
-        device = min(range(len(budgets)), key=lambda at: (given[at] + nbytes / 2) / wanted[at])
+        device = min(range(len(budgets)), key=lambda index: (assigned[index] + nbytes / 2) / targets[index])
         shares[device] += group
-        given[device] += nbytes
+        assigned[device] += nbytes
     return shares
 
 
@@ -563,8 +563,8 @@ def _groups(costs: Sequence[UnitCost]) -> Iterator[list[UnitCost]]:
 
     Models add what such others return, as token and position embeddings.
     """
-    for is_layer, found in itertools.groupby(costs, key=lambda cost: cost.is_layer):
-        group = list(found)
+    for is_layer, run in itertools.groupby(costs, key=lambda cost: cost.is_layer):
+        group = list(run)
         yield from [[cost] for cost in group] if is_layer else [group]
 
 
@@ -582,39 +582,39 @@ def _tiers(costs: Sequence[UnitCost], budget: Budget, small_first: bool) -> tupl
     scratch = _scratch(candidates)
     whole = _kept_once(candidates, budget, set())
     if whole + scratch <= room:
-        return tiers | {cost.name: _kept(cost, budget) for cost in candidates}, room - scratch - whole
+        return tiers | {cost.name: _kept_tier(cost, budget) for cost in candidates}, room - scratch - whole
     tiers |= {cost.name: Tier.STREAMED for cost in candidates}
-    left, kept = room - scratch, set[str]()
+    free, kept = room - scratch, set[str]()
     if small_first:
         for cost in [cost for cost in candidates if not cost.is_layer]:
-            rest, kept_with_it = [other for other in candidates if other is not cost], set(kept)
+            others, kept_with_it = [other for other in candidates if other is not cost], set(kept)
             more = _kept_once([cost], budget, kept_with_it)
-            if more + _slots(rest) <= left:
-                tiers[cost.name] = _kept(cost, budget)
-                left -= more
-                candidates, kept = rest, kept_with_it
+            if more + _slots(others) <= free:
+                tiers[cost.name] = _kept_tier(cost, budget)
+                free -= more
+                candidates, kept = others, kept_with_it
     slots = _slots(candidates)
     layers = [cost for cost in candidates if cost.is_layer or not small_first]
-    for cost in _spread(layers, left - slots, _kept_bytes):
-        tiers[cost.name] = _kept(cost, budget)
-        left -= _kept_bytes(cost)
-    return tiers, left - slots
+    for cost in _spread(layers, free - slots, _kept_bytes):
+        tiers[cost.name] = _kept_tier(cost, budget)
+        free -= _kept_bytes(cost)
+    return tiers, free - slots
 
 
-def enclosing(path: str, known: Container[str]) -> str | None:
+def enclosing(path: str, modules: Container[str]) -> str | None:
     """The innermost known module around a module or a parameter, which may be the module itself; None if there is
     none."""
-    while path and path not in known:
+    while path and path not in modules:
         path = path.rpartition(".")[0]
     return path or None
 
 
 def ready_once(costs: Iterable[UnitCost]) -> int:
     """Memory of units that are ready; a tensor that several share counts once."""
-    total, made = 0, set[str]()
+    total, counted = 0, set[str]()
     for cost in costs:
-        total += cost.ready - sum(shared.ready for shared in cost.shared if shared.key in made)
-        made.update(shared.key for shared in cost.shared)
+        total += cost.ready - sum(shared.ready for shared in cost.shared if shared.key in counted)
+        counted.update(shared.key for shared in cost.shared)
     return total
 
 
@@ -627,7 +627,7 @@ def _kept_once(costs: Iterable[UnitCost], budget: Budget, kept: set[str]) -> int
     total = 0
     for cost in costs:
         total += _kept_bytes(cost)
-        if budget.is_host or _kept(cost, budget) is Tier.RESIDENT:
+        if budget.is_host or _kept_tier(cost, budget) is Tier.RESIDENT:
             total -= sum(shared.stored for shared in cost.shared if shared.key in kept)
             kept.update(shared.key for shared in cost.shared)
     return total
@@ -647,8 +647,8 @@ def _counted_once(placement: Placement, shared: Mapping[str, Sequence[SharedTens
             tensors = shared[placed.unit]
             # each unit has a copy in pinned memory, and in stored form on a device that maps no files
             if tier is not Tier.PINNED and (tier is not Tier.PACKED or placed.device in hosts):
-                tied[placed.unit] = sum(one.stored for one in tensors if (placed.device, one.key) in counted)
-            counted.update((placed.device, one.key) for one in tensors)
+                tied[placed.unit] = sum(tensor.stored for tensor in tensors if (placed.device, tensor.key) in counted)
+            counted.update((placed.device, tensor.key) for tensor in tensors)
     return tuple(replace(placed, tied=tied.get(placed.unit, 0)) for placed in placement.units)
 
 
@@ -663,9 +663,9 @@ def min_bytes(costs: Sequence[UnitCost], placement: Placement, device: str) -> t
     These are the buffers of the largest streamed unit, its dequantized weights, the units that have to be resident, and
     the transit slots of experts.
     """
-    here = {placed.unit: placed.tier for placed in placement.units if placed.device == device}
-    streamed = [cost for cost in costs if here.get(cost.name) is Tier.STREAMED]
-    resident = ready_once(cost for cost in costs if cost.must_stay and not cost.is_view and cost.name in here)
+    tiers = {placed.unit: placed.tier for placed in placement.units if placed.device == device}
+    streamed = [cost for cost in costs if tiers.get(cost.name) is Tier.STREAMED]
+    resident = ready_once(cost for cost in costs if cost.must_stay and not cost.is_view and cost.name in tiers)
     transit = sum(pool.transit * pool.slot for pool in placement.pools if pool.device == device)
     largest = max(streamed, key=lambda cost: cost.stored + cost.ready, default=None)
     nbytes = _slots(streamed) + _scratch(streamed) + resident + transit
@@ -687,7 +687,7 @@ def _is_mapped(cost: UnitCost, budget: Budget) -> bool:
     return cost.by_rows and cost.is_view and budget.is_host and not cost.is_table
 
 
-def _kept(cost: UnitCost, budget: Budget) -> Tier:
+def _kept_tier(cost: UnitCost, budget: Budget) -> Tier:
     """The tier of a unit that is kept.
 
     A view is resident in its stored form. On a GPU, a unit that is not larger when ready (cast, fused) is made ready

@@ -282,18 +282,18 @@ class HostBuffers:
         """
         slots: list[torch.Tensor] = []
         in_piece, take = max(PIECE_BYTES // max(nbytes, 1), 1), self.take
-        while (left := count - len(slots)) > 0:
-            few = min(in_piece, left)
+        while (remaining := count - len(slots)) > 0:
+            batch = min(in_piece, remaining)
             try:
-                piece = take(few * nbytes)
+                piece = take(batch * nbytes)
             except REFUSALS as error:
                 if take is aligned_host:
                     raise
                 message = "%s of host memory could not be pinned (%s): copies from it are slower."
-                logger.warning(message, size(left * nbytes), error)
+                logger.warning(message, size(remaining * nbytes), error)
                 take = aligned_host
                 continue
-            slots += [piece[at * nbytes : (at + 1) * nbytes] for at in range(few)]
+            slots += [piece[index * nbytes : (index + 1) * nbytes] for index in range(batch)]
         return slots
 
 
@@ -319,11 +319,11 @@ def keep_units(
         IncompleteSplitError: its checksum differs.
     """
     memories = {name: HostBuffers(device) for name, device in devices.items() if not device.shares_host_memory}
-    wanted = [placed for placed in placement.units if placed.tier is Tier.PINNED]
+    pinned = [placed for placed in placement.units if placed.tier is Tier.PINNED]
     # read once, so the page cache is better left to files that are read again and again
     reader = SpanReader(store, ReadMode(drop=True), store.checks)
     pins = True
-    for at, placed in enumerate(wanted):
+    for index, placed in enumerate(pinned):
         source = sources[placed.unit]
         try:
             try:
@@ -333,18 +333,18 @@ def keep_units(
                 logger.warning(
                     "No more than %s of host memory can be pinned (%s); %d layers of %s are kept in ordinary memory, "
                     "from which copies are slower.",
-                    size(sum(done.stored for done in wanted[:at])),
+                    size(sum(done.stored for done in pinned[:index])),
                     error,
-                    len(wanted) - at,
-                    size(sum(left.stored for left in wanted[at:])),
+                    len(pinned) - index,
+                    size(sum(left.stored for left in pinned[index:])),
                 )
                 buffer = aligned_host(source.buffer_bytes)
         except REFUSALS as error:
-            refused = wanted[at:]
+            refused = pinned[index:]
             logger.warning(
                 "There is no host memory for more than %s of layers (%s); %d layers of %s that were planned for host "
                 "memory are read from the disk for each pass.",
-                size(sum(done.stored for done in wanted[:at])),
+                size(sum(done.stored for done in pinned[:index])),
                 error,
                 len(refused),
                 size(sum(left.stored for left in refused)),
@@ -404,8 +404,8 @@ class Uploader:
         order = list(units)
         soon = order[:SLOTS]
         self._prefetcher.forget(but=soon)
-        for at, unit in enumerate(soon):
-            reads = tuple(islice((name for name in order[at:] if name not in self._pinned), STAGING))
+        for position, unit in enumerate(soon):
+            reads = tuple(islice((name for name in order[position:] if name not in self._pinned), STAGING))
             self._prefetcher.request(unit, partial(self._upload, unit, reads))
 
     def take(self, unit: str) -> FilledSlot:

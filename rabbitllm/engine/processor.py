@@ -42,16 +42,16 @@ def read_processor(folder: Path, config: Any, trust_remote_code: bool = False) -
     """
     from transformers import CONFIG_MAPPING, PROCESSOR_MAPPING, PreTrainedTokenizerBase
 
-    kind = PROCESSOR_MAPPING.get(type(config), None)
-    if kind is None and (folder / CONFIG).is_file():  # the model may be a part of what the folder has
+    class_ = PROCESSOR_MAPPING.get(type(config), None)
+    if class_ is None and (folder / CONFIG).is_file():  # the model may be a part of what the folder has
         model_type = read_json(folder / CONFIG).get("model_type")
-        kind = PROCESSOR_MAPPING.get(CONFIG_MAPPING[model_type], None) if model_type in CONFIG_MAPPING else None
-    if kind is None and not any((folder / name).is_file() for name in FILES):
+        class_ = PROCESSOR_MAPPING.get(CONFIG_MAPPING[model_type], None) if model_type in CONFIG_MAPPING else None
+    if class_ is None and not any((folder / name).is_file() for name in FILES):
         return None
-    if kind is not None:
-        _check_files(folder, kind)
+    if class_ is not None:
+        _check_files(folder, class_)
     try:
-        found = _read(folder, kind, trust_remote_code)
+        processor = _read(folder, class_, trust_remote_code)
     except Exception as error:  # missing packages and malformed files make transformers raise any error
         missing = [name for name, module in _PACKAGES.items() if importlib.util.find_spec(module) is None]
         named = next((name for name in missing if name.lower() in str(error).lower()), None)
@@ -61,21 +61,21 @@ def read_processor(folder: Path, config: Any, trust_remote_code: bool = False) -
             f"transformers cannot read the processor in {folder}: {error_line(error, 300).rstrip('.')}.",
             f"Download {', '.join(FILES[:2])} again.",
         ) from error
-    return None if isinstance(found, PreTrainedTokenizerBase) else found
+    return None if isinstance(processor, PreTrainedTokenizerBase) else processor
 
 
-def _read(folder: Path, kind: Any, trust_remote_code: bool) -> Any:
+def _read(folder: Path, class_: Any, trust_remote_code: bool) -> Any:
     from transformers import AutoProcessor
 
     try:
         return AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except ImportError:
-        if kind is None or "video_processor" not in _parts_of(kind):
+        if class_ is None or "video_processor" not in _parts_of(class_):
             raise
-    return _without_videos(folder, kind)
+    return _without_videos(folder, class_)
 
 
-def _without_videos(folder: Path, kind: Any) -> Any:
+def _without_videos(folder: Path, class_: Any) -> Any:
     """A processor without its part for videos, which needs torchvision in every model."""
     from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer
 
@@ -84,29 +84,29 @@ def _without_videos(folder: Path, kind: Any) -> Any:
         "image_processor": AutoImageProcessor,
         "feature_extractor": AutoFeatureExtractor,
     }
-    settings, _ = kind.get_processor_dict(folder)
+    settings, _ = class_.get_processor_dict(folder)
     parts = {
         name: autos[name].from_pretrained(folder) if name in autos else None
-        for name in kind.get_attributes()
+        for name in class_.get_attributes()
         if name in autos or name == "video_processor"
     }
     more = {name: value for name, value in settings.items() if name not in (*parts, "processor_class", "auto_map")}
 
     def check(self: Any, name: str, part: Any) -> Any:
         """Check the class of a part; for an absent one transformers fails."""
-        return None if part is None else kind.check_argument_for_proper_class(self, name, part)
+        return None if part is None else class_.check_argument_for_proper_class(self, name, part)
 
-    body = {"__module__": kind.__module__, "__doc__": kind.__doc__, "check_argument_for_proper_class": check}
-    return type(kind.__name__, (kind,), body)(**parts, **more)
+    body = {"__module__": class_.__module__, "__doc__": class_.__doc__, "check_argument_for_proper_class": check}
+    return type(class_.__name__, (class_,), body)(**parts, **more)
 
 
-def _check_files(folder: Path, kind: Any) -> None:
+def _check_files(folder: Path, class_: Any) -> None:
     """
     Raises:
         ProcessorError: the settings of a part are in no file.
     """
     whole = read_json(folder / WHOLE) if (folder / WHOLE).is_file() else {}
-    for part in _parts_of(kind):
+    for part in _parts_of(class_):
         if part == "video_processor" or part not in PARTS or isinstance(whole.get(part), dict):
             continue  # older checkpoints have one file for pictures and videos
         if not (folder / PARTS[part]).is_file():
@@ -116,8 +116,8 @@ def _check_files(folder: Path, kind: Any) -> None:
             )
 
 
-def _parts_of(kind: Any) -> list[str]:
+def _parts_of(class_: Any) -> list[str]:
     try:
-        return list(kind.get_attributes())
+        return list(class_.get_attributes())
     except ImportError:  # a stand-in of transformers for a class whose package is missing
         return []

@@ -60,17 +60,17 @@ BY_MATRIX = frozenset({"QuickFp8", "FusedFp8", "QuickMxfp4", "ExpertMatrices", "
 def settings_in(config: PretrainedConfig) -> Any:
     """The quantization settings of a config, as a dict or transformers' own object; None for plain weights."""
     for part in (config, config.get_text_config(decoder=True)):
-        found = getattr(part, "quantization_config", None)
-        if found:
-            return found
+        settings = getattr(part, "quantization_config", None)
+        if settings:
+            return settings
     return None
 
 
 def drop_leftover_settings(config: PretrainedConfig) -> None:
     """Remove quantization settings that transformers leaves in a config after it has dequantized the weights."""
     for part in (config, config.get_text_config(decoder=True)):
-        found = getattr(part, "quantization_config", None)
-        if found and _method(found) == LEFTOVER:
+        settings = getattr(part, "quantization_config", None)
+        if settings and _method(settings) == LEFTOVER:
             del part.quantization_config
 
 
@@ -80,11 +80,11 @@ def check_method(folder: Path, config: PretrainedConfig) -> None:
     Raises:
         UnknownArchitectureError: they are quantized by a method that is not supported.
     """
-    found = settings_in(config)
-    if found is None or (method := _method(found)) in (*KEPT, *DEQUANTIZED):
+    settings = settings_in(config)
+    if settings is None or (method := _method(settings)) in (*KEPT, *DEQUANTIZED):
         return
     if method.endswith(AUTO_ROUND):
-        _of_auto_round(folder, found)
+        _of_auto_round(folder, settings)
         return
     raise UnknownArchitectureError(
         f"The weights that belong to {folder} are already quantized ({method}), which is not supported; expected "
@@ -99,33 +99,33 @@ def _of_auto_round(folder: Path, settings: Any) -> dict[str, Any]:
     Raises:
         UnknownArchitectureError: the parts are neither GPTQ's nor AWQ's, or have several numbers of bits.
     """
-    given = dict(settings if isinstance(settings, Mapping) else settings.to_dict())
+    values = dict(settings if isinstance(settings, Mapping) else settings.to_dict())
     # older versions write one text for layout and kernel, such as auto_round:gptq:exllamav2
-    layouts = [given[name] for name in ("packing_format", "backend") if given.get(name) not in (None, "auto")]
+    layouts = [values[name] for name in ("packing_format", "backend") if values.get(name) not in (None, "auto")]
     layout = str(layouts[0]) if layouts else "auto_round:auto_gptq"
-    parts = next((_LAYOUTS[word] for word in layout.split(":")[1:2] if word in _LAYOUTS), None)
-    bits = given.get("bits")
-    others = {
-        name: own["bits"]
-        for name, own in (given.get("extra_config") or {}).items()
-        if isinstance(own, Mapping) and own.get("bits", bits) not in (bits, *_PLAIN_BITS)
+    parts = next((_LAYOUTS[name] for name in layout.split(":")[1:2] if name in _LAYOUTS), None)
+    bits = values.get("bits")
+    other_bits = {
+        name: module_settings["bits"]
+        for name, module_settings in (values.get("extra_config") or {}).items()
+        if isinstance(module_settings, Mapping) and module_settings.get("bits", bits) not in (bits, *_PLAIN_BITS)
     }
     why = ""
-    if parts is None or given.get("data_type", "int") != "int":
-        why = f"{given.get('data_type', 'int')} in the layout {layout}"
-    elif given.get("act_bits") not in (None, *_PLAIN_BITS):
-        why = f"activations of {given['act_bits']} bits"
+    if parts is None or values.get("data_type", "int") != "int":
+        why = f"{values.get('data_type', 'int')} in the layout {layout}"
+    elif values.get("act_bits") not in (None, *_PLAIN_BITS):
+        why = f"activations of {values['act_bits']} bits"
     elif not isinstance(bits, int):
         why = f"bits {bits!r}"
-    elif others:
-        why = f"{bits} bits, but {next(iter(others.values()))} bits for {next(iter(others))}"
+    elif other_bits:
+        why = f"{bits} bits, but {next(iter(other_bits.values()))} bits for {next(iter(other_bits))}"
     if parts is None or why:
         raise UnknownArchitectureError(
             f"The weights that belong to {folder} are already quantized ({AUTO_ROUND}) with {harmless(why)}, which "
             "is not supported; expected integers of one number of bits, in the layout auto_gptq or auto_awq.",
             "Use a checkpoint of the model in that form, or its unquantized one with compression='4bit' or '8bit'.",
         )
-    kept = {name: given[name] for name in ("bits", "group_size", "sym") if name in given}
+    kept = {name: values[name] for name in ("bits", "group_size", "sym") if name in values}
     return {**kept, **parts} if parts["quant_method"] == "gptq" else {**kept, "zero_point": True, **parts}
 
 
@@ -162,8 +162,8 @@ def quantizer_for(folder: Path, config: PretrainedConfig, devices: Iterable[Devi
             if method in (*_INTEGERS, "fp8"):
                 from rabbitllm.engine.published_conversions import Fp8, PackedIntegers
 
-                kind = PackedIntegers if method in _INTEGERS else Fp8
-                quantizer = kind(config.quantization_config, pre_quantized=True)
+                quantizer_type = PackedIntegers if method in _INTEGERS else Fp8
+                quantizer = quantizer_type(config.quantization_config, pre_quantized=True)
             else:
                 quantizer = AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
         if method in DEQUANTIZED:
@@ -272,9 +272,9 @@ def _log_casts_once() -> None:
     logged: set[str] = set()
 
     def first_time(record: logging.LogRecord) -> bool:
-        known = record.getMessage() in logged
+        is_known = record.getMessage() in logged
         logged.add(record.getMessage())
-        return not known
+        return not is_known
 
     logging.getLogger("bitsandbytes.autograd._functions").addFilter(first_time)
 
@@ -304,7 +304,7 @@ def product_bytes(model: torch.nn.Module) -> int:
         cast = 0 if dtype in (None, torch_dtype("BF16")) else dtype.itemsize
         return int(module.in_features * module.out_features * (2 + cast))
 
-    return max((taken(one) for one in model.modules() if type(one).__name__ == "Linear4bit"), default=0)
+    return max((taken(module) for module in model.modules() if type(module).__name__ == "Linear4bit"), default=0)
 
 
 def finish(model: PreTrainedModel, quantizer: HfQuantizer | None) -> None:
@@ -325,29 +325,29 @@ def for_many_passes(converter: WeightTransform) -> Any:
     """The same conversion, for one target that is made in each pass."""
     from rabbitllm.engine.published_conversions import ExpertMatrices, QuickFp8, QuickMxfp4, WrapAgain
 
-    first, *others = converter.operations
+    first, *following = converter.operations
     ours: Mapping[str, Callable[[], Any]] = {
         "Bnb4bitDeserialize": lambda: WrapAgain(first),
         "Fp8Dequantize": lambda: QuickFp8(first.hf_quantizer),
         "Mxfp4Dequantize": lambda: QuickMxfp4(first.hf_quantizer),
         "CompressedTensorsDequantize": lambda: ExpertMatrices(first),
     }
-    made = copy.copy(converter)
-    made.operations = [ours.get(type(first).__name__, lambda: first)(), *others]
-    return made
+    result = copy.copy(converter)
+    result.operations = [ours.get(type(first).__name__, lambda: first)(), *following]
+    return result
 
 
 def wraps(converter: WeightTransform | None) -> bool:
     """Whether a conversion's result is a view of the stored bytes."""
-    return _has_one_of(_WRAPPED, converter)
+    return _has_operation_of(_WRAPPED, converter)
 
 
 def is_opaque(converter: WeightTransform | None) -> bool:
     """Whether a conversion reads its tensors, so that it has no trial without their bytes."""
-    return _has_one_of(_OPAQUE, converter)
+    return _has_operation_of(_OPAQUE, converter)
 
 
-def _has_one_of(kinds: Collection[str], converter: WeightTransform | None) -> bool:
+def _has_operation_of(kinds: Collection[str], converter: WeightTransform | None) -> bool:
     return converter is not None and any(type(operation).__name__ in kinds for operation in converter.operations)
 
 
@@ -384,10 +384,10 @@ def check_alone(target: torch.Tensor, stored: StoredTensor, key: str) -> None:
     Raises:
         IncompleteSplitError: the stored tensor contains codes, or it is plain and the target is not.
     """
-    found = torch_dtype(stored.parts[0].dtype)
-    if found == target.dtype:  # codes that a module looks up unchanged
+    dtype = torch_dtype(stored.parts[0].dtype)
+    if dtype == target.dtype:  # codes that a module looks up unchanged
         return
-    if found.is_floating_point and found.itemsize > 1:
+    if dtype.is_floating_point and dtype.itemsize > 1:
         if target.dtype.is_floating_point:
             return
         problem = f"the tensor for {key} is plain {stored.parts[0].dtype}; by the model's config it is quantized."
@@ -405,8 +405,8 @@ def check_plain(target: torch.Tensor, sources: Iterable[StoredTensor]) -> None:
     if not target.dtype.is_floating_point:
         return
     for stored in sources:
-        found = torch_dtype(stored.parts[0].dtype)
-        if stored.quantized is None and found.is_floating_point and found.itemsize == 1:
+        dtype = torch_dtype(stored.parts[0].dtype)
+        if stored.quantized is None and dtype.is_floating_point and dtype.itemsize == 1:
             raise UnknownArchitectureError(
                 f"Tensor {stored.name} has an unsupported layout of codes ({stored.parts[0].dtype}); expected the name "
                 "and shape of a matrix of the model's Linear or expert.",
@@ -442,7 +442,7 @@ def check_opaque(
                 _FETCH_AGAIN,
             )
         experts = expected.shape[0] if projection else 1
-        counts = {len(found) for found in parts.values()}
+        counts = {len(tensors) for tensors in parts.values()}
         if counts != {experts}:
             raise IncompleteSplitError(
                 f"the tensors for {key} belong to {' or '.join(map(str, sorted(counts)))} experts; the model's config "
@@ -454,9 +454,9 @@ def check_opaque(
 
 
 def _missing_at_4bit(parts: Iterable[str]) -> list[str]:
-    found = set(parts)
-    missing = [part for part in ("", ".absmax", ".quant_map") if part not in found]
-    state = any(part.startswith(_STATE) for part in found)
+    names = set(parts)
+    missing = [part for part in ("", ".absmax", ".quant_map") if part not in names]
+    state = any(part.startswith(_STATE) for part in names)
     return missing if state else [*missing, f"{_STATE}nf4"]
 
 

@@ -77,20 +77,20 @@ def linear_recipe(
     operations: Sequence[Any] = getattr(recipe.converter, "operations", ())
     if len(operations) != 1 or recipe.targets != (recipe.key,):
         return None
-    found = _by_role([(pattern, name) for pattern, name in recipe.sources])
-    if found is None or not all(tensors[name].is_one_run for name in found.values()):
+    names = _by_role([(pattern, name) for pattern, name in recipe.sources])
+    if names is None or not all(tensors[name].is_one_run for name in names.values()):
         return None
-    codes, scales = (_part(tensors[found[role]]) for role in (CODES, SCALES))
+    codes, scales = (_part(tensors[names[role]]) for role in (CODES, SCALES))
     form = form_of(operations[0], recipe.key.rpartition(".")[0], codes, scales, (shape[0], shape[-1]))
     if form is None or len(shape) != 2:
         return None
     cast = cast_of(operations[0], scales[0], dtype)
     if cast is not None:
         form = replace(form, scales=dtype_name(cast))
-    factors = [(found[role], power) for role, power in ((_FACTOR, 1), (_DIVISOR, -1)) if role in found]
+    factors = [(names[role], power) for role, power in ((_FACTOR, 1), (_DIVISOR, -1)) if role in names]
     if len(factors) != (form.scales == "F8_E4M3") or any(math.prod(tensors[name].shape) != 1 for name, _ in factors):
         return None
-    return CodedRecipe(form, found[CODES], found[SCALES], factors[0] if factors else None, cast)
+    return CodedRecipe(form, names[CODES], names[SCALES], factors[0] if factors else None, cast)
 
 
 def form_of(operation: Any, path: str, codes: Part, scales: Part, shape: tuple[int, int]) -> CodedForm | None:
@@ -102,28 +102,28 @@ def form_of(operation: Any, path: str, codes: Part, scales: Part, shape: tuple[i
         codes, scales: the parts.
         shape: (N, K).
     """
-    kind = FP8 if codes[0] == "F8_E4M3" else _OF_4_BITS.get(codes[0])
-    width = {FP8: shape[1], FP4: shape[1] // 2, INT4: shape[1] // 8}.get(kind or "")
-    if _name(operation) not in _MATRICES or kind is None or width is None or not codes[1]:
+    codes_form = FP8 if codes[0] == "F8_E4M3" else _OF_4_BITS.get(codes[0])
+    width = {FP8: shape[1], FP4: shape[1] // 2, INT4: shape[1] // 8}.get(codes_form or "")
+    if _name(operation) not in _MATRICES or codes_form is None or width is None or not codes[1]:
         return None
     if codes[1][0] != shape[0] or math.prod(codes[1][1:]) != width or shape[1] % 8:
         return None
-    if not is_scale(scales[0]) or (kind == INT4) != _has_integers(operation, path):
+    if not is_scale(scales[0]) or (codes_form == INT4) != _has_integers(operation, path):
         return None
     block = _block(_configured_block(operation, path), scales[1], shape)
-    return CodedForm(kind, scales[0], block, shape) if block is not None else None
+    return CodedForm(codes_form, scales[0], block, shape) if block is not None else None
 
 
 def _by_role(sources: Sequence[tuple[str, str]]) -> dict[str, str] | None:
     """What it is -> the name of each source; None if one is not known, or if codes or scales are missing."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for pattern, name in sources:
         role, _ = role_of(pattern)
-        if role is None or role in found:
+        if role is None or role in names:
             return None
         if role != _UNUSED:
-            found[role] = name
-    return found if {CODES, SCALES} <= found.keys() else None
+            names[role] = name
+    return names if {CODES, SCALES} <= names.keys() else None
 
 
 def role_of(pattern: str) -> tuple[str | None, str]:

@@ -105,25 +105,25 @@ def _weight(
         ValueError: the sizes of the parts do not match, or a group does not exist.
     """
     inputs, outputs = len(group), scales.shape[1]
-    wanted = (inputs, outputs * bits // 32) if order is not None else (inputs * bits // 32, outputs)
-    fit, on_cpu = tuple(packed.shape) == wanted and zeros.shape == scales.shape, packed.device == CPU
+    shape = (inputs, outputs * bits // 32) if order is not None else (inputs * bits // 32, outputs)
+    fit, on_cpu = tuple(packed.shape) == shape and zeros.shape == scales.shape, packed.device == CPU
     if not fit or (on_cpu and not 0 <= int(group.min()) <= int(group.max()) < len(scales)):
         raise ValueError(f"parts of shapes {tuple(packed.shape)}, {tuple(zeros.shape)} and {tuple(scales.shape)}")
     if not on_cpu:
         codes = _integers(packed, bits, 1).flatten(0, 1) if order is None else _awq_integers(packed)  # (K, N)
         return ((codes - zeros[group]).float() * scales[group].float()).t().contiguous().to(dtype)
-    made = torch.empty(outputs, inputs)
-    given = (zeros.int().contiguous().numpy(), scales.float().contiguous().numpy(), group.contiguous().numpy())
+    matrix = torch.empty(outputs, inputs)
+    arrays = (zeros.int().contiguous().numpy(), scales.float().contiguous().numpy(), group.contiguous().numpy())
     turns = order.numpy() if order is not None else None
-    integers(packed.contiguous().numpy(), bits, *given, turns, made.numpy(), torch.get_num_threads())
-    return made.to(dtype)
+    integers(packed.contiguous().numpy(), bits, *arrays, turns, matrix.numpy(), torch.get_num_threads())
+    return matrix.to(dtype)
 
 
 def _awq_integers(packed: torch.Tensor) -> torch.Tensor:
     """int32 (rows, columns) -> int32 (rows, 8 columns)."""
-    found = _integers(packed, 4, 2)
+    unpacked = _integers(packed, 4, 2)
     order = torch.tensor(_AWQ_ORDER, device=packed.device).argsort()
-    return found.index_select(2, order).flatten(1)
+    return unpacked.index_select(2, order).flatten(1)
 
 
 def _integers(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
@@ -131,19 +131,19 @@ def _integers(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
     shape = [1] * (packed.ndim + 1)
     shape[dim] = len(shifts)
-    found: torch.Tensor = (packed.unsqueeze(dim) >> shifts.view(shape)) & (2**bits - 1)
-    return found
+    values: torch.Tensor = (packed.unsqueeze(dim) >> shifts.view(shape)) & (2**bits - 1)
+    return values
 
 
 def _by_projection(input_dict: Mapping[str, Any]) -> dict[str, list[dict[str, torch.Tensor]]]:
     """Projection -> the parts of each of its matrices by name, from parts by pattern (of experts a list of each)."""
-    found: dict[str, dict[str, list[torch.Tensor]]] = {}
+    tensors_by_part: dict[str, dict[str, list[torch.Tensor]]] = {}
     for pattern, tensors in input_dict.items():
         projection, _, part = pattern.rpartition(".")
-        found.setdefault(projection, {})[part] = tensors if isinstance(tensors, list) else [tensors]
+        tensors_by_part.setdefault(projection, {})[part] = tensors if isinstance(tensors, list) else [tensors]
     return {
-        projection: [dict(zip(parts, own, strict=True)) for own in zip(*parts.values(), strict=True)]
-        for projection, parts in found.items()
+        projection: [dict(zip(parts, matrix_parts, strict=True)) for matrix_parts in zip(*parts.values(), strict=True)]
+        for projection, parts in tensors_by_part.items()
     }
 
 
@@ -154,15 +154,15 @@ class Dequantize(ConversionOps):  # type: ignore[misc]
         self.hf_quantizer = hf_quantizer
 
     def convert(
-        self, input_dict: Mapping[str, Any], full_layer_name: str = "", model: Any = None, **others: Any
+        self, input_dict: Mapping[str, Any], full_layer_name: str = "", model: Any = None, **options: Any
     ) -> dict[str, Any]:
         """Parts by pattern -> the matrix under the parameter's name; for experts, lists of matrices under `…weight`."""
         dtype = model.get_parameter_or_buffer(full_layer_name).dtype
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         for projection, matrices_parts in _by_projection(input_dict).items():
             matrices = [self.hf_quantizer.matrix(parts, dtype) for parts in matrices_parts]
-            found[f"{projection}.weight" if projection else full_layer_name] = matrices if projection else matrices[0]
-        return found
+            result[f"{projection}.weight" if projection else full_layer_name] = matrices if projection else matrices[0]
+        return result
 
 
 class PlainSettings(QuantizationConfigMixin):  # type: ignore[misc]
@@ -215,10 +215,10 @@ class PackedIntegers(IntoPlain):
         super().__init__(quantization_config, **options)
         method, form = str(quantization_config.quant_method.value), str(quantization_config.format)
         if form not in _FORMATS[method] or quantization_config.bits not in _WIDTHS[method]:
-            known = f"{' or '.join(_FORMATS[method])} at {' or '.join(map(str, _WIDTHS[method]))} bits"
+            expected = f"{' or '.join(_FORMATS[method])} at {' or '.join(map(str, _WIDTHS[method]))} bits"
             raise UnknownArchitectureError(
                 f"The weights are already quantized by {method}, in the form {form} at {quantization_config.bits} "
-                f"bits; expected {known}.",
+                f"bits; expected {expected}.",
                 "Use the model's checkpoint in that form, or its unquantized one.",
             )
         quantization_config.dequantize = True
@@ -239,10 +239,10 @@ class PackedIntegers(IntoPlain):
         Raises:
             UnknownArchitectureError: AWQ scales activations too for this type of model.
         """
-        kind = model.config.model_type
-        if self.quantization_config.quant_method == AWQ and kind in _SCALED_ACTIVATIONS:
+        model_type = model.config.model_type
+        if self.quantization_config.quant_method == AWQ and model_type in _SCALED_ACTIVATIONS:
             raise UnknownArchitectureError(
-                f"AWQ also scales the activations of {kind} models, which is not supported.",
+                f"AWQ also scales the activations of {model_type} models, which is not supported.",
                 "Use the model's unquantized checkpoint with compression='4bit' or '8bit'.",
             )
         super().preprocess_model(model, **options)
@@ -270,7 +270,7 @@ class QuickFp8(Fp8Dequantize):  # type: ignore[misc]
     ) -> torch.Tensor:
         rows_agree = quantized.dim() == 2 and scales.shape[:1] == quantized.shape[:1]
         if quantized.dtype in (torch.int8, torch.float4_e2m1fn_x2) and rows_agree and output_dtype is not None:
-            return fours(quantized, _factors(scales), output_dtype)
+            return fp4_matrix(quantized, _factors(scales), output_dtype)
         size = self._block(quantized, scales)
         if size is None or output_dtype is None:
             whole: torch.Tensor = super()._dequantize_one(quantized, scales, output_dtype)
@@ -298,7 +298,7 @@ class FusedFp8(ConversionOps):  # type: ignore[misc]
         self.hf_quantizer = hf_quantizer
 
     def convert(
-        self, input_dict: Mapping[str, Any], model: Any = None, full_layer_name: str = "", **others: Any
+        self, input_dict: Mapping[str, Any], model: Any = None, full_layer_name: str = "", **options: Any
     ) -> dict[str, torch.Tensor]:
         """Parts by pattern -> experts (E, out, in) under the parameter's name; plain ones are cast.
 
@@ -316,8 +316,8 @@ class FusedFp8(ConversionOps):  # type: ignore[misc]
         if scales is None:
             raise ValueError(f"codes of {len(codes)} experts without scales")
         grids = scales.float().reshape(len(codes), *(scales.shape[1:] if scales.dim() == 3 else (1, 1)))
-        made = [blocks(one, grid, dtype) for one, grid in zip(codes, grids, strict=True)]
-        return {full_layer_name: torch.stack(made)}
+        matrices = [blocks(expert_codes, grid, dtype) for expert_codes, grid in zip(codes, grids, strict=True)]
+        return {full_layer_name: torch.stack(matrices)}
 
 
 _SCALE = "_scale_inv$"
@@ -330,11 +330,11 @@ class Fp8(FineGrainedFP8HfQuantizer):  # type: ignore[misc]
 
     def get_weight_conversions(self) -> list[WeightConverter]:
         """Those of transformers, and those of fused experts (Mistral Small 4)."""
-        found: list[WeightConverter] = super().get_weight_conversions()
+        conversions: list[WeightConverter] = super().get_weight_conversions()
         for leaf in ("gate_up_proj", "down_proj"):
             parts = [rf"experts\.{leaf}{part}$" for part in ("", "_scale_inv", "_activation_scale")]
-            found.append(WeightConverter(parts, f"experts.{leaf}", [FusedFp8(self)]))
-        return found
+            conversions.append(WeightConverter(parts, f"experts.{leaf}", [FusedFp8(self)]))
+        return conversions
 
 
 def _factors(scales: torch.Tensor) -> torch.Tensor:
@@ -364,13 +364,13 @@ def blocks(
         for dim in (0, 1):
             scales = scales.repeat_interleave(size[dim], dim).narrow(dim, 0, codes.shape[dim])
         return (codes.float() * scales).to(dtype)
-    made = torch.empty(codes.shape, dtype=dtype)
-    given = (codes.contiguous().view(torch.uint8).numpy(), _values(codes.dtype), scales.contiguous().numpy())
-    kernels.blocks(*given, size, _bits(made), torch.get_num_threads())
-    return made
+    matrix = torch.empty(codes.shape, dtype=dtype)
+    arrays = (codes.contiguous().view(torch.uint8).numpy(), _values(codes.dtype), scales.contiguous().numpy())
+    kernels.blocks(*arrays, size, _as_unsigned(matrix), torch.get_num_threads())
+    return matrix
 
 
-def fours(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def fp4_matrix(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The matrix (N, K) of FP4 codes with a scale for each run of inputs: value * scale in float32, rounded once.
 
     Args:
@@ -386,20 +386,20 @@ def fours(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torc
         raise ValueError(f"codes of shape {tuple(codes.shape)} and scales of shape {tuple(scales.shape)}")
     packed, table = codes.view(torch.uint8), torch.tensor(FP4_VALUES, device=codes.device)
     if codes.device == CPU and dtype in (torch.bfloat16, torch.float32):
-        made = torch.empty(rows, inputs, dtype=dtype)
-        given = (packed.contiguous().numpy(), table.numpy(), scales.contiguous().numpy())
-        kernels.fours(*given, _bits(made), torch.get_num_threads())
-        return made
+        matrix = torch.empty(rows, inputs, dtype=dtype)
+        arrays = (packed.contiguous().numpy(), table.numpy(), scales.contiguous().numpy())
+        kernels.fours(*arrays, _as_unsigned(matrix), torch.get_num_threads())
+        return matrix
     values = table[torch.stack((packed & 15, packed >> 4), 2).int()].view(*scales.shape, -1)
-    found: torch.Tensor = (values * scales[:, :, None]).flatten(1).to(dtype)
-    return found
+    result: torch.Tensor = (values * scales[:, :, None]).flatten(1).to(dtype)
+    return result
 
 
 class QuickMxfp4(Mxfp4Dequantize):  # type: ignore[misc]
     """See `Mxfp4Dequantize`."""
 
     def convert(
-        self, input_dict: Mapping[str, Any], model: Any = None, full_layer_name: str = "", **others: Any
+        self, input_dict: Mapping[str, Any], model: Any = None, full_layer_name: str = "", **options: Any
     ) -> dict[str, torch.Tensor]:
         """Parts by pattern (`…_blocks`, `…_scales`) -> experts (E, in, out) under the parameter's name."""
         parts = {pattern.rpartition("_")[2]: tensors for pattern, tensors in input_dict.items()}
@@ -407,22 +407,22 @@ class QuickMxfp4(Mxfp4Dequantize):  # type: ignore[misc]
         dtype = model.get_parameter_or_buffer(full_layer_name).dtype
         if blocks is None or scales is None or blocks.device != CPU or dtype not in _BITS or blocks.shape[-1] != 16:
             return super().convert(  # type: ignore[no-any-return]
-                dict(input_dict), model=model, full_layer_name=full_layer_name, **others
+                dict(input_dict), model=model, full_layer_name=full_layer_name, **options
             )
         experts, outputs, groups = scales.shape
-        made = torch.empty(experts, 32 * groups, outputs, dtype=dtype)
-        for codes, factors, out in zip(blocks.numpy(), scales.numpy(), _bits(made), strict=True):
+        matrices = torch.empty(experts, 32 * groups, outputs, dtype=dtype)
+        for codes, factors, out in zip(blocks.numpy(), scales.numpy(), _as_unsigned(matrices), strict=True):
             kernels.nibbles(codes, factors, _table(dtype), out, torch.get_num_threads())
-        return {full_layer_name: made}
+        return {full_layer_name: matrices}
 
 
 _PARTS = ("blocks", "scales")
 
 
-def _bits(tensor: torch.Tensor) -> Any:
+def _as_unsigned(tensor: torch.Tensor) -> Any:
     """A tensor's memory as unsigned integers of its element size."""
-    kind = _BITS[tensor.dtype]
-    return tensor.view(torch.int16 if kind is np.uint16 else torch.int32).numpy().view(kind)
+    unsigned = _BITS[tensor.dtype]
+    return tensor.view(torch.int16 if unsigned is np.uint16 else torch.int32).numpy().view(unsigned)
 
 
 @functools.cache
@@ -436,8 +436,8 @@ def _table(dtype: torch.dtype) -> Any:
     """The value of each pair of scale and code of MXFP4, (256, 16), computed by transformers itself."""
     codes = torch.arange(16, dtype=torch.uint8).expand(1, 256, 1, 16)
     scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1)
-    made = mxfp4.convert_moe_packed_tensors(codes.contiguous(), scales, dtype=dtype)  # (1, 32, 256)
-    return _bits(made[0, ::2].t().contiguous())
+    products = mxfp4.convert_moe_packed_tensors(codes.contiguous(), scales, dtype=dtype)  # (1, 32, 256)
+    return _as_unsigned(products[0, ::2].t().contiguous())
 
 
 class WrapAgain(ConversionOps):  # type: ignore[misc]
@@ -453,21 +453,21 @@ class WrapAgain(ConversionOps):  # type: ignore[misc]
         self._first = first
         self._known: Any = None
 
-    def convert(self, input_dict: Mapping[str, Any], **others: Any) -> dict[str, torch.Tensor]:
+    def convert(self, input_dict: Mapping[str, Any], **options: Any) -> dict[str, torch.Tensor]:
         """Parts by pattern ("weight", "weight.absmax", …) -> {"weight": bitsandbytes' parameter}."""
         parts = {pattern: tensors[0] for pattern, tensors in input_dict.items()}
         if self._known is None:
-            made: torch.Tensor = self._first.convert(dict(parts), **others)["weight"]
-            self._known = _without_tensors(made)
-            return {"weight": made}
-        kind, state = self._known
+            parameter: torch.Tensor = self._first.convert(dict(parts), **options)["weight"]
+            self._known = _without_tensors(parameter)
+            return {"weight": parameter}
+        parameter_type, state = self._known
         state = copy.copy(state)
         state.absmax, state.code = parts["weight.absmax"], parts["weight.quant_map"]
         if state.nested:
             state.state2 = copy.copy(state.state2)
             state.state2.absmax, state.state2.code = parts["weight.nested_absmax"], parts["weight.nested_quant_map"]
         codes = parts["weight"]
-        again = kind(
+        again = parameter_type(
             codes,
             requires_grad=False,
             quant_state=state,
@@ -480,14 +480,14 @@ class WrapAgain(ConversionOps):  # type: ignore[misc]
         return {"weight": again}
 
 
-def _without_tensors(made: Any) -> tuple[type, Any]:
+def _without_tensors(parameter: Any) -> tuple[type, Any]:
     """The type of a parameter, and a copy of its state without its tensors."""
-    state = copy.copy(made.quant_state)
+    state = copy.copy(parameter.quant_state)
     state.absmax = state.code = None
     if state.nested:
         state.state2 = copy.copy(state.state2)
         state.state2.absmax = state.state2.code = None
-    return type(made), state
+    return type(parameter), state
 
 
 class ExpertMatrices(ConversionOps):  # type: ignore[misc]
@@ -502,19 +502,19 @@ class ExpertMatrices(ConversionOps):  # type: ignore[misc]
         self.hf_quantizer = first.hf_quantizer
         self._first = first
 
-    def convert(self, input_dict: Mapping[str, Any], **others: Any) -> dict[str, Any]:
+    def convert(self, input_dict: Mapping[str, Any], **options: Any) -> dict[str, Any]:
         """Parts by pattern (`…weight`, `…weight_scale`), of experts lists -> a matrix, or experts (E, out, in)."""
-        settings, name = self.hf_quantizer.compressor.quantization_config, others["full_layer_name"]
-        dtype = others["model"].get_parameter(name).dtype
-        found: dict[str, Any] = {}
-        for projection, each in _by_projection(input_dict).items():
+        settings, name = self.hf_quantizer.compressor.quantization_config, options["full_layer_name"]
+        dtype = options["model"].get_parameter(name).dtype
+        result: dict[str, Any] = {}
+        for projection, matrices in _by_projection(input_dict).items():
             if not projection:
-                return {name: _decompressed(each[0], scheme_of(settings, name.rpartition(".")[0]), settings, dtype)}
+                return {name: _decompressed(matrices[0], scheme_of(settings, name.rpartition(".")[0]), settings, dtype)}
             path = f"{name.rpartition('.')[0]}.0.{projection.rpartition('.')[2]}"
             scheme = scheme_of(settings, path)
-            made = [_decompressed(one, scheme, settings, dtype, wide=True) for one in each]
-            found[f"{projection}.weight"] = torch.stack(made)
-        return found
+            tensors = [_decompressed(parts, scheme, settings, dtype, wide=True) for parts in matrices]
+            result[f"{projection}.weight"] = torch.stack(tensors)
+        return result
 
 
 def _decompressed(
@@ -540,8 +540,8 @@ def _decompressed(
     if "weight_packed" in parts and parts["weight_packed"].dtype == torch.int32 and "weight_shape" not in parts:
         rows, words = parts["weight_packed"].shape
         parts = {**parts, "weight_shape": torch.tensor([rows, words * 32 // scheme.weights.num_bits])}
-    found: torch.Tensor = BaseCompressor.get_value_from_registry(form).decompress(dict(parts), scheme)["weight"]
-    return found.to(dtype)
+    matrix: torch.Tensor = BaseCompressor.get_value_from_registry(form).decompress(dict(parts), scheme)["weight"]
+    return matrix.to(dtype)
 
 
 def scheme_of(settings: Any, path: str) -> Any:

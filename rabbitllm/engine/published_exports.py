@@ -36,7 +36,7 @@ import torch
 
 from rabbitllm.base.terminal import harmless
 from rabbitllm.checkpoints.config import MODELOPT, TORCHAO
-from rabbitllm.engine.published_conversions import CPU, IntoPlain, blocks, fours, is_fp8
+from rabbitllm.engine.published_conversions import CPU, IntoPlain, blocks, fp4_matrix, is_fp8
 from rabbitllm.errors import UnknownArchitectureError
 
 _MIXED = "MIXED_PRECISION"
@@ -69,8 +69,8 @@ class ModelOpt(IntoPlain):
 
     def __init__(self, quantization_config: Any, **options: Any) -> None:
         super().__init__(quantization_config, **options)
-        found = _algorithms(vars(quantization_config))
-        if unknown := sorted(found - set(ALGORITHMS)):
+        algorithms = _algorithms(vars(quantization_config))
+        if unknown := sorted(algorithms - set(ALGORITHMS)):
             raise UnknownArchitectureError(
                 f"The weights are already quantized by ModelOpt with quant_algo {', '.join(unknown)}; expected "
                 f"{', '.join(ALGORITHMS)}, or {_MIXED} of these.",
@@ -86,7 +86,7 @@ class ModelOpt(IntoPlain):
                 raise ValueError(f"codes ({codes.dtype}) without weight_scale")
             return codes.to(dtype)
         if codes.dtype == torch.uint8:
-            return fours(codes, _scales_of_fours(scales, parts.get("weight_scale_2")), dtype)
+            return fp4_matrix(codes, _fp4_scales(scales, parts.get("weight_scale_2")), dtype)
         if codes.dtype != torch.float8_e4m3fn:
             raise ValueError(f"codes of {codes.dtype}")
         if scales.dtype == torch.uint8:
@@ -107,7 +107,7 @@ def _algorithms(settings: Mapping[str, Any]) -> set[str]:
     return {str(layer.get("quant_algo") if isinstance(layer, Mapping) else layer).upper() for layer in layers.values()}
 
 
-def _scales_of_fours(scales: torch.Tensor, of_matrix: torch.Tensor | None) -> torch.Tensor:
+def _fp4_scales(scales: torch.Tensor, of_matrix: torch.Tensor | None) -> torch.Tensor:
     """The scale of each run of FP4 codes, float32."""
     if scales.dtype == torch.uint8 and of_matrix is None:
         return torch.exp2(scales.float() - 127.0)
@@ -156,18 +156,18 @@ class TorchAo(IntoPlain):
 
     def __init__(self, quantization_config: Any, **options: Any) -> None:
         super().__init__(quantization_config, **options)
-        found = dict.fromkeys(_unknown(getattr(quantization_config, "quant_type", None)))
-        if found:
+        types = dict.fromkeys(_unknown(getattr(quantization_config, "quant_type", None)))
+        if types:
             raise UnknownArchitectureError(
-                f"The weights are already quantized by torchao with {harmless(', '.join(found))}; expected "
+                f"The weights are already quantized by torchao with {harmless(', '.join(types))}; expected "
                 f"{', '.join(TYPES)}, with one code in a byte.",
                 "Use the model's checkpoint in one of these forms, or its unquantized one.",
             )
 
     def matrix(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         codes, scales, zeros = parts.get(_QDATA), parts.get(_SCALE), parts.get(_ZERO)
-        if found := [name for name in _OTHERS if name in parts]:
-            raise ValueError(f"{', '.join(found)}, which is not supported")
+        if unsupported := [name for name in _OTHERS if name in parts]:
+            raise ValueError(f"{', '.join(unsupported)}, which is not supported")
         if codes is None:
             if scales is not None or not parts["weight"].is_floating_point():
                 raise ValueError("scales or codes without the others")
@@ -192,14 +192,14 @@ def _unknown(settings: Any) -> Iterator[str]:
         yield f"quant_type {settings!r}"
         return
     if "_type" not in settings:  # {"default": {"_type": …}}
-        for one in settings.values() or [None]:
-            yield from _unknown(one)
+        for part in settings.values() or [None]:
+            yield from _unknown(part)
         return
     name, data = str(settings["_type"]), settings.get("_data")
     if name in _BY_NAME:
-        maps = [one for one in (data or {}).values() if isinstance(one, Mapping)] if isinstance(data, Mapping) else []
-        for one in (one for each in maps for one in each.values() if one is not None):
-            yield from _unknown(one)
+        maps = [m for m in (data or {}).values() if isinstance(m, Mapping)] if isinstance(data, Mapping) else []
+        for part in (part for mapping in maps for part in mapping.values() if part is not None):
+            yield from _unknown(part)
         return
     if name not in TYPES:
         yield name

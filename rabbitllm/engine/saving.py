@@ -116,14 +116,14 @@ def save(
     max_shard_size: int | str,
     tokenizer: bool,
     show_progress: bool,
-    **others: Any,
+    **options: Any,
 ) -> None:
     """Write the whole model; see `StreamedModel.save_pretrained`."""
-    _check_arguments(others)
+    _check_arguments(options)
     shard_bytes = parse_size(max_shard_size, "max_shard_size")
     with PlainReader(origin.store) as reader:
         memory = _changeable(model, origin, reader)
-    tensors = {tensor.placed.name: tensor for tensor in _leaving(model, origin, memory)}
+    tensors = {tensor.placed.name: tensor for tensor in _saved_tensors(model, origin, memory)}
     shards = plan_shards((tensor.placed for tensor in tensors.values()), shard_bytes)
     sidecars = _sidecars(model, origin, tokenizer)
     from transformers import logging
@@ -143,8 +143,8 @@ def save(
         )
 
 
-def _check_arguments(others: Mapping[str, Any]) -> None:
-    for name, value in others.items():
+def _check_arguments(options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
         if name in _REFUSED:
             accepted, instead = _REFUSED[name]
             if value is not accepted and value != accepted:
@@ -159,24 +159,24 @@ def _changeable(model: PreTrainedModel, origin: Origin, reader: PlainReader) -> 
     Raises:
         RabbitLLMError: parameters were added or removed; or one that is not in stored form was changed.
     """
-    now = dict(model.named_parameters(remove_duplicate=False))
-    replaced = {name for name in origin.absent & now.keys() if not isinstance(now[name], AbsentWeight)}
-    changed = sorted((now.keys() ^ origin.names) | replaced)
-    found: dict[str, torch.Tensor] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    replaced = {name for name in origin.absent & parameters.keys() if not isinstance(parameters[name], AbsentWeight)}
+    changed = sorted((parameters.keys() ^ origin.names) | replaced)
+    stored_parameters: dict[str, torch.Tensor] = {}
     for name, (recipe, target) in origin.resident.items():
-        if name not in now:
+        if name not in parameters:
             continue
-        parameter, source = now[name].detach(), recipe.sources[0][1]
+        parameter, source = parameters[name].detach(), recipe.sources[0][1]
         stored = origin.store.tensors[source]
-        known = found.get(source)
-        if known is not None:
-            same = known.data_ptr() == parameter.data_ptr() or torch.equal(known, parameter)
+        earlier = stored_parameters.get(source)
+        if earlier is not None:
+            is_unchanged = earlier.data_ptr() == parameter.data_ptr() or torch.equal(earlier, parameter)
         elif recipe.converter is None and stored.quantized is None and _as_stored(parameter, stored.parts[0]):
-            found[source], same = parameter, True
+            stored_parameters[source], is_unchanged = parameter, True
         else:
-            made = recipe.make(model, lambda stored_name, dtype: reader.read(origin.store.tensors[stored_name], dtype))
-            same = _same_bits(made[target], parameter)
-        if not same:
+            fresh = recipe.make(model, lambda stored_name, dtype: reader.read(origin.store.tensors[stored_name], dtype))
+            is_unchanged = _same_bits(fresh[target], parameter)
+        if not is_unchanged:
             changed.append(name)
     if changed:
         raise RabbitLLMError(
@@ -185,40 +185,40 @@ def _changeable(model: PreTrainedModel, origin: Origin, reader: PlainReader) -> 
             "Save an adapter with save_pretrained of its PeftModel, and unload it before you save the model. For other "
             "changes use transformers' own model, if it fits into memory.",
         )
-    return found
+    return stored_parameters
 
 
 def _as_stored(parameter: torch.Tensor, part: TensorSpec) -> bool:
     return tuple(parameter.shape) == part.shape and parameter.dtype == torch_dtype(part.dtype)
 
 
-def _same_bits(made: torch.Tensor, parameter: torch.Tensor) -> bool:
-    there = parameter.cpu()
-    if made.dtype != there.dtype or made.shape != there.shape:
+def _same_bits(fresh: torch.Tensor, parameter: torch.Tensor) -> bool:
+    current = parameter.cpu()
+    if fresh.dtype != current.dtype or fresh.shape != current.shape:
         return False
-    return torch.equal(made.contiguous().view(-1).view(torch.uint8), there.contiguous().view(-1).view(torch.uint8))
+    return torch.equal(fresh.contiguous().view(-1).view(torch.uint8), current.contiguous().view(-1).view(torch.uint8))
 
 
-def _leaving(model: PreTrainedModel, origin: Origin, memory: Mapping[str, torch.Tensor]) -> list[PlainTensor]:
+def _saved_tensors(model: PreTrainedModel, origin: Origin, memory: Mapping[str, torch.Tensor]) -> list[PlainTensor]:
     """Every stored tensor, in the order of the files."""
-    found = []
+    tensors = []
     for name, stored in origin.store.tensors.items():
         if name in memory:
-            found.append(in_memory(stored, memory[name]))
+            tensors.append(in_memory(stored, memory[name]))
         else:
-            found.append(plain(stored, dtype_name(origin.dtypes.get(name, model.dtype))))
-    files = {tensor.stored.parts[0].file: None for tensor in found}
-    order = {file: number for number, file in enumerate(files)}
-    return sorted(found, key=lambda tensor: (order[tensor.stored.parts[0].file], tensor.stored.parts[0].offset))
+            tensors.append(plain(stored, dtype_name(origin.dtypes.get(name, model.dtype))))
+    files = {tensor.stored.parts[0].file: None for tensor in tensors}
+    order = {file: index for index, file in enumerate(files)}
+    return sorted(tensors, key=lambda tensor: (order[tensor.stored.parts[0].file], tensor.stored.parts[0].offset))
 
 
 def _sidecars(model: PreTrainedModel, origin: Origin, tokenizer: bool) -> dict[str, bytes]:
     """Config, generation config and, if wanted, the tokenizer and the processor's files: name -> content."""
-    found = {CONFIG_NAME: _config(model, origin)}
+    contents = {CONFIG_NAME: _config(model, origin)}
     if model.can_generate():
-        found[GENERATION_NAME] = _generation(model, origin)
+        contents[GENERATION_NAME] = _generation(model, origin)
     if "auto_map" in read_json(origin.home / CONFIG_NAME):  # the model has its own code
-        found |= {path.name: path.read_bytes() for path in sorted(origin.home.glob("*.py"))}
+        contents |= {path.name: path.read_bytes() for path in sorted(origin.home.glob("*.py"))}
     if tokenizer:
         if model.tokenizer is None:
             raise OptionError(
@@ -227,15 +227,15 @@ def _sidecars(model: PreTrainedModel, origin: Origin, tokenizer: bool) -> dict[s
         with ScratchFolder() as scratch:
             model.tokenizer.save_pretrained(scratch)
             files = [path for path in sorted(scratch.rglob("*")) if path.is_file()]
-            found |= {path.relative_to(scratch).as_posix(): path.read_bytes() for path in files}
-        found |= {name: (origin.home / name).read_bytes() for name in FILES if (origin.home / name).is_file()}
-    return found
+            contents |= {path.relative_to(scratch).as_posix(): path.read_bytes() for path in files}
+        contents |= {name: (origin.home / name).read_bytes() for name in FILES if (origin.home / name).is_file()}
+    return contents
 
 
 def _config(model: PreTrainedModel, origin: Origin) -> bytes:
     """The checkpoint's own config, with the caller's changes, and the dtype of dequantized weights."""
     content = read_json(origin.home / CONFIG_NAME)
-    changed = _changes(origin.config, model.config.to_dict())
+    changed = _changed_settings(origin.config, model.config.to_dict())
     if any(stored.quantized for stored in origin.store.tensors.values()):
         key = "torch_dtype" if "torch_dtype" in content and "dtype" not in content else "dtype"
         changed[key] = str(model.dtype).removeprefix("torch.")
@@ -249,14 +249,14 @@ def _config(model: PreTrainedModel, origin: Origin) -> bytes:
 
 def _generation(model: PreTrainedModel, origin: Origin) -> bytes:
     file = origin.home / GENERATION_NAME
-    if file.is_file() and not _changes(origin.generation, model.generation_config.to_dict()):
+    if file.is_file() and not _changed_settings(origin.generation, model.generation_config.to_dict()):
         return file.read_bytes()
     text: str = model.generation_config.to_json_string()
     return text.encode()
 
 
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in now.items() if key not in before or before[key] != value}
+def _changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in after.items() if key not in before or before[key] != value}
 
 
 def _identity(store: WeightFiles) -> str:

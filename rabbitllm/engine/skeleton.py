@@ -57,7 +57,7 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConf
         )
     try:
         check_begins_json(folder / "config.json")
-        config = _that_makes_text(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
+        config = _text_part(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
         model_class(config)
     except RabbitLLMError:
         raise
@@ -89,7 +89,7 @@ _THINKERS = {
 """Model types of which one part makes text and others speak it -> the class of the first part."""
 
 
-def _that_makes_text(config: PretrainedConfig) -> PretrainedConfig:
+def _text_part(config: PretrainedConfig) -> PretrainedConfig:
     """The config of a model's part that makes text, where others only speak it; else the config itself.
 
     The whole model can be called with the voices of a file only, and has no forward.
@@ -123,15 +123,15 @@ def model_class(config: PretrainedConfig) -> Any:
 
     names = [name for name in getattr(config, "architectures", None) or () if isinstance(name, str)]
     for name in names:
-        found = getattr(transformers, name, None)
-        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) and _suits(found, config):
-            return found
+        class_ = getattr(transformers, name, None)
+        if isinstance(class_, type) and issubclass(class_, transformers.PreTrainedModel) and _suits(class_, config):
+            return class_
     if names and names[0].endswith(_CONDITIONAL) and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
         # a repository that came before transformers' class has another name for it (KimiK25..., Kimi_K25...)
         return MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
     auto_map = getattr(config, "auto_map", None)
-    if isinstance(auto_map, dict) and (found := _class_of_checkpoint(auto_map, names)) is not None:
-        return found
+    if isinstance(auto_map, dict) and (class_ := _class_of_checkpoint(auto_map, names)) is not None:
+        return class_
     if names and not any(name.endswith(_CAUSAL_NAMES) for name in names):
         raise ValueError(f"it has no class {names[0]!r} for the type {config.model_type!r}")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -143,19 +143,19 @@ def _suits(model: PreTrainedModel, config: PretrainedConfig) -> bool:
     """Whether a class is for configs of this type; some types share the class of another (InternLM3 has Llama's)."""
     from rabbitllm.engine.transformers_api import is_class_of_type
 
-    own = model.config_class
-    return own is None or isinstance(config, own) or is_class_of_type(model.__name__, config.model_type)
+    expected = model.config_class
+    return expected is None or isinstance(config, expected) or is_class_of_type(model.__name__, config.model_type)
 
 
 def _class_of_checkpoint(auto_map: dict[str, Any], names: list[str]) -> Any:
     """The Auto class for the class that the config names in a checkpoint's own code, or else for its causal LM."""
     import transformers
 
-    classes = {kind: str(where).rpartition(".")[2] for kind, where in auto_map.items() if kind.startswith("AutoModel")}
-    kind = next((kind for kind, name in classes.items() if name in names), None)
-    if kind is None and "AutoModelForCausalLM" in classes:
-        kind = "AutoModelForCausalLM"
-    return getattr(transformers, kind, None) if kind is not None else None
+    classes = {auto: str(where).rpartition(".")[2] for auto, where in auto_map.items() if auto.startswith("AutoModel")}
+    auto = next((auto for auto, name in classes.items() if name in names), None)
+    if auto is None and "AutoModelForCausalLM" in classes:
+        auto = "AutoModelForCausalLM"
+    return getattr(transformers, auto, None) if auto is not None else None
 
 
 _COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "depth")
@@ -195,10 +195,10 @@ def check_counts(config: PretrainedConfig, tensors: int | None, label: str) -> N
                     f"The config of {label} needs {name}={count:,}; {has}.", "Download its config.json again."
                 )
         used, experts = picked_by(part), [getattr(part, name, None) for name in _EXPERTS]
-        known = [count for count in experts if isinstance(count, int) and count > 1]  # one is a dense layer
-        if used is not None and known and used > max(known):
+        counts = [count for count in experts if isinstance(count, int) and count > 1]  # one is a dense layer
+        if used is not None and counts and used > max(counts):
             raise UnknownArchitectureError(
-                f"The config of {label} needs {used} experts per token; it has {max(known)}.",
+                f"The config of {label} needs {used} experts per token; it has {max(counts)}.",
                 "Download its config.json again.",
             )
 
@@ -231,10 +231,10 @@ def build_skeleton(
     options: dict[str, Any] = {"dtype": dtype}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    kind = model_class(config)
+    architecture = model_class(config)
     try:
         with _BUILDING, torch.device("meta"):
-            model: PreTrainedModel = build_model(kind, config, trust_remote_code, **options)
+            model: PreTrainedModel = build_model(architecture, config, trust_remote_code, **options)
         if quantizer is not None:
             change_modules(model, quantizer, dtype)
     except RabbitLLMError:
@@ -249,11 +249,11 @@ def build_skeleton(
     model.eval()
     for name, kept in kept_dtypes(model, dtype).items():  # such as the routing bias of DeepSeek-V3
         _put_empty(model, name, dtype=kept)
-    settle(model, folder)
+    set_source_folder(model, folder)
     return model
 
 
-def settle(model: PreTrainedModel, folder: Path) -> None:
+def set_source_folder(model: PreTrainedModel, folder: Path) -> None:
     """Name a folder in a model and its config, and read its generation settings from there.
 
     Raises:
@@ -263,16 +263,16 @@ def settle(model: PreTrainedModel, folder: Path) -> None:
     model.name_or_path = model.config.name_or_path = str(folder)
 
 
-def _put_empty(model: PreTrainedModel, name: str, **others: Any) -> None:
+def _put_empty(model: PreTrainedModel, name: str, **options: Any) -> None:
     """Replace a parameter or a buffer by an empty one like it, with another dtype or device."""
     import torch
 
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     if leaf in module._parameters:
-        module._parameters[leaf] = torch.nn.Parameter(torch.empty_like(module._parameters[leaf], **others))
+        module._parameters[leaf] = torch.nn.Parameter(torch.empty_like(module._parameters[leaf], **options))
     else:
-        module._buffers[leaf] = torch.empty_like(module._buffers[leaf], **others)
+        module._buffers[leaf] = torch.empty_like(module._buffers[leaf], **options)
 
 
 _TOKEN_SETTINGS = (
@@ -308,51 +308,51 @@ def _check_generation(settings: Mapping[str, Any], vocabulary: int | None = None
     def refuse(name: str, expected: str) -> None:
         raise ValueError(f"{name} is {str(settings[name])[:80]!r}; expected {expected}")
 
-    given = {name: value for name, value in settings.items() if value is not None}
-    for name in filter(given.__contains__, _TOKEN_SETTINGS):
-        ids = given[name] if isinstance(given[name], list) else [given[name]]
-        if not all(type(one) is int and abs(one) < 1 << 63 for one in ids):
+    values = {name: value for name, value in settings.items() if value is not None}
+    for name in filter(values.__contains__, _TOKEN_SETTINGS):
+        ids = values[name] if isinstance(values[name], list) else [values[name]]
+        if not all(type(token) is int and abs(token) < 1 << 63 for token in ids):
             refuse(name, "token ids")
-    for name in filter(given.__contains__, (*_NUMBER_SETTINGS, *_COUNT_SETTINGS)):
-        value = given[name]
+    for name in filter(values.__contains__, (*_NUMBER_SETTINGS, *_COUNT_SETTINGS)):
+        value = values[name]
         if type(value) not in (int, float) or (name in _COUNT_SETTINGS and abs(value) >= 1 << 63):
             refuse(name, "a number")
         if name in _COUNT_SETTINGS and value != int(value):
             refuse(name, "a whole number")
-    for name in filter(given.__contains__, _PENALTIES):
-        if not given[name] > 0 or (type(given[name]) is int and given[name] != 1):
+    for name in filter(values.__contains__, _PENALTIES):
+        if not values[name] > 0 or (type(values[name]) is int and values[name] != 1):
             refuse(name, "a number above 0 with a decimal point")  # like transformers' own check
-    texts = given.get("stop_strings", [])
+    texts = values.get("stop_strings", [])
     if not all(isinstance(text, str) for text in (texts if isinstance(texts, list) else [texts])):
         refuse("stop_strings", "texts")
-    words = given.get("bad_words_ids", [[0]])
+    words = values.get("bad_words_ids", [[0]])
     lists = [word for word in words if isinstance(word, list) and word] if isinstance(words, list) else []
-    ids = [one for word in lists for one in word]
-    if not lists or len(lists) < len(words) or not all(type(one) is int and 0 <= one < 1 << 63 for one in ids):
+    ids = [token for word in lists for token in word]
+    if not lists or len(lists) < len(words) or not all(type(token) is int and 0 <= token < 1 << 63 for token in ids):
         refuse("bad_words_ids", "lists of token ids")
-    pairs = given.get("sequence_bias", [[[0], 1.0]])
+    pairs = values.get("sequence_bias", [[[0], 1.0]])
     if not isinstance(pairs, list) or not pairs or not all(map(_is_bias, pairs)):
         refuse("sequence_bias", "pairs of a list of token ids and a number with a decimal point")
     names: tuple[str, ...] = _VOCABULARY_SETTINGS
-    if (decay := given.get("exponential_decay_length_penalty")) is not None:
+    if (decay := values.get("exponential_decay_length_penalty")) is not None:
         names = (*names, "eos_token_id")
         if not isinstance(decay, list) or [type(part) in (int, float) for part in decay] != [True, True]:
             refuse("exponential_decay_length_penalty", "two numbers")
-    for name in filter(given.__contains__, names):
-        if vocabulary is not None and not all(0 <= number < vocabulary for number in _numbers(given[name])):
+    for name in filter(values.__contains__, names):
+        if vocabulary is not None and not all(0 <= token < vocabulary for token in _token_ids(values[name])):
             refuse(name, f"token ids below {vocabulary}, the size of the vocabulary")
 
 
 def _is_bias(pair: object) -> bool:
     if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], list) and pair[0]):
         return False
-    return type(pair[1]) is float and all(type(one) is int and 0 <= one < 1 << 63 for one in pair[0])
+    return type(pair[1]) is float and all(type(token) is int and 0 <= token < 1 << 63 for token in pair[0])
 
 
-def _numbers(ids: Any) -> list[int]:
+def _token_ids(ids: Any) -> list[int]:
     """The token ids in nested lists; a bias, which is a float, is none."""
     if isinstance(ids, list):
-        return [number for part in ids for number in _numbers(part)]
+        return [token for part in ids for token in _token_ids(part)]
     return [ids] if type(ids) is int else []
 
 

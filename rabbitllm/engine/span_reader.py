@@ -122,21 +122,21 @@ class SpanReader:
         summed: list[Future[None]] = []
         try:
             with PositionalFile(self._store.path(span.file), direct=mode.direct) as file:
-                at = first
-                while at < last:
-                    stop = min(last, (at // piece + 1) * piece)
+                offset = first
+                while offset < last:
+                    stop = min(last, (offset // piece + 1) * piece)
                     with direct_read() if mode.direct else contextlib.nullcontext():
-                        got = file.read_into(buffer[at + shift : stop + shift], at)
-                    if got < min(stop, end) - at:
-                        raise OSError(f"{file.path} ends at byte {at + got:,}")
+                        nbytes = file.read_into(buffer[offset + shift : stop + shift], offset)
+                    if nbytes < min(stop, end) - offset:
+                        raise OSError(f"{file.path} ends at byte {offset + nbytes:,}")
                     if checks is not None:
-                        begin = max(at, span.offset)
+                        begin = max(offset, span.offset)
                         data = buffer[begin + shift : min(stop, end) + shift]
                         if stop < last:
                             summed.append(self._summers.submit(checks.read, span.file, begin, data))
                         else:
                             checks.read(span.file, begin, data)
-                    at = stop
+                    offset = stop
                 if mode.drop:
                     file.drop_cache(span.offset, span.nbytes)
         finally:
@@ -159,8 +159,8 @@ def compare(checks: LayerChecks, runs: Iterable[FileSpan | TensorSpec]) -> None:
     ranges: dict[str, list[tuple[int, int]]] = {}
     for run in runs:
         ranges.setdefault(run.file, []).append((run.offset, run.nbytes))
-    for file, some in ranges.items():
-        checks.stored(file, some)
+    for file, spans in ranges.items():
+        checks.stored(file, spans)
 
 
 def choose_read_mode(store: Paths, spans: Iterable[FileSpan], room: int, nbytes: int | None = None) -> ReadMode:

@@ -167,10 +167,10 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
         try:
             return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
         except (RuntimeError, IndexError, StopIteration) as error:
-            found = placeholders.explained_by_grids(self.config, inputs_tensor, model_kwargs) if is_ids else None
-            if found is None:
+            explanation = placeholders.explained_by_grids(self.config, inputs_tensor, model_kwargs) if is_ids else None
+            if explanation is None:
                 raise
-            raise found from error
+            raise explanation from error
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         shared = self.shared_passes
@@ -215,25 +215,25 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Refused: a second model is loaded, not copied."""
-        raise self._no_copy("copied (copy.deepcopy)")
+        raise self._copy_error("copied (copy.deepcopy)")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refused: pickle, torch.save and ray.put call it."""
-        raise self._no_copy("pickled (pickle, torch.save, ray.put)")
+        raise self._copy_error("pickled (pickle, torch.save, ray.put)")
 
     def __copy__(self) -> Self:
         """A second object for the same weights, hooks and threads, as of any module."""
-        made = type(self).__new__(type(self))
-        made.__dict__.update(
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(
             {name: value.copy() if isinstance(value, dict) else value for name, value in vars(self).items()}
         )
-        return made
+        return copied
 
     def _replicate_for_data_parallel(self) -> Any:
         """Refused: torch.nn.DataParallel calls it on several GPUs."""
-        raise self._no_copy("replicated (torch.nn.DataParallel)")
+        raise self._copy_error("replicated (torch.nn.DataParallel)")
 
-    def _no_copy(self, done: str) -> CopyError:
+    def _copy_error(self, done: str) -> CopyError:
         return CopyError(
             f"A model of rabbitllm cannot be {done}: its weights depend on open files and devices of this process.",
             "Call AutoModel.from_pretrained again, in the process that needs the model: it uses an existing split, and "
@@ -262,11 +262,11 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
 
         Logs a warning with the alternative unless the model has this device and dtype already.
         """
-        wanted = [value for value in (*args, *kwargs.values()) if value is not None and not isinstance(value, bool)]
+        targets = [value for value in (*args, *kwargs.values()) if value is not None and not isinstance(value, bool)]
         device, dtype = self.device, str(self.dtype)
         present = {str(device), dtype, dtype.removeprefix("torch.")} | ({device.type} if not device.index else set())
-        if not {str(value) for value in wanted} <= present:
-            self._warn_of_no_effect(", ".join(map(str, wanted)))
+        if not {str(value) for value in targets} <= present:
+            self._warn_of_no_effect(", ".join(map(str, targets)))
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
@@ -277,11 +277,11 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
             self._warn_of_no_effect(f"{moved.device}, {moved.dtype}")
         return self
 
-    def _warn_of_no_effect(self, wanted: str) -> None:
+    def _warn_of_no_effect(self, targets: str) -> None:
         logger.warning(
             "model.to(%s) has no effect: device and dtype of the weights are set when the model is loaded. "
             "Set them with device=, dtype= and max_memory= of AutoModel.from_pretrained.",
-            wanted,
+            targets,
         )
 
     def cuda(self, *args: Any, **kwargs: Any) -> Self:
@@ -321,7 +321,7 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
         """
         total: int = super().num_parameters(only_trainable, exclude_embeddings)
         counted = dict(self.named_parameters())
-        embeddings = {f"{name}.weight" for name, kind in self.named_modules() if isinstance(kind, torch.nn.Embedding)}
+        embeddings = {f"{name}.weight" for name, m in self.named_modules() if isinstance(m, torch.nn.Embedding)}
         for target, source in self.all_tied_weights_keys.items():
             if {target, source} <= counted.keys() and not (exclude_embeddings and target in embeddings):
                 total -= counted[target].numel() if counted[target].requires_grad or not only_trainable else 0
@@ -460,9 +460,9 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
 
 def adopt(model: PreTrainedModel, device: torch.device, placement: Placement) -> StreamedModel:
     """Add the methods of `StreamedModel` to a model; it keeps its class name and module for pipelines and servers."""
-    kind = type(model)
-    body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    model.__class__ = type(kind.__name__, (StreamedModel, kind), body)
+    model_type = type(model)
+    body = {"__module__": model_type.__module__, "__qualname__": model_type.__qualname__, "__doc__": model_type.__doc__}
+    model.__class__ = type(model_type.__name__, (StreamedModel, model_type), body)
     streamed = cast("StreamedModel", model)
     streamed.placement = placement
     # for transformers: pipelines do not move the model, and a static cache has each layer's part on the layer's device

@@ -37,7 +37,7 @@ from rabbitllm.engine.expert_pool import ExpertPool
 from rabbitllm.engine.placement import HOOKED, READY, SLOTS, Placement, Tier
 from rabbitllm.engine.prefetch import FilledSlot, HostBuffers, Loader, Uploader, bytes_of, largest
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, SpanReader, compare
-from rabbitllm.engine.units import Memo, ParameterEntry, PartReader, UnitSource, mapped_part
+from rabbitllm.engine.units import ParameterEntry, PartReader, TensorsByRecipe, UnitSource, mapped_part
 from rabbitllm.engine.weight_tensors import called_by, untrainable
 from rabbitllm.errors import AbsentWeightError
 from rabbitllm.store.layer_store import WeightFiles
@@ -45,7 +45,7 @@ from rabbitllm.telemetry.passes import COMPUTE, DEQUANTIZE
 from rabbitllm.telemetry.profiler import Profiler
 
 
-class Boundary:
+class InputMover:
     """A forward pre-hook for the units of one device; register with `with_kwargs=True`.
 
     A copy lives as long as its original does, and is used until either is changed in entry. (Inference tensors have
@@ -73,19 +73,19 @@ class Boundary:
             return send_to_device(value, self._device)
         if isinstance(value, tuple | list):
             parts = [self._moved(part) for part in value]
-            same = all(part is old for part, old in zip(parts, value, strict=True))
-            return value if same else honor_type(value, parts)
+            is_same = all(part is old for part, old in zip(parts, value, strict=True))
+            return value if is_same else honor_type(value, parts)
         if isinstance(value, Mapping):
             named = {key: self._moved(part) for key, part in value.items()}
-            same = all(named[key] is value[key] for key in named)
-            return value if same else type(value)(named)  # type: ignore[call-arg]
+            is_same = all(named[key] is value[key] for key in named)
+            return value if is_same else type(value)(named)  # type: ignore[call-arg]
         return value
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         version = None if tensor.is_inference() else tensor._version
-        known = self._copies.get(tensor)
-        if known is not None and known[0] == version and known[1]._version == known[2]:
-            copy: torch.Tensor = known[1]
+        cached = self._copies.get(tensor)
+        if cached is not None and cached[0] == version and cached[1]._version == cached[2]:
+            copy: torch.Tensor = cached[1]
             return copy
         if tensor.requires_grad:  # such a copy has an autograd history, so it serves one use only
             return tensor.to(self._device)
@@ -134,7 +134,7 @@ class DeviceExecutor:
 
     device: Device
     loader: Loader | Uploader
-    boundary: Boundary
+    boundary: InputMover
     pinned: HostBuffers | None
     read_mode: ReadMode
     scratch: int
@@ -169,10 +169,10 @@ def device_executors(
     read_mode: ReadMode = THROUGH_THE_CACHE,
 ) -> dict[str, DeviceExecutor]:
     """An executor for each device, with the buffers of its streamed units."""
-    made = {}
+    executors = {}
     for name, device in devices.items():
-        here = [sources[p.unit] for p in placement.units if p.device == name and p.tier in HOOKED]
-        scratch = max((source.scratch_bytes for source in here), default=0)
+        hooked = [sources[p.unit] for p in placement.units if p.device == name and p.tier in HOOKED]
+        scratch = max((source.scratch_bytes for source in hooked), default=0)
         moving = {
             placed.unit: sources[placed.unit]
             for placed in placement.units
@@ -187,9 +187,9 @@ def device_executors(
             buffers = [device.host_buffer(largest(moving)) for _ in range(SLOTS if moving else 0)]
             loader = Loader(moving, disk, device, profiler, buffers, SLOTS - 1)
         follower = dict(zip(order, order[1:] + order[:1], strict=True))
-        boundary = Boundary(device.torch_device)
-        made[name] = DeviceExecutor(device, loader, boundary, pinned.get(name), read_mode, scratch, follower)
-    return made
+        boundary = InputMover(device.torch_device)
+        executors[name] = DeviceExecutor(device, loader, boundary, pinned.get(name), read_mode, scratch, follower)
+    return executors
 
 
 class Streamer:
@@ -220,13 +220,13 @@ class Streamer:
         # between the weights of a layer are experts that the pools read
         self._mapped = mapped_part(store, reads_ahead=not pools)
         self._quantized: dict[str, PartReader] = {}
-        self._memos: dict[str, Memo] = {name: {} for name in executors}
+        self._memos: dict[str, TensorsByRecipe] = {name: {} for name in executors}
         self._started: dict[str, float] = {}
         self.pass_lock = own_lock(threading.RLock())
         self._process = ForkGuard()
         self._in_pass = False
         self._read: dict[str, dict[str, torch.Tensor]] = {}
-        self._read_memos: dict[str, Memo] = {name: {} for name in executors}
+        self._read_memos: dict[str, TensorsByRecipe] = {name: {} for name in executors}
         self.tables: dict[str, TableRows] = {}
         self._release: dict[str, Callable[[], None]] = {}
         self._current = _CurrentDevices()
@@ -254,9 +254,9 @@ class Streamer:
         """
         layers = {name for name, source in sources.items() if source.unit.is_layer}
         absent = [placed.unit for placed in placement.units if placed.tier not in READY]
-        around = {path for unit in absent if unit not in layers for path in _around(unit)}
+        around = {path for unit in absent if unit not in layers for path in _parent_paths(unit)}
         for name, module in self._model.named_modules():
-            begins = isinstance(module, PreTrainedModel) and not layers.intersection(_around(name))
+            begins = isinstance(module, PreTrainedModel) and not layers.intersection(_parent_paths(name))
             if begins and placement.is_resident:  # threads need not take turns
                 module.register_forward_pre_hook(lambda module, args: self.begin())
             elif begins or (name in around and type(module).forward is not nn.Module.forward):
@@ -497,12 +497,12 @@ class Streamer:
         """
         unit = source.unit
         if not elsewhere and not unit.is_layer and _calling.get() is self:
-            made = self._read.get(unit.name)
-            if made is None:
+            weights = self._read.get(unit.name)
+            if weights is None:
                 memo = ChainMap(self._read_memos[device.name], self._memos[device.name])
                 with self._dequantizing(source):
-                    made = self._read[unit.name] = self._readable(source, device, memo)
-            return made[entry.target]
+                    weights = self._read[unit.name] = self._readable(source, device, memo)
+            return weights[entry.target]
         if not elsewhere and called_by("peft"):  # some adapters are initialised from their base weights
             memo = ChainMap[str, dict[str, torch.Tensor]]({}, self._memos[device.name])
             return self._readable(source, device, memo, entry.target)[entry.target]
@@ -518,14 +518,14 @@ class Streamer:
         )
 
     def _readable(
-        self, source: UnitSource, device: Device, memo: Memo, only: str | None = None
+        self, source: UnitSource, device: Device, memo: TensorsByRecipe, only: str | None = None
     ) -> dict[str, torch.Tensor]:
         with torch.inference_mode(False), torch.no_grad():
-            made = self._permanent(source, device, memo, only)
-            return {entry.target: entry.bindable(tensor) for entry, tensor in made}
+            parameters = self._permanent(source, device, memo, only)
+            return {entry.target: entry.bindable(tensor) for entry, tensor in parameters}
 
     def _permanent(
-        self, source: UnitSource, device: Device, memo: Memo, only: str | None = None
+        self, source: UnitSource, device: Device, memo: TensorsByRecipe, only: str | None = None
     ) -> Iterator[tuple[ParameterEntry, torch.Tensor]]:
         """The parameters of a unit outside the streaming buffers, as for a resident one."""
         # tensors of a unit that is not a view are copied, else a norm would keep the bytes of its whole layer
@@ -552,6 +552,6 @@ class Streamer:
         return source.part_of(buffer)
 
 
-def _around(path: str) -> Iterator[str]:
+def _parent_paths(path: str) -> Iterator[str]:
     """The paths of the modules that a module is in, without the model's own."""
-    return (path[:at] for at, letter in enumerate(path) if letter == ".")
+    return (path[:index] for index, letter in enumerate(path) if letter == ".")

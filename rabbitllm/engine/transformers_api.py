@@ -47,18 +47,18 @@ with checked_parts():
 # the skeleton --------------------------------------------------------------------------------------------------------
 
 
-def build_model(kind: Any, config: PretrainedConfig, trust_remote_code: bool, **options: Any) -> Any:
+def build_model(class_: Any, config: PretrainedConfig, trust_remote_code: bool, **options: Any) -> Any:
     """The model of a config, on the device of the context.
 
     Args:
-        kind: class of the model, or an Auto class.
+        class_: class of the model, or an Auto class.
         config: of the model.
         trust_remote_code: run code of the checkpoint.
         **options: `dtype` and `attn_implementation`.
     """
-    if hasattr(kind, "_from_config"):
-        return kind._from_config(config, **options)
-    return kind.from_config(config, trust_remote_code=trust_remote_code, **options)
+    if hasattr(class_, "_from_config"):
+        return class_._from_config(config, **options)
+    return class_.from_config(config, trust_remote_code=trust_remote_code, **options)
 
 
 def is_class_of_type(name: str, model_type: str) -> bool:
@@ -129,10 +129,10 @@ def attention_of(config: PretrainedConfig) -> str | None:
     return getattr(config, "_attn_implementation", None)
 
 
-def supports_flash_attention_2(kind: Any) -> bool:
+def supports_flash_attention_2(model_class: Any) -> bool:
     """Whether FlashAttention 2 is installed, and a model's class supports it."""
-    known = getattr(kind, "_compatible_flash_implementations", None) or ["flash_attention_2"]
-    supported = getattr(kind, "_supports_flash_attn", False) and "flash_attention_2" in known
+    implementations = getattr(model_class, "_compatible_flash_implementations", None) or ["flash_attention_2"]
+    supported = getattr(model_class, "_supports_flash_attn", False) and "flash_attention_2" in implementations
     return bool(supported and is_flash_attn_2_available())
 
 
@@ -142,8 +142,8 @@ def group_keys_if(condition: Callable[[torch.Tensor], bool]) -> None:
         return
     ordinary = sdpa_attention.use_gqa_in_sdpa
 
-    def use_gqa(attention_mask: torch.Tensor | None, key: torch.Tensor, *others: Any) -> bool:
-        return condition(key) and bool(ordinary(attention_mask, key, *others))
+    def use_gqa(attention_mask: torch.Tensor | None, key: torch.Tensor, *options: Any) -> bool:
+        return condition(key) and bool(ordinary(attention_mask, key, *options))
 
     sdpa_attention.use_gqa_in_sdpa = use_gqa
 
@@ -153,8 +153,8 @@ def group_keys_if(condition: Callable[[torch.Tensor], bool]) -> None:
 
 def cache_layer_class(name: str) -> type:
     """A class of layers of a KV cache."""
-    kind: type = getattr(cache_utils, name)
-    return kind
+    layer_class: type = getattr(cache_utils, name)
+    return layer_class
 
 
 def expert_bits(settings: Any) -> int:

@@ -71,12 +71,12 @@ def _try() -> None:
     config = Qwen3MoeConfig(**sizes, **counts, num_experts_per_tok=2, max_position_embeddings=32)
     ids = torch.arange(8)[None]
     with torch.random.fork_rng(devices=[]), torch.no_grad(), ScratchFolder() as folder:
-        own = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         with redirect_stderr(io.StringIO()):  # a progress bar
-            own.save_pretrained(folder)
+            reference.save_pretrained(folder)
         model = load_model(UnsplitStore(LocalCheckpoint(folder)), RunOptions(device="cpu", show_progress=False))
-        if not torch.allclose(model(ids).logits, own(ids).logits, rtol=1e-4, atol=1e-5):
+        if not torch.allclose(model(ids).logits, reference(ids).logits, rtol=1e-4, atol=1e-5):
             raise ValueError("a loaded model has other logits than transformers' own")
-        tokens = [one.generate(ids, max_new_tokens=4, do_sample=False).tolist() for one in (model, own)]
+        tokens = [m.generate(ids, max_new_tokens=4, do_sample=False).tolist() for m in (model, reference)]
         if tokens[0] != tokens[1]:
             raise ValueError("a loaded model generates other tokens than transformers' own")

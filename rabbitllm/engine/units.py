@@ -102,10 +102,10 @@ class ParameterEntry:
             read: returns the weight, in the form of `bindable`; called when its values are read.
             look_up: of a table: distinct rising ids -> their rows.
         """
-        made = AbsentWeight(lambda: read(self), self.shape, self.dtype, device, is_parameter=self._is_parameter)
-        made.__dict__.update(self.marks)
-        made.look_up = look_up
-        return made
+        weight = AbsentWeight(lambda: read(self), self.shape, self.dtype, device, is_parameter=self._is_parameter)
+        weight.__dict__.update(self.marks)
+        weight.look_up = look_up
+        return weight
 
     @property
     def _is_parameter(self) -> bool:
@@ -180,10 +180,10 @@ def find_tables(model: PreTrainedModel) -> list[nn.Module]:
 def input_embedding(model: PreTrainedModel) -> nn.Module | None:
     """The module that embeds token ids; None if the model names none (some models for pictures)."""
     try:
-        found: nn.Module | None = model.get_input_embeddings()
+        embedding: nn.Module | None = model.get_input_embeddings()
     except (NotImplementedError, AttributeError):
         return None
-    return found
+    return embedding
 
 
 def _entries(module: nn.Module, path: str, *, recurse: bool, but: Container[int] = ()) -> Iterator[ParameterEntry]:
@@ -206,8 +206,8 @@ def _entries(module: nn.Module, path: str, *, recurse: bool, but: Container[int]
 
 def _is_linear(module: nn.Module) -> bool:
     """Whether a module uses its weight in `torch.nn.functional.linear` alone."""
-    own = vars(module).get("forward")
-    is_known = own is None or getattr(own, "func", None) is linear_with_activations
+    forward = vars(module).get("forward")
+    is_known = forward is None or getattr(forward, "func", None) is linear_with_activations
     return is_known and type(module).forward is nn.Linear.forward
 
 
@@ -219,7 +219,7 @@ GPU_ALIGNMENT = 16
 _PLAIN = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
 """Dtypes of values; tensors of other dtypes have codes."""
 
-Memo = MutableMapping[str, dict[str, torch.Tensor]]
+TensorsByRecipe = MutableMapping[str, dict[str, torch.Tensor]]
 """Recipe key -> target -> tensor, of recipes whose tensors stay bound."""
 
 MatrixChooser = Callable[[Quantized | CodedForm, torch.dtype], type[StoredMatrix] | None]
@@ -286,8 +286,8 @@ class UnitSource:
         """Bytes of a job's tensors: stored, and ready to use."""
         names = [name for _, name in job.recipe.sources]
         stored = sum(self.stored[name].nbytes for name in names)
-        made = 0 if job.recipe.wraps else sum(entry.nbytes for _, entry in job.entries)
-        return stored, made + (stored if job.quantized or job.recipe.wraps else 0)
+        ready = 0 if job.recipe.wraps else sum(entry.nbytes for _, entry in job.entries)
+        return stored, ready + (stored if job.quantized or job.recipe.wraps else 0)
 
     def of_jobs(self, jobs: Iterable[UnitJob]) -> UnitSource:
         """The part of it that some of its jobs make."""
@@ -301,17 +301,17 @@ class UnitSource:
     @property
     def scale_bytes(self) -> int:
         """Bytes of the scales that are dequantized before codes are multiplied."""
-        return sum(kind.scale_bytes(form) for kind, form, _ in self._matrices)
+        return sum(matrix_type.scale_bytes(form) for matrix_type, form, _ in self._matrices)
 
     @property
     def scratch_bytes(self) -> int:
         """Bytes that each use takes besides the stored ones: parameters made for it, and the work of one of them."""
-        made = [job for job in self.jobs if job.entries and not _is_view(job.recipe, self.stored)]
+        converted = [job for job in self.jobs if job.entries and not _is_view(job.recipe, self.stored)]
         kept = 0 if self.is_view else self.scale_bytes
-        work = [kind.scratch_bytes(form, dtype) for kind, form, dtype in self._matrices]
-        forms = (self.stored[name].quantized for job in made for _, name in job.recipe.sources)
+        work = [matrix_type.scratch_bytes(form, dtype) for matrix_type, form, dtype in self._matrices]
+        forms = (self.stored[name].quantized for job in converted for _, name in job.recipe.sources)
         work += [work_bytes(form.scheme, math.prod(form.shape)) for form in forms if form is not None]
-        kept += sum(entry.nbytes for job in made for _, entry in job.entries) + self._copied_bytes
+        kept += sum(entry.nbytes for job in converted for _, entry in job.entries) + self._copied_bytes
         return kept + max(work, default=0)
 
     @property
@@ -325,11 +325,11 @@ class UnitSource:
     def _matrices(self) -> Iterator[tuple[type[Matrix] | type[FusedMatrix], Quantized, torch.dtype]]:
         """Its matrices that are quantized by us and multiplied in this form: type, form, dtype of the inputs."""
         for job in self.jobs:
-            if job.quantized and not isinstance(kind := job.quantized[0][0], CodedRecipe):
+            if job.quantized and not isinstance(matrix_type := job.quantized[0][0], CodedRecipe):
                 form, dtype = self.stored[job.recipe.sources[0][1]].quantized, job.recipe.dtype
                 assert form is not None
                 assert dtype is not None
-                yield kind, form, dtype
+                yield matrix_type, form, dtype
 
     def bind(self, model: PreTrainedModel, part: PartReader) -> None:
         """Make the parameters and bind them."""
@@ -340,7 +340,7 @@ class UnitSource:
         self,
         model: PreTrainedModel,
         part: PartReader,
-        memo: Memo | None = None,
+        memo: TensorsByRecipe | None = None,
         *,
         copies: bool = False,
         only: str | None = None,
@@ -355,27 +355,27 @@ class UnitSource:
             only: the only target to make; None for all.
         """
         for job in self.jobs:
-            for kind, entry in job.quantized:
+            for form, entry in job.quantized:
                 if only in (None, entry.target):
-                    yield entry, self._quantized(kind, job.recipe, entry, part)
-            wanted = [(target, entry) for target, entry in job.entries if only in (None, entry.target)]
-            if not wanted:
+                    yield entry, self._quantized(form, job.recipe, entry, part)
+            entries = [(target, entry) for target, entry in job.entries if only in (None, entry.target)]
+            if not entries:
                 continue
-            made = memo.get(job.recipe.key) if memo is not None else None
-            if made is None:
-                made = job.recipe.make(model, lambda name, dtype: self._checkpoint_tensor(name, dtype, part, copies))
+            tensors = memo.get(job.recipe.key) if memo is not None else None
+            if tensors is None:
+                tensors = job.recipe.make(model, lambda name, dtype: self._checkpoint_tensor(name, dtype, part, copies))
                 if memo is not None:
-                    memo[job.recipe.key] = made
-            for target, entry in wanted:
-                yield entry, made[target]
+                    memo[job.recipe.key] = tensors
+            for target, entry in entries:
+                yield entry, tensors[target]
 
-    def _quantized(self, kind: FromCodes, recipe: Recipe, entry: ParameterEntry, part: PartReader) -> QuantizedWeight:
-        if isinstance(kind, CodedRecipe):
-            return QuantizedWeight(kind.matrix(lambda name: part(self.stored[name].parts[0])), entry.dtype)
+    def _quantized(self, form: FromCodes, recipe: Recipe, entry: ParameterEntry, part: PartReader) -> QuantizedWeight:
+        if isinstance(form, CodedRecipe):
+            return QuantizedWeight(form.matrix(lambda name: part(self.stored[name].parts[0])), entry.dtype)
         stored = self.stored[recipe.sources[0][1]]
         assert stored.quantized is not None
         assert recipe.dtype is not None
-        return QuantizedWeight(kind.of(stored.quantized, stored.parts, part), recipe.dtype)
+        return QuantizedWeight(form.of(stored.quantized, stored.parts, part), recipe.dtype)
 
     def _checkpoint_tensor(self, name: str, dtype: torch.dtype | None, part: PartReader, copies: bool) -> torch.Tensor:
         tensor = self.stored[name]
@@ -383,8 +383,8 @@ class UnitSource:
             assert dtype is not None
             return dequantize(*operands(tensor.quantized, tensor.parts, part), dtype)
         plain = part(tensor.parts[0])
-        wanted = dtype if dtype is not None and plain.is_floating_point() else plain.dtype
-        return plain.to(wanted, copy=copies)
+        target_dtype = dtype if dtype is not None and plain.is_floating_point() else plain.dtype
+        return plain.to(target_dtype, copy=copies)
 
     def part_of(self, buffer: torch.Tensor) -> PartReader:
         """A reader of parts as views of a buffer that was filled with `spans`, or of a copy of it on a device."""
@@ -458,9 +458,9 @@ def multiplied(source: UnitSource, choose_matrix: MatrixChooser) -> UnitSource:
     jobs = []
     for job in source.jobs:
         kinds = {entry.target: _from_codes(entry, job.recipe, source.stored, choose_matrix) for _, entry in job.entries}
-        made = tuple((target, entry) for target, entry in job.entries if kinds[entry.target] is None)
-        quantized = tuple((kind, entry) for _, entry in job.entries if (kind := kinds[entry.target]) is not None)
-        jobs.append(UnitJob(job.recipe, made, (*job.quantized, *quantized)))
+        dequantized = tuple((target, entry) for target, entry in job.entries if kinds[entry.target] is None)
+        quantized = tuple((form, entry) for _, entry in job.entries if (form := kinds[entry.target]) is not None)
+        jobs.append(UnitJob(job.recipe, dequantized, (*job.quantized, *quantized)))
     return _of_jobs(source.unit, tuple(jobs), source.stored)
 
 
@@ -486,9 +486,9 @@ def _from_codes(
     form = tensors[recipe.sources[0][1]].quantized
     if form is None or recipe.dtype is None:
         return None
-    kind = choose_matrix(form, recipe.dtype)
-    assert kind is None or not issubclass(kind, CodedMatrix)
-    return kind
+    matrix_type = choose_matrix(form, recipe.dtype)
+    assert matrix_type is None or not issubclass(matrix_type, CodedMatrix)
+    return matrix_type
 
 
 def _is_view(recipe: Recipe, stored: Mapping[str, StoredTensor]) -> bool:

@@ -84,10 +84,10 @@ class WeightStandIn(torch.Tensor):
         return None
 
     @classmethod
-    def _refuse_writing(cls, func: Callable[..., Any], args: Sequence[Any], given: Mapping[str, Any]) -> None:
+    def _refuse_writing(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise `ReadOnlyWeightError` for a function of torch that would write to a weight of this kind."""
-        target = args[0] if args else given.get("tensor", given.get("input"))  # torch.nn.init passes it by name
-        if (isinstance(target, cls) and _writes_to_the_first(func)) or isinstance(given.get("out"), cls):
+        target = args[0] if args else kwargs.get("tensor", kwargs.get("input"))  # torch.nn.init passes it by name
+        if (isinstance(target, cls) and _writes_to_the_first(func)) or isinstance(kwargs.get("out"), cls):
             raise read_only(cls._why)
 
     @classmethod
@@ -98,20 +98,20 @@ class WeightStandIn(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = dict(kwargs or {})
+        options = dict(kwargs or {})
         answer = cls._answers.get(func)
-        if answer is not None and (found := answer(*args, **given)) is not None:
-            return found
-        cls._refuse_writing(func, args, given)
+        if answer is not None and (result := answer(*args, **options)) is not None:
+            return result
+        cls._refuse_writing(func, args, options)
         if func in cls._by_memory:
-            return func(args[0].whole(), *args[1:], **given)
+            return func(args[0].whole(), *args[1:], **options)
         if func in _ADDRESSES:
             raise AbsentWeightError(
                 f"The storage of a weight was requested, but the weight is not in memory as a matrix: {cls._why}.",
                 "Use `weight * 1` to copy it; model.save_pretrained(folder) writes all weights.",
             )
         with torch._C.DisableTorchFunctionSubclass():  # else its results would be of this type too
-            return func(*args, **given)
+            return func(*args, **options)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -121,17 +121,17 @@ class WeightStandIn(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        own, given = args[0] if args else None, dict(kwargs or {})
-        if isinstance(own, WeightStandIn):
+        weight, options = args[0] if args else None, dict(kwargs or {})
+        if isinstance(weight, WeightStandIn):
             if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):  # called by nn.Parameter
-                return own.again()
+                return weight.again()
             if func is torch.ops.aten.is_pinned.default:
                 return False
             if func.__name__.startswith("new_") or func.__name__.partition(".")[0].endswith("_like"):
-                form = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device="meta")
-                return func(form, *args[1:], **{**given, "device": given.get("device") or own.device})
-        found = cls._operation(func, args)
-        return found if found is not None else func(*tree_map(_whole, args), **tree_map(_whole, given))
+                form = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device="meta")
+                return func(form, *args[1:], **{**options, "device": options.get("device") or weight.device})
+        result = cls._operation(func, args)
+        return result if result is not None else func(*tree_map(_whole, args), **tree_map(_whole, options))
 
 
 def _whole(value: Any) -> Any:
@@ -167,13 +167,13 @@ class AbsentWeight(WeightStandIn):
         marks: Mapping[str, object] | None = None,
     ) -> AbsentWeight:
         needs = is_parameter and dtype.is_floating_point and dtype.itemsize > 1  # see `Place.bind`
-        made: AbsentWeight = torch.Tensor._make_wrapper_subclass(
+        weight: AbsentWeight = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=device, requires_grad=needs
         )
-        made.__dict__.update(marks or {})
-        made._read = read
-        made._is_param = is_parameter  # makes isinstance(made, nn.Parameter) true
-        return made
+        weight.__dict__.update(marks or {})
+        weight._read = read
+        weight._is_param = is_parameter  # makes isinstance(made, nn.Parameter) true
+        return weight
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"AbsentWeight({tuple(self.shape)}, {self.dtype}, {self.device}, not in memory)"
@@ -196,21 +196,21 @@ class AbsentWeight(WeightStandIn):
 
     def again(self) -> AbsentWeight:
         """Another object for the same weight, not a parameter, as from `detach`."""
-        made = AbsentWeight(self._read, self.shape, self.dtype, self.device, is_parameter=False)
-        made.look_up = self.look_up
-        return made
+        weight = AbsentWeight(self._read, self.shape, self.dtype, self.device, is_parameter=False)
+        weight.look_up = self.look_up
+        return weight
 
 
-def _clone(*args: Any, **others: Any) -> None:
+def _clone(*args: Any, **options: Any) -> None:
     if called_by("peft"):  # it clones the weights that it will merge into
         AbsentWeight._refuse_writing(torch.Tensor.copy_, args, {})
 
 
-def _new_tensor(form: torch.Tensor, data: Any, **others: Any) -> torch.Tensor:
-    return torch.empty(0, dtype=form.dtype, device=form.device).new_tensor(_whole(data), **others)
+def _new_tensor(form: torch.Tensor, data: Any, **options: Any) -> torch.Tensor:
+    return torch.empty(0, dtype=form.dtype, device=form.device).new_tensor(_whole(data), **options)
 
 
-def _embedding(input: Any, weight: Any, max_norm: Any = None, **others: Any) -> torch.Tensor | None:
+def _embedding(input: Any, weight: Any, max_norm: Any = None, **options: Any) -> torch.Tensor | None:
     """The answer to `torch.nn.functional.embedding`, from the rows of a table that it needs."""
     look_up = weight.look_up if isinstance(weight, AbsentWeight) else None
     if look_up is None or max_norm is not None or isinstance(input, WeightStandIn):
@@ -290,9 +290,9 @@ class QuantizedWeight(WeightStandIn):
     @staticmethod
     def __new__(cls, matrix: StoredMatrix, dtype: torch.dtype) -> QuantizedWeight:
         where = matrix.payload.device
-        made: QuantizedWeight = torch.Tensor._make_wrapper_subclass(cls, matrix.form.shape, dtype=dtype, device=where)
-        made.matrix = matrix
-        return made
+        weight: QuantizedWeight = torch.Tensor._make_wrapper_subclass(cls, matrix.form.shape, dtype=dtype, device=where)
+        weight.matrix = matrix
+        return weight
 
     def whole(self) -> torch.Tensor:
         """The matrix, dequantized."""

@@ -57,11 +57,11 @@ class KeyRenaming:
         if match is None:
             return self._renamed(name)
         # if one expert had another target, too few would be left for their parameter, which is refused
-        found = self._experts.setdefault(match.groups(), [])  # type: ignore[arg-type]
-        if len(found) == 2 and found[0] == found[1]:
-            return found[0]
+        last_two = self._experts.setdefault(match.groups(), [])  # type: ignore[arg-type]
+        if len(last_two) == 2 and last_two[0] == last_two[1]:
+            return last_two[0]
         renamed = self._renamed(name)
-        found[:] = [*found, renamed][-2:]
+        last_two[:] = [*last_two, renamed][-2:]
         return renamed
 
     def _renamed(self, name: str) -> Renamed:
@@ -111,8 +111,8 @@ class Recipe:
         operation.collected_tensors, operation.layer_targets = defaultdict(list), defaultdict(set)
         for pattern, name in self.sources:
             operation.add_tensor(self.key, name, pattern, lambda name=name: read(name, self.dtype))
-        made = operation.convert(self.key, model=model, config=model.config)
-        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+        tensors = operation.convert(self.key, model=model, config=model.config)
+        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True)
@@ -178,8 +178,8 @@ def check_unused(model: PreTrainedModel, weights: WeightMap, store: WeightFiles)
     """
     from rabbitllm.engine.transformers_api import may_be_unused
 
-    left = [name for name in weights.unused if not _matches(may_be_unused(model), name)]
-    beyond = _blocks_beyond(left, weights)
+    unused = [name for name in weights.unused if not _matches(may_be_unused(model), name)]
+    beyond = _blocks_beyond(unused, weights)
     # layers after the last one may be for multi-token prediction, which transformers omits
     settings = model.config.get_text_config().to_dict() | model.config.to_dict()
     predicts_more = any(("nextn" in key or "mtp" in key) and bool(value) for key, value in settings.items())
@@ -187,11 +187,11 @@ def check_unused(model: PreTrainedModel, weights: WeightMap, store: WeightFiles)
         raise IncompleteSplitError(
             f"{store.label} has more layers than its config: {', '.join(beyond[:3])}.", _DIFFERENT
         )
-    nbytes, total = (sum(store.tensors[name].nbytes for name in names) for names in (left, store.tensors))
+    nbytes, total = (sum(store.tensors[name].nbytes for name in names) for names in (unused, store.tensors))
     if nbytes > UNUSED_SHARE * total:
         raise IncompleteSplitError(
             f"{type(model).__name__} (from the config of {store.label}) uses only {1 - nbytes / total:.0%} of the "
-            f"bytes; {len(left)} tensors are unused, e.g. {left[0]}.",
+            f"bytes; {len(unused)} tensors are unused, e.g. {unused[0]}.",
             _DIFFERENT,
         )
 
@@ -206,9 +206,9 @@ def _blocks_beyond(unused: Iterable[str], weights: WeightMap) -> list[str]:
         for _, name in recipe.sources:
             if match := _BLOCK.match(name):
                 last[match[1]] = max(last.get(match[1], -1), int(match[2]))
-    found = (match for name in unused if (match := _BLOCK.match(name)))
-    beyond = {(match[1], int(match[2])) for match in found if int(match[2]) > last.get(match[1], int(match[2]))}
-    return [f"{stack}.{number}" for stack, number in sorted(beyond)]
+    matches = (match for name in unused if (match := _BLOCK.match(name)))
+    beyond = {(match[1], int(match[2])) for match in matches if int(match[2]) > last.get(match[1], int(match[2]))}
+    return [f"{stack}.{index}" for stack, index in sorted(beyond)]
 
 
 def _recipes(
@@ -243,12 +243,12 @@ def _recipes(
             _check_kind(recipe, stored, expected)
         # layers convert alike, and a trial with hundreds of experts takes long
         shapes = tuple([(pattern, stored[name].shape, stored[name].parts[0].dtype) for pattern, name in recipe.sources])
-        kind = (id(converter), recipe.dtype, shapes)
-        tried = not published.is_opaque(recipe.converter) and alike.get(kind) == expected[key].shape
+        form = (id(converter), recipe.dtype, shapes)
+        tried = not published.is_opaque(recipe.converter) and alike.get(form) == expected[key].shape
         if recipe.converter is None or not tried:
             recipe = _checked(recipe, model, stored, expected)
             if recipe.targets == (key,):
-                alike[kind] = expected[key].shape
+                alike[form] = expected[key].shape
         recipes.update(dict.fromkeys(recipe.targets, recipe))
     return recipes, unused
 
@@ -330,20 +330,20 @@ def _checked(
         published.check_opaque(recipe.key, expected[recipe.key], recipe.sources, stored)
         return recipe
     try:
-        made = recipe.make(model, lambda name, dtype: _weightless(stored[name], dtype))
+        tensors = recipe.make(model, lambda name, dtype: _weightless(stored[name], dtype))
     except Exception as error:  # conversions raise any error for an unexpected number or shape of tensors
         raise IncompleteSplitError(
             f"the tensors for {recipe.key} ({listed([name for _, name in recipe.sources], 3)}) cannot be converted: "
             f"{type(error).__name__}: {error}."
         ) from error
-    for name, tensor in made.items():
-        wanted = tuple(expected[name].shape) if name in expected else None
-        if wanted != tuple(tensor.shape):
+    for name, tensor in tensors.items():
+        shape = tuple(expected[name].shape) if name in expected else None
+        if shape != tuple(tensor.shape):
             raise IncompleteSplitError(
-                f"the tensor for {name} has shape {tuple(tensor.shape)}; the config needs {wanted}.",
+                f"the tensor for {name} has shape {tuple(tensor.shape)}; the config needs {shape}.",
                 _DIFFERENT,
             )
-    return replace(recipe, targets=tuple(made))
+    return replace(recipe, targets=tuple(tensors))
 
 
 def _weightless(stored: StoredTensor, dtype: torch.dtype | None) -> torch.Tensor:

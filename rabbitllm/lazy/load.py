@@ -125,16 +125,16 @@ def lazy_load(path: str | os.PathLike[str], *, mapped: bool = True, verify_check
         IncompleteSplitError: the split directory is incomplete, or the header of a layer file is damaged. Using a
             tensor may raise it too.
     """
-    given = Path(path)
-    if given.is_file():
-        return _open(given, {given.name: given}, None, mapped, _checks_of(given) if verify_checksums else None)
-    if not given.is_dir():
+    where = Path(path)
+    if where.is_file():
+        return _open(where, {where.name: where}, None, mapped, _checks_of(where) if verify_checksums else None)
+    if not where.is_dir():
         raise CheckpointNotFoundError(
-            f"{given} is neither a file nor a folder.", "Check the path; repositories cannot be loaded lazily."
+            f"{where} is neither a file nor a folder.", "Check the path; repositories cannot be loaded lazily."
         )
-    if read_manifest(given) is not None or is_legacy(given):
-        return _open_split(given, mapped, verify_checksums)
-    return _open_folder(given, mapped)
+    if read_manifest(where) is not None or is_legacy(where):
+        return _open_split(where, mapped, verify_checksums)
+    return _open_folder(where, mapped)
 
 
 def _open_folder(folder: Path, mapped: bool) -> LazyCheckpoint:
@@ -218,31 +218,31 @@ def _open_split(folder: Path, mapped: bool, verify_checksums: bool) -> LazyCheck
 def _checks_of(path: Path) -> LayerChecks | None:
     """The checks of a single layer file, by the manifest in its folder; None for any other file."""
     manifest = read_manifest(path.parent)
-    own = () if manifest is None else tuple(record for record in manifest.layers if record.file == path.name)
-    return LayerStore(path.parent, replace(manifest, layers=own)).checks if manifest is not None and own else None
+    layers = () if manifest is None else tuple(record for record in manifest.layers if record.file == path.name)
+    return LayerStore(path.parent, replace(manifest, layers=layers)).checks if manifest is not None and layers else None
 
 
 @uncollected()
 def _open(
     path: Path,
     paths: Mapping[str, Path],
-    wanted: Mapping[str, str] | None,
+    file_of: Mapping[str, str] | None,
     mapped: bool,
     checks: LayerChecks | None = None,
 ) -> LazyCheckpoint:
-    """Open files, name -> path. `wanted`: tensor -> the file that must have it; None for all tensors."""
+    """Open files, name -> path. `file_of`: tensor -> the file that must have it; None for all tensors."""
     files: dict[str, ShardFile] = {}
     with contextlib.ExitStack() as failed:
         for name, place in paths.items():
             files[name] = ShardFile(place, name, mapped=mapped, checks=checks)
             failed.callback(files[name].close)
-        found = {(tensor.name, name): tensor for name, opened in files.items() for tensor in opened.header.tensors}
-        chosen = list(wanted.items()) if wanted is not None else list(found)
+        tensors = {(tensor.name, name): tensor for name, opened in files.items() for tensor in opened.header.tensors}
+        chosen = list(file_of.items()) if file_of is not None else list(tensors)
         for name, file in chosen:
-            if (name, file) not in found:
+            if (name, file) not in tensors:
                 raise InvalidIndexError(
                     f"The index puts {name!r} into {file}, whose header does not have it.",
                     "Download the index and that shard again: they are of different versions.",
                 )
         failed.pop_all()
-    return LazyCheckpoint(path, files, {name: (found[name, file], files[file]) for name, file in chosen})
+    return LazyCheckpoint(path, files, {name: (tensors[name, file], files[file]) for name, file in chosen})

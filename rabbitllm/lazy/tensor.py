@@ -85,9 +85,9 @@ class LazyTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, spec: TensorSpec, file: ShardFile | JoinedFiles, kept: torch.Tensor | None = None) -> LazyTensor:
         with torch.inference_mode(False), torch._C.DisableTorchFunction():
-            made = torch.Tensor._make_subclass(cls, _described(spec, file) if kept is None else kept.to("meta"))
-        made.spec, made._file, made._lock, made._kept, made._made = spec, file, threading.Lock(), kept, None
-        return made
+            tensor = torch.Tensor._make_subclass(cls, _described(spec, file) if kept is None else kept.to("meta"))
+        tensor.spec, tensor._file, tensor._lock, tensor._kept, tensor._made = spec, file, threading.Lock(), kept, None
+        return tensor
 
     def __init__(self, spec: TensorSpec, file: ShardFile | JoinedFiles, kept: torch.Tensor | None = None) -> None:
         super().__init__()
@@ -216,9 +216,9 @@ class LazyTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """An ordinary tensor."""
-        made: torch.Tensor = copy.deepcopy(self._ordinary(), memo)
-        memo[id(self)] = made
-        return made
+        tensor: torch.Tensor = copy.deepcopy(self._ordinary(), memo)
+        memo[id(self)] = tensor
+        return tensor
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as the ordinary tensor that it stands for."""

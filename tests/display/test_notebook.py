@@ -36,16 +36,16 @@ def run_cell() -> tuple[list[Any], list[dict[str, Any]]]:
     messages: list[dict[str, Any]] = []
 
     class Client(nbclient.NotebookClient):  # type: ignore[misc,name-defined]
-        def process_message(self, msg: dict[str, Any], *rest: Any) -> Any:
+        def process_message(self, msg: dict[str, Any], *args: Any) -> Any:
             messages.append(msg)
-            return super().process_message(msg, *rest)
+            return super().process_message(msg, *args)
 
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(textwrap.dedent(CELL))])
     Client(notebook, kernel_name="python3", timeout=120).execute()
     return notebook.cells[0].outputs, messages
 
 
-def test_one_output_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notebook_output_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KAGGLE_KERNEL_RUN_TYPE", raising=False)
     outputs, messages = run_cell()
     shown = [output for output in outputs if output["output_type"] == "display_data"]
@@ -56,7 +56,7 @@ def test_one_output_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({msg["content"]["transient"]["display_id"] for msg in messages if "display" in msg["msg_type"]}) == 1
 
 
-def test_lines_where_the_output_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_in_a_batch_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Batch")
     outputs, _ = run_cell()
     lines = [line for output in outputs if output["name"] == "stderr" for line in output["text"].splitlines()]

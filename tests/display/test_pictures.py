@@ -1,4 +1,4 @@
-"""Pictures of a pass and of a split's disk, in every format; and what is said where none can be drawn."""
+"""Pictures of a pass and of a split's disk, in every format; and the errors where none can be drawn."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ MAGIC = {"png": b"\x89PNG\r\n\x1a\n", "svg": b"<?xml", "pdf": b"%PDF-"}
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
     model: Any = load(split(build_checkpoint(tmp_path_factory.mktemp("model"), "llama")), 0, profiling=True)
-    with torch.inference_mode(), model.profiler.trace() as found:
+    with torch.inference_mode(), model.profiler.trace() as recorded:
         model.generate(INPUT, max_new_tokens=6, min_new_tokens=6, do_sample=False)
-    made: Trace = found
-    return made
+    result: Trace = recorded
+    return result
 
 
 @pytest.mark.parametrize("ending", list(MAGIC))
@@ -53,9 +53,7 @@ def test_formats(trace: Trace, tmp_path: Path, ending: str) -> None:
     assert path.read_bytes().startswith(MAGIC[ending])
 
 
-def test_the_picture_names_lanes_layers_and_stages(
-    trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_picture_names_lanes_layers_and_stages(trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import matplotlib
 
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")  # text as text
@@ -67,9 +65,9 @@ def test_the_picture_names_lanes_layers_and_stages(
     assert {"a model", "its figures"} <= words
 
 
-def test_a_layer_has_the_reading_that_brought_it() -> None:
-    """That of the first one was done while the pass before ended; what is read for the next pass is not counted."""
-    one = Pass(2, 10.0, 2.0, PassInput(1, 1, 5, 1), None, {})
+def test_layer_has_the_read_of_its_weights() -> None:
+    """The first layer was read at the end of the previous pass; reads for the next pass do not count."""
+    second_pass = Pass(2, 10.0, 2.0, PassInput(1, 1, 5, 1), None, {})
     events = [
         Event(8.0, 0.5, "reader", "a", READ, 1),
         Event(9.5, 0.75, "reader", "a", READ, 1),
@@ -81,7 +79,7 @@ def test_a_layer_has_the_reading_that_brought_it() -> None:
         Event(11.25, 0.5, "reader", "a", READ, 1),
         Event(12.5, 0.5, "main", "a", COMPUTE, 0),
     ]
-    assert spent_by_layer(one, events) == {
+    assert spent_by_layer(second_pass, events) == {
         "a": {READ_WAIT: 0.25, COMPUTE: 0.25, READ: 0.75},
         "b": {DEQUANTIZE: 0.25, COMPUTE: 0.5, READ: 0.5},
     }
@@ -105,7 +103,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 class Clock:
-    """A second more at each look."""
+    """One second later at each call."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -115,7 +113,7 @@ class Clock:
         return self.now
 
 
-def test_the_record_is_what_the_events_say() -> None:
+def test_record_equals_the_events() -> None:
     record = DiskRecord(Clock())
     record(DiskSampled(0, 500))
     record(SplitStarted("m", ("a", "b"), 200, 60, 0, 0, (100, 100), 3, 200))
@@ -137,10 +135,10 @@ def test_the_record_is_what_the_events_say() -> None:
     assert (record.label, record.source_bytes, record.num_shards) == ("m", 200, 2)
 
 
-def test_a_long_split_keeps_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_split_keeps_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pictures, "MAX_POINTS", 50)
     record = DiskRecord(Clock())
-    sizes = [number * 37 % 1000 for number in range(2000)]
+    sizes = [index * 37 % 1000 for index in range(2000)]
     sizes[777] = 5000
     for size in sizes:
         record(DiskSampled(size, 9000))
@@ -156,26 +154,26 @@ def test_thinning_keeps_the_higher_of_two() -> None:
     assert [point.disk_bytes for point in thinned(points)] == [5, 2, 8, 0]
 
 
-def test_of_a_real_split(tmp_path: Path) -> None:
+def test_record_of_a_real_split(tmp_path: Path) -> None:
     source = write_shards(tmp_path / "model", cut(llama_tensors(), 4))
     size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
-    told: list[progress.Event] = []
+    events: list[progress.Event] = []
     picture = tmp_path / "disk.png"
-    with progress.listening(told.append), pictured(picture) as record:
+    with progress.listening(events.append), pictured(picture) as record:
         Call(str(source)).make()
     assert record is not None
-    seen = [event.disk_bytes for event in told if isinstance(event, DiskSampled | ShardDone)]
+    seen = [event.disk_bytes for event in events if isinstance(event, DiskSampled | ShardDone)]
     assert {point.disk_bytes for point in record.points} == set(seen)
-    (done,) = [event for event in told if isinstance(event, progress.SplitDone)]
+    (done,) = [event for event in events if isinstance(event, progress.SplitDone)]
     assert max(point.disk_bytes for point in record.points) >= done.peak_disk_bytes
     assert size <= record.peak.total <= size + done.output_bytes + 64 * 1024
     assert record.points[0].source_left_bytes == size
     assert record.points[-1].source_left_bytes == 0
-    assert [number for _, number in record.shards] == [1, 2, 3, 4]
+    assert [shard for _, shard in record.shards] == [1, 2, 3, 4]
     assert picture.read_bytes().startswith(PNG)
 
 
-def test_a_split_that_fails_is_drawn_too(tmp_path: Path) -> None:
+def test_failed_split_is_drawn(tmp_path: Path) -> None:
     picture = tmp_path / "disk.svg"
 
     def fail() -> None:
@@ -189,14 +187,14 @@ def test_a_split_that_fails_is_drawn_too(tmp_path: Path) -> None:
     assert "<svg" in picture.read_text()
 
 
-def test_a_name_that_is_none_is_refused_before_anything_happens(tmp_path: Path) -> None:
+def test_invalid_path_is_refused_before_the_split(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="not the name of a picture"), pictured(tmp_path / "disk.txt"):
         pytest.fail("it was let in")
     with pictured(None) as record:
         assert record is None
 
 
-def test_convert_draws(tmp_path: Path) -> None:
+def test_convert_draws_the_disk(tmp_path: Path) -> None:
     source = write_shards(tmp_path / "model", cut(llama_tensors(), 3))
     picture, output = tmp_path / "disk.png", tmp_path / "made"
     arguments = ["convert", str(source), "-o", str(output), "--plot", str(picture)]
@@ -214,12 +212,12 @@ def test_convert_draws(tmp_path: Path) -> None:
 # Where no picture can be drawn
 
 
-def test_another_ending_is_refused_before_anything(tmp_path: Path) -> None:
+def test_unknown_ending_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"\.png, \.svg, \.pdf"):
         check_picture(tmp_path / "time.txt")
 
 
-def test_without_matplotlib_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_matplotlib_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingPackageError, match=r'pip install "\.\[plot\]"'):
         check_picture("time.png")

@@ -1,4 +1,4 @@
-"""Who is shown, when lines are due, and a real terminal with several who write to it at once."""
+"""Which content is shown, when lines are due, and a real terminal with several writers at once."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.support.screen import Screen, TerminalStream, run_on_terminal
 ROOT = Path(__file__).parent.parent.parent
 
 
-class Said:
-    """Content that says one thing."""
+class TextContent:
+    """Content of one text."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -36,42 +36,42 @@ class Said:
 
 
 def as_terminal(monkeypatch: pytest.MonkeyPatch) -> TerminalStream:
-    made = TerminalStream()
-    monkeypatch.setattr(sys, "stderr", made)
+    terminal = TerminalStream()
+    monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    return made
+    return terminal
 
 
-def test_the_last_who_asked_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_claim_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, region = as_terminal(monkeypatch), Region()
-    outer = region.claim(Said("outer"))
+    outer = region.claim(TextContent("outer"))
     assert stream.screen(80) == ["outer"]
-    inner = region.claim(Said("inner"))
+    inner = region.claim(TextContent("inner"))
     assert stream.screen(80) == ["inner"]
     inner.release("inner is done")
     assert stream.screen(80) == ["inner is done", "outer"]
     inner.release()
     outer.release()
     assert stream.screen(80) == ["inner is done"]
-    region.claim(Said("again")).release()
+    region.claim(TextContent("again")).release()
     assert stream.screen(80) == ["inner is done"]
 
 
-def test_out_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claims_released_out_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, region = as_terminal(monkeypatch), Region()
-    first, second = region.claim(Said("first")), region.claim(Said("second"))
+    first, second = region.claim(TextContent("first")), region.claim(TextContent("second"))
     first.release("first is done")
     assert stream.screen(80) == ["first is done", "second"]
     second.release()
     assert stream.screen(80) == ["first is done"]
 
 
-def test_the_thread_goes_with_the_last_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_ends_with_the_last_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REFRESH_SECONDS", 0.005)
     stream, region = as_terminal(monkeypatch), Region()
-    said = Said("one")
-    claim = region.claim(said)
-    said.text = "two"
+    content = TextContent("one")
+    claim = region.claim(content)
+    content.text = "two"
     end = time.monotonic() + 60
     while stream.screen(80) != ["two"]:
         assert time.monotonic() < end
@@ -82,20 +82,20 @@ def test_the_thread_goes_with_the_last_claim(monkeypatch: pytest.MonkeyPatch) ->
         time.sleep(0.005)
 
 
-def test_lines_are_due_every_few_seconds_and_hours_make_no_wall() -> None:
+def test_pace_of_lines_slows_down() -> None:
     pace = LinePace(100.0)
-    due = [now for now in range(100, 100 + 3 * 3600) if pace.is_due(now)]
-    gaps = [then - now for now, then in itertools.pairwise(due)]
-    assert due[0] == 100 + LINE_SECONDS
+    times = [second for second in range(100, 100 + 3 * 3600) if pace.is_due(second)]
+    gaps = [then - second for second, then in itertools.pairwise(times)]
+    assert times[0] == 100 + LINE_SECONDS
     assert set(gaps[:90]) == {LINE_SECONDS}
     assert gaps == sorted(gaps)
     assert gaps[-1] == MAX_LINE_SECONDS
-    assert len(due) < 600
+    assert len(times) < 600
 
 
-def test_a_stream_that_is_closed_raises_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_stream_raises_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, region = as_terminal(monkeypatch), Region()
-    claim = region.claim(Said("one"))
+    claim = region.claim(TextContent("one"))
     stream.close()
     claim.release("done")
 
@@ -115,13 +115,13 @@ CROWD = """
     from rabbitllm.display import region
     region.REFRESH_SECONDS = 0.001
 
-    class Said:
+    class TextContent:
         count = 0
         def rows(self, width):
             self.count += 1
             return [((f"row {self.count} ".ljust(width, "-"), "bold"),), (("second row", "dim"),)]
 
-    claim = region.THE_REGION.claim(Said())
+    claim = region.THE_REGION.claim(TextContent())
 
     def talk(name):
         for number in range(100):
@@ -142,12 +142,12 @@ CROWD = """
 
 
 @pytest.mark.parametrize("columns", [60, 120])
-def test_a_crowd_on_a_real_terminal(columns: int) -> None:
+def test_many_writers_on_a_real_terminal(columns: int) -> None:
     """Three threads that log, tokens, and our rows: every line comes out whole, and no row stays."""
     shown = Screen(columns).feed(run_on_terminal(program(CROWD), columns, environment())).shown
     text = "".join(line.ljust(columns) for line in shown)
     for name in "abc":
-        places = [text.find(f"{name} {number}: {'long ' * 30}end") for number in range(100)]
+        places = [text.find(f"{name} {index}: {'long ' * 30}end") for index in range(100)]
         assert places == sorted(places)
         assert places[0] >= 0
     assert not [line for line in shown if line.startswith(("row ", "second row"))]
@@ -155,26 +155,26 @@ def test_a_crowd_on_a_real_terminal(columns: int) -> None:
     assert len([line for line in shown if line.endswith("UserWarning: a warning of Python's")]) == 1
 
 
-def test_a_process_that_ends_in_the_midst_leaves_no_rows() -> None:
+def test_exiting_process_leaves_no_rows() -> None:
     body = """
         from rabbitllm.display.region import THE_REGION
-        class Said:
+        class TextContent:
             def rows(self, width):
                 return [(("row", ""),)]
-        THE_REGION.claim(Said())
+        THE_REGION.claim(TextContent())
         print("last words")
     """
     assert Screen(80).feed(run_on_terminal(program(body), 80, environment())).shown == ["last words"]
 
 
-def test_a_forked_child_writes_undisturbed() -> None:
+def test_forked_child_writes_undisturbed() -> None:
     body = """
         import os, time
         from rabbitllm.display.region import THE_REGION
-        class Said:
+        class TextContent:
             def rows(self, width):
                 return [(("row", ""),)]
-        claim = THE_REGION.claim(Said())
+        claim = THE_REGION.claim(TextContent())
         THE_REGION._lock.acquire()  # as another thread may hold it
         child = os.fork()
         if child == 0:
@@ -188,7 +188,7 @@ def test_a_forked_child_writes_undisturbed() -> None:
     assert Screen(80).feed(run_on_terminal(program(body), 80, environment())).shown == ["from the child"]
 
 
-def test_ctrl_c_leaves_the_screen_clean() -> None:
+def test_ctrl_c_leaves_no_rows() -> None:
     body = """
         import os, signal
         from rabbitllm.base import progress
@@ -204,7 +204,7 @@ def test_ctrl_c_leaves_the_screen_clean() -> None:
     assert Screen(80).feed(run_on_terminal(program(body), 80, environment())).shown == ["interrupted"]
 
 
-def test_a_terminal_that_is_closed_ends_nothing(tmp_path: Path) -> None:
+def test_closed_terminal_does_not_end_the_process(tmp_path: Path) -> None:
     """As when a connection breaks and the program was started to survive that."""
     leader, follower = os.openpty()
     body = f"""
@@ -213,12 +213,12 @@ def test_a_terminal_that_is_closed_ends_nothing(tmp_path: Path) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         from rabbitllm.display import region
         region.REFRESH_SECONDS = 0.001
-        class Said:
+        class TextContent:
             count = 0
             def rows(self, width):
                 self.count += 1
                 return [((f"row {{self.count}}", ""),)]
-        said = Said()
+        said = TextContent()
         claim = region.THE_REGION.claim(said)
         while said.count < 5000 and not Path({str(tmp_path / "closed")!r}).exists():
             time.sleep(0.001)
@@ -239,15 +239,15 @@ def test_a_terminal_that_is_closed_ends_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "done").exists()
 
 
-def test_into_a_file_there_are_no_escape_sequences() -> None:
+def test_files_get_no_escape_sequences() -> None:
     body = """
         import time
         from rabbitllm.display import region
         region.REFRESH_SECONDS, region.LINE_SECONDS = 0.001, 0.01
-        class Said:
+        class TextContent:
             def line(self):
                 return "a plain line"
-        claim = region.THE_REGION.claim(Said())
+        claim = region.THE_REGION.claim(TextContent())
         time.sleep(0.3)
         claim.release("the last one")
     """

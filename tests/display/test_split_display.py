@@ -1,4 +1,4 @@
-"""What a person sees of a split, or of a check: rows on a terminal, lines elsewhere; nothing where it is shown."""
+"""The display of a split and of a check: rows on a terminal, lines elsewhere, none beside another display."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rabbitllm.base.progress import (
 )
 from rabbitllm.base.terminal import text_of
 from rabbitllm.display import region
-from rabbitllm.display.split_display import Reading, line_of, rows_of, shown
+from rabbitllm.display.split_display import ReadingDisplay, line_of, rows_of, shown
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.screen import TerminalStream
 from tests.support.splitting import split
@@ -60,7 +60,7 @@ def test_rows_of_a_terminal() -> None:
 
 
 @pytest.mark.parametrize("width", range(40, 140))
-def test_rows_fit_and_say_what_matters_most(width: int) -> None:
+def test_rows_fit_and_keep_important_pieces(width: int) -> None:
     rows = [text_of(row) for row in rows_of(FACTS, width)]
     assert len(rows) <= 4
     assert max(map(len, rows)) <= width
@@ -69,20 +69,20 @@ def test_rows_fit_and_say_what_matters_most(width: int) -> None:
         assert fact in text
 
 
-def test_a_line_has_all_of_it() -> None:
+def test_line_has_all_pieces() -> None:
     assert line_of(FACTS) == (
         "splitting 41 %, 118 MiB/s, 12 min left, 60.0 of 145.0 GiB, shard 13 of 37, 64 % downloaded, layers.27, "
         "26 of 83 layers, disk in use 21.0 of 57.0 GiB, fetch 121 MiB/s, quantize 118 MiB/s, write 33.0 MiB/s"
     )
 
 
-def test_before_anything_is_known() -> None:
+def test_display_before_the_first_event() -> None:
     assert line_of(SplitStats(total_bytes=GIB)) == "splitting 0 %, 0.00 of 1.00 GiB"
     stalled = SplitStats(total_bytes=GIB, rates=CurrentRates(0.0, 0.0, None, 0.0))
     assert line_of(stalled) == "splitting 0 %, waiting, 0.00 of 1.00 GiB, fetch 0 MiB/s, write 0 MiB/s"
 
 
-def test_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = TerminalStream()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(region, "REFRESH_SECONDS", 0.01)
@@ -113,7 +113,7 @@ def wait_for(terminal: TerminalStream, text: str) -> None:
         time.sleep(0.005)
 
 
-def test_an_error_takes_the_rows_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_removes_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = TerminalStream()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
@@ -131,7 +131,7 @@ def test_an_error_takes_the_rows_away(monkeypatch: pytest.MonkeyPatch) -> None:
     assert terminal.screen(80) == []
 
 
-def test_a_split_without_a_terminal_leaves_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_split_without_a_terminal_prints_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_shards(tmp_path / "model", cut(llama_tensors(), 3))
     with shown():
         split(source)
@@ -155,23 +155,23 @@ def test_lines_every_few_seconds_without_a_terminal(
     assert all(line.startswith("splitting 20 %, ") and "2.0 of 10.0 GiB, shard 1 of 2" in line for line in lines)
 
 
-def test_what_is_whole_already_shows_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_complete_split_shows_no_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with shown():
         tell(SplitStarted("m", (), GIB, GIB, 0, 2))
         tell(SplitDone("there", 8, GIB, 0.1))
     assert capsys.readouterr().err == ""
 
 
-def test_nothing_where_someone_else_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_second_display_shows_no_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_shards(tmp_path / "model", cut(llama_tensors(), 3))
     with progress.listening(lambda event: None), shown():
         split(source)
-    with shown(wanted=False):
+    with shown(enabled=False):
         split(write_shards(tmp_path / "other", cut(llama_tensors(), 3)))
     assert capsys.readouterr().err == ""
 
 
-def test_someone_who_only_keeps_events_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_event_listener_does_not_replace_the_display(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_shards(tmp_path / "model", cut(llama_tensors(), 3))
     with progress.listening(lambda event: None, shows=False), shown():
         split(source)
@@ -181,34 +181,34 @@ def test_someone_who_only_keeps_events_changes_nothing(tmp_path: Path, capsys: p
 # The check of layer files
 
 
-def at(seconds: list[float], total: int = 4 << 30) -> Reading:
-    return Reading(total, lambda: seconds[0])
+def at(seconds: list[float], total: int = 4 << 30) -> ReadingDisplay:
+    return ReadingDisplay(total, lambda: seconds[0])
 
 
-def test_a_row_says_how_much_how_fast_and_how_long() -> None:
-    now = [100.0]
-    reading = at(now)
+def test_row_of_a_read_has_share_speed_and_time() -> None:
+    clock = [100.0]
+    reading = at(clock)
     reading.add(600 << 20)
     reading.add(424 << 20)
-    now[0] = 102.0
+    clock[0] = 102.0
     (row,) = reading.rows(100)
-    said = text_of(row)
-    assert said.startswith("reading ━━━━━━━━━━━────")
-    assert said.endswith(" 25 % · 1.00 of 4.00 GiB · 512 MiB/s · 6 s left")
+    text = text_of(row)
+    assert text.startswith("reading ━━━━━━━━━━━────")
+    assert text.endswith(" 25 % · 1.00 of 4.00 GiB · 512 MiB/s · 6 s left")
     assert reading.line() == "reading 25 %, 1.00 of 4.00 GiB, 512 MiB/s, 6 s left"
 
 
-def test_every_width_is_kept() -> None:
-    now = [0.0]
-    reading = at(now)
+def test_rows_fit_every_width() -> None:
+    clock = [0.0]
+    reading = at(clock)
     reading.add(123_456_789)
-    now[0] = 3.0
+    clock[0] = 3.0
     for width in range(20, 121):
         (row,) = reading.rows(width)
         assert len(text_of(row)) <= width
         assert "3 %" in text_of(row)
 
 
-def test_at_the_very_beginning_and_of_nothing() -> None:
+def test_read_of_zero_bytes_and_before_the_first() -> None:
     assert text_of(at([5.0]).rows(80)[0]).endswith(" 0 % · 0.00 of 4.00 GiB · 0 MiB/s")
     assert "100 %" in at([5.0], 0).line()

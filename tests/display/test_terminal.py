@@ -1,4 +1,4 @@
-"""Rows on a terminal, and what others write meanwhile: seen through an emulated screen."""
+"""Rows on a terminal, and output of other code meanwhile, on an emulated screen."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def as_output(monkeypatch: pytest.MonkeyPatch) -> TerminalStream:
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     monkeypatch.setenv("LINES", "24")
     monkeypatch.setenv("TERM", "xterm")
-    made = TerminalStream()
-    monkeypatch.setattr(sys, "stderr", made)
-    monkeypatch.setattr(sys, "stdout", made)
-    return made
+    terminal = TerminalStream()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    return terminal
 
 
 def begin(monkeypatch: pytest.MonkeyPatch) -> tuple[Terminal, TerminalStream]:
@@ -39,7 +39,7 @@ def rows(*texts: str) -> list[Row]:
     return [((text, "bold"),) for text in texts]
 
 
-def test_rows_change_in_place_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_change_in_place_and_are_erased(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, stream = begin(monkeypatch)
     print("before")
     terminal.paint(rows("one", "two, which is long"))
@@ -51,7 +51,7 @@ def test_rows_change_in_place_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stream.screen(WIDTH) == ["before", "after"]
 
 
-def test_rows_that_did_not_change_are_not_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_rows_are_not_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, stream = begin(monkeypatch)
     terminal.paint(rows("one"))
     length = len(stream.getvalue())
@@ -59,7 +59,7 @@ def test_rows_that_did_not_change_are_not_drawn_again(monkeypatch: pytest.Monkey
     assert len(stream.getvalue()) == length
 
 
-def test_lines_of_others_come_out_above_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_other_code_are_whole_above_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, stream = begin(monkeypatch)
     terminal.paint(rows("one", "two"))
     print("a warning", file=sys.stderr)
@@ -68,23 +68,23 @@ def test_lines_of_others_come_out_above_whole(monkeypatch: pytest.MonkeyPatch) -
     assert stream.screen(WIDTH) == ["a warning", long[:WIDTH], long[WIDTH:], "one", "two"]
 
 
-def test_a_line_that_grows_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growing_line_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, stream = begin(monkeypatch)
     text = ""
-    for number in range(30):  # tokens as they come, over several lines
-        token = f"word{number} "
+    for index in range(30):  # tokens as they come, over several lines
+        token = f"word{index} "
         text += token
         print(token, end="", flush=True)
-        terminal.paint(rows(f"pass {number}"))
+        terminal.paint(rows(f"pass {index}"))
         shown = stream.screen(WIDTH)
-        assert shown[-1] == f"pass {number}"
+        assert shown[-1] == f"pass {index}"
         assert "".join(line.ljust(WIDTH) for line in shown[:-1]).rstrip() == text.rstrip()
     terminal.erase()
     print()
     assert len(stream.screen(WIDTH)) == -(-len(text) // WIDTH)
 
 
-def test_a_line_that_ends_at_the_right_edge(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_that_ends_at_the_right_edge(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, stream = begin(monkeypatch)
     print("x" * WIDTH, end="")
     terminal.paint(rows("one"))
@@ -106,22 +106,22 @@ WRITES = st.lists(
 
 
 @given(WRITES)
-def test_whatever_is_written_comes_out_as_without_rows(steps: list[tuple[str, str]]) -> None:
-    made = TerminalStream()
+def test_written_text_equals_that_without_rows(steps: list[tuple[str, str]]) -> None:
+    stream = TerminalStream()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", str(WIDTH))
         patch.setenv("LINES", "24")
-        patch.setattr(sys, "stdout", made)
-        terminal = Terminal(made, threading.RLock())
+        patch.setattr(sys, "stdout", stream)
+        terminal = Terminal(stream, threading.RLock())
         written = ""
-        for what, value in steps:
-            if what == "write":
-                made.write(value)
+        for action, value in steps:
+            if action == "write":
+                stream.write(value)
                 written += value
             else:
                 terminal.paint(rows(*["row"] * int(value)))
         terminal.erase()
-    assert made.screen(WIDTH) == Screen(WIDTH).feed(written).shown
+    assert stream.screen(WIDTH) == Screen(WIDTH).feed(written).shown
 
 
 def test_rows_are_cut_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,7 @@ def test_without_utf8_and_without_colours(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("columns", [WIDTH - 10, WIDTH])
-def test_a_bar_of_tqdm_stays_in_its_line_above_the_rows(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+def test_tqdm_bar_stays_in_its_line_above_the_rows(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     terminal, stream = begin(monkeypatch)
     terminal.paint(rows("ours"))
     bar = tqdm(total=4, desc="theirs", file=sys.stderr, ncols=columns, mininterval=0)
@@ -166,7 +166,7 @@ def test_a_bar_of_tqdm_stays_in_its_line_above_the_rows(monkeypatch: pytest.Monk
     assert line.startswith("theirs: 100%")
 
 
-def test_others_write_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, stream = begin(monkeypatch)
     assert "write" in vars(stream)
     terminal.paint(rows("one"))
@@ -204,7 +204,7 @@ def test_forms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert form_of(file, {}) is DisplayForm.LINES
 
 
-def test_where_rich_draws_there_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_while_rich_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = as_output(monkeypatch)
     from rich.console import Console
     from rich.live import Live

@@ -1,4 +1,4 @@
-"""The picture of a placement: every stored byte is in it once, where the model has it, and its words are readable."""
+"""The picture of a placement: every stored byte is in it once, at its tier, and its labels are readable."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def large(layers: int = LAYERS) -> Placement:
         return UnitCost(name, nbytes, 4 * nbytes, 4 * nbytes, False, is_layer, False, by_rows)
 
     costs = [cost("model.embed_tokens", 700_000_000, by_rows=True)]
-    costs += [cost(f"model.layers.{at}", 490_000_000, is_layer=True) for at in range(layers)]
+    costs += [cost(f"model.layers.{index}", 490_000_000, is_layer=True) for index in range(layers)]
     costs += [cost("model.norm", 16_384), cost("lm_head", 700_000_000)]
     budgets = [Budget("cuda:0", 12_000_000_000, False), Budget("cuda:1", 12_000_000_000, False)]
     return place(costs, budgets, host_bytes=8_000_000_000)
@@ -51,7 +51,7 @@ def large(layers: int = LAYERS) -> Placement:
 
 @pytest.fixture
 def words_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Draws a placement and gives all that is written in it."""
+    """Draws a placement and returns all texts of the picture."""
     import matplotlib
 
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")  # text as text
@@ -59,7 +59,7 @@ def words_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     def draw(placement: Placement, title: str = "a model") -> list[str]:
         path = tmp_path / "tiers.svg"
         placement.plot(path, title)
-        return ["".join(one.itertext()).strip() for one in ElementTree.parse(path).iter() if one.tag.endswith("}text")]
+        return ["".join(e.itertext()).strip() for e in ElementTree.parse(path).iter() if e.tag.endswith("}text")]
 
     return draw
 
@@ -69,10 +69,10 @@ def test_formats(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"tiers.{ending}"
     large(8).plot(path, "a model")
     assert path.read_bytes().startswith(MAGIC[ending])
-    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-def test_another_ending_is_refused(tmp_path: Path) -> None:
+def test_unknown_ending_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="not the name of a picture"):
         large(8).plot(tmp_path / "tiers.txt")
 
@@ -81,12 +81,12 @@ def test_many_layers_on_two_gpus(words_of: Any) -> None:
     placement = large()
     shown = placement.bars
     assert [bar.unit for bar in shown] == [placed.unit for placed in placement.units]
-    assert {word for bar in shown for word in bar.parts} == {STORED, PINNED, DISK, ROWS}
+    assert {text for bar in shown for text in bar.parts} == {STORED, PINNED, DISK, ROWS}
     words = words_of(placement, "many layers")
     assert {"embed_tokens", "lm_head", "10", "70", "cuda:0", "cuda:1", "page-locked", "disk"} <= set(words)
     assert {STORED, PINNED, DISK, ROWS} <= set(words)
-    assert any(word.startswith("many layers") for word in words)
-    assert sum(word.isdigit() for word in words) < 30  # not every layer's number, which would be unreadable
+    assert any(text.startswith("many layers") for text in words)
+    assert sum(text.isdigit() for text in words) < 30  # not every layer's number, which would be unreadable
     total = sum(placed.stored for placed in placement.units if placed.tier is Tier.STREAMED)
     assert f"{(total + 700_000_000) / 2**30:,.2f} GiB" in words
 
@@ -94,9 +94,7 @@ def test_many_layers_on_two_gpus(words_of: Any) -> None:
 @pytest.mark.parametrize("compression", [None, "4bit"])
 @pytest.mark.parametrize("room", [0, 120_000, 1 << 34])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_every_byte_of_a_model_is_drawn_where_it_is(
-    tmp_path: Path, family: str, room: int, compression: str | None
-) -> None:
+def test_every_byte_is_drawn_at_its_tier(tmp_path: Path, family: str, room: int, compression: str | None) -> None:
     folder = split(build_checkpoint(tmp_path / "m", family, dtype=torch.bfloat16), compression)
     options = RunOptions(device="cpu", max_memory={"cpu": room}, show_progress=False)
     check(load_model(folder, options).placement)
@@ -110,10 +108,10 @@ def test_experts_on_gpus_and_in_host_memory(tmp_path: Path, host: int, words_of:
     limits = {**{gpu.name: 260_000 for gpu in gpus}, "cpu": host}
     placement = load_model(folder, RunOptions(max_memory=limits, show_progress=False), devices=gpus).placement
     check(placement)
-    there = placement.bytes_by_device
-    assert EXPERTS in there["fake:0"]
-    assert (EXPERTS_PINNED in there.get("page-locked", {})) == bool(host and placement.pools[0].host_slots)
-    assert (EXPERTS_AWAY in there.get("disk", {})) == (host < 1 << 30)
+    nbytes = placement.bytes_by_device
+    assert EXPERTS in nbytes["fake:0"]
+    assert (EXPERTS_PINNED in nbytes.get("page-locked", {})) == bool(host and placement.pools[0].host_slots)
+    assert (EXPERTS_AWAY in nbytes.get("disk", {})) == (host < 1 << 30)
     assert "fake:1" in words_of(placement)
 
 
@@ -127,20 +125,20 @@ def check(placement: Placement) -> None:
     kept = sum(pool.slots * (pool.stored / pool.experts) for pool in placement.pools)
     stays = sum(placed.stored for placed in placement.experts if placed.tier is not Tier.ROUTED)
     assert sum(bar.parts.get(EXPERTS, 0) for bar in shown) == pytest.approx(kept + stays, abs=len(shown))
-    assert {word for bar in shown for word in bar.parts} <= set(COLOURS)
+    assert {tier for bar in shown for tier in bar.parts} <= set(COLOURS)
 
 
-def test_a_plan_is_drawn_as_the_model_that_comes_of_it(tmp_path: Path) -> None:
+def test_plan_is_drawn_like_its_model(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "m", "llama", shards=2)
     limits: Any = {"device": "cpu", "max_memory": {"cpu": 150_000}}
     plan = rabbitllm.plan(folder, compression="4bit", bandwidth="1GB", **limits)
-    planned = next(found.placement for found in plan.generations if found.compression == "4bit")
+    planned = next(generation.placement for generation in plan.generations if generation.compression == "4bit")
     model = rabbitllm.AutoModel.from_pretrained(folder, compression="4bit", show_layer_progress=False, **limits)
     assert planned is not None
     assert planned.bars == model.placement.bars
 
 
-def test_shares_of_experts_that_are_kept() -> None:
+def test_shares_of_kept_experts() -> None:
     units = (PlacedUnit("model.layers.0", "cuda:0", Tier.RESIDENT, 10),)
     experts = (PlacedUnit("model.layers.0.mlp.experts", "cuda:0", Tier.ROUTED, 1000),)
     pools = (Pool("cuda:0", 2, 3, 1, 100, 10, 1000),)

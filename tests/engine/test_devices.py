@@ -1,4 +1,4 @@
-"""Which devices a word means, what a GPU is asked to do and in which order, and how much memory there is."""
+"""Names of devices, the calls that a GPU gets and their order, and the free memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.tiny_models import split
 
 
 class RecordingStream:
-    """Stands for torch.cuda.Stream; writes down what is asked of it."""
+    """Stands for torch.cuda.Stream; records its calls."""
 
     log: list[tuple[Any, ...]]
 
@@ -64,7 +64,7 @@ class RecordingEvent:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """A machine with two GPUs, as far as torch.cuda is asked; gives the log of what is asked."""
+    """torch.cuda as on a machine with two GPUs; returns the log of its calls."""
     log: list[tuple[Any, ...]] = []
     monkeypatch.setattr(RecordingStream, "log", log, raising=False)
     monkeypatch.setattr(RecordingEvent, "log", log, raising=False)
@@ -86,11 +86,11 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def names(device: str | None, max_memory: dict[str, int] | None = None) -> list[str]:
-    return [found.name for found in resolve_devices(device, max_memory)]
+    return [resolved.name for resolved in resolve_devices(device, max_memory)]
 
 
 @pytest.mark.parametrize(
-    ("device", "max_memory", "found"),
+    ("device", "max_memory", "expected"),
     [
         ("cuda:0", None, ["cuda:0"]),
         ("cuda", None, ["cuda:0"]),
@@ -105,18 +105,18 @@ def names(device: str | None, max_memory: dict[str, int] | None = None) -> list[
         ("cuda:0", {"cpu": 1}, ["cuda:0"]),
     ],
 )
-def test_what_a_word_means_on_two_gpus(
-    gpus: object, device: str | None, max_memory: dict[str, int] | None, found: list[str]
+def test_device_names_on_two_gpus(
+    gpus: object, device: str | None, max_memory: dict[str, int] | None, expected: list[str]
 ) -> None:
-    assert names(device, max_memory) == found
+    assert names(device, max_memory) == expected
 
 
-def test_gpus_come_in_numerical_order(gpus: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_in_numerical_order(gpus: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 12)
     assert names("cpu", {"cuda:10": 1, "cuda:2": 1, "cpu": 1}) == ["cuda:2", "cuda:10"]
 
 
-def test_where_no_gpu_was_asked_for_nothing_is_said_of_one(no_gpu: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_cpu_by_name_logs_no_message_about_gpus(no_gpu: None, caplog: pytest.LogCaptureFixture) -> None:
     _warn_of_no_cuda.cache_clear()
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         for device in (RunOptions().device, None, "cpu"):
@@ -124,7 +124,7 @@ def test_where_no_gpu_was_asked_for_nothing_is_said_of_one(no_gpu: None, caplog:
     assert not caplog.records
 
 
-def test_a_gpu_that_torch_cannot_use_is_said(
+def test_unusable_gpu_is_logged(
     no_gpu: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As with a torch that is newer than the driver. WSL and Windows have no /dev/nvidia0."""
@@ -139,7 +139,7 @@ def test_a_gpu_that_torch_cannot_use_is_said(
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda", "cuda:0"])
-def test_the_default_falls_back_to_the_cpu_and_says_so(
+def test_default_falls_back_to_the_cpu_with_a_warning(
     no_gpu: None, device: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     _warn_of_no_cuda.cache_clear()
@@ -151,7 +151,7 @@ def test_the_default_falls_back_to_the_cpu_and_says_so(
     ]
 
 
-def test_a_gpu_that_is_not_there(gpus: object) -> None:
+def test_missing_gpu(gpus: object) -> None:
     with pytest.raises(DeviceError) as caught:
         names("cuda:7")
     assert caught.value.problem == "device='cuda:7' does not exist: this machine has cuda:0, cuda:1."
@@ -159,30 +159,30 @@ def test_a_gpu_that_is_not_there(gpus: object) -> None:
 
 
 @pytest.mark.parametrize("device", ["cuda:1", "cuda:7"])
-def test_another_gpu_than_the_default_is_not_replaced(no_gpu: None, device: str) -> None:
+def test_missing_gpu_by_name_is_not_replaced_by_the_cpu(no_gpu: None, device: str) -> None:
     with pytest.raises(DeviceError) as caught:
         names(device)
     assert caught.value.problem == f"device={device!r} does not exist: this machine has no GPU."
 
 
-def test_a_limit_for_a_gpu_that_is_not_there(no_gpu: None) -> None:
+def test_limit_for_a_missing_gpu(no_gpu: None) -> None:
     with pytest.raises(DeviceError, match="max_memory names 'cuda:0', which does not exist: this machine has no GPU"):
         names("cpu", {"cuda:0": 1})
 
 
 @pytest.mark.parametrize("device", ["gpu", "mps", "cuda:", "cuda:x", "", "0"])
-def test_a_word_that_names_no_device(gpus: object, device: str) -> None:
+def test_unknown_device_name(gpus: object, device: str) -> None:
     with pytest.raises(DeviceError) as caught:
         names(device)
     assert f"device={device!r} is not a device; expected 'cpu', 'cuda:N' or 'auto'" in caught.value.problem
     assert "this machine has cuda:0, cuda:1" in caught.value.problem
 
 
-def test_an_upload_waits_for_the_computation_and_the_computation_for_it(gpus: list[tuple[Any, ...]]) -> None:
+def test_upload_and_computation_wait_for_each_other(gpus: list[tuple[Any, ...]]) -> None:
     device = CudaDevice(1, pin_memory=False)
     host, on_device = torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
-    left = device.leave()
-    ticket = device.upload(host, on_device, left)
+    mark = device.leave()
+    ticket = device.upload(host, on_device, mark)
     device.landed(ticket)
     device.arrive(ticket)
     copies = "copies on cuda:1"
@@ -199,19 +199,19 @@ def test_an_upload_waits_for_the_computation_and_the_computation_for_it(gpus: li
     assert torch.equal(on_device, host)
 
 
-def test_a_device_buffer_is_known_to_the_stream_that_copies_into_it(
+def test_device_buffer_is_recorded_on_the_copying_stream(
     gpus: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the allocator would give its memory away, once it is freed, while a copy into it may be queued."""
-    device, told = CudaDevice(1, pin_memory=False), list[Any]()
+    device, calls = CudaDevice(1, pin_memory=False), list[Any]()
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda nbytes, dtype, device: empty(nbytes, dtype=dtype))
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda buffer, stream: told.append((len(buffer), stream.name)))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda buffer, stream: calls.append((len(buffer), stream.name)))
     assert device.device_buffer(8).shape == (8,)
-    assert told == [(8, "copies on cuda:1")]
+    assert calls == [(8, "copies on cuda:1")]
 
 
-def test_a_copy_is_timed_by_itself(gpus: list[tuple[Any, ...]]) -> None:
+def test_copy_is_timed_without_its_wait(gpus: list[tuple[Any, ...]]) -> None:
     device = CudaDevice(1, pin_memory=False)
     ticket = device.upload(torch.zeros(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8), device.leave())
     assert device.seconds(ticket) == 1.0
@@ -221,7 +221,7 @@ def test_a_copy_is_timed_by_itself(gpus: list[tuple[Any, ...]]) -> None:
 
 
 class Driver:
-    """Stands for what torch.cuda.cudart() gives: locks up to a limit, and remembers an error as CUDA does."""
+    """Stands for torch.cuda.cudart(): locks up to a limit, and remembers an error as CUDA does."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -244,7 +244,7 @@ class Driver:
         return 0
 
     def launch(self, *args: Any, **kwargs: Any) -> None:
-        """What the next kernel's launch does: it finds the error, and forgets it."""
+        """Like the launch of the next kernel, which raises the error and clears it."""
         if self.error:
             self.error = 0
             raise RuntimeError("CUDA error")
@@ -252,15 +252,15 @@ class Driver:
 
 @pytest.fixture
 def driver(gpus: object, monkeypatch: pytest.MonkeyPatch) -> Driver:
-    made = Driver(100_000)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    fake = Driver(100_000)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch, "ones", made.launch)
-    return made
+    monkeypatch.setattr(torch, "ones", fake.launch)
+    return fake
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 10_000])
-def test_host_buffers_are_locked_where_they_are_and_no_byte_more(driver: Driver, nbytes: int) -> None:
+def test_host_buffers_are_locked_in_place_exactly(driver: Driver, nbytes: int) -> None:
     device = CudaDevice(1)
     buffer = device.host_buffer(nbytes)
     assert driver.locked == {buffer.data_ptr(): (nbytes, 1)}
@@ -280,7 +280,7 @@ def test_locked_memory_is_not_copied_by_a_fork(driver: Driver, pins: bool) -> No
     assert ("dc" in flags) == pins
 
 
-def test_memory_that_cannot_be_locked_is_an_error_that_no_kernel_is_blamed_for(driver: Driver) -> None:
+def test_failed_lock_is_not_reported_by_a_later_kernel(driver: Driver) -> None:
     device = CudaDevice(0)
     kept = device.host_buffer(60_000)
     with pytest.raises(RuntimeError, match="cannot pin 60,000 more bytes, error 2"):
@@ -292,19 +292,19 @@ def test_memory_that_cannot_be_locked_is_an_error_that_no_kernel_is_blamed_for(d
     device.host_buffer(60_000)
 
 
-def test_without_page_locking_the_driver_is_not_asked(driver: Driver) -> None:
+def test_without_page_locking_the_driver_is_not_called(driver: Driver) -> None:
     device = CudaDevice(0, pin_memory=False)
     device.free_host_buffer(device.host_buffer(200_000))
     assert driver.locked == {}
 
 
-def test_measuring_waits_for_everything(gpus: list[tuple[Any, ...]]) -> None:
+def test_measuring_waits_for_all_work(gpus: list[tuple[Any, ...]]) -> None:
     CudaDevice(1).synchronise()
     assert gpus == [("host", "waits for all of", "cuda:1")]
 
 
 @pytest.mark.parametrize(("fraction", "expected"), [(1.0, 1180), (0.2, 880), (0.06, 180), (0.01, 180)])
-def test_what_the_allocator_holds_unused_is_free_and_what_it_may_not_take_is_not(
+def test_free_memory_counts_the_allocators_cache_and_limit(
     gpus: object, monkeypatch: pytest.MonkeyPatch, fraction: float, expected: int
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 5000))
@@ -335,7 +335,7 @@ def test_bfloat16_by_compute_capability(
     assert CpuDevice().has_bf16
 
 
-def test_a_gpu_without_bfloat16_computes_in_float16_and_says_so_once(
+def test_gpu_without_bfloat16_computes_in_float16_with_one_warning(
     gpus: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
@@ -355,19 +355,17 @@ def test_a_gpu_without_bfloat16_computes_in_float16_and_says_so_once(
     assert not caplog.records
 
 
-def test_flash_attention_only_where_model_gpu_and_installation_have_it(
-    gpus: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flash_attention_needs_model_gpu_and_installation(gpus: object, monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
     monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     chosen = [CudaDevice(0)]
 
-    def attention(family: str, wanted: str = "auto", dtype: torch.dtype = torch.bfloat16) -> str | None:
+    def attention(family: str, requested: str = "auto", dtype: torch.dtype = torch.bfloat16) -> str | None:
         names = {"llama": "LlamaForCausalLM", "bloom": "BloomForCausalLM", "gpt_oss": "GptOssForCausalLM"}
         config = transformers.AutoConfig.for_model(family, architectures=[names[family]])
-        return load_plan._attention(wanted, config, chosen, dtype)
+        return load_plan._attention(requested, config, chosen, dtype)
 
     assert attention("llama") == "flash_attention_2"
     assert attention("llama", "eager") == "eager"
@@ -383,7 +381,7 @@ def test_flash_attention_only_where_model_gpu_and_installation_have_it(
     assert attention("llama") is None
 
 
-def test_host_memory_to_lock_is_what_the_caller_allows_and_what_is_free(
+def test_lockable_host_memory_is_limited_by_caller_and_free_memory(
     gpus: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "available_ram", lambda: 20 << 30)
@@ -391,8 +389,8 @@ def test_host_memory_to_lock_is_what_the_caller_allows_and_what_is_free(
     assert 0 < free < 20 << 30
     cards: list[Any] = [CudaDevice(0), CudaDevice(1)]
 
-    def room(given: list[Any], **options: Any) -> int:
-        return devices.host_room(given, RunOptions(**options))
+    def room(used: list[Any], **options: Any) -> int:
+        return devices.host_room(used, RunOptions(**options))
 
     assert room(cards) == free
     assert room(cards, max_memory={"cuda:0": 1}) == free
@@ -403,7 +401,7 @@ def test_host_memory_to_lock_is_what_the_caller_allows_and_what_is_free(
     assert room([CpuDevice()]) == 0
 
 
-def test_a_limit_leaves_room_for_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limit_leaves_memory_for_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "available_ram", lambda: 20 << 30)
     assert devices.default_budget(CpuDevice()) == (20 << 30) - (2 << 30) - (1 << 30)
     monkeypatch.setattr(devices, "available_ram", lambda: 1 << 29)

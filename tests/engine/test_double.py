@@ -1,4 +1,4 @@
-"""4bit-double through the engine: the bits of the weights that bitsandbytes makes, wherever a unit or an expert is."""
+"""4bit-double in the engine: the bits of weights that bitsandbytes dequantizes, at every tier."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A split, and what transformers computes with the weights that it stands for."""
+    """A split, and transformers' results with its dequantized weights."""
 
     folder: Path
     directory: Path
@@ -68,16 +68,16 @@ def case(root: Path, family: str, dtype: torch.dtype, **more: Any) -> Case:
 )
 @pytest.mark.long
 def test_every_tier_has_the_bits_of_bitsandbytes(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
-    made = case(tmp_path, family, dtype)
-    kinds = {t.quantized.scheme for t in LayerStore(made.directory).tensors.values() if t.quantized}
+    built = case(tmp_path, family, dtype)
+    kinds = {t.quantized.scheme for t in LayerStore(built.directory).tensors.values() if t.quantized}
     assert DOUBLE in kinds
-    resident = load(made.directory)
-    assert_same(run(resident), made.expected)
+    resident = load(built.directory)
+    assert_same(run(resident), built.expected)
     seen = set(tiers(resident).values())
     whole = bytes_when_made(resident)
     for budget in (whole - 1, whole // 3, 0):
-        model = load(made.directory, budget)
-        assert_same(run(model), made.expected)
+        model = load(built.directory, budget)
+        assert_same(run(model), built.expected)
         seen |= set(tiers(model).values())
     assert {Tier.RESIDENT, Tier.STREAMED} <= seen
     assert Tier.ROWS in seen or family == "gpt_oss"
@@ -85,13 +85,13 @@ def test_every_tier_has_the_bits_of_bitsandbytes(tmp_path: Path, family: str, dt
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("exact", [True, False])
-def test_experts_come_and_go(tmp_path: Path, family: str, exact: bool) -> None:
+def test_streamed_experts(tmp_path: Path, family: str, exact: bool) -> None:
     """In a pool that keeps some of them, whose slots are filled again and again; multiplied from their codes they have
     the bits of those that stay."""
-    made = case(tmp_path, family, torch.bfloat16)
-    model = load(made.directory, budget_that_keeps(made.directory, 0.25, exact=exact), exact=exact)
+    built = case(tmp_path, family, torch.bfloat16)
+    model = load(built.directory, budget_that_keeps(built.directory, 0.25, exact=exact), exact=exact)
     assert Tier.ROUTED in tiers(model).values()
-    expected = made.expected if exact else run(load(made.directory, exact=False))
+    expected = built.expected if exact else run(load(built.directory, exact=False))
     for _ in range(2):
         assert_same(run(model), expected)
 
@@ -99,37 +99,37 @@ def test_experts_come_and_go(tmp_path: Path, family: str, exact: bool) -> None:
 def test_products_from_codes(tmp_path: Path) -> None:
     """The kernels are given the scales as float32, made once where a layer stays. What they multiply are the weights
     that the codes stand for, which bfloat16 has not rounded."""
-    made = case(tmp_path, "llama", torch.bfloat16)
-    results, exact = [], exact_logits(made.folder, INPUT, DOUBLE)
+    built = case(tmp_path, "llama", torch.bfloat16)
+    results, exact = [], exact_logits(built.folder, INPUT, DOUBLE)
     for budget in (ALL, 0):
-        model = load(made.directory, budget, exact=False)
+        model = load(built.directory, budget, exact=False)
         results.append(run(model))
-        assert_as_near(results[-1].logits, made.expected.logits, exact)
+        assert_as_near(results[-1].logits, built.expected.logits, exact)
     assert torch.equal(results[0].logits, results[1].logits)
     if not vectors.lanes():
         return  # codes are dequantized for each use
-    resident = load(made.directory, exact=False)
+    resident = load(built.directory, exact=False)
     weight = resident.model.layers[0].self_attn.q_proj.weight
     assert isinstance(weight, QuantizedWeight)
     assert (weight.matrix.form.scheme, weight.matrix.absmax.dtype) == ("4bit", torch.float32)
 
 
 @pytest.mark.skipif(not vectors.lanes(), reason="codes are dequantized for each use")
-def test_scales_that_are_made_count_as_memory(tmp_path: Path) -> None:
-    """What stays is 4.5 bits a weight, on the disk it is 4.13."""
+def test_dequantized_scales_count_as_memory(tmp_path: Path) -> None:
+    """Resident weights take 4.5 bits, stored ones 4.13."""
     folder = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, **LARGE)
     plain, double = (load(split(folder, how), exact=False) for how in ("4bit", DOUBLE))
     stored = [sum(placed.stored for placed in model.placement.units) for model in (plain, double)]
     assert stored[1] < stored[0]
-    made = sum(
+    scale_bytes = sum(
         tensor.parts[1].elements * 4
         for name, tensor in LayerStore(Path(double.name_or_path)).tensors.items()
         if tensor.quantized is not None and tensor.quantized.scheme == DOUBLE and "embed_tokens" not in name
     )
     less = sum(p.stored - d.stored for p, d in zip(plain.placement.units, double.placement.units, strict=True))
     less -= plain.placement.units[0].stored - double.placement.units[0].stored  # the embedding is made, as ever
-    assert plain.get_memory_footprint() - double.get_memory_footprint() == less - made
-    least = stored[1] + made
+    assert plain.get_memory_footprint() - double.get_memory_footprint() == less - scale_bytes
+    least = stored[1] + scale_bytes
     assert load(split(folder, DOUBLE), least + 100_000, exact=False).placement.is_resident
     assert not load(split(folder, DOUBLE), stored[1] + 1, exact=False).placement.is_resident
 
@@ -144,5 +144,5 @@ def test_devices_with_memory_of_their_own(tmp_path: Path, family: str) -> None:
         gpu = FakeGpu(0)
         with watched():
             model = load_on([gpu], directory, budget, host)
-            found = run(model)
-        assert_same(found, expected)
+            result = run(model)
+        assert_same(result, expected)

@@ -36,15 +36,15 @@ HEAD, NORM = "lm_head.weight", "model.norm.weight"
 
 
 def _tensors(folder: Path, dtypes: dict[str, torch.dtype], order: Callable[[str], Any] = str) -> dict[str, Any]:
-    found = read_tensors(folder)
-    return {name: found[name].to(dtypes.get(name, dtypes["else"])) for name in sorted(found, key=order)}
+    tensors = read_tensors(folder)
+    return {name: tensors[name].to(dtypes.get(name, dtypes["else"])) for name in sorted(tensors, key=order)}
 
 
 def _safetensors(dtypes: dict[str, torch.dtype], shards: int) -> Callable[[Path, Path], None]:
     def write(source: Path, folder: Path) -> None:
-        made = cut(_tensors(source, dtypes), shards)
-        single = {"model.safetensors": next(iter(made.values()))}
-        write_shards(folder, made if shards > 1 else single, index=shards > 1)
+        parts = cut(_tensors(source, dtypes), shards)
+        single = {"model.safetensors": next(iter(parts.values()))}
+        write_shards(folder, parts if shards > 1 else single, index=shards > 1)
 
     return write
 
@@ -92,8 +92,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_checkpoint(tmp_path_factory.mktemp("source") / "model", "llama")
 
 
-def _checkpoint(source: Path, folder: Path, kind: str) -> Path:
-    KINDS[kind][0](source, folder)
+def _checkpoint(source: Path, folder: Path, layout: str) -> Path:
+    KINDS[layout][0](source, folder)
     for path in source.glob("*.json"):
         if path.name not in (INDEX_NAME, TORCH_INDEX_NAME):
             shutil.copy(path, folder)
@@ -105,8 +105,8 @@ def _checkpoint(source: Path, folder: Path, kind: str) -> Path:
 
 def _logits(model: Any) -> torch.Tensor:
     with torch.inference_mode():
-        found: torch.Tensor = model(INPUT).logits
-    return found
+        logits: torch.Tensor = model(INPUT).logits
+    return logits
 
 
 READERS: dict[str, dict[str, Any]] = {
@@ -118,12 +118,12 @@ READERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_is_that_of_transformers(source: Path, tmp_path: Path, kind: str, reader: str) -> None:
-    folder = _checkpoint(source, tmp_path / "model", kind)
+@pytest.mark.parametrize("layout", KINDS)
+def test_dtype_equals_transformers(source: Path, tmp_path: Path, layout: str, reader: str) -> None:
+    folder = _checkpoint(source, tmp_path / "model", layout)
     plain: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
     expected, dtype = _logits(plain), plain.dtype
-    assert dtype == KINDS[kind][1]
+    assert dtype == KINDS[layout][1]
     for _ in range(2):  # also when the split is there
         model = AutoModel.from_pretrained(folder, device="cpu", **READERS[reader])
         assert model.dtype == dtype
@@ -131,29 +131,29 @@ def test_it_is_that_of_transformers(source: Path, tmp_path: Path, kind: str, rea
             assert torch.equal(_logits(model), expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_written_keeps_it(source: Path, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("layout", KINDS)
+def test_written_checkpoints_keep_the_dtype(source: Path, tmp_path: Path, layout: str) -> None:
     """A conversion and a saved copy have other files, so transformers would find another first tensor in them."""
-    folder = _checkpoint(source, tmp_path / "model", kind)
+    folder = _checkpoint(source, tmp_path / "model", layout)
     convert(folder, tmp_path / "converted")
     model = AutoModel.from_pretrained(folder, device="cpu")
     model.save_pretrained(tmp_path / "saved")
     convert(Path(model.name_or_path), tmp_path / "of the split")
     for name in ("converted", "saved", "of the split"):
-        found: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
-        assert found.dtype == KINDS[kind][1], name
-        assert AutoModel.from_pretrained(tmp_path / name, device="cpu").dtype == KINDS[kind][1], name
+        copied: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert copied.dtype == KINDS[layout][1], name
+        assert AutoModel.from_pretrained(tmp_path / name, device="cpu").dtype == KINDS[layout][1], name
 
 
-def test_a_split_that_an_earlier_version_made(source: Path, tmp_path: Path) -> None:
+def test_split_of_an_earlier_version(source: Path, tmp_path: Path) -> None:
     """It has no record of the dtype: the first tensor by name counts that may have been in the first shard."""
     folder = _checkpoint(source, tmp_path / "model", "head in the first shard")
-    made = Path(AutoModel.from_pretrained(folder, device="cpu").name_or_path)
-    content = json.loads((made / "split.json").read_text())
+    directory = Path(AutoModel.from_pretrained(folder, device="cpu").name_or_path)
+    content = json.loads((directory / "split.json").read_text())
     assert content.pop("dtype") == "float32"
-    (made / "split.json").write_text(json.dumps(content))
-    assert LayerStore(made).dtype == "float32"
+    (directory / "split.json").write_text(json.dumps(content))
+    assert LayerStore(directory).dtype == "float32"
     for layer in content["layers"]:
         layer["shards"] = ["model-00002-of-00003.safetensors"] if layer["id"] == "lm_head" else layer["shards"]
-    (made / "split.json").write_text(json.dumps(content))
-    assert LayerStore(made).dtype == "bfloat16"
+    (directory / "split.json").write_text(json.dumps(content))
+    assert LayerStore(directory).dtype == "bfloat16"

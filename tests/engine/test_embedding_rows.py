@@ -1,4 +1,4 @@
-"""An embedding by rows: the bits of the whole matrix, and no more rows than there are distinct tokens."""
+"""Embeddings read by rows: the bits of the whole matrix, and one row for each distinct token."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from tests.support.tiny_models import INPUT, NEW_TOKENS, assert_same, dequantize
 
 
 def by_rows(folder: Path, **options: Any) -> Any:
-    """A model whose input embedding is brought in by rows."""
+    """A model whose input embedding is read by rows."""
     model = load(folder, 0, **options)
     assert Tier.ROWS in tiers(model).values()
     return model
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "opt"])
-def test_packed_rows_are_those_of_the_dequantized_matrix(tmp_path: Path, family: str) -> None:
+def test_packed_rows_equal_the_dequantized_matrix(tmp_path: Path, family: str) -> None:
     folder = build_checkpoint(tmp_path / "model", family, tied=True)
     directory = split(folder, "4bit")
     whole = load(directory).get_input_embeddings()
-    some = by_rows(directory).get_input_embeddings()
+    rows = by_rows(directory).get_input_embeddings()
     for ids in (
         INPUT,
         torch.tensor([[5]]),
         torch.tensor([[7, 7, 7], [0, 7, 271]]),
         torch.empty((1, 0), dtype=torch.long),
     ):
-        assert torch.equal(some(ids), whole(ids))
-        assert torch.equal(some(**{"input_ids" if family == "gemma3" else "input": ids}), whole(ids))
+        assert torch.equal(rows(ids), whole(ids))
+        assert torch.equal(rows(**{"input_ids" if family == "gemma3" else "input": ids}), whole(ids))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -62,13 +62,13 @@ def test_rows_of_whole_blocks(tmp_path: Path, compression: str, dtype: torch.dty
 
 @pytest.mark.parametrize("compression", ["4bit", "8bit", "4bit-double"])
 @pytest.mark.parametrize("width", [32, 96, 160])
-def test_rows_that_are_no_whole_blocks(tmp_path: Path, compression: str, width: int) -> None:
-    """The blocks around each are dequantized, as many as it may lie in; the last block of the table is not whole."""
+def test_rows_that_begin_inside_blocks(tmp_path: Path, compression: str, width: int) -> None:
+    """All blocks that a row may span are dequantized; the last block of the table is partial."""
     folder = build_checkpoint(tmp_path / "model", "llama", hidden_size=width, vocab_size=271)
     directory = split(folder, compression)
-    whole, some = load(directory).get_input_embeddings(), by_rows(directory).get_input_embeddings()
+    whole, rows = load(directory).get_input_embeddings(), by_rows(directory).get_input_embeddings()
     for ids in (INPUT, torch.arange(271), torch.tensor([[270]]), torch.empty((1, 0), dtype=torch.long)):
-        assert torch.equal(some(ids), whole(ids))
+        assert torch.equal(rows(ids), whole(ids))
 
 
 def test_rows_of_another_dtype(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_rows_of_another_dtype(tmp_path: Path) -> None:
     assert_same(run(model), reference_logits(folder, INPUT, torch.bfloat16))
 
 
-def test_each_distinct_token_costs_one_row(tmp_path: Path) -> None:
+def test_each_distinct_token_reads_one_row(tmp_path: Path) -> None:
     model = by_rows(split(build_checkpoint(tmp_path / "model", "llama"), "4bit"))
     model.get_input_embeddings()(torch.tensor([[9, 9, 4], [4, 9, 200]]))
     assert model.streamer.tables["model.embed_tokens"].rows_read == 3
@@ -85,7 +85,7 @@ def test_each_distinct_token_costs_one_row(tmp_path: Path) -> None:
     assert model.streamer.tables["model.embed_tokens"].rows_read == 4
 
 
-def test_between_calls_nothing_is_bound(tmp_path: Path) -> None:
+def test_table_is_unbound_between_calls(tmp_path: Path) -> None:
     model = by_rows(split(build_checkpoint(tmp_path / "model", "llama"), "4bit"))
     embedding = model.get_input_embeddings()
     for _ in range(2):
@@ -96,9 +96,7 @@ def test_between_calls_nothing_is_bound(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compression", [None, "4bit"])
 @pytest.mark.parametrize("wrong", [-1, 272, -100])
-def test_an_id_that_does_not_exist_is_an_error_as_in_an_embedding(
-    tmp_path: Path, compression: str | None, wrong: int
-) -> None:
+def test_id_out_of_range_is_an_error_as_in_an_embedding(tmp_path: Path, compression: str | None, wrong: int) -> None:
     folder = split(build_checkpoint(tmp_path / "model", "llama"), compression)
     ids = torch.tensor([[3, wrong]])
     with pytest.raises(IndexError, match="index out of range"):
@@ -112,8 +110,8 @@ def test_an_id_that_does_not_exist_is_an_error_as_in_an_embedding(
 def test_embeddings_given_by_the_caller(tmp_path: Path) -> None:
     model = by_rows(split(build_checkpoint(tmp_path / "model", "llama"), "4bit"))
     with torch.inference_mode():
-        wanted = model(INPUT).logits
-        assert torch.equal(model(inputs_embeds=model.get_input_embeddings()(INPUT)).logits, wanted)
+        expected = model(INPUT).logits
+        assert torch.equal(model(inputs_embeds=model.get_input_embeddings()(INPUT)).logits, expected)
 
 
 def test_on_a_gpu_only_the_rows_are_copied(tmp_path: Path) -> None:
@@ -162,7 +160,7 @@ def expected_of(folder: Path, family: str) -> Any:
 
 
 @pytest.mark.parametrize(("compression", "family"), CASES)
-def test_a_large_table_is_read_by_rows(tmp_path: Path, family: str, compression: str | None) -> None:
+def test_large_table_is_read_by_rows(tmp_path: Path, family: str, compression: str | None) -> None:
     folder = build_with_table(tmp_path / "model", family)
     directory = split(folder, compression)
     resident = load(directory)
@@ -174,13 +172,13 @@ def test_a_large_table_is_read_by_rows(tmp_path: Path, family: str, compression:
     table = model.get_submodule(TABLES[family])
     assert isinstance(table.weight, AbsentWeight)
     looked_up = model.streamer.tables[TABLES[family]].rows_read
-    most = 2 * (INPUT.numel() + NEW_TOKENS) * (4 if "qwen4_exp" in family else 1)  # of the logits and of the tokens
-    assert 0 < looked_up <= most < table.num_embeddings
+    limit = 2 * (INPUT.numel() + NEW_TOKENS) * (4 if "qwen4_exp" in family else 1)  # of the logits and of the tokens
+    assert 0 < looked_up <= limit < table.num_embeddings
     assert_same(run(resident), expected)
 
 
 @pytest.mark.parametrize("family", TABLES)
-def test_a_damaged_row_is_an_error_when_it_is_looked_up(tmp_path: Path, family: str) -> None:
+def test_damaged_row_is_an_error_when_it_is_looked_up(tmp_path: Path, family: str) -> None:
     directory = split(build_with_table(tmp_path / "model", family))
     store = LayerStore(directory)
     name = next(name for name in store.tensors if "ngram_embedding.shard_1" in name or "per_layer.weight" in name)
@@ -194,7 +192,7 @@ def test_a_damaged_row_is_an_error_when_it_is_looked_up(tmp_path: Path, family: 
         table(torch.tensor([[first]]))
 
 
-def test_a_damaged_scale_of_a_table_is_an_error(tmp_path: Path) -> None:
+def test_damaged_scale_of_a_table_is_an_error(tmp_path: Path) -> None:
     directory = split(build_with_table(tmp_path / "model", "qwen4_exp-fp8"))
     stored = next(t for name, t in LayerStore(directory).tensors.items() if name.endswith("embedding.weight_scale"))
     with (directory / stored.parts[0].file).open("r+b") as file:
@@ -205,7 +203,7 @@ def test_a_damaged_scale_of_a_table_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen4_exp", "qwen4_exp-fp8"])
-def test_a_table_on_a_gpu(tmp_path: Path, family: str) -> None:
+def test_table_on_a_gpu(tmp_path: Path, family: str) -> None:
     from rabbitllm.base.options import RunOptions
     from rabbitllm.engine.load import load_model
 
@@ -216,7 +214,7 @@ def test_a_table_on_a_gpu(tmp_path: Path, family: str) -> None:
     assert_same(run(model), expected_of(folder, family))
 
 
-def test_a_position_embedding_is_no_table(tmp_path: Path) -> None:
-    """It is smaller than the input embedding, and not worth it."""
+def test_position_embedding_is_not_read_by_rows(tmp_path: Path) -> None:
+    """It is smaller than the input embedding, so rows would save little."""
     model = load(split(build_checkpoint(tmp_path / "model", "gpt2")), 0)
     assert tiers(model)["transformer.wpe"] is Tier.STREAMED

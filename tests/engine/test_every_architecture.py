@@ -52,14 +52,14 @@ def build(folder: Path, name: str) -> None:
 
 def passes(model: Any, generates: bool) -> list[torch.Tensor]:
     with torch.inference_mode():
-        found = [model(INPUT).logits]
+        outputs = [model(INPUT).logits]
         if generates:
-            found.append(model.generate(INPUT, max_new_tokens=6, do_sample=False))
-    return found
+            outputs.append(model.generate(INPUT, max_new_tokens=6, do_sample=False))
+    return outputs
 
 
 def possible_passes(plain: Any) -> tuple[list[torch.Tensor], bool]:
-    """What `passes` finds, and whether the model generates: not every type does from such settings."""
+    """The outputs of `passes`, and whether the model generates, which not every type does with these settings."""
     try:
         return passes(plain, True), True
     except Exception:
@@ -80,9 +80,9 @@ def test_every_type_has_the_bits_of_transformers(tmp_path: Path, name: str) -> N
     for compression in (None, "4bit"):
         directory = split(tmp_path / "model", compression)
         resident = load(directory)
-        found = passes(resident, generates)
+        outputs = passes(resident, generates)
         if compression is None:
-            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
         if name in SCALES_IN_PLACE:
             with pytest.raises(RabbitLLMError, match="rescales its weights in place, so all of them must be resident"):
                 load(directory, 0)
@@ -91,4 +91,4 @@ def test_every_type_has_the_bits_of_transformers(tmp_path: Path, name: str) -> N
         assert Tier.STREAMED in tiers(streamed).values()
         routed = {path for path, module in streamed.named_modules() if is_routed(module)}
         assert routed == {placed.unit for placed in streamed.placement.experts}
-        assert all(torch.equal(a, b) for a, b in zip(passes(streamed, generates), found, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(passes(streamed, generates), outputs, strict=True))

@@ -1,4 +1,4 @@
-"""Which experts stay: whatever is used in whatever order, no slot is shared, and none is taken that is in use."""
+"""Which experts stay in memory: in any order of use no slot is shared, and none in use is taken."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ COUNTS = [3, 5, 4]
 
 def uses() -> st.SearchStrategy[list[tuple[int, list[int]]]]:
     """A run of passes: which experts of which module."""
-    one = st.integers(0, len(COUNTS) - 1).flatmap(
+    use_of_module = st.integers(0, len(COUNTS) - 1).flatmap(
         lambda module: st.tuples(
             st.just(module), st.lists(st.integers(0, COUNTS[module] - 1), min_size=1, unique=True).map(sorted)
         )
     )
-    return st.lists(one, max_size=40)
+    return st.lists(use_of_module, max_size=40)
 
 
 def use(
     cache: ExpertCache, module: int, experts: list[int], count: int = 1, of: int = 1
 ) -> tuple[list[int], list[int]]:
-    """A pass as a pool makes one: the slots of those that were there, and what the others were given.
+    """A pass like a pool's: the slots of cached experts, and those that the others get.
 
     Args:
         count: tokens that use each of the experts.
@@ -44,36 +44,36 @@ def use(
     chosen = np.array(experts, np.int64)
     cache.use(module, chosen, np.full(len(chosen), count), of)
     slots = cache.slots_of(module, chosen)
-    given = cache.admit(module, chosen[slots < 0], slots[slots >= 0])
-    return slots[slots >= 0].tolist(), given.tolist()
+    admitted = cache.admit(module, chosen[slots < 0], slots[slots >= 0])
+    return slots[slots >= 0].tolist(), admitted.tolist()
 
 
 @given(uses(), st.integers(0, 14))
-def test_a_slot_has_one_expert_and_an_expert_one_slot(passes: list[tuple[int, list[int]]], slots: int) -> None:
+def test_slots_and_experts_are_one_to_one(passes: list[tuple[int, list[int]]], slots: int) -> None:
     cache = ExpertCache(COUNTS, slots)
     for module, experts in passes:
-        here, given_slots = use(cache, module, experts)
+        cached, given_slots = use(cache, module, experts)
         new = [slot for slot in given_slots if slot >= 0]
-        assert not set(here) & set(new)
+        assert not set(cached) & set(new)
         assert len(set(new)) == len(new)
         assert all(0 <= slot < slots for slot in new)
-        found = [cache.slots_of(m, np.arange(count)) for m, count in enumerate(COUNTS)]
-        taken = [slot for part in found for slot in part.tolist() if slot >= 0]
+        slots_by_module = [cache.slots_of(m, np.arange(count)) for m, count in enumerate(COUNTS)]
+        taken = [slot for part in slots_by_module for slot in part.tolist() if slot >= 0]
         assert len(taken) == len(set(taken)) == cache.occupied <= slots
 
 
 @given(uses())
-def test_with_a_slot_for_each_everything_stays(passes: list[tuple[int, list[int]]]) -> None:
+def test_with_enough_slots_all_experts_stay(passes: list[tuple[int, list[int]]]) -> None:
     cache, seen = ExpertCache(COUNTS, sum(COUNTS)), set()
     for module, experts in passes:
-        here, given_slots = use(cache, module, experts)
-        known = {(module, expert) for expert in experts} & seen
-        assert len(here) == len(known)
+        cached, given_slots = use(cache, module, experts)
+        repeated = {(module, expert) for expert in experts} & seen
+        assert len(cached) == len(repeated)
         assert all(slot >= 0 for slot in given_slots)
         seen |= {(module, expert) for expert in experts}
 
 
-def test_what_is_used_often_stays_when_much_is_used_once() -> None:
+def test_frequently_used_experts_stay() -> None:
     cache = ExpertCache([80], 18)
     for _ in range(60):
         use(cache, 0, [0, 1])
@@ -83,14 +83,14 @@ def test_what_is_used_often_stays_when_much_is_used_once() -> None:
     assert (cache.slots_of(0, np.array([78, 79])) >= 0).all()
 
 
-def test_of_what_was_used_equally_often_the_last_stays() -> None:
+def test_most_recent_of_equally_used_experts_stays() -> None:
     cache = ExpertCache([8], 2)
     for expert in (0, 1, 2, 3):
         use(cache, 0, [expert])
     assert (cache.slots_of(0, np.array([2, 3])) >= 0).all()
 
 
-def test_what_was_used_long_ago_leaves_at_last() -> None:
+def test_experts_of_long_ago_are_evicted() -> None:
     cache = ExpertCache([4], 1)
     for _ in range(100):
         use(cache, 0, [0])
@@ -99,8 +99,8 @@ def test_what_was_used_long_ago_leaves_at_last() -> None:
     assert cache.slots_of(0, np.array([0, 1])).tolist() == [-1, 0]
 
 
-def test_a_pass_of_many_tokens_is_like_as_many_of_one() -> None:
-    """Of experts that all tokens use it is the same to the bit; what a few of many use is worth less."""
+def test_pass_of_many_tokens_equals_passes_of_one_token() -> None:
+    """Bit for bit for experts that all tokens use; experts of few tokens are worth less."""
     at_once, singly = ExpertCache([4], 1), ExpertCache([4], 1)
     use(at_once, 0, [0, 2], 9, 9)
     for _ in range(9):
@@ -117,7 +117,7 @@ def test_slots_are_shared_in_proportion() -> None:
     assert [int((cache.slots_of(m, np.arange(n)) >= 0).sum()) for m, n in enumerate((10, 30))] == [5, 15]
 
 
-def test_what_could_not_be_brought_is_forgotten() -> None:
+def test_unread_experts_lose_their_slots() -> None:
     cache = ExpertCache([4], 2)
     _, (slot,) = use(cache, 0, [3])
     cache.clear(0, slot)
@@ -125,19 +125,19 @@ def test_what_could_not_be_brought_is_forgotten() -> None:
     assert cache.slots_of(0, np.array([3])).tolist() == [-1]
 
 
-def test_a_cache_begins_with_what_another_knew() -> None:
+def test_cache_begins_with_the_uses_of_another() -> None:
     first = ExpertCache(COUNTS, 6)
     for _ in range(5):
         use(first, 1, [2, 4])
     second = ExpertCache(COUNTS, 6)
-    for one, other in zip(first.modules, second.modules, strict=True):
-        other.uses[:] = one.uses
+    for state, other in zip(first.modules, second.modules, strict=True):
+        other.uses[:] = state.uses
     assert second.modules[1].best.tolist() == [2, 4]
     assert second.modules[0].best.tolist() == []
 
 
 @pytest.mark.parametrize("slots", [20, 60])
-def test_skewed_use_hits_more_often_than_with_the_most_recent(slots: int) -> None:
+def test_skewed_use_hits_more_often_than_least_recently_used(slots: int) -> None:
     """Zipf-like use of 200 experts; an LRU cache of the same size on the same passes is the measure."""
     generator = np.random.default_rng(0)
     worth = 1.0 / np.arange(1, 201)
@@ -158,8 +158,8 @@ def test_skewed_use_hits_more_often_than_with_the_most_recent(slots: int) -> Non
 @pytest.fixture
 def pool(tmp_path: Path) -> Any:
     """Of a device with slots of its own and slots in host memory."""
-    many = {"num_experts": 24, "num_experts_per_tok": 3}
-    folder = split(build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **many))
+    sizes = {"num_experts": 24, "num_experts_per_tok": 3}
+    folder = split(build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **sizes))
     model = load_on([FakeGpu(0)], folder, 1 << 20, 1 << 19)
     (pool,) = model.streamer.pools.values()
     pool.folder, pool.model = folder, model
@@ -167,7 +167,7 @@ def pool(tmp_path: Path) -> Any:
 
 
 def bytes_of_expert(pool: Any, expert: int) -> bytes:
-    """What the file of the first module has of an expert, as a slot holds it."""
+    """The stored bytes of an expert of the first module, in the layout of a slot."""
     slot = bytearray(pool._nbytes)
     for span in pool.sources[0].spans(expert):
         slot[span.at : span.at + span.nbytes] = read_range(pool.folder / span.file, span.offset, span.nbytes)
@@ -175,23 +175,23 @@ def bytes_of_expert(pool: Any, expert: int) -> bytes:
 
 
 def held(pool: Any, memory: torch.Tensor) -> bytes:
-    """The bytes of the first module's expert in a slot; what is between its parts is left blank."""
+    """The bytes of the first module's expert in a slot; gaps between its parts are zero."""
     slot = bytearray(pool._nbytes)
     for span in pool.sources[0].spans(0):
         slot[span.at : span.at + span.nbytes] = bytes(memory[span.at : span.at + span.nbytes].numpy())
     return bytes(slot)
 
 
-def test_a_slot_in_host_memory_is_read_into_when_its_copy_is_over(pool: Any) -> None:
+def test_host_slot_is_refilled_after_its_copy(pool: Any) -> None:
     """Two experts go through the same slot; the device gets the first one, however late it copies."""
     first, second = pool._slots[:2]
     tickets = [pool._fill(0, expert, slot, HostSlot(0, False), None) for expert, slot in enumerate((first, second))]
     for ticket in tickets:
         pool._device.arrive(ticket)
-    assert [held(pool, slot.memory) for slot in (first, second)] == [bytes_of_expert(pool, one) for one in (0, 1)]
+    assert [held(pool, slot.memory) for slot in (first, second)] == [bytes_of_expert(pool, expert) for expert in (0, 1)]
 
 
-def test_a_routing_that_is_changed_in_place_is_asked_for_again(pool: Any) -> None:
+def test_routing_changed_in_place_is_fetched_again(pool: Any) -> None:
     with watched():  # else a copy to the host would be the tensor itself
         index = torch.tensor([[3, 1], [2, 7]]).to(pool._device.torch_device)
         assert pool.numbers(index).tolist() == [3, 1, 2, 7]

@@ -1,6 +1,6 @@
-"""Mixture-of-experts models whose experts come and go: transformers' bits, and no expert read that no token needs.
+"""Models with streamed experts: transformers' bits, and only experts that a token needs are read.
 
-A stack of experts answers as an ordinary parameter of the same numbers does.
+A stack of experts behaves like an ordinary parameter of the same values.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SHARES = (0.0, 0.25, 1.0)
 
 
 def with_share(directory: Path, share: float, **options: Any) -> Any:
-    """A model that keeps so many of its experts."""
+    """A model that keeps this share of its experts."""
     budget = budget_that_keeps(directory, share) if 0 < share < 1 else int(share) * ALL
     model = load(directory, budget, **options)
     assert bool(share) == bool(not model.placement.pools or model.placement.pools[0].slots)
@@ -74,7 +74,7 @@ def routed(model: Any) -> dict[str, Any]:
 
 
 class Routing:
-    """What a model's routers choose: module -> expert -> in how many calls."""
+    """The choices of a model's routers: module -> expert -> number of calls."""
 
     def __init__(self, model: Any) -> None:
         self.used: dict[str, Counter[int]] = {}
@@ -107,10 +107,10 @@ class Reads:
 
 
 def every_way() -> Iterator[Any]:
-    """Families and compressions; at once uncompressed ones, and one compression of each family by turns."""
-    for number, family in enumerate(FAMILIES):
+    """Families and compressions; the short run has each family uncompressed and at one compression."""
+    for index, family in enumerate(FAMILIES):
         for compression in (None, "4bit", "8bit"):
-            later = compression is not None and compression != ("4bit", "8bit")[number % 2]
+            later = compression is not None and compression != ("4bit", "8bit")[index % 2]
             yield pytest.param(compression, family, marks=pytest.mark.long if later else ())
 
 
@@ -118,8 +118,8 @@ def every_way() -> Iterator[Any]:
 def test_bits_do_not_depend_on_where_experts_are(tmp_path: Path, family: str, compression: str | None) -> None:
     dtype = torch.float32 if list(FAMILIES).index(family) % 2 == 0 else torch.bfloat16
     folder = build_checkpoint(tmp_path / "model", family, shards=3, dtype=dtype, **{FAMILIES[family]: 24})
-    meant = dequantized(folder, tmp_path / "reference", compression, dtype) if compression else folder
-    expected = reference_logits(meant, INPUT, dtype)
+    plain = dequantized(folder, tmp_path / "reference", compression, dtype) if compression else folder
+    expected = reference_logits(plain, INPUT, dtype)
     directory = split(folder, compression)
     for share in SHARES:
         model = with_share(directory, share)
@@ -129,7 +129,7 @@ def test_bits_do_not_depend_on_where_experts_are(tmp_path: Path, family: str, co
 
 @pytest.mark.parametrize("kernel", ["eager", "batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("share", SHARES)
-def test_every_kernel_of_transformers_gets_the_experts_it_asks_for(checkpoint: Path, kernel: str, share: float) -> None:
+def test_every_kernel_of_transformers_gets_its_experts(checkpoint: Path, kernel: str, share: float) -> None:
     plain = plain_model(checkpoint)
     plain.set_experts_implementation(kernel)
     model = with_share(split(checkpoint), share)
@@ -140,7 +140,7 @@ def test_every_kernel_of_transformers_gets_the_experts_it_asks_for(checkpoint: P
 
 
 @pytest.mark.parametrize("compression", [None, "4bit"])
-def test_a_token_touches_no_expert_it_is_not_routed_to(
+def test_token_reads_only_its_routed_experts(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None
 ) -> None:
     model = load(split(checkpoint, compression), 0, profiling=True)
@@ -154,20 +154,20 @@ def test_a_token_touches_no_expert_it_is_not_routed_to(
         reads.spans.clear()
         model(torch.tensor([[7]]), past_key_values=cache)
     (pool,) = model.streamer.pools.values()
-    wanted, nbytes = Counter[tuple[str, int, int]](), 0
+    expected, nbytes = Counter[tuple[str, int, int]](), 0
     for source in pool.sources:
         assert len(routing.used[source.name]) == MANY["num_experts_per_tok"]
         for expert in routing.used[source.name]:
-            wanted.update((span.file, span.offset, span.nbytes) for span in source.spans(expert))
+            expected.update((span.file, span.offset, span.nbytes) for span in source.spans(expert))
             nbytes += source.expert_bytes
-    files = {span[0] for span in wanted}
+    files = {span[0] for span in expected}
     of_experts = {
         (s.file, s.offset, s.nbytes)
         for source in pool.sources
         for e in range(MANY["num_experts"])
         for s in source.spans(e)
     }
-    assert Counter(span for span in reads.spans if span in of_experts) == wanted
+    assert Counter(span for span in reads.spans if span in of_experts) == expected
     assert files <= {span[0] for span in reads.spans}
     counted = [totals[EXPERTS_READ] for totals in model.profiler.layers.values() if EXPERTS_READ in totals]
     assert sum(total.count for total in counted) == len(pool.sources) * MANY["num_experts_per_tok"]
@@ -177,7 +177,7 @@ def test_a_token_touches_no_expert_it_is_not_routed_to(
     assert before  # the prompt routed too
 
 
-def test_an_expert_is_one_read_and_its_weights_are_views_of_it(checkpoint: Path) -> None:
+def test_expert_is_one_read_with_views_as_weights(checkpoint: Path) -> None:
     model = load(split(checkpoint), 0)
     (pool,) = model.streamer.pools.values()
     for source in pool.sources:
@@ -187,11 +187,11 @@ def test_an_expert_is_one_read_and_its_weights_are_views_of_it(checkpoint: Path)
     source = pool.sources[0]
     memory = torch.zeros(source.nbytes, dtype=torch.uint8)
     for leaf in source.leaves.values():
-        made = leaf.weight(model, lambda part: memory[part.at : part.at + part.nbytes], 0)
-        assert made.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+        weight = leaf.weight(model, lambda part: memory[part.at : part.at + part.nbytes], 0)
+        assert weight.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
 
 
-def test_resident_experts_are_ordinary_tensors_over_the_file(checkpoint: Path) -> None:
+def test_resident_experts_are_ordinary_tensors_of_the_mapped_file(checkpoint: Path) -> None:
     """Neither stacked nor copied: a parameter of the genuine shape, whose experts lie apart in the mapped file."""
     model, plain = load(split(checkpoint)), plain_model(checkpoint)
     assert model.placement.is_resident
@@ -202,7 +202,7 @@ def test_resident_experts_are_ordinary_tensors_over_the_file(checkpoint: Path) -
             assert parameter.stride(0) > parameter.shape[1] * parameter.shape[2]
 
 
-def test_what_was_read_stays_for_the_next_generation(checkpoint: Path) -> None:
+def test_experts_stay_for_the_next_generation(checkpoint: Path) -> None:
     model = with_share(split(checkpoint), 0.25, profiling=True)
     model.generate(INPUT, max_new_tokens=4, do_sample=False)
     first = model.profiler.stages
@@ -216,7 +216,7 @@ def test_what_was_read_stays_for_the_next_generation(checkpoint: Path) -> None:
     assert cache.occupied <= cache.slots
 
 
-def test_the_next_start_is_warm(checkpoint: Path, tmp_path: Path) -> None:
+def test_next_start_is_warm(checkpoint: Path, tmp_path: Path) -> None:
     directory, file = split(checkpoint), tmp_path / "use.safetensors"
     model = with_share(directory, 0.25)
     expected = model.generate(INPUT, max_new_tokens=6, do_sample=False)
@@ -258,9 +258,7 @@ def test_use_counts_replace_no_other_file(checkpoint: Path, tmp_path: Path) -> N
         model.save_expert_use(file)
 
 
-def test_a_long_prompt_goes_through_few_slots_and_is_read_once(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_prompt_reads_each_expert_once_with_few_slots(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rabbitllm.engine import expert_pool
 
     monkeypatch.setattr(expert_pool, "MAX_TRANSIT", 1)
@@ -273,22 +271,20 @@ def test_a_long_prompt_goes_through_few_slots_and_is_read_once(
         assert torch.equal(model(prompt).logits, plain(prompt).logits)
     assert all(len(used) > pool.transit for used in routing.used.values())
     (experts,) = model.streamer.pools.values()
-    wanted = sum(len(routing.used[source.name]) * source.expert_bytes for source in experts.sources)
-    assert sum(model.profiler.layers[source.name][READ].nbytes for source in experts.sources) == wanted
+    nbytes = sum(len(routing.used[source.name]) * source.expert_bytes for source in experts.sources)
+    assert sum(model.profiler.layers[source.name][READ].nbytes for source in experts.sources) == nbytes
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25])
-def test_a_failed_read_is_an_error_and_the_next_pass_is_right(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, share: float
-) -> None:
+def test_pass_after_a_failed_read_is_right(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     expected = reference_logits(checkpoint, INPUT, torch.bfloat16)
     model, whole = with_share(split(checkpoint), share), SpanReader.read
-    left = [5]
+    remaining = [5]
 
     def read(reader: SpanReader, spans: Any, buffer: memoryview) -> None:
         if threading.current_thread().name.startswith("experts"):
-            left[0] -= 1
-            if left[0] == 0:
+            remaining[0] -= 1
+            if remaining[0] == 0:
                 buffer[:64] = b"\xff" * 64
                 raise OSError(5, "the disk said no")
         whole(reader, spans, buffer)
@@ -299,7 +295,7 @@ def test_a_failed_read_is_an_error_and_the_next_pass_is_right(
     assert_same(run(model), expected)
 
 
-def test_an_interrupted_pass_leaves_nothing_behind(checkpoint: Path) -> None:
+def test_pass_after_an_interrupt_is_right(checkpoint: Path) -> None:
     expected = reference_logits(checkpoint, INPUT, torch.bfloat16)
     model = with_share(split(checkpoint), 0.25)
     last = list(routed(model).values())[-1]
@@ -315,17 +311,17 @@ def test_an_interrupted_pass_leaves_nothing_behind(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("sent", [0, 1, 4])
-def test_broken_off_while_experts_are_sent_for(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, sent: int) -> None:
+def test_interrupt_while_experts_are_requested(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, sent: int) -> None:
     """Slots were assigned to experts that were not read: their former content is not taken for these experts."""
     expected = reference_logits(checkpoint, INPUT, torch.bfloat16)
     model = with_share(split(checkpoint), 0.25)
     with torch.inference_mode():
         model(INPUT.flip(1))  # other experts are in the slots now
-    whole, left = ExpertPool._send, [sent]
+    whole, remaining = ExpertPool._send, [sent]
 
     def send(*args: Any, **kwargs: Any) -> None:
-        left[0] -= 1
-        if left[0] < 0:
+        remaining[0] -= 1
+        if remaining[0] < 0:
             raise KeyboardInterrupt
         whole(*args, **kwargs)
 
@@ -336,7 +332,7 @@ def test_broken_off_while_experts_are_sent_for(checkpoint: Path, monkeypatch: py
     assert_same(run(model), expected)
 
 
-def test_without_a_split_experts_come_out_of_the_shards(tmp_path: Path) -> None:
+def test_without_a_split_experts_are_read_from_shards(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "model", "qwen3_moe", shards=3, dtype=torch.bfloat16, **MANY)
     from rabbitllm import AutoModel
 
@@ -347,22 +343,22 @@ def test_without_a_split_experts_come_out_of_the_shards(tmp_path: Path) -> None:
         assert {placed.tier for placed in model.placement.experts} == {Tier.RESIDENT if budget == ALL else Tier.ROUTED}
 
 
-def test_from_their_codes_experts_are_near_to_the_dequantized_ones(tmp_path: Path) -> None:
+def test_experts_from_codes_are_close_to_dequantized_ones(tmp_path: Path) -> None:
     wide = {"hidden_size": 128, "moe_intermediate_size": 64, **MANY}
     folder = build_checkpoint(tmp_path / "model", "qwen3_moe", shards=2, dtype=torch.float32, **wide)
     for compression in ("4bit", "8bit"):
         expected = reference_logits(
             dequantized(folder, tmp_path / compression, compression, torch.float32), INPUT, torch.float32
         )
-        got = {}
+        logits = {}
         for share in SHARES:
-            got[share] = run(with_share(split(folder, compression), share, exact=False)).logits
-            assert (got[share] - expected.logits).norm() / expected.logits.norm() < 1e-5
-        assert torch.equal(got[0.0], got[0.25])
+            logits[share] = run(with_share(split(folder, compression), share, exact=False)).logits
+            assert (logits[share] - expected.logits).norm() / expected.logits.norm() < 1e-5
+        assert torch.equal(logits[0.0], logits[0.25])
 
 
-def test_experts_that_are_not_alike_are_streamed_with_their_layer(checkpoint: Path) -> None:
-    """One of them in another dtype: its bytes do not lie as those of the others do."""
+def test_unequal_experts_are_streamed_with_their_layer(checkpoint: Path) -> None:
+    """One of them has another dtype, so its bytes have another layout."""
     shard = sorted(checkpoint.glob("*.safetensors"))[0]
     tensors = load_file(shard)
     odd = next(name for name in tensors if ".experts.5." in name)
@@ -375,7 +371,7 @@ def test_experts_that_are_not_alike_are_streamed_with_their_layer(checkpoint: Pa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_llama_4_reads_the_experts_that_a_token_is_routed_to(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_llama_4_reads_only_routed_experts(tmp_path: Path, dtype: torch.dtype) -> None:
     """Its own forward multiplies by all of them, and transformers has no registry for it."""
     folder = build_checkpoint(tmp_path / "model", HYBRIDS["llama4"], dtype=dtype)
     expected = reference_logits(folder, INPUT, dtype)
@@ -394,8 +390,8 @@ def test_llama_4_reads_the_experts_that_a_token_is_routed_to(tmp_path: Path, dty
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-class Given:
-    """Experts of ordinary tensors; `asked` says which were wanted."""
+class TensorExperts:
+    """Provides experts from ordinary tensors; `asked` lists the requested ones."""
 
     def __init__(self, **leaves: torch.Tensor) -> None:
         self.leaves = leaves
@@ -407,9 +403,9 @@ class Given:
             yield self.leaves[leaf][expert]
 
     def order(self, experts: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Those with even numbers are here."""
-        late = [at for at, expert in enumerate(experts) if expert % 2]
-        return [at for at in range(len(experts)) if at not in late], late
+        """Experts of even indices are in memory."""
+        late = [index for index, expert in enumerate(experts) if expert % 2]
+        return [index for index in range(len(experts)) if index not in late], late
 
     def numbers(self, index: torch.Tensor) -> list[int]:
         return list(index.flatten().tolist())
@@ -422,8 +418,8 @@ class Given:
         return ExpertStack(self, leaf, whole.shape, whole.dtype, whole.device)
 
 
-def experts(count: int = 6, rows: int = 32, columns: int = 64, dtype: torch.dtype = torch.float32) -> Given:
-    return Given(weight=torch.randn(count, rows, columns).to(dtype))
+def experts(count: int = 6, rows: int = 32, columns: int = 64, dtype: torch.dtype = torch.float32) -> TensorExperts:
+    return TensorExperts(weight=torch.randn(count, rows, columns).to(dtype))
 
 
 def groups(sizes: Sequence[int]) -> torch.Tensor:
@@ -433,49 +429,49 @@ def groups(sizes: Sequence[int]) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [[1, 0, 3, 0, 0, 2], [0, 0, 0, 0, 0, 1], [5, 1, 1, 1, 1, 40], [0, 0, 0, 0, 0, 0]])
 def test_grouped_products_have_the_bits_of_torchs_own(dtype: torch.dtype, sizes: list[int]) -> None:
-    given = experts(dtype=dtype)
+    source = experts(dtype=dtype)
     x = torch.randn(sum(sizes), 64).to(dtype)
     with torch.no_grad():
-        expected = nn.functional.grouped_mm(x, given.leaves["weight"].transpose(-2, -1), offs=groups(sizes))
-        got = nn.functional.grouped_mm(x, given.stack("weight").transpose(-2, -1), offs=groups(sizes))
-    assert torch.equal(got, expected)
+        expected = nn.functional.grouped_mm(x, source.leaves["weight"].transpose(-2, -1), offs=groups(sizes))
+        actual = nn.functional.grouped_mm(x, source.stack("weight").transpose(-2, -1), offs=groups(sizes))
+    assert torch.equal(actual, expected)
     used = [expert for expert, size in enumerate(sizes) if size]
-    assert given.asked == [e for e in used if not e % 2] + [e for e in used if e % 2]  # those that are here come first
+    assert source.asked == [e for e in used if not e % 2] + [e for e in used if e % 2]  # those that are here come first
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_weights_that_are_stored_turned(dtype: torch.dtype) -> None:
-    given = experts(rows=64, columns=32, dtype=dtype)
+def test_transposed_weights(dtype: torch.dtype) -> None:
+    source = experts(rows=64, columns=32, dtype=dtype)
     x, ends = torch.randn(6, 64).to(dtype), groups([1, 2, 0, 0, 3, 0])
-    expected = nn.functional.grouped_mm(x, given.leaves["weight"], offs=ends)
-    assert torch.equal(nn.functional.grouped_mm(x, given.stack("weight"), offs=ends), expected)
+    expected = nn.functional.grouped_mm(x, source.leaves["weight"], offs=ends)
+    assert torch.equal(nn.functional.grouped_mm(x, source.stack("weight"), offs=ends), expected)
     fallback = torch.ops.transformers.grouped_mm_fallback
-    assert torch.equal(fallback(x, given.stack("weight"), ends), fallback(x, given.leaves["weight"], ends))
-    assert given.asked == [0, 4, 1] * 2
+    assert torch.equal(fallback(x, source.stack("weight"), ends), fallback(x, source.leaves["weight"], ends))
+    assert source.asked == [0, 4, 1] * 2
 
 
-def test_single_experts_are_asked_for_singly() -> None:
-    given = experts()
-    stack, whole = given.stack("weight"), given.leaves["weight"]
+def test_single_experts_are_requested_singly() -> None:
+    source = experts()
+    stack, whole = source.stack("weight"), source.leaves["weight"]
     assert torch.equal(stack[3], whole[3])
     assert torch.equal(stack[torch.tensor(2)], whole[2])
     assert torch.equal(stack[-1], whole[-1])
     assert torch.equal(stack.transpose(1, 2)[1], whole.transpose(1, 2)[1])
-    assert given.asked == [3, 2, 5, 1]
+    assert source.asked == [3, 2, 5, 1]
     with pytest.raises(IndexError, match="6 experts"):
         stack[6]
 
 
-def test_several_experts_are_copied_and_each_is_asked_for_once() -> None:
-    given = experts()
+def test_several_experts_are_copied_and_each_is_requested_once() -> None:
+    source = experts()
     index = torch.tensor([[4, 1], [4, 4]])
-    assert torch.equal(given.stack("weight")[index], given.leaves["weight"][index])
-    assert given.asked == [1, 4]
+    assert torch.equal(source.stack("weight")[index], source.leaves["weight"][index])
+    assert source.asked == [1, 4]
 
 
-def test_whatever_else_is_asked_gets_all_of_them() -> None:
-    given = experts()
-    stack, whole = given.stack("weight"), given.leaves["weight"]
+def test_other_operations_get_all_experts() -> None:
+    source = experts()
+    stack, whole = source.stack("weight"), source.leaves["weight"]
     assert torch.equal(stack + 1, whole + 1)
     assert torch.equal(stack[2:4], whole[2:4])
     assert torch.equal(stack.sum(0), whole.sum(0))
@@ -484,59 +480,59 @@ def test_whatever_else_is_asked_gets_all_of_them() -> None:
     assert torch.equal(stack[torch.tensor([True, False] * 3)], whole[torch.tensor([True, False] * 3)])
 
 
-def test_it_is_a_parameter_like_any_other() -> None:
-    given = experts(dtype=torch.bfloat16)
+def test_stack_is_a_parameter_like_any_other() -> None:
+    source = experts(dtype=torch.bfloat16)
     module = nn.Module()
-    module.weight = nn.Parameter(given.stack("weight"))
+    module.weight = nn.Parameter(source.stack("weight"))
     assert isinstance(module.weight, nn.Parameter)
     assert (module.weight.shape, module.weight.dtype, module.weight.device.type) == ((6, 32, 64), torch.bfloat16, "cpu")
     assert sum(parameter.numel() for parameter in module.parameters()) == 6 * 32 * 64
-    assert given.asked == []
+    assert source.asked == []
     assert "by expert" in repr(module.weight)
-    assert torch.equal(copy.deepcopy(given.stack("weight")) * 1, given.leaves["weight"])
+    assert torch.equal(copy.deepcopy(source.stack("weight")) * 1, source.leaves["weight"])
 
 
 def test_gradients_pass_through_to_the_inputs() -> None:
-    given = experts()
+    source = experts()
     ends = groups([1, 0, 2, 0, 0, 1])
     inputs = [torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2)]
-    for x, weight in zip(inputs, (given.leaves["weight"], given.stack("weight")), strict=True):
+    for x, weight in zip(inputs, (source.leaves["weight"], source.stack("weight")), strict=True):
         nn.functional.grouped_mm(x, weight.transpose(-2, -1), offs=ends).square().sum().backward()
     assert torch.allclose(inputs[0].grad, inputs[1].grad)  # type: ignore[arg-type]
 
 
 class Experts(nn.Module):
-    """What transformers' kernels look at."""
+    """The attributes that transformers' kernels use."""
 
     has_gate, has_bias, is_transposed, has_post_expert_norm, _is_expert_parallel = True, False, False, False, False
     act_fn = nn.SiLU()
     num_experts = 6
 
-    def _apply_gate(self, both: torch.Tensor) -> torch.Tensor:
-        gate, up = both.chunk(2, dim=-1)
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
         activated: torch.Tensor = self.act_fn(gate) * up
         return activated
 
 
 @pytest.mark.parametrize("kernel", ["grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("tokens", [1, 3, 40])
-def test_transformers_kernels_ask_for_routed_experts_alone(kernel: str, tokens: int) -> None:
-    given = Given(gate_up_proj=torch.randn(6, 64, 48), down_proj=torch.randn(6, 48, 32))
+def test_transformers_kernels_request_only_routed_experts(kernel: str, tokens: int) -> None:
+    source = TensorExperts(gate_up_proj=torch.randn(6, 64, 48), down_proj=torch.randn(6, 48, 32))
     index = torch.stack([torch.randperm(5)[:2] for _ in range(tokens)])  # never the last one
     x, worth = torch.randn(tokens, 48), torch.rand(tokens, 2)
     plain, stacked = Experts(), Experts()
-    for leaf, weight in given.leaves.items():
+    for leaf, weight in source.leaves.items():
         setattr(plain, leaf, nn.Parameter(weight))
-        setattr(stacked, leaf, nn.Parameter(given.stack(leaf)))
+        setattr(stacked, leaf, nn.Parameter(source.stack(leaf)))
     with torch.no_grad():
-        expected, got = (ALL_EXPERTS_FUNCTIONS[kernel](module, x, index, worth) for module in (plain, stacked))
-    assert torch.equal(got, expected)
-    assert sorted(given.asked) == sorted([*set(index.flatten().tolist())] * 2)
+        expected, actual = (ALL_EXPERTS_FUNCTIONS[kernel](module, x, index, worth) for module in (plain, stacked))
+    assert torch.equal(actual, expected)
+    assert sorted(source.asked) == sorted([*set(index.flatten().tolist())] * 2)
 
 
-def test_what_reads_memory_by_itself_gets_all_experts_or_an_error() -> None:
-    given = experts()
-    stack, whole = given.stack("weight"), given.leaves["weight"]
+def test_readers_of_memory_get_all_experts_or_an_error() -> None:
+    source = experts()
+    stack, whole = source.stack("weight"), source.leaves["weight"]
     assert np.array_equal(stack.numpy(), whole.numpy())
     assert np.array_equal(np.asarray(stack), whole.numpy())
     assert stack.tolist() == whole.tolist()

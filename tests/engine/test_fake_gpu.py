@@ -1,6 +1,4 @@
-"""Whole models through the code that a GPU uses, on GPUs made of CPU tensors that show every race; and proof that they
-would show it.
-"""
+"""Whole models in the code for GPUs, on fake GPUs of CPU tensors that show every race; and tests that they show it."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import EXPERT_STAGING, SLOTS, STAGING, Tier
 from rabbitllm.engine.prefetch import FilledSlot, Uploader
 from rabbitllm.engine.span_reader import SpanReader
-from rabbitllm.engine.streamer import Boundary
+from rabbitllm.engine.streamer import InputMover
 from rabbitllm.engine.units import UnitSource
 from rabbitllm.engine.weight_tensors import AbsentWeight
 from rabbitllm.errors import NotEnoughMemoryError, RabbitLLMError
@@ -71,7 +69,7 @@ def run_on(gpus: list[FakeGpu], folder: Path, budget: int = 0, host: int = 0, **
 
 
 def wait_for_copies_ahead(model: Any, gpu: FakeGpu) -> None:
-    """Until the first units of the next pass are asked of the device, which no pass waits for."""
+    """Wait until the first units of the next pass are queued, for which no pass waits."""
     for _, future in model.streamer.executors[gpu.name].loader._prefetcher._pending.values():
         future.result(30)
 
@@ -84,7 +82,7 @@ def no_gpu_of_another_test_is_remembered(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3moe"])
 @pytest.mark.parametrize(("budget", "host"), [(0, 0), (0, ALL), (ALL, 0)])
-def test_a_gguf_file_without_a_split(
+def test_gguf_file_without_a_split(
     family: str, budget: int, host: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows and values are rearranged on the device. To dequantize them takes no more memory than was planned."""
@@ -93,10 +91,10 @@ def test_a_gguf_file_without_a_split(
     checkpoint, gpu = LocalCheckpoint(tmp_path, entry=file.name), FakeGpu(0, capacity=ALL)
     bind, bound = UnitSource.bind, list[str]()
 
-    def measured(source: UnitSource, *given: Any) -> None:
+    def measured(source: UnitSource, *args: Any) -> None:
         gpu.peak = before = gpu.used
-        bind(source, *given)
-        unaligned = max((one.nbytes for one in source.stored.values() if one.quantized is None), default=0)
+        bind(source, *args)
+        unaligned = max((tensor.nbytes for tensor in source.stored.values() if tensor.quantized is None), default=0)
         assert gpu.peak - before <= source.scratch_bytes + unaligned  # which is copied first
         bound.append(source.unit.name)
 
@@ -104,12 +102,12 @@ def test_a_gguf_file_without_a_split(
     limits = {gpu.name: budget, "cpu": host}
     with SmallFiles(checkpoint.sidecars(), checkpoint.derived(), checkpoint.folder) as small, watched():
         options = RunOptions(max_memory=limits, show_progress=False, exact=True)
-        found = run(load_model(UnsplitStore(checkpoint), options, small.folder, [gpu]))
-    assert_same(found, expected)
+        result = run(load_model(UnsplitStore(checkpoint), options, small.folder, [gpu]))
+    assert_same(result, expected)
     assert bool(bound) == (budget == 0)
 
 
-def test_unaligned_shards_without_a_split_take_no_more_than_is_counted(
+def test_unaligned_shards_without_a_split_stay_within_the_counted_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tensors of a safetensors file may begin at any multiple of 8; kernels get aligned copies."""
@@ -122,24 +120,24 @@ def test_unaligned_shards_without_a_split_take_no_more_than_is_counted(
     file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
     gpu, bind, bound = FakeGpu(0, capacity=ALL), UnitSource.bind, list[str]()
 
-    def measured(source: UnitSource, *given: Any) -> None:
+    def measured(source: UnitSource, *args: Any) -> None:
         gpu.peak = before = gpu.used
-        bind(source, *given)
+        bind(source, *args)
         assert gpu.peak - before <= source.scratch_bytes
         bound.append(source.unit.name)
 
     monkeypatch.setattr(UnitSource, "bind", measured)
     with watched():
         options = RunOptions(max_memory={gpu.name: 0, "cpu": 0}, show_progress=False, exact=True)
-        found = run(load_model(UnsplitStore(LocalCheckpoint(folder)), options, folder, [gpu]))
-    assert_same(found, run(load(split(folder))))
+        result = run(load_model(UnsplitStore(LocalCheckpoint(folder)), options, folder, [gpu]))
+    assert_same(result, run(load(split(folder))))
     assert bound
 
 
 # The fake itself
 
 
-def test_an_upload_arrives_as_late_as_it_may() -> None:
+def test_upload_arrives_as_late_as_possible() -> None:
     gpu = FakeGpu(0)
     host, buffer = gpu.host_buffer(4), gpu.device_buffer(4)
     host.copy_(torch.tensor([1, 2, 3, 4]))
@@ -154,7 +152,7 @@ def test_an_upload_arrives_as_late_as_it_may() -> None:
     assert (gpu.uploads, gpu.uploaded_bytes, gpu.allocated) == (1, 4, 4)
 
 
-def test_a_host_buffer_overwritten_too_early_spoils_the_copy() -> None:
+def test_host_buffer_overwritten_too_early_spoils_the_copy() -> None:
     gpu = FakeGpu(0)
     host, buffer = gpu.host_buffer(4), gpu.device_buffer(4)
     host.copy_(torch.tensor([1, 2, 3, 4]))
@@ -165,7 +163,7 @@ def test_a_host_buffer_overwritten_too_early_spoils_the_copy() -> None:
     assert buffer.tolist() == [9] * 4
 
 
-def test_an_upload_needs_a_mark_after_the_last_use() -> None:
+def test_upload_needs_a_mark_after_the_last_use() -> None:
     gpu, other = FakeGpu(0), FakeGpu(1)
     early = gpu.leave()
     host, buffer = gpu.host_buffer(4), gpu.device_buffer(4)
@@ -184,7 +182,7 @@ def test_an_upload_needs_a_mark_after_the_last_use() -> None:
     gpu.upload(host, buffer, gpu.leave())
 
 
-def test_a_use_before_the_arrival_is_seen() -> None:
+def test_use_before_the_arrival_is_detected() -> None:
     gpu = FakeGpu(0)
     host, buffer = gpu.host_buffer(16), gpu.device_buffer(16)
     ticket = gpu.upload(host, buffer, gpu.leave())
@@ -196,7 +194,7 @@ def test_a_use_before_the_arrival_is_seen() -> None:
         assert (view + 1).sum() == 0
 
 
-def test_a_copy_is_timed_when_it_is_over() -> None:
+def test_copy_is_timed_at_its_end() -> None:
     gpu = FakeGpu(0)
     host = gpu.host_buffer(8)
     buffer = gpu.device_buffer(8)
@@ -208,7 +206,7 @@ def test_a_copy_is_timed_when_it_is_over() -> None:
     assert torch.equal(buffer, host)
 
 
-def test_uploads_into_one_buffer_come_in_order() -> None:
+def test_uploads_into_one_buffer_are_in_order() -> None:
     gpu = FakeGpu(0)
     hosts, buffer = [gpu.host_buffer(4), gpu.host_buffer(4)], gpu.device_buffer(4)
     mark = gpu.leave()
@@ -220,7 +218,7 @@ def test_uploads_into_one_buffer_come_in_order() -> None:
     assert buffer.tolist() == [1] * 4
 
 
-def test_page_locked_memory_is_counted_and_not_freed_under_a_copy() -> None:
+def test_page_locked_memory_is_counted_and_kept_during_a_copy() -> None:
     gpu = FakeGpu(0, lockable=10)
     host, buffer = gpu.host_buffer(8), gpu.device_buffer(8)
     with pytest.raises(RuntimeError, match="no more memory can be pinned"):
@@ -235,43 +233,43 @@ def test_page_locked_memory_is_counted_and_not_freed_under_a_copy() -> None:
         gpu.free_host_buffer(host)
 
 
-def test_tensors_know_where_they_are_and_do_not_mix() -> None:
+def test_tensors_of_different_devices_do_not_mix() -> None:
     first, second = FakeGpu(0).torch_device, FakeGpu(1).torch_device
     with watched():
-        here = torch.ones(3)
-        there, elsewhere = here.to(first), torch.arange(3.0, device=second)
-        assert (here.device, there.device, elsewhere.device) == (torch.device("cpu"), first, second)
-        assert (there * 2).device == first
-        assert torch.nn.Parameter(there[1:]).device == first
-        assert there.new_zeros(2).device == first
-        assert torch.zeros_like(there).device == first
-        assert there.cpu().device == there.to("cpu").device == there.to(here).device == torch.device("cpu")
-        assert there.to(elsewhere.device).device == second
-        for left, right in ((here, there), (there, elsewhere)):
+        on_host = torch.ones(3)
+        on_gpu, elsewhere = on_host.to(first), torch.arange(3.0, device=second)
+        assert (on_host.device, on_gpu.device, elsewhere.device) == (torch.device("cpu"), first, second)
+        assert (on_gpu * 2).device == first
+        assert torch.nn.Parameter(on_gpu[1:]).device == first
+        assert on_gpu.new_zeros(2).device == first
+        assert torch.zeros_like(on_gpu).device == first
+        assert on_gpu.cpu().device == on_gpu.to("cpu").device == on_gpu.to(on_host).device == torch.device("cpu")
+        assert on_gpu.to(elsewhere.device).device == second
+        for a, b in ((on_host, on_gpu), (on_gpu, elsewhere)):
             with pytest.raises(WrongDevice):
-                left + right
-        assert (there + torch.tensor(2.0)).device == first  # numbers may come from the host
-        assert there[torch.tensor([0, 2])].device == first  # and indices
+                a + b
+        assert (on_gpu + torch.tensor(2.0)).device == first  # numbers may come from the host
+        assert on_gpu[torch.tensor([0, 2])].device == first  # and indices
         with pytest.raises(WrongDevice):
-            here[torch.arange(2, device=first)]
+            on_host[torch.arange(2, device=first)]
 
 
-def test_whatever_the_host_needs_to_know_is_a_wait() -> None:
+def test_values_for_the_host_count_as_waits() -> None:
     gpu = FakeGpu(0)
     with watched():
-        there = torch.arange(4, device=gpu.torch_device)
+        x = torch.arange(4, device=gpu.torch_device)
         waits: dict[str, Any] = {
-            "item": lambda: int(there[2]) + bool((there > 2).any()),
-            "tolist": there.tolist,
-            "nonzero": lambda: (there > 2).nonzero(),
-            "where": lambda: torch.where(there > 2),
-            "an index of booleans": lambda: there[there > 2],
-            "an index from the host": lambda: there[torch.tensor([1, 2])],
-            "unique": lambda: torch.unique(there),
-            "equal": lambda: torch.equal(there, there),
-            "repeats": lambda: there.repeat_interleave(there),
-            "to the host": lambda: (there.cpu(), there.to("cpu")),
-            "from the host": lambda: (torch.ones(3).to(there.device), torch.tensor([1], device=there.device)),
+            "item": lambda: int(x[2]) + bool((x > 2).any()),
+            "tolist": x.tolist,
+            "nonzero": lambda: (x > 2).nonzero(),
+            "where": lambda: torch.where(x > 2),
+            "an index of booleans": lambda: x[x > 2],
+            "an index from the host": lambda: x[torch.tensor([1, 2])],
+            "unique": lambda: torch.unique(x),
+            "equal": lambda: torch.equal(x, x),
+            "repeats": lambda: x.repeat_interleave(x),
+            "to the host": lambda: (x.cpu(), x.to("cpu")),
+            "from the host": lambda: (torch.ones(3).to(x.device), torch.tensor([1], device=x.device)),
         }
         for mode in (torch.no_grad, torch.inference_mode):
             for name, work in waits.items():
@@ -281,30 +279,30 @@ def test_whatever_the_host_needs_to_know_is_a_wait() -> None:
                 expected = 2 if name in ("item", "to the host", "from the host") else 1
                 assert gpu.waits == expected, (name, gpu.waited_for)
         gpu.waits = 0
-        for work in (lambda: there.to("cpu", non_blocking=True), lambda: there[1:] * 2, there.sum, lambda: there[0]):
+        for work in (lambda: x.to("cpu", non_blocking=True), lambda: x[1:] * 2, x.sum, lambda: x[0]):
             work()
-        there.repeat_interleave(2)
-        torch.ones(3).to(there.device, non_blocking=True)
+        x.repeat_interleave(2)
+        torch.ones(3).to(x.device, non_blocking=True)
         assert gpu.waits == 0
         with pytest.raises(TypeError, match="can't convert"):
-            there.numpy()
+            x.numpy()
 
 
-def test_a_copy_to_the_host_that_is_not_waited_for_arrives_late() -> None:
+def test_asynchronous_copy_to_the_host_arrives_late() -> None:
     gpu = FakeGpu(0)
-    ways: list[Any] = [gpu.synchronise, lambda: there.sum().item(), lambda: there.cpu()]
+    ways: list[Any] = [gpu.synchronise, lambda: x.sum().item(), lambda: x.cpu()]
     for wait in ways:
         with watched():
-            there, target = torch.arange(3.0, device=gpu.torch_device), torch.zeros(3)
-            fetched = there.to("cpu", non_blocking=True)
-            target.copy_(there, non_blocking=True)
+            x, target = torch.arange(3.0, device=gpu.torch_device), torch.zeros(3)
+            fetched = x.to("cpu", non_blocking=True)
+            target.copy_(x, non_blocking=True)
             assert fetched.isnan().all()
             assert target.isnan().all()
             wait()
             assert fetched.tolist() == target.tolist() == [0, 1, 2]
 
 
-def test_a_thread_of_a_pool_may_copy_and_not_compute() -> None:
+def test_pool_threads_may_copy_but_not_compute() -> None:
     gpu = FakeGpu(0)
     with watched(), ThreadPoolExecutor(1) as pool:
         host, buffer = gpu.host_buffer(4).fill_(1), gpu.device_buffer(4)
@@ -314,7 +312,7 @@ def test_a_thread_of_a_pool_may_copy_and_not_compute() -> None:
         assert pool.submit(lambda: host + 1).result().tolist() == [2] * 4
 
 
-def test_a_device_has_one_link() -> None:
+def test_device_has_one_link() -> None:
     gpus = [FakeGpu(0), FakeGpu(1)]
     mega = 1 << 20
     copies = [(gpu.host_buffer(mega), gpu.device_buffer(mega), gpu) for gpu in gpus for _ in range(3)]
@@ -326,7 +324,7 @@ def test_a_device_has_one_link() -> None:
     assert [gpu.now for gpu in gpus] == pytest.approx([2 * seconds, 0])
 
 
-def test_what_stands_for_a_weight_takes_no_memory() -> None:
+def test_placeholders_take_no_memory() -> None:
     gpu = FakeGpu(0, capacity=1000)
     with watched():
         absent = AbsentWeight(lambda: torch.zeros(1), torch.Size((100, 100)), torch.float32, gpu.torch_device)
@@ -353,7 +351,7 @@ def test_every_family_has_the_bits_of_transformers(tmp_path: Path, family: str, 
     expected = reference_logits(folder, INPUT, torch.float32)
     directory = split(folder)
     for budget in (ALL, 0):
-        gpus = [FakeGpu(number) for number in range(count)]
+        gpus = [FakeGpu(index) for index in range(count)]
         assert_same(run_on(gpus, directory, budget), expected)
         assert all(gpu.uploads for gpu in gpus)
 
@@ -378,28 +376,28 @@ def test_compressed_models_have_the_bits_of_the_cpu(tmp_path: Path, family: str,
         for gpus in ([FakeGpu(0)], [FakeGpu(0), FakeGpu(1)]):
             with watched():
                 model = load_on(gpus, directory, budget // len(gpus), host)
-                found = run(model)
-            assert_same(found, expected)
+                result = run(model)
+            assert_same(result, expected)
             seen |= set(tiers(model).values())
     missing = {Tier.ELSEWHERE, Tier.MAPPED} | ({Tier.ROUTED} if family == "llama" else set())
     assert seen == set(Tier) - missing
 
 
 @pytest.mark.parametrize("rooms", [(ALL, 1), (1, ALL)])
-def test_a_device_that_gets_nothing_takes_no_part(tmp_path: Path, rooms: tuple[int, int]) -> None:
+def test_device_without_units_is_unused(tmp_path: Path, rooms: tuple[int, int]) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama")
     gpus = [FakeGpu(0), FakeGpu(1)]
     limits = {gpu.name: room for gpu, room in zip(gpus, rooms, strict=True)}
     with watched():
         model = load_model(split(folder), RunOptions(max_memory=limits, show_progress=False), None, gpus)
-        found = run(model)
+        result = run(model)
     busy, idle = (gpus[0], gpus[1]) if rooms[0] == ALL else (gpus[1], gpus[0])
     assert model.device == busy.torch_device
     assert idle.uploads == 0
-    assert_same(found, reference_logits(folder, INPUT, torch.float32))
+    assert_same(result, reference_logits(folder, INPUT, torch.float32))
 
 
-def test_outputs_come_back_to_where_inputs_go(tmp_path: Path) -> None:
+def test_outputs_are_on_the_device_of_the_inputs(tmp_path: Path) -> None:
     gpus = [FakeGpu(0), FakeGpu(1)]
     with watched():
         model = load_on(gpus, split(build_checkpoint(tmp_path / "model", "llama")))
@@ -426,13 +424,13 @@ def test_padding_beams_and_sampling_on_two_devices(tmp_path: Path) -> None:
     for way in ways:
         batch = slice(1, 2) if "prompt_lookup_num_tokens" in way else slice(None)
         torch.manual_seed(0)
-        wanted = plain.generate(ids[batch], attention_mask=mask[batch], max_new_tokens=8, **way)
+        expected = plain.generate(ids[batch], attention_mask=mask[batch], max_new_tokens=8, **way)
         with watched():
             model = load_on([FakeGpu(0), FakeGpu(1)], split(folder))
-            given = {"attention_mask": mask[batch].to(model.device), "max_new_tokens": 8}
+            options = {"attention_mask": mask[batch].to(model.device), "max_new_tokens": 8}
             torch.manual_seed(0)
-            found = model.generate(ids[batch].to(model.device), **given, **way)
-        assert torch.equal(found, wanted), way
+            tokens = model.generate(ids[batch].to(model.device), **options, **way)
+        assert torch.equal(tokens, expected), way
 
 
 @pytest.mark.parametrize(
@@ -454,11 +452,11 @@ def test_page_locked_memory_changes_no_bit(tmp_path: Path, count: int, compressi
     whole = sum(placed.stored for placed in load(directory).placement.units)
     seen = set()
     for budget, host in ((ALL, 0), (0, ALL), (0, whole), (0, 3 * whole // 4), (whole // 2, whole // 2), (0, 0)):
-        gpus = [FakeGpu(number) for number in range(count)]
+        gpus = [FakeGpu(index) for index in range(count)]
         with watched():
             model = load_on(gpus, directory, budget // count, host)
-            found = run(model)
-        assert_same(found, expected)
+            result = run(model)
+        assert_same(result, expected)
         seen.add(frozenset(set(tiers(model).values()) & {Tier.PINNED, Tier.STREAMED}))
     assert seen == {
         frozenset(),
@@ -469,33 +467,33 @@ def test_page_locked_memory_changes_no_bit(tmp_path: Path, count: int, compressi
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(1, marks=pytest.mark.long)])
-def test_4bit_layers_are_multiplied_from_their_codes_where_the_kernel_is_right(
+def test_4bit_layers_are_multiplied_from_codes_by_a_right_kernel(
     tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By what bitsandbytes has for a CPU; whether that has the bits of the dequantized matrices is its own affair."""
+    """By bitsandbytes' operation for CPUs, whose bits may differ from those of the dequantized matrices."""
     folder = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, num_hidden_layers=4)
     directory = split(folder, "4bit")
-    made = bytes_when_made(load(directory))
+    ready_bytes = bytes_when_made(load(directory))
     expected, exact = run(load(directory)), exact_logits(folder, INPUT, "4bit")
     multiply, multiplied = products.multiply_4bit, []
 
-    def counted(form: Any, *given: Any) -> torch.Tensor:
+    def counted(form: Any, *args: Any) -> torch.Tensor:
         multiplied.append(form.shape)
-        return multiply(form, *given)
+        return multiply(form, *args)
 
     monkeypatch.setattr(products, "multiply_4bit", counted)
     for is_right in (True, False):
         monkeypatch.setattr("rabbitllm.engine.load_plan._is_right", lambda *trial, answer=is_right: answer)
         seen = set()
-        for budget, host in ((ALL, 0), (made - 1, 0), (0, ALL), (0, 0)):
+        for budget, host in ((ALL, 0), (ready_bytes - 1, 0), (0, ALL), (0, 0)):
             with watched():
-                gpus = [FakeGpu(number) for number in range(count)]
+                gpus = [FakeGpu(index) for index in range(count)]
                 model = load_on(gpus, directory, budget // count, host, exact=False)
                 multiplied.clear()
-                found = run(model)
-            assert_as_near(found.logits, expected.logits, exact)
+                result = run(model)
+            assert_as_near(result.logits, expected.logits, exact)
             if not multiplied:
-                assert_same(found, expected)
+                assert_same(result, expected)
             assert bool(multiplied) == (is_right and not model.placement.is_resident)
             kinds = {tier for unit, tier in tiers(model).items() if unit.startswith("model.layers")}
             if kinds == {Tier.PACKED} and is_right:  # never made, so never unmade
@@ -520,27 +518,27 @@ def executor_jobs(executor: Any) -> list[Any]:
     return [job for source in executor.loader._sources.values() for job in source.jobs]
 
 
-def test_by_default_host_memory_holds_what_does_not_fit(tmp_path: Path) -> None:
+def test_by_default_host_memory_holds_the_overflow(tmp_path: Path) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
     gpu = FakeGpu(0)
     options: dict[str, Any] = {"max_memory": {gpu.name: 0}, "show_progress": False}
-    found = tiers(load_model(directory, RunOptions(**options), None, [gpu]))
-    assert Tier.STREAMED not in found.values()
-    assert found["model.layers.1"] is Tier.PINNED
+    placed = tiers(load_model(directory, RunOptions(**options), None, [gpu]))
+    assert Tier.STREAMED not in placed.values()
+    assert placed["model.layers.1"] is Tier.PINNED
     unlocked = tiers(load_model(directory, RunOptions(**options, pin_memory=False), None, [FakeGpu(0)]))
     assert Tier.PINNED not in unlocked.values()
 
 
-def test_memory_that_cannot_be_page_locked_is_done_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_refused_page_locking_keeps_layers_in_ordinary_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6)
     directory = split(folder)
-    every = load_on([FakeGpu(0)], directory, host=ALL)
-    layer = every.placement.of("model.layers.0").stored
+    pinned = load_on([FakeGpu(0)], directory, host=ALL)
+    layer = pinned.placement.of("model.layers.0").stored
     gpu = FakeGpu(0, lockable=3 * layer)
     with watched():
         model = load_on([gpu], directory, host=ALL)
-        found = run(model)
-    assert_same(found, reference_logits(folder, INPUT, torch.float32))
+        result = run(model)
+    assert_same(result, reference_logits(folder, INPUT, torch.float32))
     assert model.placement.streamed_bytes == 0
     assert sum(gpu.locked.values()) <= gpu.lockable
     messages = [record.getMessage() for record in caplog.records]
@@ -548,7 +546,7 @@ def test_memory_that_cannot_be_page_locked_is_done_without(tmp_path: Path, caplo
     assert any("from which copies are slower" in message for message in messages)
 
 
-def test_a_dropped_model_unlocks_its_memory(tmp_path: Path) -> None:
+def test_deleted_model_unlocks_its_memory(tmp_path: Path) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6))
     gpu = FakeGpu(0)
     model = load_on([gpu], directory, host=load_on([FakeGpu(0)], directory).placement.streamed_bytes // 2)
@@ -560,7 +558,7 @@ def test_a_dropped_model_unlocks_its_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_ctrl_c_in_any_wait_for_the_device_loses_no_buffer(tmp_path: Path, family: str) -> None:
+def test_ctrl_c_in_a_wait_for_the_device_loses_no_buffer(tmp_path: Path, family: str) -> None:
     """Twice in each wait, more often than there are buffers; waits are most with the profiler."""
     folder = build_checkpoint(tmp_path / "model", family, num_hidden_layers=3)
     directory, gpu = split(folder), FakeGpu(0)
@@ -571,17 +569,17 @@ def test_ctrl_c_in_any_wait_for_the_device_loses_no_buffer(tmp_path: Path, famil
         model(INPUT)
         waits = gpu.waits - before
         assert waits > 2 * 3  # for each layer's copy and its computation
-        for number in range(1, waits + 1):
+        for index in range(1, waits + 1):
             for _ in range(SLOTS):
-                gpu.interrupt_at = gpu.waits + number
+                gpu.interrupt_at = gpu.waits + index
                 with pytest.raises(KeyboardInterrupt):
                     model(INPUT)
-            assert torch.equal(model(INPUT).logits, expected), number
+            assert torch.equal(model(INPUT).logits, expected), index
     assert not any(slot.taken for slot in model.streamer.executors[gpu.name].loader._prefetcher._slots)
 
 
 @pytest.mark.parametrize("budget", [ALL, 0])
-def test_a_pass_without_enough_memory_is_explained_and_costs_nothing(tmp_path: Path, budget: int) -> None:
+def test_out_of_memory_in_a_pass_is_explained_and_harmless(tmp_path: Path, budget: int) -> None:
     """Even while the caller keeps the error: activations are not freed as long as a traceback refers to them."""
     directory, gpu = split(build_checkpoint(tmp_path / "model", "llama")), FakeGpu(0, capacity=ALL)
     with watched(), torch.inference_mode():
@@ -602,7 +600,7 @@ def test_a_pass_without_enough_memory_is_explained_and_costs_nothing(tmp_path: P
             assert torch.equal(model(ids).logits.cpu(), expected)
 
 
-def test_a_gpu_that_fills_up_while_a_model_is_loaded_is_explained(tmp_path: Path) -> None:
+def test_out_of_memory_while_loading_is_explained(tmp_path: Path) -> None:
     directory, gpu = split(build_checkpoint(tmp_path / "model", "llama")), FakeGpu(0, capacity=100_000)
     with watched(), pytest.raises(NotEnoughMemoryError) as caught:
         load_on([gpu], directory, ALL)
@@ -612,31 +610,31 @@ def test_a_gpu_that_fills_up_while_a_model_is_loaded_is_explained(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         "CUDA error: out of memory\nCUDA kernel errors might be reported asynchronously. For debugging",
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
     ],
 )
-def test_libraries_of_cuda_without_memory_are_explained_too(said: str) -> None:
+def test_out_of_memory_in_cuda_libraries_is_explained(message: str) -> None:
     with pytest.raises(OutOfDeviceMemory) as caught, memory_explained([FakeGpu(0)], {"fake:0": 5}):
-        raise RuntimeError(said)
-    first = said.splitlines()[0]
+        raise RuntimeError(message)
+    first = message.splitlines()[0]
     assert caught.value.problem == (
         f"A GPU has too little memory for this pass: {first}. Weights may take max_memory={{'fake:0': 5}} bytes."
     )
 
 
-@pytest.mark.parametrize("said", ["CUDA error: invalid argument", "a stack is out of memory", "shapes do not match"])
-def test_other_errors_are_left_as_they_are(said: str) -> None:
+@pytest.mark.parametrize("message", ["CUDA error: invalid argument", "a stack is out of memory", "shapes do not match"])
+def test_other_errors_are_unchanged(message: str) -> None:
     with pytest.raises(RuntimeError) as caught, memory_explained([FakeGpu(0)], {}):
-        raise RuntimeError(said)
+        raise RuntimeError(message)
     assert type(caught.value) is RuntimeError
-    assert str(caught.value) == said
+    assert str(caught.value) == message
 
 
-def test_a_bfloat16_model_stays_finite_on_a_gpu_that_has_only_float16(tmp_path: Path) -> None:
+def test_bfloat16_model_stays_finite_in_float16(tmp_path: Path) -> None:
     """Hidden states beyond float16 are clamped; if the caller chose float16, the garbage is an error."""
     folder, ids = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16), INPUT
     weights = read_tensors(folder)
@@ -658,48 +656,48 @@ def test_a_bfloat16_model_stays_finite_on_a_gpu_that_has_only_float16(tmp_path: 
             assert load_on([t4], directory, budget, dtype="float32")(ids.to(model.device)).logits.isfinite().all()
 
 
-def test_before_sm_80_keys_are_repeated_for_attention_that_makes_no_matrix(
+def test_before_sm_80_keys_are_repeated_for_efficient_attention(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama", num_key_value_heads=2)
     directory, attend = split(folder), torch.nn.functional.scaled_dot_product_attention
     seen: list[tuple[bool, int]] = []
 
-    def noted(query: Any, key: Any, *given: Any, **named: Any) -> torch.Tensor:
+    def noted(query: Any, key: Any, *args: Any, **named: Any) -> torch.Tensor:
         seen.append((bool(named.get("enable_gqa")), query.shape[1] // key.shape[1]))
-        return attend(query, key, *given, **named)
+        return attend(query, key, *args, **named)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
-    found = []
+    logits = []
     for gpu in (FakeGpu(0), FakeGpu(1, has_bf16=False)):
         with watched(), torch.inference_mode():
             model = load_on([gpu], directory, ALL)
             seen.clear()
-            found.append(model(INPUT.to(model.device)).logits.cpu())
+            logits.append(model(INPUT.to(model.device)).logits.cpu())
         assert set(seen) == ({(True, 2)} if gpu.has_bf16 else {(False, 1)})
-    assert torch.allclose(*found, atol=1e-5)
+    assert torch.allclose(*logits, atol=1e-5)
 
 
 @pytest.mark.parametrize("budget", [ALL, 0])
 @pytest.mark.parametrize("chosen", [[0, 1], [1]])
-def test_kernels_of_others_find_their_device_current(
+def test_current_device_is_that_of_the_running_module(
     tmp_path: Path, budget: int, chosen: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton launches where the current device is. It is the caller's again after a pass, whole or interrupted."""
-    directory, gpus = split(build_checkpoint(tmp_path / "model", "llama")), [FakeGpu(number) for number in chosen]
+    directory, gpus = split(build_checkpoint(tmp_path / "model", "llama")), [FakeGpu(index) for index in chosen]
     seen: list[tuple[Any, Any]] = []
     with watched(), torch.inference_mode():
         model = load_on(gpus, directory, budget)
         kinds = [type(model.model.layers[0].mlp), type(model.model.norm)]
-        for kind in kinds:
+        for module_class in kinds:
 
-            def looked(self: Any, x: torch.Tensor, ordinary: Any = kind.forward) -> torch.Tensor:
+            def looked(self: Any, x: torch.Tensor, ordinary: Any = module_class.forward) -> torch.Tensor:
                 seen.append((current.device, x.device))
                 if len(seen) == stop:
                     raise KeyboardInterrupt
                 return ordinary(self, x)
 
-            monkeypatch.setattr(kind, "forward", looked)
+            monkeypatch.setattr(module_class, "forward", looked)
         stop = 0
         model(INPUT.to(model.device))
         assert {where for _, where in seen} == {gpu.torch_device for gpu in gpus}
@@ -714,12 +712,12 @@ def test_kernels_of_others_find_their_device_current(
             assert current.device == torch.device("cpu", 1)
 
 
-def test_each_thread_has_a_current_device_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_thread_has_its_own_current_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resident model computes in several threads at once; one begins a pass while another is inside a unit."""
     directory, gpus = split(build_checkpoint(tmp_path / "model", "llama")), [FakeGpu(1), FakeGpu(2)]
     model = load_on(gpus, directory, ALL)
-    kind = type(model.model.norm)
-    ordinary, inside, go_on = kind.forward, threading.Event(), threading.Event()
+    norm_class = type(model.model.norm)
+    ordinary, inside, go_on = norm_class.forward, threading.Event(), threading.Event()
     where: dict[str, list[Any]] = {"inside": [], "after": []}
 
     def waits(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -734,7 +732,7 @@ def test_each_thread_has_a_current_device_of_its_own(tmp_path: Path, monkeypatch
             model(INPUT)
         where["after"].append(current.device)
 
-    monkeypatch.setattr(kind, "forward", waits)
+    monkeypatch.setattr(norm_class, "forward", waits)
     other, before = threading.Thread(target=compute), current.device
     other.start()
     assert inside.wait(30)
@@ -748,7 +746,7 @@ def test_each_thread_has_a_current_device_of_its_own(tmp_path: Path, monkeypatch
 # What a pass costs
 
 
-def test_what_is_page_locked_is_copied_once_and_never_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_units_are_copied_once_a_pass_and_never_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6))
     gpu = FakeGpu(0)
     model = load_on([gpu], directory, host=ALL, profiling=True)
@@ -777,7 +775,7 @@ def test_what_is_page_locked_is_copied_once_and_never_read(tmp_path: Path, monke
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("family", ["llama", "opt"])
-def test_inputs_cross_a_boundary_once_however_many_layers_want_them(tmp_path: Path, family: str, mode: Any) -> None:
+def test_inputs_are_copied_between_devices_once_for_all_layers(tmp_path: Path, family: str, mode: Any) -> None:
     """The hidden states, and what every layer gets: a mask, rotary angles."""
     counts = []
     for layers in (4, 10):
@@ -789,33 +787,33 @@ def test_inputs_cross_a_boundary_once_however_many_layers_want_them(tmp_path: Pa
             model = load_on(gpus, directory, ALL)
             ids, mask = INPUT.to(model.device), mask.to(model.device)
             operations.crossings.clear()
-            found = model(ids, attention_mask=mask, use_cache=False).logits
+            logits = model(ids, attention_mask=mask, use_cache=False).logits
             counts.append(operations.crossings[gpus[0].torch_device, gpus[1].torch_device])
         plain: Any = FAMILIES[family].auto_class.from_pretrained(folder)
         with torch.no_grad():
-            assert torch.equal(found, plain(INPUT, attention_mask=mask, use_cache=False).logits)
+            assert torch.equal(logits, plain(INPUT, attention_mask=mask, use_cache=False).logits)
     assert counts[0] == counts[1]
     assert 1 < counts[0] <= 9
 
 
 @pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static", "prefill_chunk_size": 4}])
-def test_the_cache_is_where_its_layers_are(tmp_path: Path, cache: dict[str, Any]) -> None:
+def test_cache_is_on_the_devices_of_its_layers(tmp_path: Path, cache: dict[str, Any]) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6)
     with watched():
         model = load_on([FakeGpu(0), FakeGpu(1)], split(folder), host=ALL)
-        given = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, **cache}
-        found = model.generate(INPUT.to(model.device), **given)
-        devices = [layer.keys.device for layer in found.past_key_values.layers]
-        assert [layer.values.device for layer in found.past_key_values.layers] == devices
+        options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, **cache}
+        output = model.generate(INPUT.to(model.device), **options)
+        devices = [layer.keys.device for layer in output.past_key_values.layers]
+        assert [layer.values.device for layer in output.past_key_values.layers] == devices
     by_name = {executor.device.name: executor.device.torch_device for executor in model.streamer.executors.values()}
     assert devices == [by_name[model.placement.of(f"model.layers.{i}").device] for i in range(6)]
     assert len(set(devices)) == 2
     plain: Any = FAMILIES["llama"].auto_class.from_pretrained(folder)
-    assert torch.equal(found.sequences, plain.generate(INPUT, **given).sequences)
+    assert torch.equal(output.sequences, plain.generate(INPUT, **options).sequences)
 
 
 @pytest.mark.parametrize("compression", [None, "4bit"])
-def test_between_layers_the_host_waits_for_nothing_on_the_device(tmp_path: Path, compression: str | None) -> None:
+def test_host_does_not_wait_between_layers(tmp_path: Path, compression: str | None) -> None:
     """Whatever is copied from or to the host otherwise than by an upload makes it wait, whatever it is: per pass then,
     for ids and logits, and not per layer."""
     counts = []
@@ -834,7 +832,7 @@ def test_between_layers_the_host_waits_for_nothing_on_the_device(tmp_path: Path,
 
 
 def decoding_waits(model: Any, gpu: FakeGpu) -> Counter[str]:
-    """What the host waits for on a GPU in a pass of one token."""
+    """The waits of the host for a GPU in a pass of one token."""
     ids = INPUT.to(model.device)
     with torch.no_grad():  # in inference mode not every operation is seen
         cache = model(ids, use_cache=True).past_key_values
@@ -845,7 +843,7 @@ def decoding_waits(model: Any, gpu: FakeGpu) -> Counter[str]:
 
 
 @pytest.mark.parametrize("where", ["streamed", "pinned", "packed"])
-def test_a_decode_pass_waits_for_a_row_of_the_embedding_alone(tmp_path: Path, where: str) -> None:
+def test_decode_pass_waits_only_for_an_embedding_row(tmp_path: Path, where: str) -> None:
     """Its number is fetched; the row, and its index in the rows that were read, are copied there."""
     folder = build_checkpoint(tmp_path / "model", "qwen2", dtype=torch.bfloat16, num_hidden_layers=6)
     directory, gpu = split(folder, "4bit"), FakeGpu(0)
@@ -854,13 +852,13 @@ def test_a_decode_pass_waits_for_a_row_of_the_embedding_alone(tmp_path: Path, wh
         model = load_on([gpu], directory, budget, ALL if where == "pinned" else 0)
         waits = decoding_waits(model, gpu)
     tier = {"streamed": Tier.STREAMED, "pinned": Tier.PINNED, "packed": Tier.PACKED}[where]
-    assert {tiers(model)[f"model.layers.{number}"] for number in range(6)} == {tier}
+    assert {tiers(model)[f"model.layers.{index}"] for index in range(6)} == {tier}
     assert waits == {"a copy to the host": 1, "a copy from ordinary memory": 2}
 
 
 @pytest.mark.parametrize("kernel", ["batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("compression", [None, "4bit"])
-def test_a_layer_of_experts_waits_for_its_routing_alone(tmp_path: Path, kernel: str, compression: str | None) -> None:
+def test_layer_of_experts_waits_only_for_its_routing(tmp_path: Path, kernel: str, compression: str | None) -> None:
     more = MANY_EXPERTS | {"num_hidden_layers": 5}
     folder = build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **more)
     directory, gpu = split(folder, compression), FakeGpu(0)
@@ -869,12 +867,12 @@ def test_a_layer_of_experts_waits_for_its_routing_alone(tmp_path: Path, kernel: 
         model = load_on([gpu], directory, 1 << 18, 1 << 19)
         model.set_experts_implementation(kernel)
         waits = decoding_waits(model, gpu)
-        found = run(model)
-    assert_same(found, expected)
+        result = run(model)
+    assert_same(result, expected)
     assert waits - Counter({"a copy to the host": 1, "a copy from ordinary memory": 2}) == {"a copy to the host": 5}
 
 
-def test_an_expert_from_the_disk_is_not_waited_for_until_its_buffer_is_read_into_again(
+def test_copy_of_an_expert_is_awaited_only_before_its_buffer_is_refilled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **MANY_EXPERTS)
@@ -890,21 +888,21 @@ def test_an_expert_from_the_disk_is_not_waited_for_until_its_buffer_is_read_into
         (pool,) = model.streamer.pools.values()
         monkeypatch.setattr(FakeGpu, "landed", noted)
         read_spans, read = pool._disk.read, list[Any]()
-        monkeypatch.setattr(pool._disk, "read", lambda *given: (read.append(given), read_spans(*given)))
+        monkeypatch.setattr(pool._disk, "read", lambda *args: (read.append(args), read_spans(*args)))
         model(INPUT[:, :1].to(model.device))
     in_pool = [name for name in waited if name.startswith("experts")]
     assert len(in_pool) == len(read) - EXPERT_STAGING < len(read)
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_pinned_layers_alternate_so_that_both_links_copy(
+def test_pinned_layers_alternate_between_both_links(
     tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=16))
     seconds = []
     for divide in (placement._in_turns, placement._runs):
         monkeypatch.setattr(placement, "_in_turns", divide)
-        gpus = [FakeGpu(number) for number in range(count)]
+        gpus = [FakeGpu(index) for index in range(count)]
         with watched(), torch.inference_mode():
             model = load_on(gpus, directory, 0, ALL)
             ids = INPUT.to(model.device)
@@ -919,7 +917,7 @@ def test_pinned_layers_alternate_so_that_both_links_copy(
         assert seconds[0] < 0.65 * layers < 0.8 * layers < seconds[1]
 
 
-def test_bytes_by_where_they_come_from(tmp_path: Path) -> None:
+def test_bytes_by_source(tmp_path: Path) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6))
     half = load_on([FakeGpu(0)], directory).placement.streamed_bytes // 2
     model = load_on([FakeGpu(0)], directory, host=half, profiling=True)
@@ -933,7 +931,7 @@ def test_bytes_by_where_they_come_from(tmp_path: Path) -> None:
     assert stages[UPLOAD].seconds > 0
 
 
-def test_what_is_resident_is_uploaded_once(tmp_path: Path) -> None:
+def test_resident_units_are_uploaded_once(tmp_path: Path) -> None:
     gpu = FakeGpu(0)
     model = load_on([gpu], split(build_checkpoint(tmp_path / "model", "llama")), ALL)
     uploads = gpu.uploads
@@ -942,7 +940,7 @@ def test_what_is_resident_is_uploaded_once(tmp_path: Path) -> None:
     assert gpu.uploads == uploads
 
 
-def test_weights_of_another_dtype_that_stay_are_cast_once(tmp_path: Path) -> None:
+def test_resident_weights_of_another_dtype_are_cast_once(tmp_path: Path) -> None:
     """As on a T4, which computes in float16 what is stored in bfloat16."""
     directory = split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, num_hidden_layers=6))
     expected = run(load(directory, dtype="float16"))
@@ -951,8 +949,8 @@ def test_weights_of_another_dtype_that_stay_are_cast_once(tmp_path: Path) -> Non
         model = load_on([FakeGpu(0)], directory, budget, dtype="float16")
         kept = [name for name, tier in tiers(model).items() if tier is Tier.RESIDENT and "layers" in name]
         before = {name: weight.data_ptr() for name, weight in model.named_parameters() if name.startswith(tuple(kept))}
-        found = run(model)
-    assert_same(found, expected)
+        result = run(model)
+    assert_same(result, expected)
     assert {Tier.RESIDENT, Tier.STREAMED} <= set(tiers(model).values())
     assert Tier.PACKED not in tiers(model).values()
     assert before
@@ -972,17 +970,17 @@ def test_each_pass_uploads_each_streamed_unit_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compression", ["4bit", "8bit"])
-def test_what_is_made_for_good_keeps_nothing_of_what_it_was_made_from(tmp_path: Path, compression: str) -> None:
+def test_resident_units_free_their_stored_form(tmp_path: Path, compression: str) -> None:
     """Norms are used as they are stored, in the same run of bytes as the codes of their layer."""
     directory = split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16), compression)
     gpu = FakeGpu(0)
     with watched():
         model = load_on([gpu], directory, ALL)
-        found = run(model)
+        result = run(model)
     assert set(tiers(model).values()) == {Tier.RESIDENT}
     views = [p.stored for p in model.placement.units if p.unit == "model.norm"]  # and nothing else is all view
     assert gpu.allocated <= sum(views) + 4096
-    assert_same(found, run(load(directory)))
+    assert_same(result, run(load(directory)))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9, 1.0])
@@ -1000,17 +998,17 @@ def test_buffers_stay_within_the_limit(tmp_path: Path, compression: str | None, 
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_cached_layers_are_read_once_however_many_devices(tmp_path: Path, count: int) -> None:
+def test_cached_layers_are_read_once_on_any_number_of_devices(tmp_path: Path, count: int) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6))
-    model = load_on([FakeGpu(number) for number in range(count)], directory, cache_layers=2, profiling=True)
+    model = load_on([FakeGpu(index) for index in range(count)], directory, cache_layers=2, profiling=True)
     run(model)
-    layers = {f"model.layers.{number}" for number in range(6)}
+    layers = {f"model.layers.{index}" for index in range(6)}
     read = {unit for unit, stages in model.profiler.layers.items() if READ in stages}
     assert layers - read == {"model.layers.0", "model.layers.1"}
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_exception_in_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
+def test_exception_in_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama")
 
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -1023,14 +1021,14 @@ def test_an_exception_in_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 patched.setattr(layer.mlp, "forward", fail)
                 with pytest.raises(error):
                     model(INPUT.to(model.device))
-        found = run(model)
-    assert_same(found, reference_logits(folder, INPUT, torch.float32))
+        result = run(model)
+    assert_same(result, reference_logits(folder, INPUT, torch.float32))
 
 
 # Negative controls: the same runs with one mistake each
 
 
-def test_a_routing_that_is_fetched_without_a_wait_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_wait_for_a_routing_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16))
     expected, numbers = run(load(directory)), expert_pool.ExpertPool.numbers
 
@@ -1042,8 +1040,8 @@ def test_a_routing_that_is_fetched_without_a_wait_is_caught(tmp_path: Path, monk
     monkeypatch.setattr(expert_pool.ExpertPool, "numbers", without_a_wait)
     with watched(), torch.inference_mode():
         model = load_on([FakeGpu(0)], directory)
-        found = model(INPUT.to(model.device)).logits.cpu()
-    assert not torch.equal(found, expected.logits)
+        logits = model(INPUT.to(model.device)).logits.cpu()
+    assert not torch.equal(logits, expected.logits)
 
 
 class NeverArrives(FakeGpu):
@@ -1051,7 +1049,7 @@ class NeverArrives(FakeGpu):
         pass
 
 
-def test_a_copy_that_is_not_waited_for_is_caught(tmp_path: Path) -> None:
+def test_missing_wait_for_a_copy_is_detected(tmp_path: Path) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
     for budget in (ALL, 0):
         assert run(load_on([NeverArrives(0)], directory, budget)).logits.isnan().any()
@@ -1059,7 +1057,7 @@ def test_a_copy_that_is_not_waited_for_is_caught(tmp_path: Path) -> None:
             run_on([NeverArrives(0)], directory, budget)
 
 
-def test_a_loader_that_forgets_to_wait_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_wait_of_a_loader_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
     take = Uploader.take
 
@@ -1072,7 +1070,7 @@ def test_a_loader_that_forgets_to_wait_is_caught(tmp_path: Path, monkeypatch: py
         run_on([FakeGpu(0)], directory)
 
 
-def test_a_slot_without_a_new_mark_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slot_without_a_new_mark_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
     monkeypatch.setattr(
         Uploader, "give_back", lambda self, loaded: self._prefetcher.give_back(loaded, loaded.slot.left)
@@ -1081,7 +1079,7 @@ def test_a_slot_without_a_new_mark_is_caught(tmp_path: Path, monkeypatch: pytest
         run(load_on([FakeGpu(0)], directory))
 
 
-def test_a_slot_given_back_before_the_computation_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slot_given_back_too_early_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
     take, give_back = Uploader.take, Uploader.give_back
 
@@ -1096,16 +1094,16 @@ def test_a_slot_given_back_before_the_computation_is_caught(tmp_path: Path, monk
         run_on([FakeGpu(0)], directory)
 
 
-def test_inputs_that_are_not_moved_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unmoved_inputs_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
-    monkeypatch.setattr(Boundary, "__call__", lambda self, module, args, kwargs: None)
+    monkeypatch.setattr(InputMover, "__call__", lambda self, module, args, kwargs: None)
     assert run_on([FakeGpu(0)], directory).logits.isfinite().all()
     with pytest.raises(WrongDevice):
         run_on([FakeGpu(0), FakeGpu(1)], directory)
 
 
 @pytest.mark.skipif(TRANSFORMERS < (5, 15), reason="its models take their buffers along themselves")
-def test_buffers_left_on_the_host_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unmoved_buffers_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "gemma3"))
     monkeypatch.setattr(
         "rabbitllm.engine.load._device_finder", lambda placement, devices: lambda path: torch.device("cpu")
@@ -1119,33 +1117,29 @@ MANY_EXPERTS = {"num_experts": 12, "num_experts_per_tok": 3}
 
 @pytest.mark.parametrize("compression", [None, pytest.param("4bit", marks=pytest.mark.long)])
 @pytest.mark.parametrize("count", [1, 2])
-def test_experts_come_from_the_device_from_host_memory_and_from_the_disk(
-    tmp_path: Path, compression: str | None, count: int
-) -> None:
+def test_experts_from_device_host_memory_and_disk(tmp_path: Path, compression: str | None, count: int) -> None:
     folder = build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **MANY_EXPERTS)
     directory = split(folder, compression)
     expected = run(load(directory))
-    found = set()
+    seen = set()
     for budget, host in ((0, 0), (0, 1 << 19), (1 << 20, 1 << 19), (ALL, 0)):
-        gpus = [FakeGpu(number) for number in range(count)]
+        gpus = [FakeGpu(index) for index in range(count)]
         with watched():
             model = load_on(gpus, directory, budget // count, count * host, profiling=True)
-            got = run(model)
-        assert_same(got, expected)
+            result = run(model)
+        assert_same(result, expected)
         stages = model.profiler.stages
-        here = {tier for tier in EXPERT_TIERS if tier in stages}
+        used = {tier for tier in EXPERT_TIERS if tier in stages}
         pools = model.placement.pools
-        assert EXPERTS_IN_HOST_MEMORY not in here or any(pool.host_slots for pool in pools)
-        assert EXPERTS_ON_DEVICE not in here or any(pool.slots for pool in pools)
+        assert EXPERTS_IN_HOST_MEMORY not in used or any(pool.host_slots for pool in pools)
+        assert EXPERTS_ON_DEVICE not in used or any(pool.slots for pool in pools)
         assert sum(gpu.allocated for gpu in gpus) >= sum(pool.nbytes for pool in pools)
-        found |= here
-    assert found == set(EXPERT_TIERS)
+        seen |= used
+    assert seen == set(EXPERT_TIERS)
 
 
 @pytest.mark.parametrize("kernel", ["eager", "batched_mm", "grouped_mm"])
-def test_experts_that_pass_through_a_device_are_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str
-) -> None:
+def test_transit_experts_are_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     """With fewer slots than a prompt uses, each is filled again while others compute."""
     monkeypatch.setattr(expert_pool, "MAX_TRANSIT", 1)
     folder = build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **MANY_EXPERTS)
@@ -1156,15 +1150,13 @@ def test_experts_that_pass_through_a_device_are_waited_for(
         with watched():
             model = load_on([FakeGpu(0)], directory, 0, host)
             model.set_experts_implementation(kernel)
-            got = run(model)
-        assert_same(got, expected)
+            result = run(model)
+        assert_same(result, expected)
         (pool,) = model.placement.pools
         assert (pool.slots, pool.transit) == (0, 3)
 
 
-def test_a_limit_of_the_driver_leaves_some_experts_in_ordinary_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_driver_limit_leaves_some_experts_in_ordinary_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not all of them, and those that are copied from the disk come from pinned memory."""
     directory = split(build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **MANY_EXPERTS))
     expected, locked = run(load(directory)), []
@@ -1173,15 +1165,15 @@ def test_a_limit_of_the_driver_leaves_some_experts_in_ordinary_memory(
         gpu = FakeGpu(0, lockable=lockable)
         with watched():
             model = load_on([gpu], directory, 0, 1 << 19)
-            found = run(model)
-        assert_same(found, expected)
+            result = run(model)
+        assert_same(result, expected)
         (pool,) = model.streamer.pools.values()
         assert {len(slot.memory) for slot in pool._host} == {pool._nbytes}
         locked.append(sum(gpu.locked.values()))
     assert locked[0] > locked[1] > EXPERT_STAGING * pool._nbytes
 
 
-def test_what_a_device_takes_in_leaves_host_memory(tmp_path: Path) -> None:
+def test_experts_on_the_device_leave_host_memory(tmp_path: Path) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **MANY_EXPERTS))
     with watched():
         model = load_on([FakeGpu(0)], directory, 1 << 20, 1 << 19)
@@ -1189,7 +1181,7 @@ def test_what_a_device_takes_in_leaves_host_memory(tmp_path: Path) -> None:
     (pool,) = model.streamer.pools.values()
     everything = np.arange(MANY_EXPERTS["num_experts"])
     for module in range(len(pool.sources)):
-        both = (pool.cache.slots_of(module, everything) >= 0) & (pool.host_cache.slots_of(module, everything) >= 0)
-        assert not both.any()
+        is_twice = (pool.cache.slots_of(module, everything) >= 0) & (pool.host_cache.slots_of(module, everything) >= 0)
+        assert not is_twice.any()
     assert pool.cache.occupied
     assert pool.host_cache.occupied

@@ -1,4 +1,4 @@
-"""Whole models of every family, bit for bit what transformers makes of the same weights."""
+"""Whole models of every family: results equal those of transformers with the same weights, bit for bit."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from tests.support.tiny_models import (
 
 def variants() -> list[Any]:
     """Every family, tied and untied, in both dtypes; the short run has one dtype of each."""
-    found = []
-    for number, (name, family) in enumerate(FAMILIES.items()):
+    params = []
+    for index, (name, family) in enumerate(FAMILIES.items()):
         for tied in family.ties:
             for dtype in (torch.float32, torch.bfloat16):
-                short = (dtype == torch.bfloat16) == (tied == bool(number % 2))
-                found.append(_variant(short, name, tied, dtype))
-    return found
+                short = (dtype == torch.bfloat16) == (tied == bool(index % 2))
+                params.append(_variant(short, name, tied, dtype))
+    return params
 
 
 def compressed_variants() -> list[Any]:
     """Every variant at both compressions; the short run has each family at both, once tied and once untied."""
-    found = []
-    for number, (name, family) in enumerate(FAMILIES.items()):
+    params = []
+    for index, (name, family) in enumerate(FAMILIES.items()):
         for tied in family.ties:
             for dtype in (torch.float32, torch.bfloat16):
                 for compression in ("4bit", "8bit"):
-                    one_dtype = (dtype == torch.bfloat16) == (tied == bool(number // 2 % 2))
-                    one_compression = (compression == "4bit") == (tied == bool(number % 2)) or len(family.ties) == 1
-                    found.append(_variant(one_dtype and one_compression, name, tied, dtype, compression))
-    return found
+                    one_dtype = (dtype == torch.bfloat16) == (tied == bool(index // 2 % 2))
+                    one_compression = (compression == "4bit") == (tied == bool(index % 2)) or len(family.ties) == 1
+                    params.append(_variant(one_dtype and one_compression, name, tied, dtype, compression))
+    return params
 
 
 def _variant(short: bool, family: str, tied: bool, dtype: torch.dtype, *compression: str) -> Any:
@@ -56,9 +56,7 @@ def _variant(short: bool, family: str, tied: bool, dtype: torch.dtype, *compress
 
 
 @pytest.mark.parametrize(("family", "tied", "dtype"), variants())
-def test_uncompressed_is_what_transformers_computes(
-    tmp_path: Path, family: str, tied: bool, dtype: torch.dtype
-) -> None:
+def test_uncompressed_results_equal_transformers(tmp_path: Path, family: str, tied: bool, dtype: torch.dtype) -> None:
     folder = build_checkpoint(tmp_path / "model", family, tied=tied, dtype=dtype, shards=3)
     expected = reference_logits(folder, INPUT, dtype)
     directory = split(folder)
@@ -73,7 +71,7 @@ def test_uncompressed_is_what_transformers_computes(
 
 
 @pytest.mark.parametrize(("family", "tied", "dtype", "compression"), compressed_variants())
-def test_compressed_is_what_transformers_makes_of_dequantized_weights(
+def test_compressed_results_equal_transformers_with_dequantized_weights(
     tmp_path: Path, family: str, tied: bool, dtype: torch.dtype, compression: str
 ) -> None:
     more: dict[str, Any] = {}
@@ -85,19 +83,19 @@ def test_compressed_is_what_transformers_makes_of_dequantized_weights(
     expected = reference_logits(dequantized(folder, tmp_path / "reference", compression, dtype), INPUT, dtype)
     directory = split(folder, compression)
     stored = LayerStore(directory).tensors
-    wanted = {name for name, tensor in read_tensors(folder).items() if is_compressed(name, tensor)}
-    assert wanted
-    assert {name for name, tensor in stored.items() if tensor.quantized} == wanted
+    names = {name for name, tensor in read_tensors(folder).items() if is_compressed(name, tensor)}
+    assert names
+    assert {name for name, tensor in stored.items() if tensor.quantized} == names
 
     resident = load(directory)
     assert resident.placement.is_resident
     assert_same(run(resident), expected)
 
     quantized = load(directory, bytes_when_made(resident) - 1)
-    found = set(tiers(quantized).values())
-    assert Tier.PACKED in found
-    assert Tier.STREAMED not in found
-    assert Tier.ROWS in found
+    used_tiers = set(tiers(quantized).values())
+    assert Tier.PACKED in used_tiers
+    assert Tier.STREAMED not in used_tiers
+    assert Tier.ROWS in used_tiers
     assert_same(run(quantized), expected)
 
     for budget in (sum(placed.stored for placed in resident.placement.units) // 2, 0):
@@ -109,7 +107,7 @@ def test_compressed_is_what_transformers_makes_of_dequantized_weights(
 @pytest.mark.parametrize("budget", [ALL, 0])
 @pytest.mark.parametrize("compression", [None, "4bit", "8bit"])
 @pytest.mark.parametrize(
-    ("family", "stored", "wanted"),
+    ("family", "stored", "dtype"),
     [
         ("llama", torch.float32, torch.bfloat16),
         ("llama", torch.bfloat16, torch.float32),
@@ -120,18 +118,18 @@ def test_compressed_is_what_transformers_makes_of_dequantized_weights(
     ],
 )
 def test_another_dtype_than_the_stored_one(
-    tmp_path: Path, family: str, stored: torch.dtype, wanted: torch.dtype, compression: str | None, budget: int
+    tmp_path: Path, family: str, stored: torch.dtype, dtype: torch.dtype, compression: str | None, budget: int
 ) -> None:
     folder = plain = build_checkpoint(tmp_path / "model", family, dtype=stored, shards=2)
     if compression is not None:
-        plain = dequantized(folder, tmp_path / "reference", compression, wanted)
-    model = load(split(folder, compression), budget, dtype=str(wanted).removeprefix("torch."))
-    assert model.dtype == wanted
-    assert_same(run(model), reference_logits(plain, INPUT, wanted))
+        plain = dequantized(folder, tmp_path / "reference", compression, dtype)
+    model = load(split(folder, compression), budget, dtype=str(dtype).removeprefix("torch."))
+    assert model.dtype == dtype
+    assert_same(run(model), reference_logits(plain, INPUT, dtype))
 
 
 @pytest.mark.parametrize("compression", ["4bit", "8bit"])
-def test_a_router_large_enough_to_compress_is_left_alone(tmp_path: Path, compression: str) -> None:
+def test_large_router_is_not_compressed(tmp_path: Path, compression: str) -> None:
     folder = build_checkpoint(tmp_path / "model", "qwen3_moe", num_experts=64, num_hidden_layers=2, shards=2)
     router = "model.layers.1.mlp.gate.weight"
     assert read_tensors(folder)[router].numel() == 4096
@@ -174,7 +172,7 @@ def test_attention_implementation(tmp_path: Path, implementation: str) -> None:
         assert torch.equal(model(INPUT).logits, plain(INPUT).logits)
 
 
-def test_long_prompts_pass_through_sliding_windows_alike(tmp_path: Path) -> None:
+def test_long_prompts_in_sliding_windows(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "model", "gemma3")
     ids = torch.randint(3, 270, (2, 60), generator=torch.Generator().manual_seed(0))
     assert_same(run(load(split(folder), 0), ids), reference_logits(folder, ids, torch.float32))

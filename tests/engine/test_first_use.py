@@ -1,4 +1,4 @@
-"""Mapped weights are asked for before the first pass; a flipped bit is an error of ours before an answer leaves."""
+"""Mapped weights are prefetched before the first pass; a flipped bit is an error before a result is returned."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def dropped(path: Path) -> Path:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mincore, posix_fadvise")
-def test_files_come_into_the_page_cache(tmp_path: Path) -> None:
+def test_files_are_prefetched_into_the_page_cache(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in "ab"]
     for path in paths:
         path.write_bytes(os.urandom(2 * PIECE_BYTES + 4096))
@@ -62,13 +62,13 @@ def test_files_come_into_the_page_cache(tmp_path: Path) -> None:
     assert sum(map(_cached_pages, paths)) == 2 * (2 * PIECE_BYTES // 4096 + 1) > before
 
 
-def test_files_that_are_gone_are_ignored(tmp_path: Path) -> None:
+def test_missing_files_are_ignored(tmp_path: Path) -> None:
     (thread,) = ReadAhead({"unit": [FileSpan("none", 0, 10, 0)]}, Folder(tmp_path)).threads
     thread.join(60)
     assert not thread.is_alive()
 
 
-def test_what_is_streamed_and_the_embedding_are_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streamed_units_and_the_embedding_are_not_prefetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     ask = first_use._prefetch
     monkeypatch.setattr(
@@ -76,13 +76,13 @@ def test_what_is_streamed_and_the_embedding_are_not_asked_for(tmp_path: Path, mo
     )
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
     whole = load(directory)
-    layers = [f"model.layers.{number}" for number in range(3)]
+    layers = [f"model.layers.{index}" for index in range(3)]
     assert [name.removesuffix(".safetensors") for name in asked] == [*layers, "model.norm", "lm_head"]
     asked.clear()
-    some = load(directory, sum(placed.stored for placed in whole.placement.units) // 2)
-    kept = [unit for unit, tier in tiers(some).items() if tier is Tier.RESIDENT and unit != "model.embed_tokens"]
+    half = load(directory, sum(placed.stored for placed in whole.placement.units) // 2)
+    kept = [unit for unit, tier in tiers(half).items() if tier is Tier.RESIDENT and unit != "model.embed_tokens"]
     assert [name.removesuffix(".safetensors") for name in asked] == kept
-    assert run(some, INPUT).logits is not None
+    assert run(half, INPUT).logits is not None
 
 
 BLOCK = 4096
@@ -93,7 +93,7 @@ MANY = {"num_experts": 24, "num_experts_per_tok": 3}
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a tiny layer file has many of them."""
+    """Makes a tiny layer file have many of them."""
     monkeypatch.setattr(checksums, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(checksums, "OWN_BLOCK_BYTES", BLOCK)
 
@@ -154,7 +154,7 @@ class Flip:
 
 
 def flips(folder: Path, count: int, case: str) -> list[Flip]:
-    """So many, of different kinds of bytes: headers, and parts of tensors by their names without numbers."""
+    """`count` flips in different kinds of bytes: headers, and parts of tensors by their names without numbers."""
     chance = random.Random(case)
     kinds: dict[str, list[Flip]] = {}
     store = LayerStore(folder)
@@ -162,10 +162,10 @@ def flips(folder: Path, count: int, case: str) -> list[Flip]:
         header = store.mapped(path.name).header
         kinds.setdefault("header", []).append(Flip(path, chance.randrange(header.data_start), "header"))
         for part in header.tensors:
-            kind = ".".join(word for word in part.name.split(".") if not word.isdigit())
-            at = part.offset + chance.choice([0, part.nbytes - 1, chance.randrange(part.nbytes)])
-            kinds.setdefault(kind, []).append(Flip(path, at, part.name))
-    return [chance.choice(kinds[kind]) for kind in chance.sample(sorted(kinds), min(count, len(kinds)))]
+            part_name = ".".join(piece for piece in part.name.split(".") if not piece.isdigit())
+            offset = part.offset + chance.choice([0, part.nbytes - 1, chance.randrange(part.nbytes)])
+            kinds.setdefault(part_name, []).append(Flip(path, offset, part.name))
+    return [chance.choice(kinds[part_name]) for part_name in chance.sample(sorted(kinds), min(count, len(kinds)))]
 
 
 def logits(model: Any) -> Any:
@@ -174,7 +174,7 @@ def logits(model: Any) -> Any:
 
 
 def outcome(make: Callable[[], Any]) -> Any:
-    """The logits, or the error that came instead."""
+    """The logits, or the error."""
     try:
         return logits(make())
     except Exception as error:
@@ -193,32 +193,34 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "compression", "place"), CASES)
-def test_no_answer_comes_of_a_flipped_bit(tmp_path: Path, kind: str, compression: str | None, place: str) -> None:
-    family, settings = KINDS[kind]
+@pytest.mark.parametrize(("model_name", "compression", "place"), CASES)
+def test_flipped_bit_is_an_error_or_unused(
+    tmp_path: Path, model_name: str, compression: str | None, place: str
+) -> None:
+    family, settings = KINDS[model_name]
     checkpoint = build_checkpoint(tmp_path / "model", family, shards=2, dtype=torch.bfloat16, **settings)
     folder = split(checkpoint, compression)
     load_so = PLACES[place](folder)
     sound = logits(load_so())
-    for flip in flips(folder, FLIPS, f"{kind} {compression} {place}"):
+    for flip in flips(folder, FLIPS, f"{model_name} {compression} {place}"):
         with flip:
             without = outcome(partial(load_so, verify_checksums=False))
-            found = outcome(load_so)
-        if isinstance(found, IncompleteSplitError):
-            assert flip.path.name in found.problem, flip
-            assert f"rabbitllm verify {folder} --repair" in found.remedy
+            answer = outcome(load_so)
+        if isinstance(answer, IncompleteSplitError):
+            assert flip.path.name in answer.problem, flip
+            assert f"rabbitllm verify {folder} --repair" in answer.remedy
             continue
-        assert not isinstance(found, Exception), flip
-        assert torch.equal(found, sound), flip  # it was in a row, or an expert, that nothing asked for
+        assert not isinstance(answer, Exception), flip
+        assert torch.equal(answer, sound), flip  # it was in a row, or an expert, that nothing asked for
         assert torch.equal(without, sound), flip
-        assert kind != "dense" or flip.what.startswith("model.embed_tokens.weight"), flip
+        assert model_name != "dense" or flip.what.startswith("model.embed_tokens.weight"), flip
     assert torch.equal(logits(load_so()), sound)
 
 
-def flip_in(folder: Path, name: str, part: int = 0, at: int = 1) -> Flip:
+def flip_in(folder: Path, name: str, part: int = 0, offset: int = 1) -> Flip:
     """A high bit of a stored part of a tensor, by default of its first value."""
     spec = LayerStore(folder).tensors[name].parts[part]
-    return Flip(folder / spec.file, spec.offset + at, name)
+    return Flip(folder / spec.file, spec.offset + offset, name)
 
 
 @pytest.fixture
@@ -230,7 +232,7 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
 @pytest.mark.parametrize("budget", [ALL, 0])
-def test_without_the_option_it_is_as_it_was(dense: Path, budget: int) -> None:
+def test_damage_is_an_error_only_with_the_option(dense: Path, budget: int) -> None:
     sound = logits(load(dense, budget))
     with flip_in(dense, DOWN):
         assert not torch.equal(logits(load(dense, budget, verify_checksums=False)), sound)
@@ -239,7 +241,7 @@ def test_without_the_option_it_is_as_it_was(dense: Path, budget: int) -> None:
 
 
 @pytest.mark.parametrize("budget", [ALL, 0])
-def test_no_call_of_a_damaged_model_gives_anything(dense: Path, budget: int) -> None:
+def test_every_call_of_a_damaged_model_is_an_error(dense: Path, budget: int) -> None:
     with flip_in(dense, DOWN):
         model = load(dense, budget)
         for _ in range(2):
@@ -249,7 +251,7 @@ def test_no_call_of_a_damaged_model_gives_anything(dense: Path, budget: int) -> 
             model.model.layers[1](torch.zeros(1, 1, 64, dtype=torch.bfloat16))
 
 
-def test_nothing_is_left_before_what_stays_in_memory(dense: Path) -> None:
+def test_hooks_are_removed_after_the_comparison(dense: Path) -> None:
     model = load(dense)
     logits(model)
     assert not any(module._forward_pre_hooks for module in (*model.model.layers, model.model.norm, model.lm_head))
@@ -257,7 +259,7 @@ def test_nothing_is_left_before_what_stays_in_memory(dense: Path) -> None:
     assert not any(module._forward_pre_hooks for module in (unchecked.model.embed_tokens, *unchecked.model.layers))
 
 
-def test_a_model_that_is_loaded_again_compares_nothing_again(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_load_compares_no_bytes(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for budget in (ALL, 0):
         logits(load(dense, budget))
     read: list[int] = []
@@ -269,7 +271,7 @@ def test_a_model_that_is_loaded_again_compares_nothing_again(dense: Path, monkey
         logits(load(dense))  # the file is another one now
 
 
-def test_weights_that_were_changed_in_memory_are_no_damage(dense: Path) -> None:
+def test_weights_changed_in_memory_are_not_damage(dense: Path) -> None:
     """An adapter may be merged before the first pass; what is compared is the file."""
     model = load(dense, verify_checksums=False)
     changed = model.model.layers[1].mlp.down_proj.weight
@@ -284,20 +286,20 @@ def test_weights_that_were_changed_in_memory_are_no_damage(dense: Path) -> None:
 
 @pytest.mark.parametrize("compression", [None, "4bit"])
 @pytest.mark.parametrize("budget", [ALL, 0])
-def test_rows_of_an_embedding_that_are_looked_up(tmp_path: Path, compression: str | None, budget: int) -> None:
+def test_rows_of_an_embedding(tmp_path: Path, compression: str | None, budget: int) -> None:
     checkpoint = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16)
     folder = split(checkpoint, compression)
     with flip_in(folder, "model.embed_tokens.weight"):  # row 0
         model = load(folder, budget)
-        far = torch.tensor([[200, 201, 250]])
+        ids = torch.tensor([[200, 201, 250]])
         with torch.inference_mode():
             if compression is None or budget == 0:
-                model(far)
+                model(ids)
             with pytest.raises(IncompleteSplitError, match=r"embed_tokens.safetensors is damaged: .*embed_tokens"):
                 model(torch.tensor([[200, 0]]))
 
 
-def test_experts_that_nothing_is_routed_to(tmp_path: Path) -> None:
+def test_unused_experts_are_not_compared(tmp_path: Path) -> None:
     folder = split(build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **MANY))
     model = load(folder)
     assert not model.placement.pools
@@ -306,11 +308,11 @@ def test_experts_that_nothing_is_routed_to(tmp_path: Path) -> None:
     handle = experts.register_forward_pre_hook(lambda module, args: used.update(args[1].flatten().tolist()))
     sound = logits(model)
     handle.remove()
-    unused = next(number for number in range(24) if not {number - 1, number, number + 1} & used)
-    for number, damaged in ((unused, False), (min(used), True)):
-        with flip_in(folder, f"model.layers.1.mlp.experts.{number}.up_proj.weight"):
+    unused = next(expert for expert in range(24) if not {expert - 1, expert, expert + 1} & used)
+    for expert, damaged in ((unused, False), (min(used), True)):
+        with flip_in(folder, f"model.layers.1.mlp.experts.{expert}.up_proj.weight"):
             if damaged:
-                with pytest.raises(IncompleteSplitError, match=rf"experts.{number}.up_proj"):
+                with pytest.raises(IncompleteSplitError, match=rf"experts.{expert}.up_proj"):
                     logits(load(folder))
             else:
                 assert torch.equal(logits(load(folder)), sound)
@@ -328,7 +330,7 @@ def without_blocks(folder: Path) -> Path:
 
 @pytest.mark.parametrize("compression", [None, "4bit"])
 @pytest.mark.parametrize("place", ["resident", "half", "streamed", "by codes", "gpu", "gpu, page-locked"])
-def test_a_split_that_an_earlier_version_made(tmp_path: Path, compression: str | None, place: str) -> None:
+def test_split_of_an_earlier_version(tmp_path: Path, compression: str | None, place: str) -> None:
     """Files are compared whole; rows of the embedding are not."""
     checkpoint = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16)
     folder = without_blocks(split(checkpoint, compression))
@@ -339,11 +341,11 @@ def test_a_split_that_an_earlier_version_made(tmp_path: Path, compression: str |
             logits(load_so())
     rows = compression is None or place in ("half", "streamed", "gpu", "gpu, page-locked")
     with flip_in(folder, "model.embed_tokens.weight"):
-        found = outcome(load_so)
-    assert isinstance(found, IncompleteSplitError) or (rows and torch.equal(found, sound))
+        answer = outcome(load_so)
+    assert isinstance(answer, IncompleteSplitError) or (rows and torch.equal(answer, sound))
 
 
-def test_a_split_is_repaired_and_loaded_in_the_same_process(dense: Path, tmp_path: Path) -> None:
+def test_split_is_repaired_and_loaded_in_the_same_process(dense: Path, tmp_path: Path) -> None:
     sound = logits(load(dense))
     flip_in(dense, DOWN).__enter__()
     with pytest.raises(IncompleteSplitError) as caught:
@@ -355,7 +357,7 @@ def test_a_split_is_repaired_and_loaded_in_the_same_process(dense: Path, tmp_pat
 
 
 @pytest.mark.parametrize("budget", [ALL, 0])
-def test_passes_that_are_shared(dense: Path, budget: int) -> None:
+def test_shared_passes(dense: Path, budget: int) -> None:
     with flip_in(dense, DOWN), pytest.raises(IncompleteSplitError, match="is damaged"):
         together(load(dense, budget), prompts())
 
@@ -409,7 +411,7 @@ def test_lazy_tensors(dense: Path, use: str, mapped: bool) -> None:
                 USES[use](weights[DOWN])
 
 
-def test_lazy_tensors_that_were_written_to_are_no_damage(dense: Path) -> None:
+def test_modified_lazy_tensors_are_not_damage(dense: Path) -> None:
     with lazy_load(dense) as weights:
         norm = weights["model.layers.1.input_layernorm.weight"]
         norm.zero_()  # in the block of other small tensors
@@ -449,13 +451,13 @@ def test_every_reader_of_a_whole_split(tmp_path: Path, reader: str, compression:
             READERS[reader](folder, out)
         assert flip.path.name in caught.value.problem, flip
         assert f"rabbitllm verify {folder} --repair" in caught.value.remedy, flip
-        left = [path.name for path in out.rglob("*") if path.is_file()]
-        assert set(left) <= {"new.gguf.part", "new.gguf.progress"}, flip
+        names = [path.name for path in out.rglob("*") if path.is_file()]
+        assert set(names) <= {"new.gguf.part", "new.gguf.progress"}, flip
     READERS[reader](folder, out)
 
 
-def test_the_command_line(dense: Path) -> None:
-    """Nothing is answered, and `--no-verify-checksums` answers."""
+def test_command_line(dense: Path) -> None:
+    """It prints no answer, but does with `--no-verify-checksums`."""
     command = ["run", str(dense), "what", "--raw", "--max-new-tokens", "2", "--device", "cpu"]
     with flip_in(dense, DOWN):
         refused = CliRunner().invoke(app, command)
@@ -466,7 +468,7 @@ def test_the_command_line(dense: Path) -> None:
 
 @pytest.mark.parametrize("compression", ["4bit", "4bit-double"])
 @pytest.mark.parametrize("name", [DOWN, "model.layers.1.mlp.experts.3.down_proj.weight"])
-def test_what_is_read_when_a_model_is_loaded(tmp_path: Path, compression: str, name: str) -> None:
+def test_reads_of_a_load(tmp_path: Path, compression: str, name: str) -> None:
     """The state that says how codes are to be read, at its end, where it may be blank."""
     family, settings = KINDS["experts" if "experts" in name else "dense"]
     folder = split(build_checkpoint(tmp_path / "model", family, **settings), compression)

@@ -19,7 +19,7 @@ from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import OptionError
 from rabbitllm.quant import bfloat_products
 from rabbitllm.telemetry.passes import EXPERTS_READ
-from tests.engine.test_experts import Given
+from tests.engine.test_experts import TensorExperts
 from tests.support import tiny_configs, tiny_inputs
 from tests.support.builders import build_checkpoint
 from tests.support.hybrid_families import HYBRIDS
@@ -36,12 +36,12 @@ def layer(top_k: int, dtype: torch.dtype, seed: int = 0, **settings: int) -> Any
     """A mixture of random experts."""
     sizes = {"hidden_size": 96, "intermediate_size": 160, "num_local_experts": EXPERTS, **settings}
     config: Any = Llama4TextConfig(num_experts_per_tok=top_k, num_attention_heads=4, num_key_value_heads=2, **sizes)
-    made = Llama4TextMoe(config).to(dtype).eval()
+    moe = Llama4TextMoe(config).to(dtype).eval()
     torch.manual_seed(seed)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in moe.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.2)
-    return made
+    return moe
 
 
 def by_expert(moe: Any) -> Any:
@@ -55,9 +55,9 @@ def inputs(tokens: int, dtype: torch.dtype, hidden: int = 96, seed: int = 1) -> 
     return torch.randn(1, tokens, hidden, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def routed(moe: Any, given: torch.Tensor) -> set[int]:
-    """The experts that some token goes to, by the router's logits."""
-    chosen = moe.router(given.reshape(-1, moe.hidden_dim))[1].topk(moe.top_k, dim=1).indices
+def routed(moe: Any, x: torch.Tensor) -> set[int]:
+    """The experts of all tokens, by the router's logits."""
+    chosen = moe.router(x.reshape(-1, moe.hidden_dim))[1].topk(moe.top_k, dim=1).indices
     return set(chosen.flatten().tolist())
 
 
@@ -65,58 +65,58 @@ def routed(moe: Any, given: torch.Tensor) -> set[int]:
 @pytest.mark.parametrize("tokens", [0, 1, 2, 33])
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_bits_of_transformers(dtype: torch.dtype, top_k: int, tokens: int, threads: int) -> None:
+def test_bits_equal_transformers(dtype: torch.dtype, top_k: int, tokens: int, threads: int) -> None:
     torch.set_num_threads(threads)
-    moe, given = layer(top_k, dtype), inputs(tokens, dtype)
+    moe, x = layer(top_k, dtype), inputs(tokens, dtype)
     with torch.no_grad():
-        expected, logits = moe(given)
-        found, found_logits = by_expert(moe)(given)
-    assert found.dtype == dtype
-    assert torch.equal(found, expected)
+        expected, logits = moe(x)
+        outputs, found_logits = by_expert(moe)(x)
+    assert outputs.dtype == dtype
+    assert torch.equal(outputs, expected)
     assert torch.equal(found_logits, logits)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize(("hidden", "intermediate"), [(500, 300), (640, 256)])
-def test_a_token_alone_is_rounded_as_in_the_batch_of_all_experts(threads: int, hidden: int, intermediate: int) -> None:
+def test_single_token_is_rounded_as_in_the_batch_of_all_experts(threads: int, hidden: int, intermediate: int) -> None:
     """One matrix by itself would be spread over the threads, which shows at these sizes."""
     torch.set_num_threads(threads)
     moe = layer(1, torch.float32, hidden_size=hidden, intermediate_size=intermediate)
     for seed in range(2):
-        given = inputs(1, torch.float32, hidden, seed)
+        x = inputs(1, torch.float32, hidden, seed)
         with torch.no_grad():
-            assert torch.equal(by_expert(moe)(given)[0], moe(given)[0])
+            assert torch.equal(by_expert(moe)(x)[0], moe(x)[0])
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("top_k", [1, 2])
-def test_experts_without_a_token_are_not_touched(top_k: int, tokens: int) -> None:
-    moe, given = layer(top_k, torch.float32), inputs(tokens, torch.float32)
+def test_experts_without_a_token_are_not_used(top_k: int, tokens: int) -> None:
+    moe, x = layer(top_k, torch.float32), inputs(tokens, torch.float32)
     with torch.no_grad():
-        expected = moe(given)[0]
-        others = sorted(set(range(EXPERTS)) - routed(moe, given))
-        assert others
-        moe.experts.gate_up_proj[others] = torch.nan
-        moe.experts.down_proj[others] = torch.nan
-        assert moe(given)[0].isnan().all()
-        assert torch.equal(by_expert(moe)(given)[0], expected)
+        expected = moe(x)[0]
+        unused = sorted(set(range(EXPERTS)) - routed(moe, x))
+        assert unused
+        moe.experts.gate_up_proj[unused] = torch.nan
+        moe.experts.down_proj[unused] = torch.nan
+        assert moe(x)[0].isnan().all()
+        assert torch.equal(by_expert(moe)(x)[0], expected)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("tokens", [1, 3, 33])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_of_stacks_it_asks_for_each_routed_expert_once(dtype: torch.dtype, tokens: int, threads: int) -> None:
+def test_each_routed_expert_of_a_stack_is_requested_once(dtype: torch.dtype, tokens: int, threads: int) -> None:
     torch.set_num_threads(threads)
-    moe, given = layer(1, dtype), inputs(tokens, dtype)
+    moe, x = layer(1, dtype), inputs(tokens, dtype)
     with torch.no_grad():
-        expected, wanted = moe(given)[0], routed(moe, given)
+        expected, chosen = moe(x)[0], routed(moe, x)
         leaves = {name: parameter.data for name, parameter in moe.experts.named_parameters()}
-        asked = {name: Given(**{name: leaf}) for name, leaf in leaves.items()}
+        asked = {name: TensorExperts(**{name: leaf}) for name, leaf in leaves.items()}
         for name, supply in asked.items():
             setattr(moe.experts, name, nn.Parameter(supply.stack(name)))
-        assert torch.equal(by_expert(moe)(given)[0], expected)
+        assert torch.equal(by_expert(moe)(x)[0], expected)
     for supply in asked.values():
-        assert supply.asked == sorted(wanted)
+        assert supply.asked == sorted(chosen)
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
@@ -139,12 +139,12 @@ def test_whole_models_generate_the_same(tmp_path: Path, dtype: torch.dtype, top_
         pytest.param(torch.bfloat16, "8bit", marks=pytest.mark.long),
     ],
 )
-def test_experts_that_come_and_go(tmp_path: Path, dtype: torch.dtype, compression: str | None) -> None:
-    """A loaded model brings in the routed experts, and no other; and has the bits of transformers' own model."""
+def test_streamed_experts(tmp_path: Path, dtype: torch.dtype, compression: str | None) -> None:
+    """A loaded model reads only routed experts, and has the bits of transformers' model."""
     sizes = {"num_local_experts": 12, "num_hidden_layers": 4}
     folder = build_checkpoint(tmp_path / "model", HYBRIDS["llama4"], dtype=dtype, shards=2, **sizes)
-    meant = dequantized(folder, tmp_path / "meant", compression, dtype) if compression else folder
-    expected = continued(plain_model(meant, dtype=dtype), prompts(), 12)
+    plain = dequantized(folder, tmp_path / "meant", compression, dtype) if compression else folder
+    expected = continued(plain_model(plain, dtype=dtype), prompts(), 12)
     directory = split(folder, compression)
     for budget in (0, 200_000, ALL):
         model = load(directory, budget, profiling=True)
@@ -166,32 +166,30 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("budget", [0, ALL], ids=["streamed", "resident"])
-def test_every_linear_layer_goes_through_it_and_loses_no_more_than_torchs(
+def test_every_linear_layer_uses_the_kernel_and_is_as_close_as_torchs(
     checkpoint: Path, kernel_rows: list[int], budget: int
 ) -> None:
     model = load(split(checkpoint), budget, fast_bfloat16=True, exact=False)
     with torch.inference_mode():
-        found, torchs = model(INPUT).logits, plain_model(checkpoint)(INPUT).logits
+        actual, torchs = model(INPUT).logits, plain_model(checkpoint)(INPUT).logits
     # the head's rows are those of INPUT too, since all logits are asked for
     assert kernel_rows == [INPUT.numel()] * (7 * model.config.num_hidden_layers + 1)
-    assert_as_near(found, torchs, exact_logits(checkpoint, INPUT))
+    assert_as_near(actual, torchs, exact_logits(checkpoint, INPUT))
 
 
-def test_where_the_processor_multiplies_bfloat16_nothing_changes(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cpu_with_bfloat16_products_uses_torchs(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bfloat_products, "max_rows", lambda: 0)
     folder = split(checkpoint)
-    found, expected = run(load(folder, 0, fast_bfloat16=True, exact=False)), run(load(folder, 0))
-    assert torch.equal(found.logits, expected.logits)
+    result, expected = run(load(folder, 0, fast_bfloat16=True, exact=False)), run(load(folder, 0))
+    assert torch.equal(result.logits, expected.logits)
 
 
-def test_it_does_not_go_together_with_exact_bits() -> None:
+def test_fast_bfloat16_is_refused_with_exact() -> None:
     with pytest.raises(OptionError, match=r"exact=True .*fast_bfloat16=True"):
         RunOptions(exact=True, fast_bfloat16=True)
 
 
-def test_without_it_logits_are_transformers(checkpoint: Path, kernel_rows: list[int]) -> None:
+def test_without_fast_bfloat16_logits_equal_transformers(checkpoint: Path, kernel_rows: list[int]) -> None:
     model = load(split(checkpoint), 0)
     with torch.inference_mode():
         assert torch.equal(model(INPUT).logits, plain_model(checkpoint)(INPUT).logits)
@@ -200,15 +198,15 @@ def test_without_it_logits_are_transformers(checkpoint: Path, kernel_rows: list[
 
 def test_llama4_with_pictures(tmp_path: Path) -> None:
     whole = transformers.Llama4ForConditionalGeneration
-    made = next(tiny_configs.models(whole, "llama4", []))
-    made.save_pretrained(tmp_path / "model", max_shard_size=1_000_000)
+    random_model = next(tiny_configs.models(whole, "llama4", []))
+    random_model.save_pretrained(tmp_path / "model", max_shard_size=1_000_000)
     plain: Any = whole.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
     plain.language_model.register_forward_hook(add_image_outputs)
-    given = tiny_inputs.inputs_of(plain)
-    assert given.kinds == ("text", "image")
-    expected = tiny_inputs.results(plain, given.arguments)
+    sample = tiny_inputs.inputs_of(plain)
+    assert sample.kinds == ("text", "image")
+    expected = tiny_inputs.results(plain, sample.arguments)
     for budget in (ALL, 0):
         model = load(split(tmp_path / "model"), budget)
-        assert tiny_inputs.same(tiny_inputs.results(model, given.arguments), expected)
-        generated = tiny_inputs.generated(model, given.arguments)
-        assert torch.equal(generated, tiny_inputs.generated(plain, given.arguments))
+        assert tiny_inputs.same(tiny_inputs.results(model, sample.arguments), expected)
+        generated = tiny_inputs.generated(model, sample.arguments)
+        assert torch.equal(generated, tiny_inputs.generated(plain, sample.arguments))

@@ -1,4 +1,4 @@
-"""What is left of the machine's memory and of the limits of control groups; and what is given back at once."""
+"""Free memory of the machine and within the limits of control groups; and memory that is returned at once."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_this_machine() -> None:
         pytest.param({"proc/self/cgroup": "nothing here\n\n:", f"{V2}/memory.max": "max"}, [], id="no groups named"),
     ],
 )
-def test_the_limits_of_control_groups(tmp_path: Path, files: dict[str, str], rooms: list[int]) -> None:
+def test_limits_of_control_groups(tmp_path: Path, files: dict[str, str], rooms: list[int]) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -136,7 +136,7 @@ assert free_memory.available_ram() <= (3 << 30) - used + (64 << 20)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system cannot be asked")
-def test_the_limits_of_the_process_itself(tmp_path: Path) -> None:
+def test_limits_of_the_process(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", LIMITS, str(tmp_path)], check=True)
 
 
@@ -185,8 +185,8 @@ except RabbitLLMError as error:
         (768 << 20, ["False", "3"]),
     ],
 )
-def test_in_a_control_group_too_little_memory_is_given(tmp_path: Path, spare: int, lines: list[str]) -> None:
-    """With too little for a layer of 56 MiB the process is refused its model, and not killed."""
+def test_small_control_group_is_an_error(tmp_path: Path, spare: int, lines: list[str]) -> None:
+    """With too little for a layer of 56 MiB the load is an error, and the process is not killed."""
     small = build_checkpoint(tmp_path / "small", "llama", dtype=torch.bfloat16)
     sizes = {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 2}
     wide = build_checkpoint(tmp_path / "wide", "llama", dtype=torch.bfloat16, **sizes)
@@ -198,12 +198,12 @@ def test_in_a_control_group_too_little_memory_is_given(tmp_path: Path, spare: in
         assert process.stdout is not None
         assert process.stdout.readline() == "idle\n"
         group.limit_to_idle_and(spare)
-        said, _ = process.communicate("\n", timeout=300)
-    assert (process.returncode, said.split()) == (0, lines)
+        output, _ = process.communicate("\n", timeout=300)
+    assert (process.returncode, output.split()) == (0, lines)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system cannot be asked")
-def test_buffers_that_nothing_was_read_into_are_spoken_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfilled_buffers_count_as_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "available_ram", lambda: 1 << 30)
     device = CpuDevice()
     whole = 8 << 20
@@ -243,12 +243,12 @@ print(filled - before, freed - before, used() - before)
 
 @pytest.mark.long
 @with_glibc
-def test_large_blocks_are_apart() -> None:
-    found = {}
+def test_large_blocks_are_allocated_apart() -> None:
+    filled_by_mode = {}
     for how in ("apart", "as usual"):
         done = subprocess.run([sys.executable, "-c", CODE, how], capture_output=True, text=True, check=True)
-        found[how] = [int(part) for part in done.stdout.split()]
-    assert min(filled for filled, _, _ in found.values()) > 110
-    assert found["apart"][1] < 20
-    assert found["as usual"][1] > 80  # else there is nothing to mend
-    assert found["as usual"][2] < 20
+        filled_by_mode[how] = [int(part) for part in done.stdout.split()]
+    assert min(filled for filled, _, _ in filled_by_mode.values()) > 110
+    assert filled_by_mode["apart"][1] < 20
+    assert filled_by_mode["as usual"][1] > 80  # else there is nothing to mend
+    assert filled_by_mode["as usual"][2] < 20

@@ -38,9 +38,9 @@ SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}
 
 def plan_of_72b(folder: Path, compression: str, right: Sequence[str]) -> LoadPlan:
     """Qwen2.5-72B on two T4 with 12 GiB for weights on each; the kernels of these devices are right."""
-    model = next(one for one in published() if one.repository == "Qwen/Qwen2.5-72B-Instruct")
+    model = next(entry for entry in published() if entry.repository == "Qwen/Qwen2.5-72B-Instruct")
     (folder / "config.json").write_text(json.dumps(model.outline.sample))
-    gpus = [FakeGpu(number, has_bf16=False) for number in range(2)]
+    gpus = [FakeGpu(index, has_bf16=False) for index in range(2)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rabbitllm.engine.load_plan._is_right", lambda device, *trial: device.name in right)
         files = PlannedFiles(model.outline.plans[compression], folder / "split")
@@ -50,20 +50,20 @@ def plan_of_72b(folder: Path, compression: str, right: Sequence[str]) -> LoadPla
 
 
 @pytest.mark.parametrize(("compression", "packed", "dequantized"), [("4bit", 45, 37), ("4bit-double", 50, 41)])
-def test_layers_that_are_multiplied_from_codes_need_no_memory_for_their_matrices(
+def test_layers_multiplied_from_codes_need_no_memory_for_matrices(
     tmp_path: Path, compression: str, packed: int, dequantized: int
 ) -> None:
-    both = ("fake:0", "fake:1")
-    for right, expected in ((both, packed), (both[:1], dequantized), ((), dequantized)):
+    names = ("fake:0", "fake:1")
+    for right, expected in ((names, packed), (names[:1], dequantized), ((), dequantized)):
         plan = plan_of_72b(tmp_path, compression, right)
         units = [placed for placed in plan.placement.units if ".layers." in placed.unit]
         assert sum(placed.tier is Tier.PACKED for placed in units) == expected
         used = plan.as_multiplied().sources
         for device, limit in plan.placement.limits.items():
-            here = [p for p in plan.placement.units if p.device == device and p.tier in MADE_FOR_EACH_USE]
-            kept = sum(placed.stored for placed in here if placed.tier is Tier.PACKED)
-            scratch = max(used[placed.unit].scratch_bytes for placed in here)
-            slots = SLOTS * max(placed.stored for placed in here if placed.tier is not Tier.PACKED)
+            placed_units = [p for p in plan.placement.units if p.device == device and p.tier in MADE_FOR_EACH_USE]
+            kept = sum(placed.stored for placed in placed_units if placed.tier is Tier.PACKED)
+            scratch = max(used[placed.unit].scratch_bytes for placed in placed_units)
+            slots = SLOTS * max(placed.stored for placed in placed_units if placed.tier is not Tier.PACKED)
             assert kept + slots + scratch <= limit
             assert (scratch < 0.2e9) is (device in right)
 
@@ -82,15 +82,15 @@ def test_quantized_scales_are_multiplied_as_they_are_stored(
     form = Quantized("4bit-double", (rows, columns), str(dtype).removeprefix("torch."), float(state.offset))
     stored = [codes, state.absmax, state.code, state.state2.absmax, state.state2.code]
     parts: Any = dict.fromkeys(range(5))  # `of` asks for them in this order
-    matrix, expanded = (kind.of(form, list(parts), stored.__getitem__) for kind in (FusedMatrix, QuantizedMatrix))
+    matrix, expanded = (cls.of(form, list(parts), stored.__getitem__) for cls in (FusedMatrix, QuantizedMatrix))
     plain = FusedMatrix(expanded.form, expanded.payload, expanded.absmax, expanded.table)
     assert (matrix.absmax.dtype, plain.absmax.dtype) == (torch.uint8, torch.float32)
     assert FusedMatrix.scale_bytes(form) == 0 < QuantizedMatrix.scale_bytes(form) == plain.absmax.nbytes
     assert torch.equal(matrix.dequantized(dtype), plain.dequantized(dtype))
-    multiply, given = bitsandbytes().matmul_4bit, []
+    multiply, calls = bitsandbytes().matmul_4bit, []
 
     def counted(x: torch.Tensor, packed: torch.Tensor, quant_state: Any, bias: Any = None) -> torch.Tensor:
-        given.append((quant_state.nested, quant_state.shape[0]))
+        calls.append((quant_state.nested, quant_state.shape[0]))
         result: torch.Tensor = multiply(x, packed, quant_state=quant_state, bias=bias)
         return result
 
@@ -100,24 +100,24 @@ def test_quantized_scales_are_multiplied_as_they_are_stored(
         for count in (1, 6, 40):
             x = torch.randn(count, columns, generator=generator).to(dtype)
             for bias in (None, torch.randn(rows, generator=generator).to(dtype)):
-                given.clear()
-                found = matrix.clone().linear(x, bias)
-                parts_of = [number for nested, number in given if nested]
+                calls.clear()
+                product = matrix.clone().linear(x, bias)
+                parts_of = [size for nested, size in calls if nested]
                 assert sum(parts_of) == rows
                 assert (len(parts_of) > 1) is (count > products.FEW_INPUTS and limit == 70 * columns)
                 expected = plain.linear(x, bias)
-                assert torch.equal(found, expected) or (len(parts_of) > 1 and is_near(found, expected))
+                assert torch.equal(product, expected) or (len(parts_of) > 1 and is_near(product, expected))
 
 
-def multiply_as_a_gpu(ordinary: Any, form: Any, *given: Any) -> torch.Tensor:
+def multiply_as_a_gpu(ordinary: Any, form: Any, *args: Any) -> torch.Tensor:
     """bitsandbytes' fallback on a GPU (0.50, `_dequant_linear_fallback`): the test device does not see inside of it."""
-    x, nested = given[3], given[5]
+    x, nested = args[3], args[5]
     held = []
     if len(x) > products.FEW_INPUTS:
         if nested is not None:
-            held = [x.new_empty(given[1].shape, dtype=torch.float32) for _ in range(2)]
+            held = [x.new_empty(args[1].shape, dtype=torch.float32) for _ in range(2)]
         held.append(x.new_empty(form.shape))
-    result: torch.Tensor = ordinary(form, *given)
+    result: torch.Tensor = ordinary(form, *args)
     return result
 
 

@@ -1,4 +1,4 @@
-"""Models out of GGUF files: the bits and tokens of transformers, which reads the same file whole."""
+"""Models from GGUF files: the bits and tokens of transformers, which reads the same file whole."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ def plain(file: Path, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
 
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model(IDS).logits
-    return found
+        output: torch.Tensor = model(IDS).logits
+    return output
 
 
 @pytest.mark.bits
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=() if name in FAST else pytest.mark.long) for name in sorted(FAMILIES)]
 )
-def test_logits_and_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+def test_logits_and_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", family)
     for options, dtype in (({"dtype": "float32"}, torch.float32), ({}, torch.bfloat16)):
         model = rabbitllm.AutoModel.from_pretrained(file, device="cpu", exact=True, **options)
@@ -69,19 +69,19 @@ def test_logits_and_tokens_are_those_of_transformers(family: str, tmp_path: Path
 
 def assert_weights_are_those_of_transformers(model: Any, theirs: Any) -> None:
     """Of `A_log` up to the last bit: a logarithm that torch computes there, and numpy here."""
-    found = model.state_dict()
+    weights = model.state_dict()
     for name, expected in theirs.state_dict().items():
         if name.endswith("A_log"):
-            torch.testing.assert_close(found[name], expected, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(weights[name], expected, rtol=1e-6, atol=1e-6)
         else:
-            assert torch.equal(found[name], expected), name
+            assert torch.equal(weights[name], expected), name
 
 
 @pytest.mark.bits
 @pytest.mark.parametrize(
     ("family", "grouped"), [("lfm2", True), *itertools.product(("qwen35", "qwen35moe"), (True, False))]
 )
-def test_what_llama_cpp_converts_is_the_model_again(family: str, grouped: bool, tmp_path: Path) -> None:
+def test_model_converted_by_llama_cpp_equals_the_original(family: str, grouped: bool, tmp_path: Path) -> None:
     """Heads in another order, convolutions of one dimension less, norms plus one, negative exponentials."""
     converted = write_converted(tmp_path / "model.gguf", family, grouped=grouped)
     model = rabbitllm.AutoModel.from_pretrained(tmp_path / "model.gguf", device="cpu", exact=True)
@@ -95,19 +95,19 @@ def test_what_llama_cpp_converts_is_the_model_again(family: str, grouped: bool, 
 def test_blocks_of_tensors_in_another_order_are_kept(family: str, types: str, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     write_converted(file, family, types)
-    own: dict[str, Any] = {"device": "cpu", "exact": True, "dtype": torch.float32}
-    model = rabbitllm.AutoModel.from_pretrained(file, **own)
+    cpu: dict[str, Any] = {"device": "cpu", "exact": True, "dtype": torch.float32}
+    model = rabbitllm.AutoModel.from_pretrained(file, **cpu)
     assert_weights_are_those_of_transformers(model, plain(file))  # of float16 files too: vectors are float32
     stored = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
     assert stored < 1.1 * file.stat().st_size
-    in_turns = rabbitllm.AutoModel.from_pretrained(file, max_memory={"cpu": 0}, sequential_shard_processing=True, **own)
+    in_turns = rabbitllm.AutoModel.from_pretrained(file, max_memory={"cpu": 0}, sequential_shard_processing=True, **cpu)
     assert torch.equal(logits(in_turns), logits(model))
 
 
 @pytest.mark.bits
 @pytest.mark.parametrize("files", [1, 3])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_without_a_split_the_bits_are_those_of_a_split(
+def test_bits_without_a_split_equal_those_of_a_split(
     family: str, files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a Llama the rows of queries and keys are in another order in the file, of a Gemma norms have other values."""
@@ -135,7 +135,7 @@ def test_without_a_split_the_bits_are_those_of_a_split(
     assert not list((tmp_path / "scratch").iterdir())
 
 
-def test_a_repository_without_a_split(tmp_path: Path, hub_environment: HubEnvironment) -> None:
+def test_repository_without_a_split(tmp_path: Path, hub_environment: HubEnvironment) -> None:
     (tmp_path / "hub" / "acme/tiny").mkdir(parents=True)
     file = write_gguf(tmp_path / "hub" / "acme/tiny" / "tiny-Q4_K_M.gguf")
     model = rabbitllm.AutoModel.from_pretrained("acme/tiny:q4_k_m", device="cpu", split=False, max_memory={"cpu": 0})
@@ -146,71 +146,71 @@ def test_a_repository_without_a_split(tmp_path: Path, hub_environment: HubEnviro
 
 
 @pytest.mark.parametrize("options", [{"split": False}, {}])
-def test_a_repository_in_the_cache_without_the_hub(
+def test_cached_repository_without_the_hub(
     tmp_path: Path, hub_environment: HubEnvironment, local_hub: LocalHub, options: dict[str, Any]
 ) -> None:
     for name in ("Q4_K_M/tiny", "Q8_0/tiny"):
         (tmp_path / "hub" / "acme/tiny" / name).parent.mkdir(parents=True, exist_ok=True)
         write_gguf(tmp_path / "hub" / "acme/tiny" / f"{name}.gguf", files=3, seed=len(name))
-    own = {"device": "cpu", "max_memory": {"cpu": 0}, **options}
-    found = logits(rabbitllm.AutoModel.from_pretrained("acme/tiny:q4_k_m", **own))
+    load_options = {"device": "cpu", "max_memory": {"cpu": 0}, **options}
+    expected = logits(rabbitllm.AutoModel.from_pretrained("acme/tiny:q4_k_m", **load_options))
     local_hub.stop()
     for name in ("acme/tiny:q4_k_m", "acme/tiny"):
-        again = rabbitllm.AutoModel.from_pretrained(name, local_files_only=True, **own)
-        assert torch.equal(logits(again), found)
+        again = rabbitllm.AutoModel.from_pretrained(name, local_files_only=True, **load_options)
+        assert torch.equal(logits(again), expected)
     with pytest.raises(CheckpointNotFoundError, match="0 of them match 'Q8_0'"):
-        rabbitllm.AutoModel.from_pretrained("acme/tiny:q8_0", local_files_only=True, **own)
+        rabbitllm.AutoModel.from_pretrained("acme/tiny:q8_0", local_files_only=True, **load_options)
 
 
 @pytest.mark.parametrize("sentencepiece", [False, True])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_the_tokenizer_is_that_of_transformers_own_class(family: str, sentencepiece: bool, tmp_path: Path) -> None:
+def test_tokenizer_equals_transformers_own_class(family: str, sentencepiece: bool, tmp_path: Path) -> None:
     """Which `AutoTokenizer` takes a minute to find for a large vocabulary."""
     file = write_gguf(tmp_path / "model.gguf", family, sentencepiece=sentencepiece)
-    made = json.loads(LocalCheckpoint(tmp_path, entry=file.name).derived()["tokenizer.json"])
+    ours = json.loads(LocalCheckpoint(tmp_path, entry=file.name).derived()["tokenizer.json"])
     transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name).save_pretrained(tmp_path / "theirs")
     theirs = json.loads((tmp_path / "theirs" / "tokenizer.json").read_bytes())
-    for one in (made, theirs):  # the classes add tokens that the file does not have
-        one["added_tokens"] = [token for token in one["added_tokens"] if token["id"] < VOCABULARY]
-    assert made == theirs
+    for content in (ours, theirs):  # the classes add tokens that the file does not have
+        content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < VOCABULARY]
+    assert ours == theirs
 
 
 def tokenizer_of(file: Path) -> Tokenizer:
-    """The one that is made of a file; else that in its folder."""
-    made = LocalCheckpoint(file.parent, entry=file.name).derived()
-    found = made.get("tokenizer.json") or (file.parent / "tokenizer.json").read_bytes()
-    return Tokenizer.from_str(found.decode())
+    """The tokenizer made from a file; else that in its folder."""
+    derived = LocalCheckpoint(file.parent, entry=file.name).derived()
+    content = derived.get("tokenizer.json") or (file.parent / "tokenizer.json").read_bytes()
+    return Tokenizer.from_str(content.decode())
 
 
-def split_by(file: Path, kind: str) -> Path:
-    return write_gguf(file, changed=lambda writer: setattr(writer.kv_data[0]["tokenizer.ggml.pre"], "value", kind))
+def split_by(file: Path, pre: str) -> Path:
+    return write_gguf(file, changed=lambda writer: setattr(writer.kv_data[0]["tokenizer.ggml.pre"], "value", pre))
 
 
-def test_digits_are_set_apart_where_llama_cpp_does(tmp_path: Path) -> None:
+def test_digits_are_split_as_in_llama_cpp(tmp_path: Path) -> None:
     """As the tokenizer.json of SmolLM2 says: spaces and line ends before a digit are then one piece."""
-    plain_one, own = (tokenizer_of(split_by(tmp_path / f"{kind}.gguf", kind)) for kind in ("gpt-2", "smollm"))
-    assert isinstance(plain_one.pre_tokenizer, pre_tokenizers.ByteLevel)
+    gpt2, smollm = (tokenizer_of(split_by(tmp_path / f"{pre}.gguf", pre)) for pre in ("gpt-2", "smollm"))
+    assert isinstance(gpt2.pre_tokenizer, pre_tokenizers.ByteLevel)
     splitting = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     for text in ("x = 5\n 6\t7", "3.14159  22"):
-        assert own.pre_tokenizer.pre_tokenize_str(text) == splitting.pre_tokenize_str(text)
-        assert own.pre_tokenizer.pre_tokenize_str(text) != plain_one.pre_tokenizer.pre_tokenize_str(text)
+        assert smollm.pre_tokenizer.pre_tokenize_str(text) == splitting.pre_tokenize_str(text)
+        assert smollm.pre_tokenizer.pre_tokenize_str(text) != gpt2.pre_tokenizer.pre_tokenize_str(text)
 
 
-def test_a_way_to_split_text_that_is_not_known_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_pre_tokenizer_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = split_by(tmp_path / "unknown.gguf", "zebra")
     guessed = tokenizer_of(file)
     assert "does not recognise this vocabulary's pre-tokenizer ('zebra')" in caplog.text
-    own = Tokenizer.from_str(guessed.to_str())
-    own.pre_tokenizer = pre_tokenizers.Whitespace()
-    own.save(str(tmp_path / "tokenizer.json"))
-    assert tokenizer_of(file).to_str() == own.to_str()
+    tokenizer = Tokenizer.from_str(guessed.to_str())
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert tokenizer_of(file).to_str() == tokenizer.to_str()
 
 
 @pytest.mark.bits
 @pytest.mark.parametrize(("types", "dtype"), [("F16", torch.float16), ("BF16", torch.bfloat16)])
-def test_a_file_without_blocks_keeps_its_dtype(types: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_file_without_blocks_keeps_its_dtype(types: str, dtype: torch.dtype, tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", "gemma3", types=types)
     model = rabbitllm.AutoModel.from_pretrained(file, device="cpu")
     assert model.dtype is dtype
@@ -219,7 +219,7 @@ def test_a_file_without_blocks_keeps_its_dtype(types: str, dtype: torch.dtype, t
 
 @pytest.mark.skipif(sys.platform != "linux", reason="smaps is Linux's")
 @pytest.mark.parametrize("is_split", [True, False])
-def test_nothing_is_read_ahead_where_experts_lie_between_mapped_weights(is_split: bool, tmp_path: Path) -> None:
+def test_experts_between_mapped_weights_are_not_read_ahead(is_split: bool, tmp_path: Path) -> None:
     """Their pages would evict those of the weights, which half of the memory cannot hold: 408 MB were read a token."""
     file = write_gguf(tmp_path / "model.gguf", "qwen3moe", types="Q4_K")
     named = split(file, sequential=False) if is_split else file
@@ -234,12 +234,12 @@ def test_nothing_is_read_ahead_where_experts_lie_between_mapped_weights(is_split
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3moe"])
-def test_blocks_are_stored_as_they_are_and_mean_the_weights_of_transformers(family: str, tmp_path: Path) -> None:
+def test_blocks_are_stored_unchanged_and_equal_transformers_weights(family: str, tmp_path: Path) -> None:
     """The rows of a Llama's queries and keys are in another order in the file; experts are one tensor there."""
     file = write_gguf(tmp_path / "model.gguf", family)
     directory = split(file, sequential=False)
     store = LayerStore(directory)
-    forms = {name: one.quantized.scheme for name, one in store.tensors.items() if one.quantized}
+    forms = {name: tensor.quantized.scheme for name, tensor in store.tensors.items() if tensor.quantized}
     assert set(forms.values()) >= {"Q4_K", "Q6_K"}
     assert all(scheme in BLOCK_TYPES for scheme in forms.values())
     assert any(".q_proj." in name for name in forms)
@@ -255,41 +255,41 @@ def test_blocks_are_stored_as_they_are_and_mean_the_weights_of_transformers(fami
 def test_every_route_makes_the_same_layer_files(
     local_hub: LocalHub, hub_environment: HubEnvironment, tmp_path: Path
 ) -> None:
-    """Kept, deleted, in three files, and as it arrives."""
-    made = []
-    for number, files in enumerate((1, 1, 3)):
-        (tmp_path / str(number)).mkdir()
-        file = write_gguf(tmp_path / str(number) / "model.gguf", "llama", files=files)
-        made.append(layers_of(split(file, sequential=number > 0)))
+    """With kept and with deleted sources, with three files, and streamed from a hub."""
+    splits = []
+    for index, files in enumerate((1, 1, 3)):
+        (tmp_path / str(index)).mkdir()
+        file = write_gguf(tmp_path / str(index) / "model.gguf", "llama", files=files)
+        splits.append(layers_of(split(file, sequential=index > 0)))
     repository = tmp_path / "hub" / "acme" / "blocks"
     repository.mkdir(parents=True)
     write_gguf(repository / "model.gguf", "llama")
-    made.append(layers_of(split("acme/blocks", tmp_path / "out", shard_transfer="stream")))
-    assert made[0]
-    assert all(one == made[0] for one in made[1:])
+    splits.append(layers_of(split("acme/blocks", tmp_path / "out", shard_transfer="stream")))
+    assert splits[0]
+    assert all(files_of_split == splits[0] for files_of_split in splits[1:])
 
 
 def layers_of(directory: Path) -> dict[str, bytes]:
     return {name: data for name, data in contents(directory).items() if name.endswith(".safetensors")}
 
 
-def test_compression_and_conversion_take_the_numbers_of_blocks(tmp_path: Path) -> None:
+def test_8bit_compresses_tensors_of_blocks(tmp_path: Path) -> None:
     """At 8bit nothing but tensors that compression leaves alone is stored as blocks."""
     file = write_gguf(tmp_path / "model.gguf", "llama")
     store = LayerStore(split(file, compression="8bit"))
-    assert {one.quantized.scheme for one in store.tensors.values() if one.quantized} == {"8bit"}
+    assert {tensor.quantized.scheme for tensor in store.tensors.values() if tensor.quantized} == {"8bit"}
 
 
 @pytest.mark.skipif(not vectors.lanes(), reason="no vectors of a kind that is used here")
-def test_logits_by_codes_are_as_near_as_those_of_transformers(tmp_path: Path) -> None:
+def test_logits_from_codes_are_as_close_as_transformers(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", "llama", types="Q8_0")
     model = rabbitllm.AutoModel.from_pretrained(file, device="cpu", dtype="bfloat16")
-    assert any(isinstance(one, QuantizedWeight) for one in model.model.layers[0].self_attn.parameters())
+    assert any(isinstance(weight, QuantizedWeight) for weight in model.model.layers[0].self_attn.parameters())
     exact = plain(file, torch.float32).double()
     assert_as_near(logits(model), logits(plain(file, torch.bfloat16)), logits(exact))
 
 
-def test_an_architecture_that_transformers_lacks_is_refused_by_name(tmp_path: Path) -> None:
+def test_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", changed=lambda writer: setattr(writer, "arch", "llama"))
     data = file.read_bytes().replace(b"\5\0\0\0\0\0\0\0llama", b"\5\0\0\0\0\0\0\0zebra")
     file.write_bytes(data)
@@ -298,7 +298,7 @@ def test_an_architecture_that_transformers_lacks_is_refused_by_name(tmp_path: Pa
     assert file.read_bytes() == data
 
 
-def test_shapes_that_do_not_fit_the_model_are_refused_before_deletion(tmp_path: Path) -> None:
+def test_wrong_shapes_are_refused_before_deletion(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", "qwen3", changed=with_eight_heads)
     size = file.stat().st_size
     with pytest.raises(IncompleteCheckpointError, match=r"self_attn\.[qo]_proj\.weight has shape"):

@@ -71,41 +71,41 @@ def short_of(chosen: tuple[str, ...]) -> list[Any]:
 
 def some_ways(name: str) -> list[str]:
     """Three of the ways that are not for every family, others for others."""
-    others = sorted(WAYS.keys() - ALWAYS)
+    optional = sorted(WAYS.keys() - ALWAYS)
     first = crc32(name.encode())
-    return [others[(first + step) % len(others)] for step in (0, 3, 6)]
+    return [optional[(first + step) % len(optional)] for step in (0, 3, 6)]
 
 
 def attempt(
     model: Any, way: dict[str, Any], assistant: Any = None, new_tokens: int = FEW, **options: Any
 ) -> Trail | Exception:
     """A generation in that way, or what was raised instead."""
-    given = prompts()
+    inputs = prompts()
     if not way.keys().isdisjoint({"prompt_lookup_num_tokens", "assistant_model"}):  # these take one prompt
-        given = {key: value[-1:] for key, value in given.items()}
+        inputs = {key: value[-1:] for key, value in inputs.items()}
     if "assistant_model" in way:
         way = {"assistant_model": assistant}
     try:
-        return continued(model, given, new_tokens, **way, **options)
+        return continued(model, inputs, new_tokens, **way, **options)
     except Exception as error:
         return error
 
 
-def assert_same_outcome(got: Trail | Exception, expected: Trail | Exception) -> None:
+def assert_same_outcome(actual: Trail | Exception, expected: Trail | Exception) -> None:
     if isinstance(expected, Trail):
-        if isinstance(got, Exception):
-            raise got
-        assert_same_trail(got, expected)
+        if isinstance(actual, Exception):
+            raise actual
+        assert_same_trail(actual, expected)
     else:
-        assert isinstance(got, type(expected))
-        assert str(got) == str(expected)
+        assert isinstance(actual, type(expected))
+        assert str(actual) == str(expected)
 
 
 def in_both_dtypes() -> list[Any]:
     """Every family, wherever the weights are, in one dtype; and for the short run two of them, streamed."""
     short = [("qwen3_next", torch.bfloat16, False), ("gemma3", torch.float32, False)]
-    every = [(name, (torch.float32, torch.bfloat16)[number % 2], True) for number, name in enumerate(HYBRIDS)]
-    return [pytest.param(*one, marks=pytest.mark.long if one[2] else ()) for one in (*short, *every)]
+    full = [(name, (torch.float32, torch.bfloat16)[index % 2], True) for index, name in enumerate(HYBRIDS)]
+    return [pytest.param(*case, marks=pytest.mark.long if case[2] else ()) for case in (*short, *full)]
 
 
 @pytest.mark.parametrize(("name", "dtype", "everywhere"), in_both_dtypes())
@@ -134,21 +134,21 @@ def test_long_generations_of_a_padded_batch(tmp_path: Path, name: str, dtype: to
 
 
 @pytest.mark.parametrize("name", short_of(("gemma4", "mamba2")))
-def test_a_generation_leaves_nothing_behind(tmp_path: Path, name: str) -> None:
+def test_generations_are_independent(tmp_path: Path, name: str) -> None:
     """Neither one that ended, nor one that was interrupted inside a layer; and what is kept on purpose goes on."""
     folder = checkpoint(tmp_path / "model", name)
     directory, plain = split(folder), plain_model(folder)
     other = continued(plain, prompts(1), FEW)
-    one = continued(plain, prompts(), FEW)
+    expected = continued(plain, prompts(), FEW)
     model = load(directory, *budgets(directory, name)[-1:])
 
-    assert_same_trail(continued(model, prompts(), FEW), one)
+    assert_same_trail(continued(model, prompts(), FEW), expected)
     assert_same_trail(continued(model, prompts(1), FEW), other)
     interrupt(model)
     assert_same_trail(continued(model, prompts(1), FEW), other)
     assert not model.streamer.bound
     first = continued(model, prompts(), FEW)
-    assert_same_outcome(second_turn(model, first), second_turn(plain, one))
+    assert_same_outcome(second_turn(model, first), second_turn(plain, expected))
 
 
 def interrupt(model: Any) -> None:
@@ -171,12 +171,12 @@ def second_turn(model: Any, first: Trail) -> Trail | Exception:
     """Go on from the cache of a generation with another few tokens, or what was raised instead."""
     more = prompts(3, (5,) * len(LENGTHS))
     mask = prompts()["attention_mask"]
-    given = {
+    inputs = {
         "input_ids": torch.cat([first.tokens, more["input_ids"]], 1),
         "attention_mask": torch.cat([mask, mask.new_ones(len(mask), FEW + 5)], 1),
     }
     try:
-        return continued(model, given, FEW, past_key_values=first.cache)
+        return continued(model, inputs, FEW, past_key_values=first.cache)
     except Exception as error:
         return error
 
@@ -214,7 +214,7 @@ def test_two_devices(tmp_path: Path, name: str) -> None:
             continue  # on one device transformers makes that cache beforehand, which not every model bears
         with watched():
             model = load_on([FakeGpu(0), FakeGpu(1)], directory, *budgets(directory, name)[-1:] or [1 << 30])
-            got = attempt(model, WAYS[way], new_tokens=FEWEST, mode=torch.no_grad)
+            actual = attempt(model, WAYS[way], new_tokens=FEWEST, mode=torch.no_grad)
         assert len({placed.device for placed in model.placement.units}) == 2
         assert isinstance(expected, Trail)
-        assert_same_outcome(got, expected)
+        assert_same_outcome(actual, expected)

@@ -40,7 +40,7 @@ def logits(model: Any) -> list[Any]:
         return model(INPUT).logits.tolist()  # type: ignore[no-any-return]
 
 
-def test_a_child_computes_with_a_streamed_model(split_folder: Path) -> None:
+def test_child_computes_with_a_streamed_model(split_folder: Path) -> None:
     model = load(split_folder, STREAMED, dtype="float32")
     before = logits(model)
     assert in_a_fork(lambda: logits(model)) == before
@@ -48,7 +48,7 @@ def test_a_child_computes_with_a_streamed_model(split_folder: Path) -> None:
     assert logits(model) == before
 
 
-def test_a_child_computes_without_the_team_of_threads_of_its_parent(split_folder: Path) -> None:
+def test_child_computes_without_its_parents_threads(split_folder: Path) -> None:
     model = load(split_folder, STREAMED, dtype="float32")
     torch.set_num_threads(2)
     large = torch.ones(1000, 1000)
@@ -63,7 +63,7 @@ def test_a_child_computes_without_the_team_of_threads_of_its_parent(split_folder
     assert torch.get_num_threads() == 2
 
 
-def test_a_child_that_is_forked_while_another_thread_computes_is_refused(split_folder: Path) -> None:
+def test_fork_while_another_thread_computes_is_refused(split_folder: Path) -> None:
     model = load(split_folder, STREAMED, dtype="float32")
     expected = logits(model)
     inside, go_on = threading.Event(), threading.Event()
@@ -93,19 +93,19 @@ def test_a_child_that_is_forked_while_another_thread_computes_is_refused(split_f
     assert in_a_fork(work) == expected
 
 
-def test_a_child_of_a_child(split_folder: Path) -> None:
+def test_child_of_a_child(split_folder: Path) -> None:
     model = load(split_folder, STREAMED, dtype="float32")
     expected = logits(model)
     assert in_a_fork(lambda: (logits(model), in_a_fork(lambda: logits(model)))[1]) == expected
 
 
 @pytest.mark.parametrize("compression", [None, "4bit"])
-def test_a_child_computes_with_a_resident_model(checkpoint: Path, compression: str | None) -> None:
+def test_child_computes_with_a_resident_model(checkpoint: Path, compression: str | None) -> None:
     model = load(split(checkpoint, compression), dtype="float32", exact=False)
     assert in_a_fork(lambda: logits(model)) == logits(model)
 
 
-def test_a_child_computes_with_experts_that_come_and_go(tmp_path: Path) -> None:
+def test_child_computes_with_streamed_experts(tmp_path: Path) -> None:
     folder = split(build_checkpoint(tmp_path / "moe", FAMILIES["mixtral"], dtype=torch.float32))
     model = load(folder, budget_that_keeps(folder, 0.5, dtype="float32"), dtype="float32")
     assert model.streamer.pools
@@ -114,7 +114,7 @@ def test_a_child_computes_with_experts_that_come_and_go(tmp_path: Path) -> None:
     assert logits(model) == expected
 
 
-def test_a_child_that_only_exits_or_forgets_the_model(split_folder: Path) -> None:
+def test_child_that_exits_or_deletes_the_model(split_folder: Path) -> None:
     held = [load(split_folder, STREAMED, dtype="float32")]
     logits(held[0])
     assert in_a_fork(held.clear) is None
@@ -139,21 +139,21 @@ class Texts(Dataset[list[int]]):
     def __len__(self) -> int:
         return 8
 
-    def __getitem__(self, number: int) -> list[int]:
-        found: list[int] = self._tokenizer(f"rabbit {number}")["input_ids"]
-        return found
+    def __getitem__(self, index: int) -> list[int]:
+        ids: list[int] = self._tokenizer(f"rabbit {index}")["input_ids"]
+        return ids
 
 
 def test_workers_of_a_data_loader_tokenise_while_the_parent_generates(split_folder: Path) -> None:
     model = load(split_folder, STREAMED, dtype="float32")
     expected = model.generate(INPUT, max_new_tokens=3, do_sample=False).tolist()
     texts = Texts(model.tokenizer)
-    found = []
+    batches = []
     loader = DataLoader(texts, batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=PATIENCE)
     for ids in loader:
-        found.append([int(one) for one in ids])
+        batches.append([int(token) for token in ids])
         assert model.generate(INPUT, max_new_tokens=3, do_sample=False).tolist() == expected
-    assert found == [texts[number] for number in range(len(texts))]
+    assert batches == [texts[index] for index in range(len(texts))]
 
 
 def on_a_gpu(folder: Path, device: FakeGpu, memory: int) -> Any:
@@ -169,7 +169,7 @@ def test_on_a_gpu_a_child_is_refused(split_folder: Path, memory: int) -> None:
             in_a_fork(call)
 
 
-def test_the_host_memory_of_a_gpu_stays_locked_when_a_child_forgets_it(split_folder: Path) -> None:
+def test_host_memory_of_a_gpu_stays_locked_when_a_child_deletes_it(split_folder: Path) -> None:
     device = FakeGpu(0)
     held = [on_a_gpu(split_folder, device, 0)]
     locked = dict(device.locked)
@@ -185,15 +185,13 @@ def test_the_host_memory_of_a_gpu_stays_locked_when_a_child_forgets_it(split_fol
     assert in_a_fork(work)
 
 
-def test_a_batch_belongs_to_its_process(split_folder: Path) -> None:
+def test_batch_belongs_to_its_process(split_folder: Path) -> None:
     model, request = load(split_folder, STREAMED, dtype="float32", exact=False), Request((1, 2), max_new_tokens=1)
     with Batch(model) as batch, pytest.raises(ForkedError, match="The batch belongs to process"):
         in_a_fork(lambda: batch.submit(request, lambda event: None))
 
 
-def test_bytes_that_were_not_compared_before_the_fork_are_compared_in_the_child(
-    split_folder: Path, tmp_path: Path
-) -> None:
+def test_uncompared_bytes_are_compared_in_the_child(split_folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(split_folder, tmp_path / "split")  # of which this process has compared nothing
     layer = sorted(folder.glob("*.safetensors"))[0]
     data = bytearray(layer.read_bytes())

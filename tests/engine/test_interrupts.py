@@ -52,9 +52,9 @@ class Waits:
         monkeypatch.setattr(SpanReader, "read", self._held(SpanReader.read))
         monkeypatch.setattr(FakeGpu, "upload", self._held(FakeGpu.upload))
 
-    def interrupt(self, number: int, work: Callable[[], Any]) -> bool:
+    def interrupt(self, index: int, work: Callable[[], Any]) -> bool:
         """Do some work, with Ctrl-C in its wait of this number; whether it has so many."""
-        self._target = self.count + number
+        self._target = self.count + index
         self._hold_before_the_target()
         try:
             work()
@@ -71,30 +71,30 @@ class Waits:
             threading.Timer(HELD_SECONDS, self._may_read.set).start()
 
     def _around(self, ordinary: Callable[..., Any]) -> Callable[..., Any]:
-        def wait(*args: Any, **given: Any) -> Any:
+        def wait(*args: Any, **kwargs: Any) -> Any:
             frame = inspect.currentframe()
             caller = frame.f_back if frame is not None else None
             is_main = threading.current_thread() is threading.main_thread()
             if caller is None or not is_main or Path(caller.f_code.co_filename).parent != ENGINE:
-                return ordinary(*args, **given)
+                return ordinary(*args, **kwargs)
             if caller.f_code.co_name == "_release":  # another test's model is freed, at any time
-                return ordinary(*args, **given)
+                return ordinary(*args, **kwargs)
             self.count += 1
             self.places.add(f"{Path(caller.f_code.co_filename).stem}.{caller.f_code.co_name}")
             if self.count == self._target:
                 raise KeyboardInterrupt
-            found = ordinary(*args, **given)
+            result = ordinary(*args, **kwargs)
             if self._target:
                 self._hold_before_the_target()
-            return found
+            return result
 
         return wait
 
     def _held(self, ordinary: Callable[..., Any]) -> Callable[..., Any]:
-        def job(*args: Any, **given: Any) -> Any:
+        def job(*args: Any, **kwargs: Any) -> Any:
             if threading.current_thread() is not threading.main_thread():
                 self._may_read.wait()
-            return ordinary(*args, **given)
+            return ordinary(*args, **kwargs)
 
         return job
 
@@ -126,15 +126,15 @@ OTHERS = {
 
 
 def case(name: str, tmp_path: Path) -> tuple[Any, FakeGpu | None]:
-    given = dict(CASES[name][0])
-    family = given.pop("family", "llama")
+    options = dict(CASES[name][0])
+    family = options.pop("family", "llama")
     more: dict[str, Any] = MANY_EXPERTS if family == "qwen3_moe" else {"num_hidden_layers": 3}
     directory = split(build_checkpoint(tmp_path / "model", family, dtype=torch.bfloat16, **more))
-    budget = given.pop("budget", 0)
-    if not given.pop("gpu", True):
+    budget = options.pop("budget", 0)
+    if not options.pop("gpu", True):
         return load(directory, budget), None
     gpu = FakeGpu(0)
-    return load_on([gpu], directory, budget, given.pop("host", 0), **given), gpu
+    return load_on([gpu], directory, budget, options.pop("host", 0), **options), gpu
 
 
 def check_nothing_is_lost(model: Any) -> None:
@@ -155,27 +155,27 @@ def check_nothing_is_lost(model: Any) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ctrl_c_in_any_wait_of_a_pass(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_in_a_wait_of_a_pass(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As often as there are slots."""
     monkeypatch.setattr(expert_pool, "MAX_TRANSIT", 1)  # so that experts go through slots one after the other
     model, gpu = case(name, tmp_path)
     waits = Waits(monkeypatch)
     with torch.inference_mode():
         expected = model(INPUT).logits
-        others = INPUT.flip(1)
-        model(others)
+        other_input = INPUT.flip(1)
+        model(other_input)
         waits.places = set()
         model(INPUT)
         assert waits.places == CASES[name][1]
         held = (gpu.locked.copy(), gpu.allocated) if gpu is not None else None
-        number, came = 0, [True]
+        index, came = 0, [True]
         while all(came):  # how many waits there are depends on the experts in the slots
-            number += 1
-            came = [waits.interrupt(number, lambda: model(INPUT)) for _ in range(SLOTS)]
-            assert torch.equal(model(INPUT).logits, expected), number
+            index += 1
+            came = [waits.interrupt(index, lambda: model(INPUT)) for _ in range(SLOTS)]
+            assert torch.equal(model(INPUT).logits, expected), index
             check_nothing_is_lost(model)
-            model(others)
-        assert number > len(waits.places)
+            model(other_input)
+        assert index > len(waits.places)
     assert held == ((gpu.locked, gpu.allocated) if gpu is not None else None)
 
 
@@ -187,26 +187,26 @@ def test_ctrl_c_while_weights_are_compared(family: str, tmp_path: Path, monkeypa
         expected = load(directory, ALL)(INPUT).logits
         waits = Waits(monkeypatch)
         load(directory, ALL)(INPUT)
-        number, seen = waits.count, waits.places
+        count, seen = waits.count, waits.places
         of_experts = {"first_use.before", "first_use.after"} if family != "llama" else set()
         assert seen == {"first_use.wait_for"} | of_experts
-        for at in range(1, number + 1):
+        for index in range(1, count + 1):
             model = load(directory, ALL)
-            assert waits.interrupt(at, lambda: model(INPUT))  # noqa: B023
-            assert torch.equal(model(INPUT).logits, expected), at
+            assert waits.interrupt(index, lambda: model(INPUT))  # noqa: B023
+            assert torch.equal(model(INPUT).logits, expected), index
 
 
-def test_no_wait_of_the_engine_is_forgotten() -> None:
-    found = set()
+def test_every_wait_of_the_engine_is_tested() -> None:
+    waiting = set()
     for path in ENGINE.glob("*.py"):
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(function, ast.FunctionDef):
                 inner = [node for node in ast.walk(function) if isinstance(node, ast.FunctionDef)][1:]
-                inside = {id(node) for one in inner for node in ast.walk(one)}
+                inside = {id(node) for nested in inner for node in ast.walk(nested)}
                 calls = [node for node in ast.walk(function) if isinstance(node, ast.Call) and id(node) not in inside]
                 if any(_waits(call) for call in calls):
-                    found.add(f"{path.stem}.{function.name}")
-    assert found == set().union(*(places for _, places in CASES.values()), OTHERS)
+                    waiting.add(f"{path.stem}.{function.name}")
+    assert waiting == set().union(*(places for _, places in CASES.values()), OTHERS)
 
 
 def _waits(call: ast.Call) -> bool:

@@ -1,4 +1,4 @@
-"""What a checkpoint of Meta's answers: as the published architecture, written out here, and as transformers does."""
+"""Logits of Meta's checkpoints equal those of the published architecture, written out here, and of transformers."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def published(weights: Mapping[str, torch.Tensor], params: Mapping[str, Any], to
 
 def logits(model: Any) -> torch.Tensor:
     with torch.inference_mode():
-        found: torch.Tensor = model(TOKENS).logits
-    return found
+        output: torch.Tensor = model(TOKENS).logits
+    return output
 
 
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -108,9 +108,9 @@ def test_logits(tmp_path: Path, shape: str, ranks: int, sequential: bool) -> Non
         params["rope_scaling_factor"] = 32.0
     computed = published(ranks_of_model(plain)[0], params, TOKENS)
     loaded = rabbitllm.AutoModel.from_pretrained(source, device="cpu", sequential_shard_processing=sequential)
-    found = logits(loaded)
-    assert torch.equal(found, logits(plain))
-    torch.testing.assert_close(found, computed, rtol=1e-4, atol=1e-4)
+    actual = logits(loaded)
+    assert torch.equal(actual, logits(plain))
+    torch.testing.assert_close(actual, computed, rtol=1e-4, atol=1e-4)
     swapped = {**ranks_of_model(plain)[0], "layers.0.attention.wq.weight": plain.state_dict()[QUERY]}
     assert (published(swapped, params, TOKENS) - computed).abs().max() > 0.01  # the order of rows does show
     assert not loaded.unused_tensors
@@ -120,16 +120,16 @@ QUERY = "model.layers.0.self_attn.q_proj.weight"
 
 
 @pytest.mark.parametrize("compression", ["4bit", "8bit"])
-def test_compressed_logits_are_those_of_the_same_weights_as_safetensors(tmp_path: Path, compression: str) -> None:
+def test_compressed_logits_equal_those_of_safetensors(tmp_path: Path, compression: str) -> None:
     plain = tiny_llama(kv_heads=4, heads=8, hidden=128, intermediate=256)
     ways = write_as_transformers(tmp_path / "hf", plain), write_meta(tmp_path / "meta", plain, 4, 1)
-    one, other = (
+    of_safetensors, of_meta = (
         logits(rabbitllm.AutoModel.from_pretrained(way, device="cpu", compression=compression)) for way in ways
     )
-    assert torch.equal(one, other)
+    assert torch.equal(of_safetensors, of_meta)
 
 
-def test_a_repository_and_then_the_split_directory_alone(
+def test_repository_and_then_its_split_directory(
     tmp_path: Path, hub_environment: HubEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rope = {"rope_type": "default", "rope_theta": 5e5}
@@ -137,11 +137,11 @@ def test_a_repository_and_then_the_split_directory_alone(
     write_meta(tmp_path / "hub" / "acme/llama", plain, 2, tokenizer=tiktoken_file(), rope_theta=5e5)
     first = rabbitllm.AutoModel.from_pretrained("acme/llama", device="cpu", sequential_shard_processing=True)
     assert torch.equal(logits(first), logits(plain))
-    made = Path(first.config.name_or_path)
+    directory = Path(first.config.name_or_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    alone = rabbitllm.AutoModel.from_pretrained(made, device="cpu")
+    alone = rabbitllm.AutoModel.from_pretrained(directory, device="cpu")
     assert torch.equal(logits(alone), logits(plain))
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(made)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(directory)
     assert tokenizer("the end").input_ids == alone.tokenizer("the end").input_ids
     assert tokenizer.decode(tokenizer("the end").input_ids, skip_special_tokens=True) == "the end"
-    assert alone.generation_config.eos_token_id == [first.config.bos_token_id + at for at in (1, 9)]
+    assert alone.generation_config.eos_token_id == [first.config.bos_token_id + offset for offset in (1, 9)]

@@ -54,13 +54,13 @@ def build(folder: Path, name: str, *, tied: bool) -> Path:
 
 
 def first(output: Any) -> torch.Tensor:
-    found: torch.Tensor = output[0]
-    return found
+    tensor: torch.Tensor = output[0]
+    return tensor
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", CLASSES)
-def test_outputs_are_those_of_the_named_class(tmp_path: Path, name: str, tied: bool) -> None:
+def test_outputs_equal_those_of_the_named_class(tmp_path: Path, name: str, tied: bool) -> None:
     folder = build(tmp_path / "model", name, tied=tied)
     plain = getattr(transformers, name).from_pretrained(folder).eval()
     for parameter in plain.parameters():  # it computes on the mapped file, where some lie on odd addresses
@@ -97,7 +97,7 @@ def test_text_is_refused_by_a_model_without_a_head(tmp_path: Path) -> None:
             call()
 
 
-def test_a_class_of_another_kind_gets_no_causal_model_instead(tmp_path: Path) -> None:
+def test_unknown_class_is_not_replaced_by_a_causal_model(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama")
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**content, "architectures": ["LlamaForRewards"]}))
@@ -109,8 +109,8 @@ def test_a_class_of_another_kind_gets_no_causal_model_instead(tmp_path: Path) ->
     assert type(model).__name__ == "LlamaForCausalLM"
 
 
-def test_a_model_that_must_stay_is_refused_before_it_is_split(tmp_path: Path) -> None:
-    """RWKV rescales its own weights, so none of them can be let go of."""
+def test_unstreamable_model_is_refused_before_its_split(tmp_path: Path) -> None:
+    """RWKV rescales its own weights, so all of them must stay in memory."""
     config = transformers.RwkvConfig(vocab_size=272, hidden_size=64, num_hidden_layers=3, context_length=64)
     torch.manual_seed(0)
     transformers.RwkvForCausalLM(config).save_pretrained(tmp_path / "model", max_shard_size="100KB")

@@ -51,7 +51,7 @@ def test_entries(args: tuple[Any, ...], kwargs: dict[str, Any], entry: PassInput
     assert pass_input_of(args, kwargs) == (entry, kwargs.get("past_key_values"))
 
 
-def test_a_cache_that_tells_no_length() -> None:
+def test_cache_without_a_length() -> None:
     class Silent:
         def get_seq_length(self) -> int:
             raise ValueError
@@ -64,18 +64,18 @@ class Cache:
     """Stands for a KV cache: an object that is the same, or another."""
 
 
-def test_tokens_and_their_pace() -> None:
+def test_token_rate() -> None:
     ledger, cache = PassLedger(4), Cache()
     assert ledger.begin(PassInput(1, 100, 0, 1), cache, 10.0)
     assert (ledger.number, ledger.prompt, ledger.tokens, ledger.tokens_per_second(12.0)) == (1, 100, 0, None)
     assert ledger.seconds(12.0) == 2
-    for number in range(5):  # the prompt takes 30 s, each token 2
-        assert not ledger.begin(PassInput(1, 1, 100 + number, 1), cache, 40.0 + 2 * number)
+    for index in range(5):  # the prompt takes 30 s, each token 2
+        assert not ledger.begin(PassInput(1, 1, 100 + index, 1), cache, 40.0 + 2 * index)
     assert (ledger.number, ledger.prompt, ledger.tokens) == (6, 0, 5)
     assert ledger.tokens_per_second(49.0) == 4 / 9  # the first came of the prompt
 
 
-def test_candidates_that_were_right_count() -> None:
+def test_accepted_candidates_count() -> None:
     ledger, cache = PassLedger(4), Cache()
     ledger.begin(PassInput(1, 10, 0, 1), cache, 0.0)
     ledger.begin(PassInput(1, 4, 10, 4), cache, 10.0)  # three candidates
@@ -97,7 +97,7 @@ def test_counts_of_another_sequence_begin_at_zero() -> None:
     assert ledger.tokens_per_second(9.0) is None
 
 
-def test_where_the_time_goes() -> None:
+def test_shares_of_time() -> None:
     ledger, cache = PassLedger(2), Cache()
     ledger.begin(PassInput(1, 10, 0, 1), cache, 0.0)
     assert ledger.shares == {}
@@ -139,8 +139,8 @@ class Stack(nn.Module):
         self.waited += WAIT
 
     def forward(self, value: int, fail: type[BaseException] | None = None) -> int:
-        for number, part in enumerate(self.parts):
-            if fail is not None and number == 2:
+        for index, part in enumerate(self.parts):
+            if fail is not None and index == 2:
                 raise fail("in the third part")
             part(value)
             time.sleep(WORK)
@@ -151,7 +151,7 @@ def watched(stack: Stack) -> PassLine:
     return PassLine(list(stack.parts), lambda: (stack.waited, 0.0))
 
 
-def test_lines_over_a_slow_pass(every_pass_is_slow: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_a_slow_pass(every_pass_is_slow: None, capsys: pytest.CaptureFixture[str]) -> None:
     stack = Stack()
     line = watched(stack)
     with line.over(PROMPT, None):
@@ -159,21 +159,19 @@ def test_lines_over_a_slow_pass(every_pass_is_slow: None, capsys: pytest.Capture
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) >= 3
     pattern = r"pass 1, 7 tokens of prompt, layer (\d) of 4, 0 s, disk (\d+) %.*"
-    found = [match for text in lines if (match := re.fullmatch(pattern, text))]
-    assert len(found) == len(lines)
-    layers = [int(match[1]) for match in found]
+    matches = [match for text in lines if (match := re.fullmatch(pattern, text))]
+    assert len(matches) == len(lines)
+    layers = [int(match[1]) for match in matches]
     assert layers == sorted(layers)
     assert layers[0] == 1
-    assert 50 < int(found[-1][2]) < 100
+    assert 50 < int(matches[-1][2]) < 100
     assert "compute" in lines[-1]
     with line.over(PassInput(1, 1, 7, 1), None):
         stack(1)
     assert "pass 2, layer 1 of 4" in capsys.readouterr().err
 
 
-def test_on_a_terminal_it_is_one_row_below_the_tokens(
-    every_pass_is_slow: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_terminal_has_one_row_below_the_tokens(every_pass_is_slow: None, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = TerminalStream()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(sys, "stdout", terminal)
@@ -182,17 +180,17 @@ def test_on_a_terminal_it_is_one_row_below_the_tokens(
     stack, cache, seen = Stack(), Stack(), []
     line = watched(stack)
     stack.parts[3].register_forward_hook(lambda *args: seen.append(terminal.screen(100)))
-    for number in range(3):
-        with line.over(PassInput(1, 1, 7 + number, 1) if number else PROMPT, cache):
+    for index in range(3):
+        with line.over(PassInput(1, 1, 7 + index, 1) if index else PROMPT, cache):
             stack(1)
-        print(f"token{number} ", end="", flush=True)
-        assert terminal.screen(100) == [" ".join(f"token{n}" for n in range(number + 1))]
+        print(f"token{index} ", end="", flush=True)
+        assert terminal.screen(100) == [" ".join(f"token{n}" for n in range(index + 1))]
     assert [len(rows) for rows in seen] == [1, 2, 2]
     assert re.match(r"pass 3 · layer [0-3] of 4 · \d+(\.\d+)? tokens/s · disk \d+ %", seen[2][1])
     assert seen[2][0] == "token0 token1"
 
 
-def test_a_fast_pass_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fast_pass_prints_no_line(capsys: pytest.CaptureFixture[str]) -> None:
     stack = Stack()
     with watched(stack).over(PROMPT, None):
         stack(1)
@@ -201,7 +199,7 @@ def test_a_fast_pass_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_exception_takes_the_line_away(
+def test_exception_removes_the_line(
     error: type[BaseException], every_pass_is_slow: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stack = Stack()
@@ -217,7 +215,7 @@ def test_an_exception_takes_the_line_away(
     assert "pass 2, 7 tokens of prompt, layer 1 of 4" in capsys.readouterr().err
 
 
-def test_a_pass_in_a_pass_is_part_of_it(every_pass_is_slow: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nested_pass_is_part_of_the_outer_one(every_pass_is_slow: None, capsys: pytest.CaptureFixture[str]) -> None:
     stack = Stack()
     line = watched(stack)
     with line.over(PROMPT, None), line.over(PROMPT, None):
@@ -228,7 +226,7 @@ def test_a_pass_in_a_pass_is_part_of_it(every_pass_is_slow: None, capsys: pytest
 
 
 @pytest.mark.parametrize("width", range(30, 130, 10))
-def test_it_is_one_row_that_fits(width: int) -> None:
+def test_line_is_one_row_that_fits(width: int) -> None:
     line = watched(Stack())
     cache = Stack()
     with line.over(PassInput(1, 12_345, 0, 1), cache):
@@ -238,17 +236,17 @@ def test_it_is_one_row_that_fits(width: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "wanted", "shown"), [(0, True, True), (0, False, False), (ALL, True, False)], ids=str
+    ("budget", "show_progress", "shown"), [(0, True, True), (0, False, False), (ALL, True, False)], ids=str
 )
-def test_only_streamed_models_have_one_and_only_if_wanted(
+def test_only_streamed_models_show_progress(
     tmp_path: Path,
     every_pass_is_slow: None,
     capsys: pytest.CaptureFixture[str],
     budget: int,
-    wanted: bool,
+    show_progress: bool,
     shown: bool,
 ) -> None:
-    model: Any = load(split(build_checkpoint(tmp_path, "llama")), budget, show_progress=wanted)
+    model: Any = load(split(build_checkpoint(tmp_path, "llama")), budget, show_progress=show_progress)
     for layer in model.model.layers:
         layer.register_forward_hook(lambda *args: time.sleep(0.03))
     capsys.readouterr()

@@ -30,47 +30,47 @@ NAMES = {"image": "pictures", "audio": "sounds"}
 def asked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, str, int]:
     """A model, inputs for it, their kind, and the id of their placeholder."""
     name: str = request.param
-    kind = FAMILIES[name].kind
+    modality = FAMILIES[name].kind
     model = load(split(build(tmp_path_factory.mktemp("placeholders") / name, name)), 0)
-    token = getattr(model.config, f"{kind}_token_id", None) or getattr(model.config, f"{kind}_token_index")
-    return model, given(model.processor, kind), kind, token
+    token = getattr(model.config, f"{modality}_token_id", None) or getattr(model.config, f"{modality}_token_index")
+    return model, given(model.processor, modality), modality, token
 
 
-def cut(inputs: Mapping[str, torch.Tensor], at: int) -> dict[str, torch.Tensor]:
+def cut(inputs: Mapping[str, torch.Tensor], position: int) -> dict[str, torch.Tensor]:
     """The inputs without the token at one place."""
     ids = inputs["input_ids"]
-    kept = torch.arange(ids.shape[1]) != at
+    kept = torch.arange(ids.shape[1]) != position
     return {name: value[:, kept] if value.shape[:2] == ids.shape else value for name, value in inputs.items()}
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_placeholder_is_missing(asked: tuple[Any, Any, str, int], call: str) -> None:
-    model, inputs, kind, token = asked
+def test_missing_placeholder(asked: tuple[Any, Any, str, int], call: str) -> None:
+    model, inputs, modality, token = asked
     places = (inputs["input_ids"][0] == token).nonzero().flatten()
     fewer = cut(inputs, int(places[0]))
     with pytest.raises(MediaError) as refused:
         CALLS[call](model, fewer)
-    problem = f"The prompt has {len(places) - 1} placeholders for {NAMES[kind]}, which need {len(places)}."
+    problem = f"The prompt has {len(places) - 1} placeholders for {NAMES[modality]}, which need {len(places)}."
     assert refused.value.problem == problem
     assert "model.processor" in refused.value.remedy
     CALLS[call](model, inputs)
 
 
-def test_placeholders_alone(asked: tuple[Any, Any, str, int], caplog: pytest.LogCaptureFixture) -> None:
+def test_placeholders_without_media(asked: tuple[Any, Any, str, int], caplog: pytest.LogCaptureFixture) -> None:
     """The words of a text may happen to be a placeholder, so it is answered."""
-    model, inputs, kind, token = asked
+    model, inputs, modality, token = asked
     ids = inputs["input_ids"]
     count = int((ids == token).sum())
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         CALLS["generate"](model, {"input_ids": ids, "attention_mask": inputs["attention_mask"]})
         CALLS["generate"](model, inputs)
         CALLS["generate"](model, {"input_ids": ids[:, ids[0] != token]})
-    said = [record.message for record in caplog.records if "placeholders" in record.message]
-    assert len(said) == 1
-    assert said[0].startswith(f"The prompt has {count} placeholders for {NAMES[kind]}, and none were passed")
+    messages = [record.message for record in caplog.records if "placeholders" in record.message]
+    assert len(messages) == 1
+    assert messages[0].startswith(f"The prompt has {count} placeholders for {NAMES[modality]}, and none were passed")
 
 
-def test_a_model_of_text_has_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_text_model_has_no_placeholders(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = load(split(build_checkpoint(tmp_path / "model", "llama")), 0)
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         CALLS["generate"](model, {"input_ids": INPUT})

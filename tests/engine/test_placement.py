@@ -1,7 +1,7 @@
-"""Placement, as arithmetic: limits are kept, every unit and expert has one place, what is kept is spread evenly.
+"""Placement as arithmetic: limits are kept, every unit and expert has one tier, kept units are spread evenly.
 
-What units take, where a tensor that two of them are made from counts once; what the page cache may take; and what runs
-of memory of one size take of a GPU.
+The costs of units, where a shared tensor counts once; the room of the page cache; and the memory of a GPU that many
+allocations of one size take.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from rabbitllm.engine.placement import (
     SharedTensor,
     Tier,
     UnitCost,
+    allocated_bytes,
     place,
-    taken,
 )
 from tests.engine.test_every_architecture import build
 from tests.engine.test_fake_gpu import load_on
@@ -50,7 +50,7 @@ def layer(name: str, stored: int, ready: int | None = None, **changed: bool) -> 
 
 
 def model(layers: int, stored: int = 100, ready: int | None = None) -> list[UnitCost]:
-    """Embedding, so many layers, norm, head."""
+    """Embedding, `layers` layers, norm, head."""
     return [
         layer("embed", 150, is_layer=False),
         *(layer(f"layers.{i}", stored, ready) for i in range(layers)),
@@ -63,25 +63,25 @@ def tiers(placement: Placement) -> dict[str, Tier]:
     return {placed.unit: placed.tier for placed in placement.units}
 
 
-def test_a_unit_that_is_not_there_is_a_key_error() -> None:
-    one = PlacedUnit("layers.0", "cpu", Tier.RESIDENT, 8)
-    placement = Placement((one,), ())
-    assert placement.of("layers.0") is one
+def test_unknown_unit_is_a_key_error() -> None:
+    unit = PlacedUnit("layers.0", "cpu", Tier.RESIDENT, 8)
+    placement = Placement((unit,), ())
+    assert placement.of("layers.0") is unit
     with pytest.raises(KeyError, match=r"layers\.1"):
         placement.of("layers.1")
 
 
 def footprint(costs: Sequence[UnitCost], placement: Placement, device: str) -> int:
-    """The most that weights take on a device at any moment, by what the tiers mean."""
+    """The maximum memory of weights on a device, by the meaning of the tiers."""
     is_host = device in {budget.device for budget in placement.budgets if budget.is_host}
-    here = [cost for cost in costs if placement.of(cost.name).device == device]
-    at = {cost.name: placement.of(cost.name).tier for cost in here}
+    on_device = [cost for cost in costs if placement.of(cost.name).device == device]
+    tier_of = {cost.name: placement.of(cost.name).tier for cost in on_device}
     # tied units have one tensor: made once; and in a mapped file it is there once
-    resident = sum({tensor(cost): cost.ready for cost in here if at[cost.name] is Tier.RESIDENT}.values())
-    kept = [cost for cost in here if at[cost.name] is Tier.PACKED]
+    resident = sum({tensor(cost): cost.ready for cost in on_device if tier_of[cost.name] is Tier.RESIDENT}.values())
+    kept = [cost for cost in on_device if tier_of[cost.name] is Tier.PACKED]
     quantized = sum({tensor(cost) if is_host else cost.name: cost.stored for cost in kept}.values())
-    slots = SLOTS * max((cost.stored for cost in here if at[cost.name] is Tier.STREAMED), default=0)
-    moving = [cost for cost in here if at[cost.name] in (Tier.PACKED, Tier.STREAMED)]
+    slots = SLOTS * max((cost.stored for cost in on_device if tier_of[cost.name] is Tier.STREAMED), default=0)
+    moving = [cost for cost in on_device if tier_of[cost.name] in (Tier.PACKED, Tier.STREAMED)]
     being_made = max((cost.scratch for cost in moving), default=0)
     return resident + quantized + slots + being_made
 
@@ -108,21 +108,21 @@ def tied(*costs: UnitCost) -> list[UnitCost]:
 @st.composite
 def units(draw: st.DrawFn) -> list[UnitCost]:
     """Any model: sizes, kinds and order are arbitrary."""
-    made = []
-    for number in range(draw(st.integers(1, 25))):
+    costs = []
+    for index in range(draw(st.integers(1, 25))):
         stored = draw(st.integers(0, 1000))
         is_view = draw(st.booleans())
         ready = stored if is_view else draw(st.integers(0, 4000))
         scratch = 0 if is_view else draw(st.integers(0, 4000))
         must_stay = draw(st.integers(0, 4)) == 0
         by_rows = not must_stay and draw(st.integers(0, 8)) == 0
-        made.append(UnitCost(f"u{number}", stored, ready, scratch, is_view, draw(st.booleans()), must_stay, by_rows))
-    free = [number for number, cost in enumerate(made) if not cost.must_stay]
+        costs.append(UnitCost(f"u{index}", stored, ready, scratch, is_view, draw(st.booleans()), must_stay, by_rows))
+    free = [index for index, cost in enumerate(costs) if not cost.must_stay]
     if len(free) > 1 and draw(st.booleans()):
         group = sorted(draw(st.sets(st.sampled_from(free), min_size=2, max_size=4)))
-        for number, cost in zip(group, tied(*(made[number] for number in group)), strict=True):
-            made[number] = cost
-    return made
+        for index, cost in zip(group, tied(*(costs[index] for index in group)), strict=True):
+            costs[index] = cost
+    return costs
 
 
 budget_lists = st.lists(st.tuples(st.integers(0, 20_000), st.booleans()), min_size=1, max_size=4).map(
@@ -138,9 +138,9 @@ def test_every_unit_is_placed_once_and_limits_are_kept(
     placement = place(costs, budgets, small_first=small_first)
     assert [placed.unit for placed in placement.units] == [cost.name for cost in costs]
     for budget in budgets:
-        here = [cost for cost in costs if placement.of(cost.name).device == budget.device]
-        fixed = sum(cost.ready for cost in here if cost.must_stay)
-        free = [cost for cost in here if not cost.must_stay and not cost.by_rows]
+        on_device = [cost for cost in costs if placement.of(cost.name).device == budget.device]
+        fixed = sum(cost.ready for cost in on_device if cost.must_stay)
+        free = [cost for cost in on_device if not cost.must_stay and not cost.by_rows]
         least = fixed + SLOTS * max((c.stored for c in free), default=0)
         least += max((c.scratch for c in free), default=0)
         # what cannot be avoided is taken even beyond the limit, and then nothing else is
@@ -149,7 +149,7 @@ def test_every_unit_is_placed_once_and_limits_are_kept(
 
 @settings(max_examples=200)
 @given(units(), budget_lists)
-def test_tiers_are_those_a_unit_can_have(costs: list[UnitCost], budgets: list[Budget]) -> None:
+def test_units_have_only_possible_tiers(costs: list[UnitCost], budgets: list[Budget]) -> None:
     placement = place(costs, budgets)
     host = {budget.device: budget.is_host for budget in budgets}
     for cost in costs:
@@ -169,7 +169,7 @@ def test_tiers_are_those_a_unit_can_have(costs: list[UnitCost], budgets: list[Bu
     assert placement.is_resident == all(placed.tier in READY for placed in placement.units)
 
 
-def test_all_that_fits_is_resident_to_the_byte() -> None:
+def test_fitting_units_are_resident_to_the_byte() -> None:
     costs = model(4, stored=100, ready=300)
     need = 4 * 300 + 301
     assert place(costs, [Budget("cpu", need, True)]).is_resident
@@ -178,7 +178,7 @@ def test_all_that_fits_is_resident_to_the_byte() -> None:
     assert below["head"] is Tier.RESIDENT
 
 
-def test_packed_needs_room_for_one_unit_being_made() -> None:
+def test_packed_tier_needs_memory_to_dequantize_one_unit() -> None:
     costs = model(4, stored=100, ready=300)
     need = 4 * 100 + 301 + 300
     quantized = tiers(place(costs, [Budget("cpu", need, True)]))
@@ -186,22 +186,22 @@ def test_packed_needs_room_for_one_unit_being_made() -> None:
     assert Tier.STREAMED in tiers(place(costs, [Budget("cpu", need - 1, True)])).values()
 
 
-def test_what_is_no_larger_made_is_made_once_on_a_device_and_never_copied_from_a_mapped_file() -> None:
+def test_units_of_equal_ready_size_are_resident_on_a_device_and_packed_on_the_host() -> None:
     """bfloat16 weights on a GPU that computes in float16, of which a part is streamed."""
     costs = model(8, stored=100, ready=100)
     costs = [replace(cost, is_view=False) for cost in costs]
     for is_host, tier in ((False, Tier.RESIDENT), (True, Tier.PACKED)):
         placement = place(costs, [Budget("here", 850, is_host)])
-        found = tiers(placement)
-        assert Tier.STREAMED in found.values()
-        assert found["head"] is tier
-        assert {found[f"layers.{i}"] for i in range(8)} == {tier, Tier.STREAMED}
+        by_unit = tiers(placement)
+        assert Tier.STREAMED in by_unit.values()
+        assert by_unit["head"] is tier
+        assert {by_unit[f"layers.{i}"] for i in range(8)} == {tier, Tier.STREAMED}
         assert footprint(costs, placement, "here") <= 850
 
 
-def test_nothing_fits() -> None:
-    found = tiers(place(model(3), [Budget("cpu", 0, True)]))
-    assert found == {
+def test_zero_budget() -> None:
+    by_unit = tiers(place(model(3), [Budget("cpu", 0, True)]))
+    assert by_unit == {
         "embed": Tier.STREAMED,
         "layers.0": Tier.STREAMED,
         "layers.1": Tier.STREAMED,
@@ -211,7 +211,7 @@ def test_nothing_fits() -> None:
     }
 
 
-def test_what_is_no_layer_comes_first_unless_told_otherwise() -> None:
+def test_small_units_are_kept_first_by_default() -> None:
     room = SLOTS * 150 + 1 + 350
     first = tiers(place(model(8), [Budget("cpu", room, True)]))
     assert first["embed"] is first["head"] is Tier.RESIDENT
@@ -229,8 +229,8 @@ def test_kept_layers_are_spread_evenly(layers: int, kept: int) -> None:
     """So that the transfer of each streamed layer hides behind the computation of as many others as possible."""
     kept = min(kept, layers - 1)
     costs = [layer(f"layers.{i}", 100) for i in range(layers)]
-    found = tiers(place(costs, [Budget("cpu", SLOTS * 100 + kept * 100, True)]))
-    flags = [found[f"layers.{i}"] is Tier.RESIDENT for i in range(layers)]
+    by_unit = tiers(place(costs, [Budget("cpu", SLOTS * 100 + kept * 100, True)]))
+    flags = [by_unit[f"layers.{i}"] is Tier.RESIDENT for i in range(layers)]
     if kept + SLOTS >= layers:
         assert all(flags)
         return
@@ -241,7 +241,7 @@ def test_kept_layers_are_spread_evenly(layers: int, kept: int) -> None:
 
 @settings(max_examples=100)
 @given(st.integers(2, 40), st.integers(0, 3000), st.integers(0, 3000))
-def test_more_room_never_keeps_less(layers: int, room: int, more: int) -> None:
+def test_larger_budget_keeps_at_least_as_much(layers: int, room: int, more: int) -> None:
     costs = model(layers, stored=100, ready=250)
 
     def streamed(nbytes: int) -> int:
@@ -250,7 +250,7 @@ def test_more_room_never_keeps_less(layers: int, room: int, more: int) -> None:
     assert streamed(room + more) <= streamed(room)
 
 
-def test_an_embedding_used_from_the_mapped_file_costs_nothing() -> None:
+def test_mapped_embedding_takes_no_memory() -> None:
     costs = [layer("embed", 10_000, is_layer=False, by_rows=True), *(layer(f"layers.{i}", 100) for i in range(3))]
     assert place(costs, [Budget("cpu", 300, True)]).is_resident
     on_gpu = tiers(place(costs, [Budget("cuda:0", 300, False)]))
@@ -258,7 +258,7 @@ def test_an_embedding_used_from_the_mapped_file_costs_nothing() -> None:
     assert on_gpu["layers.2"] is Tier.RESIDENT
 
 
-def test_tied_embeddings_are_made_once() -> None:
+def test_tied_embeddings_are_dequantized_once() -> None:
     """Where they have to be made, as at 4bit, and where the device is none that maps files."""
     embed, head = tied(layer("embed", 100, 400, is_layer=False, by_rows=True), layer("head", 0, is_layer=False))
     costs = [embed, *(layer(f"layers.{i}", 100, 400) for i in range(3)), head]
@@ -273,20 +273,20 @@ def test_tied_embeddings_are_made_once() -> None:
 
 
 @pytest.mark.parametrize("is_host", [True, False])
-def test_tied_units_that_are_kept_as_they_are_stored(is_host: bool) -> None:
+def test_packed_tied_units(is_host: bool) -> None:
     """An encoder's embedding, a decoder's and a head: in a mapped file they are there once, on a device each is."""
     embeds = tied(*(layer(name, 300, 900, is_layer=False) for name in ("first", "second", "head")))
     costs = [*embeds, *(layer(f"layers.{i}", 10, 400) for i in range(20))]
     scratch, layers = 900, 20 * 10
     whole = scratch + layers + (300 if is_host else 900)
     for room, kept in ((whole, True), (whole - 1, False)):
-        found = place(costs, [Budget("here", room, is_host)])
-        assert (Tier.STREAMED not in tiers(found).values()) == kept
-    found = place(costs, [Budget("here", whole, is_host)])
-    assert sum(p.counted for p in found.units) == layers + (300 if is_host else 900)
-    few = place(costs, [Budget("here", scratch + 300 + SLOTS * 300, is_host)])
+        placement = place(costs, [Budget("here", room, is_host)])
+        assert (Tier.STREAMED not in tiers(placement).values()) == kept
+    placement = place(costs, [Budget("here", whole, is_host)])
+    assert sum(p.counted for p in placement.units) == layers + (300 if is_host else 900)
+    smallest = place(costs, [Budget("here", scratch + 300 + SLOTS * 300, is_host)])
     kept = Tier.PACKED if is_host else Tier.STREAMED
-    assert [tiers(few)[cost.name] for cost in embeds] == [Tier.PACKED, kept, kept]
+    assert [tiers(smallest)[cost.name] for cost in embeds] == [Tier.PACKED, kept, kept]
 
 
 @pytest.mark.parametrize(
@@ -300,27 +300,27 @@ def test_tied_units_that_are_kept_as_they_are_stored(is_host: bool) -> None:
         (False, False, 0, {"embed": (Tier.ROWS, 0), "head": (Tier.STREAMED, 100)}),
     ],
 )
-def test_what_tied_units_share_is_counted_at_one_of_them(
+def test_shared_tensors_are_counted_at_one_unit(
     view: bool, is_host: bool, room: int, counted: dict[str, tuple[Tier, int]]
 ) -> None:
     ready = None if view else 400
     embed, head = tied(layer("embed", 100, ready, is_layer=False, by_rows=True), layer("head", 0, is_layer=False))
     costs = [embed, *(layer(f"layers.{i}", 500, None if view else 2000) for i in range(3)), head]
     placement = place(costs, [Budget("here", room, is_host)])
-    found = {placed.unit: (placed.tier, placed.counted) for placed in placement.units}
-    assert {name: found[name] for name in counted} == counted
+    by_unit = {placed.unit: (placed.tier, placed.counted) for placed in placement.units}
+    assert {name: by_unit[name] for name in counted} == counted
     assert sum(placed.counted for placed in placement.units) == 1600
     table = [line.split() for line in str(placement).splitlines()[1:] if not line.startswith("each pass")]
     assert sum(int(row[-3]) for row in table) == 5
 
 
-def test_page_locked_memory_is_each_units_own() -> None:
+def test_each_unit_has_its_own_page_locked_memory() -> None:
     first, second = tied(layer("first", 300, is_layer=False), layer("second", 0, is_layer=False))
     placement = place([first, second], [Budget("cuda:0", 0, False)], host_bytes=10_000)
     assert [(placed.tier, placed.counted) for placed in placement.units] == [(Tier.PINNED, 300)] * 2
 
 
-def test_an_embedding_that_must_be_made_is_brought_by_rows() -> None:
+def test_quantized_embedding_is_read_by_rows() -> None:
     embed = layer("embed", 100, 400, is_layer=False, by_rows=True)
     costs = [embed, *(layer(f"layers.{i}", 100, 400) for i in range(3))]
     assert tiers(place(costs, [Budget("cpu", 1600, True)]))["embed"] is Tier.RESIDENT
@@ -328,7 +328,7 @@ def test_an_embedding_that_must_be_made_is_brought_by_rows() -> None:
 
 
 @pytest.mark.parametrize(("rooms", "counts"), [((1000, 1000), (4, 4)), ((3000, 1000), (6, 2)), ((0, 1000), (0, 8))])
-def test_devices_get_runs_in_proportion(rooms: tuple[int, int], counts: tuple[int, int]) -> None:
+def test_devices_get_runs_in_proportion_to_budgets(rooms: tuple[int, int], counts: tuple[int, int]) -> None:
     costs = [layer(f"layers.{i}", 100) for i in range(8)]
     placement = place(costs, [Budget(f"cuda:{i}", room, False) for i, room in enumerate(rooms)])
     devices = [placed.device for placed in placement.units]
@@ -338,7 +338,7 @@ def test_devices_get_runs_in_proportion(rooms: tuple[int, int], counts: tuple[in
 
 @settings(max_examples=100)
 @given(st.integers(1, 20), st.lists(st.integers(0, 1000), min_size=2, max_size=4))
-def test_devices_take_turns_and_links_copy_as_much_if_not_everything_fits(rounds: int, rooms: list[int]) -> None:
+def test_devices_alternate_and_links_copy_equally_if_not_all_units_fit(rounds: int, rooms: list[int]) -> None:
     budgets = [Budget(f"cuda:{i}", room, False) for i, room in enumerate(rooms)]
     costs = [layer(f"layers.{i}", 100) for i in range(rounds * len(rooms) + sum(rooms) // 100)]
     placement = place(costs, budgets, host_bytes=1 << 40)
@@ -348,7 +348,7 @@ def test_devices_take_turns_and_links_copy_as_much_if_not_everything_fits(rounds
     assert max(links) - min(links) <= 2 * SLOTS * 100  # the buffers of a device without streamed units are free
     if len(set(rooms)) == 1:
         devices = [placed.device for placed in placement.units]
-        assert all(len(set(devices[at : at + len(rooms)])) == len(rooms) for at in range(len(devices) - len(rooms) + 1))
+        assert all(len(set(devices[i : i + len(rooms)])) == len(rooms) for i in range(len(devices) - len(rooms) + 1))
 
 
 @given(
@@ -357,19 +357,19 @@ def test_devices_take_turns_and_links_copy_as_much_if_not_everything_fits(rounds
     st.integers(2, 9),
     st.lists(st.integers(0, 2000), min_size=2, max_size=3),
 )
-def test_what_lies_between_layers_is_on_one_device(
+def test_units_between_layers_are_on_one_device(
     before: list[int], after: list[int], layers: int, rooms: list[int]
 ) -> None:
     """Models add the results of token, position and per-layer embeddings, which GPUs do only on one of them."""
-    first = [layer(f"before.{at}", stored, is_layer=False) for at, stored in enumerate(before)]
-    last = [layer(f"after.{at}", stored, is_layer=False) for at, stored in enumerate(after)]
-    costs = [*first, *(layer(f"layers.{at}", 100) for at in range(layers)), *last]
-    placement = place(costs, [Budget(f"cuda:{at}", room, False) for at, room in enumerate(rooms)])
+    first = [layer(f"before.{i}", stored, is_layer=False) for i, stored in enumerate(before)]
+    last = [layer(f"after.{i}", stored, is_layer=False) for i, stored in enumerate(after)]
+    costs = [*first, *(layer(f"layers.{i}", 100) for i in range(layers)), *last]
+    placement = place(costs, [Budget(f"cuda:{i}", room, False) for i, room in enumerate(rooms)])
     for group in (first, last):
         assert len({placement.of(cost.name).device for cost in group}) == 1
 
 
-def test_each_device_keeps_what_fits_it() -> None:
+def test_each_device_fills_its_budget() -> None:
     costs = [layer(f"layers.{i}", 100) for i in range(9)]
     placement = place(costs, [Budget("cuda:0", 450, False), Budget("cuda:1", 450, False)])
     streamed = [placed.unit for placed in placement.units if placed.tier is Tier.STREAMED]
@@ -377,9 +377,9 @@ def test_each_device_keeps_what_fits_it() -> None:
     assert placement.streamed_bytes == 300
 
 
-def test_cached_layers_are_kept_on_the_host_whatever_the_budget() -> None:
-    found = tiers(place(model(5), [Budget("cpu", 0, True)], cached_layers=2))
-    assert [found[f"layers.{i}"] for i in range(5)] == [Tier.RESIDENT] * 2 + [Tier.STREAMED] * 3
+def test_cached_layers_are_kept_at_any_budget() -> None:
+    by_unit = tiers(place(model(5), [Budget("cpu", 0, True)], cached_layers=2))
+    assert [by_unit[f"layers.{i}"] for i in range(5)] == [Tier.RESIDENT] * 2 + [Tier.STREAMED] * 3
     quantized = tiers(place(model(5, ready=300), [Budget("cpu", 0, True)], cached_layers=2))
     assert quantized["layers.1"] is Tier.PACKED
     assert quantized["embed"] is Tier.STREAMED
@@ -395,7 +395,7 @@ gpu_lists = st.lists(st.integers(0, 20_000), min_size=1, max_size=4).map(
 
 @settings(max_examples=300)
 @given(units(), budget_lists, st.integers(0, 20_000), st.integers(0, 3))
-def test_host_memory_is_never_exceeded_and_is_for_other_devices(
+def test_host_memory_is_not_exceeded_and_serves_other_devices(
     costs: list[UnitCost], budgets: list[Budget], room: int, cached: int
 ) -> None:
     without = place(costs, budgets, cached_layers=cached)
@@ -421,7 +421,7 @@ def test_host_memory_is_never_exceeded_and_is_for_other_devices(
 
 @settings(max_examples=100)
 @given(units(), gpu_lists)
-def test_without_host_memory_nothing_is_page_locked(costs: list[UnitCost], budgets: list[Budget]) -> None:
+def test_without_host_memory_no_unit_is_page_locked(costs: list[UnitCost], budgets: list[Budget]) -> None:
     assert not [p for p in place(costs, budgets, host_bytes=0).units if p.tier is Tier.PINNED and p.stored]
     everything = place(costs, budgets, host_bytes=1 << 40)
     assert not [p for p in everything.units if p.tier is Tier.STREAMED and p.stored]
@@ -429,12 +429,12 @@ def test_without_host_memory_nothing_is_page_locked(costs: list[UnitCost], budge
 
 @settings(max_examples=200)
 @given(st.integers(3, 60), st.lists(st.integers(0, 3000), min_size=1, max_size=3), st.integers(0, 60))
-def test_what_is_read_is_spread_evenly_over_the_pass(layers: int, rooms: list[int], kept: int) -> None:
+def test_disk_reads_are_spread_evenly_over_the_pass(layers: int, rooms: list[int], kept: int) -> None:
     """Over the units of each device that are not on it: so it reads from the disk at even distances."""
-    budgets = [Budget(f"cuda:{number}", room, False) for number, room in enumerate(rooms)]
+    budgets = [Budget(f"cuda:{index}", room, False) for index, room in enumerate(rooms)]
     costs = [layer(f"layers.{i}", 100) for i in range(layers)]
-    found = [p for p in place(costs, budgets).units if p.tier is Tier.STREAMED]
-    away = sorted(found, key=lambda placed: placed.device)
+    streamed = [p for p in place(costs, budgets).units if p.tier is Tier.STREAMED]
+    away = sorted(streamed, key=lambda placed: placed.device)
     if len(away) <= kept or not away:
         return
     used = len({placed.device for placed in away})
@@ -447,13 +447,13 @@ def test_what_is_read_is_spread_evenly_over_the_pass(layers: int, rooms: list[in
     for length in range(len(away) + 1):
         assert abs(sum(flags[:length]) - length * kept / len(away)) <= 1
     for budget in budgets:
-        here = [flag for flag, placed in zip(flags, away, strict=True) if placed.device == budget.device]
-        assert abs(sum(here) - len(here) * kept / len(away)) <= 2
+        of_device = [flag for flag, placed in zip(flags, away, strict=True) if placed.device == budget.device]
+        assert abs(sum(of_device) - len(of_device) * kept / len(away)) <= 2
 
 
 @settings(max_examples=200)
 @given(st.integers(1, 60), st.integers(0, 60))
-def test_what_is_brought_is_spread_evenly_among_what_stays(layers: int, kept: int) -> None:
+def test_pinned_units_are_spread_evenly_among_kept_ones(layers: int, kept: int) -> None:
     costs = [layer(f"layers.{i}", 100) for i in range(layers)]
     placement = place(costs, [Budget("cuda:0", SLOTS * 100 + kept * 100, False)], host_bytes=1 << 40)
     flags = [placed.tier is Tier.PINNED for placed in placement.units]
@@ -463,7 +463,7 @@ def test_what_is_brought_is_spread_evenly_among_what_stays(layers: int, kept: in
 
 @settings(max_examples=100)
 @given(st.integers(2, 40), st.integers(0, 6000), st.integers(0, 3000))
-def test_more_host_memory_never_reads_more(layers: int, room: int, more: int) -> None:
+def test_more_host_memory_reads_no_more(layers: int, room: int, more: int) -> None:
     costs, gpu = [layer(f"layers.{i}", 100, 250) for i in range(layers)], [Budget("cuda:0", 0, False)]
     read = [place(costs, gpu, host_bytes=nbytes).streamed_bytes for nbytes in (room, room + more)]
     assert read[1] <= read[0]
@@ -472,7 +472,7 @@ def test_more_host_memory_never_reads_more(layers: int, room: int, more: int) ->
 GIB = 1 << 30
 
 
-def test_prints_as_a_table() -> None:
+def test_placement_prints_as_a_table() -> None:
     costs = [layer(f"layers.{i}", GIB) for i in range(6)]
     placement = place(costs, [Budget("cuda:0", 3 * GIB, False), Budget("cuda:1", 4 * GIB, False)])
     assert str(placement).splitlines() == [
@@ -482,7 +482,7 @@ def test_prints_as_a_table() -> None:
     ]
 
 
-def test_prints_what_each_pass_moves() -> None:
+def test_placement_prints_the_traffic_of_a_pass() -> None:
     costs = [layer(f"layers.{i}", GIB) for i in range(12)]
     budgets = [Budget("cuda:0", 4 * GIB, False), Budget("cuda:1", 4 * GIB, False)]
     assert str(place(costs, budgets, host_bytes=6 * GIB)).splitlines() == [
@@ -519,71 +519,71 @@ def placed(layers: int, *budgets: Budget, host: int = 0, ready: int | None = Non
     return place(costs, budgets, host_bytes=host, experts=experts)
 
 
-def test_with_room_for_all_of_them_they_are_used_where_they_lie() -> None:
-    found = placed(3, Budget("cpu", 3 * 100 + 3 * SLOT * EXPERTS, True))
-    assert found.is_resident
-    assert {one.tier for one in found.experts} == {Tier.RESIDENT}
-    assert found.pools == ()
+def test_experts_that_all_fit_are_resident() -> None:
+    placement = placed(3, Budget("cpu", 3 * 100 + 3 * SLOT * EXPERTS, True))
+    assert placement.is_resident
+    assert {expert.tier for expert in placement.experts} == {Tier.RESIDENT}
+    assert placement.pools == ()
 
 
-def test_what_has_no_room_when_made_is_made_for_each_use() -> None:
-    found = placed(3, Budget("cpu", 300 + 3 * SLOT * EXPERTS, True), ready=9_000)
-    assert {one.tier for one in found.experts} == {Tier.PACKED}
-    assert set(tiers(found).values()) == {Tier.RESIDENT}
+def test_experts_that_fit_only_as_stored_are_packed() -> None:
+    placement = placed(3, Budget("cpu", 300 + 3 * SLOT * EXPERTS, True), ready=9_000)
+    assert {expert.tier for expert in placement.experts} == {Tier.PACKED}
+    assert set(tiers(placement).values()) == {Tier.RESIDENT}
 
 
-def test_what_every_token_needs_comes_first() -> None:
-    found = placed(3, Budget("cpu", 3 * 100 + 4 * SLOT + 7 * SLOT, True))
-    assert set(tiers(found).values()) == {Tier.RESIDENT}
-    (pool,) = found.pools
+def test_units_of_every_token_are_kept_before_experts() -> None:
+    placement = placed(3, Budget("cpu", 3 * 100 + 4 * SLOT + 7 * SLOT, True))
+    assert set(tiers(placement).values()) == {Tier.RESIDENT}
+    (pool,) = placement.pools
     assert (pool.slots, pool.transit, pool.host_slots) == (7, 4, 0)
-    assert not found.is_resident
-    assert "experts, by routing" in str(found)
+    assert not placement.is_resident
+    assert "experts, by routing" in str(placement)
 
 
 @settings(max_examples=200)
 @given(st.integers(1, 6), st.integers(0, 20_000), st.booleans())
-def test_limits_are_kept_by_units_and_experts_together(layers: int, room: int, is_host: bool) -> None:
+def test_units_and_experts_stay_within_the_limit(layers: int, room: int, is_host: bool) -> None:
     costs, experts = mixture(layers)
-    found = place(costs, [Budget("d", room, is_host)], experts=experts)
-    at_once = footprint(costs, found, "d") + sum(pool.nbytes for pool in found.pools)
-    at_once += sum(one.stored for one in found.experts if one.tier is not Tier.ROUTED)
+    placement = place(costs, [Budget("d", room, is_host)], experts=experts)
+    at_once = footprint(costs, placement, "d") + sum(pool.nbytes for pool in placement.pools)
+    at_once += sum(expert.stored for expert in placement.experts if expert.tier is not Tier.ROUTED)
     least = 4 * SLOT + 2 * 100  # slots for transit and for streamed units are taken in any case
     assert at_once <= max(room, least)
-    assert all(pool.slots <= layers * EXPERTS for pool in found.pools)
+    assert all(pool.slots <= layers * EXPERTS for pool in placement.pools)
 
 
 @settings(max_examples=200)
 @given(st.integers(1, 6), st.integers(0, 14_000), st.integers(0, 4_000))
-def test_more_room_never_keeps_fewer(layers: int, room: int, more: int) -> None:
+def test_larger_budget_keeps_at_least_as_many_experts(layers: int, room: int, more: int) -> None:
     def kept(nbytes: int) -> int:
-        found = placed(layers, Budget("d", nbytes, True))
-        return sum(pool.slots for pool in found.pools) if found.pools else layers * EXPERTS
+        placement = placed(layers, Budget("d", nbytes, True))
+        return sum(pool.slots for pool in placement.pools) if placement.pools else layers * EXPERTS
 
     assert kept(room + more) >= kept(room)
 
 
 @settings(max_examples=200)
 @given(st.integers(1, 6), st.lists(st.integers(0, 8_000), min_size=1, max_size=3), st.integers(0, 20_000))
-def test_host_memory_holds_what_devices_do_not(layers: int, rooms: list[int], host: int) -> None:
-    found = placed(layers, *(Budget(f"cuda:{i}", room, False) for i, room in enumerate(rooms)), host=host)
-    assert all(pool.slots + pool.host_slots <= pool.experts for pool in found.pools)
-    taken = sum(pool.host_slots * pool.slot for pool in found.pools)
-    pinned = sum(one.stored for one in found.units if one.tier is Tier.PINNED)
-    staging = sum(EXPERT_STAGING * pool.slot for pool in found.pools)
-    assert taken + pinned + (staging if taken else 0) <= host
-    assert {pool.device for pool in found.pools} == {one.device for one in found.experts}
+def test_host_memory_holds_experts_beyond_the_devices(layers: int, rooms: list[int], host: int) -> None:
+    placement = placed(layers, *(Budget(f"cuda:{i}", room, False) for i, room in enumerate(rooms)), host=host)
+    assert all(pool.slots + pool.host_slots <= pool.experts for pool in placement.pools)
+    kept = sum(pool.host_slots * pool.slot for pool in placement.pools)
+    pinned = sum(unit.stored for unit in placement.units if unit.tier is Tier.PINNED)
+    staging = sum(EXPERT_STAGING * pool.slot for pool in placement.pools)
+    assert kept + pinned + (staging if kept else 0) <= host
+    assert {pool.device for pool in placement.pools} == {unit.device for unit in placement.experts}
 
 
-def test_devices_share_layers_by_their_experts_too() -> None:
+def test_shares_of_devices_count_experts() -> None:
     """The first layer has ten times the bytes of the others, nearly all of them in experts."""
     costs, experts = mixture(1)
     costs += [layer(f"dense.{i}", 200) for i in range(10)]
-    found = place(costs, [Budget("cuda:0", 2_000, False), Budget("cuda:1", 2_000, False)], experts=experts)
-    assert [one.unit for one in found.units if one.device == "cuda:0"] == ["layers.0"]
+    placement = place(costs, [Budget("cuda:0", 2_000, False), Budget("cuda:1", 2_000, False)], experts=experts)
+    assert [unit.unit for unit in placement.units if unit.device == "cuda:0"] == ["layers.0"]
 
 
-def test_page_locked_memory_is_host_memory_whatever_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_locked_memory_of_all_devices_counts_as_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_plan, "available_ram", lambda: 1000)
     gpu = FakeGpu(0)
     units = (
@@ -598,7 +598,7 @@ def test_page_locked_memory_is_host_memory_whatever_its_device(monkeypatch: pyte
     assert load_plan.cache_room(placement) == 1000 - 300 - 20 - 3
 
 
-def test_embeddings_of_which_rows_are_touched_take_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embeddings_read_by_rows_take_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_plan, "available_ram", lambda: 1000)
     units = (
         PlacedUnit("a", "cpu", Tier.MAPPED, 500),
@@ -629,7 +629,7 @@ def test_tied_embeddings_are_counted_once(tied_folder: Path, budget: int, exact:
     assert sum(sum(words.values()) for words in model.placement.bytes_by_device.values()) == stored(model)
 
 
-def test_tied_embeddings_that_are_made_fit_where_one_of_them_does(tmp_path: Path) -> None:
+def test_dequantized_tied_embeddings_need_memory_for_one(tmp_path: Path) -> None:
     folder = split(build_checkpoint(tmp_path / "m", "qwen2", tied=True), "4bit")
     model = load(folder)
     once = bytes_when_made(model)
@@ -640,7 +640,7 @@ def test_tied_embeddings_that_are_made_fit_where_one_of_them_does(tmp_path: Path
     assert [gpu.placement.is_resident for gpu in gpus] == [True, False]
 
 
-def test_a_layer_of_a_model_with_tied_layers_is_counted_once(tmp_path: Path) -> None:
+def test_tied_layers_are_counted_once(tmp_path: Path) -> None:
     """Zamba2's shared blocks: each layer that has them is made from the same tensors."""
     build(tmp_path / "m", "zamba2")
     model = load(split(tmp_path / "m"))
@@ -648,12 +648,12 @@ def test_a_layer_of_a_model_with_tied_layers_is_counted_once(tmp_path: Path) -> 
     assert model.placement.is_resident
 
 
-def test_where_nothing_may_stay_the_embedding_is_mapped(tmp_path: Path) -> None:
+def test_zero_budget_maps_the_embedding(tmp_path: Path) -> None:
     model = load(split(build_checkpoint(tmp_path / "m", "llama")), 0)
-    found = tiers_of(model)
-    assert found["model.embed_tokens"] is Tier.MAPPED
-    assert found["model.norm"] is Tier.RESIDENT
-    assert {tier for unit, tier in found.items() if "embed" not in unit and unit != "model.norm"} == {Tier.STREAMED}
+    by_unit = tiers_of(model)
+    assert by_unit["model.embed_tokens"] is Tier.MAPPED
+    assert by_unit["model.norm"] is Tier.RESIDENT
+    assert {tier for unit, tier in by_unit.items() if "embed" not in unit and unit != "model.norm"} == {Tier.STREAMED}
     rows = [line.split() for line in str(model.placement).splitlines()[1:-1]]
     assert [row[:-3] for row in rows] == [["cpu", "resident"], ["cpu", "mapped", "rows"], ["cpu", "streamed"]]
 
@@ -676,12 +676,12 @@ MIB = 1 << 20
         (354 * MIB, 354 * MIB),
     ],
 )
-def test_by_size(nbytes: int, expected: int) -> None:
-    assert taken(nbytes) == expected
+def test_bytes_taken_by_size(nbytes: int, expected: int) -> None:
+    assert allocated_bytes(nbytes) == expected
 
 
 @given(st.integers(1, 1 << 34), st.integers(1, 200))
-def test_so_many_fit_the_segments_that_they_are_said_to_take(nbytes: int, count: int) -> None:
+def test_slots_fit_their_predicted_segments(nbytes: int, count: int) -> None:
     """Segment by segment, as the allocator fills them."""
     rounded = -(-nbytes // 512) * 512
     if rounded >= 10 * MIB:
@@ -689,14 +689,14 @@ def test_so_many_fit_the_segments_that_they_are_said_to_take(nbytes: int, count:
     else:
         segment = 2 * MIB if rounded <= MIB else 20 * MIB
         held = -(-count // (segment // rounded)) * segment
-    assert nbytes <= taken(nbytes)
+    assert nbytes <= allocated_bytes(nbytes)
     last = 20 * MIB if rounded < 10 * MIB else 0  # the last segment may not be full
     rounding = count  # of shares to whole bytes
-    assert count * taken(nbytes) <= held + rounding
-    assert held <= count * taken(nbytes) + rounding + last
+    assert count * allocated_bytes(nbytes) <= held + rounding
+    assert held <= count * allocated_bytes(nbytes) + rounding + last
 
 
-def test_experts_are_kept_on_a_gpu_by_what_their_slots_take_there() -> None:
+def test_expert_slots_on_a_gpu_count_allocator_segments() -> None:
     costs, experts = mixture(3)
     room = 4 * 100 + 300 + 5 * 512
     for is_host, slots in ((True, 5 * 512 // 100), (False, 5)):

@@ -1,4 +1,4 @@
-"""Fixed buffers that are filled ahead of need: order, overlap, reuse, and no buffer lost, whatever happens.
+"""Fixed buffers that are filled ahead of use: order, overlap, reuse, and no buffer lost after any error.
 
 The prefetcher, the loader on real layer files, the uploader on a device that shows every race, and host memory.
 """
@@ -48,7 +48,7 @@ from tests.support.tiny_models import split
 
 
 class Filler:
-    """Jobs that write a number into a buffer when `gate` is open, and note the order."""
+    """Jobs that write a number into a buffer when `gate` is open, and record the order."""
 
     def __init__(self, slots: int) -> None:
         self.ahead = Prefetcher([BufferSlot(torch.zeros(1, dtype=torch.uint8)) for _ in range(slots)], "fill")
@@ -66,7 +66,7 @@ class Filler:
         self.ahead.request(name, fill)
 
     def coming(self, names: str) -> list[str]:
-        """Those of these that have a buffer, filled or not."""
+        """The names that have a buffer, filled or not."""
         return [name for name in names if name in self.ahead._pending]
 
     def fail(self, name: str) -> None:
@@ -78,13 +78,13 @@ class Filler:
 
 @pytest.fixture
 def filler() -> Iterator[Filler]:
-    made = Filler(2)
-    yield made
-    made.gate.set()
-    made.ahead.close()
+    prefetcher = Filler(2)
+    yield prefetcher
+    prefetcher.gate.set()
+    prefetcher.ahead.close()
 
 
-def test_what_is_taken_is_what_was_requested(filler: Filler) -> None:
+def test_taken_slot_is_the_requested_one(filler: Filler) -> None:
     for name in ("1", "2", "3"):
         filler.request(name)
         loaded = filler.ahead.take(name)
@@ -92,7 +92,7 @@ def test_what_is_taken_is_what_was_requested(filler: Filler) -> None:
         filler.ahead.give_back(loaded)
 
 
-def test_requests_wait_for_buffers_and_come_in_their_order(filler: Filler) -> None:
+def test_requests_wait_for_buffers_in_order(filler: Filler) -> None:
     for name in "12345":
         filler.request(name)
     assert filler.coming("12345") == ["1", "2"]
@@ -103,14 +103,14 @@ def test_requests_wait_for_buffers_and_come_in_their_order(filler: Filler) -> No
     assert filler.done == list("12345")
 
 
-def test_a_request_twice_is_one(filler: Filler) -> None:
+def test_repeated_request_is_one(filler: Filler) -> None:
     filler.request("1")
     filler.request("1")
     filler.ahead.give_back(filler.ahead.take("1"))
     assert filler.done == ["1"]
 
 
-def test_the_buffer_that_is_free_for_longest_is_next(filler: Filler) -> None:
+def test_longest_free_buffer_is_next(filler: Filler) -> None:
     used = []
     for name in "1234":
         filler.request(name)
@@ -121,15 +121,15 @@ def test_the_buffer_that_is_free_for_longest_is_next(filler: Filler) -> None:
     assert used[2:] == used[:2]
 
 
-def test_what_was_left_is_there_for_the_next_job(filler: Filler) -> None:
+def test_mark_of_a_slot_reaches_its_next_job(filler: Filler) -> None:
     seen: list[Any] = []
-    for number in range(4):
+    for index in range(4):
         filler.ahead.request("x", lambda slot: seen.append(slot.left))
-        filler.ahead.give_back(filler.ahead.take("x"), number)
+        filler.ahead.give_back(filler.ahead.take("x"), index)
     assert seen == [None, None, 0, 1]
 
 
-def test_forgotten_requests_free_their_buffers_even_at_work(filler: Filler) -> None:
+def test_forgotten_requests_free_their_buffers_even_while_running(filler: Filler) -> None:
     filler.gate.clear()
     for name in "1234":
         filler.request(name)
@@ -144,7 +144,7 @@ def test_forgotten_requests_free_their_buffers_even_at_work(filler: Filler) -> N
     assert filler.done == ["1", "4", "5"]
 
 
-def test_an_error_is_raised_where_it_is_taken_and_costs_no_buffer(filler: Filler) -> None:
+def test_error_is_raised_by_take_and_loses_no_buffer(filler: Filler) -> None:
     for _ in range(5):
         filler.fail("1")
         with pytest.raises(ValueError, match="1"):
@@ -155,7 +155,7 @@ def test_an_error_is_raised_where_it_is_taken_and_costs_no_buffer(filler: Filler
     assert [filler.ahead.take(name).slot.buffer.item() for name in "12"] == [1, 2]
 
 
-def test_an_error_of_a_unit_that_is_not_taken_is_forgotten(filler: Filler) -> None:
+def test_error_of_an_untaken_unit_is_forgotten(filler: Filler) -> None:
     filler.fail("1")
     filler.fail("2")
     filler.ahead.forget()
@@ -164,7 +164,7 @@ def test_an_error_of_a_unit_that_is_not_taken_is_forgotten(filler: Filler) -> No
     assert [filler.ahead.take(name).slot.buffer.item() for name in "34"] == [3, 4]
 
 
-def test_more_than_there_are_buffers_is_an_error_and_no_wait(filler: Filler) -> None:
+def test_taking_more_than_the_buffers_is_an_error(filler: Filler) -> None:
     for name in "123":
         filler.request(name)
     held = [filler.ahead.take(name) for name in "12"]
@@ -175,7 +175,7 @@ def test_more_than_there_are_buffers_is_an_error_and_no_wait(filler: Filler) -> 
     assert held[0].slot.buffer.item() == 1
 
 
-def test_interrupts_anywhere_in_a_call_lose_nothing(filler: Filler) -> None:
+def test_interrupts_in_a_call_lose_no_slot(filler: Filler) -> None:
     """A KeyboardInterrupt may come between any two lines."""
     import sys
 
@@ -257,9 +257,9 @@ class Opened:
         """Whether every tensor in the slot has the bytes that safetensors finds in the layer file."""
         source: UnitSource = self.sources[loaded.unit]
         part = source.part_of(loaded.slot.buffer)
-        wanted = load_file(self.file(loaded.unit))
-        found = {spec.name: part(spec) for tensor in source.stored.values() for spec in tensor.parts}
-        return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+        expected = load_file(self.file(loaded.unit))
+        actual = {spec.name: part(spec) for tensor in source.stored.values() for spec in tensor.parts}
+        return actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 @pytest.fixture
@@ -277,7 +277,7 @@ def until(condition: Callable[[], bool]) -> bool:
     return True
 
 
-def test_takes_the_bytes_of_the_layer_file(opened: Opened) -> None:
+def test_slots_have_the_bytes_of_the_layer_file(opened: Opened) -> None:
     loader = opened.loader()
     for name in LAYERS * 2:
         loaded = loader.take(name)
@@ -287,7 +287,7 @@ def test_takes_the_bytes_of_the_layer_file(opened: Opened) -> None:
     assert loader.loads == 12
 
 
-def test_what_was_requested_is_loaded_once(opened: Opened) -> None:
+def test_requested_units_are_loaded_once(opened: Opened) -> None:
     loader = opened.loader()
     loader.request(LAYERS[0])
     loader.request(LAYERS[0])
@@ -296,7 +296,7 @@ def test_what_was_requested_is_loaded_once(opened: Opened) -> None:
     assert loader.loads == 1
 
 
-def test_a_request_waits_for_a_slot(opened: Opened) -> None:
+def test_request_waits_for_a_slot(opened: Opened) -> None:
     loader = opened.loader(slots=2)
     first, second = loader.take(LAYERS[0]), loader.take(LAYERS[1])
     loader.request(LAYERS[2])
@@ -320,7 +320,7 @@ def test_buffers_are_allocated_once(opened: Opened) -> None:
     assert all(address % 4096 == 0 for address in seen)
 
 
-def test_a_wrong_prediction_costs_one_load_and_no_slot(opened: Opened) -> None:
+def test_wrong_prediction_loads_once_and_loses_no_slot(opened: Opened) -> None:
     loader = opened.loader(slots=2)
     for name in LAYERS:
         loaded = loader.take(name)
@@ -332,7 +332,7 @@ def test_a_wrong_prediction_costs_one_load_and_no_slot(opened: Opened) -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_several_requests_in_vain(opened: Opened, slots: int) -> None:
+def test_several_unused_requests(opened: Opened, slots: int) -> None:
     loader = opened.loader(slots)
     for name in LAYERS[1:]:
         loader.request(name)
@@ -342,7 +342,7 @@ def test_several_requests_in_vain(opened: Opened, slots: int) -> None:
     assert opened.is_right(loader.take(LAYERS[5]))
 
 
-def test_a_file_cut_short_is_named_and_costs_no_slot(opened: Opened) -> None:
+def test_truncated_file_is_named_and_loses_no_slot(opened: Opened) -> None:
     loader = opened.loader(slots=2)
     path = opened.file(LAYERS[1])
     whole = path.read_bytes()
@@ -355,7 +355,7 @@ def test_a_file_cut_short_is_named_and_costs_no_slot(opened: Opened) -> None:
     assert opened.is_right(loader.take(LAYERS[2]))
 
 
-def test_a_failed_prefetch_of_what_is_not_needed_is_forgotten(opened: Opened) -> None:
+def test_failed_prefetch_of_an_unused_unit_is_forgotten(opened: Opened) -> None:
     loader = opened.loader(slots=2)
     path = opened.file(LAYERS[1])
     whole = path.read_bytes()
@@ -367,7 +367,7 @@ def test_a_failed_prefetch_of_what_is_not_needed_is_forgotten(opened: Opened) ->
     assert opened.is_right(loader.take(LAYERS[1]))
 
 
-def test_an_interrupted_wait_costs_no_slot(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_wait_loses_no_slot(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     loader = opened.loader(slots=2)
 
     class Interrupted:
@@ -387,7 +387,7 @@ def test_an_interrupted_wait_costs_no_slot(opened: Opened, monkeypatch: pytest.M
     assert all(map(opened.is_right, held))
 
 
-def test_records_reading_and_waiting(opened: Opened) -> None:
+def test_profiler_has_reads_and_waits(opened: Opened) -> None:
     loader = opened.loader()
     loader.give_back(loader.take(LAYERS[2]))
     stages = opened.profiler.layers[LAYERS[2]]
@@ -404,7 +404,7 @@ def test_closing_ends_the_reading_thread(opened: Opened) -> None:
 
 
 @pytest.mark.long
-def test_an_uncompressed_model_is_loaded_and_run_without_bitsandbytes(tmp_path: Path) -> None:
+def test_uncompressed_model_is_loaded_and_run_without_bitsandbytes(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama")
     code = (
         "import sys; from rabbitllm import AutoModel; import torch\n"
@@ -449,10 +449,10 @@ class Lanes:
         self.up = Uploader(streamed, self.disk, self.gpu, opened.profiler, self.memory)
 
     def pass_over(self, names: Sequence[str], then: Sequence[str] = ()) -> None:
-        """Take, check and give back each, expecting the ones behind it."""
-        for at, name in enumerate(names):
+        """Take, check and give back each, with the following ones prefetched."""
+        for position, name in enumerate(names):
             loaded = self.up.take(name)
-            self.up.prefetch([*names[at + 1 :], *then])
+            self.up.prefetch([*names[position + 1 :], *then])
             assert self.opened.is_right(loaded), name
             self.up.give_back(loaded)
 
@@ -471,12 +471,12 @@ PATTERNS = {
 
 @pytest.fixture(params=PATTERNS)
 def lanes(request: pytest.FixtureRequest, opened: Opened) -> Iterator[Lanes]:
-    made = Lanes(opened, PATTERNS[request.param])
-    yield made
-    made.up.close()
+    opened_lanes = Lanes(opened, PATTERNS[request.param])
+    yield opened_lanes
+    opened_lanes.up.close()
 
 
-def test_brings_the_bytes_of_the_layer_files(lanes: Lanes) -> None:
+def test_uploaded_slots_have_the_bytes_of_the_layer_files(lanes: Lanes) -> None:
     for _ in range(3):
         lanes.pass_over(LAYERS, LAYERS)
     assert lanes.slots_in_use() == 0
@@ -485,14 +485,14 @@ def test_brings_the_bytes_of_the_layer_files(lanes: Lanes) -> None:
     assert 3 * away <= lanes.up.loads <= 3 * away + STAGING
 
 
-def test_unexpected_units_come_too(lanes: Lanes) -> None:
+def test_unexpected_units_are_loaded(lanes: Lanes) -> None:
     for name in (*LAYERS, *reversed(LAYERS), LAYERS[2], LAYERS[2], LAYERS[5]):
         loaded = lanes.up.take(name)
         assert lanes.opened.is_right(loaded)
         lanes.up.give_back(loaded)
 
 
-def test_wrong_predictions_cost_no_slot(lanes: Lanes) -> None:
+def test_wrong_predictions_lose_no_slot(lanes: Lanes) -> None:
     for turn in range(12):
         name = LAYERS[turn % 6]
         loaded = lanes.up.take(name)
@@ -508,18 +508,18 @@ def test_wrong_predictions_cost_no_slot(lanes: Lanes) -> None:
     st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 5), max_size=6)), max_size=25),
     st.sets(st.integers(0, 5)),
 )
-def test_any_order_with_any_expectation(opened: Opened, steps: list[tuple[int, list[int]]], kept: set[int]) -> None:
-    lanes = Lanes(opened, [LAYERS[number] for number in sorted(kept)])
-    for number, expected in steps:
-        loaded = lanes.up.take(LAYERS[number])
-        lanes.up.prefetch(dict.fromkeys(LAYERS[other] for other in expected if other != number))
+def test_any_order_with_any_prediction(opened: Opened, steps: list[tuple[int, list[int]]], kept: set[int]) -> None:
+    lanes = Lanes(opened, [LAYERS[index] for index in sorted(kept)])
+    for index, expected in steps:
+        loaded = lanes.up.take(LAYERS[index])
+        lanes.up.prefetch(dict.fromkeys(LAYERS[other] for other in expected if other != index))
         assert opened.is_right(loaded)
         lanes.up.give_back(loaded)
     lanes.pass_over(LAYERS)
     lanes.up.close()
 
 
-def test_kept_units_are_copied_from_where_they_are(opened: Opened) -> None:
+def test_kept_units_are_copied_from_their_memory(opened: Opened) -> None:
     lanes = Lanes(opened, LAYERS)
     for name in LAYERS:
         opened.file(name).rename(opened.file(name).with_suffix(".gone"))
@@ -533,7 +533,7 @@ def test_kept_units_are_copied_from_where_they_are(opened: Opened) -> None:
     assert set(lanes.gpu.locked) == {buffer.data_ptr() for buffer in lanes.kept.values()}
 
 
-def test_a_kept_unit_does_not_wait_for_a_read_behind_it(opened: Opened) -> None:
+def test_kept_unit_does_not_wait_for_a_later_read(opened: Opened) -> None:
     lanes = Lanes(opened, LAYERS[:4])
     lanes.disk.gate.clear()
     first = lanes.up.take(LAYERS[0])
@@ -547,7 +547,7 @@ def test_a_kept_unit_does_not_wait_for_a_read_behind_it(opened: Opened) -> None:
     assert lanes.disk.begun == LAYERS[4:]
 
 
-def test_the_disk_is_read_as_far_ahead_as_buffers_reach(opened: Opened) -> None:
+def test_staging_buffers_limit_reads_ahead(opened: Opened) -> None:
     lanes = Lanes(opened, [LAYERS[1], LAYERS[2], LAYERS[4]])
     first = lanes.up.take(LAYERS[0])
     lanes.up.prefetch([*LAYERS[1:], LAYERS[0]])
@@ -557,7 +557,7 @@ def test_the_disk_is_read_as_far_ahead_as_buffers_reach(opened: Opened) -> None:
     assert lanes.disk.begun == [LAYERS[0], LAYERS[3], LAYERS[5]]
 
 
-def test_slots_bound_what_is_copied_ahead(opened: Opened) -> None:
+def test_slots_limit_copies_ahead(opened: Opened) -> None:
     lanes = Lanes(opened, LAYERS)
     first = lanes.up.take(LAYERS[0])
     lanes.up.prefetch(LAYERS[1:])
@@ -574,7 +574,7 @@ def until_soon(condition: Any) -> bool:
     return bool(condition())
 
 
-def test_more_than_there_are_slots_at_once(opened: Opened) -> None:
+def test_taking_more_than_the_slots_is_an_error(opened: Opened) -> None:
     lanes = Lanes(opened, LAYERS[:2])
     held = [lanes.up.take(name) for name in LAYERS[:SLOTS]]
     with pytest.raises(RuntimeError, match=r"no free buffer for model\.layers\.4"):
@@ -585,7 +585,7 @@ def test_more_than_there_are_slots_at_once(opened: Opened) -> None:
     lanes.pass_over(LAYERS)
 
 
-def test_a_file_cut_short_is_named_and_costs_no_buffer(opened: Opened) -> None:
+def test_truncated_file_is_named_and_loses_no_buffer(opened: Opened) -> None:
     lanes = Lanes(opened, [LAYERS[0], LAYERS[2]])
     path = opened.file(LAYERS[1])
     whole = path.read_bytes()
@@ -601,7 +601,7 @@ def test_a_file_cut_short_is_named_and_costs_no_buffer(opened: Opened) -> None:
         lanes.pass_over(LAYERS, LAYERS)
 
 
-def test_a_copy_that_fails_costs_no_buffer(lanes: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_copy_loses_no_buffer(lanes: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> None:
         raise RuntimeError("the link is down")
 
@@ -613,7 +613,7 @@ def test_a_copy_that_fails_costs_no_buffer(lanes: Lanes, monkeypatch: pytest.Mon
     lanes.pass_over(LAYERS)
 
 
-def test_a_failed_read_of_what_is_not_needed_is_forgotten(opened: Opened) -> None:
+def test_failed_read_of_an_unused_unit_is_forgotten(opened: Opened) -> None:
     lanes = Lanes(opened, LAYERS[3:])
     path = opened.file(LAYERS[1])
     gone = path.rename(path.with_suffix(".gone"))
@@ -626,7 +626,7 @@ def test_a_failed_read_of_what_is_not_needed_is_forgotten(opened: Opened) -> Non
     lanes.pass_over(LAYERS)
 
 
-def test_an_interrupted_wait_costs_nothing(lanes: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_wait_loses_no_buffer(lanes: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted:
         def result(self) -> None:
             raise KeyboardInterrupt
@@ -642,10 +642,10 @@ def test_an_interrupted_wait_costs_nothing(lanes: Lanes, monkeypatch: pytest.Mon
     lanes.pass_over(LAYERS)
 
 
-def test_records_bytes_by_where_they_come_from(opened: Opened) -> None:
+def test_profiler_has_bytes_by_source(opened: Opened) -> None:
     lanes = Lanes(opened, LAYERS[:2])
     lanes.pass_over(LAYERS)
-    stages = {name: set(found) for name, found in opened.profiler.layers.items()}
+    stages = {name: set(totals) for name, totals in opened.profiler.layers.items()}
     for name in LAYERS:
         kept = {PINNED_UPLOAD, UPLOAD_WAIT}
         assert stages[name] == (kept if name in lanes.kept else {READ, READ_WAIT, UPLOAD, UPLOAD_WAIT})
@@ -654,7 +654,7 @@ def test_records_bytes_by_where_they_come_from(opened: Opened) -> None:
         assert copied.seconds > 0
 
 
-def test_nothing_waits_for_a_copy_where_nothing_is_measured(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_measurement_the_host_does_not_wait_for_copies(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     """But the next read into the same buffer: the computation waits on the device, by `arrive`."""
     opened.profiler.enabled = False
     lanes = Lanes(opened, LAYERS)
@@ -667,7 +667,7 @@ def test_nothing_waits_for_a_copy_where_nothing_is_measured(opened: Opened, monk
         lanes.pass_over(LAYERS, LAYERS)
 
 
-def test_a_buffer_is_not_read_into_while_it_is_copied_from(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffer_is_not_refilled_during_its_copy(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without that wait the copies, which the test device carries out late, have other bytes."""
     opened.profiler.enabled = False
     for waits in (True, False):
@@ -705,9 +705,9 @@ def test_memory_is_unpinned_when_it_is_no_longer_needed(opened: Opened) -> None:
 def placed(opened: Opened, pinned: list[str], devices: list[str]) -> Placement:
     """Six layers, split evenly over devices, some of them pinned and the rest streamed."""
     units = []
-    for at, name in enumerate(LAYERS):
+    for index, name in enumerate(LAYERS):
         tier = Tier.PINNED if name in pinned else Tier.STREAMED
-        units.append(PlacedUnit(name, devices[at * len(devices) // 6], tier, opened.sources[name].stored_bytes))
+        units.append(PlacedUnit(name, devices[index * len(devices) // 6], tier, opened.sources[name].stored_bytes))
     return Placement(tuple(units), tuple(Budget(name, 0, False) for name in devices))
 
 
@@ -722,7 +722,7 @@ def test_buffers_are_given_back_together() -> None:
     assert gpu.locked == {}
 
 
-def test_copies_under_way_are_over_before_memory_is_unlocked() -> None:
+def test_running_copies_end_before_memory_is_unlocked() -> None:
     gpu = FakeGpu(0)
     memory = HostBuffers(gpu)
     host, buffer = memory.take(4).fill_(7), gpu.device_buffer(4)
@@ -733,7 +733,7 @@ def test_copies_under_way_are_over_before_memory_is_unlocked() -> None:
     assert buffer.tolist() == [7] * 4
 
 
-def test_what_must_be_had_comes_unlocked_where_nothing_can_be_locked(caplog: pytest.LogCaptureFixture) -> None:
+def test_required_buffers_are_unlocked_if_locking_fails(caplog: pytest.LogCaptureFixture) -> None:
     gpu = FakeGpu(0, lockable=4096)
     memory = HostBuffers(gpu)
     with caplog.at_level(logging.WARNING, "rabbitllm"):
@@ -746,7 +746,7 @@ def test_what_must_be_had_comes_unlocked_where_nothing_can_be_locked(caplog: pyt
 
 
 @pytest.mark.parametrize("lockable", [0, 5 * 8192, 1 << 20])
-def test_slots_are_locked_piece_by_piece(
+def test_slots_are_locked_in_pieces(
     lockable: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A limit of the driver costs only what is beyond it."""
@@ -755,16 +755,16 @@ def test_slots_are_locked_piece_by_piece(
     memory = HostBuffers(gpu)
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         slots = memory.take_slots(7, 8192)
-    for number, slot in enumerate(slots):
-        slot.fill_(number)
-    assert [slot.tolist() for slot in slots] == [[number] * 8192 for number in range(7)]
+    for index, slot in enumerate(slots):
+        slot.fill_(index)
+    assert [slot.tolist() for slot in slots] == [[index] * 8192 for index in range(7)]
     assert all(slot.data_ptr() % 4096 == 0 for slot in slots)
     pinned = {0: 0, 5 * 8192: 4}.get(lockable, 7)
     assert sum(gpu.locked.values()) == pinned * 8192
     assert len(gpu.locked) == -(-pinned // 2)
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == (pinned < 7)
-    assert not said or f"{(7 - pinned) * 8192:,} bytes of host memory could not be pinned" in said[0]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == (pinned < 7)
+    assert not messages or f"{(7 - pinned) * 8192:,} bytes of host memory could not be pinned" in messages[0]
 
 
 def test_each_device_gets_its_units(opened: Opened) -> None:
@@ -772,7 +772,7 @@ def test_each_device_gets_its_units(opened: Opened) -> None:
     before = placed(opened, LAYERS[1:5], list(gpus))
     after, kept = keep_units(before, opened.sources, {**gpus, "cpu": CpuDevice()}, opened.store)
     assert after == before
-    assert {name: list(found.units) for name, found in kept.items()} == {"fake:0": LAYERS[1:3], "fake:1": LAYERS[3:5]}
+    assert {name: list(host.units) for name, host in kept.items()} == {"fake:0": LAYERS[1:3], "fake:1": LAYERS[3:5]}
     for name, gpu in gpus.items():
         assert set(gpu.locked) == {buffer.data_ptr() for buffer in kept[name].units.values()}
         for unit, buffer in kept[name].units.items():
@@ -780,13 +780,13 @@ def test_each_device_gets_its_units(opened: Opened) -> None:
             part = source.part_of(buffer)
             from safetensors.torch import load_file
 
-            wanted = load_file(opened.file(unit))
-            assert all(torch.equal(part(tensor.parts[0]), wanted[key]) for key, tensor in source.stored.items())
+            expected = load_file(opened.file(unit))
+            assert all(torch.equal(part(tensor.parts[0]), expected[key]) for key, tensor in source.stored.items())
 
 
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError, OSError])
 @pytest.mark.parametrize("enough", [True, False])
-def test_what_is_refused_is_in_ordinary_memory_or_streamed_and_said(
+def test_refused_units_are_in_ordinary_memory_or_streamed_with_a_warning(
     opened: Opened,
     error: type[Exception],
     enough: bool,
@@ -816,16 +816,16 @@ def test_what_is_refused_is_in_ordinary_memory_or_streamed_and_said(
     ordinary = enough and error is RuntimeError
     assert list(kept[gpu.name].units) == LAYERS[: 5 if ordinary else 2]
     assert after == placed(opened, LAYERS[: 5 if ordinary else 2], [gpu.name])
-    said = [record.getMessage() for record in caplog.records]
-    assert ("can be pinned (enough); 3 layers of" in said[0]) == (error is RuntimeError)
-    assert ("3 layers of" in said[-1] and "are read from the disk" in said[-1]) != ordinary
+    messages = [record.getMessage() for record in caplog.records]
+    assert ("can be pinned (enough); 3 layers of" in messages[0]) == (error is RuntimeError)
+    assert ("3 layers of" in messages[-1] and "are read from the disk" in messages[-1]) != ordinary
     for unit, buffer in kept[gpu.name].units.items():
-        source, wanted = opened.sources[unit], load_file(opened.file(unit))
+        source, expected = opened.sources[unit], load_file(opened.file(unit))
         part = source.part_of(buffer)
-        assert all(torch.equal(part(tensor.parts[0]), wanted[key]) for key, tensor in source.stored.items())
+        assert all(torch.equal(part(tensor.parts[0]), expected[key]) for key, tensor in source.stored.items())
 
 
-def test_a_file_that_cannot_be_read_is_an_error_and_leaves_nothing_locked(opened: Opened) -> None:
+def test_unreadable_file_is_an_error_and_leaves_no_locked_memory(opened: Opened) -> None:
     gpu = FakeGpu(0)
     opened.file(LAYERS[1]).unlink()
     with pytest.raises(OSError):  # noqa: PT011

@@ -36,22 +36,22 @@ DRAWN = ("qwen2_5_vl", "gemma3")
 """Families that the short run looks at: positions of pictures, and masks of pictures."""
 
 
-def given(processor: Any, kind: str, pictures: int = 2) -> Any:
+def given(processor: Any, modality: str, pictures: int = 2) -> Any:
     """Inputs of a conversation, as its processor makes them."""
-    if kind == "audio":
+    if modality == "audio":
         parts = [{"type": "audio", "audio": read_sound(sound(), "a sound", RATE)}]
     else:
         parts = [{"type": "image", "image": picture(seed, (90 - 20 * seed, 70))} for seed in range(pictures)]
     messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "What is this?"}]}]
-    made = processor.apply_chat_template(
+    inputs = processor.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
     )
-    return made.to(torch.float32)
+    return inputs.to(torch.float32)
 
 
 @pytest.mark.bits
 @pytest.mark.parametrize("name", cases(short=DRAWN))
-def test_answers_about_pictures_are_those_of_transformers(name: str, tmp_path: Path, one_thread: None) -> None:
+def test_answers_about_pictures_equal_transformers(name: str, tmp_path: Path, one_thread: None) -> None:
     family = FAMILIES[name]
     folder = build(tmp_path / name, name)
     plain = plain_with_media(folder, name)
@@ -129,22 +129,22 @@ def test_every_route_has_the_files_of_the_processor(
     route: Any, checkpoint: Path, hub_environment: HubEnvironment, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(checkpoint, tmp_path / "original")
-    made = route(folder, tmp_path)
+    directory = route(folder, tmp_path)
     for name in FAMILIES["qwen2_vl"].files:
-        assert (made / name).read_bytes() == (checkpoint / name).read_bytes()
-    assert "PLACE" not in (made / "chat_template.jinja").read_text()
-    assert "<|image_pad|>" in (made / "chat_template.jinja").read_text()
+        assert (directory / name).read_bytes() == (checkpoint / name).read_bytes()
+    assert "PLACE" not in (directory / "chat_template.jinja").read_text()
+    assert "<|image_pad|>" in (directory / "chat_template.jinja").read_text()
 
 
-def test_a_model_of_text_alone_has_none(tmp_path: Path) -> None:
+def test_text_model_has_no_processor(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "llama", PLAIN_FAMILIES["llama"], dtype=torch.float32)
     assert load(split(folder)).processor is None
 
 
-def test_a_processor_without_its_files_names_the_missing_one(checkpoint: Path, tmp_path: Path) -> None:
-    made = split(shutil.copytree(checkpoint, tmp_path / "copy"))
-    (made / "preprocessor_config.json").unlink()
-    model = load(made)
+def test_missing_processor_file_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    directory = split(shutil.copytree(checkpoint, tmp_path / "copy"))
+    (directory / "preprocessor_config.json").unlink()
+    model = load(directory)
     with pytest.raises(ProcessorError, match=r"lacks preprocessor_config\.json"):
         model.processor  # noqa: B018  it is read at its first use
     assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2).shape == (1, 5)
@@ -159,22 +159,22 @@ def test_a_processor_without_its_files_names_the_missing_one(checkpoint: Path, t
         ("processor_config.json", '{"processor_class": 5}'),
     ],
 )
-def test_malformed_files_are_an_error_of_ours(name: str, content: str, checkpoint: Path, tmp_path: Path) -> None:
-    made = split(shutil.copytree(checkpoint, tmp_path / "copy"))
-    (made / name).write_text(content)
+def test_malformed_files_are_rabbitllm_errors(name: str, content: str, checkpoint: Path, tmp_path: Path) -> None:
+    directory = split(shutil.copytree(checkpoint, tmp_path / "copy"))
+    (directory / name).write_text(content)
     with pytest.raises(rabbitllm.RabbitLLMError):
-        load(made).processor  # noqa: B018
+        load(directory).processor  # noqa: B018
 
 
 @pytest.mark.skipif(HAS_TORCHVISION, reason="torchvision is installed")
 @pytest.mark.parametrize("name", ["llama4", "mistral3"])
-def test_without_torchvision_some_processors_say_that_they_need_it(name: str, tmp_path: Path) -> None:
+def test_missing_torchvision_is_named(name: str, tmp_path: Path) -> None:
     model = load(split(build(tmp_path / name, name)))
     with pytest.raises(MissingPackageError, match="torchvision"):
         model.processor  # noqa: B018
 
 
-def test_the_processor_is_read_once_and_may_be_replaced(checkpoint: Path, tmp_path: Path) -> None:
+def test_processor_is_read_once_and_may_be_replaced(checkpoint: Path, tmp_path: Path) -> None:
     model = load(split(shutil.copytree(checkpoint, tmp_path / "copy")))
     assert model.processor is model.processor
     model.processor = None

@@ -1,4 +1,4 @@
-"""The profile of passes names what made the caller wait."""
+"""The profile of passes names the cause of the caller's waits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def passes(model: Any, count: int = 3) -> None:
             model(INPUT)
 
 
-def test_off_unless_asked_for(checkpoint: Path) -> None:
+def test_profiler_is_off_by_default(checkpoint: Path) -> None:
     model = load(split(checkpoint), 0)
     passes(model)
     assert not model.profiler.stages
@@ -72,7 +72,7 @@ def test_resident_units_only_compute(checkpoint: Path) -> None:
     assert model.profiler.bottleneck == COMPUTE
 
 
-def test_a_slow_disk_is_the_bottleneck(checkpoint: Path, slow_disk: None) -> None:
+def test_slow_disk_is_the_bottleneck(checkpoint: Path, slow_disk: None) -> None:
     model = load(split(checkpoint), 0, profiling=True)
     passes(model)
     assert model.profiler.bottleneck == READ_WAIT
@@ -95,7 +95,7 @@ def test_slow_computation_is_the_bottleneck_and_hides_the_disk(checkpoint: Path,
     assert stages[READ_WAIT].seconds < stages[READ].seconds / 3
 
 
-def test_slow_dequantizing_is_told_apart(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_dequantizing_is_distinguished(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rabbitllm.engine import units
 
     dequantize, slept = units.dequantize, []
@@ -126,7 +126,7 @@ def test_copies_to_a_gpu_are_recorded(checkpoint: Path) -> None:
     assert uploaded.nbytes > NEW_TOKENS * model.placement.streamed_bytes
 
 
-def test_an_exception_leaves_no_open_record(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exception_leaves_no_open_record(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(split(checkpoint), 0, profiling=True)
 
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -147,8 +147,8 @@ def test_passes_have_tokens_and_bytes(checkpoint: Path) -> None:
     model.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)
     first, *further = model.profiler.passes
     assert (first.kind, first.tokens, first.made) == ("prompt", ids.numel(), 2)
-    assert [(one.kind, one.tokens) for one in further] == [("further", 2)] * 4
-    assert [one.made for one in further] == [2, 2, 2, None]
+    assert [(p.kind, p.tokens) for p in further] == [("further", 2)] * 4
+    assert [p.made for p in further] == [2, 2, 2, None]
     sums = model.profiler.sums
     read = sums["prompt"].disk_bytes + sums["further"].disk_bytes
     assert read >= 5 * model.placement.streamed_bytes
@@ -156,7 +156,7 @@ def test_passes_have_tokens_and_bytes(checkpoint: Path) -> None:
     assert model.profiler.in_place == {"cpu resident": model.placement.of("model.norm").stored}
 
 
-def test_passes_of_a_packed_model_move_nothing(checkpoint: Path) -> None:
+def test_passes_of_a_packed_model_move_no_bytes(checkpoint: Path) -> None:
     model = load(split(checkpoint, "4bit"), ALL, profiling=True, exact=False)
     passes(model, 2)
     assert len(model.profiler.passes) == 2
@@ -166,7 +166,7 @@ def test_passes_of_a_packed_model_move_nothing(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("host", [0, 1 << 30], ids=["from the disk", "from page-locked memory"])
-def test_passes_count_what_is_copied_to_a_gpu(checkpoint: Path, host: int) -> None:
+def test_passes_count_copies_to_a_gpu(checkpoint: Path, host: int) -> None:
     from rabbitllm.base.options import RunOptions
     from rabbitllm.engine.load import load_model
 
@@ -176,17 +176,17 @@ def test_passes_count_what_is_copied_to_a_gpu(checkpoint: Path, host: int) -> No
     run(model)
     assert len(model.profiler.passes) == 1 + NEW_TOKENS
     assert model.placement.uploaded_bytes > 0
-    copied = sum(copies_of(one.stages).nbytes for one in model.profiler.passes)
+    copied = sum(copies_of(p.stages).nbytes for p in model.profiler.passes)
     assert copied == (1 + NEW_TOKENS) * model.placement.uploaded_bytes
 
 
 def test_threads_that_share_a_resident_model_lose_no_time(checkpoint: Path) -> None:
     """Their passes overlap: one is recorded, and what the other does meanwhile is part of it."""
     model = load(split(checkpoint), ALL, profiling=True)
-    both = threading.Barrier(2)
+    barrier = threading.Barrier(2)
 
     def meet(module: Any, args: Any, output: Any) -> None:
-        both.wait(60)
+        barrier.wait(60)
 
     model.model.embed_tokens.register_forward_hook(meet)
     with ThreadPoolExecutor(2) as pool:

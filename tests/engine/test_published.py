@@ -102,7 +102,7 @@ def take_out(folder: Path, *gone: str, **other: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("build", MODELS)
-def test_what_transformers_computes(tmp_path: Path, build: Build) -> None:
+def test_results_equal_transformers(tmp_path: Path, build: Build) -> None:
     folder = build(tmp_path / "model")
     expected = expected_of(folder)
     unsplit = AutoModel.from_pretrained(
@@ -127,7 +127,7 @@ def test_what_transformers_computes(tmp_path: Path, build: Build) -> None:
     "build",
     [pytest.param(build, id=name, marks=[pytest.mark.long] * (name in LATER)) for name, build in COMPRESSED.items()],
 )
-def test_what_transformers_computes_with_compressed_tensors(tmp_path: Path, build: Build) -> None:
+def test_results_equal_transformers_with_compressed_tensors(tmp_path: Path, build: Build) -> None:
     """It decompresses in its first pass, and rounds activations where the scheme says so."""
     folder = build(tmp_path / "model")
     directory = split(folder)
@@ -201,7 +201,7 @@ def test_experts_that_transformers_does_not_decompress(tmp_path: Path, scheme: s
 @pytest.mark.parametrize(
     "scheme", ["NVFP4A16", *(pytest.param(s, marks=pytest.mark.long) for s in ("MXFP8A16", "W4A16-asymmetric"))]
 )
-def test_experts_that_transformers_decompresses_wrongly_or_not(tmp_path: Path, scheme: str) -> None:
+def test_experts_that_transformers_decompresses_wrongly(tmp_path: Path, scheme: str) -> None:
     """It drops the global scales of NVFP4 experts without an error."""
     built = {"moe_intermediate_size": 64}
     folder = quantized.build_compressed_tensors(tmp_path / "model", "qwen3_moe", scheme, shards=3, **built)
@@ -212,7 +212,7 @@ def test_experts_that_transformers_decompresses_wrongly_or_not(tmp_path: Path, s
 
 
 @pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed")
-def test_a_scheme_for_each_kind_of_matrix(tmp_path: Path) -> None:
+def test_several_schemes_in_a_model(tmp_path: Path) -> None:
     folder = quantized.build_mixed(tmp_path / "model", "llama", shards=3, intermediate_size=96)
     expected = expected_of(folder)
     directory = split(folder)
@@ -235,39 +235,39 @@ def test_experts_of_kimi(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed")
 @pytest.mark.parametrize(
-    ("gone", "said"),
+    ("gone", "message"),
     [
         ("layers.1.mlp.experts.2.up_proj.weight_global_scale", "belong to 3 or 4 experts"),
         ("layers.1.mlp.up_proj.weight_global_scale", "missing for .*: weight_global_scale"),
     ],
 )
-def test_codes_of_nvfp4_without_the_scale_of_their_matrix(tmp_path: Path, gone: str, said: str) -> None:
+def test_codes_of_nvfp4_without_the_scale_of_their_matrix(tmp_path: Path, gone: str, message: str) -> None:
     family = "qwen3_moe" if "experts" in gone else "llama"
     settings = {"moe_intermediate_size": 64} if "experts" in gone else {"intermediate_size": 96}
     folder = quantized.build_compressed_tensors(tmp_path / "model", family, "NVFP4A16", **settings)
     take_out(folder, gone)
-    with pytest.raises(IncompleteSplitError, match=said):
+    with pytest.raises(IncompleteSplitError, match=message):
         load(split(folder))
 
 
 @pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed")
 @pytest.mark.parametrize(
-    ("gone", "said"),
+    ("gone", "message"),
     [
         ("layers.1.mlp.up_proj.weight_scale", "missing for .*: weight_scale"),
         ("layers.1.mlp.experts.2.up_proj.weight_scale", "belong to 3 or 4 experts"),
     ],
 )
-def test_packed_codes_without_a_part(tmp_path: Path, gone: str, said: str) -> None:
+def test_packed_codes_without_a_part(tmp_path: Path, gone: str, message: str) -> None:
     family = "qwen3_moe" if "experts" in gone else "llama"
     folder = quantized.build_compressed_tensors(tmp_path / "model", family, "W4A16")
     take_out(folder, gone)
-    with pytest.raises(IncompleteSplitError, match=said):
+    with pytest.raises(IncompleteSplitError, match=message):
         load(split(folder))
 
 
 @pytest.mark.parametrize("build", FEW)
-def test_what_is_split_is_what_is_published(tmp_path: Path, build: Build) -> None:
+def test_split_has_the_published_bytes(tmp_path: Path, build: Build) -> None:
     """Every tensor in its own dtype, a layer's codes and scales in one file; the same bytes on either route."""
     folder, other = build(tmp_path / "model"), build(tmp_path / "other")
     published = read_tensors(folder)
@@ -276,9 +276,9 @@ def test_what_is_split_is_what_is_published(tmp_path: Path, build: Build) -> Non
     assert store.tensors.keys() == published.keys()
     for name, tensor in published.items():
         (part,) = store.tensors[name].parts
-        found = store.mapped(part.file).tensor(part)
-        assert found.dtype == tensor.dtype
-        assert torch.equal(found.flatten().view(torch.uint8), tensor.flatten().view(torch.uint8))
+        stored = store.mapped(part.file).tensor(part)
+        assert stored.dtype == tensor.dtype
+        assert torch.equal(stored.flatten().view(torch.uint8), tensor.flatten().view(torch.uint8))
     layers = {name: ".".join(name.split(".")[:3]) for name in published if ".layers." in name}
     assert all(store.tensors[name].parts[0].file == f"{layer}.safetensors" for name, layer in layers.items())
     in_order = splitting.split(other, sequential=True)
@@ -287,14 +287,14 @@ def test_what_is_split_is_what_is_published(tmp_path: Path, build: Build) -> Non
 
 
 @pytest.mark.parametrize("build", FEW)
-def test_on_a_device_of_its_own_memory(tmp_path: Path, build: Build) -> None:
+def test_device_with_its_own_memory(tmp_path: Path, build: Build) -> None:
     folder = build(tmp_path / "model")
     expected = expected_of(folder)
     assert_same(run_on([FakeGpu(0), FakeGpu(1)], split(folder), 40_000), expected)
 
 
 @pytest.mark.parametrize("name", ["4bit-llama-nf4-nested", "8bit-llama"])
-def test_codes_that_stay_are_used_where_they_lie(tmp_path: Path, name: str) -> None:
+def test_resident_codes_are_used_in_place(tmp_path: Path, name: str) -> None:
     folder = PUBLISHED[name](tmp_path / "model")
     model = load(split(folder))
     store = LayerStore(split(folder))
@@ -307,7 +307,7 @@ def test_codes_that_stay_are_used_where_they_lie(tmp_path: Path, name: str) -> N
 
 
 @pytest.mark.parametrize("name", ["4bit-llama-nf4-nested", "8bit-llama"])
-def test_codes_that_are_streamed_leave_nothing(tmp_path: Path, name: str) -> None:
+def test_streamed_codes_are_freed(tmp_path: Path, name: str) -> None:
     """bitsandbytes' modules keep the scales, and at 8bit the codes, of the last forward in a state of their own."""
     model = load(split(PUBLISHED[name](tmp_path / "model")), 0)
     run(model)
@@ -320,14 +320,14 @@ def test_codes_that_are_streamed_leave_nothing(tmp_path: Path, name: str) -> Non
             assert state is None or (state.CB is None and state.SCB is None)
 
 
-def test_a_layer_is_said_to_be_dequantized_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_dequantizing_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = quantized.build_fp8(tmp_path / "model", "llama")
     directory = split(folder)
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         model = load(directory, 0)
         run(model)
-    said = [record.message for record in caplog.records if "dequantized" in record.message]
-    assert said == [
+    messages = [record.message for record in caplog.records if "dequantized" in record.message]
+    assert messages == [
         f"The weights in {directory} are fp8. On cpu each layer is dequantized to bfloat16 for each use; the files "
         "stay unchanged."
     ]
@@ -335,7 +335,7 @@ def test_a_layer_is_said_to_be_dequantized_once(tmp_path: Path, caplog: pytest.L
     assert not hasattr(model.config, "quantization_config")  # as transformers leaves a model that it dequantized
 
 
-def test_a_model_of_bitsandbytes_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_bitsandbytes_model_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = quantized.build_bitsandbytes(tmp_path / "model", "llama", 4)
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         model = load(split(folder))
@@ -347,7 +347,7 @@ def test_a_model_of_bitsandbytes_says_so(tmp_path: Path, caplog: pytest.LogCaptu
 
 @pytest.mark.parametrize("compression", ["4bit", "8bit"])
 @pytest.mark.parametrize("sequential", [True, False])
-def test_they_are_not_quantized_once_more(tmp_path: Path, compression: str, sequential: bool) -> None:
+def test_compression_of_quantized_weights_is_refused(tmp_path: Path, compression: str, sequential: bool) -> None:
     folder = quantized.build_fp8(tmp_path / "model", "llama", shards=2)
     before = splitting.contents(folder)
     with pytest.raises(OptionError) as refused:
@@ -359,7 +359,7 @@ def test_they_are_not_quantized_once_more(tmp_path: Path, compression: str, sequ
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
-def test_matrices_that_are_no_whole_number_of_blocks(tmp_path: Path, family: str) -> None:
+def test_matrices_of_partial_blocks(tmp_path: Path, family: str) -> None:
     """As DeepSeek-V3 is; transformers itself dequantizes none of them."""
     folder = quantized.build_fp8(tmp_path / "model", family, block=24)
     published = read_tensors(folder)
@@ -383,7 +383,7 @@ def test_codes_without_scales(tmp_path: Path) -> None:
     assert "download it again" in refused.value.remedy
 
 
-def test_an_expert_s_codes_without_scales(tmp_path: Path) -> None:
+def test_codes_of_an_expert_without_scales(tmp_path: Path) -> None:
     folder = quantized.build_fp8(tmp_path / "model", "qwen3_moe")
     take_out(folder, "layers.1.mlp.experts.2.down_proj.weight_scale_inv")
     with pytest.raises(IncompleteSplitError, match=r"model.layers.1.mlp.experts.down_proj"):
@@ -397,16 +397,16 @@ def test_scales_without_codes(tmp_path: Path) -> None:
         load(split(folder))
 
 
-@pytest.mark.parametrize(("compute", "each"), [(torch.bfloat16, 2), (torch.float16, 4), (torch.float32, 6)], ids=str)
-def test_a_gpu_keeps_memory_for_the_matrix_that_bitsandbytes_dequantizes(
-    tmp_path: Path, compute: torch.dtype, each: int
+@pytest.mark.parametrize(("compute", "nbytes"), [(torch.bfloat16, 2), (torch.float16, 4), (torch.float32, 6)], ids=str)
+def test_gpu_keeps_memory_for_the_matrix_that_bitsandbytes_dequantizes(
+    tmp_path: Path, compute: torch.dtype, nbytes: int
 ) -> None:
     folder = quantized.build_bitsandbytes(
         tmp_path / "model", "llama", 4, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute
     )
     directory, gpu = split(folder), FakeGpu(0)
     limits = {gpu.name: 10_000_000, "cpu": 1_000_000}
-    for device, taken in ((gpu, each * 64 * 128), (CpuDevice(), 0)):
+    for device, taken in ((gpu, nbytes * 64 * 128), (CpuDevice(), 0)):
         plan = make_load_plan(LayerStore(directory), RunOptions(max_memory=limits), directory, [device])
         assert plan.placement.limits == {device.name: limits[device.name] - taken}
 
@@ -438,7 +438,7 @@ def test_codes_of_another_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(find_spec("compressed_tensors") is not None, reason="it is installed")
-def test_a_package_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_missing_package_is_named(tmp_path: Path) -> None:
     folder = quantized.build_compressed_tensors(tmp_path / "model", "llama", "W4A16", packed=False)
     before = splitting.contents(folder)
     with pytest.raises(MissingPackageError) as refused:
@@ -449,27 +449,27 @@ def test_a_package_that_is_missing_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("build", FEW)
-def test_a_plan_says_what_they_are(tmp_path: Path, build: Build) -> None:
+def test_plan_of_quantized_weights(tmp_path: Path, build: Build) -> None:
     folder = build(tmp_path / "model")
-    made = rabbitllm.plan(folder, device="cpu", max_memory={"cpu": 0})
-    assert made.anatomy is not None
-    method = made.anatomy.quantized
+    plan = rabbitllm.plan(folder, device="cpu", max_memory={"cpu": 0})
+    assert plan.anatomy is not None
+    method = plan.anatomy.quantized
     assert method is not None
-    as_it_is, *others = made.outlooks
+    as_it_is, *compressed = plan.outlooks
     assert as_it_is.obstacle is None
     assert any(route.fits for route in as_it_is.routes)
-    assert {outlook.obstacle for outlook in others} == {f"the weights are already quantized ({method})"}
-    first, *rest = made.generations
+    assert {outlook.obstacle for outlook in compressed} == {f"the weights are already quantized ({method})"}
+    first, *further = plan.generations
     assert first.obstacle is None
     assert first.token_seconds is not None
-    assert [found.obstacle for found in rest] == [outlook.obstacle for outlook in others]
+    assert [generation.obstacle for generation in further] == [outlook.obstacle for outlook in compressed]
     loaded = load(split(folder), 0)
     assert sum(held.stored_bytes for held in first.placed) == sum(p.counted for p in loaded.placement.units)
-    assert first.read_bytes == loaded.placement.streamed_bytes + sum(own.read_bytes for own in first.experts)
+    assert first.read_bytes == loaded.placement.streamed_bytes + sum(expert.read_bytes for expert in first.experts)
 
 
 @pytest.mark.parametrize("name", ["fp8-qwen3_moe", "mxfp4-gpt_oss"])
-def test_experts_come_by_routing(tmp_path: Path, name: str) -> None:
+def test_experts_are_streamed_by_routing(tmp_path: Path, name: str) -> None:
     """An expert is made of its own codes and scales; those that no token is routed to are not read."""
     model = load(split(PUBLISHED[name](tmp_path / "model")), 0, profiling=True)
     run(model)

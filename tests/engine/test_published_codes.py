@@ -1,4 +1,4 @@
-"""Checkpoints that are published quantized, multiplied from their codes: as near to the exact result as transformers.
+"""Checkpoints that are published quantized, multiplied from their codes: as close to the exact result as transformers.
 
 Without `exact=True`; with it they have the bits of transformers, see `test_published.py`.
 """
@@ -109,7 +109,7 @@ def forms_of(plan: LoadPlan) -> set[str]:
 
 @pytest.mark.bits
 @pytest.mark.parametrize("name", MODELS)
-def test_every_tier_is_as_near_as_transformers(tmp_path: Path, name: str) -> None:
+def test_every_tier_is_as_close_as_transformers(tmp_path: Path, name: str) -> None:
     build, forms = CODED[name]
     folder = build(tmp_path / "model")
     plain = tmp_path / "plain" if (tmp_path / "plain").is_dir() else folder
@@ -117,18 +117,18 @@ def test_every_tier_is_as_near_as_transformers(tmp_path: Path, name: str) -> Non
     assert forms_of(plan_of(directory, exact=False)) == forms
     assert not forms_of(plan_of(directory, exact=True))
     resident = load(directory, exact=False)
-    found = run(resident)
+    result = run(resident)
     if name not in QUANTIZED_INPUTS:
         expected = reference_logits(plain, INPUT, "auto")  # type: ignore[arg-type]
         routed = bool(resident.placement.experts)
-        assert_as_near(found.logits, expected.logits, exact_logits(plain, INPUT), routed=routed)
+        assert_as_near(result.logits, expected.logits, exact_logits(plain, INPUT), routed=routed)
     streamed = load(directory, 0, exact=False)
     assert {Tier.STREAMED, Tier.ROUTED} & set(tiers(streamed).values())
-    assert_same(run(streamed), found)
+    assert_same(run(streamed), result)
     if resident.placement.experts:
         model = load(directory, budget_that_keeps(directory, 0.25, exact=False), exact=False)
         for _ in range(2):
-            assert_same(run(model), found)
+            assert_same(run(model), result)
 
 
 @needs_compressed
@@ -159,7 +159,7 @@ def test_linears_with_quantized_inputs(tmp_path: Path, scheme: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8-llama", "mxfp4-gpt_oss"])
-def test_what_stays_is_as_large_as_the_codes(tmp_path: Path, name: str) -> None:
+def test_resident_weights_take_the_size_of_the_codes(tmp_path: Path, name: str) -> None:
     directory = split(CODED[name][0](tmp_path / "model"))
     plan, exact = plan_of(directory, exact=False), plan_of(directory)
     nbytes = sum(tensor.nbytes for tensor in LayerStore(directory).tensors.values())
@@ -169,7 +169,7 @@ def test_what_stays_is_as_large_as_the_codes(tmp_path: Path, name: str) -> None:
     assert sum(placed.counted for placed in (*plan.placement.units, *plan.placement.experts)) <= nbytes
 
 
-def test_a_weight_is_its_codes(tmp_path: Path) -> None:
+def test_weight_is_its_codes(tmp_path: Path) -> None:
     """Copied with the model, differentiable by its inputs, and a dequantized matrix for any other operation."""
     directory = split(CODED["fp8-llama"][0](tmp_path / "model"))
     model, exact = load(directory, exact=False), load(directory)
@@ -196,7 +196,7 @@ def test_a_weight_is_its_codes(tmp_path: Path) -> None:
         ("in columns", lambda folder: quantized.build_gptq(folder, "llama", folder.parent / "plain")),
     ],
 )
-def test_what_no_kernel_multiplies_has_the_bits_of_transformers(
+def test_matrices_without_a_kernel_have_the_bits_of_transformers(
     tmp_path: Path, name: str, build: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = split(build(tmp_path / "model"))
@@ -204,16 +204,14 @@ def test_what_no_kernel_multiplies_has_the_bits_of_transformers(
     dense = [entry.target for source in plan.sources.values() for job in source.jobs for _, entry in job.quantized]
     assert not any("q_proj" in target for target in dense)
     with caplog.at_level(logging.WARNING):
-        found = run(load(directory, 0, exact=False))
+        result = run(load(directory, 0, exact=False))
     assert (
         "On cpu a part of the layers is dequantized" if dense else "On cpu each layer is dequantized"
     ) in caplog.text
     if not dense:
-        assert_same(found, run(load(directory)))
+        assert_same(result, run(load(directory)))
 
 
-def test_a_model_that_is_multiplied_from_its_codes_warns_of_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_model_multiplied_from_codes_logs_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     load(split(CODED["mxfp4-gpt_oss"][0](tmp_path / "model")), exact=False)
     assert "dequantized" not in caplog.text

@@ -43,7 +43,7 @@ SHORT = ("awq-qwen3_moe", "gptq-qwen2")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in MODELS]
 )
-def test_what_transformers_computes_with_the_matrices(
+def test_results_equal_transformers_with_the_matrices(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     build, family, options = MODELS[name]
@@ -75,7 +75,7 @@ def test_integers_of_auto_round(tmp_path: Path, layout: str, family: str) -> Non
 
 
 @pytest.mark.parametrize("older", [{"backend": "auto_round:gptq:exllamav2", "quant_method": "intel/auto-round"}, {}])
-def test_what_older_versions_of_auto_round_say(tmp_path: Path, older: dict[str, str]) -> None:
+def test_settings_of_older_auto_round(tmp_path: Path, older: dict[str, str]) -> None:
     folder = quantized.build_auto_round(tmp_path / "model", "llama", tmp_path / "plain", "auto_round:auto_gptq")
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]["packing_format"]
@@ -85,7 +85,7 @@ def test_what_older_versions_of_auto_round_say(tmp_path: Path, older: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("said", "found"),
+    ("changes", "message"),
     [
         ({"packing_format": "auto_round:llm_compressor"}, "int in the layout auto_round:llm_compressor"),
         ({"packing_format": "auto_round:auto_gptq", "data_type": "mx_fp"}, "mx_fp in the layout auto_round:auto_gptq"),
@@ -95,17 +95,17 @@ def test_what_older_versions_of_auto_round_say(tmp_path: Path, older: dict[str, 
         ({"bits": 3}, "by gptq, in the form gptq at 3 bits"),
     ],
 )
-def test_forms_of_auto_round_that_are_not_known(tmp_path: Path, said: dict[str, Any], found: str) -> None:
+def test_unknown_forms_of_auto_round(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama")
     path = folder / "config.json"
-    settings = {"quant_method": "auto-round", "bits": 4, "group_size": 16, "sym": True, **said}
+    settings = {"quant_method": "auto-round", "bits": 4, "group_size": 16, "sym": True, **changes}
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": settings}))
-    with pytest.raises(UnknownArchitectureError, match=found) as refused:
+    with pytest.raises(UnknownArchitectureError, match=message) as refused:
         load(split(folder))
     assert "unquantized" in refused.value.remedy
 
 
-def test_the_matrix_of_awq() -> None:
+def test_awq_matrix() -> None:
     tensor = torch.randn(24, 48, generator=torch.Generator().manual_seed(0))
     integers = quantized.integers_of(tensor, 4)
     parts = quantized._awq(integers)
@@ -116,15 +116,15 @@ def test_the_matrix_of_awq() -> None:
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("disordered", [True, False])
-def test_the_matrix_of_gptq(bits: int, offset: int, disordered: bool) -> None:
+def test_gptq_matrix(bits: int, offset: int, disordered: bool) -> None:
     tensor = torch.randn(32, 48, generator=torch.Generator().manual_seed(0))
     integers = quantized.integers_of(tensor, bits, disordered=disordered)
     parts = quantized._gptq(integers, bits, offset)
     assert torch.equal(gptq_weight(**parts, bits=bits, offset=offset, dtype=torch.float16), integers.matrix)
     if not disordered:
         del parts["g_idx"]
-        found = gptq_weight(**parts, g_idx=None, bits=bits, offset=offset, dtype=torch.float16)
-        assert torch.equal(found, integers.matrix)
+        matrix = gptq_weight(**parts, g_idx=None, bits=bits, offset=offset, dtype=torch.float16)
+        assert torch.equal(matrix, integers.matrix)
 
 
 def test_another_dtype_than_the_scales(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_another_dtype_than_the_scales(tmp_path: Path) -> None:
     assert model.model.embed_tokens.weight.dtype == torch.bfloat16
 
 
-def test_a_part_is_missing(tmp_path: Path) -> None:
+def test_missing_part(tmp_path: Path) -> None:
     folder = quantized.build_awq(tmp_path / "model", "llama", tmp_path / "plain")
     take_out(folder, "layers.1.mlp.up_proj.qzeros")
     with pytest.raises(IncompleteSplitError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
@@ -148,7 +148,7 @@ def test_a_part_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "found"),
+    ("settings", "message"),
     [
         ({"quant_method": "gptq", "bits": 3}, "by gptq, in the form gptq at 3 bits; expected gptq or gptq_v2 at 2 or"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "in the form marlin at 4 bits"),
@@ -159,20 +159,20 @@ def test_a_part_is_missing(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_forms_that_are_not_known(tmp_path: Path, said: dict[str, Any], found: str) -> None:
+def test_unknown_forms(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama")
     path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": said}))
-    with pytest.raises(UnknownArchitectureError, match=found) as refused:
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": settings}))
+    with pytest.raises(UnknownArchitectureError, match=message) as refused:
         load(split(folder))
     assert "unquantized" in refused.value.remedy
 
 
-def test_awq_of_a_model_whose_activations_are_scaled(tmp_path: Path) -> None:
+def test_awq_with_scaled_activations(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "model", "bloom")
     path = folder / "config.json"
-    said = {"quant_method": "awq", "bits": 4, "version": "gemm"}
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": said}))
+    settings = {"quant_method": "awq", "bits": 4, "version": "gemm"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": settings}))
     with pytest.raises(UnknownArchitectureError, match="AWQ also scales the activations of bloom models"):
         load(split(folder))
 
@@ -182,9 +182,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which kernels were used."""
     used: list[str] = []
     for name in ("blocks", "nibbles", "fours"):
-        own = getattr(published_kernels, name)
+        kernel = getattr(published_kernels, name)
         monkeypatch.setattr(
-            published_kernels, name, lambda *args, name=name, own=own: (used.append(name), own(*args))[1]
+            published_kernels, name, lambda *args, name=name, kernel=kernel: (used.append(name), kernel(*args))[1]
         )
     return used
 
@@ -198,19 +198,19 @@ def everything(dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("made", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("result_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("rows", "columns", "grid"), [(96, 320, (6, 5)), (64, 64, (64, 2)), (7, 33, (1, 1))])
 def test_fp8(
-    dtype: torch.dtype, made: torch.dtype, rows: int, columns: int, grid: tuple[int, int], counted: list[str]
+    dtype: torch.dtype, result_dtype: torch.dtype, rows: int, columns: int, grid: tuple[int, int], counted: list[str]
 ) -> None:
     codes = everything(dtype, rows, columns)
     scales = torch.rand(grid, generator=torch.Generator().manual_seed(1)) * 3e-3
     exponents = torch.randint(90, 140, grid, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     for factors in (scales, scales.bfloat16(), exponents):
-        found = QuickFp8(None)._dequantize_one(codes, factors, made)
-        wanted = Fp8Dequantize(None)._dequantize_one(codes, factors, made)
-        assert found.dtype == wanted.dtype
-        assert torch.equal(found, wanted)
+        actual = QuickFp8(None)._dequantize_one(codes, factors, result_dtype)
+        expected = Fp8Dequantize(None)._dequantize_one(codes, factors, result_dtype)
+        assert actual.dtype == expected.dtype
+        assert torch.equal(actual, expected)
     assert counted == ["blocks"] * 3
 
 
@@ -219,15 +219,15 @@ def test_fp8_in_several_threads(counted: list[str]) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        found = QuickFp8(None)._dequantize_one(codes, scales, torch.bfloat16)
+        actual = QuickFp8(None)._dequantize_one(codes, scales, torch.bfloat16)
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(found, Fp8Dequantize(None)._dequantize_one(codes, scales, torch.bfloat16))
+    assert torch.equal(actual, Fp8Dequantize(None)._dequantize_one(codes, scales, torch.bfloat16))
     assert counted == ["blocks"]
 
 
 @pytest.mark.parametrize(
-    ("codes", "scales", "made"),
+    ("codes", "scales", "dtype"),
     [
         (torch.ones(4, 4, dtype=torch.float8_e4m3fn), torch.ones(2, 2), torch.float16),
         (torch.ones(4, 4, dtype=torch.float8_e4m3fn), torch.tensor(2.0), torch.bfloat16),
@@ -238,56 +238,56 @@ def test_fp8_in_several_threads(counted: list[str]) -> None:
         (torch.ones(4, 4, dtype=torch.float8_e4m3fn, device="meta"), torch.ones(2, 2, device="meta"), torch.bfloat16),
     ],
 )
-def test_what_the_kernel_does_not_know_is_done_without(
-    codes: torch.Tensor, scales: torch.Tensor, made: torch.dtype | None, counted: list[str]
+def test_unknown_inputs_of_the_kernel_use_transformers(
+    codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype | None, counted: list[str]
 ) -> None:
-    found = QuickFp8(None)._dequantize_one(codes, scales, made)
-    wanted = Fp8Dequantize(None)._dequantize_one(codes, scales, made)
-    assert (found.dtype, found.shape, found.device) == (wanted.dtype, wanted.shape, wanted.device)
-    assert found.is_meta or torch.equal(found, wanted)
+    actual = QuickFp8(None)._dequantize_one(codes, scales, dtype)
+    expected = Fp8Dequantize(None)._dequantize_one(codes, scales, dtype)
+    assert (actual.dtype, actual.shape, actual.device) == (expected.dtype, expected.shape, expected.device)
+    assert actual.is_meta or torch.equal(actual, expected)
     assert counted == []
 
 
-@pytest.mark.parametrize("made", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize(("rows", "columns", "runs", "threads"), [(7, 64, 2, 1), (5, 96, 6, 1), (300, 512, 16, 2)])
-def test_fp4(rows: int, columns: int, runs: int, threads: int, made: torch.dtype, counted: list[str]) -> None:
+def test_fp4(rows: int, columns: int, runs: int, threads: int, dtype: torch.dtype, counted: list[str]) -> None:
     """Of DeepSeek-V4's experts: every code and every exponent, infinite and undefined results among them."""
     generator = torch.Generator().manual_seed(rows)
     codes = torch.randint(-128, 128, (rows, columns // 2), dtype=torch.int8, generator=generator)
     scales = torch.randint(0, 256, (rows, runs), dtype=torch.uint8, generator=generator).view(torch.float8_e8m0fnu)
-    expected = Fp8Dequantize(None)._dequantize_one(codes, scales, made)
+    expected = Fp8Dequantize(None)._dequantize_one(codes, scales, dtype)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found = QuickFp8(None)._dequantize_one(codes, scales, made)
+        actual = QuickFp8(None)._dequantize_one(codes, scales, dtype)
     finally:
         torch.set_num_threads(before)
-    assert counted == ["fours"] * (made != torch.float16)
-    assert torch.equal(found.isnan(), expected.isnan())
-    assert torch.equal(found.nan_to_num(0), expected.nan_to_num(0))
+    assert counted == ["fours"] * (dtype != torch.float16)
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert torch.equal(actual.nan_to_num(0), expected.nan_to_num(0))
     with pytest.raises(ValueError, match="codes of shape"):
-        QuickFp8(None)._dequantize_one(codes, scales[:, :1].repeat(1, 5), made)
+        QuickFp8(None)._dequantize_one(codes, scales[:, :1].repeat(1, 5), dtype)
 
 
-@pytest.mark.parametrize("made", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize(("rows", "columns"), [(72, 48), (24, 40), (64, 24), (8, 8)])
-def test_smaller_blocks_at_the_ends(rows: int, columns: int, made: torch.dtype) -> None:
+def test_smaller_blocks_at_the_ends(rows: int, columns: int, dtype: torch.dtype) -> None:
     """As transformers' own FP8 products cut them; of blocks of 16, (24, 40) has as many as two by four equal ones."""
     quantizer = SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=(16, 16)))
     codes = everything(torch.float8_e4m3fn, rows, columns)
     scales = torch.rand(-(-rows // 16), -(-columns // 16), generator=torch.Generator().manual_seed(1)) * 1e-2
-    found = QuickFp8(quantizer)._dequantize_one(codes, scales, made)
+    actual = QuickFp8(quantizer)._dequantize_one(codes, scales, dtype)
     exact = _dequantize_fp8_weight(codes, scales, [16, 16], torch.float32)
-    assert torch.equal(found, exact.to(made))
+    assert torch.equal(actual, exact.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("outputs", "groups", "threads"), [(40, 3, 1), (160, 64, 2)])
 def test_mxfp4(dtype: torch.dtype, outputs: int, groups: int, threads: int, counted: list[str]) -> None:
-    made = torch.Generator().manual_seed(0)
-    blocks = torch.randint(256, (3, outputs, groups, 16), dtype=torch.uint8, generator=made)
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(256, (3, outputs, groups, 16), dtype=torch.uint8, generator=generator)
     low, high = (1, 254) if dtype != torch.float16 else (110, 140)
-    scales = torch.randint(low, high, (3, outputs, groups), dtype=torch.uint8, generator=made)
+    scales = torch.randint(low, high, (3, outputs, groups), dtype=torch.uint8, generator=generator)
     model: Any = nn.Module()
     model.experts = nn.Module()
     model.experts.down_proj = nn.Parameter(torch.zeros(3, 32 * groups, outputs, dtype=dtype))
@@ -296,10 +296,10 @@ def test_mxfp4(dtype: torch.dtype, outputs: int, groups: int, threads: int, coun
     torch.set_num_threads(threads)
     try:
         parts = {"down_proj_blocks": [blocks], "down_proj_scales": [scales]}
-        found = QuickMxfp4(None).convert(dict(parts), model=model, full_layer_name="experts.down_proj")
+        actual = QuickMxfp4(None).convert(dict(parts), model=model, full_layer_name="experts.down_proj")
     finally:
         torch.set_num_threads(before)
-    wanted = Mxfp4Dequantize(None).convert(dict(parts), model=model, full_layer_name="experts.down_proj")
-    assert found.keys() == wanted.keys() == {"experts.down_proj"}
-    assert torch.equal(found["experts.down_proj"], wanted["experts.down_proj"])
+    expected = Mxfp4Dequantize(None).convert(dict(parts), model=model, full_layer_name="experts.down_proj")
+    assert actual.keys() == expected.keys() == {"experts.down_proj"}
+    assert torch.equal(actual["experts.down_proj"], expected["experts.down_proj"])
     assert counted == ["nibbles"] * 3

@@ -39,7 +39,7 @@ def expected_of(folder: Path) -> Any:
         pytest.param("FP8", "qwen3_moe", marks=pytest.mark.long),
     ],
 )
-def test_the_formula_of_modelopt(tmp_path: Path, form: str, family: str) -> None:
+def test_formula_of_modelopt(tmp_path: Path, form: str, family: str) -> None:
     settings = EXPERTS if family == "qwen3_moe" else {"intermediate_size": 96}
     folder = quantized.build_modelopt(
         tmp_path / "model", family, form, tmp_path / "plain", shards=3, alone=form == "NVFP4", **settings
@@ -64,7 +64,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def test_settings_in_a_file_of_their_own_are_those_of_the_config(tmp_path: Path) -> None:
+def test_settings_in_their_own_file_equal_those_in_the_config(tmp_path: Path) -> None:
     """Without them FP8 codes would be used as numbers."""
     folder = quantized.build_modelopt(tmp_path / "model", "llama", "FP8", tmp_path / "plain", alone=True)
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
@@ -79,41 +79,41 @@ def test_settings_in_a_file_of_their_own_are_those_of_the_config(tmp_path: Path)
 
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("form", ["NVFP4_AWQ", "W4A16_AWQ", "W8A8_SQ_PER_CHANNEL", "INT8", "NVFP4_SVDQUANT"])
-def test_an_algorithm_that_is_not_known_is_refused_by_name(tmp_path: Path, form: str, alone: bool) -> None:
+def test_unknown_algorithm_is_refused_by_name(tmp_path: Path, form: str, alone: bool) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama")
-    said = {"quant_algo": form}
+    settings = {"quant_algo": form}
     if alone:
-        (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
+        (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": settings}))
     else:
         config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
+        (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
     refused(folder, UnknownArchitectureError, form)
 
 
-def refused(folder: Path, error: type[RabbitLLMError], said: str) -> None:
-    """By a load that would delete each shard after use, before it has touched any."""
+def refused(folder: Path, error: type[RabbitLLMError], message: str) -> None:
+    """A sequential load is an error before any shard is changed."""
     before = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
-    with pytest.raises(error, match=said) as caught:
+    with pytest.raises(error, match=message) as caught:
         AutoModel.from_pretrained(folder, sequential_shard_processing=True, device="cpu", show_layer_progress=False)
     assert "\x1b" not in str(caught.value)
     assert {path.name: path.read_bytes() for path in folder.glob("*.safetensors")} == before
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("[]", "hf_quant_config.json"),
         ('{"quantization": 1}', "quant_algo"),
         ('{"quantization": {"quant_algo": 8}}', "a text"),
     ],
 )
-def test_a_damaged_file_of_settings(tmp_path: Path, text: str, said: str) -> None:
+def test_damaged_settings_file(tmp_path: Path, text: str, message: str) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama")
     (folder / "hf_quant_config.json").write_text(text)
-    refused(folder, RabbitLLMError, said)
+    refused(folder, RabbitLLMError, message)
 
 
-def test_settings_of_the_cache_alone_leave_weights_plain(tmp_path: Path) -> None:
+def test_settings_only_for_the_cache_leave_weights_plain(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama")
     expected = expected_of(folder)
     (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": null, "kv_cache_quant_algo": "FP8"}}')
@@ -121,21 +121,21 @@ def test_settings_of_the_cache_alone_leave_weights_plain(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("form", "gone", "said"),
+    ("form", "gone", "message"),
     [
         ("NVFP4", "layers.1.mlp.up_proj.weight_scale_2", "without weight_scale_2"),
         ("NVFP4", "layers.1.mlp.up_proj.weight_scale", "without weight_scale"),
         ("FP8", "layers.1.mlp.up_proj.weight_scale", "without weight_scale|no scales"),
     ],
 )
-def test_codes_without_a_part(tmp_path: Path, form: str, gone: str, said: str) -> None:
+def test_codes_without_a_part(tmp_path: Path, form: str, gone: str, message: str) -> None:
     folder = quantized.build_modelopt(tmp_path / "model", "llama", form, tmp_path / "plain", intermediate_size=96)
     tensors = {name: tensor for name, tensor in read_tensors(folder).items() if not name.endswith(gone)}
     save_file(tensors, folder / SINGLE_NAME, metadata={"format": "pt"})
-    refused(folder, IncompleteCheckpointError, said)
+    refused(folder, IncompleteCheckpointError, message)
 
 
-def test_inputs_that_would_be_scaled(tmp_path: Path) -> None:
+def test_scaled_inputs_are_refused(tmp_path: Path) -> None:
     folder = quantized.build_modelopt(tmp_path / "model", "llama", "NVFP4", tmp_path / "plain", intermediate_size=96)
     scaled = {"model.layers.0.mlp.up_proj.pre_quant_scale": torch.ones(64, dtype=torch.bfloat16)}
     save_file(read_tensors(folder) | scaled, folder / SINGLE_NAME, metadata={"format": "pt"})
@@ -144,7 +144,7 @@ def test_inputs_that_would_be_scaled(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("form", quantized.TORCHAO_FORMS)
-def test_the_matrices_are_those_of_torchao(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrices_equal_torchao(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchao")
     folder = quantized.build_torchao(tmp_path / "model", form, tmp_path / "plain")
     assert len(list(folder.glob("*.safetensors"))) > 2
@@ -157,7 +157,7 @@ def test_the_matrices_are_those_of_torchao(tmp_path: Path, form: str, monkeypatc
     assert_same(run(load(splitting.split(folder, sequential=True))), expected)
 
 
-def test_the_formula_of_torchao(tmp_path: Path) -> None:
+def test_formula_of_torchao(tmp_path: Path) -> None:
     """Without torchao: int8 with zeros for groups of inputs, in shards."""
     plain, folder = (build_checkpoint(tmp_path / name, "llama", dtype=torch.bfloat16) for name in ("plain", "model"))
 
@@ -174,10 +174,10 @@ def test_the_formula_of_torchao(tmp_path: Path) -> None:
     def published(name: str, tensor: torch.Tensor) -> quantized.Named:
         yield from parts_of(name, tensor)[0].items() if name.endswith("_proj.weight") else [(name, tensor)]
 
-    def meant(name: str, tensor: torch.Tensor) -> quantized.Named:
+    def multiplied(name: str, tensor: torch.Tensor) -> quantized.Named:
         yield name, parts_of(name, tensor)[1] if name.endswith("_proj.weight") else tensor
 
-    quantized.rewrite(plain, meant, None, 1)
+    quantized.rewrite(plain, multiplied, None, 1)
     quantized.rewrite(folder, published, config_of(_type="IntxWeightOnlyConfig", _data={}), 3)
     expected = expected_of(plain)
     directory = splitting.split(folder, sequential=True)
@@ -190,7 +190,7 @@ def config_of(**data: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (config_of(_type="Int4WeightOnlyConfig", _data={}), "Int4WeightOnlyConfig"),
         (
@@ -208,18 +208,18 @@ def config_of(**data: Any) -> dict[str, Any]:
         (config_of(_type="\x1b[2J", _data=7), "expected"),
     ],
 )
-def test_another_form_is_refused_by_name(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
+def test_unknown_form_is_refused_by_name(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
-    refused(folder, UnknownArchitectureError, said)
+    refused(folder, UnknownArchitectureError, message)
 
 
 LAYER = "model.layers.1.mlp.up_proj._weight_"
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "text"),
     [
         ({"scale": None}, "no scale"),
         ({"qdata": None}, "without"),
@@ -229,7 +229,7 @@ LAYER = "model.layers.1.mlp.up_proj._weight_"
         ({"act_pre_scale": torch.ones(64)}, "act_pre_scale"),
     ],
 )
-def test_parts_that_do_not_belong_together(tmp_path: Path, change: dict[str, torch.Tensor | None], said: str) -> None:
+def test_mismatched_parts(tmp_path: Path, change: dict[str, torch.Tensor | None], text: str) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16)
 
     def as_torchao(name: str, tensor: torch.Tensor) -> quantized.Named:
@@ -244,7 +244,7 @@ def test_parts_that_do_not_belong_together(tmp_path: Path, change: dict[str, tor
     tensors = read_tensors(folder) | {f"{LAYER}{part}": value for part, value in change.items()}
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     save_file(kept, folder / SINGLE_NAME, metadata={"format": "pt"})
-    refused(folder, IncompleteCheckpointError, said)
+    refused(folder, IncompleteCheckpointError, text)
 
 
 def test_zeros_are_subtracted_exactly() -> None:
@@ -252,6 +252,6 @@ def test_zeros_are_subtracted_exactly() -> None:
     codes = torch.arange(-128, 128, dtype=torch.int8).view(4, 64)
     scales, zeros = torch.rand(4, 2).bfloat16(), torch.tensor([[-128, 127], [0, 1], [-7, 7], [0, 0]], dtype=torch.int8)
     parts = {"_weight_qdata": codes, "_weight_scale": scales, "_weight_zero_point": zeros}
-    made = TorchAo.matrix(object.__new__(TorchAo), parts, torch.float32)
+    matrix = TorchAo.matrix(object.__new__(TorchAo), parts, torch.float32)
     wide = [tensor.double().repeat_interleave(32, 1) for tensor in (scales, zeros)]
-    assert torch.equal(made.double(), (codes.double() - wide[1]) * wide[0])
+    assert torch.equal(matrix.double(), (codes.double() - wide[1]) * wide[0])

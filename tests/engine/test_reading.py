@@ -1,4 +1,4 @@
-"""Weights that another module reads: in a pass with the bits of a resident model, and everywhere else refused."""
+"""Weights that another module reads: in a pass with the bits of a resident model, and refused outside of one."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def checkpoint(folder: Path, family: str) -> Path:
 
 def outcome(model: Any, family: str) -> list[torch.Tensor]:
     """Of a forward, and of a generation, which calls some towers by themselves."""
-    given = {name: value.to(model.device) for name, value in READING[family].made().items()}
+    inputs = {name: value.to(model.device) for name, value in READING[family].made().items()}
     with torch.inference_mode():
-        logits = model(**given).logits
-        given.pop("decoder_input_ids", None)
-        return [logits, model.generate(**given, max_new_tokens=4, do_sample=False)]
+        logits = model(**inputs).logits
+        inputs.pop("decoder_input_ids", None)
+        return [logits, model.generate(**inputs, max_new_tokens=4, do_sample=False)]
 
 
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def same(results: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(results, other, strict=True))
 
 
 def absent(model: Any) -> list[str]:
@@ -69,23 +69,23 @@ def budgets(model: Any) -> list[int]:
 
 
 @pytest.mark.parametrize(("family", "compression"), EVERY)
-def test_streamed_as_resident(tmp_path: Path, family: str, compression: str | None) -> None:
+def test_streamed_results_equal_resident_ones(tmp_path: Path, family: str, compression: str | None) -> None:
     source = checkpoint(tmp_path, family)
     folder = split(source, compression)
     for exact in (True, False):
         resident = load(folder, exact=exact)
-        wanted = outcome(resident, family)
-        assert wanted[0].isfinite().all()
+        expected = outcome(resident, family)
+        assert expected[0].isfinite().all()
         if compression is None:
             plain = READING[family].model_class.from_pretrained(source).eval()
             for parameter in plain.parameters():
                 parameter.data = parameter.data.clone()
-            assert same(wanted, outcome(plain, family))
+            assert same(expected, outcome(plain, family))
         for budget in budgets(resident):
             streamed = load(folder, budget, exact=exact)
             assert absent(streamed)
-            assert same(outcome(streamed, family), wanted), budget
-            assert same(outcome(streamed, family), wanted), budget
+            assert same(outcome(streamed, family), expected), budget
+            assert same(outcome(streamed, family), expected), budget
             assert streamed.streamer.bound == set()
 
 
@@ -95,12 +95,12 @@ def test_streamed_as_resident(tmp_path: Path, family: str, compression: str | No
 )
 def test_on_a_gpu(tmp_path: Path, family: str, compression: str | None, count: int) -> None:
     folder = split(checkpoint(tmp_path, family), compression)
-    wanted = outcome(load(folder), family)
+    expected = outcome(load(folder), family)
     for budget, host in ((0, 0), (0, ALL), (120_000, 60_000)):
         with watched():
-            model = load_on([FakeGpu(number) for number in range(count)], folder, budget, host)
-            found = outcome(model, family)
-        assert same(found, wanted), (budget, host)
+            model = load_on([FakeGpu(index) for index in range(count)], folder, budget, host)
+            actual = outcome(model, family)
+        assert same(actual, expected), (budget, host)
 
 
 # One model, and hooks that read
@@ -128,40 +128,40 @@ def reading(model: Any, seen: list[Any] | None = None) -> Any:
 
 def logits(model: Any, ids: torch.Tensor = INPUT) -> torch.Tensor:
     with torch.inference_mode():
-        found: torch.Tensor = model(ids).logits
-    return found
+        output: torch.Tensor = model(ids).logits
+    return output
 
 
 @pytest.mark.parametrize("budget", [0, 150_000])
 @pytest.mark.parametrize("compression", [None, "4bit"])
-def test_tied_matrices_that_are_read(source: Path, compression: str | None, budget: int) -> None:
+def test_reads_of_tied_matrices(source: Path, compression: str | None, budget: int) -> None:
     """At 4bit the embedding is by rows, and the head is streamed; what is made for the one is the other's too."""
     folder = split(source, compression)
-    wanted = logits(reading(load(folder)))
+    expected = logits(reading(load(folder)))
     seen: list[Any] = []
     model = reading(load(folder, budget), seen)
     kinds = tiers(model)
     assert kinds["lm_head"] is not Tier.RESIDENT or budget
     assert compression is None or kinds["model.embed_tokens"] is Tier.ROWS
     for _ in range(2):
-        assert torch.equal(logits(model), wanted)
+        assert torch.equal(logits(model), expected)
         assert model.streamer.bound == set()
     assert all(head == embedding for head, embedding in seen)
-    assert not torch.equal(logits(load(folder)), wanted)
+    assert not torch.equal(logits(load(folder)), expected)
 
 
-def test_an_embedding_that_is_read_before_it_is_called_and_after(source: Path) -> None:
+def test_reads_of_an_embedding_before_and_after_its_call(source: Path) -> None:
     folder = split(source, "4bit")
     model, resident = load(folder, 0), load(folder)
     seen: list[list[torch.Tensor]] = [[], []]
-    for one, found in zip((model, resident), seen, strict=True):
+    for reader, sums in zip((model, resident), seen, strict=True):
 
-        def read(module: nn.Module, *_: Any, one: Any = one, found: list[torch.Tensor] = found) -> None:
-            found.append(one.get_input_embeddings().weight.sum(1))
+        def read(module: nn.Module, *_: Any, reader: Any = reader, sums: list[torch.Tensor] = sums) -> None:
+            sums.append(reader.get_input_embeddings().weight.sum(1))
 
-        one.base_model.register_forward_pre_hook(read)
-        one.base_model.norm.register_forward_hook(read)
-        found.append(logits(one))
+        reader.base_model.register_forward_pre_hook(read)
+        reader.base_model.norm.register_forward_hook(read)
+        sums.append(logits(reader))
     # before its forward the inner model's pass has not begun, but that of the model around it has
     assert len(seen[0]) == 3
     assert same(*seen)
@@ -170,11 +170,11 @@ def test_an_embedding_that_is_read_before_it_is_called_and_after(source: Path) -
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, torch.OutOfMemoryError])
 @pytest.mark.parametrize("compression", [None, "4bit"])
-def test_a_pass_that_breaks_off_after_a_read(
+def test_exception_after_a_read(
     source: Path, compression: str | None, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = split(source, compression)
-    model, wanted = load(folder, 0), logits(load(folder))
+    model, expected = load(folder, 0), logits(load(folder))
 
     def fail(*_: Any) -> None:
         assert model.lm_head.weight.isfinite().all()
@@ -191,10 +191,10 @@ def test_a_pass_that_breaks_off_after_a_read(
             model.lm_head.weight.sum()
         with pytest.raises(AbsentWeightError):
             layer.mlp.up_proj.weight.sum()
-        assert torch.equal(in_time(lambda: logits(model)), wanted)
+        assert torch.equal(in_time(lambda: logits(model)), expected)
 
 
-def test_a_broken_off_embedding_keeps_no_rows(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_embedding_keeps_no_rows(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(split(source, "4bit"), 0)
 
     def fail(*_: Any) -> None:
@@ -263,17 +263,17 @@ OUTSIDE: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("way", sorted(OUTSIDE))
-def test_outside_of_a_pass_a_read_is_refused(source: Path, way: str) -> None:
+def test_read_outside_of_a_pass_is_refused(source: Path, way: str) -> None:
     folder = split(source, "4bit")
-    model, wanted = load(folder, 0), logits(load(folder))
-    assert torch.equal(logits(model), wanted)
+    model, expected = load(folder, 0), logits(load(folder))
+    assert torch.equal(logits(model), expected)
     with torch.no_grad(), pytest.raises(AbsentWeightError, match="not in memory"):
         OUTSIDE[way](model)
     assert model.get_input_embeddings().num_embeddings == 272
     assert model.streamer.bound == set()
 
 
-def test_the_message_names_the_weight_and_says_why(source: Path) -> None:
+def test_message_names_the_weight_and_the_reason(source: Path) -> None:
     model = load(split(source), 0)
     with pytest.raises(AbsentWeightError, match=r"Weight lm_head\.weight is not in memory: it is computed in"):
         model.lm_head.weight.sum()
@@ -281,28 +281,28 @@ def test_the_message_names_the_weight_and_says_why(source: Path) -> None:
         model.base_model.layers[2].mlp.up_proj.weight.sum()
 
 
-def test_embeddings_that_stay_in_memory_can_be_resized(source: Path) -> None:
-    folder, found = split(source), []
+def test_resident_embeddings_can_be_resized(source: Path) -> None:
+    folder, results = split(source), []
     stored = sum(placed.stored for placed in load(folder).placement.units)
     for budget in (ALL, stored * 4 // 5):
         torch.manual_seed(0)
         model = load(folder, budget)
         assert bool(absent(model)) == (budget != ALL)
         model.resize_token_embeddings(280)
-        found.append(logits(model))
-    assert torch.equal(*found)
-    assert found[0].shape[-1] == 280
+        results.append(logits(model))
+    assert torch.equal(*results)
+    assert results[0].shape[-1] == 280
 
 
 def test_embeddings_of_the_right_size_need_not_be_read(source: Path) -> None:
     model = load(split(source), 0)
-    for given in ({}, {"new_num_tokens": 272}, {"new_num_tokens": 265, "pad_to_multiple_of": 16}):
-        assert model.resize_token_embeddings(**given) is model.get_input_embeddings()
+    for options in ({}, {"new_num_tokens": 272}, {"new_num_tokens": 265, "pad_to_multiple_of": 16}):
+        assert model.resize_token_embeddings(**options) is model.get_input_embeddings()
     assert torch.equal(logits(model), logits(load(split(source))))
 
 
 @pytest.mark.parametrize("way", sorted(set(OUTSIDE) - {"another thread in a pass"}))
-def test_where_all_is_in_memory_nothing_is_refused(source: Path, way: str) -> None:
+def test_resident_model_allows_every_read(source: Path, way: str) -> None:
     with torch.no_grad():
         OUTSIDE[way](load(split(source)))
 
@@ -310,31 +310,31 @@ def test_where_all_is_in_memory_nothing_is_refused(source: Path, way: str) -> No
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("compression", [None, "4bit"])
 def test_members_of_a_joint_pass_read_the_same_weight(source: Path, compression: str | None, packing: bool) -> None:
-    """It is made once for all, and gone when the pass ends."""
-    folder, given = split(source, compression), prompts()
-    wanted = alone(reading(load(folder)), given)
+    """It is dequantized once for all, and freed when the pass ends."""
+    folder, inputs = split(source, compression), prompts()
+    expected = alone(reading(load(folder)), inputs)
     seen: list[Any] = []
     model = reading(load(folder, 0), seen)
-    makes = made(model)
-    found = together(model, given, exact=not packing, packing=packing)
-    for one, other in zip(found, wanted, strict=True):
+    makes = units_made_for_reads(model)
+    members = together(model, inputs, exact=not packing, packing=packing)
+    for member, other in zip(members, expected, strict=True):
         if packing:
-            torch.testing.assert_close(one.logits, other.logits, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(member.logits, other.logits, rtol=1e-4, atol=1e-4)
         else:
-            assert torch.equal(one.logits, other.logits)
+            assert torch.equal(member.logits, other.logits)
     assert model.streamer.bound == set()
     passes = model.streamer_passes
-    assert passes[0] < len(wanted) * len(wanted[0].logits)
+    assert passes[0] < len(expected) * len(expected[0].logits)
     assert makes.count("lm_head") <= passes[0]
 
 
-def made(model: Any) -> list[str]:
-    """Names of the units that are made because they are read, as they are made; passes are counted too."""
-    streamer, found, passes = model.streamer, [], [0]
+def units_made_for_reads(model: Any) -> list[str]:
+    """The names of units that are dequantized for reads, in order; `streamer_passes` counts passes."""
+    streamer, names, passes = model.streamer, [], [0]
     make, begin = streamer._readable, streamer.begin
 
     def counted(source: Any, *args: Any, **kwargs: Any) -> Any:
-        found.append(source.unit.name)
+        names.append(source.unit.name)
         return make(source, *args, **kwargs)
 
     def begun() -> None:
@@ -343,61 +343,61 @@ def made(model: Any) -> list[str]:
 
     streamer._readable, streamer.begin = counted, begun
     model.streamer_passes = passes
-    return found
+    return names
 
 
-def test_texts_that_are_scored(source: Path) -> None:
+def test_scored_texts(source: Path) -> None:
     folder = split(source)
-    texts = [ScoredText(number, tuple(ids[0].tolist()), (7, 40 + number)) for number, ids in enumerate(prompts())]
-    found = [
-        {one.index: one.logprob for one in score(reading(load(folder, budget)), texts, Room(tokens=20, exact=True))}
+    texts = [ScoredText(i, tuple(ids[0].tolist()), (7, 40 + i)) for i, ids in enumerate(prompts())]
+    logprobs = [
+        {s.index: s.logprob for s in score(reading(load(folder, budget)), texts, Room(tokens=20, exact=True))}
         for budget in (0, ALL)
     ]
-    assert found[0] == found[1]
+    assert logprobs[0] == logprobs[1]
 
 
-def test_threads_take_turns_at_a_tower_too(tmp_path: Path) -> None:
+def test_threads_alternate_at_a_tower(tmp_path: Path) -> None:
     """One calls the whole model, one its tower alone."""
     folder = split(checkpoint(tmp_path, "glm4v"))
-    given = READING["glm4v"].made()
+    inputs = READING["glm4v"].made()
     resident, model = load(folder), load(folder, 0)
 
-    def tower(one: Any) -> torch.Tensor:
+    def tower(vision_model: Any) -> torch.Tensor:
         with torch.inference_mode():
-            output = one.get_image_features(given["pixel_values"], given["image_grid_thw"], return_dict=True)
-        found: torch.Tensor = torch.cat(tuple(output.pooler_output))
-        return found
+            output = vision_model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True)
+        results: torch.Tensor = torch.cat(tuple(output.pooler_output))
+        return results
 
-    wanted = [logits_of(resident, given), tower(resident)]
-    found: list[list[torch.Tensor]] = [[], []]
+    expected = [logits_of(resident, inputs), tower(resident)]
+    results: list[list[torch.Tensor]] = [[], []]
 
-    def work(at: int) -> None:
+    def work(index: int) -> None:
         torch.set_num_threads(THREADS)
         for _ in range(5):
-            found[at].append(logits_of(model, given) if at == 0 else tower(model))
+            results[index].append(logits_of(model, inputs) if index == 0 else tower(model))
 
-    threads = [threading.Thread(target=work, args=(at,), daemon=True) for at in range(2)]
+    threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(120)
-    for at in range(2):
-        assert len(found[at]) == 5
-        assert all(torch.equal(one, wanted[at]) for one in found[at])
+    for index in range(2):
+        assert len(results[index]) == 5
+        assert all(torch.equal(vision_model, expected[index]) for vision_model in results[index])
 
 
-def logits_of(model: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
+def logits_of(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     with torch.inference_mode():
-        found: torch.Tensor = model(**given).logits
-    return found
+        output: torch.Tensor = model(**inputs).logits
+    return output
 
 
 def test_forward_called_as_peft_does(source: Path) -> None:
     """Not the model is called, but its forward."""
     folder = split(source)
-    model, wanted = reading(load(folder, 0)), logits(reading(load(folder)))
+    model, expected = reading(load(folder, 0)), logits(reading(load(folder)))
     with torch.inference_mode():
-        assert torch.equal(model.forward(INPUT).logits, wanted)
+        assert torch.equal(model.forward(INPUT).logits, expected)
     assert model.streamer.bound == set()
 
 
@@ -405,11 +405,11 @@ def test_with_several_readers_of_a_layer(source: Path) -> None:
     """A read in the middle of a layer takes none of the buffers that layers go through."""
     folder = split(source)
     model, resident = load(folder, 0), load(folder)
-    for one in (model, resident):
-        for layer in one.base_model.layers:
+    for reader in (model, resident):
+        for layer in reader.base_model.layers:
             layer.mlp.register_forward_hook(
-                lambda module, args, output, one=one: output + linear(output, one.lm_head.weight).mean()
+                lambda module, args, output, reader=reader: output + linear(output, reader.lm_head.weight).mean()
             )
-    wanted = logits(resident)
+    expected = logits(resident)
     for _ in range(3):
-        assert torch.equal(in_time(lambda: logits(model)), wanted)
+        assert torch.equal(in_time(lambda: logits(model)), expected)

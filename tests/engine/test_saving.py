@@ -1,4 +1,4 @@
-"""`save_pretrained`: the whole model back as a checkpoint, bit for bit, whatever of it is in memory."""
+"""`save_pretrained`: the whole model as a checkpoint, bit for bit, at any budget."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ FAMILIES = ["llama", "qwen3_moe", "gpt_oss", "t5", "qwen3_next"]
 
 
 def assert_holds(folder: Path, expected: dict[str, torch.Tensor]) -> None:
-    found = read_tensors(folder)
-    assert found.keys() == expected.keys()
+    tensors = read_tensors(folder)
+    assert tensors.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        assert tensors[name].dtype == tensor.dtype
+        assert torch.equal(tensors[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
 @pytest.mark.parametrize("budget", [ALL, 0])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_uncompressed_model_comes_back_bit_for_bit(tmp_path: Path, family: str, budget: int) -> None:
+def test_saved_uncompressed_model_has_equal_bits(tmp_path: Path, family: str, budget: int) -> None:
     source = build_checkpoint(tmp_path / "source", family, dtype=torch.bfloat16, tied=family == "t5", shards=3)
     model = load(split(source), budget)
     expected = run(model)
@@ -56,26 +56,26 @@ def test_without_a_split_and_with_shared_weights(tmp_path: Path, tied: bool) -> 
 
 
 def test_files_of_torch_become_safetensors(tmp_path: Path) -> None:
-    made = build_checkpoint(tmp_path / "made", "llama")
-    source = write_torch(tmp_path / "source", {"pytorch_model.bin": read_tensors(made)})
-    (source / "config.json").write_bytes((made / "config.json").read_bytes())
+    safetensors = build_checkpoint(tmp_path / "made", "llama")
+    source = write_torch(tmp_path / "source", {"pytorch_model.bin": read_tensors(safetensors)})
+    (source / "config.json").write_bytes((safetensors / "config.json").read_bytes())
     AutoModel.from_pretrained(source, split=False, device="cpu").save_pretrained(tmp_path / "copy")
-    assert_holds(tmp_path / "copy", read_tensors(made))
+    assert_holds(tmp_path / "copy", read_tensors(safetensors))
 
 
 @pytest.mark.parametrize("budget", [ALL, 0])
 @pytest.mark.parametrize("compression", ["4bit", "8bit"])
-def test_what_is_compressed_is_dequantized(tmp_path: Path, compression: str, budget: int) -> None:
+def test_compressed_weights_are_dequantized(tmp_path: Path, compression: str, budget: int) -> None:
     source = build_checkpoint(tmp_path / "source", "qwen3_moe", dtype=torch.bfloat16)
     model = load(split(source, compression), budget)
     expected = run(model)
     model.save_pretrained(tmp_path / "copy")
-    meant = dequantized(source, tmp_path / "meant", compression, torch.bfloat16)
-    assert_holds(tmp_path / "copy", read_tensors(meant))
+    plain = dequantized(source, tmp_path / "meant", compression, torch.bfloat16)
+    assert_holds(tmp_path / "copy", read_tensors(plain))
     assert_same(reference_logits(tmp_path / "copy", INPUT, torch.bfloat16), expected)
 
 
-def test_the_dtype_of_what_is_dequantized_is_the_models(tmp_path: Path) -> None:
+def test_dequantized_weights_have_the_models_dtype(tmp_path: Path) -> None:
     source = build_checkpoint(tmp_path / "source", "llama", dtype=torch.bfloat16)
     model = load(split(source, "8bit"), 0, dtype="float16")
     model.save_pretrained(tmp_path / "copy")
@@ -94,7 +94,7 @@ def test_published_quantized_weights_stay_as_they_are(tmp_path: Path, build: Any
     )
 
 
-def test_shards_are_as_large_as_allowed(tmp_path: Path) -> None:
+def test_shards_stay_within_the_size(tmp_path: Path) -> None:
     source = build_checkpoint(tmp_path / "source", "llama")
     model = load(split(source), 0)
     model.save_pretrained(tmp_path / "copy", max_shard_size="100KB")
@@ -111,7 +111,7 @@ def test_shards_are_as_large_as_allowed(tmp_path: Path) -> None:
     assert torch.equal(plain_model(tmp_path / "copy")(INPUT).logits, model(INPUT).logits)
 
 
-def test_settings_that_were_changed_and_the_tokenizer_are_saved(tmp_path: Path) -> None:
+def test_changed_settings_and_the_tokenizer_are_saved(tmp_path: Path) -> None:
     model = load(split(build_checkpoint(tmp_path / "source", "llama")), 0)
     model.generation_config.max_new_tokens = 7
     model.config.rms_norm_eps = 0.25
@@ -120,11 +120,11 @@ def test_settings_that_were_changed_and_the_tokenizer_are_saved(tmp_path: Path) 
     assert again.generation_config.max_new_tokens == 7
     assert again.config.rms_norm_eps == 0.25
     assert again.tokenizer("the and").input_ids == model.tokenizer("the and").input_ids
-    saved, here = again.config.to_dict(), model.config.to_dict()
-    assert {key for key in saved if saved[key] != here[key]} == {"_name_or_path"}
+    saved, original = again.config.to_dict(), model.config.to_dict()
+    assert {key for key in saved if saved[key] != original[key]} == {"_name_or_path"}
 
 
-def test_a_folder_with_a_model_is_left_alone(tmp_path: Path) -> None:
+def test_folder_with_a_model_is_not_overwritten(tmp_path: Path) -> None:
     source = build_checkpoint(tmp_path / "source", "llama")
     model = load(split(source), 0)
     before = {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
@@ -134,7 +134,7 @@ def test_a_folder_with_a_model_is_left_alone(tmp_path: Path) -> None:
     assert before == {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
 
 
-def test_what_is_in_memory_as_it_is_stored_is_saved_as_it_is_there(tmp_path: Path) -> None:
+def test_weights_in_stored_form_are_saved_from_memory(tmp_path: Path) -> None:
     source = build_checkpoint(tmp_path / "source", "llama", tied=True)
     model = load(split(source))
     model(INPUT)
@@ -157,7 +157,7 @@ def test_what_is_in_memory_as_it_is_stored_is_saved_as_it_is_there(tmp_path: Pat
         ("llama", "8bit", "lm_head.weight"),
     ],
 )
-def test_a_change_to_what_is_made_is_refused_rather_than_lost(
+def test_change_of_a_dequantized_weight_is_refused(
     tmp_path: Path, family: str, compression: str | None, changed: str
 ) -> None:
     model = load(split(build_checkpoint(tmp_path / "source", family), compression))
@@ -167,14 +167,14 @@ def test_a_change_to_what_is_made_is_refused_rather_than_lost(
     assert not (tmp_path / "copy").exists()
 
 
-def test_weights_that_are_no_longer_tied_are_refused(tmp_path: Path) -> None:
+def test_untied_weights_are_refused(tmp_path: Path) -> None:
     model = load(split(build_checkpoint(tmp_path / "source", "llama", tied=True)))
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 2)
     with pytest.raises(RabbitLLMError, match="changed since it was loaded"):
         model.save_pretrained(tmp_path / "copy")
 
 
-def test_a_new_module_is_refused(tmp_path: Path) -> None:
+def test_new_module_is_refused(tmp_path: Path) -> None:
     model = load(split(build_checkpoint(tmp_path / "source", "llama")), 0)
     model.extra = torch.nn.Linear(2, 2)
     with pytest.raises(RabbitLLMError, match=r"extra\.bias, extra\.weight"):
@@ -182,12 +182,12 @@ def test_a_new_module_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"push_to_hub": True}, {"state_dict": {}}, {"variant": "fp16"}, {"save_original_format": False}]
+    "options", [{"push_to_hub": True}, {"state_dict": {}}, {"variant": "fp16"}, {"save_original_format": False}]
 )
-def test_what_would_change_the_result_is_refused(tmp_path: Path, given: dict[str, Any]) -> None:
+def test_options_that_change_the_result_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     model = load(split(build_checkpoint(tmp_path / "source", "llama")), 0)
-    with pytest.raises(OptionError, match=next(iter(given))):
-        model.save_pretrained(tmp_path / "copy", **given)
+    with pytest.raises(OptionError, match=next(iter(options))):
+        model.save_pretrained(tmp_path / "copy", **options)
     with pytest.raises(TypeError, match="shard_size"):
         model.save_pretrained(tmp_path / "copy", shard_size=5)
     model.save_pretrained(tmp_path / "copy", is_main_process=False)

@@ -1,4 +1,4 @@
-"""The model without its weights is what transformers' own loading makes around them."""
+"""The model without its weights equals that of transformers' own loading."""
 
 from __future__ import annotations
 
@@ -38,44 +38,44 @@ def write_config(folder: Path, **values: object) -> Path:
 
 
 @pytest.mark.parametrize(("family", "dtype"), VARIANTS)
-def test_dtypes_and_class_are_those_of_transformers(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+def test_dtypes_and_class_equal_transformers(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     folder = build_checkpoint(tmp_path, family, tied=FAMILIES[family].ties[0], dtype=dtype, tokenizer=False)
     expected = plain(folder, family, dtype)
-    made = build(folder, dtype)
-    assert type(made) is type(expected)
-    assert not made.training
-    assert {name: (tuple(value.shape), value.dtype) for name, value in made.state_dict().items()} == {
+    model = build(folder, dtype)
+    assert type(model) is type(expected)
+    assert not model.training
+    assert {name: (tuple(value.shape), value.dtype) for name, value in model.state_dict().items()} == {
         name: (tuple(value.shape), value.dtype) for name, value in expected.state_dict().items()
     }
-    assert all(value.is_meta for value in made.state_dict().values())
-    assert made.config.dtype == dtype
+    assert all(value.is_meta for value in model.state_dict().values())
+    assert model.config.dtype == dtype
 
 
-def test_the_routing_bias_of_deepseek_stays_in_float32(tmp_path: Path) -> None:
+def test_routing_bias_of_deepseek_stays_in_float32(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path, "deepseek_v3", dtype=torch.bfloat16)
-    made = build(folder, torch.bfloat16)
-    bias = made.model.layers[1].mlp.gate.e_score_correction_bias
+    model = build(folder, torch.bfloat16)
+    bias = model.model.layers[1].mlp.gate.e_score_correction_bias
     assert bias.dtype == torch.float32
     expected = plain(folder, "deepseek_v3", torch.bfloat16).model.layers[1].mlp.gate.weight.dtype
-    assert made.model.layers[1].mlp.gate.weight.dtype == expected  # float32 since transformers 5.24
+    assert model.model.layers[1].mlp.gate.weight.dtype == expected  # float32 since transformers 5.24
     loaded = load(split(folder), 0)
     assert_same(run(loaded), reference_logits(folder, INPUT, torch.bfloat16))
 
 
 @pytest.mark.parametrize(("family", "dtype"), VARIANTS)
-def test_buffers_are_bit_equal_to_those_of_transformers(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+def test_buffers_equal_transformers_bit_for_bit(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     folder = build_checkpoint(tmp_path, family, tied=FAMILIES[family].ties[0], dtype=dtype, tokenizer=False)
     expected = plain(folder, family, dtype)
-    made = build(folder, dtype)
-    skeleton.materialise_buffers(made, lambda path: torch.device("cpu"))
-    wanted = dict(expected.named_non_persistent_buffers())
-    found = dict(made.named_non_persistent_buffers())
-    assert found.keys() == wanted.keys()
-    for name, buffer in found.items():
-        assert buffer.dtype == wanted[name].dtype
-        assert torch.equal(buffer, wanted[name]), name
+    model = build(folder, dtype)
+    skeleton.materialise_buffers(model, lambda path: torch.device("cpu"))
+    expected_buffers = dict(expected.named_non_persistent_buffers())
+    buffers = dict(model.named_non_persistent_buffers())
+    assert buffers.keys() == expected_buffers.keys()
+    for name, buffer in buffers.items():
+        assert buffer.dtype == expected_buffers[name].dtype
+        assert torch.equal(buffer, expected_buffers[name]), name
     # and nothing else was given a value
-    assert all(value.is_meta for value in made.state_dict().values())
+    assert all(value.is_meta for value in model.state_dict().values())
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_scaled_rotary_frequencies(tmp_path: Path, scaling: dict[str, Any]) -> N
     assert_same(run(model), reference_logits(folder, INPUT, torch.float32))
 
 
-def test_generation_config_is_the_checkpoint_s(tmp_path: Path) -> None:
+def test_generation_config_is_that_of_the_checkpoint(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path, "llama")
     config = transformers.GenerationConfig(temperature=0.3, top_k=7, eos_token_id=[2, 9], do_sample=True)
     config.save_pretrained(folder)
@@ -121,10 +121,10 @@ def test_without_a_generation_config_the_settings_in_the_config_apply(tmp_path: 
     (folder / "generation_config.json").unlink(missing_ok=True)
     content = json.loads((folder / "config.json").read_text()) | {"num_beams": 3, "no_repeat_ngram_size": 2}
     (folder / "config.json").write_text(json.dumps(content))
-    wanted = plain(folder, "llama", torch.float32).generation_config
-    made = build(folder).generation_config
-    assert made.to_dict() == wanted.to_dict()
-    assert (made.num_beams, made.no_repeat_ngram_size, made.eos_token_id) == (3, 2, 2)
+    expected = plain(folder, "llama", torch.float32).generation_config
+    actual = build(folder).generation_config
+    assert actual.to_dict() == expected.to_dict()
+    assert (actual.num_beams, actual.no_repeat_ngram_size, actual.eos_token_id) == (3, 2, 2)
     assert load(split(folder)).generation_config.num_beams == 3
 
 
@@ -138,7 +138,7 @@ def test_without_a_dtype_in_the_config_the_weights_decide(tmp_path: Path) -> Non
         assert load(split(folder, compression)).dtype == torch.float16
 
 
-def test_a_checkpoint_of_the_base_model_lacks_its_prefix(tmp_path: Path) -> None:
+def test_checkpoint_of_the_base_model_has_no_prefix(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path, "gpt2", tied=True)
     expected = reference_logits(folder, INPUT, torch.float32)
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in read_tensors(folder).items()}
@@ -148,14 +148,14 @@ def test_a_checkpoint_of_the_base_model_lacks_its_prefix(tmp_path: Path) -> None
     assert_same(run(load(split(folder), 0)), expected)
 
 
-def test_config_that_is_no_json(tmp_path: Path) -> None:
+def test_config_is_not_json(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UnknownArchitectureError, match="cannot build the model") as refused:
         skeleton.read_config(tmp_path)
     assert str(tmp_path) in refused.value.problem
 
 
-def test_no_config(tmp_path: Path) -> None:
+def test_missing_config(tmp_path: Path) -> None:
     with pytest.raises(UnknownArchitectureError) as caught:
         skeleton.read_config(tmp_path)
     assert str(caught.value).startswith(f"{tmp_path} has no config.json")
@@ -163,18 +163,18 @@ def test_no_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "found"),
+    ("values", "message"),
     [
         ({"model_type": "xyzzy_9"}, "xyzzy_9"),
         ({"model_type": "vit"}, "no text-generating model of type 'vit'"),
         ({"architectures": ["LlamaForCausalLM"]}, "model_type"),
     ],
 )
-def test_a_model_that_transformers_does_not_know(tmp_path: Path, values: dict[str, Any], found: str) -> None:
+def test_unknown_model_type(tmp_path: Path, values: dict[str, Any], message: str) -> None:
     folder = write_config(tmp_path / "model", **values)
     with pytest.raises(UnknownArchitectureError) as caught:
         skeleton.read_config(folder)
-    assert found in caught.value.problem
+    assert message in caught.value.problem
     assert f"transformers {transformers.__version__}" in caught.value.problem
     assert str(folder) in caught.value.problem
     assert "pip install --upgrade transformers" in caught.value.remedy
@@ -192,7 +192,7 @@ class OwnForCausalLM(LlamaForCausalLM):
 """
 
 
-def test_a_model_with_code_of_its_own_runs_only_when_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_a_checkpoint_runs_only_when_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = build_checkpoint(tmp_path / "model", "llama")
     expected = reference_logits(folder, INPUT, torch.float32)
@@ -212,7 +212,7 @@ def test_a_model_with_code_of_its_own_runs_only_when_trusted(tmp_path: Path, mon
     assert_same(run(model), expected)
 
 
-def test_threads_that_load_at_the_same_time_leave_torch_as_it_was(tmp_path: Path) -> None:
+def test_simultaneous_loads_leave_torch_unchanged(tmp_path: Path) -> None:
     """transformers changes torch's default dtype and `torch.nn.init` while it builds and initialises a model."""
     directory = split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16))
     load(directory)
@@ -228,7 +228,7 @@ def test_threads_that_load_at_the_same_time_leave_torch_as_it_was(tmp_path: Path
     assert {model.dtype for model in models} == {torch.bfloat16}
 
 
-def test_an_attention_the_model_does_not_have(tmp_path: Path) -> None:
+def test_unsupported_attention(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path, "bloom")
     with pytest.raises(OptionError) as caught:
         build(folder, attention="sdpa")
@@ -236,7 +236,7 @@ def test_an_attention_the_model_does_not_have(tmp_path: Path) -> None:
     assert "Remove attn_implementation" in caught.value.remedy
 
 
-def test_without_a_tokenizer_it_is_none_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_tokenizer_is_none_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = build_checkpoint(tmp_path, "llama", tokenizer=False)
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         assert skeleton.read_tokenizer(folder) is None
@@ -244,7 +244,7 @@ def test_without_a_tokenizer_it_is_none_and_said(tmp_path: Path, caplog: pytest.
     assert "model.tokenizer is None" in caplog.text
 
 
-def test_a_chat_template_that_only_the_processor_reads_is_used_for_text(tmp_path: Path) -> None:
+def test_chat_template_of_the_processor_is_used_for_text(tmp_path: Path) -> None:
     """Older models for pictures have it in chat_template.json."""
     folder = build_checkpoint(tmp_path, "llama")
     (folder / "chat_template.jinja").unlink(missing_ok=True)

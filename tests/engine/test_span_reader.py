@@ -31,7 +31,7 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="O_DIRECT")
 
 
 class Folder:
-    """What a `SpanReader` asks of a split directory."""
+    """The interface of a split directory that `SpanReader` uses."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -61,30 +61,30 @@ def test_spans_anywhere_in_a_file(tmp_path: Path, way: ReadMode, places: list[tu
     buffer = page_aligned(spans[-1].end)
     reader = SpanReader(store, way)
     reader.read(spans, buffer)
-    for one in spans:
-        assert bytes(buffer[one.at : one.at + one.nbytes]) == content[one.offset : one.offset + one.nbytes]
+    for s in spans:
+        assert bytes(buffer[s.at : s.at + s.nbytes]) == content[s.offset : s.offset + s.nbytes]
     assert reader.mode == way
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["through", "dropped behind", "past"])
-def test_a_span_of_several_reads(tmp_path: Path, way: ReadMode) -> None:
+def test_span_of_several_reads(tmp_path: Path, way: ReadMode) -> None:
     store = folder(tmp_path, READ_BYTES + 70_000)
-    one = span(4096 + 64, READ_BYTES + 5000)
-    buffer = page_aligned(one.end)
-    SpanReader(store, way).read([one], buffer)
+    s = span(4096 + 64, READ_BYTES + 5000)
+    buffer = page_aligned(s.end)
+    SpanReader(store, way).read([s], buffer)
     content = (tmp_path / "x").read_bytes()
-    assert bytes(buffer[one.at : one.at + one.nbytes]) == content[one.offset : one.offset + one.nbytes]
+    assert bytes(buffer[s.at : s.at + s.nbytes]) == content[s.offset : s.offset + s.nbytes]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["through", "dropped behind", "past"])
-def test_a_file_that_ends_early(tmp_path: Path, way: ReadMode) -> None:
+def test_truncated_file(tmp_path: Path, way: ReadMode) -> None:
     store = folder(tmp_path, 10_000)
     with pytest.raises(OSError, match="ends at byte 10,000"):
         SpanReader(store, way).read([span(5000, 6000)], page_aligned(5 * BLOCK))
 
 
 @on_linux
-def test_memory_that_is_not_aligned_is_filled_through_the_cache(tmp_path: Path) -> None:
+def test_unaligned_memory_is_read_through_the_cache(tmp_path: Path) -> None:
     store = folder(tmp_path, 20_000)
     reader = SpanReader(store, ReadMode(direct=True))
     buffer = page_aligned(6 * BLOCK)[8:]
@@ -94,7 +94,7 @@ def test_memory_that_is_not_aligned_is_filled_through_the_cache(tmp_path: Path) 
 
 
 @on_linux
-def test_a_direct_read_leaves_nothing_in_the_page_cache(tmp_path: Path) -> None:
+def test_direct_read_leaves_the_page_cache_empty(tmp_path: Path) -> None:
     store = folder(tmp_path, 1 << 20)
     with PositionalFile(tmp_path / "x") as file:
         os.sync()
@@ -123,7 +123,7 @@ def _cached_pages(path: Path) -> int:
         return sum(state & 1 for state in states)
 
 
-def test_what_fits_into_the_memory_left_is_read_through_the_cache(tmp_path: Path) -> None:
+def test_files_that_fit_into_free_memory_are_read_through_the_cache(tmp_path: Path) -> None:
     store = folder(tmp_path, 100_000)
     assert choose_read_mode(store, [], 0) == THROUGH_THE_CACHE
     assert choose_read_mode(store, [], -5) == THROUGH_THE_CACHE  # nothing is read, and nothing to be tried
@@ -133,7 +133,7 @@ def test_what_fits_into_the_memory_left_is_read_through_the_cache(tmp_path: Path
 
 
 @pytest.mark.parametrize(("past", "through", "chosen"), [(1, 2, ReadMode(direct=True)), (2, 1, ReadMode(drop=True))])
-def test_the_sooner_way_is_taken(
+def test_faster_read_mode_is_chosen(
     tmp_path: Path, past: float, through: float, chosen: ReadMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = folder(tmp_path, 100_000)
@@ -141,16 +141,16 @@ def test_the_sooner_way_is_taken(
     assert choose_read_mode(store, [span(0, 50_000), span(0, 100)], 0) == chosen
 
 
-def test_one_disturbed_reading_does_not_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_slow_reading_does_not_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = folder(tmp_path, 100_000)
     taken = {ReadMode(direct=True): iter([9.0, 1.0, 9.0]), ReadMode(drop=True): iter([2.0, 2.0, 2.0])}
     monkeypatch.setattr(span_reader, "_seconds", lambda _store, _span, way, _buffer: next(taken[way]))
-    assert choose_read_mode(store, [span(at, 1000) for at in (0, 5000, 9000)], 0) == ReadMode(direct=True)
+    assert choose_read_mode(store, [span(offset, 1000) for offset in (0, 5000, 9000)], 0) == ReadMode(direct=True)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["through", "dropped behind", "past"])
 @pytest.mark.parametrize("compression", [None, "4bit"])
-def test_a_model_has_the_same_bits_either_way(
+def test_model_has_the_same_bits_in_both_modes(
     tmp_path: Path, way: ReadMode, compression: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "llama"), compression)

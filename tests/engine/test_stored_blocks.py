@@ -47,10 +47,10 @@ def split_and_numbers(folder: Path, family: str, types: tuple[str, ...] = TYPES,
                 stored[name] = plain[name] = tensor
                 continue
             group = re.sub(r"experts\.\d+|gate_proj|up_proj", "", name)  # those that become one parameter
-            kind = kinds.get(group) or kinds.setdefault(group, next(turn))
-            blocks = random_blocks(kind, *tensor.shape, generator)
-            stored[name], stored[f"{name}.gguf.{kind.lower()}"] = blocks, torch.zeros(1, dtype=torch.uint8)
-            values = gguf.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[kind])
+            block_type = kinds.get(group) or kinds.setdefault(group, next(turn))
+            blocks = random_blocks(block_type, *tensor.shape, generator)
+            stored[name], stored[f"{name}.gguf.{block_type.lower()}"] = blocks, torch.zeros(1, dtype=torch.uint8)
+            values = gguf.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[block_type])
             plain[name] = torch.from_numpy(values).to(tensor.dtype)
         save_file(stored, path)
         path.with_name(path.name + DONE_SUFFIX).touch()
@@ -60,9 +60,9 @@ def split_and_numbers(folder: Path, family: str, types: tuple[str, ...] = TYPES,
     return directory, numbers
 
 
-def random_blocks(kind: str, rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
-    if kind in DECODERS:
-        return sample(kind, rows * columns, generator).view(rows, -1)
+def random_blocks(block_type: str, rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
+    if block_type in DECODERS:
+        return sample(block_type, rows * columns, generator).view(rows, -1)
     blocks = torch.randint(0, 256, (rows * columns // 256, 110), dtype=torch.uint8, generator=generator)
     blocks[:, :2] = torch.tensor([1 / 8192]).half().view(torch.uint8)  # the scale of IQ3_S
     return blocks.view(rows, -1)
@@ -80,7 +80,7 @@ FAMILIES = {"llama": SIZES, "qwen3_moe": EXPERTS}
         ("qwen3_moe", 0, torch.float32),
     ],
 )
-def test_dequantized_for_each_use_they_have_the_bits_of_transformers(
+def test_dequantized_blocks_have_the_bits_of_transformers(
     family: str, budget: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     directory, numbers = split_and_numbers(tmp_path, family, dtype=dtype, **FAMILIES[family])
@@ -90,15 +90,13 @@ def test_dequantized_for_each_use_they_have_the_bits_of_transformers(
 
 @pytest.mark.skipif(not vectors.lanes(), reason="no vectors of a kind that is used here")
 @pytest.mark.parametrize(("family", "share"), [("llama", 0.0), ("llama", 1.0), ("qwen3_moe", 0.25), ("qwen3_moe", 1.0)])
-def test_multiplied_from_their_codes_they_are_as_near_as_transformers(
-    family: str, share: float, tmp_path: Path
-) -> None:
+def test_products_from_blocks_are_as_close_as_transformers(family: str, share: float, tmp_path: Path) -> None:
     directory, numbers = split_and_numbers(tmp_path, family, ("Q4_K", "Q8_0"), dtype=torch.bfloat16, **FAMILIES[family])
-    some = 0 < share < 1
-    budget = budget_that_keeps(directory, share, exact=False) if some else int(share) * ALL
+    is_pooled = 0 < share < 1
+    budget = budget_that_keeps(directory, share, exact=False) if is_pooled else int(share) * ALL
     model = load(directory, budget, exact=False)
-    found, plain = (run(one).logits for one in (model, plain_model(numbers)))
-    assert_as_near(found, plain, exact_logits(numbers, INPUT), routed=family == "qwen3_moe")
+    actual, plain = (run(m).logits for m in (model, plain_model(numbers)))
+    assert_as_near(actual, plain, exact_logits(numbers, INPUT), routed=family == "qwen3_moe")
     if family == "qwen3_moe":
         experts = next(module for module in model.modules() if is_routed(module))
         assert isinstance(next(experts.gate_up_proj.each([0])), QuantizedWeight)
@@ -109,14 +107,14 @@ def test_multiplied_from_their_codes_they_are_as_near_as_transformers(
         assert Tier.STREAMED not in tiers(model).values()
 
 
-def test_they_are_stored_tensors_of_their_numbers(tmp_path: Path) -> None:
+def test_stored_tensors_have_the_shapes_of_their_numbers(tmp_path: Path) -> None:
     directory, numbers = split_and_numbers(tmp_path, "llama", **SIZES)
     store, plain = LayerStore(directory), read_tensors(numbers)
     assert {name: stored.shape for name, stored in store.tensors.items()} == {
         name: tuple(tensor.shape) for name, tensor in plain.items()
     }
-    assert {one.quantized.scheme for one in store.tensors.values() if one.quantized} == set(TYPES)
-    assert sum(one.nbytes for one in store.tensors.values()) < 0.3 * sum(one.nbytes for one in plain.values())
+    assert {t.quantized.scheme for t in store.tensors.values() if t.quantized} == set(TYPES)
+    assert sum(t.nbytes for t in store.tensors.values()) < 0.3 * sum(t.nbytes for t in plain.values())
     reader = PlainReader(store)
     with contextlib.closing(reader):
         for name, tensor in plain.items():

@@ -1,4 +1,4 @@
-"""What a streamed model answers for itself, and what stays the answer of its own class."""
+"""Methods of a streamed model, and those that it leaves to transformers' class."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def model(tmp_path: Path) -> Any:
     return load(split(build_checkpoint(tmp_path, "llama")), 0)
 
 
-def test_it_is_the_model_of_transformers(model: Any) -> None:
+def test_model_is_that_of_transformers(model: Any) -> None:
     assert isinstance(model, transformers.LlamaForCausalLM)
     assert isinstance(model, transformers.PreTrainedModel)
     assert isinstance(model, StreamedModel)
@@ -34,16 +34,14 @@ def test_it_is_the_model_of_transformers(model: Any) -> None:
     assert not issubclass(transformers.LlamaForCausalLM, StreamedModel)
 
 
-def test_it_says_where_it_computes(model: Any) -> None:
+def test_device_is_where_it_computes(model: Any) -> None:
     assert model.device == torch.device("cpu")
     assert model.hf_device_map == {"": torch.device("cpu")}
     assert model.dtype == torch.float32
 
 
 @pytest.mark.parametrize("budget", [ALL, 0])
-def test_nothing_is_compiled_whose_weights_come_and_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int
-) -> None:
+def test_streamed_layers_are_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int) -> None:
     """On a GPU `generate` compiles by itself where the cache is static; the settings ask for it on any device."""
     model = load(split(build_checkpoint(tmp_path, "llama")), budget)
     settings = transformers.CompileConfig(backend="eager")
@@ -60,7 +58,7 @@ def test_nothing_is_compiled_whose_weights_come_and_go(
 
 
 @pytest.mark.parametrize(
-    ("move", "said"),
+    ("move", "target"),
     [
         (lambda model: model.to("cuda:1"), "cuda:1"),
         (lambda model: model.to(dtype=torch.float16), "torch.float16"),
@@ -75,13 +73,13 @@ def test_nothing_is_compiled_whose_weights_come_and_go(
         (lambda model: model.bfloat16(), "bfloat16"),
     ],
 )
-def test_moving_it_has_no_effect_and_says_so(
-    model: Any, caplog: pytest.LogCaptureFixture, move: Any, said: str
+def test_moving_has_no_effect_with_a_warning(
+    model: Any, caplog: pytest.LogCaptureFixture, move: Any, target: str
 ) -> None:
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         assert move(model) is model
     (record,) = caplog.records
-    assert f"model.to({said}) has no effect" in record.getMessage()
+    assert f"model.to({target}) has no effect" in record.getMessage()
     assert model.dtype == torch.float32
     assert model(INPUT).logits.isfinite().all()
 
@@ -95,13 +93,13 @@ def test_moving_it_has_no_effect_and_says_so(
         lambda model: model.to(dtype=None),
     ],
 )
-def test_moving_it_where_it_is_says_nothing(model: Any, caplog: pytest.LogCaptureFixture, move: Any) -> None:
+def test_moving_to_its_own_device_logs_no_warning(model: Any, caplog: pytest.LogCaptureFixture, move: Any) -> None:
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         assert move(model) is model
     assert not caplog.records
 
 
-def test_casting_it_to_its_own_dtype_says_nothing(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_casting_to_its_own_dtype_logs_no_warning(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         assert model.to(torch.float32) is model
         assert model.float() is model
@@ -115,11 +113,11 @@ def test_casting_it_to_its_own_dtype_says_nothing(model: Any, caplog: pytest.Log
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("compression", [None, "4bit"])
 @pytest.mark.parametrize("budget", [ALL, 0])
-def test_it_says_how_large_it_is(tmp_path: Path, budget: int, compression: str | None, tied: bool) -> None:
+def test_number_of_parameters(tmp_path: Path, budget: int, compression: str | None, tied: bool) -> None:
     source = build_checkpoint(tmp_path, "qwen2", tied=tied)
     model, plain = load(split(source, compression), budget), plain_model(source)
-    for given in ({}, {"only_trainable": True}, {"exclude_embeddings": True}):
-        assert model.num_parameters(**given) == plain.num_parameters(**given)
+    for options in ({}, {"only_trainable": True}, {"exclude_embeddings": True}):
+        assert model.num_parameters(**options) == plain.num_parameters(**options)
     model.requires_grad_(False)
     assert model.num_parameters(only_trainable=True) == 0
     assert list(model.state_dict()) == list(plain.state_dict())
@@ -128,7 +126,7 @@ def test_it_says_how_large_it_is(tmp_path: Path, budget: int, compression: str |
     }
 
 
-def test_it_says_how_much_of_it_is_in_memory(tmp_path: Path) -> None:
+def test_memory_footprint(tmp_path: Path) -> None:
     source = build_checkpoint(tmp_path, "llama", tied=True, num_hidden_layers=8)
     folder, plain = split(source), plain_model(source)
     everything = load(folder)
@@ -144,7 +142,7 @@ def test_it_says_how_much_of_it_is_in_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compression", [None, "4bit"])
-def test_what_is_not_in_memory_is_not_pickled_as_if_it_were(tmp_path: Path, compression: str | None) -> None:
+def test_absent_weights_are_not_pickled(tmp_path: Path, compression: str | None) -> None:
     model = load(split(build_checkpoint(tmp_path, "llama"), compression), 0)
     with pytest.raises(AbsentWeightError, match="not in memory"):
         torch.save(model.state_dict(), tmp_path / "weights.pt")
@@ -155,5 +153,5 @@ def test_printing_the_profile(model: Any, capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out == "Passes, by stage: nothing was recorded (pass profiling_mode=True).\n"
 
 
-def test_the_placement_prints(model: Any) -> None:
+def test_placement_prints(model: Any) -> None:
     assert str(model.placement).splitlines()[0].split() == ["device", "tier", "units", "size"]

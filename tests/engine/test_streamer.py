@@ -1,4 +1,4 @@
-"""Streaming as it happens: what is bound when, what an exception leaves behind, and what crosses to another device."""
+"""Streaming: which units are bound, the state after an exception, and copies between devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rabbitllm.engine.placement import READY, Tier
-from rabbitllm.engine.streamer import Boundary
+from rabbitllm.engine.streamer import InputMover
 from rabbitllm.engine.weight_tensors import AbsentWeight
 from rabbitllm.errors import RabbitLLMError, ReadOnlyWeightError
 from rabbitllm.telemetry.passes import READ
@@ -61,7 +61,7 @@ def loader_of(model: Any) -> Any:
 
 
 def loads(model: Any) -> int:
-    """How often a layer was read, once what is under way is done."""
+    """The number of reads of units, after the running ones have ended."""
     loader = loader_of(model)
     for _, future in list(loader._prefetcher._pending.values()):
         future.result(30)
@@ -71,12 +71,12 @@ def loads(model: Any) -> int:
 
 def logits(model: Any) -> torch.Tensor:
     with torch.inference_mode():
-        found: torch.Tensor = model(INPUT).logits
-    return found
+        output: torch.Tensor = model(INPUT).logits
+    return output
 
 
 def in_time(work: Callable[[], T]) -> T:
-    """Do something that would wait for ever if a slot had been lost."""
+    """The result of a function that would wait for ever if a slot had been lost."""
     results: list[T] = []
     thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
     thread.start()
@@ -102,13 +102,13 @@ def assert_nothing_is_bound(model: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_what_a_caller_computes_in_changes_no_bit(checkpoint: Path, mode: Any) -> None:
+def test_mode_of_the_caller_changes_no_bit(checkpoint: Path, mode: Any) -> None:
     """The last positions of a batch lie at strides, and how torch multiplies those depends on the weight's gradient."""
     ids = torch.cat([INPUT, INPUT.flip(1), INPUT + 1, INPUT + 2])
     plain, streamed = plain_model(checkpoint), load(split(checkpoint), 0)
     with mode():
-        wanted = plain(ids, logits_to_keep=1).logits
-        assert torch.equal(streamed(ids, logits_to_keep=1).logits, wanted)
+        expected = plain(ids, logits_to_keep=1).logits
+        assert torch.equal(streamed(ids, logits_to_keep=1).logits, expected)
 
 
 def test_which_units_stream(model: Any) -> None:
@@ -125,7 +125,7 @@ def test_weights_that_are_not_bound_are_absent(model: Any, expected: Reference) 
     assert model.num_parameters() == sum(weight.numel() for weight in model.parameters())
 
 
-def test_a_weight_that_is_set_anew_is_refused_rather_than_lost(tmp_path: Path, model: Any) -> None:
+def test_replaced_weight_is_refused(tmp_path: Path, model: Any) -> None:
     """Its place is taken by the stored one in each pass."""
     state = {name: torch.zeros(weight.shape) for name, weight in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
@@ -136,15 +136,15 @@ def test_a_weight_that_is_set_anew_is_refused_rather_than_lost(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("budget", [0, 100_000, ALL])
-def test_tying_what_is_tied_changes_nothing(tmp_path: Path, budget: int) -> None:
+def test_tying_again_changes_no_result(tmp_path: Path, budget: int) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama", tied=True)
-    model, wanted = load(split(folder), budget), reference_logits(folder, INPUT, torch.float32)
+    model, expected = load(split(folder), budget), reference_logits(folder, INPUT, torch.float32)
     model.tie_weights()
-    assert_same(run(model), wanted)
+    assert_same(run(model), expected)
     model.save_pretrained(tmp_path / "copy")
 
 
-def test_a_call_after_an_interrupted_one(model: Any) -> None:
+def test_call_after_an_interrupted_one(model: Any) -> None:
     """Of a layer by itself, which leaves its weights bound."""
     layer = model.model.layers[0]
     states, angles = torch.ones(1, 3, 64), (torch.ones(1, 3, 16), torch.zeros(1, 3, 16))
@@ -161,12 +161,12 @@ def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_unit_is_bound_while_it_computes_and_no_other(model: Any) -> None:
+def test_only_the_computing_unit_is_bound(model: Any) -> None:
     seen = []
 
     def look(module: Any, args: Any, output: Any) -> None:
-        there = [name for name, weight in unbound_weights(model) if not isinstance(weight, AbsentWeight)]
-        seen.append((model.streamer.bound, {name[:14] for name in there}))
+        bound = [name for name, weight in unbound_weights(model) if not isinstance(weight, AbsentWeight)]
+        seen.append((model.streamer.bound, {name[:14] for name in bound}))
 
     for layer in model.model.layers:
         layer.self_attn.register_forward_hook(look)
@@ -176,7 +176,7 @@ def test_a_unit_is_bound_while_it_computes_and_no_other(model: Any) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, torch.OutOfMemoryError])
-def test_an_exception_in_a_layer_costs_nothing(
+def test_exception_in_a_layer_is_harmless(
     model: Any, expected: Reference, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -209,9 +209,7 @@ def test_exceptions_one_after_the_other(
     assert_nothing_is_bound(model)
 
 
-def test_an_interrupt_in_an_encoder_that_generation_calls_by_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_in_an_encoder_of_a_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = build_checkpoint(tmp_path, "t5", tied=True)
     model = load(split(folder), 0)
 
@@ -223,14 +221,14 @@ def test_an_interrupt_in_an_encoder_that_generation_calls_by_itself(
             patched.setattr(block.layer[1], "forward", fail)
             with pytest.raises(KeyboardInterrupt):
                 model.generate(INPUT, max_new_tokens=2)
-    found = in_time(lambda: run(model))
-    assert_same(found, reference_logits(folder, INPUT, torch.float32))
+    result = in_time(lambda: run(model))
+    assert_same(result, reference_logits(folder, INPUT, torch.float32))
 
 
-def test_a_packed_unit_is_let_go_too(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_unit_is_unbound_after_an_exception(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(checkpoint, "4bit")
     resident = load(directory)
-    wanted = run(resident)
+    expected = run(resident)
     model = load(directory, bytes_when_made(resident) - 1)
     assert tiers(model)["model.layers.1"] is Tier.PACKED
 
@@ -242,11 +240,11 @@ def test_a_packed_unit_is_let_go_too(checkpoint: Path, monkeypatch: pytest.Monke
         with pytest.raises(RuntimeError):
             logits(model)
     assert_nothing_is_bound(model)
-    assert_same(run(model), wanted)
+    assert_same(run(model), expected)
     assert_nothing_is_bound(model)
 
 
-def test_an_unreadable_layer_is_an_error_and_the_next_call_works(
+def test_unreadable_layer_is_an_error_and_the_next_call_works(
     checkpoint: Path, model: Any, expected: Reference
 ) -> None:
     path = checkpoint / "splitted_model" / "model.layers.1.safetensors"
@@ -260,7 +258,7 @@ def test_an_unreadable_layer_is_an_error_and_the_next_call_works(
         assert torch.equal(in_time(lambda: logits(model)), expected.logits)
 
 
-def test_the_next_unit_is_requested_and_the_last_requests_the_first(model: Any) -> None:
+def test_next_unit_is_requested_and_the_last_requests_the_first(model: Any) -> None:
     loader, asked = loader_of(model), []
     request = loader.request
 
@@ -269,21 +267,21 @@ def test_the_next_unit_is_requested_and_the_last_requests_the_first(model: Any) 
         request(unit)
 
     loader.request = noted
-    for number in range(1, 4):
+    for count in range(1, 4):
         logits(model)
         # what is brought for the next pass already is the one load more
-        assert loads(model) == number * len(STREAMED) + 1
+        assert loads(model) == count * len(STREAMED) + 1
     assert asked == (STREAMED[1:] + STREAMED[:1]) * 3  # the first unit of the first pass could not be requested ahead
 
 
-def test_without_prefetching_nothing_is_asked_for_ahead(checkpoint: Path, expected: Reference) -> None:
+def test_without_prefetching_no_unit_is_requested_ahead(checkpoint: Path, expected: Reference) -> None:
     model = load(split(checkpoint), 0, prefetching=False)
-    for number in range(1, 3):
+    for count in range(1, 3):
         assert torch.equal(logits(model), expected.logits)
-        assert loads(model) == number * len(STREAMED)
+        assert loads(model) == count * len(STREAMED)
 
 
-def test_a_wrong_prediction_recovers_and_is_learnt_from(model: Any, expected: Reference) -> None:
+def test_wrong_prediction_is_corrected(model: Any, expected: Reference) -> None:
     hidden = torch.randn(1, 3, 64)
     before = loads(model)
     with torch.inference_mode():
@@ -293,12 +291,12 @@ def test_a_wrong_prediction_recovers_and_is_learnt_from(model: Any, expected: Re
     for _ in range(2):
         assert torch.equal(in_time(lambda: logits(model)), expected.logits)
     learnt = loads(model)
-    for number in range(1, 4):
+    for count in range(1, 4):
         assert torch.equal(logits(model), expected.logits)
-        assert loads(model) == learnt + number * len(STREAMED)
+        assert loads(model) == learnt + count * len(STREAMED)
 
 
-def test_a_decoder_repeats_and_its_encoder_does_not(tmp_path: Path) -> None:
+def test_decoder_repeats_and_its_encoder_does_not(tmp_path: Path) -> None:
     model = load(split(build_checkpoint(tmp_path, "t5", tied=True)), 0)
     streamed = [unit for unit, tier in tiers(model).items() if tier is Tier.STREAMED]
     again = [unit for unit in streamed if not unit.startswith("encoder.")]
@@ -310,40 +308,40 @@ def test_a_decoder_repeats_and_its_encoder_does_not(tmp_path: Path) -> None:
     assert loads(model) <= len(streamed) + (tokens - 1) * len(again) + 3
 
 
-def test_keeping_some_layers_in_memory_keeps_so_many(checkpoint: Path, expected: Reference) -> None:
+def test_cache_layers_keeps_that_number_of_layers(checkpoint: Path, expected: Reference) -> None:
     model = load(split(checkpoint), 0, cache_layers=2, profiling=True)
     assert_same(run(model), expected)
     read = {unit for unit, stages in model.profiler.layers.items() if READ in stages}
     assert read == {"model.layers.2", "lm_head"}
 
 
-def test_everything_resident_has_no_lane_to_wait_for(checkpoint: Path, expected: Reference) -> None:
+def test_resident_model_loads_no_unit(checkpoint: Path, expected: Reference) -> None:
     model = load(split(checkpoint), ALL)
     assert_same(run(model), expected)
     assert loads(model) == 0
     assert not any(module._forward_pre_hooks for module in model.model.layers)
 
 
-def test_gradients_flow_where_everything_is_resident(checkpoint: Path) -> None:
+def test_resident_model_has_gradients(checkpoint: Path) -> None:
     model = load(split(checkpoint), ALL)
     model(INPUT, labels=INPUT).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_a_streamed_pass_keeps_no_gradients(model: Any, expected: Reference) -> None:
+def test_streamed_pass_keeps_no_gradients(model: Any, expected: Reference) -> None:
     output = model(INPUT)
     assert not output.logits.requires_grad
     assert torch.equal(output.logits, expected.logits)
 
 
-def test_loading_inside_inference_mode_ties_the_model_to_none(checkpoint: Path, expected: Reference) -> None:
+def test_model_loaded_in_inference_mode_works_outside(checkpoint: Path, expected: Reference) -> None:
     with torch.inference_mode():
         model = load(split(checkpoint), ALL)
     assert torch.equal(model(INPUT).logits.detach(), expected.logits)
     model(INPUT, labels=INPUT).loss.backward()
 
 
-def test_modes_may_alternate(model: Any, expected: Reference) -> None:
+def test_modes_alternate(model: Any, expected: Reference) -> None:
     for _ in range(2):
         assert torch.equal(logits(model), expected.logits)
         with torch.no_grad():
@@ -353,39 +351,39 @@ def test_modes_may_alternate(model: Any, expected: Reference) -> None:
 def test_generation_in_another_thread(model: Any, expected: Reference) -> None:
     def generate() -> torch.Tensor:
         torch.set_num_threads(THREADS)
-        found: torch.Tensor = model.generate(INPUT, max_new_tokens=NEW_TOKENS, do_sample=False)
-        return found
+        tokens: torch.Tensor = model.generate(INPUT, max_new_tokens=NEW_TOKENS, do_sample=False)
+        return tokens
 
     assert torch.equal(in_time(generate), expected.tokens)
 
 
-def test_threads_take_turns(model: Any, expected: Reference) -> None:
-    found: list[torch.Tensor] = []
+def test_threads_alternate(model: Any, expected: Reference) -> None:
+    results: list[torch.Tensor] = []
 
     def generate() -> None:
         torch.set_num_threads(THREADS)
         for _ in range(3):
-            found.append(model.generate(INPUT, max_new_tokens=NEW_TOKENS, do_sample=False))
+            results.append(model.generate(INPUT, max_new_tokens=NEW_TOKENS, do_sample=False))
 
     threads = [threading.Thread(target=generate, daemon=True) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert len(found) == 9
-    assert all(torch.equal(tokens, expected.tokens) for tokens in found)
+    assert len(results) == 9
+    assert all(torch.equal(tokens, expected.tokens) for tokens in results)
 
 
-def test_a_dropped_model_leaves_no_thread_and_no_memory(checkpoint: Path) -> None:
-    others = set(threading.enumerate())
+def test_deleted_model_leaves_no_thread_and_no_memory(checkpoint: Path) -> None:
+    before = set(threading.enumerate())
     model = load(split(checkpoint), 0)
     logits(model)
     loads(model)  # a reader that is at work holds what it works for
-    (reader,) = set(threading.enumerate()) - others
-    left = [weakref.ref(model), weakref.ref(loader_of(model))]
+    (reader,) = set(threading.enumerate()) - before
+    references = [weakref.ref(model), weakref.ref(loader_of(model))]
     del model
     gc.collect()
-    assert [reference() for reference in left] == [None, None]
+    assert [reference() for reference in references] == [None, None]
     reader.join(60)
     assert not reader.is_alive()
 
@@ -396,16 +394,16 @@ Pair = namedtuple("Pair", "first second")
 modes = pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 
 
-def cross(boundary: Boundary, *args: Any, **kwargs: Any) -> Any:
-    found = boundary(MODULE, args, kwargs)
-    return (args, kwargs) if found is None else found
+def cross(boundary: InputMover, *args: Any, **kwargs: Any) -> Any:
+    moved = boundary(MODULE, args, kwargs)
+    return (args, kwargs) if moved is None else moved
 
 
 @modes
-def test_a_tensor_crosses_once(mode: Any) -> None:
+def test_tensor_is_copied_once(mode: Any) -> None:
     with mode(), watched() as operations:
         mask = torch.ones(3, device=HERE)
-        boundary = Boundary(THERE)
+        boundary = InputMover(THERE)
         copies = [cross(boundary, torch.ones(2, device=HERE), mask=mask)[1]["mask"] for _ in range(4)]
         assert all(copy is copies[0] for copy in copies)
         assert copies[0].device == THERE
@@ -414,11 +412,11 @@ def test_a_tensor_crosses_once(mode: Any) -> None:
 
 
 @modes
-def test_what_is_there_stays_the_very_same(mode: Any) -> None:
+def test_tensors_on_the_device_stay_the_same_objects(mode: Any) -> None:
     with mode(), watched() as operations:
         tensor = torch.ones(3, device=THERE)
         state = [tensor, {"a": (tensor, None)}]
-        boundary = Boundary(THERE)
+        boundary = InputMover(THERE)
         assert boundary(MODULE, (tensor, 3, None), {"state": state, "name": "x"}) is None
         args, kwargs = cross(boundary, torch.ones(1, device=HERE), state=state)
         assert kwargs["state"] is state
@@ -427,9 +425,9 @@ def test_what_is_there_stays_the_very_same(mode: Any) -> None:
 
 
 @modes
-def test_a_copy_that_was_changed_is_made_again(mode: Any) -> None:
+def test_changed_copy_is_copied_again(mode: Any) -> None:
     with mode(), watched():
-        mask, boundary = torch.ones(3, device=HERE), Boundary(THERE)
+        mask, boundary = torch.ones(3, device=HERE), InputMover(THERE)
         first = cross(boundary, mask)[0][0]
         first.add_(1)
         first[0] = 7
@@ -438,18 +436,18 @@ def test_a_copy_that_was_changed_is_made_again(mode: Any) -> None:
         assert second.cpu().tolist() == [1, 1, 1]
 
 
-def test_an_original_that_was_changed_crosses_again() -> None:
+def test_changed_original_is_copied_again() -> None:
     with torch.no_grad(), watched():
-        mask, boundary = torch.ones(3, device=HERE), Boundary(THERE)
+        mask, boundary = torch.ones(3, device=HERE), InputMover(THERE)
         assert cross(boundary, mask)[0][0].cpu().tolist() == [1, 1, 1]
         mask.add_(1)
         assert cross(boundary, mask)[0][0].cpu().tolist() == [2, 2, 2]
 
 
 @modes
-def test_a_new_pass_copies_again(mode: Any) -> None:
+def test_new_pass_copies_again(mode: Any) -> None:
     with mode(), watched():
-        mask, boundary = torch.ones(3, device=HERE), Boundary(THERE)
+        mask, boundary = torch.ones(3, device=HERE), InputMover(THERE)
         first = cross(boundary, mask)[0][0]
         mask.add_(1)
         boundary.forget()
@@ -457,9 +455,9 @@ def test_a_new_pass_copies_again(mode: Any) -> None:
         assert first.cpu().tolist() == [1, 1, 1]
 
 
-def test_copies_go_with_their_originals() -> None:
+def test_copies_are_freed_with_their_originals() -> None:
     with torch.no_grad(), watched():
-        boundary = Boundary(THERE)
+        boundary = InputMover(THERE)
         for _ in range(5):
             cross(boundary, torch.ones(3, device=HERE))
         gc.collect()
@@ -467,33 +465,33 @@ def test_copies_go_with_their_originals() -> None:
 
 
 @modes
-def test_inside_whatever_holds_tensors(mode: Any) -> None:
+def test_containers_of_tensors_are_copied(mode: Any) -> None:
     class Held(UserDict[str, torch.Tensor]):
         def to(self, device: torch.device, non_blocking: bool = False) -> Held:
             return Held({key: tensor.to(device) for key, tensor in self.items()})
 
     with mode(), watched():
-        one = torch.ones(3, device=HERE)
-        given: dict[str, Any] = {
-            "list": [one, 1],
-            "tuple": (one, "x"),
-            "named": Pair(one, one),
-            "dict": OrderedDict(a=one),
-            "held": Held(a=one),
-            "nested": ({"a": [one]},),
+        x = torch.ones(3, device=HERE)
+        inputs: dict[str, Any] = {
+            "list": [x, 1],
+            "tuple": (x, "x"),
+            "named": Pair(x, x),
+            "dict": OrderedDict(a=x),
+            "held": Held(a=x),
+            "nested": ({"a": [x]},),
         }
-        _, found = cross(Boundary(THERE), **given)
-        assert {name: type(value) for name, value in found.items()} == {n: type(v) for n, v in given.items()}
-        tensors = [found["list"][0], found["tuple"][0], *found["named"], found["dict"]["a"], found["held"]["a"]]
-        for tensor in (*tensors, found["nested"][0]["a"][0]):
+        _, moved = cross(InputMover(THERE), **inputs)
+        assert {name: type(value) for name, value in moved.items()} == {n: type(v) for n, v in inputs.items()}
+        tensors = [moved["list"][0], moved["tuple"][0], *moved["named"], moved["dict"]["a"], moved["held"]["a"]]
+        for tensor in (*tensors, moved["nested"][0]["a"][0]):
             assert tensor.device == THERE
-            assert torch.equal(tensor.cpu(), one.cpu())
-        assert found["list"][1] == 1
+            assert torch.equal(tensor.cpu(), x.cpu())
+        assert moved["list"][1] == 1
 
 
-def test_gradients_cross_back() -> None:
+def test_gradients_reach_the_original() -> None:
     with watched():
-        boundary = Boundary(THERE)
+        boundary = InputMover(THERE)
         source = torch.ones(3, requires_grad=True)
         for _ in range(2):
             (cross(boundary, source)[0][0] * 2).sum().backward()

@@ -1,4 +1,4 @@
-"""Models that speak: the part that makes text is loaded, and equals transformers' own class of that part."""
+"""Models that speak: only the part that generates text is loaded, and equals transformers' class of that part."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ def build(folder: Path, model_type: str) -> Any:
 
 @pytest.mark.bits
 @pytest.mark.parametrize("model_type", TYPES)
-def test_its_text_is_that_of_transformers(tmp_path: Path, model_type: str, one_thread: None) -> None:
-    made = build(tmp_path / "model", model_type)
+def test_text_equals_transformers(tmp_path: Path, model_type: str, one_thread: None) -> None:
+    whole = build(tmp_path / "model", model_type)
     thinker = getattr(transformers, f"{TYPES[model_type]}ThinkerForConditionalGeneration")
     plain = thinker.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
     for parameter in plain.parameters():
         parameter.data = parameter.data.clone()
-    given = [tiny_inputs.inputs_of(made.thinker, media) for media in ((), ("image",), ("audio",))]
-    assert [inputs.kinds for inputs in given] == [("text",), ("text", "image"), ("text", "audio")]
+    cases = [tiny_inputs.inputs_of(whole.thinker, media) for media in ((), ("image",), ("audio",))]
+    assert [inputs.kinds for inputs in cases] == [("text",), ("text", "image"), ("text", "audio")]
     directory = split(tmp_path / "model")
     for budget in (ALL, 0):
         model = load(directory, budget)
         assert type(model).__name__ == thinker.__name__
-        for inputs in given:
+        for inputs in cases:
             expected = tiny_inputs.results(plain, inputs.arguments)
             assert tiny_inputs.same(tiny_inputs.results(model, inputs.arguments), expected)
             tokens = tiny_inputs.generated(plain, inputs.arguments)
@@ -67,7 +67,7 @@ def test_its_text_is_that_of_transformers(tmp_path: Path, model_type: str, one_t
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_the_parts_that_speak_are_kept_and_never_read(tmp_path: Path, model_type: str) -> None:
+def test_talker_is_kept_and_never_read(tmp_path: Path, model_type: str) -> None:
     build(tmp_path / "model", model_type)
     before = read_tensors(tmp_path / "model")
     directory = split(tmp_path / "model")
@@ -87,7 +87,7 @@ def test_published_quantized(tmp_path: Path) -> None:
     for name in ("model", "plain"):
         build(tmp_path / name, "qwen2_5_omni")
     config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
-    left = ["visual", "audio_tower", "talker", "token2wav", "lm_head"]
+    unconverted = ["visual", "audio_tower", "talker", "token2wav", "lm_head"]
 
     def change(name: str, tensor: torch.Tensor, *, plain: bool) -> quantized.Named:
         parts = dict(quantized.fp8_blocks(name, tensor, 16) if name.startswith("thinker.model.layers.") else [])
@@ -97,9 +97,9 @@ def test_published_quantized(tmp_path: Path) -> None:
         else:
             yield from parts.items() or [(name, tensor)]
 
-    quantized.rewrite(tmp_path / "plain", lambda *given: change(*given, plain=True), None, 1)
-    said = {**config, "modules_to_not_convert": left}
-    quantized.rewrite(tmp_path / "model", lambda *given: change(*given, plain=False), said, 2)
+    quantized.rewrite(tmp_path / "plain", lambda *args: change(*args, plain=True), None, 1)
+    settings = {**config, "modules_to_not_convert": unconverted}
+    quantized.rewrite(tmp_path / "model", lambda *args: change(*args, plain=False), settings, 2)
     plain = transformers.Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained(tmp_path / "plain").eval()
     ids = torch.tensor([[1, 40, 81, 7, 200, 33, 160]])
     with torch.inference_mode():
@@ -108,7 +108,7 @@ def test_published_quantized(tmp_path: Path) -> None:
             assert torch.equal(load(split(tmp_path / "model"), budget)(ids).logits, expected)
 
 
-def test_the_config_alone(tmp_path: Path) -> None:
+def test_config_without_weights(tmp_path: Path) -> None:
     build(tmp_path / "model", "qwen2_5_omni")
     LoadPlanner(RunOptions(device="cpu"), [CpuDevice()], tmp_path / "model").check_config()
 

@@ -33,7 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama", shards=1)
 
 
-def test_a_newer_version_is_checked_and_warned_of_once(
+def test_newer_version_is_checked_with_one_warning(
     newer: None, checkpoint: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     torch.manual_seed(7)
@@ -48,7 +48,7 @@ def test_a_newer_version_is_checked_and_warned_of_once(
     assert "Writing model shards" not in capfd.readouterr().err
 
 
-def test_a_tested_version_is_not_checked(
+def test_tested_version_is_not_checked(
     monkeypatch: pytest.MonkeyPatch, checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(transformers_check, "_is_checked", False)
@@ -66,7 +66,7 @@ def test_a_tested_version_is_not_checked(
         ("DynamicSlidingWindowLayer", DynamicLayer, "layers of the types DynamicLayer, DynamicSlidingWindowLayer"),
     ],
 )
-def test_a_part_that_has_changed_is_refused_at_each_load(
+def test_changed_part_is_refused_at_each_load(
     newer: None, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, part: str, changed: Any, message: str
 ) -> None:
     monkeypatch.setattr(transformers_api, part, changed)
@@ -76,7 +76,7 @@ def test_a_part_that_has_changed_is_refused_at_each_load(
         assert refused.value.remedy.startswith("Install a tested version: pip install")
 
 
-def test_a_part_that_is_missing_is_named(checkpoint: Path) -> None:
+def test_missing_part_is_named(checkpoint: Path) -> None:
     code = f"""
 from transformers import PreTrainedModel, core_model_loading
 del core_model_loading.rename_source_key

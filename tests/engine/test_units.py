@@ -1,4 +1,4 @@
-"""The units of a model, and binding into them."""
+"""The units of a model, and weights that are bound to them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_every_parameter_is_in_exactly_one_unit(tmp_path: Path, family: str) -> 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layers_come_in_order(tmp_path: Path, family: str) -> None:
+def test_layers_are_in_order(tmp_path: Path, family: str) -> None:
     model = build(tmp_path, family)
     numbers = [
         int(unit.name.rpartition(".")[2])
@@ -72,7 +72,7 @@ def test_layers_come_in_order(tmp_path: Path, family: str) -> None:
     assert numbers == list(range(model.config.get_text_config().num_hidden_layers))
 
 
-def test_a_module_around_others_holds_them() -> None:
+def test_module_around_units_holds_them() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -95,7 +95,7 @@ def test_a_module_around_others_holds_them() -> None:
     ]
 
 
-def test_layers_by_the_names_a_model_will_not_have_split(tmp_path: Path) -> None:
+def test_layers_by_no_split_modules(tmp_path: Path) -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -130,7 +130,7 @@ def test_persistent_buffers_belong_to_units_and_others_do_not(tmp_path: Path) ->
     assert not isinstance(bound, nn.Parameter)
 
 
-def test_what_is_bound_is_the_parameter(tmp_path: Path) -> None:
+def test_bound_tensor_is_the_parameter(tmp_path: Path) -> None:
     model = build(tmp_path, "llama")
     (entry,) = unit_of(model, "model.norm").entries
     value = torch.full((64,), 2.0)
@@ -142,7 +142,7 @@ def test_what_is_bound_is_the_parameter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float8_e4m3fn])
-def test_what_cannot_have_a_gradient_is_bound_without(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_integers_are_bound_without_a_gradient(tmp_path: Path, dtype: torch.dtype) -> None:
     model = build(tmp_path, "llama")
     (entry,) = unit_of(model, "model.norm").entries
     entry.bind(torch.zeros(64).to(dtype))
@@ -150,7 +150,7 @@ def test_what_cannot_have_a_gradient_is_bound_without(tmp_path: Path, dtype: tor
     assert not model.model.norm.weight.requires_grad
 
 
-def test_a_placeholder_looks_right_and_is_asked_for_the_weight(tmp_path: Path) -> None:
+def test_placeholder_has_the_form_of_its_weight_and_reads_it(tmp_path: Path) -> None:
     model = build(tmp_path, "llama")
     device = torch.device("cpu")
     asked = []
@@ -170,7 +170,7 @@ def test_a_placeholder_looks_right_and_is_asked_for_the_weight(tmp_path: Path) -
     assert asked == ["model.layers.0.mlp.up_proj.weight"]
 
 
-def test_the_placeholder_of_a_buffer_is_no_parameter() -> None:
+def test_placeholder_of_a_buffer_is_no_parameter() -> None:
     module = nn.Module()
     module.register_buffer("steps", torch.tensor([3, 4]))
 
@@ -212,11 +212,11 @@ def test_attention_that_reads_its_output_matrix_is_one_unit() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0)])
-def test_a_tensor_without_elements_is_in_no_buffer(shape: tuple[int, ...]) -> None:
+def test_empty_tensor_is_in_no_buffer(shape: tuple[int, ...]) -> None:
     unit = Unit("adapter", nn.Linear(4, 3), (), False, False)
     read = UnitSource(unit, (), {}, (), 0, 0, False).part_of(torch.empty(0, dtype=torch.uint8))
-    found = read(TensorSpec("adapter.weight", "BF16", shape, "adapter.safetensors", 4096, 0))
-    assert (found.shape, found.dtype) == (torch.Size(shape), torch.bfloat16)
+    tensor = read(TensorSpec("adapter.weight", "BF16", shape, "adapter.safetensors", 4096, 0))
+    assert (tensor.shape, tensor.dtype) == (torch.Size(shape), torch.bfloat16)
 
 
 @pytest.mark.parametrize("lead", [0, 2, 16, 32, TENSOR_ALIGNMENT])
@@ -225,9 +225,9 @@ def test_weights_that_kernels_read_are_aligned(lead: int) -> None:
     room = torch.arange(512, dtype=torch.int16).view(torch.uint8)
     begin = -room.data_ptr() % TENSOR_ALIGNMENT + lead
     flat = room[begin : begin + 256]
-    found = typed(flat, TensorSpec("weight", "BF16", (8, 16), "a.safetensors", 4096, 256))
-    assert found.data_ptr() % TENSOR_ALIGNMENT == 0
-    assert (found.data_ptr() == flat.data_ptr()) == (lead % TENSOR_ALIGNMENT == 0)
-    assert torch.equal(found.view(-1).view(torch.uint8), flat)
+    weight = typed(flat, TensorSpec("weight", "BF16", (8, 16), "a.safetensors", 4096, 256))
+    assert weight.data_ptr() % TENSOR_ALIGNMENT == 0
+    assert (weight.data_ptr() == flat.data_ptr()) == (lead % TENSOR_ALIGNMENT == 0)
+    assert torch.equal(weight.view(-1).view(torch.uint8), flat)
     codes = typed(flat, TensorSpec("weight", "U8", (256,), "a.safetensors", 4096, 256))
     assert codes.data_ptr() == flat.data_ptr()  # codes are read by bytes

@@ -1,4 +1,4 @@
-"""Weights that are not in memory: what of them is refused. Weights that are multiplied from their codes."""
+"""Absent weights, and weights that are multiplied from their codes, as tensors of torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHAPE = torch.Size((3, 4))
 
 
 class Refused(Exception):
-    """That something asked for the weight."""
+    """Raised by a read of the weight."""
 
 
 def refuse() -> torch.Tensor:
@@ -67,36 +67,36 @@ WRITES: list[Callable[[Any], Any]] = [
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_no_writing_to_what_is_not_there(write: Callable[[Any], Any]) -> None:
+def test_writing_to_an_absent_weight_is_refused(write: Callable[[Any], Any]) -> None:
     with torch.no_grad(), pytest.raises(ReadOnlyWeightError, match="read from the disk when its layer computes"):
         write(absent())
 
 
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize(
-    ("family", "compression", "budget", "name", "kind"),
+    ("family", "compression", "budget", "name", "weight_type"),
     [
         pytest.param("llama", "4bit", ALL, "model.layers.1.mlp.up_proj.weight", QuantizedWeight, marks=with_vectors),
         ("qwen3_moe", None, 0, "model.layers.1.mlp.experts.down_proj", ExpertStack),
     ],
 )
-def test_no_writing_to_what_is_there_in_another_form(
+def test_writing_to_a_coded_weight_is_refused(
     tmp_path: Path,
     family: str,
     compression: str | None,
     budget: int,
     name: str,
-    kind: type,
+    weight_type: type,
     write: Callable[[Any], Any],
 ) -> None:
     files = split(build_checkpoint(tmp_path, family), compression)
     weight = load(files, budget, exact=False).get_parameter(name)
-    assert isinstance(weight, kind)
+    assert isinstance(weight, weight_type)
     with torch.no_grad(), pytest.raises(ReadOnlyWeightError, match=r"(only|by) (its|their) codes"):
         write(weight)
 
 
-def test_it_is_a_parameter_that_takes_no_memory() -> None:
+def test_absent_weight_is_a_parameter_without_memory() -> None:
     weight = absent()
     assert isinstance(weight, nn.Parameter)
     assert (weight.shape, weight.dtype, weight.device) == (SHAPE, torch.bfloat16, torch.device("cpu"))
@@ -155,13 +155,13 @@ WITHOUT_VALUES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("asked", sorted(WITHOUT_VALUES))
-def test_what_needs_no_values_is_answered_as_for_a_weight_that_is_there(asked: str) -> None:
-    there = nn.Parameter(torch.ones(SHAPE, dtype=torch.bfloat16))
-    assert WITHOUT_VALUES[asked](absent()) == WITHOUT_VALUES[asked](there)
+def test_operations_without_values_equal_those_of_a_plain_weight(asked: str) -> None:
+    plain = nn.Parameter(torch.ones(SHAPE, dtype=torch.bfloat16))
+    assert WITHOUT_VALUES[asked](absent()) == WITHOUT_VALUES[asked](plain)
 
 
 @pytest.mark.parametrize(
-    "same",
+    "change",
     [
         lambda w: w.to("cpu"),
         lambda w: w.to(torch.bfloat16),
@@ -174,12 +174,12 @@ def test_what_needs_no_values_is_answered_as_for_a_weight_that_is_there(asked: s
         lambda w: w.requires_grad_(),
     ],
 )
-def test_a_change_that_changes_nothing_is_none(same: Callable[[Any], Any]) -> None:
+def test_change_without_effect_returns_the_weight(change: Callable[[Any], Any]) -> None:
     weight = absent()
-    assert same(weight) is weight
+    assert change(weight) is weight
 
 
-def test_another_name_for_it_is_absent_too() -> None:
+def test_alias_is_absent_too() -> None:
     for other in (absent().data, absent().detach(), nn.Parameter(absent())):
         assert type(other) is AbsentWeight
         with pytest.raises(Refused):
@@ -218,27 +218,27 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("asked", sorted(READS))
-def test_what_needs_values_asks_for_the_weight(asked: str) -> None:
-    there = torch.arange(12.0, dtype=torch.bfloat16).view(SHAPE)
+def test_operations_with_values_read_the_weight(asked: str) -> None:
+    plain = torch.arange(12.0, dtype=torch.bfloat16).view(SHAPE)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode(), pytest.raises(Refused):
             READS[asked](absent())
     with torch.no_grad():
-        wanted, found = READS[asked](there), READS[asked](absent(read=lambda: nn.Parameter(there)))
+        expected, actual = READS[asked](plain), READS[asked](absent(read=lambda: nn.Parameter(plain)))
     if asked == "an address":
-        assert found == wanted
+        assert actual == expected
         return
-    assert type(found) is type(wanted)
-    assert np.array_equal(np.asarray(_plain(found)), np.asarray(_plain(wanted)))
+    assert type(actual) is type(expected)
+    assert np.array_equal(np.asarray(_plain(actual)), np.asarray(_plain(expected)))
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, list):
-        return [_plain(one) for one in value]
+        return [_plain(element) for element in value]
     return value.detach().float().numpy() if isinstance(value, torch.Tensor) else value
 
 
-def test_operations_that_no_torch_function_sees_ask_too() -> None:
+def test_operations_below_torch_function_read_the_weight() -> None:
     """A product of something quantized with it, and autograd's own functions, do not."""
 
     class Doubled(torch.autograd.Function):
@@ -256,21 +256,21 @@ def test_operations_that_no_torch_function_sees_ask_too() -> None:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
 
-    other, there = torch.ones(SHAPE).as_subclass(Other), torch.full(SHAPE, 3.0)
+    other, plain = torch.ones(SHAPE).as_subclass(Other), torch.full(SHAPE, 3.0)
     for compute in (lambda w: Doubled.apply(w), lambda w: other + w):
         with torch.no_grad(), pytest.raises(Refused):
             compute(absent(dtype=torch.float32))
         with torch.no_grad():
-            found = compute(absent(dtype=torch.float32, read=lambda: there))
-        assert torch.equal(found.as_subclass(torch.Tensor), compute(there).as_subclass(torch.Tensor))
+            actual = compute(absent(dtype=torch.float32, read=lambda: plain))
+        assert torch.equal(actual.as_subclass(torch.Tensor), compute(plain).as_subclass(torch.Tensor))
 
 
-def test_what_it_prints() -> None:
-    said = "AbsentWeight((3, 4), torch.bfloat16, cpu, not in memory)"
-    assert repr(absent()) == str(absent()) == f"{absent()}" == said
+def test_repr_of_an_absent_weight() -> None:
+    text = "AbsentWeight((3, 4), torch.bfloat16, cpu, not in memory)"
+    assert repr(absent()) == str(absent()) == f"{absent()}" == text
 
 
-def test_no_initialising_by_a_function_that_takes_it_by_name() -> None:
+def test_initialising_by_keyword_is_refused() -> None:
     for begin in (nn.init.zeros_, nn.init.ones_, nn.init.normal_):
         with pytest.raises(ReadOnlyWeightError):
             begin(absent(read=lambda: torch.ones(SHAPE)))
@@ -303,7 +303,7 @@ def weight(scheme: str = "4bit", rows: int = 32, columns: int = 128) -> Quantize
 
 @pytest.mark.parametrize("scheme", ["4bit", "8bit"])
 @with_vectors
-def test_a_linear_has_it_like_any_other_weight(scheme: str) -> None:
+def test_linear_uses_a_quantized_weight(scheme: str) -> None:
     quantized = weight(scheme)
     module = nn.Linear(128, 32)
     module._parameters["weight"] = nn.Parameter(quantized, requires_grad=False)
@@ -312,13 +312,13 @@ def test_a_linear_has_it_like_any_other_weight(scheme: str) -> None:
     assert sum(parameter.numel() for parameter in module.parameters()) == 32 * 128 + 32
     x = torch.randn(2, 5, 128)
     with torch.no_grad():
-        for got in (module(x), nn.functional.linear(input=x, weight=module.weight, bias=module.bias)):
-            assert_products(got.view(10, 32), x.view(10, 128), quantized.whole(), module.bias)
+        for y in (module(x), nn.functional.linear(input=x, weight=module.weight, bias=module.bias)):
+            assert_products(y.view(10, 32), x.view(10, 128), quantized.whole(), module.bias)
     assert "QuantizedWeight((32, 128), torch.float32, stored at " + scheme in repr(module.weight)
 
 
 @with_vectors
-def test_whatever_else_is_asked_gets_the_matrix() -> None:
+def test_other_operations_get_the_matrix() -> None:
     quantized = weight()
     plain = quantized.whole()
     assert torch.equal(quantized + 1, plain + 1)
@@ -333,14 +333,14 @@ def test_whatever_else_is_asked_gets_the_matrix() -> None:
 
 
 @with_vectors
-def test_every_way_of_reading_it_gets_the_matrix() -> None:
+def test_every_read_gets_the_matrix() -> None:
     quantized = weight(rows=128, columns=128)
     plain = quantized.whole()
     ids, x, projection = torch.tensor([[3, 127, 3]]), torch.randn(5, 2, 128), torch.randn(384, 128)
 
     def attention(out: torch.Tensor) -> torch.Tensor:
-        given = (128, 4, projection, None, None, None, False, 0.0, out, None)
-        return nn.functional.multi_head_attention_forward(x, x, x, *given)[0]  # type: ignore[arg-type]
+        options = (128, 4, projection, None, None, None, False, 0.0, out, None)
+        return nn.functional.multi_head_attention_forward(x, x, x, *options)[0]  # type: ignore[arg-type]
 
     for read in (
         lambda w: nn.functional.embedding(ids, w),
@@ -371,7 +371,7 @@ def saved(tensor: torch.Tensor) -> io.BytesIO:
 
 
 @with_vectors
-def test_gradients_of_inputs_and_bias_are_those_of_the_matrix() -> None:
+def test_gradients_of_inputs_and_bias_equal_those_of_the_matrix() -> None:
     quantized = weight()
     x, bias = torch.randn(3, 128, requires_grad=True), torch.randn(32, requires_grad=True)
     nn.functional.linear(x, quantized, bias).square().sum().backward()
@@ -387,16 +387,16 @@ def test_gradients_of_inputs_and_bias_are_those_of_the_matrix() -> None:
 @pytest.mark.parametrize("compression", ["4bit", "8bit"])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @with_vectors
-def test_every_family_is_near_to_its_dequantized_self(tmp_path: Path, family: str, compression: str) -> None:
+def test_every_family_is_close_to_its_dequantized_model(tmp_path: Path, family: str, compression: str) -> None:
     folder = build_checkpoint(tmp_path / "model", family, tied=FAMILIES[family].ties[0], dtype=torch.float32)
     plain = reference_logits(
         dequantized(folder, tmp_path / "reference", compression, torch.float32), INPUT, torch.float32
     )
     directory, model = split(folder, compression), plain_model(tmp_path / "reference", dtype=torch.float32)
     for budget in (ALL, 0):
-        found = run(load(directory, budget, exact=False))
-        assert error(found.logits, plain.logits.double()) < 1e-4
-        assert_greedy(found.tokens, plain.tokens, model, 1e-4 * float(plain.logits.norm()))
+        result = run(load(directory, budget, exact=False))
+        assert error(result.logits, plain.logits.double()) < 1e-4
+        assert_greedy(result.tokens, plain.tokens, model, 1e-4 * float(plain.logits.norm()))
 
 
 @pytest.mark.parametrize("compression", ["4bit", "8bit"])
@@ -405,13 +405,13 @@ def test_resident_and_streamed_have_the_same_bits(tmp_path: Path, compression: s
     directory = split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, **WIDE), compression)
     resident, streamed = load(directory, exact=False), load(directory, 0, exact=False)
     assert Tier.STREAMED in tiers(streamed).values()
-    one, other = run(resident), run(streamed)
-    assert torch.equal(one.logits, other.logits)
-    assert torch.equal(one.tokens, other.tokens)
+    expected, actual = run(resident), run(streamed)
+    assert torch.equal(expected.logits, actual.logits)
+    assert torch.equal(expected.tokens, actual.tokens)
 
 
 @with_vectors
-def test_nothing_is_dequantized_when_a_token_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_token_dequantizes_no_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is kept is what is stored: the model fits where its dense matrices would not."""
     folder = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, **WIDE)
     directory = split(folder, "4bit")
@@ -445,7 +445,7 @@ def test_exact_has_the_bits_of_the_dequantized_model(tmp_path: Path) -> None:
 
 
 @with_vectors
-def test_meant_is_what_dequantizing_gives() -> None:
-    """The referee of these tests agrees with bitsandbytes."""
+def test_whole_equals_the_dequantized_matrix() -> None:
+    """The reference of these tests agrees with bitsandbytes."""
     parts = matrix("4bit", 16, 128, dtype=torch.float32)
     assert error(weight("4bit", 16, 128).whole(), meant(parts)) < 1e-6

@@ -1,4 +1,4 @@
-"""Stored tensors meet parameters: missing, misshapen, tied, unused; renamed and ordered as transformers does it."""
+"""Stored tensors and parameters: missing, misshapen, tied, unused; renamed and ordered as in transformers."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def test_many_missing_tensors_are_counted(tmp_path: Path) -> None:
     assert error.problem.endswith(" and 1 more.")
 
 
-def test_a_missing_head_is_no_tie(tmp_path: Path) -> None:
+def test_missing_head_is_not_a_tie(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path, "llama", tied=False)
     rewrite(folder, lambda tensors: {name: tensors[name] for name in tensors if name != "lm_head.weight"})
     assert "lacks 1 of the 30 tensors that LlamaForCausalLM needs: lm_head.weight." in refused(folder).problem
 
 
-def test_a_missing_expert(tmp_path: Path) -> None:
+def test_missing_expert(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path, "qwen3_moe")
     gone = "model.layers.1.mlp.experts.2.down_proj.weight"
     rewrite(folder, lambda tensors: {name: tensors[name] for name in tensors if name != gone})
@@ -83,14 +83,14 @@ def test_a_missing_expert(tmp_path: Path) -> None:
     assert "needs (4, 64, 80)" in error.problem
 
 
-def test_an_expert_without_its_other_half(tmp_path: Path) -> None:
+def test_expert_without_its_other_half(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path, "qwen3_moe")
     gone = "model.layers.1.mlp.experts.2.up_proj.weight"
     rewrite(folder, lambda tensors: {name: tensors[name] for name in tensors if name != gone})
     assert "model.layers.1.mlp.experts.gate_up_proj" in refused(folder).problem
 
 
-def test_another_shape_than_the_config_says(tmp_path: Path) -> None:
+def test_shape_differs_from_the_config(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path, "llama")
     content = json.loads((folder / "config.json").read_text())
     content["intermediate_size"] = 192
@@ -102,7 +102,7 @@ def test_another_shape_than_the_config_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("budget", [ALL, 0])
-def test_a_tie_stored_under_the_name_of_the_head(tmp_path: Path, budget: int) -> None:
+def test_tie_stored_under_the_name_of_the_head(tmp_path: Path, budget: int) -> None:
     folder = build_checkpoint(tmp_path, "llama", tied=True)
     expected = reference_logits(folder, INPUT, torch.float32)
     assert "lm_head.weight" not in read_tensors(folder)
@@ -115,7 +115,7 @@ def test_a_tie_stored_under_the_name_of_the_head(tmp_path: Path, budget: int) ->
 
 
 @pytest.mark.parametrize("budget", [ALL, 0])
-def test_a_tie_stored_on_both_sides(tmp_path: Path, budget: int) -> None:
+def test_tie_stored_on_both_sides(tmp_path: Path, budget: int) -> None:
     folder = build_checkpoint(tmp_path, "llama", tied=True)
     rewrite(folder, lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
     expected = reference_logits(folder, INPUT, torch.float32)
@@ -123,8 +123,8 @@ def test_a_tie_stored_on_both_sides(tmp_path: Path, budget: int) -> None:
 
 
 @pytest.mark.parametrize("budget", [ALL, 0])
-def test_both_sides_of_a_tie_with_weights_that_differ(tmp_path: Path, budget: int) -> None:
-    """Published by mistake, or fine-tuned apart; whatever transformers makes of it."""
+def test_tie_with_different_weights(tmp_path: Path, budget: int) -> None:
+    """Published by mistake, or fine-tuned apart; the result is that of transformers."""
     folder = build_checkpoint(tmp_path, "llama", tied=True)
     rewrite(folder, lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 0.1})
     expected = reference_logits(folder, INPUT, torch.float32)
@@ -139,7 +139,7 @@ def test_resident_tied_units_share_their_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compression", [None, "4bit", "8bit"])
-def test_unused_tensors_are_split_listed_and_never_read(tmp_path: Path, compression: str | None) -> None:
+def test_unused_tensors_are_split_and_listed_but_never_read(tmp_path: Path, compression: str | None) -> None:
     folder = build_checkpoint(tmp_path, "deepseek_v3", shards=3)
     directory = split(folder, compression)
     expected = run(load(directory, 0))
@@ -187,7 +187,7 @@ def test_unused_tensors_among_used_ones_are_not_read(tmp_path: Path) -> None:
     assert_same(run(model), reference_logits(folder, INPUT, torch.float32))
 
 
-def test_old_names_are_renamed_as_transformers_renames_them(tmp_path: Path) -> None:
+def test_old_names_are_renamed_as_in_transformers(tmp_path: Path) -> None:
     """Mixtral's published names differ from its modules' names."""
     folder = build_checkpoint(tmp_path, "mixtral")
     assert any("block_sparse_moe" in name for name in read_tensors(folder))
@@ -216,7 +216,7 @@ def test_experts_are_fused_in_their_numerical_order(tmp_path: Path) -> None:
         assert torch.equal(fused[expert], tensors[f"model.layers.1.mlp.experts.{expert}.down_proj.weight"])
 
 
-def test_what_a_model_may_lack_gets_its_initial_value(tmp_path: Path) -> None:
+def test_optional_weight_gets_its_initial_value(tmp_path: Path) -> None:
     """Allowed by the class; transformers gives it its initial value too."""
     folder = build_checkpoint(tmp_path, "llama")
     directory = split(folder)
@@ -233,12 +233,12 @@ def test_what_a_model_may_lack_gets_its_initial_value(tmp_path: Path) -> None:
 
 
 def renamed_by_transformers(name: str, renamings: list[Any], converters: list[Any], prefix: str, expected: Any) -> Any:
-    found = rename_source_key(name, renamings, converters, prefix, expected)
-    return found if found[0] in expected else rename_source_key(name, [], [], prefix, expected)
+    renamed = rename_source_key(name, renamings, converters, prefix, expected)
+    return renamed if renamed[0] in expected else rename_source_key(name, [], [], prefix, expected)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "jamba", "deepseek_v3", "gpt_oss", "llama"])
-def test_every_key_of_a_model_goes_where_transformers_puts_it(tmp_path: Path, family: str) -> None:
+def test_every_key_has_the_target_of_transformers(tmp_path: Path, family: str) -> None:
     folder = build_checkpoint(tmp_path / "model", family, tokenizer=False)
     model: Any = transformers.AutoModelForCausalLM.from_config(FAMILIES[family].config(tied=False))
     mapping = get_model_conversion_mapping(model)
@@ -247,14 +247,14 @@ def test_every_key_of_a_model_goes_where_transformers_puts_it(tmp_path: Path, fa
     prefix, expected = model.base_model_prefix, model.state_dict()
     names = sorted(read_tensors(folder), key=dot_natural_key)
     renamed = KeyRenaming(renamings, converters, prefix, expected)
-    found = {name: renamed(name) for name in names}
-    assert found == {name: renamed_by_transformers(name, renamings, converters, prefix, expected) for name in names}
-    assert {target for target, _ in found.values()} == set(expected)
+    targets = {name: renamed(name) for name in names}
+    assert targets == {name: renamed_by_transformers(name, renamings, converters, prefix, expected) for name in names}
+    assert {target for target, _ in targets.values()} == set(expected)
 
 
-def test_experts_that_go_to_places_of_their_own_each_do() -> None:
+def test_experts_with_their_own_targets() -> None:
     renaming = WeightRenaming(r"\.experts\.(\d+)\.w1\.", r".experts.\1.gate_proj.")
-    expected = {f"layers.0.experts.{number}.gate_proj.weight": torch.empty(0) for number in range(12)}
+    expected = {f"layers.0.experts.{expert}.gate_proj.weight": torch.empty(0) for expert in range(12)}
     renamed = KeyRenaming([renaming], [], "model", expected)
-    for number in range(12):
-        assert renamed(f"layers.0.experts.{number}.w1.weight") == (f"layers.0.experts.{number}.gate_proj.weight", None)
+    for expert in range(12):
+        assert renamed(f"layers.0.experts.{expert}.w1.weight") == (f"layers.0.experts.{expert}.gate_proj.weight", None)

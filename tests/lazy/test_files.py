@@ -1,4 +1,4 @@
-"""An open shard: how its tensors are made, which views share memory, and that it outlasts its readers."""
+"""An open shard: its tensors, views that share memory, and closing while it is read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def spec(file: ShardFile, name: str) -> TensorSpec:
 
 
 @pytest.mark.skipif(not CAN_MAP_PRIVATELY, reason="nothing is mapped here")
-def test_a_view_has_the_strides_of_the_file_and_what_is_read_has_none(path: Path) -> None:
+def test_view_has_the_strides_of_the_file_and_a_read_copy_is_contiguous(path: Path) -> None:
     for mapped in (True, False):
         file = ShardFile(path, "x.bin", mapped=mapped)
         turned = file.tensor(spec(file, "turned"))
@@ -45,7 +45,7 @@ def test_a_view_has_the_strides_of_the_file_and_what_is_read_has_none(path: Path
         assert file.tensor(spec(file, "none")).shape == (0, 6)
 
 
-def test_what_lies_at_an_odd_address_is_read(tmp_path: Path) -> None:
+def test_tensor_at_an_odd_address_is_read(tmp_path: Path) -> None:
     save_file({"a": torch.ones(3, dtype=torch.uint8), "b": VALUES}, tmp_path / "x")
     raw = (tmp_path / "x").read_bytes()
     length = int.from_bytes(raw[:8], "little") + 3
@@ -56,7 +56,7 @@ def test_what_lies_at_an_odd_address_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not CAN_MAP_PRIVATELY, reason="nothing is mapped here")
-def test_a_mapping_goes_with_its_views_unless_one_is_to_stay(path: Path) -> None:
+def test_mapping_is_closed_with_its_views_unless_kept(path: Path) -> None:
     file = ShardFile(path, "x.bin", mapped=True)
     plain = spec(file, "plain")
     first = file.tensor(plain)
@@ -73,7 +73,7 @@ def test_a_mapping_goes_with_its_views_unless_one_is_to_stay(path: Path) -> None
     assert torch.equal(torch.load(path, weights_only=True)["plain"], VALUES)
 
 
-def test_a_system_that_maps_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_system_without_mappings(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(_: PositionalFile) -> None:
         raise OSError("no such device")
 
@@ -83,7 +83,7 @@ def test_a_system_that_maps_nothing(path: Path, monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(file.tensor(spec(file, "turned")), VALUES.t())
 
 
-def test_closing_waits_for_who_reads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_waits_for_readers(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = ShardFile(path, "x.bin", mapped=False)
     reading, closed = threading.Event(), threading.Event()
     plain = PositionalFile.read_into
@@ -94,25 +94,25 @@ def test_closing_waits_for_who_reads(path: Path, monkeypatch: pytest.MonkeyPatch
         return plain(opened, buffer, offset)
 
     monkeypatch.setattr(PositionalFile, "read_into", slow)
-    made: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: made.append(file.tensor(spec(file, "plain"))))
+    tensors: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: tensors.append(file.tensor(spec(file, "plain"))))
     thread.start()
     assert reading.wait(60)
     file.close()
     closed.set()
     thread.join()
-    assert torch.equal(made[0], VALUES)
+    assert torch.equal(tensors[0], VALUES)
     with pytest.raises(ClosedCheckpointError):
         file.tensor(spec(file, "plain"))
     assert not list(open_files(path.parent))
 
 
-def test_a_file_that_is_replaced_while_it_is_opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def replaced(at: Path, name: str) -> shard_header.Header:
-        other = at.with_name("other")
+def test_file_replaced_while_opening(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def replaced(file: Path, name: str) -> shard_header.Header:
+        other = file.with_name("other")
         torch.save({"plain": VALUES}, other)
-        other.replace(at)
-        return shard_header.read_shard_header(at, name)
+        other.replace(file)
+        return shard_header.read_shard_header(file, name)
 
     monkeypatch.setattr(files, "read_shard_header", replaced)
     with pytest.raises(CorruptShardError, match="has changed since it was opened"):

@@ -1,4 +1,4 @@
-"""What can be loaded lazily, that every tensor is what torch or safetensors gives, and what is refused."""
+"""Lazy loading: every tensor equals that of torch or safetensors; invalid files are refused."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def bits(value: torch.Tensor) -> bytes:
 
 def every_dtype() -> dict[str, torch.Tensor]:
     """A tensor of every dtype that is read, of all kinds of bits, and one without elements."""
-    made = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     tensors = {"empty": torch.empty(0, 3)}
     for name, entry in DTYPES.items():
-        raw = torch.randint(0, 2 if name == "BOOL" else 256, (96,), dtype=torch.uint8, generator=made)
+        raw = torch.randint(0, 2 if name == "BOOL" else 256, (96,), dtype=torch.uint8, generator=generator)
         tensors[f"t.{name}"] = raw.view(getattr(torch, entry.torch_name)).reshape(3, -1)
     return tensors
 
@@ -67,7 +67,7 @@ def assert_same(loaded: Mapping[str, torch.Tensor], expected: Mapping[str, torch
 
 
 @MAPPED
-def test_a_safetensors_file(tmp_path: Path, mapped: bool) -> None:
+def test_safetensors_file(tmp_path: Path, mapped: bool) -> None:
     save_file({name: t for name, t in every_dtype().items() if "F4" not in name}, tmp_path / "x.safetensors")
     with rabbitllm.lazy_load(tmp_path / "x.safetensors", mapped=mapped) as lazy:
         assert_same(lazy, load_file(tmp_path / "x.safetensors"))
@@ -75,7 +75,7 @@ def test_a_safetensors_file(tmp_path: Path, mapped: bool) -> None:
 
 @MAPPED
 @pytest.mark.parametrize("suffix", [".bin", ".pt", ".pth", ".ckpt", ".pkl", ".anything"])
-def test_a_file_of_torch_whatever_its_name(tmp_path: Path, suffix: str, mapped: bool) -> None:
+def test_torch_file_of_any_name(tmp_path: Path, suffix: str, mapped: bool) -> None:
     torch.save(every_dtype(), tmp_path / f"x{suffix}")
     with rabbitllm.lazy_load(str(tmp_path / f"x{suffix}"), mapped=mapped) as lazy:
         assert_same(lazy, torch.load(tmp_path / f"x{suffix}", weights_only=True))
@@ -133,7 +133,7 @@ def test_tensors_of_one_storage_share_memory(tmp_path: Path) -> None:
 @MAPPED
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("form", ["safetensors", "torch"])
-def test_a_folder(tmp_path: Path, form: str, shards: int, mapped: bool) -> None:
+def test_folder(tmp_path: Path, form: str, shards: int, mapped: bool) -> None:
     tensors = llama_tensors()
     files = cut(tensors, shards)
     if shards == 1:
@@ -148,7 +148,7 @@ def test_a_folder(tmp_path: Path, form: str, shards: int, mapped: bool) -> None:
     assert {tensor.path.parent for tensor in lazy.values()} == {tmp_path / "m"}
 
 
-def test_an_uncompressed_split(tmp_path: Path) -> None:
+def test_uncompressed_split(tmp_path: Path) -> None:
     tensors = llama_tensors()
     write_shards(tmp_path / "m", cut(tensors, 3))
     assert_same(rabbitllm.lazy_load(split(tmp_path / "m", tmp_path / "plain")), tensors)
@@ -158,7 +158,7 @@ def test_an_uncompressed_split(tmp_path: Path) -> None:
 
 
 def test_opening_and_describing_read_no_weights(tmp_path: Path) -> None:
-    """The weights are 64 GB of a hole: whatever read or reserved them would not come back."""
+    """The weights are a hole of 64 GB: reading or reserving them would fail."""
     header = {"w": {"dtype": "F32", "shape": [1 << 20, 1 << 14], "data_offsets": [0, 1 << 36]}}
     raw = json.dumps(header).encode().ljust(4096 - 8)
     path = tmp_path / "x.safetensors"
@@ -193,7 +193,7 @@ def test_hostile_files_are_refused_when_opened(tmp_path: Path, attack: torch_zip
     assert not list(open_files(tmp_path))
 
 
-def test_what_is_not_there_or_does_not_fit(tmp_path: Path) -> None:
+def test_missing_or_mismatched_files(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="neither a file nor a folder"):
         rabbitllm.lazy_load(tmp_path / "nothing")
     with pytest.raises(CheckpointNotFoundError, match="holds no checkpoint"):
@@ -219,7 +219,7 @@ def test_what_is_not_there_or_does_not_fit(tmp_path: Path) -> None:
 
 
 @MAPPED
-def test_a_file_that_changes_after_opening(tmp_path: Path, mapped: bool) -> None:
+def test_file_changed_after_opening(tmp_path: Path, mapped: bool) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"a": torch.ones(4096), "b": torch.ones(4096)}, path)
     lazy = rabbitllm.lazy_load(path, mapped=mapped)
@@ -253,7 +253,7 @@ def test_closing(tmp_path: Path, mapped: bool) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors")
-def test_descriptors_go_with_what_refers_to_them(tmp_path: Path) -> None:
+def test_descriptors_are_closed_with_their_tensors(tmp_path: Path) -> None:
     write_shards(tmp_path, cut(llama_tensors(), 3))
     lazy = rabbitllm.lazy_load(tmp_path)
     assert len(list(open_files(tmp_path))) == 3
@@ -266,7 +266,7 @@ def test_descriptors_go_with_what_refers_to_them(tmp_path: Path) -> None:
     assert not list(open_files(tmp_path))
 
 
-def test_a_checkpoint_is_neither_pickled_nor_deep_copied(tmp_path: Path) -> None:
+def test_checkpoint_is_neither_pickled_nor_deep_copied(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(8)}, tmp_path / "x.bin")
     lazy = rabbitllm.lazy_load(tmp_path / "x.bin")
     for attempt in (pickle.dumps, copy.deepcopy):
@@ -280,7 +280,7 @@ def test_a_checkpoint_is_neither_pickled_nor_deep_copied(tmp_path: Path) -> None
 @MAPPED
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("embedding_dim", [0, 1])
-def test_metas_own_files(tmp_path: Path, mapped: bool, ranks: int, embedding_dim: int) -> None:
+def test_meta_files(tmp_path: Path, mapped: bool, ranks: int, embedding_dim: int) -> None:
     """Under transformers' names, pieces joined, Q and K in their order."""
     model = tiny_llama(kv_heads=4)
     write_meta(tmp_path, model, ranks=ranks, embedding_dim=embedding_dim)
@@ -294,7 +294,7 @@ def test_metas_own_files(tmp_path: Path, mapped: bool, ranks: int, embedding_dim
         assert_same(loaded, weights_of(other))
 
 
-def test_metas_own_files_without_one(tmp_path: Path) -> None:
+def test_meta_files_without_a_rank(tmp_path: Path) -> None:
     write_meta(tmp_path, tiny_llama(), ranks=4)
     (tmp_path / "consolidated.02.pth").unlink()
     with pytest.raises(MissingShardError, match=r"lacks consolidated\.02\.pth"):
@@ -302,14 +302,14 @@ def test_metas_own_files_without_one(tmp_path: Path) -> None:
 
 
 @MAPPED
-def test_torchs_format_from_before_1_6(tmp_path: Path, mapped: bool) -> None:
+def test_torch_format_before_1_6(tmp_path: Path, mapped: bool) -> None:
     tensors = llama_tensors()
     write_torch(tmp_path, torch_files(cut(tensors, 2)), index=True, legacy=True)
     with rabbitllm.lazy_load(tmp_path, mapped=mapped) as loaded:
         assert_same(loaded, tensors)
 
 
-def test_an_index_that_is_a_link_out_of_the_folder_is_not_opened(tmp_path: Path) -> None:
+def test_index_linked_out_of_the_folder_is_not_opened(tmp_path: Path) -> None:
     elsewhere = write_shards(tmp_path / "elsewhere", cut(llama_tensors(), 2))
     folder = write_shards(tmp_path / "model", cut(llama_tensors(), 2))
     (folder / INDEX_NAME).unlink()

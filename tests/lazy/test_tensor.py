@@ -1,4 +1,4 @@
-"""A lazy tensor in the functions of torch: what they give, what stays unread, what is kept."""
+"""Lazy tensors in the functions of torch: their results, reads and memory."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ TENSORS = {
 @pytest.fixture(params=["safetensors", "torch", "odd"])
 def path(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """Files of both formats, and one whose tensors all lie at odd addresses."""
-    made = tmp_path / "x"
+    file = tmp_path / "x"
     if request.param == "torch":
-        torch.save(TENSORS, made)
-        return made
-    save_file(TENSORS, made)
+        torch.save(TENSORS, file)
+        return file
+    save_file(TENSORS, file)
     if request.param == "odd":
-        raw = made.read_bytes()
+        raw = file.read_bytes()
         length = int.from_bytes(raw[:8], "little") + 1
-        made.write_bytes(length.to_bytes(8, "little") + raw[8 : 7 + length] + b" " + raw[7 + length :])
-    return made
+        file.write_bytes(length.to_bytes(8, "little") + raw[8 : 7 + length] + b" " + raw[7 + length :])
+    return file
 
 
 @pytest.fixture(params=[True, False], ids=["mapped", "read"])
@@ -64,26 +64,26 @@ def saved(module: torch.nn.Module, path: Path, form: str) -> LazyCheckpoint:
     return rabbitllm.lazy_load(path)
 
 
-def test_what_is_known_without_reading(lazy: LazyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attributes_without_reading(lazy: LazyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> None:
         raise AssertionError("read")
 
     monkeypatch.setattr(ShardFile, "tensor", never)
     for name, tensor in TENSORS.items():
-        found = lazy[name]
-        assert "not read" in repr(found)
+        unread = lazy[name]
+        assert "not read" in repr(unread)
         for attribute in ("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "requires_grad", "grad"):
-            assert getattr(found, attribute) == getattr(tensor, attribute)
+            assert getattr(unread, attribute) == getattr(tensor, attribute)
         for attribute in ("is_leaf", "is_meta", "is_cpu", "is_cuda", "is_sparse", "grad_fn"):
-            assert getattr(found, attribute) == getattr(tensor, attribute)
+            assert getattr(unread, attribute) == getattr(tensor, attribute)
         for method in ("size", "stride", "dim", "numel", "element_size", "is_contiguous", "is_complex", "get_device"):
-            assert getattr(found, method)() == getattr(tensor, method)()
-        assert torch.is_floating_point(found) == tensor.is_floating_point()
-        assert isinstance(found, torch.Tensor)
-        assert not isinstance(found, torch.nn.Parameter)
-        assert repr(name) in repr(found)
-        assert str(tensor.dtype) in str(found)
-        assert hash(found) == id(found)
+            assert getattr(unread, method)() == getattr(tensor, method)()
+        assert torch.is_floating_point(unread) == tensor.is_floating_point()
+        assert isinstance(unread, torch.Tensor)
+        assert not isinstance(unread, torch.nn.Parameter)
+        assert repr(name) in repr(unread)
+        assert str(tensor.dtype) in str(unread)
+        assert hash(unread) == id(unread)
     assert f"{lazy['w']}" == repr(lazy["w"])
     assert len(lazy["w"]) == 8
     assert lazy["w"].size(1) == 6
@@ -133,10 +133,10 @@ def test_what_is_known_without_reading(lazy: LazyCheckpoint, monkeypatch: pytest
     ],
 )
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
-def test_functions_give_what_they_give_of_an_ordinary_tensor(lazy: LazyCheckpoint, function: Any) -> None:
-    expected, found = function(TENSORS["w"]), function(lazy["w"])
-    assert (found.shape, found.dtype, found.stride()) == (expected.shape, expected.dtype, expected.stride())
-    assert torch.equal(found, expected)
+def test_functions_equal_those_of_an_ordinary_tensor(lazy: LazyCheckpoint, function: Any) -> None:
+    expected, actual = function(TENSORS["w"]), function(lazy["w"])
+    assert (actual.shape, actual.dtype, actual.stride()) == (expected.shape, expected.dtype, expected.stride())
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("name", list(TENSORS))
@@ -147,7 +147,7 @@ def test_every_kind_of_tensor(lazy: LazyCheckpoint, name: str) -> None:
     assert bool((lazy[name] == TENSORS[name]).all())
 
 
-def test_it_is_written_to_in_place_and_viewed_as_any_other(lazy: LazyCheckpoint) -> None:
+def test_in_place_writes_and_views(lazy: LazyCheckpoint) -> None:
     w, expected = lazy["w"], TENSORS["w"].clone()
     assert w.mul_(2) is w
     expected.mul_(2)
@@ -169,7 +169,7 @@ def test_it_is_written_to_in_place_and_viewed_as_any_other(lazy: LazyCheckpoint)
     assert torch.equal(w.clone(), expected)
 
 
-def test_the_file_stays_as_it_is(path: Path) -> None:
+def test_file_stays_unchanged(path: Path) -> None:
     before = path.read_bytes()
     lazy = rabbitllm.lazy_load(path)
     for tensor in lazy.values():
@@ -227,7 +227,7 @@ def test_load_state_dict(tmp_path: Path, form: str, assign: bool, swap: bool) ->
     assert all(torch.equal(loaded[name], tensor) for name, tensor in trained.state_dict().items())
 
 
-def test_load_state_dict_says_what_does_not_fit(tmp_path: Path) -> None:
+def test_load_state_dict_names_mismatched_tensors(tmp_path: Path) -> None:
     lazy = saved(network(), tmp_path / "x", "torch")
     with pytest.raises(RuntimeError, match=r"size mismatch for 0.weight.*\[8, 6\]"):
         torch.nn.Sequential(torch.nn.Linear(6, 7)).load_state_dict(lazy, strict=False)
@@ -237,7 +237,7 @@ def test_load_state_dict_says_what_does_not_fit(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="looks at mappings")
 def test_filling_a_model_holds_one_tensor_at_a_time(path: Path) -> None:
-    """Nothing that is made for a copy is kept, and the mapping goes with it."""
+    """No copy stays in memory, and the mapping is closed with it."""
     lazy = rabbitllm.lazy_load(path, mapped=True)
     tensors = dict(lazy)
     for tensor in tensors.values():
@@ -249,7 +249,7 @@ def test_filling_a_model_holds_one_tensor_at_a_time(path: Path) -> None:
     assert "not read" not in repr(tensors["w"])
 
 
-def test_a_copy_is_read_straight_into_its_memory(lazy: LazyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_is_read_straight_into_its_memory(lazy: LazyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> None:
         raise AssertionError("made a tensor")
 
@@ -266,7 +266,7 @@ def test_a_copy_is_read_straight_into_its_memory(lazy: LazyCheckpoint, monkeypat
     assert torch.equal(parameter, TENSORS["w"])
 
 
-def test_a_copy_that_torch_has_to_make(lazy: LazyCheckpoint) -> None:
+def test_copies_made_by_torch(lazy: LazyCheckpoint) -> None:
     w = TENSORS["w"]
     assert torch.equal(torch.zeros(8, 6, dtype=torch.float64).copy_(lazy["w"]), w.double())
     assert torch.equal(torch.zeros(2, 8, 6).copy_(lazy["w"]), w.expand(2, 8, 6))
@@ -288,7 +288,7 @@ def test_a_copy_that_torch_has_to_make(lazy: LazyCheckpoint) -> None:
         result.backward()
 
 
-def test_a_copy_sees_what_was_written(path: Path) -> None:
+def test_copy_has_written_values(path: Path) -> None:
     lazy = rabbitllm.lazy_load(path)
     kept = lazy["w"].zero_()
     target = torch.ones(8, 6).copy_(kept)
@@ -298,17 +298,17 @@ def test_a_copy_sees_what_was_written(path: Path) -> None:
 
 
 def test_copies_and_pickles_are_ordinary_tensors(lazy: LazyCheckpoint) -> None:
-    for made in (pickle.loads(pickle.dumps(lazy["w"])), copy.deepcopy(lazy["w"]), copy.copy(lazy["w"])):
-        assert type(made) is torch.Tensor
-        assert torch.equal(made, TENSORS["w"])
+    for copied in (pickle.loads(pickle.dumps(lazy["w"])), copy.deepcopy(lazy["w"]), copy.copy(lazy["w"])):
+        assert type(copied) is torch.Tensor
+        assert torch.equal(copied, TENSORS["w"])
     w = lazy["w"]
-    one, other = copy.deepcopy([w, w])
-    assert one is other
-    one.zero_()
+    first, second = copy.deepcopy([w, w])
+    assert first is second
+    first.zero_()
     assert torch.equal(w, TENSORS["w"])
 
 
-def test_a_parameter_made_of_one(lazy: LazyCheckpoint) -> None:
+def test_parameter_of_a_lazy_tensor(lazy: LazyCheckpoint) -> None:
     w = lazy["w"]
     parameter = torch.nn.Parameter(w)
     assert type(parameter) is torch.nn.Parameter
@@ -320,7 +320,7 @@ def test_a_parameter_made_of_one(lazy: LazyCheckpoint) -> None:
     assert type(torch.nn.Parameter(lazy["count"], requires_grad=False)) is torch.nn.Parameter
 
 
-def test_rows_are_read_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_requested_rows_are_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     plain = PositionalFile.read_into
 
