@@ -100,7 +100,7 @@ PARTS: Mapping[str, int] = {
     "splitter/test_split.py::test_peak_of_the_disk": 6,
     "splitter/test_torch_checkpoints.py::test_every_route_makes_the_bytes_of_safetensors": 6,
     "splitter/test_torch_checkpoints.py::test_disk_peak_equals_the_plan": 6,
-    "splitter/test_torch_checkpoints.py::test_plain_tensors_are_used_as_they_come": 6,
+    "splitter/test_torch_checkpoints.py::test_plain_tensors_are_streamed": 6,
     "support/test_rounding.py::test_sums_in_any_order_are_right": 4,
     "test_auto_model.py::test_routes": 6,
     "test_auto_model.py::test_ways_to_generate": 4,
