@@ -7,17 +7,22 @@ snapshot's link frees nothing, and unlinking the blob may break another revision
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rabbitllm.base.terminal import listed
 from rabbitllm.checkpoints.checkpoint import Disposal, Release
 from rabbitllm.checkpoints.index import WEIGHT_SUFFIXES
 from rabbitllm.errors import UnsafePathError
 from rabbitllm.storage import durable
 from rabbitllm.storage.folders import bytes_freed_by_deleting
+
+logger = logging.getLogger(__name__)
 
 DAMAGED = (
     "Delete that link and the file it leads to, and make the call again: it is downloaded again, and "
@@ -162,8 +167,8 @@ def free_rest(snapshot: CachedSnapshot) -> list[Path]:
     """Delete the rest of a snapshot: the small files of that revision, and the revision itself.
 
     Returns:
-        The paths that were links of the snapshot; none if the cache is read-only, or if the snapshot has other weights,
-        such as another GGUF model, which the user did not name.
+        The paths that were links of the snapshot; none if the cache is read-only, if the snapshot has other weights,
+        such as another GGUF model, which the user did not name, or if it has files that are not the hub's.
     """
     if not os.access(snapshot.cache, os.W_OK):
         return []
@@ -172,9 +177,13 @@ def free_rest(snapshot: CachedSnapshot) -> list[Path]:
     paths = sorted(path for path in snapshot.folder.rglob("*") if not path.is_dir())
     if any(path.name.endswith(WEIGHT_SUFFIXES) for path in paths):
         return []
+    links = [path for path in paths if path.is_symlink()]
+    if links and (own := [path.relative_to(snapshot.folder).as_posix() for path in paths if not path.is_symlink()]):
+        logger.warning("%s is kept, since it has files that are not the hub's: %s.", snapshot.folder, listed(own, 3))
+        return []
     info = scan_cache_dir(snapshot.cache)
-    commits = {revision.commit_hash for repo in info.repos for revision in repo.revisions}
-    if snapshot.commit in commits:
-        durable.require_guards(snapshot.folder / "config.json")
-        info.delete_revisions(snapshot.commit).execute()
+    for repo in info.repos:  # a mirror may have the same commit
+        if any(revision.snapshot_path.resolve() == snapshot.folder.resolve() for revision in repo.revisions):
+            durable.require_guards(snapshot.folder / "config.json")
+            dataclasses.replace(info, repos=frozenset([repo])).delete_revisions(snapshot.commit).execute()
     return paths

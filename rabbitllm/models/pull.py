@@ -25,7 +25,7 @@ from rabbitllm.base.terminal import counted, listed, put, put_fact, size, size_r
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.errors import IncompleteSplitError, OptionError, RabbitLLMError, system_errors_by_name
 from rabbitllm.estimate.split_estimate import STANDARD, CompressionEstimate, Rates, Route
-from rabbitllm.models.library import SplitEntry, as_record, look
+from rabbitllm.models.library import DAMAGED, SplitEntry, as_record, look
 from rabbitllm.splitter.filler import ShardExecutor
 from rabbitllm.splitter.plan import PlannedFiles, PlannedShard
 
@@ -132,6 +132,11 @@ def pull(request: LoadRequest, executor: ShardExecutor | None = None) -> Pulled:
     entry = look(source.split_folder)
     if entry is None:
         raise IncompleteSplitError(f"{source.split_folder} was removed during the split.", "Make the same call again.")
+    if entry.state == DAMAGED and not entry.legacy:
+        raise IncompleteSplitError(
+            f"{entry.folder} is damaged: {entry.problem}.",
+            f"Make its layers again: rabbitllm verify {shlex.quote(str(entry.folder))} --repair.",
+        )
     shards, folder = shards_of(source, entry.source)
     peak, seconds = ends[-1].peak_disk_bytes if ends else 0, time.perf_counter() - start
     return Pulled(source.name, entry, prepared.config_folder, prepared.was_finished, seconds, shards, folder, peak)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import filecmp
+import hashlib
 import json
 import os
 import re
@@ -22,19 +23,28 @@ from rabbitllm.base.options import expand
 from rabbitllm.base.terminal import counted, listed
 from rabbitllm.checkpoints.checkpoint import SourceIdentity, is_sidecar
 from rabbitllm.checkpoints.hub import HubAccess, cached_snapshot, open_repository, staged_name
-from rabbitllm.checkpoints.index import index_of
+from rabbitllm.checkpoints.index import gguf_models, index_of, is_gguf_file
 from rabbitllm.checkpoints.local import LocalCheckpoint
-from rabbitllm.errors import CheckpointError, HubError, InvalidIndexError, SplitError, system_errors_by_name
+from rabbitllm.errors import (
+    CheckpointError,
+    HubError,
+    InvalidIndexError,
+    SplitError,
+    SplitMismatchError,
+    system_errors_by_name,
+)
 from rabbitllm.formats.bounded import read_json
 from rabbitllm.models.library import DAMAGED, RECORDS, REMOVED_SUFFIX, SplitEntry, look
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.disk_sampler import disk_bytes
 from rabbitllm.splitter.lock import LEASE_NAME, is_lock_file, locked_without_waiting
+from rabbitllm.splitter.source_check import check_finished_source
 from rabbitllm.splitter.split import STAGING_NAME
 from rabbitllm.storage import durable
 from rabbitllm.storage.folders import existing
 from rabbitllm.store import locations
 from rabbitllm.store.layer_file import DONE_SUFFIX, LAYER_SUFFIX, SCRATCH_SUFFIX, layer_file_name
+from rabbitllm.store.layer_store import LayerStore
 from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME, SPLITS, is_legacy, read_manifest
 
 
@@ -66,13 +76,14 @@ def original_of(entry: SplitEntry, folder: Path | None = None, *, asks_hub: bool
         return _original_of_repository(source, _needed_shards(entry), on_hub) if asks_hub else on_hub
     parent = folder or locations.spelled_out(entry.folder).parent
     if source is None:
-        return _original_around(parent)
+        return _original_around(parent, entry.folder)
     needed = _needed_shards(entry)
     if not needed:
         return Original(True, f"in the folder {source.name}; no shard of it is used yet")
     missing = [shard for shard in needed if not _is_same(parent, shard, source.fingerprints[shard])]
     if not missing:
-        return Original(True, f"in {parent}")
+        changed = _changed_shard(parent, needed, entry)
+        return Original(True, f"in {parent}") if changed is None else Original(False, changed)
     of = f"{len(missing)} of its {len(needed)} shards" if len(missing) > 1 else "its shard"
     return Original(False, f"{of} not in {parent}: {listed(missing, 3)}")
 
@@ -106,8 +117,12 @@ def _original_of_repository(source: SourceIdentity, needed: Sequence[str], on_hu
 
 
 def _is_blob(path: Path, fingerprint: str) -> bool:
-    """Whether a file of the hub cache exists, and its blob has the name of this digest."""
-    return path.exists() and path.resolve().name == fingerprint.partition(":")[2]
+    """Whether a file of the hub cache exists, and is the blob of this digest; it is read, if that is a SHA-256."""
+    algorithm, _, digest = fingerprint.partition(":")
+    if not path.exists() or path.resolve().name != digest:
+        return False
+    with path.open("rb") as file:
+        return algorithm != "sha256" or hashlib.file_digest(file, algorithm).hexdigest() == digest
 
 
 def _needed_shards(entry: SplitEntry) -> list[str]:
@@ -130,10 +145,35 @@ def _is_same(folder: Path, shard: str, fingerprint: str) -> bool:
     return metadata is not None and metadata.fingerprint == fingerprint
 
 
-def _original_around(folder: Path) -> Original:
-    """The original of a RabbitLLM 1.1 split, which has no record of it: a complete checkpoint around it."""
-    with contextlib.suppress(CheckpointError, OSError):
-        if all((folder / shard).is_file() for shard in LocalCheckpoint(folder).index.shards):
+def _changed_shard(folder: Path, shards: Sequence[str], entry: SplitEntry) -> str | None:
+    """The problem with a shard whose bytes differ from the recorded checksums; None if there is none.
+
+    All shards are read: a fingerprint is of some of their bytes.
+    """
+    records = (name for name in (MANIFEST_NAME, MANIFEST_NAME + REMOVED_SUFFIX) if (entry.folder / name).exists())
+    manifest = next((read_manifest(entry.folder, name) for name in records), None)
+    if manifest is None:
+        return None
+    model = next(iter(gguf_models(shards)), shards[0] if is_gguf_file(folder / shards[0]) else None)
+    try:
+        checkpoint = LocalCheckpoint(folder, known_shards=shards, entry=model)
+        present = [metadata for shard in shards if (metadata := checkpoint.metadata(shard)) is not None]
+        check_finished_source(manifest, present, checkpoint, entry.folder, verify=True)
+    except (CheckpointError, SplitMismatchError) as error:
+        return error.problem.removesuffix(" Nothing was deleted.").removesuffix(".")
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _original_around(folder: Path, split_folder: Path) -> Original:
+    """The original of a RabbitLLM 1.1 split, which has no record of it: a checkpoint around it with its tensors."""
+    with contextlib.suppress(CheckpointError, SplitError, OSError):
+        checkpoint = LocalCheckpoint(folder)
+        shards = [checkpoint.metadata(name) for name in checkpoint.index.shards]
+        shapes = {spec.name: spec.shape for shard in shards if shard is not None for spec in shard.header.tensors}
+        tensors = LayerStore(split_folder).tensors
+        if None not in shards and all(shapes.get(name) == tensor.shape for name, tensor in tensors.items()):
             return Original(True, f"in {folder}")
     return Original(False, "RabbitLLM 1.1 did not record it, and its parent folder has no complete checkpoint")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,28 @@ def test_the_rest_of_a_snapshot(snapshot: CachedSnapshot, sibling: Path) -> None
     assert not snapshot.folder.exists()
     assert {path.name: path.read_bytes() for path in sibling.iterdir()} == before
     assert free_rest(snapshot) == []
+
+
+def test_mirror_with_the_same_commit_stays(snapshot: CachedSnapshot) -> None:
+    """A repository that was renamed or copied with its history."""
+    mirrors = [snapshot.cache / f"models--acme--mirror-{index}" for index in range(4)]
+    for mirror in mirrors:
+        shutil.copytree(snapshot.folder.parent.parent, mirror, symlinks=True)
+    before = [sorted(mirror.rglob("*")) for mirror in mirrors]
+    for shard in (FIRST, SECOND):
+        (snapshot.folder / shard).unlink()
+    assert free_rest(snapshot)
+    assert not snapshot.folder.exists()
+    assert [sorted(mirror.rglob("*")) for mirror in mirrors] == before
+
+
+def test_files_of_the_user_keep_a_snapshot(snapshot: CachedSnapshot, caplog: pytest.LogCaptureFixture) -> None:
+    (snapshot.folder / "results.csv").write_text("only here")
+    for shard in (FIRST, SECOND):
+        (snapshot.folder / shard).unlink()
+    assert free_rest(snapshot) == []
+    assert (snapshot.folder / "results.csv").read_text() == "only here"
+    assert "is kept, since it has files that are not the hub's: results.csv." in caplog.text
 
 
 def test_links_to_blobs_are_accepted(snapshot: CachedSnapshot) -> None:

@@ -358,7 +358,7 @@ def test_gpu_without_bfloat16_computes_in_float16_with_one_warning(
 def test_flash_attention_needs_model_gpu_and_installation(gpus: object, monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
-    monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda: True)
+    monkeypatch.setattr("rabbitllm.engine.transformers_api.is_flash_attn_2_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     chosen = [CudaDevice(0)]
 
@@ -375,7 +375,7 @@ def test_flash_attention_needs_model_gpu_and_installation(gpus: object, monkeypa
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert attention("llama") is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda: False)
+    monkeypatch.setattr("rabbitllm.engine.transformers_api.is_flash_attn_2_available", lambda: False)
     assert attention("llama") is None
     chosen[:] = [CpuDevice()]  # type: ignore[list-item]
     assert attention("llama") is None

@@ -11,7 +11,7 @@ from huggingface_hub import hf_hub_download
 
 from rabbitllm.auto_model import LoadRequest
 from rabbitllm.checkpoints.hub import HubAccess
-from rabbitllm.errors import NotEnoughSpaceException, OptionError, UnknownArchitectureError
+from rabbitllm.errors import IncompleteSplitError, NotEnoughSpaceException, OptionError, UnknownArchitectureError
 from rabbitllm.models.library import WHOLE
 from rabbitllm.models.pull import Pulled, Shards, dry_run, dry_run_record, next_command, pull, pulled_record
 from rabbitllm.store import locations
@@ -130,6 +130,14 @@ def test_pull_of_a_split_directory(folder: Path) -> None:
     split_folder = pull(wished(folder)).entry.folder
     pulled = pull(wished(split_folder, compression=None))
     assert (pulled.before, pulled.shards, pulled.entry.folder) == (True, None, split_folder)
+
+
+def test_damaged_split_is_not_ready(folder: Path) -> None:
+    pulled = pull(asked(folder))
+    (pulled.entry.folder / "lm_head.safetensors").unlink()
+    with pytest.raises(IncompleteSplitError, match=r"is damaged: lm_head\.safetensors is missing") as error:
+        pull(asked(folder))
+    assert "--repair" in error.value.remedy
 
 
 def test_unknown_model_is_refused_before_the_split(folder: Path) -> None:

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import snapshot_download
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from rabbitllm.cli.main import app
@@ -23,7 +25,7 @@ from rabbitllm.splitter.lock import locked
 from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.store import locations
 from rabbitllm.store.manifest import MANIFEST_NAME
-from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards
+from tests.support.builders import build_checkpoint, cut, llama_tensors, read_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import Faults, LocalHub
 from tests.support.splitting import Call, contents, interrupted, occupied
@@ -98,7 +100,7 @@ def test_split_of_rabbitllm_1_is_removed(tmp_path: Path) -> None:
     before = contents(folder)
     old = folder / "splitted_model"
     old.mkdir()
-    (old / "lm_head.safetensors").write_bytes(b"x")
+    save_file({"lm_head.weight": read_tensors(folder)["lm_head.weight"]}, old / "lm_head.safetensors")
     (old / "lm_head.safetensors.done").touch()
     plan = plan_removal(old)
     assert original_of(plan.entry).there
@@ -301,6 +303,27 @@ def test_kept_original_is_recognised(folder: Path, tmp_path: Path) -> None:
     refuse_only_copy(elsewhere, original_of(elsewhere.entry, folder))
 
 
+def test_damaged_original_is_none(folder: Path) -> None:
+    """A fingerprint is of some of the bytes of a large shard: all of them are read."""
+    tensors = {"model.embed_tokens.weight": torch.zeros(1500, 1024)}
+    write_shards(folder, {"model-00001-of-00001.safetensors": {**llama_tensors(), **tensors}})
+    for path in folder.glob("model-0000*-of-00003.safetensors"):
+        path.unlink()
+    made = split(folder, compression=None)
+    [shard] = folder.glob("model-00001-of-00001.safetensors")
+    time = shard.stat().st_mtime_ns
+    with shard.open("r+b") as file:
+        file.seek(3 << 20)
+        file.write(b"damaged")
+    os.utime(shard, ns=(time, time))
+    entry = plan_removal(made).entry
+    original = original_of(entry)
+    assert not original.there
+    assert "its bytes differ" in original.where
+    with pytest.raises(SplitError, match="only copy"):
+        CliRunner().invoke(app, ["rm", str(made), "--yes"], catch_exceptions=False)
+
+
 def test_used_up_original_makes_the_split_the_only_copy(folder: Path) -> None:
     plan = plan_removal(split(folder, sequential=True))
     original = original_of(plan.entry)
@@ -380,6 +403,14 @@ def test_unavailable_repository(
     assert (result.exit_code, of_a_repository.entry.folder.exists()) == (0, False)
 
 
+def test_truncated_copy_in_the_hub_cache_is_no_original(of_a_repository: Removal, local_hub: LocalHub) -> None:
+    snapshot = Path(snapshot_download("org/rabbit"))
+    local_hub.stop()
+    blob = next(snapshot.glob("*.safetensors")).resolve()
+    blob.write_bytes(blob.read_bytes()[:100])
+    assert not original_of(of_a_repository.entry, asks_hub=True).there
+
+
 @pytest.mark.parametrize("is_complete", [True, False])
 def test_complete_copy_in_the_hub_cache_is_an_original(
     of_a_repository: Removal, local_hub: LocalHub, is_complete: bool
@@ -407,9 +438,15 @@ def test_unfinished_split_of_a_repository(tmp_path: Path, local_hub: LocalHub, h
 def test_original_of_a_rabbitllm_1_split(tmp_path: Path) -> None:
     old = tmp_path / "hare" / "splitted_model"
     old.mkdir(parents=True)
-    (old / "lm_head.safetensors").write_bytes(b"x")
+    weight = llama_tensors()["lm_head.weight"]
+    save_file({"lm_head.weight": weight}, old / "lm_head.safetensors")
     (old / "lm_head.safetensors.done").touch()
     plan = plan_removal(old)
     assert not original_of(plan.entry).there
-    build_checkpoint(old.parent, "llama")
+    write_shards(old.parent, cut(llama_tensors(), 2))
     assert original_of(plan.entry).there
+    save_file({"lm_head.weight": weight[:-1]}, old / "lm_head.safetensors")  # of another model
+    assert not original_of(plan.entry).there
+    save_file({"lm_head.weight": weight}, old / "lm_head.safetensors")
+    next(old.parent.glob("model-*")).write_bytes(b"")
+    assert not original_of(plan.entry).there

@@ -88,9 +88,8 @@ def tied(tensors: Weights) -> dict[str, torch.Tensor]:
 def write_single(
     folder: Path, tensors: Weights, name: str = TORCH_SINGLE_NAME, protocol: int = 2, *, legacy: bool = False
 ) -> Path:
-    """One file, of a training checkpoint with its state dict in a wrapper."""
-    training = {"optimizer": {"param_groups": [{"lr": 1e-3}]}, "epoch": 3}  # of one with tensors: `test_left_out.py`
-    return write_torch(folder, {name: {"state_dict": tied(tensors), **training}}, protocol=protocol, legacy=legacy)
+    """One file, with its state dict in a wrapper; of one with other values: `test_left_out.py`."""
+    return write_torch(folder, {name: {"state_dict": tied(tensors)}}, protocol=protocol, legacy=legacy)
 
 
 def write_sharded(folder: Path, tensors: Weights) -> Path:
