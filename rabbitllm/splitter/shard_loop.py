@@ -375,7 +375,7 @@ class ShardLoop:
             return None
         path = self.work.checkpoint.acquire(shard.name)
         crc = source_crc32(path, shard.tensors, checksums.sources) if shard.needs_checksum else None
-        require_unmodified(path, shard)
+        require_unmodified(path, shard, self.work.checkpoint)
         if shard.expected_crc32 not in (None, crc):
             raise CorruptShardError(
                 f"{path} differs from its checksum, which was recorded when the split was started or made.",

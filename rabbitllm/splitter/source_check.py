@@ -101,8 +101,10 @@ def _tensor_crc32(file: PositionalFile, spec: TensorSpec, buffer: memoryview) ->
     return crc
 
 
-def require_unmodified(path: Path, shard: PlannedShard) -> None:
+def require_unmodified(path: Path, shard: PlannedShard, checkpoint: Checkpoint) -> None:
     """Check after reading a shard that it was not modified since the plan was made or checked.
+
+    A file of the same size and time, but with other metadata, may be a copy: then the fingerprint has to be the same.
 
     Raises:
         CorruptShardError: it was modified.
@@ -110,12 +112,20 @@ def require_unmodified(path: Path, shard: PlannedShard) -> None:
     if shard.stat is None:
         return
     now = file_stat(path)
-    if change_between(shard.stat, now) is Change.MODIFIED:
-        raise CorruptShardError(
-            f"{path} was modified while it was being split: {_describe_difference(shard.stat, now)}.",
-            "Restore the file as it was when the split was started, and make the same call again. The data just read "
-            "is not used. Do not delete anything: other shards may be deleted already.",
-        )
+    change = change_between(shard.stat, now)
+    if change is Change.NONE:
+        return
+    difference = _describe_difference(shard.stat, now)
+    if change is not Change.MODIFIED:
+        current = checkpoint.metadata(shard.name)
+        if current is not None and current.fingerprint == shard.fingerprint:
+            return
+        difference = "its bytes differ"
+    raise CorruptShardError(
+        f"{path} was modified while it was being split: {difference}.",
+        "Restore the file as it was when the split was started, and make the same call again. The data just read "
+        "is not used. Do not delete anything: other shards may be deleted already.",
+    )
 
 
 def with_checksums(plan: SplitPlan, checkpoint: Checkpoint) -> SplitPlan:

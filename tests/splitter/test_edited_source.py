@@ -236,6 +236,29 @@ def test_shard_that_is_modified_while_it_is_read(model: Path, compression: str |
     assert not any((folder / earlier.plan.layouts[layer].file_name).exists() for layer in layers)
 
 
+@pytest.mark.parametrize("same_bytes", [True, False])
+def test_shard_that_is_replaced_before_its_turn(model: Path, original: Path, tmp_path: Path, same_bytes: bool) -> None:
+    """By a file of the same size and time, as tools that copy write it: of another model it would make a mixture."""
+    other = write_shards(tmp_path / "other", cut(llama_tensors(**LARGE, seed=1), 3))
+    third = model / "model-00003-of-00003.safetensors"
+    replacement = Path(shutil.copy2((model if same_bytes else other) / third.name, tmp_path / "replacement"))
+    os.utime(replacement, ns=(third.stat().st_atime_ns, third.stat().st_mtime_ns))
+
+    def listen(event: progress.Event) -> None:
+        if isinstance(event, progress.ShardStarted) and event.shard == third.name and replacement.exists():
+            os.replace(replacement, third)
+
+    call = Call(str(model))
+    with progress.listening(listen):
+        if same_bytes:
+            assert layer_files(call.make()) == expected(original, tmp_path, None)
+            assert not third.exists()
+        else:
+            with pytest.raises(CorruptShardError, match="was modified while it was being split: its bytes differ"):
+                call.make()
+            assert third.exists()
+
+
 # The sums that are noted
 
 
