@@ -22,7 +22,7 @@ from rabbitllm.engine.processor import FILES
 from rabbitllm.engine.span_reader import compare
 from rabbitllm.engine.weight_tensors import AbsentWeight
 from rabbitllm.engine.weights import Recipe, WeightMap
-from rabbitllm.errors import OptionError, RabbitLLMError
+from rabbitllm.errors import OptionError, RabbitLLMError, system_errors_by_name
 from rabbitllm.formats.bounded import read_json
 from rabbitllm.formats.tensor_spec import TensorSpec, dtype_name, torch_dtype
 from rabbitllm.storage.durable import ScratchFolder
@@ -132,7 +132,7 @@ def save(
     bar: Any = logging.tqdm(
         total=total, unit="B", unit_scale=True, desc="Writing model shards", disable=not show_progress or None
     )
-    with bar, PlainReader(origin.store) as reader:
+    with system_errors_by_name(), bar, PlainReader(origin.store) as reader:
         write_checkpoint(
             folder,
             shards,

@@ -408,7 +408,7 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
 
         Raises:
             OptionError: the folder holds a model; or an argument is not possible here. Nothing was written.
-            NotEnoughSpaceException: the disk has too little space.
+            NotEnoughSpaceException, DiskFullError: the disk has too little space. Nothing was written.
             RabbitLLMError: the model was changed in a way that cannot be written as its stored tensors.
         """
         if has_adapter(self):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ import transformers
 from safetensors import safe_open
 
 from rabbitllm import AutoModel
-from rabbitllm.errors import OptionError, RabbitLLMError
+from rabbitllm.errors import DiskFullError, OptionError, RabbitLLMError
 from tests.support.builders import build_checkpoint, read_tensors, reference_logits, write_torch
 from tests.support.quantized import build_bitsandbytes, build_fp8
+from tests.support.splitting import failing
 from tests.support.tiny_models import ALL, INPUT, assert_same, dequantized, load, plain_model, run, split
 
 FAMILIES = ["llama", "qwen3_moe", "gpt_oss", "t5", "qwen3_next"]
@@ -132,6 +135,16 @@ def test_folder_with_a_model_is_not_overwritten(tmp_path: Path) -> None:
         with pytest.raises(OptionError, match="already holds a model"):
             model.save_pretrained(folder)
     assert before == {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
+
+
+def test_disk_that_fills_up(tmp_path: Path) -> None:
+    model = load(split(build_checkpoint(tmp_path / "source", "llama")), 0)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with failing(full, lambda number, step: step.path.suffix == ".safetensors"), pytest.raises(DiskFullError):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    model.save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved" / "model.safetensors").exists()
 
 
 def test_weights_in_stored_form_are_saved_from_memory(tmp_path: Path) -> None:
