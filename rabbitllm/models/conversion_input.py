@@ -156,6 +156,26 @@ def _acceptance(source: prepare.Source) -> Iterator[Acceptance | None]:
         yield accept
 
 
+def open_split(folder: Path, home: Path) -> LayerStore:
+    """Open a finished split; one of RabbitLLM 1.1, which has no list of its tensors, is compared with the config.
+
+    Args:
+        folder: the split directory.
+        home: the folder of the config, if there is one.
+
+    Raises:
+        IncompleteSplitError: a layer file is damaged, or lacks tensors of the model.
+    """
+    store = LayerStore(folder)
+    if store.manifest is None and (home / CONFIG_NAME).exists():
+        from rabbitllm.engine.devices import CpuDevice
+        from rabbitllm.engine.load_plan import make_load_plan
+
+        with contextlib.suppress(UnknownArchitectureError):  # its tensors are converted all the same
+            make_load_plan(store, RunOptions(device="cpu"), home, [CpuDevice()])
+    return store
+
+
 def finished_split_of(name: str) -> Path | None:
     """The split directory that a name means: the folder itself, or the most exact split in a folder without shards.
 

@@ -39,6 +39,7 @@ from rabbitllm.models.conversion_input import (
     identity_of_split,
     input_of,
     is_single_file,
+    open_split,
     require_same,
 )
 from rabbitllm.splitter import journal
@@ -48,7 +49,6 @@ from rabbitllm.storage import durable
 from rabbitllm.store import checkpoint_folder
 from rabbitllm.store.checkpoint_folder import index_of_files, named_dtype, plan_shards, refuse_foreign, write_checkpoint
 from rabbitllm.store.layer_file import LAYER_SUFFIX
-from rabbitllm.store.layer_store import LayerStore
 from rabbitllm.store.manifest import AUTO, JOURNAL_NAME, MANIFEST_NAME, Manifest, directory_name, read_manifest
 
 SAFETENSORS, GGUF = "safetensors", "gguf"
@@ -350,8 +350,8 @@ def _join_split(split_folder: Path, named: Path, folder: Path) -> Conversion:
     """
     from rabbitllm.store.checkpoint_folder import PlainReader, plain  # with torch
 
-    store = LayerStore(split_folder)
     home = split_folder if (split_folder / CONFIG_NAME).exists() else named
+    store = open_split(split_folder, home)
     identity = identity_of_split(store)
     beside = {name: path.read_bytes() for name, path in sidecars_of(home).items()}
     tensors = {name: plain(stored, dtype_of(stored, home)) for name, stored in store.tensors.items()}

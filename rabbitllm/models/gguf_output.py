@@ -61,6 +61,7 @@ from rabbitllm.models.conversion_input import (
     finished_split_of,
     identity_of_split,
     is_single_file,
+    open_split,
     shards_at_hand,
 )
 from rabbitllm.quant.schemes import STORED
@@ -661,8 +662,8 @@ def _placed(layout: _Layout, offsets: Sequence[int], index: int) -> Iterator[tup
 def _source(name: str, outtype: str, access: HubAccess) -> Iterator[tuple[_Metadata, _Layout]]:
     """The metadata and tensors to write, by the headers and small files of the source."""
     if (split_folder := finished_split_of(name)) is not None:
-        store = LayerStore(split_folder)
         home = split_folder if (split_folder / CONFIG_NAME).exists() else expand(name)
+        store = open_split(split_folder, home)
         with prepare.SmallFiles(sidecars_in(home), {}) as files:
             stored = {key: _tensor_of_split(store, t, dtype_of(t, home)) for key, t in store.tensors.items()}
             metadata, shapes, extra = _of_model(files.folder, name, stored)

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from rabbitllm.cli.main import app
 from rabbitllm.errors import (
     CheckpointNotFoundError,
+    IncompleteSplitError,
     NotEnoughSpaceException,
     OptionError,
     SplitMismatchError,
@@ -331,6 +332,20 @@ def test_compressed_split_equals_bitsandbytes(tmp_path: Path, compression: str) 
     for name, tensor in expected.items():
         assert actual[name].dtype is tensor.dtype
         assert torch.equal(raw(actual[name]), raw(tensor))
+
+
+@pytest.mark.parametrize("to", ["safetensors", "gguf"])
+def test_split_of_rabbitllm_1_without_some_tensors_is_refused(tmp_path: Path, to: str) -> None:
+    """It has no list of its tensors: the config tells that three of them are missing."""
+    golden = ROOT / "tests" / "golden"
+    unsound = golden / "rabbitllm-1.1.0-none-UNSOUND-3-tensors-missing" / "splitted_model"
+    folder = Path(shutil.copytree(unsound, tmp_path / "model"))
+    shutil.copy(golden / "model-4-shards" / "config.json", folder)
+    target = tmp_path / ("new.gguf" if to == "gguf" else "new")
+    command = ["convert", str(folder), "-o", str(target), "--to", to]
+    with pytest.raises(IncompleteSplitError, match="lacks 3 of the"):
+        CliRunner().invoke(app, command, catch_exceptions=False)
+    assert not target.exists()
 
 
 @pytest.mark.parametrize("compression", ["none", "8bit"])
