@@ -311,7 +311,8 @@ def remove_empty_folders(name: str, saving_path: Path | None = None) -> None:
             home_of_model = folders[0].parent.parent
             folders = [*home_of_model.glob("*/*"), *home_of_model.glob("*"), home_of_model]
     for folder in folders:
-        if folder.is_dir() and {*map(is_lock_file, (path.name for path in folder.iterdir()))} == {True}:
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        if names and all(map(is_lock_file, names)):
             with contextlib.suppress(SplitError), locked_without_waiting(folder):
                 pass  # whoever frees a lock removes its file
         durable.remove_empty_folder(folder)
