@@ -305,8 +305,9 @@ def _begin(request: SplitRequest) -> SplitWork:
         work = dataclasses.replace(work, plan=plan)
     durable.make_folder(request.folder)
     try:
-        stale = _refuse_files_of_others(request, plan)
-        copied = _copy_sidecars(request)
+        small_files = _small_files(request.checkpoint)
+        stale = _refuse_files_of_others(request, plan, small_files)
+        copied = _write_small_files(request.folder, small_files)
         if request.accept is not None:
             try:
                 request.accept(PlannedFiles(plan, request.folder))
@@ -416,7 +417,7 @@ def _require_begun_layers(folder: Path, earlier: journal.Replay) -> None:
             )
 
 
-def _refuse_files_of_others(request: SplitRequest, plan: SplitPlan) -> list[Path]:
+def _refuse_files_of_others(request: SplitRequest, plan: SplitPlan, small_files: Mapping[str, bytes]) -> list[Path]:
     """Refuse a folder without a record of a split that has files which this split would replace.
 
     A run that was killed before its first record has left the same config and tokenizer. An unfinished split of
@@ -429,11 +430,10 @@ def _refuse_files_of_others(request: SplitRequest, plan: SplitPlan) -> list[Path
         SplitMismatchError: it has others; nothing was changed.
         FileExistsError: there is a record by now: another process splits here despite the lock.
     """
-    folder, derived = request.folder, request.checkpoint.derived()
-    contents: dict[str, bytes | Path] = {**request.checkpoint.sidecars(), **derived}
-    for name, content in contents.items():
+    folder = request.folder
+    for name, content in small_files.items():
         path = folder / name
-        if path.exists() and path.read_bytes() != (content.read_bytes() if isinstance(content, Path) else content):
+        if path.exists() and path.read_bytes() != content:
             raise _holds_other(path, request.checkpoint.label, "with other content")
     layouts = {folder / layout.file_name: layout for layout in plan.layouts.values()}
     suffixes = (durable.PART_SUFFIX, SCRATCH_SUFFIX)
@@ -464,21 +464,24 @@ def _tensors_in(file: Path) -> set[str]:
         return set()
 
 
-def _copy_sidecars(request: SplitRequest) -> list[Path]:
-    """Copy config, tokenizer and the like, so that the folder loads without the original; return the new files."""
-    derived = request.checkpoint.derived()
-    copied = []
-    for name, path in request.checkpoint.sidecars().items():
-        if name in (MANIFEST_NAME, JOURNAL_NAME) or name in derived:
-            continue
-        target = request.folder / name
-        copied += [] if target.exists() else [target]
+def _small_files(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """Return config, tokenizer and the like, copied or derived, with which the folder loads without the original."""
+    derived = checkpoint.derived()
+    names = {MANIFEST_NAME, JOURNAL_NAME, *derived}
+    return {name: path.read_bytes() for name, path in checkpoint.sidecars().items() if name not in names} | dict(
+        derived
+    )
+
+
+def _write_small_files(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
+    """Write these files, and return the new ones."""
+    new = []
+    for name, content in files.items():
+        target = folder / name
+        new += [] if target.exists() else [target]
         durable.make_folder(target.parent)
-        durable.write_whole(target, path.read_bytes())
-    for name, content in derived.items():
-        copied += [] if (request.folder / name).exists() else [request.folder / name]
-        durable.write_whole(request.folder / name, content)
-    return copied
+        durable.write_whole(target, content)
+    return new
 
 
 def _remove_files(folder: Path, files: Sequence[Path]) -> None:
