@@ -22,6 +22,7 @@ import torch
 from transformers.integrations.gguf import reader as gguf_reader
 
 from rabbitllm.errors import CorruptShardError
+from rabbitllm.formats._torch_pickle import name_tensors, read_torch_pickle
 from rabbitllm.formats.gguf import parse_gguf
 from rabbitllm.formats.gguf_types import BY_NUMBER, TENSOR_TYPES
 from rabbitllm.formats.pickle_reader import list_opcodes
@@ -29,7 +30,6 @@ from rabbitllm.formats.safetensors_file import LENGTH_BYTES, TensorToWrite, enco
 from rabbitllm.formats.sentencepiece_model import SpecialIds, parse_model
 from rabbitllm.formats.shard_header import recognise
 from rabbitllm.formats.torch_file import parse_legacy_torch, parse_torch_zip
-from rabbitllm.formats.torch_pickle import name_tensors, read_torch_pickle
 from tests.attacks import gguf_files, legacy_torch_files, pickles, protobuf_files, safetensors_files, torch_zips
 from tests.support.mutations import (
     Mutator,

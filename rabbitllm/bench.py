@@ -108,7 +108,7 @@ class Measured:
         first_after_load: seconds of the very first token.
         turns: with the profiler off.
         sums: kind of pass -> sums, of the turn with the profiler on.
-        profile: of that turn, see `rabbitllm.telemetry.report`.
+        profile: of that turn, see `rabbitllm.telemetry._report`.
         passes: of that turn.
         in_place: "device tier" -> stored bytes that each pass uses without moving them.
         trace: of that turn.

@@ -14,7 +14,7 @@ import pytest
 
 from rabbitllm import AutoModel
 from rabbitllm.checkpoints.config import LEFTOVER
-from rabbitllm.engine.published import DEQUANTIZED, KEPT
+from rabbitllm.engine._published import DEQUANTIZED, KEPT
 from rabbitllm.errors import (
     CheckpointNotFoundError,
     CorruptShardError,

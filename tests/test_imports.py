@@ -123,3 +123,47 @@ def test_class_names_are_unique() -> None:
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name.lstrip("_"), []).append(name)
     assert {cls: found for cls, found in homes.items() if len(found) > 1} == {}
+
+
+def imports_of(module: str, path: Path, known: set[str]) -> set[str]:
+    """The modules among `known` that a file imports, by whichever form."""
+    imported: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            imported |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            imported.add(node.value)  # imported by its name when it is first used
+    return imported & known - {module}
+
+
+def test_a_module_begins_with_an_underscore_if_and_only_if_no_other_room_imports_it() -> None:
+    files = modules()
+    users: dict[str, set[str]] = {module: set() for module in files}
+    for module, path in files.items():
+        for imported in imports_of(module, path, set(files)):
+            users[imported].add(module.split(".")[1] if "." in module else "")
+    for path in (*ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("tools/**/*.py")):
+        for imported in imports_of("", path, set(files)):
+            users[imported].add(path.relative_to(ROOT).parts[0])
+    for module, path in files.items():
+        inside = module.split(".")[2:]
+        if inside and path.name not in {"__init__.py", "__main__.py"}:
+            own_room = users[module] <= {module.split(".")[1]}
+            assert inside[-1].startswith("_") == own_room, f"{module} is imported by {sorted(users[module])}"
+
+
+@pytest.mark.parametrize("init", sorted(PACKAGE.glob("*/**/__init__.py")), ids=lambda init: init.parent.name)
+def test_a_room_lists_its_public_modules(init: Path) -> None:
+    statements = ast.parse(init.read_text(encoding="utf-8")).body
+    (names,) = (
+        ast.literal_eval(node.value)
+        for node in statements
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets) == "__all__"
+    )
+    modules_inside = {
+        path.stem for path in (*init.parent.glob("*.py"), *(file.parent for file in init.parent.glob("*/__init__.py")))
+    }
+    if not any(isinstance(node, ast.ImportFrom) and node.module != "__future__" for node in statements):
+        assert names == sorted(name for name in modules_inside if not name.startswith("_"))

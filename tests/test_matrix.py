@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rabbitllm.quant import vectors
-from rabbitllm.quant.kernel_interface import PAIRS
+from rabbitllm.quant import _vectors
+from rabbitllm.quant._kernel_interface import PAIRS
 from tools import matrix
 from tools.matrix import SETS, Cell, InstructionSet, cpu_flags, environment_of, main, read_report, run_cell
 
@@ -24,7 +24,7 @@ def test_a_model_without_vectors_and_with_several_threads(capsys: pytest.Capture
     assert capsys.readouterr().out == "sse4       2 threads      1 passed    0 failed\n"
 
 
-@pytest.mark.skipif(vectors.lanes() < 8, reason="emulated on AVX2")
+@pytest.mark.skipif(_vectors.lanes() < 8, reason="emulated on AVX2")
 def test_kernels_for_pairs_of_bfloat16_run_here() -> None:
     """By emulation: the smaller of the two, since the other takes minutes to compile."""
     kernels = "tests/quant/test_products.py::test_every_kernel_that_this_processor_can_run"

@@ -18,6 +18,10 @@ from pathlib import (
     Path,
 )
 
+__all__ = [
+    "hop",
+]
+
 FAR = 3
 """Metres."""
 

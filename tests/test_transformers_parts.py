@@ -14,12 +14,12 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import rabbitllm
-from rabbitllm.engine import published_conversions
+from rabbitllm.engine import _published_conversions
 
 PACKAGE = Path(rabbitllm.__file__).parent
 ALLOWED = {
     "checkpoints/transformers_gguf.py",
-    "engine/published_conversions.py",
+    "engine/_published_conversions.py",
     "engine/streamed_model.py",  # overrides two methods of `generate`
     "engine/transformers_api.py",
     "generation/transformers_api.py",
@@ -33,7 +33,7 @@ def private_attributes() -> frozenset[str]:
             vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
         )
         model = LlamaForCausalLM(config)
-    owners = (model, config, model.generation_config, transformers.DynamicCache, published_conversions.QuickFp8)
+    owners = (model, config, model.generation_config, transformers.DynamicCache, _published_conversions.QuickFp8)
     names = {name for owner in (*owners, *model.modules()) for name in dir(owner)} | {"_is_hf_initialized"}
     return frozenset(name for name in names - set(dir(nn.Linear(1, 1))) if name[0] == "_" and name[:2] != "__")
 

@@ -3,7 +3,7 @@
     python -m tools.size              a table; exits with 1 where a room and its budget do not match
     python -m tools.size --update     lowers budgets to today's counts, never raises one
 
-Pure code is what is no blank line, comment, docstring or import.
+Pure code is what is no blank line, comment, docstring, import or `__all__`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def code_lines(source: str) -> int:
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(source)):
         match node:
-            case ast.Expr(ast.Constant(str())) | ast.Import() | ast.ImportFrom():
+            case ast.Expr(ast.Constant(str())) | ast.Import() | ast.ImportFrom() | ast.Assign([ast.Name("__all__")]):
                 lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return sum(bool(source.splitlines()[line - 1].strip()) for line in lines)
 

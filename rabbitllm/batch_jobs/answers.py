@@ -24,6 +24,14 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from rabbitllm.batch_jobs._requests import (
+    PreparedItem,
+    RequestBuilder,
+    call_line,
+    missing_pydantic,
+    refused_answer,
+    unreadable_answer,
+)
 from rabbitllm.batch_jobs.inputs import ERRORS, GENERATIONS, kind_of
 from rabbitllm.batch_jobs.items import (
     BatchAnswer,
@@ -34,14 +42,6 @@ from rabbitllm.batch_jobs.items import (
     JobLimits,
     Key,
     ScoreItem,
-)
-from rabbitllm.batch_jobs.requests import (
-    PreparedItem,
-    RequestBuilder,
-    call_line,
-    missing_pydantic,
-    refused_answer,
-    unreadable_answer,
 )
 from rabbitllm.engine.devices import OutOfDeviceMemory
 from rabbitllm.errors import BatchError, OptionError, RabbitLLMError

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.terminal import error_line, listed
+from rabbitllm.checkpoints._meta_llama import as_json
 from rabbitllm.checkpoints.gguf_model import ORIGINAL, OUTLINE, GgufModel, Target, read_gguf_model
 from rabbitllm.checkpoints.gguf_rotary import FACTOR_TENSORS, rope_parameters
 from rabbitllm.checkpoints.index import CheckpointIndex, gguf_number
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME, GENERATION_NAME, TOKENIZER_NAMES, check_pair_bytes
-from rabbitllm.checkpoints.meta_llama import as_json
 from rabbitllm.errors import (
     CorruptShardError,
     CorruptVocabularyError,

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm.base.terminal import listed
-from rabbitllm.checkpoints.index import META_PARAMETERS, CheckpointIndex, is_rank, natural_key
-from rabbitllm.checkpoints.meta_llama import (
+from rabbitllm.checkpoints._meta_llama import (
     LlamaVocabulary,
     MetaParams,
     as_json,
@@ -35,6 +34,7 @@ from rabbitllm.checkpoints.meta_llama import (
     token_ids,
     translated,
 )
+from rabbitllm.checkpoints.index import META_PARAMETERS, CheckpointIndex, is_rank, natural_key
 from rabbitllm.errors import CorruptVocabularyError, InvalidIndexError, MissingShardError
 from rabbitllm.formats.bounded import read_json
 from rabbitllm.formats.sentencepiece_model import ModelType, PieceType, SentencePieceModel, read_model

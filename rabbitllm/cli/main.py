@@ -14,21 +14,21 @@ import typer
 
 from rabbitllm.base.terminal import size
 from rabbitllm.cli import exit_codes
-from rabbitllm.cli.batch import batch_command
-from rabbitllm.cli.bench import bench_command
-from rabbitllm.cli.chat import chat_command
-from rabbitllm.cli.convert import convert_command
-from rabbitllm.cli.demo import demo
-from rabbitllm.cli.doctor import doctor_command
+from rabbitllm.cli._batch import batch_command
+from rabbitllm.cli._bench import bench_command
+from rabbitllm.cli._chat import chat_command
+from rabbitllm.cli._convert import convert_command
+from rabbitllm.cli._demo import demo
+from rabbitllm.cli._doctor import doctor_command
+from rabbitllm.cli._inspect import inspect_command
+from rabbitllm.cli._plan import plan_command
+from rabbitllm.cli._pull import pull_command
+from rabbitllm.cli._quality import quality_command
+from rabbitllm.cli._run import run_command
+from rabbitllm.cli._serve import serve_command
+from rabbitllm.cli._splits import ls_command, rm_command, show_command, verify_command
+from rabbitllm.cli._worker import worker_command
 from rabbitllm.cli.help import CommandInWords, GroupInWords
-from rabbitllm.cli.inspect import inspect_command
-from rabbitllm.cli.plan import plan_command
-from rabbitllm.cli.pull import pull_command
-from rabbitllm.cli.quality import quality_command
-from rabbitllm.cli.run import run_command
-from rabbitllm.cli.serve import serve_command
-from rabbitllm.cli.splits import ls_command, rm_command, show_command, verify_command
-from rabbitllm.cli.worker import worker_command
 from rabbitllm.engine.free_memory import group_limits, process_limits, swap_bytes
 from rabbitllm.errors import NotEnoughMemoryError, OptionError, RabbitLLMError, system_errors_by_name
 from rabbitllm.version import __version__

@@ -23,6 +23,8 @@ from transformers import PreTrainedModel
 
 from rabbitllm.base.rounding import round_up
 from rabbitllm.checkpoints.config import picked_by
+from rabbitllm.engine._published import BY_MATRIX
+from rabbitllm.engine._weights import Recipe, WeightMap
 from rabbitllm.engine.expert_source import (
     Block,
     CodedBlocks,
@@ -32,11 +34,9 @@ from rabbitllm.engine.expert_source import (
     QuantizedScales,
     with_matrices,
 )
-from rabbitllm.engine.published import BY_MATRIX
 from rabbitllm.engine.published_codes import CODES, SCALES, cast_of, form_of, role_of
 from rabbitllm.engine.span_reader import BLOCK
 from rabbitllm.engine.units import MatrixChooser, ParameterEntry, Unit
-from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
 from rabbitllm.quant.schemes import NESTED_BLOCK, SCALE_BYTES, SCHEMES, STORED, Quantized
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT

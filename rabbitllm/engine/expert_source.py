@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from rabbitllm.engine._weights import Recipe
 from rabbitllm.engine.span_reader import BLOCK, FileSpan, compare
 from rabbitllm.engine.units import MatrixChooser, ParameterEntry, typed
 from rabbitllm.engine.weight_tensors import QuantizedWeight, StoredMatrix
-from rabbitllm.engine.weights import Recipe
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size, torch_dtype
 from rabbitllm.quant.coded import CodedForm, CodedMatrix

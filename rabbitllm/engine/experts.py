@@ -18,10 +18,10 @@ import torch
 from transformers import PreTrainedModel
 
 from rabbitllm.base.forks import Workers
+from rabbitllm.engine._expert_pool import ExpertPool, PooledExperts, transit_slots
+from rabbitllm.engine._first_use import check_experts_before
 from rabbitllm.engine.devices import Device
-from rabbitllm.engine.expert_pool import ExpertPool, PooledExperts, transit_slots
 from rabbitllm.engine.expert_source import ExpertParameter, ExpertPart, ExpertSource, with_tables
-from rabbitllm.engine.first_use import check_experts_before
 from rabbitllm.engine.placement import ExpertCost, Placement, Tier
 from rabbitllm.engine.prefetch import HostBuffers
 from rabbitllm.engine.span_reader import ReadMode, SpanReader

@@ -14,12 +14,15 @@ from accelerate.utils import send_to_device
 from torch import nn
 
 from rabbitllm.base.options import RunOptions
-from rabbitllm.engine import published, skeleton
+from rabbitllm.engine import _published, skeleton
+from rabbitllm.engine._embedding_rows import has_readable_rows
+from rabbitllm.engine._first_use import ReadAhead, check_rows_before, wait_before
+from rabbitllm.engine._saving import origin_of
+from rabbitllm.engine._streamer import Streamer, device_executors
+from rabbitllm.engine._weights import check_unused
 from rabbitllm.engine.devices import Device, budget_of, memory_explained, resolve_devices
-from rabbitllm.engine.embedding_rows import has_readable_rows
 from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.experts import bind_experts
-from rabbitllm.engine.first_use import ReadAhead, check_rows_before, wait_before
 from rabbitllm.engine.forwards import RowProducts, keep_finite, repeat_keys_on
 from rabbitllm.engine.load_plan import (
     SCALES_IN_PLACE,
@@ -34,12 +37,9 @@ from rabbitllm.engine.load_plan import (
 from rabbitllm.engine.pass_line import PassLine
 from rabbitllm.engine.placement import READY, Placement, Tier, enclosing
 from rabbitllm.engine.prefetch import keep_units
-from rabbitllm.engine.saving import origin_of
 from rabbitllm.engine.span_reader import PROBES, THROUGH_THE_CACHE, ReadMode, choose_read_mode
 from rabbitllm.engine.streamed_model import Internals, StreamedModel, adopt
-from rabbitllm.engine.streamer import Streamer, device_executors
 from rabbitllm.engine.units import UnitSource, input_embedding
-from rabbitllm.engine.weights import check_unused
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.quant.schemes import SCHEMES, check_compression
 from rabbitllm.store.checksums import LayerChecks
@@ -168,8 +168,8 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
             repeat_keys_on(device.torch_device)
     if plan.is_narrowed:
         keep_finite(source.unit.module for source in plan.sources.values() if source.unit.is_layer)
-    published.finish(model, plan.quantizer)
-    published.warn_of_dequantizing(plan.quantizer, store.folder, model.dtype, devices, _coded(plan))
+    _published.finish(model, plan.quantizer)
+    _published.warn_of_dequantizing(plan.quantizer, store.folder, model.dtype, devices, _coded(plan))
     if options.fast_bfloat16:
         RowProducts(model)
 
@@ -254,4 +254,4 @@ def _coded(plan: LoadPlan) -> list[bool]:
     leaves = (leaf for source in plan.experts for leaf in source.leaves.values())
     multiplied = [(job.recipe, bool(job.quantized)) for job in jobs]
     multiplied += [(leaf.recipe, leaf.matrix_type is not None) for leaf in leaves]
-    return [coded for recipe, coded in multiplied if published.loads(recipe.converter, plan.quantizer)]
+    return [coded for recipe, coded in multiplied if _published.loads(recipe.converter, plan.quantizer)]

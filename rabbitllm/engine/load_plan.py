@@ -24,9 +24,10 @@ from torch import nn
 from rabbitllm.base.collection import uncollected
 from rabbitllm.base.options import RunOptions
 from rabbitllm.base.terminal import size
-from rabbitllm.engine import published, skeleton
+from rabbitllm.engine import _published, skeleton
+from rabbitllm.engine._embedding_rows import has_readable_rows
+from rabbitllm.engine._weights import WeightMap, check_unused, map_weights
 from rabbitllm.engine.devices import Device, budget_of, host_room
-from rabbitllm.engine.embedding_rows import has_readable_rows
 from rabbitllm.engine.expert_finding import expert_sources, without_experts
 from rabbitllm.engine.expert_source import ExpertSource, with_matrices
 from rabbitllm.engine.experts import expert_costs
@@ -56,7 +57,6 @@ from rabbitllm.engine.units import (
     source_of,
 )
 from rabbitllm.engine.weight_tensors import StoredMatrix
-from rabbitllm.engine.weights import WeightMap, check_unused, map_weights
 from rabbitllm.errors import (
     IncompleteCheckpointError,
     IncompleteSplitError,
@@ -364,7 +364,7 @@ class LoadPlanner:
         tensors, label = (None, str(home)) if store is None else (len(store.tensors), store.label)
         skeleton.check_counts(config, tensors, label)
         dtype_is_final = store is not None or options.dtype is not None or _config_dtype(config) is not None
-        quantizer = published.quantizer_for(home, config, devices)
+        quantizer = _published.quantizer_for(home, config, devices)
         dtype = _choose_dtype(options.dtype, config, store, devices)
         is_narrowed = options.dtype is None and dtype == torch.float16 and _own_dtype(config, store) == torch.bfloat16
         if quantizer is not None:
@@ -540,7 +540,7 @@ def place_units(
     Raises:
         RabbitLLMError: the model changes its weights, and not all of them can be resident.
     """
-    work = published.product_bytes(model)
+    work = _published.product_bytes(model)
     budgets = [
         Budget(device.name, max(budget_of(device, options) - (0 if is_host else work), 0), is_host)
         for device in devices

@@ -1,6 +1,6 @@
 """Which published matrices are multiplied from their codes, from names, dtypes and shapes alone.
 
-A kernel multiplies what a conversion of `published_conversions.py` or `published_exports.py` would dequantize, if its
+A kernel multiplies what a conversion of `_published_conversions.py` or `_published_exports.py` would dequantize, if its
 parts are codes with a scale for each block: FP8, FP4, or symmetric integers of 4 bits. All else is dequantized. Reads
 no weights.
 """
@@ -18,7 +18,7 @@ from rabbitllm.formats.tensor_spec import dtype_name
 from rabbitllm.quant.coded import FP4, FP8, INT4, CodedForm, CodedMatrix, is_scale
 
 if TYPE_CHECKING:
-    from rabbitllm.engine.weights import Recipe
+    from rabbitllm.engine._weights import Recipe
     from rabbitllm.store.layer_store import StoredTensor
 
 CODES, SCALES, _FACTOR, _DIVISOR, _UNUSED = "codes", "scales", "factor", "divisor", ""
@@ -178,7 +178,7 @@ def _configured_block(operation: Any, path: str) -> tuple[int, int] | None:
 
 
 def _weights_of(operation: Any, path: str) -> Any:
-    from rabbitllm.engine.published_conversions import scheme_of
+    from rabbitllm.engine._published_conversions import scheme_of
 
     return scheme_of(operation.hf_quantizer.compressor.quantization_config, path).weights
 

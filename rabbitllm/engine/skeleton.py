@@ -17,7 +17,7 @@ from rabbitllm.base.forks import own_lock
 from rabbitllm.base.terminal import error_line
 from rabbitllm.base.transformers_version import installed_version
 from rabbitllm.checkpoints.config import newer_transformers, picked_by, separate_settings
-from rabbitllm.engine.published import change_modules, check_method, drop_leftover_settings, settings_in
+from rabbitllm.engine._published import change_modules, check_method, drop_leftover_settings, settings_in
 from rabbitllm.errors import (
     CorruptVocabularyError,
     IncompleteCheckpointError,

@@ -19,13 +19,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rabbitllm.base.options import RunOptions, expand
 from rabbitllm.base.rounding import round_up
-from rabbitllm.engine import placeholders
-from rabbitllm.engine.expert_pool import read_uses, write_uses
+from rabbitllm.engine import _placeholders
+from rabbitllm.engine._expert_pool import read_uses, write_uses
+from rabbitllm.engine._processor import read_processor
+from rabbitllm.engine._saving import Origin, compare_resident, save
+from rabbitllm.engine._streamer import Streamer
 from rabbitllm.engine.pass_line import PassLine, pass_input_of
 from rabbitllm.engine.placement import Placement
-from rabbitllm.engine.processor import read_processor
-from rabbitllm.engine.saving import Origin, compare_resident, save
-from rabbitllm.engine.streamer import Streamer
 from rabbitllm.engine.transformers_api import has_adapter
 from rabbitllm.engine.weight_tensors import AbsentWeight, untrainable
 from rabbitllm.errors import CopyError, RabbitLLMError
@@ -151,7 +151,7 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
         try:
             return self._called(*args, **kwargs)
         except ValueError as error:
-            if (media_error := placeholders.explained(error, self.config)) is None:
+            if (media_error := _placeholders.explained(error, self.config)) is None:
                 raise
             raise media_error from error
 
@@ -163,11 +163,11 @@ class StreamedModel(_TransformersModel):  # type: ignore[misc]
         """
         is_ids = not inputs_tensor.is_floating_point()
         if is_ids:
-            placeholders.warn_of_empty(self.config, inputs_tensor, model_kwargs)
+            _placeholders.warn_of_empty(self.config, inputs_tensor, model_kwargs)
         try:
             return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
         except (RuntimeError, IndexError, StopIteration) as error:
-            explanation = placeholders.explained_by_grids(self.config, inputs_tensor, model_kwargs) if is_ids else None
+            explanation = _placeholders.explained_by_grids(self.config, inputs_tensor, model_kwargs) if is_ids else None
             if explanation is None:
                 raise
             raise explanation from error

@@ -1,7 +1,7 @@
 """The private parts of transformers that the engine uses, and the rooms above it: what a new version may change.
 
 Four more files use private parts: `checkpoints/transformers_gguf.py`, `generation/transformers_api.py`,
-`published_conversions.py`, and `streamed_model.py`, which overrides two methods. All others import from these, or
+`_published_conversions.py`, and `streamed_model.py`, which overrides two methods. All others import from these, or
 public names from `transformers` itself; `tests/test_transformers_parts.py` checks that. The imports here fail with a
 clear error if a part is missing or is called otherwise.
 """

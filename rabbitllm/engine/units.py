@@ -22,11 +22,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rabbitllm.engine.published import linear_with_activations
+from rabbitllm.engine._published import linear_with_activations
+from rabbitllm.engine._weights import Recipe, WeightMap
 from rabbitllm.engine.published_codes import CodedRecipe, linear_recipe
 from rabbitllm.engine.span_reader import BLOCK, FileSpan
 from rabbitllm.engine.weight_tensors import AbsentWeight, QuantizedWeight, StoredMatrix, read_only
-from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
 from rabbitllm.quant.coded import CodedForm, CodedMatrix
 from rabbitllm.quant.gguf_blocks import work_bytes

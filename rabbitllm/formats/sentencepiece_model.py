@@ -4,7 +4,7 @@ Schema: https://github.com/google/sentencepiece/blob/master/src/sentencepiece_mo
 library does the encoding; this module inspects a file, and refuses a malformed one before the library reads it. The
 library (0.2.3) checks pieces and the charsmap's lengths itself; earlier versions skip some checks, so each is made here
 first. The library accepts more: ids in the trainer spec outside the
-vocabulary, and everything that only `protobuf.py` refuses.
+vocabulary, and everything that only `_protobuf.py` refuses.
 
 A piece's id is its index in the file; pieces are in columns, since a quarter of a million objects would take more time
 and memory than the parsing. The size of a vocabulary is its number of pieces, as in the library;
@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from rabbitllm.errors import CorruptVocabularyError
-from rabbitllm.formats.bounded import is_lfs_pointer, read_vocabulary, short
-from rabbitllm.formats.protobuf import (
+from rabbitllm.formats._protobuf import (
     FieldKind,
     FieldRead,
     Schema,
@@ -40,6 +39,7 @@ from rabbitllm.formats.protobuf import (
     schema_of,
     values_of,
 )
+from rabbitllm.formats.bounded import is_lfs_pointer, read_vocabulary, short
 
 MAX_PIECES = 1 << 20
 """Limit of pieces. The largest published vocabulary has nine tenths of that (XLM-V, 901,629)."""

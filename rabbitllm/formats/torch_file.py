@@ -9,7 +9,7 @@ storages), and then each storage in the order of the keys: the number of its ele
 (torch/serialization.py, `_legacy_save` and `_legacy_load`). torch itself reads such a file whole, which the format does
 not require.
 
-The zip is read by `zip_directory.py`, pickles by `pickle_reader.py`: nothing is imported, nothing is run, and no size
+The zip is read by `_zip_directory.py`, pickles by `pickle_reader.py`: nothing is imported, nothing is run, and no size
 is used before it has been compared with the size of the file. Independent of models.
 """
 
@@ -21,9 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rabbitllm.errors import CorruptShardError
-from rabbitllm.formats.pickle_reader import MAX_PICKLE_BYTES, describe
-from rabbitllm.formats.tensor_spec import DTYPES, Header, LeftOut, ReadAt, TensorSpec, byte_size, is_contiguous
-from rabbitllm.formats.torch_pickle import (
+from rabbitllm.formats._torch_pickle import (
     PickledTensor,
     Storage,
     element_bytes,
@@ -32,7 +30,9 @@ from rabbitllm.formats.torch_pickle import (
     read_plain_pickle,
     read_torch_pickle,
 )
-from rabbitllm.formats.zip_directory import ZipEntry, check_local_headers, corrupt_zip, read_entries
+from rabbitllm.formats._zip_directory import ZipEntry, check_local_headers, corrupt_zip, read_entries
+from rabbitllm.formats.pickle_reader import MAX_PICKLE_BYTES, describe
+from rabbitllm.formats.tensor_spec import DTYPES, Header, LeftOut, ReadAt, TensorSpec, byte_size, is_contiguous
 from rabbitllm.storage.files import PositionalFile
 
 

@@ -1,1 +1,17 @@
 """Many generations on one model in shared passes: each layer's weights are loaded once for all of them."""
+
+__all__ = [
+    "batch",
+    "cache_manager",
+    "draft",
+    "kv_cache",
+    "media",
+    "memory",
+    "request",
+    "scoring",
+    "session",
+    "streams",
+    "swap",
+    "template",
+    "transformers_api",
+]

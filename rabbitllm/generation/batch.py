@@ -17,9 +17,11 @@ import torch
 from rabbitllm.base.forks import DaemonThread, ForkGuard
 from rabbitllm.base.terminal import size
 from rabbitllm.errors import OptionError
+from rabbitllm.generation._recommended import check_options
+from rabbitllm.generation._scheduler import Scheduler
+from rabbitllm.generation._sequence import Sequence
 from rabbitllm.generation.kv_cache import layer_configs
 from rabbitllm.generation.memory import CacheMemory
-from rabbitllm.generation.recommended import check_options
 from rabbitllm.generation.request import (
     BatchStats,
     Event,
@@ -30,8 +32,6 @@ from rabbitllm.generation.request import (
     check_generates,
     end_tokens,
 )
-from rabbitllm.generation.scheduler import Scheduler
-from rabbitllm.generation.sequence import Sequence
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel

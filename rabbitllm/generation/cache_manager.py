@@ -32,7 +32,9 @@ from transformers import DynamicCache, GenerationMixin
 from rabbitllm.engine.forwards import make_kernels
 from rabbitllm.engine.free_memory import keep_large_apart, trimming
 from rabbitllm.engine.placement import Placement
-from rabbitllm.generation.cache_file import NO_MEMORY, TAIL_TOKENS, CacheFile
+from rabbitllm.generation._cache_file import NO_MEMORY, TAIL_TOKENS, CacheFile
+from rabbitllm.generation._packed_batch import can_be_packed, shares_keys
+from rabbitllm.generation._sequence import Sequence, SequenceLength
 from rabbitllm.generation.kv_cache import (
     MIN_PREFIX_TOKENS,
     PrefixCache,
@@ -44,9 +46,7 @@ from rabbitllm.generation.kv_cache import (
     usable,
 )
 from rabbitllm.generation.memory import CacheMemory
-from rabbitllm.generation.packed_batch import can_be_packed, shares_keys
 from rabbitllm.generation.request import Limits
-from rabbitllm.generation.sequence import Sequence, SequenceLength
 from rabbitllm.generation.swap import SwapSpace, default_folder
 
 if TYPE_CHECKING:

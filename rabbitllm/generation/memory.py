@@ -26,9 +26,9 @@ from rabbitllm.checkpoints.config import picked_by
 from rabbitllm.engine.devices import default_budget, resolve_devices
 from rabbitllm.engine.transformers_api import attention_of
 from rabbitllm.errors import OptionError
-from rabbitllm.generation.cache_file import TAIL_TOKENS
+from rabbitllm.generation._cache_file import TAIL_TOKENS
+from rabbitllm.generation._sequence import SequenceLength
 from rabbitllm.generation.kv_cache import CacheCost, cost_by_cache, cost_by_config, layer_configs
-from rabbitllm.generation.sequence import SequenceLength
 from rabbitllm.quant.bfloat_products import CHUNK_ELEMENTS
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rabbitllm.checkpoints.local import is_writable
 from rabbitllm.errors import OptionError
-from rabbitllm.generation.recommended import neutral_arguments, stop_strings
+from rabbitllm.generation._recommended import neutral_arguments, stop_strings
 
 if TYPE_CHECKING:
     import torch
@@ -336,14 +336,14 @@ class Limits:
         cache_bytes: limit of the KV caches of all requests, including the prefix cache; None for half of the memory
             that is free when the batch begins, on the devices that compute.
         chunk: tokens of one prompt in a pass, so that a long prompt does not block other requests; several prompts
-            together may have more, see `scheduler.TokenBudget`.
+            together may have more, see `_scheduler.TokenBudget`.
         exact: compute each request's rows separately: in any dtype it gets the same tokens as alone, but slower.
         swap_bytes: limit of KV caches of preempted requests, swapped out to RAM or a file until there is room again;
             None for four times `cache_bytes`, 0 to recompute them each time. See `swap.py`.
         swap_folder: folder of such files; None for a folder of temporary files that is not in memory.
         file_bytes: limit of KV caches of running requests in a file in `swap_folder`, used if a pass reads more bytes
             of weights than memory has for KV caches; None for a quarter of the free space there, 0 for none. See
-            `cache_file.py`.
+            `_cache_file.py`.
         throughput: optimize throughput, not the latency of single answers: a pass takes as many prompt tokens as memory
             allows, and its sequences go through each layer in parts.
     """

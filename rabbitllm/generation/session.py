@@ -21,9 +21,9 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import ChatError, OptionError
+from rabbitllm.generation._recommended import check_options, stop_strings
 from rabbitllm.generation.draft import continuing, draft_arguments
 from rabbitllm.generation.kv_cache import ConversationCache, angles_change_after, common_prefix, has_full_cache, keeps
-from rabbitllm.generation.recommended import check_options, stop_strings
 from rabbitllm.generation.request import (
     FinishReason,
     ModelLimits,

@@ -29,9 +29,9 @@ import jinja2
 from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import MediaError
 from rabbitllm.formats.media_file import MAX_PIXELS, read_picture, read_sound
+from rabbitllm.generation._template_process import PROCESS, TooManyLetters, in_the_process
 from rabbitllm.generation.media import MAX_FILES, WORDS, MediaFile, files_in
 from rabbitllm.generation.request import ModelLimits, Prompt, PromptMedia, tokenizer_of
-from rabbitllm.generation.template_process import PROCESS, TooManyLetters, in_the_process
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel

@@ -1,6 +1,6 @@
 """`rabbitllm.lazy_load`: a checkpoint on this machine as a mapping of lazy tensors, whatever its format.
 
-Headers are read and checked when it is opened, weights when they are used (`files.py`): as views of the file if
+Headers are read and checked when it is opened, weights when they are used (`_files.py`): as views of the file if
 possible, else read.
 """
 
@@ -26,13 +26,13 @@ from rabbitllm.errors import (
     system_errors_by_name,
 )
 from rabbitllm.formats.tensor_spec import Header, TensorSpec
-from rabbitllm.lazy.files import JoinedFiles, ShardFile
+from rabbitllm.lazy._files import JoinedFiles, ShardFile
 from rabbitllm.store.checksums import LayerChecks
 from rabbitllm.store.layer_store import LayerStore
 from rabbitllm.store.manifest import is_legacy, read_manifest
 
 if TYPE_CHECKING:
-    from rabbitllm.lazy.tensor import LazyTensor
+    from rabbitllm.lazy._tensor import LazyTensor
 
 
 class LazyCheckpoint(Mapping[str, "LazyTensor"]):
@@ -56,7 +56,7 @@ class LazyCheckpoint(Mapping[str, "LazyTensor"]):
         self._places = places
 
     def __getitem__(self, name: str) -> LazyTensor:
-        from rabbitllm.lazy.tensor import LazyTensor
+        from rabbitllm.lazy._tensor import LazyTensor
 
         return LazyTensor(*self._places[name])
 

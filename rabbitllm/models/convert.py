@@ -32,7 +32,7 @@ from rabbitllm.errors import (
 )
 from rabbitllm.formats.bounded import read_json
 from rabbitllm.formats.safetensors_file import read_header
-from rabbitllm.models.conversion_input import (
+from rabbitllm.models._conversion_input import (
     Conversion,
     dtype_of,
     finished_split_of,

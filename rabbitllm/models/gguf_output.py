@@ -53,8 +53,8 @@ from rabbitllm.formats.gguf import GgufFile, parse_gguf, read_gguf
 from rabbitllm.formats.gguf_types import TENSOR_TYPES, TensorType
 from rabbitllm.formats.shard_header import read_shard_header
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, ValueChange, torch_dtype
-from rabbitllm.models import gguf_metadata
-from rabbitllm.models.conversion_input import (
+from rabbitllm.models import _gguf_metadata
+from rabbitllm.models._conversion_input import (
     Conversion,
     WeightsInput,
     dtype_of,
@@ -445,18 +445,18 @@ def _of_model(
     folder: Path, name: str, tensors: Mapping[str, SourceTensor]
 ) -> tuple[_Metadata, list[tuple[str, tuple[int, ...]]], _Extra]:
     """The metadata, and the tensors with their shapes, of the model whose small files are in a folder."""
-    family = gguf_metadata.family_of(folder, name)
-    config = gguf_metadata.config_of(folder, family, name)
+    family = _gguf_metadata.family_of(folder, name)
+    config = _gguf_metadata.config_of(folder, family, name)
     if config.tie_word_embeddings and _has_own_head(tensors):
         config.tie_word_embeddings = False
-    tokenizer = gguf_metadata.tokenizer_in(folder, name)
+    tokenizer = _gguf_metadata.tokenizer_in(folder, name)
 
     def fill(writer: gguf.GGUFWriter) -> None:
         writer.add_type("model")
         writer.add_name(name.rstrip("/").rpartition("/")[2] or name)
-        gguf_metadata.add_config(writer, config, family, name)
+        _gguf_metadata.add_config(writer, config, family, name)
         if tokenizer is not None:
-            gguf_metadata.add_tokenizer(writer, tokenizer, config, folder, name)
+            _gguf_metadata.add_tokenizer(writer, tokenizer, config, folder, name)
 
     metadata = _Metadata(family.architecture, fill)
     shapes = [*stored_shapes(config, family.architecture).items()]
@@ -466,10 +466,10 @@ def _of_model(
     head, offsets, end = metadata.header(drafts, 0)
     data = {} if factors is None else {offsets[0]: factors.tobytes()}
     checkpoint = _as_read(head, data, end)
-    gguf_metadata.require_same_config(config, checkpoint.config, name)
+    _gguf_metadata.require_same_config(config, checkpoint.config, name)
     if tokenizer is not None:
         with durable.ScratchFolder() as scratch:
-            gguf_metadata.warn_of_other_ids(tokenizer, checkpoint.derived(()), scratch, name)
+            _gguf_metadata.warn_of_other_ids(tokenizer, checkpoint.derived(()), scratch, name)
     return metadata, shapes, _Extra(checkpoint, factors)
 
 

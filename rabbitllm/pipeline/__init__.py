@@ -1,1 +1,3 @@
 """Pipeline parallelism: spans of a model's layers in several processes, on one machine or several."""
+
+__all__ = ["spread"]

@@ -20,10 +20,10 @@ from rabbitllm.engine.placement import UnitCost, enclosing, ready_once
 from rabbitllm.engine.transformers_api import attention_of
 from rabbitllm.engine.units import UnitSource
 from rabbitllm.errors import HostsError
-from rabbitllm.pipeline.driver import Driver, Worker
-from rabbitllm.pipeline.frames import Frame, FrameType
-from rabbitllm.pipeline.rendezvous import Link, Rendezvous
-from rabbitllm.pipeline.stack import Span, Stack, find_stack, plan_spans
+from rabbitllm.pipeline._driver import Driver, Worker
+from rabbitllm.pipeline._frames import Frame, FrameType
+from rabbitllm.pipeline._rendezvous import Link, Rendezvous
+from rabbitllm.pipeline._stack import Span, Stack, find_stack, plan_spans
 from rabbitllm.store.layer_store import WeightFiles
 
 if TYPE_CHECKING:

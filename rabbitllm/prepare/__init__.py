@@ -3,7 +3,7 @@
 Depends on the checkpoint and splitter packages; on the engine only for the check of a model and its memory for weights.
 """
 
-from rabbitllm.prepare.finding import (
+from rabbitllm.prepare._finding import (
     ModelSpec,
     SmallFiles,
     Source,
@@ -16,7 +16,7 @@ from rabbitllm.prepare.finding import (
     split_options,
     whole_checkpoint,
 )
-from rabbitllm.prepare.make import (
+from rabbitllm.prepare._make import (
     acceptance,
     check_before_fetching,
     ensure_split,

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rabbitllm.quant import kernels
-from rabbitllm.quant.kernel_interface import BFLOAT16, CODES
+from rabbitllm.quant import _kernels
+from rabbitllm.quant._kernel_interface import BFLOAT16, CODES
 
 if TYPE_CHECKING:
     import torch
@@ -47,9 +47,9 @@ def multiplies(x: torch.Tensor, weight: torch.Tensor) -> bool:
         return False
     if weight.dim() != 2 or weight.device.type != "cpu" or x.device.type != "cpu" or not weight.is_contiguous():
         return False
-    from rabbitllm.quant import vectors
+    from rabbitllm.quant import _vectors
 
-    return not weight.shape[1] % (2 * vectors.lanes()) and weight.numel() > 0 and x.shape[:-1].numel() <= limit
+    return not weight.shape[1] % (2 * _vectors.lanes()) and weight.numel() > 0 and x.shape[:-1].numel() <= limit
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -63,10 +63,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     Returns:
         (..., N), bfloat16.
     """
-    from rabbitllm.quant import vectors
+    from rabbitllm.quant import _vectors
 
     flat = x.reshape(-1, x.shape[-1])
-    result = times(vectors.lanes(), flat, weight) if len(flat) <= MAX_INPUTS else _in_chunks(flat, weight)
+    result = times(_vectors.lanes(), flat, weight) if len(flat) <= MAX_INPUTS else _in_chunks(flat, weight)
     if bias is not None:
         result += bias
     return result.to(x.dtype).view(*x.shape[:-1], len(weight))
@@ -79,9 +79,9 @@ def times(width: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     (count, columns), rows = x.shape, len(weight)
     out = torch.empty(count, rows)
     if count:
-        inputs, steps = kernels.interleaved(width, x), columns // (2 * width)
+        inputs, steps = _kernels.interleaved(width, x), columns // (2 * width)
         arguments = (weight.data_ptr(), 0, inputs.data_ptr(), 0, 0, out.data_ptr(), 2 * columns, steps, 0, count, rows)
-        kernels.run(CODES, BFLOAT16, width, [arguments], 2 * weight.numel())
+        _kernels.run(CODES, BFLOAT16, width, [arguments], 2 * weight.numel())
     return out
 
 
@@ -104,12 +104,12 @@ def max_rows() -> int:
 
     With AMX nothing was measured, so torch's products are used.
     """
-    from rabbitllm.quant import vectors
+    from rabbitllm.quant import _vectors
 
-    width = vectors.lanes()
-    if not width or "amx-bf16" in vectors.features() or not _agrees(width):
+    width = _vectors.lanes()
+    if not width or "amx-bf16" in _vectors.features() or not _agrees(width):
         return 0
-    return FEW_ROWS if vectors.multiplies_pairs() else ALL_ROWS
+    return FEW_ROWS if _vectors.multiplies_pairs() else ALL_ROWS
 
 
 def widens() -> bool:
@@ -128,4 +128,4 @@ def _agrees(width: int) -> bool:
             x, weight = (torch.randn(size, columns, generator=generator).bfloat16() for size in (count, rows))
             yield times(width, x, weight), x.float() @ weight.float().T
 
-    return kernels.agrees("of bfloat16", products())
+    return _kernels.agrees("of bfloat16", products())

@@ -1,7 +1,7 @@
 """Matrices of checkpoints that are published quantized, multiplied from their codes on the CPU.
 
 FP8 (float8_e4m3fn), FP4 (E2M1) and integers of 4 bits, each with a scale for a block of rows and columns. For few rows
-of input the kernels of `code_kernels.py` decode in registers: only the published bytes are read. They multiply the
+of input the kernels of `_code_kernels.py` decode in registers: only the published bytes are read. They multiply the
 value of a code times its scale in float32; the dequantized matrix has the same values, rounded. For more rows some rows
 of the matrix at a time are dequantized and multiplied by torch.
 """
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.formats.tensor_spec import DTYPES, torch_dtype
-from rabbitllm.quant import bfloat_products, kernels
-from rabbitllm.quant.kernel_interface import CODES, PAIRS, CodeKernel
-from rabbitllm.quant.kernels import SegmentInputs
+from rabbitllm.quant import _kernels, bfloat_products
+from rabbitllm.quant._kernel_interface import CODES, PAIRS, CodeKernel
+from rabbitllm.quant._kernels import SegmentInputs
 from rabbitllm.quant.products import CHUNK_ELEMENTS, MAX_GROUPED, SEGMENT
 
 if TYPE_CHECKING:
@@ -124,11 +124,11 @@ def kernel_for(kernel: CodeKernel, dtype: torch.dtype | None) -> int:
     """Lanes of the kernel for inputs of a dtype; `PAIRS` for bfloat16 if this machine has that kernel and it agrees."""
     import torch
 
-    from rabbitllm.quant import vectors
+    from rabbitllm.quant import _vectors
 
-    if dtype == torch.bfloat16 and vectors.multiplies_pairs() and _agrees(kernel, PAIRS):
+    if dtype == torch.bfloat16 and _vectors.multiplies_pairs() and _agrees(kernel, PAIRS):
         return PAIRS
-    return vectors.lanes() if vectors.reads_halves() else 0
+    return _vectors.lanes() if _vectors.reads_halves() else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +274,7 @@ class CodedProduct:
 
 def _run(width: int, inputs: SegmentInputs, work: Sequence[tuple[CodedMatrix, int, int]], out: torch.Tensor) -> None:
     """Multiply the rows [begin, end) with each matrix, as one job for all threads; all matrices are of one form."""
-    from rabbitllm.quant.code_kernels import shift_of
+    from rabbitllm.quant._code_kernels import shift_of
 
     form = work[0][0].form
     (rows, columns), start = form.shape, out.data_ptr()
@@ -284,7 +284,7 @@ def _run(width: int, inputs: SegmentInputs, work: Sequence[tuple[CodedMatrix, in
         + (start + begin * rows * 4, *shape, end - begin, rows)
         for matrix, begin, end in work
     ]
-    kernels.run(CODES, form.kernel, width, pieces, rows * form.row_bytes * len(work))
+    _kernels.run(CODES, form.kernel, width, pieces, rows * form.row_bytes * len(work))
 
 
 @functools.cache
@@ -300,9 +300,9 @@ def _values(codes: str) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _table(codes: str, kernel: CodeKernel, width: int, factor: float) -> Any:
-    from rabbitllm.quant import code_kernels
+    from rabbitllm.quant import _code_kernels
 
-    return code_kernels.table_of(kernel, width, _values(codes), factor)
+    return _code_kernels.table_of(kernel, width, _values(codes), factor)
 
 
 @functools.cache
@@ -317,7 +317,7 @@ def _agrees(kernel: CodeKernel, width: int) -> bool:
             x = torch.randn(count, columns, generator=generator).to(dtype)
             yield matrix.times(width, x), x.float() @ matrix.dequantized(torch.float32).T
 
-    return kernels.agrees(f"by {' '.join(map(str, kernel))} codes", trials())
+    return _kernels.agrees(f"by {' '.join(map(str, kernel))} codes", trials())
 
 
 def sample(kernel: CodeKernel, shape: tuple[int, int], generator: torch.Generator) -> CodedMatrix:

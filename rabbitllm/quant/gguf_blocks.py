@@ -1,7 +1,7 @@
 """Blocks of ggml, the quantized types of GGUF files: sizes, and the numbers that they stand for.
 
 A row of a tensor is a whole number of blocks, so blocks can be cut and joined by rows. Types with a description in
-`gguf_decoders.py` are dequantized by torch on any device, and by a kernel of it on the CPU; all other types by the
+`_gguf_decoders.py` are dequantized by torch on any device, and by a kernel of it on the CPU; all other types by the
 `gguf` package, on the CPU. The results equal those of that package bit for bit, in float32; they are then rounded once.
 """
 
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from rabbitllm.errors import UnreadableFormatError
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
-from rabbitllm.quant import kernels
-from rabbitllm.quant.gguf_decoders import DECODERS
-from rabbitllm.quant.kernel_interface import NUMBERS
+from rabbitllm.quant import _kernels
+from rabbitllm.quant._gguf_decoders import DECODERS
+from rabbitllm.quant._kernel_interface import NUMBERS
 
 if TYPE_CHECKING:
     import torch
@@ -87,9 +87,9 @@ def lanes_for(name: str) -> int:
     """Lanes of the kernels for a type of blocks on this processor; 0 if there are none."""
     if name not in DECODERS:
         return 0
-    from rabbitllm.quant import vectors  # numba comes with it
+    from rabbitllm.quant import _vectors  # numba comes with it
 
-    return vectors.lanes() if vectors.reads_halves() else 0
+    return _vectors.lanes() if _vectors.reads_halves() else 0
 
 
 @functools.cache
@@ -145,7 +145,7 @@ def _by_kernel(name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
     if len(blocks):
         steps = block.elements // (2 * width)
         shape = (block.nbytes, steps, block.elements, 1, len(blocks))
-        kernels.run(NUMBERS, name, width, [(blocks.data_ptr(), *[0] * 4, values.data_ptr(), *shape)], blocks.numel())
+        _kernels.run(NUMBERS, name, width, [(blocks.data_ptr(), *[0] * 4, values.data_ptr(), *shape)], blocks.numel())
     if values is not out:
         out.copy_(values)
 

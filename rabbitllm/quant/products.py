@@ -3,7 +3,7 @@
 On the CPU, for few inputs each code is decoded in registers for every few of them: at 4bit a token then reads a quarter
 of the bytes of bfloat16. For more inputs a few rows at a time are decoded once for all of them, a panel. For very many,
 as in the prefill of a long prompt, a few rows at a time are dequantized into memory that stays in the cache, and
-multiplied by torch. So are matrices with code values that no kernel has a table for. Kernels (`product_kernels.py`)
+multiplied by torch. So are matrices with code values that no kernel has a table for. Kernels (`_product_kernels.py`)
 multiply by code value times scale in float32; the dequantized matrix has the same values, rounded.
 
 On a Xeon with AVX-512, one thread, 5632 x 2048 at 4bit, milliseconds of the processor: 16 rows 7 by panels and 8 code
@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.quant import bfloat_products, block_pairs, gguf_blocks, kernels
-from rabbitllm.quant.kernel_interface import CODES, DEQUANTIZED, PAIRS, PANELS, SUMMED
-from rabbitllm.quant.kernels import SegmentInputs
+from rabbitllm.quant import _block_pairs, _kernels, bfloat_products, gguf_blocks
+from rabbitllm.quant._kernel_interface import CODES, DEQUANTIZED, PAIRS, PANELS, SUMMED
+from rabbitllm.quant._kernels import SegmentInputs
 from rabbitllm.quant.quantize import (
     MAX_ELEMENTS,
     NestedScales,
@@ -72,9 +72,9 @@ def multiplies(form: Quantized) -> bool:
         return bool(width) and _agrees(CODES, form.scheme, width)
     if form.shape[1] % SEGMENT:
         return False
-    from rabbitllm.quant import vectors  # numba comes with it
+    from rabbitllm.quant import _vectors  # numba comes with it
 
-    width = vectors.lanes()
+    width = _vectors.lanes()
     return bool(width) and _agrees(CODES, form.scheme, width)
 
 
@@ -241,9 +241,9 @@ class Matrix(QuantizedMatrix):
         if self.form.scheme in BLOCK_TYPES:
             return _NO_TABLE
         if width not in self._tables:  # the array is kept in the cache of `table_of`
-            from rabbitllm.quant import vectors
+            from rabbitllm.quant import _vectors
 
-            table = vectors.table_of(self.form.scheme, width, self.table.numpy().tobytes())
+            table = _vectors.table_of(self.form.scheme, width, self.table.numpy().tobytes())
             self._tables[width] = 0 if table is None else table.ctypes.data
         return self._tables[width]
 
@@ -255,7 +255,7 @@ class _Inputs:
         count, columns = x.shape
         self._step, self._odd, self._odd_step = columns * 2, 0, 0  # bytes of a row in bfloat16, and of its sums
         if scheme in BLOCK_TYPES and width == PAIRS:
-            layout = block_pairs.LAYOUTS[scheme]
+            layout = _block_pairs.LAYOUTS[scheme]
             x = x if x.stride(1) == 1 else x.contiguous()
             self._ready, self._odd_step = layout.inputs(x), columns // layout.step * layout.groups * 4
             if layout.group:
@@ -267,7 +267,7 @@ class _Inputs:
                 self._sums = self._ready.view(count, columns // SUMMED, SUMMED).sum(-1)
                 self._odd = self._sums.data_ptr()
         else:
-            self._ready, self._step = kernels.interleaved(width, x), columns * 4
+            self._ready, self._step = _kernels.interleaved(width, x), columns * 4
 
     def of(self, row: int) -> tuple[int, int]:
         """The addresses of a row's inputs, and of their sums by group; the second is 0 if these are not needed."""
@@ -295,7 +295,7 @@ def _run(
     row_bytes, *shape = _shape(form.scheme, form.shape[1], SEGMENT if method == CODES else 2 * width)
     if method == CODES and form.scheme in BLOCK_TYPES:
         block = BLOCK_TYPES[form.scheme]
-        step = block_pairs.LAYOUTS[form.scheme].step if width == PAIRS else block.elements
+        step = _block_pairs.LAYOUTS[form.scheme].step if width == PAIRS else block.elements
         shape = [form.shape[1] // step, step]
     rows, start = form.shape[0], out.data_ptr()
     pieces = [
@@ -303,7 +303,7 @@ def _run(
         + (start + begin * rows * 4, row_bytes, *shape, end - begin, rows)
         for matrix, begin, end in work
     ]
-    kernels.run(method, form.scheme, width, pieces, rows * row_bytes * len(work))
+    _kernels.run(method, form.scheme, width, pieces, rows * row_bytes * len(work))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -373,7 +373,7 @@ def _lanes_of(method: str, scheme: str, width: int) -> int:
 def _width_for(form: Quantized, dtype: torch.dtype) -> int:
     """As `kernel_for`; rows of blocks that are no whole number of a kernel's steps are multiplied in float32."""
     width = kernel_for(form.scheme, dtype)
-    if width == PAIRS and form.scheme in BLOCK_TYPES and form.shape[1] % block_pairs.LAYOUTS[form.scheme].step:
+    if width == PAIRS and form.scheme in BLOCK_TYPES and form.shape[1] % _block_pairs.LAYOUTS[form.scheme].step:
         return gguf_blocks.lanes_for(form.scheme)
     return width
 
@@ -404,13 +404,13 @@ def kernel_for(scheme: str, dtype: torch.dtype) -> int:
     """Lanes of the kernel for inputs of a dtype; `PAIRS` for bfloat16 if this machine has that kernel and it agrees."""
     import torch
 
-    from rabbitllm.quant import vectors
+    from rabbitllm.quant import _vectors
 
-    has_kernel = scheme in SCHEMES or scheme in block_pairs.LAYOUTS
-    pairs = dtype == torch.bfloat16 and has_kernel and vectors.multiplies_pairs()
+    has_kernel = scheme in SCHEMES or scheme in _block_pairs.LAYOUTS
+    pairs = dtype == torch.bfloat16 and has_kernel and _vectors.multiplies_pairs()
     if pairs and _agrees(CODES, scheme, PAIRS):
         return PAIRS
-    return vectors.lanes()
+    return _vectors.lanes()
 
 
 @functools.cache
@@ -423,14 +423,14 @@ def _agrees(method: str, scheme: str, width: int) -> bool:
 
     dtype = torch.bfloat16 if width == PAIRS else torch.float32
     if scheme in BLOCK_TYPES:
-        return kernels.agrees(f"by {method} at {scheme}", _of_blocks(scheme, dtype, _BLOCK_TRIALS[method], product))
-    return kernels.agrees(f"by {method} at {scheme}", kernels.of_codes(scheme, dtype, _TRIALS[method], product))
+        return _kernels.agrees(f"by {method} at {scheme}", _of_blocks(scheme, dtype, _BLOCK_TRIALS[method], product))
+    return _kernels.agrees(f"by {method} at {scheme}", _kernels.of_codes(scheme, dtype, _TRIALS[method], product))
 
 
 def _of_blocks(
-    scheme: str, dtype: torch.dtype, shapes: Sequence[tuple[int, int, int]], product: kernels.Product
+    scheme: str, dtype: torch.dtype, shapes: Sequence[tuple[int, int, int]], product: _kernels.Product
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Products with random blocks; see `kernels.of_codes`."""
+    """Products with random blocks; see `_kernels.of_codes`."""
     import torch
 
     generator, empty = torch.Generator().manual_seed(0), torch.empty(0)

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rabbitllm.base.forks import Workers
-from rabbitllm.quant.compiling import compiled
-from rabbitllm.quant.vectors import inlined
+from rabbitllm.quant._compiling import compiled
+from rabbitllm.quant._vectors import inlined
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Floats: TypeAlias = npt.NDArray[np.float32]

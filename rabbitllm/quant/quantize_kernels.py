@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from rabbitllm.quant.compiling import compiled
+from rabbitllm.quant._compiling import compiled
 
 Codes: TypeAlias = npt.NDArray[np.uint8]
 Scales: TypeAlias = npt.NDArray[np.float32]

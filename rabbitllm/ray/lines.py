@@ -23,8 +23,8 @@ from rabbitllm.batch_jobs.items import BatchAnswer, Item, JobLimits
 from rabbitllm.batch_jobs.job import digest_of
 from rabbitllm.batch_jobs.journal import BatchJournal
 from rabbitllm.errors import ClusterError, OptionError
-from rabbitllm.ray.answerer import Answerer, WorkerInfo, WorkerJob
-from rabbitllm.ray.cluster import Node, check_machines, connected, error_of, portable, say
+from rabbitllm.ray._answerer import Answerer, WorkerInfo, WorkerJob
+from rabbitllm.ray._cluster import Node, check_machines, connected, error_of, portable, say
 
 
 def answering_on(
@@ -33,7 +33,7 @@ def answering_on(
     """A function that provides the answers missing in a journal.
 
     Args:
-        address: see `cluster.connected`.
+        address: see `_cluster.connected`.
         request: the model, its split and its run.
         limits: limits of the batch of one worker.
         workers: see `worker_pool`.

@@ -1,6 +1,6 @@
 """`rabbitllm pull --ray`: shards filled into layer files by tasks of a Ray cluster, in a shared folder.
 
-Ray runs a task again if its worker or machine died. `splitter/shard_loop.py` decides what is durable, which layers
+Ray runs a task again if its worker or machine died. `splitter/_shard_loop.py` decides what is durable, which layers
 are complete and which shards may be deleted.
 """
 
@@ -15,7 +15,7 @@ from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base.terminal import counted
 from rabbitllm.errors import ClusterError, OptionError
 from rabbitllm.models.pull import Pulled, pull
-from rabbitllm.ray.cluster import Node, check_machines, connected, error_of, portable, say
+from rabbitllm.ray._cluster import Node, check_machines, connected, error_of, portable, say
 from rabbitllm.splitter.filler import ROOM, Filled, Filler, ShardFetcher, SplitWork
 from rabbitllm.splitter.lock import Lease, LeaseCheck, granted
 from rabbitllm.splitter.mover import FillTarget, Mover

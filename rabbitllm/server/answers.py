@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm.generation.request import Delta, FinishReason, Result, TokenLogprob
 from rabbitllm.generation.streams import UNFINISHED
+from rabbitllm.server._tools import ParsedToolCall
 from rabbitllm.server.reasoning import AnswerPiece, AnswerReader
 from rabbitllm.server.requests import CheckedCall
-from rabbitllm.server.tools import ParsedToolCall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

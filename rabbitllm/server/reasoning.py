@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rabbitllm.generation.streams import begun
-from rabbitllm.server.tools import SPECIAL, CallReader, ParsedToolCall
+from rabbitllm.server._tools import SPECIAL, CallReader, ParsedToolCall
 
 if TYPE_CHECKING:
     from rabbitllm.generation.template import ChatTemplate

@@ -35,7 +35,7 @@ from rabbitllm.base.forks import DaemonThread
 from rabbitllm.base.terminal import harmless, put, put_fact, size
 from rabbitllm.engine.free_memory import trimming
 from rabbitllm.generation.request import BatchStats, Limits
-from rabbitllm.server.app import create_app
+from rabbitllm.server._app import create_app
 from rabbitllm.server.embeddings import NO_RECIPE, Embedder
 from rabbitllm.server.service import ServedModel, Service, batch_of
 from rabbitllm.server.settings import Settings, address_of, is_local, listen

@@ -29,10 +29,10 @@ from rabbitllm.generation.request import (
     tokenizer_of,
 )
 from rabbitllm.generation.template import ChatTemplate
+from rabbitllm.server._metrics import Metrics
 from rabbitllm.server.answers import TokenTexts
 from rabbitllm.server.api_error import NOT_FOUND, APIError
 from rabbitllm.server.embeddings import Embedder, PoolingRecipe, recipe_in
-from rabbitllm.server.metrics import Metrics
 from rabbitllm.server.reasoning import AnswerFormat
 from rabbitllm.server.settings import Settings
 from rabbitllm.store.locations import resolve_name

@@ -1,1 +1,16 @@
 """Splits shards into layer files: map, plan, journal, split. Never imports the engine."""
+
+__all__ = [
+    "bit_allocation",
+    "disk_budget",
+    "disk_sampler",
+    "filler",
+    "journal",
+    "lock",
+    "mover",
+    "plan",
+    "request",
+    "source_check",
+    "split",
+    "sums",
+]

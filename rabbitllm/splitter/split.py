@@ -27,6 +27,7 @@ from rabbitllm.errors import IncompleteSplitError, InUseError, RabbitLLMError, S
 from rabbitllm.formats.safetensors_file import read_header
 from rabbitllm.quant.schemes import ScalesForm, StoredForm, constants, stored_schemes
 from rabbitllm.splitter import journal
+from rabbitllm.splitter._shard_loop import ShardLoop
 from rabbitllm.splitter.bit_allocation import other_budget
 from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer, choose_shard_transfer, disk_use
 from rabbitllm.splitter.disk_sampler import DiskSampler
@@ -42,7 +43,6 @@ from rabbitllm.splitter.request import (
     require_shards,
     resumed_disk_budget,
 )
-from rabbitllm.splitter.shard_loop import ShardLoop
 from rabbitllm.splitter.source_check import (
     check_finished_source,
     check_resumed,

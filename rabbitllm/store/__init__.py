@@ -1,1 +1,3 @@
 """The split directory: the interface between splitter and engine."""
+
+__all__ = ["checkpoint_folder", "checksums", "layer_file", "layer_store", "locations", "manifest"]

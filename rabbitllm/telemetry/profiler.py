@@ -20,8 +20,8 @@ from typing import Any
 from rabbitllm.base.forks import own_lock
 from rabbitllm.errors import OptionError
 from rabbitllm.storage.durable import require_kind, write_whole
+from rabbitllm.telemetry._report import as_record, expert_table, pass_table, slowest_layers, stage_table
 from rabbitllm.telemetry.passes import NOTHING, Pass, PassInput, PassSums, Total, limit_of, sums_of
-from rabbitllm.telemetry.report import as_record, expert_table, pass_table, slowest_layers, stage_table
 
 MAX_EVENTS = 100_000
 MAX_PASSES = 1_000
@@ -325,5 +325,5 @@ class Profiler:
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
-        """All records as one object for `json.dumps`; its fields are described in `telemetry/report.py`."""
+        """All records as one object for `json.dumps`; its fields are described in `telemetry/_report.py`."""
         return as_record(self.title, self.stages, self.layers, self.passes, self.sums, self.in_place)

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm.errors import RabbitLLMError
+from rabbitllm.formats._torch_pickle import name_tensors, read_torch_pickle
 from rabbitllm.formats.bounded import read_json
 from rabbitllm.formats.safetensors_file import read_header
 from rabbitllm.formats.sentencepiece_model import read_model
 from rabbitllm.formats.shard_header import read_shard_header
 from rabbitllm.formats.torch_file import read_torch_zip
-from rabbitllm.formats.torch_pickle import name_tensors, read_torch_pickle
 from tests.attacks import folders
 
 MEMORY_BYTES = 256_000_000

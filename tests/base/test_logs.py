@@ -53,7 +53,7 @@ def test_records_appear_once_in_a_program_that_logs(tmp_path: Path) -> None:
     code = "import logging; logging.basicConfig(level=logging.INFO);" + SPLIT
     assert sum("Shard 1 of 2" in line for line in split(tmp_path / "a", "info", code)) == 1
     without = split(tmp_path / "b", None, code)  # its own set-up has them, without any variable
-    assert sum(line.startswith("INFO:rabbitllm.splitter.shard_loop:Shard 1 of 2") for line in without) == 1
+    assert sum(line.startswith("INFO:rabbitllm.splitter._shard_loop:Shard 1 of 2") for line in without) == 1
 
 
 def test_no_setup_without_the_variable(tmp_path: Path) -> None:

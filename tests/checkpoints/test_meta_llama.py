@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 
+from rabbitllm.checkpoints._meta_llama import LlamaVocabulary, Shapes, config_of, parse_params
 from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.checkpoints.meta_checkpoint import ranks_of
-from rabbitllm.checkpoints.meta_llama import LlamaVocabulary, Shapes, config_of, parse_params
 from rabbitllm.errors import CheckpointError, InvalidIndexError, MissingShardError, UnreadableFormatError
 from tests.support.meta_files import (
     RANK,

@@ -25,7 +25,7 @@ from rabbitllm.errors import (
     UnreadableFormatError,
     UnsafePickleError,
 )
-from rabbitllm.models.conversion_input import Conversion
+from rabbitllm.models._conversion_input import Conversion
 from rabbitllm.models.convert import WORK_NAME, convert
 from rabbitllm.storage.durable import Step
 from tests.support.builders import (

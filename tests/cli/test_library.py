@@ -144,7 +144,7 @@ def test_rm_lists_files_and_asks(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     run("pull", folder)
     with pytest.raises(OptionError, match="no terminal"):
         run("rm", folder)
-    monkeypatch.setattr("rabbitllm.cli.splits.has_terminal", lambda: True)
+    monkeypatch.setattr("rabbitllm.cli._splits.has_terminal", lambda: True)
     refused = run("rm", folder, answer="n\n", code=1)
     assert "Nothing was removed." in refused.stderr
     assert (folder / "splitted_model").exists()

@@ -11,7 +11,7 @@ import torch
 
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.weight_tensors import QuantizedWeight
-from rabbitllm.quant import vectors
+from rabbitllm.quant import _vectors
 from rabbitllm.store.layer_store import LayerStore
 from tests.engine.test_fake_gpu import load_on
 from tests.support.builders import build_checkpoint, reference_logits
@@ -106,7 +106,7 @@ def test_products_from_codes(tmp_path: Path) -> None:
         results.append(run(model))
         assert_as_near(results[-1].logits, built.expected.logits, exact)
     assert torch.equal(results[0].logits, results[1].logits)
-    if not vectors.lanes():
+    if not _vectors.lanes():
         return  # codes are dequantized for each use
     resident = load(built.directory, exact=False)
     weight = resident.model.layers[0].self_attn.q_proj.weight
@@ -114,7 +114,7 @@ def test_products_from_codes(tmp_path: Path) -> None:
     assert (weight.matrix.form.scheme, weight.matrix.absmax.dtype) == ("4bit", torch.float32)
 
 
-@pytest.mark.skipif(not vectors.lanes(), reason="codes are dequantized for each use")
+@pytest.mark.skipif(not _vectors.lanes(), reason="codes are dequantized for each use")
 def test_dequantized_scales_count_as_memory(tmp_path: Path) -> None:
     """Resident weights take 4.5 bits, stored ones 4.13."""
     folder = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, **LARGE)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rabbitllm.engine.expert_pool import ExpertCache, HostSlot
+from rabbitllm.engine._expert_pool import ExpertCache, HostSlot
 from rabbitllm.storage.files import read_range
 from tests.engine.test_fake_gpu import load_on
 from tests.support.builders import build_checkpoint

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from rabbitllm.engine._expert_pool import ExpertPool
 from rabbitllm.engine.expert_finding import is_routed
-from rabbitllm.engine.expert_pool import ExpertPool
 from rabbitllm.engine.experts import ExpertStack
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import SpanReader
@@ -259,9 +259,9 @@ def test_use_counts_replace_no_other_file(checkpoint: Path, tmp_path: Path) -> N
 
 
 def test_long_prompt_reads_each_expert_once_with_few_slots(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rabbitllm.engine import expert_pool
+    from rabbitllm.engine import _expert_pool
 
-    monkeypatch.setattr(expert_pool, "MAX_TRANSIT", 1)
+    monkeypatch.setattr(_expert_pool, "MAX_TRANSIT", 1)
     plain, model = plain_model(checkpoint), load(split(checkpoint), 0, profiling=True)
     (pool,) = model.placement.pools
     assert (pool.slots, pool.transit) == (0, 3)

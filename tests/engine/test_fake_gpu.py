@@ -19,13 +19,13 @@ from transformers.integrations import sdpa_attention
 from rabbitllm import AutoModel
 from rabbitllm.base.options import RunOptions
 from rabbitllm.checkpoints.local import LocalCheckpoint
-from rabbitllm.engine import expert_pool, forwards, placement, prefetch
+from rabbitllm.engine import _expert_pool, forwards, placement, prefetch
+from rabbitllm.engine._streamer import InputMover
 from rabbitllm.engine.devices import OutOfDeviceMemory, memory_explained
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import EXPERT_STAGING, SLOTS, STAGING, Tier
 from rabbitllm.engine.prefetch import FilledSlot, Uploader
 from rabbitllm.engine.span_reader import SpanReader
-from rabbitllm.engine.streamer import InputMover
 from rabbitllm.engine.units import UnitSource
 from rabbitllm.engine.weight_tensors import AbsentWeight
 from rabbitllm.errors import NotEnoughMemoryError, RabbitLLMError
@@ -1030,14 +1030,14 @@ def test_exception_in_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, e
 
 def test_missing_wait_for_a_routing_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = split(build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16))
-    expected, numbers = run(load(directory)), expert_pool.ExpertPool.numbers
+    expected, numbers = run(load(directory)), _expert_pool.ExpertPool.numbers
 
-    def without_a_wait(pool: expert_pool.ExpertPool, index: torch.Tensor) -> Any:
+    def without_a_wait(pool: _expert_pool.ExpertPool, index: torch.Tensor) -> Any:
         with monkeypatch.context() as patched:
             patched.setattr(torch.Tensor, "cpu", lambda tensor: tensor.to("cpu", non_blocking=True))
             return numbers(pool, index)
 
-    monkeypatch.setattr(expert_pool.ExpertPool, "numbers", without_a_wait)
+    monkeypatch.setattr(_expert_pool.ExpertPool, "numbers", without_a_wait)
     with watched(), torch.inference_mode():
         model = load_on([FakeGpu(0)], directory)
         logits = model(INPUT.to(model.device)).logits.cpu()
@@ -1141,7 +1141,7 @@ def test_experts_from_device_host_memory_and_disk(tmp_path: Path, compression: s
 @pytest.mark.parametrize("kernel", ["eager", "batched_mm", "grouped_mm"])
 def test_transit_experts_are_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     """With fewer slots than a prompt uses, each is filled again while others compute."""
-    monkeypatch.setattr(expert_pool, "MAX_TRANSIT", 1)
+    monkeypatch.setattr(_expert_pool, "MAX_TRANSIT", 1)
     folder = build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **MANY_EXPERTS)
     plain, directory = load(split(folder)), split(folder)
     plain.set_experts_implementation(kernel)

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from rabbitllm.base.options import RunOptions
 from rabbitllm.cli.main import app
-from rabbitllm.engine import first_use
-from rabbitllm.engine.first_use import PIECE_BYTES, ReadAhead
+from rabbitllm.engine import _first_use
+from rabbitllm.engine._first_use import PIECE_BYTES, ReadAhead
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import FileSpan
@@ -70,9 +70,9 @@ def test_missing_files_are_ignored(tmp_path: Path) -> None:
 
 def test_streamed_units_and_the_embedding_are_not_prefetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    ask = first_use._prefetch
+    ask = _first_use._prefetch
     monkeypatch.setattr(
-        first_use, "_prefetch", lambda spans, store: (asked.extend(span.file for span in spans), ask(spans, store))
+        _first_use, "_prefetch", lambda spans, store: (asked.extend(span.file for span in spans), ask(spans, store))
     )
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
     whole = load(directory)

@@ -22,7 +22,7 @@ from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.errors import CheckpointNotFoundError, IncompleteCheckpointError, UnknownArchitectureError
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
-from rabbitllm.quant import vectors
+from rabbitllm.quant import _vectors
 from rabbitllm.store.checkpoint_folder import PlainReader
 from rabbitllm.store.layer_store import LayerStore, verify
 from tests.support.gguf_files import CONVERTED, FAMILIES, VOCABULARY, write_converted, write_gguf
@@ -280,7 +280,7 @@ def test_8bit_compresses_tensors_of_blocks(tmp_path: Path) -> None:
     assert {tensor.quantized.scheme for tensor in store.tensors.values() if tensor.quantized} == {"8bit"}
 
 
-@pytest.mark.skipif(not vectors.lanes(), reason="no vectors of a kind that is used here")
+@pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used here")
 def test_logits_from_codes_are_as_close_as_transformers(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", "llama", types="Q8_0")
     model = rabbitllm.AutoModel.from_pretrained(file, device="cpu", dtype="bfloat16")

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from rabbitllm.base.options import RunOptions
-from rabbitllm.engine.first_use import ReadAhead
+from rabbitllm.engine._first_use import ReadAhead
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.span_reader import FileSpan
 from rabbitllm.errors import ForkedError, IncompleteSplitError

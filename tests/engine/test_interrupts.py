@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from rabbitllm.engine import devices, expert_pool, first_use, span_reader
+from rabbitllm.engine import _expert_pool, _first_use, devices, span_reader
 from rabbitllm.engine.placement import EXPERT_STAGING, SLOTS
 from rabbitllm.engine.prefetch import Uploader
 from rabbitllm.engine.span_reader import SpanReader
@@ -45,7 +45,7 @@ class Waits:
         self._may_read = threading.Event()
         self._may_read.set()
         monkeypatch.setattr(Future, "result", self._around(Future.result))
-        for module in (expert_pool, first_use, span_reader):
+        for module in (_expert_pool, _first_use, span_reader):
             monkeypatch.setattr(module, "wait", self._around(concurrent.futures.wait))
         for name in ("landed", "synchronise"):
             monkeypatch.setattr(FakeGpu, name, self._around(getattr(FakeGpu, name)))
@@ -100,8 +100,8 @@ class Waits:
 
 
 FORWARD = {"prefetch.take"}
-PROFILED = {"prefetch._record_copy", "streamer.before", "streamer._stop"}
-EXPERTS = {"expert_pool._end_call", "expert_pool._wait"}
+PROFILED = {"prefetch._record_copy", "_streamer.before", "_streamer._stop"}
+EXPERTS = {"_expert_pool._end_call", "_expert_pool._wait"}
 CASES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "streamed to a GPU": ({"profiling": True}, FORWARD | PROFILED),
     "pinned": ({"host": ALL, "profiling": True}, FORWARD | PROFILED),
@@ -112,15 +112,15 @@ CASES: dict[str, tuple[dict[str, Any], set[str]]] = {
 }
 """How a model is loaded, and the functions that wait in a pass of it."""
 OTHERS = {
-    "first_use.wait_for": "in the first pass of a model: test_ctrl_c_while_weights_are_compared",
-    "first_use.before": "the same",
-    "first_use.after": "the same",
-    "expert_pool._fill": "in a thread of the pool",
-    "expert_pool._fill_host_slot": "in a thread of the pool",
+    "_first_use.wait_for": "in the first pass of a model: test_ctrl_c_while_weights_are_compared",
+    "_first_use.before": "the same",
+    "_first_use.after": "the same",
+    "_expert_pool._fill": "in a thread of the pool",
+    "_expert_pool._fill_host_slot": "in a thread of the pool",
     "prefetch._read": "in the thread that reads",
     "prefetch._release": "when a model is freed",
     "span_reader._read": "in the thread that reads",
-    "streamer._uploaded": "while a model is loaded",
+    "_streamer._uploaded": "while a model is loaded",
 }
 """Functions that wait elsewhere."""
 
@@ -157,7 +157,7 @@ def check_nothing_is_lost(model: Any) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_ctrl_c_in_a_wait_of_a_pass(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As often as there are slots."""
-    monkeypatch.setattr(expert_pool, "MAX_TRANSIT", 1)  # so that experts go through slots one after the other
+    monkeypatch.setattr(_expert_pool, "MAX_TRANSIT", 1)  # so that experts go through slots one after the other
     model, gpu = case(name, tmp_path)
     waits = Waits(monkeypatch)
     with torch.inference_mode():
@@ -188,8 +188,8 @@ def test_ctrl_c_while_weights_are_compared(family: str, tmp_path: Path, monkeypa
         waits = Waits(monkeypatch)
         load(directory, ALL)(INPUT)
         count, seen = waits.count, waits.places
-        of_experts = {"first_use.before", "first_use.after"} if family != "llama" else set()
-        assert seen == {"first_use.wait_for"} | of_experts
+        of_experts = {"_first_use.before", "_first_use.after"} if family != "llama" else set()
+        assert seen == {"_first_use.wait_for"} | of_experts
         for index in range(1, count + 1):
             model = load(directory, ALL)
             assert waits.interrupt(index, lambda: model(INPUT))  # noqa: B023

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from rabbitllm.engine import prefetch, skeleton
+from rabbitllm.engine._weights import map_weights
 from rabbitllm.engine.devices import CpuDevice
 from rabbitllm.engine.placement import SLOTS, STAGING, Budget, PlacedUnit, Placement, Tier
 from rabbitllm.engine.prefetch import (
@@ -38,7 +39,6 @@ from rabbitllm.engine.prefetch import (
 )
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, SpanReader
 from rabbitllm.engine.units import UnitSource, find_units, source_of
-from rabbitllm.engine.weights import map_weights
 from rabbitllm.store.layer_store import LayerStore
 from rabbitllm.telemetry.passes import PINNED_UPLOAD, READ, READ_WAIT, UPLOAD, UPLOAD_WAIT
 from rabbitllm.telemetry.profiler import Profiler

@@ -20,7 +20,7 @@ from rabbitllm.engine.devices import CpuDevice
 from rabbitllm.engine.load_plan import LoadPlan, make_load_plan
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.weight_tensors import QuantizedWeight
-from rabbitllm.quant import vectors
+from rabbitllm.quant import _vectors
 from rabbitllm.quant.coded import CodedMatrix
 from rabbitllm.store.layer_store import LayerStore
 from tests.support import quantized
@@ -42,7 +42,7 @@ from tests.support.tiny_models import (
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 pytestmark = [
     pytest.mark.skipif(VERSION < (5, 21), reason="its quantizers are others"),
-    pytest.mark.skipif(not (vectors.lanes() and vectors.reads_halves()), reason="codes are dequantized for each use"),
+    pytest.mark.skipif(not (_vectors.lanes() and _vectors.reads_halves()), reason="codes are dequantized for each use"),
 ]
 needs_compressed = pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="it is not installed")
 

@@ -16,7 +16,7 @@ from torch import nn
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, _dequantize_fp8_weight
 from transformers.integrations.mxfp4 import Mxfp4Dequantize
 
-from rabbitllm.engine.published_conversions import QuickFp8, QuickMxfp4, awq_weight, gptq_weight
+from rabbitllm.engine._published_conversions import QuickFp8, QuickMxfp4, awq_weight, gptq_weight
 from rabbitllm.errors import IncompleteSplitError, UnknownArchitectureError
 from rabbitllm.quant import published_kernels
 from tests.engine.test_published import take_out

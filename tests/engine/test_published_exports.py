@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from rabbitllm import AutoModel
-from rabbitllm.engine.published_exports import TYPES, TorchAo
+from rabbitllm.engine._published_exports import TYPES, TorchAo
 from rabbitllm.errors import IncompleteCheckpointError, RabbitLLMError, UnknownArchitectureError
 from tests.support import quantized, splitting
 from tests.support.builders import SINGLE_NAME, build_checkpoint, read_tensors, reference_logits

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from rabbitllm.engine.expert_finding import is_routed
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.weight_tensors import QuantizedWeight
-from rabbitllm.quant import vectors
+from rabbitllm.quant import _vectors
+from rabbitllm.quant._gguf_decoders import DECODERS
 from rabbitllm.quant.gguf_blocks import sample
-from rabbitllm.quant.gguf_decoders import DECODERS
 from rabbitllm.store.checkpoint_folder import PlainReader
 from rabbitllm.store.layer_file import DONE_SUFFIX
 from rabbitllm.store.layer_store import LayerStore
@@ -88,7 +88,7 @@ def test_dequantized_blocks_have_the_bits_of_transformers(
     assert_same(run(model), run(plain_model(numbers)))
 
 
-@pytest.mark.skipif(not vectors.lanes(), reason="no vectors of a kind that is used here")
+@pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used here")
 @pytest.mark.parametrize(("family", "share"), [("llama", 0.0), ("llama", 1.0), ("qwen3_moe", 0.25), ("qwen3_moe", 1.0)])
 def test_products_from_blocks_are_as_close_as_transformers(family: str, share: float, tmp_path: Path) -> None:
     directory, numbers = split_and_numbers(tmp_path, family, ("Q4_K", "Q8_0"), dtype=torch.bfloat16, **FAMILIES[family])

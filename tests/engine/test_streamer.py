@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
+from rabbitllm.engine._streamer import InputMover
 from rabbitllm.engine.placement import READY, Tier
-from rabbitllm.engine.streamer import InputMover
 from rabbitllm.engine.weight_tensors import AbsentWeight
 from rabbitllm.errors import RabbitLLMError, ReadOnlyWeightError
 from rabbitllm.telemetry.passes import READ

@@ -20,7 +20,7 @@ from rabbitllm.engine.experts import ExpertStack
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.weight_tensors import AbsentWeight, QuantizedWeight
 from rabbitllm.errors import AbsentWeightError, ReadOnlyWeightError
-from rabbitllm.quant import products, vectors
+from rabbitllm.quant import _vectors, products
 from rabbitllm.quant.products import Matrix
 from tests.quant.test_products import error, matrix, meant
 from tests.support.builders import FAMILIES, build_checkpoint, reference_logits
@@ -54,7 +54,7 @@ def set_data(weight: Any) -> None:
     weight.data = torch.ones(tuple(weight.shape))
 
 
-with_vectors = pytest.mark.skipif(not vectors.lanes(), reason="no vectors of a kind that is used here")
+with_vectors = pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used here")
 WRITES: list[Callable[[Any], Any]] = [
     add_in_place,
     set_an_item,

@@ -16,7 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from rabbitllm.engine import skeleton
-from rabbitllm.engine.weights import KeyRenaming, map_weights
+from rabbitllm.engine._weights import KeyRenaming, map_weights
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.store.layer_store import LayerStore
 from tests.support.builders import FAMILIES, SINGLE_NAME, build_checkpoint, read_tensors, reference_logits, reshard

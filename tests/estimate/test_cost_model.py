@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from rabbitllm.base.options import RunOptions
+from rabbitllm.engine._expert_pool import ExpertCache
 from rabbitllm.engine.devices import CpuDevice
-from rabbitllm.engine.expert_pool import ExpertCache
 from rabbitllm.engine.load_plan import LoadPlan, make_load_plan
 from rabbitllm.engine.placement import Tier
 from rabbitllm.estimate.cost_model import Product, UnitWork, experts_of, routed_work, work_of

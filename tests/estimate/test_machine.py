@@ -24,7 +24,7 @@ from rabbitllm.estimate.machine import (
     something_to_read,
     upload_rate,
 )
-from rabbitllm.quant import vectors
+from rabbitllm.quant import _vectors
 from rabbitllm.quant.products import Matrix, kernel_for
 from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  applies by itself
@@ -61,7 +61,7 @@ def test_weights_of_every_form_are_multiplied(form: str, nbytes: int) -> None:
         assert product_rate(CpuDevice(), form, torch.bfloat16, rows) > 0
 
 
-@pytest.mark.skipif(not vectors.lanes(), reason="no vectors of a kind that is used here")
+@pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used here")
 @pytest.mark.parametrize("form", ["4bit", "8bit"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_codes_are_multiplied_by_the_kernel(form: str, dtype: torch.dtype) -> None:

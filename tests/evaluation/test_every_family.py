@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rabbitllm.evaluation.compare import compare
-from rabbitllm.generation.packed_batch import PACKABLE
+from rabbitllm.generation._packed_batch import PACKABLE
 from rabbitllm.generation.scoring import Room, ScoredText
 from rabbitllm.generation.scoring.score import FILLABLE
 from tests.generation.scoring.compared_with_plain import alone, texts_for

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from rabbitllm.errors import CheckpointError, CorruptShardError, UnsafePickleError
 from rabbitllm.formats import pickle_reader
+from rabbitllm.formats._torch_pickle import name_tensors, read_torch_pickle
 from rabbitllm.formats.pickle_reader import (
     MAX_PICKLE_BYTES,
     STEPS,
@@ -26,7 +27,6 @@ from rabbitllm.formats.pickle_reader import (
     list_opcodes,
     read_pickle,
 )
-from rabbitllm.formats.torch_pickle import name_tensors, read_torch_pickle
 from tests.attacks.attack import Attack
 from tests.attacks.pickles import ATTACKS, LEGAL
 from tests.support.torch_files import pickled, tensor_pickle

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.formats.protobuf import (
+from rabbitllm.formats._protobuf import (
     LENGTH_DELIMITED,
     FieldKind,
     SchemaField,

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.errors import CheckpointNotFoundError, CorruptVocabularyError
+from rabbitllm.formats._protobuf import schema_of
 from rabbitllm.formats.bounded import MAX_FILE_BYTES
-from rabbitllm.formats.protobuf import schema_of
 from rabbitllm.formats.sentencepiece_model import (
     ModelType,
     NormalizerSpec,

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.errors import CorruptShardError
-from rabbitllm.formats.zip_directory import MAX_DIRECTORY_BYTES, ZipEntry, check_local_headers, read_entries
+from rabbitllm.formats._zip_directory import MAX_DIRECTORY_BYTES, ZipEntry, check_local_headers, read_entries
 from tests.support.torch_files import Member, archive, changed, pack, zip64_extra
 
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from rabbitllm.engine.free_memory import keep_large_apart
+from rabbitllm.generation._model_runner import ModelRunner
 from rabbitllm.generation.batch import Batch, Limits
 from rabbitllm.generation.memory import PassCost, cost_of_a_pass
-from rabbitllm.generation.model_runner import ModelRunner
 from rabbitllm.generation.request import Request
 from tests.support.tiny_models import load
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from rabbitllm.generation._sequence import Sequence as GeneratedSequence
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.request import Delta, Event, Failed, Request, Result, TokenLogprob
-from rabbitllm.generation.sequence import Sequence as GeneratedSequence
 from tests.support.builders import VOCABULARY_SIZE
 
 Open = Callable[..., tuple[Batch, Any]]

@@ -19,12 +19,12 @@ from transformers.cache_utils import DynamicCache
 
 from rabbitllm.errors import BusyError, ClosedError, OptionError
 from rabbitllm.generation import cache_manager
+from rabbitllm.generation._cache_file import CacheFile
+from rabbitllm.generation._model_runner import PackedGroup
+from rabbitllm.generation._packed_batch import PackedSequence
 from rabbitllm.generation.batch import Batch
-from rabbitllm.generation.cache_file import CacheFile
 from rabbitllm.generation.kv_cache import bytes_of, cost_by_config
 from rabbitllm.generation.memory import PassCost
-from rabbitllm.generation.model_runner import PackedGroup
-from rabbitllm.generation.packed_batch import PackedSequence
 from rabbitllm.generation.request import Delta, Event, Failed, FinishReason, Limits, Request, Result, Sampling
 from tests.generation.submitting import Open, Submitted, alone, answered, answered_together, begin, prompt
 from tests.support.builders import FAMILIES, VOCABULARY_SIZE, build_checkpoint, make_tokenizer

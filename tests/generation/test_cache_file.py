@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from rabbitllm.generation import cache_file
-from rabbitllm.generation.cache_file import BufferFile, CacheFile, KVBuffer
-from rabbitllm.generation.slot_file import FileSlots
+from rabbitllm.generation import _cache_file
+from rabbitllm.generation._cache_file import BufferFile, CacheFile, KVBuffer
+from rabbitllm.generation._slot_file import FileSlots
 from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.storage.files import DIRECT_ALIGNMENT
 from tests.engine.test_span_reader import _cached_pages
@@ -30,7 +30,7 @@ STEPS = 9
 
 @pytest.fixture(autouse=True)
 def short_tails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_file, "TAIL_TOKENS", 4)
+    monkeypatch.setattr(_cache_file, "TAIL_TOKENS", 4)
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_attention_gets_the_same_keys_as_in_memory(opened: Callable[..., CacheFi
 def test_attention_gets_the_same_keys_past_the_page_cache(
     opened: Callable[..., CacheFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_file, "MIN_BLOCKS", 0)  # these are small, and go past it all the same
+    monkeypatch.setattr(_cache_file, "MIN_BLOCKS", 0)  # these are small, and go past it all the same
     file, (texts, plain) = opened(ahead=1 << 14, weight_bytes=1 << 60), caches()
     for cache in texts:
         file.add(cache)

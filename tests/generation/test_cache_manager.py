@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rabbitllm.generation._sequence import RESERVED_TOKENS, SequenceLength
 from rabbitllm.generation.cache_manager import CacheAllocation, RunningLengths
-from rabbitllm.generation.sequence import RESERVED_TOKENS, SequenceLength
 
 
 class Memory:

@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rabbitllm.errors import OptionError
-from rabbitllm.generation import sequence
+from rabbitllm.generation import _sequence
 from rabbitllm.generation.draft import NGRAM, prepare_draft
 from rabbitllm.generation.kv_cache import cost_by_config
 from rabbitllm.generation.request import Delta, Limits, Request
@@ -185,7 +185,7 @@ def test_preempted_while_the_angles_change(
     tmp_path: Path, open_batch: Open, monkeypatch: pytest.MonkeyPatch, name: str, swap_bytes: int | None
 ) -> None:
     """With the angles that each token would have alone."""
-    monkeypatch.setattr(sequence, "RESERVED_TOKENS", 4)
+    monkeypatch.setattr(_sequence, "RESERVED_TOKENS", 4)
     folder = checkpoint(tmp_path / "model", name)
     plain = plain_model(folder, dtype=torch.float32).eval()
     room = cost_by_config(plain.config, torch.float32).bytes_for(3 * CHANGE - 2)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rabbitllm.errors import BusyError, MediaError
-from rabbitllm.generation import scheduler
+from rabbitllm.generation import _scheduler
 from rabbitllm.generation.batch import Batch, Limits
 from rabbitllm.generation.media import MAX_FILES, MediaFile, media_of_url
 from rabbitllm.generation.request import Prompt, Request
@@ -121,7 +121,7 @@ def test_waiting_pictures_have_a_limit(
     model = load(folders("qwen2_5_vl"), 0)
     pictured = request(prompt(model, "image", 0))
     assert pictured.media is not None
-    monkeypatch.setattr(scheduler, "MEDIA_BYTES", pictured.media.nbytes + 10)
+    monkeypatch.setattr(_scheduler, "MEDIA_BYTES", pictured.media.nbytes + 10)
     with Batch(model) as batch:
         with batch.paused():
             first = begin(batch, pictured)

@@ -37,9 +37,9 @@ from rabbitllm.generation.memory import (
     weight_limits,
 )
 from rabbitllm.generation.request import Request
+from rabbitllm.generation.scoring._tasks import Room
 from rabbitllm.generation.scoring.score import limits_of
-from rabbitllm.generation.scoring.tasks import Room
-from rabbitllm.quant.vectors import multiplies_pairs
+from rabbitllm.quant._vectors import multiplies_pairs
 from tests.generation.submitting import alone, answered
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu, watched

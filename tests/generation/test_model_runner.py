@@ -15,8 +15,8 @@ from transformers.pytorch_utils import Conv1D
 from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.expert_finding import is_routed
 from rabbitllm.engine.load import load_model
-from rabbitllm.generation.coroutines import RowKind, joined, rowwise
-from rabbitllm.generation.model_runner import ModelRunner
+from rabbitllm.generation._coroutines import RowKind, joined, rowwise
+from rabbitllm.generation._model_runner import ModelRunner
 from rabbitllm.generation.scoring import Room, ScoredText, score
 from rabbitllm.quant import bfloat_products
 from tests.generation.together import CHUNK, LENGTHS, Text, alone, assert_alike, generated, prompts, together

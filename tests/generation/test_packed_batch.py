@@ -12,9 +12,9 @@ import torch
 import transformers
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from rabbitllm.generation._model_runner import ModelRunner
+from rabbitllm.generation._packed_batch import PACKABLE, WITH_IMAGES, can_be_packed
 from rabbitllm.generation.kv_cache import CACHE_ARGUMENT
-from rabbitllm.generation.model_runner import ModelRunner
-from rabbitllm.generation.packed_batch import PACKABLE, WITH_IMAGES, can_be_packed
 from tests.engine.test_every_architecture import build
 from tests.generation.together import LENGTHS, Text, alone, assert_alike, forwards, generated, prompts, together
 from tests.support.builders import FAMILIES, SMALL, WINDOW, Family, build_checkpoint

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from rabbitllm.errors import OptionError
-from rabbitllm.generation import sequence
+from rabbitllm.generation import _sequence
 from rabbitllm.generation.kv_cache import cost_by_cache, cost_by_config, keeps
 from rabbitllm.generation.request import BatchStats, Delta, Event, FinishReason, Limits, Request
 from rabbitllm.storage.durable import Step, observe_steps
@@ -37,7 +37,7 @@ each_family = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def who_waits_begins_in_little_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequence, "RESERVED_TOKENS", 4)
+    monkeypatch.setattr(_sequence, "RESERVED_TOKENS", 4)
 
 
 @torch.no_grad()

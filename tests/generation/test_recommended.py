@@ -13,9 +13,9 @@ import torch
 from transformers import GenerationConfig
 
 from rabbitllm.errors import OptionError
-from rabbitllm.generation import sequence
+from rabbitllm.generation import _sequence
+from rabbitllm.generation._recommended import OPTIONS, Use
 from rabbitllm.generation.batch import Batch
-from rabbitllm.generation.recommended import OPTIONS, Use
 from rabbitllm.generation.request import Request, Sampling, end_tokens
 from rabbitllm.generation.session import Session, answer
 from tests.generation.submitting import Open, alone, answered, answered_together, prompt
@@ -243,7 +243,7 @@ def test_options_hold_after_a_preemption(
     tmp_path: Path, open_batch: Open, plain: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """The tokens are those without one."""
-    monkeypatch.setattr(sequence, "RESERVED_TOKENS", 4)
+    monkeypatch.setattr(_sequence, "RESERVED_TOKENS", 4)
     requests = [Request(prompt(length, length), 24) for length in (12, 17, 9)]
     plain.generation_config = GenerationConfig(pad_token_id=0)
     ends = generated(plain, requests[0])[6]

@@ -17,11 +17,8 @@ from hypothesis import strategies as st
 from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.load import load_model
 from rabbitllm.errors import BusyError, ClosedError, NotEnoughMemoryError
-from rabbitllm.generation.cache_manager import excess
-from rabbitllm.generation.kv_cache import cost_by_config
-from rabbitllm.generation.packed_batch import grouped
-from rabbitllm.generation.request import Delta, Event, Failed, FinishReason, Limits, Request
-from rabbitllm.generation.scheduler import (
+from rabbitllm.generation._packed_batch import grouped
+from rabbitllm.generation._scheduler import (
     FAILED,
     FIRST_TOKENS,
     MAX_TOKENS,
@@ -30,7 +27,10 @@ from rabbitllm.generation.scheduler import (
     retry_after,
     within_budget,
 )
-from rabbitllm.generation.sequence import Sequence, SequenceLength, SequenceStatus
+from rabbitllm.generation._sequence import Sequence, SequenceLength, SequenceStatus
+from rabbitllm.generation.cache_manager import excess
+from rabbitllm.generation.kv_cache import cost_by_config
+from rabbitllm.generation.request import Delta, Event, Failed, FinishReason, Limits, Request
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.tiny_models import ALL, load, split

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from rabbitllm.generation import cache_file, cache_manager, memory, sequence
+from rabbitllm.generation import _cache_file, _sequence, cache_manager, memory
+from rabbitllm.generation._packed_batch import PACKABLE
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.kv_cache import cost_by_config
-from rabbitllm.generation.packed_batch import PACKABLE
 from rabbitllm.generation.request import BatchStats, Limits, Request
 from rabbitllm.storage.durable import Step, observe_steps
 from tests.generation.submitting import Open, Submitted, alone, begin, prompt
@@ -41,8 +41,8 @@ each_family = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def all_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequence, "RESERVED_TOKENS", 4)
-    for module in (cache_file, memory, cache_manager):
+    monkeypatch.setattr(_sequence, "RESERVED_TOKENS", 4)
+    for module in (_cache_file, memory, cache_manager):
         monkeypatch.setattr(module, "TAIL_TOKENS", 4)
 
 

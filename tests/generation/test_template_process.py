@@ -15,9 +15,9 @@ import pytest
 from jinja2 import TemplateError
 
 from rabbitllm.errors import OptionError
-from rabbitllm.generation import template_process
+from rabbitllm.generation import _template_process
+from rabbitllm.generation._template_process import TemplateProcess, TooManyLetters, in_the_process
 from rabbitllm.generation.template import ChatTemplate, PromptRefused
-from rabbitllm.generation.template_process import TemplateProcess, TooManyLetters, in_the_process
 from tests.support.builders import make_tokenizer, talking
 from tests.support.forked import in_a_fork
 
@@ -54,14 +54,14 @@ def prompt(template: str) -> tuple[int, ...]:
 def own_process(monkeypatch: pytest.MonkeyPatch) -> TemplateProcess:
     """A process with a short limit of time."""
     process = TemplateProcess()
-    monkeypatch.setattr(template_process, "PROCESS", process)
+    monkeypatch.setattr(_template_process, "PROCESS", process)
     monkeypatch.setattr("rabbitllm.generation.template.PROCESS", process)
-    monkeypatch.setattr(template_process, "SECONDS", 1)
+    monkeypatch.setattr(_template_process, "SECONDS", 1)
     return process
 
 
 def rendered(template: str, **variables: Any) -> str:
-    return template_process.PROCESS.rendered(template, variables, 1000)
+    return _template_process.PROCESS.rendered(template, variables, 1000)
 
 
 @limited
@@ -78,7 +78,7 @@ def test_a_hostile_template_ends_by_a_clear_error(template: str) -> None:
     assert this_process.ru_utime + this_process.ru_stime - here.ru_utime - here.ru_stime < 4
     assert this_process.ru_maxrss - here.ru_maxrss < 64 << 10, "in KiB"
     assert prompt(GREETING) == ids
-    assert resource.prlimit(template_process.PROCESS._process.pid, resource.RLIMIT_AS)[0] == template_process.MEMORY
+    assert resource.prlimit(_template_process.PROCESS._process.pid, resource.RLIMIT_AS)[0] == _template_process.MEMORY
 
 
 HUGE = (Path(__file__).parent / "templates_that_make_too_much.txt").read_text().splitlines()
@@ -96,7 +96,7 @@ def test_an_operation_with_a_huge_result(template: str) -> None:
 
 SANE = [
     *(Path(__file__).parent / "templates_within_limits.txt").read_text().splitlines(),
-    (Path(template_process.__file__).parents[1] / "demo/model/chat_template.jinja").read_text(),
+    (Path(_template_process.__file__).parents[1] / "demo/model/chat_template.jinja").read_text(),
     "{{ strftime_now('%Y') }}{{ bos_token }}{{ messages[1]|tojson }}{{ 'é🐇'|tojson(indent=1) }}{{ dict(a=1) }}",
     "{{ tools is none }}{{ documents is defined }}{{ x is defined }}{{ messages[0].nothing }}{{ 1e300 * 1e300 }}\ud800",
 ]
@@ -194,16 +194,16 @@ def test_an_interrupted_request_leaves_no_answer_for_the_next(own_process: Templ
 
 
 def test_the_limit_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_process, "SECONDS", 1000)
-    monkeypatch.setattr(template_process, "PATIENCE", 1.0)
+    monkeypatch.setattr(_template_process, "SECONDS", 1000)
+    monkeypatch.setattr(_template_process, "PATIENCE", 1.0)
     with pytest.raises(ValueError, match=r"it takes more than 1 s$"):
         rendered(PAIR + "{{ n.x == n.y }}")
 
 
 def test_memory_where_the_kernel_does_not_limit_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_process, "KERNEL_LIMITS_MEMORY", False)
-    monkeypatch.setattr(template_process, "MEMORY", 100 << 20)
-    monkeypatch.setattr(template_process, "SECONDS", 60)
+    monkeypatch.setattr(_template_process, "KERNEL_LIMITS_MEMORY", False)
+    monkeypatch.setattr(_template_process, "MEMORY", 100 << 20)
+    monkeypatch.setattr(_template_process, "SECONDS", 60)
     with pytest.raises(ValueError, match=SPACE):
         rendered("{% set x = 'x' * 200000000 %}" + PAIR + "{{ n.x == n.y }}")
     assert rendered("{{ 2 }}") == "2"
@@ -211,7 +211,7 @@ def test_memory_where_the_kernel_does_not_limit_it(monkeypatch: pytest.MonkeyPat
 
 def test_the_process_ends_with_its_owner() -> None:
     code = (
-        "from rabbitllm.generation.template_process import PROCESS\n"
+        "from rabbitllm.generation._template_process import PROCESS\n"
         "PROCESS.rendered('{{ 1 }}', {}, 9)\n"
         "print(PROCESS._process.pid)"
     )

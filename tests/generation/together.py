@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rabbitllm.generation.model_runner import ModelRunner
+from rabbitllm.generation._model_runner import ModelRunner
 
 LENGTHS = (5, 17, 26, 9)
 """Tokens of the prompts; the longer ones are longer than any window of the tests."""

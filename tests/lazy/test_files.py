@@ -16,8 +16,8 @@ from rabbitllm.errors import (
 )
 from rabbitllm.formats import shard_header
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.lazy import files
-from rabbitllm.lazy.files import ShardFile
+from rabbitllm.lazy import _files
+from rabbitllm.lazy._files import ShardFile
 from rabbitllm.storage.files import CAN_MAP_PRIVATELY, PositionalFile
 from tests.support.leftovers import open_files
 
@@ -114,6 +114,6 @@ def test_file_replaced_while_opening(path: Path, monkeypatch: pytest.MonkeyPatch
         other.replace(file)
         return shard_header.read_shard_header(file, name)
 
-    monkeypatch.setattr(files, "read_shard_header", replaced)
+    monkeypatch.setattr(_files, "read_shard_header", replaced)
     with pytest.raises(CorruptShardError, match="has changed since it was opened"):
         ShardFile(path, "x.bin", mapped=True)

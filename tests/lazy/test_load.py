@@ -25,7 +25,7 @@ from rabbitllm.errors import (
     UnsafePathError,
 )
 from rabbitllm.formats.tensor_spec import DTYPES
-from rabbitllm.lazy.tensor import LazyTensor
+from rabbitllm.lazy._tensor import LazyTensor
 from tests.attacks import pickles, torch_zips
 from tests.support.builders import INDEX_NAME, cut, llama_tensors, torch_files, write_shards, write_torch
 from tests.support.leftovers import open_files

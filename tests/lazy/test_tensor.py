@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import save_file
 
 import rabbitllm
-from rabbitllm.lazy.files import ShardFile
+from rabbitllm.lazy._files import ShardFile
+from rabbitllm.lazy._tensor import LazyTensor
 from rabbitllm.lazy.load import LazyCheckpoint
-from rabbitllm.lazy.tensor import LazyTensor
 from rabbitllm.storage.files import PositionalFile
 
 TENSORS = {

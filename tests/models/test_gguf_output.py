@@ -31,8 +31,8 @@ from rabbitllm.errors import (
 )
 from rabbitllm.lazy.load import lazy_load
 from rabbitllm.models import gguf_output
+from rabbitllm.models._gguf_metadata import FAMILIES
 from rabbitllm.models.convert import convert
-from rabbitllm.models.gguf_metadata import FAMILIES
 from rabbitllm.models.gguf_output import OUTTYPES
 from rabbitllm.storage import durable
 from tests.support.gguf_files import TEMPLATE, write_gguf

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rabbitllm.errors import HostsError
-from rabbitllm.pipeline.frames import ALIGNMENT, Frame, FrameType, from_bytes, to_bytes
+from rabbitllm.pipeline._frames import ALIGNMENT, Frame, FrameType, from_bytes, to_bytes
 
 
 def test_every_dtype_and_shape_round_trips() -> None:

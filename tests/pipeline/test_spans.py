@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rabbitllm.engine.placement import SLOTS
 from rabbitllm.errors import HostsError
-from rabbitllm.pipeline.stack import Span, plan_spans
+from rabbitllm.pipeline._stack import Span, plan_spans
 
 LAYERS = st.lists(st.integers(1, 9), min_size=1, max_size=7)
 BUDGETS = st.lists(st.integers(0, 30), min_size=1, max_size=4)

@@ -21,7 +21,7 @@ from rabbitllm.base.options import Hosts
 from rabbitllm.engine.placement import READY, Tier
 from rabbitllm.errors import ForkedError, HostGoneError, HostsError, OptionError
 from rabbitllm.generation.batch import Batch
-from rabbitllm.pipeline.stack import Span
+from rabbitllm.pipeline._stack import Span
 from tests.support.builders import build_checkpoint
 from tests.support.forked import in_a_fork
 from tests.support.spread_models import HERE, Crew, load_part, spread

@@ -16,7 +16,7 @@ from tests.support.call_counts import CallCounts, counted_calls
 TOKENIZER = "AutoTokenizer.from_pretrained"
 CONFIG = "rabbitllm/engine/skeleton.py:read_config"
 SKELETON = "rabbitllm/engine/skeleton.py:build_skeleton"
-RECIPES = "rabbitllm/engine/weights.py:map_weights"
+RECIPES = "rabbitllm/engine/_weights.py:map_weights"
 HEADER = "rabbitllm/store/layer_store.py:LayerStore._open"
 ONCE_A_CALL = ("finding.py:find", "load_plan.py:LoadPlanner.__init__", "make.py:ensure_split")
 LOAD: dict[str, Any] = {"device": "cpu", "show_layer_progress": False}

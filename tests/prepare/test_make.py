@@ -19,7 +19,7 @@ from huggingface_hub import snapshot_download
 from rabbitllm import prepare
 from rabbitllm.base.options import ShardPolicy, SplitOptions
 from rabbitllm.errors import MissingShardError, NotEnoughSpaceException, RabbitLLMError, SplitMismatchError
-from rabbitllm.prepare import finding
+from rabbitllm.prepare import _finding
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME
 from rabbitllm.storage.durable import observe_steps
@@ -374,14 +374,14 @@ def single(tmp_path: Path) -> Path:
 
 
 def test_split_finished_by_another_process_during_the_search(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = finding.LocalCheckpoint
+    opened = _finding.LocalCheckpoint
 
     def open_too_late(*arguments: Any) -> Any:
         monkeypatch.undo()
         split(single)
         return opened(*arguments)
 
-    monkeypatch.setattr(finding, "LocalCheckpoint", open_too_late)
+    monkeypatch.setattr(_finding, "LocalCheckpoint", open_too_late)
     source = Call(str(single)).find()
     assert source.finished
     prepare.ensure_split(source, SplitOptions(shards=ShardPolicy.DELETE_USED))

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.quant import bfloat_products, kernels, product_kernels, vectors
+from rabbitllm.quant import _kernels, _product_kernels, _vectors, bfloat_products
 from rabbitllm.quant.bfloat_products import ALL_ROWS, FEW_ROWS, MAX_INPUTS, linear, multiplies, times
 from tests.support.rounding import assert_products
 
-WIDTHS = [width for width in (8, 16) if width <= vectors.lanes()]
+WIDTHS = [width for width in (8, 16) if width <= _vectors.lanes()]
 pytestmark = pytest.mark.skipif(not WIDTHS, reason="no vectors of a kind that is used here")
 
 
@@ -48,8 +48,8 @@ def test_any_number_of_rows_inputs_and_columns(
 def test_a_row_has_the_same_bits_in_any_batch(width: int) -> None:
     """Also where inputs and rows are more than stay in the cache, and what threads get is no whole tile."""
     columns = 4096
-    many = product_kernels.INPUT_BYTES // (4 * columns)
-    x, weight = some(3 * many + 1, columns), some(product_kernels.MATRIX_BYTES // (2 * columns) * 2 + 7, columns, 1)
+    many = _product_kernels.INPUT_BYTES // (4 * columns)
+    x, weight = some(3 * many + 1, columns), some(_product_kernels.MATRIX_BYTES // (2 * columns) * 2 + 7, columns, 1)
     together = times(width, x, weight)
     assert_products(together, x, weight)
     for row in (0, 1, many - 1, many, 3 * many):
@@ -64,7 +64,7 @@ def test_own_threads_give_the_same_bits(width: int, monkeypatch: pytest.MonkeyPa
     torch.set_num_threads(3)
     try:
         in_a_team = times(width, x, weight)
-        monkeypatch.setattr(kernels, "torchs_team", lambda: None)
+        monkeypatch.setattr(_kernels, "torchs_team", lambda: None)
         assert torch.equal(times(width, x, weight), in_a_team)
     finally:
         torch.set_num_threads(before)
@@ -132,10 +132,10 @@ def no_cache() -> Iterator[None]:
 def test_the_number_of_rows_depends_on_the_instructions(
     more: tuple[str, ...], rows: int, monkeypatch: pytest.MonkeyPatch, no_cache: None
 ) -> None:
-    if more and vectors.lanes() < 16:
+    if more and _vectors.lanes() < 16:
         pytest.skip("no AVX-512 here")
-    here = vectors.features() - {"avx512bf16", "amx-bf16"}
-    monkeypatch.setattr(vectors, "features", lambda: here | {"avx512bw", *more} if more else here)
+    here = _vectors.features() - {"avx512bf16", "amx-bf16"}
+    monkeypatch.setattr(_vectors, "features", lambda: here | {"avx512bw", *more} if more else here)
     assert bfloat_products.max_rows() == rows
     assert bfloat_products.widens() == (rows == ALL_ROWS)
     weight = some(8, 128)
@@ -149,8 +149,8 @@ def test_a_wrong_kernel_is_not_used(
 ) -> None:
     right = times
     monkeypatch.setattr(bfloat_products, "times", lambda width, x, weight: right(width, x, weight) * 1.001)
-    here = vectors.features() - {"amx-bf16"}
-    monkeypatch.setattr(vectors, "features", lambda: here)
+    here = _vectors.features() - {"amx-bf16"}
+    monkeypatch.setattr(_vectors, "features", lambda: here)
     assert not bfloat_products.max_rows()
     assert "is off by 1.0e-03 here and is not used" in caplog.text
 

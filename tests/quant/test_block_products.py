@@ -8,15 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.quant import block_pairs, gguf_blocks, kernels, products, vectors
+from rabbitllm.quant import _block_pairs, _kernels, _vectors, gguf_blocks, products
+from rabbitllm.quant._gguf_decoders import DECODERS
+from rabbitllm.quant._kernel_interface import CODES, DEQUANTIZED, PAIRS, PANELS
 from rabbitllm.quant.gguf_blocks import sample
-from rabbitllm.quant.gguf_decoders import DECODERS
-from rabbitllm.quant.kernel_interface import CODES, DEQUANTIZED, PAIRS, PANELS
 from rabbitllm.quant.products import Matrix, multiplies
 from rabbitllm.quant.schemes import Quantized
 from tests.support.rounding import assert_products
 
-pytestmark = pytest.mark.skipif(not vectors.lanes(), reason="no vectors of a kind that is used here")
+pytestmark = pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used here")
 NOTHING = torch.empty(0)
 COUNTS = (1, 3, 4, 5, 6, 17, 64, 300)
 """Inputs: by codes, by panels where these are used, and dequantized."""
@@ -59,7 +59,7 @@ def test_many_shapes(scheme: str, rows: int, blocks: int, count: int, seed: int)
     of = matrix(scheme, rows, columns, seed)
     x = inputs(count, columns)
     for method in (CODES, PANELS):
-        assert_products(of.times_by(method, vectors.lanes(), x), x, meant(of))
+        assert_products(of.times_by(method, _vectors.lanes(), x), x, meant(of))
 
 
 @pytest.mark.parametrize("scheme", ALL)
@@ -70,7 +70,7 @@ def test_other_inputs_and_a_bias(scheme: str, dtype: torch.dtype) -> None:
         x = inputs(count, 512, dtype)
         result = of.linear(x.view(1, count, 512), bias)[0]
         assert result.dtype == dtype
-        dequantized = products.method_for(of, vectors.lanes(), count) == DEQUANTIZED
+        dequantized = products.method_for(of, _vectors.lanes(), count) == DEQUANTIZED
         assert_products(result, x, meant(of), bias, weights=dtype if dequantized else None)
 
 
@@ -80,14 +80,14 @@ def test_other_inputs_and_a_bias(scheme: str, dtype: torch.dtype) -> None:
 def test_a_row_has_the_same_bits_in_any_batch_and_thread_count(
     scheme: str, method: str, team: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of, x, width = matrix(scheme, 131, 2048), inputs(13, 2048), vectors.lanes()
-    monkeypatch.setitem(kernels.WORTH_A_THREAD, method, 1 << 30)
+    of, x, width = matrix(scheme, 131, 2048), inputs(13, 2048), _vectors.lanes()
+    monkeypatch.setitem(_kernels.WORTH_A_THREAD, method, 1 << 30)
     together = of.times_by(method, width, x)
     for begin, end in ((0, 1), (3, 10), (12, 13)):
         assert torch.equal(of.times_by(method, width, x[begin:end]), together[begin:end])
-    monkeypatch.setitem(kernels.WORTH_A_THREAD, method, 1 << 10)
+    monkeypatch.setitem(_kernels.WORTH_A_THREAD, method, 1 << 10)
     if not team:
-        monkeypatch.setattr(kernels, "torchs_team", lambda: None)
+        monkeypatch.setattr(_kernels, "torchs_team", lambda: None)
     threads = torch.get_num_threads()
     try:
         for count in (2, 5):
@@ -97,9 +97,9 @@ def test_a_row_has_the_same_bits_in_any_batch_and_thread_count(
         torch.set_num_threads(threads)
 
 
-in_pairs = pytest.mark.skipif(not vectors.multiplies_pairs(), reason="no products of pairs of bfloat16")
+in_pairs = pytest.mark.skipif(not _vectors.multiplies_pairs(), reason="no products of pairs of bfloat16")
 PAIRED_FEW = ("Q4_0", "Q4_K", "Q6_K")
-PAIRED = [name if name in PAIRED_FEW else pytest.param(name, marks=pytest.mark.long) for name in block_pairs.LAYOUTS]
+PAIRED = [name if name in PAIRED_FEW else pytest.param(name, marks=pytest.mark.long) for name in _block_pairs.LAYOUTS]
 
 
 @in_pairs
@@ -115,7 +115,7 @@ def test_pairs_of_bfloat16_are_multiplied_as_precisely_as_float32(scheme: str) -
 @pytest.mark.parametrize("scheme", PAIRED)
 def test_each_code_of_a_block_is_multiplied_with_its_input(scheme: str) -> None:
     """One input is not zero at a time, so each product is a single weight."""
-    step = max(block_pairs.LAYOUTS[scheme].step, 256)
+    step = max(_block_pairs.LAYOUTS[scheme].step, 256)
     of, ones = matrix(scheme, 3, 2 * step), torch.eye(2 * step, dtype=torch.bfloat16)
     expected = meant(of)
     result = of.times_by(CODES, PAIRS, ones).T.double()
@@ -136,7 +136,7 @@ def test_a_row_in_pairs_has_the_same_bits_in_any_batch_and_thread_count(
     few = of.payload.view(131, -1)[40:47]
     some = Matrix(Quantized(scheme, (7, 1024), None), few.reshape(-1), NOTHING, NOTHING)
     assert torch.equal(some.times_by(CODES, PAIRS, x), together[:, 40:47])
-    monkeypatch.setitem(kernels.WORTH_A_THREAD, CODES, 1 << 10)
+    monkeypatch.setitem(_kernels.WORTH_A_THREAD, CODES, 1 << 10)
     threads = torch.get_num_threads()
     try:
         for count in (2, 5):

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.formats.tensor_spec import torch_dtype
-from rabbitllm.quant import bfloat_products, coded, kernels, vectors
+from rabbitllm.quant import _kernels, _vectors, bfloat_products, coded
+from rabbitllm.quant._kernel_interface import CODES, PAIRS
 from rabbitllm.quant.coded import FP4, FP8, INT4, MAX_INPUTS, SCALES, CodedForm, CodedMatrix, form_named, multiplies
-from rabbitllm.quant.kernel_interface import CODES, PAIRS
 from rabbitllm.quant.products import MAX_GROUPED
 from tests.support.rounding import assert_products
 
 needs_kernel = pytest.mark.skipif(
-    not (vectors.lanes() and vectors.reads_halves()), reason="no vectors of a kind that is used here"
+    not (_vectors.lanes() and _vectors.reads_halves()), reason="no vectors of a kind that is used here"
 )
 FORMS = (
     "fp8 F32 128x128",
@@ -83,13 +83,13 @@ def inputs(count: int, columns: int, dtype: torch.dtype = torch.float32) -> torc
 @pytest.mark.parametrize(
     ("width", "name"),
     [
-        pytest.param(width, name, marks=[pytest.mark.long] * (width != vectors.lanes() and name not in OF_EACH_CODES))
+        pytest.param(width, name, marks=[pytest.mark.long] * (width != _vectors.lanes() and name not in OF_EACH_CODES))
         for width in (PAIRS, 16, 8)
         for name in FORMS
     ],
 )
 def test_every_kernel_that_this_processor_can_run(name: str, width: int) -> None:
-    if not vectors.multiplies_pairs() if width == PAIRS else vectors.lanes() < width:
+    if not _vectors.multiplies_pairs() if width == PAIRS else _vectors.lanes() < width:
         pytest.skip("needs other vectors")
     dtype = torch.bfloat16 if width == PAIRS else torch.float32
     for rows, columns, count in ((1, 64, 1), (9, 2048, 4), (200, 704, 11), (300, 320, 2)):
@@ -138,14 +138,14 @@ def test_a_row_has_the_same_bits_in_any_batch_and_thread_count(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of, x = matrix(name, 333, 1024), inputs(7, 1024, dtype)
-    monkeypatch.setitem(kernels.WORTH_A_THREAD, CODES, 1 << 10)
+    monkeypatch.setitem(_kernels.WORTH_A_THREAD, CODES, 1 << 10)
     before, results = torch.get_num_threads(), []
     try:
         for threads, team in itertools.product((1, 2, 3), (True, False)):
             torch.set_num_threads(threads)
             with monkeypatch.context() as patch:
                 if not team:
-                    patch.setattr(kernels, "torchs_team", lambda: None)
+                    patch.setattr(_kernels, "torchs_team", lambda: None)
                 results.append(of.linear(x, None))
                 results.append(torch.cat([of.linear(row, None) for row in x.split(1)]))
     finally:
@@ -240,7 +240,7 @@ def test_a_wrong_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pyt
         cached.cache_clear()
     try:
         assert not multiplies(CodedForm(FP8, "F32", (128, 128), (64, 128)))
-        if vectors.lanes():
+        if _vectors.lanes():
             assert "by float8 f32 64 codes is off by 1.0e-03 here and is not used" in caplog.text
     finally:
         for cached in (coded._agrees, coded.kernel_for):

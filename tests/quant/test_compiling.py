@@ -11,7 +11,7 @@ from pathlib import Path
 import numba
 import pytest
 
-from rabbitllm.quant import compiling, product_kernels, quantize_kernels, vectors
+from rabbitllm.quant import _compiling, _product_kernels, _vectors, quantize_kernels
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,12 +24,12 @@ try:
     numba.njit(cache=True)(lambda: 1)
 except RuntimeError as error:
     print("numba:", error)
-from rabbitllm.quant import product_kernels, products, quantize, vectors
+from rabbitllm.quant import _product_kernels, _vectors, products, quantize
 from rabbitllm.quant.schemes import Quantized
 assert quantize._compiled_kernels_agree("4bit")
-assert products.multiplies(Quantized("4bit", (64, 64), "float32")) == bool(vectors.lanes())
-if width := vectors.lanes():
-    assert product_kernels.address("codes", "4bit", width)
+assert products.multiplies(Quantized("4bit", (64, 64), "float32")) == bool(_vectors.lanes())
+if width := _vectors.lanes():
+    assert _product_kernels.address("codes", "4bit", width)
 print("compiled")
 """
 
@@ -50,10 +50,10 @@ def test_kernels_are_cached_for_the_next_process(tmp_path: Path) -> None:
 import warnings
 from numba.core.errors import NumbaWarning
 warnings.simplefilter("error", NumbaWarning)
-from rabbitllm.quant import product_kernels, vectors
-for method, scheme, width in product_kernels.KERNELS:
-    if width == 32 and vectors.multiplies_pairs() or width <= vectors.lanes():
-        product_kernels.address(method, scheme, width)
+from rabbitllm.quant import _product_kernels, _vectors
+for method, scheme, width in _product_kernels.KERNELS:
+    if width == 32 and _vectors.multiplies_pairs() or width <= _vectors.lanes():
+        _product_kernels.address(method, scheme, width)
 """
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", code]
@@ -62,7 +62,7 @@ for method, scheme, width in product_kernels.KERNELS:
 
 
 KERNELS = """
-from rabbitllm.quant.compiling import c_function, compiled
+from rabbitllm.quant._compiling import c_function, compiled
 from made_with.numbers import FACTOR
 from numba import types
 @compiled
@@ -91,7 +91,7 @@ def test_changed_sources_recompile_a_kernel(tmp_path: Path, monkeypatch: pytest.
 
     def of_a_new_process(factor: int) -> tuple[int, bool, int, bool]:
         (package / "numbers.py").write_text(f"FACTOR = {factor}\n")
-        compiling.digest_of.cache_clear()
+        _compiling.digest_of.cache_clear()
         for name in [name for name in sys.modules if name.partition(".")[0] == "made_with"]:
             monkeypatch.delitem(sys.modules, name)
         importlib.invalidate_caches()
@@ -108,7 +108,7 @@ def test_changed_sources_recompile_a_kernel(tmp_path: Path, monkeypatch: pytest.
 
 def test_kernels_use_only_modules_of_their_package() -> None:
     """Only of these a digest is part of a kernel's name."""
-    for module in (product_kernels, quantize_kernels, vectors):
+    for module in (_product_kernels, quantize_kernels, _vectors):
         assert module.__name__.rpartition(".")[0] == "rabbitllm.quant"
         for value in vars(module).values():
             assert getattr(value, "__module__", None) is None or not (

@@ -10,8 +10,8 @@ import torch
 from rabbitllm.errors import UnreadableFormatError
 from rabbitllm.formats.gguf_types import BLOCK_TYPES, TENSOR_TYPES
 from rabbitllm.quant import gguf_blocks
+from rabbitllm.quant._gguf_decoders import DECODERS
 from rabbitllm.quant.gguf_blocks import WORTH_A_KERNEL, dequantize, lanes_for, work_bytes
-from rabbitllm.quant.gguf_decoders import DECODERS
 from tests.support.fake_gpu import FakeGpu, watched
 
 EXTREME = (0x0000, 0x8000, 0x0001, 0x83FF, 0x0400, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00, 0xFE00)

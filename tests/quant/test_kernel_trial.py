@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from rabbitllm.quant.kernels import agrees, of_codes
+from rabbitllm.quant._kernels import agrees, of_codes
 from rabbitllm.quant.schemes import Quantized
 from tests.quant.test_products import meant
 
@@ -40,7 +40,7 @@ def test_correct_and_wrong_kernels(scheme: str, dtype: torch.dtype, caplog: pyte
 TRIAL = """
 import os, time
 import torch
-from rabbitllm.quant.kernels import agrees
+from rabbitllm.quant._kernels import agrees
 torch.set_num_threads(4)
 def products():
     found = torch.ones(1 << 20).mul(2)  # by a team of four threads

@@ -15,9 +15,9 @@ import pytest
 import torch
 from numba import types
 
-from rabbitllm.quant import kernels
-from rabbitllm.quant.kernels import torchs_team
-from rabbitllm.quant.vectors import asked, lanes
+from rabbitllm.quant import _kernels
+from rabbitllm.quant._kernels import torchs_team
+from rabbitllm.quant._vectors import asked, lanes
 
 pytestmark = pytest.mark.skipif(torchs_team() is None, reason="torch has no libgomp here")
 
@@ -49,15 +49,15 @@ def test_a_smaller_team_does_all_of_the_work(limit: int) -> None:
     """As where the number of threads is limited: in a process of its own, since libgomp reads that once."""
     code = """
 import torch
-from rabbitllm.quant import kernels
+from rabbitllm.quant import _kernels
 from tests.quant.test_products import inputs, matrix
-from rabbitllm.quant.kernels import torchs_team
+from rabbitllm.quant._kernels import torchs_team
 from rabbitllm.quant.products import Matrix, kernel_for
-kernels.WORTH_A_THREAD = {"codes": 1 << 10}
+_kernels.WORTH_A_THREAD = {"codes": 1 << 10}
 torch.set_num_threads(8)
 product = "codes", kernel_for("4bit", torch.float32), inputs(2, 1024)
 found = Matrix(*matrix("4bit", 777, 1024)).times_by(*product)
-kernels.WORTH_A_THREAD = {"codes": 1 << 40}
+_kernels.WORTH_A_THREAD = {"codes": 1 << 40}
 assert torchs_team() is not None
 assert torch.equal(found, Matrix(*matrix("4bit", 777, 1024)).times_by(*product))
 """
@@ -68,11 +68,11 @@ assert torch.equal(found, Matrix(*matrix("4bit", 777, 1024)).times_by(*product))
 
 def test_torchs_library_is_found_behind_a_symlink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system lists mapped files by their real names."""
-    mapped = [line for line in kernels._MAPS.read_text().splitlines() if "/libgomp" in line]
+    mapped = [line for line in _kernels._MAPS.read_text().splitlines() if "/libgomp" in line]
     second = f"{mapped[0].rpartition(' ')[0]} {tmp_path}/libgomp.so.1"
     (tmp_path / "maps").write_text("\n".join([second, *mapped]))
     (tmp_path / "linked").symlink_to(Path(torch.__file__).resolve().parent)
-    monkeypatch.setattr(kernels, "_MAPS", tmp_path / "maps")
+    monkeypatch.setattr(_kernels, "_MAPS", tmp_path / "maps")
     monkeypatch.setattr(torch, "__file__", str(tmp_path / "linked" / "__init__.py"))
     team_behind_link, team = torchs_team.__wrapped__(), torchs_team()
     assert team_behind_link is not None

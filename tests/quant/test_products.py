@@ -15,9 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.quant import bfloat_products, kernels, product_kernels, products, quantize, vectors
-from rabbitllm.quant.kernel_interface import CODES, PAIRS, PANELS
-from rabbitllm.quant.product_kernels import KERNELS
+from rabbitllm.quant import _kernels, _product_kernels, _vectors, bfloat_products, products, quantize
+from rabbitllm.quant._kernel_interface import CODES, PAIRS, PANELS
+from rabbitllm.quant._product_kernels import KERNELS
+from rabbitllm.quant._vectors import table_of
 from rabbitllm.quant.products import (
     LEAST_PANEL_INPUTS,
     MAX_GROUPED,
@@ -33,12 +34,11 @@ from rabbitllm.quant.quantize import dequantize
 from rabbitllm.quant.schemes import SCHEMES as ALL_SCHEMES
 from rabbitllm.quant.schemes import Quantized
 from rabbitllm.quant.schemes import functional as functions
-from rabbitllm.quant.vectors import table_of
 from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.rounding import assert_products
 
 SCHEMES = ("4bit", "8bit")
-needs_kernel = pytest.mark.skipif(not vectors.lanes(), reason="no vectors of a kind that is used here")
+needs_kernel = pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used here")
 Parts = tuple[Quantized, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -101,7 +101,7 @@ BY_CODES = [key[1:] for key in KERNELS if key[0] == CODES and key[1] in SCHEMES]
 @pytest.mark.parametrize(("scheme", "width"), BY_CODES)
 def test_every_kernel_that_this_processor_can_run(scheme: str, width: int) -> None:
     in_pairs = width == PAIRS
-    if not vectors.multiplies_pairs() if in_pairs else vectors.lanes() < width:
+    if not _vectors.multiplies_pairs() if in_pairs else _vectors.lanes() < width:
         pytest.skip("needs other vectors")
     for rows, columns, count in ((1, 64, 1), (9, 2048, 4), (70, 704, 11), (300, 1024, 2)):
         form, payload, absmax, table = matrix(scheme, rows, columns)
@@ -132,23 +132,23 @@ def test_a_bfloat16_table_is_more_precise_than_a_bfloat16_matrix(scheme: str, mo
 
 def test_which_processors_have_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     def with_features(*names: str) -> int:
-        monkeypatch.setattr(vectors, "features", lambda: frozenset(names))
-        return vectors.lanes()
+        monkeypatch.setattr(_vectors, "features", lambda: frozenset(names))
+        return _vectors.lanes()
 
     assert with_features("avx512f", "avx2", "fma") == 16
     assert with_features("avx2", "fma") == 8
     assert with_features("avx2") == with_features("neon") == 0
-    assert not vectors.multiplies_pairs()
+    assert not _vectors.multiplies_pairs()
     with_features("avx512f", "avx512bw", "avx512bf16")
-    assert vectors.multiplies_pairs()
+    assert _vectors.multiplies_pairs()
 
 
 @pytest.mark.parametrize("given", [{"NUMBA_CPU_NAME": "generic"}, {"NUMBA_CPU_FEATURES": "+sse4.2,-avx2,-fma"}])
 def test_a_compiler_with_fewer_instructions(given: dict[str, str], tmp_path: Path) -> None:
     """Asked for instructions that it may not use, it would end the process."""
     code = (
-        "from rabbitllm.quant import products, vectors; from rabbitllm.quant.schemes import Quantized; "
-        "print(vectors.lanes(), products.multiplies(Quantized('4bit', (64, 64), 'float32')))"
+        "from rabbitllm.quant import _vectors, products; from rabbitllm.quant.schemes import Quantized; "
+        "print(_vectors.lanes(), products.multiplies(Quantized('4bit', (64, 64), 'float32')))"
     )
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_CPU_")}
     environment = {**inherited, **given, "NUMBA_CACHE_DIR": str(tmp_path)}
@@ -190,7 +190,7 @@ def test_any_number_of_threads_gives_the_same_bits(
     parts = matrix(scheme, 777, 1024)
     x = inputs(3, 1024, dtype)
     before = torch.get_num_threads()
-    monkeypatch.setitem(kernels.WORTH_A_THREAD, CODES, 1 << 10)
+    monkeypatch.setitem(_kernels.WORTH_A_THREAD, CODES, 1 << 10)
     try:
         results = []
         for threads in (1, 2, 3, 8):
@@ -207,12 +207,12 @@ def test_any_number_of_threads_gives_the_same_bits(
 def test_own_threads_give_the_same_bits(scheme: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = matrix(scheme, 777, 1024)
     x = inputs(3, 1024, dtype)
-    monkeypatch.setitem(kernels.WORTH_A_THREAD, CODES, 1 << 10)
+    monkeypatch.setitem(_kernels.WORTH_A_THREAD, CODES, 1 << 10)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
         in_a_team = Matrix(*parts).linear(x, None)
-        monkeypatch.setattr(kernels, "torchs_team", lambda: None)
+        monkeypatch.setattr(_kernels, "torchs_team", lambda: None)
         assert torch.equal(Matrix(*parts).linear(x, None), in_a_team)
     finally:
         torch.set_num_threads(before)
@@ -230,9 +230,9 @@ def test_grouped_products_have_the_bits_of_single_ones(
     groups = [(0, 1), (1, 7), (9, 9 + MAX_INPUTS_IN_PAIRS + 1), (78, 85), (85, 86)]
     x = inputs(90, 256, dtype)
     if not in_a_team:
-        monkeypatch.setattr(kernels, "torchs_team", lambda: None)
-    for method in kernels.WORTH_A_THREAD:
-        monkeypatch.setitem(kernels.WORTH_A_THREAD, method, 1 << 12)
+        monkeypatch.setattr(_kernels, "torchs_team", lambda: None)
+    for method in _kernels.WORTH_A_THREAD:
+        monkeypatch.setitem(_kernels.WORTH_A_THREAD, method, 1 << 12)
     before = torch.get_num_threads()
     try:
         for threads in (1, 3):
@@ -314,7 +314,7 @@ def test_a_wrong_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     products._agrees.cache_clear()
     try:
         assert not multiplies(Quantized("4bit", (8, 64), "bfloat16"))
-        if vectors.lanes():
+        if _vectors.lanes():
             assert "is off by 1.0e-03 here and is not used" in caplog.text
     finally:
         products._agrees.cache_clear()
@@ -324,12 +324,12 @@ _IN_A_PROCESS = """
 import sys
 import torch
 from tests.quant.test_products import CODES, assert_products, inputs, matrix, meant
-from rabbitllm.quant import kernels
+from rabbitllm.quant import _kernels
 from rabbitllm.quant.products import Matrix
 for key in sys.argv[1:]:
     scheme, width = key.split("-")
     for worth in (1 << 10, 1 << 30):  # by threads of a team, and by one
-        kernels.WORTH_A_THREAD = {CODES: worth}
+        _kernels.WORTH_A_THREAD = {CODES: worth}
         parts, x = matrix(scheme, 70, 704), inputs(3, 704)
         got = Matrix(*parts).times_by(CODES, int(width), x)
         assert_products(got, x, meant(parts))
@@ -340,9 +340,9 @@ for key in sys.argv[1:]:
 @needs_kernel
 def test_kernels_compiled_by_separate_processes_load_together(tmp_path: Path) -> None:
     """numba links what it kept by name, and processes that compile a kernel each count their functions alike."""
-    kernels = [f"{scheme}-{vectors.lanes()}" for scheme in SCHEMES]
+    keys = [f"{scheme}-{_vectors.lanes()}" for scheme in SCHEMES]
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
-    for chosen in (kernels[1:], kernels[:1], kernels, kernels[::-1]):
+    for chosen in (keys[1:], keys[:1], keys, keys[::-1]):
         subprocess.run([sys.executable, "-c", _IN_A_PROCESS, *chosen], env=environment, check=True, timeout=600)
     assert list(tmp_path.rglob("*.nbc"))
 
@@ -353,7 +353,7 @@ def test_kernels_compiled_by_separate_processes_load_together(tmp_path: Path) ->
 def test_bfloat16_without_bfloat16_instructions(scheme: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long prompts are multiplied in float32; the result is rounded once."""
     monkeypatch.setattr(bfloat_products, "max_rows", lambda: bfloat_products.ALL_ROWS)
-    monkeypatch.setattr(products, "kernel_for", lambda scheme, dtype: vectors.lanes())
+    monkeypatch.setattr(products, "kernel_for", lambda scheme, dtype: _vectors.lanes())
     multiplied: list[torch.dtype] = []
     ordinary = torch.nn.functional.linear
 
@@ -369,12 +369,12 @@ def test_bfloat16_without_bfloat16_instructions(scheme: str, count: int, monkeyp
     assert_products(result, x, meant(parts), bias, weights=torch.bfloat16 if count > 256 else None)
 
 
-BY_PANELS = [key[1:] for key in product_kernels.KERNELS if key[0] == PANELS]
+BY_PANELS = [key[1:] for key in _product_kernels.KERNELS if key[0] == PANELS]
 
 
 def by_panels(scheme: str, width: int, rows: int, columns: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The product, and the matrix."""
-    if vectors.lanes() < width:
+    if _vectors.lanes() < width:
         pytest.skip("needs other vectors")
     parts = matrix(scheme, rows, columns, dtype=torch.float32)
     return Matrix(*parts).times_by(PANELS, width, x), meant(parts)
@@ -405,11 +405,11 @@ def test_any_number_of_threads_gives_the_same_bits_by_panels(
     scheme: str, width: int, team: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = inputs(9, 2048)
-    monkeypatch.setitem(kernels.WORTH_A_THREAD, PANELS, 1 << 30)
+    monkeypatch.setitem(_kernels.WORTH_A_THREAD, PANELS, 1 << 30)
     alone, _ = by_panels(scheme, width, 131, 2048, x)
-    monkeypatch.setitem(kernels.WORTH_A_THREAD, PANELS, 1 << 10)
+    monkeypatch.setitem(_kernels.WORTH_A_THREAD, PANELS, 1 << 10)
     if not team:
-        monkeypatch.setattr(kernels, "torchs_team", lambda: None)
+        monkeypatch.setattr(_kernels, "torchs_team", lambda: None)
     threads = torch.get_num_threads()
     try:
         for count in (2, 3, 5):
@@ -425,7 +425,7 @@ def test_any_number_of_threads_gives_the_same_bits_by_panels(
 def test_panels_are_used_for_their_number_of_inputs(
     scheme: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "kernel_for", lambda scheme, dtype: vectors.lanes())
+    monkeypatch.setattr(products, "kernel_for", lambda scheme, dtype: _vectors.lanes())
     counts: list[int] = []
     ordinary = Matrix.times_by
 
@@ -434,9 +434,9 @@ def test_panels_are_used_for_their_number_of_inputs(
             counts.append(len(x))
         return ordinary(self, method, width, x)
 
-    products._agrees(PANELS, scheme, vectors.lanes())  # whose trial multiplies too
+    products._agrees(PANELS, scheme, _vectors.lanes())  # whose trial multiplies too
     monkeypatch.setattr(Matrix, "times_by", counted)
-    parts, limit = matrix(scheme, 70, 512), MAX_PANEL_INPUTS[vectors.lanes()]
+    parts, limit = matrix(scheme, 70, 512), MAX_PANEL_INPUTS[_vectors.lanes()]
     for count in (LEAST_PANEL_INPUTS - 1, LEAST_PANEL_INPUTS, limit, limit + 1):
         x = inputs(count, 512, dtype)
         result = Matrix(*parts).linear(x, None)
@@ -463,7 +463,7 @@ def test_a_wrong_panel_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch, caplo
     monkeypatch.setattr(Matrix, "times_by", lambda *args: right(*args) * 1.001)
     products._agrees.cache_clear()
     try:
-        assert products.method_for(Matrix(*matrix("8bit", 20, 256)), vectors.lanes(), 8) == CODES
+        assert products.method_for(Matrix(*matrix("8bit", 20, 256)), _vectors.lanes(), 8) == CODES
         assert "is off by 1.0e-03 here and is not used" in caplog.text
     finally:
         products._agrees.cache_clear()

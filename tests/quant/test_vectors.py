@@ -9,9 +9,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from rabbitllm.quant.kernel_interface import PAIRS
+from rabbitllm.quant._kernel_interface import PAIRS
+from rabbitllm.quant._vectors import _nearest_bfloat16, table_of
 from rabbitllm.quant.schemes import int8_code
-from rabbitllm.quant.vectors import _nearest_bfloat16, table_of
 
 
 def test_rounding_to_bfloat16_is_torchs() -> None:

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from rabbitllm.errors import ClusterError, MissingPackageError, OptionError
-from rabbitllm.ray.cluster import connected
+from rabbitllm.ray._cluster import connected
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install '.[ray]'")
 

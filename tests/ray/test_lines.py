@@ -8,8 +8,8 @@ import pytest
 
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.errors import OptionError
-from rabbitllm.ray.answerer import WorkerInfo
-from rabbitllm.ray.cluster import Node
+from rabbitllm.ray._answerer import WorkerInfo
+from rabbitllm.ray._cluster import Node
 from rabbitllm.ray.lines import PASSFULS, WorkerPool, in_chunks, worker_pool
 from rabbitllm.store.manifest import BitAllocation
 

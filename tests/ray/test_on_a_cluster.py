@@ -37,10 +37,10 @@ from rabbitllm.errors import (
     ResultsError,
 )
 from rabbitllm.models.pull import Shards, pull
-from rabbitllm.ray import cluster as cluster_module
+from rabbitllm.ray import _cluster as cluster_module
 from rabbitllm.ray import lines as lines_module
-from rabbitllm.ray.answerer import WorkerInfo, WorkerJob
-from rabbitllm.ray.cluster import connected, nodes
+from rabbitllm.ray._answerer import WorkerInfo, WorkerJob
+from rabbitllm.ray._cluster import connected, nodes
 from rabbitllm.ray.lines import RayAnswers, WorkerPool, answering_on, in_chunks
 from rabbitllm.ray.shards import CPUS_A_TASK, RayShardExecutor, pull_on
 from rabbitllm.splitter import journal

@@ -15,7 +15,7 @@ pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
 
 from rabbitllm.base import progress
 from rabbitllm.models.pull import pull
-from rabbitllm.ray.cluster import check_machines, nodes
+from rabbitllm.ray._cluster import check_machines, nodes
 from rabbitllm.ray.shards import RayShardExecutor
 from tests.support.builders import build_checkpoint
 from tests.support.load_requests import asked

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from openai._streaming import SSEDecoder
 
 from rabbitllm.generation.request import Delta, FinishReason, Result, TokenLogprob
-from rabbitllm.server.streaming import COMMENT, DONE, EventStream, Inbox, event
+from rabbitllm.server._streaming import COMMENT, DONE, EventStream, Inbox, event
 from tests.server.serving import PATIENT
 
 VALUES = st.dictionaries(st.text(max_size=6), st.text(max_size=12) | st.integers() | st.none(), max_size=4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rabbitllm.server.metrics import Counts, Family, Histogram, counter, gauge, text_format
+from rabbitllm.server._metrics import Counts, Family, Histogram, counter, gauge, text_format
 from tests.server.serving import Running
 
 LINE = re.compile(r'([a-z_]+)(\{(?:[a-z_]+="(?:[^"\\\n]|\\["\\n])*",?)+\})? (\S+)')

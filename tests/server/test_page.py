@@ -13,10 +13,10 @@ import pytest
 
 from rabbitllm.chat import conversation
 from rabbitllm.chat.conversation import Conversation, Exchange, SavedChat
-from rabbitllm.server import app
+from rabbitllm.server import _app
 from tests.server.serving import NAME, Running
 
-STATIC = Path(app.__file__).parent / "static"
+STATIC = Path(_app.__file__).parent / "static"
 MAX_BYTES = 50_000
 """Of all files together."""
 ELSEWHERE = re.compile(r"""(?:https?:)?//(?!www\.w3\.org/2000/svg")[\w.-]+\.\w|@import|url\(|data:[\w/]+[;,]""")
@@ -25,9 +25,9 @@ ELSEWHERE = re.compile(r"""(?:https?:)?//(?!www\.w3\.org/2000/svg")[\w.-]+\.\w|@
 # files ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", app.PAGE)
+@pytest.mark.parametrize("path", _app.PAGE)
 def test_page_files_have_strict_headers(served: Running, path: str) -> None:
-    name, media_type = app.PAGE[path]
+    name, media_type = _app.PAGE[path]
     with served.http as client:
         answer = client.get(f"/{path}")
         assert answer.status_code == 200
@@ -53,7 +53,7 @@ def test_unlisted_files_are_not_served(served: Running) -> None:
 
 
 def test_every_file_is_listed_and_all_are_small() -> None:
-    assert {file.name for file in STATIC.iterdir()} == {name for name, _ in app.PAGE.values()}
+    assert {file.name for file in STATIC.iterdir()} == {name for name, _ in _app.PAGE.values()}
     assert sum(file.stat().st_size for file in STATIC.iterdir()) < MAX_BYTES
 
 
@@ -64,10 +64,10 @@ def test_page_files_have_no_outside_urls_and_no_html_injection() -> None:
         assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", text)
         if file.suffix == ".html":
             links = set(re.findall(r'(?:src|href)="([^"]*)"', text))
-            assert links <= set(app.PAGE)
+            assert links <= set(_app.PAGE)
             assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?! type=\"module\" src=)", text)
         for module in re.findall(r'from "([^"]*)"', text):
-            assert f"static/{module.removeprefix('./')}" in app.PAGE
+            assert f"static/{module.removeprefix('./')}" in _app.PAGE
 
 
 def test_packages_carry_the_files() -> None:

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rabbitllm.generation.template import ChatTemplate
+from rabbitllm.server._tools import ParsedToolCall
 from rabbitllm.server.reasoning import PAIRS, USUAL, AnswerFormat, AnswerReader
-from rabbitllm.server.tools import ParsedToolCall
 from tests.server.scripted import scripted_checkpoint
 from tests.server.serving import NAME, PATIENT, running
 from tests.support.builders import make_tokenizer

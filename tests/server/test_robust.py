@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from rabbitllm.generation.request import Limits
+from rabbitllm.server._app import routes
 from rabbitllm.server.api_error import APIError
-from rabbitllm.server.app import routes
 from rabbitllm.server.embeddings import checked_embedding
 from rabbitllm.server.requests import checked_completion
 from rabbitllm.server.schemas import ChatBody, CompletionBody, Embedding

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from rabbitllm.errors import OptionError
 from rabbitllm.server import server
-from rabbitllm.server.guards import name_of
+from rabbitllm.server._guards import name_of
 from rabbitllm.server.server import put_greeting
 from rabbitllm.server.service import served_name
 from rabbitllm.server.settings import bound, check_guarded, hosts_of, is_local

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rabbitllm.server.tools import MARKERS, CallReader, ParsedToolCall
+from rabbitllm.server._tools import MARKERS, CallReader, ParsedToolCall
 from tests.server.serving import PATIENT
 
 TOOLS = ("add", "weather")

@@ -38,9 +38,9 @@ from rabbitllm.base import progress
 from rabbitllm.checkpoints.fetch import RemoteFile
 from rabbitllm.errors import CorruptShardError, DiskFullError, HubError, RabbitLLMError, SplitMismatchError
 from rabbitllm.splitter import journal
+from rabbitllm.splitter._shard_loop import ShardLoop
 from rabbitllm.splitter.mover import Mover
 from rabbitllm.splitter.plan import PlannedShard
-from rabbitllm.splitter.shard_loop import ShardLoop
 from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.store.manifest import MANIFEST_NAME, read_manifest
 from tests.splitter.conftest import MakeScene

@@ -446,7 +446,7 @@ WRITING_CALLS = {
     "makedirs",
     "symlink_to",
 }
-ELSEWHERE = {"demo/models.py", "demo/run.py", "ray/cluster.py"}
+ELSEWHERE = {"demo/models.py", "demo/run.py", "ray/_cluster.py"}
 """The copy of the demonstration's model, and Ray's own temporary folder."""
 WRITING_FUNCTIONS = {"os.replace", "os.remove", "os.write", "os.pwrite", "os.truncate", "os.ftruncate", "os.fsync"}
 

@@ -16,8 +16,8 @@ from typing import Any
 import numba
 from llvmlite import ir
 
-from rabbitllm.quant import vectors
-from rabbitllm.quant.vectors import F32, I32, Emitter
+from rabbitllm.quant import _vectors
+from rabbitllm.quant._vectors import F32, I32, Emitter
 
 FEATURES = frozenset({"avx512f", "avx512bw", "avx512bf16"})
 
@@ -30,8 +30,8 @@ def install() -> None:
     """
     if not numba.config.CACHE_DIR:
         raise RuntimeError("NUMBA_CACHE_DIR must name a folder for emulated kernels alone")
-    real, ordinary = vectors.features(), Emitter.function
-    vectors.features = functools.cache(lambda: real | FEATURES)
+    real, ordinary = _vectors.features(), Emitter.function
+    _vectors.features = functools.cache(lambda: real | FEATURES)
 
     def function(self: Emitter, name: str, result: ir.Type, *arguments: ir.Type) -> Any:
         emulated = _EMULATED.get(name)

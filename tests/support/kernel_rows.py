@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rabbitllm.quant import bfloat_products, vectors
+from rabbitllm.quant import _vectors, bfloat_products
 
 
 @pytest.fixture
 def kernel_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows each product had; the kernel is used even where torch's own products are sooner."""
-    if not vectors.lanes():
+    if not _vectors.lanes():
         pytest.skip("no vectors of a kind that is used here")
     rows: list[int] = []
     ordinary = bfloat_products.linear

@@ -22,7 +22,7 @@ import pytest
 
 from rabbitllm.batch_jobs.items import BatchAnswer, Item
 from rabbitllm.errors import HubError
-from rabbitllm.ray.answerer import WorkerInfo, WorkerJob
+from rabbitllm.ray._answerer import WorkerInfo, WorkerJob
 from rabbitllm.ray.shards import fill_from
 from rabbitllm.splitter.filler import SplitWork
 from rabbitllm.splitter.lock import Lease

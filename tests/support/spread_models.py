@@ -17,7 +17,7 @@ import torch
 
 from rabbitllm.base.options import Hosts, RunOptions
 from rabbitllm.engine.load import load_model
-from rabbitllm.pipeline.driver import Worker
+from rabbitllm.pipeline._driver import Worker
 from rabbitllm.pipeline.spread import load_spread
 from tests.support.one_thread import THREADS
 from tests.support.tiny_models import ALL

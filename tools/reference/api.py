@@ -78,14 +78,14 @@ GROUPS: Mapping[str, Sequence[Shown]] = {
     "Score texts": (
         Shown("OnePassLM", "rabbitllm.harness:OnePassLM", is_made=True),
         Shown("score", "rabbitllm.generation.scoring.score:score"),
-        Shown("ScoredText", "rabbitllm.generation.scoring.tasks:ScoredText", is_made=True),
-        Shown("Scored", "rabbitllm.generation.scoring.tasks:Scored"),
-        Shown("Room", "rabbitllm.generation.scoring.tasks:Room", is_made=True),
+        Shown("ScoredText", "rabbitllm.generation.scoring._tasks:ScoredText", is_made=True),
+        Shown("Scored", "rabbitllm.generation.scoring._tasks:Scored"),
+        Shown("Room", "rabbitllm.generation.scoring._tasks:Room", is_made=True),
     ),
     "Read single tensors": (
         Shown("rabbitllm.lazy_load", "rabbitllm.lazy.load:lazy_load"),
         Shown("LazyCheckpoint", "rabbitllm.lazy.load:LazyCheckpoint", ("nbytes", "close")),
-        Shown("LazyTensor", "rabbitllm.lazy.tensor:LazyTensor", ("read",)),
+        Shown("LazyTensor", "rabbitllm.lazy._tensor:LazyTensor", ("read",)),
     ),
     "Notebooks": (
         Shown("notebooks.settle", "rabbitllm.notebooks:settle"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from rabbitllm.generation.scoring._tasks import Room, Scored, ScoredText
 from rabbitllm.generation.scoring.score import score
-from rabbitllm.generation.scoring.tasks import Room, Scored, ScoredText
 
 __all__ = ["Room", "Scored", "ScoredText", "score"]

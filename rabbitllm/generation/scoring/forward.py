@@ -26,8 +26,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from rabbitllm.engine.streamed_model import refuse_overflow
 from rabbitllm.errors import ScoringError
-from rabbitllm.generation.kv_cache import CACHE_ARGUMENT
-from rabbitllm.generation.packed_batch import (
+from rabbitllm.generation._packed_batch import (
     MaskSpan,
     NotPackable,
     PackedCache,
@@ -37,9 +36,10 @@ from rabbitllm.generation.packed_batch import (
     sequences_of,
     shares_keys,
 )
+from rabbitllm.generation.kv_cache import CACHE_ARGUMENT
 from rabbitllm.generation.request import ModelLimits
+from rabbitllm.generation.scoring._tasks import Scored, TextRequest
 from rabbitllm.generation.scoring.micro_batches import MicroBatch, Segment, Segments
-from rabbitllm.generation.scoring.tasks import Scored, TextRequest
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

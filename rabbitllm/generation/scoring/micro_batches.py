@@ -20,7 +20,7 @@ from enum import Enum
 from itertools import pairwise
 
 from rabbitllm.generation.kv_cache import common_prefix
-from rabbitllm.generation.scoring.tasks import Task
+from rabbitllm.generation.scoring._tasks import Task
 
 MIN_SHARED_TOKENS = 16
 """Minimum extra tokens of a shared prefix over the next shorter one: each segment costs an attention call."""

@@ -9,7 +9,7 @@ sync points, so that only one of them is computed at a time. Streamed experts ar
 of several micro-batches as one matrix, since each would load them again.
 
     unit 1: A B C D   unit 2: A B C D   …   head: A B C D
-            between its turns the tensors of a micro-batch may be offloaded (`activation_offload.py`)
+            between its turns the tensors of a micro-batch may be offloaded (`_activation_offload.py`)
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from rabbitllm.engine.devices import OutOfDeviceMemory
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.placement import READY, Tier
 from rabbitllm.errors import BatchError, OptionError, RabbitLLMError, ScoringError, require_package
-from rabbitllm.generation.coroutines import Coroutine, Coroutines, PendingCall, RowKind, SyncPoint, called, rowwise
-from rabbitllm.generation.kv_cache import angles_change_after, looks_ahead
-from rabbitllm.generation.memory import cost_of_a_pass, repeated_bytes
-from rabbitllm.generation.packed_batch import (
+from rabbitllm.generation._coroutines import Coroutine, Coroutines, PendingCall, RowKind, SyncPoint, called, rowwise
+from rabbitllm.generation._packed_batch import (
     PACKABLE,
     NotPackable,
     can_be_packed,
     grouped,
     shares_keys,
 )
+from rabbitllm.generation.kv_cache import angles_change_after, looks_ahead
+from rabbitllm.generation.memory import cost_of_a_pass, repeated_bytes
 from rabbitllm.generation.request import ModelLimits
-from rabbitllm.generation.scoring.activation_offload import ActivationOffload, NoRoom, tensors_in
+from rabbitllm.generation.scoring._activation_offload import ActivationOffload, NoRoom, tensors_in
+from rabbitllm.generation.scoring._tasks import Room, Scored, ScoredText, Task, problem_of, tasks_of
 from rabbitllm.generation.scoring.forward import LOGITS_BYTES, Keep, PrefixHandoff, ScoringForward
 from rabbitllm.generation.scoring.micro_batches import MicroBatch, TextLayout, chains, linked, micro_batches
-from rabbitllm.generation.scoring.tasks import Room, Scored, ScoredText, Task, problem_of, tasks_of
 from rabbitllm.storage.durable import NamelessFile
 from rabbitllm.telemetry.passes import PassInput
 

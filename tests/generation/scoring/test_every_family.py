@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rabbitllm.generation.packed_batch import PACKABLE
+from rabbitllm.generation._packed_batch import PACKABLE
 from rabbitllm.generation.scoring import Room
 from rabbitllm.generation.scoring.micro_batches import TextLayout
 from rabbitllm.generation.scoring.score import FILLABLE, layout_of

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rabbitllm.generation.scoring._tasks import Task, TextRequest
 from rabbitllm.generation.scoring.micro_batches import (
     PADDING_SHARE,
     MicroBatch,
@@ -16,7 +17,6 @@ from rabbitllm.generation.scoring.micro_batches import (
     linked,
     micro_batches,
 )
-from rabbitllm.generation.scoring.tasks import Task, TextRequest
 
 TASKS = st.sets(st.lists(st.integers(0, 1), min_size=1, max_size=10).map(tuple), min_size=1, max_size=20).map(
     lambda texts: [Task(ids, ()) for ids in sorted(texts, key=hash)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rabbitllm.generation.request import ModelLimits
-from rabbitllm.generation.scoring.tasks import ScoredText, TextRequest, problem_of, tasks_of
+from rabbitllm.generation.scoring._tasks import ScoredText, TextRequest, problem_of, tasks_of
 
 ABLE = ModelLimits(context=8, vocabulary=100)
 

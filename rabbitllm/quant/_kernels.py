@@ -1,6 +1,6 @@
 """How products run compiled kernels: rows divided among torch's OpenMP team or threads of our own, and a trial first.
 
-The modules of kernels (see `kernel_interface.py`) are imported when the first one runs. Needs no numba.
+The modules of kernels (see `_kernel_interface.py`) are imported when the first one runs. Needs no numba.
 
 torch computes in an OpenMP team whose threads wait actively between two operations. Threads of our own would compete
 with them for the same cores, which took more than twice as long; and submitting work to the team takes 2 microseconds,
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from rabbitllm.base.forks import DaemonThread, Workers
 from rabbitllm.base.rounding import round_up
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
-from rabbitllm.quant.kernel_interface import CODES, NUMBERS, PAIRS, PANELS, CodeKernel
+from rabbitllm.quant._kernel_interface import CODES, NUMBERS, PAIRS, PANELS, CodeKernel
 
 if TYPE_CHECKING:
     import torch
@@ -119,8 +119,8 @@ def run(method: str, scheme: str | CodeKernel, width: int, work: Sequence[tuple[
     """Run a kernel on all rows of each piece of work, in as many threads as are worth it.
 
     Args:
-        method, scheme, width: of the kernel; see `product_kernels.address`.
-        work: `kernel_interface.ARGUMENTS` of each piece; all have the same number of rows.
+        method, scheme, width: of the kernel; see `_product_kernels.address`.
+        work: `_kernel_interface.ARGUMENTS` of each piece; all have the same number of rows.
         nbytes: bytes of the codes of all pieces.
     """
     import torch
@@ -147,14 +147,14 @@ def run(method: str, scheme: str | CodeKernel, width: int, work: Sequence[tuple[
 @functools.cache
 def _kernel(method: str, scheme: str | CodeKernel, width: int) -> tuple[int, Callable[[int], None], int]:
     """The address of a kernel, a function of Python that calls it, and the rows that it computes together."""
-    from rabbitllm.quant import block_kernels, code_kernels, product_kernels  # takes a second
+    from rabbitllm.quant import _block_kernels, _code_kernels, _product_kernels  # takes a second
 
     if isinstance(scheme, CodeKernel):
-        function = code_kernels.address(scheme, width)
+        function = _code_kernels.address(scheme, width)
     else:
-        module = block_kernels if scheme in BLOCK_TYPES else product_kernels
+        module = _block_kernels if scheme in BLOCK_TYPES else _product_kernels
         function = module.address(method, scheme, width)
-    return function, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function), product_kernels.ROWS
+    return function, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function), _product_kernels.ROWS
 
 
 @functools.cache

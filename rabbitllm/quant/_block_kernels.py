@@ -1,10 +1,10 @@
-"""Kernels for blocks of GGUF files: the descriptions of `gguf_decoders.py` as code for vectors.
+"""Kernels for blocks of GGUF files: the descriptions of `_gguf_decoders.py` as code for vectors.
 
 **By codes.** Each group of a block is decoded in registers and multiplied with its inputs; the sum is multiplied by the
 group's scale, and the minimum by the sum of the inputs, which is the same for all rows. Fills out[token, row], float32.
-With inputs of bfloat16 some types are multiplied in pairs (`block_pairs.py`).
+With inputs of bfloat16 some types are multiplied in pairs (`_block_pairs.py`).
 
-**By panels**, as in `product_kernels.py`, with inputs in their own order.
+**By panels**, as in `_product_kernels.py`, with inputs in their own order.
 
 **Numbers.** Fills out[row, column], float32, with the bits of `gguf_blocks.dequantize`.
 
@@ -24,11 +24,11 @@ from numba.core import cgutils
 from numba.core.extending import intrinsic
 
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
-from rabbitllm.quant import block_pairs, product_kernels
-from rabbitllm.quant.gguf_decoders import DECODERS, Group
-from rabbitllm.quant.kernel_interface import BEFORE_WORK, CODES, NUMBERS, PAIRS, PANELS, SUMMED
-from rabbitllm.quant.product_kernels import PIECE_WORDS, arguments, named, own_rows, pieces
-from rabbitllm.quant.vectors import F32, I8, I16, I32, Emitter, Pairs, number
+from rabbitllm.quant import _block_pairs, _product_kernels
+from rabbitllm.quant._gguf_decoders import DECODERS, Group
+from rabbitllm.quant._kernel_interface import BEFORE_WORK, CODES, NUMBERS, PAIRS, PANELS, SUMMED
+from rabbitllm.quant._product_kernels import PIECE_WORDS, arguments, named, own_rows, pieces
+from rabbitllm.quant._vectors import F32, I8, I16, I32, Emitter, Pairs, number
 
 TOKENS = 4
 """Inputs for each decoded group."""
@@ -45,7 +45,7 @@ def address(method: str, scheme: str, width: int) -> int:
         scheme: a key of `DECODERS`.
         width: lanes of its vectors; `PAIRS`, by codes, for one that multiplies pairs of bfloat16.
     """
-    return product_kernels.address_of(_kernel(method, scheme, width))
+    return _product_kernels.address_of(_kernel(method, scheme, width))
 
 
 @functools.cache
@@ -58,7 +58,7 @@ def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
     if method == NUMBERS:
         return named(_by_numbers, name, FILL=_fill(scheme, width))
     assert method == PANELS
-    return product_kernels.panel_kernel(scheme, width, _fill(scheme, width))
+    return _product_kernels.panel_kernel(scheme, width, _fill(scheme, width))
 
 
 class _Number:
@@ -94,7 +94,7 @@ class _Number:
 
 
 class _BlockInMemory:
-    """Reads the fields of the block at an address; see `gguf_decoders.BlockReader`."""
+    """Reads the fields of the block at an address; see `_gguf_decoders.BlockReader`."""
 
     def __init__(self, emit: Emitter, base: Any) -> None:
         self._emit = emit
@@ -169,7 +169,7 @@ def _step_of(scheme: str, width: int) -> _RowStep:
     block = BLOCK_TYPES[scheme]
     if width != PAIRS:
         return _RowStep(block.nbytes, 4 * block.elements, 4 * (block.elements // SUMMED))
-    layout = block_pairs.LAYOUTS[scheme]
+    layout = _block_pairs.LAYOUTS[scheme]
     return _RowStep(block.row_bytes(layout.step), 2 * layout.step, 4 * layout.groups)
 
 
@@ -230,10 +230,10 @@ class _PairSums:
 
     def add(self, base: Any, inputs: list[Any], sums: list[Any]) -> None:
         """Add the products of the step at an address with each input, and with its sums by group."""
-        emit, offset, layout = self._emit, 0, block_pairs.LAYOUTS[self._scheme]
+        emit, offset, layout = self._emit, 0, _block_pairs.LAYOUTS[self._scheme]
         for line in range(0, _step_of(self._scheme, PAIRS).code_bytes, 64):
             emit.prefetch(emit.add(base, PREFETCHED + line))
-        parts, minima = block_pairs.parts(emit, self._scheme, base)
+        parts, minima = _block_pairs.parts(emit, self._scheme, base)
         for part, totals in zip(parts, itertools.cycle((self._even, self._odd)), strict=False):
             for t in range(len(inputs)):
                 self._multiply(totals[t], part, emit.add(inputs[t], offset))
@@ -245,7 +245,7 @@ class _PairSums:
                 of_inputs = emit.b.shuffle_vector(of_inputs, ir.Constant(of_inputs.type, None), order)
             emit.b.store(emit.fma(minima, of_inputs, emit.b.load(self._least[t])), self._least[t])
 
-    def _multiply(self, total: Any, part: block_pairs.PairPart, inputs: Any) -> None:
+    def _multiply(self, total: Any, part: _block_pairs.PairPart, inputs: Any) -> None:
         emit, product = self._emit, self._emit.zero
         for n, words in enumerate(part.words):
             value = emit.load(emit.add(inputs, 64 * n), Pairs.PAIRED, 2)
@@ -293,7 +293,7 @@ def _fill(scheme: str, width: int) -> Any:
 
     @intrinsic
     def fill(context, codes, scales, table, panel, row_bytes, all_steps, shift, row, first, steps):  # type: ignore[no-untyped-def]
-        """See `product_kernels._fill`; a step is two vectors of elements. Here scales, table and shift are unused."""
+        """See `_product_kernels._fill`; a step is two vectors of elements. Here scales, table and shift are unused."""
         signature = types.void(*[types.int64] * 10)
 
         def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -324,7 +324,7 @@ def _fill(scheme: str, width: int) -> Any:
     return fill
 
 
-# Templates of kernels; see `product_kernels.named`.
+# Templates of kernels; see `_product_kernels.named`.
 
 ONE: Any = None
 WIDE = FILL = INPUT_BYTES = SUM_BYTES = ONE

@@ -36,7 +36,7 @@ import torch
 
 from rabbitllm.base.terminal import harmless
 from rabbitllm.checkpoints.config import MODELOPT, TORCHAO
-from rabbitllm.engine.published_conversions import CPU, IntoPlain, blocks, fp4_matrix, is_fp8
+from rabbitllm.engine._published_conversions import CPU, IntoPlain, blocks, fp4_matrix, is_fp8
 from rabbitllm.errors import UnknownArchitectureError
 
 _MIXED = "MIXED_PRECISION"

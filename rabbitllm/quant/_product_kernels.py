@@ -1,7 +1,7 @@
-"""Kernels of products (`kernel_interface.py`), compiled for this processor's vectors by numba and LLVM.
+"""Kernels of products (`_kernel_interface.py`), compiled for this processor's vectors by numba and LLVM.
 
 **By codes.** Weights are never written to memory, so only the bytes of the codes are read: segments of them are
-multiplied by their inputs in registers (`vectors.py`), and summed in float32; a block's sum is multiplied by the
+multiplied by their inputs in registers (`_vectors.py`), and summed in float32; a block's sum is multiplied by the
 block's scale. Fills out[token, row], float32.
 
 **By panels.** A panel, a few rows of the matrix or parts of long ones, is decoded to float32 once, in memory that stays
@@ -31,9 +31,9 @@ from numba import types
 from numba.core import cgutils
 from numba.core.extending import intrinsic
 
-from rabbitllm.quant.compiling import c_function
-from rabbitllm.quant.kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, CODES, PAIRS, PANELS
-from rabbitllm.quant.vectors import (
+from rabbitllm.quant._compiling import c_function
+from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, CODES, PAIRS, PANELS
+from rabbitllm.quant._vectors import (
     F32,
     FOR_A_THREAD,
     HALF_BYTES,
@@ -95,7 +95,7 @@ def pieces(data):  # type: ignore[no-untyped-def]
 
 @inlined
 def arguments(words, i):  # type: ignore[no-untyped-def]
-    """The piece of work at an index, as `kernel_interface.ARGUMENTS`."""
+    """The piece of work at an index, as `_kernel_interface.ARGUMENTS`."""
     return (
         words[i], words[i + 1], words[i + 2], words[i + 3], words[i + 4], words[i + 5],
         words[i + 6], words[i + 7], words[i + 8], words[i + 9], words[i + 10],
@@ -104,7 +104,7 @@ def arguments(words, i):  # type: ignore[no-untyped-def]
 
 @inlined
 def own_rows(words, rows):  # type: ignore[no-untyped-def]
-    """The first row of this thread and the one after its last; see `kernel_interface.BEFORE_WORK`."""
+    """The first row of this thread and the one after its last; see `_kernel_interface.BEFORE_WORK`."""
     thread, share, is_last = words[1], words[2], False
     if words[0] != 0:
         thread = asked(words[0])

@@ -11,7 +11,7 @@ The scales of a block are decoded as one vector too. The minima are multiplied w
 groups by a single instruction; the sums are the same for all rows.
 
 `LAYOUTS` says how the inputs are ordered, and `parts` emits the code for the same types. Loops are in
-`block_kernels.py`.
+`_block_kernels.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
-from rabbitllm.quant.gguf_decoders import IQ4_VALUES
+from rabbitllm.quant._gguf_decoders import IQ4_VALUES
 
 if TYPE_CHECKING:
     import torch
@@ -274,7 +274,7 @@ def _iq4_xs(step: _StepInMemory) -> tuple[Iterator[PairPart], Any]:
 
 
 def _six_bit_scales(step: _StepInMemory) -> Any:
-    """The minima of 8 groups and then their scales, from the block's first 16 bytes; see `gguf_decoders._six_bits`."""
+    """The minima of 8 groups and then their scales, from the block's first 16 bytes; see `_gguf_decoders._six_bits`."""
     fields = step.load(0, 32, 4)  # float16; factors 0 to 3 with upper bits of 4 to 7: of scales, of minima; lower bits
     low = step.masked(step.right(step.pick(fields, [2, 3, 1, 3]), [0, 4, 0, 0]), [0x3F3F3F3F, 0x0F0F0F0F] * 2)
     high = step.masked(step.right(step.pick(fields, [2, 2, 1, 1]), 2), [0, 0x30303030] * 2)

@@ -29,7 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache
 
 from rabbitllm.engine.transformers_api import DynamicSlidingWindowLayer, attention_of
-from rabbitllm.generation.cache_file import NO_MEMORY, CacheFile
+from rabbitllm.generation._cache_file import NO_MEMORY, CacheFile
 from rabbitllm.generation.kv_cache import (
     CACHE_ARGUMENT,
     angles_change_after,

@@ -31,9 +31,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
 from rabbitllm.base.forks import ForkGuard, compute_on_one_thread, own_lock
+from rabbitllm.engine._embedding_rows import TableRows
+from rabbitllm.engine._expert_pool import ExpertPool
 from rabbitllm.engine.devices import Device, memory_explained
-from rabbitllm.engine.embedding_rows import TableRows
-from rabbitllm.engine.expert_pool import ExpertPool
 from rabbitllm.engine.placement import HOOKED, READY, SLOTS, Placement, Tier
 from rabbitllm.engine.prefetch import FilledSlot, HostBuffers, Loader, Uploader, bytes_of, largest
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, SpanReader, compare

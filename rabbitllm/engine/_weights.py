@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.terminal import listed
-from rabbitllm.engine import published
+from rabbitllm.engine import _published
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import torch_dtype
 from rabbitllm.store.layer_store import StoredTensor
@@ -244,7 +244,7 @@ def _recipes(
         # layers convert alike, and a trial with hundreds of experts takes long
         shapes = tuple([(pattern, stored[name].shape, stored[name].parts[0].dtype) for pattern, name in recipe.sources])
         form = (id(converter), recipe.dtype, shapes)
-        tried = not published.is_opaque(recipe.converter) and alike.get(form) == expected[key].shape
+        tried = not _published.is_opaque(recipe.converter) and alike.get(form) == expected[key].shape
         if recipe.converter is None or not tried:
             recipe = _checked(recipe, model, stored, expected)
             if recipe.targets == (key,):
@@ -266,17 +266,17 @@ def _recipe(
     transformers applies a quantizer's conversion to every tensor with a matching name. It returns a tensor without
     further stored parts (such as scales) unchanged, so such a tensor has no conversion.
     """
-    if not published.loads(converter, quantizer):
-        if quantizer is not None and published.is_dequantized(quantizer):
-            published.check_plain(expected[key], [stored[name] for _, name in sources])
+    if not _published.loads(converter, quantizer):
+        if quantizer is not None and _published.is_dequantized(quantizer):
+            _published.check_plain(expected[key], [stored[name] for _, name in sources])
         return Recipe(key, (key,), sources, converter, expected[key].dtype)
     if len(sources) == 1 and sources[0][0] in quantizer.serialized_names:
         alone = stored[sources[0][1]]
-        published.check_alone(expected[key], alone, key)
-        dtype = expected[key].dtype if published.is_dequantized(quantizer) else torch_dtype(alone.parts[0].dtype)
+        _published.check_alone(expected[key], alone, key)
+        dtype = expected[key].dtype if _published.is_dequantized(quantizer) else torch_dtype(alone.parts[0].dtype)
         return Recipe(key, (key,), sources, None, dtype)
-    needed, converter = published.needed(sources, quantizer), published.for_many_passes(converter)
-    return Recipe(key, (key,), needed, converter, None, published.wraps(converter))
+    needed, converter = _published.needed(sources, quantizer), _published.for_many_passes(converter)
+    return Recipe(key, (key,), needed, converter, None, _published.wraps(converter))
 
 
 _SCALES = re.compile(r"(?:\.|_)(?:weight_scale(?:_inv|_2)?|scale(?:_inv|_weight)?|scales|input_scale)$")
@@ -326,8 +326,8 @@ def _checked(
     Raises:
         IncompleteSplitError: it fails, or makes a tensor of another shape than the module's.
     """
-    if published.is_opaque(recipe.converter):
-        published.check_opaque(recipe.key, expected[recipe.key], recipe.sources, stored)
+    if _published.is_opaque(recipe.converter):
+        _published.check_opaque(recipe.key, expected[recipe.key], recipe.sources, stored)
         return recipe
     try:
         tensors = recipe.make(model, lambda name, dtype: _weightless(stored[name], dtype))

@@ -17,11 +17,11 @@ import torch
 
 from rabbitllm.base.options import parse_size
 from rabbitllm.base.terminal import listed
+from rabbitllm.engine._processor import FILES
+from rabbitllm.engine._weights import Recipe, WeightMap
 from rabbitllm.engine.placement import READY, enclosing
-from rabbitllm.engine.processor import FILES
 from rabbitllm.engine.span_reader import compare
 from rabbitllm.engine.weight_tensors import AbsentWeight
-from rabbitllm.engine.weights import Recipe, WeightMap
 from rabbitllm.errors import OptionError, RabbitLLMError, system_errors_by_name
 from rabbitllm.formats.bounded import read_json
 from rabbitllm.formats.tensor_spec import TensorSpec, dtype_name, torch_dtype

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from rabbitllm.base.rounding import round_up
-from rabbitllm.generation.slot_file import Slot, SlotFile
+from rabbitllm.generation._slot_file import Slot, SlotFile
 
 BLOCK = 1 << 12
 """Offsets in the file are multiples of this."""

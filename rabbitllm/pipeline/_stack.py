@@ -22,8 +22,8 @@ from rabbitllm.engine import skeleton
 from rabbitllm.engine.placement import SLOTS
 from rabbitllm.engine.units import Unit, UnitSource
 from rabbitllm.errors import HostsError
-from rabbitllm.pipeline.caches import recipe_of
-from rabbitllm.pipeline.frames import Packer
+from rabbitllm.pipeline._caches import recipe_of
+from rabbitllm.pipeline._frames import Packer
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel

@@ -152,15 +152,15 @@ def quantizer_for(folder: Path, config: PretrainedConfig, devices: Iterable[Devi
     method, names = _method(settings), [str(device.torch_device) for device in devices]
     try:
         if method in (MODELOPT, TORCHAO):  # transformers does not know the first, and needs torchao for the second
-            from rabbitllm.engine.published_conversions import PlainSettings
-            from rabbitllm.engine.published_exports import QUANTIZERS
+            from rabbitllm.engine._published_conversions import PlainSettings
+            from rabbitllm.engine._published_exports import QUANTIZERS
 
             config.quantization_config = PlainSettings(method, settings)
             quantizer: HfQuantizer = QUANTIZERS[method](config.quantization_config, pre_quantized=True)
         else:
             config.quantization_config = AutoHfQuantizer.merge_quantization_configs(settings, None)
             if method in (*_INTEGERS, "fp8"):
-                from rabbitllm.engine.published_conversions import Fp8, PackedIntegers
+                from rabbitllm.engine._published_conversions import Fp8, PackedIntegers
 
                 quantizer_type = PackedIntegers if method in _INTEGERS else Fp8
                 quantizer = quantizer_type(config.quantization_config, pre_quantized=True)
@@ -323,7 +323,7 @@ def loads(converter: WeightTransform | None, quantizer: HfQuantizer | None) -> b
 
 def for_many_passes(converter: WeightTransform) -> Any:
     """The same conversion, for one target that is made in each pass."""
-    from rabbitllm.engine.published_conversions import ExpertMatrices, QuickFp8, QuickMxfp4, WrapAgain
+    from rabbitllm.engine._published_conversions import ExpertMatrices, QuickFp8, QuickMxfp4, WrapAgain
 
     first, *following = converter.operations
     ours: Mapping[str, Callable[[], Any]] = {

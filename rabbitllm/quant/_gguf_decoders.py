@@ -1,7 +1,7 @@
 """Descriptions of the usual types of ggml's blocks, each written once, in operators.
 
 A description is a generator over the groups of up to 32 codes of a block, with their scales and minima.
-`gguf_blocks.py` runs it by torch on any device, and `block_kernels.py` compiles it for a CPU's vectors.
+`gguf_blocks.py` runs it by torch on any device, and `_block_kernels.py` compiles it for a CPU's vectors.
 
 Formats: https://github.com/ggml-org/ggml, `src/ggml-common.h` and `src/ggml-quants.c`.
 """

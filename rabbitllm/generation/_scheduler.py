@@ -26,11 +26,11 @@ from rabbitllm.base.forks import own_lock
 from rabbitllm.base.terminal import size
 from rabbitllm.engine.devices import OutOfDeviceMemory
 from rabbitllm.errors import BatchError, BusyError, ClosedError
+from rabbitllm.generation._coroutines import Coroutine, copy_of
+from rabbitllm.generation._model_runner import ModelRunner
+from rabbitllm.generation._sequence import Sequence, SequenceStatus
 from rabbitllm.generation.cache_manager import CacheAllocation, CacheManager
-from rabbitllm.generation.coroutines import Coroutine, copy_of
-from rabbitllm.generation.model_runner import ModelRunner
 from rabbitllm.generation.request import MEDIA_BYTES, BatchStats, FinishReason, Limits
-from rabbitllm.generation.sequence import Sequence, SequenceStatus
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel

@@ -29,10 +29,10 @@ from transformers import Cache
 
 from rabbitllm.base.forks import DaemonThread, ForkGuard
 from rabbitllm.errors import HostGoneError, HostsError
-from rabbitllm.pipeline.caches import CacheRecorder, MirroredCaches, lengths_of, stand_in
-from rabbitllm.pipeline.frames import Frame, FrameType, Packer, unpack
-from rabbitllm.pipeline.rendezvous import Link
-from rabbitllm.pipeline.stack import Span, Stack, hidden_of
+from rabbitllm.pipeline._caches import CacheRecorder, MirroredCaches, lengths_of, stand_in
+from rabbitllm.pipeline._frames import Frame, FrameType, Packer, unpack
+from rabbitllm.pipeline._rendezvous import Link
+from rabbitllm.pipeline._stack import Span, Stack, hidden_of
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel

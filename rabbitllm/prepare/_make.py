@@ -26,7 +26,7 @@ from rabbitllm.errors import (
     SplitMismatchError,
     system_errors_by_name,
 )
-from rabbitllm.prepare.finding import (
+from rabbitllm.prepare._finding import (
     Source,
     config_folder,
     config_of,

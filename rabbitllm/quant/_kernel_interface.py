@@ -1,8 +1,8 @@
 """The interface of compiled kernels, which those who call them and those who emit them share.
 
 A kernel is a C function that takes the address of int64s: `BEFORE_WORK` of them, then those of each piece of work,
-which are `ARGUMENTS`. Every kernel has the same. `product_kernels.py` has one for each method, scheme and set of
-instructions, `block_kernels.py` those of blocks, `code_kernels.py` those of published codes.
+which are `ARGUMENTS`. Every kernel has the same. `_product_kernels.py` has one for each method, scheme and set of
+instructions, `_block_kernels.py` those of blocks, `_code_kernels.py` those of published codes.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ ARGUMENTS = ("codes", "scales", "even", "odd", "table", "out", "row_bytes", "ste
 """The arguments of a piece of work: addresses up to `out` (`even` is that of all inputs where even and odd ones are not
 apart); bytes of codes in a row, steps of the kernel in a row, the logarithm of steps in a block, inputs, and rows of
 the whole matrix. Those that a kernel does not need are 0. For blocks by codes `odd` is that of the sums of inputs,
-`steps` are blocks, in pairs those of `block_pairs.PairLayout`, and `shift` the elements of one; for their numbers
+`steps` are blocks, in pairs those of `_block_pairs.PairLayout`, and `shift` the elements of one; for their numbers
 `shift` is the columns."""
 
 
 class CodeKernel(NamedTuple):
-    """In place of a scheme, for published codes: what a kernel of `code_kernels.py` is compiled for.
+    """In place of a scheme, for published codes: what a kernel of `_code_kernels.py` is compiled for.
 
     Attributes:
         codes: "nibbles" for two codes a byte, the lower half first, with a table of 16 values; "float8" for

@@ -25,8 +25,8 @@ from jinja2 import nodes
 
 from rabbitllm.base.forks import DaemonThread, in_child, own_lock
 from rabbitllm.base.terminal import error_line
-from rabbitllm.generation import template_child
-from rabbitllm.generation.template_child import FAILED, LONG, REFUSED
+from rabbitllm.generation import _template_child
+from rabbitllm.generation._template_child import FAILED, LONG, REFUSED
 
 SECONDS = 10
 """Limit of processor time for a template (not on Windows); conversations that fill a context take a second."""
@@ -136,7 +136,7 @@ class TemplateProcess:
         group: dict[str, Any] = {"start_new_session": True}  # Ctrl-C is not for it
         if sys.platform == "win32":
             group = {"creationflags": subprocess.CREATE_NO_WINDOW | subprocess.CREATE_NEW_PROCESS_GROUP}
-        command, pipe = [sys.executable, "-PS", template_child.__file__], subprocess.PIPE
+        command, pipe = [sys.executable, "-PS", _template_child.__file__], subprocess.PIPE
         try:
             process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, **group)
             self._process, self._is_too_large = process, False

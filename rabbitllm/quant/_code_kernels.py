@@ -3,7 +3,7 @@
 One description, `CodeKernel`, is compiled for each kind of codes, dtype of scales and size of a group that is in use.
 A segment of 64 codes is decoded to vectors of those at even indices and of those at odd ones. So each lane of their
 products has codes of one group, and a vector of scales multiplies several groups at once. The loops and arguments are
-those of our own codes (`product_kernels.py`), but for `shift`, see `shift_of`.
+those of our own codes (`_product_kernels.py`), but for `shift`, see `shift_of`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 
-from rabbitllm.quant import product_kernels
-from rabbitllm.quant.kernel_interface import CODES, PAIRS, CodeKernel
-from rabbitllm.quant.vectors import F32, HALF_BYTES, I8, I16, I32, SEGMENT, Emitter, number, pair_products, pairs_apart
+from rabbitllm.quant import _product_kernels
+from rabbitllm.quant._kernel_interface import CODES, PAIRS, CodeKernel
+from rabbitllm.quant._vectors import F32, HALF_BYTES, I8, I16, I32, SEGMENT, Emitter, number, pair_products, pairs_apart
 
 NIBBLES = "nibbles"
 _SCALE_BITS = {"f32": 32, "bf16": 16, "f16": 16, "power": 8, "float8": 8}
@@ -58,11 +58,13 @@ def address(kernel: CodeKernel, width: int) -> int:
     """The address of a kernel, which is compiled at the first call, or loaded from numba's cache."""
     name = "_".join((CODES, *map(str, kernel), str(width)))
     segment_type = _PairSegment if width == PAIRS else _FloatSegment
-    return product_kernels.address_of(product_kernels.code_kernel(name, functools.partial(segment_type, kernel), width))
+    return _product_kernels.address_of(
+        _product_kernels.code_kernel(name, functools.partial(segment_type, kernel), width)
+    )
 
 
 class _ScaledSegment:
-    """Scales of segments; see `product_kernels.CodeSegment`."""
+    """Scales of segments; see `_product_kernels.CodeSegment`."""
 
     codes_a_part: int
     """Consecutive codes whose products are in one vector."""

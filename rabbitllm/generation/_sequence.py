@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from rabbitllm.generation.coroutines import Coroutine, Coroutines
-from rabbitllm.generation.recommended import stop_strings
+from rabbitllm.generation._coroutines import Coroutine, Coroutines
+from rabbitllm.generation._recommended import stop_strings
 from rabbitllm.generation.request import (
     Delta,
     Event,

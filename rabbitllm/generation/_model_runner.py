@@ -1,8 +1,8 @@
 """Runs passes of the model for many sequences, so that each unit's weights are loaded once for all of them.
 
 There are two ways through a pass. If the model allows it, the rows of all sequences are packed into one forward
-(`packed_batch`). A sequence that cannot be packed goes through the layers as a coroutine by itself. The packed forward
-is then one more coroutine, and at each unit and each product the rows of all coroutines are joined (`coroutines`).
+(`_packed_batch`). A sequence that cannot be packed goes through the layers as a coroutine by itself. The packed forward
+is then one more coroutine, and at each unit and each product the rows of all coroutines are joined (`_coroutines`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from rabbitllm.generation.cache_file import NO_MEMORY, CacheFile
-from rabbitllm.generation.coroutines import (
+from rabbitllm.generation._cache_file import NO_MEMORY, CacheFile
+from rabbitllm.generation._coroutines import (
     Coroutine,
     Coroutines,
     PendingCall,
@@ -25,7 +25,7 @@ from rabbitllm.generation.coroutines import (
     copy_of,
     rowwise,
 )
-from rabbitllm.generation.packed_batch import NotPackable, PackedForward, PackedSequence, can_be_packed, grouped
+from rabbitllm.generation._packed_batch import NotPackable, PackedForward, PackedSequence, can_be_packed, grouped
 from rabbitllm.telemetry.passes import PassInput
 
 if TYPE_CHECKING:

@@ -24,10 +24,7 @@ from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rabbitllm.formats.bounded import decode_message
-from rabbitllm.server.answers import ChatChoices, CompletionChoices, ResponseBuilder
-from rabbitllm.server.api_error import CLOSE, CLOSING, NOT_FOUND, TIMED_OUT, TOO_LARGE, APIError, bad, closing
-from rabbitllm.server.embeddings import NO_RECIPE, checked_embedding, embedding_object
-from rabbitllm.server.guards import (
+from rabbitllm.server._guards import (
     SCOPE_KEY,
     Guard,
     JsonResponse,
@@ -40,11 +37,14 @@ from rabbitllm.server.guards import (
     wrong_caller,
     wrong_key,
 )
-from rabbitllm.server.metrics import CONTENT_TYPE, text_format
+from rabbitllm.server._metrics import CONTENT_TYPE, text_format
+from rabbitllm.server._streaming import EventStream, Inbox, Submission, frames, unless_disconnected, whole
+from rabbitllm.server.answers import ChatChoices, CompletionChoices, ResponseBuilder
+from rabbitllm.server.api_error import CLOSE, CLOSING, NOT_FOUND, TIMED_OUT, TOO_LARGE, APIError, bad, closing
+from rabbitllm.server.embeddings import NO_RECIPE, checked_embedding, embedding_object
 from rabbitllm.server.requests import CheckedCall, checked_chat, checked_completion
 from rabbitllm.server.schemas import ChatBody, CompletionBody, Embedding, GenerationBody, parsed
 from rabbitllm.server.service import Service
-from rabbitllm.server.streaming import EventStream, Inbox, Submission, frames, unless_disconnected, whole
 
 GONE = 499
 """Status of a request whose client left; it appears only in the log."""

@@ -30,9 +30,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rabbitllm.base.terminal import counted, harmless
 from rabbitllm.generation.request import Result
+from rabbitllm.server._metrics import Metrics
+from rabbitllm.server._streaming import text_of
 from rabbitllm.server.api_error import CLOSE, FORBIDDEN, NOT_FOUND, UNAUTHORISED, APIError, bad, broken, closing
-from rabbitllm.server.metrics import Metrics
-from rabbitllm.server.streaming import text_of
 
 logger = logging.getLogger("rabbitllm.server.requests")
 errors = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from numba.core import cgutils
 from numba.core.codegen import get_host_cpu_features
 from numba.core.extending import intrinsic
 
-from rabbitllm.quant.kernel_interface import PAIRS
+from rabbitllm.quant._kernel_interface import PAIRS
 
 ZERO_CODE = 127
 """The 8bit code of 0: lower codes are negative values, higher codes positive ones."""
@@ -96,7 +96,7 @@ def _nearest_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32
 
 
 FOR_A_THREAD: Any = types.void(types.CPointer(types.int64))  # type: ignore[no-untyped-call]
-"""The signature of the function for a thread of a team; see `kernels.py`."""
+"""The signature of the function for a thread of a team; see `_kernels.py`."""
 
 F32, I8, I16, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 

@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: i
 
 from rabbitllm.base.options import Hosts
 from rabbitllm.errors import HostGoneError, HostsError
-from rabbitllm.pipeline.frames import Frame, from_bytes, to_bytes
+from rabbitllm.pipeline._frames import Frame, from_bytes, to_bytes
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.02

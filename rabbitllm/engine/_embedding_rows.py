@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from rabbitllm.engine._weights import Recipe
 from rabbitllm.engine.units import UnitJob, UnitSource
-from rabbitllm.engine.weights import Recipe
 from rabbitllm.formats.tensor_spec import TensorSpec, torch_dtype
 from rabbitllm.quant.quantize import dequantize, scales_at
 from rabbitllm.quant.schemes import NESTED_BLOCK, STORED, Quantized

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
-from rabbitllm.lazy.files import JoinedFiles, ShardFile
+from rabbitllm.lazy._files import JoinedFiles, ShardFile
 
 
 def _getter(name: str) -> Any:

@@ -24,8 +24,8 @@ from torch import nn
 from rabbitllm.base.forks import DaemonThread, Workers, fail_unfinished, in_child
 from rabbitllm.base.options import usable_cores
 from rabbitllm.engine import span_reader
-from rabbitllm.engine.embedding_rows import check_rows
-from rabbitllm.engine.expert_pool import routed
+from rabbitllm.engine._embedding_rows import check_rows
+from rabbitllm.engine._expert_pool import routed
 from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.span_reader import FileSpan, Paths
 from rabbitllm.errors import ForkedError
