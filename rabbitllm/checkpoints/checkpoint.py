@@ -6,20 +6,18 @@ unlink, by a deletion through the hub's cache, or not at all. Independent of lay
 
 from __future__ import annotations
 
+import copy
 import enum
 import hashlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol, Self
 
 from rabbitllm.checkpoints.index import CheckpointIndex
+from rabbitllm.errors import OptionError
 from rabbitllm.formats.tensor_spec import Header
 from rabbitllm.storage.files import PositionalFile
-
-if TYPE_CHECKING:
-    from rabbitllm.checkpoints.gguf_checkpoint import GgufCheckpoint
-    from rabbitllm.checkpoints.meta_checkpoint import MetaCheckpoint
 
 SIDECAR_PATTERNS = (
     "*.json",
@@ -175,6 +173,29 @@ class SourceIdentity:
         return None
 
 
+class Translation(Protocol):
+    """How files in another program's format, Meta's or GGUF, become a checkpoint of transformers."""
+
+    loses_metadata: bool
+    """Whether files hold more about the model than becomes config, tokenizer and chat template."""
+
+    def index(self) -> CheckpointIndex:
+        """The index of all files, by the names of transformers."""
+        ...
+
+    def taken_from(self, shard: str, header: Header) -> Header:
+        """The header that a split uses for a shard; see `Checkpoint.taken_from`."""
+        ...
+
+    def derived(self, sidecars: Collection[str]) -> dict[str, bytes]:
+        """Config, tokenizer and similar files that are not among `sidecars`; see `Checkpoint.derived`."""
+        ...
+
+    def with_dtype(self, dtype: str | None) -> Translation | None:
+        """This translation with all tensors in a dtype, see `Checkpoint.with_dtype`; None if they keep their own."""
+        ...
+
+
 class Checkpoint(Protocol):
     """A source of shards. Methods that access the disk or the network are documented as such."""
 
@@ -183,11 +204,10 @@ class Checkpoint(Protocol):
 
     index: CheckpointIndex
 
-    meta: MetaCheckpoint | None = None
-    """Metadata of Meta's format, or None."""
+    translation: Translation | None = None
+    """From another program's format, or None."""
 
-    gguf: GgufCheckpoint | None = None
-    """GGUF metadata, or None."""
+    _derived: Mapping[str, bytes] | None = None
 
     @property
     def deletable(self) -> bool:
@@ -212,8 +232,27 @@ class Checkpoint(Protocol):
         Raises:
             CheckpointError: the header contradicts the rest of the checkpoint.
         """
-        reader = self.gguf or self.meta
-        return header if reader is None else reader.taken_from(shard, header)
+        return header if self.translation is None else self.translation.taken_from(shard, header)
+
+    def with_dtype(self, dtype: str | None) -> Self:
+        """The checkpoint with its quantized tensors in `dtype`, a key of `DTYPES`.
+
+        Args:
+            dtype: "auto" is the file's own dtype; None keeps blocks of GGUF as they are.
+
+        Raises:
+            OptionError: its tensors keep their dtypes.
+        """
+        translation = self.translation.with_dtype(dtype) if self.translation is not None else None
+        if translation is None:
+            if dtype in (None, "auto"):
+                return self
+            raise OptionError(
+                f"{self.label} is not a GGUF checkpoint; its tensors keep their dtypes.", "Leave outtype out."
+            )
+        changed = copy.copy(self)
+        changed.translation, changed._derived = translation, None
+        return changed
 
     def acquire(self, shard: str, on_have: Callable[[Path, int], None] = ...) -> Path:
         """A local path to the whole shard, fetched if necessary.
@@ -273,7 +312,9 @@ class Checkpoint(Protocol):
         Raises:
             CheckpointError: the files to derive them from are malformed.
         """
-        ...
+        if self._derived is None:  # once: shards that it is derived from may be gone later
+            self._derived = {} if self.translation is None else self.translation.derived(self.copied_sizes())
+        return self._derived
 
     def downloads(self) -> Downloads | None:
         """The files that `sidecars` will download into the hub cache; None for a local source."""

@@ -7,6 +7,7 @@ as long as a file is left.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import hashlib
 import json
@@ -58,6 +59,7 @@ class GgufCheckpoint:
     """
 
     def __init__(self, shards: Sequence[str], files: Mapping[str, GgufFile], read: ReadAt) -> None:
+        self.loses_metadata = True
         self.shards = tuple(shards)
         self._keeps_blocks = True
         self._first = shards[-1]
@@ -72,11 +74,12 @@ class GgufCheckpoint:
             self._check_part(name, file)
         self.dtype = _DTYPES.get(self._number("general.file_type", -1), "F32")
 
-    def set_dtype(self, dtype: str | None) -> None:
-        """Dequantize all tensors to a dtype, a key of `DTYPES`; "auto": to the file's own; None: keep their blocks."""
-        self._keeps_blocks = dtype is None
-        if dtype not in (None, "auto"):
-            self.dtype = dtype
+    def with_dtype(self, dtype: str | None) -> GgufCheckpoint:
+        """Its tensors dequantized to a dtype, a key of `DTYPES`; "auto": to the file's own; None: with their blocks."""
+        changed = copy.copy(self)
+        changed._keeps_blocks = dtype is None
+        changed.dtype = self.dtype if dtype in (None, "auto") else dtype
+        return changed
 
     def _check_part(self, name: str, file: GgufFile) -> None:
         """Refuse a file that is another part than its name says."""

@@ -489,14 +489,14 @@ class HubCheckpoint(HubRepository, Checkpoint):
             return read_index(self.download(entry))
         if is_meta(entry):
             ranks = ranks_of((name for name in self.files if "/" not in name), self.label)
-            self.meta = read_meta(self.download(entry), ranks)
-            return self.meta.index(self._first_rank, ranks[0])
-        if is_gguf(entry):
-            self.gguf = self._read_gguf(entry)
-            return self.gguf.index()
-        metadata = super().metadata(entry)
-        assert metadata is not None
-        return index_of({tensor.name: entry for tensor in metadata.header.tensors})
+            self.translation = read_meta(self.download(entry), ranks, self._rank_header, self.download)
+        elif is_gguf(entry):
+            self.translation = self._read_gguf(entry)
+        else:
+            metadata = super().metadata(entry)
+            assert metadata is not None
+            return index_of({tensor.name: entry for tensor in metadata.header.tensors})
+        return self.translation.index()
 
     def _read_gguf(self, entry: str) -> GgufCheckpoint:
         shards = gguf_files(entry)
@@ -518,13 +518,10 @@ class HubCheckpoint(HubRepository, Checkpoint):
         with translated(self.repo_id):
             return _Ranges(self._remote(shard, listed)).read_at
 
-    @functools.cached_property
-    def _first_rank(self) -> Header:
-        """The header of the first rank, with its own names; all ranks have the same names and shapes."""
-        assert self.meta is not None
-        metadata = super().metadata(self.meta.ranks[0])
-        assert metadata is not None
-        return metadata.header
+    def _rank_header(self, rank: str) -> Header | None:
+        """The header of a rank, with its own names."""
+        metadata = super().metadata(rank)
+        return None if metadata is None else metadata.header
 
     @property
     def deletable(self) -> bool:
@@ -551,18 +548,6 @@ class HubCheckpoint(HubRepository, Checkpoint):
 
     def sidecars(self) -> Mapping[str, Path]:
         return {name: self.download(name) for name in sorted(self.copied_sizes())}
-
-    @functools.cached_property
-    def _derived(self) -> Mapping[str, bytes]:
-        if self.gguf is not None:
-            return self.gguf.derived(self.copied_sizes())
-        if self.meta is None:
-            return {}
-        rank = self.meta.ranks[0]
-        return self.meta.derived(self._first_rank, rank, self.copied_sizes(), self.download)
-
-    def derived(self) -> Mapping[str, bytes]:
-        return self._derived
 
     def downloads(self) -> Downloads:
         sidecars = self.copied_sizes().items()

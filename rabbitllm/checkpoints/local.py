@@ -98,7 +98,7 @@ class LocalCheckpoint(Checkpoint):
         if index is not None:
             self.index = index
             if all(map(is_rank, index.shards)) and (folder / META_PARAMETERS).is_file():
-                self.meta = self._read_meta(index.shards)
+                self.translation = self._read_meta(index.shards)
         else:
             self.index = self._find_index(known_shards)
         for shard in self.index.shards:
@@ -108,18 +108,17 @@ class LocalCheckpoint(Checkpoint):
         entry = self._entry = self._entry or entry_in(self.folder)
         self._check(entry)
         if is_gguf_file(self.folder / entry):
-            self.gguf = self._read_gguf(entry)
-            return self.gguf.index()
-        if is_index(entry):
+            self.translation = self._read_gguf(entry)
+        elif is_index(entry):
             return read_index(self.folder / entry)
-        if is_meta(entry):
+        elif is_meta(entry):
             remote = self._missing_from.files if self._missing_from is not None else ()
             local = (path.name for path in self.folder.iterdir() if path.is_file())
             ranks = ranks_of({*local, *remote, *known_shards}, self.label)
-            self.meta = self._read_meta(ranks)
-            header, shard = self._any_rank()
-            return self.meta.index(header, shard)
-        return index_of({tensor.name: entry for tensor in self._header(entry).tensors})
+            self.translation = self._read_meta(ranks)
+        else:
+            return index_of({tensor.name: entry for tensor in self._header(entry).tensors})
+        return self.translation.index()
 
     def _read_gguf(self, entry: str) -> GgufCheckpoint:
         shards = gguf_files(entry)
@@ -134,14 +133,14 @@ class LocalCheckpoint(Checkpoint):
 
     def _read_meta(self, ranks: tuple[str, ...]) -> MetaCheckpoint:
         self._check(META_PARAMETERS)
-        return read_meta(self.folder / META_PARAMETERS, ranks)
+        return read_meta(self.folder / META_PARAMETERS, ranks, self._rank_header, self.folder.joinpath)
 
-    def _any_rank(self) -> tuple[Header, str]:
-        """The header of the first rank in the folder, with its own names, and its file; all have the same shapes."""
-        assert self.meta is not None
-        shard = next(rank for rank in self.meta.ranks if (self.folder / rank).exists())
-        self._check(shard)
-        return self._header(shard), shard
+    def _rank_header(self, rank: str) -> Header | None:
+        """The header of a rank, with its own names; None if it is not in the folder."""
+        if not (self.folder / rank).exists():
+            return None
+        self._check(rank)
+        return self._header(rank)
 
     def _check(self, shard: str) -> None:
         check_path(self.folder / shard, self.folder, self._snapshot)
@@ -251,17 +250,6 @@ class LocalCheckpoint(Checkpoint):
         for name in paths:
             self._check(name)
         return paths
-
-    @functools.cached_property
-    def _derived(self) -> Mapping[str, bytes]:
-        if self.gguf is not None:
-            return self.gguf.derived(self.sidecars())
-        if self.meta is None or not any((self.folder / rank).exists() for rank in self.meta.ranks):
-            return {}
-        return self.meta.derived(*self._any_rank(), self.sidecars(), lambda name: self.folder / name)
-
-    def derived(self) -> Mapping[str, bytes]:
-        return self._derived
 
     def copied_sizes(self) -> Mapping[str, int]:
         return {name: path.stat().st_size for name, path in self.sidecars().items()}

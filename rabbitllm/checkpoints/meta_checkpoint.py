@@ -13,6 +13,7 @@ models have at https://huggingface.co/meta-llama. Format: https://github.com/hug
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -323,40 +324,55 @@ def ranks_of(names: Iterable[str], label: str) -> tuple[str, ...]:
     return tuple(ranks)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MetaCheckpoint:
     """A checkpoint in Meta's format, as known before a shard is opened.
 
     Attributes:
         params: the parameters of the model.
         ranks: the names of all files of weights, used-up ones included.
+        rank_header: name of a rank -> its header, with its own names; None if it is gone.
+        path_of: name of another file -> its local path.
     """
 
     params: MetaParams
     ranks: tuple[str, ...]
+    rank_header: Callable[[str], Header | None]
+    path_of: Callable[[str], Path]
+    loses_metadata = False
 
     def taken_from(self, shard: str, header: Header) -> Header:
         """The header that a split uses for a rank; for errors see `translated`."""
         return translated(header, self.params, self.ranks.index(shard), len(self.ranks), shard)
 
-    def index(self, header: Header, shard: str) -> CheckpointIndex:
+    def index(self) -> CheckpointIndex:
         """The index of all ranks, from the header of one; for errors see `translated`."""
+        shard, header = self._first_rank or (self.ranks[0], None)
+        if header is None:
+            raise MissingShardError(f"{shard} is missing.", "Add the file. Nothing was changed.")
         return index_from(header, self.params, self.ranks, shard)
 
-    def derived(
-        self, header: Header, shard: str, sidecars: Collection[str], path_of: Callable[[str], Path]
-    ) -> dict[str, bytes]:
-        """Config and tokenizer for transformers: name -> content.
+    @functools.cached_property
+    def _first_rank(self) -> tuple[str, Header] | None:
+        """The first rank that exists, and its header; all have the same names and shapes."""
+        return next(((rank, header) for rank in self.ranks if (header := self.rank_header(rank))), None)
+
+    def with_dtype(self, dtype: str | None) -> None:
+        """None: its tensors keep their dtypes."""
+
+    def derived(self, sidecars: Collection[str]) -> dict[str, bytes]:
+        """Config and tokenizer for transformers: name -> content; nothing once all ranks are gone.
 
         Args:
-            header: of a rank, with its own names.
-            shard: that rank's name.
             sidecars: names of existing files, which need not be derived.
-            path_of: name of such a file -> its local path.
 
         Raises:
             CheckpointError: see `shapes_of` and `derive_tokenizer`; or the tokenizer has more tokens than the model.
         """
+        if self._first_rank is None:
+            return {}
+        shard, header = self._first_rank
+        path_of = self.path_of
         vocabulary = path_of(VOCABULARY_NAME) if VOCABULARY_NAME in sidecars else None
         present = {name for name in sidecars if name != CONFIG_NAME or names_a_model(path_of(name))}
         shapes = shapes_of(header, self.params, len(self.ranks), shard)
@@ -380,13 +396,18 @@ class MetaCheckpoint:
         return files
 
 
-def read_meta(params: Path, ranks: tuple[str, ...]) -> MetaCheckpoint:
-    """A checkpoint from its params.json.
+def read_meta(
+    params: Path,
+    ranks: tuple[str, ...],
+    rank_header: Callable[[str], Header | None],
+    path_of: Callable[[str], Path],
+) -> MetaCheckpoint:
+    """A checkpoint from its params.json; for the rest see `MetaCheckpoint`.
 
     Raises:
         InvalidIndexError, UnreadableFormatError: see `parse_params`.
     """
-    return MetaCheckpoint(parse_params(read_json(params), META_PARAMETERS), ranks)
+    return MetaCheckpoint(parse_params(read_json(params), META_PARAMETERS), ranks, rank_header, path_of)
 
 
 def names_a_model(config: Path) -> bool:

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from rabbitllm.base.collection import uncollected
 from rabbitllm.checkpoints import hub_cache
-from rabbitllm.checkpoints.index import META_PARAMETERS, is_gguf_file, is_index, is_meta, read_index
+from rabbitllm.checkpoints.index import is_gguf_file, is_index, is_meta, read_index
 from rabbitllm.checkpoints.local import LocalCheckpoint, check_path, entry_in
-from rabbitllm.checkpoints.meta_checkpoint import ranks_of, read_meta
 from rabbitllm.errors import (
     CheckpointNotFoundError,
     InvalidIndexError,
@@ -139,10 +138,8 @@ def lazy_load(path: str | os.PathLike[str], *, mapped: bool = True, verify_check
 
 def _open_folder(folder: Path, mapped: bool) -> LazyCheckpoint:
     entry = entry_in(folder)
-    if is_meta(entry):
-        return _open_meta(folder, mapped)
-    if is_gguf_file(folder / entry):
-        return _open_gguf(folder, mapped)
+    if is_meta(entry) or is_gguf_file(folder / entry):
+        return _open_translated(folder, mapped)
     snapshot = hub_cache.snapshot_of(folder)
     check_path(folder / entry, folder, snapshot)
     index = read_index(folder / entry) if is_index(entry) else None
@@ -155,17 +152,11 @@ def _open_folder(folder: Path, mapped: bool) -> LazyCheckpoint:
     return _open(folder, paths, index.weight_map if index is not None else None, mapped)
 
 
-def _open_meta(folder: Path, mapped: bool) -> LazyCheckpoint:
-    """Open Meta's own files, under the names and in the order of transformers; pieces of ranks are joined."""
-    ranks = ranks_of((path.name for path in folder.iterdir() if path.is_file()), str(folder))
-    for name in (META_PARAMETERS, *ranks):
-        check_path(folder / name, folder, hub_cache.snapshot_of(folder))
-    meta = read_meta(folder / META_PARAMETERS, ranks)
-    return _joined(folder, {rank: folder / rank for rank in ranks}, meta.taken_from, mapped)
+def _open_translated(folder: Path, mapped: bool) -> LazyCheckpoint:
+    """Open Meta's own files or GGUF, under the names and in the order of transformers.
 
-
-def _open_gguf(folder: Path, mapped: bool) -> LazyCheckpoint:
-    """Open GGUF files, under the names of transformers; blocks are dequantized when a tensor is used."""
+    Pieces of ranks are joined; blocks are dequantized when a tensor is used.
+    """
     checkpoint = LocalCheckpoint(folder)
     paths = {shard: checkpoint.acquire(shard) for shard in sorted(checkpoint.index.shards)}
     return _joined(folder, paths, checkpoint.taken_from, mapped)

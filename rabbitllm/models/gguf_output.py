@@ -683,7 +683,7 @@ def _source(name: str, outtype: str, access: HubAccess) -> Iterator[tuple[_Metad
                     _of_model(files.folder, name, {})  # refused before a shard is fetched
             checkpoint, lock = prepare.whole_checkpoint(source)
             stack.callback(lock.close)
-        if checkpoint.gguf is not None:
+        if isinstance(checkpoint.translation, GgufCheckpoint):
             yield _from_gguf(checkpoint, outtype)
             return
         with prepare.SmallFiles(checkpoint.sidecars(), checkpoint.derived()) as files:
@@ -695,8 +695,7 @@ def _source(name: str, outtype: str, access: HubAccess) -> Iterator[tuple[_Metad
 
 def _from_gguf(checkpoint: LocalCheckpoint, outtype: str) -> tuple[_Metadata, _Layout]:
     """The same for a source that is GGUF: its tensors keep their names and orders."""
-    assert checkpoint.gguf is not None
-    paths = [checkpoint.acquire(shard) for shard in checkpoint.gguf.shards]
+    paths = [checkpoint.acquire(shard) for shard in checkpoint.index.shards]
     tensors = _tensors_of_gguf({path: read_gguf(path) for path in paths})
     layout = []
     for name, tensor in tensors.items():

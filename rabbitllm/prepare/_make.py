@@ -316,14 +316,15 @@ def ensure_split(
             )
         locks.enter_context(lock_source(source, options, by_executor=executor is not None))
         _refuse_to_quantize_again(source, options)
-        checkpoint = _with_blocks(_open_checkpoint(source, options, by_executor=executor is not None), options)
+        checkpoint = _open_checkpoint(source, options, by_executor=executor is not None).with_dtype(options.gguf_dtype)
         family = family_of(source.config_folder, checkpoint)
         picked = experts_of(source.config_folder, checkpoint)
         request = SplitRequest(checkpoint, source.split_folder, family, options, naming, executor, None, picked, accept)
         if isinstance(checkpoint, HubCheckpoint) and not options.shards.takes_one_at_a_time:
             chosen = check_before_download(request)  # for the space that the shards will leave
             downloaded = LocalCheckpoint(download_all(checkpoint, checkpoint.index), entry=checkpoint.gguf_entry())
-            request = dataclasses.replace(request, checkpoint=_with_blocks(downloaded, options), chosen=chosen)
+            checkpoint = downloaded.with_dtype(options.gguf_dtype)
+            request = dataclasses.replace(request, checkpoint=checkpoint, chosen=chosen)
         sharing: AbstractContextManager[None] = contextlib.nullcontext()
         if executor is not None:
             sharing = executor.sharing(folder, [source.local] if source.local is not None else [])
@@ -332,21 +333,6 @@ def ensure_split(
                 return split(request)
         except MissingShardError as error:
             raise _with_other_splits(error, source) from None
-
-
-def _with_blocks(checkpoint: Checkpoint, options: SplitOptions) -> Checkpoint:
-    """Return the checkpoint, set to keep blocks of GGUF files or to dequantize them.
-
-    Raises:
-        OptionError: a dtype is given for a checkpoint of another format.
-    """
-    if checkpoint.gguf is not None:
-        checkpoint.gguf.set_dtype(options.gguf_dtype)
-    elif options.gguf_dtype not in (None, AUTO):
-        raise OptionError(
-            f"{checkpoint.label} is not a GGUF checkpoint; its tensors keep their dtypes.", "Leave outtype out."
-        )
-    return checkpoint
 
 
 def check_before_fetching(source: Source, accept: Acceptance) -> None:

@@ -180,7 +180,8 @@ def _warn_of_left_out(
 ) -> None:
     """Name what the split leaves out of each shard, and whether its file is kept for that."""
     shards = tuple(shards)
-    if checkpoint.gguf is not None and source.kind == "local" and policy.deletes_original:
+    loses_metadata = checkpoint.translation is not None and checkpoint.translation.loses_metadata
+    if loses_metadata and source.kind == "local" and policy.deletes_original:
         logger.warning(
             "%s is deleted once it is split, and of its metadata the split keeps config, tokenizer and chat template.",
             listed((shard.name for shard in shards if not shard.is_kept(source, policy)), 3),
@@ -198,7 +199,7 @@ def _warn_of_left_out(
         elif policy.deletes_original and not shard.staged:
             on_hub = "; the repository has it" if source.kind == "hub" else ""
             logger.warning("%s is deleted with what the split leaves out%s: %s.", shard.name, on_hub, what)
-        elif checkpoint.gguf is None:  # which has said it already
+        elif not loses_metadata:  # which has said it already
             logger.warning("The split leaves out of %s: %s.", shard.name, what)
 
 
