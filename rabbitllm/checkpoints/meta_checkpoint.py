@@ -349,7 +349,9 @@ class MetaCheckpoint:
         """The index of all ranks, from the header of one; for errors see `translated`."""
         shard, header = self._first_rank or (self.ranks[0], None)
         if header is None:
-            raise MissingShardError(f"{shard} is missing, as are all other ranks.", "Add the files. Nothing was changed.")
+            raise MissingShardError(
+                f"{shard} is missing, as are all other ranks.", "Add the files. Nothing was changed."
+            )
         return index_from(header, self.params, self.ranks, shard)
 
     @functools.cached_property
