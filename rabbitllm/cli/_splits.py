@@ -23,8 +23,7 @@ from rabbitllm.store.layer_store import Verification, verify
 
 def ls_command(
     folders: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="FOLDER", help="Further folders to search, with their subfolders."),
+        list[Path] | None, typer.Argument(metavar="FOLDER", help="Further folders to search, with their subfolders.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
