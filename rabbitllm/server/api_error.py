@@ -26,8 +26,6 @@ _ERROR_TYPES = {
     UNAUTHORISED: "authentication_error",
     FORBIDDEN: "permission_error",
     BUSY: "rate_limit_error",
-    BROKEN: "server_error",
-    CLOSING: "server_error",
     TOO_LATE: "timeout_error",
     TIMED_OUT: "timeout_error",
 }
