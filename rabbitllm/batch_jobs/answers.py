@@ -33,16 +33,7 @@ from rabbitllm.batch_jobs._requests import (
     unreadable_answer,
 )
 from rabbitllm.batch_jobs.inputs import ERRORS, GENERATIONS, kind_of
-from rabbitllm.batch_jobs.items import (
-    BatchAnswer,
-    BatchCall,
-    Choose,
-    Embed,
-    Item,
-    JobLimits,
-    Key,
-    ScoreItem,
-)
+from rabbitllm.batch_jobs.items import BatchAnswer, BatchCall, Choose, Embed, Item, JobLimits, Key, ScoreItem
 from rabbitllm.engine.devices import OutOfDeviceMemory
 from rabbitllm.errors import BatchError, OptionError, RabbitLLMError
 from rabbitllm.generation.batch import Batch

@@ -77,8 +77,7 @@ def batch_command(
     options: ModelOptions = NO_OPTIONS,
     ray: RayOption = None,
     ray_workers: Annotated[
-        int | None,
-        hosts_option(help="With --ray: number of workers; by default one per GPU, else one per machine."),
+        int | None, hosts_option(help="With --ray: number of workers; by default one per GPU, else one per machine.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -50,8 +50,7 @@ def pull_command(
     ] = False,
     ray: RayOption = None,
     ray_tasks: Annotated[
-        int | None,
-        hosts_option(help="With --ray: maximum shards at a time; by default one per two processors."),
+        int | None, hosts_option(help="With --ray: maximum shards at a time; by default one per two processors.")
     ] = None,
     fit_scales: FitScalesOption = False,
     plot: DiskPlotOption = None,

@@ -9,13 +9,7 @@ from typing import Annotated
 
 from rabbitllm.base.options import expand
 from rabbitllm.cli import exit_codes
-from rabbitllm.cli.arguments import (
-    NO_OPTIONS,
-    ExactOption,
-    ModelArgument,
-    ModelOptions,
-    with_model_options,
-)
+from rabbitllm.cli.arguments import NO_OPTIONS, ExactOption, ModelArgument, ModelOptions, with_model_options
 from rabbitllm.cli.help import cache_option, limits_option, network_option
 
 

@@ -10,14 +10,7 @@ from typing import Annotated
 import typer
 
 from rabbitllm.cli import exit_codes
-from rabbitllm.cli.arguments import (
-    FolderOption,
-    JsonOption,
-    ModelArgument,
-    RevisionOption,
-    WhichSplitOption,
-    put_json,
-)
+from rabbitllm.cli.arguments import FolderOption, JsonOption, ModelArgument, RevisionOption, WhichSplitOption, put_json
 from rabbitllm.store.layer_store import Verification, verify
 
 
@@ -51,10 +44,7 @@ def ls_command(
 
 
 def show_command(
-    model: ModelArgument,
-    folder: FolderOption = None,
-    revision: RevisionOption = None,
-    as_json: JsonOption = False,
+    model: ModelArgument, folder: FolderOption = None, revision: RevisionOption = None, as_json: JsonOption = False
 ) -> None:
     """Show a model's architecture, size and splits.
 

@@ -7,12 +7,7 @@ import sys
 from dataclasses import replace
 from typing import Annotated
 
-from rabbitllm.cli.arguments import (
-    NO_OPTIONS,
-    ModelArgument,
-    ModelOptions,
-    with_model_options,
-)
+from rabbitllm.cli.arguments import NO_OPTIONS, ModelArgument, ModelOptions, with_model_options
 from rabbitllm.cli.help import hosts_option
 
 

@@ -92,8 +92,7 @@ DiskPlotOption = Annotated[
 
 # the machines that do the work
 RayOption = Annotated[
-    str | None,
-    hosts_option(metavar="ADDRESS", help="Run on a Ray cluster: HOST:PORT of its head node, or auto."),
+    str | None, hosts_option(metavar="ADDRESS", help="Run on a Ray cluster: HOST:PORT of its head node, or auto.")
 ]
 
 # generation

@@ -164,11 +164,7 @@ def _routes(service: Service) -> list[BaseRoute]:
         body = parsed(Embedding, await body_of(request))
         service.check_name(body.model)
         if service.embedder is None:
-            raise APIError(
-                NOT_FOUND,
-                f"This model has no embeddings: {NO_RECIPE}.",
-                code="no_embeddings",
-            )
+            raise APIError(NOT_FOUND, f"This model has no embeddings: {NO_RECIPE}.", code="no_embeddings")
         embedder = service.embedder
         checked = await service.encoded(
             lambda: checked_embedding(body, service.tokenizer, service.limits, embedder.width)
@@ -210,11 +206,7 @@ async def _generated(
 ) -> Response:
     """The answer to requests of the batch, whole or as a stream; they are cancelled when the client disconnects."""
     record = _record(request)
-    inbox = Inbox(
-        len(call.requests),
-        keep_tokens=call.top_logprobs is not None,
-        watch=service.metrics.watch(),
-    )
+    inbox = Inbox(len(call.requests), keep_tokens=call.top_logprobs is not None, watch=service.metrics.watch())
     submission = Submission(service.batch, call.requests, inbox)
 
     def over(stayed: bool) -> None:
