@@ -7,8 +7,9 @@ A message goes to the client. It never contains a path of this machine or any pa
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jinja2
@@ -69,6 +70,15 @@ def bad(
 ) -> APIError:
     """The error for an invalid request."""
     return APIError(BAD_REQUEST, message, param=param, code=code, headers=headers)
+
+
+@contextlib.contextmanager
+def bad_options(param: str | None = None, code: str | None = None) -> Iterator[None]:
+    """Answer an `OptionError` that is raised inside as an invalid request, without its advice for the command line."""
+    try:
+        yield
+    except OptionError as error:
+        raise bad(error.problem, param, code) from None
 
 
 def unsupported(message: str, param: str) -> APIError:
