@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.batch_jobs.items import BatchAnswer, BatchCall, Generate, Item, Refused
-from rabbitllm.errors import MediaError, MissingPackageError, missing_package
+from rabbitllm.errors import MediaError, require_package
 from rabbitllm.generation.media import openai_part, text_of_parts
 from rabbitllm.generation.request import (
     Delta,
@@ -127,13 +127,12 @@ class RequestBuilder:
         return PreparedItem(item, requests, lambda _, results: _native_line(item, results))
 
     def _prepare_call(self, item: Item, task: BatchCall) -> PreparedItem:
-        try:
-            from rabbitllm.server.answers import ChatChoices, CompletionChoices, ResponseBuilder, TokenTexts
-            from rabbitllm.server.reasoning import AnswerFormat
-            from rabbitllm.server.requests import checked_chat, checked_completion
-            from rabbitllm.server.schemas import ChatBody, CompletionBody, parsed
-        except ImportError as error:
-            raise missing_pydantic(error) from None
+        require_pydantic()
+
+        from rabbitllm.server.answers import ChatChoices, CompletionChoices, ResponseBuilder, TokenTexts
+        from rabbitllm.server.reasoning import AnswerFormat
+        from rabbitllm.server.requests import checked_chat, checked_completion
+        from rabbitllm.server.schemas import ChatBody, CompletionBody, parsed
 
         defaults = task.defaults
         max_new_tokens = defaults.max_new_tokens
@@ -203,9 +202,13 @@ def _with_defaults(task: BatchCall, index: int) -> dict[str, Any]:
     return body
 
 
-def missing_pydantic(error: ImportError) -> MissingPackageError:
-    """The error where the packages for OpenAI's format are missing."""
-    return missing_package("Lines of OpenAI's batch format need", error.name or "pydantic", "batch")
+def require_pydantic() -> None:
+    """Check for the package that reads lines of OpenAI's batch format.
+
+    Raises:
+        MissingPackageError: it is not installed.
+    """
+    require_package("Lines of OpenAI's batch format need", "pydantic", "batch")
 
 
 def refused_answer(item: Item, error: APIError) -> BatchAnswer:

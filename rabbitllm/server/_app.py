@@ -122,10 +122,6 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 def routes(service: Service) -> list[BaseRoute]:
     """All routes: the interface, and the page's files."""
-    return [*_routes(service), *(Route(f"/{path}", _page_file(*entry)) for path, entry in PAGE.items())]
-
-
-def _routes(service: Service) -> list[BaseRoute]:
     settings = service.settings
 
     async def body_of(request: Request) -> Any:
@@ -193,6 +189,7 @@ def _routes(service: Service) -> list[BaseRoute]:
         Route("/health", health),
         Route("/status", status),
         Route("/metrics", metrics),
+        *(Route(f"/{path}", _page_file(*entry)) for path, entry in PAGE.items()),
     ]
 
 

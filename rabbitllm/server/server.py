@@ -110,15 +110,11 @@ class Connection(H11Protocol):
 
 def _keep_alive(connected: Any) -> None:
     """Turn on TCP keep-alive, by which the kernel detects a vanished peer."""
-    if connected is None:
-        return
-    try:
+    with contextlib.suppress(OSError):  # closed already
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE:
             if hasattr(socket, name):
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    except OSError:  # closed already
-        pass
 
 
 # Requests free blocks of all sizes in any order, so that glibc's heaps grow long after the used memory has stopped
@@ -244,36 +240,6 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def serve(service: Service, listening: socket.socket, grace: float | None, started: Callable[[], None]) -> bool:
-    """Serve until a signal arrives.
-
-    Args:
-        service: the model and everything that answers requests.
-        listening: the socket of `bound`.
-        grace: see `Server`.
-        started: called when requests are accepted.
-
-    Raises:
-        OptionError: the address is no longer available.
-
-    Returns:
-        Whether the end was forced: then the batch may still be in a pass.
-    """
-    server = Server(service, grace, started)
-
-    listen(listening, BACKLOG)
-
-    async def run() -> None:
-        trimmer = asyncio.ensure_future(trim_periodically())
-        try:
-            await server.serve(sockets=[listening])
-        finally:
-            trimmer.cancel()
-
-    asyncio.run(run())
-    return server.was_forced
-
-
 def put_greeting(
     console: Console, service: Service, address: str, split: tuple[bool, Path] | None, *, is_local: bool
 ) -> None:
@@ -352,7 +318,8 @@ def serve_model(
         Whether the end was forced: then the batch's thread may still be in a pass, which cannot be interrupted.
 
     Raises:
-        RabbitLLMError: see `ServedModel.load` and `serve`.
+        OptionError: the address is no longer available.
+        RabbitLLMError: see `ServedModel.load`.
     """
     with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the result
         served = ServedModel.load(request, console, limits.cache_bytes)
@@ -367,4 +334,14 @@ def serve_model(
     def started() -> None:
         put_greeting(console, service, address_of(listening), served.split, is_local=is_local(listening))
 
-    return serve(service, listening, grace, started)
+    async def serve() -> None:
+        trimmer = asyncio.ensure_future(trim_periodically())
+        try:
+            await server.serve(sockets=[listening])
+        finally:
+            trimmer.cancel()
+
+    server = Server(service, grace, started)
+    listen(listening, BACKLOG)
+    asyncio.run(serve())
+    return server.was_forced
