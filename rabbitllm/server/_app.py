@@ -203,7 +203,7 @@ async def _generated(
 ) -> Response:
     """The answer to requests of the batch, whole or as a stream; they are cancelled when the client disconnects."""
     record = _record(request)
-    inbox = Inbox(len(call.requests), keep_tokens=call.top_logprobs is not None, watch=service.metrics.watch())
+    inbox = Inbox(keep_tokens=call.top_logprobs is not None, watch=service.metrics.watch())
     submission = Submission(service.batch, call.requests, inbox)
 
     def over(stayed: bool) -> None:

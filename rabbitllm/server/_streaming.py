@@ -65,14 +65,12 @@ class Inbox:
     it. The loop is woken once, however many events arrive meanwhile.
 
     Args:
-        choices: number of requests.
         keep_tokens: whether to keep tokens as well as text.
         watch: called with the choice, the event and `time.perf_counter()`, in the batch's thread.
     """
 
     def __init__(
         self,
-        choices: int,
         *,
         keep_tokens: bool = True,
         watch: Callable[[int, Event, float], None] = lambda choice, event, now: None,
@@ -80,10 +78,8 @@ class Inbox:
         self._loop = asyncio.get_running_loop()
         self._has_events = asyncio.Event()
         self._lock = threading.Lock()
-        self._texts: list[list[str]] = [[] for _ in range(choices)]
-        self._tokens: list[list[TokenLogprob]] = [[] for _ in range(choices)]
+        self._deltas: dict[int, tuple[list[str], list[TokenLogprob]]] = {}
         self._ends: ChoiceEvents = []
-        self._waiting: dict[int, None] = {}
         self._is_woken = False
         self._keep_tokens = keep_tokens
         self._watch = watch
@@ -97,10 +93,10 @@ class Inbox:
         self._watch(choice, event, time.perf_counter())
         with self._lock:
             if isinstance(event, Delta):
-                self._texts[choice].append(event.text)
+                texts, tokens = self._deltas.setdefault(choice, ([], []))
+                texts.append(event.text)
                 if self._keep_tokens:
-                    self._tokens[choice] += event.tokens
-                self._waiting[choice] = None
+                    tokens += event.tokens
             else:
                 self._ends.append((choice, event))
             wake, self._is_woken = not self._is_woken, True
@@ -114,17 +110,12 @@ class Inbox:
         """
         await self._has_events.wait()
         with self._lock:
-            events: ChoiceEvents = []
-            for choice in self._waiting:
-                events.append((choice, Delta("".join(self._texts[choice]), tuple(self._tokens[choice]))))
-                self._texts[choice].clear()
-                self._tokens[choice].clear()
-            events += self._ends
-            self._waiting.clear()
-            self._ends = []
+            deltas, self._deltas = self._deltas, {}
+            ends, self._ends = self._ends, []
             self._is_woken = False
             self._has_events.clear()
-        return events
+        joined = {choice: Delta("".join(texts), tuple(tokens)) for choice, (texts, tokens) in deltas.items()}
+        return [*joined.items(), *ends]
 
 
 class Submission:
