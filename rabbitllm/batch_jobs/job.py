@@ -131,9 +131,7 @@ def _answer(batch: BatchJob, scan: InputScan, journal: BatchJournal) -> Progress
         ready = BatchModel(batch.model)
     if ready.manifest is not None:
         journal.check_weights(digest_of(ready.manifest.source))
-    limits = batch.limits
-    if limits.cache_bytes is None:
-        limits = replace(limits, cache_bytes=ready.cache_bytes)
+    limits = replace(batch.limits, cache_bytes=batch.limits.cache_bytes or ready.cache_bytes)
     items = map(scan.item, scan.ordered(journal.missing()))
     line, ready.model.pass_line = ready.model.pass_line, None  # one row for all passes
     try:

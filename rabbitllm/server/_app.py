@@ -165,8 +165,7 @@ def routes(service: Service) -> list[BaseRoute]:
         checked = await service.encoded(
             lambda: checked_embedding(body, service.tokenizer, service.limits, embedder.width)
         )
-        work = asyncio.ensure_future(embedder.embed(checked.inputs))
-        vectors = await unless_disconnected(work, request.receive, work.cancel)
+        vectors = await unless_disconnected(embedder.embed(checked.inputs), request.receive)
         return JsonResponse(embedding_object(checked, vectors, settings.name))
 
     async def health(request: Request) -> Response:
@@ -212,8 +211,8 @@ async def _generated(
         record.finished = submission.ends()
 
     if not body.stream:
-        work = asyncio.ensure_future(whole(submission, builder, choices))
         try:
+            work = whole(submission, builder, choices)
             return JsonResponse(await unless_disconnected(work, request.receive, submission.cancel))
         finally:
             over(True)

@@ -216,9 +216,7 @@ class Guard:
         if api_error is None:
             await self._app(scope, receive, send)
             return
-        record: Record | None = scope.get(SCOPE_KEY)
-        if record is not None:
-            record.error = api_error.code
+        scope[SCOPE_KEY].error = api_error.code
         await _read_off(receive)
         await response_of(api_error)(scope, receive, send)
 

@@ -155,13 +155,9 @@ class Metrics:
 
     def families(self, stats: BatchStats, model: str) -> list[Family]:
         """All metrics."""
+        about = {"version": __version__, "model": model}
         return [
-            Family(
-                "rabbitllm_info",
-                "gauge",
-                "Version and model of this server.",
-                [("", {"version": __version__, "model": model}, 1)],
-            ),
+            Family("rabbitllm_info", "gauge", "Version and model of this server.", [("", about, 1)]),
             self.requests.family("rabbitllm_http_requests_total", "Answered HTTP requests."),
             self.open.family("rabbitllm_http_requests_open", "Open HTTP requests.", "gauge"),
             self.left.family(

@@ -17,9 +17,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -41,6 +41,7 @@ HEADERS = {
 }
 NO_RETRY = {"x-should-retry": "false"}
 """Header against automatic retries by clients: another attempt would take as long."""
+_Done = TypeVar("_Done")
 ChoiceEvents = list[tuple[int, Event]]
 
 
@@ -278,9 +279,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Write until the end, or until the client stops reading."""
-        writing = asyncio.ensure_future(self._write(send))
         with contextlib.suppress(ClientDisconnect):
-            await unless_disconnected(writing, receive, lambda: self._on_end(self._stayed))
+            await unless_disconnected(self._write(send), receive, lambda: self._on_end(self._stayed))
 
     async def _write(self, send: Send) -> None:
         with contextlib.suppress(TimeoutError, OSError):
@@ -321,7 +321,9 @@ async def _next(frames: AsyncIterator[bytes]) -> bytes:
     return b""
 
 
-async def unless_disconnected(work: asyncio.Future[Any], receive: Receive, on_end: Callable[[], object]) -> Any:
+async def unless_disconnected(
+    work: Coroutine[Any, Any, _Done], receive: Receive, on_end: Callable[[], object] = lambda: None
+) -> _Done:
     """The result of the work, unless the client disconnects first; the body must have been read before.
 
     Args:
@@ -332,17 +334,17 @@ async def unless_disconnected(work: asyncio.Future[Any], receive: Receive, on_en
     Raises:
         ClientDisconnect: the client has disconnected.
     """
-    leaving = asyncio.ensure_future(_disconnected(receive))
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
-        await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            return work.result()
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
         raise ClientDisconnect
     finally:
         on_end()
         leaving.cancel()
-        work.cancel()
-        await asyncio.gather(work, leaving, return_exceptions=True)
+        working.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:
