@@ -26,6 +26,8 @@ limits_option = partial(Option, rich_help_panel=LIMITS_PANEL)
 network_option = partial(Option, rich_help_panel=NETWORK_PANEL)
 hosts_option = partial(Option, rich_help_panel=HOSTS_PANEL)
 rare_option = partial(Option, rich_help_panel=RARE_PANEL)
+"""`typer.Option`, one for each panel; an option that names no panel stands in `OTHER_PANEL`."""
+
 
 NEVER_SUGGESTED = {"--delete-original", "--sequential", "--overwrite", "--only-copy", "--yes"}
 """Options that delete or replace files: a typing error must not lead to one."""
