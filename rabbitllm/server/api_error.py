@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jinja2
@@ -32,10 +33,11 @@ _ERROR_TYPES = {
 }
 
 
+@dataclass(eq=False)
 class APIError(Exception):
     """A request that is answered with an error.
 
-    Args:
+    Attributes:
         status: the HTTP status.
         message: the value found, and the value expected.
         param: the field of the request at fault.
@@ -43,21 +45,14 @@ class APIError(Exception):
         headers: headers of the response.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.headers = dict(headers or {})
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
     def as_object(self) -> dict[str, Any]:
         """For `json.dumps`."""
@@ -69,7 +64,7 @@ def bad(
     message: str, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
 ) -> APIError:
     """The error for an invalid request."""
-    return APIError(BAD_REQUEST, message, param=param, code=code, headers=headers)
+    return APIError(BAD_REQUEST, message, param, code, headers)
 
 
 @contextlib.contextmanager
