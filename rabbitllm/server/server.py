@@ -240,6 +240,36 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
+def serve(service: Service, listening: socket.socket, grace: float | None, started: Callable[[], None]) -> bool:
+    """Serve until a signal arrives.
+
+    Args:
+        service: the model and everything that answers requests.
+        listening: the socket of `bound`.
+        grace: see `Server`.
+        started: called when requests are accepted.
+
+    Raises:
+        OptionError: the address is no longer available.
+
+    Returns:
+        Whether the end was forced: then the batch may still be in a pass.
+    """
+    server = Server(service, grace, started)
+
+    listen(listening, BACKLOG)
+
+    async def run() -> None:
+        trimmer = asyncio.ensure_future(trim_periodically())
+        try:
+            await server.serve(sockets=[listening])
+        finally:
+            trimmer.cancel()
+
+    asyncio.run(run())
+    return server.was_forced
+
+
 def put_greeting(
     console: Console, service: Service, address: str, split: tuple[bool, Path] | None, *, is_local: bool
 ) -> None:
@@ -318,8 +348,7 @@ def serve_model(
         Whether the end was forced: then the batch's thread may still be in a pass, which cannot be interrupted.
 
     Raises:
-        OptionError: the address is no longer available.
-        RabbitLLMError: see `ServedModel.load`.
+        RabbitLLMError: see `ServedModel.load` and `serve`.
     """
     with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the result
         served = ServedModel.load(request, console, limits.cache_bytes)
@@ -334,14 +363,4 @@ def serve_model(
     def started() -> None:
         put_greeting(console, service, address_of(listening), served.split, is_local=is_local(listening))
 
-    async def serve() -> None:
-        trimmer = asyncio.ensure_future(trim_periodically())
-        try:
-            await server.serve(sockets=[listening])
-        finally:
-            trimmer.cancel()
-
-    server = Server(service, grace, started)
-    listen(listening, BACKLOG)
-    asyncio.run(serve())
-    return server.was_forced
+    return serve(service, listening, grace, started)
