@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 @with_model_options()
 def run_command(
     model: ModelArgument,
-    prompt: Annotated[
-        str | None, typer.Argument(help="Prompt; text from a pipe is put before it.", show_default=False)
-    ] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Prompt; text from a pipe is put before it.")] = None,
     system: SystemOption = None,
     max_new_tokens: Annotated[
         int | None, answer_option(help="Maximum tokens to generate; by default 512, within the context.", min=1)
@@ -48,12 +46,10 @@ def run_command(
     seed: SeedOption = None,
     raw: Annotated[bool, answer_option("--raw", help="Continue the prompt without the chat template.")] = False,
     image: Annotated[
-        list[Path] | None,
-        answer_option(metavar="FILE", help="Picture that comes before the prompt; repeatable.", show_default=False),
+        list[Path] | None, answer_option(metavar="FILE", help="Picture that comes before the prompt; repeatable.")
     ] = None,
     audio: Annotated[
-        list[Path] | None,
-        answer_option(metavar="FILE", help="WAV file that comes before the prompt; repeatable.", show_default=False),
+        list[Path] | None, answer_option(metavar="FILE", help="WAV file that comes before the prompt; repeatable.")
     ] = None,
     draft: DraftOption = None,
     options: ModelOptions = NO_OPTIONS,

@@ -30,7 +30,7 @@ def serve_command(
         ),
     ] = None,
     insecure: Annotated[
-        bool, network_option("--insecure", help="Allow requests from other machines without a key.", show_default=False)
+        bool, network_option("--insecure", help="Allow requests from other machines without a key.")
     ] = False,
     served_name: Annotated[
         str | None, network_option(metavar="NAME", help="Model name in requests and responses.")
@@ -68,10 +68,7 @@ def serve_command(
         ),
     ] = None,
     aside_dir: Annotated[
-        Path | None,
-        cache_option(
-            metavar="FOLDER", help="Folder of the swap file; by default that of temporary files.", show_default=False
-        ),
+        Path | None, cache_option(metavar="FOLDER", help="Folder of the swap file; by default that of temporary files.")
     ] = None,
     chunk: Annotated[
         int, limits_option(help="Maximum prompt tokens of a request in one pass (chunked prefill).", min=1)
@@ -86,8 +83,7 @@ def serve_command(
     ] = 30.0,
     max_body: Annotated[str, limits_option(metavar="SIZE", help="Maximum size of a request body.")] = "4MiB",
     media_dir: Annotated[
-        Path | None,
-        network_option(metavar="FOLDER", help="Folder that file: URLs may read; by default none.", show_default=False),
+        Path | None, network_option(metavar="FOLDER", help="Folder that file: URLs may read; by default none.")
     ] = None,
     options: ModelOptions = NO_OPTIONS,
 ) -> None:

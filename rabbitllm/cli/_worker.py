@@ -14,7 +14,7 @@ from rabbitllm.cli.help import hosts_option
 @with_model_options("dtype", "max_disk", "sequential", "verify_source", "fast_bfloat16")
 def worker_command(
     model: ModelArgument,
-    join: Annotated[str, hosts_option(metavar="HOST:PORT", help="Address of the first process.", show_default=False)],
+    join: Annotated[str, hosts_option(metavar="HOST:PORT", help="Address of the first process.")],
     options: ModelOptions = NO_OPTIONS,
 ) -> None:
     """Compute a span of layers for a run or chat on another host.

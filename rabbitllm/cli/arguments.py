@@ -75,9 +75,7 @@ AddressOption = Annotated[
 # splitting
 _CHOICES = "none, 8bit, 4bit, 4bit-double, or auto"
 CompressionOption = Annotated[str, model_option(metavar="NAME", help=f"{_CHOICES} (chooses bits for each tensor).")]
-WhichSplitOption = Annotated[
-    str | None, typer.Option(metavar="NAME", help=f"Compression of the split: {_CHOICES}.", show_default=False)
-]
+WhichSplitOption = Annotated[str | None, typer.Option(metavar="NAME", help=f"Compression of the split: {_CHOICES}.")]
 NoSplitOption = Annotated[bool, model_option("--no-split", help="Read the original shards directly; write nothing.")]
 FitScalesOption = Annotated[
     bool,
