@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.batch_jobs.items import BatchAnswer, BatchCall, Generate, Item, Refused
-from rabbitllm.errors import MediaError, MissingPackageError, OptionError, missing_package
+from rabbitllm.errors import MediaError, require_package
 from rabbitllm.generation.media import openai_part, text_of_parts
 from rabbitllm.generation.request import (
     Delta,
@@ -32,7 +32,7 @@ from rabbitllm.generation.request import (
     options_of,
 )
 from rabbitllm.generation.template import ChatTemplate
-from rabbitllm.server.api_error import BAD_MEDIA, BROKEN, PROMPT_ERRORS, APIError, bad, prompt_error
+from rabbitllm.server.api_error import BAD_MEDIA, BROKEN, PROMPT_ERRORS, APIError, bad, bad_options, prompt_error
 from rabbitllm.server.settings import Settings
 
 if TYPE_CHECKING:
@@ -105,10 +105,8 @@ class RequestBuilder:
             APIError: an id outside the vocabulary, or no ids.
         """
         ids = tuple(int(token) for token in self.tokenizer(text)["input_ids"]) if isinstance(text, str) else text
-        try:
+        with bad_options():
             self.limits.check_ids(ids, "The text")
-        except OptionError as error:
-            raise bad(error.problem) from None
         return ids
 
     def _prepare_native(self, item: Item, task: Generate) -> PreparedItem:
@@ -121,23 +119,20 @@ class RequestBuilder:
                 prompt = self.template.prompt(messages)
             except PROMPT_ERRORS as error:
                 raise prompt_error(error) from error
-        try:
+        with bad_options(code="context_length_exceeded"):
             limit = self.limits.new_tokens(len(prompt.ids), task.max_new_tokens, cut=True)
-        except OptionError as error:
-            raise bad(error.problem, code="context_length_exceeded") from None
         requests = tuple(
             Request(prompt.ids, limit, task.sampling.nth(i), stop, media=prompt.media) for i in range(task.n)
         )
         return PreparedItem(item, requests, lambda _, results: _native_line(item, results))
 
     def _prepare_call(self, item: Item, task: BatchCall) -> PreparedItem:
-        try:
-            from rabbitllm.server.answers import ChatChoices, CompletionChoices, ResponseBuilder, TokenTexts
-            from rabbitllm.server.reasoning import AnswerFormat
-            from rabbitllm.server.requests import checked_chat, checked_completion
-            from rabbitllm.server.schemas import ChatBody, CompletionBody, parsed
-        except ImportError as error:
-            raise missing_pydantic(error) from None
+        require_pydantic()
+
+        from rabbitllm.server.answers import ChatChoices, CompletionChoices, ResponseBuilder, TokenTexts
+        from rabbitllm.server.reasoning import AnswerFormat
+        from rabbitllm.server.requests import checked_chat, checked_completion
+        from rabbitllm.server.schemas import ChatBody, CompletionBody, parsed
 
         defaults = task.defaults
         max_new_tokens = defaults.max_new_tokens
@@ -207,9 +202,13 @@ def _with_defaults(task: BatchCall, index: int) -> dict[str, Any]:
     return body
 
 
-def missing_pydantic(error: ImportError) -> MissingPackageError:
-    """The error where the packages for OpenAI's format are missing."""
-    return missing_package("Lines of OpenAI's batch format need", error.name or "pydantic", "batch")
+def require_pydantic() -> None:
+    """Check for the package that reads lines of OpenAI's batch format.
+
+    Raises:
+        MissingPackageError: it is not installed.
+    """
+    require_package("Lines of OpenAI's batch format need", "pydantic", "batch")
 
 
 def refused_answer(item: Item, error: APIError) -> BatchAnswer:

@@ -28,21 +28,12 @@ from rabbitllm.batch_jobs._requests import (
     PreparedItem,
     RequestBuilder,
     call_line,
-    missing_pydantic,
     refused_answer,
+    require_pydantic,
     unreadable_answer,
 )
 from rabbitllm.batch_jobs.inputs import ERRORS, GENERATIONS, kind_of
-from rabbitllm.batch_jobs.items import (
-    BatchAnswer,
-    BatchCall,
-    Choose,
-    Embed,
-    Item,
-    JobLimits,
-    Key,
-    ScoreItem,
-)
+from rabbitllm.batch_jobs.items import BatchAnswer, BatchCall, Choose, Embed, Item, JobLimits, Key, ScoreItem
 from rabbitllm.engine.devices import OutOfDeviceMemory
 from rabbitllm.errors import BatchError, OptionError, RabbitLLMError
 from rabbitllm.generation.batch import Batch
@@ -367,17 +358,13 @@ def scored(model: StreamedModel, name: str, items: Iterator[Item], limits: JobLi
     """
     builder = RequestBuilder(model, name)
     room = Room(memory_bytes=limits.cache_bytes, exact=limits.exact)
-    at_end = False
-    while not at_end:
+    is_full = True
+    while is_full:
         by_text: list[_OpenScores] = []  # item of each text
         texts: list[ScoredText] = []
         refused: list[BatchAnswer] = []
-        tokens = 0
-        while tokens < MAX_TOKENS and len(by_text) < MAX_TEXTS:
-            item = next(items, None)
-            if item is None:
-                at_end = True
-                break
+        tokens, is_full = 0, False
+        for item in items:
             try:
                 pending = _open_scores(builder, item, len(by_text))
             except APIError as error:
@@ -386,6 +373,8 @@ def scored(model: StreamedModel, name: str, items: Iterator[Item], limits: JobLi
             tokens += pending.tokens
             by_text += [pending] * len(pending.texts)
             texts += pending.texts
+            if is_full := tokens >= MAX_TOKENS or len(by_text) >= MAX_TEXTS:
+                break
         if refused:
             yield refused
         if texts:
@@ -454,11 +443,11 @@ def _pair(builder: RequestBuilder, context: str, continuation: str) -> tuple[tup
 
 
 def _embedding_call(task: BatchCall, builder: RequestBuilder) -> CheckedEmbedding:
-    try:
-        from rabbitllm.server.embeddings import checked_embedding
-        from rabbitllm.server.schemas import Embedding, parsed
-    except ImportError as error:
-        raise missing_pydantic(error) from None
+    require_pydantic()
+
+    from rabbitllm.server.embeddings import checked_embedding
+    from rabbitllm.server.schemas import Embedding, parsed
+
     body = parsed(Embedding, {name: value for name, value in task.body.items() if value is not None})
     return checked_embedding(body, builder.tokenizer, builder.limits, builder.width, max_inputs=None)
 

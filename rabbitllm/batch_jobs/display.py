@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,35 +39,29 @@ class Progress:
 
 
 class JobDisplay:
-    """The progress of a batch job; see `display.region.Content`."""
+    """The progress of a batch job; see `display.region.Content`. Used from several threads, which see whole records."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._progress: Progress | None = None
         self._stats: Callable[[], BatchStats] | None = None
 
     def update(self, progress: Progress) -> None:
         """Update the durable progress."""
-        with self._lock:
-            self._progress = progress
+        self._progress = progress
 
     def watch(self, stats: Callable[[], BatchStats]) -> None:
         """Set the source of the batch's statistics."""
-        with self._lock:
-            self._stats = stats
+        self._stats = stats
 
     def rows(self, width: int) -> Sequence[Row]:
         """One row with a bar."""
-        with self._lock:
-            progress = self._progress
-        if progress is None:
+        if (progress := self._progress) is None:
             return [(("reading the input …", "dim"),)]
         return [progress_row("answering", progress.done / progress.lines, self._pieces(progress), width)]
 
     def line(self) -> str:
         """The same text without the bar."""
-        with self._lock:
-            progress = self._progress
+        progress = self._progress
         return "reading the input" if progress is None else plain_line("answering", self._pieces(progress))
 
     def _pieces(self, progress: Progress) -> list[LinePiece]:
@@ -137,13 +130,6 @@ def put_end(console: Console, out: Path, progress: Progress) -> None:
 
 def record(out: Path, model: str, progress: Progress) -> dict[str, Any]:
     """The record for `--json`."""
-    return {
-        "model": model,
-        "output": str(out),
-        "lines": progress.lines,
-        "errors": progress.errors,
-        "resumed": progress.resumed,
-        "prompt_tokens": progress.prompt_tokens,
-        "new_tokens": progress.new_tokens,
-        "seconds": round(progress.seconds, 3),
-    }
+    counts = asdict(progress)
+    del counts["done"]  # all of the lines
+    return {"model": model, "output": str(out), **counts, "seconds": round(progress.seconds, 3)}

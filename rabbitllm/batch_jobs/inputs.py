@@ -83,8 +83,7 @@ class InputScan:
     def item(self, index: int) -> Item:
         """Read a line again."""
         self.file.seek(int(self.offsets[index]))
-        raw, _ = _line(self.file)
-        return _item(raw, int(self.numbers[index]), index, self.defaults)
+        return _item(_line(self.file), int(self.numbers[index]), index, self.defaults)
 
     def longest(self, count: int) -> tuple[int, ...]:
         """The largest estimated numbers of tokens of lines that ask for a generation, at most `count`."""
@@ -114,19 +113,16 @@ def scanned(file: BinaryIO, defaults: Defaults) -> InputScan:
     """
     digest = hashlib.blake2b(digest_size=16)
     rows = array("q")
-    number = count = 0
-    while True:
-        offset = file.tell()
-        raw, length = _line(file, digest)
-        if not length:
-            break
+    number = count = offset = 0
+    while raw := _line(file, digest):
         number += 1
-        if not raw.strip():
-            continue
-        item = _item(raw, number, count, defaults)
-        text, tokens = text_and_size(item.task)
-        rows.extend((offset, number, kind_of(item.task), tokens, hashed(text[:PREFIX_CHARACTERS]), hashed(item.key)))
-        count += 1
+        if raw.strip():
+            item = _item(raw, number, count, defaults)
+            text, tokens = text_and_size(item.task)
+            hashes = hashed(text[:PREFIX_CHARACTERS]), hashed(item.key)
+            rows.extend((offset, number, kind_of(item.task), tokens, *hashes))
+            count += 1
+        offset = file.tell()
     if not count:
         raise InputError("The input has no lines.", 'Example of a line: {"id": 1, "prompt": "What is a rabbit?"}.')
     scan = InputScan(file, defaults, digest.hexdigest(), *np.array(rows).reshape(count, -1).T)
@@ -151,19 +147,16 @@ def _item(raw: bytes, number: int, index: int, defaults: Defaults) -> Item:
     return Item(index, key, parse_task(value, index, defaults))
 
 
-def _line(file: BinaryIO, digest: Any = None) -> tuple[bytes, int]:
-    """The next line, truncated at the limit, and its full length."""
-    raw = file.readline(MAX_LINE_BYTES + 1)
-    length = len(raw)
-    if digest is not None:
-        digest.update(raw)
-    part = raw
-    while len(part) > MAX_LINE_BYTES and not part.endswith(b"\n"):  # the rest of a long line is skipped
-        part = file.readline(MAX_LINE_BYTES + 1)
-        length += len(part)
+def _line(file: BinaryIO, digest: Any = None) -> bytes:
+    """The next line, truncated at the limit."""
+    raw = b""
+    while part := file.readline(MAX_LINE_BYTES + 1):
+        raw = raw or part
         if digest is not None:
             digest.update(part)
-    return raw, length
+        if len(part) <= MAX_LINE_BYTES or part.endswith(b"\n"):  # else the rest of a long line follows, and is skipped
+            break
+    return raw
 
 
 def _refuse_duplicates(scan: InputScan) -> None:
@@ -294,30 +287,26 @@ def opened(source: Any, columns: Mapping[str, str] | None = None) -> Iterator[Bi
         InputError: the file does not exist, or is not of these formats.
         MissingPackageError: a Parquet file without pyarrow.
     """
-    if isinstance(source, str | os.PathLike):
-        path = Path(source)
-        if str(source) == STDIN:
+    with contextlib.ExitStack() as stack:
+        if not isinstance(source, str | os.PathLike):
+            if isinstance(source, Mapping) or not isinstance(source, Iterable):
+                raise InputError(
+                    f"The input is of type {type(source).__name__}; expected the path of a file, or an iterable of "
+                    "records.",
+                    'Use a file of JSON lines, or a list such as [{"prompt": "…"}].',
+                )
+            blocks = _joined(source, columns)
+        elif str(source) == STDIN:
             blocks = _blocks_of(sys.stdin.buffer)
-        elif path.suffix == PARQUET:
+        elif (path := Path(source)).suffix == PARQUET:
             blocks = _joined(_records_of_parquet(path), columns)
         else:
-            with _open_binary(path) as file:
-                if not columns and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                    yield file
-                    return
-                blocks = _joined(_records_of_lines(file, path), columns) if columns else _blocks_of(file)
-                with _spooled(blocks) as spool:
-                    yield spool
+            file = stack.enter_context(_open_binary(path))
+            if not columns and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                yield file
                 return
-    elif isinstance(source, Iterable) and not isinstance(source, Mapping):
-        blocks = _joined(source, columns)
-    else:
-        raise InputError(
-            f"The input is of type {type(source).__name__}; expected the path of a file, or an iterable of records.",
-            'Use a file of JSON lines, or a list such as [{"prompt": "…"}].',
-        )
-    with _spooled(blocks) as spool:
-        yield spool
+            blocks = _joined(_records_of_lines(file, path), columns) if columns else _blocks_of(file)
+        yield stack.enter_context(_spooled(blocks))
 
 
 def _open_binary(path: Path) -> BinaryIO:

@@ -212,16 +212,8 @@ PARTS = ("text", "image_url", "input_audio")
 MAX_KEY_CHARACTERS = 1_000
 _KINDS = ("prompt", "messages", "tokens", "continuation", "choices", "input")
 _OPTIONS = (
-    "max_tokens",
-    "max_new_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
-    "stop",
-    "n",
-    "pooling",
-    "normalise",
+    *("max_tokens", "max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop", "n"),
+    *("pooling", "normalise"),
 )
 _OF_CALLS = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_p", "max_completion_tokens"),

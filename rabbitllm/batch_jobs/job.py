@@ -41,7 +41,7 @@ from rabbitllm.engine.skeleton import read_config
 from rabbitllm.generation.kv_cache import cost_by_config
 from rabbitllm.generation.memory import cost_of_a_pass, free_memory, weight_limits
 from rabbitllm.models.library import folders_of
-from rabbitllm.store.manifest import read_manifest
+from rabbitllm.store.manifest import Manifest, read_manifest
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -129,11 +129,9 @@ def _answer(batch: BatchJob, scan: InputScan, journal: BatchJournal) -> Progress
         ready = BatchModel.load(batch.model, scan.longest(batch.limits.sequences), batch.limits)
     else:
         ready = BatchModel(batch.model)
-    if ready.weights is not None:
-        journal.check_weights(ready.weights)
-    limits = batch.limits
-    if limits.cache_bytes is None:
-        limits = replace(limits, cache_bytes=ready.cache_bytes)
+    if ready.manifest is not None:
+        journal.check_weights(digest_of(ready.manifest.source))
+    limits = replace(batch.limits, cache_bytes=batch.limits.cache_bytes or ready.cache_bytes)
     items = map(scan.item, scan.ordered(journal.missing()))
     line, ready.model.pass_line = ready.model.pass_line, None  # one row for all passes
     try:
@@ -221,14 +219,12 @@ class BatchModel:
     Attributes:
         model: a model from `AutoModel.from_pretrained`.
         cache_bytes: limit of the KV cache; None if it could not be predicted before the model was loaded.
-        folder: the split directory; None without one.
-        weights: digest of their source; None where it is not recorded.
+        manifest: of its split; None without one.
     """
 
     model: StreamedModel
     cache_bytes: int | None = None
-    folder: Path | None = None
-    weights: str | None = None
+    manifest: Manifest | None = None
 
     @classmethod
     def load(cls, request: LoadRequest, lengths: Sequence[int], limits: JobLimits) -> BatchModel:
@@ -261,8 +257,7 @@ class BatchModel:
         transformers.logging.set_verbosity_error()  # no warnings about missing kernels amid progress
         if cache_bytes is not None and limits.cache_bytes is None:  # less may be free now than was predicted
             cache_bytes = left_of(free_memory(model), cache_bytes, pass_bytes)
-        manifest = read_manifest(prepared.folder) if prepared.folder is not None else None
-        return cls(model, cache_bytes, prepared.folder, digest_of(manifest.source if manifest is not None else None))
+        return cls(model, cache_bytes, read_manifest(prepared.folder) if prepared.folder is not None else None)
 
 
 def left_of(free: int, cache_bytes: int, pass_bytes: int) -> int:
@@ -276,10 +271,8 @@ def left_of(free: int, cache_bytes: int, pass_bytes: int) -> int:
     return min(cache_bytes, max(free - pass_bytes, free // CACHE_SHARE))
 
 
-def digest_of(source: SourceIdentity | None) -> str | None:
+def digest_of(source: SourceIdentity) -> str:
     """A digest that identifies weights: of the fingerprints of their source shards."""
-    if source is None:
-        return None
     fingerprints = json.dumps(sorted(source.fingerprints.items()))
     return hashlib.blake2b(fingerprints.encode(), digest_size=16).hexdigest()
 

@@ -58,7 +58,7 @@ class BatchJournal:
         self.done = self.errors = 0
         self._weights: str | None = None
         self._offsets = array("q", [_ABSENT]) * lines
-        self._read_back(head)
+        self._read_back()
         self.resumed = self.done
         self._log = durable.Log(path)
         try:
@@ -159,14 +159,15 @@ class BatchJournal:
                     raise ResultsError(f"A line of {self.path} can no longer be read.", "Run the same command again.")
                 yield _dumped(entry["line"]).encode() + b"\n"
 
-    def _read_back(self, head: Mapping[str, Any]) -> None:
+    def _read_back(self) -> None:
         """
         Raises:
             ResultsError: the journal belongs to something else.
         """
+        if (error := _head_error(self.path, self._head)) is not None:
+            raise error
         with self.path.open("rb") as file:
-            _check_head(file.readline(), head, self.path)
-            offset = file.tell()
+            offset = len(file.readline())
             for line in file:
                 entry = _answer_in(line)
                 if entry is not None and "weights" in entry:
@@ -283,15 +284,13 @@ def opened(out: Path, lines: int, head: Mapping[str, Any], *, overwrite: bool = 
         try:
             durable.make_folder(out.parent)
             stack.enter_context(_locked(path.with_name(path.name + LOCK_SUFFIX), path))
-            if not path.exists():
-                if out.exists() and not overwrite:
-                    raise ResultsError(
-                        f"{out} already exists.",
-                        "Use another output, or pass --overwrite (overwrite=True) to replace it.",
-                    )
-                _begin(path, head)
-            elif overwrite and _is_ours(out, SUFFIX) and not _has_head(path, head):
-                _begin(path, head)
+            is_begun = path.exists()
+            if not is_begun and out.exists() and not overwrite:
+                raise ResultsError(
+                    f"{out} already exists.", "Use another output, or pass --overwrite (overwrite=True) to replace it."
+                )
+            if not is_begun or (overwrite and _is_ours(out, SUFFIX) and _head_error(path, head) is not None):
+                durable.write_whole(path, (_dumped({"journal": VERSION, "head": head}) + "\n").encode())
             journal = BatchJournal(path, lines, head)
         except OSError as error:
             raise _write_error(error, path) from error
@@ -299,37 +298,28 @@ def opened(out: Path, lines: int, head: Mapping[str, Any], *, overwrite: bool = 
         yield journal
 
 
-def _begin(path: Path, head: Mapping[str, Any]) -> None:
-    durable.write_whole(path, (_dumped({"journal": VERSION, "head": head}) + "\n").encode())
-
-
-def _has_head(path: Path, head: Mapping[str, Any]) -> bool:
-    try:
-        with path.open("rb") as file:
-            _check_head(file.readline(), head, path)
-    except ResultsError:
-        return False
-    return True
-
-
-def _check_head(line: bytes, head: Mapping[str, Any], path: Path) -> None:
+def _head_error(path: Path, head: Mapping[str, Any]) -> ResultsError | None:
+    """Why a journal cannot be continued with this head; None if it can."""
+    with path.open("rb") as file:
+        line = file.readline()
     try:
         record = json.loads(line)
         version, recorded = record["journal"], _as_parsed(record["head"])
     except (ValueError, KeyError, TypeError):
-        raise ResultsError(
+        return ResultsError(
             f"{path} is not a journal of rabbitllm batch.", "Use another output, or move that file away."
-        ) from None
+        )
     if version != VERSION:
-        raise ResultsError(
+        return ResultsError(
             f"{path} is a journal of version {version}; this version of RabbitLLM resumes {VERSION}.",
             "Use the version that started it, or --overwrite (overwrite=True) to start again.",
         )
     if differences := _differences(recorded, head):
-        raise ResultsError(
+        return ResultsError(
             f"{path} was started with other inputs or options: {'; '.join(differences)}.",
             "Use the same ones to resume, another output, or --overwrite (overwrite=True) to start again.",
         )
+    return None
 
 
 def _differences(recorded: Mapping[str, Any], head: Mapping[str, Any]) -> list[str]:

@@ -24,7 +24,7 @@ from rabbitllm.cli.arguments import (
     put_json,
     with_model_options,
 )
-from rabbitllm.cli.help import ANSWER_PANEL, HOSTS_PANEL, LIMITS_PANEL
+from rabbitllm.cli.help import answer_option, hosts_option, limits_option
 
 
 @with_model_options("fast_bfloat16")
@@ -33,62 +33,39 @@ def batch_command(
     source: Annotated[str, typer.Argument(metavar="INPUT", help="File of JSON lines, Parquet file, or - for stdin.")],
     out: Annotated[
         Path,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            rich_help_panel=ANSWER_PANEL,
-            help="File for the answers, one JSON line for each line of the input.",
+        answer_option(
+            "--output", "-o", metavar="FILE", help="File for the answers, one JSON line for each line of the input."
         ),
     ],
     max_new_tokens: Annotated[
-        int,
-        typer.Option(
-            rich_help_panel=ANSWER_PANEL, help="Maximum tokens per answer, unless the line sets its own.", min=1
-        ),
+        int, answer_option(help="Maximum tokens per answer, unless the line sets its own.", min=1)
     ] = 512,
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
     seed: SeedOption = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(rich_help_panel=ANSWER_PANEL, help="Stop text; an answer ends before it; repeatable."),
-    ] = None,
+    stop: Annotated[list[str] | None, answer_option(help="Stop text; an answer ends before it; repeatable.")] = None,
     pooling: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            rich_help_panel=ANSWER_PANEL,
-            help="Pooling of embeddings: last (hidden state of the last token) or mean.",
-        ),
+        str, answer_option(metavar="NAME", help="Pooling of embeddings: last (hidden state of the last token) or mean.")
     ] = "last",
-    normalise: Annotated[
-        bool, typer.Option("--normalise", rich_help_panel=ANSWER_PANEL, help="Scale embeddings to length 1.")
-    ] = False,
+    normalise: Annotated[bool, answer_option("--normalise", help="Scale embeddings to length 1.")] = False,
     column: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME=COLUMN",
-            rich_help_panel=ANSWER_PANEL,
-            help="Read a field from another column, e.g. prompt=question; repeatable.",
+        answer_option(
+            metavar="NAME=COLUMN", help="Read a field from another column, e.g. prompt=question; repeatable."
         ),
     ] = None,
-    sequences: Annotated[
-        int, typer.Option(rich_help_panel=LIMITS_PANEL, help="Maximum lines in one pass.", min=1)
-    ] = 256,
+    sequences: Annotated[int, limits_option(help="Maximum lines in one pass.", min=1)] = 256,
     cache_memory: Annotated[
         str | None,
-        typer.Option(
+        limits_option(
             metavar="SIZE",
-            rich_help_panel=LIMITS_PANEL,
             help="Memory for the KV cache, e.g. 8GiB; by default as much as needed, up to half of free memory.",
         ),
     ] = None,
     cache_disk: Annotated[
         str | None,
-        typer.Option(
+        limits_option(
             metavar="SIZE",
-            rich_help_panel=LIMITS_PANEL,
             help="Disk for KV caches of running lines that do not fit in memory, e.g. 40GiB; 0 for none; by default "
             "up to a quarter of free disk.",
         ),
@@ -100,12 +77,7 @@ def batch_command(
     options: ModelOptions = NO_OPTIONS,
     ray: RayOption = None,
     ray_workers: Annotated[
-        int | None,
-        typer.Option(
-            "--ray-workers",
-            rich_help_panel=HOSTS_PANEL,
-            help="With --ray: number of workers; by default one per GPU, else one per machine.",
-        ),
+        int | None, hosts_option(help="With --ray: number of workers; by default one per GPU, else one per machine.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -22,7 +22,7 @@ from rabbitllm.cli.arguments import (
     WorkersOption,
     with_model_options,
 )
-from rabbitllm.cli.help import ANSWER_PANEL
+from rabbitllm.cli.help import answer_option
 
 
 @with_model_options()
@@ -30,10 +30,7 @@ def chat_command(
     model: ModelArgument,
     system: SystemOption = None,
     max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            rich_help_panel=ANSWER_PANEL, help="Maximum tokens per answer; by default no limit but the context.", min=1
-        ),
+        int | None, answer_option(help="Maximum tokens per answer; by default no limit but the context.", min=1)
     ] = None,
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,

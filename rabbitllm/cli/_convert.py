@@ -44,8 +44,7 @@ def convert_command(
     ] = False,
     revision: RevisionOption = None,
     max_disk: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Maximum disk use, e.g. 50GiB; by default the free disk."),
+        str | None, typer.Option(metavar="SIZE", help="Maximum disk use, e.g. 50GiB; by default the free disk.")
     ] = None,
     min_free_disk: MinFreeDiskOption = "1GB",
     plot: DiskPlotOption = None,

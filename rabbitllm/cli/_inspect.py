@@ -22,8 +22,7 @@ def inspect_command(
     ] = None,
     skip: Annotated[int, typer.Option(help="Rows to skip.", min=0)] = 0,
     opcodes: Annotated[
-        bool,
-        typer.Option("--opcodes", help="Show the opcodes of the file's pickle, also of a refused one."),
+        bool, typer.Option("--opcodes", help="Show the opcodes of the file's pickle, also of a refused one.")
     ] = False,
     revision: RevisionOption = None,
     as_json: JsonOption = False,

@@ -20,7 +20,7 @@ from rabbitllm.cli.arguments import (
     put_json,
     with_model_options,
 )
-from rabbitllm.cli.help import HOSTS_PANEL, SHARDS_PANEL
+from rabbitllm.cli.help import hosts_option, shards_option
 
 
 @with_model_options("dtype", "no_split", "no_verify_checksums", "fast_bfloat16", uncompressed=True)
@@ -28,46 +28,29 @@ def pull_command(
     model: ModelArgument,
     options: ModelOptions = NO_OPTIONS,
     keep_shards: Annotated[
-        bool,
-        typer.Option(
-            "--keep-shards",
-            rich_help_panel=SHARDS_PANEL,
-            help="Download a repository's shards to the hub cache and keep them.",
-        ),
+        bool, shards_option("--keep-shards", help="Download a repository's shards to the hub cache and keep them.")
     ] = False,
     delete_original: Annotated[
-        bool,
-        typer.Option(
-            "--delete-original",
-            rich_help_panel=SHARDS_PANEL,
-            help="Delete the original checkpoint when the split is complete.",
-        ),
+        bool, shards_option("--delete-original", help="Delete the original checkpoint when the split is complete.")
     ] = False,
     min_free_disk: MinFreeDiskOption = "1GB",
     shard_transfer: Annotated[
         str,
-        typer.Option(
+        shards_option(
             metavar="NAME",
-            rich_help_panel=SHARDS_PANEL,
             help="file: a shard is downloaded, split and deleted; stream: it is split while it arrives, and is never a "
             "file; auto: the first that fits on the disk.",
         ),
     ] = "auto",
     token: Annotated[
-        str | None,
-        typer.Option(rich_help_panel=SHARDS_PANEL, help="Access token of the hub; prefer HF_TOKEN or `hf auth login`."),
+        str | None, shards_option(help="Access token of the hub; prefer HF_TOKEN or `hf auth login`.")
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only check whether the split would fit; exits with 1 if not.")
     ] = False,
     ray: RayOption = None,
     ray_tasks: Annotated[
-        int | None,
-        typer.Option(
-            "--ray-tasks",
-            rich_help_panel=HOSTS_PANEL,
-            help="With --ray: maximum shards at a time; by default one per two processors.",
-        ),
+        int | None, hosts_option(help="With --ray: maximum shards at a time; by default one per two processors.")
     ] = None,
     fit_scales: FitScalesOption = False,
     plot: DiskPlotOption = None,

@@ -34,8 +34,7 @@ def quality_command(
     problems: Annotated[
         int | None,
         typer.Option(
-            help="Held-out problems for the bundled models, a multiple of 4; by default 400, or 0 with --text.",
-            min=0,
+            help="Held-out problems for the bundled models, a multiple of 4; by default 400, or 0 with --text.", min=0
         ),
     ] = None,
     dtype: Annotated[

@@ -6,6 +6,7 @@ import contextlib
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,9 +15,7 @@ from rabbitllm.cli import exit_codes
 from rabbitllm.cli.arguments import (
     NO_OPTIONS,
     AddressOption,
-    AudioOption,
     DraftOption,
-    ImageOption,
     JsonOption,
     ModelArgument,
     ModelOptions,
@@ -28,7 +27,7 @@ from rabbitllm.cli.arguments import (
     put_json,
     with_model_options,
 )
-from rabbitllm.cli.help import ANSWER_PANEL
+from rabbitllm.cli.help import answer_option
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
@@ -37,25 +36,21 @@ if TYPE_CHECKING:
 @with_model_options()
 def run_command(
     model: ModelArgument,
-    prompt: Annotated[
-        str | None, typer.Argument(help="Prompt; text from a pipe is put before it.", show_default=False)
-    ] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Prompt; text from a pipe is put before it.")] = None,
     system: SystemOption = None,
     max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            rich_help_panel=ANSWER_PANEL, help="Maximum tokens to generate; by default 512, within the context.", min=1
-        ),
+        int | None, answer_option(help="Maximum tokens to generate; by default 512, within the context.", min=1)
     ] = None,
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
     seed: SeedOption = None,
-    raw: Annotated[
-        bool,
-        typer.Option("--raw", rich_help_panel=ANSWER_PANEL, help="Continue the prompt without the chat template."),
-    ] = False,
-    image: ImageOption = None,
-    audio: AudioOption = None,
+    raw: Annotated[bool, answer_option("--raw", help="Continue the prompt without the chat template.")] = False,
+    image: Annotated[
+        list[Path] | None, answer_option(metavar="FILE", help="Picture that comes before the prompt; repeatable.")
+    ] = None,
+    audio: Annotated[
+        list[Path] | None, answer_option(metavar="FILE", help="WAV file that comes before the prompt; repeatable.")
+    ] = None,
     draft: DraftOption = None,
     options: ModelOptions = NO_OPTIONS,
     workers: WorkersOption = 0,

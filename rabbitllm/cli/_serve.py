@@ -7,154 +7,83 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from rabbitllm.base.options import expand
 from rabbitllm.cli import exit_codes
-from rabbitllm.cli.arguments import (
-    NO_OPTIONS,
-    ExactOption,
-    ModelArgument,
-    ModelOptions,
-    with_model_options,
-)
-from rabbitllm.cli.help import CACHE_PANEL, LIMITS_PANEL, NETWORK_PANEL
+from rabbitllm.cli.arguments import NO_OPTIONS, ExactOption, ModelArgument, ModelOptions, with_model_options
+from rabbitllm.cli.help import cache_option, limits_option, network_option
 
 
 @with_model_options("verify_source", "fast_bfloat16")
 def serve_command(
     model: ModelArgument,
     host: Annotated[
-        str,
-        typer.Option(
-            metavar="HOST",
-            rich_help_panel=NETWORK_PANEL,
-            help="Address to listen on; 0.0.0.0 for all addresses of this machine.",
-        ),
+        str, network_option(metavar="HOST", help="Address to listen on; 0.0.0.0 for all addresses of this machine.")
     ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(rich_help_panel=NETWORK_PANEL, help="Port; 0 picks a free one.", min=0, max=65535)
-    ] = 8000,
+    port: Annotated[int, network_option(help="Port; 0 picks a free one.", min=0, max=65535)] = 8000,
     api_key: Annotated[
         str | None,
-        typer.Option(
+        network_option(
             metavar="KEY",
-            rich_help_panel=NETWORK_PANEL,
             help="Required API key; prefer the environment variable, which process lists do not show.",
             envvar="RABBITLLM_API_KEY",
             show_default=False,
         ),
     ] = None,
     insecure: Annotated[
-        bool,
-        typer.Option(
-            "--insecure",
-            rich_help_panel=NETWORK_PANEL,
-            help="Allow requests from other machines without a key.",
-            show_default=False,
-        ),
+        bool, network_option("--insecure", help="Allow requests from other machines without a key.")
     ] = False,
     served_name: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", rich_help_panel=NETWORK_PANEL, help="Model name in requests and responses."),
+        str | None, network_option(metavar="NAME", help="Model name in requests and responses.")
     ] = None,
     allow_origin: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="ORIGIN",
-            rich_help_panel=NETWORK_PANEL,
-            help="Allowed origin of web pages, e.g. https://example.org; * for all; repeatable.",
+        network_option(
+            metavar="ORIGIN", help="Allowed origin of web pages, e.g. https://example.org; * for all; repeatable."
         ),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="HOST",
-            rich_help_panel=NETWORK_PANEL,
-            help="Allowed Host header, e.g. llm.example.org; * for all; repeatable.",
-        ),
+        network_option(metavar="HOST", help="Allowed Host header, e.g. llm.example.org; * for all; repeatable."),
     ] = None,
-    max_running: Annotated[
-        int, typer.Option(rich_help_panel=LIMITS_PANEL, help="Maximum requests in one pass.", min=1)
-    ] = 64,
+    max_running: Annotated[int, limits_option(help="Maximum requests in one pass.", min=1)] = 64,
     max_waiting: Annotated[
-        int,
-        typer.Option(
-            rich_help_panel=LIMITS_PANEL, help="Maximum waiting requests; further ones get status 429.", min=1
-        ),
+        int, limits_option(help="Maximum waiting requests; further ones get status 429.", min=1)
     ] = 256,
     max_new_tokens: Annotated[
         int,
-        typer.Option(
-            rich_help_panel=LIMITS_PANEL,
-            help="Maximum tokens per answer, unless the request sets its own; within the context.",
-            min=1,
-        ),
+        limits_option(help="Maximum tokens per answer, unless the request sets its own; within the context.", min=1),
     ] = 4096,
     cache_memory: Annotated[
         str | None,
-        typer.Option(
-            metavar="SIZE",
-            rich_help_panel=CACHE_PANEL,
-            help="Memory for the KV cache, e.g. 4GiB; by default half of what the weights leave.",
+        cache_option(
+            metavar="SIZE", help="Memory for the KV cache, e.g. 4GiB; by default half of what the weights leave."
         ),
     ] = None,
     aside: Annotated[
         str | None,
-        typer.Option(
+        cache_option(
             metavar="SIZE",
-            rich_help_panel=CACHE_PANEL,
             help="Swap space for KV caches of preempted requests, e.g. 8GiB; 0 recomputes them; by default four times "
             "--cache-memory.",
         ),
     ] = None,
     aside_dir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            rich_help_panel=CACHE_PANEL,
-            help="Folder of the swap file; by default that of temporary files.",
-            show_default=False,
-        ),
+        Path | None, cache_option(metavar="FOLDER", help="Folder of the swap file; by default that of temporary files.")
     ] = None,
     chunk: Annotated[
-        int,
-        typer.Option(
-            rich_help_panel=LIMITS_PANEL,
-            help="Maximum prompt tokens of a request in one pass (chunked prefill).",
-            min=1,
-        ),
+        int, limits_option(help="Maximum prompt tokens of a request in one pass (chunked prefill).", min=1)
     ] = 512,
     exact: ExactOption = False,
     timeout: Annotated[
         float | None,
-        typer.Option(
-            metavar="SECONDS",
-            rich_help_panel=LIMITS_PANEL,
-            help="Maximum time of a request; by default no limit.",
-            min=0.001,
-        ),
+        limits_option(metavar="SECONDS", help="Maximum time of a request; by default no limit.", min=0.001),
     ] = None,
     grace: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS",
-            rich_help_panel=LIMITS_PANEL,
-            help="Time that running requests get to finish at shutdown.",
-            min=0,
-        ),
+        float, limits_option(metavar="SECONDS", help="Time that running requests get to finish at shutdown.", min=0)
     ] = 30.0,
-    max_body: Annotated[
-        str, typer.Option(metavar="SIZE", rich_help_panel=LIMITS_PANEL, help="Maximum size of a request body.")
-    ] = "4MiB",
+    max_body: Annotated[str, limits_option(metavar="SIZE", help="Maximum size of a request body.")] = "4MiB",
     media_dir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            rich_help_panel=NETWORK_PANEL,
-            help="Folder that file: URLs may read; by default none.",
-            show_default=False,
-        ),
+        Path | None, network_option(metavar="FOLDER", help="Folder that file: URLs may read; by default none.")
     ] = None,
     options: ModelOptions = NO_OPTIONS,
 ) -> None:

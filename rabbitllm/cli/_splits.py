@@ -10,21 +10,13 @@ from typing import Annotated
 import typer
 
 from rabbitllm.cli import exit_codes
-from rabbitllm.cli.arguments import (
-    FolderOption,
-    JsonOption,
-    ModelArgument,
-    RevisionOption,
-    WhichSplitOption,
-    put_json,
-)
+from rabbitllm.cli.arguments import FolderOption, JsonOption, ModelArgument, RevisionOption, WhichSplitOption, put_json
 from rabbitllm.store.layer_store import Verification, verify
 
 
 def ls_command(
     folders: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="FOLDER", help="Further folders to search, with their subfolders."),
+        list[Path] | None, typer.Argument(metavar="FOLDER", help="Further folders to search, with their subfolders.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -52,10 +44,7 @@ def ls_command(
 
 
 def show_command(
-    model: ModelArgument,
-    folder: FolderOption = None,
-    revision: RevisionOption = None,
-    as_json: JsonOption = False,
+    model: ModelArgument, folder: FolderOption = None, revision: RevisionOption = None, as_json: JsonOption = False
 ) -> None:
     """Show a model's architecture, size and splits.
 

@@ -7,26 +7,14 @@ import sys
 from dataclasses import replace
 from typing import Annotated
 
-import typer
-
-from rabbitllm.cli.arguments import (
-    NO_OPTIONS,
-    ModelArgument,
-    ModelOptions,
-    with_model_options,
-)
-from rabbitllm.cli.help import HOSTS_PANEL
+from rabbitllm.cli.arguments import NO_OPTIONS, ModelArgument, ModelOptions, with_model_options
+from rabbitllm.cli.help import hosts_option
 
 
 @with_model_options("dtype", "max_disk", "sequential", "verify_source", "fast_bfloat16")
 def worker_command(
     model: ModelArgument,
-    join: Annotated[
-        str,
-        typer.Option(
-            metavar="HOST:PORT", rich_help_panel=HOSTS_PANEL, help="Address of the first process.", show_default=False
-        ),
-    ],
+    join: Annotated[str, hosts_option(metavar="HOST:PORT", help="Address of the first process.")],
     options: ModelOptions = NO_OPTIONS,
 ) -> None:
     """Compute a span of layers for a run or chat on another host.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
-from rabbitllm.cli.help import ANSWER_PANEL, HOSTS_PANEL, MODEL_PANEL, RARE_PANEL, SAMPLING_PANEL
+from rabbitllm.cli.help import answer_option, hosts_option, model_option, rare_option, sampling_option
 
 if TYPE_CHECKING:
     from rabbitllm.auto_model import LoadRequest
@@ -48,206 +48,65 @@ ModelArgument = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")]
 FolderOption = Annotated[
     Path | None,
-    typer.Option(
+    model_option(
         "--dir",
         metavar="FOLDER",
-        rich_help_panel=MODEL_PANEL,
         help="Where the split directory is; by default the checkpoint's folder, for a repository RABBITLLM_HOME.",
     ),
 ]
-MemoryOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="DEVICE=SIZE",
-        rich_help_panel=MODEL_PANEL,
-        help="Memory for weights, e.g. cpu=24GiB or 0=14GiB; repeatable; by default the free memory.",
-    ),
-]
-DeviceOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DEVICE",
-        rich_help_panel=MODEL_PANEL,
-        help="cuda:N, cpu, or auto for all GPUs; by default the first GPU, else the CPU.",
-    ),
-]
-RevisionOption = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", rich_help_panel=MODEL_PANEL, help="Branch, tag or commit of a repository."),
-]
-TrustOption = Annotated[
-    bool,
-    typer.Option(
-        "--trust-remote-code", rich_help_panel=RARE_PANEL, help="Run Python code that the repository contains."
-    ),
-]
-FastOption = Annotated[
-    bool,
-    typer.Option(
-        "--fast-bfloat16",
-        rich_help_panel=RARE_PANEL,
-        help="Use this package's bfloat16 kernel where it is faster than torch's; results differ in the last bits.",
-    ),
-]
-NoVerifyOption = Annotated[
-    bool,
-    typer.Option(
-        "--no-verify-checksums",
-        rich_help_panel=RARE_PANEL,
-        help="Do not compare layer files with their checksums.",
-    ),
-]
-DtypeOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DTYPE",
-        rich_help_panel=MODEL_PANEL,
-        help="float32, bfloat16 or float16; by default the checkpoint's.",
-    ),
-]
-
+RevisionOption = Annotated[str | None, model_option(metavar="NAME", help="Branch, tag or commit of a repository.")]
 DequantizeOption = Annotated[
     bool, typer.Option("--exact", help="On the CPU, dequantize weights instead of multiplying by codes.")
 ]
 
 # sharing of passes
 ExactOption = Annotated[
-    bool,
-    typer.Option(
-        "--exact",
-        rich_help_panel=RARE_PANEL,
-        help="Compute each request separately, bit-identical to running alone; slower.",
-    ),
+    bool, rare_option("--exact", help="Compute each request separately, bit-identical to running alone; slower.")
 ]
 
 # processes that compute a model together
 WorkersOption = Annotated[
-    int,
-    typer.Option(
-        rich_help_panel=HOSTS_PANEL,
-        help="Number of `rabbitllm worker` processes that compute a part of the layers each.",
-        min=0,
-    ),
+    int, hosts_option(help="Number of `rabbitllm worker` processes that compute a part of the layers each.", min=0)
 ]
 AddressOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="HOST:PORT",
-        rich_help_panel=HOSTS_PANEL,
-        help="With --workers: address of this process, which workers join.",
-    ),
+    str | None, hosts_option(metavar="HOST:PORT", help="With --workers: address of this process, which workers join.")
 ]
 
 # splitting
 _CHOICES = "none, 8bit, 4bit, 4bit-double, or auto"
-CompressionOption = Annotated[
-    str,
-    typer.Option(metavar="NAME", rich_help_panel=MODEL_PANEL, help=f"{_CHOICES} (chooses bits for each tensor)."),
-]
-CompressionHereOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        rich_help_panel=MODEL_PANEL,
-        help=f"{_CHOICES}; by default that of an existing split, else none.",
-    ),
-]
-WhichSplitOption = Annotated[
-    str | None, typer.Option(metavar="NAME", help=f"Compression of the split: {_CHOICES}.", show_default=False)
-]
-SequentialOption = Annotated[
-    bool,
-    typer.Option(
-        "--sequential",
-        rich_help_panel=MODEL_PANEL,
-        help="While splitting, delete each used shard, also shards of a local checkpoint.",
-    ),
-]
-NoSplitOption = Annotated[
-    bool,
-    typer.Option("--no-split", rich_help_panel=MODEL_PANEL, help="Read the original shards directly; write nothing."),
-]
-VerifySourceOption = Annotated[
-    bool,
-    typer.Option(
-        "--verify-source",
-        rich_help_panel=RARE_PANEL,
-        help="Read the shards and compare them with their recorded checksums.",
-    ),
-]
+CompressionOption = Annotated[str, model_option(metavar="NAME", help=f"{_CHOICES} (chooses bits for each tensor).")]
+WhichSplitOption = Annotated[str | None, typer.Option(metavar="NAME", help=f"Compression of the split: {_CHOICES}.")]
+NoSplitOption = Annotated[bool, model_option("--no-split", help="Read the original shards directly; write nothing.")]
 FitScalesOption = Annotated[
     bool,
-    typer.Option(
-        "--fit-scales",
-        rich_help_panel=RARE_PANEL,
-        help="With 4bit or 4bit-double: search for the scales with the least error; slower to split.",
+    rare_option(
+        "--fit-scales", help="With 4bit or 4bit-double: search for the scales with the least error; slower to split."
     ),
 ]
-MaxDiskOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        rich_help_panel=MODEL_PANEL,
-        help="Maximum size of layer files and downloads, e.g. 50GiB; by default the free disk.",
-    ),
-]
-MinFreeDiskOption = Annotated[
-    str, typer.Option(metavar="SIZE", rich_help_panel=MODEL_PANEL, help="Disk space that must stay free.")
-]
+MinFreeDiskOption = Annotated[str, model_option(metavar="SIZE", help="Disk space that must stay free.")]
 DiskPlotOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Plot disk use over time to this file (.png, .svg or .pdf).")
 ]
 
 # the machines that do the work
 RayOption = Annotated[
-    str | None,
-    typer.Option(
-        "--ray",
-        metavar="ADDRESS",
-        rich_help_panel=HOSTS_PANEL,
-        help="Run on a Ray cluster: HOST:PORT of its head node, or auto.",
-    ),
+    str | None, hosts_option(metavar="ADDRESS", help="Run on a Ray cluster: HOST:PORT of its head node, or auto.")
 ]
 
 # generation
-SystemOption = Annotated[str | None, typer.Option(rich_help_panel=ANSWER_PANEL, help="System prompt.")]
-ImageOption = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--image",
-        metavar="FILE",
-        rich_help_panel=ANSWER_PANEL,
-        help="Picture that comes before the prompt; repeatable.",
-        show_default=False,
-    ),
-]
-AudioOption = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--audio",
-        metavar="FILE",
-        rich_help_panel=ANSWER_PANEL,
-        help="WAV file that comes before the prompt; repeatable.",
-        show_default=False,
-    ),
-]
+SystemOption = Annotated[str | None, answer_option(help="System prompt.")]
 DraftOption = Annotated[
     str | None,
-    typer.Option(
+    answer_option(
         metavar="MODEL",
-        rich_help_panel=ANSWER_PANEL,
         help="A small model with the same vocabulary proposes tokens, and a pass checks several of them; ngram takes "
         "those that followed the same words before.",
         autocompletion=complete_model,
     ),
 ]
-TemperatureOption = Annotated[
-    float | None, typer.Option(rich_help_panel=SAMPLING_PANEL, help="Sampling temperature; 0, the default, is greedy.")
-]
-TopPOption = Annotated[
-    float | None, typer.Option(rich_help_panel=SAMPLING_PANEL, help="Nucleus sampling threshold, above 0 and up to 1.")
-]
-SeedOption = Annotated[int | None, typer.Option(rich_help_panel=SAMPLING_PANEL, help="Random seed.")]
+TemperatureOption = Annotated[float | None, sampling_option(help="Sampling temperature; 0, the default, is greedy.")]
+TopPOption = Annotated[float | None, sampling_option(help="Nucleus sampling threshold, above 0 and up to 1.")]
+SeedOption = Annotated[int | None, sampling_option(help="Random seed.")]
 
 
 def limits_of(words: list[str] | None) -> dict[int | str, int | str] | None:
@@ -273,19 +132,56 @@ def limits_of(words: list[str] | None) -> dict[int | str, int | str] | None:
 class ModelOptions:
     """The options that the commands share which run a model, declared once; `with_model_options` adds them."""
 
-    compression: CompressionHereOption = None
-    device: DeviceOption = None
-    max_memory: MemoryOption = None
-    dtype: DtypeOption = None
+    compression: Annotated[
+        str | None, model_option(metavar="NAME", help=f"{_CHOICES}; by default that of an existing split, else none.")
+    ] = None
+    device: Annotated[
+        str | None,
+        model_option(
+            metavar="DEVICE", help="cuda:N, cpu, or auto for all GPUs; by default the first GPU, else the CPU."
+        ),
+    ] = None
+    max_memory: Annotated[
+        list[str] | None,
+        model_option(
+            metavar="DEVICE=SIZE",
+            help="Memory for weights, e.g. cpu=24GiB or 0=14GiB; repeatable; by default the free memory.",
+        ),
+    ] = None
+    dtype: Annotated[
+        str | None, model_option(metavar="DTYPE", help="float32, bfloat16 or float16; by default the checkpoint's.")
+    ] = None
     folder: FolderOption = None
-    max_disk: MaxDiskOption = None
-    sequential: SequentialOption = False
+    max_disk: Annotated[
+        str | None,
+        model_option(
+            metavar="SIZE", help="Maximum size of layer files and downloads, e.g. 50GiB; by default the free disk."
+        ),
+    ] = None
+    sequential: Annotated[
+        bool,
+        model_option(
+            "--sequential", help="While splitting, delete each used shard, also shards of a local checkpoint."
+        ),
+    ] = False
     no_split: NoSplitOption = False
-    verify_source: VerifySourceOption = False
+    verify_source: Annotated[
+        bool, rare_option("--verify-source", help="Read the shards and compare them with their recorded checksums.")
+    ] = False
     revision: RevisionOption = None
-    trust_remote_code: TrustOption = False
-    no_verify_checksums: NoVerifyOption = False
-    fast_bfloat16: FastOption = False
+    trust_remote_code: Annotated[
+        bool, rare_option("--trust-remote-code", help="Run Python code that the repository contains.")
+    ] = False
+    no_verify_checksums: Annotated[
+        bool, rare_option("--no-verify-checksums", help="Do not compare layer files with their checksums.")
+    ] = False
+    fast_bfloat16: Annotated[
+        bool,
+        rare_option(
+            "--fast-bfloat16",
+            help="Use this package's bfloat16 kernel where it is faster than torch's; results differ in the last bits.",
+        ),
+    ] = False
 
     def request(
         self,

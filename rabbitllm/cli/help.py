@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+from typer import Option
 from typer.core import TyperCommand, TyperGroup
 
 MODEL_PANEL, ANSWER_PANEL, SAMPLING_PANEL, SHARDS_PANEL = "Model and split", "Prompt and answer", "Sampling", "Shards"
@@ -14,6 +16,17 @@ PANELS = (
     *(LIMITS_PANEL, NETWORK_PANEL, HOSTS_PANEL, OTHER_PANEL, RARE_PANEL),
 )
 """In the order of the help. A command whose options are of one panel has no panels."""
+
+model_option = partial(Option, rich_help_panel=MODEL_PANEL)
+answer_option = partial(Option, rich_help_panel=ANSWER_PANEL)
+sampling_option = partial(Option, rich_help_panel=SAMPLING_PANEL)
+shards_option = partial(Option, rich_help_panel=SHARDS_PANEL)
+cache_option = partial(Option, rich_help_panel=CACHE_PANEL)
+limits_option = partial(Option, rich_help_panel=LIMITS_PANEL)
+network_option = partial(Option, rich_help_panel=NETWORK_PANEL)
+hosts_option = partial(Option, rich_help_panel=HOSTS_PANEL)
+rare_option = partial(Option, rich_help_panel=RARE_PANEL)
+"""`typer.Option`, one for each panel; an option that names no panel stands in `OTHER_PANEL`."""
 
 
 NEVER_SUGGESTED = {"--delete-original", "--sequential", "--overwrite", "--only-copy", "--yes"}

@@ -93,22 +93,17 @@ class Answerer:
             RabbitLLMError: see `pull` and `AutoModel.from_pretrained`.
         """
         from rabbitllm.batch_jobs.job import BatchModel
-        from rabbitllm.store.manifest import read_manifest
 
         job = self._with_its_share()
         loaded = BatchModel.load(job.request, job.longest, job.limits)
         self._model = loaded.model
         self._model.pass_line = None
         self._limits = replace(job.limits, cache_bytes=loaded.cache_bytes)
-        manifest = read_manifest(loaded.folder) if loaded.folder is not None else None
-        return WorkerInfo(
-            socket.gethostname(),
-            os.getpid(),
-            manifest.source if manifest is not None else None,
-            manifest.compression if manifest is not None else None,
-            f"{str(self._model.dtype).removeprefix('torch.')} on {self._model.device.type}",
-            manifest.chosen if manifest is not None else None,
-        )
+        computes = f"{str(self._model.dtype).removeprefix('torch.')} on {self._model.device.type}"
+        process = socket.gethostname(), os.getpid()
+        if (split := loaded.manifest) is None:
+            return WorkerInfo(*process, None, None, computes)
+        return WorkerInfo(*process, split.source, split.compression, computes, split.chosen)
 
     def answer(self, items: Sequence[Item]) -> Generator[list[BatchAnswer]]:
         """Answers to lines, in groups that are complete at the same time; see `answers.answered`."""

@@ -48,14 +48,6 @@ class Node:
     gpus: int
 
 
-def check_installed() -> None:
-    """
-    Raises:
-        MissingPackageError: Ray is not installed.
-    """
-    require_package("--ray needs", "ray", "ray")
-
-
 def say(line: str) -> None:
     """Print a progress message: a cluster takes seconds to start, and its workers some more."""
     print(line, file=sys.stderr, flush=True)
@@ -75,7 +67,7 @@ def connected(address: str) -> Iterator[list[Node]]:
         OptionError: the address is malformed.
         ClusterError: there is no answer from it.
     """
-    check_installed()
+    require_package("--ray needs", "ray", "ray")
     import ray
 
     if ray.is_initialized():

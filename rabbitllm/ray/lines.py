@@ -53,8 +53,8 @@ def answering_on(
             chunks = in_chunks(order, pool.workers, limits.sequences)
 
             def check(about: WorkerInfo) -> None:
-                if (weights := digest_of(about.source)) is not None:
-                    journal.check_weights(weights)
+                if about.source is not None:
+                    journal.check_weights(digest_of(about.source))
 
             yield from RayAnswers(pool, job, check=check).answered(chunks, scan.item)
 

@@ -153,7 +153,10 @@ class RayShardExecutor:
         finally:
             if in_work:
                 self._lease.end()
-                _wait_for_end([*in_work])
+                # not cancelled: Ray 2.60 was seen to abort the process that cancels a task whose result is just
+                # arriving ("Tried to complete task that was not pending")
+                with contextlib.suppress(Exception):  # the error that led here is the one to report
+                    ray.wait([*in_work], num_returns=len(in_work), timeout=STOP_SECONDS)
 
 
 def _call(fill: Fill, *arguments: Any) -> ShardChecksums:
@@ -175,19 +178,6 @@ def _result(reference: Any, shard: PlannedShard) -> ShardChecksums:
             "(--ray-tasks). The same call resumes.",
         ) from error
     return sums
-
-
-def _wait_for_end(references: Sequence[Any]) -> None:
-    """Wait until tasks whose lease is revoked have ended.
-
-    They are not cancelled: Ray 2.60 was seen to abort the process that cancels a task whose result is just arriving
-    ("Tried to complete task that was not pending").
-    """
-    if references:
-        import ray
-
-        with contextlib.suppress(Exception):  # the error that led here is the one to report
-            ray.wait(list(references), num_returns=len(references), timeout=STOP_SECONDS)
 
 
 def pull_on(address: str, request: LoadRequest, at_once: int | None = None) -> Pulled:

@@ -122,10 +122,6 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 def routes(service: Service) -> list[BaseRoute]:
     """All routes: the interface, and the page's files."""
-    return [*_routes(service), *(Route(f"/{path}", _page_file(*entry)) for path, entry in PAGE.items())]
-
-
-def _routes(service: Service) -> list[BaseRoute]:
     settings = service.settings
 
     async def body_of(request: Request) -> Any:
@@ -164,17 +160,12 @@ def _routes(service: Service) -> list[BaseRoute]:
         body = parsed(Embedding, await body_of(request))
         service.check_name(body.model)
         if service.embedder is None:
-            raise APIError(
-                NOT_FOUND,
-                f"This model has no embeddings: {NO_RECIPE}.",
-                code="no_embeddings",
-            )
+            raise APIError(NOT_FOUND, f"This model has no embeddings: {NO_RECIPE}.", code="no_embeddings")
         embedder = service.embedder
         checked = await service.encoded(
             lambda: checked_embedding(body, service.tokenizer, service.limits, embedder.width)
         )
-        work = asyncio.ensure_future(embedder.embed(checked.inputs))
-        vectors = await unless_disconnected(work, request.receive, work.cancel)
+        vectors = await unless_disconnected(embedder.embed(checked.inputs), request.receive)
         return JsonResponse(embedding_object(checked, vectors, settings.name))
 
     async def health(request: Request) -> Response:
@@ -197,6 +188,7 @@ def _routes(service: Service) -> list[BaseRoute]:
         Route("/health", health),
         Route("/status", status),
         Route("/metrics", metrics),
+        *(Route(f"/{path}", _page_file(*entry)) for path, entry in PAGE.items()),
     ]
 
 
@@ -210,11 +202,7 @@ async def _generated(
 ) -> Response:
     """The answer to requests of the batch, whole or as a stream; they are cancelled when the client disconnects."""
     record = _record(request)
-    inbox = Inbox(
-        len(call.requests),
-        keep_tokens=call.top_logprobs is not None,
-        watch=service.metrics.watch(),
-    )
+    inbox = Inbox(keep_tokens=call.top_logprobs is not None, watch=service.metrics.watch())
     submission = Submission(service.batch, call.requests, inbox)
 
     def over(stayed: bool) -> None:
@@ -223,8 +211,8 @@ async def _generated(
         record.finished = submission.ends()
 
     if not body.stream:
-        work = asyncio.ensure_future(whole(submission, builder, choices))
         try:
+            work = whole(submission, builder, choices)
             return JsonResponse(await unless_disconnected(work, request.receive, submission.cancel))
         finally:
             over(True)

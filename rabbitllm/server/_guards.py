@@ -138,13 +138,7 @@ class RequestLog:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1000})
-            return
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+        """See ASGI; the server is run without web sockets and lifespan events, so every scope is of a request."""
         path = scope["path"]
         record = Record(request_id(Headers(scope=scope).get("x-request-id")), f"{scope['method']} {path}")
         scope[SCOPE_KEY] = record
@@ -212,13 +206,10 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        api_error = self._refused(scope) if scope["type"] == "http" else None
-        if api_error is None:
+        if (api_error := self._refused(scope)) is None:
             await self._app(scope, receive, send)
             return
-        record: Record | None = scope.get(SCOPE_KEY)
-        if record is not None:
-            record.error = api_error.code
+        scope[SCOPE_KEY].error = api_error.code
         await _read_off(receive)
         await response_of(api_error)(scope, receive, send)
 

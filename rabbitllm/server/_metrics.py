@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from bisect import bisect_left
@@ -59,11 +60,9 @@ def _escaped(text: str, *, quoted: bool = False) -> str:
 
 
 def _number(value: float) -> str:
-    if value != value:
-        return "NaN"
-    if value in (float("inf"), float("-inf")):
-        return "+Inf" if value > 0 else "-Inf"
-    return str(int(value)) if value == int(value) and abs(value) < 1e15 else repr(float(value))
+    if value == math.inf:
+        return "+Inf"
+    return str(int(value)) if abs(value) < 1e15 and value == int(value) else repr(float(value))
 
 
 class Counts:
@@ -116,7 +115,7 @@ class Histogram:
             counts, total = list(self._counts), self._sum
         samples: list[tuple[str, Mapping[str, str], float]] = []
         below = 0
-        for bound, count in zip((*self._bounds, float("inf")), counts, strict=True):
+        for bound, count in zip((*self._bounds, math.inf), counts, strict=True):
             below += count
             samples.append(("_bucket", {"le": _number(bound)}, below))
         samples += [("_sum", {}, total), ("_count", {}, below)]
@@ -156,13 +155,9 @@ class Metrics:
 
     def families(self, stats: BatchStats, model: str) -> list[Family]:
         """All metrics."""
+        about = {"version": __version__, "model": model}
         return [
-            Family(
-                "rabbitllm_info",
-                "gauge",
-                "Version and model of this server.",
-                [("", {"version": __version__, "model": model}, 1)],
-            ),
+            Family("rabbitllm_info", "gauge", "Version and model of this server.", [("", about, 1)]),
             self.requests.family("rabbitllm_http_requests_total", "Answered HTTP requests."),
             self.open.family("rabbitllm_http_requests_open", "Open HTTP requests.", "gauge"),
             self.left.family(

@@ -17,9 +17,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -41,6 +41,7 @@ HEADERS = {
 }
 NO_RETRY = {"x-should-retry": "false"}
 """Header against automatic retries by clients: another attempt would take as long."""
+_Done = TypeVar("_Done")
 ChoiceEvents = list[tuple[int, Event]]
 
 
@@ -65,14 +66,12 @@ class Inbox:
     it. The loop is woken once, however many events arrive meanwhile.
 
     Args:
-        choices: number of requests.
         keep_tokens: whether to keep tokens as well as text.
         watch: called with the choice, the event and `time.perf_counter()`, in the batch's thread.
     """
 
     def __init__(
         self,
-        choices: int,
         *,
         keep_tokens: bool = True,
         watch: Callable[[int, Event, float], None] = lambda choice, event, now: None,
@@ -80,10 +79,8 @@ class Inbox:
         self._loop = asyncio.get_running_loop()
         self._has_events = asyncio.Event()
         self._lock = threading.Lock()
-        self._texts: list[list[str]] = [[] for _ in range(choices)]
-        self._tokens: list[list[TokenLogprob]] = [[] for _ in range(choices)]
+        self._deltas: dict[int, tuple[list[str], list[TokenLogprob]]] = {}
         self._ends: ChoiceEvents = []
-        self._waiting: dict[int, None] = {}
         self._is_woken = False
         self._keep_tokens = keep_tokens
         self._watch = watch
@@ -97,10 +94,10 @@ class Inbox:
         self._watch(choice, event, time.perf_counter())
         with self._lock:
             if isinstance(event, Delta):
-                self._texts[choice].append(event.text)
+                texts, tokens = self._deltas.setdefault(choice, ([], []))
+                texts.append(event.text)
                 if self._keep_tokens:
-                    self._tokens[choice] += event.tokens
-                self._waiting[choice] = None
+                    tokens += event.tokens
             else:
                 self._ends.append((choice, event))
             wake, self._is_woken = not self._is_woken, True
@@ -114,17 +111,12 @@ class Inbox:
         """
         await self._has_events.wait()
         with self._lock:
-            events: ChoiceEvents = []
-            for choice in self._waiting:
-                events.append((choice, Delta("".join(self._texts[choice]), tuple(self._tokens[choice]))))
-                self._texts[choice].clear()
-                self._tokens[choice].clear()
-            events += self._ends
-            self._waiting.clear()
-            self._ends = []
+            deltas, self._deltas = self._deltas, {}
+            ends, self._ends = self._ends, []
             self._is_woken = False
             self._has_events.clear()
-        return events
+        joined = {choice: Delta("".join(texts), tuple(tokens)) for choice, (texts, tokens) in deltas.items()}
+        return [*joined.items(), *ends]
 
 
 class Submission:
@@ -287,9 +279,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Write until the end, or until the client stops reading."""
-        writing = asyncio.ensure_future(self._write(send))
         with contextlib.suppress(ClientDisconnect):
-            await unless_disconnected(writing, receive, lambda: self._on_end(self._stayed))
+            await unless_disconnected(self._write(send), receive, lambda: self._on_end(self._stayed))
 
     async def _write(self, send: Send) -> None:
         with contextlib.suppress(TimeoutError, OSError):
@@ -330,7 +321,9 @@ async def _next(frames: AsyncIterator[bytes]) -> bytes:
     return b""
 
 
-async def unless_disconnected(work: asyncio.Future[Any], receive: Receive, on_end: Callable[[], object]) -> Any:
+async def unless_disconnected(
+    work: Coroutine[Any, Any, _Done], receive: Receive, on_end: Callable[[], object] = lambda: None
+) -> _Done:
     """The result of the work, unless the client disconnects first; the body must have been read before.
 
     Args:
@@ -341,17 +334,17 @@ async def unless_disconnected(work: asyncio.Future[Any], receive: Receive, on_en
     Raises:
         ClientDisconnect: the client has disconnected.
     """
-    leaving = asyncio.ensure_future(_disconnected(receive))
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
-        await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            return work.result()
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
         raise ClientDisconnect
     finally:
         on_end()
         leaving.cancel()
-        work.cancel()
-        await asyncio.gather(work, leaving, return_exceptions=True)
+        working.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:

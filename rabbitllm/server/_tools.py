@@ -51,6 +51,12 @@ class ParsedToolCall:
     arguments: str
 
 
+def next_mark(text: str, marks: Collection[str]) -> tuple[int, str]:
+    """Where the first of some marks begins, and the mark; if there is none, where one may begin at the end, and ""."""
+    positions = [(position, mark) for mark in marks if (position := text.find(mark)) >= 0]
+    return min(positions) if positions else (len(text) - begun(text, marks), "")
+
+
 class CallReader:
     """Splits an answer into text and tool calls, delta by delta.
 
@@ -103,22 +109,15 @@ class CallReader:
 
     def _certain(self) -> int:
         """How much of the pending text belongs to no call, as far as to the next mark."""
-        pending = self._pending
         if self._closing is not None:
-            position = pending.find(self._closing)
-            if position < 0:
-                return len(pending) - begun(pending, (self._closing,))
-            position, self._closing = position + len(self._closing), None
-            return position
-        marks = (*MARKERS, *self._closing_of)
-        positions = [(position, mark) for mark in marks if (position := pending.find(mark)) >= 0]
-        if not positions:
-            return len(pending) - begun(pending, marks)
-        position, mark = min(positions)
+            position, mark = next_mark(self._pending, (self._closing,))
+            self._closing = None if mark else self._closing
+            return position + len(mark)
+        position, mark = next_mark(self._pending, (*MARKERS, *self._closing_of))
         if mark in MARKERS:
             self._calling = True
             return position
-        self._closing = self._closing_of[mark]
+        self._closing = self._closing_of.get(mark)
         return position + len(mark)
 
     def end(self) -> tuple[str, tuple[ParsedToolCall, ...]]:

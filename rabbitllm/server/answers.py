@@ -210,15 +210,10 @@ class ChatChoices(_Choices):
     def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if self._call.top_logprobs is None:
             return None
-        content = [
-            self._entry(chosen.token, chosen.logprob)
-            | {
-                "top_logprobs": [
-                    self._entry(top.token, top.logprob) for top in chosen.top_logprobs[: self._call.top_logprobs]
-                ]
-            }
-            for chosen in self._without_end(tokens)
-        ]
+        content = []
+        for chosen in self._without_end(tokens):
+            top = [self._entry(other.token, other.logprob) for other in chosen.top_logprobs[: self._call.top_logprobs]]
+            content.append(self._entry(chosen.token, chosen.logprob) | {"top_logprobs": top})
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:

@@ -7,8 +7,10 @@ A message goes to the client. It never contains a path of this machine or any pa
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jinja2
@@ -26,17 +28,16 @@ _ERROR_TYPES = {
     UNAUTHORISED: "authentication_error",
     FORBIDDEN: "permission_error",
     BUSY: "rate_limit_error",
-    BROKEN: "server_error",
-    CLOSING: "server_error",
     TOO_LATE: "timeout_error",
     TIMED_OUT: "timeout_error",
 }
 
 
+@dataclass(eq=False)
 class APIError(Exception):
     """A request that is answered with an error.
 
-    Args:
+    Attributes:
         status: the HTTP status.
         message: the value found, and the value expected.
         param: the field of the request at fault.
@@ -44,21 +45,14 @@ class APIError(Exception):
         headers: headers of the response.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.headers = dict(headers or {})
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
     def as_object(self) -> dict[str, Any]:
         """For `json.dumps`."""
@@ -70,7 +64,16 @@ def bad(
     message: str, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
 ) -> APIError:
     """The error for an invalid request."""
-    return APIError(BAD_REQUEST, message, param=param, code=code, headers=headers)
+    return APIError(BAD_REQUEST, message, param, code, headers)
+
+
+@contextlib.contextmanager
+def bad_options(param: str | None = None, code: str | None = None) -> Iterator[None]:
+    """Answer an `OptionError` that is raised inside as an invalid request, without its advice for the command line."""
+    try:
+        yield
+    except OptionError as error:
+        raise bad(error.problem, param, code) from None
 
 
 def unsupported(message: str, param: str) -> APIError:

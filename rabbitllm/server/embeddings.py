@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rabbitllm.errors import InvalidIndexError, OptionError
+from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.bounded import decode_json, read_json
 from rabbitllm.generation.request import ModelLimits
 from rabbitllm.generation.scoring.micro_batches import TextLayout
 from rabbitllm.generation.scoring.score import layout_of
-from rabbitllm.server.api_error import bad
+from rabbitllm.server.api_error import bad, bad_options
 from rabbitllm.server.requests import list_prompts, token_ids
 from rabbitllm.server.schemas import Embedding
 from rabbitllm.telemetry.passes import PassInput
@@ -197,10 +197,8 @@ def checked_embedding(
     inputs = []
     for entry in entries:
         ids = token_ids(entry, tokenizer, limits, "input")
-        try:
+        with bad_options("input"):
             limits.check_ids(ids, "An input")
-        except OptionError as error:
-            raise bad(error.problem, "input") from None
         if limits.context is not None and len(ids) > limits.context:
             raise bad(
                 f"An input has {len(ids):,} tokens; the model's context has {limits.context:,}.",

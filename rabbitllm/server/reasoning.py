@@ -16,8 +16,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rabbitllm.generation.streams import begun
-from rabbitllm.server._tools import SPECIAL, CallReader, ParsedToolCall
+from rabbitllm.server._tools import SPECIAL, CallReader, ParsedToolCall, next_mark
 
 if TYPE_CHECKING:
     from rabbitllm.generation.template import ChatTemplate
@@ -152,18 +151,17 @@ class _Marks:
         reasoning = ""
         while not self._is_over:
             if self._closing is not None:
-                position = self._pending.find(self._closing)
-                if position < 0:
-                    certain = len(self._pending) - begun(self._pending, (self._closing,))
-                    return reasoning + self._take_reasoning(len(self._pending[:certain].rstrip("\n"))), ""
+                position, mark = next_mark(self._pending, (self._closing,))
                 reasoning += self._take_reasoning(len(self._pending[:position].rstrip("\n")))
+                if not mark:
+                    return reasoning, ""
                 self._pending = self._pending.lstrip("\n").removeprefix(self._closing)
                 self._closing, self._has_reasoned = None, True
             lead = self._pending.lstrip()
-            mark = next((mark for mark in self._closing_of if lead.startswith(mark)), None)
-            if mark is not None:
-                self._closing, self._begins = self._closing_of[mark], True
-                self._pending = lead.removeprefix(mark)
+            opening = next((mark for mark in self._closing_of if lead.startswith(mark)), None)
+            if opening is not None:
+                self._closing, self._begins = self._closing_of[opening], True
+                self._pending = lead.removeprefix(opening)
             elif any(mark.startswith(lead) for mark in self._closing_of):
                 return reasoning, ""  # perhaps a mark, or nothing yet
             else:
@@ -206,17 +204,12 @@ class _Channels:
     def feed(self, text: str) -> tuple[str, str]:
         self._pending += text
         while True:
-            positions = [(position, mark) for mark in CHANNEL_MARKS if (position := self._pending.find(mark)) >= 0]
-            if not positions:
-                break
-            position, mark = min(positions)
+            position, mark = next_mark(self._pending, CHANNEL_MARKS)
             self._add(self._pending[:position])
             self._pending = self._pending[position + len(mark) :]
+            if not mark:
+                return self._take_output()
             self._handle_mark(mark)
-        certain = len(self._pending) - begun(self._pending, CHANNEL_MARKS)
-        self._add(self._pending[:certain])
-        self._pending = self._pending[certain:]
-        return self._take_output()
 
     def end(self) -> tuple[str, str]:
         self._add(self._pending)

@@ -8,11 +8,19 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.terminal import harmless
-from rabbitllm.errors import MediaError, OptionError
+from rabbitllm.errors import MediaError
 from rabbitllm.generation.media import openai_part, text_of_parts
 from rabbitllm.generation.request import MAX_CHOICES, ModelLimits, Prompt, Request, Sampling
 from rabbitllm.generation.template import ChatTemplate
-from rabbitllm.server.api_error import BAD_MEDIA, PROMPT_ERRORS, UNSUPPORTED, bad, prompt_error, unsupported
+from rabbitllm.server.api_error import (
+    BAD_MEDIA,
+    PROMPT_ERRORS,
+    UNSUPPORTED,
+    bad,
+    bad_options,
+    prompt_error,
+    unsupported,
+)
 from rabbitllm.server.reasoning import TAIL_TOKENS, AnswerFormat
 from rabbitllm.server.schemas import (
     NO_LIMIT,
@@ -59,14 +67,10 @@ class CheckedCall:
 
 def _new_tokens(prompt: Prompt, max_tokens: int | None, limits: ModelLimits, settings: Settings, param: str) -> int:
     """The limit of new tokens after a prompt; `max_tokens` is the request's own, `param` its field with the prompt."""
-    try:
+    with bad_options(param):
         limits.check_ids(prompt.ids)
-    except OptionError as error:
-        raise bad(error.problem, param) from None
-    try:
+    with bad_options(param, "context_length_exceeded"):
         return limits.new_tokens(len(prompt.ids), max_tokens, settings.max_new_tokens)
-    except OptionError as error:
-        raise bad(error.problem, param, "context_length_exceeded") from None
 
 
 def _requests_of(
@@ -314,8 +318,6 @@ def token_ids(
     """
     if not isinstance(prompt, str):
         return prompt
-    try:
+    with bad_options(field, "context_length_exceeded"):
         limits.check_letters(len(prompt))
-    except OptionError as error:
-        raise bad(error.problem, field, "context_length_exceeded") from None
     return [int(token) for token in tokenizer(prompt)["input_ids"]]

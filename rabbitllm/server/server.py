@@ -110,15 +110,11 @@ class Connection(H11Protocol):
 
 def _keep_alive(connected: Any) -> None:
     """Turn on TCP keep-alive, by which the kernel detects a vanished peer."""
-    if connected is None:
-        return
-    try:
+    with contextlib.suppress(OSError):  # closed already
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE:
             if hasattr(socket, name):
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    except OSError:  # closed already
-        pass
 
 
 # Requests free blocks of all sizes in any order, so that glibc's heaps grow long after the used memory has stopped

@@ -43,7 +43,7 @@ def test_waiting_deltas_are_joined(events: list[tuple[int, str, bool]]) -> None:
     """Nothing is lost, doubled or in another order, and of each choice one piece waits at most."""
 
     async def go() -> None:
-        inbox = Inbox(3)
+        inbox = Inbox()
         texts, tokens = [""] * 3, [0] * 3
         for token, (choice, text, takes) in enumerate(events):
             inbox.put(choice, Delta(text, (TokenLogprob(token),)))
@@ -73,7 +73,7 @@ def test_waiting_deltas_are_joined(events: list[tuple[int, str, bool]]) -> None:
 
 def test_the_inbox_keeps_no_tokens_that_were_not_requested() -> None:
     async def go() -> None:
-        inbox = Inbox(1, keep_tokens=False)
+        inbox = Inbox(keep_tokens=False)
         inbox.put(0, Delta("a", (TokenLogprob(1),)))
         inbox.put(0, Delta("b", (TokenLogprob(2),)))
         assert await inbox.take() == [(0, Delta("ab", ()))]
