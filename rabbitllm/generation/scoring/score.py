@@ -39,7 +39,7 @@ from rabbitllm.generation._packed_batch import (
     grouped,
     shares_keys,
 )
-from rabbitllm.generation.kv_cache import angles_change_after, looks_ahead
+from rabbitllm.generation.kv_cache import NEVER, angles_change_after, looks_ahead
 from rabbitllm.generation.memory import cost_of_a_pass, repeated_bytes
 from rabbitllm.generation.request import ModelLimits
 from rabbitllm.generation.scoring._activation_offload import ActivationOffload, NoRoom, tensors_in
@@ -171,7 +171,7 @@ def layout_of(model: StreamedModel, *, exact: bool) -> TextLayout:
         return TextLayout.EQUAL
     if can_be_packed(model):
         return TextLayout.PACKED
-    fills = config.model_type in FILLABLE and angles_change_after(config) is None
+    fills = config.model_type in FILLABLE and angles_change_after(config) == NEVER
     return TextLayout.FILLED if fills else TextLayout.EQUAL
 
 
