@@ -47,12 +47,9 @@ class Stack:
     cached: tuple[tuple[int, ...], ...]
     form: int | None
 
-    def output_of(self, hidden: torch.Tensor) -> Any:
-        """The output of a layer with these hidden states."""
-        return _output(self.form, hidden, None)
 
-
-def _output(form: int | None, hidden: torch.Tensor, value: Any) -> Any:
+def output_of(form: int | None, hidden: torch.Tensor, value: Any = None) -> Any:
+    """The output of a layer in one of `FORMS`, with these hidden states and others of this value."""
     return hidden if form is None else (hidden, *[value] * form)
 
 
@@ -160,7 +157,7 @@ def _trial_run(model: StreamedModel, layers: Sequence[nn.Module], form: int | No
             trial.calls.append(packer.call(positional, named))
             trial.tensors.append(packer.tensors)
             trial.flowing = torch.full_like(hidden, fill)
-            return _output(form, trial.flowing, value)
+            return output_of(form, trial.flowing, value)
 
         return forward
 
