@@ -435,7 +435,9 @@ def angles_change_after(config: PretrainedConfig) -> int:
     Args:
         config: config of the text model.
     """
-    return min((_angles_change_after(config, rope) for rope in _ropes(config)), default=NEVER)
+    of_all = getattr(config, "rope_parameters", None) or {}  # or those of each kind of layers
+    ropes = [rope for rope in (of_all, *of_all.values()) if isinstance(rope, Mapping)]
+    return min((_angles_change_after(config, rope) for rope in ropes), default=NEVER)
 
 
 def _angles_change_after(config: PretrainedConfig, rope: Mapping[str, Any]) -> int:
@@ -447,12 +449,6 @@ def _angles_change_after(config: PretrainedConfig, rope: Mapping[str, Any]) -> i
     # the rotary embedding reads the first one, and Phi-3's code that drops the cache the second one
     both = (rope.get("original_max_position_embeddings"), getattr(config, "original_max_position_embeddings", None))
     return min((tokens for tokens in both if isinstance(tokens, int)), default=0)
-
-
-def _ropes(config: PretrainedConfig) -> Iterator[Mapping[str, Any]]:
-    """The settings of the rotary embeddings of all layers."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    yield from (rope for rope in (parameters, *parameters.values()) if isinstance(rope, Mapping))
 
 
 def keeps(model: StreamedModel) -> bool:
