@@ -189,8 +189,7 @@ class Session:
         check_generates(model)
         if model.config.is_encoder_decoder:
             raise ChatError(
-                "The model has an encoder; chat needs a decoder-only model.",
-                "Use model.generate from Python.",
+                "The model has an encoder; chat needs a decoder-only model.", "Use model.generate from Python."
             )
         check_options(model)
         self._model = model

@@ -440,11 +440,7 @@ def _chances_in(logits: torch.Tensor, targets: Sequence[Sequence[int]], rows: Se
 
 
 def _scored(
-    index: int,
-    request: TextRequest,
-    rows: Sequence[int],
-    chances: _Chances,
-    states: torch.Tensor | None,
+    index: int, request: TextRequest, rows: Sequence[int], chances: _Chances, states: torch.Tensor | None
 ) -> Scored:
     embedding = None
     if request.pooling is not None:
@@ -459,9 +455,5 @@ def _scored(
         return Scored(index, embedding=embedding)
     results = [chances[rows[position], target] for position, target in enumerate(request.targets, request.first)]
     return Scored(
-        index,
-        math.fsum(value for value, _ in results),
-        len(results),
-        all(is_best for _, is_best in results),
-        embedding,
+        index, math.fsum(value for value, _ in results), len(results), all(is_best for _, is_best in results), embedding
     )

@@ -21,6 +21,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,13 +33,7 @@ from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.placement import READY, Tier
 from rabbitllm.errors import BatchError, OptionError, RabbitLLMError, ScoringError, require_package
 from rabbitllm.generation._coroutines import Coroutine, Coroutines, PendingCall, RowKind, SyncPoint, called, rowwise
-from rabbitllm.generation._packed_batch import (
-    PACKABLE,
-    NotPackable,
-    can_be_packed,
-    grouped,
-    shares_keys,
-)
+from rabbitllm.generation._packed_batch import PACKABLE, NotPackable, can_be_packed, grouped, shares_keys
 from rabbitllm.generation.kv_cache import NEVER, angles_change_after, looks_ahead
 from rabbitllm.generation.memory import cost_of_a_pass, repeated_bytes
 from rabbitllm.generation.request import ModelLimits
@@ -361,19 +356,15 @@ def _pass(
             model, offload, exact=room.exact, alone=len(batches) == 1, experts_rows=limits.experts_rows
         )
 
-        def work_of(index: int, batch: MicroBatch) -> Callable[[], None]:
-            def work() -> None:
-                ids = forward.ids(batch)
-                runner.coroutines.wait_for_pass((), {"input_ids": ids})
-                with model.streamer.memory_explained():
-                    results[index] = forward(batch, ids, indices, relays[index], relays[index + 1])
-
-            return work
+        def work(index: int, batch: MicroBatch) -> None:
+            ids = forward.ids(batch)
+            runner.coroutines.wait_for_pass((), {"input_ids": ids})
+            with model.streamer.memory_explained():
+                results[index] = forward(batch, ids, indices, relays[index], relays[index + 1])
 
         try:
             with forward.installed():
-                works = (work_of(index, batch) for index, batch in enumerate(batches))
-                coroutines = [runner.coroutines.add(work) for work in works]
+                coroutines = [runner.coroutines.add(partial(work, *numbered)) for numbered in enumerate(batches)]
                 runner.run(coroutines)
         finally:
             runner.coroutines.close()
@@ -471,13 +462,8 @@ class MicroBatchRunner:
         for group in self._groups(waiting) if point.kind is RowKind.EXPERTS else [waiting]:
             for coroutine in group:
                 self._offload.take(coroutine)
-            if self.coroutines.compute_rows(point, group):
-                continue
-            if point.is_unit:
+            if not self.coroutines.compute_rows(point, group):
                 self._take_turns(point, group)
-            else:
-                for coroutine in group:
-                    self.coroutines.resume(coroutine, coroutine.pending)
 
     def _groups(self, waiting: Sequence[Coroutine]) -> list[Sequence[Coroutine]]:
         """Groups of coroutines whose rows go through a layer's experts together."""
