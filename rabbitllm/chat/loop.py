@@ -332,11 +332,8 @@ class ChatLoop:
             case "/reset":
                 self.conversation = self.conversation.emptied()
                 self._session.forget()
-                self._note(
-                    "removed all exchanges, kept the system prompt"
-                    if self.conversation.system
-                    else "removed all exchanges"
-                )
+                kept = ", kept the system prompt" if self.conversation.system else ""
+                self._note(f"removed all exchanges{kept}")
             case "/drop":
                 had = len(self.conversation.exchanges)
                 self.conversation = self.conversation.without_oldest(count_of(command.argument))

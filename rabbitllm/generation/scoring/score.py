@@ -318,13 +318,10 @@ def _layout_after(layout: TextLayout, batch: MicroBatch, error: Exception, *, so
 
 
 def _refused(batch: MicroBatch, indices: Sequence[int], error: Exception) -> Iterator[Scored]:
-    shown = (
-        error
-        if isinstance(error, RabbitLLMError)
-        else ScoringError(f"The text could not be scored: {type(error).__name__}: {error}", REMEDY)
-    )
+    if not isinstance(error, RabbitLLMError):
+        error = ScoringError(f"The text could not be scored: {type(error).__name__}: {error}", REMEDY)
     for request in batch.tasks[0].asked:
-        yield Scored(indices[request.number], tokens=len(request.targets), error=shown)
+        yield Scored(indices[request.number], tokens=len(request.targets), error=error)
 
 
 def _pass(
