@@ -392,26 +392,16 @@ class ChatLoop:
         """Show the progress of the first pass; yields callbacks for each of its units and for the first text."""
         status = self._streams.notes.status("")
         began = time.monotonic()
-        showing = False
 
         def at_unit(done: int, units: int) -> None:
-            nonlocal showing
             if self._streams.interactive and time.monotonic() - began > PATIENCE:
                 status.update(f"[dim]reading the question: {done} of {units} layers[/]")
-                if not showing:
-                    showing = True
-                    status.start()
-
-        def begin() -> None:
-            nonlocal showing
-            if showing:
-                showing = False
-                status.stop()
+                status.start()  # this and `stop` do nothing the second time
 
         try:
-            yield at_unit, begin
+            yield at_unit, status.stop
         finally:
-            begin()
+            status.stop()
 
 
 def _path(argument: str) -> Path:
