@@ -38,7 +38,7 @@ from rabbitllm.generation.kv_cache import NEVER, angles_change_after, looks_ahea
 from rabbitllm.generation.memory import cost_of_a_pass, repeated_bytes
 from rabbitllm.generation.request import ModelLimits
 from rabbitllm.generation.scoring._activation_offload import ActivationOffload, NoRoom, tensors_in
-from rabbitllm.generation.scoring._tasks import Room, Scored, ScoredText, Task, problem_of, tasks_of
+from rabbitllm.generation.scoring._tasks import Room, Scored, ScoredText, Task, check_text, tasks_of
 from rabbitllm.generation.scoring.forward import LOGITS_BYTES, Keep, PrefixHandoff, ScoringForward
 from rabbitllm.generation.scoring.micro_batches import MicroBatch, TextLayout, chains, linked, micro_batches
 from rabbitllm.storage.durable import NamelessFile
@@ -276,11 +276,11 @@ def score(
         raise BatchError("The model is busy with other requests.", "Score when these are finished.")
     valid = []
     for position, text in enumerate(texts):
-        problem = problem_of(text, limits, has_head=has_head, truncate=room.truncate)
-        if problem is None:
+        try:
+            check_text(text, limits, has_head=has_head, truncate=room.truncate)
             valid.append(position)
-        else:
-            yield Scored(text.index, tokens=len(text.continuation), error=problem)
+        except OptionError as refusal:
+            yield Scored(text.index, tokens=len(text.continuation), error=refusal)
     indices = [text.index for text in texts]
     tasks = tasks_of(texts, valid, limits.context, shared=not room.exact)
     shares = not (can_be_packed(model) and shares_keys(model))  # a layer's KV cache exists during its turn only
