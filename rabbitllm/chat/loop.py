@@ -165,16 +165,14 @@ def read_message(read_line: Callable[[str], str]) -> str:
     line = read_line(PROMPT).rstrip()
     if not line.startswith(QUOTES):
         return line
-    lines = []
-    line = line[len(QUOTES) :]
+    text = line = line[len(QUOTES) :]
     while not line.rstrip().endswith(QUOTES):
-        lines.append(line)
         try:
             line = read_line(CONTINUATION)
         except EOFError:
-            return "\n".join(lines).strip()
-    lines.append(line.rstrip().removesuffix(QUOTES))
-    return "\n".join(lines).strip()
+            return text.strip()
+        text += f"\n{line}"
+    return text.rstrip().removesuffix(QUOTES).strip()
 
 
 PATIENCE = 0.4
