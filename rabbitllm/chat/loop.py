@@ -165,16 +165,14 @@ def read_message(read_line: Callable[[str], str]) -> str:
     line = read_line(PROMPT).rstrip()
     if not line.startswith(QUOTES):
         return line
-    lines = []
-    line = line[len(QUOTES) :]
+    text = line = line[len(QUOTES) :]
     while not line.rstrip().endswith(QUOTES):
-        lines.append(line)
         try:
             line = read_line(CONTINUATION)
         except EOFError:
-            return "\n".join(lines).strip()
-    lines.append(line.rstrip().removesuffix(QUOTES))
-    return "\n".join(lines).strip()
+            return text.strip()
+        text += f"\n{line}"
+    return text.rstrip().removesuffix(QUOTES).strip()
 
 
 PATIENCE = 0.4
@@ -332,11 +330,8 @@ class ChatLoop:
             case "/reset":
                 self.conversation = self.conversation.emptied()
                 self._session.forget()
-                self._note(
-                    "removed all exchanges, kept the system prompt"
-                    if self.conversation.system
-                    else "removed all exchanges"
-                )
+                kept = ", kept the system prompt" if self.conversation.system else ""
+                self._note(f"removed all exchanges{kept}")
             case "/drop":
                 had = len(self.conversation.exchanges)
                 self.conversation = self.conversation.without_oldest(count_of(command.argument))
@@ -395,26 +390,16 @@ class ChatLoop:
         """Show the progress of the first pass; yields callbacks for each of its units and for the first text."""
         status = self._streams.notes.status("")
         began = time.monotonic()
-        showing = False
 
         def at_unit(done: int, units: int) -> None:
-            nonlocal showing
             if self._streams.interactive and time.monotonic() - began > PATIENCE:
                 status.update(f"[dim]reading the question: {done} of {units} layers[/]")
-                if not showing:
-                    showing = True
-                    status.start()
-
-        def begin() -> None:
-            nonlocal showing
-            if showing:
-                showing = False
-                status.stop()
+                status.start()  # this and `stop` do nothing the second time
 
         try:
-            yield at_unit, begin
+            yield at_unit, status.stop
         finally:
-            begin()
+            status.stop()
 
 
 def _path(argument: str) -> Path:

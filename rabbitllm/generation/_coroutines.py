@@ -351,11 +351,18 @@ class Coroutines:
                     self.throw(coroutine, copy_of(error))
 
     def compute_rows(self, point: SyncPoint, waiting: Sequence[Coroutine]) -> bool:
-        """Compute the rows of all calls as one matrix; False if they cannot be joined."""
+        """Compute the rows of all calls as one matrix; if they cannot be joined, each call by itself.
+
+        False, with nothing computed, if they cannot be joined at a unit: its hooks run once for all.
+        """
         calls = [(coroutine.pending.args, coroutine.pending.kwargs) for coroutine in waiting]
         batch = joined(point.kind, calls) if point.kind is not None else None
-        if batch is None:
+        if batch is None and point.is_unit:
             return False
+        if batch is None:
+            for coroutine in waiting:
+                self.resume(coroutine, coroutine.pending)
+            return True
         try:
             answers = batch.parts(called(point.module, *batch.args))
         except Exception:

@@ -165,10 +165,6 @@ class ModelRunner:
     def _compute(self, point: SyncPoint, waiting: Sequence[Coroutine]) -> None:
         if self.coroutines.compute_rows(point, waiting):
             return
-        if not point.is_unit:
-            for coroutine in waiting:
-                self.coroutines.resume(coroutine, coroutine.pending)
-            return
 
         def forward(*inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
             for coroutine, (args, kwargs) in zip(waiting, inputs, strict=True):

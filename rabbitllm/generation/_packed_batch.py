@@ -28,15 +28,16 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache
 
-from rabbitllm.engine.transformers_api import DynamicSlidingWindowLayer, attention_of
+from rabbitllm.engine.transformers_api import attention_of
 from rabbitllm.generation._cache_file import NO_MEMORY, CacheFile
 from rabbitllm.generation.kv_cache import (
     CACHE_ARGUMENT,
+    NEVER,
     angles_change_after,
     append,
+    cache_layers,
     is_nothing,
-    is_window,
-    keeps_every_token,
+    is_plain,
 )
 from rabbitllm.generation.request import ModelLimits
 from rabbitllm.generation.transformers_api import (
@@ -314,7 +315,9 @@ def _attention(
 
     Query (1, heads, rows, width) -> output (1, rows, heads, width).
     """
-    attend = _own_attention(own, module)
+    attend = attention_function(own, module)
+    if attend is None:
+        raise NotPackable(f"{type(module).__name__} uses an unknown attention function")
     cache = _active.get()
     if cache is None:
         result: tuple[torch.Tensor, torch.Tensor | None] = attend(module, query, key, value, attention_mask, **kwargs)
@@ -362,14 +365,6 @@ def _by_rows(
             parts.append(sdpa_attention_forward(module, queries, keys, values, mask, **kwargs)[0])
         begin = end
     return torch.cat(parts, 1)
-
-
-def _own_attention(own: str, module: nn.Module) -> Callable[..., Any]:
-    """The attention function of the model itself."""
-    function = attention_function(own, module)
-    if function is None:
-        raise NotPackable(f"{type(module).__name__} uses an unknown attention function")
-    return function
 
 
 def _masks(own: str, **kwargs: Any) -> Any:
@@ -435,8 +430,8 @@ def can_be_packed(model: StreamedModel) -> bool:
         and getattr(config, "return_dict", True)
         and not model.training
         and not any(getattr(part, extra, False) for part in (config, text) for extra in _EXTRAS)
-        and angles_change_after(text) is None
-        and all(keeps_every_token(kv) or is_window(kv) or is_nothing(kv) for kv in DynamicCache(config=text).layers)
+        and angles_change_after(text) == NEVER
+        and all(map(is_plain, cache_layers(model)))
         and not (shares_keys(model) and len(set(model.hf_device_map.values())) > 1)
     )
 
@@ -449,7 +444,7 @@ def attending_configs(model: StreamedModel) -> list[Any]:
 
 def shares_keys(model: StreamedModel) -> bool:
     """Whether layers use the KV cache of others."""
-    return any(is_nothing(layer) for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
+    return any(map(is_nothing, cache_layers(model)))
 
 
 def _is_one_sequence(layer: CacheLayerMixin) -> bool:
@@ -493,8 +488,7 @@ class PackedForward:
         self._file = file
         config = model.config.get_text_config(decoder=True)
         self._configs = attending_configs(model)
-        self._layers = [type(layer) for layer in DynamicCache(config=config).layers]
-        self._windows = [index for index, layer in enumerate(self._layers) if layer is DynamicSlidingWindowLayer]
+        self._layers = list(map(type, cache_layers(model)))
         self._shares = shares_keys(model)
         self._vocabulary = ModelLimits.of(model).vocabulary
         self._positions = getattr(config, "max_position_embeddings", None) or 1 << 62
@@ -574,8 +568,7 @@ class PackedForward:
         """Whether a cache has the kinds of layers that the model would make, with one sequence in it."""
         if type(cache) is not DynamicCache or cache.offloading or list(map(type, cache.layers)) != self._layers:
             return False
-        records = any(getattr(cache.layers[index], "record_past", False) for index in self._windows)
-        return not records and all(map(_is_one_sequence, cache.layers))
+        return all(not getattr(layer, "record_past", False) and _is_one_sequence(layer) for layer in cache.layers)
 
 
 def _is_row(value: Any) -> TypeGuard[torch.Tensor]:

@@ -1,15 +1,15 @@
-"""The options in a checkpoint's generation config: what becomes of each option of transformers' `GenerationConfig`.
+"""The options in a checkpoint's generation config: which of transformers' `GenerationConfig` have no effect.
 
 Both executors make one sequence from one prompt, one token after the other, and a batch may begin again after the
 tokens so far. An option that changes the scores of tokens is honoured. One that needs another loop, or another prompt,
-is dropped, and a warning says so.
+is dropped, and a warning says so. `tests/generation/test_recommended.py` says of every option (transformers 5.23 and
+5.24) what becomes of it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.terminal import listed
@@ -21,64 +21,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Use(Enum):
-    """What becomes of an option."""
-
-    HONOURED = 1
-    """It has the effect that it has in transformers."""
-    REPLACED = 2
-    """The request, the tokenizer or the executor sets it."""
-    IDLE = 3
-    """It has no effect without one that is dropped, or without an assistant."""
-    DROPPED = 4
-    """It has no effect here, which a warning says."""
-    REFUSED = 5
-    """Answers without it would not be what the checkpoint demands, so that the model is refused."""
-
-
-OPTIONS: Mapping[str, Use] = {
-    **dict.fromkeys(
-        (
-            *("min_length", "min_new_tokens", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
-            *("top_k", "top_p"),
-            *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "bad_words_ids"),
-            *("encoder_no_repeat_ngram_size", "renormalize_logits", "forced_bos_token_id", "forced_eos_token_id"),
-            *("remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "sequence_bias"),
-            *("begin_suppress_tokens", "watermarking_config", "stop_strings", "bos_token_id", "eos_token_id"),
-            "decoder_start_token_id",
-        ),
-        Use.HONOURED,
-    ),
-    **dict.fromkeys(
-        (
-            *("max_length", "max_new_tokens", "do_sample", "temperature", "num_return_sequences"),
-            *("use_cache", "cache_implementation", "prefill_chunk_size", "pad_token_id", "return_dict_in_generate"),
-            *("output_attentions", "output_hidden_states", "output_scores", "output_logits"),
-        ),
-        Use.REPLACED,
-    ),
-    **dict.fromkeys(
-        (
-            *("early_stopping", "length_penalty", "diversity_penalty", "low_memory", "max_matching_ngram_size"),
-            *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
-            *("assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight", "speculation_type"),
-            *("cache_config", "max_cache_len", "compile_config", "disable_compile", "continuous_batching_config"),
-            "transformers_version",
-        ),
-        Use.IDLE,
-    ),
-    **dict.fromkeys(
-        (
-            *("num_beams", "num_beam_groups", "penalty_alpha", "dola_layers", "guidance_scale", "token_healing"),
-            *("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "is_assistant", "max_time"),
-        ),
-        Use.DROPPED,
-    ),
-    **dict.fromkeys(("constraints", "force_words_ids"), Use.REFUSED),
-}
-"""Option -> what becomes of it (transformers 5.23 and 5.24)."""
+DROPPED = (
+    *("num_beams", "num_beam_groups", "penalty_alpha", "dola_layers", "guidance_scale", "token_healing"),
+    *("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "is_assistant", "max_time"),
+)
+"""Options that have no effect here, which a warning says."""
+REFUSED = ("constraints", "force_words_ids")
+"""Options without which answers would not be what the checkpoint demands, so that the model is refused."""
 _NEUTRAL: Mapping[str, Any] = {
-    **{name: None for name, use in OPTIONS.items() if use is Use.DROPPED},
+    **dict.fromkeys(DROPPED),
     **dict.fromkeys(("num_beams", "num_beam_groups"), 1),
     **dict.fromkeys(("token_healing", "use_mtp", "is_assistant", "output_attentions", "output_hidden_states"), False),
     # stop strings are looked for in the text (`stop_strings`), which needs no tokenizer in `generate`
@@ -105,7 +56,7 @@ def check_options(model: StreamedModel) -> None:
         OptionError: one demands what cannot be had.
     """
     options = _set_options(model)
-    refused = [name for name in options if OPTIONS.get(name) is Use.REFUSED]
+    refused = [name for name in REFUSED if name in options]
     if refused:
         names = listed(refused, len(refused), " and ")
         raise OptionError(
@@ -113,20 +64,17 @@ def check_options(model: StreamedModel) -> None:
             "search that transformers no longer has.",
             "Remove this from the file, if answers without these words are of use.",
         )
-    dropped = [name for name in options if OPTIONS.get(name) is Use.DROPPED]
+    dropped = [f"{name}={options[name]}" for name in DROPPED if name in options]
     if dropped:
         logger.warning(
             "The model's generation_config.json sets %s, which has no effect here: answers are made one token after "
             "the other, with one pass for each.",
-            listed([f"{name}={options[name]}" for name in dropped], len(dropped), " and "),
+            listed(dropped, len(dropped), " and "),
         )
 
 
 def _set_options(model: StreamedModel) -> dict[str, Any]:
-    """Option -> value, of those that the checkpoint sets to another value than the neutral one."""
+    """Option -> value, of those above that the checkpoint sets to another value than the neutral one."""
     settings = vars(model.generation_config) if model.can_generate() else {}
-    return {
-        name: settings[name]
-        for name in OPTIONS
-        if settings.get(name) is not None and (name not in _NEUTRAL or settings[name] != _NEUTRAL[name])
-    }
+    neutral = {**_NEUTRAL, **dict.fromkeys(REFUSED)}
+    return {name: settings[name] for name, value in neutral.items() if settings.get(name) not in (None, value)}

@@ -160,12 +160,7 @@ class Scheduler:
                 raise ClosedError("The server is shutting down.", "Start the server again.")
             free = max(self._limits.running - len(self.running), 0)
             if len(self._waiting) >= self._limits.waiting + free:  # requests with a free slot begin at once
-                after = retry_after(len(self._waiting), self._limits.running, self._recent_seconds)
-                raise BusyError(
-                    f"The request queue is full ({len(self._waiting):,} waiting).",
-                    f"Try again in {after:.0f} s.",
-                    after,
-                )
+                raise BusyError(f"The request queue is full ({len(self._waiting):,} waiting).", *self._try_again())
             self._check_media(sequence)
             self._waiting.append(sequence)
             self._change.notify_all()
@@ -175,12 +170,14 @@ class Scheduler:
         media_by_id = {id(other.request.media): other.request.media for other in (*self.running, *self._waiting)}
         waiting_bytes = sum(media.nbytes for media in media_by_id.values() if media is not None and media is not new)
         if new is not None and waiting_bytes and waiting_bytes + new.nbytes > MEDIA_BYTES:
-            after = retry_after(len(self._waiting), self._limits.running, self._recent_seconds)
             raise BusyError(
-                f"The pictures of the requests before this one take {size(waiting_bytes)}.",
-                f"Try again in {after:.0f} s.",
-                after,
+                f"The pictures of the requests before this one take {size(waiting_bytes)}.", *self._try_again()
             )
+
+    def _try_again(self) -> tuple[str, float]:
+        """The remedy of a `BusyError`, and its seconds."""
+        after = retry_after(len(self._waiting), self._limits.running, self._recent_seconds)
+        return f"Try again in {after:.0f} s.", after
 
     def wake(self) -> None:
         """Wake the batch's thread because the state of a request has changed."""

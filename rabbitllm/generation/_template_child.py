@@ -31,7 +31,9 @@ def main(requests: BinaryIO, answers: BinaryIO) -> None:
     """
     sys.path[:], source, memory, seconds, patience = json.loads(requests.readline())
     compiled = _compiler(source)
-    _limit_memory(memory)
+    _set_limit("RLIMIT_CORE", 0)
+    if memory:
+        _set_limit("RLIMIT_AS", memory)
     answers.write(b"%d\n" % os.getpid())
     answers.flush()
     for line in requests:
@@ -72,28 +74,18 @@ def _compiler(source: str) -> Callable[[str], Any]:
     return functools.lru_cache(4)(names["_cached_compile_jinja_template"])
 
 
-def _limit_memory(nbytes: int) -> None:
-    if sys.platform != "win32":
-        import resource
-
-        _set_limit(resource.RLIMIT_CORE, 0)
-        if nbytes:
-            _set_limit(resource.RLIMIT_AS, nbytes)
-
-
 def _limit_time(seconds: int, patience: float) -> None:
     """End this process if the request takes too long; neither kernel nor faulthandler waits for the interpreter."""
     faulthandler.dump_traceback_later(patience, exit=True)
+    _set_limit("RLIMIT_CPU", math.ceil(time.process_time()) + seconds)
+
+
+def _set_limit(name: str, value: int) -> None:
+    """Set a limit of this process by its name in `resource`; Windows has none."""
     if sys.platform != "win32":
         import resource
 
-        _set_limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + seconds)
-
-
-def _set_limit(limit: int, value: int) -> None:
-    if sys.platform != "win32":
-        import resource
-
+        limit: int = getattr(resource, name)
         hard = resource.getrlimit(limit)[1]
         resource.setrlimit(limit, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 

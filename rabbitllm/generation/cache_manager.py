@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import sys
 import time
 from collections import abc
 from collections.abc import Callable, Iterator
@@ -39,6 +38,7 @@ from rabbitllm.generation.kv_cache import (
     MIN_PREFIX_TOKENS,
     PrefixCache,
     angles_change_after,
+    cache_layers,
     common_prefix,
     copied,
     keeps,
@@ -190,8 +190,7 @@ class CacheManager:
         self._config = model.config.get_text_config(decoder=True)
         self._keeps = keeps(model)
         self._shares = self._keeps and not limits.exact
-        same_angles = angles_change_after(self._config)
-        self._same_angles = same_angles if same_angles is not None else sys.maxsize
+        self._same_angles = angles_change_after(self._config)
         # Phi-3's own code drops the cache where the angles change; transformers' ordinary code goes on with it
         ordinary = GenerationMixin.prepare_inputs_for_generation
         self._has_own_inputs = type(model).prepare_inputs_for_generation is not ordinary
@@ -207,7 +206,7 @@ class CacheManager:
         """The file for KV caches of running sequences; with limit 0 where it does not pay or the model forbids it."""
         weight_bytes = read_in_a_pass(model.placement)
         pays = limit != 0 and weight_bytes > self.memory.limit
-        can = any(map(keeps_every_token, DynamicCache(config=self._config).layers)) and not shares_keys(model)
+        can = any(map(keeps_every_token, cache_layers(model))) and not shares_keys(model)
         if folder is None or not pays or not can or not can_be_packed(model):
             return CacheFile(folder, 0, 0)
         max_bytes = default_file_bytes(folder) if limit is None else limit

@@ -91,21 +91,16 @@ def prepare_draft(model: StreamedModel, draft: StreamedModel | Literal["ngram"])
         )
     ours, theirs = model.config.get_text_config(decoder=True), draft.config.get_text_config(decoder=True)
     if theirs.vocab_size != ours.vocab_size:
-        draft.register_forward_hook(_FitLogits(ours.vocab_size))
+        draft.register_forward_hook(functools.partial(_fit_logits, ours.vocab_size))
         theirs.vocab_size = ours.vocab_size  # transformers compares them
 
 
-class _FitLogits:
+def _fit_logits(vocabulary: int, module: nn.Module, inputs: Any, output: Any) -> Any:
     """A forward hook that cuts logits to a number of tokens, or fills them up with tokens that are never chosen."""
-
-    def __init__(self, vocabulary: int) -> None:
-        self._vocabulary = vocabulary
-
-    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        missing = self._vocabulary - output.logits.shape[-1]
-        least = torch.finfo(output.logits.dtype).min  # -inf would make NaN of a difference of two such logits
-        output.logits = nn.functional.pad(output.logits, (0, missing), value=least)
-        return output
+    missing = vocabulary - output.logits.shape[-1]
+    least = torch.finfo(output.logits.dtype).min  # -inf would make NaN of a difference of two such logits
+    output.logits = nn.functional.pad(output.logits, (0, missing), value=least)
+    return output
 
 
 def _same_share(model: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> float:

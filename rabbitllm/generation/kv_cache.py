@@ -52,6 +52,11 @@ def is_nothing(layer: CacheLayerMixin) -> bool:
     return type(layer) is DummyLayer
 
 
+def is_plain(layer: CacheLayerMixin) -> bool:
+    """Whether a layer has neither a state nor indexes."""
+    return keeps_every_token(layer) or is_window(layer) or is_nothing(layer)
+
+
 def can_be_cut(layer: CacheLayerMixin) -> bool:
     """Whether the layer in its current state can be cut at any length."""
     if is_window(layer):
@@ -383,6 +388,8 @@ CONTINUING = frozenset(
 NOT_CONTINUING = frozenset({"big_bird", "cpmant", "megatron-bert", "moshi", "prophetnet", "rembert", "roformer", "xlm"})
 """Model types that take a KV cache but compute something else with it, or fail, if a prompt comes in parts. The
 published models of most are encoders; Moshi attends to all tokens of a prompt, and its KV cache is a window."""
+NEVER = sys.maxsize
+"""More tokens than any sequence has."""
 MAX_SNAPSHOTS = 2
 """Maximum snapshots: at the beginning of a turn and at the end of its prompt."""
 
@@ -395,26 +402,19 @@ def can_drop_tokens(model: StreamedModel) -> bool:
     with a draft they change a few tokens too early.
     """
     config = model.config.get_text_config(decoder=True)
-    same_angles = angles_change_after(config)
-    changes = same_angles is not None and same_angles < (
-        getattr(config, "max_position_embeddings", None) or sys.maxsize
-    )
-    return keeps(model) and not changes and all(map(_is_plain, _layers(model)))
+    changes = angles_change_after(config) < (getattr(config, "max_position_embeddings", None) or NEVER)
+    return keeps(model) and not changes and all(map(is_plain, cache_layers(model)))
 
 
 def has_full_cache(model: StreamedModel) -> bool:
     """Whether every layer of a model keeps the KV cache of every token and nothing else."""
-    return all(map(keeps_every_token, _layers(model)))
+    return all(map(keeps_every_token, cache_layers(model)))
 
 
-def _layers(model: StreamedModel) -> Sequence[CacheLayerMixin]:
-    """Those of the cache that transformers makes for a model."""
+def cache_layers(model: StreamedModel) -> Sequence[CacheLayerMixin]:
+    """The empty layers of the cache that transformers makes for a model."""
     layers: Sequence[CacheLayerMixin] = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     return layers
-
-
-def _is_plain(layer: CacheLayerMixin) -> bool:
-    return keeps_every_token(layer) or is_window(layer) or is_nothing(layer)
 
 
 def looks_ahead(model: StreamedModel) -> bool:
@@ -426,8 +426,8 @@ def looks_ahead(model: StreamedModel) -> bool:
     )
 
 
-def angles_change_after(config: PretrainedConfig) -> int | None:
-    """Number of tokens after which the rotary angles of all tokens are other ones; None if they never change.
+def angles_change_after(config: PretrainedConfig) -> int:
+    """Number of tokens after which the rotary angles of all tokens are other ones; `NEVER` if they never change.
 
     The angles of a pass follow from its largest position with some kinds of rotary embeddings. What was computed up to
     this number of tokens is right for longer sequences only if transformers' own `generate` goes on from it, too.
@@ -435,25 +435,20 @@ def angles_change_after(config: PretrainedConfig) -> int | None:
     Args:
         config: config of the text model.
     """
-    limits = [tokens for rope in _ropes(config) if (tokens := _angles_change_after(config, rope)) is not None]
-    return min(limits, default=None)
+    of_all = getattr(config, "rope_parameters", None) or {}  # or those of each kind of layers
+    ropes = [rope for rope in (of_all, *of_all.values()) if isinstance(rope, Mapping)]
+    return min((_angles_change_after(config, rope) for rope in ropes), default=NEVER)
 
 
-def _angles_change_after(config: PretrainedConfig, rope: Mapping[str, Any]) -> int | None:
+def _angles_change_after(config: PretrainedConfig, rope: Mapping[str, Any]) -> int:
     rope_type = str(rope.get("rope_type", rope.get("type")))
     if "dynamic" in rope_type:
         return int(config.max_position_embeddings)
     if "longrope" not in rope_type:
-        return None
+        return NEVER
     # the rotary embedding reads the first one, and Phi-3's code that drops the cache the second one
     both = (rope.get("original_max_position_embeddings"), getattr(config, "original_max_position_embeddings", None))
     return min((tokens for tokens in both if isinstance(tokens, int)), default=0)
-
-
-def _ropes(config: PretrainedConfig) -> Iterator[Mapping[str, Any]]:
-    """The settings of the rotary embeddings of all layers."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    yield from (rope for rope in (parameters, *parameters.values()) if isinstance(rope, Mapping))
 
 
 def keeps(model: StreamedModel) -> bool:
@@ -473,8 +468,8 @@ def keeps(model: StreamedModel) -> bool:
         return False
     if config.model_type not in CONTINUING and looks_ahead(model):  # Inkling 2 attends to other layers so, not tokens
         return False
-    layers = _layers(model)
-    plain = [layer for layer in layers if _is_plain(layer)]
+    layers = cache_layers(model)
+    plain = [layer for layer in layers if is_plain(layer)]
     if not any(isinstance(layer, DynamicLayer) for layer in layers):
         return False  # the number of its tokens would be unknown
     if getattr(model, "hosts", None) is not None and not all(map(keeps_every_token, layers)):

@@ -9,7 +9,6 @@ rounding. An answer can be stopped between two layers. The cache keeps all token
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -190,8 +189,7 @@ class Session:
         check_generates(model)
         if model.config.is_encoder_decoder:
             raise ChatError(
-                "The model has an encoder; chat needs a decoder-only model.",
-                "Use model.generate from Python.",
+                "The model has an encoder; chat needs a decoder-only model.", "Use model.generate from Python."
             )
         check_options(model)
         self._model = model
@@ -201,8 +199,7 @@ class Session:
         self._sampling = sampling
         self._draft = draft
         self.cache = ConversationCache(model) if keeps(model) and (draft is None or has_full_cache(model)) else None
-        same_angles = angles_change_after(model.config.get_text_config(decoder=True))
-        self._same_angles = same_angles if same_angles is not None else sys.maxsize
+        self._same_angles = angles_change_after(model.config.get_text_config(decoder=True))
         self._is_consistent = True
         if sampling.seed is not None:
             torch.manual_seed(sampling.nth(0).seed)

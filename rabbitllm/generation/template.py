@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -93,27 +93,17 @@ class ChatTemplate:
             name: name of the variable.
             with_tools: whether the prompt has tools; some models have a separate template for these.
         """
-        return name in self._names[with_tools]
+        return name in names_in(self.sources[with_tools])[0]
 
     def settable(self, *, with_tools: bool = False) -> frozenset[str]:
         """The variables that a request may set: those that only the template reads; see `variables_in`."""
-        return self._settable[with_tools]
+        special = frozenset(getattr(self.tokenizer, "special_tokens_map", {}))
+        return variables_in(self.sources[with_tools]) - special
 
     @property
     def sources(self) -> tuple[str, str]:
         """The template, and the one for a prompt with tools; empty for none."""
         return _sources(self.tokenizer)
-
-    @cached_property
-    def _names(self) -> tuple[frozenset[str], frozenset[str]]:
-        default, with_tools = self.sources
-        return names_in(default), names_in(with_tools)
-
-    @cached_property
-    def _settable(self) -> tuple[frozenset[str], frozenset[str]]:
-        default, with_tools = self.sources
-        special = frozenset(getattr(self.tokenizer, "special_tokens_map", {}))
-        return variables_in(default) - special, variables_in(with_tools) - special
 
     def prompt(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **variables: Any
@@ -237,23 +227,16 @@ def _arguments() -> frozenset[str]:
     return frozenset({*names, "messages", "raise_exception", "strftime_now", *jinja2.defaults.DEFAULT_NAMESPACE})
 
 
-_parsed = cache(PROCESS.names)
-
-
 def variables_in(source: str) -> frozenset[str]:
     """Variables that a template's source reads, without those that transformers sets or takes as its own arguments."""
-    return _names(source)[1] - _arguments()
+    return names_in(source)[1] - _arguments()
 
 
-def names_in(source: str) -> frozenset[str]:
-    """Names of the variables, attributes and keys in a template's source."""
-    return _names(source)[0]
-
-
-def _names(source: str) -> tuple[frozenset[str], frozenset[str]]:
+@cache
+def names_in(source: str) -> tuple[frozenset[str], frozenset[str]]:
     """See `TemplateProcess.names`; none for a template that exceeds a limit."""
     try:
-        names, variables = _parsed(source) if source else ((), ())
+        names, variables = PROCESS.names(source) if source else ((), ())
     except (RuntimeError, ValueError):  # a prompt by this template tells why
         return frozenset(), frozenset()
     return frozenset(names), frozenset(variables)

@@ -32,7 +32,7 @@ from rabbitllm.errors import HostGoneError, HostsError
 from rabbitllm.pipeline._caches import CacheRecorder, MirroredCaches, lengths_of, stand_in
 from rabbitllm.pipeline._frames import Frame, FrameType, Packer, unpack
 from rabbitllm.pipeline._rendezvous import Link
-from rabbitllm.pipeline._stack import Span, Stack, hidden_of
+from rabbitllm.pipeline._stack import Span, Stack, hidden_of, output_of
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
@@ -82,24 +82,17 @@ class Driver:
         self._channel = _HostChannel(spans, link, self._recorder)
         for position, unit in enumerate(stack.units):
             if position >= self._first:
-                unit.module.forward = self._stand_in(position)
+                unit.module.forward = partial(self._stand_in, position)
         model.register_forward_pre_hook(_refuse_outputs_of_layers, with_kwargs=True)
         weakref.finalize(model, self._channel.close)  # not a method of this object, which refers to the model
-
-    @property
-    def error(self) -> HostGoneError | None:
-        """The error that ended it early; None otherwise."""
-        return self._channel.error
 
     def close(self) -> None:
         """End the workers; further calls do nothing."""
         self._channel.close()
 
-    def _stand_in(self, index: int) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._stack.output_of(self._call(index, args, kwargs))
-
-        return forward
+    def _stand_in(self, index: int, /, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a layer on another host."""
+        return output_of(self._stack.form, self._call(index, args, kwargs))
 
     def _call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         hidden, positional, named = hidden_of(args, kwargs)

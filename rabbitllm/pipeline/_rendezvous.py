@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
@@ -22,7 +22,6 @@ from rabbitllm.base.options import Hosts
 from rabbitllm.errors import HostGoneError, HostsError
 from rabbitllm.pipeline._frames import Frame, from_bytes, to_bytes
 
-T = TypeVar("T")
 _POLL_SECONDS = 0.02
 _LONGEST_FRAME = 1 << 40
 
@@ -173,8 +172,8 @@ class Link:
             HostGoneError: the receiver has ended.
         """
         body = to_bytes(frame)
-        self._with(rank, lambda: self._group.send([torch.tensor([len(body)])], rank, 0).wait())
-        self._with(rank, lambda: self._group.send([body], rank, 0).wait())
+        self._move(self._group.send, torch.tensor([len(body)]), rank)
+        self._move(self._group.send, body, rank)
 
     def receive(self, rank: int) -> Frame:
         """Wait for the next frame of a process.
@@ -184,19 +183,19 @@ class Link:
             HostsError: its message is not a frame.
         """
         length = torch.zeros(1, dtype=torch.long)
-        self._with(rank, lambda: self._group.recv([length], rank, 0).wait())
+        self._move(self._group.recv, length, rank)
         if not 0 < int(length) < _LONGEST_FRAME:
             raise HostsError(
                 f"Another host sent an invalid message of {int(length):,} bytes.",
                 "Use the same version of rabbitllm on every host, and an address that no other program uses.",
             )
         body = torch.empty(int(length), dtype=torch.uint8)
-        self._with(rank, lambda: self._group.recv([body], rank, 0).wait())
+        self._move(self._group.recv, body, rank)
         return from_bytes(body)
 
-    def _with(self, rank: int, do: Callable[[], T]) -> T:
+    def _move(self, do: Callable[..., Any], tensor: torch.Tensor, rank: int) -> None:
         try:
-            return do()
+            do([tensor], rank, 0).wait()
         except RuntimeError as error:
             raise HostGoneError(
                 f"{self.names[rank]} has ended or does not answer: {_first_line(error)}",

@@ -11,8 +11,9 @@ as all of them are resident. So the plan minimizes first the streamed bytes, the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,12 +48,9 @@ class Stack:
     cached: tuple[tuple[int, ...], ...]
     form: int | None
 
-    def output_of(self, hidden: torch.Tensor) -> Any:
-        """The output of a layer with these hidden states."""
-        return _output(self.form, hidden, None)
 
-
-def _output(form: int | None, hidden: torch.Tensor, value: Any) -> Any:
+def output_of(form: int | None, hidden: torch.Tensor, value: Any = None) -> Any:
+    """The output of a layer in one of `FORMS`, with these hidden states and others of this value."""
     return hidden if form is None else (hidden, *[value] * form)
 
 
@@ -147,29 +145,26 @@ class _NotAStack(Exception):
 def _trial_run(model: StreamedModel, layers: Sequence[nn.Module], form: int | None, fill: float, value: Any) -> _Trial:
     trial = _Trial([], [])
 
-    def stand_for(index: int) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            hidden, positional, named = hidden_of(args, kwargs)
-            if index != len(trial.calls):
-                raise _NotAStack(f"layer {index} is called when layer {len(trial.calls)} should be")
-            if not isinstance(hidden, torch.Tensor) or (index and hidden is not trial.flowing):
-                raise _NotAStack("the output of one layer is changed before the next layer")
-            if hidden.shape[:2] != _GIVEN.shape:  # stand-ins take the number of cached tokens from it
-                raise _NotAStack(f"its layers get {tuple(hidden.shape)} for {_GIVEN.shape[1]} tokens")
-            packer = Packer(lambda cache: len(recipe_of(cache)))
-            trial.calls.append(packer.call(positional, named))
-            trial.tensors.append(packer.tensors)
-            trial.flowing = torch.full_like(hidden, fill)
-            return _output(form, trial.flowing, value)
-
-        return forward
+    def stand_in(index: int, /, *args: Any, **kwargs: Any) -> Any:
+        hidden, positional, named = hidden_of(args, kwargs)
+        if index != len(trial.calls):
+            raise _NotAStack(f"layer {index} is called when layer {len(trial.calls)} should be")
+        if not isinstance(hidden, torch.Tensor) or (index and hidden is not trial.flowing):
+            raise _NotAStack("the output of one layer is changed before the next layer")
+        if hidden.shape[:2] != _GIVEN.shape:  # stand-ins take the number of cached tokens from it
+            raise _NotAStack(f"its layers get {tuple(hidden.shape)} for {_GIVEN.shape[1]} tokens")
+        packer = Packer(lambda cache: len(recipe_of(cache)))
+        trial.calls.append(packer.call(positional, named))
+        trial.tensors.append(packer.tensors)
+        trial.flowing = torch.full_like(hidden, fill)
+        return output_of(form, trial.flowing, value)
 
     def stop(*args: Any, **kwargs: Any) -> Any:
         raise _Done
 
     head = model.get_output_embeddings()
     for index, layer in enumerate(layers):
-        layer.forward = stand_for(index)
+        layer.forward = partial(stand_in, index)
     if head is not None:
         head.forward = stop
     try:

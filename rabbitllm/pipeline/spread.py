@@ -53,11 +53,6 @@ class Sharing:
         self._hosts = hosts
         self._options = options
 
-    @property
-    def is_connected(self) -> bool:
-        """Whether the processes are connected, so that the others wait for this one."""
-        return hasattr(self, "link")
-
     def __call__(
         self,
         model: StreamedModel,
@@ -185,7 +180,7 @@ def load_spread(hosts: Hosts, options: RunOptions, load: Callable[[Sharing], Str
     try:
         model = load(sharing)
     except BaseException as error:
-        if sharing.is_connected:
+        if hasattr(sharing, "link"):  # the others wait for this process
             with contextlib.suppress(HostsError):
                 _report_load(sharing.link, f"{sharing.link.names[sharing.link.rank]} could not load its part: {error}")
         raise

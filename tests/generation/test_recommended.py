@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import GenerationConfig
 
 from rabbitllm.errors import OptionError
 from rabbitllm.generation import _sequence
-from rabbitllm.generation._recommended import OPTIONS, Use
+from rabbitllm.generation._recommended import DROPPED, REFUSED
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.request import Request, Sampling, end_tokens
 from rabbitllm.generation.session import Session, answer
@@ -26,6 +27,58 @@ PROMPTS = ((7,), prompt(20, 3), tuple(range(3, 180)))
 """A single token, after which a first token can be forced; and one that has most tokens of its answer."""
 NEW_TOKENS = 12
 SAMPLED = Sampling(temperature=1.5, seed=5)
+
+
+class Use(Enum):
+    """What becomes of an option."""
+
+    HONOURED = 1
+    """It has the effect that it has in transformers."""
+    REPLACED = 2
+    """The request, the tokenizer or the executor sets it."""
+    IDLE = 3
+    """It has no effect without one that is dropped, or without an assistant."""
+    DROPPED = 4
+    """It has no effect here, which a warning says."""
+    REFUSED = 5
+    """Answers without it would not be what the checkpoint demands, so that the model is refused."""
+
+
+OPTIONS: Mapping[str, Use] = {
+    **dict.fromkeys(
+        (
+            *("min_length", "min_new_tokens", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+            *("top_k", "top_p"),
+            *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "bad_words_ids"),
+            *("encoder_no_repeat_ngram_size", "renormalize_logits", "forced_bos_token_id", "forced_eos_token_id"),
+            *("remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "sequence_bias"),
+            *("begin_suppress_tokens", "watermarking_config", "stop_strings", "bos_token_id", "eos_token_id"),
+            "decoder_start_token_id",
+        ),
+        Use.HONOURED,
+    ),
+    **dict.fromkeys(
+        (
+            *("max_length", "max_new_tokens", "do_sample", "temperature", "num_return_sequences"),
+            *("use_cache", "cache_implementation", "prefill_chunk_size", "pad_token_id", "return_dict_in_generate"),
+            *("output_attentions", "output_hidden_states", "output_scores", "output_logits"),
+        ),
+        Use.REPLACED,
+    ),
+    **dict.fromkeys(
+        (
+            *("early_stopping", "length_penalty", "diversity_penalty", "low_memory", "max_matching_ngram_size"),
+            *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+            *("assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight", "speculation_type"),
+            *("cache_config", "max_cache_len", "compile_config", "disable_compile", "continuous_batching_config"),
+            "transformers_version",
+        ),
+        Use.IDLE,
+    ),
+    **dict.fromkeys(DROPPED, Use.DROPPED),
+    **dict.fromkeys(REFUSED, Use.REFUSED),
+}
+"""Option -> what becomes of it (transformers 5.23 and 5.24)."""
 
 
 def read(folder: Path, **settings: Any) -> GenerationConfig:

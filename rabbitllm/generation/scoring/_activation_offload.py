@@ -19,7 +19,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Hashable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,22 +52,29 @@ def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 @dataclass(slots=True)
-class _Offloaded:
-    """An offloaded storage, which is empty.
+class _HeldStorage:
+    """A storage of one or several owners.
 
     Attributes:
-        storage: the storage.
+        storage: the storage, which is empty while it is offloaded.
         nbytes: its size when it is filled.
-        memory: its bytes in host memory; those of a file once they are prefetched.
-        slot: the slot with its bytes in the file.
+        owners: the owners that hold it.
+        memory: while it is offloaded, its bytes in host memory; those of a file once they are prefetched.
+        slot: while it is offloaded to the file, the slot with its bytes.
         prefetched: done when `memory` has the bytes of the file.
     """
 
     storage: torch.UntypedStorage
     nbytes: int
+    owners: set[Hashable] = field(default_factory=set)
     memory: torch.Tensor | None = None
     slot: Slot | None = None
     prefetched: Future[None] | None = None
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether it is filled."""
+        return self.memory is None and self.slot is None
 
 
 class ActivationOffload:
@@ -96,12 +103,10 @@ class ActivationOffload:
     ) -> None:
         self._device_bytes, self._host_bytes, self._disk_bytes = device_bytes, host_bytes, disk_bytes
         self._fixed = fixed
-        self._by_owner: dict[Hashable, dict[int, torch.UntypedStorage]] = {}
-        self._owners: dict[int, set[Hashable]] = {}
-        self._resident: dict[int, int] = {}
-        self._offloaded: dict[int, _Offloaded] = {}
+        self._storages: dict[int, _HeldStorage] = {}
+        self._by_owner: dict[Hashable, dict[int, _HeldStorage]] = {}
         self._file = SlotFile(folder, disk_bytes, 1)
-        self._used_host_bytes = 0
+        self._resident_bytes = self._used_host_bytes = 0
         self.written = self.read = self.max_resident = 0
 
     def __enter__(self) -> ActivationOffload:
@@ -110,8 +115,8 @@ class ActivationOffload:
     def __exit__(self, *error: object) -> None:
         """Release everything; offloaded storages are lost."""
         self._file.close()
-        for of_all in (self._by_owner, self._owners, self._resident, self._offloaded):
-            of_all.clear()
+        self._storages.clear()
+        self._by_owner.clear()
 
     def leave(self, owner: Hashable, tensors: Iterable[torch.Tensor]) -> None:
         """End the turn of an owner, and offload its storages if the limit is exceeded.
@@ -123,49 +128,47 @@ class ActivationOffload:
         Raises:
             NoRoom: they fit neither into memory nor into the file.
         """
-        storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
-        movable = {
-            key: storage
-            for key, storage in storages.items()
-            if key in self._offloaded or (key not in self._fixed and storage.nbytes() >= BLOCK and storage.resizable())
-        }
-        for key in self._by_owner.get(owner, {}).keys() - movable.keys():
+        held: dict[int, _HeldStorage] = {}
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            key, nbytes = storage._cdata, storage.nbytes()
+            if key not in self._storages and key not in self._fixed and nbytes >= BLOCK and storage.resizable():
+                self._storages[key] = _HeldStorage(storage, nbytes)
+                self._resident_bytes += nbytes
+            if key in self._storages:
+                held[key] = self._storages[key]
+                held[key].owners.add(owner)
+        for key in self._by_owner.get(owner, {}).keys() - held.keys():
             self._release(key, owner)
-        self._by_owner[owner] = movable
-        for key, storage in movable.items():
-            self._owners.setdefault(key, set()).add(owner)
-            if key not in self._offloaded:
-                self._resident[key] = storage.nbytes()
-        resident = sum(self._resident.values())
-        for key in sorted(movable.keys() & self._resident.keys(), key=lambda key: -self._resident[key]):
-            if resident <= self._device_bytes:
+        self._by_owner[owner] = held
+        for stored in sorted(held.values(), key=lambda stored: -stored.nbytes):
+            if self._resident_bytes <= self._device_bytes:
                 break
-            if len(self._owners[key]) == 1:  # a shared one is in use while any of its owners computes
-                self._offloaded[key] = self._offload(movable[key])
-                resident -= self._resident.pop(key)
-        self.max_resident = max(self.max_resident, resident)
+            # a shared one is in use while any of its owners computes
+            if stored.is_resident and len(stored.owners) == 1:
+                self._offload(stored)
+        self.max_resident = max(self.max_resident, self._resident_bytes)
 
     def prefetch(self, owner: Hashable) -> None:
         """Begin to read back the storages of an owner."""
-        for key in self._by_owner.get(owner, {}).keys() & self._offloaded.keys():
-            offloaded = self._offloaded[key]
-            if offloaded.slot is not None and offloaded.prefetched is None:
-                offloaded.memory = torch.empty(offloaded.nbytes, dtype=torch.uint8)
-                offloaded.prefetched = self._file.prefetch(offloaded.slot, offloaded.memory.numpy().data)
+        for stored in self._by_owner.get(owner, {}).values():
+            if stored.slot is not None and stored.prefetched is None:
+                stored.memory = torch.empty(stored.nbytes, dtype=torch.uint8)
+                stored.prefetched = self._file.prefetch(stored.slot, stored.memory.numpy().data)
 
     def take(self, owner: Hashable) -> None:
         """Fill the storages of an owner, and read those that were not prefetched."""
         self.prefetch(owner)
-        for key in self._by_owner.get(owner, {}).keys() & self._offloaded.keys():
-            offloaded = self._offloaded.pop(key)
-            if offloaded.prefetched is not None:
-                offloaded.prefetched.result()
-                self.read += offloaded.nbytes
-            assert offloaded.memory is not None
-            offloaded.storage.resize_(offloaded.nbytes)
-            _bytes_of(offloaded.storage).copy_(offloaded.memory)
-            self._free_copy(offloaded)
-            self._resident[key] = offloaded.nbytes
+        for stored in self._by_owner.get(owner, {}).values():
+            if stored.is_resident:
+                continue
+            if stored.prefetched is not None:
+                stored.prefetched.result()
+                self.read += stored.nbytes
+            assert stored.memory is not None
+            stored.storage.resize_(stored.nbytes)
+            _bytes_of(stored.storage).copy_(stored.memory)
+            self._free_copy(stored)
+            self._resident_bytes += stored.nbytes
 
     def drop(self, owner: Hashable) -> None:
         """Drop an owner that takes no more turns."""
@@ -174,33 +177,31 @@ class ActivationOffload:
 
     def _release(self, key: int, owner: Hashable) -> None:
         """Drop an owner of a storage, and the storage with its last owner."""
-        owners = self._owners[key]
-        owners.discard(owner)
-        if not owners:
-            del self._owners[key]
-            self._resident.pop(key, None)
-            if key in self._offloaded:
-                self._free_copy(self._offloaded.pop(key))
+        stored = self._storages[key]
+        stored.owners.discard(owner)
+        if not stored.owners:
+            self._resident_bytes -= stored.nbytes if stored.is_resident else 0
+            self._free_copy(self._storages.pop(key))
 
-    def _offload(self, storage: torch.UntypedStorage) -> _Offloaded:
-        nbytes = storage.nbytes()
-        offloaded = _Offloaded(storage, nbytes)
-        whole = _bytes_of(storage)
-        if self._used_host_bytes + nbytes <= self._host_bytes:
-            offloaded.memory = torch.empty(nbytes, dtype=torch.uint8).copy_(whole)
-            self._used_host_bytes += nbytes
+    def _offload(self, stored: _HeldStorage) -> None:
+        whole = _bytes_of(stored.storage)
+        if self._used_host_bytes + stored.nbytes <= self._host_bytes:
+            stored.memory = torch.empty(stored.nbytes, dtype=torch.uint8).copy_(whole)
+            self._used_host_bytes += stored.nbytes
         else:
-            offloaded.slot = self._write(whole.cpu())
-        storage.resize_(0)
-        return offloaded
+            stored.slot = self._write(whole.cpu())
+        stored.storage.resize_(0)
+        self._resident_bytes -= stored.nbytes
 
-    def _free_copy(self, offloaded: _Offloaded) -> None:
-        if offloaded.prefetched is not None:
-            offloaded.prefetched.cancel()
-        if offloaded.slot is not None:
-            self._file.release(offloaded.slot)
-        else:
-            self._used_host_bytes -= offloaded.nbytes
+    def _free_copy(self, stored: _HeldStorage) -> None:
+        """Free the bytes of a storage that is offloaded; does nothing for a resident one."""
+        if stored.prefetched is not None:
+            stored.prefetched.cancel()
+        if stored.slot is not None:
+            self._file.release(stored.slot)
+        elif stored.memory is not None:
+            self._used_host_bytes -= stored.nbytes
+        stored.memory = stored.slot = stored.prefetched = None
 
     def _write(self, whole: torch.Tensor) -> Slot:
         # not by numpy(), after which torch would no longer resize the storage

@@ -110,48 +110,47 @@ class Task:
     asked: tuple[TextRequest, ...]
 
 
-def problem_of(text: ScoredText, limits: ModelLimits, *, has_head: bool = True, truncate: bool) -> OptionError | None:
-    """The error for a text that cannot be scored; None if it can.
+def check_text(text: ScoredText, limits: ModelLimits, *, has_head: bool = True, truncate: bool) -> None:
+    """Check that a text can be scored.
 
     Args:
         text: the text.
         limits: bounds of the model.
         has_head: whether the model has an output head, and so computes probabilities.
         truncate: whether its beginning may be cut off.
+
+    Raises:
+        OptionError: it cannot.
     """
     name = f"The text with index {text.index}"
     if not text.continuation and text.pooling is None:
-        return OptionError(
+        raise OptionError(
             f"{name} has no continuation and no pooling.", "Set a continuation, or pooling for an embedding."
         )
     if text.pooling is not None and text.pooling not in POOLINGS:
-        return OptionError(f"{name} has pooling={text.pooling!r}; expected one of {', '.join(POOLINGS)}.")
-    if not text.context and (text.continuation or text.pooling is None):
-        return OptionError(
+        raise OptionError(f"{name} has pooling={text.pooling!r}; expected one of {', '.join(POOLINGS)}.")
+    if not text.context and text.continuation:
+        raise OptionError(
             f"{name} has an empty context, so the first token of its continuation has no prediction.",
             "Use at least one token as context: the tokenizer's beginning-of-sequence or end-of-sequence token.",
         )
     if text.continuation and not has_head:
-        return OptionError(f"{name} has a continuation, and the model gives no probabilities, only embeddings.")
-    try:
-        limits.check_ids((*text.context, *text.continuation), name)
-    except OptionError as error:
-        return error
+        raise OptionError(f"{name} has a continuation, and the model gives no probabilities, only embeddings.")
+    limits.check_ids((*text.context, *text.continuation), name)
     inputs = len(_inputs(text))
     if limits.context is None or inputs <= limits.context:
-        return None
+        return
     if not truncate:
-        return OptionError(
+        raise OptionError(
             f"{name} has {inputs:,} tokens; the model's context has {limits.context:,}.",
             "Shorten it, or use truncate, which removes its beginning.",
         )
     if inputs - len(text.context) >= limits.context:  # the first token needs one before it
-        return OptionError(
+        raise OptionError(
             f"{name} has a continuation of {len(text.continuation):,} tokens; the model's context has "
             f"{limits.context:,}, and it needs a token before it.",
             "Score it in parts, each with the text before it as context.",
         )
-    return None
 
 
 def tasks_of(

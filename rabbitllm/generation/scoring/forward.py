@@ -369,13 +369,13 @@ class ScoringForward:
             # later slices bypass the hooks of a whole pass, which would free the weights in use
             logits = (self._model.forward if begin else self._call)(**inputs).logits.flatten(0, 1)
             if cut.chosen is None:
-                return _chances_in(logits[every], list(targets.values()), every)
+                return _chances_in(logits[every], targets)
             if len(logits) != len(part):
                 raise ScoringError(
                     f"{type(self._model).__name__} returned {len(logits):,} rows of logits for {len(part):,}.",
                     "Score with exact=True.",
                 )
-            chances |= _chances_in(logits, [targets[row] for row in part], part)
+            chances |= _chances_in(logits, {row: targets[row] for row in part})
         return chances
 
     def _call(self, **inputs: Any) -> Any:
@@ -419,32 +419,26 @@ def _wanted(batch: MicroBatch, rows: Sequence[Sequence[int]]) -> dict[int, list[
     return {row: list(targets[row]) for row in sorted(targets)}
 
 
-def _chances_in(logits: torch.Tensor, targets: Sequence[Sequence[int]], rows: Sequence[int]) -> _Chances:
+def _chances_in(logits: torch.Tensor, targets: Mapping[int, Sequence[int]]) -> _Chances:
     """Log probability of each target token, and whether it is the most likely one of its row.
 
     Args:
         logits: (rows, vocabulary).
-        targets: target tokens of each row.
-        rows: index of each row in the batch, used as key of the result.
+        targets: index in the batch of each of these rows -> its target tokens.
     """
     refuse_overflow(logits, "logits")
     logprobs = torch.log_softmax(logits.float(), -1)
-    indices = [index for index, row_targets in enumerate(targets) for _ in row_targets]
-    tokens = [token for row_targets in targets for token in row_targets]
-    chosen = logprobs[torch.tensor(indices, device=logprobs.device), torch.tensor(tokens, device=logprobs.device)]
+    wanted = [(index, row, token) for index, (row, tokens) in enumerate(targets.items()) for token in tokens]
+    indices = torch.tensor([(index, token) for index, _, token in wanted], device=logprobs.device)
+    values = logprobs[indices.unbind(1)].tolist()
     best = logprobs.argmax(-1).tolist()
     return {
-        (rows[index], token): (value, best[index] == token)
-        for index, token, value in zip(indices, tokens, chosen.tolist(), strict=True)
+        (row, token): (value, best[index] == token) for (index, row, token), value in zip(wanted, values, strict=True)
     }
 
 
 def _scored(
-    index: int,
-    request: TextRequest,
-    rows: Sequence[int],
-    chances: _Chances,
-    states: torch.Tensor | None,
+    index: int, request: TextRequest, rows: Sequence[int], chances: _Chances, states: torch.Tensor | None
 ) -> Scored:
     embedding = None
     if request.pooling is not None:
@@ -459,9 +453,5 @@ def _scored(
         return Scored(index, embedding=embedding)
     results = [chances[rows[position], target] for position, target in enumerate(request.targets, request.first)]
     return Scored(
-        index,
-        math.fsum(value for value, _ in results),
-        len(results),
-        all(is_best for _, is_best in results),
-        embedding,
+        index, math.fsum(value for value, _ in results), len(results), all(is_best for _, is_best in results), embedding
     )

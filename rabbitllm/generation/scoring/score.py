@@ -21,6 +21,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,18 +33,12 @@ from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.placement import READY, Tier
 from rabbitllm.errors import BatchError, OptionError, RabbitLLMError, ScoringError, require_package
 from rabbitllm.generation._coroutines import Coroutine, Coroutines, PendingCall, RowKind, SyncPoint, called, rowwise
-from rabbitllm.generation._packed_batch import (
-    PACKABLE,
-    NotPackable,
-    can_be_packed,
-    grouped,
-    shares_keys,
-)
-from rabbitllm.generation.kv_cache import angles_change_after, looks_ahead
+from rabbitllm.generation._packed_batch import PACKABLE, NotPackable, can_be_packed, grouped, shares_keys
+from rabbitllm.generation.kv_cache import NEVER, angles_change_after, looks_ahead
 from rabbitllm.generation.memory import cost_of_a_pass, repeated_bytes
 from rabbitllm.generation.request import ModelLimits
 from rabbitllm.generation.scoring._activation_offload import ActivationOffload, NoRoom, tensors_in
-from rabbitllm.generation.scoring._tasks import Room, Scored, ScoredText, Task, problem_of, tasks_of
+from rabbitllm.generation.scoring._tasks import Room, Scored, ScoredText, Task, check_text, tasks_of
 from rabbitllm.generation.scoring.forward import LOGITS_BYTES, Keep, PrefixHandoff, ScoringForward
 from rabbitllm.generation.scoring.micro_batches import MicroBatch, TextLayout, chains, linked, micro_batches
 from rabbitllm.storage.durable import NamelessFile
@@ -171,7 +166,7 @@ def layout_of(model: StreamedModel, *, exact: bool) -> TextLayout:
         return TextLayout.EQUAL
     if can_be_packed(model):
         return TextLayout.PACKED
-    fills = config.model_type in FILLABLE and angles_change_after(config) is None
+    fills = config.model_type in FILLABLE and angles_change_after(config) == NEVER
     return TextLayout.FILLED if fills else TextLayout.EQUAL
 
 
@@ -281,11 +276,11 @@ def score(
         raise BatchError("The model is busy with other requests.", "Score when these are finished.")
     valid = []
     for position, text in enumerate(texts):
-        problem = problem_of(text, limits, has_head=has_head, truncate=room.truncate)
-        if problem is None:
+        try:
+            check_text(text, limits, has_head=has_head, truncate=room.truncate)
             valid.append(position)
-        else:
-            yield Scored(text.index, tokens=len(text.continuation), error=problem)
+        except OptionError as refusal:
+            yield Scored(text.index, tokens=len(text.continuation), error=refusal)
     indices = [text.index for text in texts]
     tasks = tasks_of(texts, valid, limits.context, shared=not room.exact)
     shares = not (can_be_packed(model) and shares_keys(model))  # a layer's KV cache exists during its turn only
@@ -323,13 +318,10 @@ def _layout_after(layout: TextLayout, batch: MicroBatch, error: Exception, *, so
 
 
 def _refused(batch: MicroBatch, indices: Sequence[int], error: Exception) -> Iterator[Scored]:
-    shown = (
-        error
-        if isinstance(error, RabbitLLMError)
-        else ScoringError(f"The text could not be scored: {type(error).__name__}: {error}", REMEDY)
-    )
+    if not isinstance(error, RabbitLLMError):
+        error = ScoringError(f"The text could not be scored: {type(error).__name__}: {error}", REMEDY)
     for request in batch.tasks[0].asked:
-        yield Scored(indices[request.number], tokens=len(request.targets), error=shown)
+        yield Scored(indices[request.number], tokens=len(request.targets), error=error)
 
 
 def _pass(
@@ -361,19 +353,15 @@ def _pass(
             model, offload, exact=room.exact, alone=len(batches) == 1, experts_rows=limits.experts_rows
         )
 
-        def work_of(index: int, batch: MicroBatch) -> Callable[[], None]:
-            def work() -> None:
-                ids = forward.ids(batch)
-                runner.coroutines.wait_for_pass((), {"input_ids": ids})
-                with model.streamer.memory_explained():
-                    results[index] = forward(batch, ids, indices, relays[index], relays[index + 1])
-
-            return work
+        def work(index: int, batch: MicroBatch) -> None:
+            ids = forward.ids(batch)
+            runner.coroutines.wait_for_pass((), {"input_ids": ids})
+            with model.streamer.memory_explained():
+                results[index] = forward(batch, ids, indices, relays[index], relays[index + 1])
 
         try:
             with forward.installed():
-                works = (work_of(index, batch) for index, batch in enumerate(batches))
-                coroutines = [runner.coroutines.add(work) for work in works]
+                coroutines = [runner.coroutines.add(partial(work, *numbered)) for numbered in enumerate(batches)]
                 runner.run(coroutines)
         finally:
             runner.coroutines.close()
@@ -471,13 +459,8 @@ class MicroBatchRunner:
         for group in self._groups(waiting) if point.kind is RowKind.EXPERTS else [waiting]:
             for coroutine in group:
                 self._offload.take(coroutine)
-            if self.coroutines.compute_rows(point, group):
-                continue
-            if point.is_unit:
+            if not self.coroutines.compute_rows(point, group):
                 self._take_turns(point, group)
-            else:
-                for coroutine in group:
-                    self.coroutines.resume(coroutine, coroutine.pending)
 
     def _groups(self, waiting: Sequence[Coroutine]) -> list[Sequence[Coroutine]]:
         """Groups of coroutines whose rows go through a layer's experts together."""

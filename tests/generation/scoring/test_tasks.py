@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from rabbitllm.errors import OptionError
 from rabbitllm.generation.request import ModelLimits
-from rabbitllm.generation.scoring._tasks import ScoredText, TextRequest, problem_of, tasks_of
+from rabbitllm.generation.scoring._tasks import ScoredText, TextRequest, check_text, tasks_of
 
 ABLE = ModelLimits(context=8, vocabulary=100)
 
@@ -52,27 +55,27 @@ def test_long_texts_lose_their_beginning() -> None:
     ],
 )
 def test_refused_texts(text: ScoredText, words: str) -> None:
-    problem = problem_of(text, ABLE, truncate=False)
-    assert problem is not None
-    assert "index 7" in str(problem)
-    assert words in str(problem)
+    with pytest.raises(OptionError, match=f"index 7.*{re.escape(words)}"):
+        check_text(text, ABLE, truncate=False)
 
 
 def test_inputs_may_fill_the_context() -> None:
-    assert problem_of(ScoredText(0, range(8), (1,)), ABLE, truncate=False) is None
-    assert problem_of(ScoredText(0, range(8), (1,), "last"), ABLE, truncate=False) is not None
-    assert problem_of(ScoredText(0, range(80), (1,)), ModelLimits(None, 100), truncate=False) is None
+    check_text(ScoredText(0, range(8), (1,)), ABLE, truncate=False)
+    with pytest.raises(OptionError):
+        check_text(ScoredText(0, range(8), (1,), "last"), ABLE, truncate=False)
+    check_text(ScoredText(0, range(80), (1,)), ModelLimits(None, 100), truncate=False)
 
 
 def test_truncating_keeps_the_continuation_whole() -> None:
-    assert problem_of(ScoredText(0, range(20), range(8)), ABLE, truncate=True) is None
-    problem = problem_of(ScoredText(0, range(20), range(9)), ABLE, truncate=True)
-    assert problem is not None
-    assert "continuation of 9 tokens" in str(problem)
-    assert problem_of(ScoredText(0, range(20), range(7), "last"), ABLE, truncate=True) is None
-    assert problem_of(ScoredText(0, range(20), range(8), "last"), ABLE, truncate=True) is not None
+    check_text(ScoredText(0, range(20), range(8)), ABLE, truncate=True)
+    with pytest.raises(OptionError, match="continuation of 9 tokens"):
+        check_text(ScoredText(0, range(20), range(9)), ABLE, truncate=True)
+    check_text(ScoredText(0, range(20), range(7), "last"), ABLE, truncate=True)
+    with pytest.raises(OptionError):
+        check_text(ScoredText(0, range(20), range(8), "last"), ABLE, truncate=True)
 
 
 def test_a_model_without_a_head_has_embeddings_only() -> None:
-    assert problem_of(ScoredText(0, (1,), (), "last"), ABLE, has_head=False, truncate=False) is None
-    assert problem_of(ScoredText(0, (1,), (2,)), ABLE, has_head=False, truncate=False) is not None
+    check_text(ScoredText(0, (1,), (), "last"), ABLE, has_head=False, truncate=False)
+    with pytest.raises(OptionError):
+        check_text(ScoredText(0, (1,), (2,)), ABLE, has_head=False, truncate=False)
