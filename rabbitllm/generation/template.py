@@ -232,13 +232,18 @@ def variables_in(source: str) -> frozenset[str]:
     return names_in(source)[1] - _arguments()
 
 
-@cache
 def names_in(source: str) -> tuple[frozenset[str], frozenset[str]]:
     """See `TemplateProcess.names`; none for a template that exceeds a limit."""
     try:
-        names, variables = PROCESS.names(source) if source else ((), ())
+        return _names_in(source)
     except (RuntimeError, ValueError):  # a prompt by this template tells why
         return frozenset(), frozenset()
+
+
+@cache
+def _names_in(source: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Errors are not kept: the process may have ended for another reason."""
+    names, variables = PROCESS.names(source) if source else ((), ())
     return frozenset(names), frozenset(variables)
 
 
