@@ -50,7 +50,6 @@ class Device(Protocol):
     @property
     def has_bf16(self) -> bool:
         """Whether it computes in bfloat16 itself."""
-        ...
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         """Host memory on a page boundary, uint8 (nbytes,), pinned if the device copies from it.
@@ -58,15 +57,12 @@ class Device(Protocol):
         Raises:
             RuntimeError, MemoryError, OSError: there is not enough memory, or it cannot be pinned.
         """
-        ...
 
     def free_host_buffer(self, buffer: torch.Tensor) -> None:
         """Unpin a `host_buffer` before its memory is freed, once no copy uses it."""
-        ...
 
     def device_buffer(self, nbytes: int) -> torch.Tensor:
         """Device memory, uint8 (nbytes,)."""
-        ...
 
     def upload(self, host: torch.Tensor, device: torch.Tensor, after: Any) -> Any:
         """Begin to copy `host` to `device` (same length) once the computation reaches the mark `after`, from `leave`.
@@ -74,39 +70,30 @@ class Device(Protocol):
         Returns:
             A ticket for `arrive` and `landed`.
         """
-        ...
 
     def landed(self, ticket: Any) -> None:
         """Block the calling thread until the host buffer of an upload may be overwritten."""
-        ...
 
     def arrive(self, ticket: Any) -> None:
         """Make the computation that follows wait for an upload."""
-        ...
 
     def seconds(self, ticket: Any) -> float:
         """Seconds of an upload's copy alone; call it after `arrive` and `landed`."""
-        ...
 
     def leave(self) -> Any:
         """Mark this point of the computation, for the next `upload` into a buffer that it used."""
-        ...
 
     def synchronise(self) -> None:
         """Block until all queued work of the device is done; for measuring."""
-        ...
 
     def free_bytes(self) -> int:
         """Bytes of memory that can still be allocated."""
-        ...
 
     def empty_cache(self) -> None:
         """Return memory that the allocator keeps unused, after an allocation has failed."""
-        ...
 
     def as_current(self) -> AbstractContextManager[Any]:
         """A context in which it is torch's current device, where kernels of other libraries (Triton) are launched."""
-        ...
 
 
 def aligned_host(nbytes: int) -> torch.Tensor:

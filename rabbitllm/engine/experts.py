@@ -39,20 +39,16 @@ class ExpertProvider(Protocol):
 
     def each(self, leaf: str, experts: Sequence[int]) -> Iterator[torch.Tensor]:
         """The weights of these experts in this order; each is valid until the next one is requested."""
-        ...
 
     def order(self, experts: Sequence[int]) -> tuple[list[int], list[int]]:
         """Indices into `experts`: of those that are in memory until the end of the pass, and of the others, in the
         order in which they are read."""
-        ...
 
     def numbers(self, index: torch.Tensor) -> list[int]:
         """The values of an integer tensor in memory order."""
-        ...
 
     def ends(self, ends: torch.Tensor, rows: int) -> list[int]:
         """The same of the ends of each expert's group of rows, which tell what the pass uses."""
-        ...
 
 
 class ExpertStack(WeightStandIn):

@@ -77,7 +77,6 @@ class Paths(Protocol):
 
     def path(self, file: str) -> Path:
         """A file's path."""
-        ...
 
 
 class SpanReader:
