@@ -301,8 +301,7 @@ class LoadPlanner:
         if error is not None and self._too_little == "refuse":
             raise error
         if error is not None:
-            problem = error.problem
-            logger.warning("This machine cannot load the model: %s", problem)
+            logger.warning("This machine cannot load the model: %s", error.problem)
         if self._too_little == "warn":
             self._too_little = "ignore"
 
@@ -363,10 +362,9 @@ class LoadPlanner:
         config = skeleton.read_config(home, options.trust_remote_code)
         tensors, label = (None, str(home)) if store is None else (len(store.tensors), store.label)
         skeleton.check_counts(config, tensors, label)
-        dtype_is_final = store is not None or options.dtype is not None or _config_dtype(config) is not None
+        dtype_is_final = store is not None or (options.dtype or getattr(config, "dtype", None)) is not None
         quantizer = _published.quantizer_for(home, config, devices)
-        dtype = _choose_dtype(options.dtype, config, store, devices)
-        is_narrowed = options.dtype is None and dtype == torch.float16 and _own_dtype(config, store) == torch.bfloat16
+        dtype, is_narrowed = _choose_dtype(options.dtype, config, store, devices)
         if quantizer is not None:
             dtype = quantizer.update_dtype(dtype)
         attention = _attention(options.attn_implementation, config, devices, dtype)
@@ -442,16 +440,6 @@ def too_little_memory(plan: LoadPlan, devices: Sequence[Device]) -> NotEnoughMem
     return None
 
 
-def refuse_too_little_memory(plan: LoadPlan, devices: Sequence[Device]) -> None:
-    """Refuse to load a model that needs more memory than this process may use.
-
-    Raises:
-        NotEnoughMemoryError: it does; the system would kill the process in the first pass, without a message.
-    """
-    if (error := too_little_memory(plan, devices)) is not None:
-        raise error
-
-
 def only_a_part(
     plan: LoadPlan, share: PartChooser, store: WeightFiles, devices: Sequence[Device], options: RunOptions
 ) -> LoadPlan:
@@ -472,41 +460,27 @@ def only_a_part(
 
 def _choose_dtype(
     requested: str | None, config: PretrainedConfig, store: WeightFiles | None, devices: Sequence[Device]
-) -> torch.dtype:
-    """The caller's dtype, else the config's, else that of the weights; fp16 for bf16 if a GPU has no bf16."""
-    if (named := _named_dtype(requested)) is not None:
-        return named
-    dtype = _own_dtype(config, store)
+) -> tuple[torch.dtype, bool]:
+    """The caller's dtype, else the config's, else that of the weights; fp16 for bf16 if a GPU has no bf16.
+
+    The second result is whether it is fp16 for that reason.
+    """
+    if requested is not None:
+        named = getattr(torch, requested, None)
+        if not isinstance(named, torch.dtype) or not named.is_floating_point:
+            problem = f"dtype={requested!r} is not a floating-point dtype of torch."
+            raise OptionError(problem, "Example: dtype='bfloat16'.")
+        return named, False
+    # that of the whole model; that of a part does not count, as in transformers
+    dtype: torch.dtype | None = getattr(config, "dtype", None)
+    if dtype is None:
+        of_weights = (tensor.model_dtype for tensor in store.tensors.values()) if store is not None else ()
+        name = store.dtype if store is not None else None
+        dtype = getattr(torch, name or next(filter(None, of_weights), "float32"))
     if dtype == torch.bfloat16 and not all(device.has_bf16 for device in devices):
         logger.warning("This GPU has no bfloat16; the model computes in float16. Pass dtype='float32' if it overflows.")
-        return torch.float16
-    return dtype
-
-
-def _named_dtype(name: str | None) -> torch.dtype | None:
-    if name is None:
-        return None
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise OptionError(f"dtype={name!r} is not a floating-point dtype of torch.", "Example: dtype='bfloat16'.")
-    return dtype
-
-
-def _config_dtype(config: PretrainedConfig) -> torch.dtype | None:
-    """The dtype of the whole model; that of a part does not count, as in transformers."""
-    return getattr(config, "dtype", None)
-
-
-def _own_dtype(config: PretrainedConfig, store: WeightFiles | None) -> torch.dtype:
-    return _config_dtype(config) or _stored_dtype(store)
-
-
-def _stored_dtype(store: WeightFiles | None) -> torch.dtype:
-    if store is None:
-        return torch.float32
-    dtypes = (dtype for tensor in store.tensors.values() if (dtype := tensor.model_dtype) is not None)
-    stored: torch.dtype = getattr(torch, store.dtype or next(dtypes, "float32"))
-    return stored
+        return torch.float16, True
+    return dtype, False
 
 
 def _attention(requested: str, config: PretrainedConfig, devices: Sequence[Device], dtype: torch.dtype) -> str | None:
@@ -546,26 +520,23 @@ def place_units(
         for device in devices
         for is_host in [device.shares_host_memory]
     ]
-    costs_of_experts, host_bytes = expert_costs(experts), host_room(devices, options)
-
-    def placed(choosers: Mapping[str, MatrixChooser]) -> Placement:
-        return place(
-            unit_costs(model, sources, experts, choosers),
-            budgets,
-            small_first=options.small_layers_resident,
-            cached_layers=options.cache_layers or 0,
-            host_bytes=host_bytes,
-            experts=costs_of_experts,
-        )
-
-    placement = placed(MappingProxyType({}))
+    placed = functools.partial(
+        place,
+        budgets=budgets,
+        small_first=options.small_layers_resident,
+        cached_layers=options.cache_layers or 0,
+        host_bytes=host_room(devices, options),
+        experts=expert_costs(experts),
+    )
+    costs = unit_costs(model, sources, experts)
+    placement = placed(costs)
     if choosers and any(unit.tier in HOOKED for unit in placement.units):
-        placement = placed(choosers)
+        placement = placed(unit_costs(model, sources, experts, choosers))
     name = model.config.model_type
     if name in SCALES_IN_PLACE and not placement.is_resident:
         raise RabbitLLMError(
             f"{name} rescales its weights in place, so all of them must be resident; they need "
-            f"{size(ready_once(unit_costs(model, sources)))}, more than the limits allow.",
+            f"{size(ready_once(costs))}, more than the limits allow.",
             "Raise max_memory.",
         )
     return placement

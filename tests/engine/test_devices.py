@@ -346,12 +346,12 @@ def test_gpu_without_bfloat16_computes_in_float16_with_one_warning(
     t4s = [CudaDevice(0), CudaDevice(1)]
     store = LayerStore(directory)
     with caplog.at_level(logging.WARNING, "rabbitllm"):
-        assert load_plan._choose_dtype(None, config, store, t4s) == torch.float16
+        assert load_plan._choose_dtype(None, config, store, t4s) == (torch.float16, True)
     (record,) = caplog.records
     assert "no bfloat16; the model computes in float16" in record.getMessage()
     caplog.clear()
-    assert load_plan._choose_dtype("bfloat16", config, store, t4s) == torch.bfloat16  # the caller knows best
-    assert load_plan._choose_dtype(None, config, store, [CpuDevice()]) == torch.bfloat16
+    assert load_plan._choose_dtype("bfloat16", config, store, t4s)[0] == torch.bfloat16  # the caller knows best
+    assert load_plan._choose_dtype(None, config, store, [CpuDevice()]) == (torch.bfloat16, False)
     assert not caplog.records
 
 
