@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from rabbitllm.engine._weights import Recipe
-from rabbitllm.engine.units import UnitJob, UnitSource
+from rabbitllm.engine.units import UnitJob, UnitSource, of_jobs
 from rabbitllm.formats.tensor_spec import TensorSpec, torch_dtype
 from rabbitllm.quant.quantize import dequantize, scales_at
 from rabbitllm.quant.schemes import NESTED_BLOCK, STORED, Quantized
@@ -117,7 +117,7 @@ class TableRows:
         job = _table_job(source)
         assert job is not None
         other_jobs = [other for other in source.jobs if other is not job]
-        self.others = source.of_jobs(other_jobs) if other_jobs else None
+        self.others = of_jobs(source.unit, other_jobs, source.stored) if other_jobs else None
         recipe = job.recipe
         self._stored = [source.stored[name] for _, name in recipe.sources]
         self._begins = [0, *itertools.accumulate(tensor.shape[0] for tensor in self._stored)]

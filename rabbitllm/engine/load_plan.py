@@ -131,7 +131,9 @@ def unit_costs(
         sizes = source.stored_bytes, source.ready_bytes, scratch, source.is_view
         other_sizes = routed.get(name, 0), max(variant.scale_bytes if variant.is_view else 0 for variant in used)
         tied = tuple(
-            SharedTensor(job.recipe.key, *source.bytes_of(job)) for job in source.jobs if job.recipe.key in shared
+            SharedTensor(job.recipe.key, job.stored_bytes, job.ready_bytes)
+            for job in source.jobs
+            if job.recipe.key in shared
         )
         is_table = rows and module is not embedding
         costs.append(UnitCost(name, *sizes, source.unit.is_layer, must_stay, rows, *other_sizes, tied, is_table))

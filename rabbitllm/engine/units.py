@@ -15,7 +15,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -84,7 +84,7 @@ class ParameterEntry:
         which changes the rounding. A tensor that is a parameter already is of a quantizer's type, with its scales as
         attributes.
         """
-        if isinstance(tensor, nn.Parameter) or not self._is_parameter:
+        if isinstance(tensor, nn.Parameter) or not isinstance(self.table[self.leaf], nn.Parameter):
             return tensor
         needs = tensor.is_floating_point() and tensor.dtype.itemsize > 1
         return nn.Parameter(tensor, requires_grad=needs)
@@ -102,14 +102,10 @@ class ParameterEntry:
             read: returns the weight, in the form of `bindable`; called when its values are read.
             look_up: of a table: distinct rising ids -> their rows.
         """
-        weight = AbsentWeight(lambda: read(self), self.shape, self.dtype, device, is_parameter=self._is_parameter)
-        weight.__dict__.update(self.marks)
+        is_parameter, form = isinstance(self.table[self.leaf], nn.Parameter), (self.shape, self.dtype, device)
+        weight = AbsentWeight(lambda: read(self), *form, is_parameter=is_parameter, marks=self.marks)
         weight.look_up = look_up
         return weight
-
-    @property
-    def _is_parameter(self) -> bool:
-        return isinstance(self.table[self.leaf], nn.Parameter)
 
 
 @dataclass(frozen=True)
@@ -238,11 +234,16 @@ class UnitJob:
         recipe: makes the parameters.
         entries: (target of the recipe, parameter).
         quantized: (how, parameter) of those that are multiplied from their codes.
+        is_view: whether the parameters in `entries` are views of the stored bytes.
+        stored_bytes, ready_bytes: of its tensors: stored, and ready to use.
     """
 
     recipe: Recipe
     entries: tuple[tuple[str, ParameterEntry], ...]
-    quantized: tuple[tuple[FromCodes, ParameterEntry], ...] = ()
+    quantized: tuple[tuple[FromCodes, ParameterEntry], ...]
+    is_view: bool
+    stored_bytes: int
+    ready_bytes: int
 
 
 @dataclass(frozen=True)
@@ -254,18 +255,26 @@ class UnitSource:
         jobs: make the parameters.
         stored: the tensors that they need, by name.
         spans: the runs of bytes to read into one buffer, in file order.
-        buffer_bytes: length of that buffer.
-        ready_bytes: of the parameters when ready to use.
         is_view: whether the parameters are views of the stored bytes: nothing is compressed, cast or fused.
+        ready_bytes: of the parameters when ready to use.
+        scale_bytes: of the scales that are dequantized before codes are multiplied.
+        scratch_bytes: what each use takes besides the stored bytes: parameters made for it, and the work of one of
+            them.
     """
 
     unit: Unit
     jobs: tuple[UnitJob, ...]
     stored: Mapping[str, StoredTensor]
     spans: tuple[FileSpan, ...]
-    buffer_bytes: int
-    ready_bytes: int
     is_view: bool
+    ready_bytes: int
+    scale_bytes: int
+    scratch_bytes: int
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Length of the buffer that `spans` are read into."""
+        return self.spans[-1].end if self.spans else 0
 
     @property
     def dequantizes(self) -> bool:
@@ -282,54 +291,10 @@ class UnitSource:
             yield from (entry for _, entry in job.entries)
             yield from (entry for _, entry in job.quantized)
 
-    def bytes_of(self, job: UnitJob) -> tuple[int, int]:
-        """Bytes of a job's tensors: stored, and ready to use."""
-        names = [name for _, name in job.recipe.sources]
-        stored = sum(self.stored[name].nbytes for name in names)
-        ready = 0 if job.recipe.wraps else sum(entry.nbytes for _, entry in job.entries)
-        return stored, ready + (stored if job.quantized or job.recipe.wraps else 0)
-
-    def of_jobs(self, jobs: Iterable[UnitJob]) -> UnitSource:
-        """The part of it that some of its jobs make."""
-        return _of_jobs(self.unit, tuple(jobs), self.stored)
-
     @property
     def stored_bytes(self) -> int:
         """Bytes of its tensors on disk."""
         return sum(tensor.nbytes for tensor in self.stored.values())
-
-    @property
-    def scale_bytes(self) -> int:
-        """Bytes of the scales that are dequantized before codes are multiplied."""
-        return sum(matrix_type.scale_bytes(form) for matrix_type, form, _ in self._matrices)
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes that each use takes besides the stored ones: parameters made for it, and the work of one of them."""
-        converted = [job for job in self.jobs if job.entries and not _is_view(job.recipe, self.stored)]
-        kept = 0 if self.is_view else self.scale_bytes
-        work = [matrix_type.scratch_bytes(form, dtype) for matrix_type, form, dtype in self._matrices]
-        forms = (self.stored[name].quantized for job in converted for _, name in job.recipe.sources)
-        work += [work_bytes(form.scheme, math.prod(form.shape)) for form in forms if form is not None]
-        kept += sum(entry.nbytes for job in converted for _, entry in job.entries) + self._copied_bytes
-        return kept + max(work, default=0)
-
-    @property
-    def _copied_bytes(self) -> int:
-        """Bytes that `typed` copies on any device: those of unaligned tensors, in files that others wrote."""
-        viewed = (job.recipe for job in self.jobs if _is_view(job.recipe, self.stored))
-        parts = (part for recipe in viewed for _, name in recipe.sources for part in self.stored[name].parts)
-        return sum(part.nbytes for part in parts if part.offset % GPU_ALIGNMENT)
-
-    @property
-    def _matrices(self) -> Iterator[tuple[type[Matrix] | type[FusedMatrix], Quantized, torch.dtype]]:
-        """Its matrices that are quantized by us and multiplied in this form: type, form, dtype of the inputs."""
-        for job in self.jobs:
-            if job.quantized and not isinstance(matrix_type := job.quantized[0][0], CodedRecipe):
-                form, dtype = self.stored[job.recipe.sources[0][1]].quantized, job.recipe.dtype
-                assert form is not None
-                assert dtype is not None
-                yield matrix_type, form, dtype
 
     def bind(self, model: PreTrainedModel, part: PartReader) -> None:
         """Make the parameters and bind them."""
@@ -354,6 +319,15 @@ class UnitSource:
             copies: copy tensors that would be views of stored parts, so that these can be freed.
             only: the only target to make; None for all.
         """
+
+        def read(name: str, dtype: torch.dtype | None) -> torch.Tensor:
+            tensor = self.stored[name]
+            if tensor.quantized is not None:
+                assert dtype is not None
+                return dequantize(*operands(tensor.quantized, tensor.parts, part), dtype)
+            plain = part(tensor.parts[0])
+            return plain.to(dtype if dtype is not None and plain.is_floating_point() else plain.dtype, copy=copies)
+
         for job in self.jobs:
             for form, entry in job.quantized:
                 if only in (None, entry.target):
@@ -363,7 +337,7 @@ class UnitSource:
                 continue
             tensors = memo.get(job.recipe.key) if memo is not None else None
             if tensors is None:
-                tensors = job.recipe.make(model, lambda name, dtype: self._checkpoint_tensor(name, dtype, part, copies))
+                tensors = job.recipe.make(model, read)
                 if memo is not None:
                     memo[job.recipe.key] = tensors
             for target, entry in entries:
@@ -376,15 +350,6 @@ class UnitSource:
         assert stored.quantized is not None
         assert recipe.dtype is not None
         return QuantizedWeight(form.of(stored.quantized, stored.parts, part), recipe.dtype)
-
-    def _checkpoint_tensor(self, name: str, dtype: torch.dtype | None, part: PartReader, copies: bool) -> torch.Tensor:
-        tensor = self.stored[name]
-        if tensor.quantized is not None:
-            assert dtype is not None
-            return dequantize(*operands(tensor.quantized, tensor.parts, part), dtype)
-        plain = part(tensor.parts[0])
-        target_dtype = dtype if dtype is not None and plain.is_floating_point() else plain.dtype
-        return plain.to(target_dtype, copy=copies)
 
     def part_of(self, buffer: torch.Tensor) -> PartReader:
         """A reader of parts as views of a buffer that was filled with `spans`, or of a copy of it on a device."""
@@ -448,30 +413,66 @@ def source_of(
             continue  # the checkpoint lacks it and the model allows that: it has its initial value
         target = entry.target if entry.target in recipe.targets else weights.ties[entry.target]
         by_key.setdefault(recipe.key, (recipe, []))[1].append((target, entry))
-    jobs = tuple(UnitJob(recipe, tuple(entries)) for recipe, entries in by_key.values())
-    source = _of_jobs(unit, jobs, store.tensors)
-    return source if choose_matrix is None else multiplied(source, choose_matrix)
+    return of_jobs(unit, (_job(*made, (), store.tensors, choose_matrix) for made in by_key.values()), store.tensors)
 
 
 def multiplied(source: UnitSource, choose_matrix: MatrixChooser) -> UnitSource:
     """A source; its matrices are multiplied in quantized form if `choose_matrix` returns a type for them."""
-    jobs = []
-    for job in source.jobs:
-        kinds = {entry.target: _from_codes(entry, job.recipe, source.stored, choose_matrix) for _, entry in job.entries}
-        dequantized = tuple((target, entry) for target, entry in job.entries if kinds[entry.target] is None)
-        quantized = tuple((form, entry) for _, entry in job.entries if (form := kinds[entry.target]) is not None)
-        jobs.append(UnitJob(job.recipe, dequantized, (*job.quantized, *quantized)))
-    return _of_jobs(source.unit, tuple(jobs), source.stored)
+    jobs = (_job(job.recipe, job.entries, job.quantized, source.stored, choose_matrix) for job in source.jobs)
+    return of_jobs(source.unit, jobs, source.stored)
 
 
-def _of_jobs(unit: Unit, jobs: tuple[UnitJob, ...], tensors: Mapping[str, StoredTensor]) -> UnitSource:
+def _job(
+    recipe: Recipe,
+    entries: Iterable[tuple[str, ParameterEntry]],
+    quantized: tuple[tuple[FromCodes, ParameterEntry], ...],
+    tensors: Mapping[str, StoredTensor],
+    choose_matrix: MatrixChooser | None,
+) -> UnitJob:
+    """The job of a recipe; of `entries`, those that `choose_matrix` has a type for are multiplied from their codes."""
+    dequantized = []
+    for target, entry in entries:
+        form = None if choose_matrix is None else _from_codes(entry, recipe, tensors, choose_matrix)
+        if form is None:
+            dequantized.append((target, entry))
+        else:
+            quantized = (*quantized, (form, entry))
+    stored_bytes = sum(tensors[name].nbytes for _, name in recipe.sources)
+    ready_bytes = 0 if recipe.wraps else sum(entry.nbytes for _, entry in dequantized)
+    ready_bytes += stored_bytes if quantized or recipe.wraps else 0
+    is_view = recipe.wraps
+    if recipe.converter is None:
+        tensor = tensors[recipe.sources[0][1]]
+        dtype = torch_dtype(tensor.parts[0].dtype)
+        is_as_stored = tensor.quantized is None and tensor.parts[0].is_one_run
+        is_view = is_as_stored and (dtype == recipe.dtype or not dtype.is_floating_point)
+    return UnitJob(recipe, tuple(dequantized), quantized, is_view, stored_bytes, ready_bytes)
+
+
+def of_jobs(unit: Unit, jobs: Iterable[UnitJob], tensors: Mapping[str, StoredTensor]) -> UnitSource:
+    """A unit, or the part of it that these jobs make."""
+    jobs = tuple(jobs)
     stored = {name: tensors[name] for job in jobs for _, name in job.recipe.sources}
-    spans = _spans(stored)
-    size = spans[-1].end if spans else 0
-    is_view = all(_is_view(job.recipe, stored) for job in jobs if job.entries)
-    source = UnitSource(unit, jobs, stored, spans, size, 0, is_view)
-    ready = sum(source.bytes_of(job)[1] for job in jobs)
-    return replace(source, ready_bytes=ready + source.scale_bytes)
+    is_view = all(job.is_view for job in jobs if job.entries)
+    scale_bytes, made, work = 0, 0, [0]
+    for job in jobs:
+        parts = [stored[name] for _, name in job.recipe.sources]
+        if job.quantized and not isinstance(matrix_type := job.quantized[0][0], CodedRecipe):  # quantized by us
+            form, dtype = parts[0].quantized, job.recipe.dtype
+            assert form is not None
+            assert dtype is not None
+            scale_bytes += matrix_type.scale_bytes(form)
+            work.append(matrix_type.scratch_bytes(form, dtype))
+        if job.is_view:  # `typed` copies unaligned tensors on any device, in files that others wrote
+            unaligned = (part.nbytes for tensor in parts for part in tensor.parts if part.offset % GPU_ALIGNMENT)
+            made += sum(unaligned)
+        elif job.entries:
+            made += sum(entry.nbytes for _, entry in job.entries)
+            forms = (tensor.quantized for tensor in parts)
+            work += [work_bytes(form.scheme, math.prod(form.shape)) for form in forms if form is not None]
+    scratch = made + max(work) + (0 if is_view else scale_bytes)
+    ready = sum(job.ready_bytes for job in jobs) + scale_bytes
+    return UnitSource(unit, jobs, stored, _spans(stored), is_view, ready, scale_bytes, scratch)
 
 
 def _from_codes(
@@ -489,16 +490,6 @@ def _from_codes(
     matrix_type = choose_matrix(form, recipe.dtype)
     assert matrix_type is None or not issubclass(matrix_type, CodedMatrix)
     return matrix_type
-
-
-def _is_view(recipe: Recipe, stored: Mapping[str, StoredTensor]) -> bool:
-    if recipe.converter is not None:
-        return recipe.wraps
-    tensor = stored[recipe.sources[0][1]]
-    if tensor.quantized is not None or not tensor.parts[0].is_one_run:
-        return False
-    dtype = torch_dtype(tensor.parts[0].dtype)
-    return dtype == recipe.dtype or not dtype.is_floating_point
 
 
 def _spans(stored: Mapping[str, StoredTensor]) -> tuple[FileSpan, ...]:

@@ -214,7 +214,7 @@ def test_attention_that_reads_its_output_matrix_is_one_unit() -> None:
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0)])
 def test_empty_tensor_is_in_no_buffer(shape: tuple[int, ...]) -> None:
     unit = Unit("adapter", nn.Linear(4, 3), (), False, False)
-    read = UnitSource(unit, (), {}, (), 0, 0, False).part_of(torch.empty(0, dtype=torch.uint8))
+    read = UnitSource(unit, (), {}, (), False, 0, 0, 0).part_of(torch.empty(0, dtype=torch.uint8))
     tensor = read(TensorSpec("adapter.weight", "BF16", shape, "adapter.safetensors", 4096, 0))
     assert (tensor.shape, tensor.dtype) == (torch.Size(shape), torch.bfloat16)
 
