@@ -103,6 +103,11 @@ class UnitCost:
     shared: tuple[SharedTensor, ...] = ()
     is_table: bool = False
 
+    @property
+    def kept(self) -> int:
+        """Memory of the unit in stored form, with its dequantized scales."""
+        return self.stored + self.scales
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertCost:
@@ -434,9 +439,8 @@ def place(
         placed, routed, pools = _placed(_in_turns(costs, budgets), budgets, small_first, cached_layers, experts)
     placement = Placement(tuple(placed[cost.name] for cost in costs), tuple(budgets), tuple(routed), tuple(pools))
     decoder = {cost.name for cost in costs if cost.is_layer}
-    placement = placement.changed(
-        dict.fromkeys(_pinned_layers(placement, decoder, host_bytes, cached_layers), Tier.PINNED)
-    )
+    pinned = _pinned_layers(placement, decoder, host_bytes, cached_layers)
+    placement = placement.changed(dict.fromkeys(pinned, Tier.PINNED))
     units = _counted_once(placement, {cost.name: cost.shared for cost in costs if cost.shared})
     return replace(placement, units=units, pools=_with_host_slots(placement, host_bytes))
 
@@ -455,27 +459,22 @@ def _placed(
     for budget, share in zip(budgets, shares, strict=True):
         names = {cost.name for cost in share}
         inside = [cost for cost in experts if cost.unit in names]
-        tiers, free = _tiers(share, replace(budget, nbytes=budget.nbytes - _transit_bytes(inside)), small_first)
-        tier = _experts_tier(inside, budget, free, all(t in READY for t in tiers.values()))
+        transit = max((cost.transit * cost.slot for cost in inside), default=0)
+        tiers, free = _tiers(share, replace(budget, nbytes=budget.nbytes - transit), small_first)
+        tier = _experts_tier(inside, budget, free + transit, all(t in READY for t in tiers.values()))
         routed += [PlacedUnit(cost.name, budget.device, tier, cost.stored) for cost in inside]
         if inside and tier is Tier.ROUTED:
             pools.append(_pool(inside, budget, free))
         if budget.is_host:
-            layers = [cost for cost in share if cost.is_layer][:cached_layers]
-            for cost in layers:
+            for cost in [cost for cost in share if cost.is_layer][:cached_layers]:
                 if tiers[cost.name] is Tier.STREAMED:
                     tiers[cost.name] = _kept_tier(cost, budget)
         placed |= {cost.name: PlacedUnit(cost.name, budget.device, tiers[cost.name], cost.stored) for cost in share}
     return placed, routed, pools
 
 
-def _transit_bytes(experts: Sequence[ExpertCost]) -> int:
-    return max((cost.transit * cost.slot for cost in experts), default=0)
-
-
-def _experts_tier(experts: Sequence[ExpertCost], budget: Budget, free: int, all_resident: bool) -> Tier:
-    """The tier of all experts of a device. `free`: bytes that units and transit slots leave."""
-    room = free + _transit_bytes(experts)
+def _experts_tier(experts: Sequence[ExpertCost], budget: Budget, room: int, all_resident: bool) -> Tier:
+    """The tier of all experts of a device. `room`: bytes that units leave."""
     if budget.is_host and all_resident and sum(cost.ready for cost in experts) <= room:
         return Tier.RESIDENT
     if budget.is_host and sum(cost.stored for cost in experts) <= room:
@@ -579,7 +578,7 @@ def _tiers(costs: Sequence[UnitCost], budget: Budget, small_first: bool) -> tupl
     tiers |= {cost.name: Tier.RESIDENT for cost in costs if cost.must_stay}
     room = budget.nbytes - ready_once(cost for cost in costs if cost.must_stay)
     candidates = [cost for cost in costs if cost.name not in tiers]
-    scratch = _scratch(candidates)
+    scratch = max((cost.scratch for cost in candidates), default=0)
     whole = _kept_once(candidates, budget, set())
     if whole + scratch <= room:
         return tiers | {cost.name: _kept_tier(cost, budget) for cost in candidates}, room - scratch - whole
@@ -595,9 +594,9 @@ def _tiers(costs: Sequence[UnitCost], budget: Budget, small_first: bool) -> tupl
                 candidates, kept = others, kept_with_it
     slots = _slots(candidates)
     layers = [cost for cost in candidates if cost.is_layer or not small_first]
-    for cost in _spread(layers, free - slots, _kept_bytes):
+    for cost in _spread(layers, free - slots, operator.attrgetter("kept")):
         tiers[cost.name] = _kept_tier(cost, budget)
-        free -= _kept_bytes(cost)
+        free -= cost.kept
     return tiers, free - slots
 
 
@@ -626,7 +625,7 @@ def _kept_once(costs: Iterable[UnitCost], budget: Budget, kept: set[str]) -> int
     """
     total = 0
     for cost in costs:
-        total += _kept_bytes(cost)
+        total += cost.kept
         if budget.is_host or _kept_tier(cost, budget) is Tier.RESIDENT:
             total -= sum(shared.stored for shared in cost.shared if shared.key in kept)
             kept.update(shared.key for shared in cost.shared)
@@ -652,11 +651,6 @@ def _counted_once(placement: Placement, shared: Mapping[str, Sequence[SharedTens
     return tuple(replace(placed, tied=tied.get(placed.unit, 0)) for placed in placement.units)
 
 
-def _kept_bytes(cost: UnitCost) -> int:
-    """Memory of a unit in stored form, with its dequantized scales."""
-    return cost.stored + cost.scales
-
-
 def min_bytes(costs: Sequence[UnitCost], placement: Placement, device: str) -> tuple[int, str]:
     """Minimum bytes of a pass on a device, with all streamable units streamed; and the name of the largest such unit.
 
@@ -668,18 +662,13 @@ def min_bytes(costs: Sequence[UnitCost], placement: Placement, device: str) -> t
     resident = ready_once(cost for cost in costs if cost.must_stay and not cost.is_view and cost.name in tiers)
     transit = sum(pool.transit * pool.slot for pool in placement.pools if pool.device == device)
     largest = max(streamed, key=lambda cost: cost.stored + cost.ready, default=None)
-    nbytes = _slots(streamed) + _scratch(streamed) + resident + transit
-    return nbytes, largest.name if largest is not None else ""
-
-
-def _scratch(costs: Iterable[UnitCost]) -> int:
-    """Bytes that the use of any of these units takes besides its stored ones."""
-    return max((cost.scratch for cost in costs), default=0)
+    scratch = max((cost.scratch for cost in streamed), default=0)
+    return _slots(streamed) + scratch + resident + transit, largest.name if largest is not None else ""
 
 
 def _slots(costs: Sequence[UnitCost]) -> int:
     """Bytes of the buffers if these units are streamed."""
-    return SLOTS * max((cost.stored + cost.scales for cost in costs), default=0)
+    return SLOTS * max((cost.kept for cost in costs), default=0)
 
 
 def _is_mapped(cost: UnitCost, budget: Budget) -> bool:
