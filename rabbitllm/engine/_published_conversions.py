@@ -270,13 +270,12 @@ class QuickFp8(Fp8Dequantize):  # type: ignore[misc]
     ) -> torch.Tensor:
         rows_agree = quantized.dim() == 2 and scales.shape[:1] == quantized.shape[:1]
         if quantized.dtype in (torch.int8, torch.float4_e2m1fn_x2) and rows_agree and output_dtype is not None:
-            return fp4_matrix(quantized, _factors(scales), output_dtype)
+            return fp4_matrix(quantized, as_factors(scales), output_dtype)
         size = self._block(quantized, scales)
         if size is None or output_dtype is None:
             whole: torch.Tensor = super()._dequantize_one(quantized, scales, output_dtype)
             return whole
-        factors = _factors(scales)
-        return blocks(quantized, factors, output_dtype, size)
+        return blocks(quantized, as_factors(scales), output_dtype, size)
 
     def _block(self, quantized: torch.Tensor, scales: torch.Tensor) -> tuple[int, int] | None:
         """Rows and columns of a block; None for formats that are not supported here."""
@@ -337,7 +336,7 @@ class Fp8(FineGrainedFP8HfQuantizer):  # type: ignore[misc]
         return conversions
 
 
-def _factors(scales: torch.Tensor) -> torch.Tensor:
+def as_factors(scales: torch.Tensor) -> torch.Tensor:
     """Scales as float32; a byte is the exponent of a power of two."""
     return torch.exp2(scales.float() - 127.0) if scales.dtype == torch.uint8 else scales.float()
 

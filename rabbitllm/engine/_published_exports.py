@@ -36,7 +36,7 @@ import torch
 
 from rabbitllm.base.terminal import harmless
 from rabbitllm.checkpoints.config import MODELOPT, TORCHAO
-from rabbitllm.engine._published_conversions import CPU, IntoPlain, blocks, fp4_matrix, is_fp8
+from rabbitllm.engine._published_conversions import CPU, IntoPlain, as_factors, blocks, fp4_matrix, is_fp8
 from rabbitllm.errors import UnknownArchitectureError
 
 _MIXED = "MIXED_PRECISION"
@@ -89,10 +89,7 @@ class ModelOpt(IntoPlain):
             return fp4_matrix(codes, _fp4_scales(scales, parts.get("weight_scale_2")), dtype)
         if codes.dtype != torch.float8_e4m3fn:
             raise ValueError(f"codes of {codes.dtype}")
-        if scales.dtype == torch.uint8:
-            factors = torch.exp2(scales.float() - 127.0)
-        else:
-            factors = scales.to(dtype).float()
+        factors = as_factors(scales if scales.dtype == torch.uint8 else scales.to(dtype))
         return blocks(codes, _grid(factors, codes), dtype)
 
 
@@ -110,7 +107,7 @@ def _algorithms(settings: Mapping[str, Any]) -> set[str]:
 def _fp4_scales(scales: torch.Tensor, of_matrix: torch.Tensor | None) -> torch.Tensor:
     """The scale of each run of FP4 codes, float32."""
     if scales.dtype == torch.uint8 and of_matrix is None:
-        return torch.exp2(scales.float() - 127.0)
+        return as_factors(scales)
     if scales.dtype != torch.float8_e4m3fn or of_matrix is None or of_matrix.numel() != 1:
         raise ValueError(f"scales of {scales.dtype}, {'without' if of_matrix is None else 'with'} weight_scale_2")
     return scales.float() * of_matrix.float().reshape(())

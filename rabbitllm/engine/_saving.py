@@ -88,10 +88,9 @@ def origin_of(
     names, resident = frozenset(parameters), {}
     absent = frozenset(name for name, parameter in parameters.items() if isinstance(parameter, AbsentWeight))
     for name in names:
-        recipe = weights.recipe(name)
-        tier = tiers.get(enclosing(name, tiers) or "")
-        if tier in READY and recipe is not None and not recipe.wraps:
-            resident[name] = recipe, name if name in recipe.targets else weights.ties[name]
+        made = weights.recipe(name)
+        if made is not None and not made[0].wraps and tiers.get(enclosing(name, tiers) or "") in READY:
+            resident[name] = made
     generation = model.generation_config.to_dict() if model.can_generate() else {}
     return Origin(store, home, dtypes, model.config.to_dict(), generation, names, absent, resident)
 

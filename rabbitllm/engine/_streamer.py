@@ -534,11 +534,9 @@ class Streamer:
         return source.parameters(self._model, part, memo, copies=copies, only=only)
 
     def _part(self, source: UnitSource, device: Device) -> PartReader:
-        """A reader of a unit's stored parts, resident on its device."""
-        return self._mapped if device.shares_host_memory else self._uploaded(source, device)
-
-    def _uploaded(self, source: UnitSource, device: Device) -> PartReader:
-        """A reader of a unit's stored bytes, after they are copied to its device."""
+        """A reader of a unit's stored parts, resident on its device: copied to it if it has its own memory."""
+        if device.shares_host_memory:
+            return self._mapped
         buffer = device.device_buffer(source.buffer_bytes)
         pinned = self.executors[device.name].pinned
         host = pinned.units.get(source.unit.name) if pinned is not None else None

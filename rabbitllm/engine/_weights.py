@@ -131,9 +131,10 @@ class WeightMap:
     absent: frozenset[str]
     unused: tuple[str, ...]
 
-    def recipe(self, target: str) -> Recipe | None:
-        """The recipe of a target, or of its tie; None if it is absent."""
-        return self.recipes.get(target) or self.recipes.get(self.ties.get(target, ""))
+    def recipe(self, target: str) -> tuple[Recipe, str] | None:
+        """The recipe of a target, or of its tie, and its name there; None if it is absent."""
+        made = target if target in self.recipes else self.ties.get(target)
+        return None if made is None else (self.recipes[made], made)
 
 
 def map_weights(
@@ -326,11 +327,18 @@ def _checked(
     Raises:
         IncompleteSplitError: it fails, or makes a tensor of another shape than the module's.
     """
+    import torch
+
     if _published.is_opaque(recipe.converter):
         _published.check_opaque(recipe.key, expected[recipe.key], recipe.sources, stored)
         return recipe
+
+    def read(name: str, dtype: torch.dtype | None) -> torch.Tensor:
+        dtype = dtype or torch_dtype(stored[name].parts[0].dtype)
+        return torch.empty(stored[name].shape, dtype=dtype, device="meta")
+
     try:
-        tensors = recipe.make(model, lambda name, dtype: _weightless(stored[name], dtype))
+        tensors = recipe.make(model, read)
     except Exception as error:  # conversions raise any error for an unexpected number or shape of tensors
         raise IncompleteSplitError(
             f"the tensors for {recipe.key} ({listed([name for _, name in recipe.sources], 3)}) cannot be converted: "
@@ -344,13 +352,6 @@ def _checked(
                 _DIFFERENT,
             )
     return replace(recipe, targets=tuple(tensors))
-
-
-def _weightless(stored: StoredTensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A meta tensor of the stored shape; in its stored dtype if `dtype` is None."""
-    import torch
-
-    return torch.empty(stored.shape, dtype=dtype or torch_dtype(stored.parts[0].dtype), device="meta")
 
 
 def _ties(model: PreTrainedModel, recipes: Mapping[str, Recipe]) -> dict[str, str]:

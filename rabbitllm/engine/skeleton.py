@@ -259,7 +259,26 @@ def set_source_folder(model: PreTrainedModel, folder: Path) -> None:
     Raises:
         UnknownArchitectureError: transformers cannot read the settings.
     """
-    _read_generation_config(model, folder)
+    from transformers import GenerationConfig
+
+    from rabbitllm.engine.transformers_api import GENERATION_SETTINGS_OF_CONFIG
+
+    # some models (DiffusionGemma) have another class for these settings
+    settings = getattr(model, "generation_config_class", GenerationConfig)
+    name, options = "generation_config.json", {}
+    if settings is GenerationConfig and not (folder / name).is_file():
+        # older models have such settings (beams, forced tokens) in config.json, and a config object drops them
+        name, options = "config.json", GENERATION_SETTINGS_OF_CONFIG
+    if model.can_generate() and (options or (folder / name).is_file()):
+        try:
+            model.generation_config = settings.from_pretrained(folder, **options)
+            vocabulary = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
+            _check_generation(vars(model.generation_config), vocabulary)
+        except Exception as error:  # values of unexpected types make transformers raise any error
+            raise UnknownArchitectureError(
+                f"transformers cannot read the generation settings in {folder / name}: {error_line(error)}",
+                "Download that file again; without a generation_config.json transformers uses its own settings.",
+            ) from error
     model.name_or_path = model.config.name_or_path = str(folder)
 
 
@@ -354,32 +373,6 @@ def _token_ids(ids: Any) -> list[int]:
     if isinstance(ids, list):
         return [token for part in ids for token in _token_ids(part)]
     return [ids] if type(ids) is int else []
-
-
-def _read_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    from transformers import GenerationConfig
-
-    from rabbitllm.engine.transformers_api import GENERATION_SETTINGS_OF_CONFIG
-
-    if not model.can_generate():
-        return
-    # some models (DiffusionGemma) have another class for these settings
-    settings = getattr(model, "generation_config_class", GenerationConfig)
-    name, options = "generation_config.json", {}
-    if not (folder / name).is_file():
-        if settings is not GenerationConfig:
-            return
-        # older models have such settings (beams, forced tokens) in config.json, and a config object drops them
-        name, options = "config.json", GENERATION_SETTINGS_OF_CONFIG
-    try:
-        model.generation_config = settings.from_pretrained(folder, **options)
-        vocabulary = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
-        _check_generation(vars(model.generation_config), vocabulary)
-    except Exception as error:  # values of unexpected types make transformers raise any error
-        raise UnknownArchitectureError(
-            f"transformers cannot read the generation settings in {folder / name}: {error_line(error)}",
-            "Download that file again; without a generation_config.json transformers uses its own settings.",
-        ) from error
 
 
 def materialise_buffers(model: PreTrainedModel, device_of: Any, absent: frozenset[str] = frozenset()) -> None:

@@ -408,11 +408,10 @@ def source_of(
     """The source of a unit; see `multiplied` for `choose_matrix`."""
     by_key: dict[str, tuple[Recipe, list[tuple[str, ParameterEntry]]]] = {}
     for entry in unit.entries:
-        recipe = weights.recipe(entry.target)
-        if recipe is None:
-            continue  # the checkpoint lacks it and the model allows that: it has its initial value
-        target = entry.target if entry.target in recipe.targets else weights.ties[entry.target]
-        by_key.setdefault(recipe.key, (recipe, []))[1].append((target, entry))
+        if (made := weights.recipe(entry.target)) is not None:
+            recipe, target = made
+            by_key.setdefault(recipe.key, (recipe, []))[1].append((target, entry))
+        # else the checkpoint lacks it and the model allows that: it has its initial value
     return of_jobs(unit, (_job(*made, (), store.tensors, choose_matrix) for made in by_key.values()), store.tensors)
 
 

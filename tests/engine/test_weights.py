@@ -195,8 +195,9 @@ def test_old_names_are_renamed_as_in_transformers(tmp_path: Path) -> None:
     store = LayerStore(directory)
     model: Any = skeleton.build_skeleton(directory, skeleton.read_config(directory), torch.float32, None)
     weights = map_weights(model, store.tensors, str(directory))
-    fused = weights.recipe("model.layers.0.mlp.experts.gate_up_proj")
-    assert fused is not None
+    made = weights.recipe("model.layers.0.mlp.experts.gate_up_proj")
+    assert made is not None
+    fused, _ = made
     assert fused.converter is not None
     assert sorted(name for _, name in fused.sources) == [
         f"model.layers.0.block_sparse_moe.experts.{expert}.{part}.weight"
