@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,19 +38,15 @@ def explained(error: Exception, config: PretrainedConfig) -> MediaError | None:
     match = _MISMATCH.search(str(error))
     if match is None or isinstance(error, MediaError):
         return None
-    placeholders, features, width = int(match[2]), int(match[3]), _width(config)
+    placeholders, features = int(match[2]), int(match[3])
+    width = getattr(config.get_text_config(), "hidden_size", None)
     # some families count the numbers in the vectors instead of the vectors
-    counts = [features, features // width] if width and features % width == 0 else [features]
+    counts = [features, features // width] if isinstance(width, int) and width and features % width == 0 else [features]
     return _mismatch(match[1].lower(), placeholders, min(counts, key=lambda count: abs(count - placeholders)))
 
 
 def _mismatch(modality: str, count: int, needed: int) -> MediaError:
     return MediaError(f"The prompt has {count} placeholders for {_KINDS[modality]}, which need {needed}.", _REMEDY)
-
-
-def _width(config: PretrainedConfig) -> int:
-    width = getattr(config.get_text_config(), "hidden_size", None)
-    return width if isinstance(width, int) else 0
 
 
 def explained_by_grids(config: PretrainedConfig, ids: torch.Tensor, arguments: Mapping[str, Any]) -> MediaError | None:
@@ -63,9 +59,9 @@ def explained_by_grids(config: PretrainedConfig, ids: torch.Tensor, arguments: M
     """
     merged = getattr(getattr(config, "vision_config", None), "spatial_merge_size", None)
     for modality in ("image", "video"):
-        grid, tokens = arguments.get(f"{modality}_grid_thw"), [*_tokens(config, modality)]
-        if isinstance(grid, torch.Tensor) and tokens and isinstance(merged, int):
-            placeholders, needed = _count(ids, tokens), int(grid.prod(-1).sum()) // merged**2
+        grid, placeholders = arguments.get(f"{modality}_grid_thw"), _count(config, modality, ids)
+        if isinstance(grid, torch.Tensor) and placeholders is not None and isinstance(merged, int):
+            needed = int(grid.prod(-1).sum()) // merged**2
             if placeholders != needed:
                 return _mismatch(modality, placeholders, needed)
     return None
@@ -85,7 +81,7 @@ def warn_of_empty(config: PretrainedConfig, ids: torch.Tensor, arguments: Mappin
     if any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in arguments.values()):
         return
     for modality, name in _KINDS.items():
-        if (placeholders := _count(ids, [*_tokens(config, modality)])) > 0:
+        if placeholders := _count(config, modality, ids):
             logger.warning(
                 "The prompt has %d placeholders for %s, and none were passed: the model reads them as words. %s",
                 placeholders,
@@ -94,12 +90,8 @@ def warn_of_empty(config: PretrainedConfig, ids: torch.Tensor, arguments: Mappin
             )
 
 
-def _tokens(config: PretrainedConfig, modality: str) -> Iterator[int]:
-    for name in (f"{modality}_token_id", f"{modality}_token_index"):
-        token_id = getattr(config, name, None)
-        if isinstance(token_id, int) and token_id >= 0:
-            yield token_id
-
-
-def _count(ids: torch.Tensor, tokens: list[int]) -> int:
-    return int(sum((ids == token).sum() for token in set(tokens)))
+def _count(config: PretrainedConfig, modality: str, ids: torch.Tensor) -> int | None:
+    """The number of placeholders among token ids; None if the config does not name their token."""
+    named = (getattr(config, f"{modality}_token_{ending}", None) for ending in ("id", "index"))
+    tokens = {token_id for token_id in named if isinstance(token_id, int) and token_id >= 0}
+    return int(sum((ids == token).sum() for token in tokens)) if tokens else None

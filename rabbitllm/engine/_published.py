@@ -51,7 +51,7 @@ _LAYOUTS: Mapping[str, Mapping[str, str]] = {
     "awq": {"quant_method": "awq", "version": "gemm"},
 }
 """auto-round's name of a layout -> the settings of the method that it belongs to."""
-_WRAPPED = ("WrapAgain", "Bnb8bitDeserialize")
+WRAPPING = ("WrapAgain", "Bnb8bitDeserialize")
 """Operations of transformers that make a parameter around the stored bytes, without copying them."""
 BY_MATRIX = frozenset({"QuickFp8", "FusedFp8", "QuickMxfp4", "ExpertMatrices", "Dequantize"})
 """Operations that make each matrix from its parts, so that one expert can be made without the others."""
@@ -307,13 +307,6 @@ def product_bytes(model: torch.nn.Module) -> int:
     return max((taken(module) for module in model.modules() if type(module).__name__ == "Linear4bit"), default=0)
 
 
-def finish(model: PreTrainedModel, quantizer: HfQuantizer | None) -> None:
-    """Set the quantizer on the model and postprocess it, as transformers' own loading does."""
-    if quantizer is not None:
-        model.hf_quantizer = quantizer
-        quantizer.postprocess_model(model)
-
-
 def loads(converter: WeightTransform | None, quantizer: HfQuantizer | None) -> bool:
     """Whether a conversion is a quantizer's, which gets its tensors in their stored dtype."""
     if quantizer is None or converter is None:
@@ -337,17 +330,8 @@ def for_many_passes(converter: WeightTransform) -> Any:
     return result
 
 
-def wraps(converter: WeightTransform | None) -> bool:
-    """Whether a conversion's result is a view of the stored bytes."""
-    return _has_operation_of(_WRAPPED, converter)
-
-
-def is_opaque(converter: WeightTransform | None) -> bool:
-    """Whether a conversion reads its tensors, so that it has no trial without their bytes."""
-    return _has_operation_of(_OPAQUE, converter)
-
-
-def _has_operation_of(kinds: Collection[str], converter: WeightTransform | None) -> bool:
+def has_operation(converter: WeightTransform | None, kinds: Collection[str]) -> bool:
+    """Whether a conversion has an operation of these names, such as `WRAPPING` or `OPAQUE`."""
     return converter is not None and any(type(operation).__name__ in kinds for operation in converter.operations)
 
 
@@ -372,7 +356,7 @@ def _method(settings: Any) -> str:
     return method_of(settings if isinstance(settings, Mapping) else settings.to_dict())
 
 
-_OPAQUE = ("WrapAgain", "ExpertMatrices")
+OPAQUE = ("WrapAgain", "ExpertMatrices")
 """Operations that read some of their tensors: their result depends on more than shapes."""
 _STATE = ".quant_state.bitsandbytes__"
 _FETCH_AGAIN = "The checkpoint is incomplete: download it again, its config.json and every file that its index names."

@@ -245,8 +245,8 @@ def _recipes(
         # layers convert alike, and a trial with hundreds of experts takes long
         shapes = tuple([(pattern, stored[name].shape, stored[name].parts[0].dtype) for pattern, name in recipe.sources])
         form = (id(converter), recipe.dtype, shapes)
-        tried = not _published.is_opaque(recipe.converter) and alike.get(form) == expected[key].shape
-        if recipe.converter is None or not tried:
+        is_opaque = _published.has_operation(recipe.converter, _published.OPAQUE)
+        if recipe.converter is None or is_opaque or alike.get(form) != expected[key].shape:
             recipe = _checked(recipe, model, stored, expected)
             if recipe.targets == (key,):
                 alike[form] = expected[key].shape
@@ -277,7 +277,7 @@ def _recipe(
         dtype = expected[key].dtype if _published.is_dequantized(quantizer) else torch_dtype(alone.parts[0].dtype)
         return Recipe(key, (key,), sources, None, dtype)
     needed, converter = _published.needed(sources, quantizer), _published.for_many_passes(converter)
-    return Recipe(key, (key,), needed, converter, None, _published.wraps(converter))
+    return Recipe(key, (key,), needed, converter, None, _published.has_operation(converter, _published.WRAPPING))
 
 
 _SCALES = re.compile(r"(?:\.|_)(?:weight_scale(?:_inv|_2)?|scale(?:_inv|_weight)?|scales|input_scale)$")
@@ -329,7 +329,7 @@ def _checked(
     """
     import torch
 
-    if _published.is_opaque(recipe.converter):
+    if _published.has_operation(recipe.converter, _published.OPAQUE):
         _published.check_opaque(recipe.key, expected[recipe.key], recipe.sources, stored)
         return recipe
 

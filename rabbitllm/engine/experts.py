@@ -279,11 +279,6 @@ class MappedExperts:
         return weight
 
 
-def mapped_bytes(store: WeightFiles) -> FileBytes:
-    """The bytes of a store's files, each mapped once."""
-    return functools.cache(lambda file: torch.frombuffer(store.mapped(file).whole(), dtype=torch.uint8))
-
-
 def expert_costs(sources: Sequence[ExpertSource]) -> list[ExpertCost]:
     """The memory cost of the experts of each module, as input to the placement."""
     return [
@@ -315,7 +310,11 @@ def bind_experts(
     Returns:
         Device name -> its pool, for those that have one.
     """
-    file_bytes = mapped_bytes(store)
+
+    @functools.cache
+    def file_bytes(file: str) -> torch.Tensor:
+        return torch.frombuffer(store.mapped(file).whole(), dtype=torch.uint8)
+
     where = {placed.unit: devices[placed.device].torch_device for placed in placement.experts}
     sources_by_name = {source.name: with_tables(source, store, where[source.name]) for source in sources}
     pools = {}
@@ -331,22 +330,14 @@ def bind_experts(
                 leaf.entry.bind(stack_of(supply, name, leaf, device.torch_device))
             source.module.register_forward_pre_hook(supply.before, with_kwargs=True)
             source.module.register_forward_hook(supply.after, always_call=True)
-    mapped = [placed for placed in placement.experts if placed.tier is not Tier.ROUTED]
-    for placed in mapped:
-        _bind_mapped(model, sources_by_name[placed.unit], file_bytes, placed.tier is Tier.RESIDENT)
-    _check_mapped([sources_by_name[placed.unit] for placed in mapped], store)
+    checks, thread = store.checks, None
+    for placed in (placed for placed in placement.experts if placed.tier is not Tier.ROUTED):
+        source = sources_by_name[placed.unit]
+        _bind_mapped(model, source, file_bytes, placed.tier is Tier.RESIDENT)
+        if checks is not None and all(checks.by_block(span.file) for span in source.spans(0)):
+            thread = thread or Workers(1, "checksums")
+            check_experts_before(source, checks, thread)  # while they are used first
     return pools
-
-
-def _check_mapped(sources: Sequence[ExpertSource], store: WeightFiles) -> None:
-    """Compare experts in mapped files with their checksums, if there are any, while they are used first."""
-    checks = store.checks
-    if checks is None or not sources:
-        return
-    thread = Workers(1, "checksums")
-    for source in sources:
-        if all(checks.by_block(span.file) for span in source.spans(0)):
-            check_experts_before(source, checks, thread)
 
 
 def _bind_mapped(model: PreTrainedModel, source: ExpertSource, file_bytes: FileBytes, permanent: bool) -> None:

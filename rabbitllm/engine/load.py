@@ -182,7 +182,9 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
             repeat_keys_on(device.torch_device)
     if plan.is_narrowed:
         keep_finite(source.unit.module for source in plan.sources.values() if source.unit.is_layer)
-    _published.finish(model, plan.quantizer)
+    if plan.quantizer is not None:  # as transformers' own loading does
+        model.hf_quantizer = plan.quantizer
+        plan.quantizer.postprocess_model(model)
     # each parameter, and whether it is multiplied from its codes
     multiplied = [(job.recipe, bool(job.quantized)) for source in plan.sources.values() for job in source.jobs]
     leaves = (leaf for source in plan.experts for leaf in source.leaves.values())
