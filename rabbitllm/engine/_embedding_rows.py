@@ -146,18 +146,15 @@ class TableRows:
             local_ids = ids[first:last] - begin
             if self._store.checks is not None:
                 check_rows(stored, local_ids, self._store.checks)
-            self._begin_to_read(stored, local_ids.tolist())
+            for index, part in enumerate(stored.parts[:_BY_ROW]):
+                data = self._bytes(part)
+                for offset, nbytes in _part_ranges(stored, index, local_ids.tolist()):
+                    begin_to_read(data[offset - part.offset :][:nbytes])
             form = stored.quantized
             widest = 1 if form is None else form.shape[1] + 2 * STORED[form.scheme].block
             pieces += [self._rows(stored, batch) for batch in torch.split(local_ids, max(1, _ELEMENTS // widest))]
         self.rows_read += len(ids)
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).to(self._device)
-
-    def _begin_to_read(self, stored: StoredTensor, rows: Sequence[int]) -> None:
-        for index, part in enumerate(stored.parts[:_BY_ROW]):
-            data = self._bytes(part)
-            for offset, nbytes in _part_ranges(stored, index, rows):
-                begin_to_read(data[offset - part.offset :][:nbytes])
 
     def _bytes(self, part: TensorSpec) -> memoryview:
         return self._store.mapped(part.file).bytes_of(part)

@@ -171,13 +171,9 @@ def device_executors(
     """An executor for each device, with the buffers of its streamed units."""
     executors = {}
     for name, device in devices.items():
-        hooked = [sources[p.unit] for p in placement.units if p.device == name and p.tier in HOOKED]
-        scratch = max((source.scratch_bytes for source in hooked), default=0)
-        moving = {
-            placed.unit: sources[placed.unit]
-            for placed in placement.units
-            if placed.device == name and placed.tier in (Tier.STREAMED, Tier.PINNED)
-        }
+        hooked = [placed for placed in placement.units if placed.device == name and placed.tier in HOOKED]
+        scratch = max((sources[placed.unit].scratch_bytes for placed in hooked), default=0)
+        moving = {placed.unit: sources[placed.unit] for placed in hooked if placed.tier is not Tier.PACKED}
         order = list(moving)
         disk = SpanReader(store, read_mode, store.checks)
         loader: Loader | Uploader

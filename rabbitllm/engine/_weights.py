@@ -53,23 +53,17 @@ class KeyRenaming:
 
     def __call__(self, name: str) -> Renamed:
         """The name of a key in the model; the model may not have that name."""
-        match = _EXPERT.fullmatch(name)
-        if match is None:
-            return self._renamed(name)
-        # if one expert had another target, too few would be left for their parameter, which is refused
-        last_two = self._experts.setdefault(match.groups(), [])  # type: ignore[arg-type]
-        if len(last_two) == 2 and last_two[0] == last_two[1]:
-            return last_two[0]
-        renamed = self._renamed(name)
-        last_two[:] = [*last_two, renamed][-2:]
-        return renamed
-
-    def _renamed(self, name: str) -> Renamed:
         from rabbitllm.engine.transformers_api import rename_source_key
 
+        match = _EXPERT.fullmatch(name)
+        # if one expert had another target, too few would be left for their parameter, which is refused
+        last_two = self._experts.setdefault(match.groups(), []) if match is not None else []  # type: ignore[arg-type]
+        if len(last_two) == 2 and last_two[0] == last_two[1]:
+            return last_two[0]
         target, pattern = rename_source_key(name, *self._transforms, self._prefix, self._expected)
         if target not in self._expected and name in self._expected:  # not renamed, but it may need the prefix
             target, pattern = rename_source_key(name, [], [], self._prefix, self._expected)
+        last_two[:] = [*last_two, (target, pattern)][-2:]
         return target, pattern
 
 

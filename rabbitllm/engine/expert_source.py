@@ -196,11 +196,6 @@ class ExpertParameter:
         return tuple(self.entry.shape[1:])
 
     @property
-    def ready_bytes(self) -> int:
-        """Bytes of the weights of all experts, dequantized."""
-        return self.entry.nbytes
-
-    @property
     def makes_scales(self) -> bool:
         """Whether an expert's scales are dequantized before it is multiplied in its quantized form."""
         return self.matrix_type is not None and any(block.nesting is not None for block in self.blocks)
@@ -317,12 +312,11 @@ class ExpertSource:
     @property
     def ready_bytes(self) -> int:
         """Bytes of all experts, ready to multiply with."""
-        return sum(
-            (sum(part.nbytes for part in leaf.parts) + leaf.dequantized_bytes) * self.experts
-            if leaf.matrix_type
-            else leaf.ready_bytes
-            for leaf in self.leaves.values()
-        )
+        ready = 0
+        for leaf in self.leaves.values():
+            coded = sum(part.nbytes for part in leaf.parts) + leaf.dequantized_bytes
+            ready += coded * self.experts if leaf.matrix_type else leaf.entry.nbytes
+        return ready
 
     @property
     def is_ready(self) -> bool:

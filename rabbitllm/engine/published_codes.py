@@ -77,7 +77,7 @@ def linear_recipe(
     operations: Sequence[Any] = getattr(recipe.converter, "operations", ())
     if len(operations) != 1 or recipe.targets != (recipe.key,):
         return None
-    names = _by_role([(pattern, name) for pattern, name in recipe.sources])
+    names = _by_role(recipe.sources)
     if names is None or not all(tensors[name].is_one_run for name in names.values()):
         return None
     codes, scales = (_part(tensors[names[role]]) for role in (CODES, SCALES))
@@ -155,25 +155,19 @@ def _name(operation: Any) -> str:
 
 def _has_integers(operation: Any, path: str) -> bool:
     """Whether its codes are symmetric integers of 4 bits, of compressed-tensors."""
-    if _name(operation) != _COMPRESSED:
+    if _name(operation) != _COMPRESSED or (weights := _weights_of(operation, path)) is None:
         return False
-    weights = _weights_of(operation, path)
-    return (
-        weights is not None
-        and str(getattr(weights.type, "value", weights.type)) == "int"
-        and weights.num_bits == 4
-        and weights.symmetric
-    )
+    kind = str(getattr(weights.type, "value", weights.type))
+    return kind == "int" and weights.num_bits == 4 and bool(weights.symmetric)
 
 
 def _configured_block(operation: Any, path: str) -> tuple[int, int] | None:
     """Rows and columns of a block by the settings; None if all blocks are equal."""
+    configured = None
     if _name(operation) == _FP8:
         configured = getattr(operation.hf_quantizer.quantization_config, "weight_block_size", None)
-    else:
-        configured = (
-            getattr(_weights_of(operation, path), "block_structure", None) if _name(operation) == _COMPRESSED else None
-        )
+    elif _name(operation) == _COMPRESSED:
+        configured = getattr(_weights_of(operation, path), "block_structure", None)
     return (int(configured[0]), int(configured[1])) if configured is not None else None
 
 

@@ -345,9 +345,7 @@ def _check_generation(settings: Mapping[str, Any], vocabulary: int | None = None
     if not all(isinstance(text, str) for text in (texts if isinstance(texts, list) else [texts])):
         refuse("stop_strings", "texts")
     words = values.get("bad_words_ids", [[0]])
-    lists = [word for word in words if isinstance(word, list) and word] if isinstance(words, list) else []
-    ids = [token for word in lists for token in word]
-    if not lists or len(lists) < len(words) or not all(type(token) is int and 0 <= token < 1 << 63 for token in ids):
+    if not isinstance(words, list) or not words or not all(map(_are_ids, words)):
         refuse("bad_words_ids", "lists of token ids")
     pairs = values.get("sequence_bias", [[[0], 1.0]])
     if not isinstance(pairs, list) or not pairs or not all(map(_is_bias, pairs)):
@@ -362,10 +360,14 @@ def _check_generation(settings: Mapping[str, Any], vocabulary: int | None = None
             refuse(name, f"token ids below {vocabulary}, the size of the vocabulary")
 
 
-def _is_bias(pair: object) -> bool:
-    if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], list) and pair[0]):
+def _are_ids(word: object) -> bool:
+    if not isinstance(word, list) or not word:
         return False
-    return type(pair[1]) is float and all(type(token) is int and 0 <= token < 1 << 63 for token in pair[0])
+    return all(type(token) is int and 0 <= token < 1 << 63 for token in word)
+
+
+def _is_bias(pair: object) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and _are_ids(pair[0]) and type(pair[1]) is float
 
 
 def _token_ids(ids: Any) -> list[int]:

@@ -347,7 +347,7 @@ def routed_work(plan: LoadPlan) -> tuple[RoutedWork, ...]:
                 made=0
                 if placed.tier is Tier.RESIDENT
                 else sum(
-                    leaf.ready_bytes // source.experts
+                    leaf.entry.nbytes // source.experts
                     for leaf in source.leaves.values()
                     if not leaf.is_view and leaf.matrix_type is None
                 ),
@@ -367,7 +367,7 @@ def _expert_products(source: ExpertSource) -> Iterator[Product]:
             form = stored.codes.scheme
         else:
             form = str(leaf.entry.dtype).removeprefix("torch.")
-            yield Product(form, _matrix(leaf.entry), leaf.ready_bytes // source.experts)
+            yield Product(form, _matrix(leaf.entry), leaf.entry.nbytes // source.experts)
             continue
         yield Product(form, _matrix(leaf.entry), sum(part.nbytes for part in leaf.parts))
 
