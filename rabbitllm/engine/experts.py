@@ -271,11 +271,11 @@ class MappedExperts:
             begin = int(part.offsets[expert])
             return self._file_bytes(part.file(expert))[begin : begin + part.nbytes]
 
-        if not (chosen.is_view or chosen.matrix_type):
-            return chosen.weight(self._model, bytes_of, expert)
         weight = self._ready.get((leaf, expert))
         if weight is None:
-            weight = self._ready[leaf, expert] = chosen.weight(self._model, bytes_of, expert)
+            weight = chosen.weight(self._model, bytes_of, expert)
+            if chosen.is_view or chosen.matrix_type:
+                self._ready[leaf, expert] = weight
         return weight
 
 

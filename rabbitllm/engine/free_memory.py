@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 _NO_LIMIT = 1 << 60
 """Version 1 writes a number near 2**63 if there is no limit."""
@@ -75,7 +76,8 @@ def untouched_bytes(memory: memoryview) -> int:
 
     Always 0 where the system cannot say (mincore(2), Linux).
     """
-    resident = _mincore()
+    types = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
+    resident = _function("mincore", *types) if sys.platform == "linux" else None
     if resident is None or not len(memory):
         return 0
     pages = -(-len(memory) // mmap.PAGESIZE)
@@ -84,15 +86,6 @@ def untouched_bytes(memory: memoryview) -> int:
     if resident(start, len(memory), (ctypes.c_ubyte * pages).from_buffer(states)):
         return 0
     return states.count(0) * mmap.PAGESIZE
-
-
-@functools.cache
-def _mincore() -> ctypes._NamedFuncPointer | None:
-    if sys.platform != "linux":
-        return None
-    mincore: ctypes._NamedFuncPointer = ctypes.CDLL(None).mincore
-    mincore.argtypes, mincore.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p], ctypes.c_int
-    return mincore
 
 
 def group_limits(root: Path = Path("/")) -> list[GroupLimit]:
@@ -185,26 +178,25 @@ def trimming() -> Callable[[], object] | None:
 
     Holes of whole pages are returned too (https://man7.org/linux/man-pages/man3/malloc_trim.3.html).
     """
-    trim = _function("malloc_trim")
-    if trim is None:
-        return None
-    trim.argtypes, trim.restype = [ctypes.c_size_t], ctypes.c_int
-    return functools.partial(trim, 0)
+    trim = _function("malloc_trim", ctypes.c_size_t)
+    return None if trim is None else functools.partial(trim, 0)
 
 
 @functools.cache
 def keep_large_apart() -> bool:
     """Map every large block of the process separately from now on; False without glibc."""
-    option = _function("mallopt")
-    if option is None or _function("malloc_trim") is None:  # others have an empty function of that name
+    option = _function("mallopt", ctypes.c_int, ctypes.c_int)
+    if option is None or trimming() is None:  # others have an empty function of that name
         return False
-    option.argtypes, option.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_int
     return bool(option(_M_MMAP_THRESHOLD, LARGE_BYTES))
 
 
-def _function(name: str) -> ctypes._NamedFuncPointer | None:
+@functools.cache
+def _function(name: str, *types: type[ctypes._SimpleCData[Any]]) -> ctypes._NamedFuncPointer | None:
+    """A function of the C library with arguments of these types, which returns an int; None if there is none."""
     try:
         function: ctypes._NamedFuncPointer = getattr(ctypes.CDLL(None), name)
     except (OSError, AttributeError, TypeError):
         return None
+    function.argtypes, function.restype = types, ctypes.c_int
     return function

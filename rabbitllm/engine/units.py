@@ -288,8 +288,7 @@ class UnitSource:
     def entries(self) -> Iterator[ParameterEntry]:
         """Its parameters, as entries of modules' tables."""
         for job in self.jobs:
-            yield from (entry for _, entry in job.entries)
-            yield from (entry for _, entry in job.quantized)
+            yield from (entry for _, entry in (*job.entries, *job.quantized))
 
     @property
     def stored_bytes(self) -> int:
