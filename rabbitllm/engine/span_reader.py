@@ -175,11 +175,13 @@ def choose_read_mode(store: Paths, spans: Iterable[FileSpan], room: int, nbytes:
     if not chosen or stays_cached(sum(span.nbytes for span in chosen) if nbytes is None else nbytes, room):
         return THROUGH_THE_CACHE
     longest = heapq.nlargest(PROBES, chosen, key=lambda span: span.nbytes)
-    buffer = page_aligned(max(_probe(span).end for span in longest))
+    # the beginning of each, read to the beginning of a buffer
+    probes = [FileSpan(span.file, span.offset, min(span.nbytes, PROBE_BYTES), span.lead) for span in longest]
+    buffer = page_aligned(max(probe.end for probe in probes))
     buffer[:] = bytes(len(buffer))  # else the first touch of its pages would be timed as reading
     modes = (ReadMode(direct=True), ReadMode(drop=True))
     # the minimum of several: a single time is easily disturbed, and a wrong choice is permanent
-    past, through = (min(_seconds(store, span, mode, buffer) for span in longest) for mode in modes)
+    past, through = (min(_seconds(store, probe, mode, buffer) for probe in probes) for mode in modes)
     logger.info("A byte past the page cache takes %.3f ns, through it %.3f ns.", past * 1e9, through * 1e9)
     return modes[past > through]
 
@@ -189,16 +191,10 @@ def stays_cached(nbytes: int, room: int) -> bool:
     return nbytes <= room * _SHARE_OF_ROOM
 
 
-def _probe(span: FileSpan) -> FileSpan:
-    """The beginning of a span, read to the beginning of a buffer."""
-    return FileSpan(span.file, span.offset, min(span.nbytes, PROBE_BYTES), span.lead)
-
-
-def _seconds(store: Paths, span: FileSpan, mode: ReadMode, buffer: memoryview) -> float:
-    """Seconds per byte of a cold read of the beginning of a span; infinite if it cannot be read in this mode."""
-    probe = _probe(span)
+def _seconds(store: Paths, probe: FileSpan, mode: ReadMode, buffer: memoryview) -> float:
+    """Seconds per byte of a cold read of a span; infinite if it cannot be read in this mode."""
     reader = SpanReader(store, mode)
-    with PositionalFile(store.path(span.file)) as file:
+    with PositionalFile(store.path(probe.file)) as file:
         file.drop_cache(probe.offset, probe.nbytes)
     begun = time.perf_counter()
     reader.read([probe], buffer)
