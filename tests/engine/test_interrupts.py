@@ -120,7 +120,7 @@ OTHERS = {
     "prefetch._read": "in the thread that reads",
     "prefetch._release": "when a model is freed",
     "span_reader._read": "in the thread that reads",
-    "_streamer._uploaded": "while a model is loaded",
+    "_streamer._part": "while a model is loaded",
 }
 """Functions that wait elsewhere."""
 
