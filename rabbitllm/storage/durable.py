@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -33,6 +34,8 @@ PART_SUFFIX = ".part"
 
 READ_ONLY_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM)
 """Errors of an unlink in a folder where nothing may be deleted."""
+BEGINNING_BYTES = 4096
+"""Bytes of a file by which its kind is recognized."""
 WRITE_BACK_BYTES = 32 << 20
 """Bytes of a file in the page cache at which the kernel is made to begin writing them."""
 
@@ -294,23 +297,36 @@ def write_whole(path: Path, data: bytes, *, new: bool = False) -> None:
     publish(part, path)
 
 
-def require_kind(path: Path, kind: str, *beginnings: bytes) -> None:
+def begins_as(path: Path, *beginnings: bytes | re.Pattern[bytes]) -> bool:
+    """Whether a file begins as one of its kind. It may end within its first bytes, if a power cut shortened it.
+
+    Args:
+        path: of the file; an unfinished one may have zeros for bytes that a power cut lost.
+        beginnings: first bytes of such files, or patterns of these, which also match those of shortened ones.
+    """
+    begin = read_range(path, 0, BEGINNING_BYTES)
+    if path.name.endswith(PART_SUFFIX):
+        begin = begin.rstrip(b"\0")
+    return any(
+        begin[: len(expected)] == expected[: len(begin)] if isinstance(expected, bytes) else expected.match(begin)
+        for expected in beginnings
+    )
+
+
+def require_kind(path: Path, kind: str, *beginnings: bytes | re.Pattern[bytes]) -> None:
     """Refuse to replace a file that does not begin as one of its kind; the same of the unfinished one beside it.
 
     Args:
         path: of the file that `write_whole` will write.
-        kind: its kind, in words.
-        beginnings: the first bytes of such files; a file may end within them.
+        kind: what another file is not, in words: "is not a trace".
+        beginnings: see `begins_as`.
 
     Raises:
         OptionError: there is another file; nothing was changed.
     """
     for there in (path, path.with_name(path.name + PART_SUFFIX)):
-        begin = read_range(there, 0, max(map(len, beginnings))) if there.is_file() else b""
-        if not any(begin[: len(expected)] == expected[: len(begin)] for expected in beginnings):
-            raise OptionError(
-                f"{there} exists and is not {kind}; it was not changed.", "Use another name for the file."
-            )
+        if there.is_file() and not begins_as(there, *beginnings):
+            raise OptionError(f"{there} exists and {kind}; it was not changed.", "Use another name for the file.")
 
 
 def publish(part: Path, final: Path) -> None:
