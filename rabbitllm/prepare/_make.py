@@ -78,6 +78,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+def devices_of(options: RunOptions) -> Sequence[Device]:
+    """Return the devices to run a model on.
+
+    Raises:
+        DeviceError: the options name a GPU that does not exist.
+    """
+    from rabbitllm.engine.devices import resolve_devices  # with torch
+
+    return resolve_devices(options.device, options.max_memory, options.pin_memory)
+
+
 def with_memory(
     options: SplitOptions, run_options: RunOptions, devices: Sequence[Device] | None = None
 ) -> SplitOptions:
@@ -93,11 +104,9 @@ def with_memory(
     """
     if options.compression != AUTO:
         return options
-    from rabbitllm.engine.devices import resolve_devices, weight_memory  # with torch
+    from rabbitllm.engine.devices import weight_memory  # with torch
 
-    if devices is None:
-        devices = resolve_devices(run_options.device, run_options.max_memory, run_options.pin_memory)
-    nbytes = weight_memory(devices, run_options)
+    nbytes = weight_memory(devices or devices_of(run_options), run_options)
     return dataclasses.replace(options, memory=nbytes, memory_is_given=run_options.max_memory is not None)
 
 
@@ -123,15 +132,12 @@ def acceptance(
     Raises:
         MissingPackageError: transformers is newer than the tested versions, and fails its self-check.
     """
-    from rabbitllm.engine.devices import resolve_devices  # with torch
-    from rabbitllm.engine.load_plan import LoadPlanner
+    from rabbitllm.engine.load_plan import LoadPlanner  # with torch
     from rabbitllm.engine.transformers_check import check_transformers
 
     check_transformers()
-    if devices is None:
-        devices = resolve_devices(options.device, options.max_memory, options.pin_memory)
     with config_folder(source) as folder:
-        planner = LoadPlanner(options, devices, folder, too_little)
+        planner = LoadPlanner(options, devices or devices_of(options), folder, too_little)
         if not source.finished:
             planner.check_config()
         yield planner
