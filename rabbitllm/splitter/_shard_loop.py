@@ -29,7 +29,7 @@ from rabbitllm.errors import CorruptShardError
 from rabbitllm.quant.schemes import constants
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.disk_sampler import disk_bytes
-from rabbitllm.splitter.filler import ROOM, Filler, IncomingShard, ShardExecutor, ShardFetcher, SplitWork
+from rabbitllm.splitter.filler import Filler, IncomingShard, ShardExecutor, ShardFetcher, SplitWork
 from rabbitllm.splitter.mover import FillTarget, Mover
 from rabbitllm.splitter.plan import PlannedShard, moves_of
 from rabbitllm.splitter.source_check import release_if_same, require_unmodified, source_crc32
@@ -238,7 +238,7 @@ class ShardLoop:
         self._mover = Mover(work.options.threads, profiler, watch, fitted=work.fitted)
         self._filler = Filler(work, self._mover, profiler)
         self._completion = Completion(work, self._mover, self._filler, profiler)
-        self._fetcher = ShardFetcher(work.checkpoint, ROOM[work.shard_transfer], watch)
+        self._fetcher = ShardFetcher(work.checkpoint, work.shard_transfer.files, watch)
         self._watch = watch
         self._executor = executor
         local_shards = [shard for shard in work.plan.shards if not shard.staged] if keep_last and self._deletes else []

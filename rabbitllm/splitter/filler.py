@@ -39,9 +39,6 @@ from rabbitllm.store.manifest import is_fitted
 from rabbitllm.telemetry.passes import FETCH
 from rabbitllm.telemetry.profiler import Profiler
 
-ROOM: Mapping[ShardTransfer, int] = {ShardTransfer.FILE_AHEAD: 2, ShardTransfer.FILE: 1, ShardTransfer.STREAM: 0}
-"""Fetched shards that may be on the disk at a time."""
-
 
 @dataclass(frozen=True, slots=True)
 class SplitWork:
