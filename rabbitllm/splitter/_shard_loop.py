@@ -354,9 +354,6 @@ class ShardLoop:
         completed = self.plan.layer_map.completed_by(shard.name, self.used)
         self._filler.open(targets, [layer for layer in completed if layer in closed])
         sums = self._completion.complete(completed, targets, checksums.stored)
-        self._mark_used(shard, sums, source_crc)
-
-    def _mark_used(self, shard: PlannedShard, sums: TensorSums, source_crc: int | None) -> None:
         self._journal.mark_used(shard.name, sums, source_crc)
         self.checksums |= sums
         if source_crc is not None:

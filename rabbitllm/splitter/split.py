@@ -61,7 +61,6 @@ from rabbitllm.store.manifest import (
     MANIFEST_NAME,
     LayerRecord,
     Manifest,
-    read_manifest,
     require_fitted,
     write_manifest,
 )
@@ -99,13 +98,6 @@ def manifest_of(work: SplitWork, checksums: TensorSums, source_checksums: Mappin
     ordered = {s.name: source_checksums[s.name] for s in plan.shards if s.name in source_checksums}
     fields = plan.source, plan.compression, work.quantizer, records, plan.format_version, plan.chosen, ordered
     return Manifest(*fields, plan.dtype, {shard.name: shard.metadata for shard in plan.shards if shard.metadata})
-
-
-def finish(request: SplitRequest, manifest: Manifest) -> None:
-    """Write the manifest, then remove files that only the split needed."""
-    if read_manifest(request.folder) is None:
-        write_manifest(request.folder, manifest)
-    clean_up(request.folder)
 
 
 def _file_checksums(layout: LayerLayout, checksums: TensorSums, folder: Path) -> tuple[int, bytes | None]:
@@ -270,7 +262,8 @@ def split(request: SplitRequest) -> Profiler:
             loop.release_last()
         finally:
             loop.close()
-        finish(request, manifest)
+        write_manifest(request.folder, manifest)
+        clean_up(request.folder)
         if request.options.shards.deletes_rest:
             deletable = [s for s in work.plan.shards if not s.is_kept(work.plan.source, request.options.shards)]
             discard_original(request.checkpoint, deletable, manifest.source_checksums)

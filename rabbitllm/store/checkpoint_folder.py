@@ -291,38 +291,35 @@ def write_checkpoint(
         _move_out(folder, work)
         if same:
             return
-    index = {}
+    files = dict(sidecars)
     if len(shards) > 1 or metadata:
-        index[INDEX_NAME] = index_of_files({shard.name: shard.tensors for shard in shards}, metadata)
-    is_there = _has_shards(folder, shards) and _has_files(folder, {**sidecars, **index})
+        files[INDEX_NAME] = index_of_files({shard.name: shard.tensors for shard in shards}, metadata)
+    is_there = _has_shards(folder, shards) and _has_files(folder, files)
     if not (is_there and all(_is_written(folder / shard.name, shard, chunks, tell) for shard in shards)):
         _refuse_other_model(folder, sidecars)
-        _write_all(folder, shards, sidecars, index, chunks, tell, mark)
+        _write_all(folder, shards, files, chunks, tell, mark)
     durable.remove_folder(work)
 
 
 def _write_all(
     folder: Path,
     shards: Sequence[Shard],
-    sidecars: Mapping[str, bytes],
-    index: Mapping[str, bytes],
+    files: Mapping[str, bytes],
     chunks: Callable[[str], Iterator[memoryview]],
     tell: Callable[[int], object],
     mark: bytes,
 ) -> None:
-    """Write these files into the work folder, and move them out of it."""
+    """Write shards and other files into the work folder, and move them out of it."""
     work = folder / WORK_NAME
     durable.remove_folder(work)
-    nbytes = sum(_file_size(shard) for shard in shards) + sum(map(len, sidecars.values()))
+    nbytes = sum(_file_size(shard) for shard in shards) + sum(map(len, files.values()))
     require_room(folder, nbytes, f"Saving into {folder}")
     durable.make_folder(work)
     try:
         for shard in shards:
             _write_shard(work / shard.name, shard, chunks, tell)
-        for name, content in sidecars.items():
+        for name, content in files.items():
             durable.write_whole(work / _quoted(name), content)
-        for name, content in index.items():
-            durable.write_whole(work / name, content)
         durable.sync_folder(work)
         durable.write_whole(work / _READY_NAME, mark)
     except BaseException:  # an interrupt too: partial files are useless and may be large
