@@ -343,23 +343,20 @@ def find(spec: ModelSpec, *, only_look: bool = False) -> Source:
     with system_errors_by_name(spec.name):
         if place and folder.is_dir():  # an empty name would be the current folder
             return _find_local(folder, spec, only_look=only_look, entry=gguf_named(folder, model) if model else None)
-        return _find_elsewhere(spec, only_look=only_look)
+        return _find_elsewhere(spec, place, model, only_look=only_look)
 
 
-def _find_elsewhere(spec: ModelSpec, *, only_look: bool) -> Source:
+def _find_elsewhere(spec: ModelSpec, repo_id: str, quantization: str, *, only_look: bool) -> Source:
     """Find the source for a name that is not a local folder."""
     try:
-        name, quantization = locations.one_of_several(spec.name)
-        if quantization:
-            named = dataclasses.replace(spec, name=name)
-            source = _find_repository(named, only_look=only_look, quantization=quantization)
-            return dataclasses.replace(source, name=spec.name)
-        if not locations.is_repo_id(spec.name):
+        if not locations.is_repo_id(repo_id):
             raise CheckpointNotFoundError(
                 f"There is no folder {spec.name!r}, and it is not a repository id.",
                 "Use an existing folder, or a repository as 'organisation/name'.",
             )
-        return _find_repository(spec, only_look=only_look)
+        named = dataclasses.replace(spec, name=repo_id)
+        source = _find_repository(named, only_look=only_look, quantization=quantization or None)
+        return dataclasses.replace(source, name=spec.name)
     except GatedRepositoryError:
         raise
     except (CheckpointNotFoundError, HubError) as error:
@@ -375,7 +372,8 @@ def _find_local(folder: Path, spec: ModelSpec, *, only_look: bool, entry: str | 
                 "Remove the compression option, or use the original checkpoint.",
             )
         return Source(spec.name, folder, folder, finished=True)
-    if entry is None and is_legacy(folder) and names_a_model(folder / CONFIG_NAME):
+    has_legacy_layers = is_legacy(folder)
+    if entry is None and has_legacy_layers and names_a_model(folder / CONFIG_NAME):
         return Source(spec.name, folder, folder, finished=True)
     target = locations.for_local(folder, spec.folder, spec.compression, spec.base)
     finished = is_finished(target)
@@ -383,7 +381,7 @@ def _find_local(folder: Path, spec: ModelSpec, *, only_look: bool, entry: str | 
     if spec.repo_id is not None and not finished:
         repository = open_repository(spec.repo_id, spec.access, target / STAGING_NAME)
     config = target if not names_a_model(folder / CONFIG_NAME) and (target / CONFIG_NAME).exists() else folder
-    if not (finished or only_look or is_legacy(folder)):  # raises for a folder without weights
+    if not (finished or only_look or has_legacy_layers):  # raises for a folder without weights
         try:
             finished = _finished_while_looking(folder, repository, target, entry)
         except (CheckpointNotFoundError, MissingShardError):
@@ -443,7 +441,7 @@ def _finished_while_looking(folder: Path, repository: HubRepository | None, targ
     return False
 
 
-def _find_repository(spec: ModelSpec, *, only_look: bool, quantization: str | None = None) -> Source:
+def _find_repository(spec: ModelSpec, *, only_look: bool, quantization: str | None) -> Source:
     from huggingface_hub import constants
 
     if spec.access.local_files_only or constants.HF_HUB_OFFLINE:

@@ -40,7 +40,7 @@ from rabbitllm.splitter import lock as split_lock
 from rabbitllm.splitter.bit_allocation import other_budget
 from rabbitllm.splitter.filler import ShardExecutor
 from rabbitllm.splitter.journal import reporting_interrupts
-from rabbitllm.splitter.lock import LEASE_NAME, is_left_over, locked, read_lock
+from rabbitllm.splitter.lock import is_left_over, locked, read_lock
 from rabbitllm.splitter.plan import PlannedFiles
 from rabbitllm.splitter.request import Acceptance, SplitRequest, check_before_download, plan_split
 from rabbitllm.splitter.source_check import check_finished_source
@@ -151,7 +151,6 @@ def has_work_left(folder: Path, options: SplitOptions) -> bool:
     if not (folder / MANIFEST_NAME).exists() or not is_writable(folder):
         return False
     has_leftovers = (folder / JOURNAL_NAME).exists() or (folder / STAGING_NAME).exists() or is_left_over(folder)
-    has_leftovers = has_leftovers or (folder / LEASE_NAME).exists()
     return has_leftovers or options.shards.deletes_rest
 
 

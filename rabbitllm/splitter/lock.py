@@ -140,8 +140,8 @@ def read_lock(folder: Path) -> FolderLock:
 
 
 def is_left_over(folder: Path) -> bool:
-    """Whether files of a lock are in the folder: a process holds it, or was killed while holding it."""
-    return any((folder / name).exists() for name in (LOCK_NAME, HOLDER_NAME, FOLDER_LEASE))
+    """Whether files of a lock or a lease are in the folder: a process holds it, or was killed while holding it."""
+    return any((folder / name).exists() for name in (LOCK_NAME, HOLDER_NAME, FOLDER_LEASE, LEASE_NAME))
 
 
 def is_lock_file(name: str) -> bool:

@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from rabbitllm.base.forks import direct_read
 from rabbitllm.errors import OptionError
@@ -519,6 +520,10 @@ def nameless_file(folder: Path, blocks: Iterable[bytes]) -> Iterator[int]:
         yield file.fileno()
 
 
+_Transfer: TypeAlias = Callable[[int, memoryview, int], int]
+"""Writes or reads bytes of a descriptor at an offset, and returns their number."""
+
+
 class NamelessFile:
     """An unnamed file for data that does not fit into memory: for this process alone, deleted with its descriptor.
 
@@ -546,13 +551,7 @@ class NamelessFile:
             OSError: the disk is full.
         """
         _announce(Step("write", self._folder, offset, data))
-        while data:
-            if self.READS_AT_OFFSETS:
-                count = self._move(_write_from, data, offset, aligned)
-            else:
-                self._file.seek(offset)
-                count = self._file.write(data)
-            data, offset, aligned = data[count:], offset + count, aligned and count % DIRECT_ALIGNMENT == 0
+        self._move_all(_write_from, self._file.write, data, offset, aligned)
 
     def read_at(self, data: memoryview, offset: int, *, aligned: bool = False) -> None:
         """Fill `data` with the bytes from an offset on.
@@ -560,17 +559,23 @@ class NamelessFile:
         Raises:
             OSError: the file ends before them.
         """
+        self._move_all(_read_into, self._file.readinto, data, offset, aligned)
+
+    def _move_all(
+        self, how: _Transfer, in_place: Callable[[memoryview], int], data: memoryview, offset: int, aligned: bool
+    ) -> None:
+        """Write or read all of `data`; `in_place` does it at the position of the file, without `READS_AT_OFFSETS`."""
         while data:
             if self.READS_AT_OFFSETS:
-                count = self._move(_read_into, data, offset, aligned)
+                count = self._move(how, data, offset, aligned)
             else:
                 self._file.seek(offset)
-                count = self._file.readinto(data)
+                count = in_place(data)
             if not count:
                 raise OSError(errno.EIO, "the file is shorter than what was written to it")
             data, offset, aligned = data[count:], offset + count, aligned and count % DIRECT_ALIGNMENT == 0
 
-    def _move(self, how: Callable[[int, memoryview, int], int], data: memoryview, offset: int, aligned: bool) -> int:
+    def _move(self, how: _Transfer, data: memoryview, offset: int, aligned: bool) -> int:
         with direct_read() if aligned else contextlib.nullcontext():
             moved = self._direct.move(lambda descriptor: how(descriptor, data, offset)) if aligned else None
         if moved is None:
