@@ -56,12 +56,11 @@ from rabbitllm.storage.folder_lock import FolderKind, FolderLock
 from rabbitllm.store import locations
 from rabbitllm.store.locations import resolve_name, with_near_names
 from rabbitllm.store.manifest import (
-    JOURNAL_NAME,
-    MANIFEST_NAME,
     SPLIT_DIRECTORY,
     Manifest,
     check_split,
     directory_name,
+    is_begun,
     is_finished,
     is_legacy,
     read_manifest,
@@ -462,14 +461,13 @@ def _find_repository(spec: ModelSpec, *, only_look: bool, quantization: str | No
         if not only_look:
             locations.remember_commit(spec.name, spec.access.revision, target.parent.name)
     repository.staging = target / STAGING_NAME
-    if not is_finished(target) and (legacy := _legacy_in_snapshot(spec, repository.commit)) is not None:
-        return legacy
     finished = is_finished(target)
-    if repository.gguf_entry() is not None or (
+    if not finished and (legacy := _legacy_in_snapshot(spec, repository.commit)) is not None:
+        return legacy
+    has_no_config = repository.gguf_entry() is not None or (
         "config.json" not in repository.files and (only_look or is_meta(repository.entry()))
-    ):
-        return Source(spec.name, target, target, finished, repository=repository, base=spec.base)
-    config = target if finished else _fetched_config(repository)
+    )
+    config = target if finished or has_no_config else _fetched_config(repository)
     return Source(spec.name, target, config, finished, repository=repository, base=spec.base)
 
 
@@ -489,11 +487,10 @@ def _same_weights(target: Path, repository: HubRepository, compression: str | No
 
     Most commits change a readme, which should not cause a download of 150 GB.
     """
-    if _is_begun(target):
+    if is_begun(target):
         return target
-    for folder in filter(
-        _is_begun, locations.of_other_commits(repository.repo_id, repository.commit, compression, base)
-    ):
+    others = locations.of_other_commits(repository.repo_id, repository.commit, compression, base)
+    for folder in filter(is_begun, others):
         earlier, manifest = _replay(folder), read_manifest(folder)  # in this order: the manifest replaces the journal
         made_from = manifest.source if manifest is not None else earlier.plan.source if earlier is not None else None
         if made_from is not None and not made_from.differs_from(repository.identity_of(made_from.fingerprints)):
@@ -507,10 +504,6 @@ def _replay(folder: Path) -> journal.Replay | None:
         return journal.replay(folder)
     except FileNotFoundError:  # another process has just finished that split
         return None
-
-
-def _is_begun(folder: Path) -> bool:
-    return (folder / MANIFEST_NAME).exists() or (folder / JOURNAL_NAME).exists()
 
 
 def _fetched_config(repository: HubRepository) -> Path:

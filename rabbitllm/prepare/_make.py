@@ -64,6 +64,7 @@ from rabbitllm.store.manifest import (
     SPLITS,
     Manifest,
     directory_name,
+    is_begun,
     is_finished,
     is_fitted,
     read_manifest,
@@ -178,11 +179,8 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
     checkpoint = _remaining_checkpoint(source, manifest)
     if checkpoint is None:
         return
-    metadata = [
-        shard_metadata
-        for shard in checkpoint.index.shards
-        if (shard_metadata := _local_metadata(checkpoint, shard)) is not None
-    ]
+    here = filter(checkpoint.at_hand, checkpoint.index.shards)  # headers of others are not requested from a repository
+    metadata = list(filter(None, map(checkpoint.metadata, here)))
     refuse_another(source, manifest, checkpoint.identity(metadata))
     _refuse_without_evidence(source, manifest, metadata)
     if options.shards.deletes_rest and checkpoint.deletable:
@@ -267,13 +265,6 @@ def _remaining_checkpoint(source: Source, manifest: Manifest) -> Checkpoint | No
         pass  # no weights are left
     _refuse_without_evidence(source, manifest, [])
     return None
-
-
-def _local_metadata(checkpoint: Checkpoint, shard: str) -> ShardMetadata | None:
-    """Return the metadata of a shard that is on this machine; headers are not requested from a repository."""
-    if isinstance(checkpoint, HubCheckpoint) and checkpoint.cached(shard) is None:
-        return None
-    return checkpoint.metadata(shard)
 
 
 def ensure_split(
@@ -425,11 +416,7 @@ def _with_other_splits(error: MissingShardError, source: Source) -> MissingShard
     folders = {split_folder.parent / directory_name(c, source.base): c for c in SPLITS}
     if source.local is not None:  # also where they are if the user names no folder
         folders |= {locations.for_local(source.local, None, c, source.base): c for c in SPLITS}
-    splits = [
-        f"compression={c!r} in {folder}"
-        for folder, c in folders.items()
-        if (folder / MANIFEST_NAME).exists() or (folder / JOURNAL_NAME).exists()
-    ]
+    splits = [f"compression={c!r} in {folder}" for folder, c in folders.items() if is_begun(folder)]
     if not splits:
         return error
     remedy = f"Another split may have deleted them. Load or resume that one: {' or '.join(splits)}."
