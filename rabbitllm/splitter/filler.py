@@ -344,8 +344,7 @@ class Filler:
     def open(self, targets: dict[str, FillTarget], layers: Iterable[str]) -> None:
         """Open the unfinished files of these layers into `targets`; files opened before an error are in it too."""
         for layer in layers:
-            layout = self._plan.layouts[layer]
-            targets[layer] = self.target(layout)
+            targets[layer] = self.target(self._plan.layouts[layer])
 
     def target(self, layout: LayerLayout) -> FillTarget:
         """Open the unfinished file of a layer."""

@@ -155,17 +155,15 @@ class GrowingFile:
             data, offset = data[written:], offset + written
         if data:
             _write_all(self._descriptor, data, offset, self._lock)
-            if self._write_back is not None:
-                self._begin_write_back(len(data))
+            if self._write_back is not None and self._is_due(len(data)):
+                self._write_back(self._descriptor)
 
-    def _begin_write_back(self, written: int) -> None:
+    def _is_due(self, written: int) -> bool:
+        """Whether the kernel should begin to write, with these further bytes in the page cache."""
         with self._lock:
-            self._waiting += written
-            if self._waiting < WRITE_BACK_BYTES:
-                return
-            self._waiting = 0
-        assert self._write_back is not None
-        self._write_back(self._descriptor)
+            waiting = self._waiting + written
+            self._waiting = waiting if waiting < WRITE_BACK_BYTES else 0
+        return waiting >= WRITE_BACK_BYTES
 
     def _write_direct(self, data: memoryview, offset: int) -> int:
         """Write the leading whole blocks of `data` with O_DIRECT; return the number of bytes written."""
@@ -386,13 +384,11 @@ def remove_folder(folder: Path, suffix: str = "") -> None:
     """
     if not folder.is_dir():
         return
-    others = False
-    for path in folder.iterdir():
-        if path.name.endswith(suffix):
-            remove(path)
-        else:
-            others = True
-    if not others:
+    paths = list(folder.iterdir())
+    own = [path for path in paths if path.name.endswith(suffix)]
+    for path in own:
+        remove(path)
+    if own == paths:
         _announce(Step("remove_folder", folder))
         folder.rmdir()
 
