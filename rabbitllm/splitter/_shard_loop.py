@@ -171,7 +171,7 @@ class Completion:
             target = (
                 FillTarget(layout, durable.GrowingFile(part, layout.size)) if joined else self._filler.target(layout)
             )
-            try:
+            with contextlib.closing(target):
                 if not joined:
                     self._join(target)
                     # the journal takes no more entries; the file is summed as a whole
@@ -179,8 +179,6 @@ class Completion:
                 else:
                     self._write_fixed(target)
                     target.sync()
-            finally:
-                target.close()
         self._name_layers([layout])
 
     def _name_layers(self, layouts: list[LayerLayout]) -> None:

@@ -285,12 +285,9 @@ def write_whole(path: Path, data: bytes, *, new: bool = False) -> None:
     part = path.with_name(path.name + PART_SUFFIX)
     if part.exists():
         remove(part)
-    file = GrowingFile(part, 0)
-    try:
+    with contextlib.closing(GrowingFile(part, 0)) as file:
         file.write_at(memoryview(data), 0)
         file.sync()
-    finally:
-        file.close()
     if new and path.exists():
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
     publish(part, path)

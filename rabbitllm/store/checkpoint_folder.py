@@ -14,6 +14,7 @@ whole. It uses positional reads, not a mapping.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -411,8 +412,7 @@ def _write_shard(
     path: Path, shard: Shard, chunks: Callable[[str], Iterator[memoryview]], tell: Callable[[int], object]
 ) -> None:
     header, offsets = encode_header(shard.tensors)
-    file = durable.GrowingFile(path, _file_size(shard), write_back=True)
-    try:
+    with contextlib.closing(durable.GrowingFile(path, _file_size(shard), write_back=True)) as file:
         file.write_at(memoryview(header), 0)
         for tensor, offset in zip(shard.tensors, offsets, strict=True):
             position = offset
@@ -423,8 +423,6 @@ def _write_shard(
             if position != offset + tensor.nbytes:
                 raise AssertionError(f"{tensor.name} has {position - offset} of {tensor.nbytes} bytes")
         file.sync()
-    finally:
-        file.close()
 
 
 def _has_shards(folder: Path, shards: Sequence[Shard]) -> bool:
