@@ -285,7 +285,6 @@ class Prepared:
         profile: of the split; empty where nothing was split.
 
     Attributes:
-        was_finished: whether its split directory was complete before.
         folder: its split directory; None if its checkpoint is read as it is.
     """
 
@@ -298,7 +297,6 @@ class Prepared:
         profile: Profiler,
     ) -> None:
         self.request, self.source, self.profile = request, source, profile
-        self.was_finished = source.finished
         self.folder = source.split_folder if request.split is not None or source.finished else None
         self._devices, self._planner = devices, planner
 
@@ -367,13 +365,13 @@ def prepare_model(request: LoadRequest, executor: ShardExecutor | None = None, *
         RabbitLLMError: as `AutoModel.from_pretrained`; anything that can be refused is refused before the split.
     """
     run, split = request.run, request.split
+    # a device that does not exist is refused before a request to the hub
+    devices = prepare.devices_of(run) if loads else None
     source = prepare.find(request.spec, only_look=split is None)
     if split is not None and source.finished and not loads:  # without a check, which would import torch
         options = prepare.with_memory(split, run)
         return Prepared(request, source, None, None, prepare.ensure_split(source, options, executor=executor))
-    from rabbitllm.engine.devices import resolve_devices
-
-    devices = resolve_devices(run.device, run.max_memory, run.pin_memory)
+    devices = devices or prepare.devices_of(run)
     loads = loads or run.device is not None or run.max_memory is not None
     too_little: TooLittle = "ignore" if request.hosts or executor else "refuse" if loads else "warn"
     profile = Profiler()

@@ -13,8 +13,8 @@ from typing import Any
 
 from rabbitllm.errors import OptionError
 
-_UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
-_UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
+_UNITS = {"": 1, "b": 1, **{f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}}
+_UNITS |= {f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 TRANSFERS = ("auto", "file", "stream")
@@ -246,12 +246,11 @@ def parse_size(size: int | str, name: str) -> int:
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
-    units = {unit.lower(): factor for unit, factor in _UNITS.items()}
-    if match is None or match[2].lower() not in units:
+    if match is None or match[2].lower() not in _UNITS:
         raise OptionError(
             f"{name}={size!r} is not a size.", "Use a number of bytes, or text such as '57GiB' or '60GB'."
         )
-    return int(float(match[1]) * units[match[2].lower()])
+    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 def check_transfer(transfer: str, sequential: bool) -> str:

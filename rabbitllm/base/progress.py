@@ -352,8 +352,6 @@ class SplitProgress:
                 self._start_split(event)
             case DownloadStarted():
                 self._begin("downloading", event.label, event.nbytes)
-            case SplitDone():
-                pass
 
     def _fetched(self, event: BytesFetched) -> None:
         fetched = self._shard_fetched

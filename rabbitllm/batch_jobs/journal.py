@@ -243,11 +243,9 @@ def check_output(out: Path, source: Any, folders: Iterable[Path] = ()) -> None:
 
 
 def _is_ours(out: Path, suffix: str) -> bool:
-    """Whether a file beside an output begins as this package writes it; a power cut may have left it shorter."""
-    beginning = _BEGINNINGS[suffix]
+    """Whether a file beside an output begins as this package writes it."""
     try:
-        with out.with_name(out.name + suffix).open("rb") as file:
-            return beginning.startswith(file.read(len(beginning)).rstrip(b"\0"))
+        return durable.begins_as(out.with_name(out.name + suffix), _BEGINNINGS[suffix])
     except OSError:
         return False
 

@@ -29,7 +29,6 @@ from rabbitllm.errors import ChatFileError
 from rabbitllm.formats.bounded import decode_json, read_regular
 from rabbitllm.generation.template import ASSISTANT, SYSTEM, USER
 from rabbitllm.storage import durable
-from rabbitllm.storage.files import read_range
 
 if TYPE_CHECKING:
     from rabbitllm.generation.media import MediaFile
@@ -241,9 +240,8 @@ def write_chat(path: Path, saved: SavedChat) -> None:
                 f"{shown} exists and is not a saved conversation; it was not changed.",
                 "Choose another name for the file.",
             ) from None
-    begin = b'{\n "format": '
     part = path.with_name(path.name + durable.PART_SUFFIX)
-    if part.is_file() and not begin.startswith(read_range(part, 0, len(begin))):
+    if part.is_file() and not durable.begins_as(part, b'{\n "format": '):
         raise ChatFileError(
             f"{harmless(str(part))} exists and is not a saved conversation; it was not changed.",
             "Choose another name for the file.",

@@ -49,7 +49,7 @@ def check_picture(path: str | Path) -> None:
         raise OptionError(
             f"{path} is not the name of a picture file.", f"Use a name that ends in .{', .'.join(FORMATS)}."
         )
-    require_kind(Path(path), "a picture", b"\x89PNG", b"%PDF", b"<?xml")
+    require_kind(Path(path), "is not a picture", b"\x89PNG", b"%PDF", b"<?xml")
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

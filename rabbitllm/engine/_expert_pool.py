@@ -35,7 +35,6 @@ from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.errors import OptionError
 from rabbitllm.formats.safetensors_file import MappedFile, TensorToWrite, encode_header
 from rabbitllm.storage import durable
-from rabbitllm.storage.files import read_range
 from rabbitllm.telemetry.passes import EXPERTS_IN_HOST_MEMORY, EXPERTS_ON_DEVICE, EXPERTS_READ, READ, READ_WAIT
 from rabbitllm.telemetry.profiler import Profiler
 
@@ -618,9 +617,10 @@ def transit_slots(sources: Sequence[ExpertSource]) -> int:
 
 
 _USES = re.compile(
-    rb'\Z|\{"__metadata__":\{"format":"pt"\},?(\}|"[^"]+":\{"dtype":"F64","shape":\[%d,)' % len(HALF_LIVES)
+    rb'(?s:.{0,8}\Z|.{8})(\Z|\{"__metadata__":\{"format":"pt"\},?(\}|"[^"]+":\{"dtype":"F64","shape":\[%d,))'
+    % len(HALF_LIVES)
 )
-"""The beginning of the header of a file of `write_uses`; a power cut may have left the file empty."""
+"""The beginning of a file of `write_uses`: its header, after the length of that. A power cut may have emptied it."""
 
 
 def write_uses(path: Path, uses: Mapping[str, Values]) -> None:
@@ -631,9 +631,7 @@ def write_uses(path: Path, uses: Mapping[str, Values]) -> None:
     Raises:
         OptionError: a file of that name is another one; nothing was changed.
     """
-    for existing in (path, path.with_name(path.name + durable.PART_SUFFIX)):
-        if existing.is_file() and not _USES.match(read_range(existing, 8, 4096).rstrip(b"\0")):
-            raise OptionError(f"{existing} exists and has no use counts; it was not changed.", "Use another name.")
+    durable.require_kind(path, "has no use counts", _USES)
     header, _ = encode_header(TensorToWrite(name, "F64", values.shape) for name, values in uses.items())
     durable.write_whole(path, header + b"".join(values.astype("<f8").tobytes() for values in uses.values()))
 

@@ -67,7 +67,7 @@ from rabbitllm.models._conversion_input import (
 from rabbitllm.quant.schemes import STORED
 from rabbitllm.quant.stored_blocks import read_tensor
 from rabbitllm.storage import durable
-from rabbitllm.storage.files import PositionalFile, read_range
+from rabbitllm.storage.files import PositionalFile
 from rabbitllm.storage.folders import bytes_freed_by_deleting, require_room
 from rabbitllm.store.layer_store import LayerStore, StoredTensor
 
@@ -739,11 +739,12 @@ def _write(file: Path, head: bytes, layout: _Layout, offsets: Sequence[int], nby
     durable.remove(log_path)
 
 
+_LOG = re.compile(rb"[0-9a-f]{64}\n|[0-9a-f]{0,64}\Z")
+"""The beginning of the log of an unfinished GGUF file: its first line, which may be cut off."""
+
+
 def _is_log(path: Path) -> bool:
-    """Whether a file is the log of an unfinished GGUF file, by its first line, which may be cut off."""
-    if not path.is_file():
-        return False
-    return re.fullmatch(rb"[0-9a-f]{0,64}|[0-9a-f]{64}\n", read_range(path, 0, 65)) is not None
+    return path.is_file() and durable.begins_as(path, _LOG)
 
 
 def _refuse_foreign(file: Path) -> None:

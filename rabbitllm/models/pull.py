@@ -139,7 +139,7 @@ def pull(request: LoadRequest, executor: ShardExecutor | None = None) -> Pulled:
         )
     shards, folder = shards_of(source, entry.source)
     peak, seconds = ends[-1].peak_disk_bytes if ends else 0, time.perf_counter() - start
-    return Pulled(source.name, entry, prepared.config_folder, prepared.was_finished, seconds, shards, folder, peak)
+    return Pulled(source.name, entry, prepared.config_folder, source.finished, seconds, shards, folder, peak)
 
 
 def shards_of(source: prepare.Source, origin: SourceIdentity | None) -> tuple[Shards | None, Path | None]:

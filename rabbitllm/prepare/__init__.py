@@ -19,6 +19,7 @@ from rabbitllm.prepare._finding import (
 from rabbitllm.prepare._make import (
     acceptance,
     check_before_fetching,
+    devices_of,
     ensure_split,
     finish_repair,
     lock_source,
@@ -35,6 +36,7 @@ __all__ = [
     "acceptance",
     "check_before_fetching",
     "config_folder",
+    "devices_of",
     "ensure_split",
     "family_of",
     "find",

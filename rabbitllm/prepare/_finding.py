@@ -56,12 +56,11 @@ from rabbitllm.storage.folder_lock import FolderKind, FolderLock
 from rabbitllm.store import locations
 from rabbitllm.store.locations import resolve_name, with_near_names
 from rabbitllm.store.manifest import (
-    JOURNAL_NAME,
-    MANIFEST_NAME,
     SPLIT_DIRECTORY,
     Manifest,
     check_split,
     directory_name,
+    is_begun,
     is_finished,
     is_legacy,
     read_manifest,
@@ -343,23 +342,20 @@ def find(spec: ModelSpec, *, only_look: bool = False) -> Source:
     with system_errors_by_name(spec.name):
         if place and folder.is_dir():  # an empty name would be the current folder
             return _find_local(folder, spec, only_look=only_look, entry=gguf_named(folder, model) if model else None)
-        return _find_elsewhere(spec, only_look=only_look)
+        return _find_elsewhere(spec, place, model, only_look=only_look)
 
 
-def _find_elsewhere(spec: ModelSpec, *, only_look: bool) -> Source:
+def _find_elsewhere(spec: ModelSpec, repo_id: str, quantization: str, *, only_look: bool) -> Source:
     """Find the source for a name that is not a local folder."""
     try:
-        name, quantization = locations.one_of_several(spec.name)
-        if quantization:
-            named = dataclasses.replace(spec, name=name)
-            source = _find_repository(named, only_look=only_look, quantization=quantization)
-            return dataclasses.replace(source, name=spec.name)
-        if not locations.is_repo_id(spec.name):
+        if not locations.is_repo_id(repo_id):
             raise CheckpointNotFoundError(
                 f"There is no folder {spec.name!r}, and it is not a repository id.",
                 "Use an existing folder, or a repository as 'organisation/name'.",
             )
-        return _find_repository(spec, only_look=only_look)
+        named = dataclasses.replace(spec, name=repo_id)
+        source = _find_repository(named, only_look=only_look, quantization=quantization or None)
+        return dataclasses.replace(source, name=spec.name)
     except GatedRepositoryError:
         raise
     except (CheckpointNotFoundError, HubError) as error:
@@ -375,7 +371,8 @@ def _find_local(folder: Path, spec: ModelSpec, *, only_look: bool, entry: str | 
                 "Remove the compression option, or use the original checkpoint.",
             )
         return Source(spec.name, folder, folder, finished=True)
-    if entry is None and is_legacy(folder) and names_a_model(folder / CONFIG_NAME):
+    has_legacy_layers = is_legacy(folder)
+    if entry is None and has_legacy_layers and names_a_model(folder / CONFIG_NAME):
         return Source(spec.name, folder, folder, finished=True)
     target = locations.for_local(folder, spec.folder, spec.compression, spec.base)
     finished = is_finished(target)
@@ -383,7 +380,7 @@ def _find_local(folder: Path, spec: ModelSpec, *, only_look: bool, entry: str | 
     if spec.repo_id is not None and not finished:
         repository = open_repository(spec.repo_id, spec.access, target / STAGING_NAME)
     config = target if not names_a_model(folder / CONFIG_NAME) and (target / CONFIG_NAME).exists() else folder
-    if not (finished or only_look or is_legacy(folder)):  # raises for a folder without weights
+    if not (finished or only_look or has_legacy_layers):  # raises for a folder without weights
         try:
             finished = _finished_while_looking(folder, repository, target, entry)
         except (CheckpointNotFoundError, MissingShardError):
@@ -443,7 +440,7 @@ def _finished_while_looking(folder: Path, repository: HubRepository | None, targ
     return False
 
 
-def _find_repository(spec: ModelSpec, *, only_look: bool, quantization: str | None = None) -> Source:
+def _find_repository(spec: ModelSpec, *, only_look: bool, quantization: str | None) -> Source:
     from huggingface_hub import constants
 
     if spec.access.local_files_only or constants.HF_HUB_OFFLINE:
@@ -464,14 +461,13 @@ def _find_repository(spec: ModelSpec, *, only_look: bool, quantization: str | No
         if not only_look:
             locations.remember_commit(spec.name, spec.access.revision, target.parent.name)
     repository.staging = target / STAGING_NAME
-    if not is_finished(target) and (legacy := _legacy_in_snapshot(spec, repository.commit)) is not None:
-        return legacy
     finished = is_finished(target)
-    if repository.gguf_entry() is not None or (
+    if not finished and (legacy := _legacy_in_snapshot(spec, repository.commit)) is not None:
+        return legacy
+    has_no_config = repository.gguf_entry() is not None or (
         "config.json" not in repository.files and (only_look or is_meta(repository.entry()))
-    ):
-        return Source(spec.name, target, target, finished, repository=repository, base=spec.base)
-    config = target if finished else _fetched_config(repository)
+    )
+    config = target if finished or has_no_config else _fetched_config(repository)
     return Source(spec.name, target, config, finished, repository=repository, base=spec.base)
 
 
@@ -491,11 +487,10 @@ def _same_weights(target: Path, repository: HubRepository, compression: str | No
 
     Most commits change a readme, which should not cause a download of 150 GB.
     """
-    if _is_begun(target):
+    if is_begun(target):
         return target
-    for folder in filter(
-        _is_begun, locations.of_other_commits(repository.repo_id, repository.commit, compression, base)
-    ):
+    others = locations.of_other_commits(repository.repo_id, repository.commit, compression, base)
+    for folder in filter(is_begun, others):
         earlier, manifest = _replay(folder), read_manifest(folder)  # in this order: the manifest replaces the journal
         made_from = manifest.source if manifest is not None else earlier.plan.source if earlier is not None else None
         if made_from is not None and not made_from.differs_from(repository.identity_of(made_from.fingerprints)):
@@ -509,10 +504,6 @@ def _replay(folder: Path) -> journal.Replay | None:
         return journal.replay(folder)
     except FileNotFoundError:  # another process has just finished that split
         return None
-
-
-def _is_begun(folder: Path) -> bool:
-    return (folder / MANIFEST_NAME).exists() or (folder / JOURNAL_NAME).exists()
 
 
 def _fetched_config(repository: HubRepository) -> Path:

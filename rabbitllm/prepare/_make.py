@@ -40,7 +40,7 @@ from rabbitllm.splitter import lock as split_lock
 from rabbitllm.splitter.bit_allocation import other_budget
 from rabbitllm.splitter.filler import ShardExecutor
 from rabbitllm.splitter.journal import reporting_interrupts
-from rabbitllm.splitter.lock import LEASE_NAME, is_left_over, locked, read_lock
+from rabbitllm.splitter.lock import is_left_over, locked, read_lock
 from rabbitllm.splitter.plan import PlannedFiles
 from rabbitllm.splitter.request import Acceptance, SplitRequest, check_before_download, plan_split
 from rabbitllm.splitter.source_check import check_finished_source
@@ -64,6 +64,7 @@ from rabbitllm.store.manifest import (
     SPLITS,
     Manifest,
     directory_name,
+    is_begun,
     is_finished,
     is_fitted,
     read_manifest,
@@ -76,6 +77,17 @@ if TYPE_CHECKING:
     from rabbitllm.engine.load_plan import LoadPlanner, TooLittle
 
 logger = logging.getLogger(__name__)
+
+
+def devices_of(options: RunOptions) -> Sequence[Device]:
+    """Return the devices to run a model on.
+
+    Raises:
+        DeviceError: the options name a GPU that does not exist.
+    """
+    from rabbitllm.engine.devices import resolve_devices  # with torch
+
+    return resolve_devices(options.device, options.max_memory, options.pin_memory)
 
 
 def with_memory(
@@ -93,11 +105,9 @@ def with_memory(
     """
     if options.compression != AUTO:
         return options
-    from rabbitllm.engine.devices import resolve_devices, weight_memory  # with torch
+    from rabbitllm.engine.devices import weight_memory  # with torch
 
-    if devices is None:
-        devices = resolve_devices(run_options.device, run_options.max_memory, run_options.pin_memory)
-    nbytes = weight_memory(devices, run_options)
+    nbytes = weight_memory(devices or devices_of(run_options), run_options)
     return dataclasses.replace(options, memory=nbytes, memory_is_given=run_options.max_memory is not None)
 
 
@@ -123,15 +133,12 @@ def acceptance(
     Raises:
         MissingPackageError: transformers is newer than the tested versions, and fails its self-check.
     """
-    from rabbitllm.engine.devices import resolve_devices  # with torch
-    from rabbitllm.engine.load_plan import LoadPlanner
+    from rabbitllm.engine.load_plan import LoadPlanner  # with torch
     from rabbitllm.engine.transformers_check import check_transformers
 
     check_transformers()
-    if devices is None:
-        devices = resolve_devices(options.device, options.max_memory, options.pin_memory)
     with config_folder(source) as folder:
-        planner = LoadPlanner(options, devices, folder, too_little)
+        planner = LoadPlanner(options, devices or devices_of(options), folder, too_little)
         if not source.finished:
             planner.check_config()
         yield planner
@@ -145,7 +152,6 @@ def has_work_left(folder: Path, options: SplitOptions) -> bool:
     if not (folder / MANIFEST_NAME).exists() or not is_writable(folder):
         return False
     has_leftovers = (folder / JOURNAL_NAME).exists() or (folder / STAGING_NAME).exists() or is_left_over(folder)
-    has_leftovers = has_leftovers or (folder / LEASE_NAME).exists()
     return has_leftovers or options.shards.deletes_rest
 
 
@@ -173,11 +179,8 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
     checkpoint = _remaining_checkpoint(source, manifest)
     if checkpoint is None:
         return
-    metadata = [
-        shard_metadata
-        for shard in checkpoint.index.shards
-        if (shard_metadata := _local_metadata(checkpoint, shard)) is not None
-    ]
+    here = filter(checkpoint.at_hand, checkpoint.index.shards)  # headers of others are not requested from a repository
+    metadata = list(filter(None, map(checkpoint.metadata, here)))
     refuse_another(source, manifest, checkpoint.identity(metadata))
     _refuse_without_evidence(source, manifest, metadata)
     if options.shards.deletes_rest and checkpoint.deletable:
@@ -262,13 +265,6 @@ def _remaining_checkpoint(source: Source, manifest: Manifest) -> Checkpoint | No
         pass  # no weights are left
     _refuse_without_evidence(source, manifest, [])
     return None
-
-
-def _local_metadata(checkpoint: Checkpoint, shard: str) -> ShardMetadata | None:
-    """Return the metadata of a shard that is on this machine; headers are not requested from a repository."""
-    if isinstance(checkpoint, HubCheckpoint) and checkpoint.cached(shard) is None:
-        return None
-    return checkpoint.metadata(shard)
 
 
 def ensure_split(
@@ -420,11 +416,7 @@ def _with_other_splits(error: MissingShardError, source: Source) -> MissingShard
     folders = {split_folder.parent / directory_name(c, source.base): c for c in SPLITS}
     if source.local is not None:  # also where they are if the user names no folder
         folders |= {locations.for_local(source.local, None, c, source.base): c for c in SPLITS}
-    splits = [
-        f"compression={c!r} in {folder}"
-        for folder, c in folders.items()
-        if (folder / MANIFEST_NAME).exists() or (folder / JOURNAL_NAME).exists()
-    ]
+    splits = [f"compression={c!r} in {folder}" for folder, c in folders.items() if is_begun(folder)]
     if not splits:
         return error
     remedy = f"Another split may have deleted them. Load or resume that one: {' or '.join(splits)}."

@@ -16,7 +16,7 @@ from rabbitllm.base.terminal import counted
 from rabbitllm.errors import ClusterError, OptionError
 from rabbitllm.models.pull import Pulled, pull
 from rabbitllm.ray._cluster import Node, check_machines, connected, error_of, portable, say
-from rabbitllm.splitter.filler import ROOM, Filled, Filler, ShardFetcher, SplitWork
+from rabbitllm.splitter.filler import Filled, Filler, ShardFetcher, SplitWork
 from rabbitllm.splitter.lock import Lease, LeaseCheck, granted
 from rabbitllm.splitter.mover import FillTarget, Mover
 from rabbitllm.splitter.plan import PlannedShard
@@ -46,7 +46,7 @@ def fill_from(shard: PlannedShard, work: SplitWork, lease: Lease, threads: int) 
     layers = list(work.plan.layouts)
     targets: dict[str, FillTarget] = {}
     mover = Mover(threads, profiler, guard.check, fitted=work.fitted)
-    fetcher = ShardFetcher(work.checkpoint, ROOM[work.shard_transfer], guard.check)
+    fetcher = ShardFetcher(work.checkpoint, work.shard_transfer.files, guard.check)
     try:
         filler = Filler(work, mover, profiler)
         for _, arriving in fetcher.shards([shard]):

@@ -76,7 +76,7 @@ class ServedModel:
             return cls(model, None, recipe_in(expand(resolve_name(request.spec.name))))
         candidates = (folder, prepared.config_folder, source.local)
         recipes = (recipe_in(candidate) for candidate in candidates if candidate is not None)
-        return cls(model, (prepared.was_finished, folder), next(filter(None, recipes), None))
+        return cls(model, (source.finished, folder), next(filter(None, recipes), None))
 
 
 def served_name(name: str) -> str:

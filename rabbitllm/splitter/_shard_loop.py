@@ -29,7 +29,7 @@ from rabbitllm.errors import CorruptShardError
 from rabbitllm.quant.schemes import constants
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.disk_sampler import disk_bytes
-from rabbitllm.splitter.filler import ROOM, Filler, IncomingShard, ShardExecutor, ShardFetcher, SplitWork
+from rabbitllm.splitter.filler import Filler, IncomingShard, ShardExecutor, ShardFetcher, SplitWork
 from rabbitllm.splitter.mover import FillTarget, Mover
 from rabbitllm.splitter.plan import PlannedShard, moves_of
 from rabbitllm.splitter.source_check import release_if_same, require_unmodified, source_crc32
@@ -171,7 +171,7 @@ class Completion:
             target = (
                 FillTarget(layout, durable.GrowingFile(part, layout.size)) if joined else self._filler.target(layout)
             )
-            try:
+            with contextlib.closing(target):
                 if not joined:
                     self._join(target)
                     # the journal takes no more entries; the file is summed as a whole
@@ -179,8 +179,6 @@ class Completion:
                 else:
                     self._write_fixed(target)
                     target.sync()
-            finally:
-                target.close()
         self._name_layers([layout])
 
     def _name_layers(self, layouts: list[LayerLayout]) -> None:
@@ -238,7 +236,7 @@ class ShardLoop:
         self._mover = Mover(work.options.threads, profiler, watch, fitted=work.fitted)
         self._filler = Filler(work, self._mover, profiler)
         self._completion = Completion(work, self._mover, self._filler, profiler)
-        self._fetcher = ShardFetcher(work.checkpoint, ROOM[work.shard_transfer], watch)
+        self._fetcher = ShardFetcher(work.checkpoint, work.shard_transfer.files, watch)
         self._watch = watch
         self._executor = executor
         local_shards = [shard for shard in work.plan.shards if not shard.staged] if keep_last and self._deletes else []
@@ -354,9 +352,6 @@ class ShardLoop:
         completed = self.plan.layer_map.completed_by(shard.name, self.used)
         self._filler.open(targets, [layer for layer in completed if layer in closed])
         sums = self._completion.complete(completed, targets, checksums.stored)
-        self._mark_used(shard, sums, source_crc)
-
-    def _mark_used(self, shard: PlannedShard, sums: TensorSums, source_crc: int | None) -> None:
         self._journal.mark_used(shard.name, sums, source_crc)
         self.checksums |= sums
         if source_crc is not None:

@@ -22,7 +22,7 @@ from rabbitllm.base.forks import DaemonThread
 from rabbitllm.base.progress import DiskSampled, tell
 from rabbitllm.base.terminal import size
 from rabbitllm.errors import DiskFullError
-from rabbitllm.storage.folders import existing
+from rabbitllm.storage.folders import allocated, existing
 
 DISK_SHARE = 0.01
 """Share of a core that may be spent on summing the folder's files; with very many files they are summed less often."""
@@ -141,28 +141,16 @@ def anonymous_bytes(process: Any) -> int:
 
 def disk_bytes(folder: str | Path) -> int:
     """Return the bytes that everything below a folder occupies; holes do not count."""
-    total = 0
-    for entry in _entries(folder):
-        total += occupied(entry)
-        if entry.is_dir(follow_symlinks=False):
-            total += disk_bytes(entry.path)
-    return total
+    return sum(
+        occupied(os.path.join(parent, name))
+        for parent, folders, files in os.walk(folder)  # a folder that is gone by now has nothing
+        for name in (*folders, *files)
+    )
 
 
-def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as entries:
-            return list(entries)
-    except OSError:
-        return []
-
-
-def occupied(entry: os.DirEntry[str] | Path) -> int:
+def occupied(entry: str | Path) -> int:
     """Return the bytes that a directory entry occupies; 0 if it is missing. Links are not followed."""
     try:
-        status = os.lstat(entry)
+        return allocated(os.lstat(entry))
     except OSError:  # renamed or deleted meanwhile
         return 0
-    if sys.platform == "win32":
-        return status.st_size
-    return status.st_blocks * 512

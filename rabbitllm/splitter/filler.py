@@ -39,9 +39,6 @@ from rabbitllm.store.manifest import is_fitted
 from rabbitllm.telemetry.passes import FETCH
 from rabbitllm.telemetry.profiler import Profiler
 
-ROOM: Mapping[ShardTransfer, int] = {ShardTransfer.FILE_AHEAD: 2, ShardTransfer.FILE: 1, ShardTransfer.STREAM: 0}
-"""Fetched shards that may be on the disk at a time."""
-
 
 @dataclass(frozen=True, slots=True)
 class SplitWork:
@@ -347,8 +344,7 @@ class Filler:
     def open(self, targets: dict[str, FillTarget], layers: Iterable[str]) -> None:
         """Open the unfinished files of these layers into `targets`; files opened before an error are in it too."""
         for layer in layers:
-            layout = self._plan.layouts[layer]
-            targets[layer] = self.target(layout)
+            targets[layer] = self.target(self._plan.layouts[layer])
 
     def target(self, layout: LayerLayout) -> FillTarget:
         """Open the unfinished file of a layer."""

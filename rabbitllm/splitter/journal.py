@@ -236,12 +236,9 @@ def settle(folder: Path) -> None:
     """
     path = folder / JOURNAL_NAME
     content = path.read_bytes()
-    file = durable.GrowingFile(path, len(content))
-    try:
+    with contextlib.closing(durable.GrowingFile(path, len(content))) as file:
         file.write_at(memoryview(content), 0)
         file.sync()
-    finally:
-        file.close()
 
 
 def _encode(plan: SplitPlan, quantizer: str | None) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sys
 import time
@@ -128,20 +129,18 @@ def read_lock(folder: Path) -> FolderLock:
     Raises:
         SplitError: the file system fails to lock.
     """
-    report_at, reported = time.monotonic() + SILENT_SECONDS, False
+    report = _WaitReport(folder)
     while True:
         try:
             return folder_lock.shared(folder, FolderKind.SPLIT)
         except InUseError:
-            if not reported and time.monotonic() >= report_at:
-                _report_wait(folder)
-                reported = True
+            report()
         time.sleep(POLL_SECONDS)
 
 
 def is_left_over(folder: Path) -> bool:
-    """Whether files of a lock are in the folder: a process holds it, or was killed while holding it."""
-    return any((folder / name).exists() for name in (LOCK_NAME, HOLDER_NAME, FOLDER_LEASE))
+    """Whether files of a lock or a lease are in the folder: a process holds it, or was killed while holding it."""
+    return any((folder / name).exists() for name in (LOCK_NAME, HOLDER_NAME, FOLDER_LEASE, LEASE_NAME))
 
 
 def is_lock_file(name: str) -> bool:
@@ -151,15 +150,7 @@ def is_lock_file(name: str) -> bool:
 
 def _wait_for(folder: Path, created: list[Path]) -> BaseFileLock | KeptLease:
     """Acquire the lock. Adds the folders it creates to `created`, innermost first."""
-    report_at = time.monotonic() + SILENT_SECONDS
-    reported, restarts = False, 0
-
-    def report(limit: str = "") -> None:
-        nonlocal reported
-        if not reported and time.monotonic() >= report_at:
-            _report_wait(folder, limit)
-            reported = True
-
+    report, restarts = _WaitReport(folder), 0
     until_stale = f", at most {leases.STALE_SECONDS:.0f} s if that process has ended"
     while True:
         created[:0] = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -284,12 +275,21 @@ def _describe_holder(folder: Path) -> str:
     return leases.described(note) if note.exists() else leases.holder(folder / FOLDER_LEASE)
 
 
-def _report_wait(folder: Path, limit: str = "") -> None:
-    """Report which process this one waits for."""
-    text = f"{folder} is in use by {_describe_holder(folder)}; waiting{limit}."
-    logger.warning("%s", text)
-    if logger.hasHandlers():  # without handlers logging itself writes the warning to stderr
-        print(text, file=sys.stderr, flush=True)
+class _WaitReport:
+    """Reports once which process this one waits for, if it waits for longer than `SILENT_SECONDS`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._due = time.monotonic() + SILENT_SECONDS
+
+    def __call__(self, limit: str = "") -> None:
+        if time.monotonic() < self._due:
+            return
+        self._due = math.inf
+        text = f"{self._folder} is in use by {_describe_holder(self._folder)}; waiting{limit}."
+        logger.warning("%s", text)
+        if logger.hasHandlers():  # without handlers logging itself writes the warning to stderr
+            print(text, file=sys.stderr, flush=True)
 
 
 LEASE_NAME = ".lease"

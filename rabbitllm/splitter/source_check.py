@@ -197,13 +197,9 @@ def check_resumed(
                 "%s may have been modified since the split in %s was started: it has %s.", path, folder, change.value
             )
     if verify and (missing := len(present) - len(to_read)):
-        _warn_of_missing_checksums(missing, checkpoint)
-    with _showing_progress(to_read) as tell:
-        for shard in to_read:
-            expected = earlier.source_checksums.get(shard.name, shard.expected_crc32)
-            if not _is_same(checkpoint.acquire(shard.name), shard, expected):
-                raise _change_error(checkpoint, shard, folder, "its bytes differ", complete)
-            tell(shard.name, shard.size)
+        logger.warning("%d shards of %s have no recorded checksum and cannot be compared.", missing, checkpoint.label)
+    if (changed := _first_changed(to_read, checkpoint, earlier.source_checksums)) is not None:
+        raise _change_error(checkpoint, changed, folder, "its bytes differ", complete)
     left_out = {
         name: shard_metadata.header.left_out for name, shard_metadata in metadata.items()
     }  # earlier versions did not record it
@@ -250,16 +246,13 @@ def check_finished_source(
     shards = [
         PlannedShard(f.name, f.size, f.fingerprint, tensors[f.name], staged=False, stat=f.stat) for f in comparable
     ]
-    with _showing_progress(shards) as tell:
-        for shard in shards:
-            path = checkpoint.acquire(shard.name)
-            if not _is_same(path, shard, manifest.source_checksums.get(shard.name)):
-                raise SplitMismatchError(
-                    f"{path} has changed since the split in {folder} was made: its bytes differ. Nothing was deleted.",
-                    f"To use the split unchanged, remove verify_source and delete_original, or load {folder}. To split "
-                    "the changed checkpoint, use another folder (layer_shards_saving_path, --dir).",
-                )
-            tell(shard.name, shard.size)
+    if (changed := _first_changed(shards, checkpoint, manifest.source_checksums)) is not None:
+        path = checkpoint.acquire(changed.name)
+        raise SplitMismatchError(
+            f"{path} has changed since the split in {folder} was made: its bytes differ. Nothing was deleted.",
+            f"To use the split unchanged, remove verify_source and delete_original, or load {folder}. To split "
+            "the changed checkpoint, use another folder (layer_shards_saving_path, --dir).",
+        )
     return shards
 
 
@@ -270,15 +263,30 @@ def require_same(shards: Iterable[PlannedShard], checkpoint: Checkpoint) -> None
         CorruptShardError: one of them differs; one with neither is not compared.
     """
     present = [s for s in shards if not s.staged and (has_digest(s.fingerprint) or s.expected_crc32 is not None)]
-    with _showing_progress(present) as tell:
-        for shard in present:
-            path = checkpoint.acquire(shard.name)
-            if not _is_same(path, shard, shard.expected_crc32):
-                raise CorruptShardError(
-                    f"{path} differs from its checksum. Nothing was changed.",
-                    "Restore the file as it was when it was split, or name another copy with --original.",
-                )
+    if (changed := _first_changed(present, checkpoint)) is not None:
+        raise CorruptShardError(
+            f"{checkpoint.acquire(changed.name)} differs from its checksum. Nothing was changed.",
+            "Restore the file as it was when it was split, or name another copy with --original.",
+        )
+
+
+def _first_changed(
+    shards: Sequence[PlannedShard], checkpoint: Checkpoint, checksums: Mapping[str, int] = _NO_CHECKSUMS
+) -> PlannedShard | None:
+    """Read shards on this machine up to the first that differs from its digest, else from its checksum; return that.
+
+    Args:
+        shards: those to read.
+        checkpoint: the source.
+        checksums: shard -> `source_crc32`; of others it is the one in the plan.
+    """
+    with _showing_progress(shards) as tell:
+        for shard in shards:
+            expected = checksums.get(shard.name, shard.expected_crc32)
+            if not _is_same(checkpoint.acquire(shard.name), shard, expected):
+                return shard
             tell(shard.name, shard.size)
+    return None
 
 
 def _warn_of_newer(present: Iterable[ShardMetadata], checkpoint: Checkpoint, folder: Path) -> None:
@@ -292,10 +300,6 @@ def _warn_of_newer(present: Iterable[ShardMetadata], checkpoint: Checkpoint, fol
                 path,
                 folder,
             )
-
-
-def _warn_of_missing_checksums(count: int, checkpoint: Checkpoint) -> None:
-    logger.warning("%d shards of %s have no recorded checksum and cannot be compared.", count, checkpoint.label)
 
 
 def left_out_of(

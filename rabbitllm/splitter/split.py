@@ -7,6 +7,7 @@ models, and of devices other than the one that quantizes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import itertools
@@ -61,7 +62,6 @@ from rabbitllm.store.manifest import (
     MANIFEST_NAME,
     LayerRecord,
     Manifest,
-    read_manifest,
     require_fitted,
     write_manifest,
 )
@@ -99,13 +99,6 @@ def manifest_of(work: SplitWork, checksums: TensorSums, source_checksums: Mappin
     ordered = {s.name: source_checksums[s.name] for s in plan.shards if s.name in source_checksums}
     fields = plan.source, plan.compression, work.quantizer, records, plan.format_version, plan.chosen, ordered
     return Manifest(*fields, plan.dtype, {shard.name: shard.metadata for shard in plan.shards if shard.metadata})
-
-
-def finish(request: SplitRequest, manifest: Manifest) -> None:
-    """Write the manifest, then remove files that only the split needed."""
-    if read_manifest(request.folder) is None:
-        write_manifest(request.folder, manifest)
-    clean_up(request.folder)
 
 
 def _file_checksums(layout: LayerLayout, checksums: TensorSums, folder: Path) -> tuple[int, bytes | None]:
@@ -260,17 +253,16 @@ def split(request: SplitRequest) -> Profiler:
     work = _begin(request)
     profiler = Profiler(request.options.profiling, f"Split of {request.checkpoint.label}, by stage")
     with DiskSampler(request.folder, request.options.min_free, max_disk=request.options.max_disk) as watch:
-        loop = ShardLoop(work, profiler, watch.check, request.executor, keep_last=request.accept is not None)
-        try:
+        keep_last = request.accept is not None
+        with contextlib.closing(ShardLoop(work, profiler, watch.check, request.executor, keep_last=keep_last)) as loop:
             loop.take_shards()
             loop.finish_leftovers()
             manifest = manifest_of(work, loop.checksums, loop.source_checksums)
             if request.accept is not None:
                 request.accept(LayerStore(request.folder, manifest))
             loop.release_last()
-        finally:
-            loop.close()
-        finish(request, manifest)
+        write_manifest(request.folder, manifest)
+        clean_up(request.folder)
         if request.options.shards.deletes_rest:
             deletable = [s for s in work.plan.shards if not s.is_kept(work.plan.source, request.options.shards)]
             discard_original(request.checkpoint, deletable, manifest.source_checksums)
@@ -540,13 +532,10 @@ def repair(request: SplitRequest, manifest: Manifest, layers: Collection[str], n
     plan = replace(plan, shards=tuple(shards))
     require_same([shard for shard in shards if shard.name in needed], request.checkpoint)
     journal.begin(folder, plan, manifest.quantizer, named)
-    split_journal = journal.SplitJournal(folder)
-    try:
+    with contextlib.closing(journal.SplitJournal(folder)) as split_journal:
         for shard in plan.shards:
             if shard.name not in needed:
                 split_journal.mark_used(shard.name, {}, checksums.get(shard.name))
-    finally:
-        split_journal.close()
     # The damaged files are removed before the manifest. A journal is ignored if there is a manifest, and a manifest
     # that names a missing file is refused, so a crash at any point here is detected and repaired by the next call.
     for record in manifest.layers:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -23,6 +24,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from rabbitllm.base.forks import direct_read
 from rabbitllm.errors import OptionError
@@ -33,6 +35,8 @@ PART_SUFFIX = ".part"
 
 READ_ONLY_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM)
 """Errors of an unlink in a folder where nothing may be deleted."""
+BEGINNING_BYTES = 4096
+"""Bytes of a file by which its kind is recognized."""
 WRITE_BACK_BYTES = 32 << 20
 """Bytes of a file in the page cache at which the kernel is made to begin writing them."""
 
@@ -151,17 +155,15 @@ class GrowingFile:
             data, offset = data[written:], offset + written
         if data:
             _write_all(self._descriptor, data, offset, self._lock)
-            if self._write_back is not None:
-                self._begin_write_back(len(data))
+            if self._write_back is not None and self._is_due(len(data)):
+                self._write_back(self._descriptor)
 
-    def _begin_write_back(self, written: int) -> None:
+    def _is_due(self, written: int) -> bool:
+        """Whether the kernel should begin to write, with these further bytes in the page cache."""
         with self._lock:
-            self._waiting += written
-            if self._waiting < WRITE_BACK_BYTES:
-                return
-            self._waiting = 0
-        assert self._write_back is not None
-        self._write_back(self._descriptor)
+            waiting = self._waiting + written
+            self._waiting = waiting if waiting < WRITE_BACK_BYTES else 0
+        return waiting >= WRITE_BACK_BYTES
 
     def _write_direct(self, data: memoryview, offset: int) -> int:
         """Write the leading whole blocks of `data` with O_DIRECT; return the number of bytes written."""
@@ -283,34 +285,44 @@ def write_whole(path: Path, data: bytes, *, new: bool = False) -> None:
     part = path.with_name(path.name + PART_SUFFIX)
     if part.exists():
         remove(part)
-    file = GrowingFile(part, 0)
-    try:
+    with contextlib.closing(GrowingFile(part, 0)) as file:
         file.write_at(memoryview(data), 0)
         file.sync()
-    finally:
-        file.close()
     if new and path.exists():
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
     publish(part, path)
 
 
-def require_kind(path: Path, kind: str, *beginnings: bytes) -> None:
+def begins_as(path: Path, *beginnings: bytes | re.Pattern[bytes]) -> bool:
+    """Whether a file begins as one of its kind. It may end within its first bytes, if a power cut shortened it.
+
+    Args:
+        path: of the file; an unfinished one may have zeros for bytes that a power cut lost.
+        beginnings: first bytes of such files, or patterns of these, which also match those of shortened ones.
+    """
+    begin = read_range(path, 0, BEGINNING_BYTES)
+    if path.name.endswith(PART_SUFFIX):
+        begin = begin.rstrip(b"\0")
+    return any(
+        begin[: len(expected)] == expected[: len(begin)] if isinstance(expected, bytes) else expected.match(begin)
+        for expected in beginnings
+    )
+
+
+def require_kind(path: Path, kind: str, *beginnings: bytes | re.Pattern[bytes]) -> None:
     """Refuse to replace a file that does not begin as one of its kind; the same of the unfinished one beside it.
 
     Args:
         path: of the file that `write_whole` will write.
-        kind: its kind, in words.
-        beginnings: the first bytes of such files; a file may end within them.
+        kind: what another file is not, in words: "is not a trace".
+        beginnings: see `begins_as`.
 
     Raises:
         OptionError: there is another file; nothing was changed.
     """
     for there in (path, path.with_name(path.name + PART_SUFFIX)):
-        begin = read_range(there, 0, max(map(len, beginnings))) if there.is_file() else b""
-        if not any(begin[: len(expected)] == expected[: len(begin)] for expected in beginnings):
-            raise OptionError(
-                f"{there} exists and is not {kind}; it was not changed.", "Use another name for the file."
-            )
+        if there.is_file() and not begins_as(there, *beginnings):
+            raise OptionError(f"{there} exists and {kind}; it was not changed.", "Use another name for the file.")
 
 
 def publish(part: Path, final: Path) -> None:
@@ -369,13 +381,11 @@ def remove_folder(folder: Path, suffix: str = "") -> None:
     """
     if not folder.is_dir():
         return
-    others = False
-    for path in folder.iterdir():
-        if path.name.endswith(suffix):
-            remove(path)
-        else:
-            others = True
-    if not others:
+    paths = list(folder.iterdir())
+    own = [path for path in paths if path.name.endswith(suffix)]
+    for path in own:
+        remove(path)
+    if own == paths:
         _announce(Step("remove_folder", folder))
         folder.rmdir()
 
@@ -503,6 +513,10 @@ def nameless_file(folder: Path, blocks: Iterable[bytes]) -> Iterator[int]:
         yield file.fileno()
 
 
+_Transfer: TypeAlias = Callable[[int, memoryview, int], int]
+"""Writes or reads bytes of a descriptor at an offset, and returns their number."""
+
+
 class NamelessFile:
     """An unnamed file for data that does not fit into memory: for this process alone, deleted with its descriptor.
 
@@ -530,13 +544,7 @@ class NamelessFile:
             OSError: the disk is full.
         """
         _announce(Step("write", self._folder, offset, data))
-        while data:
-            if self.READS_AT_OFFSETS:
-                count = self._move(_write_from, data, offset, aligned)
-            else:
-                self._file.seek(offset)
-                count = self._file.write(data)
-            data, offset, aligned = data[count:], offset + count, aligned and count % DIRECT_ALIGNMENT == 0
+        self._move_all(_write_from, self._file.write, data, offset, aligned)
 
     def read_at(self, data: memoryview, offset: int, *, aligned: bool = False) -> None:
         """Fill `data` with the bytes from an offset on.
@@ -544,17 +552,23 @@ class NamelessFile:
         Raises:
             OSError: the file ends before them.
         """
+        self._move_all(_read_into, self._file.readinto, data, offset, aligned)
+
+    def _move_all(
+        self, how: _Transfer, in_place: Callable[[memoryview], int], data: memoryview, offset: int, aligned: bool
+    ) -> None:
+        """Write or read all of `data`; `in_place` does it at the position of the file, without `READS_AT_OFFSETS`."""
         while data:
             if self.READS_AT_OFFSETS:
-                count = self._move(_read_into, data, offset, aligned)
+                count = self._move(how, data, offset, aligned)
             else:
                 self._file.seek(offset)
-                count = self._file.readinto(data)
+                count = in_place(data)
             if not count:
                 raise OSError(errno.EIO, "the file is shorter than what was written to it")
             data, offset, aligned = data[count:], offset + count, aligned and count % DIRECT_ALIGNMENT == 0
 
-    def _move(self, how: Callable[[int, memoryview, int], int], data: memoryview, offset: int, aligned: bool) -> int:
+    def _move(self, how: _Transfer, data: memoryview, offset: int, aligned: bool) -> int:
         with direct_read() if aligned else contextlib.nullcontext():
             moved = self._direct.move(lambda descriptor: how(descriptor, data, offset)) if aligned else None
         if moved is None:

@@ -218,11 +218,14 @@ def bytes_freed_by_deleting(path: Path, device: int) -> int:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode) or status.st_dev != device or status.st_nlink != 1:
             return 0
-        if sys.platform == "win32":
-            return status.st_size
-        return max(status.st_blocks * STAT_BLOCK_BYTES - _shared_bytes(path), 0)
+        return max(allocated(status) - _shared_bytes(path), 0)
     except OSError:
         return 0
+
+
+def allocated(status: os.stat_result) -> int:
+    """Bytes that a file occupies on its disk, without holes; on Windows its length."""
+    return status.st_size if sys.platform == "win32" else status.st_blocks * STAT_BLOCK_BYTES
 
 
 def _shared_bytes(path: Path) -> int:

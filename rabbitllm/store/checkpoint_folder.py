@@ -14,6 +14,7 @@ whole. It uses positional reads, not a mapping.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -291,38 +292,35 @@ def write_checkpoint(
         _move_out(folder, work)
         if same:
             return
-    index = {}
+    files = dict(sidecars)
     if len(shards) > 1 or metadata:
-        index[INDEX_NAME] = index_of_files({shard.name: shard.tensors for shard in shards}, metadata)
-    is_there = _has_shards(folder, shards) and _has_files(folder, {**sidecars, **index})
+        files[INDEX_NAME] = index_of_files({shard.name: shard.tensors for shard in shards}, metadata)
+    is_there = _has_shards(folder, shards) and _has_files(folder, files)
     if not (is_there and all(_is_written(folder / shard.name, shard, chunks, tell) for shard in shards)):
         _refuse_other_model(folder, sidecars)
-        _write_all(folder, shards, sidecars, index, chunks, tell, mark)
+        _write_all(folder, shards, files, chunks, tell, mark)
     durable.remove_folder(work)
 
 
 def _write_all(
     folder: Path,
     shards: Sequence[Shard],
-    sidecars: Mapping[str, bytes],
-    index: Mapping[str, bytes],
+    files: Mapping[str, bytes],
     chunks: Callable[[str], Iterator[memoryview]],
     tell: Callable[[int], object],
     mark: bytes,
 ) -> None:
-    """Write these files into the work folder, and move them out of it."""
+    """Write shards and other files into the work folder, and move them out of it."""
     work = folder / WORK_NAME
     durable.remove_folder(work)
-    nbytes = sum(_file_size(shard) for shard in shards) + sum(map(len, sidecars.values()))
+    nbytes = sum(_file_size(shard) for shard in shards) + sum(map(len, files.values()))
     require_room(folder, nbytes, f"Saving into {folder}")
     durable.make_folder(work)
     try:
         for shard in shards:
             _write_shard(work / shard.name, shard, chunks, tell)
-        for name, content in sidecars.items():
+        for name, content in files.items():
             durable.write_whole(work / _quoted(name), content)
-        for name, content in index.items():
-            durable.write_whole(work / name, content)
         durable.sync_folder(work)
         durable.write_whole(work / _READY_NAME, mark)
     except BaseException:  # an interrupt too: partial files are useless and may be large
@@ -414,8 +412,7 @@ def _write_shard(
     path: Path, shard: Shard, chunks: Callable[[str], Iterator[memoryview]], tell: Callable[[int], object]
 ) -> None:
     header, offsets = encode_header(shard.tensors)
-    file = durable.GrowingFile(path, _file_size(shard), write_back=True)
-    try:
+    with contextlib.closing(durable.GrowingFile(path, _file_size(shard), write_back=True)) as file:
         file.write_at(memoryview(header), 0)
         for tensor, offset in zip(shard.tensors, offsets, strict=True):
             position = offset
@@ -426,8 +423,6 @@ def _write_shard(
             if position != offset + tensor.nbytes:
                 raise AssertionError(f"{tensor.name} has {position - offset} of {tensor.nbytes} bytes")
         file.sync()
-    finally:
-        file.close()
 
 
 def _has_shards(folder: Path, shards: Sequence[Shard]) -> bool:

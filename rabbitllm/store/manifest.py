@@ -282,11 +282,14 @@ def _record(entry: dict[str, Any]) -> LayerRecord:
     return LayerRecord(text_of(entry["id"]), text_of(entry["stem"]), file, size, tensors, crc, shards, block_sums)
 
 
+def is_begun(folder: Path) -> bool:
+    """Whether a folder has the record of a split, finished or not."""
+    return (folder / MANIFEST_NAME).exists() or (folder / JOURNAL_NAME).exists()
+
+
 def is_legacy(folder: Path) -> bool:
     """Whether RabbitLLM 1.1 (or AirLLM) made this directory: finished layer files, but no manifest or journal."""
-    if (folder / MANIFEST_NAME).exists() or (folder / JOURNAL_NAME).exists() or not folder.is_dir():
-        return False
-    return any(folder.glob(f"*{LAYER_SUFFIX}{DONE_SUFFIX}"))
+    return not is_begun(folder) and any(folder.glob(f"*{LAYER_SUFFIX}{DONE_SUFFIX}"))
 
 
 def is_finished(folder: Path) -> bool:

@@ -108,7 +108,7 @@ def check_trace(path: str | Path) -> None:
     Raises:
         OptionError: there is one.
     """
-    require_kind(Path(path), "a trace", b'{"traceEvents":')
+    require_kind(Path(path), "is not a trace", b'{"traceEvents":')
 
 
 def chrome_trace(events: Sequence[Event], passes: Sequence[tuple[Pass, str]], dropped: int = 0) -> dict[str, Any]:

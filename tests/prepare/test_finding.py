@@ -14,8 +14,9 @@ import pytest
 from huggingface_hub import constants, snapshot_download
 
 from rabbitllm import prepare
+from rabbitllm.auto_model import AutoModel
 from rabbitllm.checkpoints.hub import HubAccess
-from rabbitllm.errors import CheckpointNotFoundError, HubError, SplitMismatchError
+from rabbitllm.errors import CheckpointNotFoundError, DeviceError, HubError, SplitMismatchError
 from tests.prepare.conftest import REPO
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import Faults, LocalHub
@@ -67,6 +68,12 @@ def test_neither_folder_nor_repository(name: str, local_hub: LocalHub, hub_envir
 def test_no_such_repository(hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
     with pytest.raises(CheckpointNotFoundError, match="no folder 'acme/nothing' here and no repository 'acme/nothing'"):
         Call("acme/nothing").find()
+
+
+def test_a_device_that_does_not_exist_is_refused_before_a_request(repository: Path, local_hub: LocalHub) -> None:
+    with pytest.raises(DeviceError, match="cuda:99"):
+        AutoModel.from_pretrained(REPO, device="cuda:99")
+    assert local_hub.requests == []
 
 
 # Without the hub

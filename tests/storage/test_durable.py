@@ -6,6 +6,7 @@ import ast
 import contextlib
 import errno
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -597,3 +598,21 @@ def test_scratch_folder_of_a_killed_process_is_removed_by_the_next(
             in_a_fork(lambda: None)  # a child that ends leaves its parent's
             assert second.is_dir()
     assert [*tmp_path.iterdir()] == [tmp_path / "rabbitllm-other"]
+
+
+@pytest.mark.parametrize("expected", [b"begin", re.compile(rb"begin|\Z")], ids=["bytes", "a pattern"])
+def test_own_files_are_told_by_their_first_bytes(tmp_path: Path, expected: bytes | re.Pattern[bytes]) -> None:
+    file, part = tmp_path / "file", tmp_path / "file.part"
+    for content, is_own, is_own_unfinished in (
+        (b"begin and more", True, True),
+        (b"", True, True),
+        (bytes(9000), False, True),  # a power cut keeps the size of an unfinished file without its bytes
+        (b"begun", False, False),
+        (b"other\0\0", False, False),
+    ):
+        file.write_bytes(content)
+        part.write_bytes(content)
+        assert (durable.begins_as(file, expected), durable.begins_as(part, expected)) == (is_own, is_own_unfinished)
+        assert durable.begins_as(file, b"another kind", expected) == is_own
+    file.write_bytes(b"beg")
+    assert durable.begins_as(file, b"begin")
