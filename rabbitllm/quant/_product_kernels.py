@@ -137,19 +137,15 @@ class CodeSegment(Protocol):
 
     def inputs(self, even: Any, odd: Any, begin: Any) -> list[Any]:
         """Vectors of a segment's inputs, from bytes `begin` on."""
-        ...
 
     def products(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
         """Sums of parts of a segment times the inputs of each token, still apart in lanes."""
-        ...
 
     def scales(self, scales: Any, row: Any, segments: Any, segment: Any, shift: Any) -> list[Any]:
         """The scales of the lanes of each part of segment `at` of a row of so many segments."""
-        ...
 
     def finished(self, total: Any) -> Any:
         """The product of a row, from the sum of its scaled parts."""
-        ...
 
 
 class _OwnSegment:
