@@ -338,29 +338,29 @@ def _expected_shapes(
     params: MetaParams, shapes: Shapes, ranks: int
 ) -> dict[str, tuple[str, tuple[int, ...], int | None]]:
     """Meta's name -> transformers' name, the shape in one rank, and the dimension along which ranks cut it."""
-    dim, rows = params.dim, shapes.intermediate // ranks
-    queries, keys = dim // ranks, params.n_kv_heads * params.head_dim // ranks
+    dim, rows, keys = params.dim, shapes.intermediate, params.n_kv_heads * params.head_dim
     in_layer = {
-        "attention.wq": (queries, dim),
+        "attention.wq": (dim, dim),
         "attention.wk": (keys, dim),
         "attention.wv": (keys, dim),
-        "attention.wo": (dim, queries),
+        "attention.wo": (dim, dim),
         "feed_forward.w1": (rows, dim),
         "feed_forward.w2": (dim, rows),
         "feed_forward.w3": (rows, dim),
     }
-    whole = shapes.vocab_size, dim
-    embedding = tuple(size // ranks if axis == shapes.embedding_dim else size for axis, size in enumerate(whole))
-    expected: dict[str, tuple[str, tuple[int, ...], int | None]] = {
-        _EMBEDDING: ("model.embed_tokens.weight", embedding, shapes.embedding_dim),
+    whole: dict[str, tuple[str, tuple[int, ...], int | None]] = {
+        _EMBEDDING: ("model.embed_tokens.weight", (shapes.vocab_size, dim), shapes.embedding_dim),
         _NORM: ("model.norm.weight", (dim,), None),
-        _HEAD: ("lm_head.weight", (shapes.vocab_size // ranks, dim), 0),
+        _HEAD: ("lm_head.weight", (shapes.vocab_size, dim), 0),
     }
     for layer in range(params.n_layers):
         for module, (new_name, cut) in _IN_LAYER.items():
             name = f"layers.{layer}.{module}.weight"
-            expected[name] = f"model.layers.{layer}.{new_name}.weight", in_layer.get(module, (dim,)), cut
-    return expected
+            whole[name] = f"model.layers.{layer}.{new_name}.weight", in_layer.get(module, (dim,)), cut
+    return {
+        name: (new_name, tuple(size // ranks if axis == cut else size for axis, size in enumerate(shape)), cut)
+        for name, (new_name, shape, cut) in whole.items()
+    }
 
 
 def _halves_first(tensor: TensorSpec, heads: int) -> TensorSpec:
