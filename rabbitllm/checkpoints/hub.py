@@ -228,10 +228,7 @@ class HubRepository:
         path = try_to_load_from_cache(self.repo_id, name, cache_dir=self.access.cache_dir, revision=self.commit)
         if not isinstance(path, str) or not Path(path).exists():
             return None
-        folder = Path(path)
-        for _ in name.split("/"):
-            folder = folder.parent
-        snapshot = hub_cache.snapshot_of(folder)
+        snapshot = hub_cache.snapshot_of(Path(path).parents[name.count("/")])
         return (snapshot, Path(path)) if snapshot is not None else None
 
     def identity_of(self, shards: Iterable[str]) -> SourceIdentity:
