@@ -50,13 +50,8 @@ class CodedForm:
 
     @property
     def scheme(self) -> str:
-        """A name of the form, without the shape."""
+        """A name of all but the shape."""
         return f"{self.codes} {self.scales} {self.block[0]}x{self.block[1]}"
-
-    @property
-    def kind(self) -> tuple[str, str, tuple[int, int]]:
-        """All but the shape."""
-        return self.codes, self.scales, self.block
 
     @property
     def row_bytes(self) -> int:
