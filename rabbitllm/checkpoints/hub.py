@@ -46,10 +46,7 @@ from rabbitllm.checkpoints.index import (
     is_meta,
     read_index,
 )
-from rabbitllm.checkpoints.meta_checkpoint import (
-    ranks_of,
-    read_meta,
-)
+from rabbitllm.checkpoints.meta_checkpoint import ranks_of, read_meta
 from rabbitllm.errors import (
     CheckpointNotFoundError,
     CorruptShardError,

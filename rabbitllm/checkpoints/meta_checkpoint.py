@@ -380,10 +380,7 @@ class MetaCheckpoint:
 
 
 def read_meta(
-    params: Path,
-    ranks: tuple[str, ...],
-    rank_header: Callable[[str], Header | None],
-    path_of: Callable[[str], Path],
+    params: Path, ranks: tuple[str, ...], rank_header: Callable[[str], Header | None], path_of: Callable[[str], Path]
 ) -> MetaCheckpoint:
     """A checkpoint from its params.json; for the rest see `MetaCheckpoint`.
 

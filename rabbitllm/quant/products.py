@@ -262,11 +262,7 @@ def _prepared(method: str, scheme: str, width: int, x: torch.Tensor) -> InputRow
 
 
 def _run(
-    method: str,
-    width: int,
-    inputs: InputRows,
-    work: Sequence[tuple[Matrix, int, int]],
-    out: torch.Tensor,
+    method: str, width: int, inputs: InputRows, work: Sequence[tuple[Matrix, int, int]], out: torch.Tensor
 ) -> None:
     """Multiply the rows [begin, end) with each matrix, as one job for all threads; all matrices are of one form.
 
