@@ -129,8 +129,8 @@ def _refuse_unknown_fields(fields: Mapping[str, Any], label: str) -> None:
     unknown = sorted(key for key in fields if key not in known)
     if not unknown:
         return
-    models = [model for pattern, model in _OTHERS for key in unknown if pattern.search(key)]
-    model = models[0] if models else "another model"
+    models = (model for pattern, model in _OTHERS for key in unknown if pattern.search(key))
+    model = next(models, "another model")
     raise UnreadableFormatError(
         f"{label} has {listed(map(repr, unknown))}, which belongs to {model}; in Meta's own format the dense text "
         "models Llama 1 to 3 are read.",
@@ -154,8 +154,7 @@ def _intermediate(dim: int, multiple_of: int | None, multiplier: float) -> int |
     """Two thirds of four times the width, times the multiplier, up to a multiple (model.py, `FeedForward`)."""
     if multiple_of is None:
         return None
-    rows = int(multiplier * int(2 * 4 * dim / 3))
-    return round_up(rows, multiple_of)
+    return round_up(int(multiplier * int(2 * 4 * dim / 3)), multiple_of)
 
 
 _LAYER = re.compile(r"layers\.(0|[1-9]\d{0,5})\.(.+)\.weight")

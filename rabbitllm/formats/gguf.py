@@ -354,20 +354,18 @@ def outline(file: GgufFile, read: ReadAt, names: Iterable[str], *, long_arrays: 
         long_arrays: whether it has the arrays that are `GgufArray` here.
     """
     tensors, written = list(names), 0
-    left_out = [value for value in file.metadata.values() if isinstance(value, GgufArray)] if not long_arrays else []
-    entries = len(file.metadata) - len(left_out)
+    left_out = [] if long_arrays else [value for value in file.metadata.values() if isinstance(value, GgufArray)]
     alignment = file.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     assert isinstance(alignment, int)
-    begins = [*(value.end for value in left_out), file.entries_end]
+    head = MAGIC + struct.pack("<IQQ", file.version, len(tensors), len(file.metadata) - len(left_out))
+    begins = [_ENTRIES_BEGIN, *(value.end for value in left_out)]
     ends = [*(value.entry for value in left_out), file.entries_end]
-    pieces = [MAGIC + struct.pack("<IQQ", file.version, len(tensors), entries)]
-    cut = zip([_ENTRIES_BEGIN, *begins[:-1]], ends, strict=True)
-    parts = (read(begin, end - begin) for begin, end in cut)
-    raw = (
+    entries = (read(begin, end - begin) for begin, end in zip(begins, ends, strict=True))
+    table = (
         struct.pack("<Q", len(name.encode())) + name.encode() + struct.pack("<IQIQ", 1, 1, 0, index * max(alignment, 4))
         for index, name in enumerate(tensors)
     )
-    for piece in (*pieces, *parts, *raw):
+    for piece in (head, *entries, *table):
         written += len(piece)
         yield piece
     yield bytes(-written % alignment + len(tensors) * max(alignment, 4))
