@@ -79,7 +79,7 @@ def address(kernel: CodeKernel, width: int) -> int:
 class _ScaledSegment:
     """Scales of segments; see `_product_kernels.CodeSegment`."""
 
-    codes_a_part: int
+    codes_a_part = SEGMENT
 
     def __init__(self, kernel: CodeKernel, emit: Emitter, table: Any) -> None:
         self._emit = emit
@@ -149,8 +149,6 @@ class _FloatSegment(_ScaledSegment, Floats):
 
 class _PairSegment(_ScaledSegment):
     """Multiplies pairs of bfloat16: of the even codes of a segment, then of the odd ones."""
-
-    codes_a_part = SEGMENT
 
     def __init__(self, kernel: CodeKernel, emit: Emitter, table: Any) -> None:
         super().__init__(kernel, emit, table)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from rabbitllm.base.forks import DaemonThread, Workers
 from rabbitllm.base.rounding import round_up
@@ -95,25 +95,24 @@ def interleaved(width: int, x: torch.Tensor) -> torch.Tensor:
     return ready.copy_(x.view(len(x), -1, width, 2).transpose(2, 3))
 
 
-class InputRows(NamedTuple):
+class InputRows:
     """Rows (T, K) as a kernel reads them.
 
-    Attributes:
+    Args:
         inputs: those of each row, or the even ones: T rows of any dimensions, without gaps.
         others: the odd ones, or sums of inputs by group, likewise; None if the kernel needs neither.
     """
 
-    inputs: torch.Tensor
-    others: torch.Tensor | None = None
+    def __init__(self, inputs: torch.Tensor, others: torch.Tensor | None = None) -> None:
+        self._kept = inputs, others
+        self._address, self._step = inputs.data_ptr(), inputs.stride(0) * inputs.itemsize
+        self._others = self._others_step = 0
+        if others is not None:
+            self._others, self._others_step = others.data_ptr(), others.stride(0) * others.itemsize
 
     def of(self, row: int) -> tuple[int, int]:
         """The addresses of a row's inputs and of its others; the second is 0 without any."""
-        others = 0 if self.others is None else _row_address(self.others, row)
-        return _row_address(self.inputs, row), others
-
-
-def _row_address(rows: torch.Tensor, row: int) -> int:
-    return rows.data_ptr() + row * rows.stride(0) * rows.itemsize
+        return self._address + row * self._step, self._others + row * self._others_step
 
 
 def segment_inputs(width: int, x: torch.Tensor) -> InputRows:
