@@ -129,8 +129,8 @@ def _refuse_unknown_fields(fields: Mapping[str, Any], label: str) -> None:
     unknown = sorted(key for key in fields if key not in known)
     if not unknown:
         return
-    models = [model for pattern, model in _OTHERS for key in unknown if pattern.search(key)]
-    model = models[0] if models else "another model"
+    models = (model for pattern, model in _OTHERS for key in unknown if pattern.search(key))
+    model = next(models, "another model")
     raise UnreadableFormatError(
         f"{label} has {listed(map(repr, unknown))}, which belongs to {model}; in Meta's own format the dense text "
         "models Llama 1 to 3 are read.",
@@ -154,8 +154,7 @@ def _intermediate(dim: int, multiple_of: int | None, multiplier: float) -> int |
     """Two thirds of four times the width, times the multiplier, up to a multiple (model.py, `FeedForward`)."""
     if multiple_of is None:
         return None
-    rows = int(multiplier * int(2 * 4 * dim / 3))
-    return round_up(rows, multiple_of)
+    return round_up(int(multiplier * int(2 * 4 * dim / 3)), multiple_of)
 
 
 _LAYER = re.compile(r"layers\.(0|[1-9]\d{0,5})\.(.+)\.weight")
@@ -338,29 +337,29 @@ def _expected_shapes(
     params: MetaParams, shapes: Shapes, ranks: int
 ) -> dict[str, tuple[str, tuple[int, ...], int | None]]:
     """Meta's name -> transformers' name, the shape in one rank, and the dimension along which ranks cut it."""
-    dim, rows = params.dim, shapes.intermediate // ranks
-    queries, keys = dim // ranks, params.n_kv_heads * params.head_dim // ranks
+    dim, rows, keys = params.dim, shapes.intermediate, params.n_kv_heads * params.head_dim
     in_layer = {
-        "attention.wq": (queries, dim),
+        "attention.wq": (dim, dim),
         "attention.wk": (keys, dim),
         "attention.wv": (keys, dim),
-        "attention.wo": (dim, queries),
+        "attention.wo": (dim, dim),
         "feed_forward.w1": (rows, dim),
         "feed_forward.w2": (dim, rows),
         "feed_forward.w3": (rows, dim),
     }
-    whole = shapes.vocab_size, dim
-    embedding = tuple(size // ranks if axis == shapes.embedding_dim else size for axis, size in enumerate(whole))
-    expected: dict[str, tuple[str, tuple[int, ...], int | None]] = {
-        _EMBEDDING: ("model.embed_tokens.weight", embedding, shapes.embedding_dim),
+    whole: dict[str, tuple[str, tuple[int, ...], int | None]] = {
+        _EMBEDDING: ("model.embed_tokens.weight", (shapes.vocab_size, dim), shapes.embedding_dim),
         _NORM: ("model.norm.weight", (dim,), None),
-        _HEAD: ("lm_head.weight", (shapes.vocab_size // ranks, dim), 0),
+        _HEAD: ("lm_head.weight", (shapes.vocab_size, dim), 0),
     }
     for layer in range(params.n_layers):
         for module, (new_name, cut) in _IN_LAYER.items():
             name = f"layers.{layer}.{module}.weight"
-            expected[name] = f"model.layers.{layer}.{new_name}.weight", in_layer.get(module, (dim,)), cut
-    return expected
+            whole[name] = f"model.layers.{layer}.{new_name}.weight", in_layer.get(module, (dim,)), cut
+    return {
+        name: (new_name, tuple(size // ranks if axis == cut else size for axis, size in enumerate(shape)), cut)
+        for name, (new_name, shape, cut) in whole.items()
+    }
 
 
 def _halves_first(tensor: TensorSpec, heads: int) -> TensorSpec:

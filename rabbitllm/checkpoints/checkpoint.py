@@ -181,19 +181,15 @@ class Translation(Protocol):
 
     def index(self) -> CheckpointIndex:
         """The index of all files, by the names of transformers."""
-        ...
 
     def taken_from(self, shard: str, header: Header) -> Header:
         """The header that a split uses for a shard; see `Checkpoint.taken_from`."""
-        ...
 
     def derived(self, sidecars: Collection[str]) -> dict[str, bytes]:
         """Config, tokenizer and similar files that are not among `sidecars`; see `Checkpoint.derived`."""
-        ...
 
     def with_dtype(self, dtype: str | None) -> Translation | None:
         """This translation with all tensors in a dtype, see `Checkpoint.with_dtype`; None if they keep their own."""
-        ...
 
 
 class Checkpoint(Protocol):
@@ -212,19 +208,15 @@ class Checkpoint(Protocol):
     @property
     def deletable(self) -> bool:
         """Whether shards can be deleted where they are; False on a read-only mount."""
-        ...
 
     def identity(self, shards: Iterable[ShardMetadata]) -> SourceIdentity:
         """The identity of this source, given the metadata of the remaining shards."""
-        ...
 
     def stages(self, shard: str) -> bool:
         """Whether `acquire` fetches the shard into the staging folder, which `release` then frees."""
-        ...
 
     def metadata(self, shard: str) -> ShardMetadata | None:
         """Size, fingerprint and header of a shard; None if it is gone and cannot be fetched. Reads headers only."""
-        ...
 
     def taken_from(self, shard: str, header: Header) -> Header:
         """The header that a split uses for a shard: `header`, unless the checkpoint renames its tensors.
@@ -265,7 +257,6 @@ class Checkpoint(Protocol):
         Raises:
             MissingShardError: it is not here and cannot be fetched.
         """
-        ...
 
     def stream(self, shard: str) -> Generator[bytes]:
         """The bytes of a shard that `stages`, in order, without a file for it; verified only after the last one.
@@ -273,11 +264,9 @@ class Checkpoint(Protocol):
         Raises:
             HubError: the bytes do not match the hub's digest, or the hub refused.
         """
-        ...
 
     def at_hand(self, shard: str) -> Path | None:
         """The file, other than a staged one, that `release` would delete; None if there is none."""
-        ...
 
     def release(self, shard: str, *, only_staged: bool = False) -> Release:
         """Release a shard whose tensors are all durable elsewhere.
@@ -287,7 +276,6 @@ class Checkpoint(Protocol):
             only_staged: remove no more than its file in the staging folder. A file that another program has put into
                 the folder or into the hub cache meanwhile is the user's.
         """
-        ...
 
     def freed_bytes(self, shards: Iterable[str], device: int) -> Mapping[str, int]:
         """Bytes that the release of each of these shards frees on the disk `device` (`st_dev`).
@@ -295,16 +283,13 @@ class Checkpoint(Protocol):
         Shards that free nothing are left out: missing ones, those on another disk, and those that share their data
         with another file.
         """
-        ...
 
     def discard_rest(self) -> list[Path]:
         """Remove the rest of the original once all shards are gone (`delete_original`): its index, or its remaining
         files in the hub's cache. Returns the paths removed."""
-        ...
 
     def sidecars(self) -> Mapping[str, Path]:
         """Config, tokenizer and similar files: relative name -> local path; fetched if necessary."""
-        ...
 
     def derived(self) -> Mapping[str, bytes]:
         """Config, tokenizer and similar files that the checkpoint lacks and that can be derived: name -> content.
@@ -322,7 +307,6 @@ class Checkpoint(Protocol):
 
     def copied_sizes(self) -> Mapping[str, int]:
         """The sizes in bytes of `sidecars`, without fetching them."""
-        ...
 
     def sidecar_sizes(self) -> Mapping[str, int]:
         """The sizes in bytes of `sidecars` and `derived`, without fetching files that are only copied."""

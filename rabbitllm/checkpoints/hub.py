@@ -46,10 +46,7 @@ from rabbitllm.checkpoints.index import (
     is_meta,
     read_index,
 )
-from rabbitllm.checkpoints.meta_checkpoint import (
-    ranks_of,
-    read_meta,
-)
+from rabbitllm.checkpoints.meta_checkpoint import ranks_of, read_meta
 from rabbitllm.errors import (
     CheckpointNotFoundError,
     CorruptShardError,
@@ -228,10 +225,7 @@ class HubRepository:
         path = try_to_load_from_cache(self.repo_id, name, cache_dir=self.access.cache_dir, revision=self.commit)
         if not isinstance(path, str) or not Path(path).exists():
             return None
-        folder = Path(path)
-        for _ in name.split("/"):
-            folder = folder.parent
-        snapshot = hub_cache.snapshot_of(folder)
+        snapshot = hub_cache.snapshot_of(Path(path).parents[name.count("/")])
         return (snapshot, Path(path)) if snapshot is not None else None
 
     def identity_of(self, shards: Iterable[str]) -> SourceIdentity:

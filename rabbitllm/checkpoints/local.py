@@ -40,11 +40,7 @@ from rabbitllm.checkpoints.index import (
     is_rank,
     read_index,
 )
-from rabbitllm.checkpoints.meta_checkpoint import (
-    MetaCheckpoint,
-    ranks_of,
-    read_meta,
-)
+from rabbitllm.checkpoints.meta_checkpoint import MetaCheckpoint, ranks_of, read_meta
 from rabbitllm.errors import CheckpointNotFoundError, CorruptShardError, MissingShardError
 from rabbitllm.formats.gguf import read_gguf
 from rabbitllm.formats.shard_header import read_shard_header

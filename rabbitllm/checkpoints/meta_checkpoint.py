@@ -14,6 +14,7 @@ models have at https://huggingface.co/meta-llama. Format: https://github.com/hug
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -90,8 +91,7 @@ def _from_ranks(tokens: Sequence[bytes], later: bool, max_length: int) -> tuple[
         )
     bos, end = specials[:2]
     stops = [index for index, name in enumerate(specials) if name in (end, "<|eom_id|>", "<|eot_id|>")]
-    content = {
-        **_tokenizer_frame([_added_token(first + index, name, special=True) for index, name in enumerate(specials)]),
+    parts = {
         "pre_tokenizer": {
             "type": "Sequence",
             "pretokenizers": [
@@ -101,24 +101,18 @@ def _from_ranks(tokens: Sequence[bytes], later: bool, max_length: int) -> tuple[
         },
         "post_processor": _begin_with_token(bos, first),
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": _bpe_model(ids, list(_pairs(texts, ids)), ignore_merges=True),
     }
+    added = [_added_token(first + index, name, special=True) for index, name in enumerate(specials)]
+    bpe = {"ignore_merges": True, "vocab": ids, "merges": list(_pairs(texts, ids))}
     vocabulary = LlamaVocabulary(True, first + _SPECIALS, first, tuple(first + stop for stop in stops))
-    config = _hf_config(max_length, bos_token=bos, eos_token=end)
-    return vocabulary, {"tokenizer.json": as_json(content), "tokenizer_config.json": as_json(config)}
+    return vocabulary, _tokenizer_files(added, parts, bpe, {"bos_token": bos, "eos_token": end}, max_length)
 
 
 def special_tokens(later: bool) -> tuple[str, ...]:
     """The 256 special tokens of Llama 3, or of 3.1 and later; unnamed ones are numbered."""
     named = _NAMED_LATER if later else _NAMED
-    names, spare = [], 0
-    for index in range(_SPECIALS):
-        if index in named:
-            names.append(f"<|{named[index]}|>")
-        else:
-            names.append(f"<|reserved_special_token_{spare}|>")
-            spare += 1
-    return tuple(names)
+    unnamed = (f"reserved_special_token_{spare}" for spare in itertools.count())
+    return tuple(f"<|{named.get(index) or next(unnamed)}|>" for index in range(_SPECIALS))
 
 
 def _byte_letters() -> list[str]:
@@ -145,8 +139,7 @@ def _from_pieces(model: SentencePieceModel, file: str, max_length: int) -> tuple
     merged = {texts[piece]: piece for piece in ordinary}
     check_pair_bytes(merged, file)
     order = sorted(ordinary, key=lambda piece: (-model.pieces.scores[piece], piece))
-    content = {
-        **_tokenizer_frame(added),
+    parts = {
         "normalizer": {
             "type": "Sequence",
             "normalizers": [
@@ -164,20 +157,12 @@ def _from_pieces(model: SentencePieceModel, file: str, max_length: int) -> tuple
                 {"type": "Strip", "content": " ", "start": 1, "stop": 0},
             ],
         },
-        "model": _bpe_model(
-            ids,
-            list(_pairs([texts[piece] for piece in order], merged)),
-            unknown=texts[special.unk],
-            byte_fallback=True,
-        ),
     }
+    unknown, pairs = texts[special.unk], list(_pairs([texts[piece] for piece in order], merged))
+    bpe = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True, "vocab": ids, "merges": pairs}
     vocabulary = LlamaVocabulary(False, len(texts), special.bos, (special.eos,))
-    names = {"bos_token": texts[special.bos], "eos_token": texts[special.eos], "unk_token": texts[special.unk]}
-    files = {
-        "tokenizer.json": as_json(content),
-        "tokenizer_config.json": as_json(_hf_config(max_length, **names)),
-    }
-    return vocabulary, files
+    names = {"bos_token": texts[special.bos], "eos_token": texts[special.eos], "unk_token": unknown}
+    return vocabulary, _tokenizer_files(added, parts, bpe, names, max_length)
 
 
 def _check_like_llama(model: SentencePieceModel, file: str) -> None:
@@ -229,37 +214,42 @@ def _pairs(order: Sequence[str], ids: Mapping[str, int]) -> Iterator[tuple[str, 
             yield left, right
 
 
-def _bpe_model(
-    ids: Mapping[str, int],
-    pairs: list[tuple[str, str]],
-    *,
-    unknown: str | None = None,
-    byte_fallback: bool = False,
-    ignore_merges: bool = False,
-) -> dict[str, Any]:
-    return {
+def _tokenizer_files(
+    added: list[dict[str, Any]],
+    parts: Mapping[str, Any],
+    bpe: Mapping[str, Any],
+    names: Mapping[str, str],
+    max_length: int,
+) -> dict[str, bytes]:
+    """tokenizer.json and tokenizer_config.json: name -> content.
+
+    Args:
+        added: entries of `_added_token`.
+        parts: the tokenizer's normaliser, pre-tokenizer, post-processor and decoder; it has no others.
+        bpe: options of byte pair encoding that are not usual, its vocabulary and its pairs.
+        names: of the special tokens.
+        max_length: context length of the model.
+    """
+    frame = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
+    without = dict.fromkeys(("normalizer", "pre_tokenizer"))
+    usual = {
         "type": "BPE",
         "dropout": None,
-        "unk_token": unknown,
+        "unk_token": None,
         "continuing_subword_prefix": None,
         "end_of_word_suffix": None,
-        "fuse_unk": unknown is not None,
-        "byte_fallback": byte_fallback,
-        "ignore_merges": ignore_merges,
-        "vocab": ids,
-        "merges": pairs,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
     }
-
-
-def _tokenizer_frame(added: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": None,
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **names,
+        "model_max_length": max_length,
+        "clean_up_tokenization_spaces": False,
     }
+    content = {**frame, **without, **parts, "model": {**usual, **bpe}}
+    return {"tokenizer.json": as_json(content), "tokenizer_config.json": as_json(config)}
 
 
 def _added_token(token_id: int, text: str, *, special: bool) -> dict[str, Any]:
@@ -276,15 +266,6 @@ def _begin_with_token(text: str, token_id: int) -> dict[str, Any]:
         "single": part("A", 0),
         "pair": part("A", 0) + part("B", 1),
         "special_tokens": {text: {"id": text, "ids": [token_id], "tokens": [text]}},
-    }
-
-
-def _hf_config(max_length: int, **names: str) -> dict[str, Any]:
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        **names,
-        "model_max_length": max_length,
-        "clean_up_tokenization_spaces": False,
     }
 
 
@@ -399,10 +380,7 @@ class MetaCheckpoint:
 
 
 def read_meta(
-    params: Path,
-    ranks: tuple[str, ...],
-    rank_header: Callable[[str], Header | None],
-    path_of: Callable[[str], Path],
+    params: Path, ranks: tuple[str, ...], rank_header: Callable[[str], Header | None], path_of: Callable[[str], Path]
 ) -> MetaCheckpoint:
     """A checkpoint from its params.json; for the rest see `MetaCheckpoint`.
 

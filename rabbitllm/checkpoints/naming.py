@@ -136,8 +136,7 @@ def assign_layers(
 def _unmatched(tensor: str, by_block: LayerNaming, taken: set[str]) -> LayerName:
     """The layer of an unmatched tensor; a layer of its own if its block shares the name of another layer."""
     layer = by_block.find(tensor)
-    alone = layer is None or layer.stem in taken
-    stem = tensor if alone or layer is None else layer.stem
+    stem = tensor if layer is None or layer.stem in taken else layer.stem
     return LayerName(stem, stem)
 
 

@@ -143,7 +143,7 @@ def _coded(leaf: ExpertParameter) -> CodedBlocks | None:
     whole = replace(forms[0], shape=(rows, columns))
     # one grid of scales for all: each matrix but the last has whole blocks
     step = whole.block[0] if len(forms) > 1 else 1
-    if not step or any(form is None or form.kind != whole.kind for form in forms):
+    if not step or any(form is None or form.scheme != whole.scheme for form in forms):
         return None
     if any(form is not None and form.shape[0] % step for form in forms[:-1]):
         return None

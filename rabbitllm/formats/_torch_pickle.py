@@ -17,7 +17,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from rabbitllm.errors import CorruptShardError, UnsafePickleError
 from rabbitllm.formats.pickle_reader import (
@@ -29,6 +29,8 @@ from rabbitllm.formats.pickle_reader import (
     read_pickle,
 )
 from rabbitllm.formats.tensor_spec import DTYPES
+
+_Call: TypeAlias = Callable[[tuple[Any, ...]], object]
 
 MAX_DIMENSIONS = 64
 """torch's own limit."""
@@ -186,20 +188,17 @@ def _tensor(arguments: tuple[Any, ...], dtype: object, metadata: object) -> Pick
 
 def _rebuild_tensor(arguments: tuple[Any, ...]) -> PickledTensor:
     """storage, first element, shape, strides."""
-    _check_count(arguments, 4, 4)
     return _rebuild_tensor_v2((*arguments, False, None))
 
 
 def _rebuild_tensor_v2(arguments: tuple[Any, ...]) -> PickledTensor:
     """storage, first element, shape, strides, requires_grad, hooks, [metadata]."""
-    _check_count(arguments, 6, 7)
     storage = arguments[0]
     return _tensor(arguments, storage.dtype if isinstance(storage, Storage) else None, _rest(arguments, 6))
 
 
 def _rebuild_tensor_v3(arguments: tuple[Any, ...]) -> PickledTensor:
     """storage, first element, shape, strides, requires_grad, hooks, dtype, [metadata]."""
-    _check_count(arguments, 7, 8)
     storage, dtype = arguments[0], arguments[6]
     if isinstance(storage, Storage) and storage.dtype is not None:
         raise RefusedValueError(f"is given a storage of {storage.dtype}; expected one of bytes")
@@ -216,7 +215,6 @@ def _rest(arguments: tuple[Any, ...], index: int) -> object:
 
 def _rebuild_parameter(arguments: tuple[Any, ...]) -> PickledTensor:
     """tensor, requires_grad, hooks, [state]."""
-    _check_count(arguments, 3, 4)
     if not isinstance(arguments[0], PickledTensor):
         raise RefusedValueError(f"is given {describe(arguments[0])}; expected a tensor")
     _check_requires_grad(arguments[1])
@@ -231,7 +229,6 @@ def _check_requires_grad(value: object) -> None:
 
 def _rebuild_from_type(arguments: tuple[Any, ...]) -> object:
     """function, class, its arguments, attributes (which are dropped)."""
-    _check_count(arguments, 4, 4)
     function, tensor_type, inner, _ = arguments
     if not isinstance(function, Global) or not function.name.startswith("torch._utils.") or function.call is None:
         raise RefusedValueError(f"is given {describe(function)}; expected a function that rebuilds a tensor")
@@ -242,25 +239,18 @@ def _rebuild_from_type(arguments: tuple[Any, ...]) -> object:
     return function.call(inner)
 
 
-def _ordered(arguments: tuple[Any, ...]) -> Attributed:
-    _check_count(arguments, 0, 0)
-    return Attributed()
-
-
-def _passes_through(value_type: type, default: Callable[[], object]) -> Callable[[tuple[Any, ...]], object]:
+def _passes_through(value_type: type, default: Callable[[], object]) -> _Call:
     """A constructor that takes one value of a type and returns it."""
 
     def call(arguments: tuple[Any, ...]) -> object:
-        _check_count(arguments, 0, 1)
         if arguments and type(arguments[0]) is not value_type:
             raise RefusedValueError(f"is given {describe(arguments[0])}; expected a {value_type.__name__}")
         return arguments[0] if arguments else default()
 
-    return call
+    return _taking(0, 1, call)
 
 
 def _device(arguments: tuple[Any, ...]) -> str:
-    _check_count(arguments, 1, 2)
     if type(arguments[0]) is not str or any(type(index) is not int for index in arguments[1:]):
         raise RefusedValueError(f"is given {describe(arguments[0])}; expected a device's name")
     return ":".join(str(part) for part in arguments)
@@ -268,7 +258,6 @@ def _device(arguments: tuple[Any, ...]) -> str:
 
 def _encoded(arguments: tuple[Any, ...]) -> bytes:
     """Bytes, written by protocol 2 as Latin-1 text to be encoded."""
-    _check_count(arguments, 2, 2)
     text, encoding = arguments
     if type(text) is not str or encoding != "latin1":
         raise RefusedValueError(f"is given {describe(text)} and {describe(encoding)}; expected text and 'latin1'")
@@ -279,15 +268,20 @@ def _encoded(arguments: tuple[Any, ...]) -> bytes:
 
 
 def _complex(arguments: tuple[Any, ...]) -> complex:
-    _check_count(arguments, 2, 2)
     if not all(type(part) is float for part in arguments):
         raise RefusedValueError("is not given two numbers")
     return complex(*arguments)
 
 
-def _check_count(arguments: tuple[Any, ...], minimum: int, maximum: int) -> None:
-    if not minimum <= len(arguments) <= maximum:
-        raise RefusedValueError(f"is given {len(arguments)} arguments; expected {minimum} to {maximum}")
+def _taking(minimum: int, maximum: int, call: _Call) -> _Call:
+    """A function that checks the number of its arguments."""
+
+    def checked(arguments: tuple[Any, ...]) -> object:
+        if not minimum <= len(arguments) <= maximum:
+            raise RefusedValueError(f"is given {len(arguments)} arguments; expected {minimum} to {maximum}")
+        return call(arguments)
+
+    return checked
 
 
 _STORAGE_DTYPES: Mapping[str, str | None] = {
@@ -306,24 +300,24 @@ _STORAGE_DTYPES: Mapping[str, str | None] = {
 }
 _DTYPE_NAMES = {f"torch.{dtype.torch_name}": name for name, dtype in DTYPES.items()}
 
-_CALLS: Mapping[str, Callable[[tuple[Any, ...]], object] | None] = {
-    "collections.OrderedDict": _ordered,
+_CALLS: Mapping[str, _Call | None] = {
+    "collections.OrderedDict": _taking(0, 0, lambda _: Attributed()),
     "collections.Counter": _passes_through(dict, dict),
     "builtins.set": _passes_through(list, list),
     "builtins.bytes": _passes_through(bytes, bytes),
     "builtins.bytearray": _passes_through(bytes, bytes),
-    "builtins.complex": _complex,
-    "_codecs.encode": _encoded,
+    "builtins.complex": _taking(2, 2, _complex),
+    "_codecs.encode": _taking(2, 2, _encoded),
     "torch.Size": _passes_through(tuple, tuple),
-    "torch.device": _device,
+    "torch.device": _taking(1, 2, _device),
     "torch.Tensor": None,
     "torch.nn.parameter.Parameter": None,
-    "torch._utils._rebuild_tensor": _rebuild_tensor,
-    "torch._utils._rebuild_tensor_v2": _rebuild_tensor_v2,
-    "torch._utils._rebuild_tensor_v3": _rebuild_tensor_v3,
-    "torch._utils._rebuild_parameter": _rebuild_parameter,
-    "torch._utils._rebuild_parameter_with_state": _rebuild_parameter,
-    "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
+    "torch._utils._rebuild_tensor": _taking(4, 4, _rebuild_tensor),
+    "torch._utils._rebuild_tensor_v2": _taking(6, 7, _rebuild_tensor_v2),
+    "torch._utils._rebuild_tensor_v3": _taking(7, 8, _rebuild_tensor_v3),
+    "torch._utils._rebuild_parameter": _taking(3, 4, _rebuild_parameter),
+    "torch._utils._rebuild_parameter_with_state": _taking(3, 4, _rebuild_parameter),
+    "torch._tensor._rebuild_from_type_v2": _taking(4, 4, _rebuild_from_type),
     **dict.fromkeys(_STORAGE_DTYPES),
     **dict.fromkeys(_DTYPE_NAMES),
 }

@@ -23,7 +23,7 @@ from pathlib import Path
 from rabbitllm.base.rounding import round_up
 from rabbitllm.errors import CorruptShardError, UnreadableFormatError
 from rabbitllm.formats.bounded import FETCH_POINTER, POINTER_BYTES, is_lfs_pointer, short
-from rabbitllm.formats.gguf_types import BY_NUMBER, TensorType
+from rabbitllm.formats.gguf_types import BY_NUMBER
 from rabbitllm.formats.tensor_spec import Header, ReadAt, StoredBlocks, TensorSpec
 from rabbitllm.storage.files import PositionalFile
 
@@ -147,10 +147,9 @@ def parse_gguf(read: ReadAt, size: int, file: str) -> GgufFile:
         )
     metadata = _metadata(cursor, entries)
     entries_end = cursor.at
-    table = [_entry(cursor) for _ in range(tensors)]
+    table = [_tensor(cursor) for _ in range(tensors)]
     alignment = _alignment(metadata, cursor)
-    data_start = round_up(cursor.at, alignment)
-    header = _header(table, data_start, alignment, size, file)
+    header = _header(table, alignment, size, cursor)
     end = max([spec.offset + spec.extent for spec in header.tensors], default=cursor.at)
     if size > round_up(end, alignment):
         raise cursor.error(f"its tensors end at byte {end:,}, and it has {size:,} bytes")
@@ -285,17 +284,8 @@ def _single(cursor: _Cursor, value_type: int, key: str) -> Value:
     return value if isinstance(value, float) else int(value)
 
 
-@dataclass(frozen=True, slots=True)
-class _TensorEntry:
-    """One row of the table of tensors; the offset is from the start of the data."""
-
-    name: str
-    shape: tuple[int, ...]
-    kind: TensorType
-    offset: int
-
-
-def _entry(cursor: _Cursor) -> _TensorEntry:
+def _tensor(cursor: _Cursor) -> TensorSpec:
+    """The next row of the table of tensors, plain or as dequantized to float32; its offset is from the data's start."""
     name = cursor.text(MAX_NAME_BYTES)
     if not name or not name.isprintable():
         raise cursor.error(f"the tensor name {short(name, 60)} is not printable text")
@@ -314,7 +304,11 @@ def _entry(cursor: _Cursor) -> _TensorEntry:
         raise cursor.error(f"{short(name, 60)} has the shape {shape}, which blocks of {ggml.elements} cannot have")
     if not shape and ggml.elements != 1:
         raise cursor.error(f"{short(name, 60)} is a single value of {ggml.name}, which has blocks of {ggml.elements}")
-    return _TensorEntry(name, shape, ggml, offset)
+    elements = math.prod(shape)
+    nbytes = elements // ggml.elements * ggml.nbytes
+    if ggml.dtype is not None:
+        return TensorSpec(name, ggml.dtype, shape, cursor.file, offset, nbytes)
+    return TensorSpec(name, "F32", shape, cursor.file, offset, elements * 4, blocks=StoredBlocks(ggml, nbytes))
 
 
 def _alignment(metadata: Metadata, cursor: _Cursor) -> int:
@@ -326,34 +320,26 @@ def _alignment(metadata: Metadata, cursor: _Cursor) -> int:
     return alignment
 
 
-def _header(table: Iterable[_TensorEntry], data_start: int, alignment: int, size: int, file: str) -> Header:
-    specs, names = [], set[str]()
-    error = _Cursor(lambda offset, length: b"", size, file).error
-    for entry in table:
-        if entry.name in names:
-            raise error(f"the tensor {short(entry.name, 60)} appears twice")
-        names.add(entry.name)
-        if entry.offset % alignment:
-            raise error(f"{short(entry.name, 60)} begins at byte {entry.offset:,} of the data, not at {alignment:,}")
-        specs.append(_spec(entry, data_start, file))
+def _header(table: Iterable[TensorSpec], alignment: int, size: int, cursor: _Cursor) -> Header:
+    """The header with a table of tensors, at whose end `cursor` is."""
+    specs, names, data_start = [], set[str](), round_up(cursor.at, alignment)
+    for spec in table:
+        name, begin = short(spec.name, 60), spec.offset
+        if spec.name in names:
+            raise cursor.error(f"the tensor {name} appears twice")
+        names.add(spec.name)
+        if begin % alignment:
+            raise cursor.error(f"{name} begins at byte {begin:,} of the data, not at {alignment:,}")
+        specs.append(spec._replace(offset=data_start + begin))
     specs.sort(key=lambda spec: (spec.offset, spec.extent))
     end = data_start
     for spec in specs:
         if spec.offset < end:
-            raise error(f"{short(spec.name, 60)} overlaps another tensor")
+            raise cursor.error(f"{short(spec.name, 60)} overlaps another tensor")
         end = spec.offset + spec.extent
         if end > size:
-            raise error(f"{short(spec.name, 60)} ends at byte {end:,}, and the file has {size:,}")
+            raise cursor.error(f"{short(spec.name, 60)} ends at byte {end:,}, and the file has {size:,}")
     return Header(tuple(specs), {}, data_start)
-
-
-def _spec(entry: _TensorEntry, data_start: int, file: str) -> TensorSpec:
-    """The tensor: plain, or as dequantized to float32."""
-    elements, ggml = math.prod(entry.shape), entry.kind
-    nbytes, offset = elements // ggml.elements * ggml.nbytes, data_start + entry.offset
-    if ggml.dtype is not None:
-        return TensorSpec(entry.name, ggml.dtype, entry.shape, file, offset, nbytes)
-    return TensorSpec(entry.name, "F32", entry.shape, file, offset, elements * 4, blocks=StoredBlocks(ggml, nbytes))
 
 
 def outline(file: GgufFile, read: ReadAt, names: Iterable[str], *, long_arrays: bool = True) -> Iterator[bytes]:
@@ -368,20 +354,18 @@ def outline(file: GgufFile, read: ReadAt, names: Iterable[str], *, long_arrays: 
         long_arrays: whether it has the arrays that are `GgufArray` here.
     """
     tensors, written = list(names), 0
-    left_out = [value for value in file.metadata.values() if isinstance(value, GgufArray)] if not long_arrays else []
-    entries = len(file.metadata) - len(left_out)
+    left_out = [] if long_arrays else [value for value in file.metadata.values() if isinstance(value, GgufArray)]
     alignment = file.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     assert isinstance(alignment, int)
-    begins = [*(value.end for value in left_out), file.entries_end]
+    head = MAGIC + struct.pack("<IQQ", file.version, len(tensors), len(file.metadata) - len(left_out))
+    begins = [_ENTRIES_BEGIN, *(value.end for value in left_out)]
     ends = [*(value.entry for value in left_out), file.entries_end]
-    pieces = [MAGIC + struct.pack("<IQQ", file.version, len(tensors), entries)]
-    cut = zip([_ENTRIES_BEGIN, *begins[:-1]], ends, strict=True)
-    parts = (read(begin, end - begin) for begin, end in cut)
-    raw = (
+    entries = (read(begin, end - begin) for begin, end in zip(begins, ends, strict=True))
+    table = (
         struct.pack("<Q", len(name.encode())) + name.encode() + struct.pack("<IQIQ", 1, 1, 0, index * max(alignment, 4))
         for index, name in enumerate(tensors)
     )
-    for piece in (*pieces, *parts, *raw):
+    for piece in (head, *entries, *table):
         written += len(piece)
         yield piece
     yield bytes(-written % alignment + len(tensors) * max(alignment, 4))

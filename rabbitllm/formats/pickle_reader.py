@@ -325,11 +325,7 @@ def read_pickle(
 
 
 def read_leading_pickle(
-    data: bytes,
-    start: int,
-    known: Mapping[tuple[str, str], Global],
-    persistent: Callable[[object], object],
-    file: str,
+    data: bytes, start: int, known: Mapping[tuple[str, str], Global], persistent: Callable[[object], object], file: str
 ) -> tuple[object, int]:
     """The value of a pickle that begins at byte `start`, and the offset of the bytes after it; see `read_pickle`.
 

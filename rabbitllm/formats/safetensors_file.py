@@ -84,8 +84,7 @@ def header_length(prefix: bytes, file_size: int, file: str) -> int:
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER_BYTES:
         raise _corrupt(
-            file,
-            f"its first 8 bytes declare a header of {length:,} bytes; at most {MAX_HEADER_BYTES:,} are read",
+            file, f"its first 8 bytes declare a header of {length:,} bytes; at most {MAX_HEADER_BYTES:,} are read"
         )
     if length < 2 or LENGTH_BYTES + length > file_size:
         raise _corrupt(file, f"it declares a header of {length:,} bytes and has {file_size:,} bytes")
@@ -112,8 +111,7 @@ def parse_header(raw: bytes, file_size: int, file: str) -> Header:
     if not _is_text("".join((*metadata, *metadata.values()))):
         raise _corrupt(file, "its __metadata__ has an unpaired surrogate")
     tensors = sorted(
-        (_spec(name, entry, data_start, file) for name, entry in entries.items()),
-        key=lambda t: (t.offset, t.nbytes),
+        (_spec(name, entry, data_start, file) for name, entry in entries.items()), key=lambda t: (t.offset, t.nbytes)
     )
     expected = data_start
     for tensor in tensors:

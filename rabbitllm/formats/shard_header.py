@@ -71,11 +71,7 @@ FORMATS = (
         begins_torch_zip,
         lambda read, size, file, scattered: parse_torch_zip(read, size, file, local_headers=scattered).header(),
     ),
-    WeightFormat(
-        Weights.GGUF,
-        begins_gguf,
-        lambda read, size, file, scattered: parse_gguf(read, size, file).header,
-    ),
+    WeightFormat(Weights.GGUF, begins_gguf, lambda read, size, file, scattered: parse_gguf(read, size, file).header),
     WeightFormat(
         Weights.TORCH_LEGACY,
         begins_legacy_torch,
@@ -92,11 +88,7 @@ FORMATS = (
         remedy="If you trust the file, load it with torch.load, save the result with safetensors' save_file or with "
         "torch.save under another name, and give the folder of that.",
     ),
-    WeightFormat(
-        Weights.UNKNOWN,
-        lambda head: True,
-        remedy="Download the file again; it may be a web page.",
-    ),
+    WeightFormat(Weights.UNKNOWN, lambda head: True, remedy="Download the file again; it may be a web page."),
 )
 """The formats, in the order in which a file is compared with them."""
 TORCH = (Weights.TORCH_ZIP, Weights.TORCH_LEGACY)

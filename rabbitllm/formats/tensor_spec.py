@@ -35,7 +35,6 @@ class Readable(Protocol):
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         """Fill `buffer` from `offset` (bytes); return the number of bytes read, fewer only at the end."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -317,8 +317,11 @@ def parse_legacy_torch(read: ReadAt, size: int, file: str, *, counts: bool = Tru
             check the offsets before the data is used.
     """
     root, storages, keys, data_start = _pickles(read, size, file)
-    spans = _legacy_spans(storages, keys, data_start, file)
-    end = max((span[1] for span in spans.values()), default=data_start)
+    spans, end = {}, data_start
+    for key in keys:
+        begin = end + COUNT_BYTES
+        end = begin + storages[key].nbytes
+        spans[key] = (begin, end)
     if end != size:
         raise corrupt_legacy(file, f"its storages end at byte {end:,}, and it has {size:,}")
     if counts:
@@ -364,18 +367,6 @@ def _parse(data: bytes, file: str) -> tuple[object, Mapping[str, Storage], tuple
     if len(set(keys)) != len(keys) or set(keys) != storages.keys():
         raise corrupt_legacy(file, f"it lists {len(keys):,} storages that are not the {len(storages):,} it refers to")
     return root, storages, tuple(keys), offset
-
-
-def _legacy_spans(
-    storages: Mapping[str, Storage], keys: tuple[str, ...], end: int, file: str
-) -> Mapping[str, tuple[int, int]]:
-    """The span of each storage, bytes from the start of the file, in the order of the file."""
-    spans = {}
-    for key in keys:
-        begin = end + COUNT_BYTES
-        end = begin + storages[key].nbytes
-        spans[key] = (begin, end)
-    return spans
 
 
 def _check_count(count: bytes, storage: Storage, file: str) -> None:

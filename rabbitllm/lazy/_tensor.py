@@ -196,9 +196,7 @@ class LazyTensor(torch.Tensor):
             return None
         count, row_bytes = max(0, end - begin), spec.nbytes // rows
         part = spec._replace(
-            shape=(count, *spec.shape[1:]),
-            offset=spec.offset + begin * row_bytes,
-            nbytes=count * row_bytes,
+            shape=(count, *spec.shape[1:]), offset=spec.offset + begin * row_bytes, nbytes=count * row_bytes
         )
         read = self._file.tensor(part)
         return read if isinstance(index, slice) else read[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -24,7 +24,7 @@ from rabbitllm.errors import (
     UnreadableFormatError,
     system_errors_by_name,
 )
-from rabbitllm.formats.tensor_spec import Header, TensorSpec
+from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.lazy._files import JoinedFiles, ShardFile
 from rabbitllm.store.checksums import LayerChecks
 from rabbitllm.store.layer_store import LayerStore
@@ -152,6 +152,7 @@ def _open_folder(folder: Path, mapped: bool) -> LazyCheckpoint:
     return _open(folder, paths, index.weight_map if index is not None else None, mapped)
 
 
+@uncollected()
 def _open_translated(folder: Path, mapped: bool) -> LazyCheckpoint:
     """Open Meta's own files or GGUF, under the names and in the order of transformers.
 
@@ -159,30 +160,11 @@ def _open_translated(folder: Path, mapped: bool) -> LazyCheckpoint:
     """
     checkpoint = LocalCheckpoint(folder)
     paths = {shard: checkpoint.acquire(shard) for shard in sorted(checkpoint.index.shards)}
-    return _joined(folder, paths, checkpoint.taken_from, mapped)
-
-
-@uncollected()
-def _joined(
-    folder: Path, paths: Mapping[str, Path], taken_from: Callable[[str, Header], Header], mapped: bool
-) -> LazyCheckpoint:
-    """Open files, name -> path, of whose tensors some are pieces, or in another order than the model's.
-
-    Args:
-        folder: of the checkpoint.
-        paths: the files.
-        taken_from: the tensors of the model that a file has, by its name and header.
-        mapped: see `lazy_load`.
-    """
-    files: dict[str, ShardFile] = {}
     pieces: dict[str, list[TensorSpec]] = {}
-    with contextlib.ExitStack() as failed:
-        for name, path in paths.items():
-            files[name] = ShardFile(path, name, mapped=mapped)
-            failed.callback(files[name].close)
-            for spec in taken_from(name, files[name].header).tensors:
+    with _opened(paths, mapped) as files:
+        for name, file in files.items():
+            for spec in checkpoint.taken_from(name, file.header).tensors:
                 pieces.setdefault(spec.whole.name, []).append(spec)
-        failed.pop_all()
     for parts in pieces.values():  # halves of fused experts may be in any order
         parts.sort(key=lambda spec: spec.piece.begin if spec.piece is not None else 0)
     joined = JoinedFiles(folder, files, pieces)
@@ -222,11 +204,7 @@ def _open(
     checks: LayerChecks | None = None,
 ) -> LazyCheckpoint:
     """Open files, name -> path. `file_of`: tensor -> the file that must have it; None for all tensors."""
-    files: dict[str, ShardFile] = {}
-    with contextlib.ExitStack() as failed:
-        for name, place in paths.items():
-            files[name] = ShardFile(place, name, mapped=mapped, checks=checks)
-            failed.callback(files[name].close)
+    with _opened(paths, mapped, checks) as files:
         tensors = {(tensor.name, name): tensor for name, opened in files.items() for tensor in opened.header.tensors}
         chosen = list(file_of.items()) if file_of is not None else list(tensors)
         for name, file in chosen:
@@ -235,5 +213,18 @@ def _open(
                     f"The index puts {name!r} into {file}, whose header does not have it.",
                     "Download the index and that shard again: they are of different versions.",
                 )
-        failed.pop_all()
     return LazyCheckpoint(path, files, {name: (tensors[name, file], files[file]) for name, file in chosen})
+
+
+@contextlib.contextmanager
+def _opened(
+    paths: Mapping[str, Path], mapped: bool, checks: LayerChecks | None = None
+) -> Iterator[dict[str, ShardFile]]:
+    """Open files, name -> path; an error meanwhile closes them."""
+    files: dict[str, ShardFile] = {}
+    with contextlib.ExitStack() as failed:
+        for name, path in paths.items():
+            files[name] = ShardFile(path, name, mapped=mapped, checks=checks)
+            failed.callback(files[name].close)
+        yield files
+        failed.pop_all()

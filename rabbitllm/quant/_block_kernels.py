@@ -19,16 +19,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
-from numba.core.extending import intrinsic
 
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant import _block_pairs, _product_kernels
 from rabbitllm.quant._gguf_decoders import DECODERS, Group
 from rabbitllm.quant._kernel_interface import BEFORE_WORK, CODES, NUMBERS, PAIRS, PANELS, SUMMED
 from rabbitllm.quant._product_kernels import PIECE_WORDS, arguments, named, own_rows, pieces
-from rabbitllm.quant._vectors import F32, I8, I16, I32, Emitter, Pairs, number
+from rabbitllm.quant._vectors import F32, I8, I16, I32, Emitter, Pairs, emitted, number
 
 TOKENS = 4
 """Inputs for each decoded group."""
@@ -262,66 +260,48 @@ def _dot(scheme: str, width: int, tokens: int) -> Any:
     """An intrinsic that multiplies a row by `tokens` consecutive inputs."""
     step, sums_type = _step_of(scheme, width), _PairSums if width == PAIRS else _FloatSums
 
-    @intrinsic
-    def dot(context, codes, inputs, summed, out, steps, all_rows):  # type: ignore[no-untyped-def]
+    def dot(emit, codes, inputs, summed, out, steps, all_rows):  # type: ignore[no-untyped-def]
         """All arguments are int64; the first four are addresses: of the row, of the first input, of its sums by group
         and of the result; then steps in a row, and rows of the matrix."""
-        signature = types.void(*[types.int64] * 6)
+        builder = emit.b
+        sums = sums_type(emit, scheme, tokens)
+        with cgutils.for_range(builder, steps) as loop:
+            base = emit.add(codes, builder.mul(loop.index, number(step.code_bytes)))
+            places = [emit.add(builder.mul(steps, number(t)), loop.index) for t in range(tokens)]
+            starts = [emit.add(inputs, builder.mul(i, number(step.input_bytes))) for i in places]
+            sums.add(base, starts, [emit.add(summed, builder.mul(i, number(step.sum_bytes))) for i in places])
+        for t in range(tokens):
+            emit.store(sums.total(t), emit.add(out, builder.mul(all_rows, number(4 * t))), 4)
 
-        def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            codes, inputs, summed, out, steps, all_rows = arguments
-            emit = Emitter(builder, 16 if width == PAIRS else width)
-            sums = sums_type(emit, scheme, tokens)
-            with cgutils.for_range(builder, steps) as loop:
-                base = emit.add(codes, builder.mul(loop.index, number(step.code_bytes)))
-                places = [emit.add(builder.mul(steps, number(t)), loop.index) for t in range(tokens)]
-                starts = [emit.add(inputs, builder.mul(i, number(step.input_bytes))) for i in places]
-                sums.add(base, starts, [emit.add(summed, builder.mul(i, number(step.sum_bytes))) for i in places])
-            for t in range(tokens):
-                to = builder.inttoptr(emit.add(out, builder.mul(all_rows, number(4 * t))), F32.as_pointer())
-                builder.store(sums.total(t), to, align=4)
-            return context.get_dummy_value()
-
-        return signature, emit_code
-
-    return dot
+    return emitted(dot, width)
 
 
 def _fill(scheme: str, width: int) -> Any:
     """An intrinsic that decodes a part of one row of the matrix to float32."""
     block, decode = BLOCK_TYPES[scheme], DECODERS[scheme]
 
-    @intrinsic
-    def fill(context, codes, scales, table, panel, row_bytes, all_steps, shift, row, first, steps):  # type: ignore[no-untyped-def]
+    def fill(emit, codes, scales, table, panel, row_bytes, all_steps, shift, row, first, steps):  # type: ignore[no-untyped-def]
         """See `_product_kernels._fill`; a step is two vectors of elements. Here scales, table and shift are unused."""
-        signature = types.void(*[types.int64] * 10)
+        builder = emit.b
+        first, count = (
+            builder.udiv(builder.mul(step, number(2 * width)), number(block.elements)) for step in (first, steps)
+        )
+        start = emit.add(codes, builder.mul(row, row_bytes), builder.mul(first, number(block.nbytes)))
+        with cgutils.for_range(builder, count) as loop:
+            base = emit.add(start, builder.mul(loop.index, number(block.nbytes)))
+            place = emit.add(panel, builder.mul(loop.index, number(block.elements * 4)))
+            element = 0
+            for group in decode(_BlockInMemory(emit, base)):
+                for part, scale in enumerate(group.scales):
+                    spread = emit.spread(scale)
+                    least = emit.spread(group.minima[part]) if group.minima else None
+                    for value in _floats(emit, group, part):
+                        product = builder.fmul(value, spread)
+                        product = builder.fsub(product, least) if least is not None else product
+                        emit.store(product, emit.add(place, 4 * element), 4)
+                        element += width
 
-        def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            codes, _, _, panel, row_bytes, _, _, row, first, steps = arguments
-            emit = Emitter(builder, width)
-            first, count = (
-                builder.udiv(builder.mul(step, number(2 * width)), number(block.elements)) for step in (first, steps)
-            )
-            start = emit.add(codes, builder.mul(row, row_bytes), builder.mul(first, number(block.nbytes)))
-            with cgutils.for_range(builder, count) as loop:
-                base = emit.add(start, builder.mul(loop.index, number(block.nbytes)))
-                place = emit.add(panel, builder.mul(loop.index, number(block.elements * 4)))
-                element = 0
-                for group in decode(_BlockInMemory(emit, base)):
-                    for part, scale in enumerate(group.scales):
-                        spread = emit.spread(scale)
-                        least = emit.spread(group.minima[part]) if group.minima else None
-                        for value in _floats(emit, group, part):
-                            product = builder.fmul(value, spread)
-                            product = builder.fsub(product, least) if least is not None else product
-                            pointer = builder.inttoptr(emit.add(place, 4 * element), emit.floats.as_pointer())
-                            builder.store(product, pointer, align=4)
-                            element += width
-            return context.get_dummy_value()
-
-        return signature, emit_code
-
-    return fill
+    return emitted(fill, width)
 
 
 # Templates of kernels; see `_product_kernels.named`.

@@ -17,7 +17,20 @@ from llvmlite import ir
 
 from rabbitllm.quant import _product_kernels
 from rabbitllm.quant._kernel_interface import CODES, PAIRS, CodeKernel
-from rabbitllm.quant._vectors import F32, HALF_BYTES, I8, I16, I32, SEGMENT, Emitter, number, pair_products, pairs_apart
+from rabbitllm.quant._vectors import (
+    F32,
+    I8,
+    I16,
+    I32,
+    SEGMENT,
+    Emitter,
+    Floats,
+    SixteenValues,
+    every,
+    number,
+    pair_products,
+    pairs_apart,
+)
 
 NIBBLES = "nibbles"
 _SCALE_BITS = {"f32": 32, "bf16": 16, "f16": 16, "power": 8, "float8": 8}
@@ -66,8 +79,7 @@ def address(kernel: CodeKernel, width: int) -> int:
 class _ScaledSegment:
     """Scales of segments; see `_product_kernels.CodeSegment`."""
 
-    codes_a_part: int
-    """Consecutive codes whose products are in one vector."""
+    codes_a_part = SEGMENT
 
     def __init__(self, kernel: CodeKernel, emit: Emitter, table: Any) -> None:
         self._emit = emit
@@ -96,10 +108,6 @@ class _ScaledSegment:
     def _floats(self, words: Any, count: int) -> Any:
         b, scale_type, wide = self._emit.b, self._kernel.scales, ir.VectorType(I32, count)
         floats = ir.VectorType(F32, count)
-
-        def every(value: int) -> Any:
-            return ir.Constant(wide, [value] * count)
-
         if scale_type == "f32":
             return b.bitcast(words, floats)
         if scale_type == "f16":
@@ -107,10 +115,10 @@ class _ScaledSegment:
         if scale_type == "float8":
             return _wider(b, b.zext(words, ir.VectorType(I16, count)), count)
         if scale_type == "bf16":
-            return b.bitcast(b.shl(b.zext(words, wide), every(16)), floats)
+            return b.bitcast(b.shl(b.zext(words, wide), every(wide, 16)), floats)
         exponents = b.zext(words, wide)
-        least = b.icmp_unsigned("==", exponents, every(0))  # 2 ** -127, below the normal numbers
-        return b.bitcast(b.select(least, every(1 << 22), b.shl(exponents, every(23))), floats)
+        least = b.icmp_unsigned("==", exponents, every(wide, 0))  # 2 ** -127, below the normal numbers
+        return b.bitcast(b.select(least, every(wide, 1 << 22), b.shl(exponents, every(wide, 23))), floats)
 
     def finished(self, total: Any) -> Any:
         return self._emit.b.fmul(total, self._factor)
@@ -118,57 +126,29 @@ class _ScaledSegment:
     def _halves(self, words: Any, vector_type: ir.VectorType) -> tuple[Any, Any]:
         """The even and the odd codes of a vector of bytes with two nibbles, or of words with two bytes."""
         b, bits = self._emit.b, 4 if self._kernel.codes == NIBBLES else 8
-        low = b.and_(words, ir.Constant(vector_type, [(1 << bits) - 1] * vector_type.count))
-        return low, b.lshr(words, ir.Constant(vector_type, [bits] * vector_type.count))
+        return b.and_(words, every(vector_type, (1 << bits) - 1)), b.lshr(words, every(vector_type, bits))
 
 
-class _FloatSegment(_ScaledSegment):
-    """Multiplies in float32; even and odd inputs are in separate arrays."""
+class _FloatSegment(_ScaledSegment, Floats):
+    """Multiplies in float32."""
 
     def __init__(self, kernel: CodeKernel, emit: Emitter, table: Any) -> None:
         super().__init__(kernel, emit, table)
-        self._a_step = 2 * emit.width
-        self.codes_a_part = max(self._a_step, kernel.group)
-        halves = range(0, 64 if kernel.codes == NIBBLES else 0, emit.width * 4)
-        self._tables = [emit.load(emit.add(table, offset), emit.floats, 1) for offset in halves]
+        self.codes_a_part = max(2 * emit.width, kernel.group)
+        self._values = SixteenValues(emit, table) if kernel.codes == NIBBLES else None
 
-    def inputs(self, even: Any, odd: Any, begin: Any) -> list[Any]:
-        emit, places = self._emit, range(0, HALF_BYTES, self._emit.width * 4)
-        return [emit.load(emit.add(half, begin, offset), emit.floats, 4) for offset in places for half in (even, odd)]
-
-    def products(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
-        emit, steps = self._emit, SEGMENT // self._a_step
-        parts = [[emit.zero] * len(inputs) for _ in range(SEGMENT // self.codes_a_part)]
-        for step in range(steps):
-            part = parts[step * self._a_step // self.codes_a_part]
-            both = self._weights(emit.add(address, step * self.segment_bytes // steps))
-            for t, vectors in enumerate(inputs):
-                for weight, value in zip(both, vectors[2 * step :], strict=False):
-                    part[t] = emit.fma(weight, value, part[t])
-        return parts
-
-    def _weights(self, address: Any) -> list[Any]:
-        """Even and odd weights of the codes at an address."""
+    def weights(self, address: Any) -> tuple[Any, Any]:
         emit, width = self._emit, self._emit.width
-        if self._kernel.codes == NIBBLES:
-            wide = emit.b.zext(emit.load(address, emit.bytes, 1), emit.ints)
-            return [self._look_up(index) for index in self._halves(wide, emit.ints)]
+        if self._values is not None:
+            low, high = self._halves(emit.b.zext(emit.load(address, emit.bytes, 1), emit.ints), emit.ints)
+            return self._values.look_up(low), self._values.look_up(high)
         words = ir.VectorType(I16, width)
-        return [_wider(emit.b, code, width) for code in self._halves(emit.load(address, words, 1), words)]
-
-    def _look_up(self, index: Any) -> Any:
-        emit = self._emit
-        values = [emit.look_up(table, index) for table in self._tables]
-        if len(values) == 1:
-            return values[0]
-        is_high = emit.b.icmp_unsigned(">=", index, emit.every(8))
-        return emit.b.select(is_high, values[1], values[0])
+        low, high = self._halves(emit.load(address, words, 1), words)
+        return _wider(emit.b, low, width), _wider(emit.b, high, width)
 
 
 class _PairSegment(_ScaledSegment):
     """Multiplies pairs of bfloat16: of the even codes of a segment, then of the odd ones."""
-
-    codes_a_part = SEGMENT
 
     def __init__(self, kernel: CodeKernel, emit: Emitter, table: Any) -> None:
         super().__init__(kernel, emit, table)
@@ -193,25 +173,17 @@ class _PairSegment(_ScaledSegment):
     def _of_128(self, code: Any) -> Any:
         """The values of float8 codes, which are positive up to 127 and the same, negative, beyond."""
         emit, b, words = self._emit, self._emit.b, self._words
-
-        def every(value: int) -> Any:
-            return ir.Constant(words, [value] * 32)
-
         permute = emit.function("llvm.x86.avx512.vpermi2var.hi.512", words, words, words, words)
         low, high = (b.call(permute, [self._tables[index], code, self._tables[index + 1]]) for index in (0, 2))
-        is_high = b.icmp_unsigned("!=", b.and_(code, every(64)), every(0))
-        return b.or_(b.select(is_high, high, low), b.shl(b.and_(code, every(128)), every(8)))
+        is_high = b.icmp_unsigned("!=", b.and_(code, every(words, 64)), every(words, 0))
+        return b.or_(b.select(is_high, high, low), b.shl(b.and_(code, every(words, 128)), every(words, 8)))
 
 
 def _wider(b: Any, codes: Any, count: int) -> Any:
     """float8_e4m3fn codes in words as float32, smaller by `_SMALLER`, by way of a float16 with the same bits."""
     words, floats = ir.VectorType(I16, count), ir.VectorType(F32, count)
-
-    def every(value: int) -> Any:
-        return ir.Constant(words, [value] * count)
-
-    size = b.and_(codes, every(127))
-    is_nan = b.icmp_unsigned("==", size, every(127))
-    moved = b.or_(b.shl(size, every(7)), b.shl(b.and_(codes, every(128)), every(8)))
-    moved = b.select(is_nan, every(0x7E00), moved)
+    size = b.and_(codes, every(words, 127))
+    is_nan = b.icmp_unsigned("==", size, every(words, 127))
+    moved = b.or_(b.shl(size, every(words, 7)), b.shl(b.and_(codes, every(words, 128)), every(words, 8)))
+    moved = b.select(is_nan, every(words, 0x7E00), moved)
     return b.fpext(b.bitcast(moved, ir.VectorType(ir.HalfType(), count)), floats)

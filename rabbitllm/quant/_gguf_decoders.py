@@ -33,39 +33,30 @@ class BlockReader(Protocol):
 
     def bytes(self, offset: int, count: int) -> Any:
         """A vector of bytes."""
-        ...
 
     def bits(self, offset: int, count: int) -> Any:
         """A vector of bytes that are 0 or 1, from the bits at an offset in bytes, the lowest first."""
-        ...
 
     def look_up(self, values: tuple[int, ...], index: Any) -> Any:
         """A vector of bytes: the two's complement of one of 16 values for each index below 16."""
-        ...
 
     def byte(self, offset: int) -> Any:
         """An int."""
-        ...
 
     def signed(self, value: Any) -> Any:
         """An int from a byte that is two's complement."""
-        ...
 
     def half(self, offset: int) -> Any:
         """A float32 from a float16."""
-        ...
 
     def half_power(self, exponent: Any) -> Any:
         """2 ** (exponent - 128), float32."""
-        ...
 
     def times(self, scale: Any, factor: Any) -> Any:
         """The product of a float32 and an int, float32."""
-        ...
 
     def negative(self, value: Any) -> Any:
         """A float32 with the other sign."""
-        ...
 
 
 Decode: TypeAlias = Callable[[BlockReader], Iterator[Group]]

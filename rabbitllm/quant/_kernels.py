@@ -95,24 +95,35 @@ def interleaved(width: int, x: torch.Tensor) -> torch.Tensor:
     return ready.copy_(x.view(len(x), -1, width, 2).transpose(2, 3))
 
 
-class SegmentInputs:
-    """Rows (T, K) as kernels by codes of `width` lanes read them; K is a multiple of 64."""
+class InputRows:
+    """Rows (T, K) as a kernel reads them.
 
-    def __init__(self, width: int, x: torch.Tensor) -> None:
-        import torch
+    Args:
+        inputs: those of each row, or the even ones: T rows of any dimensions, without gaps.
+        others: the odd ones, or sums of inputs by group, likewise; None if the kernel needs neither.
+    """
 
-        count, columns = x.shape
-        self._step, self._odd = columns * 2, 0  # bytes of a row's even inputs in float32, or of all in bfloat16
-        if width == PAIRS:
-            self._ready = x.contiguous()
-        else:
-            self._ready = torch.empty(2, count, columns // 2)  # even and odd inputs
-            self._ready.copy_(x.view(count, columns // 2, 2).permute(2, 0, 1))
-            self._odd = self._ready.data_ptr() + count * self._step
+    def __init__(self, inputs: torch.Tensor, others: torch.Tensor | None = None) -> None:
+        self._kept = inputs, others
+        self._address, self._step = inputs.data_ptr(), inputs.stride(0) * inputs.itemsize
+        self._others = self._others_step = 0
+        if others is not None:
+            self._others, self._others_step = others.data_ptr(), others.stride(0) * others.itemsize
 
     def of(self, row: int) -> tuple[int, int]:
-        """The addresses of a row's even inputs and of its odd ones; the second is 0 if they are not separated."""
-        return self._ready.data_ptr() + row * self._step, self._odd and self._odd + row * self._step
+        """The addresses of a row's inputs and of its others; the second is 0 without any."""
+        return self._address + row * self._step, self._others + row * self._others_step
+
+
+def segment_inputs(width: int, x: torch.Tensor) -> InputRows:
+    """Rows (T, K) for kernels by codes of `width` lanes; K is a multiple of 64."""
+    import torch
+
+    if width == PAIRS:
+        return InputRows(x.contiguous())
+    count, columns = x.shape
+    even, odd = torch.empty(2, count, columns // 2).copy_(x.view(count, columns // 2, 2).permute(2, 0, 1))
+    return InputRows(even, odd)
 
 
 def run(method: str, scheme: str | CodeKernel, width: int, work: Sequence[tuple[int, ...]], nbytes: int) -> None:

@@ -38,11 +38,11 @@ from rabbitllm.quant._vectors import (
     FOR_A_THREAD,
     HALF_BYTES,
     I8,
-    SEGMENT,
     Emitter,
     Pairs,
     asked,
     codebook,
+    emitted,
     inlined,
     number,
     to_array,
@@ -137,19 +137,15 @@ class CodeSegment(Protocol):
 
     def inputs(self, even: Any, odd: Any, begin: Any) -> list[Any]:
         """Vectors of a segment's inputs, from bytes `begin` on."""
-        ...
 
     def products(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
         """Sums of parts of a segment times the inputs of each token, still apart in lanes."""
-        ...
 
     def scales(self, scales: Any, row: Any, segments: Any, segment: Any, shift: Any) -> list[Any]:
         """The scales of the lanes of each part of segment `at` of a row of so many segments."""
-        ...
 
     def finished(self, total: Any) -> Any:
         """The product of a row, from the sum of its scaled parts."""
-        ...
 
 
 class _OwnSegment:
@@ -158,11 +154,8 @@ class _OwnSegment:
     def __init__(self, scheme: str, width: int, emit: Emitter, table: Any) -> None:
         self._emit = emit
         self._codebook = Pairs(emit, scheme, table) if width == PAIRS else codebook(emit, scheme, table)
-        self.segment_bytes = SEGMENT // (2 if scheme == "4bit" else 1)
-        self.inputs = self._codebook.inputs
-
-    def products(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
-        return [self._codebook.products(address, inputs)]
+        self.segment_bytes = self._codebook.segment_bytes
+        self.inputs, self.products = self._codebook.inputs, self._codebook.products
 
     def scales(self, scales: Any, row: Any, segments: Any, segment: Any, shift: Any) -> list[Any]:
         emit = self._emit
@@ -170,48 +163,40 @@ class _OwnSegment:
         return [emit.spread(emit.load(emit.add(scales, emit.b.mul(block, number(4))), F32, 4))]
 
     def finished(self, total: Any) -> Any:
-        return self._emit.b.fmul(total, self._codebook.factor) if self._codebook.has_factor else total
+        return self._emit.b.fmul(total, self._codebook.factor) if isinstance(self._codebook, Pairs) else total
 
 
 def _code_dot(make: Callable[[Emitter, Any], CodeSegment], width: int, rows: int, tokens: int) -> Any:
     """An intrinsic that multiplies `rows` consecutive rows of codes by `tokens` consecutive inputs."""
 
-    @intrinsic
-    def dot(context, codes, scales, even, odd, table, out, row_bytes, segments, shift, all_rows, row):  # type: ignore[no-untyped-def]
+    def dot(emit, codes, scales, even, odd, table, out, row_bytes, segments, shift, all_rows, row):  # type: ignore[no-untyped-def]
         """All arguments are int64; the first six are addresses, `row` is the first row."""
-        signature = types.void(*[types.int64] * 11)
+        builder = emit.b
+        segment = make(emit, table)
+        input_bytes = builder.mul(segments, number(HALF_BYTES))
+        sums = [[emit.variable() for _ in range(tokens)] for _ in range(rows)]
+        with cgutils.for_range(builder, segments) as loop:
+            index = loop.index
+            begins = [builder.mul(input_bytes, number(t)) for t in range(tokens)]
+            begins = [emit.add(begin, builder.mul(index, number(HALF_BYTES))) for begin in begins]
+            inputs = [segment.inputs(even, odd, begin) for begin in begins]
+            # the bytes after the end of a row are in the cache already; the next tile's rows are needed next
+            code_bytes = number(segment.segment_bytes)
+            beyond = emit.add(builder.mul(index, code_bytes), PREFETCHED)
+            is_beyond = builder.icmp_unsigned(">=", beyond, row_bytes)
+            skipped = builder.select(is_beyond, builder.mul(row_bytes, number(rows - 1)), number(0))
+            ahead = emit.add(skipped, PREFETCHED)
+            for r in range(rows):
+                here = emit.add(row, r)
+                base = emit.add(codes, builder.mul(here, row_bytes), builder.mul(index, code_bytes))
+                emit.prefetch(emit.add(base, ahead))
+                parts = segment.products(base, inputs)
+                for part, scale in zip(parts, segment.scales(scales, here, segments, index, shift), strict=True):
+                    for total, value in zip(sums[r], part, strict=True):
+                        builder.store(emit.fma(value, scale, builder.load(total)), total)
+        _store_sums(emit, sums, out, all_rows, row, lambda total, pointer: segment.finished(total))
 
-        def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            codes, scales, even, odd, table, out, row_bytes, segments, shift, all_rows, row = arguments
-            emit = Emitter(builder, 16 if width == PAIRS else width)
-            segment = make(emit, table)
-            input_bytes = builder.mul(segments, number(HALF_BYTES))
-            sums = [[emit.variable() for _ in range(tokens)] for _ in range(rows)]
-            with cgutils.for_range(builder, segments) as loop:
-                index = loop.index
-                begins = [builder.mul(input_bytes, number(t)) for t in range(tokens)]
-                begins = [emit.add(begin, builder.mul(index, number(HALF_BYTES))) for begin in begins]
-                inputs = [segment.inputs(even, odd, begin) for begin in begins]
-                # the bytes after the end of a row are in the cache already; the next tile's rows are needed next
-                code_bytes = number(segment.segment_bytes)
-                beyond = emit.add(builder.mul(index, code_bytes), PREFETCHED)
-                is_beyond = builder.icmp_unsigned(">=", beyond, row_bytes)
-                skipped = builder.select(is_beyond, builder.mul(row_bytes, number(rows - 1)), number(0))
-                ahead = emit.add(skipped, PREFETCHED)
-                for r in range(rows):
-                    here = emit.add(row, r)
-                    base = emit.add(codes, builder.mul(here, row_bytes), builder.mul(index, code_bytes))
-                    emit.prefetch(emit.add(base, ahead))
-                    parts = segment.products(base, inputs)
-                    for part, scale in zip(parts, segment.scales(scales, here, segments, index, shift), strict=True):
-                        for total, value in zip(sums[r], part, strict=True):
-                            builder.store(emit.fma(value, scale, builder.load(total)), total)
-            _store_sums(emit, sums, out, all_rows, row, lambda total, pointer: segment.finished(total))
-            return context.get_dummy_value()
-
-        return signature, emit_code
-
-    return dot
+    return emitted(dot, width)
 
 
 @inlined
@@ -262,66 +247,49 @@ stack_panel: Any = _stack_panel
 def _fill(scheme: str, width: int) -> Any:
     """An intrinsic that decodes a part of one row of the matrix to float32."""
 
-    @intrinsic
-    def fill(context, codes, scales, table, panel, row_bytes, all_steps, shift, row, first, steps):  # type: ignore[no-untyped-def]
+    def fill(emit, codes, scales, table, panel, row_bytes, all_steps, shift, row, first, steps):  # type: ignore[no-untyped-def]
         """All arguments are int64: addresses, `panel` that of a row in the panel; bytes of a row, steps in a row and
         the logarithm of steps in a block of the matrix; the row, its first step, and the number of steps."""
-        signature = types.void(*[types.int64] * 10)
+        builder = emit.b
+        step_bytes = width * (2 if scheme == "8bit" else 1)
+        base = emit.add(codes, builder.mul(row, row_bytes), builder.mul(first, number(step_bytes)))
+        before = emit.add(builder.mul(row, all_steps), first)
+        decoder = codebook(emit, scheme, table)
+        with cgutils.for_range(builder, steps) as loop:
+            block = builder.lshr(emit.add(before, loop.index), shift)
+            scale = emit.spread(emit.load(emit.add(scales, builder.mul(block, number(4))), F32, 4))
+            both = decoder.weights(emit.add(base, builder.mul(loop.index, number(step_bytes))))
+            place = emit.add(panel, builder.mul(loop.index, number(8 * width)))
+            for offset, value in zip((0, 4 * width), both, strict=True):
+                emit.store(builder.fmul(value, scale), emit.add(place, offset), 4)
 
-        def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            codes, scales, table, panel, row_bytes, all_steps, shift, row, first, steps = arguments
-            emit = Emitter(builder, width)
-            step_bytes = width * (2 if scheme == "8bit" else 1)
-            base = emit.add(codes, builder.mul(row, row_bytes), builder.mul(first, number(step_bytes)))
-            before = emit.add(builder.mul(row, all_steps), first)
-            decoder = codebook(emit, scheme, table)
-            with cgutils.for_range(builder, steps) as loop:
-                block = builder.lshr(emit.add(before, loop.index), shift)
-                scale = emit.spread(emit.load(emit.add(scales, builder.mul(block, number(4))), F32, 4))
-                both = decoder.weights(emit.add(base, builder.mul(loop.index, number(step_bytes))))
-                place = emit.add(panel, builder.mul(loop.index, number(8 * width)))
-                for offset, value in zip((0, 4 * width), both, strict=True):
-                    pointer = builder.inttoptr(emit.add(place, offset), emit.floats.as_pointer())
-                    builder.store(builder.fmul(value, scale), pointer, align=4)
-            return context.get_dummy_value()
-
-        return signature, emit_code
-
-    return fill
+    return emitted(fill, width)
 
 
 def _panel_dot(width: int, rows: int, tokens: int) -> Any:
     """An intrinsic that multiplies `rows` consecutive rows of a panel by `tokens` consecutive inputs."""
 
-    @intrinsic
-    def dot(context, panel, inputs, out, steps, panel_bytes, input_bytes, all_rows):  # type: ignore[no-untyped-def]
+    def dot(emit, panel, inputs, out, steps, panel_bytes, input_bytes, all_rows):  # type: ignore[no-untyped-def]
         """All arguments are int64: addresses of the first row, the first input and the first sum; steps of two vectors;
         bytes from one row to the next, and from one input to the next; rows of the whole matrix."""
-        signature = types.void(*[types.int64] * 7)
+        builder = emit.b
+        sums = [[emit.variable() for _ in range(tokens)] for _ in range(rows)]
+        begins = [emit.add(inputs, builder.mul(input_bytes, number(t))) for t in range(tokens)]
+        bases = [emit.add(panel, builder.mul(panel_bytes, number(r))) for r in range(rows)]
+        with cgutils.for_range(builder, builder.mul(steps, number(2))) as loop:
+            offset = builder.mul(loop.index, number(4 * width))
+            vectors = [emit.load(emit.add(begin, offset), emit.floats, 4) for begin in begins]
+            for r in range(rows):
+                weight = emit.load(emit.add(bases[r], offset), emit.floats, 4)
+                for t in range(tokens):
+                    builder.store(emit.fma(weight, vectors[t], builder.load(sums[r][t])), sums[r][t])
 
-        def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            panel, inputs, out, steps, panel_bytes, input_bytes, all_rows = arguments
-            emit = Emitter(builder, width)
-            sums = [[emit.variable() for _ in range(tokens)] for _ in range(rows)]
-            begins = [emit.add(inputs, builder.mul(input_bytes, number(t))) for t in range(tokens)]
-            bases = [emit.add(panel, builder.mul(panel_bytes, number(r))) for r in range(rows)]
-            with cgutils.for_range(builder, builder.mul(steps, number(2))) as loop:
-                offset = builder.mul(loop.index, number(4 * width))
-                vectors = [emit.load(emit.add(begin, offset), emit.floats, 4) for begin in begins]
-                for r in range(rows):
-                    weight = emit.load(emit.add(bases[r], offset), emit.floats, 4)
-                    for t in range(tokens):
-                        builder.store(emit.fma(weight, vectors[t], builder.load(sums[r][t])), sums[r][t])
+        def finish(total: Any, pointer: Any) -> Any:
+            return builder.fadd(builder.load(pointer), total)
 
-            def finish(total: Any, pointer: Any) -> Any:
-                return builder.fadd(builder.load(pointer), total)
+        _store_sums(emit, sums, out, all_rows, number(0), finish)
 
-            _store_sums(emit, sums, out, all_rows, number(0), finish)
-            return context.get_dummy_value()
-
-        return signature, emit_code
-
-    return dot
+    return emitted(dot, width)
 
 
 @inlined
@@ -372,39 +340,31 @@ def _panel_tiles(fill, dots, at_once, vector_bytes, data):  # type: ignore[no-un
 def _bfloat_dot(width: int, rows: int, tokens: int) -> Any:
     """An intrinsic that multiplies `rows` consecutive rows by `tokens` consecutive inputs."""
 
-    @intrinsic
-    def dot(context, matrix, inputs, out, row_bytes, steps, all_rows, row):  # type: ignore[no-untyped-def]
+    def dot(emit, matrix, inputs, out, row_bytes, steps, all_rows, row):  # type: ignore[no-untyped-def]
         """All arguments are int64; the first three are addresses, `row` is the first row."""
-        signature = types.void(*[types.int64] * 7)
+        builder = emit.b
+        vector_bytes = 4 * width
+        sums = [[emit.variable() for _ in range(tokens)] for _ in range(rows)]
+        input_bytes = builder.mul(steps, number(2 * vector_bytes))
+        begins = [emit.add(inputs, builder.mul(input_bytes, number(t))) for t in range(tokens)]
+        bases = [emit.add(matrix, builder.mul(emit.add(row, r), row_bytes)) for r in range(rows)]
+        with cgutils.for_range(builder, steps) as loop:
+            offset = builder.mul(loop.index, number(vector_bytes))
+            places = [emit.add(begin, offset, offset) for begin in begins]
+            vectors = [
+                [emit.load(emit.add(place, odd), emit.floats, 4) for odd in (0, vector_bytes)] for place in places
+            ]
+            for r in range(rows):
+                both = emit.load(emit.add(bases[r], offset), emit.ints, 2)
+                halves = builder.shl(both, emit.every(16)), builder.and_(both, emit.every(-(1 << 16)))
+                for t in range(tokens):
+                    total = builder.load(sums[r][t])
+                    for half, value in zip(halves, vectors[t], strict=True):
+                        total = emit.fma(builder.bitcast(half, emit.floats), value, total)
+                    builder.store(total, sums[r][t])
+        _store_sums(emit, sums, out, all_rows, row, lambda total, pointer: total)
 
-        def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            matrix, inputs, out, row_bytes, steps, all_rows, row = arguments
-            emit = Emitter(builder, width)
-            vector_bytes = 4 * width
-            sums = [[emit.variable() for _ in range(tokens)] for _ in range(rows)]
-            input_bytes = builder.mul(steps, number(2 * vector_bytes))
-            begins = [emit.add(inputs, builder.mul(input_bytes, number(t))) for t in range(tokens)]
-            bases = [emit.add(matrix, builder.mul(emit.add(row, r), row_bytes)) for r in range(rows)]
-            with cgutils.for_range(builder, steps) as loop:
-                offset = builder.mul(loop.index, number(vector_bytes))
-                places = [emit.add(begin, offset, offset) for begin in begins]
-                vectors = [
-                    [emit.load(emit.add(place, odd), emit.floats, 4) for odd in (0, vector_bytes)] for place in places
-                ]
-                for r in range(rows):
-                    both = emit.load(emit.add(bases[r], offset), emit.ints, 2)
-                    halves = builder.shl(both, emit.every(16)), builder.and_(both, emit.every(-(1 << 16)))
-                    for t in range(tokens):
-                        total = builder.load(sums[r][t])
-                        for half, value in zip(halves, vectors[t], strict=True):
-                            total = emit.fma(builder.bitcast(half, emit.floats), value, total)
-                        builder.store(total, sums[r][t])
-            _store_sums(emit, sums, out, all_rows, row, lambda total, pointer: total)
-            return context.get_dummy_value()
-
-        return signature, emit_code
-
-    return dot
+    return emitted(dot, width)
 
 
 @inlined

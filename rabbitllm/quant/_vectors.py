@@ -16,7 +16,8 @@ Rows and scales are left to the kernels.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numba
@@ -137,7 +138,7 @@ class Emitter:
         self.floats = ir.VectorType(F32, width)
         self.ints = ir.VectorType(I32, width)
         self.bytes = ir.VectorType(I8, width)
-        self.zero = ir.Constant(self.floats, [0.0] * width)
+        self.zero = every(self.floats, 0.0)
 
     def function(self, name: str, result: ir.Type, *arguments: ir.Type) -> Any:
         declared = ir.FunctionType(result, arguments)
@@ -151,6 +152,9 @@ class Emitter:
         loaded = self.b.load(self.b.inttoptr(address, ir_type.as_pointer()))
         loaded.align = alignment
         return loaded
+
+    def store(self, value: Any, address: Any, alignment: int) -> None:
+        self.b.store(value, self.b.inttoptr(address, value.type.as_pointer()), align=alignment)
 
     def prefetch(self, address: Any) -> None:
         """Prefetch the bytes at an address; harmless if the address is invalid."""
@@ -171,7 +175,7 @@ class Emitter:
         return self.b.call(self.function(name, self.floats, self.floats, self.ints), [table, index])
 
     def every(self, value: int) -> Any:
-        return ir.Constant(self.ints, [value] * self.width)
+        return every(self.ints, value)
 
     def spread(self, scalar: Any) -> Any:
         undefined = ir.Constant(self.floats, ir.Undefined)
@@ -186,6 +190,31 @@ class Emitter:
 def number(value: Any) -> Any:
     """An LLVM value, or a Python number as one."""
     return ir.Constant(I64, value) if isinstance(value, int) else value
+
+
+def every(vector_type: ir.VectorType, value: float) -> Any:
+    """A vector of one value."""
+    return ir.Constant(vector_type, [value] * vector_type.count)
+
+
+def emitted(emit_code: Callable[..., None], width: int) -> Any:
+    """An intrinsic without a result that takes as many int64s as `emit_code`.
+
+    Args:
+        emit_code: emits the code; gets an emitter, and the values of the int64s.
+        width: lanes of the emitter's vectors; 16 for `PAIRS`.
+    """
+
+    def definition(context: Any, *argument_types: Any) -> Any:
+        def lower(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            emit_code(Emitter(builder, 16 if width == PAIRS else width), *arguments)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * len(argument_types)), lower
+
+    # numba asks for the number of arguments, of which the first is its context
+    definition.__signature__ = inspect.signature(emit_code)  # type: ignore[attr-defined]
+    return intrinsic(definition)
 
 
 @intrinsic
@@ -232,15 +261,17 @@ class _BFloat(ir.Type):  # type: ignore[misc]
 _WORDS = ir.VectorType(I16, 32)
 
 
-class _Floats:
-    """Multiplies segments in float32; even and odd inputs are in separate arrays."""
+class Floats:
+    """Multiplies segments in float32; even and odd inputs are in separate arrays.
 
-    codes_a_byte: int
-    has_factor = False
+    Attributes:
+        segment_bytes: bytes of the codes of a segment.
+        codes_a_part: consecutive codes whose products are in one vector.
+    """
 
-    def __init__(self, emit: Emitter) -> None:
-        self._emit = emit
-        self.codes_a_step = 2 * emit.width
+    segment_bytes: int
+    codes_a_part = SEGMENT
+    _emit: Emitter
 
     def weights(self, address: Any) -> tuple[Any, Any]:
         """Even and odd weights of the codes at an address."""
@@ -252,41 +283,49 @@ class _Floats:
         places = range(0, HALF_BYTES, emit.width * 4)
         return [emit.load(emit.add(half, begin, offset), emit.floats, 4) for offset in places for half in (even, odd)]
 
-    def products(self, address: Any, inputs: list[list[Any]]) -> list[Any]:
-        """Sums of a segment's codes times the inputs of each token, still apart in lanes."""
-        emit = self._emit
-        parts: list[Any] = [emit.zero] * len(inputs)
-        for step in range(SEGMENT // self.codes_a_step):
-            both = self.weights(emit.add(address, step * self.codes_a_step // self.codes_a_byte))
+    def products(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
+        """Sums of each part of a segment's codes times the inputs of each token, still apart in lanes."""
+        emit, codes_a_step = self._emit, 2 * self._emit.width
+        parts = [[emit.zero] * len(inputs) for _ in range(SEGMENT // self.codes_a_part)]
+        for step in range(SEGMENT // codes_a_step):
+            part = parts[step * codes_a_step // self.codes_a_part]
+            both = self.weights(emit.add(address, step * codes_a_step * self.segment_bytes // SEGMENT))
             for t, vectors in enumerate(inputs):
                 for weight, value in zip(both, vectors[2 * step :], strict=False):
-                    parts[t] = emit.fma(weight, value, parts[t])
+                    part[t] = emit.fma(weight, value, part[t])
         return parts
 
 
-class _Nibbles(_Floats):
-    """Looks up 4bit codes: `width` bytes give `width` even and `width` odd weights."""
-
-    codes_a_byte = 2
+class SixteenValues:
+    """A table of 16 float32 in registers, from an address."""
 
     def __init__(self, emit: Emitter, table: Any) -> None:
-        super().__init__(emit)
-        self._tables = [
-            emit.load(emit.add(table, 32 * half), emit.floats, 4) for half in range(1 if emit.width == 16 else 2)
-        ]
+        self._emit = emit
+        self._parts = [emit.load(emit.add(table, offset), emit.floats, 1) for offset in range(0, 64, 4 * emit.width)]
+
+    def look_up(self, index: Any) -> Any:
+        """The values by the lowest 4 bits of each index."""
+        emit, values = self._emit, [self._emit.look_up(part, index) for part in self._parts]
+        if len(values) == 1:
+            return values[0]
+        is_high = emit.b.icmp_unsigned("!=", emit.b.and_(index, emit.every(8)), emit.every(0))
+        return emit.b.select(is_high, values[1], values[0])
+
+
+class _Nibbles(Floats):
+    """Looks up 4bit codes: `width` bytes give `width` even and `width` odd weights."""
+
+    segment_bytes = SEGMENT // 2
+
+    def __init__(self, emit: Emitter, table: Any) -> None:
+        self._emit = emit
+        self._values = SixteenValues(emit, table)
 
     def weights(self, address: Any) -> tuple[Any, Any]:
         emit = self._emit
         wide = emit.b.zext(emit.load(address, emit.bytes, 1), emit.ints)
-        return self._look_up(emit.b.lshr(wide, emit.every(4))), self._look_up(wide)  # the first in the high half
-
-    def _look_up(self, index: Any) -> Any:
-        emit = self._emit
-        if emit.width == 16:
-            return emit.look_up(self._tables[0], index)
-        low, high = (emit.look_up(table, index) for table in self._tables)
-        is_high = emit.b.icmp_unsigned("!=", emit.b.and_(index, emit.every(8)), emit.every(0))
-        return emit.b.select(is_high, high, low)
+        # the first code of a byte is in its high half
+        return self._values.look_up(emit.b.lshr(wide, emit.every(4))), self._values.look_up(wide)
 
 
 def _of_256(emit: Emitter, vectors: list[Any], index: Any) -> Any:
@@ -295,20 +334,19 @@ def _of_256(emit: Emitter, vectors: list[Any], index: Any) -> Any:
     quarters = [emit.b.call(permute, [vectors[2 * q], index, vectors[2 * q + 1]]) for q in range(4)]
 
     def bit(value: int) -> Any:
-        masked = emit.b.and_(index, ir.Constant(_WORDS, [value] * 32))
-        return emit.b.icmp_unsigned("!=", masked, ir.Constant(_WORDS, [0] * 32))
+        return emit.b.icmp_unsigned("!=", emit.b.and_(index, every(_WORDS, value)), every(_WORDS, 0))
 
     low, high = (emit.b.select(bit(64), quarters[2 * h + 1], quarters[2 * h]) for h in range(2))
     return emit.b.select(bit(128), high, low)
 
 
-class _Bytes(_Floats):
+class _Bytes(Floats):
     """Computes the values of 8bit codes: `width` words give `width` even and `width` odd weights."""
 
-    codes_a_byte = 1
+    segment_bytes = SEGMENT
 
     def __init__(self, emit: Emitter, table: Any) -> None:
-        super().__init__(emit)
+        self._emit = emit
         self._slopes, self._starts = (emit.load(emit.add(table, offset), emit.floats, 4) for offset in (0, RAMP_BYTES))
 
     def weights(self, address: Any) -> tuple[Any, Any]:
@@ -323,7 +361,7 @@ class _Bytes(_Floats):
         """
         emit = self._emit
         large = emit.b.bitcast(emit.b.or_(code, emit.every(_LARGE)), emit.floats)
-        distance = emit.b.fsub(large, ir.Constant(emit.floats, [_LARGE_VALUE + RAMP_STEP * ZERO_CODE] * emit.width))
+        distance = emit.b.fsub(large, every(emit.floats, _LARGE_VALUE + RAMP_STEP * ZERO_CODE))
         bits = emit.b.bitcast(distance, emit.ints)
         ramp = emit.b.lshr(bits, emit.every(23))
         start = emit.b.bitcast(emit.look_up(self._starts, ramp), emit.ints)
@@ -334,12 +372,12 @@ class _Bytes(_Floats):
 class Pairs:
     """Multiplies pairs of bfloat16; a segment has 64 inputs in their own order. The table ends with a factor."""
 
-    has_factor = True
     PAIRED = ir.VectorType(_BFloat(), 32)
 
     def __init__(self, emit: Emitter, scheme: str, table: Any) -> None:
         self._emit = emit
         self._scheme = scheme
+        self.segment_bytes = SEGMENT // (2 if scheme == "4bit" else 1)
         vectors = 1 if scheme == "4bit" else 8
         self._tables = [emit.load(emit.add(table, 64 * index), _WORDS, 2) for index in range(vectors)]
         self.factor = emit.load(emit.add(table, 64 * vectors), F32, 2)
@@ -350,9 +388,9 @@ class Pairs:
             return [self._emit.load(self._emit.add(even, begin, offset), _WORDS, 2) for offset in (0, 64)]
         return pairs_apart(self._emit, self._emit.add(even, begin))
 
-    def products(self, address: Any, inputs: list[list[Any]]) -> list[Any]:
-        """Sums of a segment's codes times the inputs of each token, still apart in lanes."""
-        return pair_products(self._emit, self._weights(address), inputs)
+    def products(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
+        """Sums of a segment's codes times the inputs of each token, still apart in lanes; a segment has one part."""
+        return [pair_products(self._emit, self._weights(address), inputs)]
 
     def _weights(self, address: Any) -> tuple[Any, Any]:
         emit = self._emit
@@ -362,7 +400,7 @@ class Pairs:
             return first, second
         permute = emit.function("llvm.x86.avx512.permvar.hi.512", _WORDS, _WORDS, _WORDS)
         wide = emit.b.zext(emit.load(address, ir.VectorType(I8, 32), 1), _WORDS)
-        nibbles = (emit.b.lshr(wide, ir.Constant(_WORDS, [4] * 32)), wide)  # the first is in the high half
+        nibbles = (emit.b.lshr(wide, every(_WORDS, 4)), wide)  # the first is in the high half
         first, second = (emit.b.call(permute, [self._tables[0], index]) for index in nibbles)
         return first, second
 

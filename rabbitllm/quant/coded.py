@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.formats.tensor_spec import DTYPES, torch_dtype
-from rabbitllm.quant import _kernels, bfloat_products
+from rabbitllm.quant import _kernels
 from rabbitllm.quant._kernel_interface import CODES, PAIRS, CodeKernel
-from rabbitllm.quant._kernels import SegmentInputs
-from rabbitllm.quant.products import CHUNK_ELEMENTS, MAX_GROUPED, SEGMENT
+from rabbitllm.quant._kernels import InputRows, segment_inputs
+from rabbitllm.quant.products import MAX_GROUPED, SEGMENT, dense_product
 
 if TYPE_CHECKING:
     import torch
@@ -50,13 +50,8 @@ class CodedForm:
 
     @property
     def scheme(self) -> str:
-        """A name of the form, without the shape."""
+        """A name of all but the shape."""
         return f"{self.codes} {self.scales} {self.block[0]}x{self.block[1]}"
-
-    @property
-    def kind(self) -> tuple[str, str, tuple[int, int]]:
-        """All but the shape."""
-        return self.codes, self.scales, self.block
 
     @property
     def row_bytes(self) -> int:
@@ -154,7 +149,7 @@ class CodedMatrix:
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """The dequantized matrix: value times scale in float32, rounded once."""
-        return self._rows(0, self.form.shape[0], self._float_scales(), dtype)
+        return self._rows(self._float_scales(), 0, self.form.shape[0], dtype)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`x @ W.T + bias`: (..., K) of a floating dtype -> (..., N) of the same; the kernels' sums are in float32."""
@@ -166,7 +161,8 @@ class CodedMatrix:
                 result += bias
             result = result.to(x.dtype)
         else:
-            result = self._in_chunks(flat, bias)
+            rows_at = functools.partial(self._rows, self._float_scales())
+            result = dense_product(flat, bias, self.form.shape, self.form.block[0] or 1, rows_at)
         return result.view(*x.shape[:-1], self.form.shape[0])
 
     def grouped(self, x: torch.Tensor) -> CodedProduct | None:
@@ -179,7 +175,7 @@ class CodedMatrix:
 
         out = torch.empty(len(x), self.form.shape[0])
         if len(x):
-            _run(width, SegmentInputs(width, x), [(self, 0, len(x))], out)
+            _run(width, segment_inputs(width, x), [(self, 0, len(x))], out)
         return out
 
     def table_for(self, width: int) -> int:
@@ -189,22 +185,7 @@ class CodedMatrix:
         address: int = self._tables[width].ctypes.data
         return address
 
-    def _in_chunks(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        import torch
-
-        rows, columns = self.form.shape
-        step = max(CHUNK_ELEMENTS // columns // (self.form.block[0] or 1), 1) * (self.form.block[0] or 1)
-        # processors without instructions for bfloat16 are slow at it, so float32 is used there
-        wide = x.float() if x.dtype == torch.bfloat16 and bfloat_products.widens() else x
-        out, scales = x.new_empty(len(x), rows), self._float_scales()
-        for begin in range(0, rows, step):
-            end = min(begin + step, rows)
-            part = self._rows(begin, end, scales, wide.dtype)
-            added = None if bias is None else bias[begin:end].to(wide.dtype)
-            out[:, begin:end] = torch.nn.functional.linear(wide, part, added)
-        return out
-
-    def _rows(self, begin: int, end: int, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _rows(self, scales: torch.Tensor, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
         """Some rows, dequantized with all float32 scales; `begin` is the first of a block, or all have one scale."""
         import numpy as np
         import torch
@@ -253,7 +234,7 @@ class CodedProduct:
 
         self._x = x
         self._width = kernel_for(form.kernel, x.dtype)
-        self._inputs = SegmentInputs(self._width, x)
+        self._inputs = segment_inputs(self._width, x)
         self._out = torch.zeros(len(x), form.shape[0])
 
     def multiply(self, matrices: Sequence[CodedMatrix], groups: Sequence[tuple[int, int]]) -> None:
@@ -272,7 +253,7 @@ class CodedProduct:
         return self._out.to(self._x.dtype)
 
 
-def _run(width: int, inputs: SegmentInputs, work: Sequence[tuple[CodedMatrix, int, int]], out: torch.Tensor) -> None:
+def _run(width: int, inputs: InputRows, work: Sequence[tuple[CodedMatrix, int, int]], out: torch.Tensor) -> None:
     """Multiply the rows [begin, end) with each matrix, as one job for all threads; all matrices are of one form."""
     from rabbitllm.quant._code_kernels import shift_of
 

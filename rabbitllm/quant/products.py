@@ -27,7 +27,7 @@ from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant import _block_pairs, _kernels, bfloat_products, gguf_blocks
 from rabbitllm.quant._kernel_interface import CODES, DEQUANTIZED, PAIRS, PANELS, SUMMED
-from rabbitllm.quant._kernels import SegmentInputs
+from rabbitllm.quant._kernels import InputRows, segment_inputs
 from rabbitllm.quant.quantize import (
     MAX_ELEMENTS,
     NestedScales,
@@ -248,44 +248,21 @@ class Matrix(QuantizedMatrix):
         return self._tables[width]
 
 
-class _Inputs:
-    """Rows (T, K) as kernels of blocks or by panels read them; K is a multiple of 64, or of the elements of a block."""
-
-    def __init__(self, method: str, scheme: str, width: int, x: torch.Tensor) -> None:
-        count, columns = x.shape
-        self._step, self._odd, self._odd_step = columns * 2, 0, 0  # bytes of a row in bfloat16, and of its sums
-        if scheme in BLOCK_TYPES and width == PAIRS:
-            layout = _block_pairs.LAYOUTS[scheme]
-            x = x if x.stride(1) == 1 else x.contiguous()
-            self._ready, self._odd_step = layout.inputs(x), columns // layout.step * layout.groups * 4
-            if layout.group:
-                self._sums = layout.sums(x)
-                self._odd = self._sums.data_ptr()
-        elif scheme in BLOCK_TYPES:
-            self._ready, self._step, self._odd_step = x.float().contiguous(), columns * 4, columns // SUMMED * 4
-            if method == CODES and gguf_blocks.has_minima(scheme):
-                self._sums = self._ready.view(count, columns // SUMMED, SUMMED).sum(-1)
-                self._odd = self._sums.data_ptr()
-        else:
-            self._ready, self._step = _kernels.interleaved(width, x), columns * 4
-
-    def of(self, row: int) -> tuple[int, int]:
-        """The addresses of a row's inputs, and of their sums by group; the second is 0 if these are not needed."""
-        return self._ready.data_ptr() + row * self._step, self._odd and self._odd + row * self._odd_step
-
-
-def _prepared(method: str, scheme: str, width: int, x: torch.Tensor) -> _Inputs | SegmentInputs:
-    """Rows (T, K) in the format of a kernel of `width` lanes."""
-    is_segments = method == CODES and scheme not in BLOCK_TYPES
-    return SegmentInputs(width, x) if is_segments else _Inputs(method, scheme, width, x)
+def _prepared(method: str, scheme: str, width: int, x: torch.Tensor) -> InputRows:
+    """Rows (T, K) in the format of a kernel of `width` lanes; K is a multiple of 64, or of the elements of a block."""
+    if scheme not in BLOCK_TYPES:
+        return segment_inputs(width, x) if method == CODES else InputRows(_kernels.interleaved(width, x))
+    if width == PAIRS:
+        layout = _block_pairs.LAYOUTS[scheme]
+        x = x if x.stride(1) == 1 else x.contiguous()
+        return InputRows(layout.inputs(x), layout.sums(x) if layout.group else None)
+    inputs = x.float().contiguous()
+    has_sums = method == CODES and gguf_blocks.has_minima(scheme)
+    return InputRows(inputs, inputs.view(len(x), x.shape[1] // SUMMED, SUMMED).sum(-1) if has_sums else None)
 
 
 def _run(
-    method: str,
-    width: int,
-    inputs: _Inputs | SegmentInputs,
-    work: Sequence[tuple[Matrix, int, int]],
-    out: torch.Tensor,
+    method: str, width: int, inputs: InputRows, work: Sequence[tuple[Matrix, int, int]], out: torch.Tensor
 ) -> None:
     """Multiply the rows [begin, end) with each matrix, as one job for all threads; all matrices are of one form.
 
@@ -331,7 +308,7 @@ class GroupedProduct:
         self._x = x
         self._width = _width_for(like.form, x.dtype)
         self._out = torch.zeros(len(x), like.form.shape[0])
-        self._inputs: dict[str, _Inputs | SegmentInputs] = {}
+        self._inputs: dict[str, InputRows] = {}
 
     def multiply(self, matrices: Sequence[Matrix], groups: Sequence[tuple[int, int]]) -> None:
         """Compute `x[begin:end] @ W.T` for each matrix and its group; each group is computed once."""
@@ -379,23 +356,48 @@ def _width_for(form: Quantized, dtype: torch.dtype) -> int:
 
 
 def _in_chunks(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
-    import torch
-
     form, (rows, columns) = matrix.form, matrix.form.shape
     block = STORED[form.scheme].block
-    step = block // math.gcd(block, columns)  # rows that are whole blocks
-    step *= max(CHUNK_ELEMENTS // columns // step, 1)
+    codes = matrix.payload.view(rows, -1)
+
+    def decode(begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+        scales = matrix.absmax.view(-1)[begin * columns // block : -(-end * columns // block)]
+        few = replace(form, shape=(end - begin, columns))
+        return dequantize(few, codes[begin:end].reshape(-1, 1), scales, matrix.table, dtype)
+
+    return dense_product(x, bias, (rows, columns), block // math.gcd(block, columns), decode)
+
+
+def dense_product(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    shape: tuple[int, ...],
+    together: int,
+    decode: Callable[[int, int, torch.dtype], torch.Tensor],
+) -> torch.Tensor:
+    """`x @ W.T + bias` by torch, with `CHUNK_ELEMENTS` of the matrix at a time.
+
+    Args:
+        x: (T, K), of a floating dtype.
+        bias: (N,) or None.
+        shape: of the matrix, (N, K).
+        together: some rows begin at a multiple of so many.
+        decode: first row, row after the last, and dtype -> these rows, dequantized.
+
+    Returns:
+        (T, N), of x's dtype.
+    """
+    import torch
+
+    rows, columns = shape
+    step = together * max(CHUNK_ELEMENTS // columns // together, 1)
     # processors without instructions for bfloat16 are slow at it, so float32 is used there
     wide = x.float() if x.dtype == torch.bfloat16 and bfloat_products.widens() else x
     out = x.new_empty(len(x), rows)
-    codes = matrix.payload.view(rows, -1)
     for begin in range(0, rows, step):
         end = min(begin + step, rows)
-        scales = matrix.absmax.view(-1)[begin * columns // block : -(-end * columns // block)]
-        few = replace(form, shape=(end - begin, columns))
-        part = dequantize(few, codes[begin:end].reshape(-1, 1), scales, matrix.table, wide.dtype)
         added = None if bias is None else bias[begin:end].to(wide.dtype)
-        out[:, begin:end] = torch.nn.functional.linear(wide, part, added)
+        out[:, begin:end] = torch.nn.functional.linear(wide, decode(begin, end, wide.dtype), added)
     return out
 
 

@@ -151,10 +151,6 @@ MULTIPLES = {"4bit": (*POSITIVE, *(-multiple for multiple in POSITIVE)), DOUBLE:
 """Scheme -> multiples; at 4bit-double, scales of both signs lose more when they are quantized than they gain."""
 STEPS = 1024
 """Steps from 0 to 1 to which y is rounded."""
-SMALLEST, LARGEST = 1e-18, 1e18
-"""Limits of a block's largest magnitude, between which squares neither overflow nor underflow."""
-ZERO_CODE = 7
-"""The code of NF4's value 0."""
 
 
 def quantize_fitted(scheme: str, data: memoryview, dtype: str) -> tuple[memoryview, memoryview]:
@@ -165,9 +161,8 @@ def quantize_fitted(scheme: str, data: memoryview, dtype: str) -> tuple[memoryvi
 
     midpoints, nearest = fitting_tables()
     multiples = np.array(MULTIPLES[scheme], np.float32)
-    usual = np.array([SMALLEST, LARGEST], np.float32)
     codes, scales = quantize_kernels.quantize_fitted(
-        _values(data, dtype), quantize_kernels.KINDS[dtype], midpoints, nearest, multiples, usual, ZERO_CODE
+        _values(data, dtype), quantize_kernels.KINDS[dtype], midpoints, nearest, multiples
     )
     return codes.data.cast("B"), scales.data.cast("B")
 
@@ -177,8 +172,9 @@ def fitting_tables() -> tuple[Floats, Floats]:
     """The midpoints between the NF4 values, and the value nearest to each 1024th from -1 to 1."""
     import numpy as np
 
-    levels = np.frombuffer(nf4_map(), np.float32)
-    midpoints = ((levels[1:] + levels[:-1]) / np.float32(2)).astype(np.float32)
+    from rabbitllm.quant.quantize_kernels import nf4_midpoints
+
+    levels, midpoints = np.frombuffer(nf4_map(), np.float32), nf4_midpoints(nf4_map())
     steps = np.arange(-STEPS, STEPS + 1, dtype=np.float32) / np.float32(STEPS)
     return midpoints, levels[np.searchsorted(midpoints, steps, side="left")]
 

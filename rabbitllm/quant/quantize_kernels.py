@@ -24,16 +24,19 @@ import numpy as np
 import numpy.typing as npt
 
 from rabbitllm.quant._compiling import compiled
+from rabbitllm.quant.schemes import INT8_BLOCK, NF4_BLOCK
 
 Codes: TypeAlias = npt.NDArray[np.uint8]
 Scales: TypeAlias = npt.NDArray[np.float32]
 Values: TypeAlias = npt.NDArray[np.uint16] | npt.NDArray[np.float32]
 
-NF4_BLOCK = 64
-INT8_BLOCK = 2048
 BF16, F16, F32 = 0, 1, 2
 KINDS = {"BF16": BF16, "F16": F16, "F32": F32}
 SMALLEST_SCALE = np.float32(1e-38)
+SMALLEST_FITTED, LARGEST_FITTED = np.float32(1e-18), np.float32(1e18)
+"""Limits of a block's largest magnitude, between which squares neither overflow nor underflow."""
+ZERO_CODE = 7
+"""The code of NF4's value 0."""
 _INFINITY = {BF16: 0x7F80, F16: 0x7C00}
 """Bits of infinity; larger magnitudes are NaN."""
 _KEYS = 1 << 15
@@ -184,7 +187,7 @@ def _nf4_tail(values, count, midpoints, ranks, codes, begin):  # type: ignore[no
         if scale != scale:
             break
     divisor = SMALLEST_SCALE if scale < SMALLEST_SCALE else scale
-    ranks[:] = 7
+    ranks[:] = ZERO_CODE
     for i in range(count):
         ranks[i] = 15
         for j in range(15):
@@ -332,7 +335,7 @@ def _int8_halves(bits, kind, infinity, bins, codes, scales):  # type: ignore[no-
 
 
 def quantize_fitted(
-    values: Values, kind: int, midpoints: Scales, nearest: Scales, multiples: Scales, usual: Scales, zero_code: int
+    values: Values, kind: int, midpoints: Scales, nearest: Scales, multiples: Scales
 ) -> tuple[Codes, Scales]:
     """Quantize to 4bit with fitted scales.
 
@@ -342,16 +345,14 @@ def quantize_fitted(
         midpoints: between the 16 NF4 values, ascending.
         nearest: the NF4 value nearest to each of an odd number of evenly spaced numbers from -1 to 1.
         multiples: the multiples of a block's largest magnitude to try.
-        usual: limits of the largest magnitude; outside them no multiples are tried.
-        zero_code: the code of the NF4 value 0.
 
     Returns:
         Two codes per byte, ((n + 1) // 2,), and one scale per block of 64.
     """
     codes = np.empty((values.size + 1) // 2, np.uint8)
     scales = np.empty(-(-values.size // NF4_BLOCK), np.float32)
-    words: Any = values.view(np.uint32) if kind == KINDS["F32"] else values
-    _fit_blocks(words, kind, midpoints, nearest, multiples, usual, zero_code, codes, scales)
+    words: Any = values.view(np.uint32) if kind == F32 else values
+    _fit_blocks(words, kind, midpoints, nearest, multiples, codes, scales)
     return codes, scales
 
 
@@ -393,7 +394,7 @@ def _fit_error(values, scale, nearest, ys, places, squares):  # type: ignore[no-
 
 
 @compiled
-def _fit_blocks(words, kind, midpoints, nearest, multiples, usual, zero_code, codes, scales):  # type: ignore[no-untyped-def]
+def _fit_blocks(words, kind, midpoints, nearest, multiples, codes, scales):  # type: ignore[no-untyped-def]
     values = np.empty(NF4_BLOCK, np.float32)
     bits = values.view(np.uint32)
     ys = np.empty(NF4_BLOCK, np.float32)
@@ -410,7 +411,7 @@ def _fit_blocks(words, kind, midpoints, nearest, multiples, usual, zero_code, co
         largest = np.uint32(largest_bits).view(np.float32)
         best = largest
         least = np.float32(np.inf)
-        if usual[0] < largest and largest < usual[1]:
+        if SMALLEST_FITTED < largest < LARGEST_FITTED:
             for m in range(multiples.size):
                 scale = multiples[m] * largest
                 error = _fit_error(values, scale, nearest, ys, places, squares)
@@ -418,7 +419,7 @@ def _fit_blocks(words, kind, midpoints, nearest, multiples, usual, zero_code, co
                     least = error
                     best = scale
         scales[block] = best
-        ranks[:] = zero_code
+        ranks[:] = ZERO_CODE
         if best != 0:
             inverse = np.float32(1) / best
             ranks[:count] = 0

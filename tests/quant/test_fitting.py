@@ -12,16 +12,14 @@ import torch
 
 from rabbitllm.errors import OptionError
 from rabbitllm.quant.quantize import (
-    LARGEST,
     MULTIPLES,
-    SMALLEST,
     STEPS,
-    ZERO_CODE,
     dequantize,
     fitting_tables,
     quantize_blocks,
     quantize_fitted,
 )
+from rabbitllm.quant.quantize_kernels import LARGEST_FITTED, SMALLEST_FITTED, ZERO_CODE
 from rabbitllm.quant.schemes import Quantized, check_fitting, nf4_map
 
 SCHEMES = ("4bit", "4bit-double")
@@ -59,7 +57,7 @@ def by_numpy(scheme: str, data: memoryview, dtype: str) -> tuple[bytes, Floats]:
     largest = (values.view(np.uint32) & np.uint32(0x7FFFFFFF)).max(axis=1).view(np.float32)
     scales, least = largest.copy(), np.full(len(values), np.inf, np.float32)
     with np.errstate(all="ignore"):
-        usual = (np.float32(SMALLEST) < largest) & (largest < np.float32(LARGEST))
+        usual = (largest > SMALLEST_FITTED) & (largest < LARGEST_FITTED)
         for multiple in MULTIPLES[scheme]:
             scale = np.where(usual, np.float32(multiple) * largest, np.float32(1))
             error = np.where(usual, _fitted_errors(values, scale, nearest), np.float32(np.inf))
