@@ -36,7 +36,7 @@ from rabbitllm.estimate.cost_model import (
 )
 from rabbitllm.estimate.machine import READING, Machine, can_measure, multiplying, something_to_read
 from rabbitllm.estimate.outline import Outline
-from rabbitllm.estimate.plan import SourceScan
+from rabbitllm.estimate.scan import SourceScan
 from rabbitllm.splitter.plan import PlannedFiles
 from rabbitllm.storage import durable
 from rabbitllm.store.layer_file import LAYER_SUFFIX

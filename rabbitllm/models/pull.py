@@ -170,10 +170,8 @@ def dry_run(request: LoadRequest) -> DryRun:
     Raises:
         RabbitLLMError: see `rabbitllm.plan`.
     """
-    from rabbitllm.estimate.plan import (
-        SourceScan,
-        split_estimate_at,  # imports all measuring code, which a split does not need
-    )
+    from rabbitllm.estimate.plan import split_estimate_at  # imports all measuring code, which a split does not need
+    from rabbitllm.estimate.scan import SourceScan
 
     assert request.split is not None
     options = prepare.with_memory(request.split, request.run)
