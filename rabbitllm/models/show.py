@@ -144,7 +144,7 @@ def show(
 def shown_record(shown: Shown) -> dict[str, Any]:
     """For `json.dumps`; sizes in bytes."""
     tensors, inside = shown.tensors, shown.inside
-    record: dict[str, Any] = {
+    return {
         "model": shown.name,
         "config": plain_record(dataclasses.asdict(shown.config)) if shown.config is not None else None,
         "format": inside.format if inside is not None else None,
@@ -159,7 +159,6 @@ def shown_record(shown: Shown) -> dict[str, Any]:
             for entry, original in shown.splits
         ],
     }
-    return record
 
 
 def _config_in(folder: Path) -> ConfigSummary | None:
