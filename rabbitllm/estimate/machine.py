@@ -108,8 +108,8 @@ class Machine:
 
     def disk(self) -> tuple[ReadMode, float] | None:
         """Return the faster mode of reading from the disk, with its rate."""
-        rates = [(rate, mode) for mode in (DIRECT, DROPPED) if (rate := self.reading(mode)) is not None]
-        return max(((mode, rate) for rate, mode in rates), key=lambda pair: pair[1], default=None)
+        rates = [(mode, rate) for mode in (DIRECT, DROPPED) if (rate := self.reading(mode)) is not None]
+        return max(rates, key=lambda pair: pair[1], default=None)
 
     def link(self, device: str) -> float:
         """Return the rate of copying from host memory to a device that does not share it."""

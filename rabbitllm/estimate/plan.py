@@ -169,7 +169,7 @@ def _given_rate(bandwidth: int | str) -> Rate:
 
 def _measure(scan: SourceScan, bandwidth: Rate | None) -> Rates:
     """Measure the rates that the estimates are based on, as far as they are needed and memory allows it."""
-    from rabbitllm.estimate.machine import can_measure
+    from rabbitllm.estimate.machine import DROPPED, can_measure, read_rate
 
     threads = scan.options.threads
     waiting = [shard for c, plan in scan.feasible.items() for shard in plan.shards if shard.name not in scan.used(c)]
@@ -182,7 +182,8 @@ def _measure(scan: SourceScan, bandwidth: Rate | None) -> Rates:
     if staged and fetch is None and scan.source.repository is not None:
         fetch = split_estimate.fetch_rate(scan.source.repository, staged[0])
     if here and read is None and scan.checkpoint is not None:
-        read = split_estimate.read_rate([scan.checkpoint.acquire(shard) for shard in here])
+        speed, nbytes = read_rate([scan.checkpoint.acquire(shard) for shard in here], DROPPED)
+        read = Rate(speed, nbytes) if speed is not None else None
     quantize: dict[str, Rate] = {}
     fitted = scan.options.fit_scales
     for scheme, entry in SCHEMES.items():
