@@ -331,6 +331,7 @@ def routed_work(plan: LoadPlan) -> tuple[RoutedWork, ...]:
         source = sources[placed.unit]
         routed = placed.tier is Tier.ROUTED
         on_device, in_host = pools[placed.device].shares if routed else (1.0, 0.0)
+        made = [leaf.entry.nbytes for leaf in source.leaves.values() if not leaf.is_view and leaf.matrix_type is None]
         work.append(
             RoutedWork(
                 name=source.name,
@@ -344,13 +345,7 @@ def routed_work(plan: LoadPlan) -> tuple[RoutedWork, ...]:
                 on_device=on_device,
                 in_host=in_host,
                 products=tuple(_expert_products(source)),
-                made=0
-                if placed.tier is Tier.RESIDENT
-                else sum(
-                    leaf.entry.nbytes // source.experts
-                    for leaf in source.leaves.values()
-                    if not leaf.is_view and leaf.matrix_type is None
-                ),
+                made=0 if placed.tier is Tier.RESIDENT else sum(nbytes // source.experts for nbytes in made),
             )
         )
     return tuple(work)
@@ -370,14 +365,6 @@ def _expert_products(source: ExpertSource) -> Iterator[Product]:
             yield Product(form, _matrix(leaf.entry), leaf.entry.nbytes // source.experts)
             continue
         yield Product(form, _matrix(leaf.entry), sum(part.nbytes for part in leaf.parts))
-
-
-def by_unit(work: Iterable[RoutedWork]) -> dict[str, list[RoutedWork]]:
-    """Group the modules by unit."""
-    units: dict[str, list[RoutedWork]] = {}
-    for routed in work:
-        units.setdefault(routed.unit, []).append(routed)
-    return units
 
 
 def experts_of(work: Iterable[RoutedWork]) -> tuple[Experts, ...]:

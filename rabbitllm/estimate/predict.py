@@ -17,7 +17,6 @@ from pathlib import Path
 from rabbitllm import prepare
 from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.devices import OutOfDeviceMemory, memory_explained, resolve_devices
-from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.load_plan import LoadPlan, cache_room, make_load_plan, place_units, too_little_memory
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, stays_cached
@@ -29,7 +28,6 @@ from rabbitllm.estimate.cost_model import (
     RoutedWork,
     Speed,
     UnitWork,
-    by_unit,
     bytes_of_a_pass,
     routed_work,
     work_of,
@@ -159,13 +157,11 @@ def stretched(sample: LoadPlan, layers: Sequence[int], machine: Machine) -> Load
             sources[name] = source
         elif name == units[0]:
             sources |= {long: sample.sources[short] for long, short in names.items()}
-    inside: dict[str, list[ExpertSource]] = {}
-    for expert in sample.experts:
-        inside.setdefault(expert.unit, []).append(expert)
     experts = tuple(
         dataclasses.replace(expert, name=long + expert.name.removeprefix(short), unit=long)
         for long, short in names.items()
-        for expert in inside.get(short, ())
+        for expert in sample.experts
+        if expert.unit == short
     )
     placement = place_units(sample.model, sources, experts, machine.devices, machine.options, sample.choosers)
     return dataclasses.replace(sample, sources=sources, experts=experts, placement=placement)
@@ -204,7 +200,7 @@ class PassEstimator:
     ) -> None:
         self._plan = plan
         self._work = work
-        self._routed = by_unit(routed)
+        self._routed: dict[str, list[RoutedWork]] = {}
         self._machine = machine
         room = cache_room(plan.placement)
         pooled = sum(pool.stored for pool in plan.placement.pools)
@@ -215,6 +211,7 @@ class PassEstimator:
             for product in unit.products:
                 self._forms[unit.device][product.form] += round(product.touched(1))
         for experts in routed:
+            self._routed.setdefault(experts.unit, []).append(experts)
             for product in experts.products:
                 self._forms[experts.device][product.form] += product.nbytes * experts.used
 
@@ -229,8 +226,7 @@ class PassEstimator:
             with memory_explained(self._machine.devices, self._plan.placement.limits, "measuring"):
                 return self._measured(estimate, first)
         except OutOfDeviceMemory as error:
-            problem = error.problem
-            logger.warning("The seconds per token cannot be measured: %s", problem)
+            logger.warning("The seconds per token cannot be measured: %s", error.problem)
             return estimate
 
     def _measured(self, estimate: GenerationEstimate, first: bool) -> GenerationEstimate:
