@@ -319,7 +319,8 @@ def _rows(measured: Measured) -> Iterator[tuple[str, str]]:
     request, further = measured.request, measured.sums[FURTHER]
     sequences = "" if request.batch == 1 else f" in each of {counted(request.batch, 'sequence')}"
     prompt = counted(request.prompt_tokens, "token")
-    yield "generated", f"{counted(request.tokens, 'token')} after {prompt}{sequences}; medians of {_turns(measured)}"
+    medians = f"medians of {counted(len(measured.turns), 'turn')}"
+    yield "generated", f"{counted(request.tokens, 'token')} after {prompt}{sequences}; {medians}"
     yield "load", f"{measured.load:.2f} s, splitting included"
     yield "first token", f"{measured.first:.3f} s; directly after loading {measured.first_after_load:.3f} s"
     times = sorted(turn.further for turn in measured.turns)
@@ -330,10 +331,6 @@ def _rows(measured: Measured) -> Iterator[tuple[str, str]]:
     yield "limit", further.bottleneck or "none"
     if measured.peak is not None:
         yield "peak memory", f"{size(measured.peak)}, with pages of mapped files"
-
-
-def _turns(measured: Measured) -> str:
-    return counted(len(measured.turns), "turn")
 
 
 def _bytes(measured: Measured, further: PassSums) -> Iterator[str]:
