@@ -353,18 +353,16 @@ def routed_work(plan: LoadPlan) -> tuple[RoutedWork, ...]:
 
 def _expert_products(source: ExpertSource) -> Iterator[Product]:
     for leaf in source.leaves.values():
-        stored = leaf.blocks[0].form
         if len(leaf.shape) < 2:
             continue  # a bias
+        stored, nbytes = leaf.blocks[0].form, sum(part.nbytes for part in leaf.parts)
         if leaf.coded is not None:
             form = leaf.coded.form.scheme
         elif leaf.matrix_type is not None and stored is not None:
             form = stored.codes.scheme
         else:
-            form = str(leaf.entry.dtype).removeprefix("torch.")
-            yield Product(form, _matrix(leaf.entry), leaf.entry.nbytes // source.experts)
-            continue
-        yield Product(form, _matrix(leaf.entry), sum(part.nbytes for part in leaf.parts))
+            form, nbytes = str(leaf.entry.dtype).removeprefix("torch."), leaf.entry.nbytes // source.experts
+        yield Product(form, _matrix(leaf.entry), nbytes)
 
 
 def experts_of(work: Iterable[RoutedWork]) -> tuple[Experts, ...]:
