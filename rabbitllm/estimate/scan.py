@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ from rabbitllm import prepare
 from rabbitllm.base.options import ShardPolicy, SplitOptions
 from rabbitllm.base.terminal import listed
 from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity
-from rabbitllm.checkpoints.config import experts_a_token, quantized_as, read_config
+from rabbitllm.checkpoints.config import experts_a_token, quantized_as
 from rabbitllm.errors import InvalidIndexError, NotEnoughSpaceException
 from rabbitllm.quant.schemes import COMPRESSIONS
 from rabbitllm.splitter import journal
@@ -69,14 +69,10 @@ class SourceScan:
         return {c: earlier for c, earlier in journals.items() if earlier is not None}
 
     @cached_property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Mapping[str, Any]:
         """The source's config; empty if it is absent or damaged."""
-        derived = self.checkpoint.derived() if self.checkpoint is not None else {}
-        if "config.json" in derived:
-            config: dict[str, Any] = json.loads(derived["config.json"])
-            return config
         try:
-            return read_config(self.source.config_folder)
+            return prepare.config_of(self.source.config_folder, self.checkpoint)
         except InvalidIndexError:
             return {}
 
@@ -175,7 +171,12 @@ class SourceScan:
     def obstacle(self, compression: str | None) -> str | None:
         """Return why a split at this compression can be neither used, begun nor finished; None if one is possible."""
         if compression in self.manifests:
-            return self._other_split(compression, self.manifests[compression])
+            manifest = self.manifests[compression]
+            if manifest is None:
+                return None
+            if manifest.compression != compression:
+                return f"the finished split is at compression {manifest.compression}"
+            return self._of_another("finished", manifest.source)
         if compression is not None and self.quantized is not None:
             return f"the weights are already quantized ({self.quantized})"
         if compression in self.refused:
@@ -185,21 +186,13 @@ class SourceScan:
             return self._mixed
         if earlier is None or self.checkpoint is None:
             return self._gone
-        if (why := self._differs(earlier.plan.source)) is not None:
-            return f"the unfinished split is of another source: {why}"
+        if (why := self._of_another("unfinished", earlier.plan.source)) is not None:
+            return why
         if self.source.repository is not None:
             return None
         waiting = [shard.name for shard in earlier.plan.shards if shard.name not in earlier.used]
         missing = [shard for shard in waiting if not self.is_here(shard)]
         return f"{len(missing)} of the {len(waiting)} shards it still needs are missing" if missing else None
-
-    def _other_split(self, compression: str | None, manifest: Manifest | None) -> str | None:
-        if manifest is None:
-            return None
-        if manifest.compression != compression:
-            return f"the finished split is at compression {manifest.compression}"
-        why = self._differs(manifest.source)
-        return f"the finished split is of another source: {why}" if why is not None else None
 
     @cached_property
     def _gone(self) -> str | None:
@@ -222,8 +215,10 @@ class SourceScan:
         metadata = (self.checkpoint.metadata(shard) for shard in self.checkpoint.index.shards)
         return self.checkpoint.identity(fact for fact in metadata if fact is not None)
 
-    def _differs(self, identity: SourceIdentity) -> str | None:
-        return identity.differs_from(self._identity) if self._identity is not None else None
+    def _of_another(self, state: str, identity: SourceIdentity) -> str | None:
+        """Why a split, in this state, of this source is no split of the present source; None if it is."""
+        why = identity.differs_from(self._identity) if self._identity is not None else None
+        return f"the {state} split is of another source: {why}" if why is not None else None
 
     def request(self, compression: str | None, shards: ShardPolicy = ShardPolicy.KEEP) -> SplitRequest:
         """Return the request for the split that `from_pretrained` would make."""
