@@ -150,12 +150,8 @@ def shown(enabled: bool = True) -> Iterator[None]:
     if not enabled or progress.is_shown():
         yield
         return
-    display = SplitDisplay()
-    try:
-        with progress.listening(display):
-            yield
-    finally:
-        display.close()
+    with contextlib.closing(SplitDisplay()) as display, progress.listening(display):
+        yield
 
 
 # The check of layer files

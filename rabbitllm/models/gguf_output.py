@@ -727,11 +727,9 @@ def _write(file: Path, head: bytes, planned: _PlannedFile, offsets: Sequence[int
     durable.write_whole(log_path, f"{key}\n{complete}\n".encode())
     if not complete:
         durable.remove(part_path)
-    written = durable.GrowingFile(part_path, nbytes, write_back=True)
-    try:
+    with contextlib.closing(durable.GrowingFile(part_path, nbytes, write_back=True)) as written:
         written.write_at(memoryview(head), 0)
-        log = durable.Log(log_path)
-        try:
+        with contextlib.closing(durable.Log(log_path)) as log:
             unsynced = 0
             for index in range(complete, len(offsets)):
                 for offset, piece in planned.placed(index, offsets[index]):
@@ -741,11 +739,7 @@ def _write(file: Path, head: bytes, planned: _PlannedFile, offsets: Sequence[int
                     written.sync()
                     log.append(str(index + 1))
                     unsynced = 0
-        finally:
-            log.close()
         written.sync()
-    finally:
-        written.close()
     durable.publish(part_path, file.absolute())
     durable.remove(log_path)
 
