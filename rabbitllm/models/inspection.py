@@ -397,15 +397,12 @@ HEADER_THREADS = 8
 _FILE_SUFFIXES = (*WEIGHT_SUFFIXES, ".model", ".json")
 
 
-def look(
-    name: str | Path, *, revision: str | None = None, token: str | bool | None = None, opcodes: bool = False
-) -> Inspection:
+def look(name: str | Path, *, revision: str | None = None, opcodes: bool = False) -> Inspection:
     """The content of a file, folder or repository.
 
     Args:
         name: a file, a folder, or a repository as `organisation/name`.
         revision: branch, tag or commit of the repository.
-        token: access token for the hub.
         opcodes: list the pickles of a file instead of its tensors.
 
     Returns:
@@ -430,7 +427,7 @@ def look(
         )
     if not path.is_dir() and path.suffix in _FILE_SUFFIXES:
         raise CheckpointNotFoundError(f"There is no file {str(path)!r}.", "Check the path.")
-    return _look_at_checkpoint(str(name), revision, token)
+    return _look_at_checkpoint(str(name), revision)
 
 
 def _look_at_split(folder: Path) -> Inspection:
@@ -459,8 +456,8 @@ def _of_stored(tensor: StoredTensor, layer: str) -> TensorInfo:
     return TensorInfo(tensor.name, dtype, tensor.shape, strides, first.offset, tensor.nbytes, layer, first.file)
 
 
-def _look_at_checkpoint(name: str, revision: str | None, token: str | bool | None) -> Inspection:
-    spec = prepare.ModelSpec(name, access=HubAccess(revision, token))
+def _look_at_checkpoint(name: str, revision: str | None) -> Inspection:
+    spec = prepare.ModelSpec(name, access=HubAccess(revision))
     source = prepare.find(spec, only_look=True)
     checkpoint = prepare.open_weights(source, [source.split_folder])
     if checkpoint is None:
