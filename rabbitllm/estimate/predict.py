@@ -62,19 +62,15 @@ def generations(
     with prepare.config_folder(scan.source) as home, something_to_read(nearest, readable, min_free) as files:
         machine = Machine(devices, options, files)
         for compression in scan.folders:
+            plan = None
             try:
-                store = _store(scan, compression)
-                plan = make_load_plan(store, options, home, devices) if store is not None else None
-            except RabbitLLMError as error:
-                estimates.append(GenerationEstimate(compression, obstacle=error.problem, refused=True))
-                continue
-            if store is None or plan is None:
-                estimates.append(GenerationEstimate(compression, obstacle=scan.obstacle(compression)))
-                continue
-            try:
+                if (store := _store(scan, compression)) is None:
+                    estimates.append(GenerationEstimate(compression, obstacle=scan.obstacle(compression)))
+                    continue
+                plan = make_load_plan(store, options, home, devices)
                 estimates.append(estimate(compression, plan, machine))
-            except RabbitLLMError as error:
-                estimates.append(GenerationEstimate(compression, obstacle=error.problem))
+            except RabbitLLMError as error:  # without a plan loading would refuse the model
+                estimates.append(GenerationEstimate(compression, obstacle=error.problem, refused=plan is None))
     return tuple(device.name for device in devices), estimates
 
 
