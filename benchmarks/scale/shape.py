@@ -167,7 +167,7 @@ class Drawn:
         placed = dataclasses.replace(self.make_load_plan, placement=placement)
         routed: dict[str, list[RoutedWork]] = {}
         for experts in routed_work(placed):
-            routed.setdefault(experts.unit, []).append(experts)
+            routed.setdefault(experts.source.unit, []).append(experts)
         stored = {cost.name: cost.stored for cost in self.costs}
         return tuple(_unit(work, stored[work.unit], tuple(routed.get(work.unit, ()))) for work in work_of(placed))
 

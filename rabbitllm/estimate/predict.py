@@ -207,9 +207,9 @@ class PassEstimator:
             for product in unit.products:
                 self._forms[unit.device][product.form] += round(product.touched(1))
         for experts in routed:
-            self._routed.setdefault(experts.unit, []).append(experts)
+            self._routed.setdefault(experts.source.unit, []).append(experts)
             for product in experts.products:
-                self._forms[experts.device][product.form] += product.nbytes * experts.used
+                self._forms[experts.device][product.form] += product.nbytes * experts.source.used
 
     def timed(self, estimate: GenerationEstimate, *, first: bool = True) -> GenerationEstimate:
         """Measure, and return the estimate with times; without some that could not be measured.
@@ -257,7 +257,7 @@ class PassEstimator:
             else:
                 reading += unit.streamed / read_rate
             for routed in self._routed.get(unit.unit, ()):
-                count = routed.touched_bytes(tokens) / routed.expert_bytes
+                count = routed.touched_bytes(tokens) / routed.source.expert_bytes
                 computing += count * self._expert_seconds(routed)
                 if not all_kept:
                     in_turn += count * self._bringing_seconds(routed, read_rate)
@@ -294,9 +294,9 @@ class PassEstimator:
     def _bringing_seconds(self, routed: RoutedWork, read_rate: float) -> float:
         """Return the expected seconds in which an expert is read and copied."""
         copied = 0.0 if routed.is_host else 1.0 - routed.on_device
-        copying = copied * routed.expert_bytes / self._machine.link(routed.device) if copied else 0.0
+        copying = copied * routed.source.expert_bytes / self._machine.link(routed.device) if copied else 0.0
         waiting = READ_EXPERT * self._machine.overhead(routed.device).a_module
-        return routed.missed * (routed.expert_bytes / read_rate + waiting) + copying
+        return routed.missed * (routed.source.expert_bytes / read_rate + waiting) + copying
 
     def _first(self, disk: float) -> float:
         """Return the seconds of the first token, for which all weights come from the disk."""

@@ -379,18 +379,9 @@ def of_spec(spec: TensorSpec, layer: str) -> TensorInfo:
     return TensorInfo(spec.name, dtype, spec.shape, strides, spec.offset, nbytes, layer, spec.file)
 
 
-def _of_torch(tensor: TorchTensor, layer: str, *, zipped: bool) -> TensorInfo:
-    return TensorInfo(
-        tensor.name,
-        tensor.dtype,
-        tensor.shape,
-        tensor.strides,
-        tensor.offset,
-        tensor.nbytes,
-        layer,
-        tensor.file,
-        f"data/{tensor.storage}" if zipped else tensor.storage,
-    )
+def _of_torch(t: TorchTensor, layer: str, *, zipped: bool) -> TensorInfo:
+    storage = f"data/{t.storage}" if zipped else t.storage
+    return TensorInfo(t.name, t.dtype, t.shape, t.strides, t.offset, t.nbytes, layer, t.file, storage)
 
 
 HEADER_THREADS = 8

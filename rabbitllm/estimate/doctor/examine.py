@@ -352,16 +352,8 @@ def examine(*, quick: bool = False, every: bool = False, on_probe: Callable[[str
     elif not quick and memory is not None:
         little = f"{size(memory.usable)} of RAM is available; measuring takes up to {size(MEASURING_BYTES)}"
         probes.failures.append(Failure("times", little))
-    machine = MachineInfo(
-        memory=memory,
-        processor=probes.run("the processor", probe_processor),
-        gpus=gpus,
-        folders=folders,
-        host=host,
-        hub=hub(),
-        packages=packages,
-        rates=rates,
-    )
+    processor = probes.run("the processor", probe_processor)
+    machine = MachineInfo(memory, processor, gpus, folders, host, hub(), packages, rates)
     smallest = min((need.disk_bytes for model in models for choice in model.at for need in choice.needs), default=0)
     advice = advise(machine, smallest)
     seconds = time.perf_counter() - start
