@@ -162,11 +162,7 @@ def as_record(outcome: Outcome) -> dict[str, Any]:
 
 
 def run(
-    folder: Path,
-    problems: int,
-    plot: Path | None = None,
-    console: Console | None = None,
-    of: DemoModel | None = None,
+    folder: Path, problems: int, plot: Path | None = None, console: Console | None = None, of: DemoModel | None = None
 ) -> Outcome:
     """Run the whole demonstration.
 

@@ -12,17 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rabbitllm.base import progress
 from rabbitllm.base.progress import SplitProgress, SplitStats
-from rabbitllm.base.terminal import (
-    LinePiece,
-    Row,
-    amount,
-    duration,
-    fitting,
-    part,
-    plain_line,
-    progress_row,
-    speed,
-)
+from rabbitllm.base.terminal import LinePiece, Row, amount, duration, fitting, part, plain_line, progress_row, speed
 from rabbitllm.display.region import THE_REGION, Claim
 
 MIN_SHARED_WIDTH = 90

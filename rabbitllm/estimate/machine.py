@@ -39,11 +39,7 @@ from rabbitllm.storage import durable
 from rabbitllm.storage.files import PositionalFile, page_aligned
 
 DIRECT, DROPPED = ReadMode(direct=True), ReadMode(drop=True)
-READING = {
-    DIRECT: "past the page cache",
-    DROPPED: "through the page cache",
-    THROUGH_THE_CACHE: "out of the page cache",
-}
+READING = {DIRECT: "past the page cache", DROPPED: "through the page cache", THROUGH_THE_CACHE: "out of the page cache"}
 """How reports call the modes of reading."""
 SHAPE = (4096, 4096)
 """Of every measured matrix."""

@@ -112,11 +112,7 @@ def estimate(compression: str | None, plan: LoadPlan, machine: Machine, *, first
 
 
 def predict_outline(
-    outline: Outline,
-    compression: str | None,
-    folder: Path,
-    machine: Machine,
-    work: Path,
+    outline: Outline, compression: str | None, folder: Path, machine: Machine, work: Path
 ) -> tuple[LoadPlan, GenerationEstimate]:
     """Return the load plan of a model and its generation estimate.
 

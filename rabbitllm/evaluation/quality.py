@@ -169,8 +169,7 @@ def windows(tokenizer: PreTrainedTokenizerBase, text: str, *, window: int, token
     predicted = sum(len(scored.continuation) for scored in texts)
     if predicted < LEAST_POSITIONS:
         raise QualityError(
-            f"The text has {predicted} tokens to predict; expected at least {LEAST_POSITIONS}.",
-            "Use a longer text.",
+            f"The text has {predicted} tokens to predict; expected at least {LEAST_POSITIONS}.", "Use a longer text."
         )
     return texts
 

@@ -194,11 +194,7 @@ class WeightsInput:
     def split(self, options: SplitOptions) -> None:
         """Make or resume its split in the work folder."""
         source = prepare.Source(self.name, self.split_folder, self.path.parent, finished=False, local=self.path.parent)
-        with (
-            locked(self.split_folder),
-            reporting_interrupts(self.split_folder),
-            prepare.lock_source(source, options),
-        ):
+        with locked(self.split_folder), reporting_interrupts(self.split_folder), prepare.lock_source(source, options):
             checkpoint = self.open()
             if (manifest := read_manifest(self.split_folder)) is None:
                 family = prepare.family_of(self.path.parent)
