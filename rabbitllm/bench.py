@@ -22,6 +22,7 @@ from rich.text import Text
 
 from rabbitllm.auto_model import LoadRequest, load
 from rabbitllm.base.terminal import counted, harmless, put, put_fact, size
+from rabbitllm.generation.request import Sampling
 from rabbitllm.telemetry.passes import (
     BETWEEN_LAYERS,
     COMPUTE,
@@ -31,7 +32,6 @@ from rabbitllm.telemetry.passes import (
     READ,
     READ_WAIT,
     UPLOAD_WAIT,
-    Pass,
     PassSums,
     copies_of,
 )
@@ -109,7 +109,6 @@ class Measured:
         turns: with the profiler off.
         sums: kind of pass -> sums, of the turn with the profiler on.
         profile: of that turn, see `rabbitllm.telemetry._report`.
-        passes: of that turn.
         in_place: "device tier" -> stored bytes that each pass uses without moving them.
         trace: of that turn.
         peak: peak memory of the process, bytes, mapped files included; None if not known.
@@ -126,7 +125,6 @@ class Measured:
     turns: tuple[TurnTimes, ...]
     sums: Mapping[str, PassSums]
     profile: Mapping[str, Any]
-    passes: tuple[Pass, ...]
     in_place: Mapping[str, int]
     trace: Trace
     peak: int | None
@@ -195,7 +193,6 @@ def measure(
         turns=tuple(turns),
         sums=model.profiler.sums,
         profile=model.profiler.as_json(),
-        passes=model.profiler.passes,
         in_place=model.profiler.in_place,
         trace=trace,
         peak=peak_memory(),
@@ -218,23 +215,11 @@ def _turn(model: StreamedModel, prompt: torch.Tensor, tokens: int) -> TurnTimes:
             torch.cuda.synchronize(model.device)
         ends.append(time.perf_counter())
 
-    hook = model.register_forward_hook(stamp)
-    start = time.perf_counter()
-    try:
-        model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=tokens,
-            min_new_tokens=tokens,
-            do_sample=False,
-            num_beams=1,
-            temperature=None,
-            top_p=None,
-            top_k=None,
-            pad_token_id=0,
-        )
-    finally:
-        hook.remove()
+    lengths = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+    greedy = Sampling(temperature=0).arguments() | {"num_beams": 1, "pad_token_id": 0}
+    with model.register_forward_hook(stamp):
+        start = time.perf_counter()
+        model.generate(prompt, attention_mask=torch.ones_like(prompt), **lengths, **greedy)
     further = (ends[-1] - ends[0]) / max(len(ends) - 1, 1)
     return TurnTimes(ends[0] - start, further)
 
@@ -319,7 +304,8 @@ def _rows(measured: Measured) -> Iterator[tuple[str, str]]:
     request, further = measured.request, measured.sums[FURTHER]
     sequences = "" if request.batch == 1 else f" in each of {counted(request.batch, 'sequence')}"
     prompt = counted(request.prompt_tokens, "token")
-    yield "generated", f"{counted(request.tokens, 'token')} after {prompt}{sequences}; medians of {_turns(measured)}"
+    medians = f"medians of {counted(len(measured.turns), 'turn')}"
+    yield "generated", f"{counted(request.tokens, 'token')} after {prompt}{sequences}; {medians}"
     yield "load", f"{measured.load:.2f} s, splitting included"
     yield "first token", f"{measured.first:.3f} s; directly after loading {measured.first_after_load:.3f} s"
     times = sorted(turn.further for turn in measured.turns)
@@ -330,10 +316,6 @@ def _rows(measured: Measured) -> Iterator[tuple[str, str]]:
     yield "limit", further.bottleneck or "none"
     if measured.peak is not None:
         yield "peak memory", f"{size(measured.peak)}, with pages of mapped files"
-
-
-def _turns(measured: Measured) -> str:
-    return counted(len(measured.turns), "turn")
 
 
 def _bytes(measured: Measured, further: PassSums) -> Iterator[str]:

@@ -7,6 +7,7 @@ free space is correct. Uses folders and environment variables only; loads no mod
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -145,11 +146,8 @@ def _scratch(host: str) -> Path | None:
     if not candidates:
         return None
     first, *fallbacks = candidates
-    try:
+    with contextlib.suppress(OSError):
         durable.make_folder(first)
-    except OSError:
-        pass
-    else:
         if first.is_dir() and os.access(first, os.W_OK):
             return first
     return max(filter(Path.is_dir, fallbacks), key=lambda folder: shutil.disk_usage(folder).free)

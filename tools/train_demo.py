@@ -39,8 +39,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rabbitllm.demo.models import BundledModel
-from rabbitllm.demo.tasks import KINDS, Problem, exact_match, held_out, training_facts, training_stream
+from rabbitllm.demo.tasks import KINDS, Problem, exact_match, facts, held_out
 from tools.demo_prose import held_out_prose, training_prose
+from tools.demo_training import text_of, training_stream
 
 VOCABULARY = 1024
 
@@ -214,8 +215,8 @@ def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    texts = [problem.text for problem in training_facts()]
-    texts += [problem.text for problem in islice(training_stream(seed), 5000)]
+    texts = [*map(text_of, facts(kept_back=False))]
+    texts += [*map(text_of, islice(training_stream(seed), 5000))]
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
         special_tokens=[END, PAD],

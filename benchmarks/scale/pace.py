@@ -119,7 +119,8 @@ def _asked_for(module: RoutedWork, shape: Shape, rows: int) -> _Asked:
     touched = module.touched_bytes(rows)
     one = 3 * TWO_BYTES * shape.config["hidden_size"] * shape.config["moe_intermediate_size"]
     copied = 0.0 if module.is_host else (1 - module.on_device) * touched
-    return _Asked(touched, touched / module.expert_bytes * one, module.used * one, module.missed * touched, copied)
+    made, used = touched / module.source.expert_bytes * one, module.source.used * one
+    return _Asked(touched, made, used, module.missed * touched, copied)
 
 
 def _reading(stored: float, made: float, shape: Shape, host: Host, rows: int) -> float:

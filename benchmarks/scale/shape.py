@@ -25,7 +25,7 @@ from rabbitllm.engine.experts import expert_costs
 from rabbitllm.engine.load_plan import LoadPlan, make_load_plan, unit_costs
 from rabbitllm.engine.placement import SLOTS, Budget, ExpertCost, UnitCost, place
 from rabbitllm.engine.units import MatrixChooser
-from rabbitllm.estimate.cost_model import Product, RoutedWork, UnitWork, by_unit, routed_work, work_of
+from rabbitllm.estimate.cost_model import Product, RoutedWork, UnitWork, routed_work, work_of
 from rabbitllm.estimate.machine import Machine
 from rabbitllm.estimate.outline import Outline, outline_of, published
 from rabbitllm.estimate.predict import stretched
@@ -165,7 +165,9 @@ class Drawn:
         budgets = [Budget(name, room, is_host=not count) for name in names]
         placement = place(self.costs, budgets, host_bytes=host, experts=self.experts)
         placed = dataclasses.replace(self.make_load_plan, placement=placement)
-        routed = by_unit(routed_work(placed))
+        routed: dict[str, list[RoutedWork]] = {}
+        for experts in routed_work(placed):
+            routed.setdefault(experts.source.unit, []).append(experts)
         stored = {cost.name: cost.stored for cost in self.costs}
         return tuple(_unit(work, stored[work.unit], tuple(routed.get(work.unit, ()))) for work in work_of(placed))
 

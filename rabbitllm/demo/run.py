@@ -162,11 +162,7 @@ def as_record(outcome: Outcome) -> dict[str, Any]:
 
 
 def run(
-    folder: Path,
-    problems: int,
-    plot: Path | None = None,
-    console: Console | None = None,
-    of: DemoModel | None = None,
+    folder: Path, problems: int, plot: Path | None = None, console: Console | None = None, of: DemoModel | None = None
 ) -> Outcome:
     """Run the whole demonstration.
 
@@ -262,15 +258,11 @@ def _answer_questions(
         answers.append(shown := DemoAnswer(question, answer, problem.answer, of.is_right(answer, problem)))
         mark = "[green]right[/]" if shown.right else f"[red]wrong, {problem.answer}[/]"
         if of.answers_in_words:
-            console.print(f"  {question}\n    {_first_sentence(answer)} {mark}", highlight=False)
+            sentence = "".join(answer.partition(". ")[:2])
+            console.print(f"  {question}\n    {' '.join(sentence.split())} {mark}", highlight=False)
         else:
             console.print(f"  {question:<44} {answer:<22} {mark}", highlight=False)
     return tuple(answers), tokens / seconds
-
-
-def _first_sentence(text: str) -> str:
-    end = text.find(". ")
-    return " ".join(text[: end + 1].split()) if end >= 0 else " ".join(text.split())
 
 
 def _print_summary(console: Console, outcome: Outcome) -> None:

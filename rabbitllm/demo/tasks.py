@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -25,9 +25,6 @@ KINDS: tuple[str, ...] = ("sum", "comparison", "sorting", "fact")
 HELD_OUT_ONE_IN = 10
 LARGEST_NUMBER = 999
 LARGEST_SORTED_NUMBER = 99
-
-# Sums need by far the most practice; the shares only steer training, the held-out set has equal parts.
-_TRAINING_SHARES: tuple[float, ...] = (0.45, 0.15, 0.2, 0.2)
 
 _SUM_WORDINGS = ("{a} + {b} = ?", "What is {a} + {b}?", "Add {a} and {b}.")
 _LARGER_WORDINGS = ("Which is larger, {a} or {b}?", "Which number is bigger, {a} or {b}?")
@@ -43,11 +40,6 @@ class Problem:
     kind: str
     prompt: str
     answer: str
-
-    @property
-    def text(self) -> str:
-        """The prompt with its answer, as used in training (the tokenizer adds the end token)."""
-        return f"{self.prompt} {self.answer}"
 
 
 @dataclass(frozen=True)
@@ -85,34 +77,17 @@ def held_out(n: int, seed: int = 0) -> list[Problem]:
         raise ValueError(f"n must be a positive multiple of {len(KINDS)}, not {n}")
     per_kind = n // len(KINDS)
     rng = random.Random(f"held-out {seed}")
-    facts = sorted(held_out_facts(), key=lambda problem: problem.prompt)
-    if per_kind > len(facts):
-        raise ValueError(f"there are only {len(facts)} held-out facts, {per_kind} were asked for")
+    by_prompt = sorted(facts(kept_back=True), key=lambda problem: problem.prompt)
+    if per_kind > len(by_prompt):
+        raise ValueError(f"there are only {len(by_prompt)} held-out facts, {per_kind} were asked for")
     columns = [_distinct(kind, per_kind, rng) for kind in KINDS[:-1]]
-    columns.append(rng.sample(facts, per_kind))
+    columns.append(rng.sample(by_prompt, per_kind))
     return [problem for row in zip(*columns, strict=True) for problem in row]
 
 
-def training_stream(seed: int = 0) -> Iterator[Problem]:
-    """Training problems without end; none of them is ever in a held-out set."""
-    rng = random.Random(f"training {seed}")
-    facts = training_facts()
-    while True:
-        kind = rng.choices(KINDS, _TRAINING_SHARES)[0]
-        if kind == "fact":
-            yield rng.choice(facts)
-        else:
-            yield _problem(kind, _numbers(kind, rng, for_scoring=False), rng)
-
-
-def held_out_facts() -> list[Problem]:
-    """Every fact in its held-out wording."""
-    return [problem for problem, kept_back in _worded_facts() if kept_back]
-
-
-def training_facts() -> list[Problem]:
-    """Every fact in all its other wordings."""
-    return [problem for problem, kept_back in _worded_facts() if not kept_back]
+def facts(*, kept_back: bool) -> list[Problem]:
+    """Every fact in its held-out wording, or in all its other wordings."""
+    return [problem for problem, is_kept_back in _worded_facts() if is_kept_back == kept_back]
 
 
 def is_held_out(kind: str, numbers: Sequence[int]) -> bool:
@@ -128,12 +103,12 @@ def _distinct(kind: str, count: int, rng: random.Random) -> list[Problem]:
     """Held-out problems of ``kind``, no two over the same numbers."""
     problems: dict[tuple[int, ...], Problem] = {}
     while len(problems) < count:
-        numbers = _numbers(kind, rng, for_scoring=True)
-        problems.setdefault(tuple(sorted(numbers)), _problem(kind, numbers, rng))
+        numbers = draw_numbers(kind, rng, for_scoring=True)
+        problems.setdefault(tuple(sorted(numbers)), problem_of(kind, numbers, rng))
     return list(problems.values())
 
 
-def _numbers(kind: str, rng: random.Random, *, for_scoring: bool) -> tuple[int, ...]:
+def draw_numbers(kind: str, rng: random.Random, *, for_scoring: bool) -> tuple[int, ...]:
     """Random numbers for a problem of the requested side."""
     numbers = _any_numbers(kind, rng)
     while is_held_out(kind, numbers) != for_scoring:
@@ -160,7 +135,8 @@ def _random_number(rng: random.Random) -> int:
     return rng.randint(0, rng.choice((9, 99, LARGEST_NUMBER, LARGEST_NUMBER)))
 
 
-def _problem(kind: str, numbers: tuple[int, ...], rng: random.Random) -> Problem:
+def problem_of(kind: str, numbers: tuple[int, ...], rng: random.Random) -> Problem:
+    """A problem over these numbers in one of the wordings of its kind."""
     if kind == "sum":
         a, b = numbers
         return Problem(kind, ask(rng.choice(_SUM_WORDINGS).format(a=a, b=b)), str(a + b))

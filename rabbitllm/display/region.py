@@ -261,22 +261,18 @@ class NotebookOutput:
         if text == self._shown:
             return
         self._shown = text
+        content = {"text/plain": text, "text/html": f'<pre style="margin:0; line-height:1.3">{html.escape(text)}</pre>'}
         if self._handle is None:
             from IPython.display import display
 
-            self._handle = display(_bundle(text), raw=True, display_id=True)
+            self._handle = display(content, raw=True, display_id=True)
         else:
-            self._handle.update(_bundle(text), raw=True)
+            self._handle.update(content, raw=True)
 
     def close(self, last: str) -> None:
         """Replace the text by one line, or by nothing."""
         if self._handle is not None or last:
             self._put(last)
-
-
-def _bundle(text: str) -> dict[str, str]:
-    lines = html.escape(text)
-    return {"text/plain": text, "text/html": f'<pre style="margin:0; line-height:1.3">{lines}</pre>'}
 
 
 REFRESH_SECONDS = 0.2
@@ -430,7 +426,7 @@ class Region:
 
 def _print(line: str) -> None:
     stream: Any = sys.stderr
-    with contextlib.suppress(ValueError, OSError):  # closed, or without a reader
+    with GONE:
         stream.write(line + "\n")
         stream.flush()
 

@@ -12,17 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rabbitllm.base import progress
 from rabbitllm.base.progress import SplitProgress, SplitStats
-from rabbitllm.base.terminal import (
-    LinePiece,
-    Row,
-    amount,
-    duration,
-    fitting,
-    part,
-    plain_line,
-    progress_row,
-    speed,
-)
+from rabbitllm.base.terminal import LinePiece, Row, amount, duration, fitting, part, plain_line, progress_row, speed
 from rabbitllm.display.region import THE_REGION, Claim
 
 MIN_SHARED_WIDTH = 90
@@ -150,12 +140,8 @@ def shown(enabled: bool = True) -> Iterator[None]:
     if not enabled or progress.is_shown():
         yield
         return
-    display = SplitDisplay()
-    try:
-        with progress.listening(display):
-            yield
-    finally:
-        display.close()
+    with contextlib.closing(SplitDisplay()) as display, progress.listening(display):
+        yield
 
 
 # The check of layer files

@@ -264,28 +264,20 @@ class RoutedWork:
     """The work of a pass with the experts of one module.
 
     Attributes:
-        name: the module's path in the model.
-        unit: the unit that contains it.
+        source: the experts.
         device: the device that computes them.
         tier: `ROUTED` if they are streamed; else they are resident.
         is_host: whether that device computes in the host memory where layer files are mapped.
-        experts: number of experts.
-        used: number of them that a token uses.
-        expert_bytes: of one, on disk.
         on_device: the share of them that is kept where they compute; 1 if they are resident.
         in_host: the share that is kept in pinned host memory.
         products: the matrices of one expert.
         made: bytes of an expert's weights that are made from others for each use.
     """
 
-    name: str
-    unit: str
+    source: ExpertSource
     device: str
     tier: Tier
     is_host: bool
-    experts: int
-    used: int
-    expert_bytes: int
     on_device: float
     in_host: float
     products: tuple[Product, ...]
@@ -297,14 +289,9 @@ class RoutedWork:
         return max(1.0 - self.on_device - self.in_host, 0.0)
 
     @property
-    def stored_bytes(self) -> int:
-        """Bytes of all of them."""
-        return self.experts * self.expert_bytes
-
-    @property
     def used_bytes(self) -> int:
         """Bytes of the experts that a token uses."""
-        return self.used * self.expert_bytes
+        return self.source.used * self.source.expert_bytes
 
     @property
     def read_bytes(self) -> float:
@@ -318,7 +305,7 @@ class RoutedWork:
 
     def touched_bytes(self, tokens: int) -> float:
         """Return the expected bytes of the distinct experts that this many tokens use."""
-        return self.stored_bytes * (1 - (1 - self.used / self.experts) ** tokens)
+        return self.source.stored_bytes * (1 - (1 - self.source.used / self.source.experts) ** tokens)
 
 
 def routed_work(plan: LoadPlan) -> tuple[RoutedWork, ...]:
@@ -331,53 +318,25 @@ def routed_work(plan: LoadPlan) -> tuple[RoutedWork, ...]:
         source = sources[placed.unit]
         routed = placed.tier is Tier.ROUTED
         on_device, in_host = pools[placed.device].shares if routed else (1.0, 0.0)
-        work.append(
-            RoutedWork(
-                name=source.name,
-                unit=source.unit,
-                device=placed.device,
-                tier=placed.tier,
-                is_host=placed.device in hosts,
-                experts=source.experts,
-                used=source.used,
-                expert_bytes=source.expert_bytes,
-                on_device=on_device,
-                in_host=in_host,
-                products=tuple(_expert_products(source)),
-                made=0
-                if placed.tier is Tier.RESIDENT
-                else sum(
-                    leaf.entry.nbytes // source.experts
-                    for leaf in source.leaves.values()
-                    if not leaf.is_view and leaf.matrix_type is None
-                ),
-            )
-        )
+        is_host, products = placed.device in hosts, tuple(_expert_products(source))
+        leaves = [leaf for leaf in source.leaves.values() if not leaf.is_view and leaf.matrix_type is None]
+        made = 0 if placed.tier is Tier.RESIDENT else sum(leaf.entry.nbytes // source.experts for leaf in leaves)
+        work.append(RoutedWork(source, placed.device, placed.tier, is_host, on_device, in_host, products, made))
     return tuple(work)
 
 
 def _expert_products(source: ExpertSource) -> Iterator[Product]:
     for leaf in source.leaves.values():
-        stored = leaf.blocks[0].form
         if len(leaf.shape) < 2:
             continue  # a bias
+        stored, nbytes = leaf.blocks[0].form, sum(part.nbytes for part in leaf.parts)
         if leaf.coded is not None:
             form = leaf.coded.form.scheme
         elif leaf.matrix_type is not None and stored is not None:
             form = stored.codes.scheme
         else:
-            form = str(leaf.entry.dtype).removeprefix("torch.")
-            yield Product(form, _matrix(leaf.entry), leaf.entry.nbytes // source.experts)
-            continue
-        yield Product(form, _matrix(leaf.entry), sum(part.nbytes for part in leaf.parts))
-
-
-def by_unit(work: Iterable[RoutedWork]) -> dict[str, list[RoutedWork]]:
-    """Group the modules by unit."""
-    units: dict[str, list[RoutedWork]] = {}
-    for routed in work:
-        units.setdefault(routed.unit, []).append(routed)
-    return units
+            form, nbytes = str(leaf.entry.dtype).removeprefix("torch."), leaf.entry.nbytes // source.experts
+        yield Product(form, _matrix(leaf.entry), nbytes)
 
 
 def experts_of(work: Iterable[RoutedWork]) -> tuple[Experts, ...]:
@@ -389,12 +348,12 @@ def experts_of(work: Iterable[RoutedWork]) -> tuple[Experts, ...]:
         Experts(
             device=device,
             tier=tier.value,
-            count=sum(routed.experts for routed in members),
-            used=sum(routed.used for routed in members),
-            stored_bytes=sum(routed.stored_bytes for routed in members),
+            count=sum(routed.source.experts for routed in members),
+            used=sum(routed.source.used for routed in members),
+            stored_bytes=sum(routed.source.stored_bytes for routed in members),
             used_bytes=sum(routed.used_bytes for routed in members),
-            kept_bytes=round(sum(routed.on_device * routed.stored_bytes for routed in members)),
-            host_bytes=round(sum(routed.in_host * routed.stored_bytes for routed in members)),
+            kept_bytes=round(sum(routed.on_device * routed.source.stored_bytes for routed in members)),
+            host_bytes=round(sum(routed.in_host * routed.source.stored_bytes for routed in members)),
             read_bytes=round(sum(routed.read_bytes for routed in members)),
             copied_bytes=round(sum(routed.copied_bytes for routed in members)),
         )

@@ -39,11 +39,7 @@ from rabbitllm.storage import durable
 from rabbitllm.storage.files import PositionalFile, page_aligned
 
 DIRECT, DROPPED = ReadMode(direct=True), ReadMode(drop=True)
-READING = {
-    DIRECT: "past the page cache",
-    DROPPED: "through the page cache",
-    THROUGH_THE_CACHE: "out of the page cache",
-}
+READING = {DIRECT: "past the page cache", DROPPED: "through the page cache", THROUGH_THE_CACHE: "out of the page cache"}
 """How reports call the modes of reading."""
 SHAPE = (4096, 4096)
 """Of every measured matrix."""
@@ -108,8 +104,8 @@ class Machine:
 
     def disk(self) -> tuple[ReadMode, float] | None:
         """Return the faster mode of reading from the disk, with its rate."""
-        rates = [(rate, mode) for mode in (DIRECT, DROPPED) if (rate := self.reading(mode)) is not None]
-        return max(((mode, rate) for rate, mode in rates), key=lambda pair: pair[1], default=None)
+        rates = [(mode, rate) for mode in (DIRECT, DROPPED) if (rate := self.reading(mode)) is not None]
+        return max(rates, key=lambda pair: pair[1], default=None)
 
     def link(self, device: str) -> float:
         """Return the rate of copying from host memory to a device that does not share it."""
@@ -275,14 +271,11 @@ def _token_seconds(layers: int, device: Device) -> tuple[float, int]:
 # Reading and copying
 
 
-class _Files:
-    """The paths of files by number, for `SpanReader`."""
-
-    def __init__(self, files: Sequence[Path]) -> None:
-        self._files = files
+class _ByPath:
+    """Files whose names are their paths, for `SpanReader`."""
 
     def path(self, file: str) -> Path:
-        return self._files[int(file)]
+        return Path(file)
 
 
 def read_rate(files: Sequence[Path], mode: ReadMode) -> tuple[float | None, int]:
@@ -291,11 +284,11 @@ def read_rate(files: Sequence[Path], mode: ReadMode) -> tuple[float | None, int]
     From the disk, or in `THROUGH_THE_CACHE` from the page cache, which keeps the pieces afterwards. None if the files
     cannot be read in this mode, or not at all.
     """
-    store, reader = _Files(files), SpanReader(_Files(files), mode)
+    reader = SpanReader(_ByPath(), mode)
     try:
         pieces = [
-            FileSpan(str(index), offset, min(PIECE_BYTES, path.stat().st_size - offset), 0)
-            for index, path in enumerate(files)
+            FileSpan(str(path), offset, min(PIECE_BYTES, path.stat().st_size - offset), 0)
+            for path in files
             for offset in range(0, path.stat().st_size, PIECE_BYTES)
         ]
         pieces = pieces[:: max(-(-len(pieces) * PIECE_BYTES // SAMPLE_BYTES), 1)]
@@ -305,12 +298,12 @@ def read_rate(files: Sequence[Path], mode: ReadMode) -> tuple[float | None, int]
         if mode == THROUGH_THE_CACHE:
             _read(reader, pieces, buffers)
         else:
-            _forget(store, pieces)
+            _forget(pieces)
         start = time.perf_counter()
         nbytes = _read(reader, pieces, buffers)
         seconds = time.perf_counter() - start
         if mode != THROUGH_THE_CACHE:
-            _forget(store, pieces)
+            _forget(pieces)
     except OSError:
         return None, 0
     return (nbytes / seconds if nbytes and reader.mode == mode else None), nbytes
@@ -327,10 +320,10 @@ def _read(reader: SpanReader, pieces: Sequence[FileSpan], buffers: Sequence[memo
     return nbytes
 
 
-def _forget(store: _Files, pieces: Sequence[FileSpan]) -> None:
+def _forget(pieces: Sequence[FileSpan]) -> None:
     """Drop pieces from the page cache."""
     for piece in pieces:
-        with PositionalFile(store.path(piece.file)) as file:
+        with PositionalFile(Path(piece.file)) as file:
             file.drop_cache(piece.offset, piece.nbytes)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -65,11 +64,7 @@ class Outline:
     def times(self, layer: str) -> int:
         """Return how often the model has a layer of the sample, by the layer's id."""
         numbered = _LAYER.fullmatch(layer)
-        return self._counts.get(int(numbered[1]), 1) if numbered else 1
-
-    @cached_property
-    def _counts(self) -> Counter[int]:
-        return Counter(self.layers)
+        return (self.layers.count(int(numbered[1])) or 1) if numbered else 1
 
     @cached_property
     def plans(self) -> dict[str | None, SplitPlan]:

@@ -17,7 +17,6 @@ from pathlib import Path
 from rabbitllm import prepare
 from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.devices import OutOfDeviceMemory, memory_explained, resolve_devices
-from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.load_plan import LoadPlan, cache_room, make_load_plan, place_units, too_little_memory
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, stays_cached
@@ -29,14 +28,13 @@ from rabbitllm.estimate.cost_model import (
     RoutedWork,
     Speed,
     UnitWork,
-    by_unit,
     bytes_of_a_pass,
     routed_work,
     work_of,
 )
 from rabbitllm.estimate.machine import READING, Machine, can_measure, multiplying, something_to_read
 from rabbitllm.estimate.outline import Outline
-from rabbitllm.estimate.plan import SourceScan
+from rabbitllm.estimate.scan import SourceScan
 from rabbitllm.splitter.plan import PlannedFiles
 from rabbitllm.storage import durable
 from rabbitllm.store.layer_file import LAYER_SUFFIX
@@ -64,19 +62,15 @@ def generations(
     with prepare.config_folder(scan.source) as home, something_to_read(nearest, readable, min_free) as files:
         machine = Machine(devices, options, files)
         for compression in scan.folders:
+            plan = None
             try:
-                store = _store(scan, compression)
-                plan = make_load_plan(store, options, home, devices) if store is not None else None
-            except RabbitLLMError as error:
-                estimates.append(GenerationEstimate(compression, obstacle=error.problem, refused=True))
-                continue
-            if store is None or plan is None:
-                estimates.append(GenerationEstimate(compression, obstacle=scan.obstacle(compression)))
-                continue
-            try:
+                if (store := _store(scan, compression)) is None:
+                    estimates.append(GenerationEstimate(compression, obstacle=scan.obstacle(compression)))
+                    continue
+                plan = make_load_plan(store, options, home, devices)
                 estimates.append(estimate(compression, plan, machine))
-            except RabbitLLMError as error:
-                estimates.append(GenerationEstimate(compression, obstacle=error.problem))
+            except RabbitLLMError as error:  # without a plan loading would refuse the model
+                estimates.append(GenerationEstimate(compression, obstacle=error.problem, refused=plan is None))
     return tuple(device.name for device in devices), estimates
 
 
@@ -118,11 +112,7 @@ def estimate(compression: str | None, plan: LoadPlan, machine: Machine, *, first
 
 
 def predict_outline(
-    outline: Outline,
-    compression: str | None,
-    folder: Path,
-    machine: Machine,
-    work: Path,
+    outline: Outline, compression: str | None, folder: Path, machine: Machine, work: Path
 ) -> tuple[LoadPlan, GenerationEstimate]:
     """Return the load plan of a model and its generation estimate.
 
@@ -159,13 +149,11 @@ def stretched(sample: LoadPlan, layers: Sequence[int], machine: Machine) -> Load
             sources[name] = source
         elif name == units[0]:
             sources |= {long: sample.sources[short] for long, short in names.items()}
-    inside: dict[str, list[ExpertSource]] = {}
-    for expert in sample.experts:
-        inside.setdefault(expert.unit, []).append(expert)
     experts = tuple(
         dataclasses.replace(expert, name=long + expert.name.removeprefix(short), unit=long)
         for long, short in names.items()
-        for expert in inside.get(short, ())
+        for expert in sample.experts
+        if expert.unit == short
     )
     placement = place_units(sample.model, sources, experts, machine.devices, machine.options, sample.choosers)
     return dataclasses.replace(sample, sources=sources, experts=experts, placement=placement)
@@ -204,7 +192,7 @@ class PassEstimator:
     ) -> None:
         self._plan = plan
         self._work = work
-        self._routed = by_unit(routed)
+        self._routed: dict[str, list[RoutedWork]] = {}
         self._machine = machine
         room = cache_room(plan.placement)
         pooled = sum(pool.stored for pool in plan.placement.pools)
@@ -215,8 +203,9 @@ class PassEstimator:
             for product in unit.products:
                 self._forms[unit.device][product.form] += round(product.touched(1))
         for experts in routed:
+            self._routed.setdefault(experts.source.unit, []).append(experts)
             for product in experts.products:
-                self._forms[experts.device][product.form] += product.nbytes * experts.used
+                self._forms[experts.device][product.form] += product.nbytes * experts.source.used
 
     def timed(self, estimate: GenerationEstimate, *, first: bool = True) -> GenerationEstimate:
         """Measure, and return the estimate with times; without some that could not be measured.
@@ -229,8 +218,7 @@ class PassEstimator:
             with memory_explained(self._machine.devices, self._plan.placement.limits, "measuring"):
                 return self._measured(estimate, first)
         except OutOfDeviceMemory as error:
-            problem = error.problem
-            logger.warning("The seconds per token cannot be measured: %s", problem)
+            logger.warning("The seconds per token cannot be measured: %s", error.problem)
             return estimate
 
     def _measured(self, estimate: GenerationEstimate, first: bool) -> GenerationEstimate:
@@ -265,7 +253,7 @@ class PassEstimator:
             else:
                 reading += unit.streamed / read_rate
             for routed in self._routed.get(unit.unit, ()):
-                count = routed.touched_bytes(tokens) / routed.expert_bytes
+                count = routed.touched_bytes(tokens) / routed.source.expert_bytes
                 computing += count * self._expert_seconds(routed)
                 if not all_kept:
                     in_turn += count * self._bringing_seconds(routed, read_rate)
@@ -302,9 +290,9 @@ class PassEstimator:
     def _bringing_seconds(self, routed: RoutedWork, read_rate: float) -> float:
         """Return the expected seconds in which an expert is read and copied."""
         copied = 0.0 if routed.is_host else 1.0 - routed.on_device
-        copying = copied * routed.expert_bytes / self._machine.link(routed.device) if copied else 0.0
+        copying = copied * routed.source.expert_bytes / self._machine.link(routed.device) if copied else 0.0
         waiting = READ_EXPERT * self._machine.overhead(routed.device).a_module
-        return routed.missed * (routed.expert_bytes / read_rate + waiting) + copying
+        return routed.missed * (routed.source.expert_bytes / read_rate + waiting) + copying
 
     def _first(self, disk: float) -> float:
         """Return the seconds of the first token, for which all weights come from the disk."""

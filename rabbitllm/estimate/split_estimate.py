@@ -530,15 +530,6 @@ def _steady_rate(arrived: Sequence[tuple[float, int]]) -> Rate | None:
     return Rate(total / last, total)
 
 
-def read_rate(paths: Sequence[Path]) -> Rate | None:
-    """Measure how fast these files are read, through the page cache; None if they cannot be read."""
-    from rabbitllm.estimate.machine import DROPPED
-    from rabbitllm.estimate.machine import read_rate as rate_of
-
-    rate, nbytes = rate_of(paths, DROPPED)
-    return Rate(rate, nbytes) if rate is not None else None
-
-
 def quantize_rate(scheme: str, dtype: str, threads: int, *, fitted: bool = False) -> Rate | None:
     """Measure how many source bytes per second the quantizer processes, called as in a split.
 

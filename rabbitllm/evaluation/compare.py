@@ -119,21 +119,11 @@ def summarize(parts: Sequence[Positions]) -> Summary:
         for name in ("loss", "reference_loss", "agrees")
     )
     count = len(divergence)
-    spread = divergence.std().item() / math.sqrt(count) if count > 1 else 0.0
-    rank = max(math.ceil(count * PERCENTILE / 100) - 1, 0)
-    return Summary(
-        count,
-        Divergence(
-            divergence.mean().item(),
-            spread,
-            divergence[(count - 1) // 2].item(),
-            divergence[rank].item(),
-            divergence[-1].item(),
-        ),
-        _perplexity(loss),
-        _perplexity(reference_loss),
-        agrees,
-    )
+    error = divergence.std().item() / math.sqrt(count) if count > 1 else 0.0
+    ranks = (count - 1) // 2, max(math.ceil(count * PERCENTILE / 100) - 1, 0), -1
+    median, percentile, largest = (divergence[rank].item() for rank in ranks)
+    distribution = Divergence(divergence.mean().item(), error, median, percentile, largest)
+    return Summary(count, distribution, _perplexity(loss), _perplexity(reference_loss), agrees)
 
 
 def _perplexity(loss: float) -> float:

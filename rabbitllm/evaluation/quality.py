@@ -56,9 +56,8 @@ def compared_spec(spec: ModelSpec, *, alone: bool) -> ModelSpec:
             itself.
     """
     chosen = compression_here(spec.name, spec.folder) if spec.compression is None else spec.compression
-    if alone and spec.compression is None and chosen in (None, "none"):
-        folder = expand(resolve_name(spec.name))
-        manifest = read_manifest(folder) if folder.is_dir() else None
+    if alone and spec.compression is None and chosen is None:
+        manifest = read_manifest(expand(resolve_name(spec.name)))
         if manifest is None or manifest.compression is None:
             raise QualityError(
                 f"{spec.name} is not compressed; the default comparison is with the uncompressed model.",
@@ -74,7 +73,7 @@ def reference_spec(spec: ModelSpec) -> ModelSpec:
         QualityError: the uncompressed model of a split directory cannot be found.
     """
     folder = expand(resolve_name(spec.name))
-    manifest = read_manifest(folder) if folder.is_dir() else None
+    manifest = read_manifest(folder)
     if manifest is None:
         return replace(spec, compression=None)
     if manifest.compression is None:
@@ -86,7 +85,7 @@ def reference_spec(spec: ModelSpec) -> ModelSpec:
         return ModelSpec(str(uncompressed), folder=spec.folder)
     if _is_checkpoint(split_folder.parent):
         return ModelSpec(str(split_folder.parent), folder=spec.folder)
-    if manifest.source is not None and manifest.source.kind == "hub":
+    if manifest.source.kind == "hub":
         return ModelSpec(manifest.source.name, folder=spec.folder, access=HubAccess(manifest.source.commit))
     raise QualityError(
         f"{folder} is compressed, and its parent folder does not hold the uncompressed model.",
@@ -170,8 +169,7 @@ def windows(tokenizer: PreTrainedTokenizerBase, text: str, *, window: int, token
     predicted = sum(len(scored.continuation) for scored in texts)
     if predicted < LEAST_POSITIONS:
         raise QualityError(
-            f"The text has {predicted} tokens to predict; expected at least {LEAST_POSITIONS}.",
-            "Use a longer text.",
+            f"The text has {predicted} tokens to predict; expected at least {LEAST_POSITIONS}.", "Use a longer text."
         )
     return texts
 
@@ -404,11 +402,9 @@ def _tokenizer_of(reference: Any, model: StreamedModel) -> Any:
 
 
 def _compared_model(model: StreamedModel, named: ModelSpec | None) -> ComparedModel:
-    name = named.name if named is not None else str(model.name_or_path)
-    compression = named.compression if named is not None else None
-    folder = Path(model.name_or_path)
+    name, compression = (named.name, named.compression) if named is not None else (str(model.name_or_path), None)
     used = (tensor for key, tensor in model._internals.origin.store.tensors.items() if key not in model.unused_tensors)
-    manifest = read_manifest(folder) if folder.is_dir() else None
+    manifest = read_manifest(Path(model.name_or_path))
     recorded = manifest.compression if manifest is not None else None
     return ComparedModel(name, compression or recorded, sum(tensor.nbytes for tensor in used))
 

@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from rabbitllm import prepare
 from rabbitllm.base.options import RunOptions, SplitOptions, expand
@@ -69,21 +68,7 @@ class Conversion:
     before: bool = False
 
 
-class Input(Protocol):
-    """An input of a conversion."""
-
-    name: str
-
-    def split(self, options: SplitOptions) -> None:
-        """Make or resume its split in the work folder."""
-        ...
-
-    def checkpoint(self) -> Checkpoint | None:
-        """The remaining weights; None if none are left or the hub cannot be reached."""
-        ...
-
-
-def input_of(name: str, access: HubAccess, work: Path) -> Input:
+def input_of(name: str, access: HubAccess, work: Path) -> ModelInput | WeightsInput:
     """The input that a user names.
 
     Args:
@@ -99,7 +84,7 @@ def input_of(name: str, access: HubAccess, work: Path) -> Input:
         if path.name.endswith(".index.json"):
             raise OptionError(f"{path} is an index file; expected a checkpoint.", f"Use its folder: {path.parent}.")
         return WeightsInput(name, path, work / directory_name(None))
-    return _ModelInput(name, access, work)
+    return ModelInput(name, access, work)
 
 
 def is_single_file(name: str) -> bool:
@@ -111,7 +96,7 @@ def is_single_file(name: str) -> bool:
 
 
 @dataclass
-class _ModelInput:
+class ModelInput:
     """A folder or a repository."""
 
     name: str
@@ -122,6 +107,7 @@ class _ModelInput:
         return prepare.find(prepare.ModelSpec(self.name, None, self.work, self.access), only_look=True)
 
     def split(self, options: SplitOptions) -> None:
+        """Make or resume its split in the work folder."""
         source = self._find()
         naming = _naming(prepare.family_of(source.config_folder))
         if not options.shards.deletes_original:
@@ -134,6 +120,7 @@ class _ModelInput:
             raise type(error)(error.problem, f"{error.remedy} {_WITHOUT_DELETING}") from error
 
     def checkpoint(self) -> Checkpoint | None:
+        """The remaining weights; None if none are left or the hub cannot be reached."""
         try:
             source = self._find()
             return prepare.open_weights(source, [source.split_folder])
@@ -205,12 +192,9 @@ class WeightsInput:
     split_folder: Path
 
     def split(self, options: SplitOptions) -> None:
+        """Make or resume its split in the work folder."""
         source = prepare.Source(self.name, self.split_folder, self.path.parent, finished=False, local=self.path.parent)
-        with (
-            locked(self.split_folder),
-            reporting_interrupts(self.split_folder),
-            prepare.lock_source(source, options),
-        ):
+        with locked(self.split_folder), reporting_interrupts(self.split_folder), prepare.lock_source(source, options):
             checkpoint = self.open()
             if (manifest := read_manifest(self.split_folder)) is None:
                 family = prepare.family_of(self.path.parent)
@@ -222,6 +206,7 @@ class WeightsInput:
                 discard_finished(checkpoint, manifest, shards, self.split_folder, options.shards)
 
     def checkpoint(self) -> Checkpoint | None:
+        """The remaining weights; None if none are left."""
         return self.open() if self.path.exists() else None
 
     def open(self) -> LocalCheckpoint:
@@ -276,7 +261,7 @@ def _refuse_one_of_several(folder: Path, name: str) -> None:
         )
 
 
-def require_same(origin: SourceIdentity, source: Input, folder: Path) -> None:
+def require_same(origin: SourceIdentity, source: ModelInput | WeightsInput, folder: Path) -> None:
     """Refuse a checkpoint other than the folder's, by fingerprints, or by name if nothing else is left.
 
     Raises:

@@ -87,8 +87,7 @@ def family_of(folder: Path, name: str) -> GgufFamily:
         )
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UnknownArchitectureError(
-            f"{name} is of type {short(model_type, 40)}; GGUF export supports {', '.join(sorted(FAMILIES))}.",
-            _REMEDY,
+            f"{name} is of type {short(model_type, 40)}; GGUF export supports {', '.join(sorted(FAMILIES))}.", _REMEDY
         )
     return FAMILIES[model_type]
 

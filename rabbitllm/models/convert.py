@@ -229,9 +229,9 @@ def _refuse_dtype(outtype: str, name: str) -> None:
 def _convert_by_split(name: str, access: HubAccess, folder: Path, options: SplitOptions) -> Conversion:
     """Split a checkpoint in the work folder, or resume that, and make the layer files shards; or check a conversion."""
     dtype = str(options.gguf_dtype)
-    work = folder / _work_name(dtype)
-    before = False
-    for own_work in (folder / _work_name(name) for name in _DTYPES.values()):
+    works = {work_dtype: folder / _work_name(work_dtype) for work_dtype in _DTYPES.values()}
+    work, before = works[dtype], False
+    for own_work in works.values():
         refuse_foreign(own_work, lambda name: name in (directory_name(None), _READY_NAME))
         refuse_foreign(own_work / directory_name(None), _is_of_a_split)
     if (folder / INDEX_NAME).exists():
@@ -240,9 +240,9 @@ def _convert_by_split(name: str, access: HubAccess, folder: Path, options: Split
         _require_dtype(dtype, read_json(folder / INDEX_NAME)["metadata"]["converted_from"].get("dtype", AUTO), folder)
         before = not work.exists()
     else:
-        for other_dtype in _DTYPES.values():
-            if other_dtype != dtype and _begun(folder / _work_name(other_dtype) / directory_name(None)) is not None:
-                _require_dtype(dtype, other_dtype, folder)
+        for begun_dtype, own_work in works.items():
+            if begun_dtype != dtype and _begun(own_work / directory_name(None)) is not None:
+                _require_dtype(dtype, begun_dtype, folder)
         if not work.exists():
             _require_empty(folder)
         split_folder, source = work / directory_name(None), input_of(name, access, work)
@@ -251,13 +251,17 @@ def _convert_by_split(name: str, access: HubAccess, folder: Path, options: Split
             if (begun := _begun(split_folder)) is not None:  # before any shard of another checkpoint can be deleted
                 require_same(begun, source, folder)
             source.split(options)
-        manifest = _manifest(split_folder)
+        if (manifest := read_manifest(split_folder)) is None:
+            raise IncompleteSplitError(
+                f"{split_folder} has no {MANIFEST_NAME}; expected the file of an unfinished conversion.",
+                "Convert the checkpoint again into another folder; keep this one until then.",
+            )
         require_same(manifest.source, source, folder)
         if not is_ready:
             durable.write_whole(work / _READY_NAME, b"")
         publish(folder, split_folder, manifest, dtype)
-    for work_dtype in _DTYPES.values():
-        _clear(folder / _work_name(work_dtype))
+    for own_work in works.values():
+        _clear(own_work)
     return _conversion_of(folder, before=before)
 
 
@@ -304,16 +308,6 @@ def _begun(split_folder: Path) -> SourceIdentity | None:
     return earlier.plan.source if earlier is not None else None
 
 
-def _manifest(split_folder: Path) -> Manifest:
-    manifest = read_manifest(split_folder)
-    if manifest is None:
-        raise IncompleteSplitError(
-            f"{split_folder} has no {MANIFEST_NAME}; expected the file of an unfinished conversion.",
-            "Convert the checkpoint again into another folder; keep this one until then.",
-        )
-    return manifest
-
-
 def _clear(work: Path) -> None:
     """Remove the work folder, from which all needed files have been moved."""
     if not work.exists():
@@ -325,12 +319,11 @@ def _clear(work: Path) -> None:
     durable.sync_folder(work.parent)
 
 
-def _conversion_of(folder: Path, *, before: bool = False) -> Conversion:
+def _conversion_of(folder: Path, *, before: bool) -> Conversion:
     index = read_index(folder / INDEX_NAME)
     paths = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
-    expected = {INDEX_NAME, *index.shards}
+    names = tuple(name for name in paths if name not in (INDEX_NAME, *index.shards) and not is_lock_file(name))
     size = read_json(folder / INDEX_NAME)["metadata"]["total_size"]
-    names = tuple(name for name in paths if name not in expected and not is_lock_file(name))
     return Conversion(folder, len(index.shards), len(index.weight_map), size, names, before)
 
 

@@ -49,7 +49,7 @@ from rabbitllm.errors import (
     system_errors_by_name,
 )
 from rabbitllm.formats.bounded import short
-from rabbitllm.formats.gguf import GgufFile, parse_gguf, read_gguf
+from rabbitllm.formats.gguf import parse_gguf, read_gguf
 from rabbitllm.formats.gguf_types import TENSOR_TYPES, TensorType
 from rabbitllm.formats.shard_header import read_shard_header
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, ValueChange, torch_dtype
@@ -182,15 +182,6 @@ def _tensors_of_files(checkpoint: LocalCheckpoint) -> dict[str, SourceTensor]:
             tensors[name] = SourceTensor(spec.shape, _kind_of(spec), functools.partial(_chunks, path, spec))
         else:
             tensors[name] = SourceTensor(spec.whole.shape, _kind_of(spec), functools.partial(_joined, tuple(parts)))
-    return tensors
-
-
-def _tensors_of_gguf(files: Mapping[Path, GgufFile]) -> dict[str, SourceTensor]:
-    """The tensors of GGUF files under the names of the files."""
-    tensors = {}
-    for path, file in files.items():
-        for spec in file.header.tensors:
-            tensors[spec.name] = SourceTensor(spec.shape, _kind_of(spec), functools.partial(_chunks, path, spec))
     return tensors
 
 
@@ -397,7 +388,7 @@ class _Metadata:
     architecture: str
     fill: Callable[[gguf.GGUFWriter], object]
 
-    def header(self, tensors: Sequence[TensorInFile], file_type: int) -> tuple[bytes, list[int], int]:
+    def header(self, tensors: Sequence[TensorInFile]) -> tuple[bytes, list[int], int]:
         """The bytes before the data, the offset of each tensor in the file, and the size of the file."""
         import gguf
         import numpy as np
@@ -406,7 +397,7 @@ class _Metadata:
             path = folder / "header.gguf"
             writer = gguf.GGUFWriter(path, self.architecture)
             self.fill(writer)
-            writer.add_file_type(file_type)
+            writer.add_file_type(file_type_of(tensors))
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
             for tensor in tensors:
                 ggml_type = gguf.GGMLQuantizationType(tensor.kind.number)
@@ -441,10 +432,25 @@ def file_type_of(tensors: Iterable[TensorInFile]) -> int:
 # The two ways: metadata of a model of transformers, and metadata of a GGUF file.
 
 
-def _of_model(
-    folder: Path, name: str, tensors: Mapping[str, SourceTensor]
-) -> tuple[_Metadata, list[tuple[str, tuple[int, ...]]], _Extra]:
-    """The metadata, and the tensors with their shapes, of the model whose small files are in a folder."""
+@dataclass(frozen=True)
+class _Model:
+    """A model of transformers as a file.
+
+    Attributes:
+        metadata: of the file.
+        shapes: names in the file -> shapes.
+        factors: of Llama 3's rotary frequencies, float32; None without them.
+        checkpoint: the header as it is read.
+    """
+
+    metadata: _Metadata
+    shapes: Mapping[str, tuple[int, ...]]
+    factors: npt.NDArray[np.float32] | None
+    checkpoint: GgufCheckpoint
+
+
+def _of_model(folder: Path, name: str, tensors: Mapping[str, SourceTensor]) -> _Model:
+    """The model whose small files are in a folder."""
     family = _gguf_metadata.family_of(folder, name)
     config = _gguf_metadata.config_of(folder, family, name)
     if config.tie_word_embeddings and _has_own_head(tensors):
@@ -459,18 +465,17 @@ def _of_model(
             _gguf_metadata.add_tokenizer(writer, tokenizer, config, folder, name)
 
     metadata = _Metadata(family.architecture, fill)
-    shapes = [*stored_shapes(config, family.architecture).items()]
-    factors = rotary_factors(config)
-    extra = [] if factors is None else [(FACTORS, factors.shape)]
-    drafts = [TensorInFile(tensor, shape, TENSOR_TYPES["F32"], ()) for tensor, shape in [*extra, *shapes]]
-    head, offsets, end = metadata.header(drafts, 0)
+    shapes, factors = stored_shapes(config, family.architecture), rotary_factors(config)
+    first = {} if factors is None else {FACTORS: factors.shape}
+    drafts = [TensorInFile(tensor, shape, TENSOR_TYPES["F32"], ()) for tensor, shape in (first | shapes).items()]
+    head, offsets, end = metadata.header(drafts)
     data = {} if factors is None else {offsets[0]: factors.tobytes()}
     checkpoint = _as_read(head, data, end)
     _gguf_metadata.require_same_config(config, checkpoint.config, name)
     if tokenizer is not None:
         with durable.ScratchFolder() as scratch:
             _gguf_metadata.warn_of_other_ids(tokenizer, checkpoint.derived(()), scratch, name)
-    return metadata, shapes, _Extra(checkpoint, factors)
+    return _Model(metadata, shapes, factors, checkpoint)
 
 
 def _has_own_head(tensors: Mapping[str, SourceTensor]) -> bool:
@@ -478,14 +483,6 @@ def _has_own_head(tensors: Mapping[str, SourceTensor]) -> bool:
     pair = [tensors.get(name) for name in ("lm_head.weight", "model.embed_tokens.weight")]
     both = [_in_steps(tensor.chunks(True), CHUNK_BYTES) for tensor in pair if tensor is not None]
     return len(both) == 2 and any(head != embedding for head, embedding in itertools.zip_longest(*both))
-
-
-@dataclass(frozen=True)
-class _Extra:
-    """The header as it is read, and the factors of Llama 3's rotary frequencies."""
-
-    checkpoint: GgufCheckpoint
-    factors: npt.NDArray[np.float32] | None
 
 
 def _as_read(head: bytes, data: Mapping[int, bytes], end: int) -> GgufCheckpoint:
@@ -498,21 +495,24 @@ def _as_read(head: bytes, data: Mapping[int, bytes], end: int) -> GgufCheckpoint
     return GgufCheckpoint((file,), {file: parse_gguf(read, end, file)}, read)
 
 
-def _layout(
-    shapes: Iterable[tuple[str, tuple[int, ...]]],
-    extra: _Extra,
-    tensors: Mapping[str, SourceTensor],
-    outtype: str,
-    name: str,
-) -> tuple[list[TensorInFile], dict[str, SourceTensor]]:
-    """The tensors of the file of a model of transformers, and what they are made of.
+def _with_tensors(
+    model: _Model, tensors: Mapping[str, SourceTensor], outtype: str, name: str, identity: SourceIdentity
+) -> _PlannedFile:
+    """The file of a model of transformers.
+
+    Args:
+        model: the model.
+        tensors: of the source, by transformers' names.
+        outtype: a key of `OUTTYPES`, or `AUTO`.
+        name: of the model, for messages.
+        identity: of the source.
 
     Raises:
         IncompleteCheckpointError: the source lacks tensors, or has them in other shapes, or has others.
     """
     in_file, used, problems = [], set[str](), []
-    for gguf_name, shape in shapes:
-        targets = extra.checkpoint.targets(gguf_name, shape)
+    for gguf_name, shape in model.shapes.items():
+        targets = model.checkpoint.targets(gguf_name, shape)
         for target in targets:
             used.add(target.name)
             tensor = tensors.get(target.name)
@@ -527,7 +527,7 @@ def _layout(
             if any(not part.keeps_blocks(stored) for part in parts) and stored.dtype is None:
                 stored = TENSOR_TYPES["F16"] if outtype == AUTO else stored
             in_file.append(TensorInFile(gguf_name, shape, type_of(gguf_name, shape, stored, outtype), parts))
-    tied = {"lm_head.weight"} if extra.checkpoint.config.tie_word_embeddings else set[str]()
+    tied = {"lm_head.weight"} if model.checkpoint.config.tie_word_embeddings else set[str]()
     unused = sorted(key for key in tensors.keys() - used - tied if not key.endswith("rotary_emb.inv_freq"))
     problems += [f"{key} has no place in a GGUF file" for key in unused]
     if problems:
@@ -537,14 +537,14 @@ def _layout(
             "Use the config.json that was published with the weights. Nothing was written.",
         )
     sources = dict(tensors)
-    if extra.factors is not None:
-        data, shape = extra.factors.tobytes(), tuple(extra.factors.shape)
+    if model.factors is not None:
+        data, shape = model.factors.tobytes(), tuple(model.factors.shape)
         sources[FACTORS] = SourceTensor(
             shape, TENSOR_TYPES["F32"], lambda as_values: iter([memoryview(bytearray(data))])
         )
         part = SourcePart(FACTORS, 0, shape, (0,))
         in_file.append(TensorInFile(FACTORS, shape, TENSOR_TYPES["F32"], (part,)))
-    return in_file, sources
+    return _PlannedFile(model.metadata, in_file, sources, identity)
 
 
 def _of_gguf(first: Path) -> _Metadata:
@@ -569,12 +569,33 @@ def _of_gguf(first: Path) -> _Metadata:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
-    """The tensors of the file, the tensors of the source by name, and which source that is."""
+class _PlannedFile:
+    """A GGUF file that can be written.
 
+    Attributes:
+        metadata: of the model.
+        tensors: of the file, in its order.
+        sources: the tensors of the source by name.
+        identity: of the source.
+    """
+
+    metadata: _Metadata
     tensors: Sequence[TensorInFile]
     sources: Mapping[str, SourceTensor]
     identity: SourceIdentity
+
+    def placed(self, index: int, offset: int) -> Iterator[tuple[int, memoryview]]:
+        """The bytes of a tensor that begins at an offset of the file, in pieces, each with its own offset."""
+        tensor = self.tensors[index]
+        for part in tensor.parts:
+            place = offset + part.first // tensor.kind.elements * tensor.kind.nbytes
+            for piece in _pieces(self.sources[part.source], part, tensor.kind, part.source):
+                yield place, piece
+                place += len(piece)
+
+    def conversion(self, file: Path, *, before: bool = False) -> Conversion:
+        """The result, once the file is written."""
+        return Conversion(file, 1, len(self.tensors), sum(tensor.nbytes for tensor in self.tensors), (), before)
 
 
 @system_errors_by_name()
@@ -608,20 +629,19 @@ def convert_to_gguf(
             return finished
         raise OptionError(f"{file} exists already. Nothing was changed.", "Use another name, or delete the file.")
     _refuse_foreign(file)
-    with system_errors_by_name(str(file)), _source(path_or_repo_id, outtype, access) as (metadata, layout):
-        tensors = layout.tensors
-        head, offsets, nbytes = metadata.header(tensors, file_type_of(tensors))
+    with system_errors_by_name(str(file)), _planned(path_or_repo_id, outtype, access) as planned:
+        head, offsets, nbytes = planned.metadata.header(planned.tensors)
         part = file.with_name(file.name + durable.PART_SUFFIX)
         reusable = bytes_freed_by_deleting(part, part.stat().st_dev) if part.exists() else 0
         writing = f"Writing {file} as GGUF"
         require_room(file.parent, nbytes, writing, reusable=reusable, max_disk=max_disk, min_free=min_free)
         try:
-            _write(file, head, layout, offsets, nbytes)
+            _write(file, head, planned, offsets, nbytes)
         except UnreadableFormatError:  # the same call would fail again
             for suffix in (durable.PART_SUFFIX, LOG_SUFFIX):  # the log last: it identifies the unfinished file
                 durable.remove(file.with_name(file.name + suffix))
             raise
-    return Conversion(file, 1, len(tensors), sum(tensor.nbytes for tensor in tensors), ())
+    return planned.conversion(file)
 
 
 def _finished(name: str, file: Path, outtype: str, access: HubAccess) -> Conversion | None:
@@ -630,13 +650,12 @@ def _finished(name: str, file: Path, outtype: str, access: HubAccess) -> Convers
     Fetches nothing.
     """
     try:
-        with _source(name, outtype, replace(access, local_files_only=True)) as (metadata, layout):
-            tensors = layout.tensors
-            head, offsets, nbytes = metadata.header(tensors, file_type_of(tensors))
+        with _planned(name, outtype, replace(access, local_files_only=True)) as planned:
+            head, offsets, nbytes = planned.metadata.header(planned.tensors)
             if file.stat().st_size != nbytes:
                 return None
             with file.open("rb") as written:
-                data = (_placed(layout, offsets, index) for index in range(len(tensors)))
+                data = (planned.placed(index, offset) for index, offset in enumerate(offsets))
                 for offset, piece in itertools.chain([(0, memoryview(head))], *data):
                     written.seek(offset)
                     if written.read(len(piece)) != piece:
@@ -645,30 +664,19 @@ def _finished(name: str, file: Path, outtype: str, access: HubAccess) -> Convers
         return None
     if _is_log(log := file.with_name(file.name + LOG_SUFFIX)):
         durable.remove(log)
-    return Conversion(file, 1, len(tensors), sum(tensor.nbytes for tensor in tensors), (), before=True)
-
-
-def _placed(layout: _Layout, offsets: Sequence[int], index: int) -> Iterator[tuple[int, memoryview]]:
-    """The bytes of a tensor in pieces, each with its offset in the file."""
-    tensor = layout.tensors[index]
-    for part in tensor.parts:
-        offset = offsets[index] + part.first // tensor.kind.elements * tensor.kind.nbytes
-        for piece in _pieces(layout.sources[part.source], part, tensor.kind, part.source):
-            yield offset, piece
-            offset += len(piece)
+    return planned.conversion(file, before=True)
 
 
 @contextlib.contextmanager
-def _source(name: str, outtype: str, access: HubAccess) -> Iterator[tuple[_Metadata, _Layout]]:
-    """The metadata and tensors to write, by the headers and small files of the source."""
+def _planned(name: str, outtype: str, access: HubAccess) -> Iterator[_PlannedFile]:
+    """The file to write, by the headers and small files of the source."""
     if (split_folder := finished_split_of(name)) is not None:
         home = split_folder if (split_folder / CONFIG_NAME).exists() else expand(name)
         store = open_split(split_folder, home)
         with prepare.SmallFiles(sidecars_in(home), {}) as files:
             stored = {key: _tensor_of_split(store, t, dtype_of(t, home)) for key, t in store.tensors.items()}
-            metadata, shapes, extra = _of_model(files.folder, name, stored)
-            tensors, sources = _layout(shapes, extra, stored, outtype, name)
-            yield metadata, _Layout(tensors, sources, identity_of_split(store))
+            model = _of_model(files.folder, name, stored)
+            yield _with_tensors(model, stored, outtype, name, identity_of_split(store))
         return
     with contextlib.ExitStack() as stack:
         if is_single_file(name):
@@ -688,53 +696,50 @@ def _source(name: str, outtype: str, access: HubAccess) -> Iterator[tuple[_Metad
             return
         with prepare.SmallFiles(checkpoint.sidecars(), checkpoint.derived()) as files:
             in_files = _tensors_of_files(checkpoint)
-            metadata, shapes, extra = _of_model(files.folder, name, in_files)
-            tensors, sources = _layout(shapes, extra, in_files, outtype, name)
-            yield metadata, _Layout(tensors, sources, checkpoint.identity(shards_at_hand(checkpoint)))
+            model = _of_model(files.folder, name, in_files)
+            yield _with_tensors(model, in_files, outtype, name, checkpoint.identity(shards_at_hand(checkpoint)))
 
 
-def _from_gguf(checkpoint: LocalCheckpoint, outtype: str) -> tuple[_Metadata, _Layout]:
+def _from_gguf(checkpoint: LocalCheckpoint, outtype: str) -> _PlannedFile:
     """The same for a source that is GGUF: its tensors keep their names and orders."""
     paths = [checkpoint.acquire(shard) for shard in checkpoint.index.shards]
-    tensors = _tensors_of_gguf({path: read_gguf(path) for path in paths})
+    tensors = {
+        spec.name: SourceTensor(spec.shape, _kind_of(spec), functools.partial(_chunks, path, spec))
+        for path in paths
+        for spec in read_gguf(path).header.tensors
+    }
     layout = []
     for name, tensor in tensors.items():
         part = SourcePart(name, 0, (math.prod(tensor.shape),), (0,))
         tensor_type = tensor.kind if outtype == AUTO else type_of(name, tensor.shape, tensor.kind, outtype)
         layout.append(TensorInFile(name, tensor.shape, tensor_type, (part,)))
-    return _of_gguf(paths[-1]), _Layout(layout, tensors, checkpoint.identity(shards_at_hand(checkpoint)))
+    return _PlannedFile(_of_gguf(paths[-1]), layout, tensors, checkpoint.identity(shards_at_hand(checkpoint)))
 
 
-def _write(file: Path, head: bytes, layout: _Layout, offsets: Sequence[int], nbytes: int) -> None:
+def _write(file: Path, head: bytes, planned: _PlannedFile, offsets: Sequence[int], nbytes: int) -> None:
     """Write the file under another name, or the rest of it; sync it, and give it its name."""
     durable.make_folder(file.absolute().parent)
     part_path, log_path = (file.with_name(file.name + suffix) for suffix in (durable.PART_SUFFIX, LOG_SUFFIX))
-    made_of = json.dumps([sorted(layout.identity.fingerprints.items()), version("gguf")])
+    made_of = json.dumps([sorted(planned.identity.fingerprints.items()), version("gguf")])
     key = hashlib.sha256(made_of.encode() + head).hexdigest()
     complete = _tensors_in(part_path, log_path, key, nbytes)
     # first: it identifies the unfinished file as this package's; without a line that was cut off
     durable.write_whole(log_path, f"{key}\n{complete}\n".encode())
     if not complete:
         durable.remove(part_path)
-    written = durable.GrowingFile(part_path, nbytes, write_back=True)
-    try:
+    with contextlib.closing(durable.GrowingFile(part_path, nbytes, write_back=True)) as written:
         written.write_at(memoryview(head), 0)
-        log = durable.Log(log_path)
-        try:
+        with contextlib.closing(durable.Log(log_path)) as log:
             unsynced = 0
-            for index in range(complete, len(layout.tensors)):
-                for offset, piece in _placed(layout, offsets, index):
+            for index in range(complete, len(offsets)):
+                for offset, piece in planned.placed(index, offsets[index]):
                     written.write_at(piece, offset)
-                unsynced += layout.tensors[index].nbytes
+                unsynced += planned.tensors[index].nbytes
                 if unsynced >= SYNC_BYTES:
                     written.sync()
                     log.append(str(index + 1))
                     unsynced = 0
-        finally:
-            log.close()
         written.sync()
-    finally:
-        written.close()
     durable.publish(part_path, file.absolute())
     durable.remove(log_path)
 

@@ -213,12 +213,12 @@ def is_row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 MAX_PICKLES = 8
-"""Limit of pickles per file. A torch file from before 1.6 has five in a row, a TorchScript archive two."""
+"""Limit of pickles in a zip; a TorchScript archive has two."""
+LEGACY_PICKLES = 5
+"""Number of pickles in a row in a torch file from before 1.6."""
 HAVE_PICKLES = (Weights.TORCH_ZIP, Weights.TORCH_LEGACY, Weights.PICKLE)
-_OPENS = {"MARK"}
-_CLOSES = {
-    *("TUPLE", "LIST", "DICT", "APPENDS", "SETITEMS", "ADDITEMS", "FROZENSET", "INST", "OBJ", "POP_MARK"),
-}
+_CLOSES = {*("TUPLE", "LIST", "DICT", "APPENDS", "SETITEMS", "ADDITEMS", "FROZENSET", "INST", "OBJ", "POP_MARK")}
+"""Opcodes that take everything since the last mark."""
 
 
 def list_pickles(path: Path, form: Weights) -> Pickles:
@@ -232,17 +232,14 @@ def list_pickles(path: Path, form: Weights) -> Pickles:
         form: its format; one of `HAVE_PICKLES`.
     """
     if form is Weights.TORCH_ZIP:
-        return Pickles(tuple(_list_pickle(data, name) for name, data in _pickles_of_zip(path)))
+        try:
+            pickles = [(PICKLE, pickle_of(path))]
+        except CheckpointError:
+            pickles = [*_read_with_zipfile(path)]
+        return Pickles(tuple(_list_pickle(data, name) for name, data in pickles))
     with path.open("rb") as stream:
         data = stream.read(MAX_PICKLE_BYTES)
-    return Pickles(tuple(_list_sequence(data, path.name, 5 if form is Weights.TORCH_LEGACY else 1)))
-
-
-def _pickles_of_zip(path: Path) -> list[tuple[str, bytes]]:
-    try:
-        return [(PICKLE, pickle_of(path))]
-    except CheckpointError:
-        return list(_read_with_zipfile(path))
+    return Pickles(tuple(_list_sequence(data, path.name, LEGACY_PICKLES if form is Weights.TORCH_LEGACY else 1)))
 
 
 def _read_with_zipfile(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -259,7 +256,7 @@ def _read_with_zipfile(path: Path) -> Iterator[tuple[str, bytes]]:
 
 def _list_sequence(data: bytes, name: str, count: int) -> Iterator[Pickle]:
     offset = 0
-    for index in range(min(count, MAX_PICKLES)):
+    for index in range(count):
         listed = _list_pickle(data[offset:], f"{name}, pickle {index + 1}" if count > 1 else name, offset)
         yield listed
         if listed.stopped is not None:
@@ -275,7 +272,7 @@ def _list_pickle(data: bytes, name: str, begin: int = 0) -> Pickle:
         for opcode in list_opcodes(data, name):
             depth -= depth > 0 and opcode.name in _CLOSES
             opcodes.append(Opcode(begin + opcode.position, depth, opcode.name, opcode.argument))
-            depth += opcode.name in _OPENS
+            depth += opcode.name == "MARK"
     except CheckpointError as error:
         stopped = error.problem
     if stopped is None and len(opcodes) == MAX_LISTED and opcodes[-1].name != "STOP":
@@ -321,32 +318,26 @@ def look_at_file(path: Path, *, opcodes: bool = False) -> Inspection:
         raise CheckpointNotFoundError(
             f"{path} cannot be read: permission denied.", "Check the permissions of the file."
         ) from None
-    content, refusal = _read(path, form)
+    content: Content | None = None
+    refusal = None
+    try:
+        content = _read(path, form)
+    except CheckpointError as problem:
+        refusal = problem
     has_pickle = form in HAVE_PICKLES
     if isinstance(form, Weights) and has_pickle and (opcodes or form is Weights.PICKLE):
         content = list_pickles(path, form)
     return Inspection(str(path), form.value, path.stat().st_size, content, has_pickle=has_pickle, refusal=refusal)
 
 
-def _read(path: Path, form: Weights | WeightlessFile) -> tuple[Content | None, CheckpointError | None]:
-    try:
-        if form is WeightlessFile.VOCABULARY:
-            return Vocabulary(read_model(path)), None
-        if form is WeightlessFile.JSON:
-            return _read_text(path), None
-        return _read_weights(path, form), None
-    except CheckpointError as error:
-        return None, error
-
-
-def _read_text(path: Path) -> Content:
-    if path.name.endswith(".index.json"):
+def _read(path: Path, form: Weights | WeightlessFile) -> Content:
+    if form is WeightlessFile.VOCABULARY:
+        return Vocabulary(read_model(path))
+    if form is WeightlessFile.JSON:
+        if not path.name.endswith(".index.json"):
+            return Entries(read_json(path))
         metadata = read_json(path).get("metadata")
         return ShardMap(read_index(path).weight_map, metadata if isinstance(metadata, dict) else {})
-    return Entries(read_json(path))
-
-
-def _read_weights(path: Path, form: Weights | WeightlessFile) -> Tensors:
     family = family_in(path.parent)
     if form in TORCH:
         read = read_torch_zip(path) if form is Weights.TORCH_ZIP else read_legacy_torch(path)
@@ -388,33 +379,21 @@ def of_spec(spec: TensorSpec, layer: str) -> TensorInfo:
     return TensorInfo(spec.name, dtype, spec.shape, strides, spec.offset, nbytes, layer, spec.file)
 
 
-def _of_torch(tensor: TorchTensor, layer: str, *, zipped: bool) -> TensorInfo:
-    return TensorInfo(
-        tensor.name,
-        tensor.dtype,
-        tensor.shape,
-        tensor.strides,
-        tensor.offset,
-        tensor.nbytes,
-        layer,
-        tensor.file,
-        f"data/{tensor.storage}" if zipped else tensor.storage,
-    )
+def _of_torch(t: TorchTensor, layer: str, *, zipped: bool) -> TensorInfo:
+    storage = f"data/{t.storage}" if zipped else t.storage
+    return TensorInfo(t.name, t.dtype, t.shape, t.strides, t.offset, t.nbytes, layer, t.file, storage)
 
 
 HEADER_THREADS = 8
 _FILE_SUFFIXES = (*WEIGHT_SUFFIXES, ".model", ".json")
 
 
-def look(
-    name: str | Path, *, revision: str | None = None, token: str | bool | None = None, opcodes: bool = False
-) -> Inspection:
+def look(name: str | Path, *, revision: str | None = None, opcodes: bool = False) -> Inspection:
     """The content of a file, folder or repository.
 
     Args:
         name: a file, a folder, or a repository as `organisation/name`.
         revision: branch, tag or commit of the repository.
-        token: access token for the hub.
         opcodes: list the pickles of a file instead of its tensors.
 
     Returns:
@@ -439,7 +418,7 @@ def look(
         )
     if not path.is_dir() and path.suffix in _FILE_SUFFIXES:
         raise CheckpointNotFoundError(f"There is no file {str(path)!r}.", "Check the path.")
-    return _look_at_checkpoint(str(name), revision, token)
+    return _look_at_checkpoint(str(name), revision)
 
 
 def _look_at_split(folder: Path) -> Inspection:
@@ -468,8 +447,8 @@ def _of_stored(tensor: StoredTensor, layer: str) -> TensorInfo:
     return TensorInfo(tensor.name, dtype, tensor.shape, strides, first.offset, tensor.nbytes, layer, first.file)
 
 
-def _look_at_checkpoint(name: str, revision: str | None, token: str | bool | None) -> Inspection:
-    spec = prepare.ModelSpec(name, access=HubAccess(revision, token))
+def _look_at_checkpoint(name: str, revision: str | None) -> Inspection:
+    spec = prepare.ModelSpec(name, access=HubAccess(revision))
     source = prepare.find(spec, only_look=True)
     checkpoint = prepare.open_weights(source, [source.split_folder])
     if checkpoint is None:

@@ -162,18 +162,9 @@ def _unfinished(folder: Path, record: str) -> SplitEntry:
     progress = journal.glance(folder, record)
     if progress is None:
         return _unreadable(folder, f"{record} cannot be read")
-    layers, shards = _layer_files(folder), len(progress.shards)
-    return SplitEntry(
-        folder,
-        progress.source.name,
-        UNFINISHED,
-        progress.source,
-        progress.compression,
-        layers,
-        len(progress.stems),
-        shards,
-        len(progress.used),
-    )
+    source, layers = progress.source, _layer_files(folder)
+    sizes = layers, len(progress.stems), len(progress.shards), len(progress.used)
+    return SplitEntry(folder, source.name, UNFINISHED, source, progress.compression, *sizes)
 
 
 def _unreadable(folder: Path, problem: str) -> SplitEntry:

@@ -57,12 +57,8 @@ def _label(entry: SplitEntry) -> str:
 def put_entries(entries: Sequence[SplitEntry], console: Console) -> None:
     """Print a table of split directories, with problems and the sum of their sizes."""
     if not entries:
-        put(
-            console,
-            Text(
-                "No model is split here yet. `rabbitllm pull MODEL` does it; `rabbitllm ls FOLDER` looks into a folder."
-            ),
-        )
+        text = "No model is split here yet. `rabbitllm pull MODEL` does it; `rabbitllm ls FOLDER` looks into a folder."
+        put(console, Text(text))
         return
     left_out = put_table(console, _COLUMNS, [_row(entry) for entry in entries])
     for entry in entries:
@@ -89,17 +85,15 @@ def _row(entry: SplitEntry) -> list[str]:
 
 def _note(entry: SplitEntry) -> str | None:
     """Missing or damaged parts, and the command that helps."""
-    match entry.state:
-        case state if state == UNFINISHED:
-            remaining = entry.shards - entry.shards_used
-            used = f"{entry.shards_used} of {counted(entry.shards, 'shard')} used, {remaining} to go"
-            return f"{used}; to resume: {resume_command(entry)}"
-        case state if state == HALF_REMOVED:
-            return f"its removal was interrupted; `rabbitllm rm {_quoted(entry.folder)}` finishes it"
-        case state if state == DAMAGED:
-            return f"{harmless(entry.problem or 'damaged')}; see `rabbitllm verify {_quoted(entry.folder)}`"
-        case _:
-            return None
+    if entry.state == UNFINISHED:
+        remaining = entry.shards - entry.shards_used
+        used = f"{entry.shards_used} of {counted(entry.shards, 'shard')} used, {remaining} to go"
+        return f"{used}; to resume: {resume_command(entry)}"
+    if entry.state == HALF_REMOVED:
+        return f"its removal was interrupted; `rabbitllm rm {_quoted(entry.folder)}` finishes it"
+    if entry.state == DAMAGED:
+        return f"{harmless(entry.problem or 'damaged')}; see `rabbitllm verify {_quoted(entry.folder)}`"
+    return None
 
 
 def _quoted(folder: Path) -> str:
@@ -118,11 +112,9 @@ def resume_command(entry: SplitEntry) -> str:
     if (outtype := outtype_of(around)) is not None:
         words = ["rabbitllm", "convert", place, "-o", str(around.parent), "--outtype", outtype]
         return harmless(shlex.join(words), 400)
-    words = [
-        "rabbitllm",
-        "pull",
-        (f"{place}:{model}" if is_hub else f"{place}/{gguf_named(around, model)}") if model else place,
-    ]
+    if model:
+        place = f"{place}:{model}" if is_hub else f"{place}/{gguf_named(around, model)}"
+    words = ["rabbitllm", "pull", place]
     if entry.compression is not None:
         words += ["--compression", entry.compression]
     if not is_inside and not entry.folder.is_relative_to(locations.home()):

@@ -102,6 +102,11 @@ class DryRun:
         return next((route for route in self.routes if route.fits), None)
 
     @property
+    def shown(self) -> Route | None:
+        """The route that would be taken, else the last one, which lacks least."""
+        return self.route or (self.routes[-1] if self.routes else None)
+
+    @property
     def fits(self) -> bool:
         """Whether `pull` would succeed, by the estimate."""
         return self.estimate.finished or self.route is not None
@@ -170,10 +175,8 @@ def dry_run(request: LoadRequest) -> DryRun:
     Raises:
         RabbitLLMError: see `rabbitllm.plan`.
     """
-    from rabbitllm.estimate.plan import (
-        SourceScan,
-        split_estimate_at,  # imports all measuring code, which a split does not need
-    )
+    from rabbitllm.estimate.plan import split_estimate_at  # imports all measuring code, which a split does not need
+    from rabbitllm.estimate.scan import SourceScan
 
     assert request.split is not None
     options = prepare.with_memory(request.split, request.run)
@@ -214,7 +217,7 @@ def pulled_record(pulled: Pulled) -> dict[str, Any]:
 
 def dry_run_record(outcome: DryRun) -> dict[str, Any]:
     """For `json.dumps`."""
-    route = outcome.route or (outcome.routes[-1] if outcome.routes else None)
+    route = outcome.shown
     lacking = route.lacking if route is not None else None
     return {
         "model": outcome.name,
@@ -238,21 +241,20 @@ def show_pulled(pulled: Pulled, request: LoadRequest, console: Console) -> None:
     state = "is ready; it was complete already" if pulled.before else "is ready"
     put(console, Text(f"{pulled.name}, {how}, {state}", "bold green"))
     put_fact(console, "layer files", f"{entry.layers}, {size(entry.nbytes)} in {entry.folder}")
-    if (original := _original_text(pulled)) is not None:
-        put_fact(console, "original", original)
+    if pulled.shards is not None:
+        put_fact(console, "original", _ORIGINALS[pulled.shards].format(pulled.shards_at))
     if not pulled.before:
         put_fact(console, "time", f"{pulled.seconds:.1f} s, at most {size(pulled.peak_disk_bytes)} in the folder")
     put_fact(console, "next", next_command(pulled, request))
 
 
-def _original_text(pulled: Pulled) -> str | None:
-    texts = {
-        Shards.KEPT: f"kept, in {pulled.shards_at}",
-        Shards.FETCHED: "on the hub; the downloaded shards are not kept",
-        Shards.DELETED: "its shards were deleted: these layer files are the only copy",
-        Shards.PARTLY: f"some of its shards are in {pulled.shards_at}",
-    }
-    return None if pulled.shards is None else texts[pulled.shards]
+_ORIGINALS = {
+    Shards.KEPT: "kept, in {}",
+    Shards.FETCHED: "on the hub; the downloaded shards are not kept",
+    Shards.DELETED: "its shards were deleted: these layer files are the only copy",
+    Shards.PARTLY: "some of its shards are in {}",
+}
+"""The original of a pulled model, with the folder of its shards."""
 
 
 def next_command(pulled: Pulled, request: LoadRequest) -> str:
@@ -281,22 +283,20 @@ def show_dry_run(outcome: DryRun, request: LoadRequest, console: Console) -> Non
     if estimate.state == "unfinished":
         used = f"{estimate.shards_used} of {counted(estimate.shards, 'shard')} used up"
         put_fact(console, "begun", f"{used}; pull resumes it")
-    route = outcome.route or (outcome.routes[-1] if outcome.routes else None)
-    if route is not None:
+    if (route := outcome.shown) is not None:
         put_fact(console, "on the disk", f"at most {size_rounded_up(route.disk_bytes)} more than now")
         created = f"{size_rounded_up(route.created_bytes)} ({route.created_bytes:,} bytes)"
         put_fact(console, "written", f"at most {created}; --max-disk limits this")
-        put_fact(console, "shards", _shards_text(outcome, request))
+        put_fact(console, "shards", _shards_text(route, request))
     for shard in outcome.kept:
         put_fact(console, "kept", f"{shard.name}, since the split leaves out {listed(map(str, shard.left_out), 3)}")
     put(console, _verdict(outcome))
 
 
-def _shards_text(outcome: DryRun, request: LoadRequest) -> str:
+def _shards_text(route: Route, request: LoadRequest) -> str:
     assert request.split is not None
     if request.split.shards.deletes_used:
         return "each is deleted after use"
-    route = outcome.route or outcome.routes[-1]
     if not request.split.shards.takes_one_at_a_time:
         return "downloaded to the hub cache and kept"
     return "kept where they are" if route.name == STANDARD else "fetched one by one and not kept; those here stay"

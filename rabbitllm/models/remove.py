@@ -45,7 +45,7 @@ from rabbitllm.storage.folders import existing
 from rabbitllm.store import locations
 from rabbitllm.store.layer_file import DONE_SUFFIX, LAYER_SUFFIX, SCRATCH_SUFFIX, layer_file_name
 from rabbitllm.store.layer_store import LayerStore
-from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME, SPLITS, is_legacy, read_manifest
+from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME, SPLITS, Manifest, is_legacy, read_manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +128,20 @@ def _is_blob(path: Path, fingerprint: str) -> bool:
 def _needed_shards(entry: SplitEntry) -> list[str]:
     """The shards that the split directory has the content of: of an unfinished split, those used up."""
     assert entry.source is not None
-    for name in (JOURNAL_NAME, JOURNAL_NAME + REMOVED_SUFFIX):
-        if (progress := journal.glance(entry.folder, name)) is not None and entry.shards_used < entry.shards:
-            return sorted(progress.used)
+    progress = _journal_in(entry.folder)
+    if progress is not None and entry.shards_used < entry.shards:
+        return sorted(progress.used)
     return sorted(entry.source.fingerprints)
+
+
+def _manifest_in(folder: Path) -> Manifest | None:
+    """The manifest of a split, also under the name that it has while the split is removed."""
+    return read_manifest(folder) or read_manifest(folder, MANIFEST_NAME + REMOVED_SUFFIX)
+
+
+def _journal_in(folder: Path) -> journal.UnfinishedSplit | None:
+    """The same for the progress of an unfinished split."""
+    return journal.glance(folder) or journal.glance(folder, JOURNAL_NAME + REMOVED_SUFFIX)
 
 
 def _is_same(folder: Path, shard: str, fingerprint: str) -> bool:
@@ -150,9 +160,7 @@ def _changed_shard(folder: Path, shards: Sequence[str], entry: SplitEntry) -> st
 
     All shards are read: a fingerprint is of some of their bytes.
     """
-    records = (name for name in (MANIFEST_NAME, MANIFEST_NAME + REMOVED_SUFFIX) if (entry.folder / name).exists())
-    manifest = next((read_manifest(entry.folder, name) for name in records), None)
-    if manifest is None:
+    if (manifest := _manifest_in(entry.folder)) is None:
         return None
     model = next(iter(gguf_models(shards)), shards[0] if is_gguf_file(folder / shards[0]) else None)
     try:
@@ -330,15 +338,10 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 def _layer_files(folder: Path, entry: SplitEntry) -> frozenset[str] | None:
     """Names of the layer files of a split; None where only their endings are known."""
-    for name in (MANIFEST_NAME, MANIFEST_NAME + REMOVED_SUFFIX):
-        if entry.source is not None and (folder / name).exists():
-            manifest = read_manifest(folder, name)
-            assert manifest is not None
-            return frozenset(record.file for record in manifest.layers)
-    for name in (JOURNAL_NAME, JOURNAL_NAME + REMOVED_SUFFIX):
-        if (progress := journal.glance(folder, name)) is not None:
-            return frozenset(map(layer_file_name, progress.stems))
-    return None
+    if entry.source is not None and (manifest := _manifest_in(folder)) is not None:
+        return frozenset(record.file for record in manifest.layers)
+    progress = _journal_in(folder)
+    return frozenset(map(layer_file_name, progress.stems)) if progress is not None else None
 
 
 def _is_ours(path: Path, entry: SplitEntry, layers: frozenset[str] | None) -> bool:

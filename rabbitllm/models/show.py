@@ -108,16 +108,13 @@ class Shown:
         return self.inside.content if self.inside is not None and isinstance(self.inside.content, Tensors) else None
 
 
-def show(
-    name: str, saving_path: Path | None = None, revision: str | None = None, token: str | bool | None = None
-) -> Shown:
+def show(name: str, saving_path: Path | None = None, revision: str | None = None) -> Shown:
     """Look at a model.
 
     Args:
         name: a folder, a file of weights, a split directory or a repository.
         saving_path: folder of its split directories, if not the usual one.
         revision: of a repository that is not split here.
-        token: access token for the hub.
 
     Raises:
         RabbitLLMError: nothing of that name exists, or it is malformed.
@@ -132,19 +129,19 @@ def show(
         config = _config_in(best.folder) or _config_in(spelled_out(best.folder).parent)
         return Shown(plain, config, look_inside(best.folder), splits)
     try:
-        inside = look_inside(plain, revision=revision, token=token)
+        inside = look_inside(plain, revision=revision)
     except RabbitLLMError:
         if not entries:
             raise
         inside = None
     config = _config_in(entries[0].folder) if entries else None
-    return Shown(plain, config or _config_of(plain, revision, token), inside, splits)
+    return Shown(plain, config or _config_of(plain, revision), inside, splits)
 
 
 def shown_record(shown: Shown) -> dict[str, Any]:
     """For `json.dumps`; sizes in bytes."""
     tensors, inside = shown.tensors, shown.inside
-    record: dict[str, Any] = {
+    return {
         "model": shown.name,
         "config": plain_record(dataclasses.asdict(shown.config)) if shown.config is not None else None,
         "format": inside.format if inside is not None else None,
@@ -159,7 +156,6 @@ def shown_record(shown: Shown) -> dict[str, Any]:
             for entry, original in shown.splits
         ],
     }
-    return record
 
 
 def _config_in(folder: Path) -> ConfigSummary | None:
@@ -170,11 +166,11 @@ def _config_in(folder: Path) -> ConfigSummary | None:
         return None
 
 
-def _config_of(name: str, revision: str | None, token: str | bool | None) -> ConfigSummary | None:
+def _config_of(name: str, revision: str | None) -> ConfigSummary | None:
     """The config of a source that is not split."""
     if expand(name).is_file():
         return None
-    spec = prepare.ModelSpec(name, access=HubAccess(revision, token))
+    spec = prepare.ModelSpec(name, access=HubAccess(revision))
     try:
         with prepare.config_folder(prepare.find(spec, only_look=True)) as folder:
             return _config_in(folder)

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from rabbitllm.demo import tasks
-from rabbitllm.demo.tasks import KINDS, RELATIONS, Problem, exact_match, held_out, training_stream
+from rabbitllm.demo.tasks import KINDS, RELATIONS, Problem, exact_match, facts, held_out
+from tools.demo_training import text_of, training_stream
 
 SAMPLE = 20_000
 
@@ -69,7 +70,7 @@ def test_prompts_have_one_form(stream: list[Problem]) -> None:
     for problem in stream:
         assert re.fullmatch(r"Q: [^\n]+\nA:", problem.prompt)
         assert problem.answer == problem.answer.strip() != ""
-        assert problem.text == f"{problem.prompt} {problem.answer}"
+        assert text_of(problem) == f"{problem.prompt} {problem.answer}"
 
 
 def test_same_seed_same_problems(stream: list[Problem]) -> None:
@@ -81,8 +82,8 @@ def test_same_seed_same_problems(stream: list[Problem]) -> None:
 
 def test_held_out_sets_are_stable() -> None:
     """The recorded score and the trained weights are only worth something for these very problems."""
-    assert [problem.text for problem in held_out(4, 0)] == PINNED_HELD_OUT
-    assert [problem.text for problem in islice(training_stream(0), 3)] == PINNED_TRAINING
+    assert [*map(text_of, held_out(4, 0))] == PINNED_HELD_OUT
+    assert [*map(text_of, islice(training_stream(0), 3))] == PINNED_TRAINING
 
 
 def test_held_out_problems_are_not_in_training(stream: list[Problem]) -> None:
@@ -119,15 +120,15 @@ def test_held_out_refuses_a_count_it_cannot_keep(count: int) -> None:
 def test_training_shows_every_kind_and_every_fact(stream: list[Problem]) -> None:
     assert {problem.kind for problem in stream} == set(KINDS)
     shown = {problem for problem in stream if problem.kind == "fact"}
-    taught = set(tasks.training_facts())
+    taught = set(facts(kept_back=False))
     # About 4,000 draws from 1,335 leave some 67 undrawn; far more missing would mean a skewed draw.
     assert shown <= taught
     assert len(taught - shown) < 120
 
 
 def test_each_fact_holds_out_one_wording() -> None:
-    kept_back = {problem.prompt for problem in tasks.held_out_facts()}
-    trained = {problem.prompt for problem in tasks.training_facts()}
+    kept_back = {problem.prompt for problem in facts(kept_back=True)}
+    trained = {problem.prompt for problem in facts(kept_back=False)}
     assert kept_back.isdisjoint(trained)
     for relation in RELATIONS:
         for subject in relation.answers:
@@ -140,7 +141,7 @@ def test_each_fact_holds_out_one_wording() -> None:
 
 def test_no_question_has_two_answers() -> None:
     answers: dict[str, set[str]] = {}
-    for problem in [*tasks.held_out_facts(), *tasks.training_facts()]:
+    for problem in [*facts(kept_back=True), *facts(kept_back=False)]:
         answers.setdefault(problem.prompt, set()).add(problem.answer)
     assert all(len(texts) == 1 for texts in answers.values())
 

@@ -109,7 +109,7 @@ MANY = {"num_experts": 12, "num_experts_per_tok": 3}
 def test_resident_experts_are_not_read(tmp_path: Path) -> None:
     plan = drawn(tmp_path / "m", "qwen3_moe", **MANY)
     work = routed_work(plan)
-    assert [routed.name for routed in work] == [source.name for source in plan.experts]
+    assert [routed.source.name for routed in work] == [source.name for source in plan.experts]
     assert {(routed.tier, routed.on_device, routed.missed, routed.read_bytes) for routed in work} == {
         (Tier.RESIDENT, 1.0, 0.0, 0.0)
     }
@@ -126,7 +126,7 @@ def test_kept_routed_experts_are_not_read(tmp_path: Path) -> None:
     work = routed_work(plan)
     for routed in work:
         assert routed.on_device == pool.slots / 36
-        assert routed.read_bytes == pytest.approx((1 - pool.slots / 36) * 3 * routed.expert_bytes)
+        assert routed.read_bytes == pytest.approx((1 - pool.slots / 36) * 3 * routed.source.expert_bytes)
         assert routed.copied_bytes == 0
     (summary,) = experts_of(work)
     assert summary.kept_bytes == pytest.approx(summary.stored_bytes * pool.slots / 36, abs=1)
@@ -135,8 +135,8 @@ def test_kept_routed_experts_are_not_read(tmp_path: Path) -> None:
 def test_a_prompt_uses_more_experts_than_a_token(tmp_path: Path) -> None:
     (routed, *_) = routed_work(drawn(tmp_path / "m", "qwen3_moe", room=0, **MANY))
     assert routed.touched_bytes(1) == pytest.approx(routed.used_bytes)
-    assert routed.touched_bytes(2) == pytest.approx((3 + 3 * 9 / 12) * routed.expert_bytes)
-    assert routed.touched_bytes(1000) == pytest.approx(12 * routed.expert_bytes)
+    assert routed.touched_bytes(2) == pytest.approx((3 + 3 * 9 / 12) * routed.source.expert_bytes)
+    assert routed.touched_bytes(1000) == pytest.approx(12 * routed.source.expert_bytes)
 
 
 @pytest.mark.parametrize("share", [0.25, 0.75])

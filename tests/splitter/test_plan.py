@@ -22,7 +22,7 @@ from rabbitllm.engine.devices import CpuDevice, Device
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.load_plan import make_load_plan
 from rabbitllm.errors import InvalidIndexError
-from rabbitllm.estimate.plan import SourceScan
+from rabbitllm.estimate.scan import SourceScan
 from rabbitllm.formats.tensor_spec import DTYPES, Header, TensorSpec, byte_size
 from rabbitllm.quant.schemes import SCHEMES
 from rabbitllm.splitter import plan

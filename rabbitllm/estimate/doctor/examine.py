@@ -150,7 +150,7 @@ def probe_hub(seconds: float = 3.0) -> Hub:
     address = urlsplit(constants.ENDPOINT)
     endpoint = urlunsplit((address.scheme, address.netloc.rpartition("@")[2], address.path, "", ""))  # no password
     token = get_token() is not None
-    if constants.is_offline_mode() if hasattr(constants, "is_offline_mode") else constants.HF_HUB_OFFLINE:
+    if constants.is_offline_mode():
         return Hub(endpoint, True, None, None, token)
     from huggingface_hub.utils import get_session
 
@@ -212,9 +212,11 @@ def probe_packages(*, load: bool = True) -> tuple[Package, ...]:
     Args:
         load: try to import those with compiled parts; this takes seconds.
     """
+    from packaging.utils import canonicalize_name
+
     versions = _wanted_versions()
     return tuple(
-        _package(name, use, versions.get(_plain(name), ""), uses, load)
+        _package(name, use, versions.get(canonicalize_name(name), ""), uses, load)
         for uses in (ESSENTIAL, WANTED, OPTIONAL)
         for name, use in uses.items()
     )
@@ -240,19 +242,16 @@ def _package(name: str, use: str, accepted: str, uses: Mapping[str, str], load: 
 def _wanted_versions() -> dict[str, str]:
     """Return package -> required versions; empty if this package is on the path but not installed."""
     from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.utils import canonicalize_name
 
-    versions = {}
+    versions: dict[str, str] = {}
     with contextlib.suppress(metadata.PackageNotFoundError):
         for line in metadata.requires("rabbitllm") or []:
             with contextlib.suppress(InvalidRequirement):
                 requirement = Requirement(line)
                 if str(requirement.specifier):
-                    versions[_plain(requirement.name)] = str(requirement.specifier)
+                    versions[canonicalize_name(requirement.name)] = str(requirement.specifier)
     return versions
-
-
-def _plain(name: str) -> str:
-    return name.lower().replace("_", "-")
 
 
 SPLITS = "splits of hub models"
@@ -353,16 +352,8 @@ def examine(*, quick: bool = False, every: bool = False, on_probe: Callable[[str
     elif not quick and memory is not None:
         little = f"{size(memory.usable)} of RAM is available; measuring takes up to {size(MEASURING_BYTES)}"
         probes.failures.append(Failure("times", little))
-    machine = MachineInfo(
-        memory=memory,
-        processor=probes.run("the processor", probe_processor),
-        gpus=gpus,
-        folders=folders,
-        host=host,
-        hub=hub(),
-        packages=packages,
-        rates=rates,
-    )
+    processor = probes.run("the processor", probe_processor)
+    machine = MachineInfo(memory, processor, gpus, folders, host, hub(), packages, rates)
     smallest = min((need.disk_bytes for model in models for choice in model.at for need in choice.needs), default=0)
     advice = advise(machine, smallest)
     seconds = time.perf_counter() - start
@@ -524,14 +515,11 @@ def _of_disks(machine: MachineInfo, needed: int) -> Iterator[Advice]:
     if not splits.writable:
         yield Advice(True, f"{splits.path}, the folder for splits of hub models, is not writable: {name}.", command)
     elif splits.room < needed:
-        text = (
-            f"Too little disk at {splits.path}: {size(splits.room)}; the smallest model takes {size(needed)}{elsewhere}"
-        )
-        yield Advice(True, f"{text}. Free disk space, or {name}.", command)
+        need = f"{size(splits.room)}; the smallest model takes {size(needed)}{elsewhere}"
+        yield Advice(True, f"Too little disk at {splits.path}: {need}. Free disk space, or {name}.", command)
     elif splits.in_memory:
-        yield Advice(
-            False, f"{splits.path} is in memory ({splits.filesystem}); layer files there use RAM: {name}.", command
-        )
+        text = f"{splits.path} is in memory ({splits.filesystem}); layer files there use RAM"
+        yield Advice(False, f"{text}: {name}.", command)
     elif splits.room < LITTLE_DISK:
         text = f"Only {size(splits.room)} is available at {splits.path}{elsewhere}: larger models do not fit"
         yield Advice(False, f"{text}; {name}, or use --dir.", command)
@@ -547,13 +535,11 @@ def _of_memory(machine: MachineInfo) -> Iterator[Advice]:
     named += [(limit.room, f"{limit.name} allows {size(limit.limit)}") for limit in memory.limits]
     room, limit = min(named, default=(memory.free, ""))
     why = f": {limit}" if room < memory.free else ""
-    if memory.usable < MIN_MEMORY:
-        yield Advice(
-            True, f"Only {size(memory.usable)} of RAM is available{why}. End other programs, or raise the limit."
-        )
-    elif memory.usable < LITTLE_MEMORY:
-        text = f"Only {size(memory.usable)} of RAM is available{why}: each token reads most of a model again"
-        yield Advice(False, f"{text}. End other programs, or raise the limit.")
+    if memory.usable < LITTLE_MEMORY:
+        essential = memory.usable < MIN_MEMORY
+        effect = "" if essential else ": each token reads most of a model again"
+        text = f"Only {size(memory.usable)} of RAM is available{why}{effect}"
+        yield Advice(essential, f"{text}. End other programs, or raise the limit.")
 
 
 def _of_gpus(machine: MachineInfo) -> Iterator[Advice]:

@@ -232,8 +232,8 @@ def _show_advice(console: Console, report: Report) -> None:
             console.print(Text(f"    {harmless(advice.command, 500)}"), soft_wrap=True)
     if report.advice:
         console.print()
-    verdict = (
-        "This machine can run models." if report.can_run else "This machine cannot run models until this is fixed."
-    )
-    put(console, Text(verdict, "bold green" if report.can_run else "bold red"))
+    if report.can_run:
+        put(console, Text("This machine can run models.", "bold green"))
+    else:
+        put(console, Text("This machine cannot run models until this is fixed.", "bold red"))
     put(console, Text(f"Times are estimates. The checks took {report.seconds:.1f} s.", "dim"))
