@@ -312,12 +312,12 @@ def _drop_frames(trace: TracebackType | None) -> None:
 def resolve_devices(device: str | None, max_memory: Mapping[str, int] | None, pin_memory: bool = True) -> list[Device]:
     """The devices to compute on, first layer first.
 
-    "auto" means every GPU, None the first one, or the CPU if there is none. GPUs in `max_memory` take precedence over
-    `device`. Without a GPU, "auto", "cuda" and "cuda:0" mean the CPU, with a warning once a process; None too, if there
-    is a GPU that torch cannot use.
+    "auto" means every GPU that torch has code for, None the first GPU, or the CPU if there is none. GPUs in
+    `max_memory` take precedence over `device`. Without a GPU, "auto", "cuda" and "cuda:0" mean the CPU, with a warning
+    once a process; None too, if there is a GPU that torch cannot use.
 
     Raises:
-        DeviceError: this machine has no such GPU, or the string names no device.
+        DeviceError: this machine has no such GPU, torch has no code for it, or the string names no device.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     named = sorted((name for name in max_memory or {} if name != "cpu"), key=lambda name: int(name[5:]))
@@ -330,7 +330,8 @@ def resolve_devices(device: str | None, max_memory: Mapping[str, int] | None, pi
             _warn_of_no_cuda()
         return [CpuDevice()]
     if device == "auto":
-        return [_gpu(f"cuda:{i}", count, pin_memory) for i in range(count)]
+        usable = [i for i in range(count) if missing_code(i) is None]
+        return [_gpu(f"cuda:{i}", count, pin_memory) for i in usable or range(count)]
     return [_gpu("cuda:0" if device in (None, "cuda") else device, count, pin_memory)]
 
 
@@ -347,7 +348,30 @@ def _gpu(name: str, count: int, pin_memory: bool, subject: str = "") -> CudaDevi
     if int(match[1]) >= count:
         subject = subject or f"device={name!r}"
         raise DeviceError(f"{subject} does not exist: {has}.", "Use an existing device, or device='cpu' or 'auto'.")
+    if (architecture := missing_code(int(match[1]))) is not None:
+        raise DeviceError(
+            f"torch {torch.__version__} has no code for {name}, {torch.cuda.get_device_name(int(match[1]))} "
+            f"({architecture}); it has code for {', '.join(torch.cuda.get_arch_list())}.",
+            f"Use another GPU (on Kaggle: GPU T4 x2) or device='cpu', or install a torch built for {architecture}.",
+        )
     return CudaDevice(int(match[1]), pin_memory)
+
+
+def missing_code(index: int) -> str | None:
+    """Return the architecture of a GPU that the installed torch has no code for; None if it has, or does not say.
+
+    Code for an architecture (`sm_75`) runs on later minor versions of it, portable code (`compute_75`) on all later
+    ones. Without either the first kernel fails, though torch calls the GPU available.
+    """
+    built = re.findall(r"\b(sm|compute)_(\d+)(\d)", " ".join(torch.cuda.get_arch_list()))
+    if not built:  # no CUDA, or AMD's names
+        return None
+    major, minor = torch.cuda.get_device_capability(index)
+    runs = (
+        (major, minor) >= (int(code_major), int(code_minor)) and (form == "compute" or major == int(code_major))
+        for form, code_major, code_minor in built
+    )
+    return None if any(runs) else f"sm_{major}{minor}"
 
 
 def capability_suits_bf16(capability: tuple[int, int]) -> bool:

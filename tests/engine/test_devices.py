@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401  it needs torch.cu
 
 from rabbitllm.base.options import RunOptions
 from rabbitllm.engine import devices, load_plan
-from rabbitllm.engine.devices import CpuDevice, CudaDevice, _warn_of_no_cuda, resolve_devices
+from rabbitllm.engine.devices import CpuDevice, CudaDevice, _warn_of_no_cuda, missing_code, resolve_devices
 from rabbitllm.errors import DeviceError
 from rabbitllm.store.layer_store import LayerStore
 from tests.support.builders import build_checkpoint
@@ -72,6 +73,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     current = RecordingStream("computation")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", list)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: RecordingStream(f"copies on {device}"))
     monkeypatch.setattr(torch.cuda, "Event", RecordingEvent)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
@@ -176,6 +178,61 @@ def test_unknown_device_name(gpus: object, device: str) -> None:
         names(device)
     assert f"device={device!r} is not a device; expected 'cpu', 'cuda:N' or 'auto'" in caught.value.problem
     assert "this machine has cuda:0, cuda:1" in caught.value.problem
+
+
+KAGGLE_BUILD = ["sm_70", "sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
+
+
+@pytest.fixture
+def build(gpus: object, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets the architectures that torch has code for, and the capabilities of the two GPUs."""
+
+    def set_up(built: list[str], *capabilities: tuple[int, int]) -> None:
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla P100-PCIE-16GB")
+
+    return set_up
+
+
+@pytest.mark.parametrize("device", [None, "auto", "cuda", "cuda:0", "cuda:1"])
+def test_gpu_without_code_in_torch_is_refused(build: Callable[..., None], device: str | None) -> None:
+    build(KAGGLE_BUILD, (6, 0), (6, 0))
+    with pytest.raises(DeviceError) as caught:
+        names(device)
+    problem = f"has no code for {device if device == 'cuda:1' else 'cuda:0'}, Tesla P100-PCIE-16GB (sm_60); it has code"
+    assert f"{problem} for sm_70, sm_75" in caught.value.problem
+    assert "GPU T4 x2" in caught.value.remedy
+    assert names("cpu") == ["cpu"]
+    with pytest.raises(DeviceError, match="has no code for cuda:1"):
+        names("cpu", {"cuda:1": 1})
+
+
+def test_auto_leaves_out_gpus_without_code(build: Callable[..., None]) -> None:
+    build(KAGGLE_BUILD, (6, 1), (8, 9))
+    assert names("auto") == ["cuda:1"]
+
+
+@pytest.mark.parametrize(
+    ("built", "capability", "runs"),
+    [
+        (["sm_50", "sm_60", "sm_70"], (6, 0), True),
+        (["sm_50", "sm_60", "sm_70"], (6, 1), True),
+        (["sm_61"], (6, 0), False),
+        (["sm_75", "sm_80"], (7, 0), False),
+        (["sm_80"], (8, 9), True),
+        (["sm_80", "sm_90a"], (9, 0), True),
+        (["sm_80"], (9, 0), False),
+        (["sm_80", "compute_80"], (12, 0), True),
+        (["sm_100", "sm_120"], (12, 1), True),
+        (["gfx90a", "gfx1100"], (9, 0), True),
+        ([], (6, 0), True),
+    ],
+)
+def test_code_for_a_gpu(build: Callable[..., None], built: list[str], capability: tuple[int, int], runs: bool) -> None:
+    """As in NVIDIA's "CUDA C++ Programming Guide", Binary and PTX Compatibility."""
+    build(built, capability)
+    assert (missing_code(0) is None) == runs
 
 
 def test_upload_and_computation_wait_for_each_other(gpus: list[tuple[Any, ...]]) -> None:

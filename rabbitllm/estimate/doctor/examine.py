@@ -131,10 +131,12 @@ def probe_gpus(*, ask_torch: bool = True) -> Gpus:
         return Gpus((), False, None)
     import torch
 
-    from rabbitllm.engine.devices import capability_suits_bf16
+    from rabbitllm.engine.devices import capability_suits_bf16, missing_code
 
     gpus = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        if missing_code(index) is not None:
+            continue
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         capability = (properties.major, properties.minor)
@@ -547,9 +549,9 @@ def _of_gpus(machine: MachineInfo) -> Iterator[Advice]:
     if gpus is None:
         return
     if gpus.driver and not gpus.found and gpus.torch is not None:
-        text = f"NVIDIA's driver is installed, but torch {gpus.torch} finds no GPU: it may be built for the CPU, or for"
+        text = f"NVIDIA's driver is installed, but torch {gpus.torch} can use no GPU: it may be built for the CPU, for"
         command = "pip install --upgrade --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126"
-        yield Advice(False, f"{text} a newer driver, or CUDA_VISIBLE_DEVICES hides it.", command)
+        yield Advice(False, f"{text} newer GPUs or a newer driver, or CUDA_VISIBLE_DEVICES hides it.", command)
     for gpu in gpus.found:
         if gpu.free < gpu.total // 2:
             text = f"{gpu.device}: other programs use {size(gpu.total - gpu.free)} of {size(gpu.total)}"

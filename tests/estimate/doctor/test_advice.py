@@ -132,7 +132,7 @@ def test_the_bfloat16_kernel_is_named_where_it_is_used(
             None,
         ),
         ({"gpus": gpu(3)}, False, "other programs use 12.00 GiB of 15.00 GiB", "nvidia-smi"),
-        ({"gpus": Gpus((), True, "2.13+cpu")}, False, "torch 2.13+cpu finds no GPU", "pip install"),
+        ({"gpus": Gpus((), True, "2.13+cpu")}, False, "torch 2.13+cpu can use no GPU", "pip install"),
         ({"hub": hub(offline=True, reachable=None)}, False, "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"),
         (
             {"hub": hub(reachable=False, problem="refused")},

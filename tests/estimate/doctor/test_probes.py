@@ -81,6 +81,14 @@ def test_gpus_are_those_of_torch() -> None:
     assert gpus.torch == torch.__version__
 
 
+def test_gpu_without_code_in_torch_is_not_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (6, 0))
+    assert examine.probe_gpus().found == ()
+
+
 def test_torch_is_not_imported_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examine, "has_nvidia_driver", lambda: False)
     assert examine.probe_gpus(ask_torch=False).torch is None
