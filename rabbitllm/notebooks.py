@@ -2,12 +2,14 @@
 
 Kaggle saves `/kaggle/working` (20 GB) with the notebook and shows the free space of its host, terabytes that a notebook
 may not use; its scratch disk is any other folder, and is deleted when the notebook stops. Colab has one disk, whose
-free space is correct. Uses folders and environment variables only; loads no model and sends no requests to the hub.
+free space is correct. Uses folders, environment variables and Kaggle's secrets only; loads no model and sends no
+requests to the hub.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import shutil
@@ -18,12 +20,19 @@ from pathlib import Path
 
 from rabbitllm.base.options import expand
 from rabbitllm.base.terminal import size
-from rabbitllm.checkpoints.hub_cache import folder_name
+from rabbitllm.checkpoints.hub_cache import folder_name, snapshot_of
 from rabbitllm.checkpoints.index import ENTRY_NAMES, META_PARAMETERS
 from rabbitllm.splitter.disk_sampler import disk_bytes
 from rabbitllm.storage import durable
 from rabbitllm.storage.folders import KAGGLE_BYTES
-from rabbitllm.store.locations import HOME_VARIABLE, LOCAL_FOLDER, home, local_folder_name
+from rabbitllm.store.locations import (
+    HOME_VARIABLE,
+    LOCAL_FOLDER,
+    home,
+    local_folder_name,
+    one_of_several,
+    resolve_name,
+)
 from rabbitllm.store.manifest import MANIFEST_NAME
 
 logger = logging.getLogger(__name__)
@@ -32,6 +41,8 @@ ROOT = Path("/")
 """Root of the notebook's folders; replaced in tests."""
 ELSEWHERE = "this machine"
 HF_HOME = "HF_HOME"
+HF_HUB_CACHE = "HF_HUB_CACHE"
+HF_TOKEN = "HF_TOKEN"
 _COLAB_VARIABLE = "COLAB_RELEASE_TAG"
 _SCRATCH = {"Kaggle": ("kaggle/tmp", "tmp", "var/tmp"), "Colab": ("content", "tmp")}
 _DEEPEST = 6
@@ -45,8 +56,8 @@ class Places:
     Attributes:
         kind: "Kaggle", "Colab", or "this machine".
         layers: folder for split directories.
-        hub: huggingface_hub's own folder (`HF_HOME`): its cache of small files, tokens.
-        room: bytes that splits may occupy; None if free space shows it.
+        hub: huggingface_hub's own folder (`HF_HOME`): its cache of small files and of models without a split, tokens.
+        room: bytes that splits and the hub cache may occupy; None if free space shows it.
         attached: folders with checkpoints or splits that are attached to the notebook, read without copying.
     """
 
@@ -57,22 +68,32 @@ class Places:
     attached: tuple[Path, ...] = ()
 
     def max_disk(self, model: str | Path) -> int | None:
-        """Return the bytes that a split of this model may occupy: the room, less the splits of other models.
+        """Return the bytes that a split of this model may occupy: the room, less what other models occupy.
+
+        Those are splits, and files in the hub cache. Load a draft model first: then it counts.
 
         Args:
             model: repository or folder of the model.
 
         Returns:
             Bytes; None if the free space of the disk is the limit.
+
+        Raises:
+            OptionError, CheckpointNotFoundError: the name is not that of a model.
         """
         if self.room is None:
             return None
-        return max(self.room - sum(disk_bytes(folder) for folder in self._others(str(model))), 0)
-
-    def _others(self, model: str) -> Iterator[Path]:
-        local, checkpoint = self.layers / LOCAL_FOLDER, expand(model)
-        chosen = local / local_folder_name(checkpoint) if checkpoint.is_dir() else self.layers / folder_name(model)
-        yield from (path for path in (*_folders_in(self.layers), *_folders_in(local)) if path not in (local, chosen))
+        name, _ = one_of_several(resolve_name(str(model)))
+        local, checkpoint = self.layers / LOCAL_FOLDER, expand(name)
+        own = {folder_name(name)}
+        if checkpoint.is_dir():
+            snapshot = snapshot_of(checkpoint)
+            own = {snapshot.repo_folder if snapshot is not None else local_folder_name(checkpoint)}
+        splits = [folder for folder in (*_folders_in(self.layers), *_folders_in(local)) if folder != local]
+        cached = _folders_in(Path(os.environ.get(HF_HUB_CACHE) or self.hub / "hub"))
+        used = sum(disk_bytes(folder) for folder in splits if folder.name not in own)
+        used += sum(_file_bytes(folder) for folder in cached if folder.name not in own)
+        return max(self.room - used, 0)
 
     def __str__(self) -> str:
         lines = [
@@ -111,6 +132,9 @@ def find(environment: Mapping[str, str] = os.environ) -> Places:
 def settle() -> Places:
     """Find the folders; in a hosted notebook create them, and set `RABBITLLM_HOME` and `HF_HOME` to them.
 
+    On Kaggle the secret `HF_TOKEN` becomes the environment variable, if that is not set. (huggingface_hub reads those
+    of Colab itself.)
+
     Must be called before anything imports huggingface_hub, which reads its variable once.
 
     Returns:
@@ -131,7 +155,19 @@ def settle() -> Places:
             "huggingface_hub was imported before and still uses %s; restart the kernel to change that.",
             constants.HF_HOME,
         )
+    if folders.kind == "Kaggle" and not os.environ.get(HF_TOKEN):
+        _take_secret(HF_TOKEN)
     return folders
+
+
+def _take_secret(name: str) -> None:
+    """Set an environment variable to Kaggle's secret of that name, if there is one."""
+    try:
+        secret = importlib.import_module("kaggle_secrets").UserSecretsClient().get_secret(name)
+    except Exception as error:  # no such secret, or Internet is off: the client's own errors
+        logger.info("Kaggle gives no secret %s: %s", name, error)
+    else:
+        os.environ[name] = secret
 
 
 def _kind(environment: Mapping[str, str]) -> str:
@@ -163,6 +199,15 @@ def _checkpoints_in(folder: Path) -> Iterator[Path]:
         elif len(path.relative_to(folder).parts) >= _DEEPEST:
             folders.clear()
         folders.sort()
+
+
+def _file_bytes(folder: Path) -> int:
+    """Return the sizes of the files in a folder of the hub cache; its links are in the same folder.
+
+    Not the blocks on the disk, which differ from one moment to the next: `max_disk` must be the same when an
+    interrupted split goes on.
+    """
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 
 def _folders_in(folder: Path) -> list[Path]:

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from rabbitllm import notebooks
-from rabbitllm.notebooks import ELSEWHERE, HF_HOME, KAGGLE_BYTES, Places
+from rabbitllm import AutoModel, notebooks
+from rabbitllm.notebooks import ELSEWHERE, HF_HOME, HF_HUB_CACHE, KAGGLE_BYTES, Places
 from rabbitllm.store.locations import HOME_VARIABLE, LOCAL_FOLDER, local_folder_name
 from tests.support.builders import build_checkpoint
 from tests.support.hub_fixtures import HubEnvironment
+from tests.support.local_hub import LocalHub
 from tests.support.splitting import split
 
 NOWHERE = {"PATH": ""}
@@ -122,3 +123,74 @@ def test_splits_of_other_models_reduce_max_disk(tmp_path: Path) -> None:
     assert folders.max_disk("org/new") == (1 << 20) - total
     assert folders.max_disk(checkpoint) == (1 << 20) - (total - occupied[ours])
     assert Places("Kaggle", tmp_path / "layers", tmp_path, 1000).max_disk("org/new") == 0
+
+
+def test_the_hub_cache_reduces_max_disk_of_other_models(
+    tmp_path: Path, hub_environment: HubEnvironment, local_hub: LocalHub
+) -> None:
+    draft = build_checkpoint(tmp_path / "hub" / "org" / "draft", "llama", shards=2)
+    folders = Places("Kaggle", tmp_path / "layers", hub_environment.home, 1 << 24)
+    assert folders.max_disk("org/large") == 1 << 24
+    AutoModel.from_pretrained("org/draft", split=False)
+    left = folders.max_disk("org/large")
+    assert left is not None
+    weights = sum(file.stat().st_size for file in draft.glob("*.safetensors"))
+    assert weights < (1 << 24) - left < weights + 200_000  # config and tokenizer
+    [snapshot] = hub_environment.home.glob("hub/models--org--draft/snapshots/*")
+    for name in ("org/draft", "hf://org/draft", snapshot):
+        assert folders.max_disk(name) == 1 << 24
+    AutoModel.from_pretrained("org/draft", split=False)
+    assert folders.max_disk("org/large") == left  # else an interrupted split would go on with another limit
+
+
+def test_the_hub_cache_may_be_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HF_HUB_CACHE, str(tmp_path / "cache"))
+    (tmp_path / "cache" / "models--org--draft" / "blobs").mkdir(parents=True)
+    (tmp_path / "cache" / "models--org--draft" / "blobs" / "weights").write_bytes(bytes(1000))
+    assert Places("Kaggle", tmp_path / "layers", tmp_path / "home", 5000).max_disk("org/large") == 4000
+
+
+# Kaggle's own client (docker-python, patches/kaggle_secrets.py) needs its service; the same names and errors here
+SECRETS = """
+class BackendError(Exception):
+    pass
+
+class UserSecretsClient:
+    def get_secret(self, label):
+        if label not in SECRETS:
+            raise BackendError(f"Unexpected response from the service. Response: {label}.")
+        return SECRETS[label]
+"""
+
+
+@pytest.mark.parametrize(
+    ("secrets", "before", "after"),
+    [
+        ({"HF_TOKEN": "hf_secret"}, None, "hf_secret"),
+        ({"HF_TOKEN": "hf_secret"}, "hf_own", "hf_own"),
+        ({"OTHER": "x"}, None, None),
+        (None, None, None),
+    ],
+    ids=["secret", "variable is kept", "no such secret", "no client"],
+)
+def test_a_secret_of_kaggle_is_the_token(
+    kaggle: Path,
+    tmp_path: Path,
+    hub_environment: HubEnvironment,
+    monkeypatch: pytest.MonkeyPatch,
+    secrets: dict[str, str] | None,
+    before: str | None,
+    after: str | None,
+) -> None:
+    from huggingface_hub import get_token
+
+    if secrets is not None:
+        (tmp_path / "kaggle_secrets.py").write_text(f"SECRETS = {secrets!r}\n{SECRETS}")
+        monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "kaggle_secrets", raising=False)
+    monkeypatch.setenv("HF_TOKEN", "")  # so that what is set below is taken back after the test
+    monkeypatch.setenv("HF_TOKEN", before) if before else monkeypatch.delenv("HF_TOKEN")
+    notebooks.settle()
+    assert os.environ.get("HF_TOKEN") == after
+    assert get_token() == after
+    sys.modules.pop("kaggle_secrets", None)
