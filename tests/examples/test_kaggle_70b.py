@@ -5,20 +5,24 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import threading
 import time
 import venv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rabbitllm.splitter.journal import glance
+from rabbitllm.storage.folders import KAGGLE_BYTES
 from rabbitllm.store.layer_store import verify
+from tests.support.builders import build_checkpoint
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
 from tests.support.notebook import Run, code_of, mark, read, started
@@ -35,6 +39,8 @@ ROOM = 3 << 20
 QUESTION, ANSWER = "What is 12 + 30?", "42"
 PARAMETERS = {"MODEL": REPOSITORY, "DRAFT": None, "PROMPT": QUESTION, "MAX_NEW_TOKENS": 8}
 PATIENCE_SECONDS = 120
+SIDECARS = 100_000
+"""Config, tokenizer and folders, which at this size are more than nothing."""
 
 
 @pytest.fixture
@@ -78,20 +84,31 @@ def run_all(machine: Path, **options: Any) -> str:
     return output
 
 
-def run_until_shards_are_used(machine: Path, shards: int) -> set[str]:
-    """Run the cells and kill the process once so many shards are used up; their names."""
-    journal = machine / "kaggle/tmp/rabbitllm"
-    with started(Run(str(NOTEBOOK), str(machine), PARAMETERS, ROOM)) as process:
+def run_until(machine: Path, holds: Callable[[], object], **options: Any) -> tuple[str, str]:
+    """Run the cells and kill the process once something holds; what it printed, and its errors."""
+    run = Run(str(NOTEBOOK), str(machine), **{"parameters": PARAMETERS, "room": ROOM, **options})
+    with started(run) as process:
         until = time.monotonic() + PATIENCE_SECONDS
-        while len(used := used_shards(journal)) < shards:
-            assert time.monotonic() < until, "no shard was used up"
+        while not holds():
+            assert time.monotonic() < until, "nothing came about"
             assert process.poll() is None, process.communicate()
             time.sleep(0.01)
         process.kill()
-        output, _ = process.communicate()
+        return process.communicate()
+
+
+def run_until_shards_are_used(machine: Path, shards: int) -> set[str]:
+    """Run the cells and kill the process once so many shards are used up; their names."""
+    layers, used = machine / "kaggle/tmp/rabbitllm", set[str]()
+
+    def enough() -> bool:
+        used.update(used_shards(layers))
+        return len(used) >= shards
+
+    output, _ = run_until(machine, enough)
     assert mark(CODE["plan"]) in output
     assert mark(CODE["load"]) not in output
-    return used_shards(journal) | used
+    return used_shards(layers) | used
 
 
 def used_shards(layers: Path) -> set[str]:
@@ -130,6 +147,55 @@ def test_killed_and_run_again(machine: Path, repository: Path, local_hub: LocalH
     assert "fake:1" in output
     assert f"layers    {layers}" in output
     assert names_in(machine / "kaggle/tmp/huggingface/hub", "models--*") == ["models--org--demo"]
+
+
+@pytest.mark.long
+def test_rehearsal_at_a_thousandth(
+    machine: Path, tmp_path: Path, hub_environment: HubEnvironment, local_hub: LocalHub
+) -> None:
+    """The 72B model's layers and shards with a thousandth of its bytes, a thousandth of the disk, and a draft model;
+    killed during the draft's download, four times during the split, and after it."""
+    room = KAGGLE_BYTES // 1000
+    sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 960}
+    original = build_checkpoint(
+        tmp_path / "hub" / REPOSITORY, "qwen2", dtype=torch.bfloat16, shards=37, num_hidden_layers=80, **sizes
+    )
+    build_checkpoint(tmp_path / "hub/org/draft", "qwen2", dtype=torch.bfloat16, num_hidden_layers=1, **sizes)
+    checkpoint = sum(file.stat().st_size for file in original.glob("*.safetensors"))
+    assert 140e6 < checkpoint < 155e6
+    parameters = {**PARAMETERS, "DRAFT": "org/draft", "MAX_NEW_TOKENS": 2}
+    options = {"parameters": parameters, "room": room}
+    tmp, layers = machine / "kaggle/tmp", machine / "kaggle/tmp/rabbitllm"
+    local_hub.faults.delay_per_mib = 0.2
+    outputs, errors = [], []
+
+    def killed(holds: Callable[[], object]) -> None:
+        output, error = run_until(machine, holds, **options)
+        outputs.append(output)
+        errors.append(error)
+
+    with peak_of(tmp) as peak:
+        killed(lambda: [*tmp.glob("huggingface/hub/models--org--draft/blobs/*")])
+        assert mark(CODE["draft"]) not in outputs[-1]
+        for shards in (1, 11, 20, 33):
+            killed(lambda: len(used_shards(layers)) >= shards)  # noqa: B023  called before the next
+            assert mark(CODE["load"]) not in outputs[-1]
+        killed(lambda: [*layers.glob("*/*/splitted_model.auto/split.json")])
+        requests = len(local_hub.requests)
+        local_hub.faults.delay_per_mib = 0.0
+        outputs.append(run_all(machine, **options))
+    limits = {match[1] for output in outputs for match in re.finditer(r"max_disk (\d+)", output)}
+    draft = sum(file.stat().st_size for file in tmp.glob("huggingface/hub/models--org--draft/blobs/*"))
+    assert 1_500_000 < draft < 4_000_000
+    assert limits == {str(room - draft)}
+    assert not any("bit allocation" in error or "is used unchanged" in error for error in errors)
+    [folder] = layers.glob("*/*/splitted_model.auto")
+    assert verify(folder).damaged == ()
+    assert 0.95 * (room - draft) < sum(file.stat().st_size for file in folder.glob("*.safetensors")) < room - draft
+    assert peak[0] <= room + SIDECARS
+    again = [request for request in local_hub.requests[requests:] if request.method == "GET" and "-of-" in request.file]
+    assert all(request.range for request in again)  # of headers, for the plan
+    assert names_in(machine / "kaggle/working") == []
 
 
 @pytest.mark.long
@@ -237,6 +303,25 @@ def test_is_a_tidy_notebook() -> None:
             assert (cell["outputs"], cell["execution_count"]) == ([], None)
             assert max(map(len, cell["source"])) <= 121
     assert [cell["id"] for cell in CELLS if "parameters" in cell["metadata"].get("tags", ())] == ["choose"]
+
+
+def test_a_gpu_that_torch_has_no_code_for_ends_the_install_cell() -> None:
+    """As on Kaggle with the P100: torch calls the GPU available."""
+    p100 = """
+import torch
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 1
+torch.cuda.get_arch_list = lambda: ["sm_70", "sm_75", "sm_80"]
+torch.cuda.get_device_capability = lambda index: (6, 0)
+torch.cuda.get_device_name = lambda index: "Tesla P100-PCIE-16GB"
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    code = p100 + code_of(CODE["install"])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 1
+    assert "has no code for cuda:0, Tesla P100-PCIE-16GB (sm_60)" in done.stderr
+    assert "on Kaggle: GPU T4 x2" in done.stderr
+    assert done.stdout == ""
 
 
 @pytest.mark.parametrize("driver", [True, False])
