@@ -17,7 +17,7 @@ from rabbitllm.server import _app
 from tests.server.serving import NAME, Running
 
 STATIC = Path(_app.__file__).parent / "static"
-MAX_BYTES = 50_000
+MAX_BYTES = 56_000
 """Of all files together."""
 ELSEWHERE = re.compile(r"""(?:https?:)?//(?!www\.w3\.org/2000/svg")[\w.-]+\.\w|@import|url\(|data:[\w/]+[;,]""")
 
@@ -138,6 +138,14 @@ def bullets(*items: Any, ordered: bool = False, start: int = 1) -> dict[str, Any
     return {"kind": "list", "ordered": ordered, "start": start, "items": list(items)}
 
 
+def task(done: bool) -> dict[str, Any]:
+    return {"kind": "task", "done": done}
+
+
+def link(href: str, *spans: Any) -> dict[str, Any]:
+    return {"tag": "a", "href": href, "spans": list(spans) or [href]}
+
+
 MARKDOWN: dict[str, list[dict[str, Any]]] = {
     "": [],
     " one\ntwo \n\nthree": [paragraph("one\ntwo"), paragraph("three")],
@@ -161,8 +169,60 @@ MARKDOWN: dict[str, list[dict[str, Any]]] = {
     ],
     "> a\n> - b": [{"kind": "quote", "blocks": [paragraph("a"), bullets([paragraph("b")])]}],
     "a\n---\n***": [paragraph("a"), {"kind": "rule"}, {"kind": "rule"}],
-    "|a|b|\n|:-|-:|\n|1|2|": [{"kind": "table", "rows": [[["a"], ["b"]], [["1"], ["2"]]]}],
+    "|a|b|\n|:-|-:|\n|1|2|": [{"kind": "table", "align": ["left", "right"], "rows": [[["a"], ["b"]], [["1"], ["2"]]]}],
+    "|a|b|\n|:-:|-|\n|1\\|2|~~3~~|": [
+        {
+            "kind": "table",
+            "align": ["center", ""],
+            "rows": [[["a"], ["b"]], [["1|2"], [{"tag": "del", "spans": ["3"]}]]],
+        }
+    ],
+    "a ~~b **c**~~ ~d~": [paragraph("a ", {"tag": "del", "spans": ["b ", {"tag": "strong", "spans": ["c"]}]}, " ~d~")],
+    "- [ ] a\n- [x] b\n  - [X] c\n- [x]d\n- [ ]": [
+        bullets(
+            [task(False), paragraph("a")],
+            [task(True), paragraph("b"), bullets([task(True), paragraph("c")])],
+            [paragraph("[x]d")],
+            [paragraph("[ ]")],
+        )
+    ],
+    '[the **rest**](https://x.org/a_(b)?c=d#e "title")': [
+        paragraph(link("https://x.org/a_(b)?c=d#e", "the ", {"tag": "strong", "spans": ["rest"]}))
+    ],
+    "see https://x.org/q?a=1&b=2. (http://y.org), <https://z.org>!": [
+        paragraph(
+            "see ", link("https://x.org/q?a=1&b=2"), ". (", link("http://y.org"), "), ", link("https://z.org"), "!"
+        )
+    ],
+    "\u770bhttps://x.org/\u8def\u3002\u597d": [paragraph("\u770b", link("https://x.org/\u8def"), "\u3002\u597d")],
+    "**https://x.org/~me** ![a dog](https://x.org/dog.png) `https://x.org`": [
+        paragraph(
+            {"tag": "strong", "spans": [link("https://x.org/~me")]},
+            " ",
+            link("https://x.org/dog.png", "a dog"),
+            " ",
+            {"tag": "code", "text": "https://x.org"},
+        )
+    ],
+    # an address in the words of a link would hide where it leads
+    "[https://bank.org](https://x.org) [](https://y.org)": [
+        paragraph(link("https://x.org"), " ", link("https://y.org"))
+    ],
 }
+INERT = [
+    "[a](javascript:alert(1))",
+    "[a](JavaScript:alert(1))",
+    "[a](java\tscript:alert(1))",
+    "[a](data:text/html,<script>alert(1)</script>)",
+    "[a](vbscript:x) [b](file:///etc/passwd) [c](blob:https) [d](ftp://x.org) [e](mailto:a@x.org)",
+    "[a](//x.org) [b](/v1/models) [c](static/page.js) [d](?a=b) [e](#top)",
+    "![a](data:image/png;base64,AA==)",
+    "<javascript:alert(1)> javascript://x.org/%0aalert(1)",
+    "https://bank.org@x.org/ [a](https://bank.org:443@x.org) <https://a:b@x.org>",
+    "https:// http://[ <https://> [a](https://)",
+    "[a]: https\\://x.org",
+]
+"""Texts that have no link."""
 
 
 @needs_node
@@ -172,10 +232,19 @@ def test_markdown(modules: Path) -> None:
 
 
 @needs_node
+@pytest.mark.parametrize("text", INERT)
+def test_only_addresses_of_the_web_become_links(modules: Path, text: str) -> None:
+    (parsed,) = evaluated(modules, "return given.map((text) => parse(text));", [text])
+    assert parsed == [paragraph(text)]
+
+
+@needs_node
 def test_markdown_of_long_and_deep_texts_terminates(modules: Path) -> None:
     """A text of opening marks, and lists in lists, are where parsers take the square of their length, which here would
     be minutes, or all of the stack."""
-    marks = ["**a ", "*a ", "`", "``a ", "> ", "- ", "|a", "#", "```\n", "  - a\n", "* * ", "> - ", "1. ", "**", "\n"]
+    marks = ["**a ", "*a ", "`", "``a ", "> ", "- ", "|a", "#", "```\n", "  - a\n", "* * ", "> - ", "1. ", "**"]
+    marks += ["[", "![a", "[a](", "[a](https://", "[a](https://x ", "https://", "https://a", "https://.", "https://(a"]
+    marks += ["<https://a", "~~a ", "~~", "- [x] ", "[x] ", "|:-", "\\|", "\n"]
     lengths = evaluated(modules, "return given.map((mark) => parse(mark.repeat(1e5)).length);", marks)
     assert all(lengths[:-1])
     assert lengths[-1] == 0

@@ -213,9 +213,11 @@ def test_stopped_answer_is_kept_and_its_request_cancelled(tab: Tab, server: Runn
     tab.wait("document.querySelector('.assistant .text')?.textContent.length > 3")
     assert server.batch.stats.running == 2
     if how == "key":
+        tab.run("document.querySelector('#log').focus()")
         tab.press("Escape")
     else:
         tab.click("#stop")
+    assert tab.run("document.activeElement.id") == "question"
     idle(tab)
     eventually(lambda: server.batch.stats.running == 1)
     assert server.batch.stats.ended["cancelled"] == cancelled + 1
@@ -344,7 +346,14 @@ def test_api_key_is_requested_and_kept_for_the_tab(browser: Browser, folder: Pat
 
 HOSTILE = (
     "<img src=x onerror=\"document.title='hostile'\"> <script>document.title='hostile'</script>\n\n"
-    "**bold** and `<b>`\n\n- one\n- two\n\n```html\n<b>code</b>\n```\n\n" + "x" * 500 + "\n\n\u05e9\u05dc\u05d5\u05dd"
+    "**bold** and `<b>`\n\n- one\n- [x] two\n\n```html\n<b>code</b>\n```\n\n"
+    + "x" * 500
+    + "\n\n\u05e9\u05dc\u05d5\u05dd"
+)
+LINKS = (
+    "[the <b>page</b>](https://x.invalid/a) [a](https://x.invalid/b\"onclick=1) ![dog](https://x.invalid/dog.png) http://y.invalid/'onclick='\n\n"
+    "[a](javascript:document.title='hostile') [b](data:text/html,x) <javascript:1> [c](/v1/models)\n\n"
+    "|~~<i>old~~|number|\n|:-|-:|\n|[x](https://x.invalid/'style='y)|12|\n\n```\n" + "long line " * 100 + "\n```"
 )
 
 
@@ -378,6 +387,93 @@ def test_imported_and_exported_files_are_never_markup(tab: Tab, browser: Browser
     (tmp_path / "other.json").write_text('{"format": "other"}')
     tab.call("DOM.setFileInputFiles", files=[str(tmp_path / "other.json")], nodeId=field)
     tab.wait("document.querySelector('#notice').textContent.includes('other.json was not imported')")
+
+
+def imported(tab: Tab, folder: Path, *exchanges: Exchange) -> None:
+    """Open a saved conversation."""
+    conversation.write_chat(folder / "talk.json", SavedChat(NAME, Conversation(None, exchanges)))
+    root = tab.call("DOM.getDocument")["root"]["nodeId"]
+    field = tab.call("DOM.querySelector", nodeId=root, selector="#file")["nodeId"]
+    tab.call("DOM.setFileInputFiles", files=[str(folder / "talk.json")], nodeId=field)
+    tab.wait(f"document.querySelectorAll('article').length === {2 * len(exchanges)}")
+
+
+def test_links_are_safe_and_load_nothing(tab: Tab, tmp_path: Path) -> None:
+    """The fixture asserts that the page asks nobody but its server."""
+    imported(tab, tmp_path, Exchange("Links?", LINKS))
+    links = tab.run("[...document.querySelectorAll('#log a')].map((a) => [a.textContent, a.href, a.rel, a.target])")
+    outside = ["noopener noreferrer", "_blank"]
+    assert links == [
+        ["the <b>page</b>", "https://x.invalid/a", *outside],
+        ["https://x.invalid/b", "https://x.invalid/b", *outside],
+        ["dog", "https://x.invalid/dog.png", *outside],
+        ["http://y.invalid/'onclick=", "http://y.invalid/'onclick=", *outside],
+        ["x", "https://x.invalid/'style='y", *outside],
+    ]
+    elements = "[...document.querySelectorAll('.assistant .text *')]"
+    attributes = tab.run(f"[...new Set({elements}.flatMap((element) => element.getAttributeNames()))].sort()")
+    assert attributes == ["class", "dir", "href", "rel", "style", "tabindex", "target", "title", "type"]
+    assert tab.run("document.querySelectorAll('#log :is(img, script, b, i, iframe)').length") == 0
+    assert tab.run("[...document.querySelectorAll('#log [style]')].map((e) => e.style.cssText)") == [
+        "text-align: left;",
+        "text-align: right;",
+        "text-align: left;",
+        "text-align: right;",
+    ]
+    assert tab.run("document.title") == f"{NAME} · RabbitLLM"
+    for width in (1000, 360):
+        tab.resize(width, 700)
+        assert tab.run(
+            "(({scrollWidth, clientWidth}) => scrollWidth > clientWidth)(document.querySelector('.code pre'))"
+        )
+        assert tab.run("document.querySelector('.code code').getClientRects().length") == 1
+        assert tab.run("document.querySelector('#log').scrollWidth <= document.querySelector('#log').clientWidth")
+
+
+def test_questions_are_copied(tab: Tab, browser: Browser, tmp_path: Path) -> None:
+    imported(tab, tmp_path, Exchange("First\nline?", "*a*"))
+    tab.run("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    for role, text in (("user", "First\nline?"), ("assistant", "*a*")):
+        tab.click(f".{role} .under button")
+        tab.wait("document.querySelector('#notice').textContent === 'Copied.'")
+        assert tab.run("window.copied") == text
+    assert tab.run("document.querySelector('#title').value") == "First line?"
+
+
+def test_the_list_of_conversations_on_a_phone(tab: Tab) -> None:
+    tab.resize(360, 640)
+    shown = "getComputedStyle(document.querySelector('#side')).display !== 'none'"
+    expanded = "document.querySelector('#menu').ariaExpanded"
+    assert not tab.run(shown)
+    closings: list[Callable[[], None]] = [
+        lambda: tab.click("#shut"),
+        lambda: tab.press("Escape"),
+        lambda: tab.click("#new"),
+        lambda: tab.run("document.querySelector('#log').click()"),
+    ]
+    for close in closings:
+        tab.click("#menu")
+        assert tab.run(shown)
+        assert tab.run(expanded) == "true"
+        assert tab.run("document.activeElement.id") == "shut"
+        close()
+        assert not tab.run(shown)
+        assert tab.run(expanded) == "false"
+    tab.resize(1000, 700)
+    assert tab.run("getComputedStyle(document.querySelector('#shut')).display") == "none"
+
+
+@pytest.mark.parametrize("width", [360, 1000])
+def test_number_fields_of_a_row_are_level(tab: Tab, width: int) -> None:
+    tab.resize(width, 700)
+    tab.click("#open")
+    boxes = tab.run(
+        "[...document.querySelectorAll('.grid input')].map((field) => field.getBoundingClientRect().toJSON())"
+    )
+    assert len({round(box["left"]) for box in boxes}) > 1
+    for box in boxes:
+        in_row = [other for other in boxes if other["top"] < box["bottom"] and other["bottom"] > box["top"]]
+        assert {round(other["top"]) for other in in_row} == {round(box["top"])}
 
 
 def test_conversations_are_renamed_deleted_and_restored(tab: Tab) -> None:

@@ -10,7 +10,7 @@ export const MOST_BYTES = 32 << 20;
 /** Text without halves of characters, which no tokenizer takes. */
 export const sound = (text) => (text.toWellFormed ? text.toWellFormed() : text);
 
-export const nameOf = (chat) => chat.title || chat.messages[0]?.content.trim().slice(0, 80) || "New conversation";
+export const nameOf = (chat) => chat.title || chat.messages[0]?.content.trim().replace(/\s+/g, " ").slice(0, 80) || "New conversation";
 
 export class Chats {
   #storage;

@@ -1,4 +1,5 @@
-// The little of Markdown that answers use, as DOM nodes. A model's text only ever becomes text nodes, never HTML.
+// The little of Markdown that answers use, as DOM nodes. A model's text only ever becomes text nodes, never HTML, and
+// addresses of http(s) become links; pictures are links too, so that nothing is loaded unless the user follows one.
 // parse(text) -> blocks, plain data; node(block) -> an element; update(parent, text) changes only what is new.
 
 const FENCE = /^(\s*)(`{3,}|~{3,})([^`]*)$/;
@@ -8,7 +9,17 @@ const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(?:\s+(.*))?$/;
 const QUOTE = /^ {0,3}> ?(.*)$/;
 const DELIMITERS = /^\s*\|?\s*:?-+:?\s*(?:\|\s*:?-+:?\s*)*\|?\s*$/;
 // spans are bounded, so that a long text of opening marks takes no time
-const SPAN = /(?<!`)(`{1,9})(?!`)([^]{1,2000}?)(?<!`)\1(?!`)|\*\*(?=\S)([^]{1,1000}?)(?<=\S)\*\*|\*(?=[^\s*])([^*]{1,1000}?)(?<=\S)\*(?!\*)/g;
+const ADDRESS = String.raw`https?:\/\/(?=[\w\x80-\uffff])(?:[^\s<>"*()\x60\u3000-\u303f\uff00-\uffef]|\([^\s<>"*()\x60]{0,200}\)){1,2000}`;
+const SPAN = new RegExp([
+  String.raw`(?<!\x60)(\x60{1,9})(?!\x60)([^]{1,2000}?)(?<!\x60)\1(?!\x60)`,
+  String.raw`!?\[([^[\]]{0,500})\]\(\s?(${ADDRESS})(?:\s"[^"]{0,500}")?\s?\)`,
+  String.raw`\*\*(?=\S)([^]{1,1000}?)(?<=\S)\*\*`,
+  String.raw`\*(?=[^\s*])([^*]{1,1000}?)(?<=\S)\*(?!\*)`,
+  String.raw`~~(?=[^\s~])([^]{1,1000}?)(?<=\S)~~`,
+  String.raw`<(${ADDRESS})>`,
+  String.raw`(?<!\w)(${ADDRESS})(?<![.,;:!?'\]}~])`,
+].join("|"), "g");
+const TASK = /^\[([ xX])\]\s+(?=\S)/;
 const DEEPEST = 8;
 
 export function parse(text, depth = 0) {
@@ -41,9 +52,10 @@ export function parse(text, depth = 0) {
       at = items(lines, at, list, depth);
       blocks.push(list);
     } else if (line.includes("|") && at + 1 < lines.length && lines[at + 1].includes("|") && DELIMITERS.test(lines[at + 1])) {
+      const align = columns(lines[at + 1]).map((mark) => (mark.endsWith(":") ? (mark.startsWith(":") ? "center" : "right") : mark[0] === ":" ? "left" : ""));
       const rows = [cells(line)];
       for (at += 2; at < lines.length && lines[at].includes("|"); at++) rows.push(cells(lines[at]));
-      blocks.push({ kind: "table", rows });
+      blocks.push({ kind: "table", align, rows });
     } else {
       const inner = [line];
       for (at++; at < lines.length && lines[at].trim() && !begins(lines[at]); at++) inner.push(lines[at]);
@@ -55,7 +67,8 @@ export function parse(text, depth = 0) {
 
 const begins = (line) => [FENCE, HEADING, RULE, ITEM, QUOTE].some((kind) => kind.test(line));
 const without = (line, count) => line.slice(Math.min(count, line.length - line.trimStart().length));
-const cells = (line) => line.trim().replace(/^\||\|$/g, "").split("|").map((cell) => spans(cell.trim()));
+const columns = (line) => line.trim().replace(/^\||(?<!\\)\|$/g, "").split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));
+const cells = (line) => columns(line).map((cell) => spans(cell));
 
 /** Reads the items of a list; what is indented below an item belongs to it. Returns the line after the list. */
 function items(lines, at, list, depth) {
@@ -63,7 +76,9 @@ function items(lines, at, list, depth) {
   while (at < lines.length) {
     const found = ITEM.exec(lines[at]);
     if (!found || found[1].length !== indent || /\d/.test(found[2]) !== list.ordered || RULE.test(lines[at])) break;
-    const inner = [found[3] ?? ""];
+    const text = found[3] ?? "";
+    const task = TASK.exec(text);
+    const inner = [task ? text.slice(task[0].length) : text];
     for (at++; at < lines.length; at++) {
       const line = lines[at];
       const deeper = line.length - line.trimStart().length > indent;
@@ -72,20 +87,38 @@ function items(lines, at, list, depth) {
       if (!goesOn) break;
       inner.push(without(line, indent + found[2].length + 1));
     }
-    list.items.push(parse(inner.join("\n"), depth + 1));
+    const blocks = parse(inner.join("\n"), depth + 1);
+    if (task) blocks.unshift({ kind: "task", done: task[1] !== " " });
+    list.items.push(blocks);
     while (at < lines.length && !lines[at].trim() && ITEM.test(lines[at + 1] ?? "")) at++;
   }
   return at;
 }
 
-function spans(text) {
+/** Only addresses of the web, and none that shows another host before an "@". */
+function isSafe(href) {
+  try {
+    const { protocol, username, password } = new URL(href);
+    return /^https?:$/.test(protocol) && !username && !password;
+  } catch {
+    return false;
+  }
+}
+
+function spans(text, linked = false) {
   const found = [];
   let from = 0;
   for (const match of text.matchAll(SPAN)) {
+    const [whole, , code, words, target, strong, emphasis, deleted, inAngles, bare] = match;
+    const href = target ?? inAngles ?? bare;
+    if (href !== undefined && (linked || !isSafe(href))) continue;  // stays text
     if (match.index > from) found.push(text.slice(from, match.index));
-    const [whole, , code, strong, emphasis] = match;
-    if (code !== undefined) found.push({ tag: "code", text: /^ .*\S.* $/s.test(code) ? code.slice(1, -1) : code });
-    else found.push({ tag: strong !== undefined ? "strong" : "em", spans: spans(strong ?? emphasis) });
+    if (href !== undefined) found.push({ tag: "a", href, spans: words?.trim() && !/https?:\/\//.test(words) ? spans(words, true) : [href] });
+    else if (code !== undefined) found.push({ tag: "code", text: /^ .*\S.* $/s.test(code) ? code.slice(1, -1) : code });
+    else {
+      const tag = strong !== undefined ? "strong" : emphasis !== undefined ? "em" : "del";
+      found.push({ tag, spans: spans(strong ?? emphasis ?? deleted, linked) });
+    }
     from = match.index + whole.length;
   }
   if (from < text.length) found.push(text.slice(from));
@@ -101,7 +134,9 @@ function made(tag, ...children) {
 function inline(found) {
   return found.map((span) => {
     if (typeof span === "string") return span;
-    return made(span.tag, ...(span.tag === "code" ? [span.text] : inline(span.spans)));
+    const element = made(span.tag, ...(span.tag === "code" ? [span.text] : inline(span.spans)));
+    if (span.tag === "a") Object.assign(element, { href: span.href, title: span.href, target: "_blank", rel: "noopener noreferrer" });
+    return element;
   });
 }
 
@@ -136,15 +171,26 @@ export function node(block) {
       if (block.ordered) list.start = block.start;
       list.dir = "auto";
       for (const item of block.items) {
-        const plain = item.length && item[0].kind === "paragraph";
-        const entry = plain ? aligned("li", item[0].spans) : made("li");
-        entry.append(...item.slice(plain ? 1 : 0).map(node));
+        const [task, ...rest] = item[0]?.kind === "task" ? item : [null, ...item];
+        const plain = rest[0]?.kind === "paragraph";
+        const entry = plain ? aligned("li", rest[0].spans) : made("li");
+        if (task) {
+          const box = Object.assign(made("input"), { type: "checkbox", disabled: true, ariaLabel: task.done ? "done" : "to do" });
+          box.defaultChecked = task.done;
+          entry.prepend(box, " ");
+          entry.className = "task";
+        }
+        entry.append(...rest.slice(plain ? 1 : 0).map(node));
         list.append(entry);
       }
       return list;
     }
     case "table": {
-      const [head, ...rows] = block.rows.map((row, at) => made("tr", ...row.map((cell) => aligned(at ? "td" : "th", cell))));
+      const [head, ...rows] = block.rows.map((row, at) => {
+        const entries = row.map((cell) => aligned(at ? "td" : "th", cell));
+        entries.forEach((entry, column) => (entry.style.textAlign = block.align[column] ?? ""));
+        return made("tr", ...entries);
+      });
       const table = made("div", made("table", made("thead", head), made("tbody", ...rows)));
       table.className = "table";
       return table;

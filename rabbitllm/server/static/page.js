@@ -60,10 +60,15 @@ function list() {
   if (hadFocus) $("chats").querySelector("[aria-current]")?.focus();
 }
 
+/** The list of conversations, which covers a narrow page. */
+function openMenu(open) {
+  document.body.classList.toggle("menu", open);
+  $("menu").ariaExpanded = String(open);
+}
+
 function show(shown) {
   chat = shown;
-  document.body.classList.remove("menu");
-  $("menu").ariaExpanded = "false";
+  openMenu(false);
   $("title").value = chat.title || (chat.messages.length ? nameOf(chat) : "");
   $("title").placeholder = "New conversation";
   $("export").disabled = $("delete").disabled = !chat.messages.length;
@@ -77,11 +82,8 @@ const nodes = new WeakMap();  // message -> its node and what that shows
 
 function nodeOf(message, isLast) {
   if (message === work?.answer) return work.message.node;
-  const actions = [];
-  if (message.role === "assistant") {
-    actions.push(button("Copy", () => copied(message.content)));
-    if (isLast && !work) actions.push(button("Ask again", () => again(chat)));
-  }
+  const actions = [button("Copy", () => copied(message.content))];
+  if (message.role === "assistant" && isLast && !work) actions.push(button("Ask again", () => again(chat)));
   if (nodes.get(message)?.actions !== actions.length) {
     const drawn = new Message(message.role, actions);
     drawn.change(message.content, message.role === "assistant" ? wordsBelow(message) : "", message.reasoning);
@@ -224,6 +226,13 @@ function meanwhile() {
 
 const stop = () => work?.abort.abort();
 
+/** Stop, as the user asks for it: what follows is the next question. */
+function stopByHand() {
+  if (!work) return;
+  stop();
+  $("question").focus();
+}
+
 // the server's state ---------------------------------------------------------------------------------------------------
 
 async function get(path) {
@@ -343,18 +352,24 @@ $("question").onkeydown = (event) => {
 };
 document.onkeydown = (event) => {
   if (event.key !== "Escape" || $("settings").open) return;
-  if (document.body.classList.contains("menu")) $("menu").click();
-  else stop();
+  if (document.body.classList.contains("menu")) closeMenu();
+  else stopByHand();
 };
-$("stop").onclick = stop;
+$("stop").onclick = stopByHand;
 $("new").onclick = () => {
   show(chats.fresh());
   $("question").focus();
 };
-$("menu").onclick = () => ($("menu").ariaExpanded = String(document.body.classList.toggle("menu")));
-document.querySelector("main").onclick = (event) => {
-  if (event.target !== $("menu")) document.body.classList.remove("menu");
+const closeMenu = () => {
+  openMenu(false);
+  $("menu").focus();
 };
+$("menu").onclick = () => {
+  openMenu(true);
+  $("shut").focus();
+};
+$("shut").onclick = closeMenu;
+document.querySelector("main").onclick = (event) => event.target === $("menu") || openMenu(false);
 $("title").onchange = rename;
 $("title").onkeydown = (event) => {
   if (event.key !== "Enter") return;
