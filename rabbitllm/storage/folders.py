@@ -75,7 +75,7 @@ _KAGGLE = Host(
         "/kaggle/working is kept as the notebook's output and holds 20 GB at most; free space there is the host's",
         f"layers belong into /kaggle/tmp; set max_disk='{KAGGLE_BYTES >> 30}GiB', since the quota of the whole does "
         "not show either",
-        "downloads need Internet on in the notebook's settings",
+        "downloads need Internet on in the notebook's settings, which needs a verified phone number",
     ),
     {str(KAGGLE_WORKING): 20 * GB},
 )
