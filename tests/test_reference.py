@@ -23,7 +23,12 @@ from tools.reference.__main__ import FOLDER, PAGES
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "rabbitllm"
 OLD_CLASSES = re.findall(r"`(\w+)`", api.OTHER_CLASSES)
-NOT_VARIABLES = frozenset({"AVX2", "KMGT", "ERROR", "POST", "BF16", "VNNI", "NEON", "I8MM", "AMX", "SHA", "CPU", "GPU"})
+NOT_VARIABLES = frozenset(
+    {
+        *("AVX2", "KMGT", "ERROR", "POST", "BF16", "VNNI", "NEON", "I8MM", "AMX", "SHA", "CPU", "GPU"),
+        *("RLIMIT_AS", "RLIMIT_CORE", "RLIMIT_CPU"),
+    }
+)
 """Words in capital letters in modules that read the environment."""
 
 

@@ -112,9 +112,13 @@ def messages() -> Iterator[Message]:
             if getattr(around, "name", "") in MAKERS:
                 continue
             yield from (Message(text, "MissingPackageError", where) for text in missing(call, around) or ())
-            if error is None or any(map(passes_on, call.args)):
+            if error is None:
                 continue
-            bare = isinstance(call.args[0], ast.Constant) and call.args[0].value == "%s"
+            form = call.args[0].value if isinstance(call.args[0], ast.Constant) else None
+            begins_with_another = isinstance(form, str) and form.startswith("%s")
+            if any(map(passes_on, call.args if begins_with_another else call.args[:1])):
+                continue
+            bare = form == "%s"
             for text in text_of(call.args[bare], around) or [HOLE]:
                 yield Message(text, error, where)
 
