@@ -16,10 +16,11 @@ import random
 import shutil
 import threading
 import time
+import unittest.mock
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -39,8 +40,9 @@ from rabbitllm.checkpoints.fetch import RemoteFile
 from rabbitllm.errors import CorruptShardError, DiskFullError, HubError, RabbitLLMError, SplitMismatchError
 from rabbitllm.splitter import journal
 from rabbitllm.splitter._shard_loop import ShardLoop
-from rabbitllm.splitter.mover import Mover
+from rabbitllm.splitter.mover import FillTarget, Mover
 from rabbitllm.splitter.plan import PlannedShard
+from rabbitllm.splitter.sums import ShardChecksums
 from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.store.manifest import MANIFEST_NAME, read_manifest
 from tests.splitter.conftest import MakeScene
@@ -526,16 +528,26 @@ def test_hub_at_length(hub_attributes: Mapping[str, object], crash_server: Crash
 
 
 def release_before_the_journal_entry(
-    loop: ShardLoop, shard: PlannedShard, sums: Mapping[str, tuple[int, ...]], source_crc: int | None
+    loop: ShardLoop,
+    shard: PlannedShard,
+    checksums: ShardChecksums,
+    targets: dict[str, FillTarget],
+    closed: Sequence[str] = (),
 ) -> None:
-    loop._release(shard)
-    _mark_used(loop, shard, sums, source_crc)
+    mark_used = loop._journal.mark_used
+
+    def released(name: str, *entry: Any) -> None:
+        loop._release(shard)
+        mark_used(name, *entry)
+
+    with unittest.mock.patch.object(loop._journal, "mark_used", released):
+        _complete(loop, shard, checksums, targets, closed)
 
 
-_mark_used = ShardLoop._mark_used
+_complete = ShardLoop._complete
 PLANTED: Mapping[str, tuple[type, str, Callable[..., object]]] = {
     "layer files are not durable": (Mover, "sync", lambda mover, targets: None),
-    "a shard is deleted too soon": (ShardLoop, "_mark_used", release_before_the_journal_entry),
+    "a shard is deleted too soon": (ShardLoop, "_complete", release_before_the_journal_entry),
     "a digest is not compared": (RemoteFile, "check", lambda file, digest: None),
 }
 
