@@ -18,7 +18,7 @@ from rabbitllm.base.terminal import counted, harmless, put_fact, size
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.draft import prepare_draft
 from rabbitllm.generation.media import MediaFile
-from rabbitllm.generation.request import FinishReason, Prompt, Result
+from rabbitllm.generation.request import FinishReason, ModelLimits, Prompt, Result
 from rabbitllm.generation.template import SYSTEM, USER, ChatTemplate, PromptRefused
 from rabbitllm.telemetry.passes import BETWEEN_LAYERS, COMPUTE, DEQUANTIZE, PROMPT, READ_WAIT, UPLOAD_WAIT, PassSums
 
@@ -138,8 +138,11 @@ _STAGES = {
 _FINISH = {FinishReason.STOP: "end", FinishReason.LENGTH: "length", FinishReason.CANCELLED: "interrupted"}
 
 
-def put_statistics(console: Console, result: Result, load_seconds: float, sums: Mapping[str, PassSums]) -> None:
-    """Print the time to the first token, the decode rate, and the mean pass of each kind."""
+def put_statistics(
+    console: Console, result: Result, load_seconds: float, sums: Mapping[str, PassSums], sampling: str
+) -> None:
+    """Print how tokens were chosen, the time to the first token, the decode rate, and the mean pass of each kind."""
+    put_fact(console, "sampling", sampling)
     put_fact(console, "load", f"{load_seconds:.2f} s")
     put_fact(console, "prompt", counted(result.prompt_tokens, "token"))
     if result.first_seconds is not None:
@@ -164,13 +167,15 @@ def _pass_of(total: PassSums) -> str:
     return f"{mean:.3f} s: {shown}, {size(read) if read else 'nothing'} read"
 
 
-def finish_note(result: Result, max_tokens: int, context: int | None = None, *, raw: bool = False) -> Text | None:
+def finish_note(
+    result: Result, max_tokens: int, limits: ModelLimits | None = None, *, raw: bool = False
+) -> Text | None:
     """A remark on how the answer ended; None for a normal end.
 
     Args:
         result: the answer.
         max_tokens: its limit of tokens.
-        context: maximum tokens of prompt and answer together, if the model sets one.
+        limits: bounds of the model.
         raw: whether an existing chat template was not used.
     """
     match result.finish:
@@ -183,8 +188,10 @@ def finish_note(result: Result, max_tokens: int, context: int | None = None, *, 
             note = f"interrupted after {counted(len(result.tokens), 'token')}"
         case _:
             limit = "the limit of --max-new-tokens"
-            if context is not None and result.prompt_tokens + max_tokens >= context:
-                limit = f"where the model's context of {context:,} tokens ends"
+            context = limits.context if limits is not None else None
+            if limits is not None and context is not None and result.prompt_tokens + max_tokens >= context:
+                whose = "the" if limits.is_set else "the model's"
+                limit = f"where {whose} context of {context:,} tokens ends"
             note = f"stopped after {counted(max_tokens, 'token')}, {limit}"
     return Text(note, "yellow")
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.batch_jobs.items import BatchAnswer, BatchCall, Generate, Item, Refused
@@ -27,7 +27,6 @@ from rabbitllm.generation.request import (
     Prompt,
     Request,
     Result,
-    Sampling,
     end_tokens,
     options_of,
 )
@@ -136,12 +135,11 @@ class RequestBuilder:
 
         defaults = task.defaults
         max_new_tokens = defaults.max_new_tokens
-        sampling = Sampling(defaults.sampling.temperature or 0.0, defaults.sampling.top_p)
         settings = Settings(
             self.name,
             max_new_tokens=max_new_tokens,
             completion_new_tokens=max_new_tokens,
-            sampling=sampling,
+            sampling=replace(defaults.sampling, seed=None),
             of_the_model=self._of_the_model,
         )
         raw, texts = _with_defaults(task, item.index), TokenTexts(self.tokenizer)
@@ -197,8 +195,6 @@ def _with_defaults(task: BatchCall, index: int) -> dict[str, Any]:
         body.setdefault("seed", usual.seed)
     if task.defaults.stop:
         body.setdefault("stop", list(task.defaults.stop))
-    if usual.top_p is not None and usual.temperature is None:
-        body.setdefault("temperature", 1.0)  # top_p without temperature means sampling, as elsewhere
     return body
 
 

@@ -2,7 +2,7 @@
 
     line of the input  ->  Item(index, key, task)  ->  BatchAnswer(index, key, line)  ->  line of the output
 
-    {"prompt": …} | {"messages": […]} | {"tokens": […]}      generate; temperature, top_p, top_k, seed, stop, n, …
+    {"prompt": …} | {"messages": […]} | {"tokens": […]}      generate; temperature, seed, stop, n, …
     {"context": …, "continuation": … or […]}                 score
     {"context": …, "choices": […]}                           choose
     {"input": … or […]}                                      embed; pooling, normalise
@@ -212,11 +212,11 @@ PARTS = ("text", "image_url", "input_audio")
 MAX_KEY_CHARACTERS = 1_000
 _KINDS = ("prompt", "messages", "tokens", "continuation", "choices", "input")
 _OPTIONS = (
-    *("max_tokens", "max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop", "n"),
-    *("pooling", "normalise"),
+    *("max_tokens", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"),
+    *("stop", "n", "pooling", "normalise"),
 )
 _OF_CALLS = (
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_p", "max_completion_tokens"),
+    *("presence_penalty", "frequency_penalty", "logit_bias", "max_completion_tokens"),
     *("tools", "tool_choice", "response_format", "reasoning_effort", "chat_template_kwargs"),
 )
 """Options that change an answer, and are read in OpenAI's batch format only, if at all."""
@@ -315,7 +315,7 @@ def _parse_native(value: Any, index: int, defaults: Defaults) -> Task:
 def _parse_generation(value: Mapping[str, Any], field: str, index: int, defaults: Defaults) -> Generate:
     raw: Any = value[field]
     for name in _OF_CALLS:
-        if value.get(name) and (name, value[name]) != ("repetition_penalty", 1):
+        if value.get(name):
             raise LineError(f"{name} is not supported here; omit it, or write the line in OpenAI's batch format")
     if field == "prompt" and isinstance(raw, str):
         prompt: Any = raw
@@ -423,6 +423,8 @@ _NUMBERS: Mapping[str, tuple[type, Callable[[Any], bool], str]] = {
     "top_p": (float, lambda n: 0 < n <= 1, "more than 0 and at most 1"),
     "seed": (int, lambda n: -SEEDS <= n <= SEEDS, "one of 64 bits"),
     "top_k": (int, lambda n: 0 <= n <= SEEDS, "a whole number from 0"),
+    "min_p": (float, lambda n: 0 <= n <= 1, "a number from 0 to 1"),
+    "repetition_penalty": (float, lambda n: 0 < n <= 100, "more than 0 and at most 100"),
     "n": (int, lambda n: 1 <= n <= MAX_CHOICES, f"1 to {MAX_CHOICES}"),
 }
 """Key -> its kind, whether a value is allowed, and what is expected."""

@@ -225,15 +225,28 @@ class ChatLoop:
         streams: input and output.
         model: name of the model, for files.
         conversation: conversation to continue.
+        sampling: how tokens are chosen, in words.
+        with_stats: whether to show statistics after each answer.
     """
 
-    def __init__(self, session: Session, streams: ChatStreams, model: str, conversation: Conversation) -> None:
+    def __init__(
+        self,
+        session: Session,
+        streams: ChatStreams,
+        model: str,
+        conversation: Conversation,
+        sampling: str = "",
+        *,
+        with_stats: bool = False,
+    ) -> None:
         self._session = session
         self._streams = streams
         self._model = model
         self._answers: list[Result] = []
         self._failed = False
         self._pictures: tuple[MediaFile, ...] = ()
+        self._sampling = sampling
+        self._with_stats = with_stats
         self.conversation = conversation
 
     def run(self, in_place: dict[str, int] | None = None) -> bool:
@@ -245,6 +258,7 @@ class ChatLoop:
         self._in_place = in_place or {}
         if self._streams.interactive:
             self._note(_FIRST_LINE)
+            self._note(f"sampling: {self._sampling}")
         for remark in self._session.remarks:
             self._note(remark)
         while True:
@@ -318,6 +332,8 @@ class ChatLoop:
             self._note(f"ended after {counted(len(answer.tokens), 'token')}, the limit of --max-new-tokens")
         elif not answer.text:
             self._note("the model gave an empty answer")
+        if self._with_stats:
+            show_stats(self._streams.notes, [answer], self._session, self._in_place)
         if self._streams.interactive:
             self._put("\n")
 

@@ -12,22 +12,21 @@ import typer
 
 from rabbitllm.cli import exit_codes
 from rabbitllm.cli.arguments import (
+    NO_ANSWER_OPTIONS,
     NO_OPTIONS,
+    AnswerOptions,
     ExactOption,
     JsonOption,
     ModelArgument,
     ModelOptions,
     RayOption,
-    SeedOption,
-    TemperatureOption,
-    TopPOption,
     put_json,
     with_model_options,
 )
 from rabbitllm.cli.help import answer_option, hosts_option, limits_option
 
 
-@with_model_options("fast_bfloat16")
+@with_model_options("fast_bfloat16", "context")
 def batch_command(
     model: ModelArgument,
     source: Annotated[str, typer.Argument(metavar="INPUT", help="File of JSON lines, Parquet file, or - for stdin.")],
@@ -40,10 +39,7 @@ def batch_command(
     max_new_tokens: Annotated[
         int, answer_option(help="Maximum tokens per answer, unless the line sets its own.", min=1)
     ] = 512,
-    temperature: TemperatureOption = None,
-    top_p: TopPOption = None,
-    seed: SeedOption = None,
-    stop: Annotated[list[str] | None, answer_option(help="Stop text; an answer ends before it; repeatable.")] = None,
+    answers: AnswerOptions = NO_ANSWER_OPTIONS,
     pooling: Annotated[
         str, answer_option(metavar="NAME", help="Pooling of embeddings: last (hidden state of the last token) or mean.")
     ] = "last",
@@ -85,7 +81,8 @@ def batch_command(
 
     Each pass over the weights computes as many lines as memory allows. A line is {"prompt": ...}, {"messages": ...},
     {"context": ..., "continuation": ...}, {"context": ..., "choices": ...}, {"input": ...}, or a line of OpenAI's
-    batch format. Killed or interrupted, the same command resumes.
+    batch format. Tokens are chosen greedily, unless an option or the line says otherwise. Killed or interrupted, the
+    same command resumes.
 
     Examples:
       rabbitllm batch my-checkpoint questions.jsonl -o answers.jsonl
@@ -103,19 +100,17 @@ def batch_command(
     from rabbitllm.batch_jobs.inputs import STDIN, columns_of
     from rabbitllm.batch_jobs.items import Defaults, JobLimits, pooling_of
     from rabbitllm.batch_jobs.job import BatchJob, work
-    from rabbitllm.generation.request import Sampling
 
     request = options.request(model)
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "--cache-memory")
     disk_bytes = None if cache_disk is None else parse_size(cache_disk, "--cache-disk")
     limits = JobLimits(sequences, cache_bytes, exact, disk_bytes)
-    sampling = Sampling(temperature, top_p, seed)
     output = expand(out)
     task = BatchJob(
         source if source == STDIN else expand(source),
         output,
         request,
-        Defaults(max_new_tokens, sampling, tuple(stop or ()), pooling_of(pooling), normalise),
+        Defaults(max_new_tokens, answers.sampling, answers.stops, pooling_of(pooling), normalise),
         limits,
         columns_of(column or ()),
         overwrite,

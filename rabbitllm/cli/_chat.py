@@ -10,15 +10,15 @@ import typer
 
 from rabbitllm.cli import exit_codes
 from rabbitllm.cli.arguments import (
+    NO_ANSWER_OPTIONS,
     NO_OPTIONS,
     AddressOption,
+    AnswerOptions,
     DraftOption,
     ModelArgument,
     ModelOptions,
-    SeedOption,
+    StatsOption,
     SystemOption,
-    TemperatureOption,
-    TopPOption,
     WorkersOption,
     with_model_options,
 )
@@ -32,19 +32,19 @@ def chat_command(
     max_new_tokens: Annotated[
         int | None, answer_option(help="Maximum tokens per answer; by default no limit but the context.", min=1)
     ] = None,
-    temperature: TemperatureOption = None,
-    top_p: TopPOption = None,
-    seed: SeedOption = None,
+    answers: AnswerOptions = NO_ANSWER_OPTIONS,
     draft: DraftOption = None,
     options: ModelOptions = NO_OPTIONS,
     workers: WorkersOption = 0,
     address: AddressOption = None,
+    verbose: StatsOption = False,
 ) -> None:
     """Chat with a model in the terminal.
 
-    A model without a split is split first, as pull does. Each answer computes only its new tokens; the KV cache of
-    earlier ones is kept. /help lists the commands of a chat. Ctrl-C stops an answer, Ctrl-D exits. When stdin is a
-    pipe, each line is a message, and stdout holds the answers only.
+    A model without a split is split first, as pull does. Tokens are sampled as the model's generation_config
+    recommends, else chosen greedily. Each answer computes only its new tokens; the KV cache of earlier ones is kept.
+    /help lists the commands of a chat. Ctrl-C stops an answer, Ctrl-D exits. When stdin is a pipe, each line is a
+    message, and stdout holds the answers only.
 
     Examples:
       rabbitllm chat Qwen/Qwen2.5-7B-Instruct --compression 4bit
@@ -53,10 +53,10 @@ def chat_command(
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
 
-    from rabbitllm.generation.request import Sampling
+    from rabbitllm.generation.request import recommended_sampling
     from rabbitllm.run import decode_argument, hosts_for, load_with_draft
 
-    sampling = Sampling(temperature, top_p, seed)
+    requested = answers.sampling
     errors = Console(stderr=True, highlight=False)
     disable_progress_bars()  # shards have our own bar, and other files are small
     request = options.request(model, hosts_for(workers, address, model, errors))
@@ -71,11 +71,15 @@ def chat_command(
     from rabbitllm.generation.session import Session
 
     logging.set_verbosity_error()  # no warnings about missing kernels amid an answer
+    recommended = recommended_sampling(loaded)
+    sampling = requested.over(recommended)
     chat = ChatLoop(
-        Session(loaded, max_new_tokens, sampling, drafting),
+        Session(loaded, max_new_tokens, sampling, drafting, answers.stops, answers.context),
         standard_streams(),
         model,
         Conversation().with_system(decode_argument(system)),
+        sampling.words(recommended),
+        with_stats=verbose,
     )
     if not chat.run(dict(loaded.profiler.in_place)):
         raise typer.Exit(exit_codes.ERROR)

@@ -13,16 +13,16 @@ import typer
 
 from rabbitllm.cli import exit_codes
 from rabbitllm.cli.arguments import (
+    NO_ANSWER_OPTIONS,
     NO_OPTIONS,
     AddressOption,
+    AnswerOptions,
     DraftOption,
     JsonOption,
     ModelArgument,
     ModelOptions,
-    SeedOption,
+    StatsOption,
     SystemOption,
-    TemperatureOption,
-    TopPOption,
     WorkersOption,
     put_json,
     with_model_options,
@@ -41,9 +41,7 @@ def run_command(
     max_new_tokens: Annotated[
         int | None, answer_option(help="Maximum tokens to generate; by default 512, within the context.", min=1)
     ] = None,
-    temperature: TemperatureOption = None,
-    top_p: TopPOption = None,
-    seed: SeedOption = None,
+    answers: AnswerOptions = NO_ANSWER_OPTIONS,
     raw: Annotated[bool, answer_option("--raw", help="Continue the prompt without the chat template.")] = False,
     image: Annotated[
         list[Path] | None, answer_option(metavar="FILE", help="Picture that comes before the prompt; repeatable.")
@@ -55,14 +53,14 @@ def run_command(
     options: ModelOptions = NO_OPTIONS,
     workers: WorkersOption = 0,
     address: AddressOption = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Report times and memory on stderr.")] = False,
+    verbose: StatsOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Answer one prompt; tokens are printed as they are generated.
 
     A model without a split is split first, as pull does. The prompt goes through the model's chat template, if there
-    is one. Ctrl-C stops the answer (exit code 130). Under torchrun, each process computes a span of layers, and the
-    first one answers.
+    is one. Tokens are sampled as the model's generation_config recommends, else chosen greedily. Ctrl-C stops the
+    answer (exit code 130). Under torchrun, each process computes a span of layers, and the first one answers.
 
     Examples:
       rabbitllm run Qwen/Qwen2.5-7B-Instruct "What is a rabbit?"
@@ -80,7 +78,7 @@ def run_command(
     from transformers import logging
 
     from rabbitllm.generation.media import media_files
-    from rabbitllm.generation.request import FinishReason, ModelLimits, Request, Sampling, tokenizer_of
+    from rabbitllm.generation.request import FinishReason, ModelLimits, Request, recommended_sampling, tokenizer_of
     from rabbitllm.generation.session import answer
     from rabbitllm.generation.streams import print_text
     from rabbitllm.run import (
@@ -95,7 +93,7 @@ def run_command(
         work,
     )
 
-    sampling = Sampling(temperature, top_p, seed)
+    requested = answers.sampling
     files = media_files(image or (), audio or ())  # now, not after an hour of splitting
     errors = Console(stderr=True, highlight=False)
     hosts = hosts_for(workers, address, model, errors)
@@ -109,9 +107,11 @@ def run_command(
         loaded, drafting = load_with_draft(request, options.draft_request(draft), errors)
     load_seconds = time.perf_counter() - start
     encoded = prompt_of(loaded, text, decode_argument(system), files, raw=raw)
-    limits = ModelLimits.of(loaded)
+    limits = ModelLimits.of(loaded, answers.context)
     max_tokens = limits.new_tokens(len(encoded.ids), max_new_tokens)
-    generation = Request(encoded.ids, max_tokens, sampling, media=encoded.media)
+    recommended = recommended_sampling(loaded)
+    sampling = requested.over(recommended)
+    generation = Request(encoded.ids, max_tokens, sampling, answers.stops, media=encoded.media)
     logging.set_verbosity_error()  # no warnings about missing kernels amid an answer
     write = (lambda piece: None) if as_json else print_text
     with errors.status("reading the prompt …") as status:
@@ -120,11 +120,11 @@ def run_command(
         put_json(answer_record(model, result, load_seconds, _where(loaded, request.spec.compression)))
     elif result.text and not result.text.endswith("\n"):
         print_text("\n")
-    ended = finish_note(result, max_tokens, limits.context, raw=raw and bool(tokenizer_of(loaded).chat_template))
+    ended = finish_note(result, max_tokens, limits, raw=raw and bool(tokenizer_of(loaded).chat_template))
     if ended is not None and not as_json:
         errors.print(ended)
     if verbose:
-        put_statistics(errors, result, load_seconds, loaded.profiler.sums)
+        put_statistics(errors, result, load_seconds, loaded.profiler.sums, sampling.words(recommended))
     if result.finish is FinishReason.CANCELLED:
         raise typer.Exit(exit_codes.INTERRUPTED)
 

@@ -9,11 +9,19 @@ from typing import Annotated
 
 from rabbitllm.base.options import expand
 from rabbitllm.cli import exit_codes
-from rabbitllm.cli.arguments import NO_OPTIONS, ExactOption, ModelArgument, ModelOptions, with_model_options
+from rabbitllm.cli.arguments import (
+    NO_ANSWER_OPTIONS,
+    NO_OPTIONS,
+    AnswerOptions,
+    ExactOption,
+    ModelArgument,
+    ModelOptions,
+    with_model_options,
+)
 from rabbitllm.cli.help import cache_option, limits_option, network_option
 
 
-@with_model_options("verify_source", "fast_bfloat16")
+@with_model_options("verify_source", "fast_bfloat16", "seed", "stop")
 def serve_command(
     model: ModelArgument,
     host: Annotated[
@@ -85,13 +93,15 @@ def serve_command(
     media_dir: Annotated[
         Path | None, network_option(metavar="FOLDER", help="Folder that file: URLs may read; by default none.")
     ] = None,
+    answers: AnswerOptions = NO_ANSWER_OPTIONS,
     options: ModelOptions = NO_OPTIONS,
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API.
 
-    Running requests share each pass over the weights. A model without a split is split first, as pull does. The first
-    Ctrl-C refuses new requests and finishes running ones within --grace seconds; the second exits at once (exit code
-    130).
+    Running requests share each pass over the weights. A model without a split is split first, as pull does. Requests
+    without sampling options get those given here, else what the model's generation_config recommends, else greedy
+    answers. The first Ctrl-C refuses new requests and finishes running ones within --grace seconds; the second exits
+    at once (exit code 130).
 
     Examples:
       rabbitllm serve Qwen/Qwen2.5-7B-Instruct --compression 4bit
@@ -120,6 +130,7 @@ def serve_command(
     media_folder = None if media_dir is None else expand(str(media_dir))
     if media_folder is not None and not media_folder.is_dir():
         raise OptionError(f"--media-dir: {media_folder} is not a folder.", "Use an existing folder.")
+    sampling = answers.sampling
     request = options.request(model)
     disable_progress_bars()  # shards have our own bar, and other files are small
     logs.show("rabbitllm.server")
@@ -139,6 +150,8 @@ def serve_command(
         body_bytes=body_bytes,
         seconds=timeout,
         max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        context=answers.context,
         media_folder=media_folder,
     )
     if serve_model(request, limits, settings, listening, console, grace):

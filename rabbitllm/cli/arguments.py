@@ -19,6 +19,7 @@ from rabbitllm.cli.help import answer_option, hosts_option, model_option, rare_o
 if TYPE_CHECKING:
     from rabbitllm.auto_model import LoadRequest
     from rabbitllm.base.options import Hosts, ShardPolicy
+    from rabbitllm.generation.request import Sampling
 
 
 def complete_model(incomplete: str) -> list[str]:
@@ -94,6 +95,7 @@ RayOption = Annotated[
 ]
 
 # generation
+StatsOption = Annotated[bool, typer.Option("--verbose", "--stats", "-v", help="Report times and memory on stderr.")]
 SystemOption = Annotated[str | None, answer_option(help="System prompt.")]
 DraftOption = Annotated[
     str | None,
@@ -104,9 +106,6 @@ DraftOption = Annotated[
         autocompletion=complete_model,
     ),
 ]
-TemperatureOption = Annotated[float | None, sampling_option(help="Sampling temperature; 0, the default, is greedy.")]
-TopPOption = Annotated[float | None, sampling_option(help="Nucleus sampling threshold, above 0 and up to 1.")]
-SeedOption = Annotated[int | None, sampling_option(help="Random seed.")]
 
 
 def limits_of(words: list[str] | None) -> dict[int | str, int | str] | None:
@@ -251,7 +250,49 @@ class ModelOptions:
         return options.request(draft)
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """The options that the commands share which generate text, declared once; `with_model_options` adds them."""
+
+    temperature: Annotated[float | None, sampling_option(help="Sampling temperature; 0 is greedy.")] = None
+    top_p: Annotated[float | None, sampling_option(help="Nucleus sampling threshold, above 0 and up to 1.")] = None
+    top_k: Annotated[
+        int | None, sampling_option(help="Sample from this many of the most likely tokens; 0 for all.", min=0)
+    ] = None
+    min_p: Annotated[
+        float | None,
+        sampling_option(help="Sample from tokens that are at least this share as likely as the most likely one."),
+    ] = None
+    repeat_penalty: Annotated[
+        float | None, sampling_option(help="Penalty on tokens that occurred already, e.g. 1.1; 1 for none.")
+    ] = None
+    seed: Annotated[int | None, sampling_option(help="Random seed.")] = None
+    stop: Annotated[list[str] | None, answer_option(help="Stop text; an answer ends before it; repeatable.")] = None
+    context: Annotated[
+        int | None, answer_option(help="Maximum tokens of prompt and answer; by default the model's context.", min=1)
+    ] = None
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are chosen, where an option says so.
+
+        Raises:
+            OptionError: a number out of its range.
+        """
+        from rabbitllm.generation.request import Sampling
+
+        return Sampling(self.temperature, self.top_p, self.seed, self.top_k, self.min_p, self.repeat_penalty)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop texts, without empty ones."""
+        return tuple(filter(None, self.stop or ()))
+
+
 NO_OPTIONS = ModelOptions()
+NO_ANSWER_OPTIONS = AnswerOptions()
+_SHARED: Mapping[str, type[ModelOptions | AnswerOptions]] = {"options": ModelOptions, "answers": AnswerOptions}
+"""Parameter of a command -> the class whose fields are options in its place."""
 
 
 def with_model_options(
@@ -259,37 +300,47 @@ def with_model_options(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A decorator that declares the fields of `ModelOptions` in place of a command's parameter `options`.
 
+    Likewise those of `AnswerOptions` in place of `answers`.
+
     Args:
         left_out: fields that the command does not have.
         uncompressed: whether the compression is "none" by default, also where a compressed split is here.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        hints = get_type_hints(ModelOptions, include_extras=True)
-        declared = {field.name: (field.default, hints[field.name]) for field in fields(ModelOptions)}
-        if uncompressed:
-            declared["compression"] = "none", CompressionOption
-        shared = [
-            Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation)
-            for name, (default, annotation) in declared.items()
-            if name not in left_out
-        ]
+        hints = get_type_hints(command, include_extras=True)
+        groups: dict[str, list[Parameter]] = {}
+        parameters: list[Parameter] = []
+        for parameter in signature(command).parameters.values():
+            if shared := _SHARED.get(parameter.name):
+                groups[parameter.name] = _parameters_of(shared, left_out, uncompressed=uncompressed)
+                parameters += groups[parameter.name]
+            else:
+                parameters.append(parameter.replace(annotation=hints[parameter.name]))
 
         @functools.wraps(command)
         def called(**arguments: Any) -> None:
-            options = ModelOptions(**{parameter.name: arguments.pop(parameter.name) for parameter in shared})
-            command(**arguments, options=options)
+            for name, group in groups.items():
+                arguments[name] = _SHARED[name](**{option.name: arguments.pop(option.name) for option in group})
+            command(**arguments)
 
-        command_hints = get_type_hints(command, include_extras=True)
-        parameters: list[Parameter] = []
-        for parameter in signature(command).parameters.values():
-            is_place = parameter.name == "options"
-            parameters += shared if is_place else [parameter.replace(annotation=command_hints[parameter.name])]
         called.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
         called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return called
 
     return decorate
+
+
+def _parameters_of(shared: type, left_out: tuple[str, ...], *, uncompressed: bool) -> list[Parameter]:
+    hints = get_type_hints(shared, include_extras=True)
+    declared = {field.name: (field.default, hints[field.name]) for field in fields(shared)}
+    if uncompressed:
+        declared["compression"] = "none", CompressionOption
+    return [
+        Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation)
+        for name, (default, annotation) in declared.items()
+        if name not in left_out
+    ]
 
 
 def put_json(record: Any) -> None:

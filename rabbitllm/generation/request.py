@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -37,6 +37,8 @@ SMALL_CONTEXT = 1 << 14
 """Tokens; the letters of a prompt are limited as for a context of at least this size."""
 MAX_LETTERS = 8 << 20
 """Limit of the letters of any prompt: a tokenizer takes some hundred bytes for each."""
+_OF_SAMPLES = ("temperature", "top_p", "top_k", "min_p")
+"""Fields of `Sampling` that have no effect on greedy decoding."""
 MAX_CHOICES = 128
 """The most answers to one prompt."""
 Pooling = Literal["last", "mean"]
@@ -64,17 +66,23 @@ class Sampling:
     """The choice of tokens: greedy or sampled.
 
     Attributes:
-        temperature: 0, or less than `COLDEST`, for greedy decoding; None is greedy too, unless `top_p` is given.
+        temperature: 0, or less than `COLDEST`, for greedy decoding; None is greedy too, unless `top_p`, `top_k` or
+            `min_p` is given.
         top_p: choose among the most likely tokens whose probabilities add up to this.
         seed: seed of the random numbers.
         top_k: choose among this many of the most likely tokens; 0 for all, None for the number that the model
             recommends, else transformers' 50.
+        min_p: choose among tokens that are at least this share as likely as the most likely one.
+        repetition_penalty: divides the scores of tokens that are in the prompt or the answer; also if greedy. 1 for
+            none, None for what the model recommends.
     """
 
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
 
     def __post_init__(self) -> None:
         """
@@ -85,11 +93,23 @@ class Sampling:
             raise OptionError(f"temperature={self.temperature} is out of range.", "Use 0 for greedy decoding, or more.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise OptionError(f"top_p={self.top_p} is out of range.", "It must be above 0 and at most 1.")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise OptionError(f"min_p={self.min_p} is out of range.", "It must be from 0 to 1.")
+        if self.repetition_penalty is not None and not 0 < self.repetition_penalty < math.inf:
+            raise OptionError(
+                f"repetition_penalty={self.repetition_penalty} is out of range.", "Use 1 for none, or another above 0."
+            )
 
     @property
     def samples(self) -> bool:
         """Whether tokens are sampled, not chosen greedily."""
-        return self.top_p is not None if self.temperature is None else self.temperature >= COLDEST
+        if self.temperature is None:
+            return any(value is not None for value in (self.top_p, self.top_k, self.min_p))
+        return self.temperature >= COLDEST
+
+    def over(self, usual: Sampling) -> Sampling:
+        """These options where they are given, and those of `usual` where not."""
+        return replace(usual, **{name: value for name, value in asdict(self).items() if value is not None})
 
     def nth(self, index: int) -> Sampling:
         """The sampling of one of several requests with the same options: each has its own seed, counted from 0."""
@@ -97,10 +117,31 @@ class Sampling:
 
     def arguments(self) -> dict[str, Any]:
         """Arguments for `generate`."""
+        penalty = self.repetition_penalty
+        penalised = {} if penalty is None else {"repetition_penalty": float(penalty)}  # transformers takes no int
         if not self.samples:
-            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        options = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-        return {"do_sample": True, **{name: value for name, value in options.items() if value is not None}}
+            return {"do_sample": False, **dict.fromkeys(_OF_SAMPLES), **penalised}
+        options = {name: value for name in _OF_SAMPLES if (value := getattr(self, name)) is not None}
+        return {"do_sample": True, **options, **penalised}
+
+    def in_use(self) -> dict[str, float]:
+        """Option -> value, of those that have an effect; no temperature or 0 if greedy."""
+        names = (*(_OF_SAMPLES if self.samples else ()), "repetition_penalty")
+        neutral = {"top_p": 1, "min_p": 0, "repetition_penalty": 1}
+        return {name: value for name in names if (value := getattr(self, name)) not in (None, neutral.get(name))}
+
+    def words(self, recommended: Sampling) -> str:
+        """`temperature 0.6, top_p 0.95, from the model`.
+
+        Args:
+            recommended: what the model recommends.
+        """
+        options, usual = self.in_use(), recommended.in_use()
+        if not options and not usual and not recommended.samples:
+            return "greedy: the model recommends no sampling"
+        lead = () if self.samples else ("greedy",)
+        source = ("from the model",) if options == usual and self.samples == recommended.samples else ()
+        return ", ".join((*lead, *(f"{name} {value:g}" for name, value in options.items()), *source))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -421,10 +462,7 @@ def end_tokens(model: StreamedModel) -> list[int]:
     return list(dict.fromkeys([*ends, *([eos] if eos is not None else []), *stops]))
 
 
-OF_THE_MODEL = (
-    *("repetition_penalty", "min_p", "typical_p", "min_length", "min_new_tokens", "no_repeat_ngram_size"),
-    "suppress_tokens",
-)
+OF_THE_MODEL = ("typical_p", "min_length", "min_new_tokens", "no_repeat_ngram_size", "suppress_tokens")
 """Options of `generate` that a checkpoint may recommend, and a request cannot change."""
 
 
@@ -432,6 +470,27 @@ def options_of(model: StreamedModel) -> dict[str, float]:
     """Those of `OF_THE_MODEL` that the model's generation config sets."""
     config = model.generation_config if model.can_generate() else None
     return {name: value for name in OF_THE_MODEL if (value := getattr(config, name, None)) is not None}
+
+
+def recommended_sampling(model: StreamedModel) -> Sampling:
+    """The sampling that the model's generation config recommends; greedy if it sets no `do_sample`, as transformers.
+
+    Numbers without effect are left out.
+    """
+    if not model.can_generate():
+        return Sampling()
+    config = model.generation_config
+    greedy = Sampling(repetition_penalty=config.repetition_penalty)
+    if not config.do_sample:
+        return greedy
+    temperature, top_p, top_k, min_p = config.temperature, config.top_p, config.top_k, config.min_p
+    return replace(
+        greedy,
+        temperature=1.0 if temperature is None else float(temperature),
+        top_p=top_p if top_p is not None and 0 < top_p < 1 else None,
+        top_k=None if top_k is None else max(int(top_k), 0),
+        min_p=min_p if min_p is not None and 0 < min_p <= 1 else None,
+    )
 
 
 def generate_arguments(
@@ -474,20 +533,34 @@ class ModelLimits:
     Attributes:
         context: maximum tokens of a prompt and its answer together; None if the model sets no limit.
         vocabulary: number of token ids.
+        is_set: whether `context` is less than the model's.
     """
 
     context: int | None
     vocabulary: int
+    is_set: bool = False
 
     @classmethod
-    def of(cls, model: StreamedModel) -> ModelLimits:
-        """The bounds of a model."""
+    def of(cls, model: StreamedModel, at_most: int | None = None) -> ModelLimits:
+        """The bounds of a model.
+
+        Args:
+            model: the model.
+            at_most: a limit of `context`; the model's holds if that is less.
+        """
         context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         table = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
         padding = getattr(table, "padding_idx", None)  # the positions of RoBERTa's kind begin after this row
         skipped = 0 if padding is None else padding + 1
         tokens = context - skipped if isinstance(context, int) and context > 0 else None
-        return cls(tokens, model.get_input_embeddings().num_embeddings)
+        is_set = at_most is not None and (tokens is None or at_most < tokens)
+        return cls(at_most if is_set else tokens, model.get_input_embeddings().num_embeddings, is_set)
+
+    @property
+    def context_words(self) -> str:
+        """`the model's context has 8,192`: the limit of tokens, for messages."""
+        lead = "the context is limited to" if self.is_set else "the model's context has"
+        return f"{lead} {self.context or 0:,}"
 
     @property
     def letters(self) -> int:
@@ -507,7 +580,7 @@ class ModelLimits:
         """The error for a text that is too long."""
         limit = f"expected at most {self.letters:,}"
         if self.context:
-            limit = f"the model's context has {self.context:,} tokens"
+            limit = f"{self.context_words} tokens"
         return OptionError(f"The prompt has {letters:,} letters; {limit}.", "Shorten the prompt.")
 
     def check_ids(self, ids: Sequence[int], name: str = "The prompt") -> None:
@@ -544,7 +617,7 @@ class ModelLimits:
         if free < (1 if cut or count is None else count):
             new = f" and {count:,} new tokens were requested" if count is not None and not cut else ""
             raise OptionError(
-                f"The prompt has {prompt_tokens:,} tokens{new}; the model's context has {self.context:,}.",
+                f"The prompt has {prompt_tokens:,} tokens{new}; {self.context_words}.",
                 "Shorten the prompt." if free < 1 else f"Shorten the prompt, or request at most {free:,} new tokens.",
             )
         return min(usual if count is None else count, free)

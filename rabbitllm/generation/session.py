@@ -166,6 +166,8 @@ class Session:
         max_new_tokens: maximum tokens of an answer; None for as many as the model's settings or its context allow.
         sampling: how tokens are chosen; its seed is set once, at the start of the session.
         draft: a model, or "ngram", after `prepare_draft`; it proposes tokens.
+        stop: stop strings, at which an answer ends; they are not part of it.
+        context: limit of the tokens of prompt and answer together; None for the model's.
 
     Attributes:
         cache: the KV cache; None if it cannot be reused, so that each prompt is computed whole.
@@ -181,6 +183,8 @@ class Session:
         max_new_tokens: int | None = None,
         sampling: Sampling = _GREEDY,
         draft: StreamedModel | Literal["ngram"] | None = None,
+        stop: tuple[str, ...] = (),
+        context: int | None = None,
     ) -> None:
         if model.tokenizer is None:
             raise ChatError(
@@ -194,7 +198,8 @@ class Session:
         check_options(model)
         self._model = model
         self._template = ChatTemplate(model)
-        self._limits = ModelLimits.of(model)
+        self._limits = ModelLimits.of(model, context)
+        self._stop = stop
         self._max_new_tokens = max_new_tokens
         self._sampling = sampling
         self._draft = draft
@@ -263,9 +268,8 @@ class Session:
         """
         prompt = self._prompt(messages)
         ids, media = list(prompt.ids), prompt.media
-        request = Request(
-            prompt.ids, self._new_tokens(len(ids), messages), self._sampling, self._template.stops, media=media
-        )
+        stops = (*self._stop, *self._template.stops)
+        request = Request(prompt.ids, self._new_tokens(len(ids), messages), self._sampling, stops, media=media)
         if not self._is_consistent or media is not None:
             self.forget()
         # other pictures may have the same ids, and a longer prompt has other angles than the tokens in the cache
@@ -317,7 +321,7 @@ class Session:
             return self._limits.new_tokens(prompt, requested, self.context or WITHOUT_LIMIT, cut=True)
         except OptionError:
             raise ChatError(
-                f"The conversation has {prompt:,} tokens with this question, and the model's context {self.context:,}.",
+                f"The conversation has {prompt:,} tokens with this question; {self._limits.context_words}.",
                 _shorter(messages),
             ) from None
 

@@ -281,13 +281,15 @@ def _status(service: Service) -> dict[str, Any]:
 
     Returns:
         The fields of `rabbitllm.generation.request.BatchStats` (seconds, bytes and counts since the server began);
-        `model`; and `placement` with, in bytes, the reads from disk per pass (`streamed_bytes`), the copies to devices
-        per pass (`uploaded_bytes`), and the distribution of the weights: `places`, place -> words -> bytes.
+        `model`; `sampling`: the options of requests that set none, and `words`; and `placement` with, in bytes, the
+        reads from disk per pass (`streamed_bytes`), the copies to devices per pass (`uploaded_bytes`), and the
+        distribution of the weights: `places`, place -> words -> bytes.
     """
-    placement = service.model.placement
+    placement, sampling = service.model.placement, service.settings.sampling
     return {
         "model": service.settings.name,
         **asdict(service.batch.stats),
+        "sampling": {**sampling.in_use(), "words": service.sampling_words},
         "placement": {
             "streamed_bytes": placement.streamed_bytes,
             "uploaded_bytes": placement.uploaded_bytes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.terminal import harmless
@@ -84,10 +84,8 @@ def _requests_of(
     count = body.n or 1
     if any(len(stop) > MAX_STOP_CHARACTERS for stop in stops):
         raise bad(f"A text of stop has more than {MAX_STOP_CHARACTERS:,} characters.", "stop")
-    temperature = body.temperature if body.temperature is not None else settings.sampling.temperature
-    top_p = body.top_p if body.top_p is not None else settings.sampling.top_p
-    top_k = None if body.top_k is None else max(body.top_k, 0)
-    sampling = Sampling(temperature, top_p if temperature else None, body.seed, top_k)
+    requested = Sampling(**{option.name: getattr(body, option.name) for option in fields(Sampling)})
+    sampling = requested.over(settings.sampling)
     return tuple(
         Request(prompt.ids, max_new_tokens, sampling.nth(index), stops, top_logprobs, settings.seconds, prompt.media)
         for index, (prompt, max_new_tokens) in enumerate(pair for pair in prompts for _ in range(count))

@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from rabbitllm.base.terminal import harmless
 from rabbitllm.generation.request import MAX_CHOICES, SEEDS
@@ -67,7 +67,11 @@ class GenerationBody(_Strict):
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
-    top_k: Whole | None = Field(None, ge=-1, le=SEEDS)
+    top_k: Annotated[Whole, Field(ge=-1, le=SEEDS), AfterValidator(lambda count: max(count, 0))] | None = None
+    min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(
+        None, gt=0, allow_inf_nan=False, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
+    )
     seed: Whole | None = Field(None, ge=-SEEDS - 1, le=SEEDS)
     max_tokens: Count | None = None
     stream: bool | None = None
@@ -300,11 +304,10 @@ _INSTEAD: Mapping[str, str] = {
 }
 """Field of another server -> the field here; empty if a near name would mislead."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens", "min_length"), (0,)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens", "min_length"), (0,)),
     **dict.fromkeys(("min_new_tokens", "no_repeat_ngram_size", "prompt_logprobs"), (0,)),
     **dict.fromkeys(("dry_multiplier", "xtc_probability", "mirostat"), (0,)),
-    **dict.fromkeys(("repetition_penalty", "repeat_penalty", "length_penalty"), (1,)),
-    **dict.fromkeys(("typical_p", "tfs_z", "num_beams", "best_of"), (1,)),
+    **dict.fromkeys(("length_penalty", "typical_p", "tfs_z", "num_beams", "best_of"), (1,)),
     **dict.fromkeys(("echo", "use_beam_search", "ignore_eos", "continue_final_message"), (False,)),
     **dict.fromkeys(("include_reasoning", "separate_reasoning", "skip_special_tokens"), (True,)),
     **dict.fromkeys(("suffix", "grammar"), ("",)),
@@ -319,7 +322,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
 }
 """Field -> values without effect, unless the model has a value of its own; None counts for every field."""
-_SAME: Mapping[str, str] = {"repeat_penalty": "repetition_penalty", "min_tokens": "min_new_tokens"}
+_SAME: Mapping[str, str] = {"min_tokens": "min_new_tokens"}
 """Field -> transformers' name for it."""
 
 

@@ -289,6 +289,7 @@ def put_greeting(
         put_fact(console, "split", f"{'existed' if existed else 'made'}, in {harmless(str(folder))}")
     put_fact(console, "weights", _weights(service.model))
     put_fact(console, "requests", _requests(stats))
+    put_fact(console, "sampling", service.sampling_words)
     put_fact(console, "embeddings", "yes" if service.embedder is not None else f"no, {NO_RECIPE}")
     put_fact(console, "API key", "required" if settings.api_key else "none")
     put_fact(console, "try", _curl(service, address))

@@ -22,10 +22,10 @@ from rabbitllm.generation.request import (
     Limits,
     ModelLimits,
     Request,
-    Sampling,
     check_generates,
     end_tokens,
     options_of,
+    recommended_sampling,
     tokenizer_of,
 )
 from rabbitllm.generation.template import ChatTemplate
@@ -145,6 +145,7 @@ class Service:
         settings: see above, with the sampling that the model recommends.
         ends: end-of-text tokens.
         form: how the model marks its reasoning.
+        sampling_words: how tokens are chosen if a request does not say.
         created: seconds since 1970.
         is_closing: whether new requests are refused.
     """
@@ -154,9 +155,12 @@ class Service:
     ) -> None:
         self.model = model
         self.batch = batch
-        self.settings = replace(settings, sampling=recommended_sampling(model), of_the_model=options_of(model))
+        recommended = recommended_sampling(model)
+        sampling = settings.sampling.over(recommended)
+        self.settings = replace(settings, sampling=sampling, of_the_model=options_of(model))
+        self.sampling_words = sampling.words(recommended)
         self.embedder = embedder
-        self.limits = ModelLimits.of(model)
+        self.limits = ModelLimits.of(model, settings.context)
         self.ends = frozenset(end_tokens(model))
         self.metrics = Metrics()
         self.created = int(time.time())
@@ -190,13 +194,3 @@ class Service:
     async def encoded(self, work: Callable[[], _Result]) -> _Result:
         """Use the tokenizer in its thread, so that a long prompt does not block the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
-
-
-def recommended_sampling(model: StreamedModel) -> Sampling:
-    """The sampling that a model recommends, else the default of OpenAI's interface."""
-    if not model.can_generate() or not (recommended := model.generation_config).do_sample:
-        return Sampling(1.0)
-    temperature, top_p = recommended.temperature, recommended.top_p
-    return Sampling(
-        1.0 if temperature is None else float(temperature), top_p if top_p is not None and top_p < 1 else None
-    )

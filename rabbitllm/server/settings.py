@@ -25,7 +25,8 @@ class Settings:
         seconds: time limit from a request's submission to its end; None for no limit.
         max_new_tokens: default limit of new tokens.
         completion_new_tokens: likewise in `/v1/completions`, where OpenAI has its own default.
-        sampling: default temperature and top_p.
+        sampling: how tokens are chosen if a request does not say; where this says nothing, as the model recommends.
+        context: limit of the tokens of a prompt and its answer; None for the model's.
         of_the_model: options by which the model chooses tokens in every request; see `request.options_of`.
         heartbeat_seconds: an idle stream sends a comment after this time.
         stall_seconds: a client that reads nothing for this time is disconnected.
@@ -41,7 +42,8 @@ class Settings:
     seconds: float | None = None
     max_new_tokens: int = 4096
     completion_new_tokens: int = 16
-    sampling: Sampling = Sampling(1.0)  # noqa: RUF009  immutable
+    sampling: Sampling = Sampling()  # noqa: RUF009  immutable
+    context: int | None = None
     of_the_model: Mapping[str, float] = field(default_factory=dict)
     heartbeat_seconds: float = 15.0
     stall_seconds: float = 60.0

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GenerationConfig
 
 import rabbitllm
 from rabbitllm.batch_jobs.display import Progress
@@ -32,6 +33,22 @@ def test_answers_keep_the_order_of_the_input(model: Any, plain: Any) -> None:
     assert answers[1]["choice"] in (0, 1)
     assert "none of them" in answers[2]["error"]["message"]
     assert answers[3]["new_tokens"] <= 6
+
+
+def test_lines_are_greedy_whatever_the_model_recommends(
+    model: Any, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recommended = GenerationConfig(do_sample=True, temperature=9.0, pad_token_id=0)
+    monkeypatch.setattr(model, "generation_config", recommended)
+    body = {"prompt": "the rabbit", "max_tokens": 12}
+    call = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body}
+    answers: Any = rabbitllm.batch(model, [body, call, body | {"top_k": 1}, body | {"min_p": 1}])
+    ids = tuple(model.tokenizer("the rabbit")["input_ids"])
+    expected = alone(plain, model.tokenizer, ids, 12)
+    assert answers[1]["response"]["body"]["choices"][0]["text"] == expected
+    assert [answers[n]["text"] for n in (0, 2, 3)] == [expected] * 3
+    hot: Any = rabbitllm.batch(model, [body | {"top_k": 50, "repetition_penalty": 1.5, "seed": 1}])
+    assert hot[0]["text"] != expected
 
 
 def test_existing_output_is_not_overwritten(model: Any, tmp_path: Path) -> None:

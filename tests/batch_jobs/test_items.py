@@ -33,7 +33,11 @@ DEFAULTS = Defaults(max_new_tokens=9, sampling=Sampling(0.5, seed=100), stop=("E
         ({"tokens": [4, 5], "stop": "x", "n": 2}, Generate((4, 5), 9, Sampling(0.5, None, 103), ("x",), 2)),
         ({"prompt": "a", "stop": ["x", "", "x"], "top_p": 1}, Generate("a", 9, Sampling(0.5, 1.0, 103), ("x",))),
         ({"prompt": "a", "temperature": 0, "label": object()}, Generate("a", 9, Sampling(0.0, None, 103), ("END",))),
-        ({"prompt": "a", "repetition_penalty": 1, "tools": []}, Generate("a", 9, Sampling(0.5, None, 103), ("END",))),
+        ({"prompt": "a", "tools": []}, Generate("a", 9, Sampling(0.5, None, 103), ("END",))),
+        (
+            {"prompt": "a", "repetition_penalty": 1, "min_p": 0.1, "top_k": 3},
+            Generate("a", 9, Sampling(0.5, None, 103, 3, 0.1, 1.0), ("END",)),
+        ),
         ({"prompt": "a", "max_new_tokens": 3, "messages": None}, Generate("a", 3, Sampling(0.5, None, 103), ("END",))),
         (
             {"messages": [{"role": "user", "content": "a"}]},
@@ -59,7 +63,9 @@ def test_parsed_lines(value: dict[str, Any], task: object) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"prompt": "a", "repetition_penalty": 1.2}, "repetition_penalty is not supported here; omit it, or write the"),
+        ({"prompt": "a", "logit_bias": {"1": 2}}, "logit_bias is not supported here; omit it, or write the"),
+        ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty is 0; expected more than 0 and at most 100"),
+        ({"prompt": "a", "min_p": 1.2}, "min_p is 1.2; expected a number from 0 to 1"),
         ({"prompt": "a", "tools": [{}]}, "tools is not supported here"),
         ([], "The line is a list; expected an object"),
         ({}, "the line has none of them"),

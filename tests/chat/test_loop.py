@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 class Talk:
     """A conversation over given lines: what was said by whom, and whether all went well."""
 
-    def __init__(self, model: Any, *lines: str, max_new_tokens: int | None = None, system: str | None = None):
+    def __init__(
+        self, model: Any, *lines: str, max_new_tokens: int | None = None, system: str | None = None, **more: Any
+    ):
         remaining: Iterator[str] = iter(lines)
 
         def read_line(prompt: str) -> str:
@@ -41,8 +44,10 @@ class Talk:
 
         answers, notes = io.StringIO(), io.StringIO()
         streams = ChatStreams(read_line, answers, Console(file=notes, width=100), interactive=False)
-        self.session = Session(model, max_new_tokens)
-        chat = ChatLoop(self.session, streams, "a/model", Conversation(system))
+        shown = {name: more.pop(name) for name in ("sampling", "with_stats") if name in more}
+        streams = replace(streams, interactive=more.pop("interactive", False))
+        self.session = Session(model, max_new_tokens, **more)
+        chat = ChatLoop(self.session, streams, "a/model", Conversation(system), **shown)
         self.well = chat.run({"cpu resident": 5 << 20})
         self.conversation = chat.conversation
         self.answers, self.notes = answers.getvalue(), notes.getvalue()
@@ -52,6 +57,25 @@ def test_output_has_only_the_answers(model: Any) -> None:
     talk = Talk(model, "Hello?", "", "   ", '"""And', 'you?"""')
     assert (talk.answers, talk.notes, talk.well) == ("Yo\nYo\n", "", True)
     assert talk.conversation.exchanges == (Exchange("Hello?", "Yo"), Exchange("And\nyou?", "Yo"))
+
+
+def test_the_sampling_is_said_at_a_terminal(model: Any) -> None:
+    assert "\nsampling: greedy\n" in Talk(model, "Hello?", sampling="greedy", interactive=True).notes
+    assert Talk(model, "Hello?", sampling="greedy").notes == ""
+
+
+def test_statistics_after_each_answer(model: Any) -> None:
+    talk = Talk(model, "Hello?", "And?", with_stats=True)
+    assert talk.answers == "Yo\nYo\n"
+    assert talk.notes.count("last answer") == talk.notes.count("generated   3 tokens") == 2
+    assert "all 2 answers" not in talk.notes
+
+
+def test_stop_texts_and_a_smaller_context(model: Any) -> None:
+    assert Talk(model, "Hello?", stop=("o",)).answers == "Y\n"
+    talk = Talk(model, "Hello?", "x" * 60, context=64)
+    assert talk.answers == "Yo\n"
+    assert "tokens with this question; the context is limited to 64" in talk.notes
 
 
 def test_exit_ends_the_loop(model: Any) -> None:
@@ -127,7 +151,7 @@ def test_wrong_commands_are_reported_and_the_loop_continues(model: Any) -> None:
 def test_question_beyond_the_context_is_removed(model: Any) -> None:
     talk = Talk(model, "Hello?", "x" * 2000, "And?")
     assert not talk.well
-    assert "the model's context 1,024" in talk.notes
+    assert "the model's context has 1,024" in talk.notes
     assert "/drop removes the oldest exchange" in " ".join(talk.notes.split())
     assert [exchange.question for exchange in talk.conversation.exchanges] == ["Hello?", "And?"]
 

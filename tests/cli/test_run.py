@@ -97,6 +97,71 @@ def test_a_draft_model(checkpoint: Path, tmp_path: Path) -> None:
         run(str(checkpoint), PROMPT, "--raw", *SHORT, "--draft", str(other))
 
 
+RECOMMENDED = {"do_sample": True, "temperature": 1.5, "top_p": 0.95, "top_k": 20}
+
+
+@pytest.fixture(scope="module")
+def recommending(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = build_checkpoint(tmp_path_factory.mktemp("run") / "model", "llama")
+    (folder / "generation_config.json").write_text(json.dumps(RECOMMENDED))
+    split(folder)
+    return folder
+
+
+def sampled(folder: Path, text: str, **options: Any) -> str:
+    """What transformers says with a seed of 3."""
+    model = plain_model(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    torch.manual_seed(3)
+    output = model.generate(ids, max_new_tokens=8, **options)
+    answer: str = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    return answer.rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "said"),
+    [
+        ([], {}, "temperature 1.5, top_p 0.95, top_k 20, from the model"),
+        (["--temperature", "2.5"], {"temperature": 2.5}, "temperature 2.5, top_p 0.95, top_k 20"),
+        (
+            ["--top-k", "0", "--min-p", "0.01", "--repeat-penalty", "1.5"],
+            {"top_k": 0, "min_p": 0.01, "repetition_penalty": 1.5},
+            "temperature 1.5, top_p 0.95, top_k 0, min_p 0.01, repetition_penalty 1.5",
+        ),
+        (["--temperature", "0"], {"do_sample": False}, "greedy"),
+    ],
+)
+def test_sampling_is_the_models_but_for_the_options(
+    recommending: Path, options: list[str], settings: dict[str, Any], said: str
+) -> None:
+    result = run(str(recommending), PROMPT, "--raw", *SHORT, "--seed", "3", "--stats", *options)
+    assert result.stdout.rstrip("\n") == sampled(recommending, PROMPT, **settings)
+    assert re.search(rf"^sampling +{said}$", result.stderr, re.MULTILINE), result.stderr
+
+
+def test_sampled_answers_differ_without_a_seed(recommending: Path) -> None:
+    torch.manual_seed(3)
+    texts = {run(str(recommending), PROMPT, "--raw", *SHORT).stdout for _ in range(4)}
+    assert len(texts) > 1
+
+
+def test_an_answer_ends_before_a_stop_text(checkpoint: Path) -> None:
+    whole = expected(checkpoint, PROMPT)
+    stop = whole[3:5]
+    result = run(str(checkpoint), PROMPT, "--raw", *SHORT, "--stop", "not there", "--stop", stop)
+    assert result.stdout.rstrip("\n") == whole[: whole.index(stop)].rstrip("\n")
+
+
+def test_the_context_limits_prompt_and_answer(checkpoint: Path) -> None:
+    arguments = [str(checkpoint), PROMPT, "--raw", "--device", "cpu"]
+    tokens = len(AutoTokenizer.from_pretrained(checkpoint)(PROMPT)["input_ids"])
+    result = run(*arguments, "--context", str(tokens + 3), "--stats")
+    assert "stopped after 3 tokens, where the context of" in result.stderr
+    with pytest.raises(OptionError, match=f"The prompt has {tokens} tokens; the context is limited to {tokens - 1}."):
+        run(*arguments, "--context", str(tokens - 1))
+
+
 def test_empty_answer_is_reported(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama")
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
@@ -177,6 +242,8 @@ def test_no_prompt_is_a_wrong_call(checkpoint: Path) -> None:
     ("arguments", "message"),
     [
         (["--temperature", "-1"], "temperature=-1.0 is out of range"),
+        (["--min-p", "2"], "min_p=2.0 is out of range"),
+        (["--repeat-penalty", "0"], "repetition_penalty=0.0 is out of range"),
         (["--raw", "--system", "x"], "a system prompt is not possible"),
         (["--compression", "3bit"], "does not exist"),
         (["--max-memory", "much"], "names no device"),

@@ -51,6 +51,20 @@ def test_any_draft_gives_the_models_answer(folder: Path, tmp_path: Path, vocabul
         assert logits[..., vocabulary:].max() < 2 * logits[..., :vocabulary].min() < 0
 
 
+@pytest.mark.parametrize("draft_type", ["model", "ngram"])
+def test_a_draft_keeps_the_options_of_a_request(folder: Path, tmp_path: Path, draft_type: str) -> None:
+    small = build_checkpoint(tmp_path / "small", "llama", num_hidden_layers=1, seed=3)
+    model = load(split(folder), 0)
+    draft = load(split(small)) if draft_type == "model" else "ngram"
+    prepare_draft(model, draft)
+    penalised = Sampling(repetition_penalty=1.8)
+    assert asked(model, draft, sampling=penalised).tokens == asked(model, sampling=penalised).tokens
+    assert asked(model, sampling=penalised).tokens != asked(model).tokens
+    # one token is left to choose from
+    only = Sampling(0.8, min_p=1, seed=4)
+    assert asked(model, draft, sampling=only).tokens == asked(model).tokens
+
+
 def test_a_good_draft_saves_passes(folder: Path) -> None:
     model, draft = load(split(folder), 0, profiling=True), load(split(folder))
     prepare_draft(model, draft)

@@ -17,7 +17,7 @@ from rabbitllm.errors import OptionError
 from rabbitllm.generation import _sequence
 from rabbitllm.generation._recommended import DROPPED, REFUSED
 from rabbitllm.generation.batch import Batch
-from rabbitllm.generation.request import Request, Sampling, end_tokens
+from rabbitllm.generation.request import Request, Sampling, end_tokens, recommended_sampling
 from rabbitllm.generation.session import Session, answer
 from tests.generation.submitting import Open, alone, answered, answered_together, prompt
 from tests.generation.test_preemption import limits
@@ -280,6 +280,61 @@ def test_probabilities_are_those_before_a_penalty(tmp_path: Path, plain: Any, mo
         assert chosen.logprob == pytest.approx(float(expected[length, chosen.token]), abs=1e-4)
         best = expected[length].topk(2)
         assert [like.token for like in chosen.top_logprobs] == best.indices.tolist()
+
+
+RECOMMENDED: Mapping[str, Any] = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20}
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "expected", "words"),
+    [
+        ({}, Sampling(), Sampling(), "greedy: the model recommends no sampling"),
+        ({"temperature": 0.6}, Sampling(), Sampling(), "greedy: the model recommends no sampling"),
+        ({"repetition_penalty": 1.1}, Sampling(), None, "greedy, repetition_penalty 1.1, from the model"),
+        ({"do_sample": True}, Sampling(), Sampling(1.0), "temperature 1, from the model"),
+        ({"do_sample": True, "top_p": 1.0, "min_p": 0.0}, Sampling(), Sampling(1.0), "temperature 1, from the model"),
+        (RECOMMENDED, Sampling(), None, "temperature 0.6, top_p 0.95, top_k 20, from the model"),
+        (RECOMMENDED, Sampling(seed=3), None, "temperature 0.6, top_p 0.95, top_k 20, from the model"),
+        (RECOMMENDED, Sampling(0.5), Sampling(0.5, 0.95, None, 20), "temperature 0.5, top_p 0.95, top_k 20"),
+        (RECOMMENDED, Sampling(top_k=0), Sampling(0.6, 0.95, None, 0), "temperature 0.6, top_p 0.95, top_k 0"),
+        (RECOMMENDED, Sampling(0), Sampling(0, 0.95, None, 20), "greedy"),
+        (RECOMMENDED, Sampling(0, min_p=0.1), Sampling(0, 0.95, None, 20, 0.1), "greedy"),
+        ({}, Sampling(min_p=0.1), Sampling(min_p=0.1), "min_p 0.1"),
+        ({**RECOMMENDED, "top_k": -1}, Sampling(), Sampling(0.6, 0.95, None, 0), None),
+    ],
+)
+def test_recommended_sampling(
+    tmp_path: Path, model: Any, settings: dict[str, Any], given: Sampling, expected: Sampling | None, words: str | None
+) -> None:
+    """An option of a call takes the place of the same one in the checkpoint, and of no other."""
+    model.generation_config = read(tmp_path, **settings)
+    recommended = recommended_sampling(model)
+    sampling = given.over(recommended)
+    assert sampling == expected or expected is None
+    assert sampling.samples is (given.temperature != 0 and (bool(settings.get("do_sample")) or given.min_p is not None))
+    assert sampling.words(recommended) == words or words is None
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(repetition_penalty=1.8), Sampling(1.5, 0.9, 5, 12, 0.02, 1.4), Sampling(1.5, None, 5, min_p=1)],
+)
+def test_sampling_of_a_request_is_that_of_transformers(
+    tmp_path: Path, plain: Any, model: Any, sampling: Sampling
+) -> None:
+    """In both executors, and over another penalty and `min_p` in the checkpoint."""
+    model.generation_config = read(tmp_path, min_p=0.9 if sampling.min_p else None, repetition_penalty=2.5)
+    plain.generation_config = GenerationConfig(pad_token_id=0)
+    requests = [Request(ids, NEW_TOKENS, sampling) for ids in PROMPTS]
+    if sampling.repetition_penalty is None:
+        requests = [Request(ids, NEW_TOKENS, Sampling(1.5, None, 5, min_p=1, repetition_penalty=1)) for ids in PROMPTS]
+    options = {"eos_token_id": end_tokens(model)}
+    expected = [generated(plain, request, **options) for request in requests]
+    with Batch(model) as batch:
+        assert [result.tokens for result in answered(batch, requests)] == expected
+    assert [list(answer(model, request, lambda text: None).tokens) for request in requests] == expected
+    if sampling.min_p == 1:  # the most likely token alone is left
+        assert expected == [generated(plain, Request(ids, NEW_TOKENS), **options) for ids in PROMPTS]
 
 
 COUNTING: Mapping[str, Any] = {

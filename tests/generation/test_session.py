@@ -109,6 +109,9 @@ def test_a_seed_gives_the_same_text_again(model: Any) -> None:
         (Sampling(0, top_p=0.5), False),
         (Sampling(0.7), True),
         (Sampling(top_p=0.9), True),
+        (Sampling(top_k=5), True),
+        (Sampling(min_p=0.1), True),
+        (Sampling(repetition_penalty=1.1), False),
         (Sampling(seed=3), False),
         (Sampling(1e-40), False),  # logits divided by it overflow
         (Sampling(5e-324, top_p=0.5), False),
@@ -121,7 +124,12 @@ def test_sampling_only_if_requested(sampling: Sampling, samples: bool) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"temperature": -0.1}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_p": 0.0}, {"top_p": math.nan}],
+    [
+        *({"temperature": value} for value in (-0.1, math.nan, math.inf)),
+        *({"top_p": value} for value in (0.0, math.nan)),
+        *({"min_p": value} for value in (-0.1, 1.1, math.nan)),
+        *({"repetition_penalty": value} for value in (0, math.inf, math.nan)),
+    ],
 )
 def test_numbers_out_of_range(wrong: dict[str, float]) -> None:
     with pytest.raises(OptionError, match="out of range"):
@@ -178,6 +186,17 @@ def test_limit_of_new_tokens(model: Any) -> None:
             limits.new_tokens(context, None, **options)
 
 
+def test_a_smaller_context_may_be_set(model: Any) -> None:
+    context = model.config.max_position_embeddings
+    limits = ModelLimits.of(model, 8)
+    assert limits.new_tokens(6, None) == 2
+    with pytest.raises(OptionError, match="The prompt has 9 tokens; the context is limited to 8"):
+        limits.new_tokens(9, None)
+    assert ModelLimits.of(model, 10 * context) == ModelLimits.of(model)
+    endless: Any = transformers.MambaModel(transformers.MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1))
+    assert ModelLimits.of(endless, 7).context == 7
+
+
 def test_models_without_a_context_set_no_limit() -> None:
     config = transformers.MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1)
     endless: Any = transformers.MambaModel(config)
@@ -203,8 +222,9 @@ def test_several_answers_have_their_own_seeds() -> None:
 def test_the_summary_of_an_answer(model: Any) -> None:
     result, _ = asked(model)
     out = io.StringIO()
-    put_statistics(Console(file=out), result, 1.5, model.profiler.sums)
+    put_statistics(Console(file=out), result, 1.5, model.profiler.sums, "greedy")
     text = out.getvalue()
+    assert "sampling      greedy" in text
     assert "load          1.50 s" in text
     assert f"answer        {TOKENS} tokens in" in text
     assert "a second after the first" in text
@@ -212,9 +232,11 @@ def test_the_summary_of_an_answer(model: Any) -> None:
     assert "computing" in text
     assert finish_note(Result("2", (5, 2), 1, FinishReason.STOP, 0.1, 0.1), 5) is None
     assert "the answer is empty" in str(finish_note(Result("", (2,), 1, FinishReason.STOP, 0.1, 0.1), 5))
-    assert "stopped after 12 tokens, the limit of --max" in str(finish_note(result, TOKENS, 256))
+    assert "stopped after 12 tokens, the limit of --max" in str(finish_note(result, TOKENS, ModelLimits(256, 9)))
     context = result.prompt_tokens + TOKENS
-    assert f"where the model's context of {context} tokens ends" in str(finish_note(result, TOKENS, context))
+    assert f"where the model's context of {context} tokens ends" in str(
+        finish_note(result, TOKENS, ModelLimits(context, 9))
+    )
     assert "interrupted after 1 token" in str(finish_note(Result("", (5,), 1, FinishReason.CANCELLED, 0.1, 0.1), 5))
     record = answer_record("m", result, 1.5, {"device": "cpu"})
     assert (record["new_tokens"], record["device"], record["text"]) == (TOKENS, "cpu", result.text)
@@ -450,7 +472,7 @@ def test_the_context_is_the_limit(tmp_path: Path) -> None:
     assert (answer.finish, answer.prompt_tokens + len(answer.tokens)) == (FinishReason.LENGTH, 64)
     cached = session.cached_tokens
     talk = told(talk, "Who are you?", answer)
-    with pytest.raises(ChatError, match=r"has \d+ tokens with this question, and the model's context 64"):
+    with pytest.raises(ChatError, match=r"has \d+ tokens with this question; the model's context has 64"):
         session.answer(talk.messages("And?"), quietly)
     assert session.cached_tokens == cached
     with pytest.raises(ChatError, match=r"Shorten the message\."):

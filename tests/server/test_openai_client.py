@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 import torch
 
-from tests.server.serving import NAME, Running
+from rabbitllm.generation.request import Sampling
+from tests.server.serving import NAME, Running, running
+from tests.support.tiny_models import split
 
 MESSAGES: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is in the rain?"}]
 PROMPT = "the rain and the"
@@ -138,6 +143,42 @@ def test_same_seed_gives_the_same_samples(served: Running) -> None:
     assert drawn(8, 1) == first[1:2]
 
 
+def test_what_a_request_does_not_say_is_the_models(checkpoint: Path, tmp_path: Path, plain: Any) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "model", ignore=shutil.ignore_patterns("splitted_model*"))
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 1.5, "top_k": 20}))
+    with running(split(folder), sampling=Sampling(top_p=0.95), context=40) as served:
+        ids = served.model.tokenizer(PROMPT, return_tensors="pt")
+        client = served.openai()
+
+        def asked(seed: int = 3, **options: Any) -> str:
+            options = {"max_tokens": 16, **options}
+            return client.completions.create(model=NAME, prompt=PROMPT, seed=seed, **options).choices[0].text
+
+        def sampled(**options: Any) -> str:
+            torch.manual_seed(3)
+            options = {"do_sample": True, "temperature": 1.5, "top_k": 20, "top_p": 0.95, **options}
+            tokens = plain.generate(**ids, max_new_tokens=16, **options)
+            return text_of(served, tokens[0, ids["input_ids"].shape[1] :].tolist())
+
+        assert asked() == sampled()
+        assert asked(temperature=2) == sampled(temperature=2.0)
+        assert asked(extra_body={"top_k": 0, "min_p": 0.01}) == sampled(top_k=0, min_p=0.01)
+        assert asked(temperature=0) == sampled(do_sample=False)
+        status = served.http.get("/status").json()
+        words = "temperature 1.5, top_p 0.95, top_k 20"
+        assert status["sampling"] == {"temperature": 1.5, "top_p": 0.95, "top_k": 20, "words": words}
+        assert served.http.get("/v1/models").json()["data"][0]["max_model_len"] == 40
+        with pytest.raises(openai.BadRequestError, match="the context is limited to 40"):
+            asked(max_tokens=60)
+
+
+def test_a_model_that_recommends_nothing_is_greedy(served: Running, plain: Any) -> None:
+    ids = served.model.tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    answer = served.openai().completions.create(model=NAME, prompt=PROMPT, max_tokens=16)
+    assert answer.choices[0].text == text_of(served, alone(plain, ids, 16))
+    assert served.http.get("/status").json()["sampling"] == {"words": "greedy: the model recommends no sampling"}
+
+
 def test_default_top_k_is_50(served: Running, plain: Any) -> None:
     body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 1, "temperature": 2, "n": 30, "seed": 1, "logprobs": 0}
 
@@ -153,6 +194,18 @@ def test_default_top_k_is_50(served: Running, plain: Any) -> None:
         assert least(**options) > likely[limit - 1] - 1e-4
     for top_k in (0, -1):
         assert least(top_k=top_k) < likely[49] - 1e-4
+
+
+def test_a_penalty_has_two_names_and_a_min_p_of_1_is_greedy(served: Running, plain: Any) -> None:
+    def text(**options: Any) -> str:
+        client = served.openai()
+        return client.completions.create(model=NAME, prompt=PROMPT, max_tokens=16, extra_body=options).choices[0].text
+
+    ids = served.model.tokenizer(PROMPT, return_tensors="pt")
+    expected = plain.generate(**ids, max_new_tokens=16, do_sample=False, repetition_penalty=1.8)
+    penalised = text_of(served, expected[0, ids["input_ids"].shape[1] :].tolist())
+    assert text(repetition_penalty=1.8) == text(repeat_penalty=1.8) == penalised
+    assert text() == text(temperature=1.5, min_p=1) == text(temperature=0) != penalised
 
 
 def test_probabilities_are_those_of_plain_logits(served: Running, plain: Any) -> None:

@@ -16,7 +16,7 @@ import pytest
 from rabbitllm.chat import conversation
 from rabbitllm.chat.conversation import Conversation, Exchange, SavedChat
 from rabbitllm.errors import BusyError
-from rabbitllm.generation.request import Limits, Request
+from rabbitllm.generation.request import Limits, Request, Sampling
 from tests.chat.talkers import parrot_folder
 from tests.server.serving import NAME, Running, running
 from tests.support.browser import SECONDS, Browser, Tab, chromium
@@ -543,6 +543,21 @@ def test_requests_carry_the_settings(tab: Tab) -> None:
         "max_tokens": 2,
         "seed": 7,
     }
+
+
+def test_settings_show_what_the_server_uses(browser: Browser, folder: Path, tab: Tab) -> None:
+    def shown(tab: Tab) -> tuple[str, dict[str, str]]:
+        tab.wait("document.querySelector('#sampling').textContent !== ''")
+        fields = "[...document.querySelectorAll('.grid input')].map((field) => [field.id, field.placeholder])"
+        return tab.run("document.querySelector('#sampling').textContent"), dict(tab.run(fields))
+
+    nothing = dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"), "")
+    assert shown(tab) == (" (greedy: the model recommends no sampling)", nothing)
+    with running(folder, sampling=Sampling(0.6, 0.95)) as server:
+        other = browser.tab(f"{server.address}/")
+        words = " (temperature 0.6, top_p 0.95)"
+        assert shown(other) == (words, nothing | {"temperature": "0.6", "top_p": "0.95"})
+        other.close()
 
 
 def test_controls_have_accessible_names(tab: Tab) -> None:

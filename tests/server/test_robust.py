@@ -82,6 +82,9 @@ def idle(served: Running) -> None:
         (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0"),
         (CHAT, {"messages": HELLO, "temperature": 3}, "temperature"),
+        (CHAT, {"messages": HELLO, "min_p": 1.1}, "min_p"),
+        (CHAT, {"messages": HELLO, "repetition_penalty": 0}, "repetition_penalty"),
+        (CHAT, {"messages": HELLO, "repeat_penalty": 0}, "repeat_penalty"),
         (CHAT, {"messages": HELLO, "temperature": "1"}, "temperature"),
         (CHAT, {"messages": HELLO, "n": 129}, "n"),
         (CHAT, {"messages": HELLO, "stop": ["a"] * 65}, "stop"),
@@ -152,7 +155,6 @@ def test_fields_without_effect_are_accepted(served: Running) -> None:
 
 OF_OTHER_SERVERS: dict[str, Any] = {
     "no_repeat_ngram_size": 3,
-    "repeat_penalty": 1.1,
     "repeat_last_n": 64,
     "bad_words_ids": [[4]],
     "regex": "a+",
@@ -179,7 +181,6 @@ OF_OTHER_SERVERS: dict[str, Any] = {
     "tfs_z": 0.5,
     "typical_p": 0.5,
     "top_a": 0.5,
-    "min_p": 0.1,
     "num_beams": 4,
     "do_sample": False,
     "penalty_alpha": 0.6,
@@ -322,12 +323,11 @@ def test_requests_of_real_clients_are_answered(served: Running) -> None:
 
 def test_neutral_penalty_is_refused_if_the_model_sets_one(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama")
-    (folder / "generation_config.json").write_text(json.dumps({"repetition_penalty": 1.3}))
+    (folder / "generation_config.json").write_text(json.dumps({"no_repeat_ngram_size": 3}))
     with running(split(folder)) as served:
-        for name in ({}, {"repetition_penalty": 1.3}, {"min_p": 0}):
+        for name in ({}, {"no_repeat_ngram_size": 3}, {"min_length": 0}):
             assert served.post(COMPLETION, {"prompt": "a", "max_tokens": 1, **name}).status_code == 200
-        for name in ("repetition_penalty", "repeat_penalty"):
-            refused(served.post(COMPLETION, {"prompt": "a", name: 1}), 400, param=name)
+        refused(served.post(COMPLETION, {"prompt": "a", "no_repeat_ngram_size": 0}), 400, param="no_repeat_ngram_size")
 
 
 def test_another_model_is_not_found(served: Running) -> None:

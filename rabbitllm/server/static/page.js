@@ -6,7 +6,7 @@ import { ask, headersOf, Trouble } from "./talk.js";
 import { button, copy, made, Message, troubleNode, wordsBelow, wordsMeanwhile } from "./view.js";
 
 const $ = (id) => document.getElementById(id);
-const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
+const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
 const SETTINGS = "rabbitllm.settings";
 const KEY = "rabbitllm.key";
 
@@ -256,6 +256,11 @@ async function findModel() {
   }
 }
 
+function showSampling({ words, ...options }) {
+  $("sampling").textContent = ` (${words})`;
+  for (const name of NUMBERS) $(name).placeholder = options[name] ?? "";
+}
+
 let polling = 0;
 async function poll() {
   clearTimeout(polling);
@@ -263,6 +268,7 @@ async function poll() {
     try {
       const status = await get("status");
       showStatus(status, work);
+      showSampling(status.sampling);
       if (!model) findModel();
     } catch (error) {
       showNone(error.wantsKey ? "the status needs an API key" : "no status from the server");
