@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 @with_model_options()
 def run_command(
     model: ModelArgument,
-    prompt: Annotated[str | None, typer.Argument(help="Prompt; text from a pipe is put before it.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Argument(help="Prompt; words are joined; text from a pipe is put before it.")
+    ] = None,
     system: SystemOption = None,
     max_new_tokens: Annotated[
         int | None, answer_option(help="Maximum tokens to generate; by default 512, within the context.", min=1)
@@ -69,7 +71,7 @@ def run_command(
     from rabbitllm.run import join_prompt, piped_text
 
     try:
-        text = join_prompt(prompt, piped_text())
+        text = join_prompt(" ".join(prompt or ()), piped_text())
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="PROMPT") from None
 

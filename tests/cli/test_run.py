@@ -162,6 +162,12 @@ def test_the_context_limits_prompt_and_answer(checkpoint: Path) -> None:
         run(*arguments, "--context", str(tokens - 1))
 
 
+def test_the_words_of_a_prompt_are_joined(checkpoint: Path) -> None:
+    whole = run(str(checkpoint), PROMPT, "--raw", *SHORT)
+    assert run(str(checkpoint), *PROMPT.split(), "--raw", *SHORT).stdout == whole.stdout
+    assert run(str(checkpoint), "the", *SHORT, "rabbit", "and", "--raw", "the", "hare").stdout == whole.stdout
+
+
 def test_empty_answer_is_reported(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama")
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
