@@ -545,6 +545,33 @@ def test_requests_carry_the_settings(tab: Tab) -> None:
     }
 
 
+def test_a_refused_question_goes_back_into_the_field(tab: Tab) -> None:
+    settings(tab, max_tokens=3)
+    ask(tab, "First?")
+    tab.wait("!!document.querySelector('.assistant')")
+    idle(tab)
+    ask(tab, "x" * 2000)
+    assert "The server refused the request. The prompt has" in trouble(tab)
+    tab.click("#question")
+    tab.write("And this?")
+    tab.click("[role=alert] button:last-child")
+    assert tab.run("document.querySelector('#question').value") == "x" * 2000 + "\nAnd this?"
+    assert texts(tab) == ["First?", "hop"]
+    assert not tab.run("document.querySelector('[role=alert]')")
+    assert [len(chat["messages"]) for chat in kept(tab)] == [2]
+    tab.run("document.querySelector('#question').value = ''")
+    ask(tab, "Shorter?")
+    tab.wait("document.querySelectorAll('.assistant').length === 2")
+    idle(tab)
+    assert texts(tab) == ["First?", "hop", "Shorter?", "hop"]
+    tab.click("#new")
+    ask(tab, "y" * 2000)
+    trouble(tab)
+    tab.click("[role=alert] button:last-child")
+    assert texts(tab) == []
+    assert [len(chat["messages"]) for chat in kept(tab)] == [4]
+
+
 def test_settings_show_what_the_server_uses(browser: Browser, folder: Path, tab: Tab) -> None:
     def shown(tab: Tab) -> tuple[str, dict[str, str]]:
         tab.wait("document.querySelector('#sampling').textContent !== ''")

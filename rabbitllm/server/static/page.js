@@ -102,7 +102,8 @@ function draw() {
       useKey(key);
       again(chat);
     };
-    found.push(troubleNode(trouble, work ? null : () => again(chat), withKey));
+    const edit = chat.messages.at(-1)?.role === "user" ? takeBack : null;
+    found.push(troubleNode(trouble, work ? {} : { again: () => again(chat), edit }, withKey));
   }
   if (!found.length) found.push(hello());
   const log = $("log");
@@ -145,6 +146,19 @@ function send() {
   $("question").value = "";
   fit();
   answer(chat);
+}
+
+/** A question without an answer goes back into the field. */
+function takeBack() {
+  if (work) return;
+  const question = chat.messages.pop().content;
+  $("question").value = [question, $("question").value].filter(Boolean).join("\n");
+  troubles.delete(chat.id);
+  if (chat.messages.length) keep(chat);
+  else chats.remove(chat.id);
+  show(chat);
+  fit();
+  $("question").focus();
 }
 
 function again(asked) {

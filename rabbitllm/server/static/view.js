@@ -62,8 +62,8 @@ export function wordsMeanwhile(first, pieces, seconds) {
   return took({ tokens: pieces, about: true, first, seconds });
 }
 
-/** Says what went wrong; `again` asks once more, `withKey` with another key. */
-export function troubleNode(trouble, again, withKey) {
+/** Says what went wrong; `again` asks once more, `edit` takes back the question, `withKey` uses another key. */
+export function troubleNode(trouble, { again, edit }, withKey) {
   const when = made("span");
   const node = made("div", { className: "trouble" }, trouble.message, when);
   node.setAttribute("role", "alert");
@@ -74,6 +74,7 @@ export function troubleNode(trouble, again, withKey) {
     field.onkeydown = (event) => event.key === "Enter" && use();
     row.append(field, button("Use this key", use));
   } else if (again) row.append(button("Try again", again));
+  if (edit) row.append(button("Edit", edit));
   node.append(row);
   const count = () => {
     const left = Math.ceil((trouble.until - Date.now()) / 1000);
