@@ -247,8 +247,8 @@ class UnsafePathError(CheckpointError):
     """A checkpoint names a file outside its folder, or by a name that is not plain.
 
     What to do:
-        Do not use this checkpoint unless you trust its author. Put the files themselves, without links, into
-        one folder.
+        Do not use this checkpoint unless you trust its author. A link may lead to weights on another disk; put
+        other files themselves, without links, into the folder.
     """
 
 

@@ -182,6 +182,7 @@ def test_a_shard_that_is_a_link_to_outside(tmp_path: Path, checkpoint: Path) -> 
         (checkpoint / SHARD).symlink_to(outside)
     except OSError:
         pytest.skip("this system makes no links")
+    outside.write_bytes(b"not weights" * 1000)
     kept = outside.read_bytes()
     error = refused(UnsafePathError, checkpoint)
     assert SHARD in error.problem

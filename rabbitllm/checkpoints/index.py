@@ -19,6 +19,7 @@ from rabbitllm.errors import CheckpointNotFoundError, InvalidIndexError, UnsafeP
 from rabbitllm.formats.bounded import read_json, short
 from rabbitllm.formats.gguf import MAGIC, begins_gguf
 from rabbitllm.formats.safetensors_file import TensorToWrite
+from rabbitllm.formats.shard_header import HEAD_BYTES, READABLE, Weights, recognise
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -37,6 +38,8 @@ _NO_MODEL = re.compile(
     r"(?:optimizer|optim|scheduler|scaler|rng_state|random_states|training_args|trainer_state|adapter_model)(?:[._-].*)?"
 )
 """Files of a training run without a model: state of the optimizer and similar, arguments, adapters."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""PEFT's file beside an adapter's weights."""
 META_PARAMETERS = "params.json"
 """The file with which a checkpoint in Meta's own format begins."""
 _GGUF_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})(?P<of>-of-)(?P<count>\d{5})(?P<ending>\.gguf)", re.IGNORECASE)
@@ -45,14 +48,23 @@ _NO_GGUF_MODEL = re.compile(r"(?:.*[-_.])?(?:mmproj|imatrix|vocab)(?:[-_.].*)?\.
 MAX_GGUF_FILES = 4096
 _RANK = re.compile(r"consolidated\.\d{1,4}\.pth")
 
-_SEGMENT = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,198}[A-Za-z0-9_-])?")
-"""At most 200 characters, since file systems allow 255 and suffixes are appended; no trailing dot, which Windows
-drops."""
+_SEGMENT = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._+@()\[\] -]{0,198}[A-Za-z0-9_+@()\[\]-])?")
+"""At most 200 characters, since file systems allow 255 and suffixes are appended; no trailing dot or space, which
+Windows drops."""
+_ODD = re.compile(r"[^/\\:.~$%-][^/\\:~$%]{0,198}\.(?:safetensors|bin|pt|pth)")
+"""Names that their owner may have given, such as `modèle.safetensors`, but not those that lead to another folder."""
 _DEVICE = re.compile(r"(?:con|prn|aux|nul|com\d|lpt\d)(?:\..*)?", re.IGNORECASE)
 """Names that Windows opens as a device, in any folder."""
 _REMEDY = "Download the index again."
 _HOSTILE = "Do not use this checkpoint: an honest index has no such name. Nothing was opened or deleted."
-_LINKS = "Put the files themselves (or hard links) into one folder. Nothing was opened or deleted."
+_RENAME = (
+    "Rename the file, and its name in the index: letters of English, digits, spaces and ._-+@()[] are read. Nothing "
+    "was opened or deleted."
+)
+_LINKS = (
+    "A link may lead to a file of weights, to an index, or to a small file in the folder of such weights. Put the file "
+    "itself (or a hard link) into the folder. Nothing was deleted."
+)
 _SHARD = re.compile(r"-\d+-of-\d+\.")
 _DIGITS = re.compile(r"(\d+)")
 MODEL_DTYPES = {name: DTYPES[name].torch_name for name in ("F64", "F32", "F16", "BF16")}
@@ -247,12 +259,20 @@ def _is_torch_file(name: str) -> bool:
 
 def _no_checkpoint_error(files: Collection[str], label: str) -> CheckpointNotFoundError:
     weights = sorted(name for name in files if name.endswith(WEIGHT_SUFFIXES))
-    contents = f"the weights {listed(weights)}" if weights else f"{len(files)} other files"
+    contents = f"the weights {listed(weights)}" if weights else listed(sorted(files), 3) if files else "no files"
     remedy = "Use the folder that holds the weights, or a repository id."
-    if any(map(_SHARD.search, weights)):
+    if ADAPTER_CONFIG in files:
+        remedy = (
+            f"These are the files of an adapter. Load the model that its {ADAPTER_CONFIG} names, and then the adapter: "
+            "peft.PeftModel.from_pretrained(model, folder)."
+        )
+    elif any(map(_SHARD.search, weights)):
         remedy = f"Put the index of these shards ({INDEX_NAME}) next to them; it was published with them."
     elif weights:
-        remedy = "Use the complete model (safetensors or torch.save files); apply adapters after loading."
+        remedy = (
+            "Use the complete model (safetensors or torch.save files); apply adapters after loading. If one file of "
+            f"safetensors is the whole model, name it {SINGLE_NAME}."
+        )
     return CheckpointNotFoundError(
         f"{label} holds no checkpoint: looked for {', '.join(ENTRY_NAMES)}, a single file of torch.save, and GGUF; "
         f"found {contents}.",
@@ -341,10 +361,11 @@ def check_shard_name(shard: str, source: str) -> None:
     """
     segments = shard.split("/")
     if len(segments) > 2 or not all(_SEGMENT.fullmatch(part) and not _DEVICE.fullmatch(part) for part in segments):
+        is_odd = bool(_ODD.fullmatch(shard)) and shard.isprintable() and not _DEVICE.fullmatch(shard)
         raise UnsafePathError(
             f"{source} names the shard {short(shard, 120)}; expected a plain file name inside the checkpoint's own "
             "folder.",
-            _HOSTILE,
+            _RENAME if is_odd else _HOSTILE,
         )
 
 
@@ -362,17 +383,40 @@ def _check_distinct(shards: Iterable[str], source: str) -> None:
             )
 
 
-def check_inside(path: Path, folder: Path) -> None:
-    """Refuse a file that a symbolic link leads out of its folder, and existing paths that are not files. Opens nothing.
+def _begins_checkpoint(file: Path, name: str) -> bool:
+    """Whether a file begins like weights of a known format; like JSON, if an index leads to it."""
+    try:
+        with file.open("rb") as opened:
+            head = opened.read(HEAD_BYTES)
+    except OSError:
+        return False
+    if is_index(name) or is_meta(name):
+        return head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{")
+    return recognise(head) in (*READABLE, Weights.POINTER)
+
+
+def check_inside(path: Path, folder: Path, beside: Collection[Path] | None = None) -> None:
+    """Refuse a file that a symbolic link leads out of its folder, and existing paths that are not files.
+
+    Weights may be links, since people keep them on another disk. So a link may lead to a file that begins like weights
+    or, for an index, like JSON; only that beginning is read here.
+
+    Args:
+        path: the file, in the folder.
+        folder: the checkpoint's folder.
+        beside: for a file without weights, which a split copies: resolved folders into which a link may lead.
 
     Raises:
-        UnsafePathError: the resolved path is not below the resolved folder; or it is a folder, a pipe or a device.
+        UnsafePathError: a link leads to something else outside; or the path is a folder, a pipe or a device.
     """
     try:
         resolved = path.resolve()
     except (OSError, RuntimeError):  # links in a cycle
         raise UnsafePathError(f"{path} is a link that leads to itself; expected a file.", _LINKS) from None
-    if not resolved.is_relative_to(folder.resolve()):
+    is_inside = resolved.is_relative_to(folder.resolve())
+    if not is_inside and resolved.is_file():
+        is_inside = _begins_checkpoint(resolved, path.name) if beside is None else resolved.parent in beside
+    if not is_inside:
         raise UnsafePathError(f"{path} is a link that leads outside its folder, to {resolved}.", _LINKS)
     if resolved.exists() and not resolved.is_file():  # opening a pipe blocks until a writer opens it
         raise UnsafePathError(f"{path} is not a regular file; expected one with weights.", _LINKS)

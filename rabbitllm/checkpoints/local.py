@@ -6,6 +6,7 @@ from a repository, if the caller names one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -29,11 +30,13 @@ from rabbitllm.checkpoints.gguf_checkpoint import GgufCheckpoint
 from rabbitllm.checkpoints.hub import HubRepository
 from rabbitllm.checkpoints.index import (
     META_PARAMETERS,
+    WEIGHT_SUFFIXES,
     CheckpointIndex,
     check_inside,
     entry_of,
     gguf_files,
     index_of,
+    is_gguf,
     is_gguf_file,
     is_index,
     is_meta,
@@ -141,6 +144,10 @@ class LocalCheckpoint(Checkpoint):
     def _check(self, shard: str) -> None:
         check_path(self.folder / shard, self.folder, self._snapshot)
 
+    def _is_link(self, shard: str) -> bool:
+        """Whether a shard, or its subfolder, is a link: it may be the only copy of another folder's file."""
+        return (self.folder / shard).resolve() != self.folder.resolve() / shard
+
     @property
     def deletable(self) -> bool:
         return is_writable(self.folder)
@@ -214,6 +221,9 @@ class LocalCheckpoint(Checkpoint):
         size = path.stat().st_size
         if self._snapshot is not None:
             return hub_cache.release_file(self._snapshot, shard)
+        if self._is_link(shard):
+            logger.warning("%s is kept: it is a link, and nothing behind a link is deleted.", path)
+            return Release(shard, Disposal.LINK)
         try:
             durable.remove(path)
             durable.sync_folder(path.parent)  # otherwise it may reappear after a power cut and never be deleted
@@ -227,7 +237,8 @@ class LocalCheckpoint(Checkpoint):
         present = [shard for shard in shards if (self.folder / shard).exists()]
         if self._snapshot is not None:
             return hub_cache.freed_bytes(self._snapshot, present, device)
-        sizes = {shard: bytes_freed_by_deleting(self.folder / shard, device) for shard in present}
+        own = [shard for shard in present if not self._is_link(shard)]
+        sizes = {shard: bytes_freed_by_deleting(self.folder / shard, device) for shard in own}
         return {shard: nbytes for shard, nbytes in sizes.items() if nbytes}
 
     def discard_rest(self) -> list[Path]:
@@ -243,8 +254,10 @@ class LocalCheckpoint(Checkpoint):
 
     def sidecars(self) -> Mapping[str, Path]:
         paths = sidecars_in(self.folder)
-        for name in paths:
-            self._check(name)
+        weights = [self.folder / shard for shard in self.index.shards if self._is_link(shard)]
+        beside = {weight.resolve().parent for weight in weights}
+        for path in paths.values():
+            check_path(path, self.folder, self._snapshot, beside)
         return paths
 
     def copied_sizes(self) -> Mapping[str, int]:
@@ -253,14 +266,39 @@ class LocalCheckpoint(Checkpoint):
 
 def entry_in(folder: Path) -> str:
     """The file with which the checkpoint in a folder begins; for errors see `entry_of`."""
-    names = [path.name for path in folder.iterdir() if path.is_file()]
+    names = _files_in(folder)
     try:
         return entry_of(names, str(folder))
-    except CheckpointNotFoundError:
-        models = [name for name in names if not (folder / name).is_symlink() and is_gguf_file(folder / name)]
-        if len(models) != 1:
-            raise
-        return models[0]
+    except CheckpointNotFoundError as error:
+        models = [name for name in names if _is_unnamed_gguf(folder / name)]
+        if len(models) == 1:
+            return models[0]
+        inside = [] if any(name.endswith(WEIGHT_SUFFIXES) for name in names) else _checkpoints_below(folder)
+        if inside:
+            raise CheckpointNotFoundError(error.problem, f"Use its folder {' or '.join(map(repr, inside))}.") from None
+        raise
+
+
+def _files_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.is_file()]
+
+
+def _is_unnamed_gguf(path: Path) -> bool:
+    return not is_gguf(path.name) and not path.is_symlink() and is_gguf_file(path)
+
+
+MAX_FOLDERS = 3
+"""Limit of the folders that a message proposes."""
+
+
+def _checkpoints_below(folder: Path) -> list[str]:
+    """Folders in a folder that hold checkpoints, by the names of their files."""
+    proposed: list[str] = []
+    for path in sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")):
+        with contextlib.suppress(CheckpointNotFoundError, OSError):
+            entry_of(_files_in(path), str(path))
+            proposed.append(str(path))
+    return proposed[:MAX_FOLDERS]
 
 
 def begins_with_any(folder: Path, shards: Collection[str], entry: str | None = None) -> bool:
@@ -284,12 +322,15 @@ def begins_with_any(folder: Path, shards: Collection[str], entry: str | None = N
     return any(shard in shards for shard in read_index(folder / entry).shards)
 
 
-def check_path(path: Path, folder: Path, snapshot: hub_cache.CachedSnapshot | None) -> None:
-    """Refuse a file that is reached through a link, except within a hub cache."""
+def check_path(
+    path: Path, folder: Path, snapshot: hub_cache.CachedSnapshot | None, beside: Collection[Path] | None = None
+) -> None:
+    """Refuse a link to what is no checkpoint's file, see `check_inside`; in a snapshot, each that leads out of the hub
+    cache."""
     if snapshot is not None:
         hub_cache.check_in_cache(path, snapshot)
     else:
-        check_inside(path, folder)
+        check_inside(path, folder, beside)
 
 
 def is_writable(folder: Path) -> bool:

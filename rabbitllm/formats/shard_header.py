@@ -91,6 +91,8 @@ FORMATS = (
     WeightFormat(Weights.UNKNOWN, lambda head: True, remedy="Download the file again; it may be a web page."),
 )
 """The formats, in the order in which a file is compared with them."""
+READABLE = tuple(entry.kind for entry in FORMATS if entry.header is not None)
+"""The formats that are read."""
 TORCH = (Weights.TORCH_ZIP, Weights.TORCH_LEGACY)
 """The formats of `torch.save`, whose metadata is not all before the data."""
 

@@ -341,7 +341,13 @@ def find(spec: ModelSpec, *, only_look: bool = False) -> Source:
     folder = expand(place)
     with system_errors_by_name(spec.name):
         if place and folder.is_dir():  # an empty name would be the current folder
-            return _find_local(folder, spec, only_look=only_look, entry=gguf_named(folder, model) if model else None)
+            entry = gguf_named(folder, model) if model else None
+            try:
+                return _find_local(folder, spec, only_look=only_look, entry=entry)
+            except CheckpointNotFoundError as error:
+                if entry is None or (folder / entry).exists():
+                    raise
+                raise with_near_names(error, spec.name) from None
         return _find_elsewhere(spec, place, model, only_look=only_look)
 
 

@@ -289,13 +289,16 @@ def _folder_of(file: Path) -> Path:
 
 
 def similar_names(name: str) -> tuple[str, ...]:
-    """Local names similar to one that was not found, most similar first: of split models, and of folders next to a
-    path."""
+    """Local names similar to one that was not found, most similar first: of split models, and of folders and files of
+    weights next to a path."""
     names = known_names()
     path = expand(name)
+    files: dict[str, str] = {}
     if path.parent.is_dir():
-        siblings = (folder for folder in path.parent.iterdir() if folder.is_dir() and not folder.name.startswith("."))
-        names = [*names, *(str(folder) for folder in siblings)]
+        siblings = [sibling for sibling in path.parent.iterdir() if not sibling.name.startswith(".")]
+        names = [*names, *(str(folder) for folder in siblings if folder.is_dir())]
+        weights = [file for file in siblings if file.name.lower().endswith(WEIGHT_SUFFIXES) and file.is_file()]
+        files = {file.name.lower(): str(file) for file in weights}
     lowered = name.lower()
     by_part: dict[str, list[str]] = {}
     for local_name in names:
@@ -307,7 +310,9 @@ def similar_names(name: str) -> tuple[str, ...]:
         for match in difflib.get_close_matches(part, by_part, n=MAX_NEAR, cutoff=0.7)
         for local_name in by_part[match]
     ]
-    return tuple(dict.fromkeys(similar))[:MAX_NEAR]
+    # the name of a file ends with versions and a quantization, which people leave out
+    near_files = difflib.get_close_matches(path.name.lower(), files, n=MAX_NEAR, cutoff=0.7 if similar else 0.5)
+    return tuple(dict.fromkeys([*similar, *(files[file] for file in near_files)]))[:MAX_NEAR]
 
 
 def with_near_names(error: _Error, name: str) -> _Error:

@@ -1,6 +1,6 @@
 """Checkpoints in folders that lead out of them, or name what is no file: each is a builder and what must be raised.
 
-What they lead to lies next to the folder, holds a sound checkpoint, and is never to be opened.
+What they lead to lies next to the folder, and is no checkpoint: a secret. Its first bytes may be looked at, no more.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from tests.attacks.safetensors_files import EIGHT, file_of
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SOUND = file_of({"t": EIGHT})
+SECRET = "-----BEGIN OPENSSH PRIVATE KEY-----" * 100
 
 HOSTILE_NAMES = [
     *("../x.safetensors", "..", ".", "", "a/../x.safetensors", "a/../../x.safetensors", "/etc/passwd", "//x", "a//b"),
@@ -32,7 +33,8 @@ HOSTILE_NAMES = [
         "x\n",
         ".hidden",
         "-rf",
-        "a b",
+        "a ",
+        " a",
         "$HOME",
     ),
     *("%2e%2e%2fx", "http://x", "file:///etc/passwd", "ä.safetensors", "..safetensors", "x\u202e", "\uff0e\uff0e/x"),
@@ -88,6 +90,8 @@ def prepare(place: Path) -> Path:
     outside.mkdir(parents=True)
     (outside / SINGLE).write_bytes(SOUND)
     index(outside, {"t": SINGLE})
+    (outside / "secret").write_text(SECRET)
+    (outside / "secret.json").write_text(json.dumps({"auths": SECRET}))
     folder = place / "model"
     folder.mkdir()
     return folder
@@ -99,7 +103,8 @@ def index(folder: Path, weight_map: object) -> None:
 
 def read_all(folder: Path) -> None:
     """What every route does first with a folder: its index, and the header of each shard."""
-    checkpoint = LocalCheckpoint(folder)
+    commit = folder / "models--o--n" / "snapshots" / "c1"
+    checkpoint = LocalCheckpoint(commit if commit.is_dir() else folder)
     for shard in checkpoint.index.shards:
         checkpoint.metadata(shard)
     checkpoint.sidecars()
@@ -120,34 +125,40 @@ ATTACKS += [_named(name) for name in HOSTILE_NAMES]
 # links
 
 
-@attack("model.safetensors is a link that leads outside its folder, to .*outside")
+@attack("model.safetensors is a link that leads outside its folder, to .*secret")
 def single_file_that_is_a_link(folder: Path) -> None:
-    (folder / SINGLE).symlink_to("../outside/model.safetensors")
+    (folder / SINGLE).symlink_to("../outside/secret")
 
 
-@attack("index.json is a link that leads outside its folder, to .*outside")
+@attack("index.json is a link that leads outside its folder, to .*secret")
 def index_that_is_a_link(folder: Path) -> None:
     (folder / "a.safetensors").write_bytes(SOUND)
-    (folder / INDEX).symlink_to(folder.parent / "outside" / INDEX)
+    (folder / INDEX).symlink_to(folder.parent / "outside" / "secret")
 
 
 @attack("a.safetensors is a link that leads outside its folder")
 def shard_that_is_a_link(folder: Path) -> None:
-    (folder / "a.safetensors").symlink_to("../outside/model.safetensors")
+    (folder / "a.safetensors").symlink_to("../outside/secret")
+    index(folder, {"t": "a.safetensors"})
+
+
+@attack("a.safetensors is a link that leads outside its folder")
+def shard_that_is_a_link_to_json(folder: Path) -> None:
+    (folder / "a.safetensors").symlink_to("../outside/secret.json")
     index(folder, {"t": "a.safetensors"})
 
 
 @attack("a.safetensors is a link that leads outside its folder")
 def shard_that_is_a_link_to_a_link(folder: Path) -> None:
     (folder / "b").symlink_to(folder.parent / "outside")
-    (folder / "a.safetensors").symlink_to("b/model.safetensors")
+    (folder / "a.safetensors").symlink_to("b/secret")
     index(folder, {"t": "a.safetensors"})
 
 
 @attack("is a link that leads outside its folder")
 def folder_of_shards_that_is_a_link(folder: Path) -> None:
     (folder / "sub").symlink_to("../outside")
-    index(folder, {"t": "sub/model.safetensors"})
+    index(folder, {"t": "sub/secret"})
 
 
 @attack("is a link that leads outside its folder")
@@ -159,7 +170,24 @@ def shard_that_is_a_link_to_nothing(folder: Path) -> None:
 @attack("config.json is a link that leads outside its folder")
 def config_that_is_a_link(folder: Path) -> None:
     (folder / SINGLE).write_bytes(SOUND)
-    (folder / "config.json").symlink_to(folder.parent / "outside" / INDEX)
+    (folder / "config.json").symlink_to(folder.parent / "outside" / "secret.json")
+
+
+@attack("tokenizer.json is a link that leads outside its folder")
+def small_file_that_leads_elsewhere_than_the_weights(folder: Path) -> None:
+    (folder.parent / "disk").mkdir()
+    (folder.parent / "disk" / SINGLE).write_bytes(SOUND)
+    (folder / SINGLE).symlink_to(folder.parent / "disk" / SINGLE)
+    (folder / "tokenizer.json").symlink_to(folder.parent / "outside" / "secret.json")
+
+
+@attack("a.safetensors is a link that leads out of the hub cache")
+def shard_in_a_hub_cache_that_leads_to_weights_outside(folder: Path) -> None:
+    commit = folder / "models--o--n" / "snapshots" / "c1"
+    commit.mkdir(parents=True)
+    (folder / "models--o--n" / "blobs").mkdir()
+    (commit / "a.safetensors").symlink_to(folder.parent / "outside" / SINGLE)
+    index(commit, {"t": "a.safetensors"})
 
 
 @attack("a.safetensors is a link that leads to itself")

@@ -175,7 +175,7 @@ def test_meta_s_own_format_without_its_parameters() -> None:
     assert "published with them" in refused.value.remedy
 
 
-@pytest.mark.parametrize("name", ["..pt", ".pt", "-x.pt", "a b.bin", "adapter_model.bin", "model.safetensors.bin/x.pt"])
+@pytest.mark.parametrize("name", ["..pt", ".pt", "-x.pt", " b.bin", "adapter_model.bin", "model.safetensors.bin/x.pt"])
 def test_names_without_a_checkpoint(name: str) -> None:
     with pytest.raises(CheckpointNotFoundError, match="holds no checkpoint"):
         entry_of([name], "here")

@@ -132,8 +132,9 @@ def test_no_such_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "says"),
     [
-        ([], "found 0 other files."),
-        (["config.json", "tokenizer.json"], "found 2 other files."),
+        ([], "found no files."),
+        (["readme.txt"], "found readme.txt."),
+        (["config.json", "tokenizer.json"], "found config.json, tokenizer.json."),
         (["optimizer.pt", "training_args.bin"], "found the weights optimizer.pt, training_args.bin."),
         (["adapter_model.bin", "config.json"], "found the weights adapter_model.bin."),
         (["mmproj-F16.gguf"], "found the weights mmproj-F16.gguf."),
@@ -154,6 +155,37 @@ def test_no_checkpoint_in_the_folder(tmp_path: Path, files: list[str], says: str
         LocalCheckpoint(tmp_path)
     remedy = "safetensors or torch.save files" if "weights" in says else "the folder that holds the weights"
     assert remedy in refused.value.remedy
+
+
+def test_folder_around_checkpoints_names_them(folder: Path) -> None:
+    (folder.parent / "readme.txt").touch()
+    (folder.parent / "pictures").mkdir()
+    with pytest.raises(CheckpointNotFoundError, match=r"found readme\.txt\.") as refused:
+        LocalCheckpoint(folder.parent)
+    assert refused.value.remedy == f"Use its folder {str(folder)!r}."
+
+
+def test_adapter_is_named(tmp_path: Path) -> None:
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).touch()
+    with pytest.raises(CheckpointNotFoundError, match=r"These are the files of an adapter\. Load the model that"):
+        LocalCheckpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["my model-1", "model (1)", "m@1", "m+1", "m [new]", "_m"])
+def test_shards_as_people_name_them(folder: Path, name: str) -> None:
+    shard = f"{name}.safetensors"
+    (folder / SECOND).rename(folder / shard)
+    rename_in_index(folder, shard)
+    checkpoint = LocalCheckpoint(folder)
+    assert checkpoint.metadata(shard) is not None
+    assert checkpoint.release(shard).disposal is Disposal.DELETED
+
+
+def test_shard_with_other_letters_is_to_be_renamed(folder: Path) -> None:
+    rename_in_index(folder, "modèle.safetensors")
+    with pytest.raises(UnsafePathError, match=r"names the shard 'modèle.safetensors'; .*\n.*Rename the file, and its"):
+        LocalCheckpoint(folder)
 
 
 def test_missing_shard(folder: Path) -> None:
@@ -193,43 +225,60 @@ def test_shard_name_outside_is_refused(folder: Path, tmp_path: Path, name: str, 
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("target", ["file", "folder", "single"])
-def test_link_outside_is_refused(folder: Path, tmp_path: Path, target: str, opened: list[str]) -> None:
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (folder / SECOND).rename(outside / SECOND)
-    if target == "file":
-        (folder / SECOND).symlink_to(outside / SECOND)
-    elif target == "folder":
-        (folder / "sub").symlink_to(outside)
+@pytest.mark.parametrize("target", ["file", "folder", "single", "index", "all"])
+def test_weights_on_another_disk_are_read_and_never_deleted(folder: Path, tmp_path: Path, target: str) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    moved = {"index": [INDEX_NAME], "all": names_in(folder)}.get(target, [SECOND])
+    for name in moved:
+        (folder / name).rename(disk / name)
+        if target != "folder":
+            (folder / name).symlink_to(disk / name)
+    if target == "folder":
+        (folder / "sub").symlink_to(disk)
         rename_in_index(folder, f"sub/{SECOND}")
-    else:
+    elif target == "single":
         (folder / INDEX_NAME).unlink()
-        (folder / SINGLE_NAME).symlink_to(outside / SECOND)
-    before = contents(tmp_path)
-    opened.clear()
-    with pytest.raises(UnsafePathError, match="is a link that leads outside its folder"):
-        LocalCheckpoint(folder)
-    assert {Path(path).name for path in opened} == (set() if target == "single" else {INDEX_NAME})
-    assert contents(tmp_path) == before
-
-
-def test_link_made_later_is_refused(folder: Path, tmp_path: Path) -> None:
+        (folder / SINGLE_NAME).symlink_to(disk / SECOND)
+    before, paths = contents(disk), set(names_in(folder))
     checkpoint = LocalCheckpoint(folder)
-    (folder / FIRST).rename(tmp_path / FIRST)
+    shards = checkpoint.index.shards
+    assert all(checkpoint.metadata(shard) is not None for shard in shards)
+    assert "config.json" in checkpoint.sidecars()
+    device = folder.stat().st_dev
+    is_own = {shard: (folder / shard).resolve().parent == folder.resolve() for shard in shards}
+    assert set(checkpoint.freed_bytes(shards, device)) == {shard for shard in shards if is_own[shard]}
+    for shard in shards:
+        expected = Disposal.DELETED if is_own[shard] else Disposal.LINK
+        assert checkpoint.release(shard).disposal is expected
+    assert contents(disk) == before
+    assert paths - set(names_in(folder)) == {shard for shard in shards if is_own[shard]}
+
+
+def test_link_to_what_is_no_weights_is_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("-----BEGIN OPENSSH PRIVATE KEY-----" * 100)
+    (folder / SECOND).unlink()
+    (folder / SECOND).symlink_to(tmp_path / "secret")
+    with pytest.raises(UnsafePathError, match=r"is a link that leads outside its folder, to .*secret\.\n.*A link may"):
+        LocalCheckpoint(folder)
+
+
+def test_link_made_later_is_checked(folder: Path, tmp_path: Path) -> None:
+    checkpoint = LocalCheckpoint(folder)
+    (folder / FIRST).unlink()
+    (tmp_path / FIRST).write_text("{}")
     (folder / FIRST).symlink_to(tmp_path / FIRST)
     with pytest.raises(UnsafePathError):
         checkpoint.acquire(FIRST)
-    assert (tmp_path / FIRST).exists()
 
 
-def test_releasing_a_link_that_stays_inside_removes_the_link(folder: Path) -> None:
+def test_releasing_a_link_that_stays_inside_keeps_it(folder: Path) -> None:
     (folder / FIRST).rename(folder / "real")
     (folder / FIRST).symlink_to("real")
     checkpoint = LocalCheckpoint(folder)
     assert checkpoint.metadata(FIRST) is not None
-    checkpoint.release(FIRST)
-    assert not (folder / FIRST).is_symlink()
+    assert checkpoint.release(FIRST).disposal is Disposal.LINK
+    assert (folder / FIRST).is_symlink()
     assert (folder / "real").exists()
 
 

@@ -18,6 +18,7 @@ from rabbitllm.auto_model import AutoModel
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import CheckpointNotFoundError, DeviceError, HubError, SplitMismatchError
 from tests.prepare.conftest import REPO
+from tests.support.gguf_files import write_gguf
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import Faults, LocalHub
 from tests.support.splitting import Call, contents, layer_files, names_in, split
@@ -221,3 +222,12 @@ def test_unfinished_legacy_folder_is_split_again(tmp_path: Path) -> None:
     assert len(names_in(folder, "*.done")) == 5
     clean = Path(shutil.copytree(GOLDEN / "model-2-shards", tmp_path / "clean" / "model"))
     assert contents(folder) == contents(split(clean, sequential=False))
+
+
+def test_file_of_weights_that_does_not_exist_is_told_by_its_neighbours(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "gemma-3-270m-q4_k_m.gguf")
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(CheckpointNotFoundError) as refused:
+        prepare.find(prepare.ModelSpec(str(tmp_path / "gemma.gguf")))
+    assert refused.value.problem == f"{tmp_path / 'gemma.gguf'} does not exist."
+    assert refused.value.remedy == f"Did you mean {path}? Else: Check the path."
