@@ -20,7 +20,7 @@ from rabbitllm.base.terminal import error_line, listed
 from rabbitllm.checkpoints._meta_llama import as_json
 from rabbitllm.checkpoints.gguf_model import ORIGINAL, OUTLINE, GgufModel, Target, read_gguf_model
 from rabbitllm.checkpoints.gguf_rotary import FACTOR_TENSORS, rope_parameters
-from rabbitllm.checkpoints.index import CheckpointIndex, gguf_number
+from rabbitllm.checkpoints.index import GGUF_TYPE, CheckpointIndex, gguf_number
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME, GENERATION_NAME, TOKENIZER_NAMES, check_pair_bytes
 from rabbitllm.errors import (
     CorruptShardError,
@@ -98,6 +98,15 @@ class GgufCheckpoint:
         value = self.metadata.get(key, default)
         return value if isinstance(value, int) else default
 
+    @functools.cached_property
+    def _type_name(self) -> str:
+        """llama.cpp's name of the type of most tensors, such as "Q4_K_M"; empty if the file does not say it."""
+        from gguf import LlamaFileType
+
+        names = {int(member): member.name for member in LlamaFileType if member is not LlamaFileType.GUESSED}
+        name = names.get(self._number("general.file_type", -1), "")
+        return name.removeprefix("MOSTLY_").removeprefix("ALL_")
+
     @property
     def architecture(self) -> str:
         """llama.cpp's name of the architecture."""
@@ -122,7 +131,8 @@ class GgufCheckpoint:
             left_out += [] if targets or stored.name in FACTOR_TENSORS else [LeftOut(stored.name, stored.extent)]
         if left_out:
             _warn_of(shard, tuple(tensor.name for tensor in left_out))
-        return Header(tuple(specs), header.metadata, header.data_start, header.comes_first, tuple(left_out))
+        about = {GGUF_TYPE: self._type_name} if shard == self._first and self._type_name else {}
+        return Header(tuple(specs), about, header.data_start, header.comes_first, tuple(left_out))
 
     @property
     def config(self) -> Any:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from rabbitllm.base.terminal import listed
 from rabbitllm.errors import CheckpointNotFoundError, InvalidIndexError, UnsafePathError
@@ -165,6 +166,28 @@ def is_gguf_file(path: Path) -> bool:
 def gguf_stem(name: str) -> str:
     """The name of a GGUF file without its suffix."""
     return name[: -len(GGUF_SUFFIX)] if is_gguf(name) else name
+
+
+_GGUF_TYPE = re.compile(
+    r"[-_.](?P<type>I?Q\d(?:_[A-Z0-9]+)*|TQ\d_\d|MXFP4(?:_MOE)?|BF16|F16|F32)(?=[-.]|$)", re.IGNORECASE
+)
+GGUF_TYPE = "general.file_type"
+"""Key of a header's metadata: the name of the type of most tensors in a GGUF file."""
+
+
+def gguf_label(shards: Iterable[str], metadata: Mapping[str, Mapping[str, str]] = MappingProxyType({})) -> str | None:
+    """How people name the weights of GGUF files, "GGUF Q4_K_M"; None if they are of another format.
+
+    Args:
+        shards: names of the files. Only GGUF files may have no suffix.
+        metadata: of their headers, as far as it is known; else the names of the files tell the type.
+    """
+    files = [name for name in shards if is_gguf(name) or not name.endswith(WEIGHT_SUFFIXES)]
+    if not files:
+        return None
+    recorded = (metadata[name].get(GGUF_TYPE) for name in files if name in metadata)
+    named = (match["type"].upper() for name in files for match in _GGUF_TYPE.finditer(gguf_stem(name)))
+    return f"GGUF {next(filter(None, recorded), None) or next(named, '')}".rstrip()
 
 
 def gguf_named(folder: Path, stem: str) -> str:

@@ -69,7 +69,7 @@ def convert_command(
     from rabbitllm.models.convert import convert
 
     start = time.perf_counter()
-    with pictured(plot) as disk, shown():
+    with pictured(plot) as disk, shown(converts=True):
         result = convert(
             source,
             output,

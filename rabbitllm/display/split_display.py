@@ -9,6 +9,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from rabbitllm.base import progress
 from rabbitllm.base.progress import SplitProgress, SplitStats
@@ -20,9 +21,14 @@ MIN_SHARED_WIDTH = 90
 
 
 class SplitDisplay:
-    """Shows the events of a split on stderr."""
+    """Shows the events of a split on stderr.
 
-    def __init__(self) -> None:
+    Args:
+        converts: whether the split is a step of a conversion, which has other words for it.
+    """
+
+    def __init__(self, *, converts: bool = False) -> None:
+        self._converts = converts
         self._ledger = SplitProgress()
         self._lock = threading.Lock()
         self._claim: Claim | None = None
@@ -37,12 +43,13 @@ class SplitDisplay:
                 if event.shards:
                     self._show()
             case progress.SplitDone():
-                self.close(done_line(event) if self._claim is not None else "")
+                self.close(done_line(event, converts=self._converts) if self._claim is not None else "")
 
     def stats(self) -> SplitStats:
         """The current statistics."""
         with self._lock:
-            return self._ledger.stats()
+            stats = self._ledger.stats()
+        return replace(stats, doing="converting") if self._converts and stats.doing == "splitting" else stats
 
     def rows(self, width: int) -> Sequence[Row]:
         """The rows for the region."""
@@ -86,13 +93,11 @@ def line_of(stats: SplitStats) -> str:
     return plain_line(stats.doing, (*_share_pieces(stats), *lower))
 
 
-def done_line(event: progress.SplitDone) -> str:
-    """The final line of a finished split."""
+def done_line(event: progress.SplitDone, *, converts: bool = False) -> str:
+    """The final line of a finished split, or of one that is a step of a conversion."""
     took = f"{event.seconds:.1f} s" if event.seconds < 10 else duration(event.seconds)
-    return (
-        f"split into {event.layers} layer files, {amount(event.output_bytes)}, in {took}; "
-        f"peak disk {amount(event.peak_disk_bytes)}"
-    )
+    files = f"converted, {event.layers} files" if converts else f"split into {event.layers} layer files"
+    return f"{files}, {amount(event.output_bytes)}, in {took}; peak disk {amount(event.peak_disk_bytes)}"
 
 
 def _share_pieces(stats: SplitStats) -> list[LinePiece]:
@@ -135,12 +140,12 @@ def _rate_pieces(stats: SplitStats) -> list[LinePiece]:
 
 
 @contextlib.contextmanager
-def shown(enabled: bool = True) -> Iterator[None]:
-    """Show splits while the context is open, unless other code does."""
+def shown(enabled: bool = True, *, converts: bool = False) -> Iterator[None]:
+    """Show splits, or a conversion, while the context is open, unless other code does."""
     if not enabled or progress.is_shown():
         yield
         return
-    with contextlib.closing(SplitDisplay()) as display, progress.listening(display):
+    with contextlib.closing(SplitDisplay(converts=converts)) as display, progress.listening(display):
         yield
 
 

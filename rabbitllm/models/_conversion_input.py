@@ -18,6 +18,7 @@ from rabbitllm.checkpoints.index import (
     TORCH_INDEX_NAME,
     WEIGHT_SUFFIXES,
     CheckpointIndex,
+    gguf_named,
     index_of,
     is_gguf_file,
     read_index,
@@ -169,17 +170,20 @@ def finished_split_of(name: str) -> Path | None:
     Args:
         name: the name as the user wrote it.
     """
-    folder = expand(name)
+    place, model = locations.one_of_several(name)
+    folder, base = expand(place), locations.base_for(model, None)
     if not name or not folder.is_dir():
         return None
     if is_finished(folder):
         return folder
     try:
-        if any((folder / shard).exists() for shard in LocalCheckpoint(folder).index.shards):
+        entry = gguf_named(folder, model) if model else None
+        if any((folder / shard).exists() for shard in LocalCheckpoint(folder, entry=entry).index.shards):
             return None
     except CheckpointNotFoundError:
         pass
-    splits = (locations.for_local(folder, None, compression) for compression in (None, "8bit", AUTO, "4bit", DOUBLE))
+    order = (None, "8bit", AUTO, "4bit", DOUBLE)
+    splits = (locations.for_local(folder, None, compression, base) for compression in order)
     return next(filter(is_finished, splits), None)
 
 

@@ -22,7 +22,7 @@ from rabbitllm.base.options import expand
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata, is_sidecar
 from rabbitllm.checkpoints.fetch import side_by_side
 from rabbitllm.checkpoints.hub import HubAccess
-from rabbitllm.checkpoints.index import WEIGHT_SUFFIXES, read_index
+from rabbitllm.checkpoints.index import WEIGHT_SUFFIXES, gguf_label, read_index
 from rabbitllm.checkpoints.naming import assign_layers, layer_order, naming_by_block, naming_for
 from rabbitllm.errors import CheckpointError, CheckpointNotFoundError, OptionError, RabbitLLMError
 from rabbitllm.formats.bounded import open_regular, read_json
@@ -186,6 +186,7 @@ class Inspection:
         beside: names of the other files of a checkpoint.
         has_pickle: whether `--opcodes` would list anything.
         refusal: the error that a split would raise.
+        gguf: "GGUF Q4_K_M" for a checkpoint of such files, or a split of them; None for others.
     """
 
     source: str
@@ -197,6 +198,7 @@ class Inspection:
     beside: tuple[str, ...] = ()
     has_pickle: bool = False
     refusal: RabbitLLMError | None = None
+    gguf: str | None = None
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -327,7 +329,9 @@ def look_at_file(path: Path, *, opcodes: bool = False) -> Inspection:
     has_pickle = form in HAVE_PICKLES
     if isinstance(form, Weights) and has_pickle and (opcodes or form is Weights.PICKLE):
         content = list_pickles(path, form)
-    return Inspection(str(path), form.value, path.stat().st_size, content, has_pickle=has_pickle, refusal=refusal)
+    gguf = gguf_label([path.name]) if form is Weights.GGUF else None
+    size = path.stat().st_size
+    return Inspection(str(path), form.value, size, content, has_pickle=has_pickle, refusal=refusal, gguf=gguf)
 
 
 def _read(path: Path, form: Weights | WeightlessFile) -> Content:
@@ -436,8 +440,10 @@ def _look_at_split(folder: Path) -> Inspection:
         order = tuple(record.id for record in store.manifest.layers)
     content = Tensors(tuple(_of_stored(tensor, layers[tensor.name]) for tensor in store.tensors.values()), order)
     origin = "RabbitLLM 1.1's" if store.manifest is None else f"of {store.manifest.source.name}"
-    title = f"a split directory, {store.compression or 'uncompressed'}, {origin}"
-    return Inspection(str(folder), title, total, content, sizes, beside=beside)
+    made = store.manifest
+    gguf = gguf_label(made.source.fingerprints, made.source_metadata) if made is not None else None
+    title = f"a split directory, {store.compression or gguf or 'uncompressed'}, {origin}"
+    return Inspection(str(folder), title, total, content, sizes, beside=beside, gguf=gguf)
 
 
 def _of_stored(tensor: StoredTensor, layer: str) -> TensorInfo:
@@ -460,6 +466,7 @@ def _look_at_checkpoint(name: str, revision: str | None) -> Inspection:
     specs = [spec for shard in metadata.values() for spec in shard.header.tensors]
     layers, order = layers_of((spec.name for spec in specs), family_in(source.config_folder))
     commit = source.repository.commit if source.repository is not None else None
+    gguf = gguf_label(shards, {shard: info.header.metadata for shard, info in metadata.items()})
     return Inspection(
         name if commit is None else f"{name} at commit {commit}",
         "a checkpoint on the hub" if commit is not None else "a checkpoint",
@@ -469,6 +476,7 @@ def _look_at_checkpoint(name: str, revision: str | None) -> Inspection:
         absent,
         tuple(sorted(checkpoint.sidecar_sizes())),
         refusal=_refusal(checkpoint, results, metadata),
+        gguf=gguf,
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from rabbitllm.base.options import expand
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.hub import HubAccess, cached_snapshot
+from rabbitllm.checkpoints.index import gguf_label, gguf_models
 from rabbitllm.errors import CheckpointNotFoundError, OptionError, RabbitLLMError
 from rabbitllm.quant.schemes import COMPRESSIONS
 from rabbitllm.splitter import journal
@@ -62,6 +63,7 @@ class SplitEntry:
         problem: damage found; None if none.
         legacy: whether RabbitLLM 1.1 made it.
         nbytes: bytes on the disk.
+        gguf: "GGUF Q4_K_M" if it was made from such files; None if from others.
         changed_at: time of the last write to its manifest or journal, ISO 8601 with seconds.
     """
 
@@ -78,6 +80,22 @@ class SplitEntry:
     legacy: bool = False
     nbytes: int = 0
     changed_at: str = ""
+    gguf: str | None = None
+
+    @property
+    def form(self) -> str:
+        """How its weights are stored, in text."""
+        return self.compression or self.gguf or "uncompressed"
+
+    @property
+    def title(self) -> str:
+        """A name that tells it apart: of a GGUF file in a folder, or of one of several in a repository."""
+        model = locations.model_of(self.folder, self.compression)
+        if self.gguf is None or self.source is None:
+            return self.name
+        if self.source.kind == "hub":
+            return f"{self.name}:{model}" if model else self.name
+        return next(iter(gguf_models(self.source.fingerprints)), None) or next(iter(self.source.fingerprints))
 
     @property
     def commit(self) -> str | None:
@@ -142,9 +160,9 @@ def _finished(folder: Path, record: str) -> SplitEntry:
     problem = _problem(manifest, sizes)
     source, layers = manifest.source, sum(size is not None for size in sizes.values())
     state, shards = WHOLE if problem is None else DAMAGED, len(source.fingerprints)
-    return SplitEntry(
-        folder, source.name, state, source, manifest.compression, layers, len(sizes), shards, shards, problem
-    )
+    gguf = gguf_label(source.fingerprints, manifest.source_metadata)
+    numbers = layers, len(sizes), shards, shards
+    return SplitEntry(folder, source.name, state, source, manifest.compression, *numbers, problem, gguf=gguf)
 
 
 def _problem(manifest: Manifest, sizes: Mapping[str, int | None]) -> str | None:
@@ -164,7 +182,8 @@ def _unfinished(folder: Path, record: str) -> SplitEntry:
         return _unreadable(folder, f"{record} cannot be read")
     source, layers = progress.source, _layer_files(folder)
     sizes = layers, len(progress.stems), len(progress.shards), len(progress.used)
-    return SplitEntry(folder, source.name, UNFINISHED, source, progress.compression, *sizes)
+    gguf = gguf_label(source.fingerprints)
+    return SplitEntry(folder, source.name, UNFINISHED, source, progress.compression, *sizes, gguf=gguf)
 
 
 def _unreadable(folder: Path, problem: str) -> SplitEntry:
@@ -264,7 +283,7 @@ def one_of_model(name: str, compression: str | None = None, saving_path: Path | 
     if not entries:
         raise no_split_of(name)
     if len(entries) > 1:
-        several = "; ".join(f"{entry.compression or 'none'} in {entry.folder}" for entry in entries)
+        several = "; ".join(f"{entry.compression or entry.gguf or 'none'} in {entry.folder}" for entry in entries)
         raise OptionError(
             f"{name} has {len(entries)} split directories: {several}.",
             "Choose one with --compression, or use its folder as MODEL.",

@@ -26,7 +26,7 @@ from rabbitllm.base.terminal import (
     size,
 )
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
-from rabbitllm.checkpoints.index import gguf_named
+from rabbitllm.checkpoints.index import gguf_label, gguf_named
 from rabbitllm.models.convert import outtype_of
 from rabbitllm.models.library import DAMAGED, HALF_REMOVED, UNFINISHED, WHOLE, SplitEntry
 from rabbitllm.models.remove import Original, Removal
@@ -63,7 +63,7 @@ def put_entries(entries: Sequence[SplitEntry], console: Console) -> None:
     left_out = put_table(console, _COLUMNS, [_row(entry) for entry in entries])
     for entry in entries:
         if (note := _note(entry)) is not None:
-            put(console, Text(f"{harmless(entry.name)}: {note}", "yellow"))
+            put(console, Text(f"{harmless(entry.title)}: {note}", "yellow"))
     put(console, Text(f"{len(entries)} in all, {size(sum(entry.nbytes for entry in entries))}", "dim"))
     if left_out:
         put(console, Text(f"too narrow for {', '.join(left_out)}: a wider terminal or --json has them", "dim"))
@@ -72,8 +72,8 @@ def put_entries(entries: Sequence[SplitEntry], console: Console) -> None:
 def _row(entry: SplitEntry) -> list[str]:
     layers = f"{entry.layers:,}" if entry.state == WHOLE else f"{entry.layers:,} of {entry.layers_of:,}"
     return [
-        harmless(entry.name),
-        entry.compression or "none",
+        harmless(entry.title),
+        entry.compression or entry.gguf or "none",
         size(entry.nbytes),
         layers,
         _label(entry),
@@ -130,7 +130,7 @@ def put_shown(shown: Shown, console: Console) -> None:
     """Print a model."""
     put(console, Text(harmless(shown.name), "bold"))
     if shown.config is not None:
-        _put_config(shown.config, console)
+        _put_config(shown.config, shown.inside.gguf if shown.inside is not None else None, console)
     if shown.tensors is not None and shown.inside is not None:
         tensors, inside = shown.tensors, shown.inside
         kinds = ", ".join(f"{count:,} {dtype}" for dtype, count in tensors.dtypes.items())
@@ -146,7 +146,7 @@ def put_shown(shown: Shown, console: Console) -> None:
         _put_split(entry, original, console)
 
 
-def _put_config(config: ConfigSummary, console: Console) -> None:
+def _put_config(config: ConfigSummary, gguf: str | None, console: Console) -> None:
     if config.architecture is not None or config.family is not None:
         family = f" ({harmless(config.family)})" if config.family is not None and config.architecture else ""
         put_fact(console, "architecture", harmless(config.architecture or config.family or "") + family)
@@ -163,13 +163,13 @@ def _put_config(config: ConfigSummary, console: Console) -> None:
     if config.vocabulary is not None:
         put_fact(console, "vocabulary", f"{config.vocabulary:,} tokens")
     if config.dtype is not None:
-        put_fact(console, "published in", harmless(config.dtype))
+        put_fact(console, "published in", harmless(gguf or config.dtype))
     if config.quantized is not None:
         put_fact(console, "quantized", harmless(config.quantized))
 
 
 def _put_split(entry: SplitEntry, original: Original, console: Console) -> None:
-    put_fact(console, "split", f"{entry.compression or 'uncompressed'}, {_label(entry)}, {minute(entry.changed_at)}")
+    put_fact(console, "split", f"{entry.form}, {_label(entry)}, {minute(entry.changed_at)}")
     put_fact(console, "folder", harmless(str(entry.folder), 400))
     of = "" if entry.state == WHOLE else f" of {entry.layers_of:,}"
     put_fact(console, "layer files", f"{entry.layers:,}{of}, {size(entry.nbytes)}")
@@ -183,7 +183,7 @@ def _put_split(entry: SplitEntry, original: Original, console: Console) -> None:
 def put_removal(removal: Removal, original: Original, console: Console) -> None:
     """Print which files would be removed, and whether the original is kept."""
     entry = removal.entry
-    put(console, Text(f"{harmless(entry.name)}, {entry.compression or 'uncompressed'}, {_label(entry)}", "bold"))
+    put(console, Text(f"{harmless(entry.title)}, {entry.form}, {_label(entry)}", "bold"))
     put_fact(console, "folder", harmless(str(entry.folder), 400))
     put_fact(console, "frees", f"{size(removal.nbytes)} in {counted(len(removal.files), 'file')}")
     copies = [path.name for path in removal.files if LAYER_SUFFIX not in path.name]
@@ -200,8 +200,9 @@ def verification_text(result: Verification, seconds: float) -> str:
         head = f"{result.folder}: {result.files} layer files of RabbitLLM 1.1, which wrote no checksums"
         sound = "sound, by headers and shapes"
     else:
-        how = result.manifest.compression or "uncompressed"
         source = result.manifest.source
+        gguf = gguf_label(source.fingerprints, result.manifest.source_metadata)
+        how = result.manifest.compression or gguf or "uncompressed"
         name = f"{source.name} at {source.commit[:8]}" if source.commit else source.name
         head = f"{result.folder}: {result.files} layer files, {how}, of {name}"
         sound = "sound: every checksum, shape and tensor matches"

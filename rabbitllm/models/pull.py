@@ -23,6 +23,7 @@ from rabbitllm.base import progress
 from rabbitllm.base.options import ShardPolicy
 from rabbitllm.base.terminal import counted, listed, put, put_fact, size, size_rounded_up
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
+from rabbitllm.checkpoints.index import gguf_label
 from rabbitllm.errors import IncompleteSplitError, OptionError, RabbitLLMError, system_errors_by_name
 from rabbitllm.estimate.split_estimate import STANDARD, CompressionEstimate, Rates, Route
 from rabbitllm.models.library import DAMAGED, SplitEntry, as_record, look
@@ -89,12 +90,16 @@ class DryRun:
         estimate: the estimate at the requested compression.
         routes: those that the request allows, preferred ones first.
         kept: shards that are kept although others are deleted, since the split leaves out tensors of them.
+        gguf: "GGUF Q4_K_M" for such files; None for others.
+        is_local: whether all shards are on this machine.
     """
 
     name: str
     estimate: CompressionEstimate
     routes: tuple[Route, ...]
     kept: tuple[PlannedShard, ...] = ()
+    gguf: str | None = None
+    is_local: bool = False
 
     @property
     def route(self) -> Route | None:
@@ -199,7 +204,10 @@ def dry_run(request: LoadRequest) -> DryRun:
         routes = tuple(route for route in routes if (route.name == "sequential_stream") is stream)
     plan = scan.plans.get(compression)
     kept = tuple(shard for shard in plan.shards if shard.is_kept(plan.source, policy)) if plan is not None else ()
-    return DryRun(source.name, estimate, routes, kept if policy.deletes_original else ())
+    shards = plan.shards if plan is not None else ()
+    gguf = gguf_label((shard.name for shard in shards), {shard.name: shard.metadata for shard in shards})
+    is_local = not any(shard.staged for shard in shards)
+    return DryRun(source.name, estimate, routes, kept if policy.deletes_original else (), gguf, is_local)
 
 
 def pulled_record(pulled: Pulled) -> dict[str, Any]:
@@ -237,7 +245,7 @@ def dry_run_record(outcome: DryRun) -> dict[str, Any]:
 def show_pulled(pulled: Pulled, request: LoadRequest, console: Console) -> None:
     """Print the outcome."""
     entry = pulled.entry
-    how = entry.compression or "uncompressed"
+    how = entry.form
     state = "is ready; it was complete already" if pulled.before else "is ready"
     put(console, Text(f"{pulled.name}, {how}, {state}", "bold green"))
     put_fact(console, "layer files", f"{entry.layers}, {size(entry.nbytes)} in {entry.folder}")
@@ -246,6 +254,8 @@ def show_pulled(pulled: Pulled, request: LoadRequest, console: Console) -> None:
     if not pulled.before:
         put_fact(console, "time", f"{pulled.seconds:.1f} s, at most {size(pulled.peak_disk_bytes)} in the folder")
     put_fact(console, "next", next_command(pulled, request))
+    if entry.gguf is not None and entry.compression is None and pulled.shards is Shards.KEPT:
+        put_fact(console, "unsplit", f"{no_split_command(pulled.name)}; it needs no more disk than the GGUF file")
 
 
 _ORIGINALS = {
@@ -262,6 +272,11 @@ def next_command(pulled: Pulled, request: LoadRequest) -> str:
     return shlex.join(["rabbitllm", "run", *model_words(pulled.name, request)]) + ' "What is a rabbit?"'
 
 
+def no_split_command(name: str) -> str:
+    """The command that runs a GGUF model from its own file."""
+    return shlex.join(["rabbitllm", "run", name, "--no-split"])
+
+
 def model_words(name: str, request: LoadRequest) -> list[str]:
     """The arguments that name a model and this split of it."""
     words = [name]
@@ -276,7 +291,7 @@ def model_words(name: str, request: LoadRequest) -> list[str]:
 
 def show_dry_run(outcome: DryRun, request: LoadRequest, console: Console) -> None:
     """Print the plan, and whether it fits."""
-    estimate, how = outcome.estimate, outcome.estimate.compression or "uncompressed"
+    estimate, how = outcome.estimate, outcome.estimate.compression or outcome.gguf or "uncompressed"
     put(console, Text(f"{outcome.name}, {how}", "bold"))
     if estimate.output_bytes is not None:
         put_fact(console, "layer files", f"{size(estimate.output_bytes)} in {estimate.folder}")
@@ -290,6 +305,8 @@ def show_dry_run(outcome: DryRun, request: LoadRequest, console: Console) -> Non
         put_fact(console, "shards", _shards_text(route, request))
     for shard in outcome.kept:
         put_fact(console, "kept", f"{shard.name}, since the split leaves out {listed(map(str, shard.left_out), 3)}")
+    if outcome.gguf is not None and estimate.compression is None and outcome.is_local and not estimate.finished:
+        put_fact(console, "unsplit", f"{no_split_command(outcome.name)}; it needs no more disk than the GGUF file")
     put(console, _verdict(outcome))
 
 

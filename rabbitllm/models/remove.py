@@ -309,10 +309,10 @@ def remove_empty_folders(name: str, saving_path: Path | None = None) -> None:
         name: the model, as in `library.of_model`.
         saving_path: folder that the user chose for its splits.
     """
-    place, _ = locations.one_of_several(locations.resolve_name(name))
-    checkpoint = expand(place)
+    place, model = locations.one_of_several(locations.resolve_name(name))
+    checkpoint, base = expand(place), locations.base_for(model, saving_path)
     if place and checkpoint.is_dir():
-        folders = [locations.for_local(checkpoint, saving_path, compression) for compression in SPLITS]
+        folders = [locations.for_local(checkpoint, saving_path, compression, base) for compression in SPLITS]
     else:
         folders = [locations.for_repository(place, "commit", saving_path, compression) for compression in SPLITS]
         if saving_path is None and locations.is_repo_id(place):

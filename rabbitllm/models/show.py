@@ -17,6 +17,7 @@ from rabbitllm.base.options import expand
 from rabbitllm.base.plain_json import plain as plain_record
 from rabbitllm.checkpoints.config import experts_a_token, quantized_as, read_config
 from rabbitllm.checkpoints.hub import HubAccess
+from rabbitllm.checkpoints.index import is_gguf_file
 from rabbitllm.errors import InvalidIndexError, RabbitLLMError
 from rabbitllm.models.inspection import Inspection, Tensors
 from rabbitllm.models.inspection import look as look_inside
@@ -168,7 +169,7 @@ def _config_in(folder: Path) -> ConfigSummary | None:
 
 def _config_of(name: str, revision: str | None) -> ConfigSummary | None:
     """The config of a source that is not split."""
-    if expand(name).is_file():
+    if expand(name).is_file() and not is_gguf_file(expand(name)):
         return None
     spec = prepare.ModelSpec(name, access=HubAccess(revision))
     try:

@@ -5,8 +5,9 @@ A folder and a repository as `organisation/name` are returned unchanged; an addr
 its folder. Opens at most an index and manifests, and never contacts the hub: other code checks whether the repository
 exists.
 
-A local checkpoint is split into a directory in its own folder. A hub repository is split into our own folder next to
-the hub cache (`HF_HOME/rabbitllm`, or `RABBITLLM_HOME`), since a snapshot in the cache may be pruned at any time.
+A local checkpoint is split into a directory in its own folder, a GGUF file into one with its name. A hub repository is
+split into our own folder next to the hub cache (`HF_HOME/rabbitllm`, or `RABBITLLM_HOME`), since a snapshot in the
+cache may be pruned at any time.
 RabbitLLM 1.1 wrote layers into the snapshot; they are still found there.
 """
 
@@ -16,6 +17,7 @@ import contextlib
 import difflib
 import glob
 import hashlib
+import json
 import os
 import re
 from pathlib import Path
@@ -37,7 +39,14 @@ from rabbitllm.checkpoints.index import (
 from rabbitllm.checkpoints.local import entry_in, is_writable
 from rabbitllm.errors import CheckpointNotFoundError, OptionError, RabbitLLMError
 from rabbitllm.storage import durable
-from rabbitllm.store.manifest import JOURNAL_NAME, SPLIT_DIRECTORY, directory_name, is_legacy, read_manifest
+from rabbitllm.store.manifest import (
+    JOURNAL_NAME,
+    SPLIT_DIRECTORY,
+    directory_name,
+    is_begun,
+    is_legacy,
+    read_manifest,
+)
 
 HOME_VARIABLE = "RABBITLLM_HOME"
 LOCAL_FOLDER = "local"
@@ -86,18 +95,30 @@ def for_local(checkpoint: Path, saving_path: Path | None, compression: str | Non
     In `saving_path` if given; else in the folder of the weights; or, if that is in the hub cache or on a read-only
     mount, in `home()`.
     """
-    name = directory_name(compression, base)
     if saving_path is not None:
-        return saving_path / name
-    inside = checkpoint / name
+        return saving_path / directory_name(compression, base)
+    inside = _named_or_earlier(checkpoint, compression, base)
     if inside.is_dir() and (is_legacy(inside) or any(inside.iterdir())):
         return inside
     snapshot = hub_cache.snapshot_of(checkpoint)
     if snapshot is not None:
-        return home() / snapshot.repo_folder / snapshot.commit / name
+        return _named_or_earlier(home() / snapshot.repo_folder / snapshot.commit, compression, base)
     if is_writable(checkpoint):
         return inside
-    return home() / LOCAL_FOLDER / local_folder_name(checkpoint) / name
+    return _named_or_earlier(home() / LOCAL_FOLDER / local_folder_name(checkpoint), compression, base)
+
+
+def _named_or_earlier(parent: Path, compression: str | None, base: str) -> Path:
+    """The split directory of a base name; that without the name of a GGUF model if it was made from this model.
+
+    So were those of a folder's only model named at first.
+    """
+    named, earlier = parent / directory_name(compression, base), parent / directory_name(compression)
+    model = model_of(named, compression)
+    if not model or is_begun(named) or not is_begun(earlier):
+        return named
+    shards = _shards_of(earlier)
+    return earlier if model in map(gguf_stem, gguf_models(shards) or shards) else named
 
 
 def local_folder_name(checkpoint: Path) -> str:
@@ -165,26 +186,28 @@ def resolve_name(name: str) -> str:
     path = expand(name)
     if not name or path.is_dir():
         return name
-    if (path.is_file() and is_gguf_file(path)) or _has_own_split(path):
-        return str(path.parent) if _is_the_only(path) else name
+    if is_gguf_file(path) or _has_own_split(path):
+        return name
     if path.is_file():
         return str(_folder_of(path))
-    if ((path.suffix in WEIGHT_SUFFIXES or is_gguf(path.name)) and _is_used_up(path)) or _is_recorded(path):
+    if (path.suffix in WEIGHT_SUFFIXES and _is_used_up(path)) or _is_recorded(path):
         return str(path.parent)
     return name
 
 
 def one_of_several(name: str) -> tuple[str, str]:
-    """The folder or repository that a resolved name means, and which of its GGUF models: "" if it has a single one.
+    """The folder or repository that a resolved name means, and which GGUF model in it: "" for other weights, and for a
+    repository without a quantization.
 
-    The name of that model is a part of the names of its split directories.
+    The name of that model is a part of the names of its split directories, so that another file beside it does not
+    change them.
 
     Raises:
         OptionError: the quantization is not the name of one.
     """
     path = expand(name)
     if path.is_dir():
-        return name, ""
+        return name, _gguf_model_in(path)
     if path.parent.is_dir() and (is_gguf_file(path) or _has_own_split(path)):
         [entry] = gguf_models([path.name]) or [path.name]
         return str(path.parent), gguf_stem(entry)
@@ -228,12 +251,31 @@ def _is_recorded(file: Path, pattern: str = f"{SPLIT_DIRECTORY}*") -> bool:
     return False
 
 
-def _is_the_only(file: Path) -> bool:
-    """Whether the checkpoint in the folder of a GGUF file is the one that the file belongs to."""
+def _gguf_model_in(folder: Path) -> str:
+    """The GGUF model with which a folder begins, or whose splits are all that is left; "" if that is not one model.
+
+    A snapshot of the hub cache is named as its repository is.
+    """
+    if is_begun(folder) or is_legacy(folder) or hub_cache.snapshot_of(folder) is not None:
+        return ""
     try:
-        return [entry_in(file.parent)] == (gguf_models([file.name]) or [file.name])
+        entry = entry_in(folder)
+        return gguf_stem(entry) if is_gguf_file(folder / entry) else ""
     except CheckpointNotFoundError:
-        return False
+        made_from = (gguf_models(_shards_of(split)) for split in folder.glob(f"{SPLIT_DIRECTORY}*"))
+        models = {gguf_stem(first) for names in made_from for first in names}
+        return models.pop() if len(models) == 1 and not any(is_gguf(path.name) for path in folder.iterdir()) else ""
+
+
+def _shards_of(split_folder: Path) -> set[str]:
+    """The shards that a split, finished or not, was made from, as far as its record can be read."""
+    with contextlib.suppress(RabbitLLMError, OSError, ValueError, KeyError, TypeError):
+        manifest = read_manifest(split_folder)
+        if manifest is not None:
+            return {*manifest.source.fingerprints}
+        with (split_folder / JOURNAL_NAME).open("rb") as record:
+            return {shard["name"] for shard in json.loads(record.readline())["shards"]}
+    return set()
 
 
 def _parse_address(name: str, path: str) -> str:

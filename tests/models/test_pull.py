@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from huggingface_hub import hf_hub_download
+from rich.console import Console
+from typer.testing import CliRunner
 
 from rabbitllm.auto_model import LoadRequest
 from rabbitllm.checkpoints.hub import HubAccess
+from rabbitllm.checkpoints.index import gguf_label
+from rabbitllm.cli.main import app
 from rabbitllm.errors import IncompleteSplitError, NotEnoughSpaceException, OptionError, UnknownArchitectureError
-from rabbitllm.models.library import WHOLE
-from rabbitllm.models.pull import Pulled, Shards, dry_run, dry_run_record, next_command, pull, pulled_record
+from rabbitllm.models.library import WHOLE, below
+from rabbitllm.models.library_report import put_entries, put_shown
+from rabbitllm.models.pull import (
+    Pulled,
+    Shards,
+    dry_run,
+    dry_run_record,
+    next_command,
+    pull,
+    pulled_record,
+    show_dry_run,
+    show_pulled,
+)
+from rabbitllm.models.show import show
 from rabbitllm.store import locations
 from tests.support.builders import build_checkpoint
+from tests.support.gguf_files import write_gguf
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.load_requests import asked
 from tests.support.local_hub import LocalHub
@@ -233,3 +252,47 @@ def test_default_folder_is_under_home(repository: Path, hub_environment: HubEnvi
     commit = local_hub.commit(REPO)
     assert entry.folder == locations.home() / "models--org--rabbit" / commit / "splitted_model.4bit"
     assert (entry.commit, entry.name) == (commit, REPO)
+
+
+@pytest.mark.parametrize(("name", "number", "label"), [("a-q4_k_m", None, "GGUF Q8_0"), ("b", 15, "GGUF Q4_K_M")])
+def test_gguf_file_is_called_by_its_type_and_may_stay_unsplit(
+    tmp_path: Path, name: str, number: int | None, label: str
+) -> None:
+    """Its metadata tell the type; the name of the file does where nothing else is known."""
+
+    def changed(writer: Any) -> None:
+        writer.kv_data[0]["general.file_type"].value = number or 7
+
+    file = write_gguf(tmp_path / f"{name}.gguf", changed=changed)
+    write_gguf(tmp_path / "other.gguf", seed=1)
+    request, printed = wished(file, compression=None), io.StringIO()
+    console = Console(file=printed, width=400, highlight=False)
+    show_dry_run(dry_run(request), request, console)
+    pulled = pull(request)
+    show_pulled(pulled, request, console)
+    pull(wished(tmp_path / "other.gguf", compression=None))
+    put_entries(below(tmp_path), console)
+    put_shown(show(str(file)), console)
+    text = printed.getvalue()
+    assert f"{file}, {label}\n" in text
+    assert f"{file}, {label}, is ready\n" in text
+    assert text.count(f"rabbitllm run {file} --no-split; it needs no more disk than the GGUF file\n") == 2
+    assert re.search(rf"^{file.name} +{label} ", text, re.MULTILINE)
+    assert re.search(r"^other\.gguf +GGUF ", text, re.MULTILINE)
+    assert re.search(rf"^published in +{label}$", text, re.MULTILINE)
+    assert "uncompressed" not in text
+    ran = CliRunner().invoke(app, ["run", str(file), "--no-split", "--max-new-tokens", "1", "a"])
+    assert ran.exit_code == 0, ran.output
+
+
+def test_files_tell_the_type_by_their_names() -> None:
+    for names, label in (
+        (["x/Qwen-UD-Q4_K_XL-00001-of-00002.gguf", "x/Qwen-UD-Q4_K_XL-00002-of-00002.gguf"], "GGUF Q4_K_XL"),
+        (["m.iq2_xxs.gguf"], "GGUF IQ2_XXS"),
+        (["gpt-oss-20b-mxfp4.gguf"], "GGUF MXFP4"),
+        (["m-F16.GGUF"], "GGUF F16"),
+        (["qwen2.gguf"], "GGUF"),
+        (["sha256-12"], "GGUF"),
+        (["model-f16.safetensors"], None),
+    ):
+        assert gguf_label(names) == label

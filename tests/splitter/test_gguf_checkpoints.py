@@ -70,12 +70,54 @@ def test_file_type_is_recognized_by_its_first_bytes(
     """Ollama's files have no suffix, those of some programs one in capitals."""
     file = write_gguf(tmp_path / "m.gguf").rename(tmp_path / name)
     (tmp_path / "notes").write_bytes(b"GG")
-    assert layer_files(split(tmp_path, sequential=False)) == expected[None]
-    shutil.rmtree(tmp_path / "splitted_model")
+    first = split(tmp_path, sequential=False)
+    assert first.name == f"splitted_model-{name.removesuffix('.GGUF')}"
+    assert layer_files(first) == expected[None]
+    shutil.rmtree(first)
     folder = split(file)
     assert layer_files(folder) == expected[None]
     assert not file.exists()
-    assert split(file) == folder == tmp_path / "splitted_model"  # its file is deleted
+    assert split(file) == folder == first  # its file is deleted
+
+
+def test_file_beside_another_is_not_split_again(
+    tmp_path: Path, expected: dict[str | None, dict[str, bytes]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where an earlier version split it into a directory without its name."""
+    file = write_gguf(tmp_path / "a.gguf")
+    folder = split(tmp_path, sequential=False)
+    assert folder == split(file, sequential=False) == tmp_path / "splitted_model-a"
+    second = write_gguf(tmp_path / "b.gguf", seed=1)
+    inode = (folder / "split.json").stat().st_ino
+    assert split(file, sequential=False) == folder
+    assert (folder / "split.json").stat().st_ino == inode
+    earlier = folder.rename(tmp_path / "splitted_model")
+    assert split(file) == earlier
+    assert split(second, sequential=False) == tmp_path / "splitted_model-b"
+    assert split(file) == earlier
+    assert (earlier / "split.json").stat().st_ino == inode
+    second.unlink()
+    shutil.rmtree(tmp_path / "splitted_model-b")
+    file.unlink(missing_ok=True)
+    assert split(file) == split(tmp_path) == earlier
+    assert layer_files(earlier) == expected[None]
+
+
+def test_unfinished_split_of_an_earlier_version_is_resumed(
+    tmp_path: Path, expected: dict[str | None, dict[str, bytes]], crash_server: CrashServer
+) -> None:
+    file = write_gguf(tmp_path / "m.gguf", files=FILES)
+    call = Call(str(file), compression="8bit")
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    steps = steps_of(Call(str(tmp_path / "copy" / file.name), compression="8bit"))
+    shutil.rmtree(tmp_path / "copy")
+    assert crash_server.run(call, steps * 2 // 3) == KILLED
+    (begun,) = tmp_path.glob("splitted_model-*")
+    assert names_in(begun, "*.journal")
+    earlier = begun.rename(tmp_path / "splitted_model.8bit")
+    write_gguf(tmp_path / "other.gguf", seed=1)
+    assert split(file, compression="8bit") == earlier
+    assert layer_files(earlier) == expected["8bit"]
 
 
 def test_blob_of_several_files(tmp_path: Path, expected: dict[str | None, dict[str, bytes]]) -> None:
