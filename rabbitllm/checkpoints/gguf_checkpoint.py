@@ -70,6 +70,11 @@ class GgufCheckpoint:
                 f"{self._first} is missing; it has the metadata of the model.", "Add the file. Nothing was changed."
             )
         self.metadata = files[self._first].metadata
+        if self.metadata.get("general.type") == "adapter" or "adapter.type" in self.metadata:
+            raise UnreadableFormatError(
+                f"{self._first} is an adapter (LoRA), not a model.",
+                "Use the GGUF file of the model; llama.cpp's llama-export-lora merges an adapter into it.",
+            )
         for name, file in files.items():
             self._check_part(name, file)
         self.dtype = _DTYPES.get(self._number("general.file_type", -1), "F32")

@@ -45,6 +45,7 @@ from rabbitllm.checkpoints.index import (
     is_index,
     is_meta,
     read_index,
+    remark_on,
 )
 from rabbitllm.checkpoints.meta_checkpoint import ranks_of, read_meta
 from rabbitllm.errors import (
@@ -479,6 +480,7 @@ class HubCheckpoint(HubRepository, Checkpoint):
 
     def _find_index(self) -> CheckpointIndex:
         entry = self.entry()
+        remark_on(entry, self.files, self.label)
         if is_index(entry):
             return read_index(self.download(entry))
         if is_meta(entry):

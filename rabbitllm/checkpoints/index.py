@@ -9,6 +9,8 @@ are checked before they are used to open or delete a file.
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ from rabbitllm.formats.gguf import MAGIC, begins_gguf
 from rabbitllm.formats.safetensors_file import TensorToWrite
 from rabbitllm.formats.shard_header import HEAD_BYTES, READABLE, Weights, recognise
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec
+
+logger = logging.getLogger(__name__)
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -130,6 +134,40 @@ def entry_of(names: Iterable[str], label: str) -> str:
             f"Leave one in the folder, name it {TORCH_SINGLE_NAME}, or add a {TORCH_INDEX_NAME}.",
         )
     raise _no_checkpoint_error(files, label)
+
+
+@functools.cache
+def _warn_of_adapter(label: str) -> None:
+    """Warn once that an adapter is not applied."""
+    logger.warning(
+        "%s has an adapter (%s) beside the weights. It is not applied: the weights are used as they are.",
+        label,
+        ADAPTER_CONFIG,
+    )
+
+
+@functools.cache
+def _warn_of_two(label: str, single: str, index: str) -> None:
+    """Warn once that a folder has two sets of weights."""
+    logger.warning(
+        "%s has both %s and %s. The single file is used, as by transformers; move it away to use the shards.",
+        *(label, single, index),
+    )
+
+
+def remark_on(entry: str, names: Collection[str], label: str) -> None:
+    """Warn once of files beside a checkpoint that somebody may expect to be used.
+
+    Args:
+        entry: the file with which the checkpoint begins.
+        names: of all files in its folder.
+        label: the folder's name in messages.
+    """
+    if ADAPTER_CONFIG in names:
+        _warn_of_adapter(label)
+    index = {SINGLE_NAME: INDEX_NAME, TORCH_SINGLE_NAME: TORCH_INDEX_NAME}.get(entry)
+    if index is not None and index in names:
+        _warn_of_two(label, entry, index)
 
 
 def is_index(entry: str) -> bool:

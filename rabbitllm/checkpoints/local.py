@@ -42,6 +42,7 @@ from rabbitllm.checkpoints.index import (
     is_meta,
     is_rank,
     read_index,
+    remark_on,
 )
 from rabbitllm.checkpoints.meta_checkpoint import MetaCheckpoint, ranks_of, read_meta
 from rabbitllm.errors import CheckpointNotFoundError, CorruptShardError, MissingShardError
@@ -105,6 +106,7 @@ class LocalCheckpoint(Checkpoint):
 
     def _find_index(self, known_shards: Collection[str]) -> CheckpointIndex:
         entry = self._entry = self._entry or entry_in(self.folder)
+        remark_on(entry, _files_in(self.folder), self.label)
         self._check(entry)
         if is_gguf_file(self.folder / entry):
             self.translation = self._read_gguf(entry)

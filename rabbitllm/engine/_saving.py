@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ import torch
 from rabbitllm.base.options import parse_size
 from rabbitllm.base.terminal import listed
 from rabbitllm.engine._processor import FILES
-from rabbitllm.engine._weights import Recipe, WeightMap
+from rabbitllm.engine._weights import Recipe, WeightMap, wrapper_of
 from rabbitllm.engine.placement import READY, enclosing
 from rabbitllm.engine.span_reader import compare
 from rabbitllm.engine.weight_tensors import AbsentWeight
@@ -206,6 +206,8 @@ def _saved_tensors(model: PreTrainedModel, origin: Origin, memory: Mapping[str, 
             tensors.append(in_memory(stored, memory[name]))
         else:
             tensors.append(plain(stored, dtype_name(origin.dtypes.get(name, model.dtype))))
+    if begin := len(wrapper_of(origin.store.tensors, model.state_dict())):  # transformers knows no such prefix
+        tensors = [replace(t, placed=t.placed._replace(name=t.placed.name[begin:])) for t in tensors]
     files = {tensor.stored.parts[0].file: None for tensor in tensors}
     order = {file: index for index, file in enumerate(files)}
     return sorted(tensors, key=lambda tensor: (order[tensor.stored.parts[0].file], tensor.stored.parts[0].offset))

@@ -9,6 +9,7 @@ follows `convert_and_load_state_dict_in_model`, also in the order: cast first, t
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -223,13 +224,14 @@ def _recipes(
     groups: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
     unused = []
     renamed = KeyRenaming(renamings, converters, model.base_model_prefix, expected)
+    begin = len(wrapper_of(stored, expected))
     for name in sorted(stored, key=dot_natural_key):  # the order in which transformers loads
-        target, pattern = renamed(name)
+        target, pattern = renamed(name[begin:])
         if target not in expected:
             unused.append(name)
             continue
         converter = by_pattern[pattern] if pattern is not None else None
-        groups.setdefault(target, (converter, []))[1].append((pattern or name, name))
+        groups.setdefault(target, (converter, []))[1].append((pattern or name[begin:], name))
     recipes: dict[str, Recipe] = {}
     alike: dict[tuple[Any, ...], torch.Size] = {}
     for key, (converter, sources) in groups.items():
@@ -246,6 +248,43 @@ def _recipes(
                 alike[form] = expected[key].shape
         recipes.update(dict.fromkeys(recipe.targets, recipe))
     return recipes, unused
+
+
+_WRAPPER = re.compile(r"(?:_orig_mod\.|module\.)+")
+"""Modules of torch.compile and of (Distributed)DataParallel around a model that was saved with them."""
+
+
+def wrapper_of(stored: Iterable[str], expected: Iterable[str]) -> str:
+    """The prefix that such modules have put before every name; empty if there is none, or if the model has it too."""
+    prefixes = {match[0] if (match := _WRAPPER.match(name)) else "" for name in stored}
+    prefix = prefixes.pop() if len(prefixes) == 1 else ""
+    return "" if prefix and any(name.startswith(prefix) for name in expected) else prefix
+
+
+_PEFT = "base_model.model."
+MAX_COMPARED = 8
+"""Limit of missing names that are looked for under other names."""
+
+
+def advice_on_names(stored: Iterable[str], expected: Iterable[str]) -> str | None:
+    """Advice for weights whose names show what they are instead of the model; None if they do not."""
+    names = {*stored}
+    if any(".lora_" in name or "lora_magnitude" in name for name in names):
+        return (
+            "These are the weights of an adapter (LoRA), alone or not merged into the model. Load the base model and "
+            "the adapter with PEFT, call merge_and_unload(), and save that model. Or load the base model here, and "
+            "then the adapter: peft.PeftModel.from_pretrained(model, folder)."
+        )
+    for name in itertools.islice((name for name in expected if name not in names), MAX_COMPARED):
+        longer = next((other for other in names if other.endswith("." + name)), None)
+        if longer is not None:
+            prefix = longer.removesuffix(name)
+            by = "PEFT" if prefix == _PEFT else "the program that saved it"
+            return (
+                f"The tensor {name} is there as {longer}: {by} has put {prefix!r} before the names. Save the model "
+                "itself instead of the module around it, or remove this prefix from the names."
+            )
+    return None
 
 
 def _recipe(

@@ -26,7 +26,7 @@ from rabbitllm.base.options import RunOptions
 from rabbitllm.base.terminal import size
 from rabbitllm.engine import _published, skeleton
 from rabbitllm.engine._embedding_rows import has_readable_rows
-from rabbitllm.engine._weights import WeightMap, check_unused, map_weights
+from rabbitllm.engine._weights import WeightMap, advice_on_names, check_unused, map_weights
 from rabbitllm.engine.devices import Device, budget_of, host_room
 from rabbitllm.engine.expert_finding import expert_sources, without_experts
 from rabbitllm.engine.expert_source import ExpertSource, with_matrices
@@ -415,7 +415,8 @@ def _plan_of(
     except IncompleteSplitError as error:
         if store.is_split:
             raise
-        raise IncompleteCheckpointError(f"{error.problem} Nothing was deleted.", _CHECK_THE_SOURCE) from error
+        remedy = advice_on_names(store.tensors, model.state_dict()) or _CHECK_THE_SOURCE
+        raise IncompleteCheckpointError(f"{error.problem} Nothing was deleted.", remedy) from error
     sources = {unit.name: source_of(without_experts(unit, experts), weights, store, choose_matrix) for unit in units}
     placement = place_units(model, sources, experts, devices, options, choosers)
     return LoadPlan(model, weights, sources, tuple(experts), placement, bare.quantizer, bare.is_narrowed, choosers)
