@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,21 @@ def test_the_front_door_itself_needs_no_torch() -> None:
     """So that `rabbitllm --help` and a wrong argument answer at once."""
     loaded = python("import sys; from rabbitllm import AutoModel; print(*sys.modules)").split()
     assert not {"torch", "transformers", "bitsandbytes"} & set(loaded)
+
+
+def test_pip_install_without_extras_brings_what_modules_import() -> None:
+    """So that every command of the README runs; packages of the extras are imported where they are used."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    installed = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in project["dependencies"]}  # type: ignore[index]
+    needed = set()
+    for path in modules().values():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Import):
+                needed |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                needed.add((node.module or "").partition(".")[0])
+    assert needed >= {"uvicorn", "starlette", "pydantic", "greenlet"}
+    assert needed - {*sys.stdlib_module_names, "rabbitllm", "llvmlite"} <= installed  # numba brings llvmlite
 
 
 def test_all_is_exact() -> None:
