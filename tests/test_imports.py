@@ -109,6 +109,14 @@ def test_all_is_exact() -> None:
         rabbitllm.Automodel  # noqa: B018
 
 
+def test_type_checkers_see_the_same_names() -> None:
+    stub = ast.parse((PACKAGE / "__init__.pyi").read_text(encoding="utf-8"))
+    homes = {
+        alias.asname: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert homes == {**rabbitllm._HOME, "__version__": "rabbitllm.version"}
+
+
 def test_every_module_is_importable_without_a_gpu() -> None:
     names = [name for name in modules() if not name.endswith("__main__")]
     code = f"""

@@ -106,7 +106,7 @@ def plan(
         RabbitLLMError: an invalid argument, no such source, or a malformed one.
     """
     request = LoadRequest.of(
-        str(path_or_repo_id),
+        path_or_repo_id,
         compression,
         layer_shards_saving_path or None,
         revision=revision,

@@ -266,8 +266,6 @@ def _default(found: griffe.Object, argument: griffe.Parameter) -> str:
     if argument.default is None:
         return "required"
     text = str(argument.default)
-    if text == "FIRST_GPU":
-        return "first GPU, else CPU"
     if re.fullmatch(r"_?[A-Z][A-Z_]+", text):
         value = getattr(importlib.import_module(found.module.path), text)
         text = f"{type(value).__name__}()" if dataclasses.is_dataclass(value) else repr(value)
