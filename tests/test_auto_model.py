@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import inspect
 import json
 import logging
@@ -207,6 +208,15 @@ def test_the_documentation_of_the_call_says_where_the_model_is_described() -> No
     text = AutoModel.from_pretrained.__doc__ or ""
     assert f"`{StreamedModel.__module__}.{StreamedModel.__name__}`" in text
     assert "\n### model\n" in (Path(__file__).parent.parent / "docs/reference/api.md").read_text(encoding="utf-8")
+
+
+def test_placement_and_profiler_are_tables_in_a_notebook(checkpoint: Path) -> None:
+    model = AutoModel.from_pretrained(checkpoint, device="cpu", profiling_mode=True)
+    run(model)
+    for table in (model.placement, model.profiler):
+        assert table._repr_html_() == f"<pre>{html.escape(str(table))}</pre>"
+    assert str(model.profiler) == model.profiler.report()
+    assert "compute" in str(model.profiler)
 
 
 def test_it_is_not_constructed() -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm.base.forks import own_lock
+from rabbitllm.base.terminal import Printed
 from rabbitllm.errors import OptionError
 from rabbitllm.storage.durable import require_kind, write_whole
 from rabbitllm.telemetry._report import as_record, expert_table, pass_table, slowest_layers, stage_table
@@ -153,8 +154,8 @@ KEPT_PASSES = 1_000
 _OFF = contextlib.nullcontext()
 
 
-class Profiler:
-    """Seconds and bytes by layer and stage, and by pass.
+class Profiler(Printed):
+    """Seconds and bytes by layer and stage, and by pass; prints as its report.
 
     Args:
         enabled: whether to record anything.
@@ -323,6 +324,9 @@ class Profiler:
             lines += ["", *pass_table(self.sums, self.passes), *(["", *experts] if experts else [])]
             lines += ["", *slowest_layers(self.layers)]
         return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.report()
 
     def as_json(self) -> dict[str, Any]:
         """All records as one object for `json.dumps`; its fields are described in `telemetry/_report.py`."""

@@ -58,7 +58,7 @@ GROUPS: Mapping[str, Sequence[Shown]] = {
     ),
     "Estimate": (
         Shown("rabbitllm.plan", "rabbitllm.estimate.plan:plan"),
-        Shown("Plan", "rabbitllm.estimate.plan:Plan", ("at",), (f"{_ESTIMATE}:SplitEstimate",)),
+        Shown("Plan", "rabbitllm.estimate.report:Plan", ("at",), (f"{_ESTIMATE}:SplitEstimate",)),
         Shown("Recommendation", f"{_ESTIMATE}:Recommendation"),
         Shown("CompressionEstimate", f"{_ESTIMATE}:CompressionEstimate"),
         Shown("Route", f"{_ESTIMATE}:Route", ("fits",)),
