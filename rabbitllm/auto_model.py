@@ -371,7 +371,9 @@ class Prepared:
         from rabbitllm.engine import load
 
         def load_part(share: PartChooser | None = None) -> StreamedModel:
-            return load.load_model(store, run, home, self._devices, share, self._planner)
+            part = load.load_model(store, run, home, self._devices, share, self._planner)
+            part.profiler.before = (self.profile, *part.profiler.before)
+            return part
 
         hosts = self.request.hosts
         if hosts is None:

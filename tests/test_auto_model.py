@@ -295,15 +295,27 @@ def test_saving_path(checkpoint: Path, tmp_path: Path) -> None:
 
 def test_profiling_reports_the_split_and_the_passes(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = AutoModel.from_pretrained(checkpoint, profiling_mode=True, compression="8bit", **STREAM)
-    split = capsys.readouterr().out
+    split = capsys.readouterr().out.rstrip("\n")
     assert "quantise" in split
     assert "Bottleneck: " in split
+    after_load = model.profiler.report()
+    assert after_load.startswith(f"{split}\n\nLoad, by stage\n")
+    assert after_load.endswith("\n\nPasses, by stage: nothing was recorded yet.")
     run(model)
     model.print_profile_summary()
-    passes = capsys.readouterr().out
-    assert passes.startswith("Passes, by stage")
+    summary = capsys.readouterr().out
+    load, _, passes = summary.removeprefix(split).partition("\n\nPasses, by stage\n")
+    assert re.search(r"^plan +\d", load, re.MULTILINE)
     assert "Bottleneck: " in passes
     assert "dequantise" in passes
+    again = AutoModel.from_pretrained(checkpoint, profiling_mode=True, compression="8bit", device="cpu")
+    assert again.profiler.report().startswith("Load, by stage\n")
+    before = {one["title"]: one for one in again.profiler.as_json()["before"]}
+    loaded = before["Load, by stage"]["layers"]
+    assert {placed.unit for placed in again.placement.units} <= loaded.keys()
+    assert sum(totals["load"]["bytes"] for totals in loaded.values() if "load" in totals) == sum(
+        placed.stored for placed in again.placement.units
+    )
 
 
 def test_prefetching_off(checkpoint: Path) -> None:
