@@ -39,7 +39,7 @@ from rabbitllm.estimate.split_estimate import (
     TensorGroup,
     best,
     missing_bytes,
-    nearest,
+    smallest,
 )
 from rabbitllm.quant.schemes import COMPRESSIONS
 from rabbitllm.splitter.bit_allocation import AllocationSummary
@@ -289,17 +289,16 @@ def _nothing_fits(plan: Plan) -> str:
     too_heavy = _too_heavy(plan)
     if best([outlook for outlook in plan.outlooks if outlook.compression in too_heavy], plan.compression) is not None:
         return f"It fits on the disk, but not in memory. {[*too_heavy.values()][-1]}"
-    smallest = nearest(plan.outlooks)
-    if smallest is None:
+    least = smallest(plan.outlooks)
+    if least is None:
         return "This model cannot be split or loaded here."
-    estimate, route = smallest
+    estimate, route = least
     assert route.lacking is not None
-    more = f"Set max_disk to {route.lacking.need}" if _is_limited(route) else "Free disk space"
     lacking = route.lacking
     return (
         f"Nothing fits. The smallest is {plan.called(estimate.compression)}, {_route_name(estimate, route)}: it needs "
-        f"{lacking.needed} at its peak; {size(lacking.have)} is {lacking.where}. {more}, or use a folder on another "
-        "disk (--dir, layer_shards_saving_path)."
+        f"{lacking.needed} at its peak; {size(lacking.have)} is {lacking.where}. {lacking.advice}, or use a "
+        "folder on another disk (--dir, layer_shards_saving_path)."
     )
 
 
