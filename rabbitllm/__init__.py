@@ -4,7 +4,8 @@
 
     model = AutoModel.from_pretrained("organisation/name", sequential_shard_processing=True, compression="4bit")
 
-The names below are imported when they are first used, so that `import rabbitllm` itself costs nothing.
+The names below are imported when they are first used, so that `import rabbitllm` itself costs nothing; type checkers
+and editors read them in `__init__.pyi`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -14,15 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm import prepare
 from rabbitllm.base.options import (
-    FIRST_GPU,
     Hosts,
     RunOptions,
     ShardPolicy,
     SplitOptions,
     expand,
+    explain_unknown,
     parse_dtype,
     parse_max_memory,
-    reject_unknown,
 )
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.display import split_display
@@ -49,6 +47,33 @@ WITHOUT_EFFECT: Mapping[str, tuple[Any, str]] = {
     "offload_small_layers_use_cpu_cache": (True, "the page cache serves that purpose"),
 }
 """Arguments of RabbitLLM 1.1 that are accepted and ignored: default, and reason."""
+DELETING = ("sequential_shard_processing", "delete_original")
+_NOT_NEEDED = "It is not needed here: remove it."
+_OF_GENERATE = "Pass it to model.generate()."
+_LIMITS = "Set max_memory: weights that fit stay in memory."
+ELSEWHERE: Mapping[str, str] = {
+    "load_in_4bit": "Use compression='4bit'.",
+    "load_in_8bit": "Use compression='8bit'.",
+    "quantization_config": "Use compression='4bit' or '8bit'. A checkpoint that is published quantized needs none.",
+    "device_map": "Use device='auto' for all GPUs, or max_memory for a limit of each device.",
+    "torch_dtype": "Use dtype.",
+    "offload_folder": "Use layer_shards_saving_path for the folder of the layer files.",
+    "use_auth_token": "Use token.",
+    "use_flash_attention_2": "Use attn_implementation='flash_attention_2'.",
+    "gguf_file": "Pass the path of the file as the model, or 'organisation/name:Q4_K_M'.",
+    "filename": "Pass the path of the file as the model, or 'organisation/name:Q4_K_M'.",
+    "subfolder": "Pass the path of the folder as the model.",
+    "model_path": "Use path_or_repo_id.",
+    "model_local_path_or_repo_id": "Use path_or_repo_id.",
+    "config": "Change config.json in the folder of the model.",
+    "max_position_embeddings": "The model's own context length applies; generate() takes max_new_tokens.",
+    "n_ctx": "The model's own context length applies; generate() takes max_new_tokens.",
+    **dict.fromkeys(("max_length", "max_new_tokens", "temperature", "do_sample", "use_cache"), _OF_GENERATE),
+    **dict.fromkeys(("n_gpu_layers", "max_gpu_layers", "install_hooks", "load_resident"), _LIMITS),
+    **dict.fromkeys(("low_cpu_mem_usage", "offload_state_dict", "offload_buffers", "use_safetensors"), _NOT_NEEDED),
+    **dict.fromkeys(("resume_download", "force_download", "ignore_mismatched_sizes", "_fast_init"), _NOT_NEEDED),
+}
+"""Arguments of transformers, AirLLM and llama-cpp-python -> what to use here."""
 
 
 class AutoModel:
@@ -58,11 +83,12 @@ class AutoModel:
         raise OSError("AutoModel has no constructor: call AutoModel.from_pretrained(path_or_repo_id, ...).")
 
     @classmethod
+    @explain_unknown(ELSEWHERE, (*DELETING, *WITHOUT_EFFECT))
     @system_errors_by_name()
     def from_pretrained(
         cls,
-        path_or_repo_id: str | Path,
-        device: str | None = FIRST_GPU,
+        path_or_repo_id: str | Path | None = None,
+        device: str | None = None,
         dtype: Any = None,
         max_seq_len: int = 512,
         layer_shards_saving_path: str | Path | None = None,
@@ -82,6 +108,7 @@ class AutoModel:
         offload_small_layers: bool = False,
         offload_small_layers_use_cpu_cache: bool = True,
         *,
+        pretrained_model_name_or_path: str | Path | None = None,
         sequential_shard_processing: bool = False,
         revision: str | None = None,
         cache_dir: str | Path | None = None,
@@ -98,8 +125,7 @@ class AutoModel:
         verify_source: bool = False,
         split: bool = True,
         hosts: Hosts | None = None,
-        **unknown: Any,
-    ) -> Any:
+    ) -> StreamedModel:
         """Load a model from its split directory; split the checkpoint first if there is none.
 
         Arguments up to `offload_small_layers_use_cpu_cache` may be given by position, in the order of RabbitLLM 1.1.
@@ -152,11 +178,13 @@ class AutoModel:
             split: False reads the checkpoint's own shards and writes nothing; not with `compression`. An existing split
                 is still used.
             hosts: processes, here or on other machines, that each compute a part of the model.
+            pretrained_model_name_or_path: transformers' name of `path_or_repo_id`.
             max_seq_len, persister, use_gds, kv_cache_dir, offload_small_layers_use_cpu_cache: accepted without effect.
 
         Returns:
-            A model of transformers with the attributes and methods of `model` below. With `hosts`, all processes but
-            the first get a worker: its `work()` computes until the first process ends.
+            A model of transformers' class for it, with the attributes and methods of
+            `rabbitllm.engine.streamed_model.StreamedModel` (docs/reference/api.md: `model`). With `hosts`, all
+            processes but the first get a worker: its `work()` computes until the first process ends.
 
         Raises:
             OptionError: an argument has an invalid value.
@@ -165,17 +193,16 @@ class AutoModel:
             SplitError: the split does not fit on the disk, is in use, or belongs to another model.
             NotEnoughMemoryError: the model needs more memory than there is.
             RabbitLLMError: any other error of this package.
-            TypeError: an unknown argument.
+            TypeError: an unknown argument, or the model given twice.
         """
-        parameters = inspect.signature(AutoModel.from_pretrained).parameters.values()
-        names = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
-        reject_unknown(unknown, names, "from_pretrained")
         arguments = locals()
+        if None not in (path_or_repo_id, pretrained_model_name_or_path):
+            raise TypeError("path_or_repo_id and pretrained_model_name_or_path name one argument, and both are given.")
         for name, (default, instead) in WITHOUT_EFFECT.items():
             if arguments[name] != default:
                 logger.warning("%s has no effect: %s.", name, instead)
         request = LoadRequest.of(
-            str(path_or_repo_id),
+            path_or_repo_id if pretrained_model_name_or_path is None else pretrained_model_name_or_path,
             compression,
             layer_shards_saving_path or None,
             revision=revision,
@@ -192,7 +219,7 @@ class AutoModel:
                 "verify_source": verify_source,
             },
             hosts=hosts,
-            device=None if device is None or device is FIRST_GPU else str(device),
+            device=None if device is None else str(device),
             dtype=dtype,
             attn_implementation=attn_implementation,
             prefetching=prefetching,
@@ -207,7 +234,8 @@ class AutoModel:
             fast_bfloat16=fast_bfloat16,
             verify_checksums=verify_checksums,
         )
-        return load(request if split else request.unsplit())
+        model: StreamedModel = load(request if split else request.unsplit())
+        return model
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +257,7 @@ class LoadRequest:
     @classmethod
     def of(
         cls,
-        name: str,
+        name: str | os.PathLike[str] | None,
         compression: str | None = None,
         folder: str | os.PathLike[str] | None = None,
         *,
@@ -256,10 +284,15 @@ class LoadRequest:
             max_memory: device -> bytes, in accelerate's form.
 
         Raises:
-            OptionError: an option is invalid, or two contradict each other.
+            OptionError: an option is invalid, or two contradict each other; or there is no name.
         """
+        if not isinstance(name, str | os.PathLike):
+            raise OptionError(
+                f"The model is {name!r}; expected the path of a folder or file, or the name of a repository.",
+                "Example: AutoModel.from_pretrained('Qwen/Qwen3-0.6B').",
+            )
         access = HubAccess(revision, token, None if cache_dir is None else expand(cache_dir), local_files_only)
-        spec = prepare.ModelSpec(name, compression, None if folder is None else expand(Path(folder)), access)
+        spec = prepare.ModelSpec(str(name), compression, None if folder is None else expand(Path(folder)), access)
         run = RunOptions(dtype=parse_dtype(dtype), max_memory=parse_max_memory(max_memory), **of_run)
         return cls(spec, prepare.split_options(compression, shards, **of_split), run, hosts)
 
@@ -338,7 +371,9 @@ class Prepared:
         from rabbitllm.engine import load
 
         def load_part(share: PartChooser | None = None) -> StreamedModel:
-            return load.load_model(store, run, home, self._devices, share, self._planner)
+            part = load.load_model(store, run, home, self._devices, share, self._planner)
+            part.profiler.before = (self.profile, *part.profiler.before)
+            return part
 
         hosts = self.request.hosts
         if hosts is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,12 +84,6 @@ def missing_package(use: str, package: str, extra: str) -> MissingPackageError:
         f"{use} the package {package}, which is not installed.",
         f'Run pip install ".[{extra}]" in a copy of the repository.',
     )
-
-
-def require_package(use: str, package: str, extra: str) -> None:
-    """Raise the error of `missing_package` if the package is not installed; import nothing."""
-    if importlib.util.find_spec(package) is None:
-        raise missing_package(use, package, extra)
 
 
 class ChatError(RabbitLLMError):

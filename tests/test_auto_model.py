@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import inspect
 import json
 import logging
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -16,9 +18,11 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from rabbitllm import AutoModel
+from rabbitllm import AutoModel, plan
+from rabbitllm.auto_model import DELETING, ELSEWHERE
 from rabbitllm.engine.devices import _warn_of_no_cuda
 from rabbitllm.engine.placement import Tier
+from rabbitllm.engine.streamed_model import StreamedModel
 from rabbitllm.errors import (
     IncompleteSplitError,
     NotEnoughSpaceException,
@@ -47,7 +51,7 @@ from tests.support.tiny_models import one_thread as one_thread
 GOLDEN = Path(__file__).parent / "golden"
 
 RABBITLLM_1_1 = {
-    "device": "cuda:0",
+    "device": None,
     "dtype": None,
     "max_seq_len": 512,
     "layer_shards_saving_path": None,
@@ -67,8 +71,9 @@ RABBITLLM_1_1 = {
     "offload_small_layers": False,
     "offload_small_layers_use_cpu_cache": True,
 }
-"""The keyword arguments of RabbitLLM 1.1.0 and their defaults."""
+"""The keyword arguments of RabbitLLM 1.1.0 and their defaults; of `device`, "cuda:0" there, what it meant."""
 ADDED = {
+    "pretrained_model_name_or_path": None,
     "sequential_shard_processing": False,
     "revision": None,
     "cache_dir": None,
@@ -116,7 +121,7 @@ def test_the_arguments_and_their_defaults() -> None:
     parameters = inspect.signature(AutoModel.from_pretrained).parameters
     by_position = {name: p.default for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD}
     named = {name: p.default for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
-    assert by_position.pop("path_or_repo_id") is inspect.Parameter.empty
+    assert by_position.pop("path_or_repo_id") is None
     assert by_position == RABBITLLM_1_1
     assert named == ADDED
 
@@ -149,23 +154,69 @@ def test_arguments_without_effect_warn(
     assert_same(run(model), reference_logits(checkpoint, INPUT, torch.float32))
 
 
-@pytest.mark.parametrize(
-    ("wrong", "nearest"),
-    [
-        ("compresion", "compression"),
-        ("sequential", "sequential_shard_processing"),
-        ("max_mem", "max_memory"),
-        ("hf_tokn", "hf_token"),
-        ("torch_dtype", "dtype"),
-        ("device_map", "device"),
-    ],
-)
-def test_unknown_argument_suggests_the_nearest(tmp_path: Path, wrong: str, nearest: str) -> None:
+def refused_argument(name: str) -> str:
     with pytest.raises(TypeError) as caught:
-        AutoModel.from_pretrained(tmp_path / "not looked for", **{wrong: 1})
-    assert str(caught.value) == (
-        f"from_pretrained() got an unexpected keyword argument {wrong!r}. Did you mean {nearest!r}?"
-    )
+        AutoModel.from_pretrained("not looked for", **{name: 1})
+    lead = f"from_pretrained() got an unexpected keyword argument {name!r}. "
+    assert str(caught.value).startswith(lead)
+    return str(caught.value).removeprefix(lead)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"), [("compresion", "compression"), ("max_mem", "max_memory"), ("hf_tokn", "hf_token")]
+)
+def test_unknown_argument_suggests_the_nearest(wrong: str, nearest: str) -> None:
+    assert refused_argument(wrong) == f"Did you mean {nearest!r}?"
+
+
+def test_arguments_of_other_libraries_name_ours() -> None:
+    arguments = inspect.signature(AutoModel.from_pretrained).parameters
+    assert not arguments.keys() & ELSEWHERE.keys()
+    for name, sentence in ELSEWHERE.items():
+        assert refused_argument(name) == sentence
+        assert sentence.endswith(".")
+        ours = {*re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", sentence)} - {"max_new_tokens"}
+        assert ours <= arguments.keys(), sentence
+    assert "compression='4bit'" in ELSEWHERE["load_in_4bit"]
+
+
+def test_no_wrong_name_leads_to_a_deletion() -> None:
+    """Also not a typing error in the option itself."""
+    wrong = [*ELSEWHERE, *DELETING, "sequential", "delete", "quantisation_config", "original"]
+    for name in [*wrong, *(name.replace("_", "") for name in wrong)]:
+        if name not in DELETING:
+            assert not any(option in refused_argument(name) for option in DELETING), name
+
+
+def test_the_model_by_the_name_of_transformers(checkpoint: Path) -> None:
+    model = AutoModel.from_pretrained(pretrained_model_name_or_path=checkpoint, device="cpu")
+    assert_same(run(model), reference_logits(checkpoint, INPUT, torch.float32))
+    with pytest.raises(TypeError, match="name one argument, and both are given"):
+        AutoModel.from_pretrained(checkpoint, pretrained_model_name_or_path=checkpoint)
+
+
+@pytest.mark.parametrize("nothing", [None, 5, ["a"]])
+def test_no_model_is_said(nothing: Any) -> None:
+    for call in (AutoModel.from_pretrained, plan):
+        with pytest.raises(OptionError, match=re.escape(f"The model is {nothing!r}; expected the path")):
+            call(nothing)
+    with pytest.raises(OptionError, match="The model is None"):
+        AutoModel.from_pretrained()
+
+
+def test_the_documentation_of_the_call_says_where_the_model_is_described() -> None:
+    text = AutoModel.from_pretrained.__doc__ or ""
+    assert f"`{StreamedModel.__module__}.{StreamedModel.__name__}`" in text
+    assert "\n### model\n" in (Path(__file__).parent.parent / "docs/reference/api.md").read_text(encoding="utf-8")
+
+
+def test_placement_and_profiler_are_tables_in_a_notebook(checkpoint: Path) -> None:
+    model = AutoModel.from_pretrained(checkpoint, device="cpu", profiling_mode=True)
+    run(model)
+    for table in (model.placement, model.profiler):
+        assert table._repr_html_() == f"<pre>{html.escape(str(table))}</pre>"
+    assert str(model.profiler) == model.profiler.report()
+    assert "compute" in str(model.profiler)
 
 
 def test_it_is_not_constructed() -> None:
@@ -244,15 +295,27 @@ def test_saving_path(checkpoint: Path, tmp_path: Path) -> None:
 
 def test_profiling_reports_the_split_and_the_passes(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = AutoModel.from_pretrained(checkpoint, profiling_mode=True, compression="8bit", **STREAM)
-    split = capsys.readouterr().out
+    split = capsys.readouterr().out.rstrip("\n")
     assert "quantise" in split
     assert "Bottleneck: " in split
+    after_load = model.profiler.report()
+    assert after_load.startswith(f"{split}\n\nLoad, by stage\n")
+    assert after_load.endswith("\n\nPasses, by stage: nothing was recorded yet.")
     run(model)
     model.print_profile_summary()
-    passes = capsys.readouterr().out
-    assert passes.startswith("Passes, by stage")
+    summary = capsys.readouterr().out
+    load, _, passes = summary.removeprefix(split).partition("\n\nPasses, by stage\n")
+    assert re.search(r"^plan +\d", load, re.MULTILINE)
     assert "Bottleneck: " in passes
     assert "dequantise" in passes
+    again = AutoModel.from_pretrained(checkpoint, profiling_mode=True, compression="8bit", device="cpu")
+    assert again.profiler.report().startswith("Load, by stage\n")
+    before = {one["title"]: one for one in again.profiler.as_json()["before"]}
+    loaded = before["Load, by stage"]["layers"]
+    assert {placed.unit for placed in again.placement.units} <= loaded.keys()
+    assert sum(totals["load"]["bytes"] for totals in loaded.values() if "load" in totals) == sum(
+        placed.stored for placed in again.placement.units
+    )
 
 
 def test_prefetching_off(checkpoint: Path) -> None:

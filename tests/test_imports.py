@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,21 @@ def test_the_front_door_itself_needs_no_torch() -> None:
     assert not {"torch", "transformers", "bitsandbytes"} & set(loaded)
 
 
+def test_pip_install_without_extras_brings_what_modules_import() -> None:
+    """So that every command of the README runs; packages of the extras are imported where they are used."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    installed = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in project["dependencies"]}  # type: ignore[index]
+    needed = set()
+    for path in modules().values():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Import):
+                needed |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                needed.add((node.module or "").partition(".")[0])
+    assert needed >= {"uvicorn", "starlette", "pydantic", "greenlet"}
+    assert needed - {*sys.stdlib_module_names, "rabbitllm", "llvmlite"} <= installed  # numba brings llvmlite
+
+
 def test_all_is_exact() -> None:
     assert set(rabbitllm.__all__) == PUBLIC
     assert len(rabbitllm.__all__) == len(PUBLIC)
@@ -90,6 +107,14 @@ def test_all_is_exact() -> None:
         assert getattr(rabbitllm, name) is not None
     with pytest.raises(AttributeError, match="has no attribute 'Automodel'"):
         rabbitllm.Automodel  # noqa: B018
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    stub = ast.parse((PACKAGE / "__init__.pyi").read_text(encoding="utf-8"))
+    homes = {
+        alias.asname: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert homes == {**rabbitllm._HOME, "__version__": "rabbitllm.version"}
 
 
 def test_every_module_is_importable_without_a_gpu() -> None:

@@ -161,3 +161,12 @@ def test_the_first_example_of_the_readme_uses_the_chat_template() -> None:
     first = next(code for page, code in PYTHON if page == "README.md")
     assert "Instruct" in first
     assert "apply_chat_template(" in first
+
+
+def test_the_first_screen_names_the_two_commands_and_the_small_torch_comes_first() -> None:
+    first_screen = "\n".join(README.splitlines()[:24])
+    assert "`make demo`" in first_screen
+    assert "`make test`" in first_screen
+    for page in ("README.md", "docs/guides/first-model.md", "docs/index.md"):
+        installs = re.findall(r"^pip install .*", PAGES[page], re.MULTILINE)
+        assert installs == ["pip install torch --index-url https://download.pytorch.org/whl/cpu", "pip install ."]

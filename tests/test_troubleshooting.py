@@ -90,11 +90,11 @@ def spoken(call: ast.Call) -> str | None:
     return "" if is_log and name == "warning" and call.func.value.id == "logger" else None  # type: ignore[attr-defined]
 
 
-MAKERS = ("missing_package", "require_package")
+MAKERS = ("missing_package",)
 
 
 def missing(call: ast.Call, around: ast.AST) -> list[str] | None:
-    """The messages of a call of `errors.missing_package` or `errors.require_package`."""
+    """The messages of a call of `errors.missing_package`."""
     if getattr(call.func, "id", "") not in MAKERS:
         return None
     uses, packages = (text_of(arg, around) or [HOLE] for arg in call.args[:2])

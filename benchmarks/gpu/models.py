@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import shutil
@@ -248,16 +247,14 @@ def _peaks(model: Any, gpu: Any, most: int, long: int) -> Iterator[Row]:
         is_right = case != cases[-1] or (
             cases[0] in found and case in found and torch.equal(found[cases[0]], found[case])
         )
-        row |= {"estimated": cost and cost.of(tokens, tokens, sequences) / MIB, "out of memory": said}
+        row |= {"estimated": cost.of(tokens, tokens, sequences) / MIB, "out of memory": said}
         yield row | {"ok": bool(said) == is_too_little and is_right}
 
 
 def _cost(model: Any) -> Any:
-    """The estimate of a pass; None without the package greenlet, an option of this step."""
-    with contextlib.suppress(ModuleNotFoundError):
-        memory = importlib.import_module("rabbitllm.generation.memory")
-        return memory.cost_of_a_pass(model.config.get_text_config(), model.dtype.itemsize)
-    return None
+    """The estimate of a pass."""
+    memory = importlib.import_module("rabbitllm.generation.memory")
+    return memory.cost_of_a_pass(model.config.get_text_config(), model.dtype.itemsize)
 
 
 def pace(place: Place) -> Iterator[Row]:

@@ -36,7 +36,7 @@ def main() -> None:
         workers = 0 if job["rank"] else job["processes"] - 1
         hosts = Hosts(address, workers, job["rank"], patience=300, timeout=300, announce=say)
     # each process has a control group of its own
-    limits = None if job["all"] else {"cpu": default_budget(CpuDevice())}
+    limits: dict[int | str, int | str] | None = None if job["all"] else {"cpu": default_budget(CpuDevice())}
     start = time.perf_counter()
     model = AutoModel.from_pretrained(
         job["folder"], device="cpu", max_memory=limits, show_layer_progress=False, hosts=hosts

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import difflib
 import enum
+import functools
+import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from rabbitllm.errors import OptionError
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 _UNITS = {"": 1, "b": 1, **{f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}}
 _UNITS |= {f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 TRANSFERS = ("auto", "file", "stream")
 """Ways for shards of a repository to arrive; see `SplitOptions.shard_transfer`."""
-FIRST_GPU = type("DefaultDevice", (str,), {})("cuda:0")
-"""The default of a `device` argument: a separate object, to distinguish it from a caller's "cuda:0"."""
 BIG_LAYER_BYTES = 10 * 1000**3
 """Layers above this size cause a warning: streaming one takes that much memory; splitting does not."""
 
@@ -309,16 +311,34 @@ def parse_dtype(dtype: Any) -> str | None:
     return None if dtype in (None, "auto") else str(dtype).removeprefix("torch.")
 
 
-def reject_unknown(names: Iterable[str], known: Iterable[str], function: str) -> None:
-    """Refuse unknown keyword arguments, naming the nearest known one.
+def explain_unknown(
+    instead: Mapping[str, str], unsuggested: Collection[str]
+) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+    """A decorator that refuses unknown keyword arguments with a TypeError that says what to use.
 
-    Raises:
-        TypeError: as Python itself raises for an unexpected keyword argument.
+    The function itself has no `**unknown`, so that type checkers and editors find a wrong name too.
+
+    Args:
+        instead: name of another library -> a sentence about what to use here.
+        unsuggested: arguments that no error suggests: a typing error must not lead to one.
     """
-    options = sorted(known)
-    for name in names:
-        near = difflib.get_close_matches(name, options, n=1, cutoff=0.0)[0]
-        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}. Did you mean {near!r}?")
+
+    def decorated(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        known = inspect.signature(function).parameters
+
+        @functools.wraps(function)
+        def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            if name := next((name for name in kwargs if name not in known), None):
+                near = difflib.get_close_matches(name, sorted({*known} - {*unsuggested}), n=1)
+                advice = f"Did you mean {near[0]!r}?" if near else "Its documentation lists the arguments."
+                raise TypeError(
+                    f"{function.__name__}() got an unexpected keyword argument {name!r}. {instead.get(name, advice)}"
+                )
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorated
 
 
 def expand(path: str | Path) -> Path:

@@ -7,7 +7,9 @@ streams.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import html
+import io
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -114,6 +116,22 @@ def put_fact(console: Console, name: str, value: str) -> None:
         line.rstrip()
         lead = Text(f"{'' if index else name:<{LABEL}}", "cyan")
         console.print(Text.assemble(lead, line), soft_wrap=True)
+
+
+def text_on(show: Callable[[Console], None]) -> str:
+    """Return what a report prints, as text without colours and without a last line break."""
+    lines = io.StringIO()
+    show(Console(file=lines, color_system=None, force_terminal=False, force_jupyter=False, highlight=False))
+    return lines.getvalue().rstrip("\n")
+
+
+class Printed:
+    """A result whose text is a table; a notebook shows it as its value."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.batch_jobs.items import BatchAnswer, BatchCall, Generate, Item, Refused
-from rabbitllm.errors import MediaError, require_package
+from rabbitllm.errors import MediaError
 from rabbitllm.generation.media import openai_part, text_of_parts
 from rabbitllm.generation.request import (
     Delta,
@@ -31,12 +31,15 @@ from rabbitllm.generation.request import (
     options_of,
 )
 from rabbitllm.generation.template import ChatTemplate
+from rabbitllm.server.answers import ChatChoices, CompletionChoices, ResponseBuilder, TokenTexts
 from rabbitllm.server.api_error import BAD_MEDIA, BROKEN, PROMPT_ERRORS, APIError, bad, bad_options, prompt_error
+from rabbitllm.server.reasoning import AnswerFormat
+from rabbitllm.server.requests import checked_chat, checked_completion
+from rabbitllm.server.schemas import ChatBody, CompletionBody, parsed
 from rabbitllm.server.settings import Settings
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
-    from rabbitllm.server.reasoning import AnswerFormat
 
 FINISHES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
@@ -90,7 +93,6 @@ class RequestBuilder:
 
         Raises:
             APIError: the item is invalid or unsupported; the error is its answer.
-            MissingPackageError: the line is in OpenAI's format, and the packages that read those are not installed.
         """
         if isinstance(item.task, BatchCall):
             return self._prepare_call(item, item.task)
@@ -126,13 +128,6 @@ class RequestBuilder:
         return PreparedItem(item, requests, lambda _, results: _native_line(item, results))
 
     def _prepare_call(self, item: Item, task: BatchCall) -> PreparedItem:
-        require_pydantic()
-
-        from rabbitllm.server.answers import ChatChoices, CompletionChoices, ResponseBuilder, TokenTexts
-        from rabbitllm.server.reasoning import AnswerFormat
-        from rabbitllm.server.requests import checked_chat, checked_completion
-        from rabbitllm.server.schemas import ChatBody, CompletionBody, parsed
-
         defaults = task.defaults
         max_new_tokens = defaults.max_new_tokens
         settings = Settings(
@@ -196,15 +191,6 @@ def _with_defaults(task: BatchCall, index: int) -> dict[str, Any]:
     if task.defaults.stop:
         body.setdefault("stop", list(task.defaults.stop))
     return body
-
-
-def require_pydantic() -> None:
-    """Check for the package that reads lines of OpenAI's batch format.
-
-    Raises:
-        MissingPackageError: it is not installed.
-    """
-    require_package("Lines of OpenAI's batch format need", "pydantic", "batch")
 
 
 def refused_answer(item: Item, error: APIError) -> BatchAnswer:

@@ -29,7 +29,6 @@ from rabbitllm.batch_jobs._requests import (
     RequestBuilder,
     call_line,
     refused_answer,
-    require_pydantic,
     unreadable_answer,
 )
 from rabbitllm.batch_jobs.inputs import ERRORS, GENERATIONS, kind_of
@@ -51,10 +50,11 @@ from rabbitllm.generation.request import (
 from rabbitllm.generation.request import Limits as BatchLimits
 from rabbitllm.generation.scoring import Room, Scored, ScoredText, score
 from rabbitllm.server.api_error import BROKEN, APIError, bad
+from rabbitllm.server.embeddings import CheckedEmbedding, checked_embedding
+from rabbitllm.server.schemas import Embedding, parsed
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
-    from rabbitllm.server.embeddings import CheckedEmbedding
 
 
 def answered(
@@ -71,7 +71,6 @@ def answered(
 
     Raises:
         RabbitLLMError, OSError, MemoryError: the run cannot continue; the remaining items have no answer.
-        MissingPackageError: a line is in OpenAI's format, and the packages that read those are not installed.
     """
     for line_kind, group in groupby(items, lambda item: kind_of(item.task)):
         if line_kind == ERRORS:
@@ -443,11 +442,6 @@ def _pair(builder: RequestBuilder, context: str, continuation: str) -> tuple[tup
 
 
 def _embedding_call(task: BatchCall, builder: RequestBuilder) -> CheckedEmbedding:
-    require_pydantic()
-
-    from rabbitllm.server.embeddings import checked_embedding
-    from rabbitllm.server.schemas import Embedding, parsed
-
     body = parsed(Embedding, {name: value for name, value in task.body.items() if value is not None})
     return checked_embedding(body, builder.tokenizer, builder.limits, builder.width, max_inputs=None)
 

@@ -11,22 +11,13 @@ from typing import TYPE_CHECKING, Any
 from rabbitllm.base.options import expand, parse_size
 from rabbitllm.batch_jobs.inputs import STDIN
 from rabbitllm.batch_jobs.items import Defaults, JobLimits, pooling_of
-from rabbitllm.errors import require_package, system_errors_by_name
+from rabbitllm.errors import system_errors_by_name
 from rabbitllm.generation.request import Pooling, Sampling
 from rabbitllm.storage.durable import ScratchFolder
 
 if TYPE_CHECKING:
     from rabbitllm.batch_jobs.display import Progress
     from rabbitllm.engine.streamed_model import StreamedModel
-
-
-def check_installed() -> None:
-    """Check for the packages that only batches need; imports none of them.
-
-    Raises:
-        MissingPackageError: greenlet, by which lines share passes, is not installed.
-    """
-    require_package("A batch needs", "greenlet", "batch")
 
 
 @system_errors_by_name()
@@ -90,11 +81,9 @@ def batch(
     Raises:
         InputError: the input cannot be read, or contains an id twice.
         ResultsError: the output exists already, belongs to another input, or cannot be written.
-        MissingPackageError: a required package of `pip install ".[batch]"` is missing.
+        MissingPackageError: a Parquet file, and pyarrow (`pip install ".[batch]"`) is missing.
         RabbitLLMError: see `AutoModel.from_pretrained`.
     """
-    check_installed()
-
     from rabbitllm.batch_jobs.job import BatchJob, work
 
     texts = (stop,) if isinstance(stop, str) else tuple(stop)

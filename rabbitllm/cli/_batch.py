@@ -88,10 +88,6 @@ def batch_command(
       rabbitllm batch my-checkpoint questions.jsonl -o answers.jsonl
       rabbitllm batch my-checkpoint in.jsonl -o out.jsonl --sequences 64 --exact
     """
-    from rabbitllm.batch_jobs.api import check_installed
-
-    check_installed()
-
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
 

@@ -107,10 +107,6 @@ def serve_command(
       rabbitllm serve Qwen/Qwen2.5-7B-Instruct --compression 4bit
       rabbitllm serve my-checkpoint --served-name rabbit --max-running 16
     """
-    from rabbitllm.server.settings import check_installed
-
-    check_installed()
-
     from rabbitllm.server.settings import bound, check_guarded, hosts_of
 
     listening = bound(host, port)  # now, not after an hour of splitting

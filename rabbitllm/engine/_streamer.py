@@ -41,7 +41,7 @@ from rabbitllm.engine.units import ParameterEntry, PartReader, TensorsByRecipe, 
 from rabbitllm.engine.weight_tensors import called_by, untrainable
 from rabbitllm.errors import AbsentWeightError
 from rabbitllm.store.layer_store import WeightFiles
-from rabbitllm.telemetry.passes import COMPUTE, DEQUANTIZE
+from rabbitllm.telemetry.passes import COMPUTE, DEQUANTIZE, LOAD
 from rabbitllm.telemetry.profiler import Profiler
 
 
@@ -204,7 +204,8 @@ class Streamer:
         store: WeightFiles,
         profiler: Profiler,
         pools: Mapping[str, ExpertPool],
-        prefetching: bool = True,
+        prefetching: bool,
+        loading: Profiler,
     ) -> None:
         self._model = model
         self._store = store
@@ -227,7 +228,8 @@ class Streamer:
         self._release: dict[str, Callable[[], None]] = {}
         self._current = _CurrentDevices()
         for placed in placement.units:
-            self._install(sources[placed.unit], placed.tier, self.executors[placed.device])
+            with loading.stage(placed.unit, LOAD, placed.stored if placed.tier in (*READY, Tier.PACKED) else 0):
+                self._install(sources[placed.unit], placed.tier, self.executors[placed.device])
         self._watch_calls(sources, placement)
 
     @property

@@ -42,6 +42,7 @@ from rabbitllm.engine.units import input_embedding
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.quant.schemes import SCHEMES, check_compression
 from rabbitllm.store.layer_store import LayerStore, WeightFiles
+from rabbitllm.telemetry.passes import PLAN
 from rabbitllm.telemetry.profiler import Profiler
 
 logger = logging.getLogger(__name__)
@@ -104,7 +105,9 @@ def _bound(
     options: RunOptions,
 ) -> StreamedModel:
     """The planned model, with its weights resident or streamed; see `load_model`."""
-    plan = planner.take(store, home, options)
+    loading = Profiler(options.profiling, "Load, by stage")
+    with loading.stage("model", PLAN):
+        plan = planner.take(store, home, options)
     if share is not None:
         plan = only_a_part(plan, share, store, devices, options)
     if (error := too_little_memory(plan, devices)) is not None:
@@ -112,7 +115,8 @@ def _bound(
     plan, by_name = plan.as_multiplied(), {device.name: device for device in devices}
     skeleton.materialise_buffers(plan.model, _device_finder(plan.placement, by_name), plan.weights.absent)
     profiler = Profiler(options.profiling, "Passes, by stage")
-    plan, streamer = _with_weights(plan, store, by_name, profiler, options)
+    profiler.before = (loading,)
+    plan, streamer = _with_weights(plan, store, by_name, profiler, loading, options)
     unused = plan.weights.unused
     if unused:
         logger.info("%d stored tensors are not used by %s.", len(unused), type(plan.model).__name__)
@@ -135,7 +139,12 @@ def _bound(
 
 
 def _with_weights(
-    plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Device], profiler: Profiler, options: RunOptions
+    plan: LoadPlan,
+    store: WeightFiles,
+    by_name: Mapping[str, Device],
+    profiler: Profiler,
+    loading: Profiler,
+    options: RunOptions,
 ) -> tuple[LoadPlan, Streamer]:
     """Load what is resident, and install the hooks that stream the rest; the plan may then pin other units.
 
@@ -162,7 +171,7 @@ def _with_weights(
     with torch.no_grad():
         pools = bind_experts(model, plan.experts, placement, by_name, store, profiler, read_modes)
         executors = device_executors(sources, placement, by_name, store, profiler, pinned, read_mode)
-        streamer = Streamer(model, sources, placement, executors, store, profiler, pools, options.prefetching)
+        streamer = Streamer(model, sources, placement, executors, store, profiler, pools, options.prefetching, loading)
     for unit in (source.unit for source in mapped if checks is not None):
         if unit.name in whole:
             wait_before(unit.module, functools.partial(read_ahead.wait_for, unit.name))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rabbitllm.base.rounding import round_up
-from rabbitllm.base.terminal import aligned, size
+from rabbitllm.base.terminal import Printed, aligned, size
 from rabbitllm.display import tier_picture
 from rabbitllm.display.tier_picture import COLOURS, Bar
 
@@ -241,7 +241,7 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(Printed):
     """The placement of every unit; prints as a table.
 
     Attributes:

@@ -90,12 +90,15 @@ class Internals:
 
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel as _TransformersModel
+    from transformers import GenerationMixin
+
+    class _TransformersModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+        """What type checkers and editors know of the model's own class."""
 else:
     _TransformersModel = object  # the model's own class comes after it, see `adopt`
 
 
-class StreamedModel(_TransformersModel):  # type: ignore[misc]
+class StreamedModel(_TransformersModel):
     """A model of transformers whose weights are resident or streamed.
 
     It is an instance of transformers' class for the model, with its `forward`, `generate` and `config`. Logits are a

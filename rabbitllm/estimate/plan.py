@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import shutil
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rabbitllm import prepare
@@ -18,7 +17,7 @@ from rabbitllm.base.options import ShardPolicy, parse_size
 from rabbitllm.checkpoints.config import experts_a_token
 from rabbitllm.errors import OptionError, system_errors_by_name
 from rabbitllm.estimate import split_estimate
-from rabbitllm.estimate.cost_model import PROMPT_TOKENS, GenerationEstimate
+from rabbitllm.estimate.report import Plan as Plan
 from rabbitllm.estimate.scan import SourceScan
 from rabbitllm.estimate.split_estimate import (
     ROUTES,
@@ -29,7 +28,6 @@ from rabbitllm.estimate.split_estimate import (
     Rates,
     Recommendation,
     Route,
-    SplitEstimate,
     anatomy_of,
     big_layers,
     commonest_dtype,
@@ -42,22 +40,6 @@ from rabbitllm.splitter.request import disk_budget_of, kept_in_cache, resumed_di
 from rabbitllm.storage.folders import existing
 from rabbitllm.store.layer_file import LAYER_SUFFIX
 from rabbitllm.store.manifest import MANIFEST_NAME
-
-
-@dataclass(frozen=True, slots=True)
-class Plan(SplitEstimate):
-    """The complete estimate of a split, and of generation after it.
-
-    Attributes:
-        devices: devices that would compute.
-        prompt_tokens: length of the prompt before the first token, in tokens.
-        generations: one for each compression, in the order of `outlooks`.
-    """
-
-    devices: tuple[str, ...] = ()
-    prompt_tokens: int = PROMPT_TOKENS
-    generations: tuple[GenerationEstimate, ...] = ()
-
 
 MIN_FREE_DISK = "1GB"
 
@@ -106,7 +88,7 @@ def plan(
         RabbitLLMError: an invalid argument, no such source, or a malformed one.
     """
     request = LoadRequest.of(
-        str(path_or_repo_id),
+        path_or_repo_id,
         compression,
         layer_shards_saving_path or None,
         revision=revision,

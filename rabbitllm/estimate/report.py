@@ -1,4 +1,4 @@
-"""A plan as text: its values, a line for every route and for every compression, and the call that fits. Decides
+"""A plan, and its text: its values, a line for every route and for every compression, and the call that fits. Decides
 nothing.
 
 The layout is for 80 columns. A terminal gets colours and wrapped lines; elsewhere each is one plain line.
@@ -7,17 +7,29 @@ The layout is for 80 columns. A terminal gets colours and wrapped lines; elsewhe
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
 from rabbitllm.base.options import BIG_LAYER_BYTES
-from rabbitllm.base.terminal import counted, duration, large, listed, put, put_fact, size, size_rounded_up, speed
+from rabbitllm.base.terminal import (
+    Printed,
+    counted,
+    duration,
+    large,
+    listed,
+    put,
+    put_fact,
+    size,
+    size_rounded_up,
+    speed,
+    text_on,
+)
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import OptionError
-from rabbitllm.estimate.cost_model import Experts, GenerationEstimate
-from rabbitllm.estimate.plan import Plan
+from rabbitllm.estimate.cost_model import PROMPT_TOKENS, Experts, GenerationEstimate
 from rabbitllm.estimate.split_estimate import (
     Anatomy,
     CompressionEstimate,
@@ -27,7 +39,7 @@ from rabbitllm.estimate.split_estimate import (
     TensorGroup,
     best,
     missing_bytes,
-    nearest,
+    smallest,
 )
 from rabbitllm.quant.schemes import COMPRESSIONS
 from rabbitllm.splitter.bit_allocation import AllocationSummary
@@ -64,6 +76,24 @@ def _limits(allocation: AllocationSummary) -> str:
         return f"all weights stay in {size(allocation.memory)} of memory; a token reads nothing from the disk"
     place = "max_disk" if allocation.max_disk is not None else "the free disk"
     return f"too large for memory at any bits; the limit is {place}, with at most 8bit per weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(SplitEstimate, Printed):
+    """The complete estimate of a split, and of generation after it; prints as `rabbitllm plan` does.
+
+    Attributes:
+        devices: devices that would compute.
+        prompt_tokens: length of the prompt before the first token, in tokens.
+        generations: one for each compression, in the order of `outlooks`.
+    """
+
+    devices: tuple[str, ...] = ()
+    prompt_tokens: int = PROMPT_TOKENS
+    generations: tuple[GenerationEstimate, ...] = ()
+
+    def __str__(self) -> str:
+        return text_on(lambda console: show(self, console))
 
 
 GROUPS_SHOWN = 3
@@ -259,17 +289,16 @@ def _nothing_fits(plan: Plan) -> str:
     too_heavy = _too_heavy(plan)
     if best([outlook for outlook in plan.outlooks if outlook.compression in too_heavy], plan.compression) is not None:
         return f"It fits on the disk, but not in memory. {[*too_heavy.values()][-1]}"
-    smallest = nearest(plan.outlooks)
-    if smallest is None:
+    least = smallest(plan.outlooks)
+    if least is None:
         return "This model cannot be split or loaded here."
-    estimate, route = smallest
+    estimate, route = least
     assert route.lacking is not None
-    more = f"Set max_disk to {route.lacking.need}" if _is_limited(route) else "Free disk space"
     lacking = route.lacking
     return (
         f"Nothing fits. The smallest is {plan.called(estimate.compression)}, {_route_name(estimate, route)}: it needs "
-        f"{lacking.needed} at its peak; {size(lacking.have)} is {lacking.where}. {more}, or use a folder on another "
-        "disk (--dir, layer_shards_saving_path)."
+        f"{lacking.needed} at its peak; {size(lacking.have)} is {lacking.where}. {lacking.advice}, or use a "
+        "folder on another disk (--dir, layer_shards_saving_path)."
     )
 
 

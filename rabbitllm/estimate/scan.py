@@ -60,7 +60,10 @@ class SourceScan:
     @cached_property
     def manifests(self) -> dict[str | None, Manifest | None]:
         """The manifests of complete splits, by compression; None for one of RabbitLLM 1.1's."""
-        return {c: read_manifest(folder) for c, folder in self.folders.items() if is_finished(folder)}
+        return {c: read_manifest(folder) for c, folder in self.folders.items() if self._is_complete(folder)}
+
+    def _is_complete(self, folder: Path) -> bool:
+        return prepare.is_complete(folder, self.source.local, self.source.entry)
 
     @cached_property
     def journals(self) -> dict[str | None, journal.Replay]:

@@ -439,15 +439,15 @@ def best(
     return None
 
 
-def nearest(estimates: Sequence[CompressionEstimate]) -> tuple[CompressionEstimate, Route] | None:
-    """If nothing fits, select the route that lacks least, and of several the one with least disk use."""
+def smallest(estimates: Sequence[CompressionEstimate]) -> tuple[CompressionEstimate, Route] | None:
+    """If nothing fits, select the route with the least disk use, and of several the one that lacks least."""
     lacking = [(estimate, route) for estimate in estimates for route in estimate.routes if route.lacking is not None]
-    return min(lacking, key=lambda pair: (missing_bytes(pair[1]), pair[1].disk_bytes), default=None)
+    return min(lacking, key=lambda pair: (pair[1].disk_bytes, missing_bytes(pair[1])), default=None)
 
 
 def missing_bytes(route: Route) -> int:
     """Return the bytes that a route lacks; 0 if it fits."""
-    return route.lacking.need - route.lacking.have if route.lacking is not None else 0
+    return route.lacking.missing if route.lacking is not None else 0
 
 
 def call_of(source: str, arguments: Mapping[str, object]) -> str:

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from rabbitllm.auto_model import LoadRequest, load
 from rabbitllm.base.options import expand
-from rabbitllm.base.terminal import Column, counted, harmless, put, put_fact, put_table, size
+from rabbitllm.base.terminal import Column, Printed, counted, harmless, put, put_fact, put_table, size, text_on
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.local import entry_in
 from rabbitllm.demo.models import BundledModel
@@ -217,8 +217,8 @@ class ComparedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Quality:
-    """The result of a comparison.
+class Quality(Printed):
+    """The result of a comparison; prints as `rabbitllm quality` does.
 
     Attributes:
         model: the compared model.
@@ -237,6 +237,9 @@ class Quality:
     dtype: str
     summary: Summary
     problems: int
+
+    def __str__(self) -> str:
+        return text_on(lambda console: show(self, console))
 
     def as_json(self) -> dict[str, Any]:
         """The result as a dict for `json.dumps`: sizes in bytes, divergences in nats."""

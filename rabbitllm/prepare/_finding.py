@@ -37,6 +37,7 @@ from rabbitllm.checkpoints.index import (
 )
 from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, entry_in, is_writable
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME, names_a_model
+from rabbitllm.checkpoints.naming import naming_by_block
 from rabbitllm.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -44,16 +45,19 @@ from rabbitllm.errors import (
     HubError,
     IncompleteSplitError,
     MissingShardError,
+    RabbitLLMError,
     SplitMismatchError,
     system_errors_by_name,
 )
 from rabbitllm.quant.schemes import check_fitting
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.lock import locked
+from rabbitllm.splitter.request import metadata_of
 from rabbitllm.splitter.split import STAGING_NAME
 from rabbitllm.storage import durable, folder_lock
 from rabbitllm.storage.folder_lock import FolderKind, FolderLock
 from rabbitllm.store import locations
+from rabbitllm.store.layer_file import DONE_SUFFIX, LAYER_SUFFIX
 from rabbitllm.store.locations import resolve_name, with_near_names
 from rabbitllm.store.manifest import (
     SPLIT_DIRECTORY,
@@ -381,7 +385,7 @@ def _find_local(folder: Path, spec: ModelSpec, *, only_look: bool, entry: str | 
     if entry is None and has_legacy_layers and names_a_model(folder / CONFIG_NAME):
         return Source(spec.name, folder, folder, finished=True)
     target = locations.for_local(folder, spec.folder, spec.compression, spec.base)
-    finished = is_finished(target)
+    finished = is_complete(target, folder, entry)
     repository = None
     if spec.repo_id is not None and not finished:
         repository = open_repository(spec.repo_id, spec.access, target / STAGING_NAME)
@@ -579,4 +583,39 @@ def _legacy_in_snapshot(spec: ModelSpec, commit: str) -> Source | None:
     if snapshot is None or spec.folder is not None:
         return None
     folder = snapshot / directory_name(spec.compression)
-    return Source(spec.name, folder, snapshot, finished=True) if is_legacy(folder) else None
+    is_usable = is_legacy(folder) and is_complete(folder, snapshot)
+    return Source(spec.name, folder, snapshot, finished=True) if is_usable else None
+
+
+def is_complete(folder: Path, local: Path | None, entry: str | None = None) -> bool:
+    """Whether a folder is a complete split directory, also by the checkpoint that it may have been made from.
+
+    One of RabbitLLM 1.1 does not record its layers. If it lacks some, and the checkpoint has all its shards, that split
+    was interrupted, and is made again.
+
+    Args:
+        folder: the split directory.
+        local: the folder of the checkpoint; None if it is not on this machine.
+        entry: of the checkpoint, see `Source`.
+    """
+    was_interrupted = local is not None and is_legacy(folder) and _was_interrupted(folder, local, entry)
+    return is_finished(folder) and not was_interrupted
+
+
+_LAYERS_OF_1_1 = ("embed_tokens", "norm", "lm_head")
+"""Ids of the layers that RabbitLLM 1.1 wrote besides the stack of decoder layers; it left out all others."""
+
+
+def _was_interrupted(folder: Path, local: Path, entry: str | None) -> bool:
+    try:
+        checkpoint = LocalCheckpoint(local, entry=entry)
+        shards = metadata_of(checkpoint, checkpoint.index.shards)
+    except (RabbitLLMError, OSError):
+        return False
+    if len(shards) < len(checkpoint.index.shards):
+        return False  # the folder may be the only copy
+    names = (spec.name for shard in shards.values() for spec in shard.header.tensors)
+    layers = {layer.stem: layer.id for layer in map(naming_by_block().find, names) if layer is not None}
+    written = {stem for stem in layers if (folder / f"{stem}{LAYER_SUFFIX}{DONE_SUFFIX}").exists()}
+    stacks = {stem.rpartition(".")[0] for stem in written if stem.rpartition(".")[2].isdigit()}
+    return any(layers[stem] in _LAYERS_OF_1_1 or stem.rpartition(".")[0] in stacks for stem in layers.keys() - written)

@@ -32,6 +32,7 @@ from rabbitllm.prepare._finding import (
     config_of,
     experts_of,
     family_of,
+    is_complete,
     open_folder,
     refuse_another,
 )
@@ -300,7 +301,9 @@ def ensure_split(
                 return Profiler(enabled=options.profiling)
     with system_errors_by_name(folder), locked(folder), reporting_interrupts(folder), contextlib.ExitStack() as locks:
         split_lock.revoke(source.split_folder)  # of a run that died and whose workers may still be running
-        if is_finished(source.split_folder):  # checked again: the previous holder of the lock may have finished it
+        if is_complete(
+            folder, source.local, source.entry
+        ):  # checked again: the previous holder of the lock may have finished it
             if options.shards.deletes_rest:
                 locks.enter_context(lock_source(source, options))
             check_finished(source, options, accept)

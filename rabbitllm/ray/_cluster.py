@@ -8,6 +8,7 @@ of the work done on the cluster.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import shutil
 import socket
@@ -20,7 +21,7 @@ from typing import Any
 
 from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base.options import expand
-from rabbitllm.errors import ClusterError, OptionError, RabbitLLMError, require_package
+from rabbitllm.errors import ClusterError, OptionError, RabbitLLMError, missing_package
 from rabbitllm.splitter.lock import LEASE_NAME, Lease
 from rabbitllm.version import __version__
 
@@ -67,7 +68,8 @@ def connected(address: str) -> Iterator[list[Node]]:
         OptionError: the address is malformed.
         ClusterError: there is no answer from it.
     """
-    require_package("--ray needs", "ray", "ray")
+    if importlib.util.find_spec("ray") is None:
+        raise missing_package("--ray needs", "ray", "ray")
     import ray
 
     if ray.is_initialized():

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rabbitllm.errors import OptionError, require_package
+from rabbitllm.errors import OptionError
 from rabbitllm.generation.request import Sampling
 
 
@@ -141,15 +141,3 @@ def check_guarded(listener: socket.socket, api_key: str | None, *, insecure: boo
         "Set an API key (RABBITLLM_API_KEY in the environment, or --api-key KEY). Or pass --insecure: every machine "
         "that reaches this address can use the model. --host 127.0.0.1 serves this machine only.",
     )
-
-
-NEEDED = ("starlette", "pydantic", "uvicorn", "greenlet")
-
-
-def check_installed() -> None:
-    """
-    Raises:
-        MissingPackageError: one of them is not installed.
-    """
-    for name in NEEDED:
-        require_package("A server needs", name, "serve")

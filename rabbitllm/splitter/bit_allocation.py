@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from rabbitllm.base.collection import uncollected
 from rabbitllm.base.options import SplitOptions
-from rabbitllm.base.terminal import size, size_rounded_up
+from rabbitllm.base.terminal import size
 from rabbitllm.checkpoints.index import natural_key
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import NotEnoughSpaceException
@@ -486,7 +486,7 @@ class _SizeLimits:
     def over(self, choice: BitChoice) -> int:
         """Return the bytes by which a choice is too large."""
         short = self.shortage(choice)
-        over = short.need - short.have if short is not None else 0
+        over = short.missing if short is not None else 0
         return over if self.memory is None else max(over, self.resident_bytes(choice) - self.memory)
 
     def shortage(self, choice: BitChoice) -> Shortage | None:
@@ -527,15 +527,10 @@ def _total_loss(scheme_groups: Sequence[SchemeGroup], schemes: Iterable[str | No
 def _shortage_error(limits: _SizeLimits, least: BitChoice) -> NotEnoughSpaceException:
     short = limits.shortage(least)
     assert short is not None
-    if short.limited:
-        remedy = f"Set max_disk to at least {short.need}."
-    else:
-        missing = size_rounded_up(short.need - short.have)
-        remedy = f"Free {missing} there, or use a folder on another disk (layer_shards_saving_path, --dir)."
     return NotEnoughSpaceException(
         f"compression='auto' finds no bits for {limits.bare.source.name} that fit in {limits.disk_budget.folder}: the "
         f"smallest split needs {short.needed} at its peak; {size(short.have)} is {short.where}.",
-        remedy,
+        f"{short.advice}, or use a folder on another disk (layer_shards_saving_path, --dir).",
     )
 
 

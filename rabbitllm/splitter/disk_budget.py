@@ -288,12 +288,29 @@ class Shortage:
         where: which of the two, as text.
         limited: True for `max_disk`, which bounds everything that the split creates; False for the free disk, to which
             deleted shards add.
+        below_reserve: bytes of the reserve (`min_free`) that the free disk does not even have.
+        besides: the lack of free disk, where `max_disk` is too small too.
     """
 
     need: int
     have: int
     where: str
     limited: bool = False
+    below_reserve: int = 0
+    besides: Shortage | None = None
+
+    @property
+    def missing(self) -> int:
+        """Bytes by which the limit must rise, or that must be freed."""
+        return self.need - self.have + self.below_reserve
+
+    @property
+    def advice(self) -> str:
+        """What makes it fit, as the beginning of a sentence."""
+        if not self.limited:
+            return f"Free {size_rounded_up(self.missing)} there{', or lower min_free_disk' * bool(self.below_reserve)}"
+        freed = self.besides and size_rounded_up(self.besides.missing)
+        return f"Set max_disk to {self.need}" + (f" and free {freed} of the disk" if freed else "")
 
     @property
     def needed(self) -> str:
@@ -368,14 +385,21 @@ def shortage(
     """Return the lack of disk for a split with `at_once` shards at a time that arrive this way; None if it fits."""
     use = disk_use(plan, disk_budget, shard_transfer, at_once)
     created = disk_budget.created(use)
+    short = _lack_of_free_disk(use, disk_budget, options)
     if options.max_disk is not None and created > options.max_disk:
-        return Shortage(created, options.max_disk, f"allowed by max_disk={options.max_disk:,}", limited=True)
+        allowed = f"allowed by max_disk={options.max_disk:,}"
+        return Shortage(created, options.max_disk, allowed, limited=True, besides=short)
+    return short
+
+
+def _lack_of_free_disk(use: DiskUse, disk_budget: DiskBudget, options: SplitOptions) -> Shortage | None:
     for folder, need in _by_disk([(disk_budget.folder, use.added), *disk_budget.downloads]):
         free = shutil.disk_usage(folder).free
         free += disk_budget.lock_bytes if folder == existing(disk_budget.folder) else 0
         if need and need + options.min_free > free:
             reserve = f", without the {size(options.min_free)} to keep free (min_free_disk)" if options.min_free else ""
-            return Shortage(need, max(free - options.min_free, 0), f"free on the disk of {folder}{reserve}")
+            have, where = free - options.min_free, f"free on the disk of {folder}{reserve}"
+            return Shortage(need, max(have, 0), where, below_reserve=max(-have, 0))
     return None
 
 
@@ -404,6 +428,5 @@ def _suggest_remedy(plan: SplitPlan, disk_budget: DiskBudget, options: SplitOpti
     for compression in () if disk_budget.used else smaller:
         if shortage(recompressed(plan, compression), disk_budget, options, transfer) is None:
             return f"compression='{compression}' would fit."
-    missing = size_rounded_up(short.need - short.have)
-    advice = f"Set max_disk to {short.need}" if short.limited else f"Free {missing} there"
-    return f"{advice}, or use a folder on another disk (layer_shards_saving_path, --dir). No compression would fit now."
+    elsewhere = "use a folder on another disk (layer_shards_saving_path, --dir)"
+    return f"{short.advice}, or {elsewhere}. No compression would fit now."

@@ -309,7 +309,8 @@ def _begin(request: SplitRequest) -> SplitWork:
                 raise
         _warn_of_left_out(plan.shards, plan.source, request.options.shards, request.checkpoint)
         _require_no_record(request.folder)
-        for path in stale:
+        markers = [path.with_name(path.name + DONE_SUFFIX) for path in stale]
+        for path in (*filter(Path.exists, markers), *stale):  # never a marker without its file
             durable.remove(path)
         journal.begin(request.folder, plan, quantizer, new=True)
     except FileExistsError as error:

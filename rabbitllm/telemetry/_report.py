@@ -9,6 +9,7 @@ In JSON all times are seconds, all sizes bytes; fields may be added, none change
     passes            one object for each of the last passes, oldest first
     sums              kind ("prompt", "further") -> sums of all passes, dropped ones too
     in_place_bytes    "device tier" -> stored bytes that each pass uses without moving them
+    before            an object like this one for each earlier step: the split, the load
 
 A total: `seconds` of all threads in the stage, `busy_seconds` if they shared it evenly, `count` of records, `bytes`
 moved, `cpu_seconds` (core-seconds; 0 where they were not measured), `threads`.
@@ -32,6 +33,7 @@ from rabbitllm.telemetry.passes import (
     EXPERTS_READ,
     NOTHING,
     PROMPT,
+    SHARD_WAIT,
     Pass,
     PassSums,
     Total,
@@ -61,6 +63,13 @@ def stage_table(stages: Mapping[str, Total], title: str) -> list[str]:
     if limit is not None:
         lines.append(f"Bottleneck: {limit} ({stages[limit].busy_seconds:.3f} s)")
     return lines
+
+
+def wait_table(layers: Mapping[str, Mapping[str, Total]]) -> list[str]:
+    """A line for each layer of a split that waited for a further shard, in their order; empty if none did."""
+    rows: list[Sequence[str]] = [("layer", f"{SHARD_WAIT}, s")]
+    rows += [(layer, f"{stages[SHARD_WAIT].seconds:.3f}") for layer, stages in layers.items() if SHARD_WAIT in stages]
+    return ["", *aligned(rows, left=(0,))] if rows[1:] else []
 
 
 def pass_table(sums: Mapping[str, PassSums], passes: Sequence[Pass]) -> list[str]:
@@ -125,6 +134,7 @@ def as_record(
     passes: Sequence[Pass],
     sums: Mapping[str, PassSums],
     in_place: Mapping[str, int],
+    before: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
     """See the module."""
     return {
@@ -135,6 +145,7 @@ def as_record(
         "passes": [_pass(step) for step in passes],
         "sums": {kind: _sums(kind, total, passes) for kind, total in sums.items()},
         "in_place_bytes": dict(in_place),
+        "before": list(before),
     }
 
 

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm.base.forks import own_lock
+from rabbitllm.base.terminal import Printed
 from rabbitllm.errors import OptionError
 from rabbitllm.storage.durable import require_kind, write_whole
-from rabbitllm.telemetry._report import as_record, expert_table, pass_table, slowest_layers, stage_table
+from rabbitllm.telemetry._report import as_record, expert_table, pass_table, slowest_layers, stage_table, wait_table
 from rabbitllm.telemetry.passes import NOTHING, Pass, PassInput, PassSums, Total, limit_of, sums_of
 
 MAX_EVENTS = 100_000
@@ -153,8 +154,8 @@ KEPT_PASSES = 1_000
 _OFF = contextlib.nullcontext()
 
 
-class Profiler:
-    """Seconds and bytes by layer and stage, and by pass.
+class Profiler(Printed):
+    """Seconds and bytes by layer and stage, and by pass; prints as its report.
 
     Args:
         enabled: whether to record anything.
@@ -163,6 +164,7 @@ class Profiler:
 
     Attributes:
         in_place: "device tier" -> stored bytes that each pass uses without moving them.
+        before: profiles of earlier steps, which the report shows first: the split, the load.
     """
 
     def __init__(self, enabled: bool = True, title: str = "", kept_passes: int = KEPT_PASSES) -> None:
@@ -176,6 +178,7 @@ class Profiler:
         self._begin()
 
     def _begin(self) -> None:
+        self.before: tuple[Profiler, ...] = ()
         self._records: dict[tuple[str, str], Total] = {}
         self._threads: dict[str, set[int]] = {}
         self._since: dict[str, Total] = {}
@@ -313,17 +316,29 @@ class Profiler:
         return limit_of(self.stages)
 
     def report(self) -> str:
-        """A report as text: the stages with the bottleneck marked, the passes, and their slowest layers."""
+        """A report as text: the stages with the bottleneck marked, the passes, and their slowest layers.
+
+        A split's report has the time between the first and the last tensor of each layer that lies in several shards.
+        """
+        earlier = [f"{profile.report()}\n\n" for profile in self.before if profile.stages]
+        return "".join([*earlier, self._own_report()])
+
+    def _own_report(self) -> str:
         stages = self.stages
         if not stages:
-            return f"{self.title or 'Profile'}: nothing was recorded (pass profiling_mode=True)."
-        lines = stage_table(stages, self.title)
+            why = "yet" if self.enabled else "(pass profiling_mode=True)"
+            return f"{self.title or 'Profile'}: nothing was recorded {why}."
+        lines = stage_table(stages, self.title) + wait_table(self.layers)
         if self.sums:
             experts = expert_table(self.sums)
             lines += ["", *pass_table(self.sums, self.passes), *(["", *experts] if experts else [])]
             lines += ["", *slowest_layers(self.layers)]
         return "\n".join(lines)
 
+    def __str__(self) -> str:
+        return self.report()
+
     def as_json(self) -> dict[str, Any]:
         """All records as one object for `json.dumps`; its fields are described in `telemetry/_report.py`."""
-        return as_record(self.title, self.stages, self.layers, self.passes, self.sums, self.in_place)
+        before = [profile.as_json() for profile in self.before]
+        return as_record(self.title, self.stages, self.layers, self.passes, self.sums, self.in_place, before)

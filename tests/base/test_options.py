@@ -16,9 +16,9 @@ from rabbitllm.base.options import (
     ShardPolicy,
     SplitOptions,
     expand,
+    explain_unknown,
     parse_max_memory,
     parse_size,
-    reject_unknown,
 )
 from rabbitllm.errors import OptionError, RabbitLLMError
 
@@ -97,21 +97,28 @@ def test_invalid_limit_names_its_device() -> None:
         parse_max_memory({"cpu": "lots"})
 
 
+@explain_unknown({"device_map": "Use device."}, ["delete_original"])
+def called(model: str, compression: str = "", *, delete_original: bool = False, device: str = "cpu") -> str:
+    return f"{model} {compression} {device}"
+
+
 @pytest.mark.parametrize(
-    ("name", "nearest"),
-    [("compresion", "compression"), ("sequential_shard_procesing", "sequential_shard_processing"), ("zzz", "")],
+    ("name", "advice"),
+    [
+        ("compresion", "Did you mean 'compression'?"),
+        ("device_map", "Use device."),
+        ("delete_orignal", "Its documentation lists the arguments."),
+        ("zzz", "Its documentation lists the arguments."),
+    ],
 )
-def test_unknown_argument_names_the_nearest(name: str, nearest: str) -> None:
-    names = ["compression", "sequential_shard_processing", "device"]
+def test_unknown_argument_gets_advice(name: str, advice: str) -> None:
     with pytest.raises(TypeError) as refused:
-        reject_unknown([name], names, "from_pretrained")
-    message = f"from_pretrained() got an unexpected keyword argument '{name}'. Did you mean '"
-    assert str(refused.value).startswith(message)
-    assert str(refused.value).removeprefix(message).removesuffix("'?") in ([nearest] if nearest else names)
+        called("x", **{name: True})  # type: ignore[arg-type]
+    assert str(refused.value) == f"called() got an unexpected keyword argument '{name}'. {advice}"
 
 
-def test_no_unknown_argument() -> None:
-    reject_unknown([], ["device"], "from_pretrained")
+def test_known_arguments_pass() -> None:
+    assert called("x", "4bit", device="cuda") == "x 4bit cuda"
 
 
 def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,7 +158,6 @@ def test_swapped_lines_share_the_pass(model: Any, plain: Any) -> None:
 
 
 def test_answers_in_openais_form(model: Any, plain: Any) -> None:
-    pytest.importorskip("pydantic", reason="needs pydantic")
     chat = {"model": "x", "messages": [{"role": "user", "content": "the rabbit"}], "max_tokens": 5, "temperature": 0}
     defaults = Defaults(max_new_tokens=4)
     items = [
@@ -272,7 +271,6 @@ def test_embeddings(model: Any, plain: Any) -> None:
 
 
 def test_embeddings_in_openais_form(model: Any) -> None:
-    pytest.importorskip("pydantic", reason="needs pydantic")
     listed, refused, plain_one = line(
         model,
         Item(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import io
 import json
 import os
@@ -107,6 +108,18 @@ def call_on(route: str, source: str, compression: str | None, **options: Any) ->
 
 
 # What it says
+
+
+def test_a_plan_prints_as_the_command_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_shards(tmp_path / "<b>model</b>", cut(llama_tensors(), SHARDS))
+    forecast = plan(folder)
+    monkeypatch.setattr("rabbitllm.estimate.plan.plan", lambda *arguments, **options: forecast)
+    printed = run(str(folder))
+    assert str(forecast) == printed.rstrip("\n")
+    assert "sequential" in printed
+    in_a_notebook = forecast._repr_html_()
+    assert "&lt;b&gt;model&lt;/b&gt;" in in_a_notebook
+    assert html.unescape(in_a_notebook.removeprefix("<pre>").removesuffix("</pre>")) == str(forecast)
 
 
 def test_folder_as_text(folder: Path) -> None:

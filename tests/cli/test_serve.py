@@ -190,19 +190,6 @@ def test_missing_media_folder_is_refused(endless: Path, tmp_path: Path) -> None:
     assert "nowhere is not a folder" in process.stderr
 
 
-def test_missing_packages_are_named(endless: Path) -> None:
-    code = (
-        "import sys; sys.modules['uvicorn'] = None; sys.argv = ['rabbitllm', 'serve', 'x']\n"
-        "import importlib.util as u; find = u.find_spec\n"
-        "u.find_spec = lambda name, *a: None if name == 'uvicorn' else find(name, *a)\n"
-        "from rabbitllm.cli.main import main; main()"
-    )
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert process.returncode == exit_codes.ERROR
-    assert "needs the package uvicorn" in process.stderr
-    assert 'pip install ".[serve]" in a copy of the repository' in process.stderr
-
-
 @pytest.mark.long
 def test_public_address_needs_a_key_or_insecure(endless: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "RABBITLLM_API_KEY"}

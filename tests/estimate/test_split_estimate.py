@@ -264,16 +264,16 @@ def test_a_finished_split_of_the_source_is_best() -> None:
     assert chosen(here, outlook("4bit", state="finished", obstacle="another's"), asked="4bit") == (None, "standard")
 
 
-def test_nearest_lacks_the_least_space() -> None:
-    full, quarter = outlook(None, route("standard", 9)), outlook("4bit", route("standard", 4), route("x", 2))
-    nearest = split_estimate.nearest([full, quarter])
-    assert nearest is not None
-    assert (nearest[0].compression, nearest[1].name) == ("4bit", "x")
-    larger = dataclasses.replace(route("y", 2), disk_bytes=11)
-    nearest = split_estimate.nearest([outlook("8bit", larger), quarter])
-    assert nearest is not None
-    assert nearest[1].name == "x"
-    assert split_estimate.nearest([outlook(None)]) is None
+def test_smallest_uses_the_least_disk_also_where_a_larger_one_is_nearer_to_its_limit() -> None:
+    def needs(name: str, disk_bytes: int, lacks: int) -> Route:
+        return dataclasses.replace(route(name, lacks), disk_bytes=disk_bytes)
+
+    half = outlook("8bit", needs("standard", 20, 9), needs("stream", 12, 1))
+    quarter = outlook("4bit", needs("standard", 11, 5), needs("stream", 7, 4), needs("file", 7, 3))
+    least = split_estimate.smallest([half, quarter])
+    assert least is not None
+    assert (least[0].compression, least[1].name) == ("4bit", "file")
+    assert split_estimate.smallest([outlook(None)]) is None
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import shutil
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
+from typer.testing import CliRunner
 
 import rabbitllm
 import rabbitllm.demo
 from rabbitllm import AutoModel, quality
+from rabbitllm.cli.main import app
 from rabbitllm.demo.tasks import held_out
 from rabbitllm.errors import OptionError, QualityError
 from rabbitllm.evaluation.quality import bundled_text, is_bundled_tokenizer, scored_answers, text_of, windows
@@ -52,6 +55,15 @@ def test_against_the_same_model_uncompressed(checkpoint: Path) -> None:
     again = quality(checkpoint, **FEW)  # the compression of the split that is here
     assert again.model == result.model
     assert again.summary == result.summary
+
+
+def test_a_comparison_prints_as_the_command_does(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = quality(checkpoint, compression="4bit", **FEW)
+    monkeypatch.setattr("rabbitllm.evaluation.quality.quality", lambda *arguments, **options: result)
+    printed = CliRunner().invoke(app, ["quality", str(checkpoint)], catch_exceptions=False).stdout
+    assert str(result) == printed.rstrip("\n")
+    assert "KL divergence" in printed
+    assert result._repr_html_() == f"<pre>{html.escape(str(result))}</pre>"
 
 
 def test_an_uncompressed_model_is_not_compared_with_itself(checkpoint: Path) -> None:

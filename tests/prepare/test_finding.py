@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants, snapshot_download
 
-from rabbitllm import prepare
+from rabbitllm import plan, prepare
 from rabbitllm.auto_model import AutoModel
 from rabbitllm.checkpoints.hub import HubAccess
-from rabbitllm.errors import CheckpointNotFoundError, DeviceError, HubError, SplitMismatchError
+from rabbitllm.errors import CheckpointNotFoundError, DeviceError, HubError, IncompleteSplitError, SplitMismatchError
 from tests.prepare.conftest import REPO
 from tests.support.gguf_files import write_gguf
 from tests.support.hub_fixtures import HubEnvironment
@@ -207,6 +207,50 @@ def test_legacy_folder_in_a_snapshot(
     assert Call(str(snapshot), compression="4bit").find().finished
     assert not Call(REPO).find().finished
     assert local_hub.body_bytes(".safetensors") == 0
+
+
+def interrupted_legacy(folder: Path, after: str, compression: str | None = None) -> tuple[Path, Path]:
+    """A checkpoint, and the split of it that RabbitLLM 1.1 would leave if it is killed after this layer's file."""
+    model = Path(shutil.copytree(GOLDEN / "model-2-shards", folder / "model"))
+    name = "splitted_model" + (f".{compression}" if compression else "")
+    legacy = Path(shutil.copytree(GOLDEN / f"rabbitllm-1.1.0-{compression or 'none'}" / name, model / name))
+    order = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head"]
+    for stem in order[order.index(after) + 1 :]:
+        for path in legacy.glob(f"{stem}.safetensors*"):
+            path.unlink()
+    return model, legacy
+
+
+@pytest.mark.parametrize("compression", [None, "4bit"])
+@pytest.mark.parametrize("after", ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "torn"])
+def test_interrupted_legacy_folder_is_split_again(tmp_path: Path, after: str, compression: str | None) -> None:
+    """The layers that are there have their markers, as RabbitLLM 1.1 leaves them."""
+    model, legacy = interrupted_legacy(tmp_path, "model.layers.1" if after == "torn" else after, compression)
+    if after == "torn":
+        (legacy / "model.layers.1.safetensors.done").unlink()
+        (legacy / "model.layers.1.safetensors").write_bytes(b"torn")
+    shards = contents(model)
+    assert not Call(str(model), compression=compression).find().finished
+    forecast = plan(model, compression=compression).at(compression)
+    assert forecast is not None
+    assert not forecast.finished
+    folder = split(model, sequential=False, compression=compression)
+    assert folder == legacy
+    assert {name: raw for name, raw in contents(model).items() if name in shards and "splitted" not in name} == {
+        name: raw for name, raw in shards.items() if "splitted" not in name
+    }
+    clean = Path(shutil.copytree(GOLDEN / "model-2-shards", tmp_path / "clean" / "model"))
+    assert contents(folder) == contents(split(clean, sequential=False, compression=compression))
+
+
+def test_interrupted_legacy_folder_that_may_be_the_only_copy_stays(tmp_path: Path) -> None:
+    model, _ = interrupted_legacy(tmp_path, "model.layers.0")
+    sorted(model.glob("*.safetensors"))[0].unlink()
+    before = contents(model)
+    assert Call(str(model)).find().finished
+    with pytest.raises(IncompleteSplitError, match=r"layers\.1"):
+        AutoModel.from_pretrained(model, device="cpu")
+    assert contents(model) == before
 
 
 def test_unfinished_legacy_folder_is_split_again(tmp_path: Path) -> None:

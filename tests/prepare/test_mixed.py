@@ -350,7 +350,7 @@ def test_too_small_budget_names_the_least_that_fits(tmp_path: Path) -> None:
     pull = ["pull", str(folder), "--compression", "auto", "--device", "cpu", "--max-disk"]
     done = CliRunner().invoke(app, [*pull, "1000"])
     assert done.exit_code != 0
-    match = re.search(r"max_disk to at least (\d+)", str(done.exception) + done.output)
+    match = re.search(r"Set max_disk to (\d+)", str(done.exception) + done.output)
     assert match is not None
     least = match[1]
     dry = CliRunner().invoke(app, [*pull, "1000", "--dry-run"])

@@ -338,14 +338,14 @@ def test_least_budget_fits_and_a_byte_less_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotEnoughSpaceException) as refused:
         choose(tmp_path, max_disk=1000)
     assert refused.value.remedy is not None
-    least = int(refused.value.remedy.removeprefix("Set max_disk to at least ").rstrip("."))
+    least = int(refused.value.remedy.removeprefix("Set max_disk to ").partition(",")[0])
     chosen_plan = choose(tmp_path, max_disk=least)
     assert chosen_plan.chosen is not None
     assert set(chosen_plan.chosen.schemes) == {
         spec.name for group in groups(chosen_plan.tensors) for spec in group.tensors
     }
     assert chosen_plan.output_bytes <= least
-    with pytest.raises(NotEnoughSpaceException, match=f"Set max_disk to at least {least}\\."):
+    with pytest.raises(NotEnoughSpaceException, match=f"Set max_disk to {least},"):
         choose(tmp_path, max_disk=least - 1)
 
 

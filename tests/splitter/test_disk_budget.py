@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.base.options import ShardPolicy, SplitOptions
+from rabbitllm.base.options import ShardPolicy, SplitOptions, parse_size
 from rabbitllm.base.terminal import size_rounded_up
 from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.errors import NotEnoughSpaceException, OptionError, SplitError
@@ -249,6 +249,40 @@ def test_min_free_disk_is_not_used(tmp_path: Path, free: list[int]) -> None:
     free[0] -= 1
     with pytest.raises(NotEnoughSpaceException, match=r"without the 50.00 MiB to keep free \(min_free_disk\)"):
         choose(plan, tmp_path, None, deletes=False, min_free=50 * MIB)
+
+
+def refused(plan: SplitPlan, folder: Path, max_disk: int | None, min_free: int) -> str:
+    with pytest.raises(NotEnoughSpaceException) as error:
+        choose(plan, folder, max_disk, deletes=False, min_free=min_free)
+    return error.value.remedy
+
+
+def freed_by(remedy: str) -> int:
+    size = re.search(r"[Ff]ree ([\d.]+ [GM]iB)", remedy)
+    assert size is not None
+    return parse_size(size[1], "remedy")
+
+
+def test_what_is_to_be_freed_is_the_true_figure_also_below_the_reserve(tmp_path: Path, free: list[int]) -> None:
+    plan = plan_of(even(4, MIB), "4bit-double")
+    free[0] = 60 * MIB
+    remedy = refused(plan, tmp_path, None, 10**13)
+    assert remedy.startswith("Free 9313.")  # GiB: 10 TB and what the split needs, not that alone
+    assert "or lower min_free_disk" in remedy
+    free[0] += freed_by(remedy)
+    choose(plan, tmp_path, None, deletes=False, min_free=10**13)
+    free[0] = 10**13 + 1
+    assert "lower min_free_disk" not in refused(plan, tmp_path, None, 10**13)
+
+
+def test_advice_that_is_followed_once_is_enough(tmp_path: Path, free: list[int]) -> None:
+    plan = plan_of(even(4, MIB), "4bit-double")
+    free[0] = 60 * MIB
+    remedy = refused(plan, tmp_path, 1000, 10**9)
+    limit = re.search(r"Set max_disk to (\d+) and free", remedy)
+    assert limit is not None
+    free[0] += freed_by(remedy)
+    choose(plan, tmp_path, int(limit[1]), deletes=False, min_free=10**9)
 
 
 def test_best_shard_transfer_that_fits_is_chosen(tmp_path: Path, free: list[int]) -> None:

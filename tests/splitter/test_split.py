@@ -495,6 +495,8 @@ def test_profile_of_each_layer(tmp_path: Path, tensors: Weights, compression: st
     waits = [profiler.layers[layer][SHARD_WAIT] for layer in layers if layer.startswith("layers.")]
     assert all(wait.count == 1 and wait.seconds > 0.09 for wait in waits)  # until the third shard began, twice 0.05 s
     report = profiler.report()
+    by_layer = dict(re.findall(r"^(layers\.\d|embed_tokens|norm|lm_head) +(\d\.\d{3})$", report, re.MULTILINE))
+    assert by_layer == {layer: f"{profiler.layers[layer][SHARD_WAIT].seconds:.3f}" for layer in layers[1:4]}
     assert report.startswith(f"Split of {source}, by stage")
     assert all(stage in report for stage in (READ, WRITE, SHARD_WAIT, "BOTTLENECK"))
 

@@ -129,8 +129,13 @@ def test_report_marks_the_bottleneck() -> None:
     profiler.add("layers.0", READ, 0.5, 10**9)
     profiler.add("layers.0", WRITE, 2.0, 10**9)
     profiler.add("layers.0", SHARD_WAIT, 9.0)
-    title, head, *rows, limit = profiler.report().splitlines()
+    profile, waits = profiler.report().split("\n\n")
+    title, head, *rows, limit = profile.splitlines()
     assert (title, limit) == ("Split of x, by stage", "Bottleneck: write (2.000 s)")
+    assert [line.split() for line in waits.splitlines()] == [
+        ["layer", "wait", "for", "shards,", "s"],
+        ["layers.0", "9.000"],
+    ]
     assert head.split("  ")[0] == "stage"
     assert [row.split()[0] for row in rows] == ["wait", "write", "read"]
     assert rows[1].split() == ["write", "2.000", "1", "1", "2000.00", "477", "MiB/s", "<--", "BOTTLENECK"]
@@ -151,8 +156,19 @@ def test_report_has_core_seconds_where_they_were_measured() -> None:
 
 
 def test_empty_report_names_the_option() -> None:
-    assert Profiler(title="Passes").report() == "Passes: nothing was recorded (pass profiling_mode=True)."
-    assert Profiler().report() == "Profile: nothing was recorded (pass profiling_mode=True)."
+    assert Profiler(False, "Passes").report() == "Passes: nothing was recorded (pass profiling_mode=True)."
+    assert Profiler().report() == "Profile: nothing was recorded yet."
+
+
+def test_earlier_steps_come_first_and_an_empty_one_not_at_all() -> None:
+    split, load, passes = Profiler(title="Split"), Profiler(title="Load"), Profiler(title="Passes")
+    passes.before = (split, load)
+    load.add("layers.0", "load", 1.5)
+    assert passes.report().startswith("Load\nstage")
+    assert passes.report().endswith("Bottleneck: load (1.500 s)\n\nPasses: nothing was recorded yet.")
+    assert [one["title"] for one in passes.as_json()["before"]] == ["Split", "Load"]
+    passes.clear()
+    assert passes.report() == "Passes: nothing was recorded yet."
 
 
 # Passes
@@ -271,7 +287,7 @@ def test_record_as_json() -> None:
     make_pass(profiler, PassInput(2, 30, 0, 1), text, 20)
     make_pass(profiler, PassInput(2, 1, 30, 1), text)
     record = json.loads(json.dumps(profiler.as_json()))
-    assert record.keys() == {"title", "bottleneck", "stages", "layers", "passes", "sums", "in_place_bytes"}
+    assert record.keys() == {"title", "bottleneck", "stages", "layers", "passes", "sums", "in_place_bytes", "before"}
     assert (record["title"], record["bottleneck"], record["in_place_bytes"]) == (
         "Passes",
         COMPUTE,

@@ -58,7 +58,7 @@ GROUPS: Mapping[str, Sequence[Shown]] = {
     ),
     "Estimate": (
         Shown("rabbitllm.plan", "rabbitllm.estimate.plan:plan"),
-        Shown("Plan", "rabbitllm.estimate.plan:Plan", ("at",), (f"{_ESTIMATE}:SplitEstimate",)),
+        Shown("Plan", "rabbitllm.estimate.report:Plan", ("at",), (f"{_ESTIMATE}:SplitEstimate",)),
         Shown("Recommendation", f"{_ESTIMATE}:Recommendation"),
         Shown("CompressionEstimate", f"{_ESTIMATE}:CompressionEstimate"),
         Shown("Route", f"{_ESTIMATE}:Route", ("fits",)),
@@ -266,8 +266,6 @@ def _default(found: griffe.Object, argument: griffe.Parameter) -> str:
     if argument.default is None:
         return "required"
     text = str(argument.default)
-    if text == "FIRST_GPU":
-        return "first GPU, else CPU"
     if re.fullmatch(r"_?[A-Z][A-Z_]+", text):
         value = getattr(importlib.import_module(found.module.path), text)
         text = f"{type(value).__name__}()" if dataclasses.is_dataclass(value) else repr(value)

@@ -31,7 +31,7 @@ from torch import nn
 from rabbitllm.engine.devices import OutOfDeviceMemory
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.placement import READY, Tier
-from rabbitllm.errors import BatchError, OptionError, RabbitLLMError, ScoringError, require_package
+from rabbitllm.errors import BatchError, OptionError, RabbitLLMError, ScoringError
 from rabbitllm.generation._coroutines import Coroutine, Coroutines, PendingCall, RowKind, SyncPoint, called, rowwise
 from rabbitllm.generation._packed_batch import PACKABLE, NotPackable, can_be_packed, grouped, shares_keys
 from rabbitllm.generation.kv_cache import NEVER, angles_change_after, looks_ahead
@@ -264,12 +264,10 @@ def score(
 
     Raises:
         OptionError: the model cannot score, or `room` is invalid.
-        MissingPackageError: greenlet is not installed.
         BatchError: the model is answering requests.
         OSError, RabbitLLMError: the weights cannot be read, there is no room for waiting micro-batches, or a value in
             the model is beyond the range of float16.
     """
-    require_package("Scoring needs", "greenlet", "batch")
     check_scores(model)
     limits, has_head = ModelLimits.of(model), model.get_output_embeddings() is not None
     if model.shared_passes is not None:

@@ -1,0 +1,24 @@
+# The names of `__init__.py`, which imports them when they are first used, for type checkers and editors.
+from rabbitllm.auto_model import AutoModel as AutoModel
+from rabbitllm.base.options import Hosts as Hosts
+from rabbitllm.batch_jobs.api import batch as batch
+from rabbitllm.checkpoints.naming import register_layer_naming as register_layer_naming
+from rabbitllm.errors import NotEnoughSpaceException as NotEnoughSpaceException
+from rabbitllm.errors import RabbitLLMError as RabbitLLMError
+from rabbitllm.estimate.plan import plan as plan
+from rabbitllm.evaluation.quality import quality as quality
+from rabbitllm.lazy.load import lazy_load as lazy_load
+from rabbitllm.rabbitllm_1_names import RabbitLLMBaichuan as RabbitLLMBaichuan
+from rabbitllm.rabbitllm_1_names import RabbitLLMBaseModel as RabbitLLMBaseModel
+from rabbitllm.rabbitllm_1_names import RabbitLLMChatGLM as RabbitLLMChatGLM
+from rabbitllm.rabbitllm_1_names import RabbitLLMInternLM as RabbitLLMInternLM
+from rabbitllm.rabbitllm_1_names import RabbitLLMLlama2 as RabbitLLMLlama2
+from rabbitllm.rabbitllm_1_names import RabbitLLMMistral as RabbitLLMMistral
+from rabbitllm.rabbitllm_1_names import RabbitLLMMixtral as RabbitLLMMixtral
+from rabbitllm.rabbitllm_1_names import RabbitLLMQWen as RabbitLLMQWen
+from rabbitllm.rabbitllm_1_names import RabbitLLMQWen2 as RabbitLLMQWen2
+from rabbitllm.rabbitllm_1_names import RabbitLLMQWen3 as RabbitLLMQWen3
+from rabbitllm.rabbitllm_1_names import compress_layer_state_dict as compress_layer_state_dict
+from rabbitllm.rabbitllm_1_names import split_and_save_layers as split_and_save_layers
+from rabbitllm.rabbitllm_1_names import uncompress_layer_state_dict as uncompress_layer_state_dict
+from rabbitllm.version import __version__ as __version__
