@@ -29,13 +29,18 @@ FILES = 3
 
 
 def as_safetensors(folder: Path) -> Path:
-    """The same model as transformers loads it from GGUF."""
+    """The same model as transformers loads it from GGUF; tensors that the file has in float16 are in float16."""
     file = write_gguf(folder / "whole.gguf")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32)
     (folder / "saved").mkdir()
-    save_file(
-        {name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "saved/model.safetensors"
-    )
+    with rabbitllm.lazy_load(folder) as weights:
+        halves = {name for name, tensor in weights.items() if tensor.dtype is torch.float16}
+    tensors = {
+        name: tensor.to(torch.float16 if name in halves else torch.float32).contiguous()
+        for name, tensor in model.state_dict().items()
+    }
+    assert halves
+    save_file(tensors, folder / "saved/model.safetensors")
     (folder / "saved" / "config.json").write_text(json.dumps({"model_type": "llama"}))
     return folder / "saved"
 
