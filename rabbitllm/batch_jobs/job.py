@@ -109,8 +109,8 @@ def work(batch: BatchJob) -> Progress:
         for name, value in asdict(batch.defaults).items():  # files on disk have all options on one level, in this order
             defaults |= value if isinstance(value, dict) else {name: value}
         defaults["thinking"] = defaults.pop("enabled")
-        for name in ("top_k", "thinking", "effort"):
-            if defaults[name] is None:  # not recorded: earlier versions had no such option
+        for name in ("top_k", "min_p", "repetition_penalty", "thinking", "effort"):
+            if defaults[name] is None:  # not recorded: earlier versions lack it
                 del defaults[name]
         head = {"input": scan.digest, "lines": len(scan), "model": batch.name, **batch.settings, **defaults}
         if not batch.overwrite and (errors := errors_of_finished(batch.out, head)) is not None:
