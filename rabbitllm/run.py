@@ -18,6 +18,7 @@ from rabbitllm.base.terminal import counted, harmless, put_fact, size
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.draft import prepare_draft
 from rabbitllm.generation.media import MediaFile
+from rabbitllm.generation.reasoning import Thinking, Thoughts, thoughts_note
 from rabbitllm.generation.request import FinishReason, ModelLimits, Prompt, Result
 from rabbitllm.generation.template import SYSTEM, USER, ChatTemplate, PromptRefused
 from rabbitllm.telemetry.passes import BETWEEN_LAYERS, COMPUTE, DEQUANTIZE, PROMPT, READ_WAIT, UPLOAD_WAIT, PassSums
@@ -70,20 +71,27 @@ def piped_text() -> str | None:
 
 
 def prompt_of(
-    model: StreamedModel, text: str, system: str | None = None, files: Sequence[MediaFile] = (), *, raw: bool = False
-) -> Prompt:
-    """A prompt of text, pictures and sounds, which come before the text.
+    model: StreamedModel,
+    text: str,
+    system: str | None = None,
+    files: Sequence[MediaFile] = (),
+    thinking: Thinking = Thinking(),  # noqa: B008  immutable
+    *,
+    raw: bool = False,
+) -> tuple[Prompt, Thoughts | None]:
+    """A prompt of text, pictures and sounds, which come before the text; and how the reasoning after it is marked.
 
     Args:
         model: a model with its `tokenizer`.
         text: message of the user; with `raw` it has the model's own placeholders for pictures and sounds.
         system: system prompt, or None.
         files: the pictures and sounds.
+        thinking: whether the model thinks, and how much.
         raw: do not use the chat template.
 
     Raises:
-        OptionError: no tokenizer; a system prompt without a chat template; the template or the processor refuses the
-            messages; or the prompt has no tokens.
+        OptionError: no tokenizer; a system prompt or `thinking` without a chat template that reads it; the template or
+            the processor refuses the messages; or the prompt has no tokens.
         MediaError: a file cannot be used, or the model takes none of its kind.
     """
     template = ChatTemplate(model)
@@ -91,11 +99,14 @@ def prompt_of(
     if is_raw and system is not None:
         why = "--raw uses no chat template" if raw else "This model has no chat template"
         raise OptionError(f"{why}, so a system prompt is not possible.", _NO_SYSTEM)
+    if raw and thinking != Thinking():
+        raise OptionError("--raw uses no chat template, so thinking cannot be set.", "Remove --raw, or that option.")
+    variables = template.thinking(thinking)
     parts: list[dict[str, Any]] = [{"type": file.kind, "file": file} for file in files]
     messages: list[dict[str, Any]] = [{"role": SYSTEM, "content": system}] if system is not None else []
     messages.append({"role": USER, "content": [*parts, {"type": "text", "text": text}] if files else text})
     try:
-        prompt = template.raw(text, files) if is_raw else template.prompt(messages)
+        prompt = template.raw(text, files) if is_raw else template.prompt(messages, **variables)
     except PromptRefused as error:
         remedy = _NO_SYSTEM if system is not None else "Use --raw, which uses no chat template."
         if error.by_processor:
@@ -109,7 +120,7 @@ def prompt_of(
         ) from error
     if not prompt.ids:
         raise OptionError("The prompt has no tokens.", "Use a longer prompt.")
-    return prompt
+    return prompt, None if is_raw else template.thoughts(prompt.ids)
 
 
 def load_with_draft(
@@ -149,7 +160,8 @@ def put_statistics(
         put_fact(console, "first token", f"after {result.first_seconds:.2f} s")
     rate = result.tokens_per_second
     speed = f", {rate:.2f} a second after the first" if rate is not None else ""
-    put_fact(console, "answer", f"{counted(len(result.tokens), 'token')} in {result.seconds:.2f} s{speed}")
+    thoughts = f", {result.reasoning_tokens:,} of them thoughts" if result.reasoning_tokens else ""
+    put_fact(console, "answer", f"{counted(len(result.tokens), 'token')}{thoughts} in {result.seconds:.2f} s{speed}")
     for pass_kind, total in sums.items():
         further = max(len(result.tokens) - 1, 0) / total.passes
         if pass_kind == PROMPT or further <= 1:
@@ -168,7 +180,12 @@ def _pass_of(total: PassSums) -> str:
 
 
 def finish_note(
-    result: Result, max_tokens: int, limits: ModelLimits | None = None, *, raw: bool = False
+    result: Result,
+    max_tokens: int,
+    limits: ModelLimits | None = None,
+    *,
+    raw: bool = False,
+    less_thinking: str = "",
 ) -> Text | None:
     """A remark on how the answer ended; None for a normal end.
 
@@ -177,22 +194,28 @@ def finish_note(
         max_tokens: its limit of tokens.
         limits: bounds of the model.
         raw: whether an existing chat template was not used.
+        less_thinking: see `ChatTemplate`.
     """
     match result.finish:
         case FinishReason.STOP if result.text:
             return None
+        case FinishReason.STOP if result.reasoning:
+            note = "the model ended after its thoughts: the answer is empty"
         case FinishReason.STOP:
             advice = "; without --raw, the prompt goes through the chat template" if raw else ""
             note = f"the first token was an end token: the answer is empty{advice}"
         case FinishReason.CANCELLED:
             note = f"interrupted after {counted(len(result.tokens), 'token')}"
         case _:
-            limit = "the limit of --max-new-tokens"
+            limit, is_full = "the limit of --max-new-tokens", False
             context = limits.context if limits is not None else None
             if limits is not None and context is not None and result.prompt_tokens + max_tokens >= context:
                 whose = "the" if limits.is_set else "the model's"
+                is_full = True
                 limit = f"where {whose} context of {context:,} tokens ends"
             note = f"stopped after {counted(max_tokens, 'token')}, {limit}"
+            if result.is_cut_off_in_thoughts:
+                note = thoughts_note(max_tokens, less_thinking, is_full=is_full)
     return Text(note, "yellow")
 
 
@@ -208,9 +231,11 @@ def answer_record(model: str, result: Result, load_seconds: float, where: Mappin
     return {
         "model": model,
         "text": result.text,
+        "reasoning": result.reasoning,
         "tokens": list(result.tokens),
         "prompt_tokens": result.prompt_tokens,
         "new_tokens": len(result.tokens),
+        "reasoning_tokens": result.reasoning_tokens,
         "finish": _FINISH[result.finish],
         "load_seconds": load_seconds,
         "first_token_seconds": result.first_seconds,

@@ -4,6 +4,7 @@ Lines in this package's format are answered in the same format; those of OpenAI'
 server's code.
 
     {"id": …, "text": …, "finish": "stop" | "length", "prompt_tokens": …, "new_tokens": …}
+    {"id": …, "text": …, "reasoning": …, "reasoning_tokens": …, …}    where the model thought before its answer
     {"id": …, "answers": [{"text": …, "finish": …, "new_tokens": …}, …], "prompt_tokens": …, "new_tokens": …}    n > 1
     {"id": …, "error": {"code": …, "message": …}}
     {"id": …, "custom_id": …, "response": {"status_code": …, "request_id": …, "body": …}, "error": null or …}
@@ -33,7 +34,6 @@ from rabbitllm.generation.request import (
 from rabbitllm.generation.template import ChatTemplate
 from rabbitllm.server.answers import ChatChoices, CompletionChoices, ResponseBuilder, TokenTexts
 from rabbitllm.server.api_error import BAD_MEDIA, BROKEN, PROMPT_ERRORS, APIError, bad, bad_options, prompt_error
-from rabbitllm.server.reasoning import AnswerFormat
 from rabbitllm.server.requests import checked_chat, checked_completion
 from rabbitllm.server.schemas import ChatBody, CompletionBody, parsed
 from rabbitllm.server.settings import Settings
@@ -82,7 +82,6 @@ class RequestBuilder:
         self.width = int(model.config.get_text_config(decoder=True).hidden_size)
         self.ends = frozenset(end_tokens(model))
         self._of_the_model = options_of(model)
-        self._form: AnswerFormat | None = None
         self.name = name
 
     def prepared(self, item: Item) -> PreparedItem:
@@ -111,19 +110,21 @@ class RequestBuilder:
         return ids
 
     def _prepare_native(self, item: Item, task: Generate) -> PreparedItem:
-        stop = task.stop
+        stop, thoughts = task.stop, None
         if isinstance(task.prompt, str) or isinstance(task.prompt[0], int):
             prompt = Prompt(self.ids_of(task.prompt))
         else:
             messages, stop = _with_media(task.prompt), (*stop, *self.template.stops)
             try:
-                prompt = self.template.prompt(messages)
+                prompt = self.template.prompt(messages, **self.template.thinking(task.thinking))
             except PROMPT_ERRORS as error:
                 raise prompt_error(error) from error
+            thoughts = self.template.thoughts(prompt.ids)
         with bad_options(code="context_length_exceeded"):
             limit = self.limits.new_tokens(len(prompt.ids), task.max_new_tokens, cut=True)
         requests = tuple(
-            Request(prompt.ids, limit, task.sampling.nth(i), stop, media=prompt.media) for i in range(task.n)
+            Request(prompt.ids, limit, task.sampling.nth(i), stop, media=prompt.media, thoughts=thoughts)
+            for i in range(task.n)
         )
         return PreparedItem(item, requests, lambda _, results: _native_line(item, results))
 
@@ -135,6 +136,7 @@ class RequestBuilder:
             max_new_tokens=max_new_tokens,
             completion_new_tokens=max_new_tokens,
             sampling=replace(defaults.sampling, seed=None),
+            thinking=defaults.thinking,
             of_the_model=self._of_the_model,
         )
         raw, texts = _with_defaults(task, item.index), TokenTexts(self.tokenizer)
@@ -142,8 +144,7 @@ class RequestBuilder:
         choices: ChatChoices | CompletionChoices
         if task.url == "/v1/chat/completions":
             body = parsed(ChatBody, raw)
-            self._form = self._form or AnswerFormat.of(self.template)
-            checked = checked_chat(body, self.template, self._form, self.limits, settings)
+            checked = checked_chat(body, self.template, self.limits, settings)
             choices = ChatChoices(checked, texts, self.ends, lambda: _new("call_"))
             object_type, lead = "chat.completion", "chatcmpl-"
         else:
@@ -220,11 +221,18 @@ def unreadable_answer(item: Item) -> BatchAnswer:
 
 
 def _native_line(item: Item, results: Sequence[Result]) -> Mapping[str, Any]:
-    answers = [{"text": result.text, "finish": FINISHES[result.finish]} for result in results]
+    answers = [{"text": result.text, **_thoughts(result), "finish": FINISHES[result.finish]} for result in results]
     counts = [len(result.tokens) for result in results]
     of_each = [{**answer, "new_tokens": count} for answer, count in zip(answers, counts, strict=True)]
     texts = answers[0] if len(answers) == 1 else {"answers": of_each}
     return {"id": item.key, **texts, "prompt_tokens": results[0].prompt_tokens, "new_tokens": sum(counts)}
+
+
+def _thoughts(result: Result) -> dict[str, Any]:
+    """The fields of an answer before which the model thought."""
+    if not result.reasoning_tokens:
+        return {}
+    return {"reasoning": result.reasoning, "reasoning_tokens": result.reasoning_tokens}
 
 
 def _new(lead: str) -> str:

@@ -12,6 +12,7 @@ from rabbitllm.base.options import expand, parse_size
 from rabbitllm.batch_jobs.inputs import STDIN
 from rabbitllm.batch_jobs.items import Defaults, JobLimits, pooling_of
 from rabbitllm.errors import system_errors_by_name
+from rabbitllm.generation.reasoning import Effort, Thinking
 from rabbitllm.generation.request import Pooling, Sampling
 from rabbitllm.storage.durable import ScratchFolder
 
@@ -33,6 +34,8 @@ def batch(
     stop: str | Sequence[str] = (),
     pooling: Pooling = "last",
     normalise: bool = False,
+    thinking: bool | None = None,
+    effort: Effort | None = None,
     columns: Mapping[str, str] | None = None,
     sequences: int = 256,
     cache_memory: int | str | None = None,
@@ -60,6 +63,8 @@ def batch(
         stop: text or texts at which an answer ends, unless the record says otherwise.
         pooling: "last" (hidden state of the last token) or "mean", for embeddings.
         normalise: scale embeddings to length 1.
+        thinking: whether a model that can think before it answers `messages` does; None leaves it to the model.
+        effort: how much it thinks.
         columns: expected name -> name in the records, such as `{"prompt": "question"}`.
         sequences: maximum sequences in one pass.
         cache_memory: maximum bytes of the KV cache; the default is what the lines need, up to half of the free memory.
@@ -82,6 +87,7 @@ def batch(
         InputError: the input cannot be read, or contains an id twice.
         ResultsError: the output exists already, belongs to another input, or cannot be written.
         MissingPackageError: a Parquet file, and pyarrow (`pip install ".[batch]"`) is missing.
+        OptionError: the chat template does not read `thinking` or `effort`.
         RabbitLLMError: see `AutoModel.from_pretrained`.
     """
     from rabbitllm.batch_jobs.job import BatchJob, work
@@ -89,7 +95,7 @@ def batch(
     texts = (stop,) if isinstance(stop, str) else tuple(stop)
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "cache_memory")
     sampling = Sampling(temperature, top_p, seed)
-    defaults = Defaults(max_new_tokens, sampling, texts, pooling_of(pooling), normalise)
+    defaults = Defaults(max_new_tokens, sampling, texts, pooling_of(pooling), normalise, Thinking(thinking, effort))
     disk_bytes = None if cache_disk is None else parse_size(cache_disk, "cache_disk")
     limits = JobLimits(sequences, cache_bytes, exact, disk_bytes)
     to_run: StreamedModel | LoadRequest

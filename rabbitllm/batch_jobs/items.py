@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rabbitllm.errors import OptionError
+from rabbitllm.generation.reasoning import Thinking
 from rabbitllm.generation.request import MAX_CHOICES, POOLINGS, SEEDS, Pooling, Sampling
 
 Key = str | int
@@ -37,6 +38,7 @@ class Defaults:
         stop: texts at which an answer ends.
         pooling: pooling of embeddings.
         normalise: whether to scale embeddings to length one.
+        thinking: whether the model thinks before it answers a conversation, and how much.
     """
 
     max_new_tokens: int = 512
@@ -44,6 +46,7 @@ class Defaults:
     stop: tuple[str, ...] = ()
     pooling: Pooling = "last"
     normalise: bool = False
+    thinking: Thinking = Thinking()  # noqa: RUF009  immutable
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,7 @@ class Generate:
         sampling: see `Defaults`; the seed is that of this line.
         stop: texts at which an answer ends; the answer excludes them.
         n: number of answers.
+        thinking: see `Defaults`.
     """
 
     prompt: str | tuple[int, ...] | tuple[Mapping[str, Any], ...]
@@ -64,6 +68,7 @@ class Generate:
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     n: int = 1
+    thinking: Thinking = Thinking()  # noqa: RUF009  immutable
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +334,8 @@ def _parse_generation(value: Mapping[str, Any], field: str, index: int, defaults
     max_new_tokens = _number(value, limit, defaults.max_new_tokens)
     usual = asdict(defaults.sampling.nth(index))
     sampling = Sampling(**{name: _number(value, name, default) for name, default in usual.items()})
-    return Generate(prompt, max_new_tokens, sampling, _stops(value, defaults), _number(value, "n", 1))
+    count = _number(value, "n", 1)
+    return Generate(prompt, max_new_tokens, sampling, _stops(value, defaults), count, defaults.thinking)
 
 
 def _messages(messages: Any) -> tuple[Mapping[str, Any], ...]:

@@ -40,6 +40,8 @@ from rabbitllm.engine.devices import resolve_devices
 from rabbitllm.engine.skeleton import read_config
 from rabbitllm.generation.kv_cache import cost_by_config
 from rabbitllm.generation.memory import cost_of_a_pass, free_memory, weight_limits
+from rabbitllm.generation.reasoning import Thinking
+from rabbitllm.generation.template import ChatTemplate
 from rabbitllm.models.library import folders_of
 from rabbitllm.store.manifest import Manifest, read_manifest
 
@@ -106,8 +108,10 @@ def work(batch: BatchJob) -> Progress:
         defaults: dict[str, Any] = {}
         for name, value in asdict(batch.defaults).items():  # files on disk have all options on one level, in this order
             defaults |= value if isinstance(value, dict) else {name: value}
-        if defaults["top_k"] is None:  # not recorded: earlier versions had no such option
-            del defaults["top_k"]
+        defaults["thinking"] = defaults.pop("enabled")
+        for name in ("top_k", "min_p", "repetition_penalty", "thinking", "effort"):
+            if defaults[name] is None:  # not recorded: earlier versions lack it
+                del defaults[name]
         head = {"input": scan.digest, "lines": len(scan), "model": batch.name, **batch.settings, **defaults}
         if not batch.overwrite and (errors := errors_of_finished(batch.out, head)) is not None:
             clear_lock(batch.out)
@@ -129,6 +133,8 @@ def _answer(batch: BatchJob, scan: InputScan, journal: BatchJournal) -> Progress
         ready = BatchModel.load(batch.model, scan.longest(batch.limits.sequences), batch.limits)
     else:
         ready = BatchModel(batch.model)
+    if batch.defaults.thinking != Thinking():
+        ChatTemplate(ready.model).thinking(batch.defaults.thinking)  # refused now, not with each line
     if ready.manifest is not None:
         journal.check_weights(digest_of(ready.manifest.source))
     limits = replace(batch.limits, cache_bytes=batch.limits.cache_bytes or ready.cache_bytes)

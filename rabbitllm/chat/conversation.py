@@ -12,7 +12,8 @@
     }
 
 A conversation is a system prompt and exchanges, each a question with its answer. So roles always alternate, as most
-chat templates require; a question without an answer is not part of it. `stopped` is left out for a complete answer.
+chat templates require; a question without an answer is not part of it. `stopped` is left out for a complete answer, and
+`reasoning_content`, what the model thought before its answer, where there is none.
 Other keys of the file are ignored.
 """
 
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import ChatFileError
 from rabbitllm.formats.bounded import decode_json, read_regular
-from rabbitllm.generation.template import ASSISTANT, SYSTEM, USER
+from rabbitllm.generation.template import ASSISTANT, REASONING, SYSTEM, USER
 from rabbitllm.storage import durable
 
 if TYPE_CHECKING:
@@ -43,12 +44,14 @@ class Exchange:
         answer: text of the model.
         stopped: whether the answer was stopped before its end.
         pictures: pictures that came with the question.
+        reasoning: what the model thought before the answer.
     """
 
     question: str
     answer: str
     stopped: bool = False
     pictures: tuple[MediaFile, ...] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +78,17 @@ class Conversation:
         """A copy without its first `count` exchanges."""
         return replace(self, exchanges=self.exchanges[count:])
 
+    def without_last(self) -> Conversation:
+        """A copy without its last exchange."""
+        return replace(self, exchanges=self.exchanges[:-1])
+
     def emptied(self) -> Conversation:
         """The system prompt alone."""
         return replace(self, exchanges=())
 
     def messages(self, question: str | None = None, pictures: Sequence[MediaFile] = ()) -> list[dict[str, Any]]:
-        """Messages for a chat template: dicts with `role` and `content`, a text or parts with pictures.
+        """Messages for `Session.answer`: dicts with `role` and `content`, a text or parts with pictures; answers also
+        with `reasoning_content`.
 
         Args:
             question: a question without an answer, appended as the last message; None for none.
@@ -89,7 +97,9 @@ class Conversation:
         turns: list[dict[str, Any]] = [{"role": SYSTEM, "content": self.system}] if self.system is not None else []
         for exchange in self.exchanges:
             content = _with_pictures(exchange.question, exchange.pictures)
-            turns += [{"role": USER, "content": content}, {"role": ASSISTANT, "content": exchange.answer}]
+            reasoning = {REASONING: exchange.reasoning} if exchange.reasoning else {}
+            answer = {"role": ASSISTANT, "content": exchange.answer, **reasoning}
+            turns += [{"role": USER, "content": content}, answer]
         return turns if question is None else [*turns, {"role": USER, "content": _with_pictures(question, pictures)}]
 
 
@@ -171,7 +181,7 @@ def _conversation(messages: Any, name: str) -> Conversation:
     checked = [_message(message, f"message {number} of {name}") for number, message in enumerate(messages, 1)]
     has_system = bool(checked) and checked[0][0] == SYSTEM
     talk = checked[1:] if has_system else checked
-    for index, (role, _, _) in enumerate(talk):
+    for index, (role, *_) in enumerate(talk):
         if role != (expected := (USER, ASSISTANT)[index % 2]):
             raise ChatFileError(
                 f"Message {index + 1 + has_system} of {name} has the role {role}; expected {expected}.", _REMEDY
@@ -179,34 +189,38 @@ def _conversation(messages: Any, name: str) -> Conversation:
     if len(talk) % 2:
         raise ChatFileError(f"{name} ends with a question; expected an answer to it.", _REMEDY)
     exchanges = tuple(
-        Exchange(question, answer, stopped)
-        for (_, question, _), (_, answer, stopped) in zip(talk[::2], talk[1::2], strict=True)
+        Exchange(question, answer, stopped, reasoning=reasoning)
+        for (_, question, *_), (_, answer, stopped, reasoning) in zip(talk[::2], talk[1::2], strict=True)
     )
     return Conversation(None, exchanges).with_system(checked[0][1] if has_system else None)
 
 
-def _message(message: Any, where: str) -> tuple[str, str, bool]:
-    """Check a message; returns its role, its content, and whether it was stopped."""
+def _message(message: Any, where: str) -> tuple[str, str, bool, str]:
+    """Check a message; returns its role, its content, whether it was stopped, and its reasoning."""
     if not isinstance(message, dict):
         raise ChatFileError(
             f"{where[0].upper()}{where[1:]} is of type {type(message).__name__}; expected an object.", _REMEDY
         )
-    role, content, stopped = message.get("role"), message.get("content"), message.get("stopped", False)
+    role, stopped = message.get("role"), message.get("stopped", False)
+    content: Any = message.get("content")
+    reasoning: Any = message.get(REASONING, "")
     if role not in (SYSTEM, USER, ASSISTANT):
         raise ChatFileError(f"The role in {where} is {harmless(repr(role), 40)}; expected user or assistant.", _REMEDY)
-    if not isinstance(content, str):
-        raise ChatFileError(f"The content in {where} is of type {type(content).__name__}; expected text.", _REMEDY)
+    for name, text in (("content", content), (REASONING, reasoning)):
+        if not isinstance(text, str):
+            raise ChatFileError(f"The {name} in {where} is of type {type(text).__name__}; expected text.", _REMEDY)
     if not isinstance(stopped, bool):
         raise ChatFileError(
             f'"stopped" in {where} is of type {type(stopped).__name__}; expected true or false.', _REMEDY
         )
-    try:
-        content.encode("utf-8")
-    except UnicodeEncodeError:  # "\ud800" is valid JSON, but tokenizers refuse it
-        raise ChatFileError(
-            f"The content in {where} has a lone surrogate, which is not a character.", _REMEDY
-        ) from None
-    return role, content, stopped
+    for name, text in (("content", content), (REASONING, reasoning)):
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:  # "\ud800" is valid JSON, but tokenizers refuse it
+            raise ChatFileError(
+                f"The {name} in {where} has a lone surrogate, which is not a character.", _REMEDY
+            ) from None
+    return role, content, stopped, reasoning
 
 
 def read_chat(path: Path) -> SavedChat:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import attrgetter
 from pathlib import Path
@@ -21,14 +21,15 @@ from typing import Any, TextIO, cast
 from rich.console import Console
 from rich.text import Text
 
-from rabbitllm.base.terminal import counted, harmless, put_fact, size
+from rabbitllm.base.terminal import LABEL, counted, harmless, put_fact, size
 from rabbitllm.chat.conversation import Conversation, Exchange, SavedChat, read_chat, write_chat
-from rabbitllm.errors import ChatError, RabbitLLMError
+from rabbitllm.display.answer_printer import AnswerPrinter
+from rabbitllm.errors import ChatError, OptionError, RabbitLLMError
 from rabbitllm.formats.media_file import read_picture
 from rabbitllm.generation.media import MediaFile, media_file
-from rabbitllm.generation.request import FinishReason, Result, Work
+from rabbitllm.generation.reasoning import thoughts_note
+from rabbitllm.generation.request import FinishReason, Result, Sampling, Work
 from rabbitllm.generation.session import Session
-from rabbitllm.generation.streams import print_text
 from rabbitllm.telemetry.passes import PINNED_UPLOAD, READ, UPLOAD
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -36,11 +37,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "/image": ("FILE", "send a picture with the next message"),
     "/save": ("FILE", "write the conversation as JSON"),
     "/load": ("FILE", "continue a saved conversation"),
+    "/retry": ("", "ask the last question again, and replace its answer"),
+    "/undo": ("", "remove the last exchange"),
     "/drop": ("[N]", "remove the oldest exchange, or the N oldest"),
     "/reset": ("", "remove all exchanges, keep the system prompt"),
+    "/temperature": ("[T]", "set the sampling temperature (/temperature 0.7; 0 is greedy), or show it"),
     "/stats": ("", "tokens, times, passes and bytes of the last answer and of all"),
     "/help": ("", "show this list"),
-    "/exit": ("", "exit, like Ctrl-D"),
+    "/exit": ("", "exit, like Ctrl-D, /bye and exit"),
 }
 """Command -> its argument, in brackets if optional, and its help text."""
 _PLACES = {
@@ -49,6 +53,7 @@ _PLACES = {
     PINNED_UPLOAD: "from pinned RAM to the device",
 }
 """Stage -> source of its bytes, in words."""
+ALIASES = {"/bye": "/exit"}
 QUOTES = '"""'
 """Mark at the beginning and end of a message of several lines."""
 
@@ -70,7 +75,7 @@ def command_of(line: str) -> Command | None:
     if not line.startswith("/"):
         return None
     name, _, rest = line.partition(" ")
-    argument = rest.strip()
+    name, argument = ALIASES.get(name, name), rest.strip()
     if name not in COMMANDS:
         raise ChatError(
             f"There is no command {name[:40]!r}.",
@@ -95,6 +100,18 @@ def count_of(argument: str) -> int:
     if not (argument.isascii() and argument.isdigit()) or int(argument[:9]) < 1:
         raise ChatError(f"/drop takes a number of exchanges, not {argument[:40]!r}.", "For example /drop 3.")
     return int(argument[:9])
+
+
+def temperature_of(argument: str) -> float:
+    """The number in the argument of /temperature.
+
+    Raises:
+        ChatError: the argument is not a number, or out of range.
+    """
+    with contextlib.suppress(ValueError, OptionError):
+        Sampling(temperature := float(argument))
+        return temperature
+    raise ChatError(f"/temperature takes 0 or a larger number, not {argument[:40]!r}.", "For example /temperature 0.7.")
 
 
 def show_stats(console: Console, answers: Sequence[Result], session: Session, in_place: Mapping[str, int]) -> None:
@@ -132,7 +149,9 @@ def _put_sums(console: Console, answers: Sequence[Result]) -> None:
     seconds = sum(answer.seconds - answer.first_seconds for answer in answers if answer.first_seconds is not None)
     rate = f", {further / seconds:,.2f} a second" if further and seconds else ""
     work = reduce(Work.plus, (answer.work for answer in answers))
-    put_fact(console, "  generated", counted(tokens, "token") + rate)
+    thoughts = sum(answer.reasoning_tokens for answer in answers)
+    of_them = f", {thoughts:,} of them thoughts" if thoughts else ""
+    put_fact(console, "  generated", counted(tokens, "token") + of_them + rate)
     put_fact(console, "  prompt", f"{counted(prompt, 'token')}: {kept:,} kept in the cache, {prompt - kept:,} computed")
     put_fact(console, "  passes", f"{work.passes:,}, with {counted(work.tokens, 'token')} altogether")
     moved = [f"{size(work.moved[stage])} {where}" for stage, where in _PLACES.items() if stage in work.moved]
@@ -293,12 +312,16 @@ class ChatLoop:
         command = command_of(message) if "\n" not in message else None
         if command is not None:
             self._execute(command)
+        elif message.strip() == "exit" and self._streams.interactive:
+            return False
         elif message.strip():
             self._ask(message.strip())
         return command is None or command.name != "/exit"
 
     def _ask(self, question: str) -> None:
+        """Answer a question, which goes with the pictures that wait for it."""
         question = question.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+        printer = AnswerPrinter(self._streams.notes, self._streams.answers)
         with _interruptible() as stopped, self._waiting() as (at_unit, begin):
             came = False
 
@@ -308,22 +331,35 @@ class ChatLoop:
                 if text:
                     came = True
                     begin()
-                    self._put(text)
+                    printer.write(text)
+
+            def think(text: str) -> None:
+                begin()
+                printer.think(text)
 
             pictures, self._pictures = self._pictures, ()
             messages = self.conversation.messages(question, pictures)
-            answer = self._session.answer(messages, write, stopped=stopped, at_unit=at_unit)
-        self._put("\n" if answer.text or not self._streams.interactive else "")
+            try:
+                answer = self._session.answer(messages, write, stopped=stopped, at_unit=at_unit, think=think)
+            finally:
+                printer.end()
+        if not came and not self._streams.interactive:  # each message gets a line
+            self._put("\n")
         self._answers.append(answer)
         is_stopped = answer.finish is FinishReason.CANCELLED
         context = self._session.context
         is_full = context is not None and answer.prompt_tokens + len(answer.tokens) >= context
         if is_stopped and not answer.text:
-            self._note("stopped before the first token; the question was removed")
+            begin_of = "answer" if answer.reasoning else "first token"
+            self._note(f"stopped before the {begin_of}; the question was removed")
             return
-        self.conversation = self.conversation.with_exchange(Exchange(question, answer.text, is_stopped, pictures))
+        exchange = Exchange(question, answer.text, is_stopped, pictures, answer.reasoning)
+        self.conversation = self.conversation.with_exchange(exchange)
         if is_stopped:
             self._note("stopped; the partial answer stays in the conversation")
+        elif answer.is_cut_off_in_thoughts:
+            less = self._session.template.less_thinking
+            self._note(thoughts_note(len(answer.tokens), less, is_full=is_full))
         elif answer.finish is FinishReason.LENGTH and is_full:
             self._note(
                 f"the context of {context:,} tokens is full: /drop removes the oldest exchange, /reset all exchanges"
@@ -353,6 +389,10 @@ class ChatLoop:
                 self.conversation = self.conversation.without_oldest(count_of(command.argument))
                 remaining = len(self.conversation.exchanges)
                 self._note(f"removed {counted(had - remaining, 'exchange')}; {remaining:,} left")
+            case "/undo" | "/retry":
+                self._undo(retries=command.name == "/retry")
+            case "/temperature":
+                self._temperature(command.argument)
             case "/system":
                 self._system(command.argument)
             case "/save":
@@ -366,7 +406,8 @@ class ChatLoop:
 
     def _help(self) -> None:
         for name, (argument, does) in COMMANDS.items():
-            put_fact(self._streams.notes, f"{name} {argument.strip('[]')}", does)
+            usage = f"{name} {argument.strip('[]')}"
+            put_fact(self._streams.notes, usage if len(usage) < LABEL else name, does)
         put_fact(self._streams.notes, QUOTES, f"starts a message of several lines; it ends with {QUOTES}")
         put_fact(self._streams.notes, "Ctrl-C", "stops an answer; its text stays in the conversation")
 
@@ -376,6 +417,35 @@ class ChatLoop:
             self._note("removed the system prompt" if text == "-" else "set the system prompt")
         else:
             self._note(harmless(self.conversation.system or "", 2000) or "there is no system prompt")
+
+    def _undo(self, *, retries: bool) -> None:
+        before = self.conversation
+        if not before.exchanges:
+            raise ChatError("There is no exchange yet.", "Ask a question first.")
+        last = before.exchanges[-1]
+        self.conversation = before.without_last()
+        if not retries:
+            self._note(f"removed the last exchange; {len(self.conversation.exchanges):,} left")
+            return
+        if not self._session.sampling.samples:
+            self._note("the temperature is 0, so the same prompt gets the same answer; /temperature 0.7 changes that")
+        waiting, self._pictures = self._pictures, last.pictures
+        try:
+            self._ask(last.question)
+        finally:
+            self._pictures = waiting
+            if len(self.conversation.exchanges) < len(before.exchanges):  # no answer came
+                self.conversation = before
+                self._note("the earlier answer stays in the conversation")
+
+    def _temperature(self, argument: str) -> None:
+        sampling = self._session.sampling
+        if argument:
+            self._session.sampling = sampling = replace(sampling, temperature=temperature_of(argument))
+        shown = f"{sampling.temperature or 0:g}" if sampling.samples else "0 (greedy)"
+        if sampling.samples and sampling.temperature is None:
+            shown = "that of the model"
+        self._note(f"temperature: {shown}")
 
     def _attach(self, path: Path) -> None:
         picture = media_file("image", path)
@@ -391,7 +461,8 @@ class ChatLoop:
         self._note(f"loaded {count}{model} from {harmless(str(path))}")
 
     def _put(self, text: str) -> None:
-        print_text(text, self._streams.answers)
+        self._streams.answers.write(text)
+        self._streams.answers.flush()
 
     def _note(self, text: str, style: str = "dim") -> None:
         notes = self._streams.notes

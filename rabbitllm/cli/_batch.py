@@ -106,7 +106,7 @@ def batch_command(
         source if source == STDIN else expand(source),
         output,
         request,
-        Defaults(max_new_tokens, answers.sampling, answers.stops, pooling_of(pooling), normalise),
+        Defaults(max_new_tokens, answers.sampling, answers.stops, pooling_of(pooling), normalise, answers.thoughts),
         limits,
         columns_of(column or ()),
         overwrite,

@@ -74,7 +74,7 @@ def chat_command(
     recommended = recommended_sampling(loaded)
     sampling = requested.over(recommended)
     chat = ChatLoop(
-        Session(loaded, max_new_tokens, sampling, drafting, answers.stops, answers.context),
+        Session(loaded, max_new_tokens, sampling, drafting, answers.stops, answers.context, answers.thoughts),
         standard_streams(),
         model,
         Conversation().with_system(decode_argument(system)),

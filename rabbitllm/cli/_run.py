@@ -79,10 +79,11 @@ def run_command(
     from rich.console import Console
     from transformers import logging
 
+    from rabbitllm.display.answer_printer import AnswerPrinter
     from rabbitllm.generation.media import media_files
-    from rabbitllm.generation.request import FinishReason, ModelLimits, Request, recommended_sampling, tokenizer_of
+    from rabbitllm.generation.request import FinishReason, ModelLimits, Request, recommended_sampling
     from rabbitllm.generation.session import answer
-    from rabbitllm.generation.streams import print_text
+    from rabbitllm.generation.template import ChatTemplate
     from rabbitllm.run import (
         answer_record,
         decode_argument,
@@ -108,21 +109,25 @@ def run_command(
     with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the answer
         loaded, drafting = load_with_draft(request, options.draft_request(draft), errors)
     load_seconds = time.perf_counter() - start
-    encoded = prompt_of(loaded, text, decode_argument(system), files, raw=raw)
+    encoded, thoughts = prompt_of(loaded, text, decode_argument(system), files, answers.thoughts, raw=raw)
     limits = ModelLimits.of(loaded, answers.context)
     max_tokens = limits.new_tokens(len(encoded.ids), max_new_tokens)
     recommended = recommended_sampling(loaded)
     sampling = requested.over(recommended)
-    generation = Request(encoded.ids, max_tokens, sampling, answers.stops, media=encoded.media)
+    generation = Request(encoded.ids, max_tokens, sampling, answers.stops, media=encoded.media, thoughts=thoughts)
     logging.set_verbosity_error()  # no warnings about missing kernels amid an answer
-    write = (lambda piece: None) if as_json else print_text
+    printer = AnswerPrinter(errors)
     with errors.status("reading the prompt …") as status:
-        result = answer(loaded, generation, write, status.stop, drafting)
+        result = (
+            answer(loaded, generation, lambda text: None, status.stop, drafting)
+            if as_json
+            else answer(loaded, generation, printer.write, status.stop, drafting, printer.think)
+        )
+    printer.end()
     if as_json:
         put_json(answer_record(model, result, load_seconds, _where(loaded, request.spec.compression)))
-    elif result.text and not result.text.endswith("\n"):
-        print_text("\n")
-    ended = finish_note(result, max_tokens, limits, raw=raw and bool(tokenizer_of(loaded).chat_template))
+    template = ChatTemplate(loaded)
+    ended = finish_note(result, max_tokens, limits, raw=raw and template.is_there, less_thinking=template.less_thinking)
     if ended is not None and not as_json:
         errors.print(ended)
     if verbose:

@@ -149,6 +149,7 @@ def serve_command(
         sampling=sampling,
         context=answers.context,
         media_folder=media_folder,
+        thinking=answers.thoughts,
     )
     if serve_model(request, limits, settings, listening, console, grace):
         sys.stderr.flush()

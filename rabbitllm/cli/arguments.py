@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 import typer
 
 from rabbitllm.cli.help import answer_option, hosts_option, model_option, rare_option, sampling_option
+from rabbitllm.generation.reasoning import Effort, Thinking
 
 if TYPE_CHECKING:
     from rabbitllm.auto_model import LoadRequest
@@ -271,6 +272,15 @@ class AnswerOptions:
     context: Annotated[
         int | None, answer_option(help="Maximum tokens of prompt and answer; by default the model's context.", min=1)
     ] = None
+    thinking: Annotated[
+        bool | None,
+        answer_option(
+            "--thinking/--no-thinking", help="Let a model that can think first do so, or not; by default its own way."
+        ),
+    ] = None
+    effort: Annotated[
+        Effort | None, answer_option(metavar="LEVEL", help="How much such a model thinks: low, medium or high.")
+    ] = None
 
     @property
     def sampling(self) -> Sampling:
@@ -282,6 +292,11 @@ class AnswerOptions:
         from rabbitllm.generation.request import Sampling
 
         return Sampling(self.temperature, self.top_p, self.seed, self.top_k, self.min_p, self.repeat_penalty)
+
+    @property
+    def thoughts(self) -> Thinking:
+        """Whether the model thinks, and how much, where an option says so."""
+        return Thinking(self.thinking, self.effort)
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ __all__ = [
     "kv_cache",
     "media",
     "memory",
+    "reasoning",
     "request",
     "scoring",
     "session",

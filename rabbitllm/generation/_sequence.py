@@ -120,7 +120,9 @@ class Sequence:
         self._ends = end_tokens(model)
         self._pieces: list[str] = []
         stops = (*request.stop, *stop_strings(model))
-        self._stream = TextStream(tokenizer_of(model), self._pieces.append, stops=stops, shown=request.shown)
+        self._stream = TextStream(
+            tokenizer_of(model), self._pieces.append, stops=stops, shown=request.shown, thoughts=request.thoughts
+        )
         self._logprobs = _Logprobs() if request.top_logprobs is not None else None
         self._processors: LogitsProcessorList | None = None
         self._random = _seeded(request.sampling.seed, model.device) if request.sampling.samples else None
@@ -224,6 +226,8 @@ class Sequence:
             time.monotonic() - self._submitted,
             self.num_cached_tokens,
             self._stream.stop,
+            reasoning=self._stream.reasoning,
+            reasoning_tokens=self._stream.reasoning_tokens,
         )
         self._report(result)
         self._notify = None  # breaks the reference cycle with the caller

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rabbitllm.engine.streamed_model import StreamedModel
+    from rabbitllm.generation.reasoning import Thoughts
 
 MAX_TOKENS = 512
 """Default number of tokens to generate."""
@@ -204,7 +205,8 @@ class Request:
         seconds: time limit from submission to the end; None for no limit. Only in a batch.
         media: pictures and sounds of the prompt; None for text alone.
         shown: special tokens that are part of the text, and so of the text in which stop strings are looked for; others
-            are left out. Only in a batch.
+            are left out.
+        thoughts: how reasoning is told from the answer; None where all text is the answer.
     """
 
     prompt: tuple[int, ...]
@@ -215,6 +217,7 @@ class Request:
     seconds: float | None = None
     media: PromptMedia | None = None
     shown: frozenset[int] = frozenset()
+    thoughts: Thoughts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +241,7 @@ class Delta:
     """A new piece of an answer.
 
     Attributes:
-        text: never half a character, never part of a stop string; may be empty.
+        text: never half a character, never part of a stop string; may be empty. With the reasoning and its marks.
         tokens: generated since the last piece, special ones such as the end of the text included.
     """
 
@@ -277,7 +280,7 @@ class Result:
     """The whole answer to a request.
 
     Attributes:
-        text: the generated text, without special tokens and without the stop string.
+        text: the generated text, without reasoning, special tokens and the stop string.
         tokens: ids that were generated, special ones included.
         prompt_tokens: number of tokens of the prompt.
         finish: why it ended.
@@ -286,6 +289,8 @@ class Result:
         kept_tokens: how many tokens of the prompt were in the KV cache already.
         stop: the stop string that was generated, or None.
         work: passes and bytes; all zero for a model without a profiler, and in a batch.
+        reasoning: the text between marks of reasoning; see `Request.thoughts`.
+        reasoning_tokens: how many of the tokens are reasoning or its marks.
     """
 
     text: str
@@ -297,6 +302,13 @@ class Result:
     kept_tokens: int = 0
     stop: str | None = None
     work: Work = field(default_factory=Work)
+    reasoning: str = ""
+    reasoning_tokens: int = 0
+
+    @property
+    def is_cut_off_in_thoughts(self) -> bool:
+        """Whether the limit of tokens was reached before the answer began."""
+        return self.finish is FinishReason.LENGTH and bool(self.reasoning) and not self.text.strip()
 
     @property
     def tokens_per_second(self) -> float | None:

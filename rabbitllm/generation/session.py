@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -23,6 +24,7 @@ from rabbitllm.errors import ChatError, OptionError
 from rabbitllm.generation._recommended import check_options, stop_strings
 from rabbitllm.generation.draft import continuing, draft_arguments
 from rabbitllm.generation.kv_cache import ConversationCache, angles_change_after, common_prefix, has_full_cache, keeps
+from rabbitllm.generation.reasoning import Thinking
 from rabbitllm.generation.request import (
     FinishReason,
     ModelLimits,
@@ -37,7 +39,7 @@ from rabbitllm.generation.request import (
     tokenizer_of,
 )
 from rabbitllm.generation.streams import TextStream
-from rabbitllm.generation.template import SYSTEM, USER, ChatTemplate, PromptRefused
+from rabbitllm.generation.template import REASONING, SYSTEM, USER, ChatTemplate, PromptRefused
 from rabbitllm.telemetry.passes import EXPERT_TIERS, PINNED_UPLOAD, READ, UPLOAD, PassSums
 
 if TYPE_CHECKING:
@@ -76,6 +78,7 @@ def generate(
     cache: Any = None,
     draft: StreamedModel | Literal["ngram"] | None = None,
     prompt_done: Callable[[], object] = lambda: None,
+    think: Write | None = None,
 ) -> Result:
     """Generate the answer to a request. On an interrupt or `Stopped` the answer is the text generated until then.
 
@@ -86,6 +89,7 @@ def generate(
         cache: KV cache to continue; None leaves it to `generate`.
         draft: a model, or "ngram", after `prepare_draft`; not used for pictures and sounds.
         prompt_done: called once, before the first piece.
+        think: called with each piece of reasoning; see `TextStream`.
 
     Raises:
         OSError: `write` raised it.
@@ -94,7 +98,15 @@ def generate(
     arguments = generate_arguments(model, request, cache=cache)
     if draft is not None and request.media is None:
         arguments |= draft_arguments(draft)
-    stream = TextStream(tokenizer_of(model), write, stops=stops, prompt_done=prompt_done)
+    stream = TextStream(
+        tokenizer_of(model),
+        write,
+        stops=stops,
+        think=think,
+        shown=request.shown,
+        thoughts=request.thoughts,
+        prompt_done=prompt_done,
+    )
     if stops:
         arguments["stopping_criteria"] = StoppingCriteriaList([_AtStopString(stream)])
     before = model.profiler.sums
@@ -119,6 +131,8 @@ def generate(
         (stream.times[-1] if stream.times else time.perf_counter()) - start,
         stop=stream.stop,
         work=work_between(before, model.profiler.sums),
+        reasoning=stream.reasoning,
+        reasoning_tokens=stream.reasoning_tokens,
     )
 
 
@@ -128,6 +142,7 @@ def answer(
     write: Write,
     prompt_done: Callable[[], object] = lambda: None,
     draft: StreamedModel | Literal["ngram"] | None = None,
+    think: Write | None = None,
 ) -> Result:
     """Generate a single answer; see `generate`. Random numbers begin at the request's seed.
 
@@ -138,7 +153,7 @@ def answer(
     check_options(model)
     if request.sampling.seed is not None:
         torch.manual_seed(request.sampling.nth(0).seed)
-    return generate(model, request, write, draft=draft, prompt_done=prompt_done)
+    return generate(model, request, write, draft=draft, prompt_done=prompt_done, think=think)
 
 
 def work_between(before: Mapping[str, PassSums], after: Mapping[str, PassSums]) -> Work:
@@ -168,13 +183,17 @@ class Session:
         draft: a model, or "ngram", after `prepare_draft`; it proposes tokens.
         stop: stop strings, at which an answer ends; they are not part of it.
         context: limit of the tokens of prompt and answer together; None for the model's.
+        thinking: whether the model thinks, and how much.
 
     Attributes:
+        sampling: how the tokens of the next answer are chosen.
+        template: the model's chat template.
         cache: the KV cache; None if it cannot be reused, so that each prompt is computed whole.
 
     Raises:
         ChatError: the model has no tokenizer, or is not a causal language model.
-        OptionError: the model generates no text, or its generation config demands what cannot be had.
+        OptionError: the model generates no text, its generation config demands what cannot be had, or its chat template
+            does not read `thinking`.
     """
 
     def __init__(
@@ -185,6 +204,7 @@ class Session:
         draft: StreamedModel | Literal["ngram"] | None = None,
         stop: tuple[str, ...] = (),
         context: int | None = None,
+        thinking: Thinking = Thinking(),  # noqa: B008  immutable
     ) -> None:
         if model.tokenizer is None:
             raise ChatError(
@@ -197,12 +217,13 @@ class Session:
             )
         check_options(model)
         self._model = model
-        self._template = ChatTemplate(model)
+        self.template = ChatTemplate(model)
         self._limits = ModelLimits.of(model, context)
         self._stop = stop
         self._max_new_tokens = max_new_tokens
-        self._sampling = sampling
+        self.sampling = sampling
         self._draft = draft
+        self._variables = self.template.thinking(thinking)
         self.cache = ConversationCache(model) if keeps(model) and (draft is None or has_full_cache(model)) else None
         self._same_angles = angles_change_after(model.config.get_text_config(decoder=True))
         self._is_consistent = True
@@ -218,7 +239,7 @@ class Session:
     def remarks(self) -> tuple[str, ...]:
         """Remarks on this model for the user; usually none."""
         remarks = []
-        if not self._template.is_there:
+        if not self.template.is_there:
             remarks.append("the model has no chat template; the prompt is made of User: and Assistant: lines")
         if self.cache is None:
             remarks.append(f"{self.uncached}; each answer reads the full conversation")
@@ -253,14 +274,17 @@ class Session:
         *,
         stopped: Callable[[], bool] = lambda: False,
         at_unit: Callable[[int, int], object] = lambda done, units: None,
+        think: Write = lambda text: None,
     ) -> Result:
         """Generate an answer.
 
         Args:
             messages: the conversation; its last message is a question. With pictures (see `media`) no cache is kept.
+                Answers may have `reasoning_content`; the template gets it if it reads it.
             write: called with each piece of the text.
             stopped: called before each unit of the model; True ends the answer, as a KeyboardInterrupt does.
             at_unit: called before each unit of the first pass, with the number of units done and the number of all.
+            think: called with each piece of reasoning.
 
         Raises:
             ChatError: no room is left in the context, or the chat template refuses the messages.
@@ -268,15 +292,23 @@ class Session:
         """
         prompt = self._prompt(messages)
         ids, media = list(prompt.ids), prompt.media
-        stops = (*self._stop, *self._template.stops)
-        request = Request(prompt.ids, self._new_tokens(len(ids), messages), self._sampling, stops, media=media)
+        stops = (*self._stop, *self.template.stops)
+        request = Request(
+            prompt.ids,
+            self._new_tokens(len(ids), messages),
+            self.sampling,
+            stops,
+            media=media,
+            thoughts=self.template.thoughts(ids),
+        )
+        run = partial(generate, self._model, request, write, draft=self._draft, think=think)
         if not self._is_consistent or media is not None:
             self.forget()
         # other pictures may have the same ids, and a longer prompt has other angles than the tokens in the cache
         cache = self.cache if media is None and len(ids) <= self._same_angles else None
         if cache is None:
             with self._watched(stopped, at_unit) as prompt_done:
-                return generate(self._model, request, write, draft=self._draft, prompt_done=prompt_done)
+                return run(prompt_done=prompt_done)
         # at least one token is computed, since it yields the first one of the answer
         cached = cache.crop(min(common_prefix(ids, cache.ids), len(ids) - 1))
         cache.snapshot(ids[:cached])
@@ -287,7 +319,7 @@ class Session:
                 prompt_done()
                 cache.snapshot(ids)
 
-            result = generate(self._model, request, write, cache=cache.cache, draft=self._draft, prompt_done=snapshot)
+            result = run(cache=cache.cache, prompt_done=snapshot)
         tokens = [*ids, *result.tokens]
         if result.finish is FinishReason.CANCELLED:
             cache.recover(len(tokens) - 1 if result.tokens else cached, tokens)
@@ -303,8 +335,11 @@ class Session:
         Raises:
             ChatError: the template refuses these messages.
         """
+        earlier = [dict(message) for message in messages]
+        for message in earlier:
+            message |= self.template.of_reasoning(message.pop(REASONING, ""))
         try:
-            return self._template.prompt(messages)
+            return self.template.prompt(earlier, **self._variables)
         except PromptRefused as error:
             reset = "/reset starts a new conversation."
             if messages[0]["role"] == SYSTEM and not error.by_processor:

@@ -6,23 +6,19 @@ afterwards, and all pieces joined equal the tokenizer's decoding of all tokens, 
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from rabbitllm.base.terminal import disarmed
+from rabbitllm.generation.reasoning import begun
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from rabbitllm.generation.reasoning import Thoughts
+
 UNFINISHED = "\ufffd"
 """Tokenizers decode bytes of an incomplete character to this."""
-
-
-def begun(text: str, words: Iterable[str]) -> int:
-    """Length of the longest suffix of a text that begins one of the words."""
-    return max((n for word in words for n in range(1, len(word)) if text.endswith(word[:n])), default=0)
 
 
 class StoppedText:
@@ -69,13 +65,17 @@ class TextStream:
     Args:
         tokenizer: tokenizer of the model.
         write: called with each piece of text; an exception from it (a broken pipe) ends the generation.
+        think: called with each piece of reasoning, which `write` then does not get; None: it gets all, marks included.
         stops: stop strings; text that could be the beginning of one is held back until more tokens decide it.
         shown: special tokens that are part of the text.
+        thoughts: how reasoning is told from the answer; None where all text is the answer.
         prompt_done: called before the first token is decoded.
 
     Attributes:
         tokens: ids generated so far.
-        text: the text written so far.
+        text: the text so far, without reasoning.
+        reasoning: the reasoning so far.
+        reasoning_tokens: how many of the tokens are reasoning or its marks.
         times: `time.perf_counter()` at the arrival of each token.
     """
 
@@ -85,15 +85,21 @@ class TextStream:
         write: Callable[[str], object],
         *,
         stops: tuple[str, ...] = (),
+        think: Callable[[str], object] | None = None,
         shown: frozenset[int] = frozenset(),
+        thoughts: Thoughts | None = None,
         prompt_done: Callable[[], object] = lambda: None,
     ) -> None:
         self.tokens: list[int] = []
-        self.text = ""
+        self.text = self.reasoning = ""
+        self.reasoning_tokens = 0
         self.times: list[float] = []
         self._tokenizer = tokenizer
         self._write = write
         self._stops = StoppedText(stops)
+        self._think = think
+        self._reader = thoughts.reader() if thoughts is not None else None
+        shown = shown | thoughts.form.shown if thoughts is not None else shown
         added = tokenizer.added_tokens_decoder.items() if shown else ()
         self._hidden = {token for token, details in added if details.special} - shown if shown else None
         self._prompt_done = prompt_done
@@ -128,9 +134,13 @@ class TextStream:
         """Take tokens after the prompt."""
         if not self.tokens:
             self._prompt_done()
-        self.tokens += ids
-        self.times += [time.perf_counter()] * len(ids)
-        self._emit(finished=False)
+        now = time.perf_counter()
+        for token in ids:  # one by one, so that those of the reasoning can be counted
+            self.tokens.append(token)
+            self.times.append(now)
+            is_reasoning = self._is_reasoning
+            self._emit(finished=False)
+            self.reasoning_tokens += is_reasoning or self._is_reasoning
 
     def end(self) -> None:
         """Write the rest, even if it ends in half a character."""
@@ -144,9 +154,27 @@ class TextStream:
             return
         if text:
             self._from, self._to = self._to, len(self.tokens)
-        if piece := self._stops.add(text, last=finished):
-            self.text += piece
-            self._write(piece)
+        piece = self._stops.add(text, last=finished)
+        reasoning, answer = self._read(piece, last=finished)
+        self.reasoning += reasoning
+        self.text += answer
+        if self._think is None:
+            answer = piece
+        elif reasoning:
+            self._think(reasoning)
+        if answer:
+            self._write(answer)
+
+    @property
+    def _is_reasoning(self) -> bool:
+        return self._reader is not None and self._reader.is_reasoning
+
+    def _read(self, text: str, *, last: bool) -> tuple[str, str]:
+        if self._reader is None:
+            return "", text
+        reasoning, answer = self._reader.feed(text)
+        rest, end = self._reader.end() if last else ("", "")
+        return reasoning + rest, answer + end
 
     def _decode(self, ids: Sequence[int]) -> str:
         if not ids:
@@ -156,22 +184,3 @@ class TextStream:
         text = self._tokenizer.decode(shown, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
-
-
-def print_text(text: str, out: TextIO | None = None) -> None:
-    """Write text and flush; characters that the encoding lacks become question marks.
-
-    On a terminal, control characters are written as escapes, since a model may generate any of them.
-
-    Args:
-        text: text from a model.
-        out: file to write to; stdout by default.
-
-    Raises:
-        BrokenPipeError: the reader has closed the pipe.
-    """
-    out = sys.stdout if out is None else out
-    encoding = getattr(out, "encoding", None) or "utf-8"
-    shown = disarmed(text) if out.isatty() else text
-    out.write(shown.encode(encoding, "replace").decode(encoding))
-    out.flush()

@@ -21,16 +21,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 
 from rabbitllm.base.terminal import harmless
-from rabbitllm.errors import MediaError
+from rabbitllm.errors import MediaError, OptionError
 from rabbitllm.formats.media_file import MAX_PIXELS, read_picture, read_sound
 from rabbitllm.generation._template_process import PROCESS, TooManyLetters, in_the_process
 from rabbitllm.generation.media import MAX_FILES, WORDS, MediaFile, files_in
+from rabbitllm.generation.reasoning import TAIL_TOKENS, AnswerFormat, Thinking, Thoughts
 from rabbitllm.generation.request import ModelLimits, Prompt, PromptMedia, tokenizer_of
 
 if TYPE_CHECKING:
@@ -47,6 +48,12 @@ _PLACEHOLDERS = (
 """Attributes of processors and tokenizers with texts that stand for pictures and sounds."""
 _PARTS = {"image": "image_processor", "audio": "feature_extractor"}
 _NOT_INPUTS = ("input_ids", "attention_mask")
+REASONING = "reasoning_content"
+_REASONING = (REASONING, "reasoning", "thinking")
+"""Names under which templates read the reasoning of an earlier answer, and clients send it."""
+_SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which templates turn thinking on and off."""
+_EFFORT = "reasoning_effort"
 
 
 class PromptRefused(Exception):
@@ -99,6 +106,50 @@ class ChatTemplate:
         """The variables that a request may set: those that only the template reads; see `variables_in`."""
         special = frozenset(getattr(self.tokenizer, "special_tokens_map", {}))
         return variables_in(self.sources[with_tools]) - special
+
+    @cached_property
+    def form(self) -> AnswerFormat:
+        """How the model marks its reasoning."""
+        return AnswerFormat.of(self.sources, self.tokenizer)
+
+    def thoughts(self, ids: Sequence[int]) -> Thoughts | None:
+        """How an answer to a prompt of these ids is read; None without a template."""
+        if not self.is_there:
+            return None
+        return Thoughts(self.form, str(self.tokenizer.decode(list(ids[-TAIL_TOKENS:]), skip_special_tokens=False)))
+
+    def thinking(self, thinking: Thinking) -> dict[str, Any]:
+        """The variables that say whether the model thinks, and how much.
+
+        Raises:
+            OptionError: the template reads none of them.
+        """
+        settable = self.settable()
+        switches = [name for name in _SWITCHES if name in settable]
+        efforts = [_EFFORT] if _EFFORT in settable else []
+        for name, value, names in (
+            ("Thinking cannot be turned on or off", thinking.enabled, switches),
+            ("An effort of thinking cannot be set", thinking.effort, efforts),
+        ):
+            if value is not None and not names:
+                read = " or ".join(_SWITCHES) if names is switches else _EFFORT
+                instead = "--effort" if efforts else "--thinking or --no-thinking" if switches else ""
+                raise OptionError(
+                    f"{name}: this model's chat template does not read {read}.",
+                    f"Use {instead}, which it does read." if instead else "Leave the option out.",
+                )
+        values = {**dict.fromkeys(switches, thinking.enabled), **dict.fromkeys(efforts, thinking.effort)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def less_thinking(self) -> str:
+        """The option by which a model thinks less; empty if its template reads none."""
+        settable = self.settable()
+        return "--no-thinking" if settable & {*_SWITCHES} else "--effort low" if _EFFORT in settable else ""
+
+    def of_reasoning(self, text: str) -> dict[str, str]:
+        """Keys of a message for the reasoning of an earlier answer: those that the template reads; most read none."""
+        return {name: text for name in _REASONING if text and self.reads(name, with_tools=True)}
 
     @property
     def sources(self) -> tuple[str, str]:

@@ -141,9 +141,7 @@ def routes(service: Service) -> list[BaseRoute]:
     async def chat(request: Request) -> Response:
         body = parsed(ChatBody, await body_of(request))
         service.check_name(body.model)
-        call = await service.encoded(
-            lambda: checked_chat(body, service.template, service.form, service.limits, settings)
-        )
+        call = await service.encoded(lambda: checked_chat(body, service.template, service.limits, settings))
         choices = ChatChoices(call, service.texts, service.ends, lambda: f"call_{uuid.uuid4().hex[:24]}")
         kinds = "chat.completion", "chat.completion.chunk"
         return await _generated(request, service, body, call, choices, builder("chatcmpl-", kinds, body, request))

@@ -19,9 +19,12 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rabbitllm.generation.streams import begun
+from rabbitllm.generation.reasoning import next_mark
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MISTRAL = "[TOOL_CALLS]"
@@ -51,10 +54,9 @@ class ParsedToolCall:
     arguments: str
 
 
-def next_mark(text: str, marks: Collection[str]) -> tuple[int, str]:
-    """Where the first of some marks begins, and the mark; if there is none, where one may begin at the end, and ""."""
-    positions = [(position, mark) for mark in marks if (position := text.find(mark)) >= 0]
-    return min(positions) if positions else (len(text) - begun(text, marks), "")
+def call_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that are marks of calls."""
+    return frozenset(token for name, token in tokenizer.get_added_vocab().items() if name in SPECIAL)
 
 
 class CallReader:

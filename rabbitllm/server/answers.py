@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
+from rabbitllm.generation.reasoning import Thoughts
 from rabbitllm.generation.request import Delta, FinishReason, Result, TokenLogprob
 from rabbitllm.generation.streams import UNFINISHED
+from rabbitllm.server._answer_reader import AnswerPiece, AnswerReader
 from rabbitllm.server._tools import ParsedToolCall
-from rabbitllm.server.reasoning import AnswerPiece, AnswerReader
 from rabbitllm.server.requests import CheckedCall
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class ResponseBuilder:
             "completion_tokens": new,
             "total_tokens": prompt + new,
             "prompt_tokens_details": {"cached_tokens": sum(result.kept_tokens for result in firsts)},
+            "completion_tokens_details": {"reasoning_tokens": sum(result.reasoning_tokens for result in finished)},
         }
 
 
@@ -164,7 +166,8 @@ class ChatChoices(_Choices):
     def __init__(self, call: CheckedCall, texts: TokenTexts, ends: frozenset[int], new_id: Callable[[], str]) -> None:
         super().__init__(call, texts, ends)
         self._new_id = new_id
-        self._readers = [AnswerReader(call.form, call.tail, call.tools, call.types) for _ in call.requests]
+        thoughts = [request.thoughts or Thoughts() for request in call.requests]
+        self._readers = [AnswerReader(each.form, each.tail, call.tools, call.types) for each in thoughts]
 
     def begin(self, choice: int) -> list[dict[str, Any]]:
         """The role."""

@@ -12,6 +12,7 @@ from rabbitllm.errors import MediaError
 from rabbitllm.generation.media import openai_part, text_of_parts
 from rabbitllm.generation.request import MAX_CHOICES, ModelLimits, Prompt, Request, Sampling
 from rabbitllm.generation.template import ChatTemplate
+from rabbitllm.server._tools import call_tokens
 from rabbitllm.server.api_error import (
     BAD_MEDIA,
     PROMPT_ERRORS,
@@ -21,7 +22,6 @@ from rabbitllm.server.api_error import (
     prompt_error,
     unsupported,
 )
-from rabbitllm.server.reasoning import TAIL_TOKENS, AnswerFormat
 from rabbitllm.server.schemas import (
     NO_LIMIT,
     ChatBody,
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_STOP_CHARACTERS = 1_000
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Names under which clients send the reasoning of an earlier answer, and templates read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +50,6 @@ class CheckedCall:
         tools: names of the tools in the prompt; empty for none.
         types: tool -> parameter -> its type in JSON schema.
         echoes: the prompt's text that each completion begins with; empty if `echo` is off.
-        form: how the model marks its reasoning.
-        tail: the end of a chat's prompt as text, special tokens included.
     """
 
     requests: tuple[Request, ...]
@@ -61,8 +57,6 @@ class CheckedCall:
     tools: tuple[str, ...] = ()
     types: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     echoes: tuple[str, ...] = ()
-    form: AnswerFormat = AnswerFormat()  # noqa: RUF009  immutable
-    tail: str = ""
 
 
 def _new_tokens(prompt: Prompt, max_tokens: int | None, limits: ModelLimits, settings: Settings, param: str) -> int:
@@ -92,9 +86,7 @@ def _requests_of(
     )
 
 
-def checked_chat(
-    body: ChatBody, template: ChatTemplate, form: AnswerFormat, limits: ModelLimits, settings: Settings
-) -> CheckedCall:
+def checked_chat(body: ChatBody, template: ChatTemplate, limits: ModelLimits, settings: Settings) -> CheckedCall:
     """Check the body and make its requests.
 
     Raises:
@@ -105,7 +97,7 @@ def checked_chat(
     if body.top_logprobs and not body.logprobs:
         raise bad("top_logprobs needs logprobs to be true.", "top_logprobs")
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    variables = _variables(body, template, with_tools=bool(tools))
+    variables = _variables(body, template, settings, with_tools=bool(tools))
     messages = _messages(body.messages, template, settings)
     try:
         prompt = template.prompt(messages, [tool.model_dump(exclude_none=True) for tool in tools], **variables)
@@ -115,13 +107,12 @@ def checked_chat(
     max_tokens = None if max_tokens == NO_LIMIT else max_tokens
     new_tokens = _new_tokens(prompt, max_tokens, limits, settings, "messages")
     requests = _requests_of(body, [(prompt, new_tokens)], (*body.stops, *template.stops), top_logprobs, settings)
-    shown = form.shown | form.shown_with_tools if tools else form.shown
-    requests = tuple(replace(request, shown=shown) for request in requests)
-    tail = template.tokenizer.decode(list(prompt.ids[-TAIL_TOKENS:]), skip_special_tokens=False)
+    shown = call_tokens(template.tokenizer) if tools else frozenset()
+    requests = tuple(replace(request, shown=shown, thoughts=template.thoughts(prompt.ids)) for request in requests)
     functions = [tool.function for tool in tools]
     types = {function.name: _types(function.parameters) for function in functions}
     names = tuple(function.name for function in functions)
-    return CheckedCall(requests, top_logprobs, names, types, form=form, tail=str(tail))
+    return CheckedCall(requests, top_logprobs, names, types)
 
 
 def _tools(body: ChatBody, template: ChatTemplate) -> list[Tool]:
@@ -144,7 +135,7 @@ def _tools(body: ChatBody, template: ChatTemplate) -> list[Tool]:
     return body.tools
 
 
-def _variables(body: ChatBody, template: ChatTemplate, *, with_tools: bool) -> dict[str, Any]:
+def _variables(body: ChatBody, template: ChatTemplate, settings: Settings, *, with_tools: bool) -> dict[str, Any]:
     """The further variables of the template; messages and tools are passed to it separately."""
     settable = template.settable(with_tools=with_tools)
     named = body.chat_template_kwargs or {}
@@ -160,7 +151,8 @@ def _variables(body: ChatBody, template: ChatTemplate, *, with_tools: bool) -> d
     for name, value in fields.items():
         if value is not None and name not in settable:
             raise unsupported(f"{name} is not supported: this model's chat template does not use it.", name)
-    return {name: value for name, value in {**named, **fields}.items() if value is not None}
+    usual = {name: value for name, value in template.thinking(settings.thinking).items() if name in settable}
+    return usual | {name: value for name, value in {**named, **fields}.items() if value is not None}
 
 
 def _messages(messages: list[Message], template: ChatTemplate, settings: Settings) -> list[dict[str, Any]]:
@@ -193,10 +185,10 @@ def _messages(messages: list[Message], template: ChatTemplate, settings: Setting
 
 def _reasoning(message: Message, template: ChatTemplate, where: str) -> dict[str, str]:
     """The reasoning of an earlier answer, under the names that the template reads; most templates leave it out."""
-    texts = [text for name in _REASONING if (text := getattr(message, name))]
+    texts = [text for text in (message.reasoning_content, message.reasoning, message.thinking) if text]
     if texts and message.role != "assistant":
         raise bad(f"{where} is of {message.role}; only an assistant has reasoning.", where)
-    return {name: texts[0] for name in _REASONING if texts and template.reads(name, with_tools=True)}
+    return template.of_reasoning(texts[0]) if texts else {}
 
 
 def _content(message: Message, where: str, settings: Settings) -> str | list[Mapping[str, Any]]:

@@ -33,7 +33,6 @@ from rabbitllm.server._metrics import Metrics
 from rabbitllm.server.answers import TokenTexts
 from rabbitllm.server.api_error import NOT_FOUND, APIError
 from rabbitllm.server.embeddings import Embedder, PoolingRecipe, recipe_in
-from rabbitllm.server.reasoning import AnswerFormat
 from rabbitllm.server.settings import Settings
 from rabbitllm.store.locations import resolve_name
 
@@ -144,7 +143,6 @@ class Service:
         limits: bounds that requests are checked against.
         settings: see above, with the sampling that the model recommends.
         ends: end-of-text tokens.
-        form: how the model marks its reasoning.
         sampling_words: how tokens are chosen if a request does not say.
         created: seconds since 1970.
         is_closing: whether new requests are refused.
@@ -167,7 +165,7 @@ class Service:
         self.is_closing = False
         self.tokenizer = tokenizer_of(model)
         self.template = ChatTemplate(model)
-        self.form = AnswerFormat.of(self.template)
+        self.template.thinking(settings.thinking)  # refused now, not with each request
         self.texts = TokenTexts(self.tokenizer)
         # the first call may change a tokenizer's settings, which must not happen while another thread decodes
         self.tokenizer("a")

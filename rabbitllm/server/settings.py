@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rabbitllm.errors import OptionError
+from rabbitllm.generation.reasoning import Thinking
 from rabbitllm.generation.request import Sampling
 
 
@@ -27,6 +28,7 @@ class Settings:
         completion_new_tokens: likewise in `/v1/completions`, where OpenAI has its own default.
         sampling: how tokens are chosen if a request does not say; where this says nothing, as the model recommends.
         context: limit of the tokens of a prompt and its answer; None for the model's.
+        thinking: whether the model thinks in chats, and how much, unless the request says so.
         of_the_model: options by which the model chooses tokens in every request; see `request.options_of`.
         heartbeat_seconds: an idle stream sends a comment after this time.
         stall_seconds: a client that reads nothing for this time is disconnected.
@@ -44,6 +46,7 @@ class Settings:
     completion_new_tokens: int = 16
     sampling: Sampling = Sampling()  # noqa: RUF009  immutable
     context: int | None = None
+    thinking: Thinking = Thinking()  # noqa: RUF009  immutable
     of_the_model: Mapping[str, float] = field(default_factory=dict)
     heartbeat_seconds: float = 15.0
     stall_seconds: float = 60.0

@@ -16,7 +16,8 @@ from rabbitllm.chat.conversation import Conversation, Exchange, SavedChat, read_
 from rabbitllm.chat.loop import ChatLoop, ChatStreams
 from rabbitllm.generation.session import Session
 from tests.chat.talkers import parrot_folder, talker
-from tests.support.tiny_models import ALL, one_thread  # noqa: F401  a fixture that applies by itself
+from tests.support.thinking_models import ANSWER, QUESTION, REASONING_TOKENS, THOUGHT, thinker
+from tests.support.tiny_models import ALL, load, one_thread, split  # noqa: F401  a fixture that applies by itself
 
 SAYS = {" ": "Y", "Y": "o", "o": "<eos>"}
 
@@ -79,12 +80,17 @@ def test_stop_texts_and_a_smaller_context(model: Any) -> None:
 
 
 def test_exit_ends_the_loop(model: Any) -> None:
-    assert Talk(model, "/exit", "Hello?").answers == ""
+    for word in ("/exit", "/bye"):
+        assert Talk(model, word, "Hello?").answers == ""
+    assert "Yo" not in Talk(model, "exit", "Hello?", interactive=True).answers
+    assert Talk(model, "exit", "Hello?").answers == "Yo\nYo\n"  # a line of a pipe is a message
 
 
 def test_help_lists_every_command(model: Any) -> None:
     notes = Talk(model, "/help").notes
     for name in ("/system TEXT", "/save FILE", "/load FILE", "/drop N", "/reset", "/stats", "/exit", '"""', "Ctrl-C"):
+        assert f"\n{name} " in "\n" + notes
+    for name in ("/undo", "/retry", "/temperature"):
         assert f"\n{name} " in "\n" + notes
 
 
@@ -185,3 +191,66 @@ def test_stats(model: Any) -> None:
 def test_a_saved_file_is_plain_json(model: Any, tmp_path: Path) -> None:
     Talk(model, "Hello?", f"/save {tmp_path}/talk.json")
     assert json.loads((tmp_path / "talk.json").read_text())["messages"][1] == {"role": "assistant", "content": "Yo"}
+
+
+def test_undo_removes_the_last_exchange(model: Any) -> None:
+    talk = Talk(model, "1?", "2?", "/undo", "3?")
+    assert "removed the last exchange; 1 left" in talk.notes
+    assert [exchange.question for exchange in talk.conversation.exchanges] == ["1?", "3?"]
+    talk = Talk(model, "/undo", "1?")
+    assert "error: There is no exchange yet." in talk.notes
+    assert len(talk.conversation.exchanges) == 1
+
+
+def test_retry_replaces_the_last_answer(tmp_path: Path) -> None:
+    """Each letter but Y is as likely as any other after the prompt, so seeds decide."""
+    model = talker(parrot_folder(tmp_path / "model", {"Y": "<eos>"}), ALL)
+    talk = Talk(model, "1?", "/temperature 1", "2?", "/retry", max_new_tokens=8)
+    first, second = talk.conversation.exchanges
+    assert (first.question, second.question) == ("1?", "2?")
+    answers = talk.answers.splitlines()
+    assert second.answer in talk.answers
+    assert len(set(answers)) == len(answers)
+    assert "gets the same answer" not in talk.notes
+    again = Talk(model, "1?", "/retry", max_new_tokens=8)
+    assert "the temperature is 0, so the same prompt gets the same answer" in " ".join(again.notes.split())
+    assert len(again.conversation.exchanges) == 1
+
+
+def test_a_retry_without_an_answer_keeps_the_earlier_one(model: Any) -> None:
+    talk = Talk(model, "1?", "/system " + "x" * 2000, "/retry")
+    assert not talk.well
+    assert "the earlier answer stays in the conversation" in talk.notes
+    assert talk.conversation.exchanges == (Exchange("1?", "Yo"),)
+
+
+def test_the_temperature_is_shown_set_and_checked(model: Any) -> None:
+    talk = Talk(model, "/temperature", "/temperature 0.7", "/temperature", "/temperature hot", "/temperature -1")
+    lines = talk.notes.splitlines()
+    assert lines[:3] == ["temperature: 0 (greedy)", "temperature: 0.7", "temperature: 0.7"]
+    assert talk.notes.count("/temperature takes 0 or a larger number, not") == 2
+    assert talk.session.sampling.temperature == 0.7
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return load(split(thinker(tmp_path_factory.mktemp("thinking") / "model")), profiling=True)
+
+
+def test_thoughts_are_counted_kept_and_not_sent_back(thinking: Any, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    talk = Talk(thinking, QUESTION, QUESTION, "/stats", f"/save {file}", f"/load {file}")
+    assert talk.answers == f"{ANSWER}\n{ANSWER}\n"
+    assert talk.conversation.exchanges == (Exchange(QUESTION, ANSWER, reasoning=THOUGHT),) * 2
+    assert f"5 tokens, {REASONING_TOKENS} of them thoughts" in talk.notes
+    assert f"10 tokens, {2 * REASONING_TOKENS} of them thoughts" in talk.notes
+    assert json.loads(file.read_text())["messages"][1]["reasoning_content"] == THOUGHT
+    plain = "".join(f"{role} {text}" for role, text in (("user", QUESTION), ("assistant", ANSWER), ("user", QUESTION)))
+    tokens = thinking.tokenizer(plain, add_special_tokens=False)["input_ids"]
+    assert f"prompt      {len(tokens)} tokens" in talk.notes.split("last answer")[1]
+
+
+def test_a_limit_that_thoughts_alone_reached_says_so(thinking: Any) -> None:
+    talk = Talk(thinking, QUESTION, max_new_tokens=3)
+    note = "ended after 3 tokens, all of them thoughts: raise --max-new-tokens, or use --no-thinking"
+    assert note in " ".join(talk.notes.split())

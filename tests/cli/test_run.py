@@ -22,7 +22,9 @@ from tests.chat.talkers import talker_folder
 from tests.support.builders import build_checkpoint
 from tests.support.demo_models import DEMO
 from tests.support.hub_fixtures import HubEnvironment
+from tests.support.screen import run_on_terminal
 from tests.support.splitting import names_in
+from tests.support.thinking_models import ANSWER, QUESTION, REASONING_TOKENS, THOUGHT, channel_thinker, thinker
 from tests.support.tiny_models import one_thread, plain_model, split  # noqa: F401  a fixture that applies by itself
 
 PROMPT = "the rabbit and the hare"
@@ -68,7 +70,18 @@ def test_one_json_object(checkpoint: Path) -> None:
     result = run(str(checkpoint), PROMPT, "--raw", *SHORT, "--json", "--compression", "none")
     record: dict[str, Any] = json.loads(result.stdout)
     assert set(record) == {
-        *("model", "text", "tokens", "prompt_tokens", "new_tokens", "finish", "load_seconds", "first_token_seconds"),
+        *(
+            "model",
+            "text",
+            "reasoning",
+            "reasoning_tokens",
+            "tokens",
+            "prompt_tokens",
+            "new_tokens",
+            "finish",
+            "load_seconds",
+            "first_token_seconds",
+        ),
         *("seconds", "tokens_per_second", "device", "dtype", "compression", "folder"),
     }
     assert (record["text"], record["finish"], record["new_tokens"]) == (expected(checkpoint, PROMPT), "length", 8)
@@ -230,7 +243,7 @@ def test_an_interrupt_ends_it_with_130(tmp_path: Path, monkeypatch: pytest.Monke
         if len(pieces) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("rabbitllm.generation.streams.print_text", write)
+    monkeypatch.setattr("rabbitllm.display.answer_printer.AnswerPrinter.write", lambda printer, piece: write(piece))
     result = run(str(DEMO), question, *options, code=130)
     assert "interrupted after" in result.stderr
     text = "".join(pieces).rstrip("\n")
@@ -296,3 +309,44 @@ def test_a_process_that_is_stopped(checkpoint: Path, how: str) -> None:
         assert process.wait() == 141
         assert b"Traceback" not in errors
         assert b"Exception" not in errors
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return thinker(tmp_path_factory.mktemp("thinking") / "model")
+
+
+def test_thoughts_are_not_on_stdout(thinking: Path, tmp_path: Path) -> None:
+    result = run(str(thinking), QUESTION, "--device", "cpu", "--verbose")
+    assert result.stdout == ANSWER + "\n"
+    assert f"5 tokens, {REASONING_TOKENS} of them thoughts in" in result.stderr
+    channels = channel_thinker(tmp_path / "model")
+    assert run(str(channels), QUESTION, "--device", "cpu").stdout == ANSWER + "\n"
+    record = json.loads(run(str(thinking), QUESTION, "--device", "cpu", "--json").stdout)
+    assert (record["text"], record["reasoning"]) == (ANSWER, THOUGHT)
+    assert (record["new_tokens"], record["reasoning_tokens"]) == (5, REASONING_TOKENS)
+
+
+def test_thinking_is_turned_off(thinking: Path) -> None:
+    record = json.loads(run(str(thinking), QUESTION, "--device", "cpu", "--no-thinking", "--json").stdout)
+    assert (record["text"], record["reasoning"], record["new_tokens"]) == (ANSWER, "", 2)
+    with pytest.raises(OptionError, match="An effort of thinking cannot be set"):
+        run(str(thinking), QUESTION, "--device", "cpu", "--effort", "low")
+    with pytest.raises(OptionError, match="--raw uses no chat template"):
+        run(str(thinking), QUESTION, "--device", "cpu", "--raw", "--no-thinking")
+
+
+def test_a_limit_that_thoughts_alone_reached_says_so(thinking: Path) -> None:
+    result = run(str(thinking), QUESTION, "--device", "cpu", "--max-new-tokens", "3")
+    assert result.stdout == ""
+    note = "ended after 3 tokens, all of them thoughts: raise --max-new-tokens, or use --no-thinking"
+    assert note in " ".join(result.stderr.split())
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are no such terminals there")
+def test_thoughts_are_dim_on_a_terminal(thinking: Path) -> None:
+    split(thinking)
+    command = [sys.executable, "-m", "rabbitllm", "run", str(thinking), QUESTION, "--device", "cpu"]
+    output = run_on_terminal(command, 80, {**os.environ, "TERM": "xterm"})
+    shown = output[output.index("\x1b[2m") :].replace("\r\n", "\n")
+    assert shown == f"\x1b[2m{THOUGHT}\x1b[0m\x1b[2m\n(thought for 1 s)\n\n\x1b[0m{ANSWER}\n"

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from rabbitllm.generation.streams import StoppedText, TextStream, print_text
+from rabbitllm.generation.streams import StoppedText, TextStream
 from tests.support.builders import build_checkpoint, make_tokenizer
 from tests.support.tiny_models import load, split
 
@@ -116,33 +112,6 @@ def test_streaming_from_generate(tmp_path: Path) -> None:
     new = output[0, inputs["input_ids"].shape[1] :].tolist()
     assert stream.tokens == new
     assert "".join(pieces) == decoded(model.tokenizer, new)
-
-
-def test_text_is_printed_at_once_in_the_terminals_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    raw = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="latin-1"))
-    print_text("é🐇")
-    assert raw.getvalue() == b"\xe9?"
-
-
-@pytest.mark.skipif(os.name == "nt", reason="there are no such terminals there")
-def test_terminals_get_escapes_and_pipes_get_raw_text() -> None:
-    written, shown = "a\x1b[2J\u202eb می\u200cرود", "a\\x1b[2J\\u202eb می\u200cرود"
-    for (reader, writer), expected in ((os.openpty(), shown), (os.pipe(), written)):
-        with os.fdopen(reader, "rb", 0) as read, os.fdopen(writer, "w", encoding="utf-8") as out:
-            print_text(written, out)
-            assert read.read(100).decode() == expected
-
-
-@pytest.mark.skipif(os.name == "nt", reason="pipes break otherwise there")
-def test_a_closed_pipe_ends_printing() -> None:
-    code = "from rabbitllm.generation.streams import print_text\nwhile True: print_text('word ')"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert process.stdout.read(10) == b"word word "
-        process.stdout.close()
-        assert b"BrokenPipeError" in process.stderr.read()
 
 
 few = st.text("ab\n", max_size=12)

@@ -14,7 +14,7 @@ from tests.support.builders import make_tokenizer, talking
 
 
 def prompt_ids(tokenizer: Any, text: str, system: str | None = None, *, raw: bool = False) -> list[int]:
-    return list(prompt_of(talking(tokenizer), text, system, raw=raw).ids)
+    return list(prompt_of(talking(tokenizer), text, system, raw=raw)[0].ids)
 
 
 @pytest.mark.parametrize(

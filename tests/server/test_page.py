@@ -446,12 +446,14 @@ def test_numbers_are_formatted(modules: Path) -> None:
         modules,
         """
         return [took({ tokens: 11, first: 2, seconds: 7 }),
+                took({ tokens: 11, thoughts: 6, first: 2, seconds: 7 }),
                 took({ tokens: 1, about: true, first: 75.2, seconds: 75.2 }),
                 duration(3723), duration(0.25), duration(12.4), size(3 << 20), size(471859), size(17)];
         """,
     )
     assert texts == [
         "11 tokens · 2.00 a second · first after 2 s",
+        "11 tokens, 6 of them thoughts · 2.00 a second · first after 2 s",
         "about 1 token · first after 1:15 min",
         "1:02 h",
         "250 ms",

@@ -20,6 +20,7 @@ from rabbitllm.generation.request import Limits, Request, Sampling
 from tests.chat.talkers import parrot_folder
 from tests.server.serving import NAME, Running, running
 from tests.support.browser import SECONDS, Browser, Tab, chromium
+from tests.support.thinking_models import ANSWER, QUESTION, REASONING_TOKENS, THOUGHT, thinker
 from tests.support.tiny_models import split
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="Chromium is not installed")
@@ -80,6 +81,12 @@ def idle(tab: Tab) -> None:
 def texts(tab: Tab, selector: str = "article") -> list[str]:
     texts: list[str] = tab.run(f"[...document.querySelectorAll('{selector} .text')].map((one) => one.textContent)")
     return texts
+
+
+def under(tab: Tab) -> str:
+    """What stands below the last answer."""
+    words: str = tab.run("[...document.querySelectorAll('.assistant .under span')].at(-1).textContent")
+    return words
 
 
 def trouble(tab: Tab) -> str:
@@ -604,3 +611,21 @@ def test_controls_have_accessible_names(tab: Tab) -> None:
     assert all(name for _, name in problems)
     assert tab.run("document.querySelector('#log').getAttribute('role')") == "log"
     assert tab.run("[...document.querySelectorAll('article h2')].map((one) => one.textContent)") == ["You", "Model"]
+
+
+def test_thoughts_are_folded_counted_and_told_where_they_are_all(browser: Browser, tmp_path: Path) -> None:
+    with running(split(thinker(tmp_path / "model"))) as server:
+        tab = browser.tab(f"{server.address}/")
+        tab.wait(f"document.querySelector('#model').textContent === '{NAME}'")
+        settings(tab, temperature=0)
+        ask(tab, QUESTION)
+        idle(tab)
+        assert texts(tab, ".assistant") == [ANSWER]
+        assert tab.run("document.querySelector('.assistant .reasoning div').textContent") == THOUGHT
+        assert tab.run("document.querySelector('.assistant .reasoning').open") is False
+        assert f"5 tokens, {REASONING_TOKENS} of them thoughts" in under(tab)
+        settings(tab, max_tokens=3)
+        ask(tab, QUESTION)
+        idle(tab)
+        assert "all of them thoughts: raise the maximum tokens" in under(tab)
+        tab.close()

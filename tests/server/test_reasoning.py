@@ -11,12 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rabbitllm.errors import OptionError
+from rabbitllm.generation.reasoning import PAIRS, USUAL, AnswerFormat, Thinking
 from rabbitllm.generation.template import ChatTemplate
-from rabbitllm.server._tools import ParsedToolCall
-from rabbitllm.server.reasoning import PAIRS, USUAL, AnswerFormat, AnswerReader
-from tests.server.scripted import scripted_checkpoint
+from rabbitllm.server._answer_reader import AnswerReader
+from rabbitllm.server._tools import ParsedToolCall, call_tokens
 from tests.server.serving import NAME, PATIENT, running
 from tests.support.builders import make_tokenizer
+from tests.support.thinking_models import ANSWER, QUESTION, REASONING_TOKENS, THOUGHT, channel_thinker, thinker
 from tests.support.tiny_models import split
 
 TOOLS = ("delete_all", "add")
@@ -27,6 +29,7 @@ MISTRAL = "[TOOL_CALLS]delete_all{}"
 BARE = '{"name": "delete_all", "parameters": {}}'
 CHANNELS = AnswerFormat((USUAL,), has_channels=True)
 ALL = AnswerFormat(PAIRS)
+EFFORT = Thinking(effort="low")
 ANALYSIS = "<|channel|>analysis<|message|>"
 FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"
 COMMENTARY = "<|end|><|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
@@ -152,7 +155,7 @@ def form_of(template: str, tokens: list[str] = [], special: list[str] = []) -> t
     tokenizer.add_tokens(tokens)
     tokenizer.add_tokens(special, special_tokens=True)
     tokenizer.chat_template = template
-    return AnswerFormat.of(ChatTemplate(SimpleNamespace(tokenizer=tokenizer))), tokenizer  # type: ignore[arg-type]
+    return ChatTemplate(SimpleNamespace(tokenizer=tokenizer)).form, tokenizer  # type: ignore[arg-type]
 
 
 def test_marks_are_those_of_the_template_and_the_vocabulary() -> None:
@@ -164,7 +167,7 @@ def test_marks_are_those_of_the_template_and_the_vocabulary() -> None:
     assert form.pairs == (USUAL, PAIRS[-1])
     ids = tokenizer.convert_tokens_to_ids
     assert form.shown == {ids("<think>"), ids("</think>"), ids("<|channel>"), ids("<channel|>")}
-    assert form.shown_with_tools == {ids("[TOOL_CALLS]")}
+    assert call_tokens(tokenizer) == {ids("[TOOL_CALLS]")}
     form, tokenizer = form_of("", special=["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>"])
     assert form.has_channels
     assert form.shown == set(
@@ -172,29 +175,39 @@ def test_marks_are_those_of_the_template_and_the_vocabulary() -> None:
     )
 
 
-CHANNEL_LINE = (
-    *("<go>", "<|channel|>", "analysis", "<|message|>", "We need to say hi.", "<|end|>", "<|start|>", "assistant"),
-    "<|channel|>final<|message|>Hello!",
-)
-
-
 def test_channel_content_is_the_final_channel(tmp_path: Path) -> None:
-    """The marks are special tokens; the last two are in an ordinary one, since each token has one successor here."""
-    special = ["<|channel|>", "<|message|>", "<|end|>", "<|start|>"]
-    folder = scripted_checkpoint(tmp_path / "channels", [CHANNEL_LINE], "{{ messages[0].content }}", special)
-    with running(split(folder)) as served:
+    with running(split(channel_thinker(tmp_path / "channels"))) as served:
         ask: Any = served.openai().chat.completions.create
-        message: Any = {"model": NAME, "messages": [{"role": "user", "content": "<go>"}], "temperature": 0}
+        message: Any = {"model": NAME, "messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
         choice = ask(**message).choices[0]
-        assert (choice.message.content, choice.message.reasoning_content) == ("Hello!", "We need to say hi.")
+        assert (choice.message.content, choice.message.reasoning_content) == (ANSWER, THOUGHT)
         deltas = [chunk.choices[0].delta for chunk in ask(**message, stream=True)]
-        assert "".join(delta.content or "" for delta in deltas) == "Hello!"
-        assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "We need to say hi."
+        assert "".join(delta.content or "" for delta in deltas) == ANSWER
+        assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == THOUGHT
         cut = ask(**message, max_tokens=5).choices[0]
         assert (cut.message.content, cut.message.reasoning_content, cut.finish_reason) == (
             "",
-            "We need to say hi.",
+            THOUGHT,
             "length",
         )
-        completion = served.openai().completions.create(model=NAME, prompt="<go>", temperature=0, max_tokens=12)
-        assert completion.choices[0].text.startswith("analysisWe need")  # plain text is not taken apart
+        completion = served.openai().completions.create(model=NAME, prompt=QUESTION, temperature=0, max_tokens=12)
+        assert completion.choices[0].text.startswith(f"analysis{THOUGHT}")  # plain text is not taken apart
+
+
+def test_tokens_of_reasoning_are_counted_and_thinking_has_a_default(tmp_path: Path) -> None:
+    folder = split(thinker(tmp_path / "model"))
+    message: Any = {"model": NAME, "messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
+    with running(folder, thinking=Thinking(enabled=False)) as served:
+        ask: Any = served.openai().chat.completions.create
+        usage = ask(**message).usage
+        assert (usage.completion_tokens, usage.completion_tokens_details.reasoning_tokens) == (2, 0)
+        thinks = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
+        answer = ask(**message, **thinks, n=2)
+        assert [choice.message.reasoning_content for choice in answer.choices] == [THOUGHT] * 2
+        assert answer.usage.completion_tokens_details.reasoning_tokens == 2 * REASONING_TOKENS
+        last = list(ask(**message, **thinks, stream=True, stream_options={"include_usage": True}))[-1]
+        assert last.usage.completion_tokens_details.reasoning_tokens == REASONING_TOKENS
+        cut = ask(**message, **thinks, max_tokens=3)
+        assert (cut.choices[0].finish_reason, cut.usage.completion_tokens_details.reasoning_tokens) == ("length", 3)
+    with pytest.raises(OptionError, match="An effort of thinking cannot be set"), running(folder, thinking=EFFORT):
+        pass

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.scripted import scripted_checkpoint
 from tests.server.serving import NAME, Running, running
+from tests.support.scripted import scripted_checkpoint
 from tests.support.tiny_models import split
 
 TEMPLATE = (

@@ -1,7 +1,8 @@
 """What a terminal shows after some output: as much of one as progress needs, and nothing that it does not know.
 
 Lines, wrapping at the right edge as xterm does it (a full line wraps when the next character comes), scrolling, cursor
-up and right, erasing to the end of a line or of the screen, and styles, which are dropped. Anything else is an error.
+up, left and right, erasing to the end of a line or of the screen, and styles, which are dropped. Anything else is an
+error.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class Screen:
             self.row -= max(count, 1)
         elif command == "C":
             self.column = min(self.column + max(count, 1), self.columns - 1)
+        elif command == "D":
+            self.column = max(min(self.column, self.columns - 1) - max(count, 1), 0)
         elif command in "JK":
             assert count == 0
             self.lines[self.row] = self.lines[self.row][: self.column]

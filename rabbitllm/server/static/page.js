@@ -185,13 +185,13 @@ async function answer(asked, before = null) {
   keep(asked);
   show(asked);
   const clock = setInterval(meanwhile, 500);
-  let [drawn, saved, trouble, last, tokens] = [0, Date.now(), null, 0, null];
+  let [drawn, saved, trouble, last, tokens, thoughts] = [0, Date.now(), null, 0, null, 0];
   meanwhile();
   poll();
   try {
     for await (const event of ask(body, { key: keyOf(), signal: mine.abort.signal })) {
       if (event.finish) [coming.stopped, coming.ended] = [false, event.finish];
-      if (event.tokens !== undefined) tokens = event.tokens;
+      if (event.tokens !== undefined) ({ tokens, thoughts } = event);
       if (!event.text && !event.reasoning) continue;
       last = since(mine);
       mine.first ??= last;
@@ -219,7 +219,7 @@ async function answer(asked, before = null) {
     // an answer of no text is one too
     if (asked.messages.at(-1) !== coming && !(trouble && !before)) asked.messages.push(trouble ? before : coming);
     if (mine.first !== null) {
-      coming.took = { tokens: tokens ?? mine.pieces, about: tokens === null, first: mine.first, seconds: last };
+      coming.took = { tokens: tokens ?? mine.pieces, thoughts, about: tokens === null, first: mine.first, seconds: last };
     }
     if (!coming.stopped) delete coming.stopped;
     if (trouble) troubles.set(asked.id, trouble);

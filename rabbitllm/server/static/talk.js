@@ -49,7 +49,7 @@ const messageOf = (error) => (typeof error === "string" ? error : error?.message
 
 export const headersOf = (key) => (key ? { authorization: `Bearer ${key}` } : {});
 
-/** Yields {text}, {reasoning}, {finish} and {tokens}; throws a Trouble, or an AbortError where `signal` ended it. */
+/** Yields {text}, {reasoning}, {finish} and {tokens, thoughts}; throws a Trouble, or an AbortError where `signal` ended it. */
 export async function* ask(body, { key, signal }) {
   let reply;
   try {
@@ -85,7 +85,10 @@ export async function* ask(body, { key, signal }) {
         whole = true;
         yield { finish: choice.finish_reason };
       }
-      if (said.usage) yield { tokens: said.usage.completion_tokens };
+      if (said.usage) {
+        const { completion_tokens: tokens, completion_tokens_details: parts } = said.usage;
+        yield { tokens, thoughts: parts?.reasoning_tokens ?? 0 };
+      }
     }
   }
   if (!whole) throw new Trouble("The connection was lost. The partial answer is kept.");

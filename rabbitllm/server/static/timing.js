@@ -53,10 +53,11 @@ export function duration(seconds) {
 
 export const counted = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
 
-/** Of an answer: tokens, tokens a second after the first one, and how long that one took. */
-export function took({ tokens, about, first, seconds }) {
+/** Of an answer: tokens, those that are thoughts, tokens a second after the first one, and how long that one took. */
+export function took({ tokens, thoughts, about, first, seconds }) {
   const sign = about ? "about " : "";
-  const words = [sign + counted(tokens, "token")];
+  const ofThem = thoughts ? `, ${thoughts.toLocaleString("en")} of them thoughts` : "";
+  const words = [sign + counted(tokens, "token") + ofThem];
   if (tokens > 1 && seconds > first) {
     const rate = (tokens - 1) / (seconds - first);
     words.push(`${rate.toFixed(rate < 10 ? 2 : 0)} a second`);

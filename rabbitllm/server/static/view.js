@@ -48,10 +48,13 @@ export class Message {
 
 const ENDS = { length: "reached the maximum tokens", timeout: "reached the time limit", cancelled: "ended by the server" };
 
+const ALL_THOUGHTS = "all of them thoughts: raise the maximum tokens in the settings";
+
 /** What stands below an answer. */
 export function wordsBelow(answer) {
   const words = answer.took ? [took(answer.took)] : [];
   if (answer.stopped) words.push("stopped");
+  else if (answer.ended === "length" && answer.reasoning && !answer.content.trim()) words.push(ALL_THOUGHTS);
   else if (answer.ended in ENDS) words.push(ENDS[answer.ended]);
   return words.join(" · ");
 }

@@ -1,4 +1,4 @@
-"""Reasoning and the answer, told apart in a model's output as it arrives; only then are tool calls looked for.
+"""Reasoning and the answer, told apart in a model's output as it arrives.
 
     <think>REASONING</think>ANSWER      and other marks of this kind
     REASONING</think>ANSWER             where the prompt ends with the opening mark
@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from rabbitllm.server._tools import SPECIAL, CallReader, ParsedToolCall, next_mark
+from rabbitllm.base.terminal import counted
 
 if TYPE_CHECKING:
-    from rabbitllm.generation.template import ChatTemplate
+    from transformers import PreTrainedTokenizerBase
 
 USUAL = ("<think>", "</think>")
 """Marks that models write also without a word of them in template or vocabulary."""
@@ -51,26 +51,78 @@ class AnswerFormat:
         pairs: opening and closing marks in force.
         has_channels: whether answers are in gpt-oss's channels.
         shown: special tokens that are marks of reasoning.
-        shown_with_tools: special tokens that are marks of tool calls.
     """
 
     pairs: tuple[tuple[str, str], ...] = (USUAL,)
     has_channels: bool = False
     shown: frozenset[int] = frozenset()
-    shown_with_tools: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, template: ChatTemplate) -> AnswerFormat:
-        """The format of a model, from its chat template and its vocabulary."""
-        tokens = template.tokenizer.get_added_vocab()
-        special = {name: token for token, name in special_tokens(template.tokenizer).items()}
-        sources = "\n".join([*template.sources, *tokens])
+    def of(cls, templates: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> AnswerFormat:
+        """The format of a model, from the sources of its chat templates and its vocabulary."""
+        tokens = tokenizer.get_added_vocab()
+        special = {name: token for token, name in special_tokens(tokenizer).items()}
+        sources = "\n".join([*templates, *tokens])
         pairs = tuple(pair for pair in PAIRS if pair == USUAL or pair[1] in sources)
         has_channels = CHANNEL in sources and MESSAGE in sources
         marks = [mark for pair in pairs for mark in pair] + [*(_SHOWN_OF_CHANNELS if has_channels else ())]
         shown = {token for name, token in special.items() if name.strip() and any(name in mark for mark in marks)}
-        with_tools = {token for name, token in special.items() if name in SPECIAL}
-        return cls(pairs, has_channels, frozenset(shown), frozenset(with_tools))
+        return cls(pairs, has_channels, frozenset(shown))
+
+    def reader(self, tail: str, tools: Collection[str] = ()) -> ReasoningReader:
+        """A reader of one output.
+
+        Args:
+            tail: the end of the prompt as text, special tokens included; it may open the reasoning.
+            tools: names of tools that can be called in channels.
+        """
+        return _Channels(tail, tools) if self.has_channels else _Marks(self.pairs, tail)
+
+
+Effort = Literal["low", "medium", "high"]
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """What a user wants of a model that thinks; None leaves it to the model.
+
+    Attributes:
+        enabled: whether it thinks before it answers.
+        effort: how much it thinks.
+    """
+
+    enabled: bool | None = None
+    effort: Effort | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Thoughts:
+    """How the output of one prompt is read.
+
+    Attributes:
+        form: the model's marks.
+        tail: see `AnswerFormat.reader`.
+    """
+
+    form: AnswerFormat = AnswerFormat()
+    tail: str = ""
+
+    def reader(self) -> ReasoningReader:
+        """A reader of one output."""
+        return self.form.reader(self.tail)
+
+
+def thoughts_note(tokens: int, less_thinking: str, *, is_full: bool) -> str:
+    """A remark on an answer that ended before its first word.
+
+    Args:
+        tokens: how many it has.
+        less_thinking: see `ChatTemplate`.
+        is_full: whether the context ended it, and not the limit of new tokens.
+    """
+    remedies = [*([] if is_full else ["raise --max-new-tokens"]), *([f"use {less_thinking}"] if less_thinking else [])]
+    advice = ": " + ", or ".join(remedies) if remedies else ""
+    return f"ended after {counted(tokens, 'token')}, all of them thoughts{advice}"
 
 
 def special_tokens(tokenizer: object) -> dict[int, str]:
@@ -79,65 +131,42 @@ def special_tokens(tokenizer: object) -> dict[int, str]:
     return {token: str(added) for token, added in decoder.items() if getattr(added, "special", False)}
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerPiece:
-    """A piece of an output.
+def begun(text: str, words: Iterable[str]) -> int:
+    """Length of the longest suffix of a text that begins one of the words."""
+    return max((n for word in words for n in range(1, len(word)) if text.endswith(word[:n])), default=0)
+
+
+def next_mark(text: str, marks: Collection[str]) -> tuple[int, str]:
+    """Where the first of some marks begins, and the mark; if there is none, where one may begin at the end, and ""."""
+    positions = [(position, mark) for mark in marks if (position := text.find(mark)) >= 0]
+    return min(positions) if positions else (len(text) - begun(text, marks), "")
+
+
+class ReasoningReader(Protocol):
+    """Splits an output into reasoning and answer, delta by delta.
 
     Attributes:
-        reasoning, text: what came of each.
-        calls: tool calls; only at the end.
+        calls: name and JSON text of each tool call in a channel.
     """
 
-    reasoning: str
-    text: str
-    calls: tuple[ParsedToolCall, ...] = ()
+    calls: tuple[tuple[str, str], ...]
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text so far ends within the reasoning."""
 
-class AnswerReader:
-    """Splits an output into reasoning, text and tool calls, delta by delta.
+    def feed(self, text: str) -> tuple[str, str]:
+        """The next reasoning, and the next text of the answer."""
 
-    Args:
-        form: the model's marks.
-        tail: the end of the prompt as text, special tokens included; it may open the reasoning.
-        tools, types: see `CallReader`; without tools there are no calls.
-    """
-
-    def __init__(
-        self,
-        form: AnswerFormat,
-        tail: str,
-        tools: Collection[str] = (),
-        types: Mapping[str, Mapping[str, str]] | None = None,
-    ) -> None:
-        self._split: _Channels | _Marks = _Channels(tail, tools) if form.has_channels else _Marks(form.pairs, tail)
-        self._calls = CallReader(tools, types, form.pairs) if tools else None
-
-    def feed(self, text: str) -> AnswerPiece:
-        """The next reasoning, and the next text that does not belong to a call.
-
-        Args:
-            text: the text since the last call of this method.
-        """
-        reasoning, answer = self._split.feed(text)
-        return AnswerPiece(reasoning, self._calls.feed(answer) if self._calls is not None else answer)
-
-    def end(self) -> AnswerPiece:
-        """The rest, and the calls."""
-        reasoning, answer = self._split.end()
-        calls = self._split.calls
-        if self._calls is None:
-            return AnswerPiece(reasoning, answer, calls)
-        answer = self._calls.feed(answer)
-        rest, last_calls = self._calls.end()
-        return AnswerPiece(reasoning, answer + rest, (*calls, *last_calls))
+    def end(self) -> tuple[str, str]:
+        """The rest of both."""
 
 
 class _Marks:
     """Reasoning between two marks, at the beginning of the output; newlines around it are dropped."""
 
-    calls: tuple[ParsedToolCall, ...] = ()
-
     def __init__(self, pairs: tuple[tuple[str, str], ...], tail: str) -> None:
+        self.calls: tuple[tuple[str, str], ...] = ()
         self._closing_of = dict(pairs)
         self._pending = ""
         self._is_over = False
@@ -145,6 +174,10 @@ class _Marks:
         self._begins = True
         end = tail.rstrip()
         self._closing = next((close for open_, close in pairs if end.endswith(open_)), None)
+
+    @property
+    def is_reasoning(self) -> bool:
+        return self._closing is not None
 
     def feed(self, text: str) -> tuple[str, str]:
         self._pending += text
@@ -196,7 +229,7 @@ class _Channels:
         self._arguments = ""
         self._reasoning = self._answer = ""
         self._has_reasoned = False
-        self.calls: tuple[ParsedToolCall, ...] = ()
+        self.calls: tuple[tuple[str, str], ...] = ()
         if START in tail:
             self.feed(tail[tail.rindex(START) :])
             self._has_reasoned = False
@@ -232,7 +265,7 @@ class _Channels:
             tool = _TOOL.search(header)
             self._tool = tool[1] if tool and tool[1] in self._tools else None
             self._header, self._body = None, words[0] if words else _FINAL
-            if self._is_reasoning and self._has_reasoned:
+            if self.is_reasoning and self._has_reasoned:
                 self._reasoning += "\n"
         else:
             self._end_call()
@@ -240,7 +273,7 @@ class _Channels:
             self._header = {START: "", CHANNEL: CHANNEL}.get(mark)
 
     @property
-    def _is_reasoning(self) -> bool:
+    def is_reasoning(self) -> bool:
         return self._body is not None and self._body != _FINAL and self._tool is None
 
     def _add(self, text: str) -> None:
@@ -248,7 +281,7 @@ class _Channels:
             self._header += text
         elif self._tool is not None:
             self._arguments += text
-        elif self._is_reasoning:
+        elif self.is_reasoning:
             self._reasoning += text
             self._has_reasoned = self._has_reasoned or bool(text)
         else:
@@ -264,6 +297,6 @@ class _Channels:
         except (ValueError, RecursionError):
             value = None
         if isinstance(value, dict):
-            self.calls += (ParsedToolCall(tool, text or "{}"),)
+            self.calls += ((tool, text or "{}"),)
         else:
             self._reasoning += text

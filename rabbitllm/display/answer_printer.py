@@ -1,0 +1,121 @@
+"""A model's answer as it comes: whole words on the lines of a terminal, and the reasoning above it dim."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import IO, TextIO
+
+from rich.cells import cell_len
+from rich.console import Console
+
+from rabbitllm.base.terminal import disarmed, duration
+from rabbitllm.display.region import DisplayForm, form_of, size_of
+
+FENCES = ("```", "~~~")
+"""Marks of a block of code, whose lines are not wrapped."""
+_TAB = 8
+
+
+class WordWrap:
+    """Breaks lines of a terminal between words, and writes a word as its letters come.
+
+    The beginning of a word that turns out too long for its line is erased there and written on the next. Lines of code,
+    and words longer than a line, are left to the terminal. Text of wide characters breaks between any two of them.
+    """
+
+    def __init__(self) -> None:
+        self._column = 0
+        self._gap = ""  # spaces that are not written yet: at the edge a line break takes their place
+        self._word = ""
+        self._line = ""
+        self._is_code = False
+
+    def feed(self, text: str, columns: int) -> str:
+        """The text as it is written to a terminal of so many columns."""
+        return "".join(self._next(letter, columns) for letter in text)
+
+    def _next(self, letter: str, columns: int) -> str:
+        if letter == "\n":
+            fits = self._column + len(self._gap) < columns
+            self._is_code ^= self._line.lstrip().startswith(FENCES)
+            gap, self._column, self._gap, self._word, self._line = self._gap, 0, "", "", ""
+            return f"{gap}\n" if fits else "\n"
+        self._line += letter
+        if self._is_code:
+            return letter
+        if letter in " \t":
+            stop = _TAB - (self._column + len(self._gap)) % _TAB
+            self._gap, self._word = self._gap + " " * (1 if letter == " " else stop), ""
+            return ""
+        cells = cell_len(letter)
+        if cells == 2 or (cell_len(self._word[-1:]) == 2 and cells):
+            self._word = ""
+        gap, self._gap = self._gap, ""
+        end = self._column + len(gap) + cells
+        begun, self._word = self._word, self._word + letter
+        if end < columns or not self._column:  # the last column stays free: there terminals put the cursor differently
+            self._column = end
+            return gap + letter
+        moved = cell_len(begun)
+        if moved == self._column:  # longer than a line
+            self._column = end if end <= columns else cells
+            return letter
+        self._column = moved + cells
+        erased = f"\x1b[{moved}D\x1b[K" if begun else ""
+        return f"{erased}\n{begun}{letter}"
+
+
+class AnswerPrinter:
+    """Prints an answer and the reasoning before it.
+
+    A file or a pipe gets the answer alone, unchanged. Then reasoning goes to `notes` if that is a terminal. Characters
+    that an encoding lacks become question marks. On a terminal, control characters are written as escapes, since a
+    model may generate any of them. Methods raise BrokenPipeError if the reader has closed the pipe.
+
+    Args:
+        out: for the answer; stdout by default.
+        notes: console for everything else.
+    """
+
+    def __init__(self, notes: Console, out: TextIO | None = None) -> None:
+        self._out = sys.stdout if out is None else out
+        self._aside: IO[str] | None = self._out if self._out.isatty() else notes.file if notes.is_terminal else None
+        self._wrap = WordWrap()
+        self._began: float | None = None
+        self._last = "\n"
+
+    def think(self, text: str) -> None:
+        """Print a piece of the reasoning."""
+        if self._began is None:
+            text, self._began = text.lstrip(), time.monotonic()
+        if self._aside is not None:
+            self._print(self._aside, text, is_dim=True)
+
+    def write(self, text: str) -> None:
+        """Print a piece of the answer."""
+        self._end_thoughts("\n\n")
+        self._last = text[-1:] or self._last
+        self._print(self._out, text)
+
+    def end(self) -> None:
+        """End the last line."""
+        self._end_thoughts("\n")
+        if self._last != "\n":
+            self.write("\n")
+
+    def _end_thoughts(self, end: str) -> None:
+        """Say how long the model thought."""
+        began, self._began = self._began, None
+        if began is not None and self._aside is not None:
+            thought = f"\n(thought for {duration(max(time.monotonic() - began, 1))}){end}"
+            self._print(self._aside, thought, is_dim=True)
+
+    def _print(self, out: IO[str], text: str, *, is_dim: bool = False) -> None:
+        text = disarmed(text) if out.isatty() else text
+        if form_of(out) is DisplayForm.TERMINAL:
+            text = self._wrap.feed(text, size_of(out)[0])
+            text = f"\x1b[2m{text}\x1b[0m" if is_dim and text else text
+        encoding = getattr(out, "encoding", None) or "utf-8"
+        out.write(text.encode(encoding, "replace").decode(encoding))
+        out.flush()
