@@ -11,4 +11,5 @@ __all__ = [
     "rounding",
     "terminal",
     "transformers_version",
+    "validation",
 ]

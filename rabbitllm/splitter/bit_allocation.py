@@ -531,7 +531,7 @@ def _shortage_error(limits: _SizeLimits, least: BitChoice) -> NotEnoughSpaceExce
         remedy = f"Set max_disk to at least {short.need}."
     else:
         missing = size_rounded_up(short.need - short.have)
-        remedy = f"Free {missing} there, or use a folder on another disk (layer_shards_saving_path, --dir)."
+        remedy = f"Free {missing} there, or use a folder on another disk (--dir, layer_shards_saving_path)."
     return NotEnoughSpaceException(
         f"compression='auto' finds no bits for {limits.bare.source.name} that fit in {limits.disk_budget.folder}: the "
         f"smallest split needs {short.needed} at its peak; {size(short.have)} is {short.where}.",

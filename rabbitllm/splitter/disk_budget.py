@@ -406,4 +406,4 @@ def _suggest_remedy(plan: SplitPlan, disk_budget: DiskBudget, options: SplitOpti
             return f"compression='{compression}' would fit."
     missing = size_rounded_up(short.need - short.have)
     advice = f"Set max_disk to {short.need}" if short.limited else f"Free {missing} there"
-    return f"{advice}, or use a folder on another disk (layer_shards_saving_path, --dir). No compression would fit now."
+    return f"{advice}, or use a folder on another disk (--dir, layer_shards_saving_path). No compression would fit now."
