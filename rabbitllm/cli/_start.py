@@ -17,7 +17,8 @@ def shown(text: str) -> Iterator[None]:
         yield
         return
     terminal: Any = sys.stderr
-    writes = {stream: stream.write for stream in (terminal, sys.stdout) if stream.isatty()}
+    streams: list[Any] = [stream for stream in (terminal, sys.stdout) if stream.isatty()]
+    writes = {stream: stream.write for stream in streams}
     is_shown = True
 
     def erase() -> None:
@@ -29,9 +30,9 @@ def shown(text: str) -> Iterator[None]:
                 terminal.flush()
 
     def erasing(stream: Any) -> Any:
-        def write(more: str) -> int:
+        def write(more: str) -> Any:
             erase()
-            return writes[stream](more)  # type: ignore[no-any-return]
+            return writes[stream](more)
 
         return write
 

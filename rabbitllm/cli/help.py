@@ -46,8 +46,9 @@ class _InWords:
         except Exception as error:
             if near := getattr(error, "possibilities", None):
                 error.possibilities = [name for name in near if name not in NEVER_SUGGESTED]  # type: ignore[attr-defined]
-            if hasattr(error.__cause__, "errors"):  # of pydantic, by which typer converts values
-                error.message = f"{problem_of(error.__cause__.errors())}."  # type: ignore[attr-defined]
+            refused: Any = error.__cause__
+            if hasattr(refused, "errors"):  # of pydantic, by which typer converts values
+                error.message = f"{problem_of(refused.errors())}."  # type: ignore[attr-defined]
             raise
 
     def get_params(self, ctx: Any) -> list[Any]:

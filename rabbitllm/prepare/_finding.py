@@ -367,8 +367,8 @@ def _find_elsewhere(spec: ModelSpec, repo_id: str, quantization: str, *, only_lo
     except (CheckpointNotFoundError, HubError) as error:
         cause = error.__cause__
         if "/" not in repo_id and "organisation/name" not in error.remedy:  # as in a program with a list of its own
-            named = "A repository is 'organisation/name', such as 'Qwen/Qwen2.5-7B-Instruct'."
-            error = type(error)(error.problem, f"{named} {error.remedy}")
+            form = "A repository is 'organisation/name', such as 'Qwen/Qwen2.5-7B-Instruct'."
+            error = type(error)(error.problem, f"{form} {error.remedy}")
         raise with_near_names(error, spec.name) from cause
 
 

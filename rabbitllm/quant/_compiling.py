@@ -35,7 +35,7 @@ class _Telling(event.Listener):
         """Nothing: other threads may compile."""
 
 
-event.register("numba:run_pass", _Telling())
+event.register("numba:run_pass", _Telling())  # type: ignore[no-untyped-call]
 
 
 @functools.cache
