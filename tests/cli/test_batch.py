@@ -170,20 +170,7 @@ def test_a_job_whose_lines_all_failed_exits_with_1(folder: Path, tmp_path: Path)
     for more, code in ([], 1), ([{"prompt": "Q: 1 + 1\nA:", "max_tokens": 1}], 0):
         source.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *more]))
         out = tmp_path / f"out{code}.jsonl"
-        words = [
-            sys.executable,
-            "-m",
-            "rabbitllm",
-            "batch",
-            str(folder),
-            str(source),
-            "-o",
-            str(out),
-            "--device",
-            "cpu",
-        ]
+        words = [sys.executable, "-m", "rabbitllm", "batch", str(folder), str(source), "-o", str(out)]
         for _ in range(2):  # the second one does nothing
-            ran = subprocess.run(
-                [sys.executable, "-m", "rabbitllm", *words], capture_output=True, text=True, check=False
-            )
+            ran = subprocess.run(words, capture_output=True, text=True, check=False)
             assert (ran.returncode, "2 lines failed" in ran.stderr) == (code, True), ran.stderr
