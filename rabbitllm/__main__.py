@@ -1,5 +1,15 @@
 """`python -m rabbitllm` is the `rabbitllm` command."""
 
-from rabbitllm.cli.main import main
+from rabbitllm.base.interrupts import answer_interrupts
 
-main()
+
+def main() -> None:
+    """Run the command line."""
+    answer_interrupts()
+    from rabbitllm.cli.main import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

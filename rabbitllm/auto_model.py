@@ -22,6 +22,7 @@ from rabbitllm.base.options import (
     parse_dtype,
     parse_max_memory,
 )
+from rabbitllm.base.terminal import harmless
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.display import split_display
 from rabbitllm.errors import OptionError, system_errors_by_name
@@ -296,6 +297,11 @@ class LoadRequest:
         run = RunOptions(dtype=parse_dtype(dtype), max_memory=parse_max_memory(max_memory), **of_run)
         return cls(spec, prepare.split_options(compression, shards, **of_split), run, hosts)
 
+    @property
+    def loading(self) -> str:
+        """The status of rich while it is loaded."""
+        return f"loading {harmless(self.spec.name)} …".replace("[", r"\[")
+
     def unsplit(self) -> LoadRequest:
         """The same without a split.
 
@@ -435,7 +441,7 @@ def load(request: LoadRequest, console: Console | None = None) -> Any:
     prepared = prepare_model(request)
     if prepared.profile.stages:
         print(prepared.profile.report())
-    with console.status("loading …") if console is not None else contextlib.nullcontext():  # deletes nothing
+    with console.status(request.loading) if console is not None else contextlib.nullcontext():  # deletes nothing
         return prepared.load()
 
 

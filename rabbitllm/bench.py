@@ -290,7 +290,11 @@ def headline(measured: Measured) -> str:
 def summary(measured: Measured) -> str:
     """Return the main figures in one line, for a picture."""
     further = measured.sums[FURTHER]
-    rate = f"{measured.further:.3g} s/token, {measured.tokens_per_second:.3g} tokens/s"
+    rate = f"{measured.tokens_per_second:.3g} tokens/s"
+    if measured.request.batch > 1:  # else one says what the other does
+        rate = f"{measured.further:.3g} s/pass, {rate}"
+    elif measured.further >= 1:
+        rate = f"{measured.further:.3g} s/token"
     return f"{rate}, overlap {further.overlap:.0%}, limit: {further.bottleneck}"
 
 

@@ -1,8 +1,9 @@
-"""Foundations: options, events of a split, forks, logs, text."""
+"""Foundations: options, events of a split, forks, interrupts, logs, text."""
 
 __all__ = [
     "collection",
     "forks",
+    "interrupts",
     "logs",
     "options",
     "plain_json",
@@ -10,4 +11,5 @@ __all__ = [
     "rounding",
     "terminal",
     "transformers_version",
+    "validation",
 ]

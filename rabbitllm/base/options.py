@@ -17,10 +17,13 @@ from rabbitllm.errors import OptionError
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
-_UNITS = {"": 1, "b": 1, **{f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}}
-_UNITS |= {f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)}
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {p + b: 1000**i for i, p in enumerate("kmgt", 1) for b in ("", "b")}
+_UNITS |= {f"{p}i{b}": 1024**i for i, p in enumerate("kmgt", 1) for b in ("", "b")}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
+_DTYPES = {"fp16": "float16", "f16": "float16", "bf16": "bfloat16", "fp32": "float32", "f32": "float32"}
+"""Names of dtypes in other programs, and torch's."""
 TRANSFERS = ("auto", "file", "stream")
 """Ways for shards of a repository to arrive; see `SplitOptions.shard_transfer`."""
 BIG_LAYER_BYTES = 10 * 1000**3
@@ -240,7 +243,7 @@ def usable_cores() -> int:
 
 
 def parse_size(size: int | str, name: str) -> int:
-    """Parse a number of bytes from an int, or from text such as "57GiB" or "15 GB" (1024s and 1000s).
+    """Parse a number of bytes from an int, or from text such as "57GiB" or "15 GB" (1024s and 1000s; "15G" is "15GB").
 
     Raises:
         OptionError: malformed, or negative.
@@ -308,7 +311,8 @@ def parse_max_memory(limits: Mapping[int | str, int | str] | None) -> Mapping[st
 
 def parse_dtype(dtype: Any) -> str | None:
     """Return the name of a torch dtype, or of one given as text; None, for the config's own, also for "auto"."""
-    return None if dtype in (None, "auto") else str(dtype).removeprefix("torch.")
+    name = str(dtype).removeprefix("torch.")
+    return None if dtype in (None, "auto") else _DTYPES.get(name, name)
 
 
 def explain_unknown(

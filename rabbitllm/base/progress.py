@@ -104,6 +104,11 @@ class BytesDone:
 
 
 @dataclass(frozen=True, slots=True)
+class KernelsCompiling:
+    """Kernels are being compiled, which is done once for each installation; sent from any thread, many times."""
+
+
+@dataclass(frozen=True, slots=True)
 class DiskSampled:
     """A sample of the disk; several times a second, from a separate thread.
 
@@ -171,6 +176,7 @@ Event: TypeAlias = (
     | ShardStarted
     | BytesFetched
     | BytesDone
+    | KernelsCompiling
     | DiskSampled
     | LayerDone
     | ShardDone
@@ -211,6 +217,7 @@ def is_shown() -> bool:
     return bool(_showing)
 
 
+COMPILING = "preparing kernels (once per installation)"
 RATE_SECONDS = 10.0
 """Period over which rates are estimated."""
 SAMPLE_SECONDS = 0.25
@@ -241,7 +248,7 @@ class SplitStats:
     """The state of a split, or of the download before it, at a moment.
 
     Attributes:
-        doing: "downloading" or "splitting".
+        doing: "downloading", "splitting" or `COMPILING`.
         label: the source.
         done_bytes: source bytes in layer files (during a download, fetched bytes), including earlier runs.
         total_bytes: of the source (or of the download).
@@ -319,6 +326,7 @@ class SplitProgress:
         self._shard_fetched: dict[str, int] = {}
         self._current = ""
         self._number = self._of = 0
+        self._compiles = False
         self._disk: int | None = None
         self._limit: int | None = None
         self._source_left = 0
@@ -336,9 +344,12 @@ class SplitProgress:
                 done = self._shard_done
                 done[event.shard] = done.get(event.shard, 0) + event.nbytes
                 self._layer = event.layer or self._layer
+                self._compiles = False
                 self._count(event.nbytes, 0, event.quantized, event.written)
             case BytesFetched():
                 self._fetched(event)
+            case KernelsCompiling():
+                self._compiles = True
             case DiskSampled():
                 self._disk, self._limit = event.disk_bytes, event.limit_bytes
             case ShardStarted():
@@ -396,7 +407,7 @@ class SplitProgress:
         now = self._clock()
         rates, done, started = self._rates(now), self._done(), self._started
         return SplitStats(
-            self._doing,
+            COMPILING if self._compiles else self._doing,
             self._label,
             done,
             self._total,

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from rabbitllm.base.interrupts import on_interrupt
 from rabbitllm.base.terminal import LinePiece, Row, counted, duration, plain_line, progress_row, put_fact, shortened
 from rabbitllm.generation.request import BatchStats
 
@@ -90,7 +91,7 @@ def reporting_interrupts(console: Console) -> Iterator[None]:
         raise KeyboardInterrupt
 
     previous = signal.getsignal(signal.SIGINT)
-    if previous is not signal.default_int_handler:  # the program has its own handler
+    if previous not in (signal.default_int_handler, on_interrupt):  # the program has its own handler
         yield
         return
     signal.signal(signal.SIGINT, report)

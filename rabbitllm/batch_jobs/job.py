@@ -258,7 +258,7 @@ class BatchModel:
                 texts = min(len(lengths), limits.sequences)
                 pass_bytes = min(worthwhile_pass_bytes(config, texts, run.dtype), free // MAX_PASS_SHARE)
             run = replace(run, max_memory=weight_limits(run, cache_bytes, pass_bytes), show_progress=False)
-            with console.status("loading …"):
+            with console.status(request.loading):
                 model = prepared.load(run)
         transformers.logging.set_verbosity_error()  # no warnings about missing kernels amid progress
         if cache_bytes is not None and limits.cache_bytes is None:  # less may be free now than was predicted

@@ -128,3 +128,5 @@ def batch_command(
         put_json(record(output, model, progress))
     else:
         put_end(console, output, progress)
+    if 0 < progress.lines == progress.errors:  # no line has an answer
+        raise typer.Exit(exit_codes.ERROR)

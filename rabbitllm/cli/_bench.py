@@ -18,9 +18,7 @@ from rabbitllm.cli.arguments import (
 )
 
 
-@with_model_options(
-    *("dtype", "max_disk", "sequential", "verify_source", "revision", "trust_remote_code"), uncompressed=True
-)
+@with_model_options("dtype", "max_disk", "sequential", "verify_source", "revision", "trust_remote_code")
 def bench_command(
     model: ModelArgument,
     options: ModelOptions = NO_OPTIONS,

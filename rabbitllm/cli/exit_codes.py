@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from rabbitllm.base import interrupts
+
 SUCCESS = 0
 ERROR = 1
-"""A `RabbitLLMError`, or a negative answer: a damaged split, a demo that failed, a dry run that does not fit."""
+"""A `RabbitLLMError`, or a negative answer: a damaged split, a demo that failed, a dry run that does not fit, a batch
+whose lines all failed."""
 USAGE = 2
 """Arguments that do not exist, exclude each other or have an invalid value (an `OptionError`)."""
-INTERRUPTED = 130
+INTERRUPTED = interrupts.INTERRUPTED
 """Ctrl-C, by the convention of shells."""
 BROKEN_PIPE = 141
 """The reader of the output has ended (`| head`), by the convention of shells."""

@@ -8,6 +8,8 @@ from typing import Any
 from typer import Option
 from typer.core import TyperCommand, TyperGroup
 
+from rabbitllm.base.validation import problem_of
+
 MODEL_PANEL, ANSWER_PANEL, SAMPLING_PANEL, SHARDS_PANEL = "Model and split", "Prompt and answer", "Sampling", "Shards"
 CACHE_PANEL, LIMITS_PANEL, NETWORK_PANEL, HOSTS_PANEL = "KV cache", "Limits", "Network", "Several machines"
 OTHER_PANEL, RARE_PANEL = "Other options", "Rarely needed"
@@ -44,6 +46,9 @@ class _InWords:
         except Exception as error:
             if near := getattr(error, "possibilities", None):
                 error.possibilities = [name for name in near if name not in NEVER_SUGGESTED]  # type: ignore[attr-defined]
+            refused: Any = error.__cause__
+            if hasattr(refused, "errors"):  # of pydantic, by which typer converts values
+                error.message = f"{problem_of(refused.errors())}."  # type: ignore[attr-defined]
             raise
 
     def get_params(self, ctx: Any) -> list[Any]:

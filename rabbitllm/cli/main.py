@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
+import gc
 import inspect
 import os
 import sys
@@ -12,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rabbitllm.base.interrupts import answer_interrupts
 from rabbitllm.base.terminal import size
 from rabbitllm.cli import exit_codes
 from rabbitllm.cli._batch import batch_command
@@ -27,6 +30,7 @@ from rabbitllm.cli._quality import quality_command
 from rabbitllm.cli._run import run_command
 from rabbitllm.cli._serve import serve_command
 from rabbitllm.cli._splits import ls_command, rm_command, show_command, verify_command
+from rabbitllm.cli._start import shown
 from rabbitllm.cli._worker import worker_command
 from rabbitllm.cli.help import CommandInWords, GroupInWords
 from rabbitllm.engine.free_memory import group_limits, process_limits, swap_bytes
@@ -50,7 +54,10 @@ class _Commands(GroupInWords):
             # otherwise the rest of the buffer fails again at exit, with a message
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(exit_codes.BROKEN_PIPE) from None
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
+            if not hasattr(interrupt, "__notes__"):  # else it was reported
+                bar = "\n" if sys.stderr.isatty() else ""  # the terminal has shown ^C
+                print(f"{bar}interrupted", file=sys.stderr)
             raise typer.Exit(exit_codes.INTERRUPTED) from None
 
 
@@ -79,8 +86,11 @@ TORCH_ADDRESSES = 512 << 20
 """Address space that torch's libraries alone take: 589 MiB with Python."""
 
 
+STARTING = "loading torch and transformers …"
+
+
 def _needs_torch(function: Callable[..., None]) -> Callable[..., None]:
-    """A command that first refuses to start where the system would end the process without a word."""
+    """A command that says that it starts, or refuses to where the system would end the process without a word."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> None:
@@ -95,7 +105,8 @@ def _needs_torch(function: Callable[..., None]) -> Callable[..., None]:
                     f"takes {size(needed)} before any weights.",
                     "Raise the limit (container, `ulimit -v`), or end other processes in it.",
                 )
-        function(*args, **kwargs)
+        with contextlib.nullcontext() if kwargs.get("as_json") else shown(STARTING):
+            function(*args, **kwargs)
 
     return called
 
@@ -137,6 +148,8 @@ def _open_standard_streams() -> None:
 
 def main() -> None:
     """Run the command line."""
+    answer_interrupts()
+    atexit.register(gc.freeze)  # else the last garbage collection visits torch's objects, which takes seconds
     _open_standard_streams()
     try:
         app()

@@ -135,7 +135,7 @@ _STAGE_LABELS: Mapping[str, str] = {READ: "disk", UPLOAD: "copy to device", READ
 _LANES: Sequence[tuple[str, frozenset[str]]] = (
     ("disk", frozenset({READ})),
     ("copy", frozenset(COPIES)),
-    ("caller", frozenset(CALLER_STAGES)),
+    ("computing", frozenset(CALLER_STAGES)),
 )
 _PROVIDERS = (READ, *COPIES)
 _MAX_NAMES = 40

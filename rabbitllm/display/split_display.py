@@ -102,7 +102,9 @@ def done_line(event: progress.SplitDone, *, converts: bool = False) -> str:
 
 def _share_pieces(stats: SplitStats) -> list[LinePiece]:
     time_left = "" if stats.rates.done is None else "waiting"
-    if stats.seconds_left is not None:
+    if stats.doing == progress.COMPILING:
+        time_left = ""
+    elif stats.seconds_left is not None:
         time_left = f"{duration(stats.seconds_left)} left"
     return [
         LinePiece(f"{100 * stats.share:.0f} %", 0, "bold"),
@@ -112,14 +114,16 @@ def _share_pieces(stats: SplitStats) -> list[LinePiece]:
 
 
 def _position_pieces(stats: SplitStats) -> list[LinePiece]:
-    pieces = [LinePiece(part(stats.done_bytes, stats.total_bytes), 0)]
+    pieces = [
+        LinePiece(part(stats.done_bytes, stats.total_bytes) if stats.done_bytes else amount(stats.total_bytes), 0)
+    ]
     if stats.shards:
         pieces.append(LinePiece(f"shard {max(stats.shard, 1)} of {stats.shards}", 1))
     if stats.shard_here < 1:
         pieces.append(LinePiece(f"{100 * stats.shard_here:.0f} % downloaded", 3))
     if stats.layer:
         pieces.append(LinePiece(stats.layer, 2))
-    if stats.layers:
+    if stats.layers_done:
         pieces.append(LinePiece(f"{stats.layers_done} of {stats.layers} layers", 4))
     return pieces
 
@@ -127,7 +131,8 @@ def _position_pieces(stats: SplitStats) -> list[LinePiece]:
 def _disk_pieces(stats: SplitStats) -> list[LinePiece]:
     if stats.disk_bytes is None or stats.limit_bytes is None:
         return []
-    pieces = [LinePiece(f"disk in use {part(stats.disk_bytes, stats.limit_bytes)}", 0)]
+    used = part(stats.disk_bytes, stats.limit_bytes)
+    pieces = [LinePiece("" if used.startswith(("0.0 ", "0.00 ")) else f"disk in use {used}", 0)]
     if stats.source_left_bytes:
         pieces.append(LinePiece(f"source {amount(stats.source_left_bytes)}", 5))
     return pieces
@@ -136,7 +141,7 @@ def _disk_pieces(stats: SplitStats) -> list[LinePiece]:
 def _rate_pieces(stats: SplitStats) -> list[LinePiece]:
     rates = stats.rates
     named = [("fetch", rates.fetch, 1), ("quantize", rates.quantize, 2), ("write", rates.write, 3)]
-    return [LinePiece(f"{name} {speed(rate)}", rank) for name, rate, rank in named if rate is not None]
+    return [LinePiece(f"{name} {speed(rate)}", rank) for name, rate, rank in named if rate]
 
 
 @contextlib.contextmanager

@@ -154,7 +154,7 @@ def map_weights(
         raise IncompleteSplitError(
             f"{where} lacks {len(names)} of the {len(expected)} tensors that {type(model).__name__} needs: "
             f"{listed(names, 8)}.",
-            "Split the checkpoint again, into another folder (layer_shards_saving_path, --dir). Keep this one until "
+            "Split the checkpoint again, into another folder (--dir, layer_shards_saving_path). Keep this one until "
             "then: if the checkpoint was deleted, it holds the only copy of the rest.",
         )
     return WeightMap(recipes, ties, allowed, tuple(unused))

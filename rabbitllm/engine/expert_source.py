@@ -411,7 +411,7 @@ def _table(source: ExpertSource, specs: Sequence[TensorSpec], store: WeightFiles
     if len(values) > 1:
         raise IncompleteSplitError(
             f"the experts of {source.name} were quantized with {len(values)} different tables; expected a single one.",
-            "Split the checkpoint again into another folder (layer_shards_saving_path, --dir).",
+            "Split the checkpoint again into another folder (--dir, layer_shards_saving_path).",
         )
     return torch.frombuffer(bytearray(values.pop()), dtype=torch.float32).to(device)
 

@@ -57,21 +57,28 @@ def generations(
         DeviceError: the device does not exist.
     """
     devices = resolve_devices(options.device, options.max_memory, options.pin_memory)
-    estimates = []
+    estimates: dict[str | None, GenerationEstimate] = {}
+    plans: dict[str | None, LoadPlan] = {}
     nearest, readable = next(iter(scan.folders.values())), _readable(scan)
     with prepare.config_folder(scan.source) as home, something_to_read(nearest, readable, min_free) as files:
         machine = Machine(devices, options, files)
         for compression in scan.folders:
-            plan = None
             try:
                 if (store := _store(scan, compression)) is None:
-                    estimates.append(GenerationEstimate(compression, obstacle=scan.obstacle(compression)))
+                    estimates[compression] = GenerationEstimate(compression, obstacle=scan.obstacle(compression))
                     continue
-                plan = make_load_plan(store, options, home, devices)
-                estimates.append(estimate(compression, plan, machine))
+                plans[compression] = make_load_plan(store, options, home, devices)
+                estimates[compression] = estimate(compression, plans[compression], machine)
             except RabbitLLMError as error:  # without a plan loading would refuse the model
-                estimates.append(GenerationEstimate(compression, obstacle=error.problem, refused=plan is None))
-    return tuple(device.name for device in devices), estimates
+                refused = compression not in plans
+                estimates[compression] = GenerationEstimate(compression, obstacle=error.problem, refused=refused)
+        if machine.is_disturbed:
+            logger.warning(
+                "This machine is busy: a token took longer than the first one. The rates are measured again."
+            )
+            machine.measure_again()
+            estimates |= {c: estimate(c, plans[c], machine) for c, timed in estimates.items() if timed.speeds}
+    return tuple(device.name for device in devices), [*estimates.values()]
 
 
 def _store(scan: SourceScan, compression: str | None) -> WeightFiles | None:
@@ -230,10 +237,13 @@ class PassEstimator:
         if self._streams and self._is_cached:
             mode, steady = THROUGH_THE_CACHE, self._machine.reading(THROUGH_THE_CACHE) or steady
         token = self._seconds(1, steady)
+        first_token = self._first(disk[1]) if first and disk is not None else None
+        if first_token is not None and first_token < token:  # it does all the work of the other, and more
+            self._machine.is_disturbed, first_token = True, token
         return dataclasses.replace(
             estimate,
             token_seconds=token,
-            first_token_seconds=max(self._first(disk[1]), token) if first and disk is not None else None,
+            first_token_seconds=first_token,
             speeds=self._speeds({mode: steady} if self._streams else {}),
             found_token_seconds=self._seconds(1, steady, all_kept=True),
         )

@@ -115,7 +115,9 @@ class _Listing(Generic[T]):
 
 
 def _tensors(content: Tensors) -> _Listing[TensorInfo]:
-    columns = [Column("name"), Column("dtype"), Column("shape"), Column("stride", rank=3)]
+    columns = [Column("name"), Column("dtype"), Column("shape")]
+    if has_strides := content.strided > 0:  # elsewhere they say what the shapes do
+        columns.append(Column("stride", rank=3))
     columns += [Column("offset", right=True, rank=2), Column("bytes", right=True, rank=4), Column("layer", rank=6)]
     several = len({tensor.file for tensor in content.tensors}) > 1
     if several:
@@ -124,7 +126,8 @@ def _tensors(content: Tensors) -> _Listing[TensorInfo]:
         columns.append(Column("storage", rank=5))
 
     def row(t: TensorInfo) -> Sequence[str]:
-        numbers = str([*t.shape]), str([*t.strides]), f"{t.offset:,}", f"{t.nbytes:,}"
+        strides = [str([*t.strides])] if has_strides else []
+        numbers = str([*t.shape]), *strides, f"{t.offset:,}", f"{t.nbytes:,}"
         last = t.file if several else t.storage or ""
         return (harmless(t.name), t.dtype, *numbers, harmless(t.layer), last)[: len(columns)]
 

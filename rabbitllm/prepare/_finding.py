@@ -369,7 +369,11 @@ def _find_elsewhere(spec: ModelSpec, repo_id: str, quantization: str, *, only_lo
     except GatedRepositoryError:
         raise
     except (CheckpointNotFoundError, HubError) as error:
-        raise with_near_names(error, spec.name) from error.__cause__
+        cause = error.__cause__
+        if "/" not in repo_id and "organisation/name" not in error.remedy:  # as in a program with a list of its own
+            form = "A repository is 'organisation/name', such as 'Qwen/Qwen2.5-7B-Instruct'."
+            error = type(error)(error.problem, f"{form} {error.remedy}")
+        raise with_near_names(error, spec.name) from cause
 
 
 def _find_local(folder: Path, spec: ModelSpec, *, only_look: bool, entry: str | None = None) -> Source:
@@ -567,12 +571,12 @@ def refuse_another(source: Source, manifest: Manifest, identity: SourceIdentity)
         raise SplitMismatchError(
             f"{source.name} has changed since it was split into {source.split_folder}: {why}.",
             f"To use the split unchanged, load {source.split_folder}. To split the changed checkpoint, use another "
-            "folder (layer_shards_saving_path, --dir), or delete this split if you do not need it.",
+            "folder (--dir, layer_shards_saving_path), or delete this split if you do not need it.",
         )
     if why is not None:
         raise SplitMismatchError(
             f"{source.split_folder} was split from {manifest.source.instead_of(source.name)}: {why}.",
-            "Split into another folder (layer_shards_saving_path, --dir), or delete this split if you do not need it.",
+            "Split into another folder (--dir, layer_shards_saving_path), or delete this split if you do not need it.",
         )
 
 

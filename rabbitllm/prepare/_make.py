@@ -169,7 +169,7 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
         raise SplitMismatchError(
             f"{source.split_folder} is a split at compression {manifest.compression}; requested was "
             f"{options.compression}.",
-            "Split into another folder (layer_shards_saving_path, --dir).",
+            "Split into another folder (--dir, layer_shards_saving_path).",
         )
     _check_budget(source, manifest, options)
     require_fitted(source.split_folder, manifest.quantizer, fit_scales=options.fit_scales)
@@ -260,7 +260,7 @@ def _remaining_checkpoint(source: Source, manifest: Manifest) -> Checkpoint | No
                 f"{source.split_folder} was split from {manifest.source.instead_of(source.name)}: the folder has other "
                 f"weights now, {entry}.",
                 f"To use the split, load the split directory: {source.split_folder}. To split these weights, use "
-                "another folder (layer_shards_saving_path, --dir), or remove the split (`rabbitllm rm`).",
+                "another folder (--dir, layer_shards_saving_path), or remove the split (`rabbitllm rm`).",
             )
     except CheckpointNotFoundError:
         pass  # no weights are left

@@ -5,6 +5,8 @@ unchanged. A compiled function has code of other modules in it: inlined loops, c
 code emits. So a digest of all modules of its package is part of the name. Files of older sources are not removed, as
 numba leaves its own when a function moves to another line.
 
+What is not in the cache is compiled, which takes seconds; displays of progress are told.
+
 If neither the package's folder nor the user's cache can be written (a container without a home), numba raises an error
 for a function that it is to cache; the function is then compiled in each process.
 """
@@ -18,6 +20,22 @@ from importlib.resources import files
 from typing import Any
 
 import numba
+from numba.core import event
+
+from rabbitllm.base import progress
+
+
+class _Telling(event.Listener):
+    """Passes on that something is being compiled; numba sends no such event for what it finds in its cache."""
+
+    def on_start(self, event: Any) -> None:
+        progress.tell(progress.KernelsCompiling())
+
+    def on_end(self, event: Any) -> None:
+        """Nothing: other threads may compile."""
+
+
+event.register("numba:run_pass", _Telling())  # type: ignore[no-untyped-call]
 
 
 @functools.cache

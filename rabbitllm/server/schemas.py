@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from rabbitllm.base.terminal import harmless
+from rabbitllm.base.validation import problem_of
 from rabbitllm.generation.request import MAX_CHOICES, SEEDS
 from rabbitllm.server.api_error import bad, unsupported
 
@@ -214,11 +215,10 @@ def parsed(schema: type[_Parsed], body: Any) -> _Parsed:
     try:
         checked = schema.model_validate(body)
     except ValidationError as error:
-        details = error.errors(include_url=False, include_input=False, include_context=False)
+        details = error.errors(include_url=False, include_input=False)
         where = _field(details[0]["loc"])
-        messages = [detail["msg"] for detail in details if _field(detail["loc"]) == where]
-        problems = "; or ".join(dict.fromkeys(text[:1].lower() + text[1:] for text in messages[:4]))
-        raise bad(f"{where or 'The body'}: {problems}.", where or None) from None
+        problem = problem_of([detail for detail in details if _field(detail["loc"]) == where][:4])
+        raise bad(f"{where or 'The body'}: {problem}.", where or None) from None
     _refuse_unknown(checked, "")
     return checked
 

@@ -68,7 +68,7 @@ class ServedModel:
         """
         prepared = prepare_model(request)
         run = replace(request.run, max_memory=weight_limits(request.run, cache_bytes))
-        with console.status("loading …"):
+        with console.status(request.loading):
             model = prepared.load(run)
         folder, source = prepared.folder, prepared.source
         if folder is None:

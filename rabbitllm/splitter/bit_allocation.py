@@ -530,7 +530,7 @@ def _shortage_error(limits: _SizeLimits, least: BitChoice) -> NotEnoughSpaceExce
     return NotEnoughSpaceException(
         f"compression='auto' finds no bits for {limits.bare.source.name} that fit in {limits.disk_budget.folder}: the "
         f"smallest split needs {short.needed} at its peak; {size(short.have)} is {short.where}.",
-        f"{short.advice}, or use a folder on another disk (layer_shards_saving_path, --dir).",
+        f"{short.advice}, or use a folder on another disk (--dir, layer_shards_saving_path).",
     )
 
 

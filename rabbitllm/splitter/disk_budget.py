@@ -428,5 +428,5 @@ def _suggest_remedy(plan: SplitPlan, disk_budget: DiskBudget, options: SplitOpti
     for compression in () if disk_budget.used else smaller:
         if shortage(recompressed(plan, compression), disk_budget, options, transfer) is None:
             return f"compression='{compression}' would fit."
-    elsewhere = "use a folder on another disk (layer_shards_saving_path, --dir)"
+    elsewhere = "use a folder on another disk (--dir, layer_shards_saving_path)"
     return f"{short.advice}, or {elsewhere}. No compression would fit now."

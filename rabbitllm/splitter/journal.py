@@ -361,7 +361,7 @@ def reporting_interrupts(folder: Path) -> Iterator[None]:
     try:
         with _reporting_signals(folder):
             yield
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         # the last garbage collection of a process traverses torch's objects, which takes more than a second
         atexit.register(gc.freeze)
         # torch imports tabulate at exit, if it is installed; that import evaluates a string, which makes Python forget
@@ -372,6 +372,7 @@ def reporting_interrupts(folder: Path) -> Iterator[None]:
             raise
         bar = "\n" if sys.stderr.isatty() else ""  # a progress bar may be on that line
         print(f"{bar}{_describe_progress(folder)}\n{_resume_hint()}", file=sys.stderr, flush=True)
+        interrupt.add_note("The progress of the split was reported.")
         raise
 
 

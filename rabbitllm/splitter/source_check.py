@@ -251,7 +251,7 @@ def check_finished_source(
         raise SplitMismatchError(
             f"{path} has changed since the split in {folder} was made: its bytes differ. Nothing was deleted.",
             f"To use the split unchanged, remove verify_source and delete_original, or load {folder}. To split "
-            "the changed checkpoint, use another folder (layer_shards_saving_path, --dir).",
+            "the changed checkpoint, use another folder (--dir, layer_shards_saving_path).",
         )
     return shards
 

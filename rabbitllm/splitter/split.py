@@ -335,12 +335,12 @@ def _resume(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
         raise SplitMismatchError(
             f"{checkpoint.label} has changed since the split in {request.folder} was started: {reason}.",
             "Restore the original files, and make the same call again. To split the changed checkpoint, use another "
-            "folder (layer_shards_saving_path, --dir). Delete the split only if all original shards still exist.",
+            "folder (--dir, layer_shards_saving_path). Delete the split only if all original shards still exist.",
         )
     if reason is not None:
         raise SplitMismatchError(
             f"{request.folder} holds an unfinished split of {source.instead_of(identity.name)}: {reason}.",
-            "Split into another folder (layer_shards_saving_path, --dir). If all shards of that other model still "
+            "Split into another folder (--dir, layer_shards_saving_path). If all shards of that other model still "
             "exist, you can delete this folder.",
         )
     require_fitted(request.folder, earlier.quantizer, fit_scales=request.options.fit_scales)
@@ -445,7 +445,7 @@ def _refuse_files_of_others(request: SplitRequest, plan: SplitPlan, small_files:
 def _holds_other(path: Path, label: str, how: str) -> SplitMismatchError:
     return SplitMismatchError(
         f"{path} exists, {how}; the split of {label} would replace it. Nothing was changed.",
-        "Split into another folder (layer_shards_saving_path, --dir), or move this file away; delete it only if you do "
+        "Split into another folder (--dir, layer_shards_saving_path), or move this file away; delete it only if you do "
         "not need it.",
     )
 
@@ -559,5 +559,5 @@ def _refuse_another_source(plan: SplitPlan, manifest: Manifest, folder: Path, ne
     if why is not None:
         raise SplitMismatchError(
             f"{folder} cannot be repaired from {plan.source.name}: {why}.",
-            "Split again into another folder (layer_shards_saving_path, --dir).",
+            "Split again into another folder (--dir, layer_shards_saving_path).",
         )

@@ -163,7 +163,7 @@ def require_fitted(folder: Path, quantizer: str | None, *, fit_scales: bool) -> 
     if fit_scales and not is_fitted(quantizer):
         raise SplitMismatchError(
             f"{folder} is a split with the scales of bitsandbytes; requested was fit_scales=True.",
-            "Split into another folder (layer_shards_saving_path, --dir), or remove fit_scales.",
+            "Split into another folder (--dir, layer_shards_saving_path), or remove fit_scales.",
         )
 
 
@@ -245,7 +245,7 @@ def read_manifest(folder: Path, name: str = MANIFEST_NAME) -> Manifest | None:
 
 
 REMAKE = (
-    "Split the checkpoint again, into another folder (layer_shards_saving_path, --dir) or after moving this one away. "
+    "Split the checkpoint again, into another folder (--dir, layer_shards_saving_path) or after moving this one away. "
     "Keep this one until then: if the checkpoint was deleted, it holds the only copy."
 )
 

@@ -40,6 +40,9 @@ from rabbitllm.errors import OptionError, RabbitLLMError
         ("2tib", 2**41),
         ("3gb", 3 * 10**9),
         ("3gib", 3 * 2**30),
+        ("50G", 50 * 10**9),
+        ("50 gi", 50 * 2**30),
+        ("512M", 512 * 10**6),
     ],
 )
 def test_sizes(text: int | str, size: int) -> None:
@@ -47,7 +50,7 @@ def test_sizes(text: int | str, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [-1, True, 1.5, None, "", "GiB", "-5GB", "5 parsecs", "1e9", "5G", "5GB free", "0x10", "1,5GB", b"5GB", [5]]
+    "text", [-1, True, 1.5, None, "", "GiB", "-5GB", "5 parsecs", "1e9", "5P", "5GB free", "0x10", "1,5GB", b"5GB", [5]]
 )
 def test_invalid_sizes(text: Any) -> None:
     with pytest.raises(OptionError) as refused:

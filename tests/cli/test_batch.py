@@ -162,3 +162,15 @@ def test_from_a_pipe(folder: Path, expected: str, tmp_path: Path) -> None:
     arguments[arguments.index(str(folder.parent / "in.jsonl"))] = "-"
     subprocess.run(arguments, input=raw, text=True, capture_output=True, check=True)
     assert out.read_text() == expected
+
+
+def test_a_job_whose_lines_all_failed_exits_with_1(folder: Path, tmp_path: Path) -> None:
+    lines = [{"prompt": "Q: 1 + 1\nA:", "max_tokens": wrong} for wrong in (0, "many")]
+    source = tmp_path / "in.jsonl"
+    for more, code in ([], 1), ([{"prompt": "Q: 1 + 1\nA:", "max_tokens": 1}], 0):
+        source.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *more]))
+        out = tmp_path / f"out{code}.jsonl"
+        words = [sys.executable, "-m", "rabbitllm", "batch", str(folder), str(source), "-o", str(out)]
+        for _ in range(2):  # the second one does nothing
+            ran = subprocess.run(words, capture_output=True, text=True, check=False)
+            assert (ran.returncode, "2 lines failed" in ran.stderr) == (code, True), ran.stderr

@@ -167,3 +167,12 @@ def test_no_shard_is_replaced(checkpoint: Path, tmp_path: Path, option: str) -> 
     with pytest.raises(OptionError, match="it was not changed"):
         bench(str(tmp_path / "no model"), option, str(target))
     assert shard.read_bytes() == before
+
+
+def test_the_split_that_exists_is_taken(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "model", "llama", shards=2)
+    split(folder, "4bit")
+    before = names_in(folder)
+    assert record(str(folder), *SHORT)["compression"] == "4bit"
+    assert names_in(folder) == before
+    assert record(str(folder), *SHORT, "--compression", "none", "--no-split")["compression"] is None

@@ -70,7 +70,7 @@ def test_the_weights_of_llama_2(tmp_path: Path) -> None:
     name, *rest = re.split(r"  +", line)
     offset = look_at_file(path).content.tensors[0].offset  # type: ignore[union-attr]
     assert name == "tok_embeddings.weight"
-    assert rest == ["BF16", "[32000, 4096]", "[4096, 1]", f"{offset:,}", "262,144,000", "tok_embeddings", "data/0"]
+    assert rest == ["BF16", "[32000, 4096]", f"{offset:,}", "262,144,000", "tok_embeddings", "data/0"]
     assert len(re.findall(r"^layers\.\d+\.", text, re.MULTILINE)) == 288
     listing = run(path, "--opcodes")
     assert re.search(r"^ +6    BINUNICODE +'tok_embeddings.weight'$", listing, re.MULTILINE)
@@ -81,9 +81,20 @@ def test_the_weights_of_llama_2(tmp_path: Path) -> None:
 def test_the_weights_of_llama_2_in_80_columns(tmp_path: Path) -> None:
     text = on_a_terminal(write_llama_2_weights(tmp_path), 80)
     assert max(map(len, text.splitlines())) <= 80
-    assert "\nname                          dtype  shape          stride          offset\n" in text
+    assert "\nname                          dtype  shape               offset        bytes\n" in text
     assert "\n… and 287 more; --limit 0 shows all, --name a part of them\n" in text
-    assert "too narrow for bytes, layer, storage" in text
+    assert "too narrow for layer, storage" in text
+
+
+def test_strides_are_shown_where_they_say_more_than_shapes(tmp_path: Path) -> None:
+    tensors = {"straight": torch.ones(4, 6), "turned": torch.ones(6, 4).t()}
+    torch.save(tensors, tmp_path / "strided.bin")
+    text = run(tmp_path / "strided.bin")
+    assert " stride " in text
+    assert re.search(r"^turned +F32 +\[4, 6\] +\[1, 4\] ", text, re.MULTILINE)
+    torch.save({"straight": tensors["straight"]}, tmp_path / "plain.bin")
+    assert " stride " not in run(tmp_path / "plain.bin")
+    assert record(tmp_path / "plain.bin")["tensors"][0]["stride"] == [6, 1]
 
 
 def test_the_vocabulary_of_llama_2(tmp_path: Path) -> None:

@@ -114,3 +114,18 @@ def test_memory_limit_below_torch_is_reported(limit: str, tmp_path: Path) -> Non
     assert "What to do: Raise the limit" in process.stderr
     ended = subprocess.run([*command[:3], "--version"], capture_output=True, text=True, timeout=120, check=False)
     assert ended.stdout.startswith("rabbitllm ")
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("run", "m", "x", "--max-new-tokens", "0"), "'--max-new-tokens': expected at least 1, not 0."),
+        (("run", "m", "x", "--max-new-tokens", "two"), "'--max-new-tokens': expected a whole number, not two."),
+        (("run", "m", "x", "--temperature", "hot"), "'--temperature': expected a number, not hot."),
+        (("serve", "m", "--port", "70000"), "'--port': expected at most 65535, not 70000."),
+    ],
+)
+def test_values_out_of_range_are_refused_in_our_words(words: tuple[str, ...], problem: str) -> None:
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert f"Invalid value for {problem}" in " ".join(result.output.split())

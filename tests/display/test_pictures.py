@@ -60,7 +60,7 @@ def test_picture_names_lanes_layers_and_stages(trace: Trace, tmp_path: Path, mon
     path = tmp_path / "time.svg"
     draw_pass(trace, path, "a model", "its figures")
     words = {"".join(element.itertext()).strip() for element in ElementTree.parse(path).iter() if element.text}
-    assert {"disk", "caller", "wait for weights", COMPUTE} <= words
+    assert {"disk", "computing", "wait for weights", COMPUTE} <= words
     assert {"embed_tokens", "layers.0", "layers.1", "layers.2", "norm", "lm_head"} <= words
     assert {"a model", "its figures"} <= words
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from rabbitllm.base.progress import (
     CurrentRates,
     DiskSampled,
     DownloadStarted,
+    KernelsCompiling,
     ShardStarted,
     SplitDone,
     SplitStarted,
@@ -23,7 +25,7 @@ from rabbitllm.base.progress import (
 )
 from rabbitllm.base.terminal import text_of
 from rabbitllm.display import region
-from rabbitllm.display.split_display import ReadingDisplay, line_of, rows_of, shown
+from rabbitllm.display.split_display import ReadingDisplay, SplitDisplay, line_of, rows_of, shown
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.screen import TerminalStream
 from tests.support.splitting import split
@@ -77,9 +79,18 @@ def test_line_has_all_pieces() -> None:
 
 
 def test_display_before_the_first_event() -> None:
-    assert line_of(SplitStats(total_bytes=GIB)) == "splitting 0 %, 0.00 of 1.00 GiB"
-    stalled = SplitStats(total_bytes=GIB, rates=CurrentRates(0.0, 0.0, None, 0.0))
-    assert line_of(stalled) == "splitting 0 %, waiting, 0.00 of 1.00 GiB, fetch 0 MiB/s, write 0 MiB/s"
+    assert line_of(SplitStats(total_bytes=GIB)) == "splitting 0 %, 1.00 GiB"
+    stalled = SplitStats(total_bytes=GIB, rates=CurrentRates(0.0, 0.0, 0.0, 0.0), disk_bytes=9, limit_bytes=57 * GIB)
+    assert line_of(replace(stalled, shards=2, layers=8)) == "splitting 0 %, waiting, 1.00 GiB, shard 1 of 2"
+
+
+def test_kernels_that_are_compiled_are_named() -> None:
+    display = SplitDisplay()
+    display(replace(SPLIT, shards=()))
+    display(KernelsCompiling())
+    assert display.line().startswith("preparing kernels (once per installation) 0 %, ")
+    display(BytesDone("a", GIB, "layers.0"))
+    assert display.line().startswith("splitting ")
 
 
 def test_split_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from rabbitllm.engine.load_plan import make_load_plan
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE
 from rabbitllm.errors import DeviceError, OptionError
+from rabbitllm.estimate import machine
 from rabbitllm.estimate import predict as predictions
 from rabbitllm.estimate.cost_model import GenerationEstimate, Product, work_of
 from rabbitllm.estimate.machine import Machine, Overhead
@@ -341,3 +342,31 @@ def test_no_files_remain(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     rabbitllm.plan(folder, bandwidth="1GB", device="cpu", layer_shards_saving_path=elsewhere, max_memory={"cpu": 0})
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_a_token_slower_than_the_first_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a machine that is busy while the products of one token are measured at 8bit."""
+    folder = checkpoint(tmp_path / "m", hidden_size=128, intermediate_size=512)
+    measured: list[tuple[str, int]] = []
+    busy: list[tuple[str, int]] = []
+
+    def product_rate(device: Device, form: str, dtype: torch.dtype, rows: int) -> float:
+        measured.append((form, rows))
+        return 1e3 if measured[-1] in busy and measured.count(measured[-1]) == 1 else 1e6
+
+    monkeypatch.setattr(machine, "product_rate", product_rate)
+    monkeypatch.setattr(machine, "read_rate", lambda files, mode: (1e9, 1))
+    monkeypatch.setattr(machine, "overhead", lambda device: Overhead(0.0, 0.0))
+    idle = rabbitllm.plan(folder, bandwidth="1GB", device="cpu")
+    assert not caplog.records
+    assert len(measured) == len(set(measured))
+    measured.clear()
+    busy.append(("8bit", 1))
+    plan = rabbitllm.plan(folder, bandwidth="1GB", device="cpu")
+    assert [record.getMessage()[:25] for record in caplog.records] == ["This machine is busy: a t"]
+    assert measured.count(("8bit", 1)) == 2
+    for compression in COMPRESSIONS:
+        assert at(plan, compression).token_seconds == at(idle, compression).token_seconds
+        assert at(plan, compression).first_token_seconds == at(idle, compression).first_token_seconds

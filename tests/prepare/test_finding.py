@@ -71,6 +71,14 @@ def test_no_such_repository(hub_environment: HubEnvironment, local_hub: LocalHub
         Call("acme/nothing").find()
 
 
+def test_a_name_without_an_organisation(hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
+    """As in programs with a list of their own; some old repositories have such names."""
+    with pytest.raises(CheckpointNotFoundError) as refused:
+        Call("llama3").find()
+    assert refused.value.remedy.startswith("A repository is 'organisation/name', such as 'Qwen/")
+    assert "Check the spelling" in refused.value.remedy
+
+
 def test_a_device_that_does_not_exist_is_refused_before_a_request(repository: Path, local_hub: LocalHub) -> None:
     with pytest.raises(DeviceError, match="cuda:99"):
         AutoModel.from_pretrained(REPO, device="cuda:99")

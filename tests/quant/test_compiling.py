@@ -6,11 +6,15 @@ import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numba
 import pytest
 
+from rabbitllm.base import progress
 from rabbitllm.quant import _compiling, _product_kernels, _vectors, quantize_kernels
 
 ROOT = Path(__file__).parents[2]
@@ -79,8 +83,18 @@ import ctypes
 """
 
 
+def heard_of(compiles: Callable[[], Any], heard: list[list[progress.Event]]) -> Any:
+    """What it returns; the events meanwhile are added as a list."""
+    heard.append([])
+    with progress.listening(heard[-1].append, shows=False):
+        return compiles()
+
+
 def test_changed_sources_recompile_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A constant in another module is in the machine code, which is taken up as long as both are what they were."""
+    """A constant in another module is in the machine code, which is taken up as long as both are what they were.
+
+    Displays of progress hear of what is compiled, and not of what is taken up.
+    """
     package = tmp_path / "made_with"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -96,8 +110,11 @@ def test_changed_sources_recompile_a_kernel(tmp_path: Path, monkeypatch: pytest.
             monkeypatch.delitem(sys.modules, name)
         importlib.invalidate_caches()
         kernels = importlib.import_module("made_with.kernels")
-        product = kernels.times(1)
-        by_c, hits = kernels.put_by_c()
+        heard: list[list[progress.Event]] = []
+        product, (by_c, hits) = (
+            heard_of(compiles, heard) for compiles in (partial(kernels.times, 1), kernels.put_by_c)
+        )
+        assert [bool(events) for events in heard] == [not kernels.times.stats.cache_hits, not hits]
         return product, bool(kernels.times.stats.cache_hits), by_c, bool(hits)
 
     assert of_a_new_process(2) == (2, False, 2, False)

@@ -673,7 +673,7 @@ def test_unfinished_split_of_another_folder(model: Path, tmp_path: Path) -> None
         SplitMismatchError, match="holds an unfinished split of another; requested was model: its shard"
     ) as bad:
         split(model, saving_path)
-    assert "another folder (layer_shards_saving_path, --dir)" in str(bad.value)
+    assert "another folder (--dir, layer_shards_saving_path)" in str(bad.value)
     assert contents(tmp_path) == before
     assert split(other, saving_path)
 

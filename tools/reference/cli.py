@@ -117,7 +117,7 @@ def _section(name: str, callback: Callable[..., Any] | None, command: Any, share
     if examples:
         yield from ("", "```bash", *examples, "```")
     own = [(f"`{_argument(one)}`", "", _meaning(one)) for one in arguments if one.name not in ("model", "source")]
-    own += [row for one in options if (row := _row(one)) != shared.get(one.name)]
+    own += [row for one in options if (row := _row(one)) not in shared.values()]
     if own:
         yield from ("", *table(["", "default", "meaning"], own))
     names = {one.name for one in options}

@@ -58,7 +58,7 @@ HUB_SECONDS = 4.0
 """Time limit for the hub, name resolution included."""
 QUICK_HUB_SECONDS = 1.5
 MEASURING_SECONDS = 30.0
-"""Time after which no further model is begun: an idle machine takes a third of that for all."""
+"""Time after which no further model is begun: a machine with a load of 8 takes a third of that for all."""
 MEASURING_BYTES = 3 << 30
 """Bytes of RAM below which nothing is measured: torch, transformers and the measured matrices take 2.4 GB of it."""
 
@@ -377,10 +377,12 @@ def _measured(
             for measure, name in engine.measurements(machine):
                 rate = probes.run(name, measure)
                 rates.extend([Speed(name, rate)] if rate else [])
+            for device in machine.devices:  # once, for all models
+                probes.run(f"small operations on {device.name}", partial(machine.overhead, device.name))
             start = time.perf_counter()
             for index, model in enumerate(models):
                 if time.perf_counter() - start > MEASURING_SECONDS and not every:
-                    why = f"measuring took longer than {MEASURING_SECONDS:.0f} s: this machine is busy"
+                    why = f"estimating took longer than {MEASURING_SECONDS:.0f} s: this machine is busy"
                     probes.failures.append(Failure(f"speed of {model.name} and later models", why))
                     break
                 timed = partial(with_times, published[model.repository], model, machine, locations.home(), every)

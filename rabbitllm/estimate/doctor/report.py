@@ -115,7 +115,7 @@ def _folders(folders: Sequence[Folder]) -> Iterator[tuple[str, str]]:
     first_use: dict[int, str] = {}
     for index, folder in enumerate(folders):
         if folder.disk in first_use:
-            room = f"on the disk of {first_use[folder.disk]}"
+            room = f"the same disk as {first_use[folder.disk]}"
         else:
             fs = f", {folder.filesystem}" if folder.filesystem else ""
             room = f"{size(folder.free)} free of {size(folder.total)}{fs}" + (", in RAM" if folder.in_memory else "")
@@ -159,21 +159,28 @@ def _show_models(console: Console, report: Report, every: bool) -> None:
             put(console, Text(line, "dim"))
         return
     shown = COMPRESSIONS if console.width >= _NAME + _SIZE + len(COMPRESSIONS) * _CELL else COMPRESSIONS[:-1]
-    head = f"{'':<{_NAME}}{'size':>6}  " + "".join(f"{name or 'uncompressed':<{_CELL}}" for name in shown)
+    width = max(_NAME, *(len(_name(model)) + 1 for model in report.models))
+    if console.is_terminal:
+        width = max(_NAME, min(width, console.width - _SIZE - len(shown) * _CELL))
+    head = f"{'':<{width}}{'size':>6}  " + "".join(f"{name or 'as published':<{_CELL}}" for name in shown)
     put(console, Text(head.rstrip(), "dim"))
     for model in report.models:
-        put(console, _line(model, shown, timed))
+        put(console, _line(model, shown, timed, width))
     for line in _LEGEND:
         put(console, Text(line, "dim"))
 
 
-def _line(model: ModelEstimate, shown: Sequence[str | None], timed: bool) -> Text:
+def _name(model: ModelEstimate) -> str:
     name = model.name.replace("-Instruct", "")
-    marked = f"{name} ({model.quantized})"
-    name = marked if model.quantized and len(marked) < _NAME else name
+    return f"{name} ({model.quantized})" if model.quantized else name
+
+
+def _line(model: ModelEstimate, shown: Sequence[str | None], timed: bool, width: int) -> Text:
+    name = _name(model)
+    name = name if len(name) < width else harmless(name, width - 2)
     billions = model.parameters / 1e9
     parameters = f"{billions:.1f} B" if billions < 99.5 else f"{billions:.0f} B"
-    line = Text.assemble((f"{name:<{_NAME}}", "bold"), f"{parameters:>6}  ")
+    line = Text.assemble((f"{name:<{width}}", "bold"), f"{parameters:>6}  ")
     choices = {choice.compression: choice for choice in model.at}
     for compression in shown:
         cell, style = _cell(choices[compression], timed) if compression in choices else ("", "")
@@ -205,11 +212,11 @@ def _show_model(console: Console, model: ModelEstimate) -> None:
     for choice in model.at:
         needs = {need.route: need.disk_bytes for need in choice.needs}
         disk = [f"{needs[route] / 2**30:,.1f}" for route in _ROUTES]
-        name = choice.route or "nothing"
-        route = "stream" if name == "sequential_stream" else name.split("_")[0]
+        route = "stream" if choice.route == "sequential_stream" else (choice.route or "nothing").split("_")[0]
         gen = choice.generation
         stays, read = (f"{gen.stays_bytes / 2**30:,.1f}", f"{gen.read_bytes / 2**30:,.1f}") if gen else ("", "")
-        row = _columns(choice.compression or "uncompressed", *disk, route, stays, read, moment(choice.token_seconds))
+        name = choice.compression or ("as published" if model.quantized else "uncompressed")
+        row = _columns(name, *disk, route, stays, read, moment(choice.token_seconds))
         put(console, Text(row, "red" if choice.route is None else ""))
         if choice.problem is not None:
             put(console, Text(f"  no speed estimate: {harmless(choice.problem)}", "yellow"))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import constants
 from rich.console import Console
 
+from rabbitllm.engine import devices
 from rabbitllm.estimate import machine, outline
 from rabbitllm.estimate.doctor import examine as examining
 from rabbitllm.estimate.doctor.examine import Probes, examine
@@ -153,7 +156,45 @@ def test_lines_fit_the_terminal(width: int, every: bool) -> None:
     lines = text_of(report, width, terminal=True, every=every).splitlines()
     assert all(len(line) <= width for line in lines)
     names = [model.name.replace("-Instruct", "") for model in report.models]
-    assert all(any(name in line for line in lines) for name in names)
+    cut = width == 80 and not every
+    assert all(any((name[:17] if cut else name) in line for line in lines) for name in names)
+    if not every:  # the sizes are below one another, those of long names too
+        table = [line for line in lines if any(line.startswith(name[:17]) for name in names)]
+        assert len(table) == len(names)
+        assert len({line.index(" B ") for line in table}) == 1
+
+
+def test_weights_published_quantized_are_not_called_uncompressed() -> None:
+    report = examine(quick=True)
+    assert "uncompressed" not in text_of(report)
+    rows = text_of(report, every=True).partition("openai/gpt-oss-20b")[2].splitlines()
+    assert rows[2].split()[:2] == ["as", "published"], rows
+
+
+def test_measuring_once_for_all_does_not_count_as_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a loaded machine small operations alone take longer than the models."""
+    now = 0.0
+
+    def overhead(device: object) -> machine.Overhead:
+        nonlocal now
+        now += 1000.0
+        return machine.Overhead(0.0, 0.0)
+
+    monkeypatch.setattr(examining, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(machine, "overhead", overhead)
+    few = tuple(model for model in published() if "Qwen2.5-0.5B" in model.repository or "-70B" in model.repository)
+    monkeypatch.setattr(outline, "published", lambda: few)
+    report = examine(every=False)
+    assert not report.failures
+    assert all(choice.token_seconds for model in report.models for choice in model.at if choice.route)
+
+
+def test_a_machine_without_a_gpu_is_not_told_that_models_run_on_the_cpu(caplog: pytest.LogCaptureFixture) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("a GPU")
+    devices._warn_of_no_cuda.cache_clear()
+    with machine.this_machine(Path.cwd(), examining.MIN_FREE_BYTES):
+        assert not caplog.records
 
 
 def room(free: int, *, apart: int | None = None) -> list[Folder]:

@@ -1,0 +1,34 @@
+"""Ctrl-C in the `rabbitllm` command: while modules are imported, the process ends at once; else as in any program.
+
+Importing torch and transformers takes seconds, some of their modules catch whatever is raised meanwhile, and Python
+takes seconds more to take them down again. Nothing is lost: a command that was killed is finished by the same command.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Any
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, by the convention of shells."""
+
+
+def answer_interrupts() -> None:
+    """Answer Ctrl-C as above from now on, unless the caller of the command has its own handler."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, on_interrupt)
+
+
+def on_interrupt(sig: int, frame: Any) -> None:
+    """The handler: raises KeyboardInterrupt, unless the interrupted code is being imported."""
+    caller = frame
+    while caller is not None:
+        if caller.f_code.co_filename == "<frozen importlib._bootstrap>":
+            # a terminal has shown ^C, and a status line may have hidden its cursor
+            os.write(2, b"\x1b[?25h\ninterrupted\n" if os.isatty(2) else b"interrupted\n")
+            os._exit(INTERRUPTED)
+        caller = caller.f_back
+    raise KeyboardInterrupt

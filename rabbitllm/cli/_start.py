@@ -1,0 +1,51 @@
+"""The first seconds of a command: a line on the terminal while torch and transformers are imported."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from rabbitllm.display.region import GONE, DisplayForm, form_of
+
+
+@contextlib.contextmanager
+def shown(text: str) -> Iterator[None]:
+    """Show a line until the command writes something else to the terminal, or ends. Elsewhere show nothing."""
+    if form_of(sys.stderr) is not DisplayForm.TERMINAL:
+        yield
+        return
+    terminal: Any = sys.stderr
+    streams: list[Any] = [stream for stream in (terminal, sys.stdout) if stream.isatty()]
+    writes = {stream: stream.write for stream in streams}
+    is_shown = True
+
+    def erase() -> None:
+        nonlocal is_shown
+        if is_shown:
+            is_shown = False
+            with GONE:
+                writes[terminal]("\r\x1b[K")
+                terminal.flush()
+
+    def erasing(stream: Any) -> Any:
+        def write(more: str) -> Any:
+            erase()
+            return writes[stream](more)
+
+        return write
+
+    with GONE:
+        terminal.write(text)
+        terminal.flush()
+    replaced = {stream: erasing(stream) for stream in writes}
+    for stream, write in replaced.items():
+        stream.write = write
+    try:
+        yield
+    finally:
+        erase()
+        for stream, write in replaced.items():
+            if stream.write is write:  # else the progress of a split has put its own in this place
+                del stream.write

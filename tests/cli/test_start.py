@@ -1,0 +1,108 @@
+"""The first seconds of a command: a line before the slow imports, and Ctrl-C while they go on."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rabbitllm.cli import _start
+from rabbitllm.cli.main import STARTING
+from tests.support.screen import TerminalStream, run_on_terminal
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="terminals and signals of POSIX")
+
+DEMO = Path(_start.__file__).parents[1] / "demo" / "model"
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm"}
+LOOK = [sys.executable, "-m", "rabbitllm", "pull", str(DEMO), "--dry-run"]
+
+
+def test_a_terminal_shows_the_line_until_something_else_comes() -> None:
+    output = run_on_terminal(LOOK, 80, ENVIRONMENT, seconds=120)
+    assert output.startswith(f"{STARTING}\r\x1b[K")
+    assert output.count(STARTING) == 1
+
+
+def test_json_and_pipes_have_no_such_line() -> None:
+    assert STARTING not in run_on_terminal([*LOOK, "--json"], 80, ENVIRONMENT, seconds=120)
+    run = subprocess.run(LOOK, capture_output=True, text=True, env=ENVIRONMENT, timeout=120, check=True)
+    assert run.stderr == ""
+
+
+@pytest.mark.parametrize("name", ["stderr", "stdout"])
+def test_the_line_goes_once_and_writes_are_those_of_before(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    streams = {other: TerminalStream() for other in ("stderr", "stdout")}
+    for other, stream in streams.items():
+        monkeypatch.setattr(sys, other, stream)
+    monkeypatch.setenv("TERM", "xterm")
+    with _start.shown("starting"):
+        assert streams["stderr"].getvalue() == "starting"
+        for line in ("a\n", "b\n"):
+            getattr(sys, name).write(line)
+        assert streams["stderr"].screen(80) == (["a", "b"] if name == "stderr" else [])
+    assert not any("write" in vars(stream) for stream in streams.values())
+    assert "".join(stream.getvalue() for stream in streams.values()).count("\x1b[K") == 1
+
+
+def test_ctrl_c_at_the_line_ends_at_once() -> None:
+    leader, follower = pty.openpty()
+    program = subprocess.Popen(LOOK, stdin=follower, stdout=follower, stderr=follower, env=ENVIRONMENT)
+    os.close(follower)
+    output = b""
+    while STARTING.encode() not in output:
+        output += os.read(leader, 1 << 16)
+    program.send_signal(signal.SIGINT)
+    assert program.wait(60) == 130
+    output += os.read(leader, 1 << 16)
+    os.close(leader)
+    assert output.decode().splitlines()[-1] == "interrupted"
+    assert b"Traceback" not in output
+
+
+# A module that catches whatever is raised while it is imported, as some do.
+STUBBORN = """
+import time
+print("begun", flush=True)
+while True:
+    try:
+        time.sleep(60)
+    except BaseException:
+        print("caught", flush=True)
+"""
+IMPORTS = """
+from rabbitllm.base.interrupts import answer_interrupts
+answer_interrupts()
+import stubborn
+"""
+COMPUTES = """
+import time
+from rabbitllm.base.interrupts import answer_interrupts
+answer_interrupts()
+try:
+    print("begun", flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("answered")
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "end"), [(IMPORTS, (130, "", "interrupted\n")), (COMPUTES, (0, "answered\n", ""))], ids=["import", "work"]
+)
+def test_only_imports_are_ended_at_once(tmp_path: Path, code: str, end: tuple[int, str, str]) -> None:
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    environment = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "begun\n"
+        program.send_signal(signal.SIGINT)
+        out, errors = program.communicate(timeout=60)
+    assert (program.returncode, out, errors) == end
