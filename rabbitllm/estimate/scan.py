@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +12,7 @@ from typing import Any
 
 from rabbitllm import prepare
 from rabbitllm.base.options import ShardPolicy, SplitOptions
-from rabbitllm.base.terminal import listed
+from rabbitllm.base.terminal import listed, size
 from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity
 from rabbitllm.checkpoints.config import experts_a_token, quantized_as
 from rabbitllm.errors import InvalidIndexError, NotEnoughSpaceException
@@ -21,6 +22,9 @@ from rabbitllm.splitter.bit_allocation import with_choice
 from rabbitllm.splitter.plan import SplitPlan, recompressed
 from rabbitllm.splitter.request import SplitRequest, disk_budget_of, located, plan_split
 from rabbitllm.store.manifest import AUTO, JOURNAL_NAME, Manifest, is_finished, is_fitted, read_manifest
+
+_MTP = re.compile(r"(?:model\.)?mtp(?:\..*)?|(?:[\w.]+\.)?layers\.(?P<index>\d+)")
+"""Names of layers that may be for multi-token prediction: with an index only those behind the model's last layer."""
 
 
 @dataclass
@@ -93,12 +97,30 @@ class SourceScan:
                 warnings.append(f"the split leaves out of {shard.name}: {listed(map(str, shard.left_out), 3)}")
                 if self.base is not None and shard.is_kept(self.base.source, ShardPolicy.DELETE_USED):
                     warnings[-1] += "; it is kept where shards are deleted"
+        if self._mtp_layers:
+            nbytes = size(sum(self.base.layouts[layer].size for layer in self._mtp_layers if self.base is not None))
+            warnings.append(f"{listed(self._mtp_layers, 3)} ({nbytes}, multi-token prediction) is kept, and not used")
         if self.config:
             return tuple(warnings)
         state = "cannot be read" if (self.source.config_folder / "config.json").exists() else "is missing"
         return (
             f"config.json {state}: from_pretrained cannot load this model; this estimate assumes Llama's layer names.",
             *warnings,
+        )
+
+    @cached_property
+    def _mtp_layers(self) -> tuple[str, ...]:
+        """The layers that predict further tokens: named so, or behind the last layer of the model."""
+        text = self.config.get("text_config")
+        settings = {**self.config, **(text if isinstance(text, Mapping) else {})}
+        has_more = any(("nextn" in name or "mtp" in name) and bool(value) for name, value in settings.items())
+        count = settings.get("num_hidden_layers") if has_more else None
+        layers = self.base.layouts if self.base is not None else ()
+        matches = ((layer, _MTP.fullmatch(layer)) for layer in layers)
+        return tuple(
+            layer
+            for layer, match in matches
+            if match and (match["index"] is None or (isinstance(count, int) and int(match["index"]) >= count))
         )
 
     @property
