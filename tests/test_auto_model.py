@@ -814,7 +814,7 @@ def test_the_unsound_golden_folder_is_refused(golden: Path) -> None:
     with pytest.raises(IncompleteSplitError) as caught:
         AutoModel.from_pretrained(golden / "model-4-shards", layer_shards_saving_path=home, **STREAM)
     assert f"lacks 3 of the 27 tensors that Qwen2ForCausalLM needs: {', '.join(missing)}." in caught.value.problem
-    assert "into another folder (layer_shards_saving_path" in caught.value.remedy
+    assert "into another folder (--dir, layer_shards_saving_path" in caught.value.remedy
     assert len(list((golden / "model-4-shards").glob("model-*.safetensors"))) == 4
 
 

@@ -25,6 +25,11 @@ NOWHERE = {"PATH": ""}
 def kaggle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "kaggle" / "working").mkdir(parents=True)
     monkeypatch.setattr(notebooks, "ROOT", tmp_path)
+    for variable in (HOME_VARIABLE, HF_HOME, "HF_TOKEN"):  # so that what `settle` sets is taken back after the test
+        value = os.environ.get(variable)
+        monkeypatch.setenv(variable, value or "")
+        if value is None or variable == HOME_VARIABLE:
+            monkeypatch.delenv(variable)
     return tmp_path / "kaggle"
 
 
@@ -72,9 +77,7 @@ def test_other_machines_are_unchanged(
 def test_settling_sets_variables_and_makes_folders(
     kaggle: Path, hub_environment: HubEnvironment, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(HOME_VARIABLE, "")  # so that what is set below is taken back after the test
-    monkeypatch.delenv(HOME_VARIABLE)
-    monkeypatch.delenv(HF_HOME)
+    monkeypatch.delenv(HF_HOME, raising=False)
     with caplog.at_level(logging.WARNING, "rabbitllm"):
         folders = notebooks.settle()
     assert folders.layers.is_dir()
@@ -188,8 +191,7 @@ def test_a_secret_of_kaggle_is_the_token(
         (tmp_path / "kaggle_secrets.py").write_text(f"SECRETS = {secrets!r}\n{SECRETS}")
         monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "kaggle_secrets", raising=False)
-    monkeypatch.setenv("HF_TOKEN", "")  # so that what is set below is taken back after the test
-    monkeypatch.setenv("HF_TOKEN", before) if before else monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setenv("HF_TOKEN", before) if before else monkeypatch.delenv("HF_TOKEN", raising=False)
     notebooks.settle()
     assert os.environ.get("HF_TOKEN") == after
     assert get_token() == after

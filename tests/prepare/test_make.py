@@ -117,7 +117,7 @@ def test_finished_split_of_another_folder(model: Path, other: Path, tmp_path: Pa
         assert f"{saving_path / 'splitted_model'} was split from other; requested was {model}: its shard" in str(
             refused.value
         )
-        assert "Split into another folder (layer_shards_saving_path" in str(refused.value)
+        assert "Split into another folder (--dir, layer_shards_saving_path" in str(refused.value)
     assert contents(tmp_path) == before
     assert split(model, saving_path, compression="4bit")  # has a directory of its own
 
