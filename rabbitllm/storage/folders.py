@@ -225,7 +225,9 @@ def bytes_freed_by_deleting(path: Path, device: int) -> int:
 
 def allocated(status: os.stat_result) -> int:
     """Bytes that a file occupies on its disk, without holes; on Windows its length."""
-    return status.st_size if sys.platform == "win32" else status.st_blocks * STAT_BLOCK_BYTES
+    if sys.platform == "win32":
+        return status.st_size
+    return status.st_blocks * STAT_BLOCK_BYTES
 
 
 def _shared_bytes(path: Path) -> int:
