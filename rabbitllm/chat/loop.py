@@ -428,7 +428,7 @@ class ChatLoop:
             self._note(f"removed the last exchange; {len(self.conversation.exchanges):,} left")
             return
         if not self._session.sampling.samples:
-            self._note("the temperature is 0, so the same prompt gets the same answer; /temperature 0.7 changes that")
+            self._note("the temperature is 0, so the answer changes only by rounding; /temperature 0.7 varies it")
         waiting, self._pictures = self._pictures, last.pictures
         try:
             self._ask(last.question)
