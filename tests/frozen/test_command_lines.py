@@ -73,10 +73,10 @@ LINES: list[dict[str, Any]] = [
     {"id": "embeddings", "input": ["a rabbit", "a hare"]},
     {"id": "refused", "prompt": 7},
     *(
-        {"custom_id": url, "method": "POST", "url": url, "body": {"model": "m", "max_tokens": 2, **body}}
+        {"custom_id": url, "method": "POST", "url": url, "body": {"model": "m", **body}}
         for url, body in (
-            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a hare"}]}),
-            ("/v1/completions", {"prompt": "a hare"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a hare"}], "max_tokens": 2}),
+            ("/v1/completions", {"prompt": "a hare", "max_tokens": 2}),
             ("/v1/embeddings", {"input": "a hare"}),
         )
     ),
