@@ -36,7 +36,7 @@ def problem_of(errors: Iterable[Mapping[str, Any]]) -> str:
     """
     expected: dict[str, None] = {}
     others: dict[str, None] = {}
-    found = ""
+    actual = ""
     for error in errors:
         context = error.get("ctx", {})
         if error["type"] in _EXPECTED:
@@ -48,5 +48,5 @@ def problem_of(errors: Iterable[Mapping[str, Any]]) -> str:
         else:
             others[error["msg"][:1].lower() + error["msg"][1:]] = None
         value = error.get("input")
-        found = f", not {harmless(str(value), 40)}" if isinstance(value, str | int | float) else ""
-    return "; or ".join([*(["expected " + " or ".join(expected) + found] if expected else ()), *others])
+        actual = f", not {harmless(str(value), 40)}" if isinstance(value, str | int | float) else ""
+    return "; or ".join([*(["expected " + " or ".join(expected) + actual] if expected else ()), *others])

@@ -44,7 +44,7 @@ _NO_MODEL = re.compile(
 )
 """Files of a training run without a model: state of the optimizer and similar, arguments, adapters."""
 ADAPTER_CONFIG = "adapter_config.json"
-"""PEFT's file beside an adapter's weights."""
+"""PEFT's file of settings, in the folder of an adapter's weights."""
 META_PARAMETERS = "params.json"
 """The file with which a checkpoint in Meta's own format begins."""
 _GGUF_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})(?P<of>-of-)(?P<count>\d{5})(?P<ending>\.gguf)", re.IGNORECASE)
@@ -140,7 +140,7 @@ def entry_of(names: Iterable[str], label: str) -> str:
 def _warn_of_adapter(label: str) -> None:
     """Warn once that an adapter is not applied."""
     logger.warning(
-        "%s has an adapter (%s) beside the weights. It is not applied: the weights are used as they are.",
+        "%s has an adapter (%s) in the folder of the weights. It is not applied: the weights are used as they are.",
         label,
         ADAPTER_CONFIG,
     )
@@ -156,7 +156,7 @@ def _warn_of_two(label: str, single: str, index: str) -> None:
 
 
 def remark_on(entry: str, names: Collection[str], label: str) -> None:
-    """Warn once of files beside a checkpoint that somebody may expect to be used.
+    """Warn once of files in the folder of a checkpoint that a user may expect to be used.
 
     Args:
         entry: the file with which the checkpoint begins.
@@ -456,7 +456,7 @@ def _begins_checkpoint(file: Path, name: str) -> bool:
     return recognise(head) in (*READABLE, Weights.POINTER)
 
 
-def check_inside(path: Path, folder: Path, beside: Collection[Path] | None = None) -> None:
+def check_inside(path: Path, folder: Path, linked_folders: Collection[Path] | None = None) -> None:
     """Refuse a file that a symbolic link leads out of its folder, and existing paths that are not files.
 
     Weights may be links, since people keep them on another disk. So a link may lead to a file that begins like weights
@@ -465,7 +465,8 @@ def check_inside(path: Path, folder: Path, beside: Collection[Path] | None = Non
     Args:
         path: the file, in the folder.
         folder: the checkpoint's folder.
-        beside: for a file without weights, which a split copies: resolved folders into which a link may lead.
+        linked_folders: for a file without weights, which a split copies: the resolved folders of linked weights, into
+            which a link may lead.
 
     Raises:
         UnsafePathError: a link leads to something else outside; or the path is a folder, a pipe or a device.
@@ -476,7 +477,9 @@ def check_inside(path: Path, folder: Path, beside: Collection[Path] | None = Non
         raise UnsafePathError(f"{path} is a link that leads to itself; expected a file.", _LINKS) from None
     is_inside = resolved.is_relative_to(folder.resolve())
     if not is_inside and resolved.is_file():
-        is_inside = _begins_checkpoint(resolved, path.name) if beside is None else resolved.parent in beside
+        is_inside = (
+            _begins_checkpoint(resolved, path.name) if linked_folders is None else resolved.parent in linked_folders
+        )
     if not is_inside:
         raise UnsafePathError(f"{path} is a link that leads outside its folder, to {resolved}.", _LINKS)
     if resolved.exists() and not resolved.is_file():  # opening a pipe blocks until a writer opens it

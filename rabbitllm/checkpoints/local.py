@@ -257,9 +257,9 @@ class LocalCheckpoint(Checkpoint):
     def sidecars(self) -> Mapping[str, Path]:
         paths = sidecars_in(self.folder)
         weights = [self.folder / shard for shard in self.index.shards if self._is_link(shard)]
-        beside = {weight.resolve().parent for weight in weights}
+        linked_folders = {weight.resolve().parent for weight in weights}
         for path in paths.values():
-            check_path(path, self.folder, self._snapshot, beside)
+            check_path(path, self.folder, self._snapshot, linked_folders)
         return paths
 
     def copied_sizes(self) -> Mapping[str, int]:
@@ -325,14 +325,14 @@ def begins_with_any(folder: Path, shards: Collection[str], entry: str | None = N
 
 
 def check_path(
-    path: Path, folder: Path, snapshot: hub_cache.CachedSnapshot | None, beside: Collection[Path] | None = None
+    path: Path, folder: Path, snapshot: hub_cache.CachedSnapshot | None, linked_folders: Collection[Path] | None = None
 ) -> None:
     """Refuse a link to what is no checkpoint's file, see `check_inside`; in a snapshot, each that leads out of the hub
     cache."""
     if snapshot is not None:
         hub_cache.check_in_cache(path, snapshot)
     else:
-        check_inside(path, folder, beside)
+        check_inside(path, folder, linked_folders)
 
 
 def is_writable(folder: Path) -> bool:

@@ -322,7 +322,7 @@ def remove_empty_folders(name: str, saving_path: Path | None = None) -> None:
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
         if names and all(map(is_lock_file, names)):
             with contextlib.suppress(SplitError), locked_without_waiting(folder):
-                pass  # whoever frees a lock removes its file
+                pass  # a lock file goes when its lock is freed
         durable.remove_empty_folder(folder)
 
 

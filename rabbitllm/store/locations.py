@@ -199,7 +199,7 @@ def one_of_several(name: str) -> tuple[str, str]:
     """The folder or repository that a resolved name means, and which GGUF model in it: "" for other weights, and for a
     repository without a quantization.
 
-    The name of that model is a part of the names of its split directories, so that another file beside it does not
+    The name of that model is a part of the names of its split directories, so that another file in its folder does not
     change them.
 
     Raises:
