@@ -37,6 +37,13 @@ def _first(value_of: Callable[[str], object]) -> int | None:
     return next((experts for name in NAMES if type(experts := value_of(name)) is int and experts > 0), None)
 
 
+def predicts_more(config: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint has layers for multi-token prediction behind those of the model."""
+    text = config.get("text_config")
+    settings = {**config, **(text if isinstance(text, Mapping) else {})}
+    return any(("nextn" in name or "mtp" in name) and bool(value) for name, value in settings.items())
+
+
 BITSANDBYTES = "bitsandbytes"
 MODELOPT = "modelopt"
 TORCHAO = "torchao"

@@ -72,13 +72,13 @@ _STATE = r"(?:\.(?:(?:nested_)?(?:absmax|quant_map)|quant_state\.bitsandbytes__\
 # The body of a model with a head, which transformers calls `base_model_prefix`; not part of an id.
 _BODY = r"(?:(?:model|transformer|backbone|gpt_neox)\.)?"
 _NAME = r"\d*[^.\d][^.]*"
-# Modules of torch.compile and DataParallel around the model.
-_WRAPPER = r"(?:_orig_mod\.|module\.)*"
+WRAPPER = r"(?:_orig_mod\.|module\.)*"
+"""Modules of torch.compile and of (Distributed)DataParallel around a model that was saved with them."""
 _RULES = (
     # the first number in a name that follows at least one word: the block of the outermost list
-    rf"{_WRAPPER}{_BODY}(?P<id>[^.]+(?:\.{_NAME})*?\.\d+)\.",
+    rf"{WRAPPER}{_BODY}(?P<id>[^.]+(?:\.{_NAME})*?\.\d+)\.",
     r"(?:model\.)?(?P<id>mtp)\.",  # multi-token prediction: split, listed, not streamed
-    rf"{_WRAPPER}{_BODY}(?P<id>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*?)\.[^.]+{_STATE}$",
+    rf"{WRAPPER}{_BODY}(?P<id>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*?)\.[^.]+{_STATE}$",
     rf"(?P<id>[^.]+(?:\.[^.]+)*?)\.[^.]+{_STATE}$",
 )
 _registered: dict[str, LayerNaming] = {}

@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.terminal import listed
+from rabbitllm.checkpoints.config import predicts_more
+from rabbitllm.checkpoints.naming import WRAPPER
 from rabbitllm.engine import _published
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import torch_dtype
@@ -128,8 +130,8 @@ class WeightMap:
 
     def recipe(self, target: str) -> tuple[Recipe, str] | None:
         """The recipe of a target, or of its tie, and its name there; None if it is absent."""
-        made = target if target in self.recipes else self.ties.get(target)
-        return None if made is None else (self.recipes[made], made)
+        owner = target if target in self.recipes else self.ties.get(target)
+        return None if owner is None else (self.recipes[owner], owner)
 
 
 def map_weights(
@@ -176,10 +178,8 @@ def check_unused(model: PreTrainedModel, weights: WeightMap, store: WeightFiles)
 
     unused = [name for name in weights.unused if not _matches(may_be_unused(model), name)]
     beyond = _blocks_beyond(unused, weights)
-    # layers after the last one may be for multi-token prediction, which transformers omits
-    settings = model.config.get_text_config().to_dict() | model.config.to_dict()
-    predicts_more = any(("nextn" in key or "mtp" in key) and bool(value) for key, value in settings.items())
-    if beyond and not predicts_more:
+    settings = {"text_config": model.config.get_text_config().to_dict(), **model.config.to_dict()}
+    if beyond and not predicts_more(settings):  # transformers omits layers for multi-token prediction
         raise IncompleteSplitError(
             f"{store.label} has more layers than its config: {', '.join(beyond[:3])}.", _DIFFERENT
         )
@@ -250,13 +250,9 @@ def _recipes(
     return recipes, unused
 
 
-_WRAPPER = re.compile(r"(?:_orig_mod\.|module\.)+")
-"""Modules of torch.compile and of (Distributed)DataParallel around a model that was saved with them."""
-
-
 def wrapper_of(stored: Iterable[str], expected: Iterable[str]) -> str:
-    """The prefix that such modules have put before every name; empty if there is none, or if the model has it too."""
-    prefixes = {match[0] if (match := _WRAPPER.match(name)) else "" for name in stored}
+    """The prefix that `WRAPPER` finds before every name; empty if there is none, or if the model has it too."""
+    prefixes = {match[0] for name in stored if (match := re.match(WRAPPER, name))}
     prefix = prefixes.pop() if len(prefixes) == 1 else ""
     return "" if prefix and any(name.startswith(prefix) for name in expected) else prefix
 

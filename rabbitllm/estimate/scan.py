@@ -14,7 +14,7 @@ from rabbitllm import prepare
 from rabbitllm.base.options import ShardPolicy, SplitOptions
 from rabbitllm.base.terminal import listed, size
 from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity
-from rabbitllm.checkpoints.config import experts_a_token, quantized_as
+from rabbitllm.checkpoints.config import experts_a_token, predicts_more, quantized_as
 from rabbitllm.errors import InvalidIndexError, NotEnoughSpaceException
 from rabbitllm.quant.schemes import COMPRESSIONS
 from rabbitllm.splitter import journal
@@ -111,10 +111,9 @@ class SourceScan:
     @cached_property
     def _mtp_layers(self) -> tuple[str, ...]:
         """The layers that predict further tokens: named so, or behind the last layer of the model."""
-        text = self.config.get("text_config")
-        settings = {**self.config, **(text if isinstance(text, Mapping) else {})}
-        has_more = any(("nextn" in name or "mtp" in name) and bool(value) for name, value in settings.items())
-        count = settings.get("num_hidden_layers") if has_more else None
+        text = self.config.get("text_config", self.config)
+        has_count = predicts_more(self.config) and isinstance(text, Mapping)
+        count = text.get("num_hidden_layers") if has_count else None
         layers = self.base.layouts if self.base is not None else ()
         matches = ((layer, _MTP.fullmatch(layer)) for layer in layers)
         return tuple(

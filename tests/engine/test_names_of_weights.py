@@ -76,5 +76,7 @@ def test_files_beside_the_weights_are_named_once(tmp_path: Path, caplog: pytest.
         for _ in range(2):
             logits = AutoModel.from_pretrained(folder, device="cpu")(INPUT).logits
     assert torch.equal(logits, expected)
-    assert caplog.text.count("has an adapter (adapter_config.json) in the folder of the weights. It is not applied") == 1
+    assert (
+        caplog.text.count("has an adapter (adapter_config.json) in the folder of the weights. It is not applied") == 1
+    )
     assert caplog.text.count(f"has both {SINGLE_NAME} and {INDEX_NAME}. The single file is used") == 1
