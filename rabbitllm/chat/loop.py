@@ -21,7 +21,7 @@ from typing import Any, TextIO, cast
 from rich.console import Console
 from rich.text import Text
 
-from rabbitllm.base.terminal import LABEL, counted, harmless, put_fact, size
+from rabbitllm.base.terminal import LABEL, counted, disarmed, harmless, put_fact, size
 from rabbitllm.chat.conversation import Conversation, Exchange, SavedChat, read_chat, write_chat
 from rabbitllm.display.answer_printer import AnswerPrinter
 from rabbitllm.errors import ChatError, OptionError, RabbitLLMError
@@ -42,6 +42,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "/drop": ("[N]", "remove the oldest exchange, or the N oldest"),
     "/reset": ("", "remove all exchanges, keep the system prompt"),
     "/temperature": ("[T]", "set the sampling temperature (/temperature 0.7; 0 is greedy), or show it"),
+    "/thoughts": ("", "show what the model thought before the last answer"),
     "/stats": ("", "tokens, times, passes and bytes of the last answer and of all"),
     "/help": ("", "show this list"),
     "/exit": ("", "exit, like Ctrl-D, /bye and exit"),
@@ -333,9 +334,9 @@ class ChatLoop:
                     begin()
                     printer.write(text)
 
-            def think(text: str) -> None:
+            def think(text: str, tokens: int) -> None:
                 begin()
-                printer.think(text)
+                printer.think(text, tokens)
 
             pictures, self._pictures = self._pictures, ()
             messages = self.conversation.messages(question, pictures)
@@ -379,6 +380,10 @@ class ChatLoop:
                 self._help()
             case "/stats":
                 show_stats(self._streams.notes, self._answers, self._session, self._in_place)
+            case "/thoughts":
+                last = [*self.conversation.exchanges, *self._answers][-1:]
+                thoughts = "".join(answer.reasoning for answer in last)
+                self._note(disarmed(thoughts) or "there are no thoughts")
             case "/reset":
                 self.conversation = self.conversation.emptied()
                 self._session.forget()

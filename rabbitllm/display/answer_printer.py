@@ -1,20 +1,23 @@
-"""A model's answer as it comes: whole words on the lines of a terminal, and the reasoning above it dim."""
+"""A model's answer as it comes: whole words on the lines of a terminal, and a line in place of its reasoning."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from typing import IO, TextIO
 
 from rich.cells import cell_len
 from rich.console import Console
 
-from rabbitllm.base.terminal import disarmed, duration
-from rabbitllm.display.region import DisplayForm, form_of, size_of
+from rabbitllm.base.terminal import SEPARATOR, Row, counted, disarmed, duration
+from rabbitllm.display.region import THE_REGION, Claim, DisplayForm, form_of, size_of
 
 FENCES = ("```", "~~~")
 """Marks of a block of code, whose lines are not wrapped."""
 _TAB = 8
+_LAST_WORDS = 1_000
+"""Letters of a reasoning that are kept to show its last words."""
 
 
 class WordWrap:
@@ -66,12 +69,38 @@ class WordWrap:
         return f"{erased}\n{begun}{letter}"
 
 
-class AnswerPrinter:
-    """Prints an answer and the reasoning before it.
+class _Thinking:
+    """One line about a reasoning that goes on: its time, its tokens, and its last words as far as they fit."""
 
-    A file or a pipe gets the answer alone, unchanged. Then reasoning goes to `notes` if that is a terminal. Characters
-    that an encoding lacks become question marks. On a terminal, control characters are written as escapes, since a
-    model may generate any of them. Methods raise BrokenPipeError if the reader has closed the pipe.
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._text = ""
+        self._tokens = 0
+
+    def add(self, text: str, tokens: int) -> None:
+        """The next piece, and the tokens so far."""
+        self._text, self._tokens = (self._text + text)[-_LAST_WORDS:], tokens
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def rows(self, width: int) -> Sequence[Row]:
+        line, words = self.line() + SEPARATOR, disarmed(" ".join(self._text.split()))
+        while words and cell_len(line + words) > width:
+            words = words[1:]
+        return [((line + words, "dim"),)]
+
+    def line(self) -> str:
+        return f"thinking … {duration(self.seconds)}, {counted(self._tokens, 'token')}"
+
+
+class AnswerPrinter:
+    """Prints an answer, and on a terminal how long the reasoning before it takes.
+
+    A file or a pipe gets the answer alone, unchanged. Then the note on reasoning goes to `notes` if that is a terminal.
+    Characters that an encoding lacks become question marks. On a terminal, control characters are written as escapes,
+    since a model may generate any of them. Methods raise BrokenPipeError if the reader has closed the pipe.
 
     Args:
         out: for the answer; stdout by default.
@@ -82,34 +111,36 @@ class AnswerPrinter:
         self._out = sys.stdout if out is None else out
         self._aside: IO[str] | None = self._out if self._out.isatty() else notes.file if notes.is_terminal else None
         self._wrap = WordWrap()
-        self._began: float | None = None
+        self._thinking: tuple[_Thinking, Claim] | None = None
         self._last = "\n"
 
-    def think(self, text: str) -> None:
-        """Print a piece of the reasoning."""
-        if self._began is None:
-            text, self._began = text.lstrip(), time.monotonic()
-        if self._aside is not None:
-            self._print(self._aside, text, is_dim=True)
+    def think(self, text: str, tokens: int) -> None:
+        """Show a piece of the reasoning, which has so many tokens by now, until more comes."""
+        if self._aside is None:
+            return
+        if self._thinking is None:
+            thinking = _Thinking()
+            self._thinking = thinking, THE_REGION.claim(thinking)
+        self._thinking[0].add(text, tokens)
 
     def write(self, text: str) -> None:
         """Print a piece of the answer."""
-        self._end_thoughts("\n\n")
+        self._end_thoughts()
         self._last = text[-1:] or self._last
         self._print(self._out, text)
 
     def end(self) -> None:
         """End the last line."""
-        self._end_thoughts("\n")
+        self._end_thoughts()
         if self._last != "\n":
             self.write("\n")
 
-    def _end_thoughts(self, end: str) -> None:
-        """Say how long the model thought."""
-        began, self._began = self._began, None
-        if began is not None and self._aside is not None:
-            thought = f"\n(thought for {duration(max(time.monotonic() - began, 1))}){end}"
-            self._print(self._aside, thought, is_dim=True)
+    def _end_thoughts(self) -> None:
+        """Say how long the model thought, in place of its thoughts."""
+        if self._thinking is not None and self._aside is not None:
+            (thinking, claim), self._thinking = self._thinking, None
+            claim.release()
+            self._print(self._aside, f"(thought for {duration(max(thinking.seconds, 1))})\n", is_dim=True)
 
     def _print(self, out: IO[str], text: str, *, is_dim: bool = False) -> None:
         text = disarmed(text) if out.isatty() else text

@@ -38,7 +38,7 @@ from rabbitllm.generation.request import (
     generate_arguments,
     tokenizer_of,
 )
-from rabbitllm.generation.streams import TextStream
+from rabbitllm.generation.streams import TextStream, Think
 from rabbitllm.generation.template import REASONING, SYSTEM, USER, ChatTemplate, PromptRefused
 from rabbitllm.telemetry.passes import EXPERT_TIERS, PINNED_UPLOAD, READ, UPLOAD, PassSums
 
@@ -78,7 +78,7 @@ def generate(
     cache: Any = None,
     draft: StreamedModel | Literal["ngram"] | None = None,
     prompt_done: Callable[[], object] = lambda: None,
-    think: Write | None = None,
+    think: Think | None = None,
 ) -> Result:
     """Generate the answer to a request. On an interrupt or `Stopped` the answer is the text generated until then.
 
@@ -142,7 +142,7 @@ def answer(
     write: Write,
     prompt_done: Callable[[], object] = lambda: None,
     draft: StreamedModel | Literal["ngram"] | None = None,
-    think: Write | None = None,
+    think: Think | None = None,
 ) -> Result:
     """Generate a single answer; see `generate`. Random numbers begin at the request's seed.
 
@@ -274,7 +274,7 @@ class Session:
         *,
         stopped: Callable[[], bool] = lambda: False,
         at_unit: Callable[[int, int], object] = lambda done, units: None,
-        think: Write = lambda text: None,
+        think: Think = lambda text, tokens: None,
     ) -> Result:
         """Generate an answer.
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from rabbitllm.generation.reasoning import Thoughts
 
+Think = Callable[[str, int], object]
+"""Takes a piece of reasoning, and the number of tokens of reasoning before it."""
 UNFINISHED = "\ufffd"
 """Tokenizers decode bytes of an incomplete character to this."""
 
@@ -85,7 +87,7 @@ class TextStream:
         write: Callable[[str], object],
         *,
         stops: tuple[str, ...] = (),
-        think: Callable[[str], object] | None = None,
+        think: Think | None = None,
         shown: frozenset[int] = frozenset(),
         thoughts: Thoughts | None = None,
         prompt_done: Callable[[], object] = lambda: None,
@@ -161,7 +163,7 @@ class TextStream:
         if self._think is None:
             answer = piece
         elif reasoning:
-            self._think(reasoning)
+            self._think(reasoning, self.reasoning_tokens)
         if answer:
             self._write(answer)
 

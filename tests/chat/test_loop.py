@@ -239,9 +239,10 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_thoughts_are_counted_kept_and_not_sent_back(thinking: Any, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
-    talk = Talk(thinking, QUESTION, QUESTION, "/stats", f"/save {file}", f"/load {file}")
+    talk = Talk(thinking, "/thoughts", QUESTION, QUESTION, "/thoughts", "/stats", f"/save {file}", f"/load {file}")
     assert talk.answers == f"{ANSWER}\n{ANSWER}\n"
     assert talk.conversation.exchanges == (Exchange(QUESTION, ANSWER, reasoning=THOUGHT),) * 2
+    assert talk.notes.startswith(f"there are no thoughts\n{THOUGHT}\n")
     assert f"5 tokens, {REASONING_TOKENS} of them thoughts" in talk.notes
     assert f"10 tokens, {2 * REASONING_TOKENS} of them thoughts" in talk.notes
     assert json.loads(file.read_text())["messages"][1]["reasoning_content"] == THOUGHT

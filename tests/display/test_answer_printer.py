@@ -16,6 +16,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from rabbitllm.display.answer_printer import AnswerPrinter, WordWrap
+from rabbitllm.display.region import THE_REGION
 from tests.support.screen import Screen, TerminalStream
 
 
@@ -101,32 +102,31 @@ def test_no_letter_is_lost_or_doubled(text: str, columns: int, cuts: list[int]) 
         assert [word for word in words if word not in " ".join(wide).split()] == []
 
 
-def test_thoughts_are_dim_and_end_with_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "30")
+def test_thoughts_are_one_line_that_only_their_time_is_left_of(monkeypatch: pytest.MonkeyPatch) -> None:
     out = TerminalStream()
-    printer = AnswerPrinter(Console(file=io.StringIO()), out)
-    for piece in ("The user ", "greets me, so ", "I greet too."):
-        printer.think(piece)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, out)
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setenv("TERM", "xterm")
+    printer = AnswerPrinter(Console(file=io.StringIO()))
+    for tokens, piece in enumerate(("The \x1b[2Juser\n", "greets me,\n\n", "so 兔子 greet too.")):
+        printer.think(piece, tokens)
+    THE_REGION._show()
+    assert out.screen(50) == ["thinking … 0 s, 2 tokens · me, so 兔子 greet too."]
     printer.write("Hello there, ")
     printer.write("person.")
     printer.end()
-    assert out.screen(30) == [
-        "The user greets me, so I",
-        "greet too.",
-        "(thought for 1 s)",
-        "",
-        "Hello there, person.",
-    ]
-    assert out.getvalue().startswith("\x1b[2mThe user")
-    assert out.getvalue().endswith("\x1b[0mHello there, person.\n")
+    assert out.screen(50) == ["(thought for 1 s)", "Hello there, person."]
+    assert out.getvalue().endswith("\x1b[2m(thought for 1 s)\n\x1b[0mHello there, person.\n")
 
 
 @pytest.mark.parametrize("is_watched", [False, True])
-def test_pipes_get_the_answer_alone(is_watched: bool) -> None:
+def test_pipes_get_the_answer_alone(is_watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     out, notes = io.StringIO(), TerminalStream() if is_watched else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", notes)
     printer: Any = AnswerPrinter(Console(file=notes), out)
-    printer.think("Why?")
+    printer.think("Why?", 0)
     printer.write("A line that is longer than most terminals, " * 5)
     printer.end()
     assert out.getvalue() == "A line that is longer than most terminals, " * 5 + "\n"
-    assert ("Why?" in notes.getvalue()) == is_watched
+    assert ("thought for" in notes.getvalue()) == is_watched
