@@ -17,6 +17,7 @@ from rabbitllm.base.options import (
     RunOptions,
     ShardPolicy,
     SplitOptions,
+    check_model,
     expand,
     explain_unknown,
     parse_dtype,
@@ -287,11 +288,7 @@ class LoadRequest:
         Raises:
             OptionError: an option is invalid, or two contradict each other; or there is no name.
         """
-        if not isinstance(name, str | os.PathLike):
-            raise OptionError(
-                f"The model is {name!r}; expected the path of a folder or file, or the name of a repository.",
-                "Example: AutoModel.from_pretrained('Qwen/Qwen3-0.6B').",
-            )
+        check_model(name)
         access = HubAccess(revision, token, None if cache_dir is None else expand(cache_dir), local_files_only)
         spec = prepare.ModelSpec(str(name), compression, None if folder is None else expand(Path(folder)), access)
         run = RunOptions(dtype=parse_dtype(dtype), max_memory=parse_max_memory(max_memory), **of_run)

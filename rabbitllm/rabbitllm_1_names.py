@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm import prepare
 from rabbitllm.auto_model import AutoModel
-from rabbitllm.base.options import RunOptions, ShardPolicy, SplitOptions, expand
+from rabbitllm.base.options import RunOptions, ShardPolicy, SplitOptions, check_model, expand
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.naming import LayerNaming, naming
 from rabbitllm.display import split_display
@@ -121,6 +121,7 @@ def split_and_save_layers(
         RabbitLLMError: as `AutoModel.from_pretrained`.
     """
     check_compression(compression)
+    check_model(checkpoint_path)
     spec = prepare.ModelSpec(
         str(checkpoint_path),
         compression,

@@ -10,7 +10,7 @@ import re
 import shutil
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from rabbitllm import AutoModel, plan
+from rabbitllm import AutoModel, batch, lazy_load, plan, quality, split_and_save_layers
 from rabbitllm.auto_model import DELETING, ELSEWHERE
 from rabbitllm.engine.devices import _warn_of_no_cuda
 from rabbitllm.engine.placement import Tier
@@ -197,11 +197,16 @@ def test_the_model_by_the_name_of_transformers(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("nothing", [None, 5, ["a"]])
 def test_no_model_is_said(nothing: Any) -> None:
-    for call in (AutoModel.from_pretrained, plan):
+    calls: tuple[Any, ...] = (AutoModel.from_pretrained, plan, lazy_load, quality, split_and_save_layers)
+    for call in (*calls, lambda model: batch(model, [{"prompt": "a"}])):
         with pytest.raises(OptionError, match=re.escape(f"The model is {nothing!r}; expected the path")):
             call(nothing)
     with pytest.raises(OptionError, match="The model is None"):
         AutoModel.from_pretrained()
+    with pytest.raises(OptionError, match="The model is 5; expected the path"):
+        quality("name", 5)
+    with pytest.raises(OptionError, match=r"The model is Linear\(.*; expected the path"):  # not loaded by this package
+        batch(cast(Any, torch.nn.Linear(1, 1)), [{"prompt": "a"}])
 
 
 def test_the_documentation_of_the_call_says_where_the_model_is_described() -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import OptionError
 
 _Arguments = ParamSpec("_Arguments")
@@ -28,6 +29,32 @@ TRANSFERS = ("auto", "file", "stream")
 """Ways for shards of a repository to arrive; see `SplitOptions.shard_transfer`."""
 BIG_LAYER_BYTES = 10 * 1000**3
 """Layers above this size cause a warning: streaming one takes that much memory; splitting does not."""
+
+
+def check_model(name: object) -> None:
+    """Check the name of a model.
+
+    Raises:
+        OptionError: it is no name.
+    """
+    if not isinstance(name, str | os.PathLike):
+        raise OptionError(
+            f"The model is {harmless(repr(name), 60)}; expected the path of a folder or file, or the name of a "
+            "repository.",
+            "Example: AutoModel.from_pretrained('Qwen/Qwen3-0.6B').",
+        )
+
+
+def is_named(model: object) -> bool:
+    """Whether a model is given by its name; False for one that this package has loaded.
+
+    Raises:
+        OptionError: it is neither.
+    """
+    is_loaded = hasattr(model, "placement")
+    if not is_loaded:
+        check_model(model)
+    return not is_loaded
 
 
 class ShardPolicy(enum.Flag):

@@ -6,9 +6,9 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from rabbitllm.base.options import expand, parse_size
+from rabbitllm.base.options import expand, is_named, parse_size
 from rabbitllm.batch_jobs.inputs import STDIN
 from rabbitllm.batch_jobs.items import Defaults, JobLimits, pooling_of
 from rabbitllm.errors import system_errors_by_name
@@ -99,7 +99,7 @@ def batch(
     disk_bytes = None if cache_disk is None else parse_size(cache_disk, "cache_disk")
     limits = JobLimits(sequences, cache_bytes, exact, disk_bytes)
     to_run: StreamedModel | LoadRequest
-    if isinstance(model, str | os.PathLike):
+    if is_named(model):
         from rabbitllm.auto_model import LoadRequest
         from rabbitllm.models.library import compression_to_run
         from rabbitllm.models.pull import shard_policy
@@ -115,7 +115,7 @@ def batch(
             trust_remote_code=trust_remote_code,
         )
     else:
-        to_run = model
+        to_run = cast("StreamedModel", model)
     if isinstance(inputs, str | os.PathLike) and str(inputs) != STDIN:
         inputs = expand(Path(inputs))
 

@@ -381,9 +381,8 @@ class ChatLoop:
             case "/stats":
                 show_stats(self._streams.notes, self._answers, self._session, self._in_place)
             case "/thoughts":
-                last = [*self.conversation.exchanges, *self._answers][-1:]
-                thoughts = "".join(answer.reasoning for answer in last)
-                self._note(disarmed(thoughts) or "there are no thoughts")
+                thoughts = [answer.reasoning for answer in (*self.conversation.exchanges, *self._answers)]
+                self._note(disarmed("".join(thoughts[-1:])) or "there are no thoughts")
             case "/reset":
                 self.conversation = self.conversation.emptied()
                 self._session.forget()

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rabbitllm.auto_model import LoadRequest, load
-from rabbitllm.base.options import expand
+from rabbitllm.base.options import expand, is_named
 from rabbitllm.base.terminal import Column, Printed, counted, harmless, put, put_fact, put_table, size, text_on
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.local import entry_in
@@ -308,12 +308,12 @@ def quality(
         QualityError: the two cannot be compared, the text is too short, or the uncompressed model cannot be found.
         RabbitLLMError: as `AutoModel.from_pretrained` and scoring do.
     """
-    is_named = isinstance(model, str | os.PathLike)
+    has_name = is_named(model)
     gpus = (gpu for gpu in resolve_devices(device, None) if gpu.name != "cpu")
     shares: dict[int | str, int | str] = {gpu.name: gpu.free_bytes() // SHARE for gpu in gpus}
     shares["cpu"] = available_ram() // SHARE
     request = LoadRequest.of(
-        str(model) if is_named else "",
+        model if has_name else "",
         folder=layer_shards_saving_path or None,
         revision=revision,
         device=device,
@@ -323,11 +323,11 @@ def quality(
         exact=exact,
         verify_checksums=verify_checksums,
     )
+    if against is not None and is_named(against):
+        against = replace(request.spec, name=str(against))
     content = text_of(expand(Path(text))) if text is not None else None  # before an hour of splitting
     say("loading")
-    spec = compared_spec(replace(request.spec, compression=compression), alone=against is None) if is_named else None
-    if isinstance(against, str | os.PathLike):
-        against = replace(request.spec, name=str(against))
+    spec = compared_spec(replace(request.spec, compression=compression), alone=against is None) if has_name else None
     reference_named, reference = _reference(request, spec, against)
     compared: Any = _load_as(request, spec, split=True) if spec is not None else model
     tokenizer = _tokenizer_of(reference, compared)

@@ -21,6 +21,7 @@ from rabbitllm.errors import (
     CheckpointNotFoundError,
     InvalidIndexError,
     MissingShardError,
+    OptionError,
     UnreadableFormatError,
     system_errors_by_name,
 )
@@ -118,12 +119,18 @@ def lazy_load(path: str | os.PathLike[str], *, mapped: bool = True, verify_check
         the index. They are never parameters and require no gradient, even if saved ones did.
 
     Raises:
+        OptionError: `path` is no path.
         CheckpointNotFoundError, MissingShardError: there is no file, no weights in the folder, or not all of them.
         InvalidIndexError, UnsafePathError, CorruptShardError, UnsafePickleError, UnreadableFormatError: the files are
             invalid, unsafe, or of a format that is not supported.
         IncompleteSplitError: the split directory is incomplete, or the header of a layer file is damaged. Using a
             tensor may raise it too.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise OptionError(
+            f"The model is {path!r}; expected the path of a folder or file.",
+            "Example: rabbitllm.lazy_load('model.safetensors').",
+        )
     where = Path(path)
     if where.is_file():
         return _open(where, {where.name: where}, None, mapped, _checks_of(where) if verify_checksums else None)

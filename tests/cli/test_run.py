@@ -348,5 +348,5 @@ def test_thoughts_leave_their_time_on_a_terminal(thinking: Path) -> None:
     split(thinking)
     command = [sys.executable, "-m", "rabbitllm", "run", str(thinking), QUESTION, "--device", "cpu"]
     output = run_on_terminal(command, 80, {**os.environ, "TERM": "xterm"})
-    behind_the_spinner = output.rpartition("\x1b[?25h")[2]
+    behind_the_spinner = output.rpartition("\x1b[2K")[2]
     assert Screen(80).feed(behind_the_spinner).shown == ["(thought for 1 s)", ANSWER]
