@@ -381,8 +381,9 @@ class ChatLoop:
             case "/stats":
                 show_stats(self._streams.notes, self._answers, self._session, self._in_place)
             case "/thoughts":
-                thoughts = [answer.reasoning for answer in (*self.conversation.exchanges, *self._answers)]
-                self._note(disarmed("".join(thoughts[-1:])) or "there are no thoughts")
+                exchanges, answers = self.conversation.exchanges, self._answers
+                last = answers[-1] if answers else exchanges[-1] if exchanges else None
+                self._note(disarmed(last.reasoning if last else "") or "there are no thoughts")
             case "/reset":
                 self.conversation = self.conversation.emptied()
                 self._session.forget()
