@@ -62,7 +62,7 @@ def draft_arguments(draft: StreamedModel | Literal["ngram"]) -> dict[str, Any]:
 
 
 def prepare_draft(model: StreamedModel, draft: StreamedModel | Literal["ngram"]) -> None:
-    """Check that a draft suits a model, and fit the logits of a draft model to the model's vocabulary.
+    """Check that a draft suits a model, and fit a draft model to the model's vocabulary.
 
     Models of one family often have the same tokens, but embeddings of different lengths.
 
@@ -91,8 +91,15 @@ def prepare_draft(model: StreamedModel, draft: StreamedModel | Literal["ngram"])
         )
     ours, theirs = model.config.get_text_config(decoder=True), draft.config.get_text_config(decoder=True)
     if theirs.vocab_size != ours.vocab_size:
+        known = functools.partial(_known_tokens, theirs.vocab_size)
+        draft.get_input_embeddings().register_forward_pre_hook(known, prepend=True)
         draft.register_forward_hook(functools.partial(_fit_logits, ours.vocab_size))
         theirs.vocab_size = ours.vocab_size  # transformers compares them
+
+
+def _known_tokens(vocabulary: int, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A forward hook of embeddings: a token that they lack is read as their last, so proposals after it are guesses."""
+    return (inputs[0].clamp(max=vocabulary - 1), *inputs[1:])
 
 
 def _fit_logits(vocabulary: int, module: nn.Module, inputs: Any, output: Any) -> Any:

@@ -31,10 +31,10 @@ def asked(model: Any, draft: Any = None, **request: Any) -> Result:
     return answer(model, Request(PROMPT, TOKENS, **request), lambda piece: None, draft=draft)
 
 
-@pytest.mark.parametrize("vocabulary", [VOCABULARY_SIZE, VOCABULARY_SIZE + 64, VOCABULARY_SIZE - 8])
+@pytest.mark.parametrize("vocabulary", [VOCABULARY_SIZE, VOCABULARY_SIZE + 64, VOCABULARY_SIZE - 8, 201])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, 0.9, seed=4)], ids=["greedy", "sampled"])
 def test_any_draft_gives_the_models_answer(folder: Path, tmp_path: Path, vocabulary: int, sampling: Sampling) -> None:
-    """A draft of other weights, with embeddings of another length, that is mostly wrong."""
+    """A draft of other weights, with embeddings of another length, that is mostly wrong, or lacks tokens of answers."""
     small = build_checkpoint(tmp_path / "small", "llama", num_hidden_layers=1, seed=3, vocab_size=vocabulary)
     model, draft = load(split(folder), 0), load(split(small))
     prepare_draft(model, draft)
