@@ -357,7 +357,7 @@ def test_error_messages_of_refusals(modules: Path) -> None:
 CONVERSATIONS = [
     Conversation(),
     Conversation("Be brief.", (Exchange("Hello?", "Yes <b>\n```"), Exchange("مرحبا", "", True))),
-    Conversation(None, (Exchange("a", "b \U0001f407", True), Exchange("c", "d"))),
+    Conversation(None, (Exchange("a", "b \U0001f407", True), Exchange("c", "d", reasoning="Why <c>?\n"))),
 ]
 
 
@@ -396,6 +396,9 @@ REFUSED = {
     "half a character": file_of(messages=[{"role": "user", "content": "\ud800"}, {"role": "assistant", "content": ""}]),
     "stopped is a number": file_of(
         messages=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "stopped": 1}]
+    ),
+    "reasoning is no text": file_of(
+        messages=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": None}]
     ),
     "a message is null": file_of(messages=[None, None]),
 }

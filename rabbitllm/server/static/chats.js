@@ -64,8 +64,10 @@ export function messagesOf(chat) {
 export function encode(chat, model) {
   const answered = chat.messages.slice(0, chat.messages.length - (chat.messages.length % 2));
   const messages = messagesOf({ ...chat, messages: answered });
-  answered.forEach(({ stopped }, at) => {
-    if (stopped) messages[messages.length - answered.length + at].stopped = true;
+  answered.forEach(({ stopped, reasoning }, at) => {
+    const message = messages[messages.length - answered.length + at];
+    if (reasoning) message.reasoning_content = sound(reasoning);
+    if (stopped) message.stopped = true;
   });
   return `${JSON.stringify({ format: FORMAT, version: VERSION, model, title: nameOf(chat), messages }, null, 1)}\n`;
 }
@@ -85,7 +87,8 @@ export function decode(text) {
   const hasSystem = table.messages[0]?.role === "system";
   table.messages.forEach((message, at) => {
     const wanted = hasSystem && !at ? "system" : ["user", "assistant"][(at - hasSystem) % 2];
-    const fits = message?.role === wanted && typeof message.content === "string" && sound(message.content) === message.content;
+    const { content, reasoning_content: reasoning = "" } = message ?? {};
+    const fits = message?.role === wanted && [content, reasoning].every((text) => typeof text === "string" && sound(text) === text);
     if (!fits || !["undefined", "boolean"].includes(typeof message.stopped))
       throw new Error(`message ${at + 1} is not the ${wanted}'s, or no text`);
   });
@@ -94,6 +97,8 @@ export function decode(text) {
   return {
     title: typeof table.title === "string" ? table.title : "",
     system: hasSystem ? table.messages[0].content : "",
-    messages: said.map(({ role, content, stopped }) => (stopped ? { role, content, stopped } : { role, content })),
+    messages: said.map(({ role, content, stopped, reasoning_content: reasoning }) => (
+      { role, content, ...(stopped && { stopped }), ...(reasoning && { reasoning }) }
+    )),
   };
 }
