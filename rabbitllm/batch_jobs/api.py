@@ -30,6 +30,9 @@ def batch(
     max_new_tokens: int = 512,
     temperature: float | None = None,
     top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
     seed: int | None = None,
     stop: str | Sequence[str] = (),
     pooling: Pooling = "last",
@@ -59,6 +62,9 @@ def batch(
         max_new_tokens: maximum tokens of an answer, unless the record says otherwise.
         temperature: sampling temperature, unless the record says otherwise; None or 0 is greedy.
         top_p: nucleus sampling threshold, unless the record says otherwise; above 0 and up to 1.
+        top_k: number of the most likely tokens to choose from, unless the record says otherwise; 0 for all.
+        min_p: least probability of a token, relative to the most likely one, unless the record says otherwise.
+        repetition_penalty: divides the scores of tokens that occurred, unless the record says otherwise; 1 for none.
         seed: random seed, unless the record says otherwise; each line combines it with its index.
         stop: text or texts at which an answer ends, unless the record says otherwise.
         pooling: "last" (hidden state of the last token) or "mean", for embeddings.
@@ -94,7 +100,7 @@ def batch(
 
     texts = (stop,) if isinstance(stop, str) else tuple(stop)
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "cache_memory")
-    sampling = Sampling(temperature, top_p, seed)
+    sampling = Sampling(temperature, top_p, seed, top_k, min_p, repetition_penalty)
     defaults = Defaults(max_new_tokens, sampling, texts, pooling_of(pooling), normalise, Thinking(thinking, effort))
     disk_bytes = None if cache_disk is None else parse_size(cache_disk, "cache_disk")
     limits = JobLimits(sequences, cache_bytes, exact, disk_bytes)

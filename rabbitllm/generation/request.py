@@ -94,6 +94,8 @@ class Sampling:
             raise OptionError(f"temperature={self.temperature} is out of range.", "Use 0 for greedy decoding, or more.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise OptionError(f"top_p={self.top_p} is out of range.", "It must be above 0 and at most 1.")
+        if self.top_k is not None and not (isinstance(self.top_k, int) and self.top_k >= 0):
+            raise OptionError(f"top_k={self.top_k} is out of range.", "Use a whole number; 0 is for all tokens.")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise OptionError(f"min_p={self.min_p} is out of range.", "It must be from 0 to 1.")
         if self.repetition_penalty is not None and not 0 < self.repetition_penalty < math.inf:
@@ -118,12 +120,11 @@ class Sampling:
 
     def arguments(self) -> dict[str, Any]:
         """Arguments for `generate`."""
-        penalty = self.repetition_penalty
-        penalised = {} if penalty is None else {"repetition_penalty": float(penalty)}  # transformers takes no int
-        if not self.samples:
-            return {"do_sample": False, **dict.fromkeys(_OF_SAMPLES), **penalised}
-        options = {name: value for name in _OF_SAMPLES if (value := getattr(self, name)) is not None}
-        return {"do_sample": True, **options, **penalised}
+        given = {name: value for name, value in asdict(self).items() if value is not None and name != "seed"}
+        # transformers takes no int where a float may stand
+        options = {name: value if name == "top_k" else float(value) for name, value in given.items()}
+        greedy = {} if self.samples else dict.fromkeys(_OF_SAMPLES)
+        return {"do_sample": self.samples, **options, **greedy}
 
     def in_use(self) -> dict[str, float]:
         """Option -> value, of those that have an effect; no temperature or 0 if greedy."""

@@ -49,6 +49,10 @@ def test_lines_are_greedy_whatever_the_model_recommends(
     assert [answers[n]["text"] for n in (0, 2, 3)] == [expected] * 3
     hot: Any = rabbitllm.batch(model, [body | {"top_k": 50, "repetition_penalty": 1.5, "seed": 1}])
     assert hot[0]["text"] != expected
+    assert hot == rabbitllm.batch(model, [body], top_k=50, repetition_penalty=1.5, seed=1)
+    for only in ({"top_k": 1}, {"min_p": 1}):
+        cold: Any = rabbitllm.batch(model, [body], temperature=9, **only)
+        assert cold[0]["text"] == expected
 
 
 def test_existing_output_is_not_overwritten(model: Any, tmp_path: Path) -> None:
@@ -101,6 +105,8 @@ def test_invalid_options_are_refused_before_loading(tmp_path: Path) -> None:
         ({"inputs": [{"id": 1}, {"id": 1}]}, InputError),
         ({"inputs": tmp_path / "none.jsonl"}, InputError),
         ({"inputs": RECORDS, "temperature": -1}, OptionError),
+        ({"inputs": RECORDS, "top_k": 0.5}, OptionError),
+        ({"inputs": RECORDS, "min_p": 2}, OptionError),
         ({"inputs": RECORDS, "pooling": "max"}, OptionError),
         ({"inputs": RECORDS, "sequences": 0}, OptionError),
         ({"inputs": RECORDS, "cache_memory": "much"}, OptionError),
