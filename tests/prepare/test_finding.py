@@ -251,9 +251,14 @@ def test_interrupted_legacy_folder_is_split_again(tmp_path: Path, after: str, co
     assert contents(folder) == contents(split(clean, sequential=False, compression=compression))
 
 
-def test_interrupted_legacy_folder_that_may_be_the_only_copy_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", ["a shard", "the end of a shard"])
+def test_interrupted_legacy_folder_that_may_be_the_only_copy_stays(tmp_path: Path, lost: str) -> None:
     model, _ = interrupted_legacy(tmp_path, "model.layers.0")
-    sorted(model.glob("*.safetensors"))[0].unlink()
+    shard = sorted(model.glob("*.safetensors"))[0]
+    if lost == "a shard":
+        shard.unlink()
+    else:
+        os.truncate(shard, shard.stat().st_size - 1)
     before = contents(model)
     assert Call(str(model)).find().finished
     with pytest.raises(IncompleteSplitError, match=r"layers\.1"):
