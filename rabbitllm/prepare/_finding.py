@@ -497,17 +497,23 @@ def folder_at(source: Source, spec: ModelSpec, compression: str | None) -> Path:
 
 
 def _same_weights(target: Path, repository: HubRepository, compression: str | None, base: str) -> Path:
-    """Return the split directory to use at this commit: its own, or one of another commit with identical weights.
+    """Return the split directory to use at this commit: its own, or another one with identical weights.
 
-    Most commits change a readme, which should not cause a download of 150 GB.
+    Most commits change a readme, which should not cause a download of 150 GB; and the only GGUF model of a repository
+    may be named by its quantization or not.
     """
     if is_begun(target):
         return target
     others = locations.of_other_commits(repository.repo_id, repository.commit, compression, base)
+    entry = repository.gguf_entry()
+    if entry is not None:
+        others += locations.of_any_name(target, compression)
     for folder in filter(is_begun, others):
         earlier, manifest = _replay(folder), read_manifest(folder)  # in this order: the manifest replaces the journal
         made_from = manifest.source if manifest is not None else earlier.plan.source if earlier is not None else None
-        if made_from is not None and not made_from.differs_from(repository.identity_of(made_from.fingerprints)):
+        if made_from is None or entry not in (None, *made_from.fingerprints):
+            continue
+        if not made_from.differs_from(repository.identity_of(made_from.fingerprints)):
             logger.info("Commit %s has the weights of the split in %s.", repository.commit, folder)
             return folder
     return target

@@ -42,6 +42,7 @@ from rabbitllm.storage import durable
 from rabbitllm.store.manifest import (
     JOURNAL_NAME,
     SPLIT_DIRECTORY,
+    SPLITS,
     directory_name,
     is_begun,
     is_legacy,
@@ -139,6 +140,13 @@ def of_other_commits(repo_id: str, commit: str, compression: str | None, base: s
     """Split directories of the same repository at other commits, in `home()`."""
     paths = (home() / hub_cache.folder_name(repo_id)).glob(f"*/{directory_name(compression, base)}")
     return sorted(path for path in paths if path.parent.name != commit)
+
+
+def of_any_name(folder: Path, compression: str | None) -> list[Path]:
+    """Split directories beside one, at its compression, of GGUF models that were named by their quantization or not."""
+    others = {f".{name}" for name in SPLITS if name != compression}
+    paths = folder.parent.glob(directory_name(compression, f"{SPLIT_DIRECTORY}*"))
+    return sorted(path for path in paths if path != folder and path.suffix not in others)
 
 
 def known_names() -> list[str]:

@@ -176,6 +176,22 @@ def test_splits_of_one_of_several_models(tmp_path: Path, hub_environment: HubEnv
         assert of_model(str(name_of_model)) == []
 
 
+@pytest.mark.parametrize("first", ["", ":Q4_K_M"])
+@pytest.mark.parametrize("compression", [None, "8bit"])
+def test_a_repositorys_only_gguf_model_has_one_split(
+    tmp_path: Path, hub_environment: HubEnvironment, first: str, compression: str | None
+) -> None:
+    hub = tmp_path / "hub" / REPO
+    hub.mkdir(parents=True, exist_ok=True)
+    write_gguf(hub / "b-Q4_K_M.gguf")
+    made = Call(f"{REPO}{first}", compression=compression, sequential=False).make()
+    for name in (REPO, f"{REPO}:q4_k_m"):
+        source = Call(name, compression=compression, sequential=False).find()
+        assert (source.split_folder, source.finished) == (made, True)
+    other = "4bit" if compression is None else None
+    assert not Call(REPO, compression=other, sequential=False).find().finished
+
+
 def test_split_of_a_read_only_folder_is_known_by_its_name(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
