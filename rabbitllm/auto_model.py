@@ -17,6 +17,7 @@ from rabbitllm.base.options import (
     RunOptions,
     ShardPolicy,
     SplitOptions,
+    check_flag,
     expand,
     explain_unknown,
     parse_dtype,
@@ -202,6 +203,7 @@ class AutoModel:
         for name, (default, instead) in WITHOUT_EFFECT.items():
             if arguments[name] != default:
                 logger.warning("%s has no effect: %s.", name, instead)
+        check_flag(split, "split")
         request = LoadRequest.of(
             path_or_repo_id if pretrained_model_name_or_path is None else pretrained_model_name_or_path,
             compression,
