@@ -17,6 +17,7 @@ from rabbitllm.base.options import (
     RunOptions,
     ShardPolicy,
     SplitOptions,
+    check_flag,
     check_model,
     expand,
     explain_unknown,
@@ -203,6 +204,7 @@ class AutoModel:
         for name, (default, instead) in WITHOUT_EFFECT.items():
             if arguments[name] != default:
                 logger.warning("%s has no effect: %s.", name, instead)
+        check_flag(split, "split")
         request = LoadRequest.of(
             path_or_repo_id if pretrained_model_name_or_path is None else pretrained_model_name_or_path,
             compression,

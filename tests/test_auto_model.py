@@ -907,3 +907,9 @@ def test_transposed_tensors_without_a_split(tmp_path: Path, room: Any) -> None:
     torch.save({name: tensor.t().contiguous().t() for name, tensor in tensors.items()}, folder / "pytorch_model.bin")
     model = AutoModel.from_pretrained(folder, split=False, **{**STREAM, "max_memory": {"cpu": room}})
     assert_same(run(model), expected)
+
+
+def test_text_is_no_answer_to_split() -> None:
+    wrong: Any = "no"
+    with pytest.raises(OptionError, match="split='no' is not a truth value"):
+        AutoModel.from_pretrained("acme/tiny", split=wrong)

@@ -388,7 +388,8 @@ def _parse_likelihood(value: Mapping[str, Any], field: str) -> ScoreItem | Choos
     texts = tuple(raw) if listed else (raw,)
     if not texts or not all(isinstance(text, str) and text for text in texts) or (field == "choices" and not listed):
         expected = "a list of texts" if field == "choices" else "a text, or a list of texts"
-        raise LineError(f"{field} is {_type_name(raw)}; expected {expected}, none of them empty")
+        found = _type_name(raw) if raw or not listed else "an empty list"
+        raise LineError(f"{field} is {found}; expected {expected}, none of them empty")
     return Choose(context, texts) if field == "choices" else ScoreItem(context, texts, listed)
 
 

@@ -47,6 +47,7 @@ from rabbitllm.store.checksums import (
     damaged,
     lengths_of,
     numbers,
+    unlike_written,
 )
 from rabbitllm.store.layer_file import DONE_SUFFIX, LAYER_SUFFIX
 from rabbitllm.store.manifest import (
@@ -227,9 +228,7 @@ class LayerStore(MappedWeights):
                 size = path.stat().st_size if path.exists() else None
                 if size != record.size:
                     state = "is missing" if size is None else f"has {size:,} bytes"
-                    raise IncompleteSplitError(
-                        f"{path} {state}; by {MANIFEST_NAME} it has {record.size:,} bytes.", REMAKE
-                    )
+                    raise unlike_written(path, f"{state}; by {MANIFEST_NAME} it has {record.size:,} bytes.")
             return {record.file: record for record in self.manifest.layers}
         files = sorted(path.name for path in self.folder.glob(f"*{LAYER_SUFFIX}"))
         unfinished = [name for name in files if not (self.folder / (name + DONE_SUFFIX)).exists()]

@@ -90,7 +90,7 @@ def test_parsed_lines(value: dict[str, Any], task: object) -> None:
         ({"context": 5, "continuation": "a"}, "context is a number"),
         ({"context": "a", "continuation": ""}, "none of them empty"),
         ({"context": "a", "choices": "b"}, "choices is a text; expected a list of texts"),
-        ({"context": "a", "choices": []}, "choices is a list"),
+        ({"context": "a", "choices": []}, "choices is an empty list; expected a list of texts"),
         ({"input": []}, "input is empty"),
         ({"input": {}}, "input is an object"),
         ({"input": "a", "pooling": "max"}, "pooling is 'max'; expected last or mean"),

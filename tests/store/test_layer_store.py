@@ -238,7 +238,7 @@ def test_missing_layer_file(folder: Path, file: str) -> None:
     (folder / file).unlink()
     with pytest.raises(IncompleteSplitError, match=rf"{file} is missing; by split.json it has {size:,} bytes") as bad:
         LayerStore(folder)
-    assert "if the checkpoint was deleted, it holds the only copy" in str(bad.value)
+    assert f"`rabbitllm verify {folder} --repair` writes damaged layer files again" in str(bad.value)
     assert isinstance(bad.value, SplitError)
 
 
