@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-import rabbitllm
 from rabbitllm.cli.main import app
+from tests.support.demo_models import demo_model
 
 COMMANDS = [command.name or "" for command in app.registered_commands]
 RUN = """
@@ -53,7 +52,7 @@ def test_help_and_lists_need_no_torch(tmp_path: Path, arguments: list[str]) -> N
 @pytest.mark.parametrize(("compression", "more"), [("none", set()), ("4bit", {"numba"}), ("8bit", {"numba"})])
 def test_a_run_imports_no_more_than_plain_transformers(tmp_path: Path, compression: str, more: set[str]) -> None:
     """Of a finished split, on the CPU; numba is for products with codes."""
-    model = str(shutil.copytree(Path(rabbitllm.__file__).parent / "demo" / "model", tmp_path / "model"))
+    model = str(demo_model(tmp_path / "model"))
     arguments = ("run", model, "Hello", "--compression", compression, "--device", "cpu", "--max-new-tokens", "2")
     imported(tmp_path, RABBITLLM, *arguments)
     plain = imported(tmp_path, TRANSFORMERS, model)
