@@ -244,12 +244,7 @@ def test_a_size_that_is_none(checkpoint: Path, name: str, value: Any) -> None:
 WITHOUT_BITSANDBYTES = """
 import sys
 
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "bitsandbytes":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Absent())
+sys.modules["bitsandbytes"] = None
 import torch
 from rabbitllm import AutoModel
 from rabbitllm.errors import MissingPackageError
@@ -262,18 +257,15 @@ for options in ({"compression": "4bit"}, {"compression": "8bit", "sequential_sha
     except MissingPackageError as error:
         assert isinstance(error, ImportError)
         print(error)
-for room in (0, "1GiB"):
-    try:
-        AutoModel.from_pretrained(compressed, device="cpu", max_memory={"cpu": room})
-    except MissingPackageError as error:
-        print(error)
-model = AutoModel.from_pretrained(folder, device="cpu")
-print(model(torch.tensor([[1, 2, 3]])).logits.isfinite().all().item())
+for loaded, room in ((compressed, 0), (compressed, "1GiB"), (folder, "1GiB")):
+    model = AutoModel.from_pretrained(loaded, device="cpu", max_memory={"cpu": room})
+    print(model(torch.tensor([[1, 2, 3]])).logits.isfinite().all().item())
 """
 
 
 @pytest.mark.long
 def test_bitsandbytes_absent(checkpoint: Path, tmp_path: Path) -> None:
+    """Nothing is compressed; the CPU computes with what is."""
     AutoModel.from_pretrained(checkpoint, device="cpu", compression="4bit")
     compressed = tmp_path / "compressed"
     shutil.move(checkpoint / "splitted_model.4bit", compressed)
@@ -282,9 +274,9 @@ def test_bitsandbytes_absent(checkpoint: Path, tmp_path: Path) -> None:
     root = Path(__file__).parents[1]
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    *errors, last = done.stdout.strip().splitlines()
-    assert last == "True"
-    assert len(errors) == 8
+    lines = done.stdout.strip().splitlines()
+    errors = lines[:4]
+    assert lines[4:] == ["True"] * 3
     for problem, remedy in zip(errors[::2], errors[1::2], strict=True):
         assert problem.startswith("compression needs the package bitsandbytes, which cannot be imported: ")
         assert "pip install bitsandbytes" in remedy

@@ -31,9 +31,9 @@ from transformers import ConversionOps, WeightConverter
 from rabbitllm.base.transformers_version import check_call, checked_parts
 from rabbitllm.engine.transformers_api import HfQuantizer
 from rabbitllm.errors import UnknownArchitectureError
-from rabbitllm.quant import published_kernels as kernels
+from rabbitllm.quant import dequantize_kernels as kernels
 from rabbitllm.quant.coded import FP4_VALUES
-from rabbitllm.quant.published_kernels import integers
+from rabbitllm.quant.dequantize_kernels import integers
 
 with checked_parts():
     from transformers.integrations import mxfp4
@@ -99,7 +99,7 @@ def _weight(
     order: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The matrix (N, K), on a CPU by a compiled kernel; see `published_kernels.integers`.
+    """The matrix (N, K), on a CPU by a compiled kernel; see `dequantize_kernels.integers`.
 
     Raises:
         ValueError: the sizes of the parts do not match, or a group does not exist.

@@ -40,7 +40,7 @@ from rabbitllm.engine.span_reader import PROBES, THROUGH_THE_CACHE, ReadMode, ch
 from rabbitllm.engine.streamed_model import Internals, StreamedModel, adopt
 from rabbitllm.engine.units import input_embedding
 from rabbitllm.errors import IncompleteSplitError
-from rabbitllm.quant.schemes import SCHEMES, check_compression
+from rabbitllm.quant.schemes import SCHEMES, bitsandbytes
 from rabbitllm.store.layer_store import LayerStore, WeightFiles
 from rabbitllm.telemetry.passes import PLAN
 from rabbitllm.telemetry.profiler import Profiler
@@ -77,17 +77,18 @@ def load_model(
         DeviceError: the device does not exist.
         NotEnoughMemoryError: not even one layer at a time fits the memory that this process may use; or a GPU has too
             little (`OutOfDeviceMemory`).
-        MissingPackageError: the layers are compressed and bitsandbytes is not installed, or they are published
-            quantized in a format whose package is not installed.
+        MissingPackageError: the layers are compressed, a GPU computes, and bitsandbytes is not installed; or they
+            are published quantized in a format whose package is not installed.
     """
     store: WeightFiles = (
         LayerStore(folder, verify_checksums=options.verify_checksums) if isinstance(folder, Path) else folder
     )
     folder = store.folder
-    for scheme in {tensor.quantized.scheme for tensor in store.tensors.values() if tensor.quantized} & SCHEMES.keys():
-        check_compression(scheme)  # fails now rather than in the first pass
     home = folder if (folder / "config.json").exists() or config_folder is None else config_folder
     chosen = list(devices or resolve_devices(options.device, options.max_memory, options.pin_memory))
+    is_compressed = any(tensor.quantized and tensor.quantized.scheme in SCHEMES for tensor in store.tensors.values())
+    if is_compressed and not all(device.shares_host_memory for device in chosen):
+        bitsandbytes()  # fails now rather than in the first pass
     planner = planner or LoadPlanner(options, chosen, home)
     limits = {device.name: budget_of(device, options) for device in chosen}
     with memory_explained(chosen, limits, "loading"):  # no variable here keeps what is to be freed after an error

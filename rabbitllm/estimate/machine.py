@@ -34,7 +34,7 @@ from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.estimate.cost_model import BITSANDBYTES
 from rabbitllm.quant import coded
 from rabbitllm.quant.products import FusedMatrix, Matrix
-from rabbitllm.quant.schemes import SCHEMES, STORED, Quantized, check_compression, code_values
+from rabbitllm.quant.schemes import SCHEMES, STORED, Quantized, code_values
 from rabbitllm.storage import durable
 from rabbitllm.storage.files import PositionalFile, page_aligned
 
@@ -423,7 +423,7 @@ def measurements(machine: Machine) -> Iterator[tuple[Callable[[], float | None],
         dtype = torch.bfloat16 if device.has_bf16 else torch.float16
         schemes = dict.fromkeys(scheme.codes for scheme in SCHEMES.values()) if device.shares_host_memory else ()
         for form in (str(dtype).removeprefix("torch."), *schemes):
-            yield partial(_checked_product, machine, device.name, form, dtype), multiplying(form, device.name)
+            yield partial(machine.product, device.name, form, dtype), multiplying(form, device.name)
         if not device.shares_host_memory:
             yield partial(machine.link, device.name), f"copying from host memory to {device.name}"
 
@@ -431,9 +431,3 @@ def measurements(machine: Machine) -> Iterator[tuple[Callable[[], float | None],
 def multiplying(form: str, device: str) -> str:
     """Return the description of a rate of products."""
     return f"multiplying with {form}{' codes' if form in STORED else ''} on {device}"
-
-
-def _checked_product(machine: Machine, device: str, form: str, dtype: torch.dtype) -> float:
-    if form in SCHEMES:
-        check_compression(form)
-    return machine.product(device, form, dtype)

@@ -3,9 +3,9 @@
 __all__ = [
     "bfloat_products",
     "coded",
+    "dequantize_kernels",
     "gguf_blocks",
     "products",
-    "published_kernels",
     "quantize",
     "quantize_kernels",
     "schemes",

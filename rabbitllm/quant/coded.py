@@ -187,24 +187,20 @@ class CodedMatrix:
 
     def _rows(self, scales: torch.Tensor, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
         """Some rows, dequantized with all float32 scales; `begin` is the first of a block, or all have one scale."""
-        import numpy as np
         import torch
 
-        from rabbitllm.quant import published_kernels
+        from rabbitllm.quant import dequantize_kernels
 
-        made_in = dtype if dtype == torch.bfloat16 else torch.float32
         (_, columns), block = self.form.shape, self.form.block
-        weights = torch.empty(end - begin, columns, dtype=made_in)
-        ints, words = (torch.int16, np.uint16) if made_in == torch.bfloat16 else (torch.int32, np.uint32)
-        bits: Any = weights.view(ints).numpy().view(words)
+        weights, bits = dequantize_kernels.empty((end - begin, columns), dtype)
         codes = self.payload.view(self.form.shape[0], -1)[begin:end].numpy()
         row_scales = (scales[begin // block[0] : -(-end // block[0])] if block[0] else scales).contiguous().numpy()
         values, threads = _values(self.form.codes), torch.get_num_threads()
         if self.form.codes == FP8:
             size = block[0] or end - begin, block[1] or columns
-            published_kernels.blocks(codes, values, row_scales, size, bits, threads)
+            dequantize_kernels.blocks(codes, values, row_scales, size, bits, threads)
         else:
-            published_kernels.fours(codes, values, row_scales, bits, threads)
+            dequantize_kernels.fours(codes, values, row_scales, bits, threads)
         return weights.to(dtype)
 
     def _float_scales(self) -> torch.Tensor:

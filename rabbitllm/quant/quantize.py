@@ -275,8 +275,11 @@ def expand_scales(
     """
     import torch
 
-    state = functional().QuantState(absmax=nested, code=table, blocksize=NESTED_BLOCK, dtype=torch.float32)
-    scales: torch.Tensor = functional().dequantize_blockwise(codes, state)
+    if codes.device == torch.device("cpu"):
+        scales = _on_host(codes, nested, table, NESTED_BLOCK, codes.numel(), torch.float32).view(codes.shape)
+    else:
+        state = functional().QuantState(absmax=nested, code=table, blocksize=NESTED_BLOCK, dtype=torch.float32)
+        scales = functional().dequantize_blockwise(codes, state)
     return scales.add_(offset)
 
 
@@ -315,7 +318,7 @@ def scales_at(
     return scales.add_(offset)
 
 
-# Dequantization, and products by bitsandbytes.
+# Dequantization, on GPUs by bitsandbytes, and its products.
 
 RUN_ELEMENTS = 1 << 24
 """Elements of a run: a multiple of the block."""
@@ -368,26 +371,61 @@ def dequantize(
         payload: uint8 codes.
         absmax: float32, one per block.
         table: float32, the value of each code.
-        dtype: of the result. At 4bit bitsandbytes dequantizes to the dtype stored with the tensor, and the result is
-            cast; at 8bit no dtype is stored, and it dequantizes to `dtype` directly. Blocks are dequantized to float32,
-            as llama.cpp does, and rounded.
+        dtype: of the result. At 4bit the values are rounded to the dtype stored with the tensor, and the result is
+            cast, as bitsandbytes does; at 8bit no dtype is stored, and they are rounded to `dtype` directly. Blocks are
+            dequantized to float32, as llama.cpp does, and rounded.
 
     Returns:
         A new tensor of shape `form.shape`.
     """
+    import torch
+
     assert form.offset is None
     if form.scheme in BLOCK_TYPES:
         return gguf_blocks.dequantize(form.scheme, payload, form.shape, dtype)
     elements, is_cast = math.prod(form.shape), form.dtype not in (None, str(dtype).removeprefix("torch."))
     if elements > (RUN_ELEMENTS if is_cast else MAX_ELEMENTS):
         return _in_runs(form, payload, absmax, table, dtype)
-    if form.scheme == "4bit":
+    if payload.device == torch.device("cpu"):
+        rounded = dtype if form.dtype is None else getattr(torch, form.dtype)
+        result = _on_host(payload, absmax, table, SCHEMES[form.scheme].block, elements, rounded)
+    elif form.scheme == "4bit":
         whole = replace(form, shape=_in_whole_blocks(form.shape))
-        result: torch.Tensor = functional().dequantize_4bit(payload, _nf4_quant_state(whole, absmax, table))
+        result = functional().dequantize_4bit(payload, _nf4_quant_state(whole, absmax, table))
     else:
         state = functional().QuantState(absmax=absmax, code=table, blocksize=INT8_BLOCK, dtype=dtype)
         result = functional().dequantize_blockwise(payload, state)
     return result.to(dtype).view(form.shape)
+
+
+def _on_host(
+    codes: torch.Tensor, scales: torch.Tensor, table: torch.Tensor, block: int, elements: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Value times scale in float32, rounded once: (elements,); in blocks of 4bit there are two codes per byte."""
+    import torch
+
+    codes, scales, is_halved = codes.view(-1), scales.view(-1), block == NF4_BLOCK
+    if elements < gguf_blocks.WORTH_A_KERNEL:
+        if is_halved:
+            codes = torch.stack([codes >> 4, codes & 15], 1).view(-1)[:elements]
+        return (table[codes.int()] * scales.repeat_interleave(block)[:elements]).to(dtype)
+    import numpy as np
+
+    from rabbitllm.quant import dequantize_kernels as kernels
+
+    of_codes, of_scales, values = (np.require(part.numpy(), None, ["A", "C"]) for part in (codes, scales, table))
+    made, bits = kernels.empty((len(codes) * (1 + is_halved),), dtype)
+    threads, whole = torch.get_num_threads(), elements // block
+    for first, count, width in ((0, whole, block), (whole, 1, len(bits) - whole * block)):
+        if width:
+            begin, end = first * block, first * block + count * width
+            out, some = bits[begin:end].reshape(count, width), of_scales[first : first + count, None]
+            if is_halved:
+                halves = of_codes[begin // 2 : end // 2].reshape(count, -1)
+                kernels.fours(halves, values, some, out, threads, high_first=True)
+            else:
+                kernels.blocks(of_codes[begin:end].reshape(count, width), values, some, (1, width), out, threads)
+    return made[:elements].to(dtype)
 
 
 def _in_runs(

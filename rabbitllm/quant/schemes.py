@@ -27,11 +27,13 @@ from __future__ import annotations
 
 import enum
 import functools
+import importlib.util
 import itertools
 import json
 import logging
 import math
 import re
+import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -106,10 +108,15 @@ def functional() -> Any:
     return bitsandbytes().functional
 
 
-@functools.cache
+_NF4 = (
+    *(-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0),
+    *(0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0),
+)
+
+
 def nf4_map() -> bytes:
     """The values of the 16 codes of 4bit, float32, rising."""
-    return bytes(functional().get_4bit_type("nf4", device="cpu").numpy())
+    return struct.pack("<16f", *_NF4)
 
 
 @functools.cache
@@ -233,8 +240,8 @@ def check_compression(compression: str | None) -> None:
             "('none' on the command line).",
             "8bit is half the size of bf16, 4bit a quarter (plus scales), 4bit-double a quarter with smaller scales.",
         )
-    if compression is not None:
-        bitsandbytes()
+    if compression is not None and importlib.util.find_spec("bitsandbytes") is None:
+        bitsandbytes()  # is not imported where it is installed: that takes a second
 
 
 def check_fitting(compression: str | None, *, fit_scales: bool) -> bool:

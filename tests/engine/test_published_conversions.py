@@ -18,7 +18,7 @@ from transformers.integrations.mxfp4 import Mxfp4Dequantize
 
 from rabbitllm.engine._published_conversions import QuickFp8, QuickMxfp4, awq_weight, gptq_weight
 from rabbitllm.errors import IncompleteSplitError, UnknownArchitectureError
-from rabbitllm.quant import published_kernels
+from rabbitllm.quant import dequantize_kernels
 from tests.engine.test_published import take_out
 from tests.support import quantized
 from tests.support.builders import build_checkpoint, reference_logits
@@ -182,9 +182,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which kernels were used."""
     used: list[str] = []
     for name in ("blocks", "nibbles", "fours"):
-        kernel = getattr(published_kernels, name)
+        kernel = getattr(dequantize_kernels, name)
         monkeypatch.setattr(
-            published_kernels, name, lambda *args, name=name, kernel=kernel: (used.append(name), kernel(*args))[1]
+            dequantize_kernels, name, lambda *args, name=name, kernel=kernel: (used.append(name), kernel(*args))[1]
         )
     return used
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from rabbitllm.errors import IncompleteSplitError, MissingPackageError, OptionError
 from rabbitllm.formats.safetensors_file import TensorToWrite
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size, dtype_name
-from rabbitllm.quant import quantize, schemes
+from rabbitllm.quant import gguf_blocks, quantize, schemes
 from rabbitllm.quant.quantize import dequantize, quantize_blocks
 from rabbitllm.quant.schemes import (
     INT8_BLOCK,
@@ -31,12 +31,14 @@ from rabbitllm.quant.schemes import (
     constants,
     int8_code,
     is_compressible,
+    nf4_map,
     part_names,
     read_state,
     stored_form,
     stored_schemes,
 )
 from tests.support.builders import read_tensors
+from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.one_thread import one_thread as one_thread
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -110,6 +112,10 @@ def test_tensors_left_uncompressed(name: str, shape: tuple[int, ...], dtype: str
 def test_compression_is_off_by_default() -> None:
     spec = spec_of("lm_head.weight", (160, 64))
     assert stored_form(spec, None).parts == (TensorToWrite("lm_head.weight", "BF16", (160, 64)),)
+
+
+def test_values_of_4bit_are_those_of_bitsandbytes() -> None:
+    assert nf4_map() == raw(functional.get_4bit_type("nf4", device="cpu"))
 
 
 def test_unknown_compression() -> None:
@@ -209,7 +215,11 @@ def test_all_zeros(scheme: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scheme", ["4bit", "8bit"])
 @pytest.mark.parametrize("shape", [(64, 64), (65, 67), (3, 5, 401), (64, 80), (66, 66)], ids=str)
-def test_dequantized_values_are_those_of_bitsandbytes(dtype: torch.dtype, scheme: str, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_dequantized_values_are_those_of_bitsandbytes(
+    by_kernel: bool, dtype: torch.dtype, scheme: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_blocks, "WORTH_A_KERNEL", 0 if by_kernel else math.inf)
     tensor = weights(shape, dtype)
     stored = in_chunks(tensor, scheme, 5)
     parts, state = specs_of(stored, scheme, shape, dtype)
@@ -236,15 +246,15 @@ def test_dequantized_values_are_those_of_bitsandbytes(dtype: torch.dtype, scheme
 def test_large_tensors_are_dequantized_in_runs(
     scheme: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its kernels take the number as an int of 32 bits, which wraps without an error."""
+    """On a GPU: bitsandbytes' kernels take the number as an int of 32 bits, which wraps without an error."""
     tensor = weights(shape, torch.bfloat16)
     if scheme == "4bit":
         codes, state = functional.quantize_4bit(tensor, blocksize=NF4_BLOCK, quant_type="nf4")
     else:
         codes, state = functional.quantize_blockwise(tensor, blocksize=INT8_BLOCK)
     assert state.code is not None
-    packed = Quantized(scheme, shape, "bfloat16" if scheme == "4bit" else None), codes, state.absmax, state.code
-    expected, counted = dequantize(*packed, torch.bfloat16), list[int]()
+    form, *parts = Quantized(scheme, shape, "bfloat16" if scheme == "4bit" else None), codes, state.absmax, state.code
+    expected, counted = dequantize(form, *parts, torch.bfloat16), list[int]()
     monkeypatch.setattr(quantize, "RUN_ELEMENTS", INT8_BLOCK)
     monkeypatch.setattr(quantize, "MAX_ELEMENTS", 2 * INT8_BLOCK)
     name = "dequantize_4bit" if scheme == "4bit" else "dequantize_blockwise"
@@ -256,7 +266,10 @@ def test_large_tensors_are_dequantized_in_runs(
         return values
 
     monkeypatch.setattr(functional, name, counts)
-    assert raw(dequantize(*packed, torch.bfloat16)) == raw(expected)
+    with watched():
+        there = [part.to(FakeGpu(0, capacity=1 << 30).torch_device) for part in parts]
+        result = dequantize(form, *there, torch.bfloat16).cpu()
+    assert raw(result) == raw(expected)
     assert max(counted) <= 2 * INT8_BLOCK
     assert sum(counted) == tensor.numel()
 
@@ -439,8 +452,8 @@ def test_the_8bit_table_is_that_of_bitsandbytes_with_fused_multiply_add() -> Non
 @pytest.mark.parametrize("scheme", ["4bit", "8bit"])
 @pytest.mark.parametrize("shape", [(64, 80), (53, 80), (7, 3, 200), (2, 2112)])
 def test_blocks_span_rows(scheme: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a row is no whole number of blocks: some kernels of bitsandbytes would begin a block with each row, so
-    they get rows of whole blocks, or a single one."""
+    """Also where a row is no whole number of blocks. On a GPU: some kernels of bitsandbytes would begin a block with
+    each row, so they get rows of whole blocks, or a single one."""
     shapes, state = list[tuple[int, ...]](), quantize._nf4_quant_state
     monkeypatch.setattr(
         quantize, "_nf4_quant_state", lambda form, *parts: (shapes.append(form.shape), state(form, *parts))[1]
@@ -452,7 +465,11 @@ def test_blocks_span_rows(scheme: str, shape: tuple[int, ...], monkeypatch: pyte
     absmax = torch.frombuffer(bytearray(scales), dtype=torch.float32)
     block = SCHEMES[scheme].block
     table = torch.frombuffer(bytearray(SCHEMES[scheme].values()), dtype=torch.float32)
-    result = dequantize(Quantized(scheme, shape, "float32"), codes, absmax, table, torch.float32)
+    stored = Quantized(scheme, shape, "float32")
+    result = dequantize(stored, codes, absmax, table, torch.float32)
+    with watched():
+        there = [part.to(FakeGpu(0, capacity=1 << 30).torch_device) for part in (codes, absmax, table)]
+        assert torch.equal(dequantize(stored, *there, torch.float32).cpu(), result)
     assert form.scheme == scheme
     assert all(len(rows) == 1 or rows[-1] % NF4_BLOCK == 0 for rows in shapes)
     assert len(shapes) == (scheme == "4bit")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import bitsandbytes.functional as functional
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import TensorSpec, dtype_name
+from rabbitllm.quant import gguf_blocks
 from rabbitllm.quant.quantize import dequantize, mean_of, operands, quantize_blocks, scales_at, settled
 from rabbitllm.quant.schemes import (
     DOUBLE,
@@ -133,7 +135,11 @@ def test_quant_state_reads_the_stored_state(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_dequantized_values_are_those_of_bitsandbytes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_dequantized_values_are_those_of_bitsandbytes(
+    by_kernel: bool, shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_blocks, "WORTH_A_KERNEL", 0 if by_kernel else math.inf)
     tensor = weights(shape, dtype)
     stored = ours(tensor)
     parts = tensors_of(stored, shape, dtype)

@@ -44,7 +44,7 @@ from rabbitllm.estimate.doctor.records import (
 )
 from rabbitllm.estimate.outline import Published
 from rabbitllm.estimate.split_estimate import ROUTES, STANDARD
-from rabbitllm.quant.schemes import check_compression
+from rabbitllm.quant.schemes import bitsandbytes
 from rabbitllm.storage.durable import ScratchFolder
 from rabbitllm.storage.folders import KAGGLE_TMP, KAGGLE_WORKING, Folder, Host, file_systems, folder_of, host_of
 from rabbitllm.store import locations
@@ -202,7 +202,7 @@ def _load_transformers() -> None:
 _LOADED: Mapping[str, Callable[[], object]] = {
     "torch": lambda: importlib.import_module("torch"),
     "transformers": _load_transformers,
-    "bitsandbytes": lambda: check_compression("4bit"),
+    "bitsandbytes": bitsandbytes,
     "numba": lambda: importlib.import_module("numba"),
 }
 """Packages with compiled parts, which may not fit this machine -> a function that loads them."""

@@ -1,4 +1,4 @@
-"""Kernels that dequantize published quantizations on the CPU, compiled by numba.
+"""Kernels that dequantize on the CPU, compiled by numba: our schemes, and published quantizations.
 
 torch's own operations, one after the other over whole matrices, take up to fifty times as long. The results are the
 same bit for bit: a product of a code's value and its scale in float32, rounded once to the nearest, or a value from a
@@ -11,7 +11,7 @@ import itertools
 import os
 from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,9 @@ import numpy.typing as npt
 from rabbitllm.base.forks import Workers
 from rabbitllm.quant._compiling import compiled
 from rabbitllm.quant._vectors import inlined
+
+if TYPE_CHECKING:
+    import torch
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Floats: TypeAlias = npt.NDArray[np.float32]
@@ -29,6 +32,16 @@ _TILE = 32
 """Rows that are transposed at a time: source and target fit the cache."""
 _WORDS = 16
 """Adjacent int32 that are unpacked at a time: a line of the cache."""
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, Bits]:
+    """A tensor to fill, of bfloat16 if that is `dtype` and else of float32, and its bits."""
+    import torch
+
+    is_half = dtype == torch.bfloat16
+    made = torch.empty(shape, dtype=torch.bfloat16 if is_half else torch.float32)
+    bits: Any = made.view(torch.int16 if is_half else torch.int32).numpy()
+    return made, bits.view(np.uint16 if is_half else np.uint32)
 
 
 def blocks(codes: Bytes, values: Floats, scales: Floats, size: tuple[int, int], out: Bits, threads: int) -> None:
@@ -46,8 +59,8 @@ def blocks(codes: Bytes, values: Floats, scales: Floats, size: tuple[int, int], 
     _share(lambda begin, end: kernel(codes, values, scales, *size, out, begin, end), len(codes), codes.size, threads)
 
 
-def fours(codes: Bytes, table: Floats, scales: Floats, out: Bits, threads: int) -> None:
-    """Dequantize two codes per byte, the lower half first, with a scale for each run of adjacent codes of a row.
+def fours(codes: Bytes, table: Floats, scales: Floats, out: Bits, threads: int, *, high_first: bool = False) -> None:
+    """Dequantize two codes per byte, with a scale for each run of adjacent codes of a row.
 
     Args:
         codes: (N, K / 2).
@@ -55,9 +68,10 @@ def fours(codes: Bytes, table: Floats, scales: Floats, out: Bits, threads: int) 
         scales: (N, runs); K / runs is even.
         out: (N, K); the bits of bfloat16 as uint16, or of float32 as uint32.
         threads: maximum number of threads.
+        high_first: whether the first code of a byte is its upper half, and not the lower.
     """
-    kernel = _fours_16 if out.dtype == np.uint16 else _fours_32
-    _share(lambda begin, end: kernel(codes, table, scales, out, begin, end), len(codes), 2 * codes.size, threads)
+    kernel, first = _fours_16 if out.dtype == np.uint16 else _fours_32, np.uint8(4 if high_first else 0)
+    _share(lambda begin, end: kernel(codes, table, scales, first, out, begin, end), len(codes), 2 * codes.size, threads)
 
 
 def nibbles(codes: Bytes, scales: Bytes, table: Bits, out: Bits, threads: int) -> None:
@@ -161,8 +175,8 @@ def _blocks_32(codes, values, scales, rows, columns, out, begin, end):  # type: 
 
 
 @compiled
-def _fours_16(codes, table, scales, out, begin, end):  # type: ignore[no-untyped-def]
-    half = codes.shape[1] // scales.shape[1]
+def _fours_16(codes, table, scales, first, out, begin, end):  # type: ignore[no-untyped-def]
+    half, second = codes.shape[1] // scales.shape[1], np.uint8(4) - first
     floats = np.empty(2 * half, np.float32)
     words = floats.view(np.uint32)
     for row in range(begin, end):
@@ -170,21 +184,22 @@ def _fours_16(codes, table, scales, out, begin, end):  # type: ignore[no-untyped
             scale, code = scales[row, run], codes[row, run * half : (run + 1) * half]
             halves = out[row, 2 * run * half : 2 * (run + 1) * half]
             for i in range(half):
-                floats[2 * i] = table[code[i] & np.uint8(15)] * scale
-                floats[2 * i + 1] = table[code[i] >> np.uint8(4)] * scale
+                floats[2 * i] = table[(code[i] >> first) & np.uint8(15)] * scale
+                floats[2 * i + 1] = table[(code[i] >> second) & np.uint8(15)] * scale
             _round(words, halves, 2 * half)
 
 
 @compiled
-def _fours_32(codes, table, scales, out, begin, end):  # type: ignore[no-untyped-def]
+def _fours_32(codes, table, scales, first, out, begin, end):  # type: ignore[no-untyped-def]
     half, floats = codes.shape[1] // scales.shape[1], out.view(np.float32)
+    second = np.uint8(4) - first
     for row in range(begin, end):
         for run in range(scales.shape[1]):
             scale, code = scales[row, run], codes[row, run * half : (run + 1) * half]
             weights = floats[row, 2 * run * half : 2 * (run + 1) * half]
             for i in range(half):
-                weights[2 * i] = table[code[i] & np.uint8(15)] * scale
-                weights[2 * i + 1] = table[code[i] >> np.uint8(4)] * scale
+                weights[2 * i] = table[(code[i] >> first) & np.uint8(15)] * scale
+                weights[2 * i + 1] = table[(code[i] >> second) & np.uint8(15)] * scale
 
 
 @compiled

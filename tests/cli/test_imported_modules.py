@@ -1,0 +1,59 @@
+"""Which libraries a command imports: none that it does not use. They are most of the time until the first answer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rabbitllm.cli.main import app
+from tests.support.demo_models import demo_model
+
+COMMANDS = [command.name or "" for command in app.registered_commands]
+RUN = """
+import atexit, sys
+sys.argv[0] = "rabbitllm"
+atexit.register(lambda: print(*sys.modules, file=open({to!r}, "w")))
+"""
+RABBITLLM = "from rabbitllm.cli.main import main; main()"
+TRANSFORMERS = """
+from transformers import AutoModelForCausalLM, AutoTokenizer
+folder = sys.argv[1]
+ids = AutoTokenizer.from_pretrained(folder)("Hello", return_tensors="pt")
+AutoModelForCausalLM.from_pretrained(folder).generate(**ids, max_new_tokens=2)
+"""
+
+
+def imported(tmp_path: Path, code: str, *arguments: str) -> set[str]:
+    """The modules of a process at its end."""
+    to = tmp_path / "modules"
+    command = [sys.executable, "-c", RUN.format(to=str(to)) + code, *arguments]
+    environment = os.environ | {"RABBITLLM_HOME": str(tmp_path / "home"), "HF_HOME": str(tmp_path / "hub")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(to.read_text().split())
+
+
+def heavy(modules: set[str]) -> set[str]:
+    """The packages that take most time to import, and the submodules of torch that `import torch` does not need."""
+    packages = {"torch", "transformers", "bitsandbytes", "numba", "sympy", "networkx"}
+    parts = ("torch._dynamo", "torch._inductor", "torch.distributed")
+    return {name for name in modules if name in packages or name.startswith(parts)}
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["ls"], *([name, "--help"] for name in COMMANDS)])
+def test_help_and_lists_need_no_torch(tmp_path: Path, arguments: list[str]) -> None:
+    assert heavy(imported(tmp_path, RABBITLLM, *arguments)) == set()
+
+
+@pytest.mark.parametrize(("compression", "more"), [("none", set()), ("4bit", {"numba"}), ("8bit", {"numba"})])
+def test_a_run_imports_no_more_than_plain_transformers(tmp_path: Path, compression: str, more: set[str]) -> None:
+    """Of a finished split, on the CPU; numba is for products with codes."""
+    model = str(demo_model(tmp_path / "model"))
+    arguments = ("run", model, "Hello", "--compression", compression, "--device", "cpu", "--max-new-tokens", "2")
+    imported(tmp_path, RABBITLLM, *arguments)
+    plain = imported(tmp_path, TRANSFORMERS, model)
+    assert heavy(imported(tmp_path, RABBITLLM, *arguments)) - heavy(plain) <= more
