@@ -337,7 +337,7 @@ def _load_tile(words, kind, count, groups, values, x, spread, weights, known):  
     Known of each lane: the least, the greatest, sum of weights, weighted sum.
     """
     group = len(x)
-    least, greatest, total, first = known
+    least, greatest, total, first = known[0], known[1], known[2], known[3]
     bits = values.view(np.uint32)
     largest = np.uint32(0)
     x[:], known[:] = _ZERO, _ZERO
@@ -376,7 +376,7 @@ def _load_tile(words, kind, count, groups, values, x, spread, weights, known):  
 @compiled
 def _sum(x, weights, inverses, minima, low, high, sums):  # type: ignore[no-untyped-def]
     """Weighted sums of the nearest codes q for scales and minima: of q, of q * q, of x * q."""
-    once, squares, products = sums
+    once, squares, products = sums[0], sums[1], sums[2]
     sums[:] = _ZERO
     for i in range(len(x)):
         row, weight = x[i], weights[i]
@@ -399,11 +399,12 @@ def _sum(x, weights, inverses, minima, low, high, sums):  # type: ignore[no-unty
 @compiled
 def _fit_groups(x, weights, known, limits, ranges, sums, scales, minima, kept):  # type: ignore[no-untyped-def]
     """The best scale and minimum of each group by itself, and the sums of its codes in `kept`."""
-    least, greatest, total, first = known
+    least, greatest, total, first = known[0], known[1], known[2], known[3]
     low, high, subtracts = limits[0], limits[1], limits[4] > 0
-    inverses, offsets, most = np.empty((3, LANES), np.float32)
-    once, squares, products = sums
-    kept_once, kept_squares, kept_products = kept
+    work = np.empty((3, LANES), np.float32)
+    inverses, offsets, most = work[0], work[1], work[2]
+    once, squares, products = sums[0], sums[1], sums[2]
+    kept_once, kept_squares, kept_products = kept[0], kept[1], kept[2]
     most[:], scales[:], minima[:], kept[:] = -_ONE, _ZERO, _ZERO, _ZERO
     for k in range(ranges.size + 1):
         for g in range(LANES):
@@ -465,9 +466,10 @@ def _factors(targets, weights, low, high, factors):  # type: ignore[no-untyped-d
 def _move_factors(x, weights, known, limits, sums, units, least_units, factors, multiples, kept):  # type: ignore[no-untyped-def]
     """Replace each factor by the best of it and its neighbours, with the best multiple of the minimum for its codes."""
     total, first = known[2], known[3]
-    once, squares, products = sums
-    inverses, offsets, most, tried = np.empty((4, LANES), np.float32)
-    kept_once, kept_squares, kept_products = kept
+    once, squares, products = sums[0], sums[1], sums[2]
+    work = np.empty((4, LANES), np.float32)
+    inverses, offsets, most, tried = work[0], work[1], work[2], work[3]
+    kept_once, kept_squares, kept_products = kept[0], kept[1], kept[2]
     middle, around, before = factors.copy(), multiples.copy(), kept[0].copy()
     most[:] = -np.float32(np.inf)
     for change in range(-1, 2) if limits[2] < limits[3] else range(1):
@@ -521,9 +523,10 @@ def _search(words, kind, group, limits, ranges, places, out, all_factors, all_mi
     """Encode blocks, all but their scales and factors; returns the bits of the largest magnitude."""
     groups = all_factors.shape[1]
     elements, at_once = group * groups, LANES // groups
-    x, weights = np.empty((2, group, LANES), np.float32)
+    x, weights = np.empty((group, LANES), np.float32), np.empty((group, LANES), np.float32)
     known, sums, kept = np.empty((4, LANES), np.float32), np.empty((3, LANES), np.float32), np.empty((3, LANES), np.float32)
-    scales, minima, factors, multiples, units, least_units, bend = np.empty((7, LANES), np.float32)
+    work = np.empty((7, LANES), np.float32)
+    scales, minima, factors, multiples, units, least_units, bend = work[0], work[1], work[2], work[3], work[4], work[5], work[6]
     values, codes = np.empty(elements, np.float32), np.empty((LANES, elements), np.uint8)
     total, first_sum = known[2], known[3]
     largest = np.uint32(0)
