@@ -283,7 +283,9 @@ def _q4_0(words, kind, out, scales):  # type: ignore[no-untyped-def]
             products, squares, rest = np.int32(0), np.int32(0), np.int32(0)
             for i in range(32):
                 fine = np.int32(values[i] * steps)  # 64ths of a step
-                whole = np.int32(min(max(np.int32(np.int32(fine + np.int32(32)) >> np.int32(6)), np.int32(-8)), np.int32(7)))
+                whole = np.int32(
+                    min(max(np.int32(np.int32(fine + np.int32(32)) >> np.int32(6)), np.int32(-8)), np.int32(7))
+                )
                 weighted = np.int32(weights[i] * fine)
                 products = np.int32(products + np.int32(weighted * whole))
                 rest = np.int32(rest + np.int32(weighted * fine))
@@ -524,9 +526,21 @@ def _search(words, kind, group, limits, ranges, places, out, all_factors, all_mi
     groups = all_factors.shape[1]
     elements, at_once = group * groups, LANES // groups
     x, weights = np.empty((group, LANES), np.float32), np.empty((group, LANES), np.float32)
-    known, sums, kept = np.empty((4, LANES), np.float32), np.empty((3, LANES), np.float32), np.empty((3, LANES), np.float32)
+    known, sums, kept = (
+        np.empty((4, LANES), np.float32),
+        np.empty((3, LANES), np.float32),
+        np.empty((3, LANES), np.float32),
+    )
     work = np.empty((7, LANES), np.float32)
-    scales, minima, factors, multiples, units, least_units, bend = work[0], work[1], work[2], work[3], work[4], work[5], work[6]
+    scales, minima, factors, multiples, units, least_units, bend = (
+        work[0],
+        work[1],
+        work[2],
+        work[3],
+        work[4],
+        work[5],
+        work[6],
+    )
     values, codes = np.empty(elements, np.float32), np.empty((LANES, elements), np.uint8)
     total, first_sum = known[2], known[3]
     largest = np.uint32(0)

@@ -20,15 +20,15 @@ from rabbitllm.quant.block_encoders import ENCODED, encode
 ROOT = Path(__file__).parents[2]
 WEIGHTS = torch.randn(96, 1024, generator=torch.Generator().manual_seed(0)) ** 3 * 0.02
 LLAMA_CPP = {
-    "Q8_0": 3.852e-5,
-    "Q4_0": 0.01015,
-    "IQ4_NL": 0.00891,
-    "IQ4_XS": 0.00904,
-    "Q6_K": 0.000408,
-    "Q5_K": 0.001717,
-    "Q4_K": 0.00668,
-    "Q3_K": 0.02975,
-    "Q2_K": 0.1107,
+    "Q8_0": 7.677e-5,
+    "Q4_0": 0.01235,
+    "IQ4_NL": 0.008424,
+    "IQ4_XS": 0.008693,
+    "Q6_K": 0.0006137,
+    "Q5_K": 0.00249,
+    "Q4_K": 0.008129,
+    "Q3_K": 0.02334,
+    "Q2_K": 0.1518,
 }
 """Squared error of llama.cpp's own quantizer for `WEIGHTS` in bfloat16, relative to the squared weights."""
 AS_BYTES = "import sys; from tests.quant.test_block_encoders import digest; print(digest(int(sys.argv[1])))"
@@ -124,6 +124,11 @@ def test_what_no_scale_holds_is_refused(name: str, value: float) -> None:
 
 
 def test_what_cannot_be_encoded_is_refused() -> None:
-    for name, values in (("Q5_K", WEIGHTS[:, :128]), ("Q4_1", WEIGHTS), ("Q4_K", WEIGHTS.double()), ("Q4_K", WEIGHTS[0])):
+    for name, values in (
+        ("Q5_K", WEIGHTS[:, :128]),
+        ("Q4_1", WEIGHTS),
+        ("Q4_K", WEIGHTS.double()),
+        ("Q4_K", WEIGHTS[0]),
+    ):
         with pytest.raises(UnreadableFormatError, match="cannot be encoded as"):
             encode(name, values)
