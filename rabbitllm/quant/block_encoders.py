@@ -1,7 +1,7 @@
 """Encoders of ggml's blocks: the way back from `gguf_blocks.dequantize`, on the CPU, compiled by numba.
 
-Q8_0 is defined by ggml: the scale is the largest magnitude / 127, and a code the nearest multiple of it. For every other
-type the scales are searched for. The error that is made small is the sum of w * (x - decoded)**2 over a block, with
+Q8_0 is defined by ggml: the scale is the largest magnitude / 127, and a code the nearest multiple of it. For all other
+types the scales are searched for. The error that is made small is the sum of w * (x - decoded)**2 over a block, with
 w = x**2 + `spread` * mean(x**2): large weights matter more, and a larger `spread` trusts them less.
 
 1. Each group of 16 or 32 elements: a few ranges of codes are tried. For the codes of each, least squares give the scale
@@ -141,8 +141,8 @@ def encode(name: str, values: torch.Tensor | npt.NDArray[Any]) -> torch.Tensor:
     kind, block = _KINDS.get(matrix.dtype), BLOCK_TYPES.get(name)
     if name not in ENCODED or block is None or kind is None or matrix.ndim != 2 or matrix.shape[1] % block.elements:
         raise UnreadableFormatError(
-            f"{tuple(matrix.shape)} numbers in {matrix.dtype} cannot be encoded as {name}; expected rows of whole blocks "
-            f"in bfloat16, float16 or float32, and one of {', '.join(ENCODED)}.",
+            f"{tuple(matrix.shape)} numbers in {matrix.dtype} cannot be encoded as {name}; expected rows of whole "
+            f"blocks in bfloat16, float16 or float32, and one of {', '.join(ENCODED)}.",
             "Choose another type for this tensor.",
         )
     words = matrix.contiguous().view(torch.uint32 if kind == F32 else torch.uint16).numpy().reshape(-1)
@@ -164,7 +164,7 @@ def encode(name: str, values: torch.Tensor | npt.NDArray[Any]) -> torch.Tensor:
             f"most {LARGEST:,.0f}.",
             "Store this tensor as BF16 or F32; if it is not a number, download the file again.",
         )
-    return torch.from_numpy(out).view(len(matrix), -1)
+    return torch.from_numpy(out).view(len(matrix), block.row_bytes(matrix.shape[1]))
 
 
 def _encode(name: str, words: Any, kind: int, out: Bytes) -> int:
@@ -212,7 +212,7 @@ _LEAST_HALF, _LEAST_NORMAL_HALF = np.float32(2**-24), np.float32(2**-14)
 _NOTHING = np.float32(2**-40)
 """Smaller distances within a group are taken for 0."""
 _SINGULAR = np.float32(1e-4)
-"""Least squares for two numbers are not trusted if their determinant is a smaller part of the product of the squares."""
+"""Least squares for two numbers are not trusted if their determinant is a smaller part of the squares' product."""
 _VALUES = np.array(IQ4_VALUES, np.float32)
 _EDGES, _STEPS = (_VALUES[1:] + _VALUES[:-1]) / np.float32(2), _VALUES[1:] - _VALUES[:-1]
 _SHARES = np.linspace(1, 0.85, 16).astype(np.float32)
@@ -262,7 +262,7 @@ def _q8_0(words, kind, out, scales):  # type: ignore[no-untyped-def]
 
 @compiled
 def _q4_0(words, kind, out, scales):  # type: ignore[no-untyped-def]
-    """The largest magnitude is tried as code -8 and as 7; least squares in integers, for sums of which order is free."""
+    """The largest magnitude is tried as code -8 and as 7; least squares in integers, whose sums need no order."""
     values, codes, weights = np.empty(32, np.float32), np.empty(32, np.uint8), np.empty(32, np.int32)
     bits = values.view(np.uint32)
     largest = np.uint32(0)
@@ -551,7 +551,7 @@ def _search(words, kind, group, limits, ranges, places, out, all_factors, all_mi
         _fit_groups(x, weights, known, limits, ranges, sums, scales, minima, kept)
         least_units[:], multiples[:] = _ZERO, _ZERO
         for g in range(LANES):
-            bend[g] = kept[1, g] - (kept[0, g] * kept[0, g] * _inverse(total[g]) if limits[4] > 0 else _ZERO)
+            bend[g] = kept[1, g] - (kept[0, g] * kept[0, g] * _inverse(total[g]) if minima[g] > 0 else _ZERO)
         for begin in range(0, LANES, groups):
             end = begin + groups
             if limits[2] < limits[3]:
