@@ -290,7 +290,7 @@ def _q4_0(words, kind, out, scales):  # type: ignore[no-untyped-def]
                 products = np.int32(products + np.int32(weighted * whole))
                 rest = np.int32(rest + np.int32(weighted * fine))
                 squares = np.int32(squares + np.int32(np.int32(weights[i] * whole) * whole))
-            fitted = np.float32(products) / np.float32(max(squares, 1))
+            fitted = np.float32(products) / (np.float32(squares) if squares > 0 else _ONE)
             error = (np.float32(rest) - fitted * np.float32(products)) / np.float32(code * code)
             if error < least and steps != 0:
                 least, best = error, fitted / steps
