@@ -56,7 +56,7 @@ def blocks(codes: Bytes, values: Floats, scales: Floats, size: tuple[int, int], 
         threads: maximum number of threads.
     """
     kernel = _blocks_16 if out.dtype == np.uint16 else _blocks_32
-    _share(lambda begin, end: kernel(codes, values, scales, *size, out, begin, end), len(codes), codes.size, threads)
+    share(lambda begin, end: kernel(codes, values, scales, *size, out, begin, end), len(codes), codes.size, threads)
 
 
 def fours(codes: Bytes, table: Floats, scales: Floats, out: Bits, threads: int, *, high_first: bool = False) -> None:
@@ -71,7 +71,7 @@ def fours(codes: Bytes, table: Floats, scales: Floats, out: Bits, threads: int, 
         high_first: whether the first code of a byte is its upper half, and not the lower.
     """
     kernel, first = _fours_16 if out.dtype == np.uint16 else _fours_32, np.uint8(4 if high_first else 0)
-    _share(lambda begin, end: kernel(codes, table, scales, first, out, begin, end), len(codes), 2 * codes.size, threads)
+    share(lambda begin, end: kernel(codes, table, scales, first, out, begin, end), len(codes), 2 * codes.size, threads)
 
 
 def nibbles(codes: Bytes, scales: Bytes, table: Bits, out: Bits, threads: int) -> None:
@@ -85,7 +85,7 @@ def nibbles(codes: Bytes, scales: Bytes, table: Bits, out: Bits, threads: int) -
         threads: maximum number of threads.
     """
     tiles = -(-len(codes) // _TILE)
-    _share(lambda begin, end: _nibbles(codes, scales, table, out, begin, end), tiles, 2 * codes.size, threads)
+    share(lambda begin, end: _nibbles(codes, scales, table, out, begin, end), tiles, 2 * codes.size, threads)
 
 
 def integers(
@@ -111,13 +111,13 @@ def integers(
     """
     if order is None:
         tiles = -(-out.shape[0] // _TILE)
-        _share(lambda a, b: _inputs(packed, bits, zeros, scales, group, out, a, b), tiles, out.size, threads)
+        share(lambda a, b: _inputs(packed, bits, zeros, scales, group, out, a, b), tiles, out.size, threads)
     else:
         tiles = -(-packed.shape[1] // _WORDS)
-        _share(lambda a, b: _outputs(packed, bits, zeros, scales, group, order, out, a, b), tiles, out.size, threads)
+        share(lambda a, b: _outputs(packed, bits, zeros, scales, group, order, out, a, b), tiles, out.size, threads)
 
 
-def _share(work: Callable[[int, int], Any], count: int, elements: int, threads: int) -> None:
+def share(work: Callable[[int, int], Any], count: int, elements: int, threads: int) -> None:
     """Run `work(begin, end)` for all of `range(count)`, in several threads if there are enough elements."""
     threads = min(threads, count, -(-elements // _WORTH_A_THREAD))
     if threads <= 1:

@@ -134,7 +134,7 @@ def _widened(bits: npt.NDArray[np.uint16], kind: int) -> Scales:
 
 
 @compiled
-def _widen(bits, kind, first, count, values):  # type: ignore[no-untyped-def]
+def widen(bits, kind, first, count, values):  # type: ignore[no-untyped-def]
     """The 16-bit floats `bits[first : first + count]` as float32, into `values`."""
     words = values.view(np.uint32)
     if kind == BF16:
@@ -229,7 +229,7 @@ def _nf4_halves(bits, kind, infinity, midpoints, thresholds, codes, scales):  # 
         for i in range(NF4_BLOCK):
             largest = max(largest, bits[first + i] & np.uint16(0x7FFF))
         if largest >= infinity:
-            _widen(bits, kind, first, NF4_BLOCK, values)
+            widen(bits, kind, first, NF4_BLOCK, values)
             scales[block] = _nf4_block(values, midpoints, ranks, codes, block * (NF4_BLOCK // 2))
             continue
         for j in range(15):
@@ -244,11 +244,11 @@ def _nf4_halves(bits, kind, infinity, midpoints, thresholds, codes, scales):  # 
         for i in range(NF4_BLOCK // 2):
             codes[block * (NF4_BLOCK // 2) + i] = np.uint8((pairs[i] << np.uint32(4)) | (pairs[i] >> np.uint32(16)))
         largest_bits[0] = largest
-        _widen(largest_bits, kind, 0, 1, scale)
+        widen(largest_bits, kind, 0, 1, scale)
         scales[block] = scale[0]
     count = bits.size - whole * NF4_BLOCK
     if count:
-        _widen(bits, kind, whole * NF4_BLOCK, count, values)
+        widen(bits, kind, whole * NF4_BLOCK, count, values)
         scales[whole] = _nf4_tail(values, count, midpoints, ranks, codes, whole * (NF4_BLOCK // 2))
 
 
@@ -301,7 +301,7 @@ def _int8_places(bits, kind, scale, places):  # type: ignore[no-untyped-def]
         for i in range(bits.size):
             places[i] = _int8_place(np.uint32(np.uint32(bits[i]) << np.uint32(16)).view(np.float32), inverse)
         return
-    for i in range(bits.size):  # like `_widen`
+    for i in range(bits.size):  # like `widen`
         half = np.uint32(bits[i])
         shifted = np.uint32((half & np.uint32(0x7FFF)) << np.uint32(13)).view(np.float32)
         magnitude = np.float32(shifted * np.float32(5.192296858534828e33)).view(np.uint32)
@@ -323,11 +323,11 @@ def _int8_halves(bits, kind, infinity, bins, codes, scales):  # type: ignore[no-
         for i in range(block_bits.size):
             largest = max(largest, block_bits[i] & np.uint16(0x7FFF))
         if largest == 0 or largest >= infinity:
-            _widen(block_bits, kind, 0, block_bits.size, values)
+            widen(block_bits, kind, 0, block_bits.size, values)
             scales[block] = _int8_block(values[: block_bits.size], words[: block_bits.size], bins, block_codes, places)
             continue
         largest_bits[0] = largest
-        _widen(largest_bits, kind, 0, 1, scale)
+        widen(largest_bits, kind, 0, 1, scale)
         scales[block] = scale[0]
         _int8_places(block_bits, kind, scale[0], places)
         for i in range(block_bits.size):
@@ -365,7 +365,7 @@ def _load_block(words, kind, first, count, values):  # type: ignore[no-untyped-d
         for i in range(count):
             bits[i] = np.uint32(words[first + i])
     else:
-        _widen(words, kind, first, count, values)
+        widen(words, kind, first, count, values)
 
 
 @compiled
