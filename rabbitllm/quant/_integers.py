@@ -62,7 +62,7 @@ class InputLayout:
     def inputs(self, x: torch.Tensor) -> InputRows:
         """Rows (T, K) of any floating dtype, in this order; K is a whole number of steps.
 
-        Beside the integers are float32 for each step: the inputs' scale, then the sums of the groups.
+        Beside the integers are float32 for each step: the inputs' scale, then the sums of the groups, of rounded inputs.
         """
         import torch
 
@@ -82,6 +82,7 @@ class InputLayout:
 
 _NEAREST = np.float32(3 << 22)
 """A float32 of less than 2**22, added to this one, becomes the nearest integer in the lowest bits."""
+_NEAREST_BITS = np.int32(0x4B400000)
 _LARGEST_FLOAT, _SMALLEST = np.float32(LARGEST_INPUT), np.float32(1e-30)
 
 
@@ -123,15 +124,16 @@ def _round_inputs(x, halves, is_bfloat, rows, steps, row, step, group, order, in
                 most = max(most, bits[i] & np.int32(0x7FFFFFFF))  # ordered as the floats are
             largest_bits[0] = most
             largest = largest_bits.view(np.float32)[0]
-            for g in range(beside - 1):
-                total = np.float32(0)
-                for i in range(g * group, (g + 1) * group):
-                    total += values[i]
-                others[other + 1 + g] = total
-            others[other] = largest / _LARGEST_FLOAT
+            scale = largest / _LARGEST_FLOAT
+            others[other] = scale
             factor = _LARGEST_FLOAT / largest if largest > _SMALLEST else np.float32(0)
             for i in range(step):
                 values[i] = values[i] * factor + _NEAREST
+            for g in range(beside - 1):
+                total = np.int32(0)
+                for i in range(g * group, (g + 1) * group):
+                    total += bits[i] - _NEAREST_BITS
+                others[other + 1 + g] = np.float32(total) * scale
             for i in range(step):
                 results[result + i] = np.int16(bits[places[i]] & 0xFFFF)
 

@@ -46,9 +46,10 @@ if TYPE_CHECKING:
 
     from rabbitllm.quant._integers import InputLayout
 
-LEAST_PANEL_INPUTS = 12
+MAX_CODE_INPUTS = {"8bit": 5}
+"""Rows of input up to which codes are decoded for every few of them; 16 for other schemes than these."""
 MAX_PANEL_INPUTS = {16: 256, 8: 64}
-"""Rows of input for which panels are the fastest way, by lanes; fewer are multiplied code by code."""
+"""Lanes -> rows of input up to which panels are faster than torch."""
 MAX_GROUPED = 512
 """Maximum rows of all groups together, which are in memory in float32 as inputs and as results."""
 CHUNK_ELEMENTS = 1 << 21
@@ -324,7 +325,7 @@ def method_for(matrix: Matrix, count: int) -> str:
     scheme, lanes = matrix.form.scheme, width_of(PANELS)
     # a few types of blocks are smaller than the steps of the kernel by codes
     by_codes = matrix.table_for(INTEGERS) and not matrix.form.shape[1] % _layout(scheme).step
-    if by_codes and count < LEAST_PANEL_INPUTS:
+    if by_codes and count <= MAX_CODE_INPUTS.get(scheme, 16):
         return CODES
     if count <= MAX_PANEL_INPUTS.get(lanes, 0) and matrix.table_for(lanes) and _agrees(PANELS, scheme, lanes):
         return PANELS
