@@ -1,8 +1,8 @@
 """Kernels for blocks of GGUF files: the descriptions of `_gguf_decoders.py` as code for vectors.
 
-**By codes.** Each group of a block is decoded in registers and multiplied with its inputs; the sum is multiplied by the
-group's scale, and the minimum by the sum of the inputs, which is the same for all rows. Fills out[token, row], float32.
-With inputs of bfloat16 some types are multiplied in pairs (`_block_pairs.py`).
+**By codes.** Codes are decoded in registers to integers (`_integer_blocks.py`), and multiplied with rounded inputs; the
+sums are multiplied by the scales, and minima by the sums of the inputs, which are the same for all rows. Fills
+out[token, row], float32.
 
 **By panels**, as in `_product_kernels.py`, with inputs in their own order.
 
@@ -14,19 +14,19 @@ A kernel is made when it is first needed.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils
 
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
-from rabbitllm.quant import _block_pairs, _product_kernels
+from rabbitllm.quant import _integer_blocks, _integers, _product_kernels
 from rabbitllm.quant._gguf_decoders import DECODERS, Group
-from rabbitllm.quant._kernel_interface import BEFORE_WORK, CODES, NUMBERS, PAIRS, PANELS, SUMMED
+from rabbitllm.quant._integer_blocks import LAYOUTS
+from rabbitllm.quant._kernel_interface import BEFORE_WORK, CODES, NUMBERS, PANELS
 from rabbitllm.quant._product_kernels import PIECE_WORDS, arguments, named, own_rows, pieces
-from rabbitllm.quant._vectors import F32, I8, I16, I32, Emitter, Pairs, emitted, number
+from rabbitllm.quant._vectors import F32, I8, I16, I32, Emitter, emitted, number
 
 TOKENS = 4
 """Inputs for each decoded group."""
@@ -41,7 +41,7 @@ def address(method: str, scheme: str, width: int) -> int:
     Args:
         method: `CODES`, `PANELS` or `NUMBERS`.
         scheme: a key of `DECODERS`.
-        width: lanes of its vectors; `PAIRS`, by codes, for one that multiplies pairs of bfloat16.
+        width: lanes of its vectors; by codes `INTEGERS`.
     """
     return _product_kernels.address_of(_kernel(method, scheme, width))
 
@@ -50,9 +50,10 @@ def address(method: str, scheme: str, width: int) -> int:
 def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
     name = f"{method}_{scheme}_{width}"
     if method == CODES:
-        single, wide = (_dot(scheme, width, tokens) for tokens in (1, TOKENS))
-        step = _step_of(scheme, width)
-        return named(_by_codes, name, ONE=single, WIDE=wide, INPUT_BYTES=step.input_bytes, SUM_BYTES=step.sum_bytes)
+        single, wide = (_dot(scheme, tokens) for tokens in (1, TOKENS))
+        layout = LAYOUTS[scheme]
+        sizes = {"INPUT_BYTES": 2 * layout.step, "FLOAT_BYTES": 4 + 4 * layout.groups}
+        return named(_by_codes, name, ONE=single, WIDE=wide, **sizes)
     if method == NUMBERS:
         return named(_by_numbers, name, FILL=_fill(scheme, width))
     assert method == PANELS
@@ -151,129 +152,68 @@ def _floats(emit: Emitter, group: Group, part: int) -> list[Any]:
     return vectors
 
 
-class _RowStep(NamedTuple):
-    """Consecutive codes of a row that are multiplied together: a block, or in pairs a step of a `PairLayout`.
-
-    Attributes:
-        code_bytes, input_bytes, sum_bytes: bytes of its codes, of its inputs, and of the sums of these by group.
-    """
-
-    code_bytes: int
-    input_bytes: int
-    sum_bytes: int
-
-
-def _step_of(scheme: str, width: int) -> _RowStep:
-    block = BLOCK_TYPES[scheme]
-    if width != PAIRS:
-        return _RowStep(block.nbytes, 4 * block.elements, 4 * (block.elements // SUMMED))
-    layout = _block_pairs.LAYOUTS[scheme]
-    return _RowStep(block.row_bytes(layout.step), 2 * layout.step, 4 * layout.groups)
-
-
-class _FloatSums:
-    """The sums of a row's products with some inputs, float32: in lanes, less the minima times the sums of inputs."""
+class _RowSums:
+    """The sums of a row's products with some inputs, float32, in lanes."""
 
     def __init__(self, emit: Emitter, scheme: str, tokens: int) -> None:
-        self._emit, self._scheme = emit, scheme
-        self._totals = [emit.variable() for _ in range(tokens)]
-        zero = ir.Constant(F32, 0.0)
-        self._least = [cgutils.alloca_once_value(emit.b, zero) for _ in range(tokens)]  # type: ignore[no-untyped-call]
+        self._emit, self._scheme, self._layout = emit, scheme, LAYOUTS[scheme]
+        self._totals, self._least = ([emit.variable() for _ in range(tokens)] for _ in range(2))
 
-    def add(self, base: Any, inputs: list[Any], sums: list[Any]) -> None:
-        """Add the products of the block at an address with each input, and with its sums by group."""
-        emit, element = self._emit, 0
-        emit.prefetch(emit.add(base, PREFETCHED))
-        for group in DECODERS[self._scheme](_BlockInMemory(emit, base)):
-            for part, scale in enumerate(group.scales):
-                values, spread = _floats(emit, group, part), emit.spread(scale)
-                least = group.minima[part] if group.minima else None
-                for t in range(len(inputs)):
-                    self._multiply(t, values, spread, emit.add(inputs[t], 4 * element))
-                    if least is not None:
-                        of_inputs = _sum_at(emit, sums[t], element, len(values) * emit.width)
-                        product = emit.b.fmul(least, of_inputs)
-                        emit.b.store(emit.b.fadd(emit.b.load(self._least[t]), product), self._least[t])
-                element += len(values) * emit.width
-
-    def _multiply(self, t: int, values: list[Any], scale: Any, inputs: Any) -> None:
-        emit, product = self._emit, self._emit.zero
-        for n, value in enumerate(values):
-            product = emit.fma(value, emit.load(emit.add(inputs, 4 * n * emit.width), emit.floats, 4), product)
-        emit.b.store(emit.fma(product, scale, emit.b.load(self._totals[t])), self._totals[t])
-
-    def total(self, t: int) -> Any:
-        """The result for one input."""
-        total = self._emit.sum(self._emit.b.load(self._totals[t]))
-        return self._emit.b.fsub(total, self._emit.b.load(self._least[t]))
-
-
-def _sum_at(emit: Emitter, sums: Any, begin: int, count: int) -> Any:
-    """The sum of an input's elements from `begin` on."""
-    parts = [emit.load(emit.add(sums, 4 * g), F32, 4) for g in range(begin // SUMMED, (begin + count) // SUMMED)]
-    return functools.reduce(emit.b.fadd, parts)
-
-
-class _PairSums:
-    """The same for inputs of bfloat16 in pairs; the minima are in lanes too.
-
-    Parts are added in turns to two totals, since each addition waits for the one before.
-    """
-
-    def __init__(self, emit: Emitter, scheme: str, tokens: int) -> None:
-        self._emit, self._scheme = emit, scheme
-        self._even, self._odd, self._least = ([emit.variable() for _ in range(tokens)] for _ in range(3))
-        arguments = emit.floats, *[Pairs.PAIRED] * 2
-        self._pairs = emit.function("llvm.x86.avx512bf16.dpbf16ps.512", emit.floats, *arguments)
-
-    def add(self, base: Any, inputs: list[Any], sums: list[Any]) -> None:
-        """Add the products of the step at an address with each input, and with its sums by group."""
-        emit, offset, layout = self._emit, 0, _block_pairs.LAYOUTS[self._scheme]
-        for line in range(0, _step_of(self._scheme, PAIRS).code_bytes, 64):
+    def add(self, base: Any, inputs: list[Any], floats: list[Any]) -> None:
+        """Add the products of the step at an address with each input; `floats` has the scale and sums of each."""
+        emit, offset = self._emit, 0
+        for line in range(0, _code_bytes(self._scheme), 64):
             emit.prefetch(emit.add(base, PREFETCHED + line))
-        parts, minima = _block_pairs.parts(emit, self._scheme, base)
-        for part, totals in zip(parts, itertools.cycle((self._even, self._odd)), strict=False):
-            for t in range(len(inputs)):
-                self._multiply(totals[t], part, emit.add(inputs[t], offset))
+        parts, minima = _integer_blocks.parts(emit, self._scheme, base)
+        products = [emit.zero] * len(inputs)
+        for part in parts:
+            for t, place in enumerate(inputs):
+                total: Any = ir.Constant(_integers.INTS, [0] * 16)
+                for n, words in enumerate(part.words):
+                    loaded = emit.load(emit.add(place, offset + 64 * n), _integers.WORDS, 2)
+                    total = _integers.multiply_add(emit, total, words, loaded)
+                products[t] = emit.fma(emit.b.sitofp(total, emit.floats), part.scale, products[t])
             offset += 64 * len(part.words)
-        for t in range(len(inputs) if minima is not None else 0):
-            of_inputs = emit.load(sums[t], ir.VectorType(F32, layout.groups), 4)
-            if layout.groups < 16:  # zeros follow, at no cost
-                order = ir.Constant(ir.VectorType(I32, 16), [*range(8), *[8] * 8])
-                of_inputs = emit.b.shuffle_vector(of_inputs, ir.Constant(of_inputs.type, None), order)
-            emit.b.store(emit.fma(minima, of_inputs, emit.b.load(self._least[t])), self._least[t])
-
-    def _multiply(self, total: Any, part: _block_pairs.PairPart, inputs: Any) -> None:
-        emit, product = self._emit, self._emit.zero
-        for n, words in enumerate(part.words):
-            value = emit.load(emit.add(inputs, 64 * n), Pairs.PAIRED, 2)
-            product = emit.b.call(self._pairs, [product, emit.b.bitcast(words, Pairs.PAIRED), value])
-        emit.b.store(emit.fma(product, part.scale, emit.b.load(total)), total)
+        for t, place in enumerate(floats):
+            scale = emit.spread(emit.load(place, F32, 4))
+            emit.b.store(emit.fma(products[t], scale, emit.b.load(self._totals[t])), self._totals[t])
+            if minima is not None:
+                groups = self._layout.groups
+                of_inputs = emit.load(emit.add(place, 4), ir.VectorType(F32, groups), 4)
+                if groups < 16:  # zeros follow
+                    order = [*range(groups), *[groups] * (16 - groups)]
+                    of_inputs = _integers.pick(emit, of_inputs, ir.Constant(of_inputs.type, None), order)
+                emit.b.store(emit.fma(minima, of_inputs, emit.b.load(self._least[t])), self._least[t])
 
     def total(self, t: int) -> Any:
         """The result for one input."""
-        even, odd, least = (self._emit.b.load(lanes[t]) for lanes in (self._even, self._odd, self._least))
-        return self._emit.sum(self._emit.b.fsub(self._emit.b.fadd(even, odd), least))
+        total, least = (self._emit.b.load(lanes[t]) for lanes in (self._totals, self._least))
+        return _integers.tree_sum(self._emit, self._emit.b.fsub(total, least) if self._layout.group else total)
 
 
-def _dot(scheme: str, width: int, tokens: int) -> Any:
+def _code_bytes(scheme: str) -> int:
+    """Bytes of the codes of a step."""
+    return BLOCK_TYPES[scheme].row_bytes(LAYOUTS[scheme].step)
+
+
+def _dot(scheme: str, tokens: int) -> Any:
     """An intrinsic that multiplies a row by `tokens` consecutive inputs."""
-    step, sums_type = _step_of(scheme, width), _PairSums if width == PAIRS else _FloatSums
+    layout, code_bytes = LAYOUTS[scheme], _code_bytes(scheme)
 
-    def dot(emit, codes, inputs, summed, out, steps, all_rows):  # type: ignore[no-untyped-def]
-        """All arguments are int64; the first four are addresses: of the row, of the first input, of its sums by group
-        and of the result; then steps in a row, and rows of the matrix."""
+    def dot(emit, codes, inputs, floats, out, steps, all_rows):  # type: ignore[no-untyped-def]
+        """All arguments are int64; the first four are addresses: of the row, of the first input, of its scales and
+        sums, and of the result; then steps in a row, and rows of the matrix."""
         builder = emit.b
-        sums = sums_type(emit, scheme, tokens)
+        sums = _RowSums(emit, scheme, tokens)
         with cgutils.for_range(builder, steps) as loop:
-            base = emit.add(codes, builder.mul(loop.index, number(step.code_bytes)))
+            base = emit.add(codes, builder.mul(loop.index, number(code_bytes)))
             places = [emit.add(builder.mul(steps, number(t)), loop.index) for t in range(tokens)]
-            starts = [emit.add(inputs, builder.mul(i, number(step.input_bytes))) for i in places]
-            sums.add(base, starts, [emit.add(summed, builder.mul(i, number(step.sum_bytes))) for i in places])
+            starts = [emit.add(inputs, builder.mul(i, number(2 * layout.step))) for i in places]
+            sums.add(base, starts, [emit.add(floats, builder.mul(i, number(4 + 4 * layout.groups))) for i in places])
         for t in range(tokens):
             emit.store(sums.total(t), emit.add(out, builder.mul(all_rows, number(4 * t))), 4)
 
-    return emitted(dot, width)
+    return emitted(dot, 16)
 
 
 def _fill(scheme: str, width: int) -> Any:
@@ -307,23 +247,23 @@ def _fill(scheme: str, width: int) -> Any:
 # Templates of kernels; see `_product_kernels.named`.
 
 ONE: Any = None
-WIDE = FILL = INPUT_BYTES = SUM_BYTES = ONE
+WIDE = FILL = INPUT_BYTES = FLOAT_BYTES = ONE
 
 
 def _by_codes(data):  # type: ignore[no-untyped-def]
     words = pieces(data)
     for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
-        codes, _, inputs, summed, _, out, row_bytes, steps, _, tokens, rows = arguments(words, piece)
+        codes, _, inputs, floats, _, out, row_bytes, steps, _, tokens, rows = arguments(words, piece)
         first, last = own_rows(words, rows)
         for row in range(first, last):
             token, base = 0, codes + row * row_bytes
             while token + TOKENS <= tokens:  # two loops: with a branch in one, a single input takes 1.4 times as long
                 before, to = token * steps, out + (token * rows + row) * 4
-                WIDE(base, inputs + before * INPUT_BYTES, summed + before * SUM_BYTES, to, steps, rows)
+                WIDE(base, inputs + before * INPUT_BYTES, floats + before * FLOAT_BYTES, to, steps, rows)
                 token += TOKENS
             while token < tokens:
                 before, to = token * steps, out + (token * rows + row) * 4
-                ONE(base, inputs + before * INPUT_BYTES, summed + before * SUM_BYTES, to, steps, rows)
+                ONE(base, inputs + before * INPUT_BYTES, floats + before * FLOAT_BYTES, to, steps, rows)
                 token += 1
 
 

@@ -14,8 +14,8 @@ CODES, PANELS, DEQUANTIZED = "codes", "panels", "dequantized"
 torch's product with a few rows at a time."""
 NUMBERS = "numbers"
 """Dequantization of blocks of GGUF files, which is no product."""
-SUMMED = 16
-"""Elements of an input that are summed, for blocks with minima."""
+INTEGERS = 64
+"""Value of `width` for kernels that multiply integers (`_integers.py`)."""
 PAIRS = 32
 """Value of `width` for kernels that multiply pairs of bfloat16."""
 BFLOAT16 = "bfloat16"
@@ -30,9 +30,8 @@ rows. Without a team: 0, the thread's index, the rows for each thread, and the n
 ARGUMENTS = ("codes", "scales", "even", "odd", "table", "out", "row_bytes", "steps", "shift", "tokens", "rows")
 """The arguments of a piece of work: addresses up to `out` (`even` is that of all inputs where even and odd ones are not
 apart); bytes of codes in a row, steps of the kernel in a row, the logarithm of steps in a block, inputs, and rows of
-the whole matrix. Those that a kernel does not need are 0. For blocks by codes `odd` is that of the sums of inputs,
-`steps` are blocks, in pairs those of `_block_pairs.PairLayout`, and `shift` the elements of one; for their numbers
-`shift` is the columns."""
+the whole matrix. Those that a kernel does not need are 0. For integers `odd` is that of the scales and sums
+of inputs, and `steps` are those of `_integers.InputLayout`. For the numbers of blocks `shift` is the columns."""
 
 
 class CodeKernel(NamedTuple):

@@ -175,11 +175,12 @@ def _threads() -> Workers:
 
 # Trials of a kernel before it is used: the samples, and the tolerated error.
 
-TOLERANCE = 1e-5
-"""Maximum error relative to the norm of a product: float32 sums of thousands of terms, in another order."""
+TOLERANCE, INTEGER_TOLERANCE = 1e-5, 3e-4
+"""Maximum error relative to the norm of a product: float32 sums of thousands of terms, in another order; integers of 16
+bits."""
 
 
-def agrees(name: str, products: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+def agrees(name: str, products: Iterable[tuple[torch.Tensor, torch.Tensor]], tolerance: float = TOLERANCE) -> bool:
     """Whether all products are right; if not, the relative error (of norms) of the first wrong one is logged.
 
     Computes in a thread of its own, with which OpenMP's team ends. If that of the loading thread stayed, there would be
@@ -188,12 +189,13 @@ def agrees(name: str, products: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> 
     Args:
         name: the products, in the message.
         products: the kernel's result and the correct one, for each product.
+        tolerance: maximum error relative to the norm of a product.
     """
     outcome = Future[bool]()
 
     def compare() -> None:
         try:
-            outcome.set_result(_agrees(name, products))
+            outcome.set_result(_agrees(name, products, tolerance))
         except BaseException as error:
             outcome.set_exception(error)
 
@@ -203,10 +205,10 @@ def agrees(name: str, products: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> 
     return outcome.result()
 
 
-def _agrees(name: str, products: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+def _agrees(name: str, products: Iterable[tuple[torch.Tensor, torch.Tensor]], tolerance: float) -> bool:
     for result, expected in products:
         error = float((result - expected).norm() / expected.norm())
-        if not error < TOLERANCE:  # true for NaN too
+        if not error < tolerance:  # true for NaN too
             logger.warning("The kernel for products %s is off by %.1e here and is not used.", name, error)
             return False
     return True
@@ -230,12 +232,7 @@ def of_codes(
 
     generator = torch.Generator().manual_seed(0)
     block, codes_a_byte = SCHEMES[scheme].block, SCHEMES[scheme].codes_a_byte
-    # values of codes that every kind of table represents exactly
-    values = torch.tensor(
-        [(code - 8) / 8 for code in range(16)]
-        if codes_a_byte == 2
-        else [(code - 127) / 128 / (1 << abs(code - 127).bit_length() % 4) for code in range(256)]
-    )
+    values = torch.tensor([(code - 8) / 8 for code in range(16)] if codes_a_byte == 2 else _dynamic_map())
     for inputs, rows, columns in shapes:
         elements = rows * columns
         codes = torch.randint(0, 256, (elements // codes_a_byte,), dtype=torch.uint8, generator=generator)
@@ -244,3 +241,12 @@ def of_codes(
         apart = torch.stack([codes >> 4, codes & 15], -1).view(-1) if codes_a_byte == 2 else codes
         matrix = (values[apart.long()] * scales.repeat_interleave(block)[:elements]).view(rows, columns)
         yield product(Quantized(scheme, (rows, columns), "float32"), codes, scales, values, x), x.float() @ matrix.T
+
+
+def _dynamic_map() -> list[float]:
+    """The values of 8bit codes: evenly spaced ones in each of seven decades, on both sides of 0, and 1."""
+    positive = [0.0]
+    for decade in range(7):
+        step = 0.9 / 2**decade
+        positive += [(0.1 + (index + 0.5) * step) * 10.0 ** (decade - 6) for index in range(2**decade)]
+    return [*(-value for value in positive[:0:-1]), *positive, 1.0]

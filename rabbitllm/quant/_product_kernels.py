@@ -31,15 +31,15 @@ from numba import types
 from numba.core import cgutils
 from numba.core.extending import intrinsic
 
+from rabbitllm.quant import _integers
 from rabbitllm.quant._compiling import c_function
-from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, CODES, PAIRS, PANELS
+from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, CODES, INTEGERS, PANELS
 from rabbitllm.quant._vectors import (
     F32,
     FOR_A_THREAD,
     HALF_BYTES,
     I8,
     Emitter,
-    Pairs,
     asked,
     codebook,
     emitted,
@@ -62,6 +62,8 @@ PANEL_BYTES = PANEL_ROWS * PANEL_COLUMNS * 4
 INPUT_BYTES, MATRIX_BYTES = 1 << 17, 1 << 19
 """Bytes of the inputs, and of the rows of bfloat16, that are processed together: both fit a core's cache."""
 PIECE_WORDS = len(ARGUMENTS)
+SCALE_SHIFT = 5
+"""A segment of integers has 128 bytes of inputs and a scale of 4: a 2**5th."""
 
 
 def address(method: str, scheme: str, width: int) -> int:
@@ -70,7 +72,7 @@ def address(method: str, scheme: str, width: int) -> int:
     Args:
         method: `CODES` or `PANELS`.
         scheme: "4bit" or "8bit"; `BFLOAT16` by codes.
-        width: lanes of its vectors; `PAIRS` for one that multiplies pairs of bfloat16.
+        width: lanes of its vectors; `INTEGERS` for our own schemes by codes.
     """
     return address_of(KERNELS[method, scheme, width])
 
@@ -149,13 +151,27 @@ class CodeSegment(Protocol):
 
 
 class _OwnSegment:
-    """A segment of our own schemes, all of which has one scale."""
+    """A segment of our own schemes, of which all codes have one scale."""
 
-    def __init__(self, scheme: str, width: int, emit: Emitter, table: Any) -> None:
+    def __init__(self, scheme: str, emit: Emitter, table: Any) -> None:
         self._emit = emit
-        self._codebook = Pairs(emit, scheme, table) if width == PAIRS else codebook(emit, scheme, table)
-        self.segment_bytes = self._codebook.segment_bytes
-        self.inputs, self.products = self._codebook.inputs, self._codebook.products
+        self._decoder = _integers.OWN_DECODERS[scheme](emit, table)
+        self.segment_bytes = self._decoder.segment_bytes
+
+    def inputs(self, even: Any, odd: Any, begin: Any) -> list[Any]:
+        emit = self._emit
+        words = [emit.load(emit.add(even, begin, offset), _integers.WORDS, 2) for offset in (0, 64)]
+        scale = emit.add(odd, emit.b.lshr(begin, number(SCALE_SHIFT)))
+        return [*words, emit.spread(emit.load(scale, F32, 4))]
+
+    def products(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
+        emit, codes, sums = self._emit, self._decoder.words(address), []
+        for *vectors, scale in inputs:
+            total: Any = ir.Constant(_integers.INTS, [0] * 16)
+            for words, values in zip(codes, vectors, strict=True):
+                total = _integers.multiply_add(emit, total, words, values)
+            sums.append(emit.b.fmul(emit.b.sitofp(total, emit.floats), scale))
+        return [sums]
 
     def scales(self, scales: Any, row: Any, segments: Any, segment: Any, shift: Any) -> list[Any]:
         emit = self._emit
@@ -163,7 +179,7 @@ class _OwnSegment:
         return [emit.spread(emit.load(emit.add(scales, emit.b.mul(block, number(4))), F32, 4))]
 
     def finished(self, total: Any) -> Any:
-        return self._emit.b.fmul(total, self._codebook.factor) if isinstance(self._codebook, Pairs) else total
+        return self._emit.b.fmul(total, self._decoder.factor)
 
 
 def _code_dot(make: Callable[[Emitter, Any], CodeSegment], width: int, rows: int, tokens: int) -> Any:
@@ -200,7 +216,7 @@ def _code_dot(make: Callable[[Emitter, Any], CodeSegment], width: int, rows: int
 
 
 @inlined
-def _code_tiles(dots, data):  # type: ignore[no-untyped-def]
+def _code_tiles(dots, odd_shift, data):  # type: ignore[no-untyped-def]
     """The loops over rows and inputs, in tiles of `ROWS` and `TOKENS` and smaller ones at the ends."""
     single, tall, wide, square = dots
     words = pieces(data)
@@ -209,7 +225,8 @@ def _code_tiles(dots, data):  # type: ignore[no-untyped-def]
         first, last = own_rows(words, rows)
         token, input_bytes = 0, segments * HALF_BYTES
         while token < tokens:
-            e, o, to = even + token * input_bytes, odd + token * input_bytes, out + token * rows * 4
+            e, o = even + token * input_bytes, odd + (token * input_bytes >> odd_shift)
+            to = out + token * rows * 4
             row, is_wide = first, token + TOKENS <= tokens
             while row < last:
                 is_tall = row + ROWS <= last
@@ -403,11 +420,11 @@ def _bfloat_tiles(dots, vector_bytes, data):  # type: ignore[no-untyped-def]
 # uses is global. So each kernel is a template with a name and globals of its own.
 
 ONE: Any = None
-TALL = WIDE = SQUARE = FILL = AT_ONCE = VECTOR = ONE
+TALL = WIDE = SQUARE = FILL = AT_ONCE = VECTOR = ODD_SHIFT = ONE
 
 
 def _by_codes(data):  # type: ignore[no-untyped-def]
-    _code_tiles((ONE, TALL, WIDE, SQUARE), data)
+    _code_tiles((ONE, TALL, WIDE, SQUARE), ODD_SHIFT, data)
 
 
 def _by_panels(data):  # type: ignore[no-untyped-def]
@@ -436,7 +453,8 @@ def code_kernel(name: str, make: Callable[[Emitter, Any], CodeSegment], width: i
     """The kernel by codes of segments that `make` returns for an emitter and the address of a table."""
     shapes = (1, 1), (ROWS, 1), (1, TOKENS), (ROWS, TOKENS)
     single, tall, wide, square = (_code_dot(make, width, *shape) for shape in shapes)
-    return named(_by_codes, name, ONE=single, TALL=tall, WIDE=wide, SQUARE=square)
+    shift = SCALE_SHIFT if width == INTEGERS else 0
+    return named(_by_codes, name, ONE=single, TALL=tall, WIDE=wide, SQUARE=square, ODD_SHIFT=shift)
 
 
 def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
@@ -446,10 +464,10 @@ def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
     if scheme == BFLOAT16:
         single, tall, square = (_bfloat_dot(width, *shape) for shape in ((1, 1), (ROWS, 1), (ROWS, TOKENS)))
         return named(_of_bfloat16, name, ONE=single, TALL=tall, SQUARE=square, VECTOR=4 * width)
-    return code_kernel(name, functools.partial(_OwnSegment, scheme, width), width)
+    return code_kernel(name, functools.partial(_OwnSegment, scheme), width)
 
 
-_KEYS = [(CODES, scheme, width) for scheme in ("4bit", "8bit") for width in (16, 8, PAIRS)]
+_KEYS = [(CODES, scheme, INTEGERS) for scheme in ("4bit", "8bit")]
 _KEYS += [(PANELS, scheme, width) for scheme in ("4bit", "8bit") for width in (16, 8)]
 KERNELS: dict[tuple[str, str, int], Callable[[Any], None]] = {
     key: _kernel(*key) for key in (*_KEYS, (CODES, BFLOAT16, 16), (CODES, BFLOAT16, 8))

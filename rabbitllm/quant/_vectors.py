@@ -29,8 +29,6 @@ from numba.core import cgutils
 from numba.core.codegen import get_host_cpu_features
 from numba.core.extending import intrinsic
 
-from rabbitllm.quant._kernel_interface import PAIRS
-
 ZERO_CODE = 127
 """The 8bit code of 0: lower codes are negative values, higher codes positive ones."""
 RAMP_BYTES = 64
@@ -42,22 +40,12 @@ _RAMP_ERROR = 5e-7
 
 
 @functools.cache
-def table_of(scheme: str, width: int, levels: bytes) -> npt.NDArray[Any] | None:
+def table_of(scheme: str, levels: bytes) -> npt.NDArray[Any] | None:
     """The table in the kernels' format, from the float32 values of the codes; None if these do not fit the format.
 
-    For `PAIRS` it has the values times a factor, in bfloat16 (16 values twice, so that a fifth bit of an index makes no
-    difference), and after them the inverse of the factor, in float32, to multiply sums with. Otherwise it has the
-    values for 4bit, and the slopes and starts of ramps, float32 (32,), for 8bit.
+    It has the values for 4bit, and the slopes and starts of ramps, float32 (32,), for 8bit.
     """
     values = np.frombuffer(levels, np.float32)
-    if width == PAIRS:
-        # of 256 factors between 1 and 2, the one with the least error: two thirds of it for NF4, half for 8bit
-        factors = 1 + np.arange(256, dtype=np.float32) / 256
-        errors = [np.square(_nearest_bfloat16(values * factor) / factor - values).sum() for factor in factors]
-        factor = factors[int(np.argmin(errors))]
-        halves = (_nearest_bfloat16(values * factor).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
-        back = np.array([1 / factor], np.float32).view(np.uint16)
-        return np.concatenate([halves, halves, back] if scheme == "4bit" else [halves, back])
     if scheme == "4bit":
         return values.copy()
     return _ramps(values)
@@ -88,12 +76,6 @@ def _ramps(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32] | None:
     if (np.abs(approximated - values) > _RAMP_ERROR * np.abs(values)).any():
         return None
     return np.concatenate([slopes, slopes, starts, starts])
-
-
-def _nearest_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """The nearest bfloat16 values, as float32; ties to even."""
-    words = values.astype(np.float32).view(np.uint32).astype(np.uint64)
-    return ((words + 0x7FFF + ((words >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
 
 
 FOR_A_THREAD: Any = types.void(types.CPointer(types.int64))  # type: ignore[no-untyped-call]
@@ -202,12 +184,12 @@ def emitted(emit_code: Callable[..., None], width: int) -> Any:
 
     Args:
         emit_code: emits the code; gets an emitter, and the values of the int64s.
-        width: lanes of the emitter's vectors; 16 for `PAIRS`.
+        width: lanes of the emitter's vectors; 16 for `PAIRS` and `INTEGERS`.
     """
 
     def definition(context: Any, *argument_types: Any) -> Any:
         def lower(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            emit_code(Emitter(builder, 16 if width == PAIRS else width), *arguments)
+            emit_code(Emitter(builder, min(width, 16)), *arguments)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * len(argument_types)), lower
@@ -328,18 +310,6 @@ class _Nibbles(Floats):
         return self._values.look_up(emit.b.lshr(wide, emit.every(4))), self._values.look_up(wide)
 
 
-def _of_256(emit: Emitter, vectors: list[Any], index: Any) -> Any:
-    """Words from a table of 256 words in 8 vectors, by a vector of 16-bit indices."""
-    permute = emit.function("llvm.x86.avx512.vpermi2var.hi.512", _WORDS, _WORDS, _WORDS, _WORDS)
-    quarters = [emit.b.call(permute, [vectors[2 * q], index, vectors[2 * q + 1]]) for q in range(4)]
-
-    def bit(value: int) -> Any:
-        return emit.b.icmp_unsigned("!=", emit.b.and_(index, every(_WORDS, value)), every(_WORDS, 0))
-
-    low, high = (emit.b.select(bit(64), quarters[2 * h + 1], quarters[2 * h]) for h in range(2))
-    return emit.b.select(bit(128), high, low)
-
-
 class _Bytes(Floats):
     """Computes the values of 8bit codes: `width` words give `width` even and `width` odd weights."""
 
@@ -369,42 +339,6 @@ class _Bytes(Floats):
         return emit.fma(emit.look_up(self._slopes, ramp), distance, start)
 
 
-class Pairs:
-    """Multiplies pairs of bfloat16; a segment has 64 inputs in their own order. The table ends with a factor."""
-
-    PAIRED = ir.VectorType(_BFloat(), 32)
-
-    def __init__(self, emit: Emitter, scheme: str, table: Any) -> None:
-        self._emit = emit
-        self._scheme = scheme
-        self.segment_bytes = SEGMENT // (2 if scheme == "4bit" else 1)
-        vectors = 1 if scheme == "4bit" else 8
-        self._tables = [emit.load(emit.add(table, 64 * index), _WORDS, 2) for index in range(vectors)]
-        self.factor = emit.load(emit.add(table, 64 * vectors), F32, 2)
-
-    def inputs(self, even: Any, odd: Any, begin: Any) -> list[Any]:
-        """Two vectors of a segment's inputs; at 4bit the even ones first, as the codes of a byte are separated."""
-        if self._scheme == "8bit":
-            return [self._emit.load(self._emit.add(even, begin, offset), _WORDS, 2) for offset in (0, 64)]
-        return pairs_apart(self._emit, self._emit.add(even, begin))
-
-    def products(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
-        """Sums of a segment's codes times the inputs of each token, still apart in lanes; a segment has one part."""
-        return [pair_products(self._emit, self._weights(address), inputs)]
-
-    def _weights(self, address: Any) -> tuple[Any, Any]:
-        emit = self._emit
-        if self._scheme == "8bit":
-            indices = (emit.load(emit.add(address, offset), ir.VectorType(I8, 32), 1) for offset in (0, 32))
-            first, second = (_of_256(emit, self._tables, emit.b.zext(index, _WORDS)) for index in indices)
-            return first, second
-        permute = emit.function("llvm.x86.avx512.permvar.hi.512", _WORDS, _WORDS, _WORDS)
-        wide = emit.b.zext(emit.load(address, ir.VectorType(I8, 32), 1), _WORDS)
-        nibbles = (emit.b.lshr(wide, every(_WORDS, 4)), wide)  # the first is in the high half
-        first, second = (emit.b.call(permute, [self._tables[0], index]) for index in nibbles)
-        return first, second
-
-
 def pairs_apart(emit: Emitter, address: Any) -> list[Any]:
     """The 64 inputs at an address: a vector of those at even indices, and one of those at odd ones."""
     first, second = (emit.load(emit.add(address, offset), _WORDS, 2) for offset in (0, 64))
@@ -414,7 +348,7 @@ def pairs_apart(emit: Emitter, address: Any) -> list[Any]:
 
 def pair_products(emit: Emitter, weights: Iterable[Any], inputs: list[list[Any]]) -> list[Any]:
     """Sums of vectors of weights times the inputs of each token, in pairs of bfloat16, still apart in lanes."""
-    paired = Pairs.PAIRED
+    paired = ir.VectorType(_BFloat(), 32)
     multiply = emit.function("llvm.x86.avx512bf16.dpbf16ps.512", emit.floats, emit.floats, paired, paired)
     both = [emit.b.bitcast(words, paired) for words in weights]
     sums: list[Any] = [emit.zero] * len(inputs)

@@ -92,15 +92,6 @@ def lanes_for(name: str) -> int:
     return _vectors.lanes() if _vectors.reads_halves() else 0
 
 
-@functools.cache
-def has_minima(name: str) -> bool:
-    """Whether something is subtracted in a type of `DECODERS`."""
-    import torch
-
-    block = torch.zeros(1, BLOCK_TYPES[name].nbytes, dtype=torch.uint8)
-    return any(group.minima for group in DECODERS[name](_TensorReader(block)))
-
-
 def sample(name: str, elements: int, generator: torch.Generator) -> torch.Tensor:
     """Random blocks with scales of usual size: uint8 (bytes,)."""
     import torch

@@ -1,10 +1,10 @@
 """Products with a matrix that is stored at 4bit, 8bit or in blocks of GGUF, without dequantizing the whole matrix.
 
 On the CPU, for few inputs each code is decoded in registers for every few of them: at 4bit a token then reads a quarter
-of the bytes of bfloat16. For more inputs a few rows at a time are decoded once for all of them, a panel. For very many,
-as in the prefill of a long prompt, a few rows at a time are dequantized into memory that stays in the cache, and
-multiplied by torch. So are matrices with code values that no kernel has a table for. Kernels (`_product_kernels.py`)
-multiply by code value times scale in float32; the dequantized matrix has the same values, rounded.
+of the bytes of bfloat16. Codes and inputs are integers of 16 bits there (`_integers.py`). For more inputs a few rows at
+a time are decoded once for all of them, a panel, and multiplied in float32. For very many, as in the prefill of a long
+prompt, a few rows at a time are dequantized into memory that stays in the cache, and multiplied by torch. So are
+matrices with code values that no kernel has a table for.
 
 On a Xeon with AVX-512, one thread, 5632 x 2048 at 4bit, milliseconds of the processor: 16 rows 7 by panels and 8 code
 by code, 64 rows 22 and 36, 256 rows 88 and 163; dequantized and multiplied by torch 22, 45 and 92. Below 6 rows code by
@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.quant import _block_pairs, _kernels, bfloat_products, gguf_blocks
-from rabbitllm.quant._kernel_interface import CODES, DEQUANTIZED, PAIRS, PANELS, SUMMED
-from rabbitllm.quant._kernels import InputRows, segment_inputs
+from rabbitllm.quant import _kernels, bfloat_products, gguf_blocks
+from rabbitllm.quant._kernel_interface import CODES, DEQUANTIZED, INTEGERS, PANELS
+from rabbitllm.quant._kernels import InputRows
 from rabbitllm.quant.quantize import (
     MAX_ELEMENTS,
     NestedScales,
@@ -44,13 +44,12 @@ if TYPE_CHECKING:
 
     import torch
 
-MAX_INPUTS = 16
-MAX_INPUTS_IN_PAIRS = 64
-"""Rows of input up to which the kernel without panels is faster than dequantizing, in float32 and in pairs of bfloat16
-(2 cores of an AMD EPYC, with AVX-512)."""
-LEAST_PANEL_INPUTS = 6
+    from rabbitllm.quant._integers import InputLayout
+
+MAX_CODE_INPUTS = {"8bit": 5}
+"""Rows of input up to which codes are decoded for every few of them; 16 for other schemes than these."""
 MAX_PANEL_INPUTS = {16: 256, 8: 64}
-"""Rows of input for which panels are the fastest way, by lanes."""
+"""Lanes -> rows of input up to which panels are faster than torch."""
 MAX_GROUPED = 512
 """Maximum rows of all groups together, which are in memory in float32 as inputs and as results."""
 CHUNK_ELEMENTS = 1 << 21
@@ -67,15 +66,11 @@ def multiplies(form: Quantized) -> bool:
     """Whether there is a kernel for this matrix on this machine: 2-D, each row a whole number of segments or blocks."""
     if len(form.shape) != 2 or not all(form.shape):
         return False
-    if form.scheme in BLOCK_TYPES:
-        width = gguf_blocks.lanes_for(form.scheme)
-        return bool(width) and _agrees(CODES, form.scheme, width)
-    if form.shape[1] % SEGMENT:
-        return False
     from rabbitllm.quant import _vectors  # numba comes with it
 
-    width = _vectors.lanes()
-    return bool(width) and _agrees(CODES, form.scheme, width)
+    if form.scheme in BLOCK_TYPES:
+        return bool(gguf_blocks.lanes_for(form.scheme)) and _agrees(CODES, form.scheme, INTEGERS)
+    return not form.shape[1] % SEGMENT and bool(_vectors.lanes()) and _agrees(CODES, form.scheme, INTEGERS)
 
 
 def can_multiply(form: Quantized) -> bool:
@@ -210,12 +205,11 @@ class Matrix(QuantizedMatrix):
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`x @ W.T + bias`: (..., K) of a floating dtype -> (..., N) of the same; the kernels' sums are in float32."""
         flat = x.reshape(-1, x.shape[-1])
-        width = _width_for(self.form, x.dtype)
-        method = method_for(self, width, len(flat))
+        method = method_for(self, len(flat))
         if method == DEQUANTIZED:
             result = _in_chunks(flat, self, bias)
         else:
-            result = self.times_by(method, width, flat)
+            result = self.times_by(method, width_of(method), flat)
             if bias is not None:
                 result += bias
             result = result.to(x.dtype)
@@ -223,14 +217,12 @@ class Matrix(QuantizedMatrix):
 
     def grouped(self, x: torch.Tensor) -> GroupedProduct | None:
         """See `GroupedProduct`; None without a kernel, or for so many rows that a product's overhead is negligible."""
-        width = _width_for(self.form, x.dtype)
-        return GroupedProduct(x, self) if len(x) <= MAX_GROUPED and self.table_for(width) else None
+        return GroupedProduct(x, self) if len(x) <= MAX_GROUPED and method_for(self, 1) != DEQUANTIZED else None
 
     def times_by(self, method: str, width: int, x: torch.Tensor) -> torch.Tensor:
         """`x @ W.T` in float32 by a method's kernel of `width` lanes: (T, K) of any floating dtype -> (T, N)."""
         import torch
 
-        width = _lanes_of(method, self.form.scheme, width)
         make = torch.zeros if method == PANELS else torch.empty
         out = make(len(x), self.form.shape[0])
         _run(method, width, _prepared(method, self.form.scheme, width, x), [(self, 0, len(x))], out)
@@ -241,24 +233,27 @@ class Matrix(QuantizedMatrix):
         if self.form.scheme in BLOCK_TYPES:
             return _NO_TABLE
         if width not in self._tables:  # the array is kept in the cache of `table_of`
-            from rabbitllm.quant import _vectors
+            from rabbitllm.quant import _integers, _vectors
 
-            table = _vectors.table_of(self.form.scheme, width, self.table.numpy().tobytes())
+            tables = _integers if width == INTEGERS else _vectors
+            table = tables.table_of(self.form.scheme, self.table.numpy().tobytes())
             self._tables[width] = 0 if table is None else table.ctypes.data
         return self._tables[width]
 
 
 def _prepared(method: str, scheme: str, width: int, x: torch.Tensor) -> InputRows:
     """Rows (T, K) in the format of a kernel of `width` lanes; K is a multiple of 64, or of the elements of a block."""
-    if scheme not in BLOCK_TYPES:
-        return segment_inputs(width, x) if method == CODES else InputRows(_kernels.interleaved(width, x))
-    if width == PAIRS:
-        layout = _block_pairs.LAYOUTS[scheme]
-        x = x if x.stride(1) == 1 else x.contiguous()
-        return InputRows(layout.inputs(x), layout.sums(x) if layout.group else None)
-    inputs = x.float().contiguous()
-    has_sums = method == CODES and gguf_blocks.has_minima(scheme)
-    return InputRows(inputs, inputs.view(len(x), x.shape[1] // SUMMED, SUMMED).sum(-1) if has_sums else None)
+    if method == CODES:
+        return _layout(scheme).inputs(x)
+    return InputRows(x.float().contiguous() if scheme in BLOCK_TYPES else _kernels.interleaved(width, x))
+
+
+@functools.cache
+def _layout(scheme: str) -> InputLayout:
+    """How the kernel by codes takes inputs."""
+    from rabbitllm.quant import _integer_blocks, _integers  # numba comes with them
+
+    return (_integer_blocks.LAYOUTS if scheme in BLOCK_TYPES else _integers.SEGMENT_LAYOUTS)[scheme]
 
 
 def _run(
@@ -269,11 +264,8 @@ def _run(
     By codes `out` is filled; by panels the products are added to it.
     """
     form = work[0][0].form
-    row_bytes, *shape = _shape(form.scheme, form.shape[1], SEGMENT if method == CODES else 2 * width)
-    if method == CODES and form.scheme in BLOCK_TYPES:
-        block = BLOCK_TYPES[form.scheme]
-        step = _block_pairs.LAYOUTS[form.scheme].step if width == PAIRS else block.elements
-        shape = [form.shape[1] // step, step]
+    step = _layout(form.scheme).step if method == CODES else 2 * width
+    row_bytes, *shape = _shape(form.scheme, form.shape[1], step)
     rows, start = form.shape[0], out.data_ptr()
     pieces = [
         (matrix.payload.data_ptr(), matrix.absmax.data_ptr(), *inputs.of(begin), matrix.table_for(width))
@@ -306,7 +298,6 @@ class GroupedProduct:
         import torch
 
         self._x = x
-        self._width = _width_for(like.form, x.dtype)
         self._out = torch.zeros(len(x), like.form.shape[0])
         self._inputs: dict[str, InputRows] = {}
 
@@ -315,44 +306,37 @@ class GroupedProduct:
         by_method: dict[str, list[tuple[Matrix, int, int]]] = {}
         scheme = matrices[0].form.scheme if matrices else ""
         for matrix, (begin, end) in zip(matrices, groups, strict=True):
-            by_method.setdefault(method_for(matrix, self._width, end - begin), []).append((matrix, begin, end))
+            by_method.setdefault(method_for(matrix, end - begin), []).append((matrix, begin, end))
         for matrix, begin, end in by_method.pop(DEQUANTIZED, []):
             self._out[begin:end] = _in_chunks(self._x[begin:end], matrix, None)
         for method, work in by_method.items():
+            width = width_of(method)
             if method not in self._inputs:
-                self._inputs[method] = _prepared(method, scheme, _lanes_of(method, scheme, self._width), self._x)
-            _run(method, _lanes_of(method, scheme, self._width), self._inputs[method], work, self._out)
+                self._inputs[method] = _prepared(method, scheme, width, self._x)
+            _run(method, width, self._inputs[method], work, self._out)
 
     def result(self) -> torch.Tensor:
         """The products of all groups, (S, N) of x's dtype; rows of no group are zero."""
         return self._out.to(self._x.dtype)
 
 
-def method_for(matrix: Matrix, width: int, count: int) -> str:
-    """The fastest method for `count` rows, with the kernels of `width` lanes."""
-    if not matrix.table_for(width):
-        return DEQUANTIZED
-    if width == PAIRS and count <= MAX_INPUTS_IN_PAIRS:
+def method_for(matrix: Matrix, count: int) -> str:
+    """The fastest method for `count` rows."""
+    scheme, lanes = matrix.form.scheme, width_of(PANELS)
+    # a few types of blocks are smaller than the steps of the kernel by codes
+    by_codes = matrix.table_for(INTEGERS) and not matrix.form.shape[1] % _layout(scheme).step
+    if by_codes and count <= MAX_CODE_INPUTS.get(scheme, 16):
         return CODES
-    width = _lanes_of(PANELS, matrix.form.scheme, width)
-    if LEAST_PANEL_INPUTS <= count <= MAX_PANEL_INPUTS.get(width, 0) and _agrees(PANELS, matrix.form.scheme, width):
+    if count <= MAX_PANEL_INPUTS.get(lanes, 0) and matrix.table_for(lanes) and _agrees(PANELS, scheme, lanes):
         return PANELS
-    return CODES if width != PAIRS and count <= MAX_INPUTS else DEQUANTIZED
+    return DEQUANTIZED
 
 
-def _lanes_of(method: str, scheme: str, width: int) -> int:
-    """Lanes of a method's kernel: for blocks only that by codes multiplies pairs."""
-    if width == PAIRS and method != CODES and scheme in BLOCK_TYPES:
-        return gguf_blocks.lanes_for(scheme)
-    return width
+def width_of(method: str) -> int:
+    """The width of a method's kernels on this processor; see `_product_kernels.address`."""
+    from rabbitllm.quant import _vectors
 
-
-def _width_for(form: Quantized, dtype: torch.dtype) -> int:
-    """As `kernel_for`; rows of blocks that are no whole number of a kernel's steps are multiplied in float32."""
-    width = kernel_for(form.scheme, dtype)
-    if width == PAIRS and form.scheme in BLOCK_TYPES and form.shape[1] % _block_pairs.LAYOUTS[form.scheme].step:
-        return gguf_blocks.lanes_for(form.scheme)
-    return width
+    return INTEGERS if method == CODES else _vectors.lanes()
 
 
 def _in_chunks(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
@@ -402,20 +386,6 @@ def dense_product(
 
 
 @functools.cache
-def kernel_for(scheme: str, dtype: torch.dtype) -> int:
-    """Lanes of the kernel for inputs of a dtype; `PAIRS` for bfloat16 if this machine has that kernel and it agrees."""
-    import torch
-
-    from rabbitllm.quant import _vectors
-
-    has_kernel = scheme in SCHEMES or scheme in _block_pairs.LAYOUTS
-    pairs = dtype == torch.bfloat16 and has_kernel and _vectors.multiplies_pairs()
-    if pairs and _agrees(CODES, scheme, PAIRS):
-        return PAIRS
-    return _vectors.lanes()
-
-
-@functools.cache
 def _agrees(method: str, scheme: str, width: int) -> bool:
     """Whether a kernel's result on a sample agrees with indexing and float32."""
     import torch
@@ -423,10 +393,12 @@ def _agrees(method: str, scheme: str, width: int) -> bool:
     def product(form: Quantized, payload: Any, absmax: Any, table: Any, x: torch.Tensor) -> torch.Tensor:
         return Matrix(form, payload, absmax, table).times_by(method, width, x)
 
-    dtype = torch.bfloat16 if width == PAIRS else torch.float32
-    if scheme in BLOCK_TYPES:
-        return _kernels.agrees(f"by {method} at {scheme}", _of_blocks(scheme, dtype, _BLOCK_TRIALS[method], product))
-    return _kernels.agrees(f"by {method} at {scheme}", _kernels.of_codes(scheme, dtype, _TRIALS[method], product))
+    is_block = scheme in BLOCK_TYPES
+    samples, trials = (_of_blocks, _BLOCK_TRIALS) if is_block else (_kernels.of_codes, _TRIALS)
+    tolerance = _kernels.INTEGER_TOLERANCE if width == INTEGERS else _kernels.TOLERANCE
+    return _kernels.agrees(
+        f"by {method} at {scheme}", samples(scheme, torch.float32, trials[method], product), tolerance
+    )
 
 
 def _of_blocks(

@@ -33,7 +33,7 @@ from rabbitllm.quant.schemes import Quantized
 assert quantize._compiled_kernels_agree("4bit")
 assert products.multiplies(Quantized("4bit", (64, 64), "float32")) == bool(_vectors.lanes())
 if width := _vectors.lanes():
-    assert _product_kernels.address("codes", "4bit", width)
+    assert _product_kernels.address("panels", "4bit", width)
 print("compiled")
 """
 
@@ -56,7 +56,7 @@ from numba.core.errors import NumbaWarning
 warnings.simplefilter("error", NumbaWarning)
 from rabbitllm.quant import _product_kernels, _vectors
 for method, scheme, width in _product_kernels.KERNELS:
-    if width == 32 and _vectors.multiplies_pairs() or width <= _vectors.lanes():
+    if _vectors.lanes() and (width == 64 or width <= _vectors.lanes()):
         _product_kernels.address(method, scheme, width)
 """
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -52,10 +52,10 @@ import torch
 from rabbitllm.quant import _kernels
 from tests.quant.test_products import inputs, matrix
 from rabbitllm.quant._kernels import torchs_team
-from rabbitllm.quant.products import Matrix, kernel_for
+from rabbitllm.quant.products import Matrix, width_of
 _kernels.WORTH_A_THREAD = {"codes": 1 << 10}
 torch.set_num_threads(8)
-product = "codes", kernel_for("4bit", torch.float32), inputs(2, 1024)
+product = "codes", width_of("codes"), inputs(2, 1024)
 found = Matrix(*matrix("4bit", 777, 1024)).times_by(*product)
 _kernels.WORTH_A_THREAD = {"codes": 1 << 40}
 assert torchs_team() is not None

@@ -1,4 +1,4 @@
-"""Tables of codes: rounded as torch rounds, with the factor that loses least."""
+"""Tables of codes: their values, or straight lines."""
 
 from __future__ import annotations
 
@@ -7,37 +7,9 @@ import math
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 
-from rabbitllm.quant._kernel_interface import PAIRS
-from rabbitllm.quant._vectors import _nearest_bfloat16, table_of
+from rabbitllm.quant._vectors import table_of
 from rabbitllm.quant.schemes import int8_code
-
-
-def test_rounding_to_bfloat16_is_torchs() -> None:
-    values = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
-    ties = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 0.0])
-    for floats in (values, ties):
-        assert torch.equal(torch.from_numpy(_nearest_bfloat16(floats.numpy())), floats.bfloat16().float())
-
-
-def test_a_factor_reduces_the_rounding_error() -> None:
-    values = np.sort(np.random.default_rng(3).uniform(-1, 1, 16)).astype(np.float32)
-    words = table_of("4bit", PAIRS, values.tobytes())
-    assert words is not None
-    assert len(words) == 34
-    assert np.array_equal(words[:16], words[16:32])
-    back = float(words[32:].view(np.float32)[0])
-    with_factor = (words[:16].astype(np.uint32) << 16).view(np.float32) * back
-    assert np.square(with_factor - values).sum() < 0.5 * np.square(_nearest_bfloat16(values) - values).sum()
-
-
-def test_bfloat16_values_are_unchanged() -> None:
-    values = np.linspace(-1, 1, 257, dtype=np.float32)[:256]
-    words = table_of("8bit", PAIRS, values.tobytes())
-    assert words is not None
-    back = float(words[256:].view(np.float32)[0])
-    assert np.array_equal((words[:256].astype(np.uint32) << 16).view(np.float32) * back, values)
 
 
 def test_the_4bit_table_is_its_values() -> None:
@@ -66,11 +38,10 @@ def test_the_dynamic_map_of_bitsandbytes_is_eight_ramps() -> None:
 def test_maps_without_ramps_have_no_table(code: int, wrong: float) -> None:
     values = np.frombuffer(int8_code(), np.float32).copy()
     values[code] *= wrong
-    for width in (8, 16):
-        assert table_of("8bit", width, values.tobytes()) is None
+    assert table_of("8bit", values.tobytes()) is None
 
 
 def table(bits: int, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    result = table_of(f"{bits}bit", 16, values.tobytes())
+    result = table_of(f"{bits}bit", values.tobytes())
     assert result is not None
     return result

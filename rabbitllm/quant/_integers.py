@@ -1,0 +1,316 @@
+"""Products of integers: how inputs are rounded, and the code for the vectors of integers that kernels decode codes to.
+
+Codes are decoded to integers of 16 bits, and inputs are rounded to such integers, with a scale for every few of them.
+Products are summed exactly in 32 bits, a pair at a time (VPMADDWD, or VPDPWSSD), and multiplied by the scales in
+float32. An input's error is at most a 2**-15th of the largest input near it, far below that of any scheme; inputs of 8
+bits would add as much loss as Q8_0 itself has.
+
+Vectors have 512 bits; for processors with AVX2, LLVM divides them. All sums have the same order on both: products have
+the same bits on every processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import types
+
+from rabbitllm.quant._compiling import c_function
+from rabbitllm.quant._kernels import InputRows
+from rabbitllm.quant._vectors import F32, I8, I16, I32, ZERO_CODE, Emitter, every, features, to_array
+
+if TYPE_CHECKING:
+    import torch
+
+LARGEST_INPUT, LARGEST_CODE = (1 << 14) - 1, (1 << 15) - 1
+"""The largest integers of inputs and of codes: four products fit 32 bits."""
+
+
+@dataclass(frozen=True)
+class InputLayout:
+    """The order of the inputs of a step: of codes that are decoded together, whose inputs have one scale.
+
+    Attributes:
+        step: elements.
+        sizes: the digits of an element's number, the most significant first.
+        order: the digits that an input's place has, by their numbers in `sizes`.
+        group: elements for whose sum there is a lane of minima; 0 if there are no minima.
+    """
+
+    step: int
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
+    group: int = 0
+
+    @property
+    def groups(self) -> int:
+        """Sums of a step's inputs, one for each lane of minima; 0 if there are none."""
+        return self.step // self.group if self.group else 0
+
+    @functools.cached_property
+    def _elements(self) -> npt.NDArray[np.int32]:
+        """The element at each place."""
+        elements = np.arange(self.step, dtype=np.int32).reshape(self.sizes)
+        return np.ascontiguousarray(elements.transpose(self.order)).ravel()
+
+    def inputs(self, x: torch.Tensor) -> InputRows:
+        """Rows (T, K) of any floating dtype, in this order; K is a whole number of steps.
+
+        Beside the integers are float32 for each step: the inputs' scale, then the sums of the groups, of rounded inputs.
+        """
+        import torch
+
+        if x.dtype not in (torch.float32, torch.bfloat16):
+            x = x.float()
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        count, columns = x.shape
+        steps = columns // self.step
+        integers = torch.empty(count, columns, dtype=torch.int16)
+        floats = torch.empty(count, steps * (1 + self.groups))
+        place, is_bfloat = x.data_ptr(), x.dtype == torch.bfloat16
+        sizes = count, steps, x.stride(0), self.step, self.group
+        _rounding()(place, place, is_bfloat, *sizes, self._elements.ctypes.data, integers.data_ptr(), floats.data_ptr())
+        return InputRows(integers, floats)
+
+
+_NEAREST = np.float32(3 << 22)
+"""A float32 of less than 2**22, added to this one, becomes the nearest integer in the lowest bits."""
+_NEAREST_BITS = np.int32(0x4B400000)
+_LARGEST_FLOAT, _SMALLEST = np.float32(LARGEST_INPUT), np.float32(1e-30)
+
+
+@functools.cache
+def _rounding() -> Any:
+    words, ints, floats = (types.CPointer(dtype) for dtype in (types.int16, types.int32, types.float32))  # type: ignore[no-untyped-call]
+    signature = types.void(floats, words, *[types.int64] * 6, ints, words, floats)
+    compiled = c_function(signature, _round_inputs)
+    call = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 6, *[ctypes.c_void_p] * 3)(
+        compiled.address
+    )
+    return functools.partial(_call, compiled, call)  # the compiled function is kept
+
+
+def _call(kept: Any, call: Any, *arguments: Any) -> None:
+    call(*arguments)
+
+
+def _round_inputs(x, halves, is_bfloat, rows, steps, row, step, group, order, integers, floats):  # type: ignore[no-untyped-def]
+    """See `InputLayout.inputs`; `x` and `halves` are one address, and `row` the elements from one row to the next."""
+    width, beside = steps * step, 1 + (step // group if group else 0)
+    singles, words = to_array(x, rows * row), to_array(halves, rows * row)
+    places = to_array(order, step)
+    results, others = to_array(integers, rows * width), to_array(floats, rows * steps * beside)
+    values = np.empty(step, np.float32)
+    bits = values.view(np.int32)
+    largest_bits = np.empty(1, np.int32)
+    for r in range(rows):
+        for index in range(steps):
+            begin, result, other = r * row + index * step, r * width + index * step, (r * steps + index) * beside
+            if is_bfloat:
+                for i in range(step):
+                    bits[i] = np.int32(words[begin + i]) << 16
+            else:
+                for i in range(step):
+                    values[i] = singles[begin + i]
+            most = np.int32(0)
+            for i in range(step):
+                most = max(most, bits[i] & np.int32(0x7FFFFFFF))  # ordered as the floats are
+            largest_bits[0] = most
+            largest = largest_bits.view(np.float32)[0]
+            scale = largest / _LARGEST_FLOAT
+            others[other] = scale
+            factor = _LARGEST_FLOAT / largest if largest > _SMALLEST else np.float32(0)
+            for i in range(step):
+                values[i] = values[i] * factor + _NEAREST
+            for g in range(beside - 1):
+                total = np.int32(0)
+                for i in range(g * group, (g + 1) * group):
+                    total += bits[i] - _NEAREST_BITS
+                others[other + 1 + g] = np.float32(total) * scale
+            for i in range(step):
+                results[result + i] = np.int16(bits[places[i]] & 0xFFFF)
+
+
+# Vectors.
+
+WORDS, INTS = ir.VectorType(I16, 32), ir.VectorType(I32, 16)
+_BYTES = ir.VectorType(I8, 64)
+_LANE = 16
+"""Bytes within which instructions look bytes up and interleave them."""
+
+
+def multiply_add(emit: Emitter, total: Any, words: Any, inputs: Any) -> Any:
+    """`total`, 16 ints, and the sums of pairs of products of 32 words."""
+    return emit.b.add(total, _divided(emit, INTS, "avx2.pmadd.wd", "avx512.pmaddw.d.512", words, inputs))
+
+
+def look_up(emit: Emitter, table: Any, index: Any) -> Any:
+    """64 bytes of a table, a vector of 16 bytes, by 64 bytes, whose upper halves are 0."""
+    return _divided(emit, _BYTES, "avx2.pshuf.b", "avx512.pshuf.b.512", joined(emit, *[table] * 4), index)
+
+
+def multiply_bytes(emit: Emitter, unsigned: Any, signed: Any) -> Any:
+    """The sums of pairs of products of 64 unsigned bytes and 64 signed ones, as words."""
+    return _divided(emit, WORDS, "avx2.pmadd.ub.sw", "avx512.pmaddubs.w.512", unsigned, signed)
+
+
+def interleaved_bytes(emit: Emitter, even: Any, odd: Any) -> tuple[Any, Any]:
+    """Two vectors of 64 bytes as two of 32 words: of the first eight bytes of each 16, and of the others."""
+    pair = []
+    for first in (0, _LANE // 2):
+        order = [lane + first + i + half for lane in range(0, 64, _LANE) for i in range(_LANE // 2) for half in (0, 64)]
+        pair.append(emit.b.bitcast(pick(emit, even, odd, order), WORDS))
+    return pair[0], pair[1]
+
+
+def joined(emit: Emitter, *vectors: Any) -> Any:
+    """Two or four vectors one after the other."""
+    halves = list(vectors)
+    while len(halves) > 1:
+        count = 2 * halves[0].type.count
+        halves = [pick(emit, *pair, range(count)) for pair in zip(halves[::2], halves[1::2], strict=True)]
+    return halves[0]
+
+
+def pick(emit: Emitter, first: Any, second: Any, order: Any) -> Any:
+    """Elements of two vectors by their numbers in both."""
+    places = list(order)
+    return emit.b.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, len(places)), places))
+
+
+def tree_sum(emit: Emitter, floats: Any) -> Any:
+    """The sum of 16 lanes, in an order that does not depend on the processor."""
+    half = floats.type.count // 2
+    while half:
+        low, high = (pick(emit, floats, floats, range(begin, begin + half)) for begin in (0, half))
+        floats, half = emit.b.fadd(low, high), half // 2
+    return emit.b.extract_element(floats, ir.Constant(I32, 0))
+
+
+def _divided(emit: Emitter, result: Any, half_name: str, name: str, *vectors: Any) -> Any:
+    """An instruction with vectors of 512 bits, or twice the one with halves of them."""
+    if "avx512bw" in features():
+        call = emit.function(f"llvm.x86.{name}", result, *(vector.type for vector in vectors))
+        return emit.b.call(call, vectors)
+    parts = []
+    for index in range(2):
+        halves = []
+        for vector in vectors:
+            count = vector.type.count // 2
+            halves.append(pick(emit, vector, vector, range(index * count, (index + 1) * count)))
+        half_type = ir.VectorType(result.element, result.count // 2)
+        call = emit.function(f"llvm.x86.{half_name}", half_type, *(half.type for half in halves))
+        parts.append(emit.b.call(call, halves))
+    return joined(emit, *parts)
+
+
+# Codes of our own schemes.
+
+SEGMENT_LAYOUTS = {
+    "4bit": InputLayout(64, (2, 2, 8, 2), (1, 3, 0, 2)),
+    "8bit": InputLayout(64, (4, 2, 8), (1, 0, 2)),
+}
+"""The order of the inputs of a segment of 64 codes."""
+
+
+class _Nibbles:
+    """Looks up 4bit codes, of which the first of a byte is in its high half.
+
+    Attributes:
+        segment_bytes: bytes of the codes of a segment.
+        factor: of the sums of products.
+    """
+
+    segment_bytes = 32
+
+    def __init__(self, emit: Emitter, table: Any) -> None:
+        self._emit = emit
+        self._low, self._high = (emit.load(emit.add(table, offset), ir.VectorType(I8, 16), 1) for offset in (0, 16))
+        self.factor = emit.load(emit.add(table, 32), F32, 1)
+
+    def words(self, address: Any) -> tuple[Any, Any]:
+        """The integers of a segment."""
+        emit, half = self._emit, ir.VectorType(I16, 16)
+        both = emit.load(address, half, 1)
+        nibbles = (emit.b.and_(word, every(half, 0x0F0F)) for word in (emit.b.lshr(both, every(half, 4)), both))
+        index = emit.b.bitcast(joined(emit, *nibbles), _BYTES)
+        return interleaved_bytes(emit, look_up(emit, self._low, index), look_up(emit, self._high, index))
+
+
+class _Bytes:
+    """Computes 8bit codes: the 128 distances from zero are sixteen straight lines of eight; attributes as above."""
+
+    segment_bytes = 64
+
+    def __init__(self, emit: Emitter, table: Any) -> None:
+        self._emit = emit
+        self._tables = [emit.load(emit.add(table, offset), ir.VectorType(I8, 16), 1) for offset in (0, 16, 32)]
+        self.factor = emit.load(emit.add(table, 48), F32, 1)
+
+    def words(self, address: Any) -> list[Any]:
+        """The integers of a segment."""
+        emit, b = self._emit, self._emit.b
+        side = b.sub(every(_BYTES, ZERO_CODE), emit.load(address, _BYTES, 1))  # from 127 to -128
+        is_negative = b.icmp_signed("<", side, every(_BYTES, 0))
+        distance = b.select(is_negative, b.sub(every(_BYTES, 0), side), side)
+        line = b.lshr(distance, every(_BYTES, 3))
+        line = b.select(b.icmp_unsigned("<", line, every(_BYTES, 15)), line, every(_BYTES, 15))
+        along = b.sub(distance, b.shl(line, every(_BYTES, 3)))
+        slope, low, high = (look_up(emit, values, line) for values in self._tables)
+        lines = interleaved_bytes(emit, slope, low)
+        places = interleaved_bytes(emit, along, every(_BYTES, 1))
+        starts = interleaved_bytes(emit, every(_BYTES, 0), high)
+        signs = interleaved_bytes(emit, side, side)
+        words = []
+        for pair, place, start, sign in zip(lines, places, starts, signs, strict=True):
+            sums = multiply_bytes(emit, b.bitcast(pair, _BYTES), b.bitcast(place, _BYTES))
+            value, most = b.add(sums, start), every(WORDS, _LARGEST_LINE)
+            value = b.select(b.icmp_signed("<", value, most), value, most)
+            mask = b.ashr(sign, every(WORDS, 15))
+            words.append(b.sub(b.xor(value, mask), mask))
+        return words
+
+
+OWN_DECODERS = {"4bit": _Nibbles, "8bit": _Bytes}
+_LARGEST_LINE = 16000
+"""The integer of 1 at 8bit: slopes of the largest values are 225 then, which fits a byte."""
+_LINE_ERROR = 3e-4
+"""Maximum error of a value, relative to the largest: below a tenth of the error of a matrix at 8bit."""
+
+
+@functools.cache
+def table_of(scheme: str, levels: bytes) -> npt.NDArray[np.uint8] | None:
+    """The table of a decoder, from the float32 values of the codes; None if these do not fit.
+
+    At 4bit it has the lower and the upper bytes of 16 integers, at 8bit the slopes of 16 lines, and the lower and upper
+    bytes of their starts; then the factor of an integer, float32.
+    """
+    values = np.frombuffer(levels, np.float32).astype(np.float64)
+    most = np.abs(values).max()
+    if not np.isfinite(most) or not most:
+        return None
+    if scheme == "4bit":
+        integers = np.rint(values / most * LARGEST_CODE).astype(np.int16).view(np.uint8)
+        parts = [integers[::2], integers[1::2]]
+        factor = most / LARGEST_CODE
+    else:
+        # from zero upwards; the product of a code has the opposite sign
+        side = np.arange(256) - ZERO_CODE
+        ahead = values[ZERO_CODE:] / most * _LARGEST_LINE
+        starts = np.rint(ahead[:128:8]).astype(np.int64)
+        slopes = np.rint((ahead[7:128:8] - ahead[:128:8]) / 7).astype(np.int64)
+        line = np.minimum(np.abs(side) // 8, 15)
+        approximated = np.minimum(starts[line] + slopes[line] * (np.abs(side) - 8 * line), _LARGEST_LINE)
+        off = np.abs(np.copysign(approximated, side) / _LARGEST_LINE - values / most).max()
+        if off > _LINE_ERROR or slopes.min() < 0 or slopes.max() > 255 or starts.min() < 0:
+            return None
+        parts = [slopes.astype(np.uint8), (starts & 255).astype(np.uint8), (starts >> 8).astype(np.uint8)]
+        factor = -most / _LARGEST_LINE
+    return np.concatenate([*parts, np.array([factor], np.float32).view(np.uint8)])

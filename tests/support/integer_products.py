@@ -1,0 +1,52 @@
+"""What the kernels by codes multiply, reckoned by torch: inputs and code values as integers of 16 bits."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from rabbitllm.quant import products
+from rabbitllm.quant._integers import LARGEST_CODE, LARGEST_INPUT
+from rabbitllm.quant._kernel_interface import CODES
+from rabbitllm.quant.products import Matrix
+from rabbitllm.quant.schemes import SCHEMES
+
+
+def rounded_inputs(scheme: str, x: torch.Tensor) -> torch.Tensor:
+    """Rows (T, K) as integers times the scale of their step, float64."""
+    steps = x.float().view(len(x), -1, products._layout(scheme).step)
+    largest = steps.abs().amax(-1, keepdim=True)
+    most = torch.tensor(float(LARGEST_INPUT))  # torch multiplies by the inverse of a number
+    factor = torch.where(largest > 1e-30, most / largest, torch.zeros(()))
+    integers = (steps * factor).round().double()
+    return (integers * (largest / most).double()).view(x.shape)
+
+
+def integer_values(scheme: str, table: torch.Tensor) -> torch.Tensor:
+    """What the codes of our own schemes stand for then, float64."""
+    most = float(table.abs().max())
+    if scheme == "4bit":
+        return (table.double() / most * LARGEST_CODE).round() * (most / LARGEST_CODE)
+    unit = most / 16000
+    ahead = table[127:].double() / unit
+    starts = ahead[:128:8].round()
+    slopes = ((ahead[7:128:8] - ahead[:128:8]) / 7).round()
+    distance = torch.arange(129)
+    line = (distance // 8).clamp(max=15)
+    half = (starts[line] + slopes[line] * (distance - 8 * line)).clamp(max=16000) * unit
+    return torch.cat([-half[1:128].flip(0), half])
+
+
+def meant(of: Matrix) -> torch.Tensor:
+    """Code value times scale of a matrix of ours by indexing, with values as integers; (N, K), float64."""
+    scheme, codes = of.form.scheme, of.payload.view(-1)
+    if scheme == "4bit":
+        codes = torch.stack([codes >> 4, codes & 15], 1).view(-1)
+    scales = of.absmax.double().repeat_interleave(SCHEMES[scheme].block)[: math.prod(of.form.shape)]
+    return (integer_values(scheme, of.table)[codes.long()] * scales).view(of.form.shape)
+
+
+def is_by_codes(of: Matrix, x: torch.Tensor) -> bool:
+    """Whether so many rows are multiplied as integers."""
+    return products.method_for(of, x.shape[:-1].numel()) == CODES
