@@ -68,7 +68,7 @@ from rabbitllm.quant import coded
 from rabbitllm.quant.coded import CodedForm, CodedMatrix
 from rabbitllm.quant.products import FusedMatrix, Matrix, can_multiply, multiplies
 from rabbitllm.quant.quantize import NestedScales
-from rabbitllm.quant.schemes import NESTED_BLOCK, NF4_BLOCK, Quantized
+from rabbitllm.quant.schemes import NESTED_BLOCK, NF4_BLOCK, Quantized, nf4_map
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
 
 if TYPE_CHECKING:
@@ -606,7 +606,10 @@ def _operands(to: torch.device, form: Quantized, dtype: torch.dtype) -> tuple[to
     distinct = min(rows, DISTINCT_ROWS)
     times, blocks = math.ceil(rows / distinct), distinct * columns // NF4_BLOCK
     payload = torch.randint(0, 256, (distinct * columns // 2, 1), dtype=torch.uint8, generator=generator).to(to)
-    table, scales = torch.linspace(-1, 1, 16).to(to), torch.rand(blocks, generator=generator)
+    table, scales = (
+        torch.frombuffer(bytearray(nf4_map()), dtype=torch.float32).to(to),
+        torch.rand(blocks, generator=generator),
+    )
     nested = None
     if form.offset is not None:
         absmax = torch.randint(0, 256, (blocks,), dtype=torch.uint8, generator=generator).to(to)

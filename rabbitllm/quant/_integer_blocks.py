@@ -191,7 +191,7 @@ def _two_blocks(scheme: str, values: range | tuple[int, ...]) -> Callable[[_Step
                 is_clear = step.b.icmp_unsigned("==", own, ir.Constant(WORDS, [0] * 32))
                 fifth = step.b.select(is_clear, ir.Constant(WORDS, [0] * 32), ir.Constant(WORDS, [16] * 32))
                 code = step.b.or_(step.masked(step.right(index, 8 * odd), 15), fifth)
-                words.append(step.minus(code, -values.start))
+                words.append(step.minus(code, 16 if scheme == "Q5_0" else 0))
         else:
             words = [*step.both_bytes(values, index)]
 

@@ -22,7 +22,7 @@ from llvmlite import ir
 from numba import types
 
 from rabbitllm.quant._compiling import c_function
-from rabbitllm.quant._kernels import InputRows
+from rabbitllm.quant._kernel_interface import InputRows
 from rabbitllm.quant._vectors import F32, I8, I16, I32, ZERO_CODE, Emitter, every, features, to_array
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class InputLayout:
     def inputs(self, x: torch.Tensor) -> InputRows:
         """Rows (T, K) of any floating dtype, in this order; K is a whole number of steps.
 
-        Beside the integers are float32 for each step: the inputs' scale, then the sums of the groups, of rounded inputs.
+        Beside the integers are float32 for each step: their scale, then the sums of the groups, of rounded inputs.
         """
         import torch
 
@@ -278,7 +278,7 @@ class _Bytes:
         return words
 
 
-OWN_DECODERS = {"4bit": _Nibbles, "8bit": _Bytes}
+OWN_DECODERS: dict[str, type[_Nibbles | _Bytes]] = {"4bit": _Nibbles, "8bit": _Bytes}
 _LARGEST_LINE = 16000
 """The integer of 1 at 8bit: slopes of the largest values are 225 then, which fits a byte."""
 _LINE_ERROR = 3e-4

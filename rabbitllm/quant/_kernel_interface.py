@@ -7,7 +7,10 @@ instructions, `_block_kernels.py` those of blocks, `_code_kernels.py` those of p
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
 
 CODES, PANELS, DEQUANTIZED = "codes", "panels", "dequantized"
 """Methods: decode each code for every few inputs; decode a few rows at a time, once for all inputs; no kernel, but
@@ -47,3 +50,23 @@ class CodeKernel(NamedTuple):
     codes: str
     scales: str
     group: int
+
+
+class InputRows:
+    """Rows (T, K) as a kernel reads them.
+
+    Args:
+        inputs: those of each row, or the even ones: T rows of any dimensions, without gaps.
+        others: the odd ones, or sums of inputs by group, likewise; None if the kernel needs neither.
+    """
+
+    def __init__(self, inputs: torch.Tensor, others: torch.Tensor | None = None) -> None:
+        self._kept = inputs, others
+        self._address, self._step = inputs.data_ptr(), inputs.stride(0) * inputs.itemsize
+        self._others = self._others_step = 0
+        if others is not None:
+            self._others, self._others_step = others.data_ptr(), others.stride(0) * others.itemsize
+
+    def of(self, row: int) -> tuple[int, int]:
+        """The addresses of a row's inputs and of its others; the second is 0 without any."""
+        return self._address + row * self._step, self._others + row * self._others_step

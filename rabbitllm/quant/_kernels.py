@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from rabbitllm.base.forks import DaemonThread, Workers
 from rabbitllm.base.rounding import round_up
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
-from rabbitllm.quant._kernel_interface import CODES, NUMBERS, PAIRS, PANELS, CodeKernel
+from rabbitllm.quant._kernel_interface import CODES, NUMBERS, PAIRS, PANELS, CodeKernel, InputRows
 
 if TYPE_CHECKING:
     import torch
@@ -93,26 +93,6 @@ def interleaved(width: int, x: torch.Tensor) -> torch.Tensor:
 
     ready = torch.empty(len(x), x.shape[1] // (2 * width), 2, width)
     return ready.copy_(x.view(len(x), -1, width, 2).transpose(2, 3))
-
-
-class InputRows:
-    """Rows (T, K) as a kernel reads them.
-
-    Args:
-        inputs: those of each row, or the even ones: T rows of any dimensions, without gaps.
-        others: the odd ones, or sums of inputs by group, likewise; None if the kernel needs neither.
-    """
-
-    def __init__(self, inputs: torch.Tensor, others: torch.Tensor | None = None) -> None:
-        self._kept = inputs, others
-        self._address, self._step = inputs.data_ptr(), inputs.stride(0) * inputs.itemsize
-        self._others = self._others_step = 0
-        if others is not None:
-            self._others, self._others_step = others.data_ptr(), others.stride(0) * others.itemsize
-
-    def of(self, row: int) -> tuple[int, int]:
-        """The addresses of a row's inputs and of its others; the second is 0 without any."""
-        return self._address + row * self._step, self._others + row * self._others_step
 
 
 def segment_inputs(width: int, x: torch.Tensor) -> InputRows:
@@ -228,11 +208,11 @@ def of_codes(
     """
     import torch
 
-    from rabbitllm.quant.schemes import SCHEMES, Quantized
+    from rabbitllm.quant.schemes import SCHEMES, Quantized, int8_code, nf4_map
 
     generator = torch.Generator().manual_seed(0)
     block, codes_a_byte = SCHEMES[scheme].block, SCHEMES[scheme].codes_a_byte
-    values = torch.tensor([(code - 8) / 8 for code in range(16)] if codes_a_byte == 2 else _dynamic_map())
+    values = torch.frombuffer(bytearray(nf4_map() if codes_a_byte == 2 else int8_code()), dtype=torch.float32)
     for inputs, rows, columns in shapes:
         elements = rows * columns
         codes = torch.randint(0, 256, (elements // codes_a_byte,), dtype=torch.uint8, generator=generator)
@@ -241,12 +221,3 @@ def of_codes(
         apart = torch.stack([codes >> 4, codes & 15], -1).view(-1) if codes_a_byte == 2 else codes
         matrix = (values[apart.long()] * scales.repeat_interleave(block)[:elements]).view(rows, columns)
         yield product(Quantized(scheme, (rows, columns), "float32"), codes, scales, values, x), x.float() @ matrix.T
-
-
-def _dynamic_map() -> list[float]:
-    """The values of 8bit codes: evenly spaced ones in each of seven decades, on both sides of 0, and 1."""
-    positive = [0.0]
-    for decade in range(7):
-        step = 0.9 / 2**decade
-        positive += [(0.1 + (index + 0.5) * step) * 10.0 ** (decade - 6) for index in range(2**decade)]
-    return [*(-value for value in positive[:0:-1]), *positive, 1.0]

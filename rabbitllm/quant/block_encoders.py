@@ -30,7 +30,7 @@ from rabbitllm.errors import UnreadableFormatError
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant._compiling import compiled
 from rabbitllm.quant._gguf_decoders import IQ4_VALUES
-from rabbitllm.quant.published_kernels import share
+from rabbitllm.quant.dequantize_kernels import share
 from rabbitllm.quant.quantize_kernels import BF16, F16, F32, widen
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm.formats.tensor_spec import DTYPES, torch_dtype
 from rabbitllm.quant import _kernels
-from rabbitllm.quant._kernel_interface import CODES, PAIRS, CodeKernel
-from rabbitllm.quant._kernels import InputRows, segment_inputs
+from rabbitllm.quant._kernel_interface import CODES, PAIRS, CodeKernel, InputRows
+from rabbitllm.quant._kernels import segment_inputs
 from rabbitllm.quant.products import MAX_GROUPED, SEGMENT, dense_product
 
 if TYPE_CHECKING:

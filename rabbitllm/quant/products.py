@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant import _kernels, bfloat_products, gguf_blocks
-from rabbitllm.quant._kernel_interface import CODES, DEQUANTIZED, INTEGERS, PANELS
-from rabbitllm.quant._kernels import InputRows
+from rabbitllm.quant._kernel_interface import CODES, DEQUANTIZED, INTEGERS, PANELS, InputRows
 from rabbitllm.quant.quantize import (
     MAX_ELEMENTS,
     NestedScales,

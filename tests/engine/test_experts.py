@@ -353,7 +353,7 @@ def test_experts_from_codes_are_close_to_dequantized_ones(tmp_path: Path) -> Non
         logits = {}
         for share in SHARES:
             logits[share] = run(with_share(split(folder, compression), share, exact=False)).logits
-            assert (logits[share] - expected.logits).norm() / expected.logits.norm() < 1e-5
+            assert (logits[share] - expected.logits).norm() / expected.logits.norm() < 1e-3  # inputs have 15 bits
         assert torch.equal(logits[0.0], logits[0.25])
 
 

@@ -22,9 +22,9 @@ from rabbitllm.engine.weight_tensors import AbsentWeight, QuantizedWeight
 from rabbitllm.errors import AbsentWeightError, ReadOnlyWeightError
 from rabbitllm.quant import _vectors, products
 from rabbitllm.quant.products import Matrix
-from tests.quant.test_products import error, matrix, meant
+from tests.quant.test_products import assert_product, error, matrix, meant
 from tests.support.builders import FAMILIES, build_checkpoint, reference_logits
-from tests.support.rounding import assert_greedy, assert_products
+from tests.support.rounding import assert_greedy
 from tests.support.tiny_models import ALL, INPUT, dequantized, load, plain_model, run, split, tiers
 
 SHAPE = torch.Size((3, 4))
@@ -313,7 +313,7 @@ def test_linear_uses_a_quantized_weight(scheme: str) -> None:
     x = torch.randn(2, 5, 128)
     with torch.no_grad():
         for y in (module(x), nn.functional.linear(input=x, weight=module.weight, bias=module.bias)):
-            assert_products(y.view(10, 32), x.view(10, 128), quantized.whole(), module.bias)
+            assert_product(y, x, quantized.matrix, module.bias)
     assert "QuantizedWeight((32, 128), torch.float32, stored at " + scheme in repr(module.weight)
 
 
@@ -395,8 +395,8 @@ def test_every_family_is_close_to_its_dequantized_model(tmp_path: Path, family: 
     directory, model = split(folder, compression), plain_model(tmp_path / "reference", dtype=torch.float32)
     for budget in (ALL, 0):
         result = run(load(directory, budget, exact=False))
-        assert error(result.logits, plain.logits.double()) < 1e-4
-        assert_greedy(result.tokens, plain.tokens, model, 1e-4 * float(plain.logits.norm()))
+        assert error(result.logits, plain.logits.double()) < 1e-3  # inputs have 15 bits
+        assert_greedy(result.tokens, plain.tokens, model, 1e-3 * float(plain.logits.norm()))
 
 
 @pytest.mark.parametrize("compression", ["4bit", "8bit"])
