@@ -204,9 +204,9 @@ def test_row_of_a_read_has_share_speed_and_time() -> None:
     clock[0] = 102.0
     (row,) = reading.rows(100)
     text = text_of(row)
-    assert text.startswith("reading ━━━━━━━━━━━────")
-    assert text.endswith(" 25 % · 1.00 of 4.00 GB · 512 MB/s · 6 s left")
-    assert reading.line() == "reading 25 %, 1.00 of 4.00 GB, 512 MB/s, 6 s left"
+    assert text.startswith("reading ━━━━━━━━━━━━───")
+    assert text.endswith(" 25 % · 1.00 of 4.00 GB · 500 MB/s · 6 s left")
+    assert reading.line() == "reading 25 %, 1.00 of 4.00 GB, 500 MB/s, 6 s left"
 
 
 def test_rows_fit_every_width() -> None:

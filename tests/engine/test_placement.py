@@ -476,7 +476,7 @@ def test_placement_prints_as_a_table() -> None:
     costs = [layer(f"layers.{i}", GB) for i in range(6)]
     placement = place(costs, [Budget("cuda:0", 3 * GB, False), Budget("cuda:1", 4 * GB, False)])
     assert str(placement).splitlines() == [
-        "device  tier      units      size",
+        "device  tier      units     size",
         "cuda:0  resident      3  3.00 GB",
         "cuda:1  resident      3  3.00 GB",
     ]
@@ -486,7 +486,7 @@ def test_placement_prints_the_traffic_of_a_pass() -> None:
     costs = [layer(f"layers.{i}", GB) for i in range(12)]
     budgets = [Budget("cuda:0", 4 * GB, False), Budget("cuda:1", 4 * GB, False)]
     assert str(place(costs, budgets, host_bytes=6 * GB)).splitlines() == [
-        "device  tier             units      size",
+        "device  tier             units     size",
         "cuda:0  resident             2  2.00 GB",
         "cuda:0  page-locked RAM      1  1.00 GB",
         "cuda:0  streamed             3  3.00 GB",

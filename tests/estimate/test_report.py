@@ -134,5 +134,5 @@ def test_moments(seconds: float | None, said: str) -> None:
 def test_basis_names_each_rate_once() -> None:
     line = generation_basis(plan_of(LARGE, SMALL))
     assert line is not None
-    assert line.count("bfloat16 on cpu 26.1 GB/s") == line.count("past the page cache 3.26 GB/s") == 1
+    assert line.count("bfloat16 on cpu 28.0 GB/s") == line.count("past the page cache 3.50 GB/s") == 1
     assert generation_basis(plan_of(GenerationEstimate(None, "no"))) is None

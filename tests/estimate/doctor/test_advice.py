@@ -141,7 +141,7 @@ def test_the_bfloat16_kernel_is_named_where_it_is_used(
             None,
         ),
         ({"hub": hub(token=False)}, False, "gated models", "hf auth login"),
-        ({"rates": (Speed("reading the disk", 9e7),)}, False, "reads only 85.8 MB/s", None),
+        ({"rates": (Speed("reading the disk", 9e7),)}, False, "reads only 90.0 MB/s", None),
     ],
 )
 def test_each_fault_has_one_advice(changed: dict[str, Any], essential: bool, words: str, command: str | None) -> None:
