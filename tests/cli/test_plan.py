@@ -612,12 +612,12 @@ def test_terminal_of_80_columns_is_enough(
     assert "".join(plain.split()) == "".join(wide.split())
     rows = [line for line in plain.splitlines() if re.match(r"  (standard|sequential)", line)]
     assert len(rows) == 4 * len(COMPRESSIONS)
-    assert all(re.search(r"(fits|no, [\d.]+ [MG]iB (over|short)) +(under )?\d+ (s|min)$", row) for row in rows)
+    assert all(re.search(r"(fits|no, [\d.]+ [MG]B (over|short)) +(under )?\d+ (s|min)$", row) for row in rows)
     assert {line for line in rows if "fits" in line} < set(rows)
 
 
 GUIDES = Path(rabbitllm.__file__).parent.parent / "docs" / "guides"
-MEASURED = re.compile(r"free disk +[\d.]+|[\d.,]+ [MG]iB/s|under 1 s|[\d.]+ m?s|cuda:0|\bcpu\b|\d+ CPU threads")
+MEASURED = re.compile(r"free disk +[\d.]+|[\d.,]+ [MG]B/s|under 1 s|[\d.]+ m?s|cuda:0|\bcpu\b|\d+ CPU threads")
 
 
 @pytest.mark.parametrize("guide", ["small-disk", "compression"])
